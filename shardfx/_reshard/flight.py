@@ -1,5 +1,8 @@
 """The execution of moves: how many arrays move at a time, in which chunks, which buffers are deleted, and the state
 after an error.
+
+`limit_bytes` is the most bytes that may be used in one memory besides the shards of source and target; `None` for no
+limit. `donate` says whether source arrays are deleted once they have been read.
 """
 
 import collections
@@ -40,8 +43,8 @@ class Job:
     **Arguments:**
 
     - `path_of`: a function from the number of an array of the target to its path.
-    - `moves`: for each move (a pair of shardings for arrays of one shape and dtype), the arrays that it moves. Each
-        entry is the number of the target's array and the source's array.
+    - `moves`: for each move, the arrays that it moves: pairs of the number of the target's array and the source's
+        array.
     - `placements`: the NumPy arrays to put on devices. Each entry is the number of the target's array, the NumPy array,
         and the sharding.
     - `assemblies`: the arrays to assemble from parts of other arrays. Each entry is the number of the target's array,
@@ -61,10 +64,7 @@ class Job:
 
 
 def require_memory(job: Job, limit_bytes: int) -> None:
-    """Raises if some array of a job cannot move within `limit_bytes`, even in its smallest chunks.
-
-    Call this before the job moves arrays.
-    """
+    """Raises if some array of a job cannot move within `limit_bytes`, even in its smallest chunks."""
     needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
     needed += [(assembly, at, 1) for at, _, assembly in job.assemblies]
     short = [(one.least_bytes, at, count, one) for one, at, count in needed if one.least_bytes > limit_bytes]
@@ -80,14 +80,7 @@ def require_memory(job: Job, limit_bytes: int) -> None:
 
 
 def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
-    """Runs a job, and returns the arrays that it made, by their numbers in the target.
-
-    **Arguments:**
-
-    - `job`: the job.
-    - `limit_bytes`: the bytes per device that may be used besides the shards of source and target; `None` for no limit.
-    - `donate`: whether the source's arrays are deleted once they have been read.
-    """
+    """Runs a job, and returns the arrays that it made, by their numbers in the target."""
     order = list(job.moves.items())
     if donate:  # moves that shrink arrays go first, so that those that grow find the room
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
@@ -114,9 +107,8 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
 
 
 class _Flight:
-    """The state of a running job, which makes the target's arrays in order.
-
-    It bounds the arrays in flight, which are those that were dispatched and that the devices have not yet computed.
+    """The state of a running job, which makes the target's arrays in order, and bounds the arrays in flight (see
+    `Window`).
     """
 
     def __init__(self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor):
@@ -143,10 +135,7 @@ class _Flight:
         return carry_out(move, x, limit_bytes=self._limit_bytes, pool=self._pool)
 
     def move(self, move: Move, leaf: jax.Array) -> jax.Array:
-        """Moves one array, `leaf`, to another sharding.
-
-        If sources are donated and no later move or assembly reads the array, its buffers are given up.
-        """
+        """Moves `leaf` to another sharding. Its buffers are donated if no later move or assembly reads it."""
         self.window.make_room(move.extra_bytes)
         self._left[id(leaf)] -= 1
         give_up = self.donate and not self._left[id(leaf)] and id(leaf) not in self._kept
@@ -160,16 +149,10 @@ class _Flight:
         return made
 
     def assemble(self, at: int, names: tuple[str, ...], assembly: Assembly) -> None:
-        """Starts to assemble an array, and waits until the previous array is assembled.
+        """Starts to assemble the target's array number `at` from the arrays with the paths `names`. Then waits until
+        the previous array is assembled; if sources are donated, also until this one is.
 
-        If sources are donated, the call also waits until this array is assembled. On CPUs two arrays are copied at a
-        time. More arrays would take more memory, which the kernel provides slowly.
-
-        **Arguments:**
-
-        - `at`: the number of the target's array.
-        - `names`: the paths of the source's arrays that it is made of.
-        - `assembly`: the plan for assembling it.
+        On CPUs two arrays are copied at a time. More would take more memory, which the kernel provides slowly.
         """
         started = at, names, assembly, start_assembly(assembly, names, self._context)
         self.finish_copies()
@@ -178,7 +161,7 @@ class _Flight:
             self.finish_copies()
 
     def finish(self) -> None:
-        """Waits for all arrays that other threads assemble. If sources are donated, it deletes those that nothing reads
+        """Waits for all arrays that other threads assemble. If sources are donated, deletes those that nothing reads
         any more.
         """
         self.finish_copies()
@@ -188,9 +171,8 @@ class _Flight:
                 self._give_up(leaf)
 
     def finish_copies(self) -> None:
-        """Waits for the array that other threads are assembling, if there is one.
-
-        If sources are donated, those that nothing reads any more are deleted.
+        """Waits for the array that other threads are assembling, if there is one. If sources are donated, deletes those
+        that nothing reads any more.
         """
         if self._started is None:
             return
@@ -231,10 +213,7 @@ class Window:
         self.bytes = 0
 
     def add(self, array: jax.Array, nbytes: int, most: int = _IN_FLIGHT_COUNT) -> None:
-        """Adds an array of `nbytes` bytes, which was dispatched and may not be computed yet.
-
-        Then waits for the oldest arrays until at most `most` are left.
-        """
+        """Adds an array that was dispatched, and waits for the oldest arrays until at most `most` are left."""
         self.pending.append((array, nbytes))
         self.bytes += nbytes
         while len(self.pending) > most:
@@ -284,18 +263,8 @@ def carry_out(
 ) -> jax.Array:
     """Moves one live array. It does not wait until the devices have computed the result.
 
-    **Arguments:**
-
-    - `move`: the move, as `move_of` decides it.
-    - `x`: an array of the move's shape, dtype and source sharding.
-    - `donate`: whether the array's buffers are given up, unless the result shares them.
-    - `limit_bytes`: the bytes that may be used besides the shards of source and target; `None` for no limit. It must be
-        at least `move.least_bytes`. If the whole array needs more than the limit, it moves in chunks.
-    - `pool`: threads to copy with.
-
-    **Returns:**
-
-    The moved array, committed to exactly the sharding `move.dst`.
+    `limit_bytes` must be at least `move.least_bytes`. If the whole array needs more, it moves in chunks. `pool` has
+    threads to copy with. The result is committed to exactly the sharding `move.dst`.
     """
     if x.dtype != move.dtype:  # typed PRNG keys: their data move
         data = carry_out(move, jax.random.key_data(x), donate=donate, limit_bytes=limit_bytes)

@@ -1,7 +1,8 @@
 """`map_matrices`: applies a function to each whole matrix of a tree of sharded matrices, on one owner device each.
 
 Each device sends one row of elements to each owner: its shards of the owner's matrices, concatenated. An owner
-therefore receives one row from each device. The columns of one matrix in these rows hold all of its shards.
+therefore receives one row from each device. The columns of one matrix in these rows hold all of its shards. A *stack*
+is the matrices of equal shape, dtype and sharding.
 """
 
 import dataclasses
@@ -43,10 +44,8 @@ class MappedMatrices:
     _state: Callable[[Any], Any] | None
 
     def __call__(self, tree: object, states: PyTree = None) -> PyTree:
-        """Returns the tree with `fn` applied to every matrix.
-
-        If `map_matrices` was given a `state`, this takes the states of all matrices too, and returns the tree and the
-        new states.
+        """Returns the tree with `fn` applied to every matrix. If `map_matrices` was given a `state`, this takes the
+        states of all matrices too, and returns the tree and the new states.
         """
         flat = flatten(tree)
         rows_of(self.plan.content, flat)
@@ -102,9 +101,9 @@ def map_matrices(
 
     Muon, Shampoo and clipping by a spectral norm compute on whole matrices. If the matrices are sharded, XLA gathers
     every matrix on every device, and each device computes all of them. This function sends each matrix to one owner
-    device, which computes it, by an all-to-all. It assigns large matrices first, so that all owners compute about
-    equally much. Each owner computes its own matrices, and another all-to-all sends them back. Matrices of different
-    shapes and shardings share an all-to-all if that sends fewer bytes.
+    device by an all-to-all. The owners compute about equally much, since large matrices are assigned first. Another
+    all-to-all sends the results back. Matrices of different shapes and shardings share an all-to-all if that sends
+    fewer bytes.
 
     Arguments and results have the plan's shardings. An array of two dimensions is a matrix. Leading dimensions count
     matrices if the plan's names call them layers, stages, blocks or experts. Vectors and scalars stay unchanged. No
@@ -179,19 +178,8 @@ def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
 def _map_exchange(
     fn: Callable[..., object], exchange: OwnerExchange, arrays: Sequence[Any], states: PyTree, mesh: Any
 ) -> tuple[list[Any], Any]:
-    """Applies `fn` to all matrices that one all-to-all sends, in one `shard_map`.
-
-    **Arguments:**
-
-    - `fn`: the function of a matrix, or of a matrix and its state.
-    - `exchange`: the matrices of the all-to-all and their owner devices.
-    - `arrays`: the arrays that hold these matrices.
-    - `states`: the states of the matrices.
-    - `mesh`: the mesh.
-
-    **Returns:**
-
-    The arrays with the results, and the new states.
+    """Applies `fn` to all matrices that one all-to-all sends, in one `shard_map`. `arrays` hold these matrices. Returns
+    the arrays with the results, and the new states.
     """
     parts = exchange.arrays
     here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
@@ -213,19 +201,10 @@ def _map_exchange(
 
 
 def _scan(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
-    """Applies `fn` in a scan to each matrix of one stack (matrices of equal shape and sharding) that this device owns.
+    """Applies `fn` in a scan to each matrix of the stack `number` that this device owns.
 
-    **Arguments:**
-
-    - `fn`: the function of a matrix, or of a matrix and its state.
-    - `exchange`: the matrices of the all-to-all and their owner devices.
-    - `number`: the number of the stack in `exchange`.
-    - `owned`: the rows of elements that this device received, one row from each device.
-    - `states`: the states of the stack's matrices.
-
-    **Returns:**
-
-    The rows with the results in the place of the matrices, and the new states.
+    `owned` has the rows of elements that this device received. Returns the rows with the results in the place of the
+    matrices, and the new states.
     """
     starts, stack = exchange.starts(number), exchange.stacks[number]
 
@@ -258,10 +237,8 @@ def _scan(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: A
 
 
 def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
-    """The rows that one device sends in the all-to-all, one row for each owner device.
-
-    A row holds the device's shards of all matrices of that owner, one after the other. It is padded with zeros to the
-    length of the longest row.
+    """The rows that one device sends in the all-to-all, one row for each owner. A row holds the device's shards of all
+    matrices of that owner, one after the other, and is padded with zeros to the length of the longest row.
     """
     column, unit = iter(arrays), exchange.unit
     shards = [
@@ -297,11 +274,10 @@ def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
 
 
 def _owner_groups(exchange: OwnerExchange) -> Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]]:
-    """Groups the owner devices that own equally many matrices of each stack (matrices of equal shape and sharding).
+    """Groups the owner devices that own equally many matrices of each stack.
 
-    For each group it yields the numbers of its owners and a list with an entry for each stack. The entry has the number
-    of the stack, and an array of shape `(owners, matrices)` with the indices in the stack of the matrices that each
-    owner has.
+    For each group it yields the numbers of its owners and a list with an entry for each stack: the number of the stack,
+    and an array of shape `(owners, matrices)` with the indices in the stack of the matrices that each owner has.
     """
     stacks_of = lambda owner: tuple(stack for stack, _ in exchange.owned[owner])
     for stacks, owners in together(range(len(exchange.owned)), stacks_of).items():
@@ -318,9 +294,8 @@ def _rows(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
 
 
 def exchanged(exchange: OwnerExchange, rows: jax.Array) -> jax.Array:
-    """The rows that a device has after an all-to-all of `rows`.
-
-    Row `i` goes to device `i` of the owner devices. The same all-to-all sends shards to the owners and results back.
+    """The rows that a device has after an all-to-all of `rows`, in which row `i` goes to owner device `i`. The same
+    all-to-all sends shards to the owners and results back.
     """
     return jax.lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True) if len(exchange.owned) > 1 else rows
 
@@ -342,16 +317,10 @@ def split(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array
 
 
 def _grid(exchange: OwnerExchange, stack: Stack) -> tuple[list[int], list[int], list[int]]:
-    """How to reshape and transpose the shards of a matrix of `stack` so that they form the matrix.
-
-    **Returns:**
-
-    Three lists:
+    """How to reshape and transpose the shards of a matrix of `stack` so that they form the matrix. Returns three lists:
 
     1. The size of each mesh axis along which owner devices lie.
-
     2. The number of shards along each of these axes. It is 1 for an axis that does not shard the matrix.
-
     3. The order of dimensions for `transpose`. The dimensions are those axes, and then the dimensions of a shard.
     """
     axes, entries = exchange.axes, stack.arrays[0].sent_entries

@@ -1,4 +1,8 @@
-"""The move of arrays of one shape, dtype and sharding to another sharding: the decision how they move."""
+"""The move of arrays of one shape, dtype and sharding to another sharding: the decision how they move.
+
+Two arguments recur. `lost` are devices whose shards are not to be read. `copies` says whether shards on CPU devices may
+be copied in host memory, which these devices share. "A memory" is that of a device, or host memory.
+"""
 
 import dataclasses
 import functools as ft
@@ -43,8 +47,6 @@ class Move:
         the same devices) or "tiles" (each new shard is assembled from the old shards that overlap it).
     - `shape`, `dtype`: those of the whole array; for typed PRNG keys those of their `key_data`.
     - `src`, `dst`: the shardings before and after.
-    - `lost`: devices whose shards are not to be read.
-    - `copies`: whether shards on CPU devices may be copied in host memory, which these devices share.
     - `plan`: for "steps", the steps.
     - `assembly`: for "tiles", which parts of the old shards each new shard is made of.
     """
@@ -76,9 +78,8 @@ class Move:
 
     @ft.cached_property
     def copy_bytes(self) -> int:
-        """The bytes in device memory of copies of shards that are in host memory before or after the move.
-
-        Programs compute in device memory, so they copy such shards there.
+        """The bytes of copies in device memory of shards that are in host memory before or after the move. Programs
+        compute in device memory, so they need these copies.
         """
         if self.plan is None and (self.assembly is None or self.assembly.method != "programs"):
             return 0
@@ -86,7 +87,7 @@ class Move:
 
     @ft.cached_property
     def extra_bytes(self) -> int:
-        """The most bytes that one memory (a device's or the host's) needs besides the shards of source and target."""
+        """The most bytes that one memory needs besides the shards of source and target."""
         if self.plan is not None:
             return _program_bytes(self.plan, self.shape, self.dtype) * sharers(self.dst.device_set) + self.copy_bytes
         if self.assembly is None:
@@ -95,9 +96,7 @@ class Move:
 
     @property
     def held_bytes(self) -> int:
-        """The most bytes of this array that one memory (a device's or the host's) holds during the move, shards of
-        source and target included.
-        """
+        """The most bytes of this array that one memory holds during the move, shards of source and target included."""
         source = self.source_bytes * sharers(self.src.device_set)
         return source + self.target_bytes * sharers(self.dst.device_set) + self.extra_bytes
 
@@ -108,16 +107,14 @@ class Move:
         return not self.dst.is_fully_addressable and any(device.platform == "cpu" for device in devices)
 
     def chunks_of(self, count: int) -> Chunks | None:
-        """How to divide shards into at least `count` chunks that go through the steps one after another.
-
-        There are fewer chunks if no division has so many. `None` for a move without steps.
+        """The division of shards into at least `count` chunks, or into fewer if no division has so many. `None` for a
+        move without steps.
         """
         return None if self.plan is None else split_into(count, self.src.shard_shape(self.shape), self.plan.steps)
 
     def chunks_within(self, limit_bytes: int | None) -> Chunks | None:
-        """How to divide shards into the fewest chunks that need at most `limit_bytes` besides source and target.
-
-        The chunks go through the steps one after another. `None` if whole shards need no more than the limit.
+        """The division of shards into the fewest chunks that need at most `limit_bytes` besides source and target.
+        `None` if whole shards need no more.
         """
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
@@ -125,16 +122,15 @@ class Move:
         return chunks if chunks is None or self.bytes_in(chunks) <= limit_bytes else self.chunks_of(max(self.shape))
 
     def bytes_in(self, chunks: Chunks) -> int:
-        """The bytes that the memory of a device (of the host, on CPUs) needs besides the shards of source and target,
-        if shards move in `chunks`. They include one chunk's part of the shards, before and after its move.
+        """The bytes that one memory needs besides the shards of source and target if shards move in `chunks`. They
+        include one chunk's part of the shards, before and after its move.
         """
         return -(-(self.held_bytes - self.copy_bytes) * chunks.chunk // chunks.block) + self.copy_bytes
 
     @property
     def least_bytes(self) -> int:
-        """The smallest memory limit under which the array can move, whole or in the smallest chunks.
-
-        The limit does not count the shards of source and target.
+        """The smallest memory limit under which the array can move, whole or in the smallest chunks. The limit does not
+        count the shards of source and target.
         """
         if self.assembly is not None:
             return min(self.extra_bytes, self.assembly.least_bytes + self.copy_bytes)
@@ -144,13 +140,8 @@ class Move:
 
 @ft.lru_cache(maxsize=4096)
 def program_of(move: Move, donate: bool, chunks: Chunks | None) -> Callable[[jax.Array], jax.Array]:
-    """Returns the steps of a move as a function of a live array. It is compiled on its first call.
-
-    **Arguments:**
-
-    - `move`: the move.
-    - `donate`: whether the function gives up the buffers of its argument.
-    - `chunks`: the chunks of a shard that go through the steps one after another; `None` for whole shards.
+    """Returns the steps of a move as a function of a live array. It is compiled on its first call. With `donate`, it
+    gives up the buffers of its argument.
     """
     assert move.plan is not None
     return live_program(move.shape, move.plan, named(move.src), named(move.dst), donate=donate, chunks=chunks)
@@ -166,20 +157,11 @@ def move_of(
     copies: bool = True,
     meshes: tuple[MeshSpec | None, MeshSpec | None] = (None, None),
 ) -> Move:
-    """Decides how arrays of one shape, dtype and pair of shardings move.
+    """Decides how arrays of one shape, dtype and pair of shardings move. The result is cached.
 
-    **Arguments:**
-
-    - `shape`, `dtype`: those of the array.
-    - `src`, `dst`: the shardings. A move between meshes without devices can be planned, but not carried out.
-    - `lost`: devices whose shards are not to be read. `assembly.parts.missing` of the result lists the elements that
-        only they hold.
-    - `copies`: whether shards on CPU devices may be copied in host memory, which these devices share.
-    - `meshes`: the MeshSpecs of source and target, or `None`. They say how meshes without devices span TPU slices.
-
-    **Returns:**
-
-    The Move. A bounded cache keeps earlier moves and their compiled programs.
+    `assembly.parts.missing` of the result lists the elements that only `lost` devices hold. A move between meshes
+    without devices can be planned, but not carried out; `meshes` then says how the meshes of source and target span TPU
+    slices.
 
     **Raises:**
 
@@ -213,16 +195,9 @@ def move_of(
 def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
     """Chooses which replicas send, so that over all moves between different devices they send equally many bytes.
 
-    If several replicas could send a shard, the one that has sent the fewest bytes in earlier moves is taken. All arrays
-    of a move have the same senders, so that they share a program.
-
-    **Arguments:**
-
-    - `moves`: the moves in order, each with the number of arrays that it moves.
-
-    **Returns:**
-
-    For each move, the move with these senders, which is to be made in its place.
+    `moves` has the number of arrays of each move. Of several replicas of a shard, the one that has sent the fewest
+    bytes in earlier moves is taken. Returns for each move the move with the chosen senders. All its arrays have the
+    same senders, so that they share a program.
     """
     sent: dict[object, int] = {}
     chosen = {}
@@ -243,9 +218,8 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 
 @ft.lru_cache(maxsize=1024)
 def _with_senders(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
-    """Returns the same move with senders chosen anew.
-
-    `sent_before` has pairs of a device id and the bytes that the device has sent in earlier moves.
+    """Returns the same move with senders chosen anew. `sent_before` has pairs of a device's position in
+    `assembly.devices` and the bytes that it has sent, in earlier moves, beyond another replica of its shard.
     """
     ends = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
     return dataclasses.replace(move, assembly=assembly_between(*ends, sent_before))
@@ -257,16 +231,14 @@ def shares_memory(move: Move) -> bool:
 
 
 def _is_local_cpu(sharding: Sharding) -> bool:
-    """Whether all devices of a sharding are CPU devices of this process."""
     if not has_devices(sharding) or not sharding.is_fully_addressable:
         return False
     return all(device.platform == "cpu" for device in sharding.device_set)
 
 
 def _same_devices(*ends: Sharding) -> bool:
-    """Whether all shardings in `ends` are on the same devices.
-
-    In a mesh without devices, positions in the mesh stand for device ids.
+    """Whether all shardings in `ends` are on the same devices. In a mesh without devices, positions stand for device
+    ids.
     """
     if all(map(has_devices, ends)):
         return ends[0].device_set == ends[1].device_set
@@ -277,7 +249,6 @@ def _same_devices(*ends: Sharding) -> bool:
 
 
 def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
-    """Whether every device holds the same shard under both shardings."""
     ours, theirs = shard_boxes(src, shape), shard_boxes(dst, shape)
     if not (has_devices(src) and has_devices(dst)):
         ours, theirs = ({getattr(device, "id", device): box for device, box in held.items()} for held in (ours, theirs))

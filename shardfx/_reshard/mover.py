@@ -1,4 +1,8 @@
-"""`reshard`: the move of a tree of arrays, from its arguments to a job that the execution runs."""
+"""`reshard`: the move of a tree of arrays, from its arguments to a job that the execution runs.
+
+Three arguments recur. `lost` are devices whose shards are not to be read. `copies` says whether shards on CPU devices
+may be copied in host memory, which these devices share. `path_of` returns the path of the leaf with a given number.
+"""
 
 import contextlib
 import dataclasses
@@ -78,26 +82,23 @@ def reshard(
     **Arguments:**
 
     - `tree`: any tree. Leaves that are no arrays come back as they are; NumPy arrays are put on the devices. On CPUs
-        the result may share memory with a NumPy array, as with `jax.device_put`: pass `array.copy()` if you fill it
-        again.
+        the result may share memory with a NumPy array, as with `jax.device_put`.
     - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of shardings. Arrays below a `None`
         do not move.
     - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from the arrays of `tree`, if the two trees differ.
-        Then `dst` is a plan, or a tree of structs with shardings. A device receives only the elements that it needs,
-        and each of them once.
+        Then `dst` is a plan, or a tree of structs with shardings. A device receives each element that it needs once.
     - `src`: the shardings of traced arrays, in the forms of `dst`. It is needed only inside `jit` under Auto axes.
     - `memory_limit_bytes`: bytes that may be used beside the source's and the target's shards, per device (CPU devices
-        share one memory). One group moves at a time, and an array that needs more moves in parts (chunks of its
-        shards). If the smallest parts need more, the error states the least limit that works. Inside `jit` the limit
-        has no effect, since XLA decides about memory there.
+        share one memory). One group moves at a time, and an array that needs more moves in chunks of its shards. If the
+        smallest chunks need more, the error states the least limit that works. Inside `jit` the limit has no effect.
     - `donate`: gives up the arrays of `tree`, each as soon as it was read. If every device keeps its shard of an array,
         the result shares the array's buffers and the array is not deleted.
     - `lost`: jax devices whose shards are not to be read; replicas elsewhere take their place.
 
     **Returns:**
 
-    The tree, with each array committed to its sharding in `dst`. The array has JAX's default layout in memory, as after
-    `jax.device_put` to a sharding: a custom layout (`jax.experimental.layout.Format`) is lost.
+    The tree, with each array committed to its sharding in `dst`. The array has JAX's default layout in memory: a custom
+    layout (`jax.experimental.layout.Format`) is lost.
 
     **Raises:**
 
@@ -105,7 +106,7 @@ def reshard(
     for another tree or has no devices; `SpecError` if a sharding does not divide its array, or if one with unreduced
     axes is not the array's own; `LeafTypeError` for dtypes that JAX moves wrongly, and for a `lost` or a limit of
     another type; `MeshError` if the move is impossible, or if elements are only on `lost` devices; `MoveError` if
-    `memory_limit_bytes` is less than some array needs in the smallest parts. During the move: `MoveError`, which names
+    `memory_limit_bytes` is less than some array needs in the smallest chunks. During the move: `MoveError`, which names
     and holds the arrays that have moved.
 
     !!! Example
@@ -139,9 +140,8 @@ def resharded(
     lost: Iterable[object] = (),
     copies: bool = True,
 ) -> PyTree:
-    """Does what `reshard` does, with one more argument for tests.
-
-    With `copies=False`, CPU devices are treated as if each had its own memory, so that arrays move by collectives.
+    """Does what `reshard` does, with one more argument for tests. With `copies=False`, CPU devices are treated as if
+    each had its own memory, so that arrays move by collectives.
     """
     lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
     flat = flatten(tree, takes_specs=True)
@@ -166,18 +166,11 @@ def resharded(
 
 
 def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
-    """Returns the sharding of each leaf; `None` for a leaf that is no array or does not move.
+    """Returns the sharding of each leaf of the flattened tree `flat`; `None` for a leaf that is no array or does not
+    move.
 
-    **Arguments:**
-
-    - `form`: a plan with devices, a sharding, or a tree whose leaves are shardings, `None`, or ShapeDtypeStructs with
-        shardings. The tree may be a prefix of the tree of arrays.
-    - `flat`: the flattened tree of arrays.
-    - `what`: the name of the argument, for messages.
-
-    **Returns:**
-
-    One sharding or `None` per leaf.
+    `form` is a plan with devices, a sharding, or a tree whose leaves are shardings, `None`, or ShapeDtypeStructs with
+    shardings. The tree may be a prefix of the tree of arrays. `what` is the name of this argument, for messages.
 
     **Raises:**
 
@@ -216,10 +209,7 @@ def _broadcast(form: object, tree: object, what: str) -> list[Any]:
 
 
 def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
-    """Returns the argument `lost` of `reshard`, the devices whose shards are not to be read, as a tuple.
-
-    Raises if it holds device ids, or if it is a single device.
-    """
+    """Returns the argument `lost` of `reshard` as a tuple. Raises if it holds device ids, or if it is a single device."""
     fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
     check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
     found = tuple(lost)
@@ -233,8 +223,7 @@ def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: 
     """Runs the moves of a job, and returns the leaves with the moved arrays in place of the old ones.
 
     Transfers of a job are explicit, like those of `jax.device_put`, so `jax.transfer_guard("disallow")` lets them pass.
-    The programs of a job are compiled under `jax.disable_jit` too, since operations that run one at a time would not
-    move arrays.
+    Programs are compiled under `jax.disable_jit` too, since operations that run one at a time would not move arrays.
     """
     if limit_bytes is not None:
         require_memory(job, limit_bytes)
@@ -270,13 +259,7 @@ def job_of(
 ) -> Job:
     """Decides the move of every leaf before any leaf moves. An error names the leaf's path.
 
-    **Arguments:**
-
-    - `rows`: for each leaf its number, the leaf, and its target sharding. The sharding is `None` for a leaf that does
-        not move.
-    - `path_of`: a function from the number of a leaf to its path.
-    - `lost`: devices whose shards are not to be read.
-    - `copies`: whether shards on CPU devices may be copied in host memory, which these devices share.
+    `rows` has for each leaf its number, the leaf, and its target sharding; `None` for a leaf that does not move.
     """
     known: dict[object, Move] = {}
     job = Job(path_of, {}, [], [], {}, set(), copies)
@@ -315,7 +298,6 @@ def _move(leaf: jax.Array, target: Sharding, lost: tuple[object, ...], copies: b
 
 
 def _require_devices(target: Sharding) -> None:
-    """Raises if a target sharding is on a mesh without devices."""
     if not has_devices(target):
         raise MeshError(
             f"the target {named(target).spec} lies on the mesh {dict(named(target).mesh.shape)} without devices; use "
@@ -330,7 +312,7 @@ class MapMove(NamedTuple):
 
     - `arrays`: the source's arrays by path.
     - `target`: the tree that is made.
-    - `plans`: for each array of the target, the plan that says of which parts of the source's arrays it is made.
+    - `plans`: for each array of the target, the plan for assembling it from parts of the source's arrays.
     """
 
     arrays: Mapping[str, Any]
@@ -339,16 +321,11 @@ class MapMove(NamedTuple):
 
 
 def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
-    """Decides how a `TreeMap` makes every array of another tree. No array has moved when it returns.
+    """Decides how a `TreeMap` makes every array of another tree from the tree `flat`. No array has moved when it
+    returns.
 
-    Raises if the map does not fit the two trees.
-
-    **Arguments:**
-
-    - `flat`: the flattened source tree.
-    - `dst`: a plan of the target tree, or a tree of structs with shardings.
-    - `map`: the map from the source tree to the target tree.
-    - `copies`: whether shards on CPU devices may be copied in host memory, which these devices share.
+    `dst` is a plan of the target tree, or a tree of structs with shardings. Raises if the map does not fit the two
+    trees.
     """
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
         raise LeafTypeError(
@@ -377,7 +354,7 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
 
 @ft.lru_cache(maxsize=64)
 def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
-    """Raises on each of `processes` unless all of them have the same map. These processes move a tree together.
+    """Raises unless all of `processes`, which move a tree together, have the same map.
 
     The processes compare their maps through JAX's coordination service. A process that waits too long for the others
     raises. In a job without this service the maps are not compared.

@@ -20,6 +20,7 @@ from .._plan import ShardPlan
 from .move import Move, balanced, move_of, shares_memory
 from .mover import lost_devices, targets
 from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan, target_arrays
+from .pieces.parts import Links
 from .shardings import in_host_memory, leaf_name, naming
 from .steps.redistribution import MoveStep
 
@@ -121,9 +122,7 @@ class ReshardPlan:
 
     @property
     def dcn_bytes(self) -> int:
-        """The bytes that a device receives from other TPU slices (or nodes). Only arrays that move by "steps", a
-        sequence of collectives, count.
-        """
+        """The bytes that a device receives from other TPU slices (or nodes), of all arrays that move by "steps"."""
         return sum(leaf.dcn_bytes for leaf in self.leaves)
 
     @property
@@ -145,7 +144,7 @@ class ReshardPlan:
         return sum(source - here[0] + (target - here[1] if target else 0) for source, target, here in ends)
 
     @ft.cached_property
-    def links(self) -> dict[tuple[int, int], int]:
+    def links(self) -> Links:
         """The bytes that each sender sends to each receiver by (sender, receiver), of all arrays that move by "tiles"
         or "pieces".
         """
@@ -234,14 +233,7 @@ def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: 
 
 
 def _moves_by_map(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]) -> Iterable[LeafMove]:
-    """Yields the move of each array that a `TreeMap` makes of the arrays of another tree.
-
-    **Arguments:**
-
-    - `map`: the map.
-    - `ours`: the arrays before the move, with their shardings.
-    - `theirs`: the arrays after the move, with their shardings.
-    """
+    """Yields the move of each array of `theirs`, which a `TreeMap` makes of the arrays `ours`."""
     source = {leaf.path: leaf for leaf in ours}
     # The costs are those of devices with separate memories. `live` says whether `reshard` copies instead.
     works, live = (target_arrays(map, tuple(ours), tuple(theirs), copies) for copies in (False, True))
@@ -289,10 +281,8 @@ def _leaves_of(form: object, what: str) -> list[MovedLeaf]:
 
 
 def _targets(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
-    """The arrays of `src`, each with the sharding that `dst` gives it.
-
-    `ours` has these arrays with their own shardings. They keep their sharding where `dst` has `None`. Raises if `dst`
-    has arrays of other shapes or dtypes.
+    """The arrays of `src`, listed in `ours`, each with the sharding that `dst` gives it, or with its own where `dst`
+    has `None`. Raises if `dst` has arrays of other shapes or dtypes.
     """
     flat, kinds = flatten(src), jax.Array | jax.ShapeDtypeStruct
     wanted = [end for leaf, end in zip(flat.leaves, targets(dst, flat, "dst"), strict=True) if isinstance(leaf, kinds)]
@@ -342,17 +332,10 @@ def _move_fields(move: Move) -> dict[str, Any]:
 
 @ft.lru_cache(maxsize=4096)
 def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
-    """The cost of assembling an array of parts of other arrays, on devices with separate memories.
+    """The fields of a `LeafMove` that say the cost of assembling an array of parts of other arrays. `most_bytes` is the
+    most bytes that one program may use on a device.
 
-    **Arguments:**
-
-    - `assembly`: the plan for assembling the array.
-    - `most_bytes`: the most bytes that one program may use on a device, if source and target are on different devices.
-
-    **Returns:**
-
-    The fields of a `LeafMove`, by name. A further one is `extra_bytes`: the most bytes in one memory besides the shards
-    of source and target.
+    A further field is `extra_bytes`: the most bytes in one memory besides the shards of source and target.
     """
     steps, count = assembly.exchanges(None, most_bytes), max(1, assembly.sharding.num_devices)
     return {
@@ -365,22 +348,18 @@ def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
     }
 
 
-def _links_by_id(assembly: Assembly) -> dict[tuple[int, int], int]:
-    """The bytes that each sender of an assembly sends to each receiver, by (sender, receiver).
-
-    A device is given by its id. If two devices have equal ids, as on two platforms, all are given by their positions.
+def _links_by_id(assembly: Assembly) -> Links:
+    """The bytes that each sender of an assembly sends to each receiver, by (sender, receiver). A device is given by its
+    id. If two devices have equal ids, as on two platforms, all are given by their positions.
     """
     ids = [getattr(device, "id", device) for device in assembly.devices]
-    # Devices of two platforms may have equal ids. Their positions are distinct.
     names = ids if len({*ids}) == len(ids) else list(range(len(ids)))
     return {(names[sender], names[receiver]): size for (sender, receiver), size in assembly.parts.links.items()}
 
 
 def _least_bytes(assembly: Assembly) -> int:
-    """A lower bound on the bytes that are sent to assemble an array.
-
-    It counts the bytes that a device needs and does not hold. If two parts of a source array may have common elements,
-    only the largest part that a device receives counts.
+    """A lower bound on the bytes that are sent to assemble an array: those that a device needs and does not hold. If
+    two parts of a source array may have common elements, only the largest part that a device receives counts.
     """
     by_source = together(assembly.pieces, lambda piece: piece.value.path)
     pairs = {key: it.combinations([hull(swapped(once(one))) for one in own], 2) for key, own in by_source.items()}
@@ -388,7 +367,6 @@ def _least_bytes(assembly: Assembly) -> int:
     sent = [part for part in assembly.parts.all if part.sender != part.receiver]
     by_receiver = together(sent, lambda part: (part.receiver, part.piece.value.path))
     sizes = {key: [part.bytes for part in own] for key, own in by_receiver.items()}
-    # If parts of a source may have common elements, only the largest part counts.
     return sum(max(own) if key in repeated else sum(own) for (_, key), own in sizes.items())
 
 

@@ -27,9 +27,8 @@ def leaf_name(path: str) -> str:
 
 @contextlib.contextmanager
 def naming(path_of: Callable[[Any], str], at: object) -> Iterator[None]:
-    """Returns a context manager that puts the path of a leaf in front of the message of an error.
-
-    The path is `path_of(at)`. It is only computed after an error.
+    """Returns a context manager that puts the path of a leaf, `path_of(at)`, in front of the message of an error. The
+    path is only computed after an error.
     """
     try:
         yield
@@ -43,10 +42,7 @@ def is_array(leaf: object) -> bool:
 
 
 def data_of(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], Any]:
-    """Returns the shape and dtype of the data that move.
-
-    For an array of typed PRNG keys these are those of its key data; for others those of the array.
-    """
+    """Returns the shape and dtype of the data that move: those of the array, or of the key data of typed PRNG keys."""
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return shape, np.dtype(dtype)
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
@@ -109,20 +105,15 @@ def in_device_memory(sharding: Sharding) -> Sharding:
 
 
 def device_copy_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
-    """Returns the bytes of the copies of an array's shards in device memory that programs need.
-
-    Programs compute in device memory. They copy shards there for each sharding of `ends` (those before and after a
-    move) that is in host memory.
+    """Returns the bytes that copies of an array's shards take in device memory. Programs compute there, so they copy
+    the shards of each sharding in `ends` that is in host memory.
     """
     away = [end for end in ends if in_host_memory(end)]
     return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)
 
 
 def sharers(devices: Iterable[Any]) -> int:
-    """Returns the largest number of `devices` that allocate from one memory.
-
-    CPU devices of one process share a memory. Any other device has its own.
-    """
+    """Returns the largest number of `devices` that allocate from one memory. CPU devices of one process share a memory."""
     # Every process must get the same count, since the count decides which programs run.
     counts = collections.Counter(device.process_index for device in devices if device.platform == "cpu")
     return max(counts.values(), default=1)
@@ -136,21 +127,11 @@ _DCN_WEIGHT = 10.0
 
 @ft.lru_cache(maxsize=4096)
 def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int) -> StepLayout:
-    """Returns the `StepLayout` (an array's sharding as integers) of an array of `rank` dimensions under `spec`.
+    """Returns an array's sharding as a `StepLayout`. Equal arguments give the same object, from a cache.
 
-    A mesh axis that spans TPU slices becomes two sub-axes: one between slices and one inside a slice. The one between
-    slices has a higher weight, the cost of a byte along it.
-
-    **Arguments:**
-
-    - `mesh`: the mesh. Only a `jax.sharding.Mesh` has a device order. The slices of a Mesh are those of its devices,
-        and the slices of a MeshSpec are given by its `dcn`. An AbstractMesh counts as one slice.
-    - `spec`: a PartitionSpec that fits the mesh and the rank. Its UNCONSTRAINED entries count as not sharded.
-    - `rank`: the number of dimensions of the array.
-
-    **Returns:**
-
-    A `StepLayout`. Equal arguments give the same object, from a cache.
+    A mesh axis that spans TPU slices becomes two axes: one between slices, with a higher weight, and one inside a
+    slice. The slices of a Mesh are those of its devices, and the slices of a MeshSpec are given by its `dcn`. An
+    AbstractMesh counts as one slice. UNCONSTRAINED entries of `spec` count as not sharded.
     """
     names = tuple(mesh.axis_names)
     entries = [entry_axes(entry) for entry in entries_of(spec)][:rank]
@@ -186,10 +167,10 @@ def _device_spans(mesh: Mesh) -> tuple[int, ...]:
 
 
 def _blocks(number: np.ndarray) -> int:
-    """Returns into how many equal blocks the first mesh axis must be divided so that no block crosses a slice boundary.
+    """Returns the smallest number of equal blocks into which the first mesh axis can be divided so that no block
+    crosses a slice boundary. For devices in the slices 0, 0, 1, 1 along one axis it is 2.
 
-    It is the smallest such number. `number` has the number of the TPU slice of each device, in the shape of the mesh.
-    For slice numbers 0, 0, 1, 1 along one axis it is 2.
+    `number` has the number of the TPU slice of each device, in the shape of the mesh.
     """
     size = len(number)
     blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)
@@ -200,7 +181,7 @@ NO_MESH = AbstractMesh((), ())
 
 
 def layouts(rank: int, src: NamedSharding, dst: NamedSharding) -> tuple[StepLayout, StepLayout]:
-    """Returns the `StepLayout` (the sharding as integers) of both shardings, for arrays of `rank` dimensions."""
+    """Returns both shardings as `StepLayout`s, for arrays of `rank` dimensions."""
     return layout(src.mesh, src.spec, rank), layout(dst.mesh, dst.spec, rank)
 
 
@@ -231,15 +212,8 @@ def is_explicit(sharding: NamedSharding) -> bool:
 
 
 def labelled(x: jax.Array, dst: jax.sharding.Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """Returns `x` with the sharding `dst`. Its devices must already hold the shards of `dst`.
-
-    No bytes move, except for weakly typed arrays. JAX checks that the shards have the shapes that `dst` asks for.
-
-    **Arguments:**
-
-    - `x`: a live array.
-    - `dst`: the new sharding.
-    - `shape`: the shape of the result, if it is another than that of `x`.
+    """Returns `x` with the sharding `dst`, and with `shape` if that is given. The devices must already hold the shards
+    of `dst`. No bytes move, except for weakly typed arrays.
     """
     if shape is None:
         shape = x.shape

@@ -1,5 +1,8 @@
 """Chooses an owner device for each matrix of a plan, and the groups of matrices that share an all-to-all, before any
 tracing.
+
+A *stack* is the matrices of equal shape, dtype and sharding. A *unit* is a block of elements in which sent elements are
+counted: a device's shard of a matrix, or a part of it.
 """
 
 import heapq
@@ -69,7 +72,7 @@ class Stack(NamedTuple):
 
     - `arrays`: the arrays that hold the matrices.
     - `shard_shape`: the shape of one device's shard of a matrix.
-    - `width`: the number of units in such a shard. A unit is a block of elements of the shape `OwnerExchange.unit`.
+    - `width`: the number of units in such a shard.
     """
 
     arrays: tuple[Matrices, ...]
@@ -88,11 +91,10 @@ class OwnerExchange(NamedTuple):
 
     **Arguments:**
 
-    - `stacks`: the stacks, each of matrices of equal shape and sharding.
+    - `stacks`: the stacks.
     - `lead_axes`: the mesh axes that shard the dimension which counts matrices. Matrices do not move along these axes.
     - `axes`: the mesh axes along which the owner devices lie.
-    - `unit`: the shape of a unit, the block of elements in which sent elements are counted. It is a device's shard of a
-        matrix, or a part of it.
+    - `unit`: the shape of a unit, a block of elements: a device's shard of a matrix, or a part of it.
     - `owned`: for each owner the matrices that it computes, in order. Each is given by the number of its stack and its
         index in the stack.
     - `sizes`: the sizes of the mesh axes.
@@ -106,7 +108,6 @@ class OwnerExchange(NamedTuple):
     sizes: Mapping[str, int]
 
     def size(self, axes: Iterable[str]) -> int:
-        """The number of devices along the mesh axes `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     @property
@@ -116,14 +117,15 @@ class OwnerExchange(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of units (blocks of shape `unit`) that each device sends to each owner, padding included."""
+        """The number of units that each device sends to each owner, padding included."""
         return max(sum(self.stacks[stack].width for stack, _ in own) for own in self.owned)
 
     def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
-        """Where each matrix of the stack `number` begins in the row that a device sends to the matrix's owner.
+        """Where each matrix of the stack `number` begins, in units, in the row that a device sends to the matrix's
+        owner.
 
-        The result has a row for each owner, with a position in units (blocks of elements of shape `unit`) for each
-        matrix of the stack that it has. Owners with fewer matrices have -1 in the remaining places.
+        There is a row for each owner, with a position for each matrix of the stack that it has, and -1 in the remaining
+        places.
         """
         rows: list[list[int]] = []
         for own in self.owned:
@@ -137,17 +139,10 @@ class OwnerExchange(NamedTuple):
 def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
 ) -> tuple[tuple[OwnerExchange, ...], dict[int, ArrayFn]]:
-    """The all-to-alls that send the matrices of a plan to their owner devices.
+    """The all-to-alls that send the matrices of a plan to their owner devices. `over`, `where` and `limit` are
+    arguments of [`shardfx.map_matrices`][].
 
-    **Arguments:**
-
-    - `plan`, `over`, `where`: as in [`shardfx.map_matrices`][].
-    - `limit`: the most bytes per device for the elements that it sends and receives at a time; `None` for no limit.
-
-    **Returns:**
-
-    The all-to-alls. For each array about which `where` has a function or `None`, that value, by the number of the array
-    in the plan.
+    Returns also, for each array about which `where` has a function or `None`, that value, by the number of the array.
     """
     found, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
@@ -191,9 +186,7 @@ def _matrices_of_plan(plan: ShardPlan, where: Where) -> tuple[list[Matrices], di
 
 def _dims(leaf: LeafPlan) -> MatrixDims:
     """The number of leading dimensions of an array that count matrices, and 1, the number of dimensions that are rows.
-
-    The last two dimensions are a matrix. Raises if there are others and the plan's names do not say that they count
-    matrices.
+    Raises if an array of more than two dimensions has no names that say which of them count matrices.
     """
     many = len(leaf.shape) - 2
     names = (leaf.names or ())[:many]
@@ -242,13 +235,8 @@ def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
 
 
 class _Owners:
-    """Assigns matrices to owner devices, each of which computes its own matrices.
-
-    **Arguments:**
-
-    - `lead_axes`: the mesh axes that shard the dimension which counts matrices. Matrices do not move along these axes.
-    - `axes`: the mesh axes along which the owners lie.
-    - `sizes`: the sizes of all mesh axes.
+    """Assigns matrices to owner devices, each of which computes its own matrices. The arguments are as in
+    `OwnerExchange`.
     """
 
     def __init__(self, lead_axes: tuple[str, ...], axes: tuple[str, ...], sizes: Mapping[str, int]):
@@ -260,16 +248,14 @@ class _Owners:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def count(self, one: Matrices) -> int:
-        """The number of the array's matrices that one group of owners computes.
-
-        Each index along the mesh axes `lead_axes` has its own group of owners and an equal part of the matrices.
+        """The number of the array's matrices that one group of owners computes. Each index along `lead_axes` has its
+        own group of owners and an equal part of the matrices.
         """
         return one.number // self.size(self.lead_axes)
 
     def sharded(self, one: Matrices) -> Matrices:
-        """The array with new `sent_entries`, the mesh axes that shard its matrices just before the all-to-all.
-
-        They are as many of the owners' mesh axes as the sizes of its dimensions allow, and no other axes.
+        """The array with new `sent_entries`: as many of the owners' mesh axes as the sizes of its dimensions allow, and
+        no other axes.
         """
         entries = [[axis for axis in own if axis in self.axes] for own in one.entries]
         for axis in self.axes:
@@ -329,10 +315,8 @@ class _Owners:
             yield [one for parts in left.values() for one in parts]
 
     def limited(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
-        """Yields groups of `arrays` that are small enough for the memory limit. Each group has its own all-to-all.
-
-        A device holds the elements that it sends, those that it receives, and one whole matrix. Together they take at
-        most `limit` bytes. Raises if a single array needs more.
+        """Yields groups of `arrays`, each with its own all-to-all, that take at most `limit` bytes on a device: the
+        elements that it sends, those that it receives, and one whole matrix. Raises if a single array needs more.
         """
         some: list[Matrices] = []
         most = math.inf if limit is None else limit

@@ -24,15 +24,10 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
 
     **Arguments:**
 
-    - `x`: a traced value, or an array that is a constant of the program. The move is differentiable: the cotangent
-        moves back.
-    - `dst`: a NamedSharding on the devices of the program, in the same order. JAX demands one order in a program.
+    - `x`: a traced value, or an array that is a constant of the program. Its cotangent moves back.
+    - `dst`: a NamedSharding on the devices of the program, in the same order, as JAX demands.
     - `src`: the sharding of `x`. It is needed under Auto axes; under Explicit axes the type of `x` has the sharding. If
-        `src` is wrong, XLA first moves `x` to it, and the result is still right.
-
-    **Returns:**
-
-    The traced array.
+        `src` is wrong, XLA first moves `x` to it.
 
     **Raises:**
 
@@ -89,18 +84,9 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
 def move_traced_leaves(
     leaves: Sequence[Any], sources: Sequence[Any], targets: Sequence[Any], path_of: Callable[[int], str]
 ) -> list[Any]:
-    """Moves the arrays among the leaves of a traced tree. An error names the leaf's path.
-
-    **Arguments:**
-
-    - `leaves`: the leaves of the tree.
-    - `sources`: the sharding of each leaf; `None` if the array's type says it.
-    - `targets`: the sharding that each leaf gets; `None` for a leaf that does not move.
-    - `path_of`: a function from the number of a leaf to its path.
-
-    **Returns:**
-
-    The leaves, each in its target sharding.
+    """Moves the arrays among the leaves of a traced tree from their shardings `sources` to `targets`. A source is
+    `None` if the array's type says it, and a target is `None` for a leaf that does not move. An error names the leaf's
+    path.
     """
     results = list(leaves)
     for at, (leaf, source, target) in enumerate(zip(leaves, sources, targets, strict=True)):
@@ -119,9 +105,8 @@ def move_traced_leaves(
 
 
 def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
-    """Returns the sharding `end` with a normalized spec, for example without `None` at its end.
-
-    If `end` is on an abstract mesh and `other` is not, its mesh gets the devices of `other`.
+    """Returns the sharding `end` with its spec in the shortest form. If `end` is on an abstract mesh and `other` is
+    not, its mesh gets the devices of `other`.
     """
     mesh = end.mesh
     if not isinstance(mesh, Mesh) and isinstance(other.mesh, Mesh) and mesh.size == other.mesh.size:
@@ -131,9 +116,7 @@ def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
 
 def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
     """Raises if the mesh of `dst` has both Explicit and Auto axes, and neither a type nor a constraint can express the
-    move.
-
-    That is so if `dst` shards the array over an Auto axis, or if `src` is on another mesh.
+    move. That is so if `dst` shards the array over an Auto axis, or if `src` is on another mesh.
     """
     kinds = dict(zip(dst.mesh.axis_names, dst.mesh.axis_types, strict=True))
     if len({*kinds.values()}) < 2:
@@ -149,10 +132,7 @@ def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
 
 
 def _require_names(src: NamedSharding) -> None:
-    """Raises if `src` is on an abstract mesh and `jax.set_mesh` has set another mesh.
-
-    The collectives would then run over axes that the mesh which was set does not have.
-    """
+    """Raises if `src` is on an abstract mesh and `jax.set_mesh` has set another mesh, which may lack the axes of `src`."""
     around = jax.sharding.get_abstract_mesh()
     if isinstance(src.mesh, Mesh) or is_explicit(src) or around.empty or around == src.mesh:
         return
@@ -167,9 +147,8 @@ _move = jex.core.Primitive("shardfx_move")
 
 
 def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
-    """Evaluates the move primitive eagerly, as in a gradient without `jit`.
-
-    The array moves from its own sharding, and the primitive's parameter `src` is not used.
+    """Evaluates the move primitive eagerly, as in a gradient without `jit`. The array moves from its own sharding, not
+    from `src`.
     """
     if not isinstance(dst.mesh, Mesh):
         raise MeshError(
@@ -205,14 +184,8 @@ def _batch(axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSha
 
 
 def _batched(end: NamedSharding, rank: int, dim: int, names: tuple[str, ...]) -> NamedSharding:
-    """Returns the sharding `end` for an array that `vmap` has given one more dimension.
-
-    **Arguments:**
-
-    - `end`: the sharding without the dimension.
-    - `rank`: the number of dimensions with it.
-    - `dim`: the position of the new dimension.
-    - `names`: the mesh axes of `vmap`. They shard the new dimension if the mesh of `end` has them.
+    """Returns the sharding `end` for an array of now `rank` dimensions, to which `vmap` has added the dimension `dim`.
+    The mesh axes `names` of `vmap` shard it if the mesh of `end` has them.
     """
     entries = [*entries_of(end.spec), *[None] * (rank - 1 - len(entries_of(end.spec)))]
     entries.insert(dim, names if names and {*names} <= {*end.mesh.axis_names} else None)

@@ -1,4 +1,8 @@
-"""Plans how each array is assembled from shards of other arrays, from shapes and shardings alone."""
+"""Plans how each array is assembled from shards of other arrays, from shapes and shardings alone.
+
+`copies` says whether CPU devices of one process may copy shards in the memory that they share. `lost` are devices whose
+shards are not to be read.
+"""
 
 import dataclasses
 import functools as ft
@@ -63,9 +67,8 @@ def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
 
 
 class ScaledArray(NamedTuple):
-    """A source array that is multiplied by its scales and cast to `dtype` before it moves.
-
-    The scales (one factor for each block of a quantised array) are another source.
+    """A quantised source array that is multiplied by its scales and cast to `dtype` before it moves. The scales, one
+    for each block of elements, are another source.
     """
 
     source: str
@@ -78,7 +81,7 @@ class Assembly:
     """The plan for assembling one array from shards of other arrays, its sources.
 
     The sources are named by their numbers, "0", "1", ..., so that arrays whose sources differ only in their paths have
-    one plan. A box is a start and a stop along each dimension.
+    one plan.
 
     **Arguments:**
 
@@ -87,7 +90,7 @@ class Assembly:
     - `shard_shape`: the shape of one shard of the array.
     - `method`: "programs" (collective permutes between the devices) or "host" (NumPy copies in this process's memory).
         "host" is for CPU devices that share this memory, and for devices that no program spans.
-    - `pieces`: the pieces (strided copies from a source to the array) that fill the array.
+    - `pieces`: the pieces that fill the array.
     - `scaled`: the sources that programs first multiply by scales, by the names that `pieces` have for the products.
     - `parts`: the parts of shards that devices send. Their senders and receivers are positions in `devices`.
     - `devices`: the devices of the array and of its sources. If a sharding is on a mesh without devices, these are
@@ -122,7 +125,6 @@ class Assembly:
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The shape, dtype and sharding of the array, or of the key data of PRNG keys."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     @ft.cached_property
@@ -141,20 +143,17 @@ class Assembly:
 
     @ft.cached_property
     def most_bytes(self) -> int:
-        """The default limit of the temporary memory of programs on a device, in bytes: the size of one shard of the
-        array, but at least 1 MiB.
+        """The default limit of the temporary memory of programs on a device: the bytes of one shard of the array, but
+        at least 1 MiB.
         """
         return max(_LEAST_BYTES, array_bytes(self.shard_shape, self.dtype))
 
     def exchanges(self, limit_bytes: int | None = None, most_bytes: int | None = None) -> list[Exchange]:
         """The programs that assemble the array, in order. Parts of shards are divided to keep within the limits.
 
-        **Arguments:**
-
-        - `limit_bytes`: the most bytes that programs may use in one memory besides source and target; `None` for no
-            limit. A memory belongs to one device, or is shared by the CPU devices of a process.
-        - `most_bytes`: the most bytes on a device if there is no limit and source and target are on different devices.
-            By default it is `self.most_bytes`.
+        `limit_bytes` is the most bytes that programs may use in one memory (a device's, or that of CPU devices of a
+        process) besides source and target. Without it, `most_bytes` limits them on a device if source and target are on
+        different devices.
         """
         if self.method != "programs":
             return []
@@ -179,9 +178,7 @@ class Assembly:
         return 4 if self.changes_devices else 3
 
     def extra_bytes(self, steps: Sequence[Exchange]) -> int:
-        """The most bytes that the programs `steps` use in one memory besides source and target. The programs run one
-        after another.
-        """
+        """The most bytes that the programs `steps`, run one after another, use in one memory besides source and target."""
         # The CPU's compiler drops the barriers between rounds, and may slice all parts before it sends the first.
         of_step = sum if self.changes_devices or self.sharers > 1 else max
         return self._buffers * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])
@@ -209,10 +206,7 @@ class TargetArray(NamedTuple):
 def target_arrays(
     map: TreeMap, sources: tuple[MovedLeaf, ...], targets: tuple[MovedLeaf, ...], copies: bool
 ) -> tuple[TargetArray, ...]:
-    """Plans how each array that `map` makes is assembled from `sources` or moved. The result is cached.
-
-    If `copies`, CPU devices of one process may copy shards in the memory that they share.
-    """
+    """Plans how each array that `map` makes is assembled from `sources` or moved. The result is cached."""
     here, there = ({leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in leaves} for leaves in (sources, targets))
     made, by_path = bound(map, here, there), {leaf.path: leaf for leaf in sources}
     known: dict[object, Assembly] = {}
@@ -238,10 +232,8 @@ def _unchanged(leaf: MovedLeaf) -> Made:
 def _known_assembly(
     leaf: MovedLeaf, made: Made, sources: Sequence[MovedLeaf], copies: bool, known: dict[object, Assembly]
 ) -> Assembly:
-    """The plan for assembling the array `leaf` from `sources` by the strided copies in `made`.
-
-    Arrays that differ only in paths share a plan, which `known` caches. If `copies`, CPU devices of one process may
-    copy shards in the memory that they share.
+    """The plan for assembling the array `leaf` from `sources` by the pieces in `made`. Arrays that differ only in paths
+    share a plan, which `known` caches.
     """
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     more = shape[len(leaf.shape) :]
@@ -255,10 +247,8 @@ def _known_assembly(
 
 
 def numbered(pieces: Sequence[Piece], names: Sequence[str]) -> tuple[Piece, ...]:
-    """Returns `pieces` (strided copies from named sources) with each source's path replaced by its position in `names`,
-    as text.
-
-    For `names` of ("w", "b"), the path "b" becomes "1".
+    """Returns `pieces` with the path of each source replaced by its position in `names`, as text. For `names` of ("w",
+    "b"), the path "b" becomes "1".
     """
     numbers, found = {name: str(number) for number, name in enumerate(names)}, []
     for piece in pieces:
@@ -280,22 +270,9 @@ def assembly_between(
 ) -> Assembly:
     """The plan for moving an array without a map to another sharding, on any devices.
 
-    **Arguments:**
-
-    - `shape`, `dtype`: the shape and dtype of the array; for typed PRNG keys those of their `key_data`.
-    - `src`, `dst`: the shardings before and after the move.
-    - `lost`: devices whose shards are not read. Elements that no other device holds are in `parts.missing`.
-    - `copies`: whether CPU devices of one process may copy shards in the memory that they share.
-    - `sent_before`: pairs of a device and a number of bytes. The device has already sent so many more bytes, for other
-        arrays, than another replica of its shard.
-
-    **Returns:**
-
-    The plan.
-
-    **Raises:**
-
-    `MeshError` if no program spans the devices and no process can address all shards.
+    For typed PRNG keys, `shape` and `dtype` are those of their `key_data`. Elements that only `lost` devices hold are
+    in `parts.missing`. `sent_before` is as `ShardParts.sent_before` returns it. Raises `MeshError` if no program spans
+    the devices and no process can address all shards.
     """
     made, source = leaf_made("0", Struct(shape, dtype)), MovedLeaf("0", shape, dtype, src)
     return _assembly(MovedLeaf("", shape, dtype, dst), made, [source], copies, lost, sent_before)
@@ -330,9 +307,8 @@ def _assembly(
 class _Devices:
     """The devices of an array and of its sources, without the lost devices, each with a number.
 
-    `lost` are the devices whose shards cannot be read. `target` and `sources` list the device and the box (a start and
-    a stop along each dimension) of each shard. If a sharding is on a mesh without devices, ids or positions in the mesh
-    stand for devices. A NumPy array has the device `None`.
+    `target` and `sources` list the device and the box of each shard. If a sharding is on a mesh without devices, ids or
+    positions in the mesh stand for devices. A NumPy array has the device `None`.
     """
 
     def __init__(self, leaf: MovedLeaf, sources: Sequence[MovedLeaf], lost: Sequence[object]):
@@ -349,13 +325,11 @@ class _Devices:
         self.numbers = {None: _HOST} | {device: at for at, device in enumerate(self.all)}
 
     def remaining(self, shards: Sequence[tuple[Any, Box]]) -> tuple[Any, ...]:
-        """The devices of `shards` that are not lost. `shards` are pairs of a device and the box of its shard."""
+        """The devices of `shards`, pairs of a device and its box, that are not lost."""
         return tuple(device for device, _ in shards if device is not None and device in self.numbers)
 
     def holders(self, path: str) -> dict[Box, list[int]]:
-        """For each box (one shard's intervals) of the source `path`, the numbers of the devices that hold it. Lost
-        devices are left out.
-        """
+        """The numbers of the devices that hold each box of the source `path`. Lost devices are left out."""
         held: dict[Box, list[int]] = {}
         for device, box in self.sources[path]:
             held.setdefault(box, []).extend([] if device in self.lost else [self.numbers[device]])
@@ -372,9 +346,7 @@ def _method(
 ) -> Literal["programs", "host"]:
     """Decides whether programs on devices or NumPy copies on the host assemble an array. All processes decide alike.
 
-    `made` has the array's shape and the strided copies that fill it. `sources` and `target` are shardings, or `None`
-    for NumPy arrays. If `copies`, CPU devices of one process may copy shards in the memory that they share. The numbers
-    in `parts` refer to `devices`.
+    `sources` and `target` are shardings, or `None` for NumPy arrays. The numbers in `parts` refer to `devices`.
     """
     if not devices.are_named:
         return "programs" if sources else "host"
@@ -407,13 +379,8 @@ def _parts(
 
 
 class LeafShards(NamedTuple):
-    """The shards of an array. An array of PRNG keys has the shards of its key data.
-
-    **Arguments:**
-
-    - `shape`, `dtype`: the shape and dtype of one shard.
-    - `boxes`: by device, the box of its shard (a start and a stop along each dimension). A NumPy array has one box,
-        with the key `None`.
+    """The shards of an array: the shape and dtype of one shard, and by device the box of its shard. A NumPy array has
+    one box, with the key `None`. An array of PRNG keys has the shards of its key data.
     """
 
     shape: tuple[int, ...]
@@ -422,7 +389,6 @@ class LeafShards(NamedTuple):
 
 
 def shards_of(leaf: MovedLeaf) -> LeafShards:
-    """The shards of an array before or after a move."""
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     rest = tuple((0, size) for size in shape[len(leaf.shape) :])
     if leaf.sharding is None:
@@ -433,9 +399,8 @@ def shards_of(leaf: MovedLeaf) -> LeafShards:
 
 
 def _with_host_copies(plan: Assembly, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
-    """Returns `plan` with the NumPy copies that this process makes of shards of `sources`.
-
-    Replicas of a shard on several of this process's `devices` share memory, so the shard is copied once.
+    """Returns `plan` with the NumPy copies that this process makes of shards of `sources`. Replicas of a shard on
+    several of this process's `devices` share memory, so the shard is copied once.
     """
     first: dict[Box, int] = {}
     for device, box in devices.target:
@@ -461,11 +426,8 @@ def _ordered(end: Sharding) -> list[Any]:
 
 
 def _scaled_first(made: Made) -> tuple[Made, dict[str, ScaledArray]]:
-    """Replaces each source that is multiplied by scales (one factor for each block of elements) by a new array, the
-    product.
-
-    Returns `made` with the products as its sources, and a dict that says, for the name of each product, how it is
-    computed.
+    """Replaces each source that is multiplied by scales by a new array, the product. Returns `made` with the products
+    as its sources, and how each product is computed, by its name.
     """
     scaled: dict[str, ScaledArray] = {}
     pieces = []

@@ -46,8 +46,7 @@ class Exchange(NamedTuple):
     **Arguments:**
 
     - `keys`: the names of the arrays that are read.
-    - `rounds`: the rounds, in the order in which they run. In each round a device sends at most one part and receives
-        at most one part.
+    - `rounds`: the rounds, in the order in which they run.
     - `places`: one row of integers for each device and round. The first integers are the position, in the source's
         shard, of the part that the device sends. The next are the position, in the target's shard, of the part that the
         device receives. The last is 1 if the device receives a part, else 0.
@@ -130,18 +129,11 @@ def per_device(devices: tuple[object, ...], body: Any, count: int, *donated: int
 def program(
     devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], target: Block, makes_shards: bool
 ) -> Any:
-    """A jitted function that sends parts of some arrays between devices and writes them into another array's shards.
+    """A jitted function that sends parts of some arrays, the sources, between devices and writes them into shards of
+    another array, the target.
 
-    Its first argument has the positions of the parts in their shards, and the next arguments are the arrays that are
-    read.
-
-    **Arguments:**
-
-    - `devices`: the devices of the source and of the target, in the order of their numbers.
-    - `rounds`: the rounds of the program, each a collective permute or a copy on each device.
-    - `sources`, `target`: the shape and dtype of one shard of each array.
-    - `makes_shards`: whether the function makes new shards. If not, it takes the shards as its last argument, writes
-        into them and returns them.
+    Its arguments are the positions of the parts (`Exchange.places`) and the sources. If `makes_shards` is false, the
+    last argument is the target's shards, which it writes into and returns.
     """
     is_moved = not any(step.form.casts for step in rounds) and all(dtype == target[1] for _, dtype in sources)
     own = program_dtype(target[1], devices) if is_moved else target[1]
@@ -164,10 +156,9 @@ def program(
 
 
 def program_dtype(dtype: Any, devices: Sequence[Any]) -> Any:
-    """The dtype in which devices send elements of `dtype` and write them into new shards.
-
-    On CPUs bfloat16 and smaller floats are sent as integers of the same bits, since XLA's CPU compiler would otherwise
-    convert them to a larger type.
+    """The dtype in which devices send elements of `dtype` and write them into new shards. On CPUs bfloat16 and smaller
+    floats are sent as integers of the same bits, since XLA's CPU compiler would otherwise convert them to a larger
+    type.
     """
     if devices[0].platform != "cpu" or not is_small_float(dtype):
         return dtype
@@ -180,21 +171,15 @@ def bitcast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def sent_dtype(form: StridedCopy, dtype: object) -> Any:
-    """The dtype in which devices send elements of an array of `dtype`, after the casts that the sender applies.
-
-    `form` has the casts. The sender applies only those that make the elements smaller.
+    """The dtype in which devices send elements of an array of `dtype`, after the casts of `form` that the sender
+    applies. The sender applies only those that make the elements smaller.
     """
     return (dtype, *form.casts)[first_casts(form.casts, dtype)]
 
 
 def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Array:
-    """Slices a part out of a device's shard, and casts it to the dtype in which it is sent.
-
-    **Arguments:**
-
-    - `form`: the shape, strides and casts of the part.
-    - `block`: the shard.
-    - `place`: the position of the part in the shard, as the first elements of this vector.
+    """Slices a part of the given form out of a device's shard, and casts it to the dtype in which it is sent. The first
+    elements of `place` are the position of the part.
     """
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
     return _cast(gathered(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)])
@@ -208,15 +193,9 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
 
 
 def write_part(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
-    """Returns the shard `out` with a received part written into it.
+    """Returns the shard `out` with `piece`, a part received in the round `step`, written into it.
 
-    **Arguments:**
-
-    - `step`: the round in which the part was sent.
-    - `piece`: the elements of the part.
-    - `dtype`: the dtype of the source array.
-    - `place`: a row of `Exchange.places`: its last elements are the position in `out`, and 1 if this device receives a
-        part.
+    `dtype` is that of the source array. `place` is a row of `Exchange.places`.
     """
     form = step.form
     piece = transposed(bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype), form)
@@ -253,6 +232,7 @@ def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards:
     return jax.make_array_from_single_device_arrays(whole, sharding_of(devices), found, dtype=dtype)
 
 
+# For each device, the part that it sends or receives in each round. Rounds are colours.
 Colours = dict[int, dict[int, ShardPart]]
 
 
@@ -279,10 +259,8 @@ def matchings(parts: Sequence[ShardPart]) -> list[tuple[ShardPart, ...]]:
 
 
 def _swap_colours(receiver: int, a: int, b: int, at_sender: Colours, at_receiver: Colours) -> None:
-    """Makes the colour `a` (a round) free at `receiver`, by an exchange of the colours `a` and `b`.
-
-    The exchange is made on one path of parts, which starts at `receiver` and alternates between the two colours.
-    `at_sender` and `at_receiver` have the part of each device and colour, and are changed in place.
+    """Makes the colour `a` free at `receiver`, by an exchange of the colours `a` and `b` in place. The exchange is made
+    on one path of parts, which starts at `receiver` and alternates between the two colours.
     """
     path, sides, node, colour = [], (at_receiver, at_sender), receiver, a
     while (part := sides[len(path) % 2][node].get(colour)) is not None:

@@ -47,8 +47,7 @@ class Copy(NamedTuple):
 
     - `array`, `shard`: the number of the array that is read, and the number of its shard.
     - `shape`: the shape of the two views.
-    - `source_start`, `source_strides`: the view of the old shard: the byte at which it starts, and its strides in
-        bytes.
+    - `source_start`, `source_strides`: the byte at which the view of the old shard starts, and its strides in bytes.
     - `target_start`, `target_strides`: the same for the view of the new shard.
     - `block_dim`: the dimension along which the elements are copied in blocks; `None` for a copy without blocks.
     """
@@ -74,7 +73,7 @@ class HostCopies(NamedTuple):
     **Arguments:**
 
     - `copies`: the parts whose elements are copied unchanged.
-    - `computed`: the parts whose elements are cast, multiplied by scales (one factor for each block), or constant.
+    - `computed`: the parts whose elements are cast, constant, or multiplied by the scales of a quantised array.
     - `is_slice`: whether the new shard is a contiguous part of one old shard.
     """
 
@@ -95,8 +94,7 @@ def host_copies(
     **Arguments:**
 
     - `parts`: the parts from which the shard is assembled.
-    - `dtype`: the dtype of the shard.
-    - `box`: the shard's position in the array, as a start and a stop along each dimension.
+    - `dtype`, `box`: the dtype and the box of the shard.
     - `shapes`: the shape and dtype of a shard of each array that is read.
     - `orders`: for each array that is read, a dict from the number of a device to the position of its shard among the
         shards of this process.
@@ -127,11 +125,8 @@ class LocalShards:
     """The shards of this process as NumPy arrays, by path and number. An array that was a NumPy array already counts as
     one shard with the number -1.
 
-    **Arguments:**
-
-    - `arrays`: the arrays by path.
-    - `keeps_replicas`: whether each replica is read and deleted separately. By default the first shard of a fully
-        replicated array is read in place of all its shards.
+    With `keeps_replicas`, each replica is read and deleted separately. By default the first shard of a fully replicated
+    array is read in place of all its shards.
     """
 
     def __init__(self, arrays: Mapping[str, Any], keeps_replicas: bool = False):
@@ -158,7 +153,7 @@ class LocalShards:
         return self._bits[path]
 
     def boxes(self, path: str) -> list[Box]:
-        """The boxes of this process's shards of an array. A box is a start and a stop along each dimension."""
+        """The boxes of this process's shards of an array."""
         if path not in self._boxes:
             leaf = self.leaf(path)
             own = [one.index for one in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [()]
@@ -166,15 +161,11 @@ class LocalShards:
         return self._boxes[path]
 
     def containing(self, path: str, box: Box) -> int | None:
-        """The number of the first shard that contains the whole box (a start and a stop along each dimension); `None`
-        if no shard contains it.
-        """
+        """The number of the first shard that contains the whole box; `None` if no shard does."""
         return first_with(box, self.boxes(path))
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """The elements of a box (a start and a stop along each dimension) of an array. They are assembled from several
-        shards if no shard contains the whole box.
-        """
+        """The elements of a box of an array, assembled from several shards if no shard contains the whole box."""
         found = read_box(box, self.boxes(path), ft.partial(self.typed, path))
         if found is None:
             raise SyncError(f"leaf `{path}`: this process holds a part of {list(box)} only; scales must lie beside.")
@@ -197,12 +188,8 @@ class LocalShards:
             del self._known[key]
 
     def delete(self, but: Container[int] = (), only: int | None = None) -> None:
-        """Deletes shards of this process. By default all are deleted. `arrays` must have one array only.
-
-        **Arguments:**
-
-        - `but`: the numbers of the shards to keep.
-        - `only`: the number of the only shard to delete.
+        """Deletes the shards of this process except those with the numbers `but`. With `only`, deletes just the shard
+        of this number. `arrays` must have one array only.
         """
         (path,) = self._owned
         for number, shard in enumerate(self._owned[path]):
@@ -219,23 +206,19 @@ def start_on_host(
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> Callable[[], jax.Array]:
-    """Starts to assemble an array from shards in this process's memory, by NumPy copies or as views.
+    """Starts to assemble an array from shards in this process's memory, by NumPy copies or as views. Returns a function
+    that waits for the copies and returns the array.
+
+    The new shards share the source's memory if each of them is a contiguous part of one old shard. The old shards must
+    then be no larger than copies would be. JAX does not write to shared memory if one of the two arrays is donated.
 
     **Arguments:**
 
     - `wanted`: the shape, dtype and sharding of the array.
-    - `targets`: the distinct boxes (a start and a stop along each dimension) of this process's shards of the array.
-    - `copies`: for each box, the parts from which it is assembled.
+    - `targets`, `copies`: the distinct boxes of this process's shards of the array, and the parts of each.
     - `names`: the paths of the arrays that are read, by number.
     - `shards`: the shards of these arrays.
     - `pool`: the threads that copy; `None` copies in the calling thread.
-
-    **Returns:**
-
-    A function that waits for the copies and returns the array.
-
-    The new shards share the source's memory if each of them is a contiguous part of one old shard. The old shards must
-    then be no larger than copies would be. JAX does not write to shared memory if one of the two arrays is donated.
     """
     shared = _shared(targets, copies, names, shards, np.dtype(wanted.dtype))
     if shared is not None:
@@ -272,10 +255,11 @@ def _sizes(box: Box) -> tuple[int, ...]:
 def _shared(
     targets: Sequence[Box], copies: Sequence[HostCopies], names: Sequence[str], shards: LocalShards, dtype: np.dtype
 ) -> list[np.ndarray] | None:
-    """The new shards as views of old shards; `None` if a new shard is not a contiguous part of one old shard.
+    """The new shards as views of old shards; `None` if a new shard is not a contiguous part of one old shard. The
+    arguments are those of `start_on_host`.
 
     `None` is also returned if the old shards have more bytes than copies would have, since views would keep all these
-    bytes alive. The arguments are those of `start_on_host`, and `dtype` is that of the array.
+    bytes alive.
     """
     if not all(one.is_slice for one in copies):
         return None
@@ -285,7 +269,7 @@ def _shared(
         whole = shards.typed(names[copy.array], copy.shard).reshape(-1)
         first = copy.source_start // dtype.itemsize
         parts.append(whole[first : first + copy.elements].reshape(_sizes(box)))
-        # Replicas that share memory are counted once.
+        # Replicas share memory, so they count once.
         kept[whole.__array_interface__["data"][0]] = whole.nbytes
     return parts if sum(kept.values()) <= sum(part.nbytes for part in parts) else None
 
@@ -297,9 +281,8 @@ def assemble_and_delete(
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    """Assembles one array as `start_on_host` does, and deletes each old shard as soon as it has been read.
-
-    The array has one source, which is the only array of `shards`. The arguments are those of `start_on_host`.
+    """Assembles one array as `start_on_host` does, and deletes each old shard as soon as it has been read. The array
+    has one source, which is the only array of `shards`.
     """
     itemsize = np.dtype(wanted.dtype).itemsize
     if math.prod(wanted.shape) * itemsize < _PAGE_BYTES or all(one.is_slice for one in copies):
@@ -344,9 +327,8 @@ def as_bytes(buffer: np.ndarray) -> np.ndarray:
 
 
 def _run_copies(views: Iterable[Views], nbytes: int, pool: ThreadPoolExecutor | None) -> list[Future[None]]:
-    """Copies elements between pairs of `views` (of a new and an old shard), `nbytes` bytes in total.
-
-    Few bytes are copied in this thread. Many are copied in the threads of `pool`, and the futures are returned.
+    """Copies the elements of `views`, `nbytes` bytes in total: few bytes in this thread, many in the threads of `pool`,
+    whose futures are returned.
     """
     if pool is None or nbytes < 2 * _TASK_BYTES:
         _copy_all(views)

@@ -1,5 +1,7 @@
 """The parts of shards that each device needs to assemble its shard of an array. This file computes with integers only,
 not with arrays.
+
+Devices are given by numbers. Of the devices that hold a replica of one shard, `Senders.choose` takes one that sends it.
 """
 
 import bisect
@@ -33,6 +35,12 @@ from ..._ground.spec import bits
 from ..._ground.text import together
 
 
+# The bytes that each sender sends to each receiver, by (sender, receiver).
+Links = dict[tuple[int, int], int]
+# The numbers of the devices that hold each box of an array.
+Holders = Mapping[Box, Sequence[int]]
+
+
 class ShardPart(NamedTuple):
     """A part of a shard that one device sends to another device, or copies into a shard of its own.
 
@@ -40,7 +48,7 @@ class ShardPart(NamedTuple):
 
     - `sender`, `receiver`: the numbers of the two devices. They are equal if the device copies its own elements.
     - `piece`: a strided copy, with positions in the sender's shard and in the receiver's shard. A constant has a
-        position only in the receiver's shard. If the elements are multiplied by scales (one factor for each block), the
+        position only in the receiver's shard. If the elements of a quantised array are multiplied by scales, the
         position in the source is that in the whole array, which also tells which scales they need.
     - `bytes`: the bytes sent, if sender and receiver differ.
     - `bits`: the bits of an element in the widest dtype that it has on its way from the source to the target.
@@ -54,23 +62,21 @@ class ShardPart(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes from the first to the last element of the part: in the source's shard or in the target's shard,
-        whichever is larger.
+        """The bytes from the first to the last element of the part, in the source's or the target's shard, whichever is
+        larger.
         """
         return -(-_extent(self.piece) * self.bits // 8)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardParts:
-    """The parts of shards from which all devices assemble their shards of one array.
-
-    A device receives each element that it lacks exactly once.
+    """The parts of shards from which all devices assemble their shards of one array. A device receives each element
+    that it lacks exactly once.
 
     **Arguments:**
 
     - `all`: the parts, receiver by receiver.
-    - `missing`: the boxes (a start and a stop along each dimension) of the source that some device needs and no device
-        holds.
+    - `missing`: the boxes of the source that some device needs and no device holds.
     - `replicas`: for each shard that several devices could send, these devices.
     """
 
@@ -79,10 +85,8 @@ class ShardParts:
     replicas: tuple[tuple[int, ...], ...] = ()
 
     @ft.cached_property
-    def links(self) -> dict[tuple[int, int], int]:
-        """The bytes that each sender sends to each receiver, with keys (sender, receiver) in the order of the
-        receivers. Copies within a device are left out.
-        """
+    def links(self) -> Links:
+        """The bytes that devices send each other, in the order of the receivers. Copies within a device are left out."""
         links = collections.Counter[tuple[int, int]]()
         for part in self.all:
             if part.sender != part.receiver:
@@ -139,9 +143,8 @@ class Senders:
         return together(self._everywhere, lambda entry: self._process_of.get(entry[2]))
 
     def choose(self, receiver: int, nbytes: int) -> int:
-        """Chooses the device that sends `nbytes` bytes to a receiver: the replica that has sent the fewest bytes.
-
-        If the receiver's process has replicas, one of these is chosen.
+        """Chooses the device that sends `nbytes` bytes to a receiver: the replica that has sent the fewest bytes. If
+        the receiver's process has replicas, it is one of these.
         """
         if len(self.holders) == 1:
             (device,) = self.holders
@@ -158,20 +161,11 @@ class Senders:
 
 
 class ShardGrid:
-    """The devices that hold each box (the intervals of one shard) of an array. The boxes form a grid, as under every
-    JAX sharding.
-
-    **Arguments:**
-
-    - `dtype`: the dtype of the array.
-    - `holders`: the devices that hold each box.
-    - `process_of`: the process of each device.
-    - `sent`: the bytes that each device has sent, which the choice of senders updates.
+    """The devices that hold each box of an array of `dtype`. The boxes form a grid, as under every JAX sharding.
+    `process_of` and `sent` are as in `Senders`.
     """
 
-    def __init__(
-        self, dtype: object, holders: Mapping[Box, Sequence[int]], process_of: Mapping[int, int], sent: dict[int, int]
-    ):
+    def __init__(self, dtype: object, holders: Holders, process_of: Mapping[int, int], sent: dict[int, int]):
         self.dtype = dtype
         self.senders = {box: Senders(devices, process_of, sent) for box, devices in holders.items()}
         self._intervals = [sorted(set(column)) for column in zip(*holders, strict=True)]
@@ -187,7 +181,7 @@ class ShardGrid:
 
 
 # The dtype of an array, and the devices that hold each of its boxes.
-Source = tuple[Any, Mapping[Box, Sequence[int]]]
+Source = tuple[Any, Holders]
 
 
 def shard_parts(
@@ -200,21 +194,15 @@ def shard_parts(
     """Decides which device sends which part of its shard to which device, to assemble an array.
 
     A device copies elements that it holds. It receives every other element from one replica of the shard that has the
-    element. If there are replicas in the receiver's process, one of these is chosen. Among several, the replica that
-    has sent the fewest bytes is chosen. Senders of the largest parts are chosen first.
+    element, as `Senders.choose` takes it. Senders of the largest parts are chosen first.
 
     **Arguments:**
 
-    - `made`: the array, as pieces (strided copies) of other arrays.
-    - `targets`: the device of each shard to assemble, and the shard's box (a start and a stop along each dimension).
-    - `sources`: by path, the dtype of each array that is read, and the devices that hold each of its boxes. A box has
-        no devices if all of them are lost.
+    - `made`: the array, as pieces of other arrays.
+    - `targets`: the device and the box of each shard to assemble.
+    - `sources`: the arrays that are read, by path. A box has no devices if all of them are lost.
     - `process_of`: the process of each device.
     - `sent_before`: the bytes that devices have already sent for other arrays.
-
-    **Returns:**
-
-    The ShardParts.
     """
     sent = dict(sent_before)
     shards = {id(held): ShardGrid(*held, process_of, sent) for held in sources.values()}
@@ -243,7 +231,6 @@ def shard_parts(
 
 def _choose(parts: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, ...], ...]:
     """Chooses a sender for each of `parts`, in place. A part comes with its possible senders; `None` if it is not sent.
-
     Returns the devices of each shard that several devices could send.
     """
     replicas: dict[tuple[int, ...], None] = {}
@@ -257,10 +244,8 @@ def _choose(parts: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, .
 
 
 def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) -> Iterator[tuple[ShardPart, Senders]]:
-    """Yields the parts of a strided copy that write into `box` of the target, one for each shard of the source.
-
-    Each comes with the devices that hold the shard. If no device holds it, the part's box is added to `missing`
-    instead.
+    """Yields the parts of a strided copy that write into `box` of the target, one for each shard of the source, with
+    the devices that hold the shard. If no device holds it, the part's box is added to `missing` instead.
     """
     widths = [bits(source.dtype), *map(bits, dtypes_of(piece.value.casts))]
     for inside in within(piece, box):
@@ -278,10 +263,8 @@ def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) 
 
 
 def first_casts(casts: Sequence[object], dtype: object) -> int:
-    """The number of casts that the sender applies, so that sent elements have the fewest bits.
-
-    The receiver applies the other casts. For float32 elements (`dtype`) and `casts` to bfloat16 and then to float32, it
-    is 1.
+    """The number of casts that the sender applies, so that sent elements have the fewest bits. The receiver applies the
+    others. For float32 elements (`dtype`) and `casts` to bfloat16 and then to float32, it is 1.
     """
     sizes = [bits(dtype)]
     for to in casts:
@@ -295,8 +278,8 @@ def sent_bits(value: Value, dtype: object) -> int:
 
 
 def _extent(piece: Piece) -> int:
-    """The number of elements from the first to the last one of a strided copy: in the source or in the target,
-    whichever is larger.
+    """The number of elements from the first to the last one of a piece, in the source or in the target, whichever is
+    larger.
     """
     return _extent_of(piece.factors, len(piece.source), len(piece.target))
 
@@ -308,9 +291,8 @@ def _extent_of(factors: tuple[Factor, ...], here: int, there: int) -> int:
 
 
 def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
-    """Divides a part of a shard into parts of at most `most_bytes` of memory each.
-
-    A part is not divided if an element would then be sent twice.
+    """Divides a part of a shard into parts of at most `most_bytes` of memory each. A part is not divided if an element
+    would then be sent twice.
     """
     factors = [f for f in part.piece.factors if f.source_dim != NOWHERE]
     if part.memory_bytes <= most_bytes or not factors:

@@ -2,8 +2,8 @@
 
 If source and target are on the same devices, one program slices parts out of the old shards, sends them and writes them
 into the new shards. In one program every argument takes memory on every device. If source and target are on different
-devices, three programs run instead: the source's devices concatenate the parts that they send to blocks, all devices
-send these blocks to each other, and the target's devices write the received parts into the new shards.
+devices, three programs run instead: the source's devices concatenate the parts that they send to one vector, the
+*block*; all devices send these blocks to each other; and the target's devices write the received parts into shards.
 """
 
 import dataclasses
@@ -52,15 +52,10 @@ def _sent_shape(form: StridedCopy) -> list[int]:
 
 @ft.lru_cache(maxsize=256)
 def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], block: Block) -> Any:
-    """A jitted function on the source's devices: each device slices the parts that it sends out of its shards and
-    concatenates them to one vector, its block.
+    """A jitted function on the source's devices: each device slices the parts that it sends out of its shards, one part
+    for each round, and concatenates them to its block.
 
-    **Arguments:**
-
-    - `devices`: the source's devices.
-    - `rounds`: one round for each part that a device sends.
-    - `sources`: the shape and dtype of one shard of each array that is read.
-    - `block`: the shape and dtype of the block.
+    `sources` and `block` are the shape and dtype of one shard of each array that is read, and of the block.
     """
     dtype, (shape, to) = sources[0][1], block
     # The sender casts values, not their bits.
@@ -81,10 +76,8 @@ def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: 
 
 @ft.lru_cache(maxsize=256)
 def send_program(devices: tuple[object, ...], rounds: tuple[Sending, ...]) -> Any:
-    """A jitted function in which devices send their blocks to each other, by one collective permute for each round.
-
-    A block is the vector of all parts that a device sends. `rounds` has, for each part, its size and the pairs of
-    sender and receiver. The function's argument is donated.
+    """A jitted function in which devices send their blocks to each other, by one collective permute for each round. Its
+    argument is donated.
     """
 
     def run(sent: jax.Array) -> jax.Array:
@@ -103,16 +96,11 @@ def send_program(devices: tuple[object, ...], rounds: tuple[Sending, ...]) -> An
 def write_program(
     devices: tuple[object, ...], rounds: tuple[Round, ...], source_dtype: object, target: Block, makes_shards: bool
 ) -> Any:
-    """A jitted function on the target's devices: each device writes the parts that it received into its shard.
+    """A jitted function on the target's devices: each device writes the parts that it received, one for each round,
+    into its shard.
 
-    **Arguments:**
-
-    - `devices`: the target's devices.
-    - `rounds`: one round for each part that a device receives.
-    - `source_dtype`: the dtype of the source.
-    - `target`: the shape and dtype of one shard of the target.
-    - `makes_shards`: whether the function makes new shards. If not, it takes the shards as its last argument, writes
-        into them and returns them.
+    `target` is the shape and dtype of one shard. If `makes_shards` is false, the last argument is the target's shards,
+    which it writes into and returns.
     """
     own, wire = program_dtype(target[1], devices), sent_dtype(rounds[0].form, source_dtype)
     casts = rounds[0].form.casts
@@ -145,16 +133,15 @@ class Context:
     **Arguments:**
 
     - `arrays`: the source's arrays by path.
-    - `move`: a function that moves an array of scales (one factor for each block of an array) to a sharding.
+    - `move`: a function that moves the scales of a quantised array to a sharding.
     - `limit_bytes`: the most bytes that may be used besides source and target; `None` for no limit.
     - `most_bytes`: the most bytes that programs may use on a device if there is no limit and source and target are on
         different devices.
     - `pool`: the threads that copy, if any.
     - `shards`: this process's shards of the arrays.
     - `blocks`: a cache of the arguments of programs, by the paths of an array and of its scales, and the devices.
-    - `in_flight`: arrays that programs may still be computing. It is used if source and target are on different
-        devices.
-    - `in_flight_bytes`: the bytes that the programs of these arrays use.
+    - `in_flight`, `in_flight_bytes`: arrays that programs may still be computing, if source and target are on different
+        devices, and the bytes that these programs use.
     """
 
     arrays: Mapping[str, Any]
@@ -168,9 +155,8 @@ class Context:
     in_flight_bytes: int = 0
 
     def wait_for(self, nbytes: int, sharers: int) -> None:
-        """Waits for all programs that may still run if `nbytes` more bytes would exceed the memory limit.
-
-        `sharers` is the number of devices that share one memory.
+        """Waits for all programs that may still run if `nbytes` more bytes would exceed the memory limit. `sharers` is
+        the number of devices that share one memory.
         """
         most = self.most_bytes * sharers if self.limit_bytes is None else self.limit_bytes
         if self.in_flight_bytes + nbytes > most:
@@ -187,16 +173,10 @@ class Context:
             del self.blocks[key]
 
     def block(self, plan: Assembly, names: Sequence[str], devices: tuple[Any, ...], key: str) -> jax.Array:
-        """The shards of one source, as one array that is an argument of a program on `devices`.
+        """The shards of one source of `plan`, as one array that is an argument of a program on `devices`. It is cached,
+        since many leaves can be slices of one stacked array.
 
-        The result is cached, since many leaves can be slices of one stacked array.
-
-        **Arguments:**
-
-        - `plan`: the plan of the array that is assembled.
-        - `names`: the paths of the array's sources.
-        - `devices`: the devices of the program.
-        - `key`: the source: its number as text, or a name in `plan.scaled`.
+        `names` are the paths of the sources. `key` is the number of the source as text, or a name in `plan.scaled`.
         """
         scaled, kind = plan.scaled.get(key), ""
         paths = [names[int(key if scaled is None else scaled.source)]]
@@ -235,18 +215,10 @@ def _times(scale: Scale, dtype: Any, sharding: object) -> Any:
 
 
 def start_assembly(plan: Assembly, names: Sequence[str], context: Context) -> Callable[[], jax.Array]:
-    """Starts to assemble one array from shards of its sources.
+    """Starts to assemble one array from shards of its sources, whose paths are `names`.
 
-    **Arguments:**
-
-    - `plan`: the plan of the array.
-    - `names`: the paths of its sources.
-    - `context`: the arrays, limits and caches of the tree.
-
-    **Returns:**
-
-    A function that waits for copies in other threads and returns the array, or the key data of PRNG keys. Devices may
-    still be computing the array.
+    Returns a function that waits for copies in other threads and returns the array, or the key data of PRNG keys.
+    Devices may still be computing the array.
     """
     if plan.is_remote:
         return lambda: jax.make_array_from_single_device_arrays(plan.shape, plan.sharding, [], dtype=plan.dtype)
@@ -266,16 +238,11 @@ def start_assembly(plan: Assembly, names: Sequence[str], context: Context) -> Ca
 def _run_one(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
-    """Runs one program of an assembly whose source and target are on the same devices. Returns the updated shards.
+    """Runs the program `step` of an assembly whose source and target are on the same devices. Returns the updated
+    shards.
 
-    **Arguments:**
-
-    - `plan`: the plan of the array that is assembled.
-    - `names`: the paths of the array's sources.
-    - `context`: the arrays, limits and caches of the tree.
-    - `step`: the program.
-    - `places`: the positions of the parts of shards, as an array on all devices.
-    - `out`: the shards from earlier programs, if any.
+    `names` are the paths of the sources. `places` has `step.places` as an array on all devices. `out` has the shards
+    from earlier programs, if any.
     """
     devices = plan.devices
     given = [context.block(plan, names, devices, key) for key in step.keys]
@@ -292,11 +259,11 @@ def _run_one(
 def _run_three(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
-    """Runs the three programs (slice, send, write) of one step of an assembly whose source and target are on different
-    devices.
+    """Runs the three programs (slice, send, write) for `step`, if source and target are on different devices. Returns
+    the updated shards; `None` if this process has none of the array's devices.
 
-    Returns the updated shards; `None` if this process has none of the array's devices. The arguments are those of
-    `_run_one`, but `places` has two arrays: one on the source's devices and one on the target's.
+    The arguments are those of `_run_one`, but `places` has two arrays: one on the source's devices and one on the
+    target's.
     """
     here, there = plan.source_devices[step.keys[0]], plan.target_devices
     # Without senders and receivers, the programs of different parts of an array are equal.
@@ -355,10 +322,8 @@ def _crosses(devices: Sequence[Any]) -> bool:
 def _programs(
     plan: Assembly, limit_bytes: int | None, most_bytes: int
 ) -> tuple[tuple[Exchange, tuple[jax.Array | None, ...]], ...]:
-    """The programs of an assembly, each with the positions of the parts of shards as an array on all devices.
-
-    If source and target are on different devices, each program has two such arrays: one on the source's devices and one
-    on the target's.
+    """The programs of an assembly, each with its `places` as an array on all devices. If source and target are on
+    different devices, there are two such arrays: one on the source's devices and one on the target's.
     """
     number, found = {device: at for at, device in enumerate(plan.devices)}, []
     for step in plan.exchanges(limit_bytes, most_bytes):
@@ -375,8 +340,8 @@ def _placed(rows: np.ndarray, devices: tuple[object, ...]) -> jax.Array | None:
 
 
 def _constants(plan: Assembly) -> jax.Array | None:
-    """New shards with the constants of the array (elements that no source gives), and zeros elsewhere; `None` if the
-    array has no constants.
+    """New shards with the array's constants (elements that no source gives), and zeros elsewhere; `None` without
+    constants.
     """
     constants: dict[int, list[Piece]] = {}
     for part in plan.parts.all:

@@ -174,8 +174,8 @@ def _kind(source: StepLayout, target: StepLayout) -> StepKind:
 
 
 def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLayout) -> tuple[Fraction, Fraction]:
-    """Returns the `wire_share` and the `dcn_share` of a step (see `PathStep`). Devices are numbered in the mesh order
-    of `like`.
+    """Returns the bytes that a device receives in a step, from all devices and from devices of other TPU slices. Both
+    are fractions of the array's bytes. Devices are numbered in the mesh order of `like`.
     """
     if kind == "slice":
         return Fraction(0), Fraction(0)
