@@ -3,10 +3,8 @@
 The folder may import the ground values. The folder never touches a file or a device, and never chooses a sharding: the
 folders that read, write and move arrays call it for pieces, and carry the pieces out.
 
-The terms of this folder: a map makes the leaves of its target from the leaves of its source. A piece is a strided copy:
-a nested loop that copies elements of one source array to one target array. A factor is one of these loops. A box is a
-rectangular part of an array: a start and a stop for each dimension. A path pattern is a path with placeholders, such as
-`{i}` in `layers/{i}/weight`.
+A map makes the leaves of its target from the leaves of its source. The docstring of `pieces.py` explains pieces, and
+that of `patterns.py` path patterns.
 """
 
 from .apply import StridedCopy, gathered, is_dense, scattered, strided_copy, transposed

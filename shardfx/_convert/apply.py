@@ -21,15 +21,10 @@ from .values import constant, fill
 
 
 def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
-    """Applies an operation of an expression to arrays. An expression says how a map makes a leaf, such as
-    `From("a").T`.
+    """Applies the operation `op` of an expression, such as `"transpose"`, to its operands `parts`.
 
-    **Arguments:**
-
-    - `xp`: `numpy` or `jax.numpy`, as the arrays.
-    - `op`: the name of the operation, as `"transpose"`.
-    - `parts`: its operands. Their shapes must have been checked.
-    - `args`: its other arguments.
+    `xp` is `numpy` or `jax.numpy`, as the arrays, whose shapes must have been checked. `args` are the operation's other
+    arguments.
     """
     x: Any = parts[0] if parts else None
     match op, *args:
@@ -68,9 +63,9 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
 
 
 def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
-    """Makes the target of a map from the arrays of the tree `tree`, for `TreeMap.apply`.
+    """Makes the target of a map from the arrays of `tree`, for `TreeMap.apply`.
 
-    `steps` are the steps of the map. `like` is a tree with the structure of the target, or `None`.
+    `like` is a tree with the structure of the target, or `None`.
     """
     flat = flatten(tree)
     arrays = {
@@ -95,8 +90,7 @@ def _is_in_jax(arrays: Mapping[str, object]) -> bool:
 
 
 def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mapping[str, Made]) -> dict[str, Any]:
-    """Makes the leaves of the target by running the operations of each rule on whole arrays, one step of the map after
-    the other.
+    """Makes the leaves of the target from whole arrays, one step of the map after the other.
 
     `arrays` are the leaves of the source by path. `made` has the shape and dtype of each leaf of the target.
     """
@@ -114,10 +108,7 @@ def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mappin
 
 
 def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
-    """A leaf of the target, copied with NumPy piece by piece (strided copy by strided copy).
-
-    `made` is the leaf's shape, dtype and pieces. `arrays` are the leaves of the source by path.
-    """
+    """A leaf of the target, copied with NumPy piece by piece. `arrays` are the leaves of the source by path."""
     out = np.zeros(made.shape, made.dtype)
     whole = tuple((0, size) for size in made.shape)
     for piece in made.pieces:
@@ -126,11 +117,7 @@ def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
 
 
 def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
-    """A leaf of the target, copied with JAX piece by piece (strided copy by strided copy), traced or not. PRNG keys are
-    copied as key data.
-
-    `made` is the leaf's shape, dtype and pieces. `arrays` are the leaves of the source by path.
-    """
+    """The same as `_assembled`, copied with JAX, traced or not. PRNG keys are copied as key data."""
     if not jnp.issubdtype(made.dtype, jax.dtypes.extended):
         return _filled(made.pieces, made.shape, made.dtype, arrays)
     names = [piece.value.path for piece in made.pieces if piece.value.path is not None]
@@ -157,23 +144,24 @@ def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: DType, array
     return out
 
 
-# For each dimension the size of a box, and the size and the step of each factor along it.
-BoxFactors = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+# A factor (one loop of a strided copy) along a dimension: its number of iterations, and the elements that one moves by.
+BoxFactor = tuple[int, int]
+# For each dimension of a box its size, and the factors along it, the longest step first.
+BoxFactors = tuple[tuple[int, tuple[BoxFactor, ...]], ...]
 
 
 class StridedCopy(NamedTuple):
-    """A strided copy from a rectangular part (a box) of one array to a box of another. Pieces with equal strided copies
-    run the same compiled program.
+    """A piece without the names of its arrays and without its positions in them: a strided copy from one box to
+    another.
 
-    A strided copy is a piece without the names of its arrays and without its positions in them. A factor is one of its
-    nested loops: the number of iterations, and the elements that one iteration moves by.
+    Pieces with equal strided copies run the same compiled program.
 
     **Arguments:**
 
-    - `source`, `target`: for each dimension of a box, its size and the factors along it, longest step first.
-    - `order`: for each factor of the target, the index of the same loop among the factors of the source, or `NOWHERE`
-        for a loop that repeats the source.
-    - `casts`: the casts and arithmetic operations on the elements, in order.
+    - `source`, `target`: the factors of either box.
+    - `order`: for each factor of the target, the index of the same factor of the source, or `NOWHERE` for a factor that
+        repeats the source.
+    - `casts`: the operations on the elements, in order.
     """
 
     source: BoxFactors
@@ -183,7 +171,7 @@ class StridedCopy(NamedTuple):
 
 
 def strided_copy(piece: Piece) -> StridedCopy:
-    """The strided copy that a piece makes, without the names of the piece's arrays and its positions in them."""
+    """The strided copy that a piece makes."""
     sources, targets = _box_factors(swapped(piece)), _box_factors(piece)
     source = [f for own in sources for f in own]
     # A factor is the same loop on both sides, with source and target exchanged.
@@ -205,11 +193,10 @@ def _plain(box: Sequence[tuple[int, int]], factors: Sequence[Sequence[Factor]]) 
     return tuple((size, tuple((f.size, f.target_step) for f in own)) for size, own in zip(sizes, factors, strict=True))
 
 
-def is_dense(size: int, factors: Sequence[tuple[int, int]]) -> bool:
-    """Whether nested loops along a dimension of size `size` reach every element, in order.
+def is_dense(size: int, factors: Sequence[BoxFactor]) -> bool:
+    """Whether the factors along a dimension of size `size` reach every element, in order.
 
-    `factors` has a pair for each loop: its number of iterations and its step. For size 6, ((2, 3), (3, 1)) does, and
-    ((3, 2),) does not.
+    For size 6, ((2, 3), (3, 1)) do, and ((3, 2),) does not.
     """
     step = 1
     for count, own in reversed(factors):
@@ -220,10 +207,9 @@ def is_dense(size: int, factors: Sequence[tuple[int, int]]) -> bool:
 
 
 def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
-    """A strided gather: the elements of `x` that nested loops reach, as an array with one dimension per loop.
+    """A strided gather: the elements of `x` that the factors reach, as an array with one dimension per factor.
 
-    `factors` has, for each dimension of `x`, its size and the loops along it. Each loop has a size and a step. A loop
-    of size 3 with step 2 reaches the elements 0, 2 and 4.
+    A factor of size 3 with step 2 reaches the elements 0, 2 and 4.
     """
     axis = 0
     for size, own in factors:
@@ -240,11 +226,10 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
     return x
 
 
-def _below(own: Sequence[tuple[int, int]], step: int) -> int:
-    """The number of elements from the first to the last that the loops with a step below `step` reach.
+def _below(own: Sequence[BoxFactor], step: int) -> int:
+    """The number of elements from the first to the last that the factors with a step below `step` reach.
 
-    `own` has a pair for each loop along a dimension: its number of iterations and its step. For the loops ((2, 6), (3,
-    2)) and the step 6: the second loop reaches 0, 2 and 4, so the result is 5.
+    For the factors ((2, 6), (3, 2)) and the step 6: the second one reaches 0, 2 and 4, so the result is 5.
     """
     return 1 + sum((count - 1) * each for count, each in own if each < step)
 
@@ -260,11 +245,9 @@ def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
 
 
 def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
-    """Transposes the result of `gathered` to the order of the target's loops, and broadcasts it along loops that repeat
-    the source.
+    """Transposes the array `piece`, which `gathered` returned for `copy.source`, to the order of the target's factors.
 
-    `piece` is that result: an array with one dimension per loop of the source. `copy` is the strided copy from source
-    to target; its `order` gives the order of the loops.
+    It is broadcast along factors that repeat the source.
     """
     piece = piece.transpose([number for number in copy.order if number != NOWHERE])
     counts = [count for _, own in copy.target for count, _ in own]
@@ -273,15 +256,10 @@ def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
 
 
 def scattered(box: jax.Array, factors: BoxFactors, piece: jax.Array, axis: int) -> jax.Array:
-    """A strided scatter: a copy of `box` in which the elements of `piece` replace the elements that nested loops reach.
+    """A strided scatter: a copy of `box` in which the elements of `piece` replace those that the factors reach.
 
-    **Arguments:**
-
-    - `box`: an array, a part of the target.
-    - `factors`: for each dimension of `box` from `axis` on, its size and the loops along it, each with its size and
-        step.
-    - `piece`: the new elements, with one dimension per loop after the first `axis` dimensions of `box`.
-    - `axis`: the number of leading dimensions of `box` that both arrays share.
+    Both arrays have the first `axis` dimensions in common. `factors` are those of the other dimensions of `box`, and
+    `piece` has a further dimension for each factor.
     """
     if all(is_dense(size, own) for size, own in factors):
         return piece.reshape(box.shape)

@@ -1,4 +1,8 @@
-"""The pieces of a map for given leaves of both trees, checked before anything is read or moved."""
+"""The pieces of a map for given leaves of both trees, checked before anything is read or moved.
+
+`source` and `target` are the leaves of both trees, by path. If the target is `None`, its leaves are inferred from the
+source.
+"""
 
 import itertools as it
 import math
@@ -12,30 +16,23 @@ from .._ground.tree import flatten
 from .evaluate import cast, dim_of, evaluated, leaf_made, on_shapes
 from .expression import From, Rules, counted_leaf, leaves_of
 from .patterns import Binding, Pattern, near, pattern, sum_of
-from .pieces import Arithmetic, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
+from .pieces import Arithmetic, Made, Operation, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
 
 
 TreeLeaf = Struct | Made
+# The leaves of a tree, each with its shape and dtype, by path.
+TreeLeaves = Mapping[str, TreeLeaf]
+# A path, and a text about a problem with the leaf or the rule that it names.
+Problem = tuple[str, str]
 _SHOWN = 20
 
 
 def bound_steps(
     steps: Sequence[Rules], source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None
 ) -> Mapping[str, Made]:
-    """The leaves that a map makes: for each its shape, its dtype and its pieces (strided copies), in the target's
-    order.
-
-    **Arguments:**
-
-    - `steps`: the steps of the map.
-    - `source`, `target`: the leaves of both trees, by path. Without a target, its leaves are inferred from the source.
-
-    **Raises:**
-
-    `MapError` with all problems of the map.
-    """
+    """The leaves that a map makes, in the target's order. Raises `MapError` with all problems of the map."""
     made: Mapping[str, Made] | None = None
-    known: Mapping[str, TreeLeaf] = source
+    known: TreeLeaves = source
     for step, there in zip(steps, _targets(steps, target), strict=True):
         new = _step(step, known, there)
         made = new if made is None else _through(new, made)
@@ -47,9 +44,8 @@ def bound_steps(
 def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Sequence[Mapping[str, Struct] | None]:
     """The leaves that each step of a map makes; `None` where they are unknown.
 
-    The rules of an inverted step make its input from its output. So the leaves before an inverted step are known if the
-    leaves after it are. The leaves before any other step are unknown. `target` are the leaves of the map's target, by
-    path.
+    The leaves before an inverted step are known if those after it are, since its rules make its input from its output.
+    The leaves before any other step are unknown.
     """
     found = [target]
     for after in reversed(steps[1:]):
@@ -59,7 +55,7 @@ def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Seq
     return found[::-1]
 
 
-def _step(step: Rules, source: Mapping[str, TreeLeaf], target: Mapping[str, TreeLeaf] | None) -> Mapping[str, Made]:
+def _step(step: Rules, source: TreeLeaves, target: TreeLeaves | None) -> Mapping[str, Made]:
     if not step.inverted:
         return _forward(step, source, target)
     if target is None:
@@ -71,8 +67,8 @@ def _step(step: Rules, source: Mapping[str, TreeLeaf], target: Mapping[str, Tree
     return _backward(forward, target)
 
 
-def _forward(step: Rules, source: Mapping[str, TreeLeaf], target: Mapping[str, TreeLeaf] | None) -> Mapping[str, Made]:
-    problems: list[tuple[str, str]] = []
+def _forward(step: Rules, source: TreeLeaves, target: TreeLeaves | None) -> Mapping[str, Made]:
+    problems: list[Problem] = []
     found: dict[str, Made] = {}
     used: dict[str, None] = {}
     failed: list[Pattern] = []
@@ -100,7 +96,7 @@ def _forward(step: Rules, source: Mapping[str, TreeLeaf], target: Mapping[str, T
     return found if target is None else {path: found[path] for path in target}
 
 
-def _fitting(path: str, rule: From, made: Made, wanted: TreeLeaf, casts: bool, problems: list[tuple[str, str]]) -> Made:
+def _fitting(path: str, rule: From, made: Made, wanted: TreeLeaf, casts: bool, problems: list[Problem]) -> Made:
     shape = tuple(wanted.shape)
     if made.shape != shape:
         hint = ""
@@ -122,18 +118,13 @@ def _fitting(path: str, rule: From, made: Made, wanted: TreeLeaf, casts: bool, p
 
 def places(
     step: Rules,
-    source: Mapping[str, TreeLeaf],
-    target: Mapping[str, TreeLeaf] | None,
-    problems: list[tuple[str, str]],
+    source: TreeLeaves,
+    target: TreeLeaves | None,
+    problems: list[Problem],
 ) -> Iterable[tuple[str, From, Binding]]:
-    """Each leaf of the target with the expression that makes it. The third element is the values of the placeholders
-    (`{i}` in `layers/{i}/weight`) for this leaf.
+    """Each leaf of the target, with the expression that makes it and the values of the expression's placeholders.
 
-    **Arguments:**
-
-    - `step`: the rules.
-    - `source`, `target`: the leaves of both trees, by path. Without a target, its leaves are inferred from the source.
-    - `problems`: a list to which pairs of a path and a text are appended, one for each problem.
+    Problems are appended to `problems`.
     """
     if target is None:
         return _inferred(step, source, problems)
@@ -155,9 +146,7 @@ def places(
     return found
 
 
-def _inferred(
-    step: Rules, source: Mapping[str, TreeLeaf], problems: list[tuple[str, str]]
-) -> Iterator[tuple[str, From, Binding]]:
+def _inferred(step: Rules, source: TreeLeaves, problems: list[Problem]) -> Iterator[tuple[str, From, Binding]]:
     seen: dict[str, str] = {}
     for text, rule in step.made:
         try:
@@ -178,17 +167,11 @@ def _inferred(
             yield path, rule, binding
 
 
-def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator[dict[str, Any]]:
-    """Yields the values of the placeholders (`{i}` in `layers/{i}/weight`) in a target's path, one dict for each leaf
-    of the target that can be made from the leaves of the source.
+def _bindings(text: str, rule: From, source: TreeLeaves) -> Iterator[dict[str, Any]]:
+    """Yields the values of the placeholders in a target's path `text`, one dict for each leaf that `rule` can make.
 
-    For the target `w/{i}` made of the leaves `layers/{i}`, it yields {"i": 0} and {"i": 1} if the source has the leaves
-    `layers/0` and `layers/1`.
-
-    **Arguments:**
-
-    - `text`, `rule`: the path of the target with its placeholders, and the expression that makes it.
-    - `source`: the leaves of the source, by path.
+    For the target `w/{i}` made of `layers/{i}`, it yields {"i": 0} and {"i": 1} if the source has the leaves `layers/0`
+    and `layers/1`.
     """
     names = pattern(text).names
     found: list[dict[str, Any]] = [{}]
@@ -205,20 +188,12 @@ def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator
 
 
 def _counted(
-    names: Sequence[str], binding: dict[str, Any], text: str, rule: From, source: Mapping[str, TreeLeaf]
+    names: Sequence[str], binding: dict[str, Any], text: str, rule: From, source: TreeLeaves
 ) -> Iterator[dict[str, Any]]:
-    """Yields `binding` extended by values of the placeholders `names`, which occur only in `at` operations. The
-    operation `at(i)` selects entry `i` of a dimension.
+    """Yields `binding` extended by values of the placeholders `names`, which occur only in `at` operations.
 
-    There is one result for each entry of that dimension. For the target `w/{i}` made by `From("w").at("i")`, where `w`
-    has shape (2, 8): i = 0 and i = 1.
-
-    **Arguments:**
-
-    - `names`: the names of these placeholders.
-    - `binding`: the values of the other placeholders.
-    - `text`, `rule`: the path of the target with its placeholders, and the expression that makes it.
-    - `source`: the leaves of the source, by path.
+    The operation `at("i")` selects entry i of a dimension, so there is one result for each entry. For the target
+    `w/{i}` made by `From("w").at("i")`, where `w` has shape (2, 8): i = 0 and i = 1.
     """
     if not names:
         yield binding
@@ -245,9 +220,7 @@ def _at_of(rule: From, name: str) -> From | None:
     return next((found for part in rule.of if (found := _at_of(part, name)) is not None), None)
 
 
-def _unused(
-    step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None], failed: Sequence[Pattern]
-) -> Iterator[tuple[str, str]]:
+def _unused(step: Rules, source: TreeLeaves, used: Mapping[str, None], failed: Sequence[Pattern]) -> Iterator[Problem]:
     for text in step.drop:
         # The target of an inverted map need not have the dropped leaves.
         if not step.inverted and not any(pattern(text).matched(path) is not None for path in source):
@@ -263,16 +236,11 @@ def _unused(
         yield f"source `{text}`", f'nothing is made of it; say so if that is meant: `drop=["{paths[0]}"]`'
 
 
-def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
-    """Yields a problem, a path and a text, for each `stack` operation that leaves out leaves of the source.
+def _behind_gaps(step: Rules, source: TreeLeaves, used: Mapping[str, None]) -> Iterator[Problem]:
+    """Yields a problem for each `stack` operation that leaves out leaves of the source.
 
     A `stack` without a count ends at the first number without a leaf. With leaves 0, 1 and 3, it leaves out leaf 3.
-
-    **Arguments:**
-
-    - `step`: the rules.
-    - `source`: the leaves of the source, by path.
-    - `used`: the paths of the leaves that the rules use.
+    `used` has the paths of the leaves that the rules use.
     """
     for over, text in dict.fromkeys(one for _, rule in step.made for one in _endless(rule)):
         for path in source:
@@ -284,9 +252,9 @@ def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str,
 
 
 def _endless(rule: From) -> Iterator[tuple[str, str]]:
-    """Yields two texts for each `stack` operation without a count in an expression. The first is the name of the
-    placeholder that it iterates over, such as `i`. The second is the path with this placeholder, such as
-    `layers/{i}/weight`.
+    """Yields the name and the path of each placeholder that a `stack` operation without a count iterates over.
+
+    For `From("layers/{i}/w").stack("i")`: ("i", "layers/{i}/w").
     """
     if rule.op == "stack" and len(rule.args) == 2:
         text = counted_leaf(rule)
@@ -296,7 +264,7 @@ def _endless(rule: From) -> Iterator[tuple[str, str]]:
         yield from _endless(part)
 
 
-def _raise(problems: Sequence[tuple[str, str]]) -> None:
+def _raise(problems: Sequence[Problem]) -> None:
     lines: dict[tuple[Any, str], list[str]] = {}
     for path, text in problems:
         # Equal problems of several layers are one line. Their texts differ in numbers only.
@@ -314,12 +282,9 @@ def _raise(problems: Sequence[tuple[str, str]]) -> None:
 
 
 def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[str, Made]:
-    """Composes two steps of a map: intermediate leaves are replaced by the leaves of the source that they are made of.
+    """Composes two steps of a map: replaces intermediate leaves by the leaves of the source that they are made of.
 
-    **Arguments:**
-
-    - `made`: the leaves that the second step makes of intermediate leaves.
-    - `between`: the intermediate leaves that the first step makes of the source.
+    The first step makes the intermediate leaves `between`, and the second step makes `made` of them.
     """
     found = {}
     for path, one in made.items():
@@ -336,21 +301,13 @@ def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[s
     return found
 
 
-def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Mapping[str, Made]:
-    """The pieces (strided copies) of an inverted map: for each leaf of a map's source, how it is made of leaves of the
-    map's target.
+def _backward(forward: Mapping[str, Made], source: TreeLeaves) -> Mapping[str, Made]:
+    """The inverse of a map: the leaves of the map's `source`, made of the leaves `forward` that the map makes.
 
-    **Arguments:**
-
-    - `forward`: the leaves that the map makes of its source.
-    - `source`: the leaves of the map's source.
-
-    **Raises:**
-
-    `MapError` if the map has no inverse.
+    Raises `MapError` if the map has no inverse.
     """
     back: dict[str, list[Piece]] = {path: [] for path in source}
-    problems: list[tuple[str, str]] = []
+    problems: list[Problem] = []
     for path, made in forward.items():
         for piece in made.pieces:
             if piece.value.path is None:
@@ -376,11 +333,10 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Ma
     return found
 
 
-def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
-    """The casts and arithmetic operations that invert `casts` and end in `dtype`. An arithmetic operation is inverted
-    in the dtype that its result has.
+def _back(casts: Sequence[Operation], dtype: object) -> tuple[Operation, ...]:
+    """The operations that invert `casts` and end in `dtype`, the dtype before `casts`.
 
-    `casts` has the operations in order: a dtype for a cast, or an `Arithmetic`. `dtype` is the dtype before them.
+    An arithmetic operation is inverted in the dtype that its result has.
     """
     kinds, found = [dtype], []
     for to in casts:
@@ -394,12 +350,9 @@ def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
 
 
 def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piece], bool]:
-    """Removes overlaps of pieces (strided copies) into one target of shape `shape`. Pieces that overlap write equal
-    elements there, so only the first one keeps them.
+    """Removes overlaps of pieces into one target of shape `shape`, and returns whether they cover the whole target.
 
-    **Returns:**
-
-    Pieces without common target elements, and whether they cover the whole target.
+    Pieces that overlap write equal elements there, so only the first one keeps them.
     """
     parts = [(piece, list(dense(piece))) for piece in pieces]
     sides = _grid_dims([hull(part) for _, own in parts for part in own])
@@ -422,7 +375,7 @@ def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piec
 def _grid_dims(boxes: Sequence[Box]) -> list[int]:
     """The dimensions along which any two of the boxes have equal or disjoint intervals.
 
-    A box is a start and a stop for each dimension. For the boxes ((0, 2), (0, 4)) and ((2, 4), (3, 6)): dimension 0.
+    For the boxes ((0, 2), (0, 4)) and ((2, 4), (3, 6)): dimension 0.
     """
     found = []
     for dim, column in enumerate(zip(*boxes, strict=True)):
@@ -433,11 +386,7 @@ def _grid_dims(boxes: Sequence[Box]) -> list[int]:
 
 
 def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
-    """Yields the parts of a piece (a strided copy) outside of a box of the target. A box is a start and a stop for each
-    dimension.
-
-    The piece must fill a box without gaps.
-    """
+    """Yields the parts of a piece outside of a box of the target. The piece must fill a box without gaps."""
     mine = hull(piece)
     if any(stop <= low or high <= start for (start, stop), (low, high) in zip(mine, box, strict=True)):
         yield piece
@@ -451,14 +400,12 @@ def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
 
 
 def structs_of(paths: Iterable[str], leaves: Iterable[Any]) -> dict[str, Struct]:
-    """A dict from each path to the shape and dtype of its leaf."""
+    """The shape and dtype of each leaf, by path."""
     return {path: Struct(tuple(leaf.shape), leaf.dtype) for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def tree_structs(tree: object) -> dict[str, Struct]:
-    """A dict from the path of each array of a tree to its shape and dtype. The tree may be a plan; then it is the tree
-    that the plan was made for.
-    """
+    """The shape and dtype of each array of a tree, by path. A plan stands for the tree that it was made for."""
     flat = flatten(tree)
     rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
     arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]

@@ -20,7 +20,6 @@ def cast_array(x: Any, to: Any) -> Any:
 
 @ft.lru_cache(maxsize=256)
 def is_rounded(stored: Any, to: Any) -> bool:
-    """Whether a cast from dtype `stored` to dtype `to` turns floats into integers."""
     return bool(jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(to, jnp.integer))
 
 

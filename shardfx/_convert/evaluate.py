@@ -17,6 +17,7 @@ from .pieces import (
     Arithmetic,
     Factor,
     Made,
+    Operation,
     Piece,
     Scale,
     Struct,
@@ -38,16 +39,11 @@ def evaluated(
     leaf: Callable[[str], Any],
     run: Callable[..., Any],
 ) -> Any:
-    """Evaluates an expression, which says how a map makes a leaf, such as `From("layers/{i}/w").T`.
+    """Evaluates an expression with these values of its placeholders.
 
-    **Arguments:**
-
-    - `made`: the expression.
-    - `binding`: the values of the placeholders (such as `{i}`) in its paths.
-    - `leaves`: the leaves of the source, by path.
-    - `leaf`: returns the value of a leaf, given its path.
-    - `run`: returns the value of an operation, given its name, the values of its operands and its other arguments. It
-        is `on_shapes` for strided copies, and `on_arrays` for arrays.
+    `leaves` are the leaves of the source by path, and `leaf` returns the value of a leaf, given its path. `run` returns
+    the value of an operation, given its name, the values of its operands and its other arguments: `on_shapes` for
+    pieces, `on_arrays` for arrays.
     """
     if made.op == "leaf":
         return leaf(resolved(made.args[0], binding, leaves))
@@ -61,8 +57,7 @@ def evaluated(
 
 
 def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
-    """The path of a leaf, from a path `text` with placeholders and their values. For `layers/{i}/w` and i = 3:
-    `layers/3/w`.
+    """The path of a leaf, from a path with placeholders: `layers/3/w` for `layers/{i}/w` and i = 3.
 
     Raises `MapError` if the path is not in `leaves`.
     """
@@ -77,16 +72,9 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
 
 
 def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> range:
-    """The numbers that a `stack` expression iterates over.
+    """The numbers 0, 1, 2, ... that a `stack` expression iterates over, as many as its `count`.
 
-    They are 0, 1, 2, ... up to the expression's `count`. Without a count, they end before the first number for which
-    the source has no leaf.
-
-    **Arguments:**
-
-    - `made`: the expression.
-    - `binding`: the values of the other placeholders (such as `{j}`) in its paths.
-    - `leaves`: the leaves of the source, by path.
+    Without a count, they end before the first number for which `leaves`, the leaves of the source, have none.
     """
     over, first = made.args[0], counted_leaf(made)
     if len(made.args) > 2:
@@ -106,7 +94,7 @@ def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> rang
 
 
 def _inner_stacks(made: From) -> list[str]:
-    """The placeholders (such as `{i}` in `layers/{i}/w`) that `stack` operations inside an expression iterate over."""
+    """The names of the placeholders that `stack` operations inside an expression iterate over."""
     own = [made.args[0]] if made.op == "stack" else []
     return [*own, *[name for part in made.of for name in _inner_stacks(part)]]
 
@@ -121,8 +109,9 @@ def _index(index: int | str, binding: Binding) -> int:
 
 
 def dim_of(dim: int, rank: int, op: str) -> int:
-    """Dimension `dim` of an array of rank `rank` as a non-negative number. Raises `MapError` if the array lacks it. The
-    error names the operation `op`.
+    """Dimension `dim` of an array of rank `rank` as a non-negative number, for the operation `op`.
+
+    Raises `MapError` if the array lacks it.
     """
     if not isinstance(dim, int) or not -rank <= dim < rank:
         raise MapError(f"`{op}` takes dim {dim}, and the array has {rank} dimensions.")
@@ -130,9 +119,7 @@ def dim_of(dim: int, rank: int, op: str) -> int:
 
 
 def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """The sizes, with -1 replaced so that their product is `count`. Raises `MapError` if no size does that. The error's
-    text contains `what`.
-    """
+    """The sizes, with -1 replaced so that their product is `count`. Raises `MapError` if no size does that."""
     known = math.prod(size for size in sizes if size != -1)
     free = [at for at, size in enumerate(sizes) if size == -1]
     found = list(sizes)
@@ -151,14 +138,12 @@ def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ..
 
 
 def leaf_made(path: str, struct: Struct | Made) -> Made:
-    """A target array that is a copy of one leaf of the source. `path` is the leaf's path, and `struct` its shape and
-    dtype.
-    """
+    """A target array that is a copy of the leaf `path` of the source."""
     return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
 
 
 def filled_with(value: Any, shape: tuple[int, ...], dtype: DType) -> Made:
-    """A target array (a shape, a dtype and strided copies that fill it) of which each element is `value`."""
+    """A target array of which each element is `value`."""
     check_number(value, dtype, f"an array of shape {shape}")
     factors = [Factor(size, NOWHERE, 0, dim, 1) for dim, size in enumerate(shape)]
     return Made(shape, dtype, made_of(Value(None, value, None, (dtype,)), (), (0,) * len(shape), factors))
@@ -207,8 +192,7 @@ def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
 def _placed(made: Made, order: Sequence[int | None], shape: tuple[int, ...]) -> Made:
     """A target array with its dimensions reordered to the shape `shape`.
 
-    `made` is the array: its shape, dtype and strided copies. `order` has an old dimension for each new dimension, or
-    `None` for an inserted dimension of size 1.
+    `order` has an old dimension for each new one, or `None` for an inserted dimension of size 1.
     """
     return Made(shape, made.dtype, tuple(renumbered(piece, order) for piece in made.pieces))
 
@@ -309,7 +293,7 @@ def _pad_to(parts: Sequence[Made], size: int, dim: int, value: object) -> Made:
 
 
 def cast(made: Made, to: Any) -> Made:
-    """A target array (a shape, a dtype and strided copies that fill it) cast to the dtype `to`."""
+    """A target array cast to the dtype `to`."""
     if made.dtype == to:
         return made
     if jnp.issubdtype(made.dtype, jax.dtypes.extended) or jnp.issubdtype(to, jax.dtypes.extended):
@@ -321,10 +305,8 @@ def cast(made: Made, to: Any) -> Made:
     return _then(made, to, to)
 
 
-def _then(made: Made, step: Any, dtype: Any) -> Made:
-    """A target array with one more operation on its elements: `step` is a dtype for a cast, or an `Arithmetic`. The
-    result has dtype `dtype`.
-    """
+def _then(made: Made, step: Operation, dtype: DType) -> Made:
+    """A target array of dtype `dtype` with one more operation on its elements."""
     pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step))) for piece in made.pieces]
     return Made(made.shape, dtype, tuple(pieces))
 
@@ -354,15 +336,7 @@ def _scale(parts: Sequence[Made], *block: int) -> Made:
 
 
 def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
-    """Applies an operation of an expression, such as `"transpose"`, to target arrays. The arrays are given as lists of
-    pieces (strided copies).
-
-    **Arguments:**
-
-    - `op`: the name of the operation.
-    - `parts`: its operands.
-    - `args`: its other arguments.
-    """
+    """Applies the operation `op` of an expression, such as `"transpose"`, to the target arrays `parts`."""
     return ON_SHAPES[op](parts, *args)
 
 

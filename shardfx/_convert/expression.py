@@ -17,8 +17,8 @@ from .patterns import pattern, sum_of
 
 
 # For each operation the number of its operands, or `None` for any number, and the kind of each other argument. The name
-# of an argument is before its kind, if the argument is passed by name. A star marks a last argument that may be
-# repeated or left out. A question mark marks one that may be left out.
+# of an argument is before its kind, if the argument is passed by name. The last argument may be repeated or left out if
+# it has a star, and left out if it has a question mark.
 SIGNATURES: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
     {
         "leaf": (0, "path"),
@@ -57,17 +57,9 @@ def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
 
 
 def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
-    """The arguments of an operation as plain Python values.
+    """The arguments of the operation `op` as plain Python values; `parts` is the number of its operands.
 
-    **Arguments:**
-
-    - `op`: the name of the operation.
-    - `parts`: the number of its operands.
-    - `args`: its other arguments.
-
-    **Raises:**
-
-    `MapError` for arguments that the operation cannot take.
+    Raises `MapError` for arguments that the operation cannot take.
     """
     count, words = SIGNATURES[op][0], arguments_of(op, len(args))
     if count is not None and parts != count:
@@ -147,7 +139,7 @@ _KINDS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = MappingProxyType
 
 
 def check_number(value: Any, dtype: DType, what: str) -> None:
-    """Raises `MapError` if an array of dtype `dtype` cannot hold the number `value`. `what` begins the error's text."""
+    """Raises `MapError`, with a text that begins with `what`, if an array of dtype `dtype` cannot hold `value`."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise MapError(f"{what}: PRNG keys cannot be made of a number; stack or concat keys instead.")
     is_bool = jnp.issubdtype(dtype, jnp.bool_)
@@ -197,9 +189,7 @@ class From:
 
     @property
     def path(self) -> str:
-        """The path of the leaf in the source, with its placeholders such as `{i}`. Raises `MapError` for an expression
-        with operations.
-        """
+        """The path of the leaf, with its placeholders. Raises `MapError` for an expression with operations."""
         if self.op != "leaf":
             raise MapError(f"{self} is made of leaves, and has no path of its own.")
         return self.args[0]
@@ -244,8 +234,9 @@ class From:
         return _new("reshape", (self,), sizes)
 
     def split(self, dim: int, *sizes: int) -> "From":
-        """The array with dimension `dim` split into several of these sizes; one size may be -1. `split(0, -1, 128)`
-        makes heads of width 128.
+        """The array with dimension `dim` split into several of these sizes; one size may be -1.
+
+        `split(0, -1, 128)` makes heads of width 128.
         """
         return _new("split", (self,), (dim, *sizes))
 
@@ -254,11 +245,10 @@ class From:
         return _new("merge", (self,), (dim, count))
 
     def stack(self, over: str, *, dim: int = 0, count: int | None = None) -> "From":
-        """The arrays for the values 0, 1, 2, ... of a placeholder, stacked along a new dimension. `over` is the
-        placeholder's name, such as "i" for `{i}` in the path.
+        """The arrays for the values 0, 1, 2, ... of a placeholder, stacked along a new dimension.
 
-        The stack has `count` arrays. Without a count, the stack ends before the first value for which the source has no
-        leaf.
+        `over` is the placeholder's name, such as "i" for `{i}` in the path. The stack has `count` arrays. Without a
+        count, it ends before the first value for which the source has no leaf.
         """
         return _new("stack", (self,), (over, dim) if count is None else (over, dim, count))
 
@@ -275,10 +265,9 @@ class From:
         return _new("slice", (self,), (start, stop, dim))
 
     def repeat(self, count: int, *, dim: int = 0, unit: int = 1) -> "From":
-        """The array with each block of `unit` entries along a dimension repeated `count` times. With 2: [a, a, b, b]
-        from [a, b].
+        """The array with each block of `unit` entries along a dimension repeated `count` times.
 
-        Key heads are repeated for more devices than heads.
+        With 2, [a, b] becomes [a, a, b, b]. Key heads are repeated for more devices than heads.
         """
         return _new("repeat", (self,), (count, dim, unit))
 
@@ -295,32 +284,29 @@ class From:
         return _new("cast", (self,), (dtype,))
 
     def times(self, number: float | int) -> "From":
-        """The array multiplied by a number in float32 and rounded to its dtype. An inverse map divides, and rounds
-        again.
+        """The array multiplied by a number in float32 and rounded to its dtype.
 
-        Use it for weights that include a scale. For a query projection divided by the square root of the head width, it
-        is `times(width**-0.5)`. Powers of two are exact in both directions.
+        An inverse map divides and rounds again; powers of two are exact in both directions. Use it for weights that
+        include a scale: `times(width**-0.5)` for a query projection divided by the square root of the head width.
         """
         return _new("times", (self,), (number,))
 
     def plus(self, number: float | int) -> "From":
-        """The array plus a number, computed in float32 and rounded to its dtype. An inverse map subtracts and rounds
-        again.
+        """The array plus a number, computed in float32 and rounded to its dtype.
 
-        Use it for norm weights that are stored minus one, as in Gemma.
+        An inverse map subtracts and rounds again. Use it for norm weights that are stored minus one, as in Gemma.
         """
         return _new("plus", (self,), (number,))
 
     def scale(self, by: "From | str", *, block: Sequence[int]) -> "From":
-        """The array multiplied in float32 by one scale for each block of its elements. Quantised weights have such
-        scales, for example with blocks of 128 x 128.
+        """The array multiplied in float32 by one scale for each block of its elements, as quantised weights have.
+
+        This expression and `by` must be leaves without operations. Apply other operations to the result.
 
         **Arguments:**
 
         - `by`: a leaf with one scale per block, or its path.
-        - `block`: the size of a block along each dimension.
-
-        This expression and `by` must be leaves without operations. Apply other operations to the result.
+        - `block`: the size of a block along each dimension, such as `(128, 128)`.
         """
         by = From(by) if isinstance(by, str) else by
         if self.op != "leaf" or by.op != "leaf":
@@ -388,13 +374,12 @@ def _tuples(value: object) -> Any:
 
 
 def leaves_of(made: From) -> list[str]:
-    """The paths of the leaves that an expression reads, in order, with their placeholders such as `{i}`."""
+    """The paths of the leaves that an expression reads, in order, with their placeholders."""
     return [made.args[0]] if made.op == "leaf" else [path for part in made.of for path in leaves_of(part)]
 
 
 def counted_leaf(stack: From) -> str | None:
-    """The first path in a `stack` expression that has the placeholder over which the stack iterates. The result is
-    `None` if no path has it.
+    """The first path in a `stack` expression that has the placeholder over which it iterates, or `None`.
 
     For `From("layers/{i}/w").stack("i")`: `layers/{i}/w`.
     """
@@ -410,9 +395,9 @@ class Rules:
     **Arguments:**
 
     - `made`: pairs of a path pattern of the target, and the expression that makes the leaves with such paths.
-    - `drop`: path patterns of leaves of the source that the rules leave out on purpose. The source must have them.
+    - `drop`: path patterns of leaves that are left out on purpose. The source must have them.
     - `casts`: whether results are cast to the dtypes of the target.
-    - `rest`: path patterns of leaves that the rules do not use. The source need not have them.
+    - `rest`: path patterns of leaves that are not used. The source need not have them.
     - `inverted`: whether the rules are inverted, so that they make their sources of their targets.
     """
 

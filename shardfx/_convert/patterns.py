@@ -10,7 +10,7 @@ from .._ground.errors import MapError
 from .._ground.text import between_numbers, printable
 
 
-# The values of the placeholders of a path pattern.
+# The values of the placeholders of a path pattern, by name: `{"i": 3}` for `{i}` in `layers/{i}/weight`.
 Binding = Mapping[str, str | int]
 # Comparing two names takes time in the product of their lengths, and there may be millions of names.
 _COMPARED_NAMES = 2000
@@ -36,10 +36,7 @@ class Sum:
         return self.terms[0][1] if len(self.terms) == 1 and self.terms[0][0] == 1 and not self.rest else None
 
     def value(self, binding: Binding) -> str | int | None:
-        """The value of the sum. `binding` has the values of its names.
-
-        The result is `None` if a name has no value. It is also `None` if a value is text where the sum needs a number.
-        """
+        """The value of the sum; `None` if a name has no value, or a text where the sum needs a number."""
         if self.name is not None:
             return binding.get(self.name)
         found = [(count, binding.get(name)) for count, name in self.terms]
@@ -48,8 +45,7 @@ class Sum:
         return self.rest + sum(count * value for count, value in found if isinstance(value, int))
 
     def solved(self, value: str | int) -> tuple[str, str | int] | None:
-        """Solves the sum for its only name, so that the sum is `value`. Returns the name and its value. For `6*i+2` and
-        14: ("i", 2).
+        """The only name of the sum, and its value if the sum is `value`: ("i", 2) for `6*i+2` and 14.
 
         The result is `None` if there is no solution, or if the sum has several names.
         """
@@ -100,10 +96,7 @@ class Pattern:
         return tuple(dict.fromkeys(name for one in self.parts if isinstance(one, Sum) for _, name in one.terms))
 
     def filled(self, binding: Binding) -> str | None:
-        """The path for values of the placeholders: `layers/3/weight` for `layers/{i}/weight` and i = 3.
-
-        `binding` has the values. The result is `None` if a placeholder has no value.
-        """
+        """The path with these values of the placeholders; `None` if a placeholder has no value."""
         done = []
         for part in self.parts:
             value = part if isinstance(part, str) else part.value(binding)
@@ -113,8 +106,7 @@ class Pattern:
         return "".join(done)
 
     def matched(self, path: str) -> dict[str, str | int] | None:
-        """The values of the names in the placeholders, from a path: i = 3 for `layers/{i}/weight` and
-        `layers/3/weight`.
+        """The values of the placeholders in a path: i = 3 for `layers/{i}/weight` and `layers/3/weight`.
 
         The result is `None` if the path does not match the pattern.
         """
@@ -157,9 +149,7 @@ def near(path: str, names: Iterable[str], what: str = "") -> str:
 
 
 def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
-    """The `most` names that are most similar to `path`, each with a similarity of at least `cutoff` (from 0 to 1). The
-    time is bounded, however long and many the names are.
-    """
+    """The `most` names that are most similar to `path`, with a similarity from `cutoff` to 1, in bounded time."""
     if len(path) > _COMPARED_CHARACTERS:
         return []
     found = [name for name in names if len(name) <= _COMPARED_CHARACTERS]

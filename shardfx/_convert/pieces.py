@@ -9,7 +9,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -45,13 +45,9 @@ class Scale(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """An arithmetic operation with one number, computed in float32 (float64 for float64) and rounded to the array's
-    dtype.
+    """An arithmetic operation with the second operand `number`, computed in float32 and rounded to the array's dtype.
 
-    **Arguments:**
-
-    - `sign`: "*", "/", "+" or "-".
-    - `number`: the second operand.
+    For float64 it is computed in float64.
     """
 
     sign: Literal["*", "/", "+", "-"]
@@ -64,8 +60,12 @@ class Arithmetic(NamedTuple):
         return Arithmetic(signs[self.sign], self.number)
 
 
-def changed(x: Any, to: Any) -> Any:
-    """A NumPy or JAX array after one operation. `to` is a dtype for a cast, or an `Arithmetic`."""
+# An operation on the elements of an array: an `Arithmetic`, or a dtype, which stands for a cast.
+Operation: TypeAlias = Any
+
+
+def changed(x: Any, to: Operation) -> Any:
+    """A NumPy or JAX array after one operation."""
     if not isinstance(to, Arithmetic):
         return cast_array(x, to)
     wide = np.dtype("float64") if x.dtype == np.float64 else np.dtype("float32")
@@ -82,38 +82,35 @@ def changed(x: Any, to: Any) -> Any:
     return made.astype(x.dtype)
 
 
-def is_only(casts: Iterable[object], dtype: object) -> bool:
-    """Whether all operations in `casts` are casts to `dtype`. `casts` has dtypes, which stand for casts, and
-    `Arithmetic`s.
-    """
+def is_only(casts: Iterable[Operation], dtype: object) -> bool:
+    """Whether all operations in `casts` are casts to `dtype`."""
     return all(not isinstance(to, Arithmetic) and to == dtype for to in casts)
 
 
-def dtypes_of(casts: Iterable[object]) -> list[Any]:
-    """The dtypes in `casts`, a list of casts (given as dtypes) and arithmetic operations."""
+def dtypes_of(casts: Iterable[Operation]) -> list[Any]:
+    """The dtypes of the casts among the operations."""
     return [to for to in casts if not isinstance(to, Arithmetic)]
 
 
 class Value(NamedTuple):
-    """The source of a piece (a strided copy), and the operations that the piece applies to its elements. The source is
-    an array or a constant.
+    """The source of a piece, an array or a constant, and the operations on its elements.
 
     **Arguments:**
 
     - `path`: the path of the source array; `None` for a constant.
     - `number`: the constant.
     - `scale`: the scales that multiply the elements in float32.
-    - `casts`: the casts (dtypes) and arithmetic operations, in order.
+    - `casts`: the operations, in order.
     """
 
     path: str | None
     number: int | float | bool | None = None
     scale: Scale | None = None
-    casts: tuple[Any, ...] = ()
+    casts: tuple[Operation, ...] = ()
 
 
 class Factor(NamedTuple):
-    """One loop of a piece, which is a strided copy in nested loops.
+    """One loop of a piece.
 
     - `size`: the number of iterations.
     - `source_dim`, `source_step`: the dimension of the source along which an iteration moves, and the elements that it
@@ -129,7 +126,9 @@ class Factor(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A strided copy from one array, the source, to another one, the target.
+    """A strided copy in nested loops, the factors, from one array, the source, to another one, the target.
+
+    The transpose of an array of shape (2, 3) has the factors `Factor(2, 0, 1, 1, 1)` and `Factor(3, 1, 1, 0, 1)`.
 
     **Arguments:**
 
@@ -164,9 +163,7 @@ class Made:
 
 
 def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """The piece (a strided copy) that copies a whole array of shape `shape` from the source `value`, in a tuple. For an
-    array without elements, the tuple is empty.
-    """
+    """The piece that copies a whole array of shape `shape`, in a tuple; no piece for an array without elements."""
     zero = (0,) * len(shape)
     return made_of(value, zero, zero, [Factor(size, dim, 1, dim, 1) for dim, size in enumerate(shape)])
 
@@ -174,32 +171,26 @@ def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
 def made_of(
     value: Value, source: tuple[int, ...], target: tuple[int, ...], factors: Iterable[Factor]
 ) -> tuple[Piece, ...]:
-    """The piece (a strided copy) with the given factors (nested loops), in a tuple. The tuple is empty if a factor has
-    size 0. Factors of size 1 are left out.
-
-    `value` is the source. `source` and `target` are the positions of the first element in either array.
-    """
+    """The piece with the given factors, in a tuple; no piece if a factor has size 0. Factors of size 1 are left out."""
     kept = tuple(factor for factor in factors if factor.size != 1)
     return () if any(factor.size == 0 for factor in kept) else (Piece(value, source, target, kept),)
 
 
 def names_of(piece: Piece) -> tuple[str, ...]:
-    """The paths of the arrays that a piece (a strided copy) reads: its source array, and the array of scales that
-    multiply it. A constant source has no path.
-    """
+    """The paths of the arrays that a piece reads: its source, and the scales that multiply it."""
     value = piece.value
     return tuple(name for name in (value.path, value.scale and value.scale.path) if name is not None)
 
 
 def extended(piece: Piece, sizes: tuple[int, ...]) -> Piece:
-    """The piece (a strided copy) for source and target with additional trailing dimensions of sizes `sizes`."""
+    """The piece for source and target with additional trailing dimensions of sizes `sizes`."""
     here, there, zero = len(piece.source), len(piece.target), (0,) * len(sizes)
     more = [Factor(size, here + at, 1, there + at, 1) for at, size in enumerate(sizes) if size != 1]
     return Piece(piece.value, (*piece.source, *zero), (*piece.target, *zero), (*piece.factors, *more))
 
 
 def swapped(piece: Piece) -> Piece:
-    """The piece (a strided copy) with source and target exchanged."""
+    """The piece with source and target exchanged."""
     return Piece(piece.value, piece.target, piece.source, _swapped(piece.factors))
 
 
@@ -215,7 +206,7 @@ def moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
 
 
 def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
-    """The part of a piece (a strided copy) with the iterations `start` to `stop` of its nested loop `factor`."""
+    """The part of a piece with the iterations `start` to `stop` of its factor `factor`."""
     source = moved(piece.source, factor.source_dim, start * factor.source_step)
     target = moved(piece.target, factor.target_dim, start * factor.target_step)
     if start == 0 and stop == factor.size:
@@ -225,21 +216,20 @@ def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
 
 
 def along(piece: Piece, dim: int) -> list[Factor]:
-    """The factors (nested loops) of a piece that move along dimension `dim` of the target, the longest step first."""
+    """The factors of a piece that move along dimension `dim` of the target, the longest step first."""
     return sorted([f for f in piece.factors if f.target_dim == dim], key=lambda factor: -factor.target_step)
 
 
 def span(factors: Sequence[Factor]) -> int:
-    """The number of elements from the first to the last that nested loops along one dimension of the target reach. For
-    sizes 2 and 3 with steps 6 and 2: the loops reach 0, 2, 4, 6, 8 and 10, so 11.
+    """The number of elements from the first to the last that factors along one dimension of the target reach.
+
+    For sizes 2 and 3 with steps 6 and 2, they reach 0, 2, 4, 6, 8 and 10, so it is 11.
     """
     return 1 + sum((factor.size - 1) * factor.target_step for factor in factors)
 
 
 def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
-    """Yields a few pieces (strided copies) that together copy a part of a piece. The part is the elements from `start`
-    to `stop` along dimension `dim` of the target.
-    """
+    """Yields a few pieces that together copy the elements `start` to `stop` along dimension `dim` of the target."""
     own = along(piece, dim)
     low, length = piece.target[dim], span(own)
     if start <= low and low + length <= stop:
@@ -261,9 +251,7 @@ def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
 
 
 def within(piece: Piece, box: Box) -> list[Piece]:
-    """The part of a piece (a strided copy) inside a box of the target, as several pieces. A box is a start and a stop
-    for each dimension.
-    """
+    """The part of a piece inside a box of the target, as several pieces."""
     ends = hull(piece)
     if all(start <= low and high <= stop for (low, high), (start, stop) in zip(ends, box, strict=True)):
         return [piece]
@@ -276,14 +264,15 @@ def within(piece: Piece, box: Box) -> list[Piece]:
 
 
 def shifted(piece: Piece, by: Sequence[int]) -> Piece:
-    """The piece (a strided copy) with its target position moved by a number of elements for each dimension."""
+    """The piece with its position in the target moved by a number of elements for each dimension."""
     target = tuple([place + more for place, more in zip(piece.target, by, strict=True)])
     return Piece(piece.value, piece.source, target, piece.factors)
 
 
 def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
-    """The piece (a strided copy) for a target with reordered dimensions. `order` has an old dimension for each new
-    dimension, or `None` for an inserted dimension of size 1.
+    """The piece for a target with reordered dimensions.
+
+    `order` has an old dimension for each new one, or `None` for an inserted dimension of size 1.
     """
     target = tuple([0 if dim is None else piece.target[dim] for dim in order])
     return Piece(piece.value, piece.source, target, _renumbered(piece.factors, tuple(order)))
@@ -296,9 +285,7 @@ def _renumbered(factors: tuple[Factor, ...], order: tuple[int | None, ...]) -> t
 
 
 def merged(piece: Piece, dim: int, inner: int) -> Piece:
-    """The piece (a strided copy) for a target whose dimensions `dim` and `dim + 1` become one; the latter has size
-    `inner`.
-    """
+    """The piece for a target whose dimensions `dim` and `dim + 1` become one; the latter has size `inner`."""
     target = (*piece.target[:dim], piece.target[dim] * inner + piece.target[dim + 1], *piece.target[dim + 2 :])
     factors = []
     for factor in piece.factors:
@@ -311,9 +298,7 @@ def merged(piece: Piece, dim: int, inner: int) -> Piece:
 
 
 def split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
-    """Yields the pieces (strided copies) that a piece becomes if dimension `dim` of its target is split into two. The
-    second of the two has size `inner`.
-    """
+    """Yields the pieces for a target with dimension `dim` split into two, the second of size `inner`."""
     order: list[int | None] = list(range(dim + 1))
     opened = renumbered(piece, [*order, None, *range(dim + 1, len(piece.target))])
     yield from _split(opened, dim, inner)
@@ -390,9 +375,7 @@ def _goes_on(outer: Factor, inner: Factor) -> bool:
 
 
 def hull(piece: Piece) -> Box:
-    """The smallest box of the target that contains all elements of a piece (a strided copy). A box is a start and a
-    stop for each dimension.
-    """
+    """The smallest box of the target that contains all elements of a piece."""
     return tuple(
         [
             (low, low + reach)
@@ -402,24 +385,21 @@ def hull(piece: Piece) -> Box:
 
 
 def from_start(piece: Piece, box: Box) -> list[int]:
-    """The offset of a piece (a strided copy) from the start of a box (a start and a stop for each dimension of the
-    target). The offset is 0 along a dimension where the piece extends beyond the box.
-    """
+    """The offset of a piece from the start of a box of the target; 0 along dimensions in which it leaves the box."""
     pairs = zip(hull(piece), box, strict=True)
     return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]
 
 
 @ft.lru_cache(maxsize=4096)
 def _reaches(factors: tuple[Factor, ...], rank: int) -> tuple[int, ...]:
-    """For each dimension of a target with `rank` dimensions, the number of elements from the first to the last that the
-    nested loops `factors` reach.
-    """
+    """The number of elements from the first to the last that the factors reach, along each of `rank` dimensions."""
     return tuple(span([one for one in factors if one.target_dim == dim]) for dim in range(rank))
 
 
 def dense(piece: Piece) -> Iterator[Piece]:
-    """Yields pieces (strided copies) with the elements of a piece. Each fills a rectangular box of the target without
-    gaps. A piece that writes every second one of 6 elements becomes three pieces of one element.
+    """Yields pieces with the elements of a piece, each of which fills a box of the target without gaps.
+
+    A piece that writes every second one of 6 elements becomes three pieces of one element.
     """
     for dim in range(len(piece.target)):
         length = 1
@@ -433,24 +413,15 @@ def dense(piece: Piece) -> Iterator[Piece]:
 
 
 def once(piece: Piece) -> Piece:
-    """The piece (a strided copy) without repetitions. It copies each source element once, to the first of its positions
-    in the target.
-    """
+    """The piece without repetitions: it copies each source element only to the first of its positions in the target."""
     kept = tuple([f for f in piece.factors if f.source_dim != NOWHERE])
     return Piece(piece.value, piece.source, piece.target, kept)
 
 
 def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
-    """Yields the pieces of two strided copies (pieces) in a row, without the intermediate array.
+    """Yields pieces that copy as `inner` and then `outer`, without the intermediate array.
 
-    **Arguments:**
-
-    - `outer`: a piece that reads the intermediate array.
-    - `inner`: a piece that writes the intermediate array.
-
-    **Returns:**
-
-    The pieces from the source of `inner` to the target of `outer`.
+    `inner` writes the intermediate array, and `outer` reads it.
     """
     for box in dense(inner):
         # For each dimension of the intermediate array, the factors in `box`, the largest step first.
@@ -468,15 +439,14 @@ def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
 
 
 def _through(part: Piece, loops: Sequence[Factor | None], box: Piece) -> Piece:
-    """The piece that `composed` makes of a part of its outer piece and a part of its inner piece. A piece is a strided
-    copy in nested loops.
+    """The piece that `composed` makes of a part of its outer piece and a part of its inner piece.
 
     **Arguments:**
 
-    - `part`: a part of the outer piece with source and target exchanged. Its target has one dimension per loop of
+    - `part`: a part of the outer piece with source and target exchanged. Its target has one dimension per factor of
         `box`.
-    - `loops`: the loop of `box` for each of these dimensions; `None` for a dimension of size 1.
-    - `box`: a part of the inner piece that fills a rectangular box of the intermediate array.
+    - `loops`: the factor of `box` for each of these dimensions; `None` for a dimension of size 1.
+    - `box`: a part of the inner piece that fills a box of the intermediate array.
     """
     source = box.source
     for place, loop in zip(part.target, loops, strict=True):

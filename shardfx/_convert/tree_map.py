@@ -23,12 +23,11 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True, init=False)
 class TreeMap:
-    """A map that makes each leaf of one tree, the target, from leaves of another tree, the source. `load`, `save` and
-    `reshard` take it.
+    """A map that makes each leaf of one tree, the target, from leaves of another tree, the source.
 
-    A map has one rule per kind of weight. A placeholder such as `{i}` in a target's path matches a part of the path,
-    and has the same value in the paths of the source. A map does not contain shardings: those are in the plans. Maps
-    can be hashed, compared, printed as they were written, and stored as JSON.
+    `load`, `save` and `reshard` take it. A map has one rule per kind of weight. A placeholder such as `{i}` in a
+    target's path matches a part of the path, and has the same value in the paths of the source. A map does not contain
+    shardings. Maps can be hashed, compared, printed as they were written, and stored as JSON.
 
     **Arguments:**
 
@@ -146,8 +145,7 @@ class TreeMap:
         return of_steps([*self.steps, *other.steps])
 
     def apply(self, tree: object, like: object = None) -> PyTree:
-        """Makes the target from the whole arrays of the source, with JAX if they are JAX arrays or traced, else with
-        NumPy.
+        """Makes the target from the whole arrays of the source, in JAX if any is a JAX array or traced, else in NumPy.
 
         `load`, `save` and `reshard` give bitwise the same arrays. Use [`shardfx.reshard`][] for large sharded trees.
 
@@ -213,7 +211,7 @@ class TreeMap:
 
 
 def _step_of(data: Any) -> Rules:
-    """A step of a map, from `data`, the step's part of the map's JSON."""
+    """A step of a map, from its part of the map's JSON."""
     for name, kind in (("rules", list), ("drop", list), ("rest", list), ("casts", bool), ("inverted", bool)):
         if not isinstance(data.get(name, []), kind):
             raise TypeError(f"`{name}` is {data.get(name)!r:.80}")
@@ -225,21 +223,10 @@ def _step_of(data: Any) -> Rules:
 
 
 def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Mapping[str, Made]:
-    """The pieces (strided copies) by which a map makes each leaf of a target, from the shapes of all leaves.
+    """The leaves that a map makes, from the shapes and dtypes of both trees by path, in the target's order.
 
-    **Arguments:**
-
-    - `map`: the map.
-    - `source`, `target`: the shapes and dtypes of the leaves of both trees, by path. Without a target, its leaves are
-        inferred from the source.
-
-    **Returns:**
-
-    For each leaf of the target, its shape, its dtype and its pieces, in the target's order.
-
-    **Raises:**
-
-    `MapError` with all leaves that no rule or two rules make, and with all leaves of the wrong shape.
+    Without a target, its leaves are inferred from the source. Raises `MapError` with all leaves that no rule or two
+    rules make, and with all leaves of the wrong shape.
     """
     return bound_steps(map.steps, source, target)
 
@@ -248,18 +235,14 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
 def bound_before(
     map: TreeMap, source: tuple[tuple[str, Struct], ...], target: tuple[tuple[str, Struct], ...]
 ) -> Mapping[str, Made]:
-    """The result of `bound`, from a cache of the last few calls.
-
-    `source` and `target` have pairs of a path and its shape and dtype. They are tuples, so that they can be hashed.
+    """The result of `bound`, from a cache of the last few calls. The leaves come as tuples, so that they can be
+    hashed.
     """
     return bound(map, dict(source), dict(target))
 
 
 def of_steps(steps: Iterable[Rules]) -> TreeMap:
-    """The map that applies `steps` one after the other. Each step has the rules that make one tree from another tree.
-
-    The first step reads the map's source.
-    """
+    """The map that applies `steps` one after the other, the first to the map's source."""
     made = object.__new__(TreeMap)
     object.__setattr__(made, "steps", tuple(steps))
     return made

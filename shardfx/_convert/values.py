@@ -18,14 +18,14 @@ _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: 
 
 
 def strides_of(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """The strides of a row-major array. With the default `itemsize` they are in elements; else they are in bytes, for
-    elements of `itemsize` bytes.
+    """The strides of a row-major array whose elements have `itemsize` bytes, in bytes. By default they are in
+    elements.
     """
     return tuple(math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape)))
 
 
 def target_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
-    """A view of the elements that a piece (a strided copy in nested loops) writes, with one dimension per loop.
+    """A view of the elements that a piece writes, with one dimension per factor.
 
     `memory` holds the target, or the part of it that begins at position `start`.
     """
@@ -33,10 +33,7 @@ def target_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = 
 
 
 def source_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
-    """A view of the elements that a piece (a strided copy in nested loops) reads, with one dimension per loop.
-
-    `memory` holds the source, or the part of it that begins at position `start`.
-    """
+    """A view of the elements that a piece reads, as in `target_view`, of memory that holds the source."""
     return _view(memory, piece.source, start, [(f.size, f.source_dim, f.source_step) for f in piece.factors])
 
 
@@ -66,13 +63,10 @@ def as_bits(view: np.ndarray) -> np.ndarray:
 
 
 class StridedBox(NamedTuple):
-    """A box of the source of a piece (a strided copy), and where its elements go in the target's memory.
+    """A box of the source of a piece, and the strided part of memory that its elements go to.
 
-    **Arguments:**
-
-    - `source`: the box: a start and a stop for each dimension of the source.
-    - `offset`, `strides`: the position of the first element in memory, and one stride per dimension. Both are in
-        elements.
+    `offset` is the position of the first element in memory, and `strides` has one stride per dimension of the box. Both
+    are in elements.
     """
 
     source: Box
@@ -81,11 +75,9 @@ class StridedBox(NamedTuple):
 
 
 def strided_boxes(piece: Piece, box: Box) -> Iterator[StridedBox]:
-    """Yields the elements of a piece (a strided copy) as boxes of the source, each with the strided view of memory that
-    it goes to.
+    """Yields the elements of a piece as boxes of the source, for memory that holds `box` of the target.
 
-    The memory holds `box`, a box of the target (a start and a stop for each dimension), and the piece is inside of it.
-    If the piece repeats a source element, the element is in one result for each of its positions.
+    The piece is inside of the box. If it repeats a source element, the element is in one result for each position.
     """
     shape = tuple(stop - start for start, stop in box)
     strides = strides_of(shape)
@@ -126,26 +118,19 @@ def _one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
 
 
 def box_view(memory: np.ndarray, one: StridedBox) -> np.ndarray:
-    """The strided view of the target's memory that the elements of `one` go to. It has the dimensions of the source."""
+    """The strided view of `memory` that the elements of `one` go to. It has the dimensions of the source."""
     shape = tuple(stop - start for start, stop in one.source)
     strides = tuple(stride * memory.itemsize for stride in one.strides)
     # This takes a third of the time of `strided`, and a load makes thousands of such views.
     return np.ndarray(shape, memory.dtype, memory.reshape(-1).view(np.uint8), one.offset * memory.itemsize, strides)
 
 
-# A function that returns a box of an array, given the path of the array and the box.
+# A function that returns a box of a source array, given the path of the array and the box.
 Read = Callable[[str, Box], np.ndarray]
 
 
 def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
-    """Writes the elements of a piece (a strided copy) into memory that holds a box of the target.
-
-    **Arguments:**
-
-    - `memory`, `box`: the memory, and the box: a start and a stop for each dimension. The piece is inside the box.
-    - `piece`: the piece.
-    - `read`: returns a box of a source array.
-    """
+    """Writes the elements of a piece into `memory`, which holds `box` of the target. The piece is inside the box."""
     start = [low for low, _ in box]
     there = target_view(memory, piece, start)
     if piece.value.path is None:
@@ -160,9 +145,7 @@ def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
 
 
 def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
-    """Writes `values` into `there`, a view of memory, after the casts and arithmetic operations of a piece (a strided
-    copy).
-    """
+    """Writes `values` into the view `there`, after the casts and arithmetic operations of a piece."""
     if there.dtype == values.dtype and is_only(piece.value.casts, there.dtype):
         copy(as_bits(there), as_bits(values))
         return
@@ -177,9 +160,7 @@ def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
 
 
 def constant(piece: Piece) -> Any:
-    """The constant that fills a piece (a strided copy whose source is a constant), after the piece's casts and
-    arithmetic operations.
-    """
+    """The constant that fills a piece without a source array, after the piece's casts and arithmetic operations."""
     value = np.asarray(piece.value.number)
     for to in piece.value.casts:
         value = changed(value, to)
@@ -187,11 +168,7 @@ def constant(piece: Piece) -> Any:
 
 
 def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
-    """The scale of each element in `box`, a region of the source array of a piece (a strided copy). A quantised array
-    has one scale for each block of elements.
-
-    `box` is a start and a stop for each dimension. `read` returns a box of an array.
-    """
+    """The scale of each element in `box` of the source array of a piece."""
     scale = piece.value.scale
     assert scale is not None
     blocks = scale_box(box, scale)
@@ -204,8 +181,7 @@ def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
 
 
 def scale_box(box: Box, scale: Scale) -> Box:
-    """The part of the array of scales that has the scales of all elements in `box`. A box is a start and a stop for
-    each dimension.
+    """The box of the array of scales that has the scales of all elements in `box`.
 
     With blocks of 128 elements, the elements 100 to 300 have the scales 0 to 3.
     """
@@ -213,9 +189,7 @@ def scale_box(box: Box, scale: Scale) -> Box:
 
 
 def chunks(piece: Piece, most: int) -> Iterator[Piece]:
-    """Yields parts of a piece (a strided copy). The smallest box of the source that contains a part has at most `most`
-    elements, if possible.
-    """
+    """Yields parts of a piece, each of which reads a box of at most `most` elements of the source, if possible."""
     count = volume(hull(swapped(piece)))
     factors = [f for f in piece.factors if f.source_dim != NOWHERE]
     if count <= most or not factors:
