@@ -1,4 +1,8 @@
-"""Maps applied to whole arrays in memory, and strided copies between arrays in JAX."""
+"""Maps applied to whole arrays in memory, and strided copies between arrays in JAX.
+
+A map has one or more steps, each with its rules. A `Made` is a leaf that a map makes: its shape, its dtype, and the
+pieces (strided copies) that fill it.
+"""
 
 import functools as ft
 import itertools as it

@@ -1,7 +1,8 @@
 """The pieces of a map for given leaves of both trees, checked before anything is read or moved.
 
-`source` and `target` are the leaves of both trees, by path. If the target is `None`, its leaves are inferred from the
-source.
+A map has one or more steps, each with its rules. `source` and `target` are the leaves of both trees, by path. If the
+target is `None`, its leaves are inferred from the source. A `Made` is a leaf that a map makes: its shape, its dtype,
+and the pieces (strided copies) that fill it.
 """
 
 import itertools as it
@@ -44,8 +45,8 @@ def bound_steps(
 def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Sequence[Mapping[str, Struct] | None]:
     """The leaves that each step of a map makes; `None` where they are unknown.
 
-    The leaves before an inverted step are known if those after it are, since its rules make its input from its output.
-    The leaves before any other step are unknown.
+    The rules of an inverted step make its input from its output. So the leaves before it are known if those after it
+    are. The leaves before any other step are unknown.
     """
     found = [target]
     for after in reversed(steps[1:]):

@@ -1,4 +1,7 @@
-"""Evaluates expressions of a map: to pieces, from the shapes of leaves, or to arrays, from arrays."""
+"""Evaluates expressions of a map: to pieces, from the shapes of leaves, or to arrays, from arrays.
+
+A target array is a `Made`: its shape, its dtype, and the pieces (strided copies) that fill it.
+"""
 
 import functools as ft
 import math
@@ -119,7 +122,10 @@ def dim_of(dim: int, rank: int, op: str) -> int:
 
 
 def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """The sizes, with -1 replaced so that their product is `count`. Raises `MapError` if no size does that."""
+    """The sizes, with -1 replaced so that their product is `count`.
+
+    Raises `MapError`, with a text that begins with `what`, if no size does that.
+    """
     known = math.prod(size for size in sizes if size != -1)
     free = [at for at, size in enumerate(sizes) if size == -1]
     found = list(sizes)

@@ -183,7 +183,7 @@ def names_of(piece: Piece) -> tuple[str, ...]:
 
 
 def extended(piece: Piece, sizes: tuple[int, ...]) -> Piece:
-    """The piece for source and target with additional trailing dimensions of sizes `sizes`."""
+    """The piece for source and target with further dimensions of sizes `sizes` at their ends."""
     here, there, zero = len(piece.source), len(piece.target), (0,) * len(sizes)
     more = [Factor(size, here + at, 1, there + at, 1) for at, size in enumerate(sizes) if size != 1]
     return Piece(piece.value, (*piece.source, *zero), (*piece.target, *zero), (*piece.factors, *more))
@@ -206,7 +206,7 @@ def moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
 
 
 def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
-    """The part of a piece with the iterations `start` to `stop` of its factor `factor`."""
+    """The part of a piece with only the iterations `start` to `stop` of `factor`."""
     source = moved(piece.source, factor.source_dim, start * factor.source_step)
     target = moved(piece.target, factor.target_dim, start * factor.target_step)
     if start == 0 and stop == factor.size:
@@ -349,8 +349,9 @@ def _without(piece: Piece, factor: Factor) -> Piece:
 
 
 def simplified(piece: Piece) -> Piece:
-    """The same piece (a strided copy) with fewer loops. Two nested loops become one where it copies the same elements:
-    sizes 2 and 3 with steps 3 and 1 in source and target become size 6 with step 1.
+    """The same piece with fewer factors. Two nested loops become one that copies the same elements in the same order.
+
+    Sizes 2 and 3 with steps 3 and 1 in source and target become size 6 with step 1.
     """
     return Piece(piece.value, piece.source, piece.target, _simplified(piece.factors))
 
@@ -413,7 +414,7 @@ def dense(piece: Piece) -> Iterator[Piece]:
 
 
 def once(piece: Piece) -> Piece:
-    """The piece without repetitions: it copies each source element only to the first of its positions in the target."""
+    """The piece without repetitions: it copies each source element only to the first of its target positions."""
     kept = tuple([f for f in piece.factors if f.source_dim != NOWHERE])
     return Piece(piece.value, piece.source, piece.target, kept)
 

@@ -18,9 +18,7 @@ _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: 
 
 
 def strides_of(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """The strides of a row-major array whose elements have `itemsize` bytes, in bytes. By default they are in
-    elements.
-    """
+    """The strides of a row-major array: in elements, or in bytes if `itemsize` is the size of an element."""
     return tuple(math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape)))
 
 
