@@ -82,7 +82,8 @@ def reshard(
     **Arguments:**
 
     - `tree`: any tree. Leaves that are no arrays come back as they are; NumPy arrays are put on the devices. On CPUs
-        the result may share memory with a NumPy array, as with `jax.device_put`.
+        the result may share memory with a NumPy array, as with `jax.device_put`: pass `array.copy()` if you fill it
+        again.
     - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of shardings. Arrays below a `None`
         do not move.
     - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from the arrays of `tree`, if the two trees differ.

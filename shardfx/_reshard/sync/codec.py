@@ -103,9 +103,8 @@ def _form_data(form: WireForm) -> list[object]:
 
 
 def _form(data: Any, dtypes: Mapping[str, np.dtype], dtype: np.dtype) -> WireForm:
-    """The `WireForm` that `_form_data` wrote as the JSON value `data`. Raises for invalid values.
-
-    `dtypes` has the dtype of each source by path, and `dtype` is that of the target array.
+    """The `WireForm` that `_form_data` wrote as the JSON value `data`. Raises for invalid values. `dtypes` has the
+    dtype of each source by path, and `dtype` is that of the target array.
     """
     (path, number, scale, casts), digits, rank, *_ = data
     _require((path is None) == isinstance(number, int | float), f"the value {data[0]!r:.80}")
@@ -166,9 +165,7 @@ def _kind(data: Any, leaf: SentLeaf, dtypes: Mapping[str, np.dtype]) -> Transfer
 
 
 def _check(plan: TransferPlan) -> None:
-    """Raises unless all positions are inside their arrays, and each device receives each element of its shards exactly
-    once.
-    """
+    """Raises unless all positions are inside their arrays, and each device receives each element of its shards once."""
     shapes = [one.shape for one in (*plan.leaves, *plan.sources.values())]
     numbers = [*plan.senders, *plan.receivers, plan.limit_bytes - 1, *[leaf.kind for leaf in plan.leaves]]
     _require(all(0 <= one < _MOST for one in it.chain(numbers, *shapes)), "a number that no plan has")

@@ -1,4 +1,8 @@
-"""Sends and receives a revision. The receiver writes into spare memory, which then becomes the new arrays."""
+"""Sends and receives a revision. The receiver writes into spare memory, which then becomes the new arrays.
+
+A *revision* is one version of all weights. A *buffer* is one box of a leaf in a receiving process. A *round* is the
+parts of arrays that are sent together.
+"""
 
 import collections
 import contextlib
@@ -40,13 +44,11 @@ class Channel(Protocol):
     __module__ = "shardfx.sync"
 
     def put(self, round: int, pieces: Sequence[np.ndarray]) -> None:
-        """Sends the pieces (rows of bytes) of round number `round`. After the call their memory may be overwritten."""
+        """Sends the pieces of round number `round`. After the call their memory may be overwritten."""
         ...
 
     def get(self, round: int, memories: Sequence[np.ndarray]) -> None:
-        """Receives the pieces of the round number `round` into `memories`, one for each piece, and checks that none is
-        damaged.
-        """
+        """Receives the pieces of round number `round` into `memories`, one for each piece. Raises if one is damaged."""
         ...
 
     def commit(self, revision: int | None = None) -> int:
@@ -88,7 +90,7 @@ def send(
 def receive(
     plan: TransferPlan, dst: ShardPlan, channels: Mapping[int, Channel], *, receiver: int
 ) -> tuple[dict[str, jax.Array], int]:
-    """Receives one revision (version) of all arrays into spare memory, from all senders at the same time.
+    """Receives one revision of all arrays into spare memory, from all senders at the same time.
 
     **Arguments:**
 
@@ -154,14 +156,13 @@ def _leaf(one: ShardBytes | SentPiece) -> int:
     return one.leaf if isinstance(one, SentPiece) else int(one.array)
 
 
+# The parts of arrays that one process sends another, as a list for each round.
 Rounds = list[list[ShardBytes | SentPiece]]
 
 
 def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: int) -> Rounds:
-    """The parts of arrays that one process sends another, as a list for each round (the parts that are sent together).
-
-    A part that is contiguous in a shard is a `ShardBytes`, and is sent without a copy. The result is cached until a
-    sharding changes.
+    """The parts of arrays that one process sends another, by rounds. A part that is contiguous in a shard is a
+    `ShardBytes`, and is sent without a copy. The result is cached until a sharding changes.
     """
     key = "out", sender, receiver
     shardings, rounds = cast("tuple[dict[str, object], Rounds]", plan.known.get(key, ({}, [])))
@@ -175,9 +176,8 @@ def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: in
 
 
 def _in_shard(shards: LocalShards, one: Transfer) -> ShardBytes | None:
-    """The contiguous range of a shard's bytes that is sent for a part of an array.
-
-    `None` if no shard in `shards` contains the part, or if its elements must be copied or cast.
+    """The contiguous range of a shard's bytes that is sent for a part of an array; `None` if no shard contains the
+    part, or if its elements must be copied or cast.
     """
     path = one.form.value.path or ""
     number = shards.containing(path, hull(swapped(one.piece)))
@@ -200,17 +200,9 @@ def _in_buffer(plan: TransferPlan, step: SentPiece) -> ShardBytes | None:
 
 
 class _SpareMemory:
-    """The memory of a new revision (version) of the arrays in a receiving process.
+    """The memory of a new revision of the arrays in the receiving process number `receiver`.
 
-    The memory of a leaf becomes a JAX array when the leaf's last part has arrived. A buffer is one box (a start and a
-    stop along each dimension) of a leaf.
-
-    **Arguments:**
-
-    - `plan`: the plan of the transfer.
-    - `dst`: the plan with the shardings of the arrays.
-    - `receiver`: the number of this process.
-    - `steps`: the parts of arrays that will be written.
+    The memory of a leaf becomes a JAX array, sharded as in `dst`, when the leaf's last part in `steps` has arrived.
     """
 
     def __init__(self, plan: TransferPlan, dst: ShardPlan, receiver: int, steps: Iterable[ShardBytes | SentPiece]):
@@ -241,14 +233,14 @@ class _SpareMemory:
         return {leaf.path: self._made[number] for number, leaf in enumerate(self._plan.leaves)}
 
     def memory(self, leaf: int, buffer: int) -> np.ndarray:
-        """The memory of one buffer (one box of a leaf's array). It is allocated at the first call."""
+        """The memory of one buffer. It is allocated at the first call."""
         with self._lock:
             if leaf not in self._memory:
                 self._allocate(leaf)
             return self._memory[leaf][buffer]
 
     def bytes_of(self, span: ShardBytes) -> np.ndarray:
-        """A writable view of the bytes in `span`, a contiguous range of a buffer (one box of a leaf's array)."""
+        """A writable view of the bytes in `span`, a contiguous range of a buffer."""
         leaf, buffer, start, stop = span
         if (own := self._bytes.get((leaf, buffer))) is None:  # pyright: ignore[reportArgumentType]
             own = self._bytes[int(leaf), buffer] = as_bytes(self.memory(int(leaf), buffer))
@@ -294,8 +286,8 @@ class _SpareMemory:
 
 
 class _Blocks:
-    """Large memory blocks that are reused for later revisions, since the kernel takes longer to allocate memory than a
-    copy takes to fill it.
+    """Large memory blocks that are reused for later revisions, since the kernel allocates memory more slowly than a
+    copy fills it.
     """
 
     def __init__(self):

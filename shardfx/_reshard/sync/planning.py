@@ -1,4 +1,8 @@
-"""Plans a transfer from the plans of both jobs and the map between their trees."""
+"""Plans a transfer from the plans of both jobs and the map between their trees.
+
+A *buffer* is a box of a target array in the memory of a receiving process. The *scales* of a quantised array are
+another array, with one number for each block of elements, by which the elements are multiplied.
+"""
 
 import dataclasses
 import itertools as it
@@ -30,11 +34,12 @@ from ..._ground.spec import bits
 from ..._ground.text import together
 from ..._plan import ShardPlan
 from ..pieces.assembly import MovedLeaf, leaves_of_plan, numbered, shards_of
-from ..pieces.parts import ShardPart, divided, first_casts, sent_bits, shard_parts
+from ..pieces.parts import Holders, ShardPart, divided, first_casts, sent_bits, shard_parts
 from ..shardings import data_of
 from .transfer import BUFFER, PLACE, Buffer, SentLeaf, TransferKind, TransferPlan, WireForm, hash_of
 
 
+# The number of processes of a job, or the process of each device in the order of the job's mesh.
 Processes = int | Sequence[int]
 _FLOAT32 = np.dtype("float32")
 
@@ -120,10 +125,9 @@ class Encoding(NamedTuple):
     **Arguments:**
 
     - `value`: the source, and the operations on its elements.
-    - `path`: the path of the source.
-    - `dtype`: the dtype before any cast.
+    - `path`, `dtype`: the path of the source, and its dtype before any cast.
     - `casts`: the casts.
-    - `scales`: the dtype of the scales (one factor for each block of elements); `None` if they are not sent too.
+    - `scales`: the dtype of the scales; `None` if they are not sent too.
     """
 
     value: Value
@@ -134,10 +138,8 @@ class Encoding(NamedTuple):
 
 
 def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
-    """How elements of the source in `value` are sent. `dtypes` has the dtype of each source by path.
-
-    The elements may be multiplied by scales (one factor for each block). The receiver multiplies if that sends fewer
-    bytes.
+    """How elements of the source in `value` are sent. `dtypes` has the dtype of each source by path. The receiver
+    multiplies by scales if that sends fewer bytes.
     """
     assert value.path is not None
     dtype = dtypes[value.path]
@@ -152,12 +154,7 @@ def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
 def form_of(encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
     """The form in which a part of an array is sent. A constant has no `encoding`, and is not sent.
 
-    **Arguments:**
-
-    - `encoding`: how elements of the source are sent.
-    - `piece`: the part, as a strided copy from the source to the target.
-    - `rank`: the number of dimensions of the source.
-    - `dtype`: the dtype of the target, which a constant has.
+    `piece` is the part, `rank` the number of dimensions of the source, and `dtype` the dtype of the target.
     """
     if encoding is None:
         return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
@@ -167,10 +164,8 @@ def form_of(encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype)
 
 
 class _Jobs(NamedTuple):
-    """The arguments of `plan_transfer` that are the same for all leaves.
-
-    `senders` and `receivers` have the process of each device of the two jobs. `receiver` is the only receiving process
-    to plan for.
+    """The arguments of `plan_transfer` that are the same for all leaves. `senders` and `receivers` have the process of
+    each device of the two jobs. `receiver` is the only receiving process to plan for.
     """
 
     senders: tuple[int, ...]
@@ -211,15 +206,15 @@ def _add(
     table: "_Table",
     made: Made,
     encodings: Mapping[str, Encoding],
-    holders: Mapping[str, Mapping[Box, Sequence[int]]],
+    holders: Mapping[str, Holders],
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
 ) -> None:
-    """Appends to `table` the parts of arrays that some buffers (boxes of a target array in a process) receive.
+    """Appends to `table` the parts of arrays that some buffers receive.
 
     **Arguments:**
 
-    - `made`: the target, as pieces (strided copies) of the sources. Each piece counts as a source of its own.
+    - `made`: the target. Each of its pieces counts as a source of its own.
     - `encodings`: for each piece, how its elements are sent.
     - `holders`: by path, the one device that sends each box of a source.
     - `group`: the number and the box of each buffer.
@@ -248,9 +243,7 @@ def _add(
 
 
 class _Table:
-    """The rows (parts that are sent) and the forms (how they are sent) of a `TransferKind`, while these are collected
-    one by one.
-    """
+    """The rows and the forms of a `TransferKind`, while these are collected one by one."""
 
     def __init__(self, rank: int, dtype: np.dtype):
         self.forms: list[WireForm] = []
@@ -265,13 +258,9 @@ class _Table:
     ) -> None:
         """Adds a part of a shard, for all buffers that need it.
 
-        **Arguments:**
-
-        - `sender`: the sending process and its local device.
-        - `one`: how the elements are sent; `None` for a constant.
-        - `start`: the position of the shard in its array.
-        - `piece`: the part, as a strided copy from the shard to a buffer.
-        - `buffers`: the numbers of the buffers (boxes of the target in a process).
+        `sender` is the sending process and its local device. `one` says how the elements are sent; `None` for a
+        constant. `start` is the position of the shard in its array, and `piece` copies the part from the shard to a
+        buffer.
         """
         number = self._numbers.setdefault((piece.value, piece.factors), len(self.forms))
         if number == len(self.forms):
@@ -282,10 +271,8 @@ class _Table:
         self._buffers += buffers
 
     def rows(self, dims: int) -> np.ndarray:
-        """The rows of a `TransferKind`. `dims` is the number of dimensions of the target.
-
-        They are ordered by buffer (a box of the target in a process), so that a plan for one receiver has them in the
-        order of the whole plan.
+        """The rows of a `TransferKind` whose target has `dims` dimensions. They are ordered by buffer, so that a plan
+        for one receiver has them in the order of the whole plan.
         """
         rows = np.array(self._rows, np.int64).reshape(len(self._counts), PLACE + self._rank + dims)
         rows = np.repeat(rows, self._counts, axis=0)
@@ -312,20 +299,16 @@ def _split_at_edges(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
                     yield part._replace(piece=swapped(piece))
 
 
-def _holders(leaf: MovedLeaf) -> dict[Box, list[int]]:
-    """The numbers of the devices that hold each box (the intervals of one shard) of an array."""
+def _holders(leaf: MovedLeaf) -> Holders:
     boxes = [*shards_of(leaf).boxes.values()]
     return together(range(len(boxes)), boxes.__getitem__)
 
 
 def _by_replica(
-    buffers: Sequence[Buffer], held: Mapping[str, Mapping[Box, Sequence[int]]]
+    buffers: Sequence[Buffer], held: Mapping[str, Holders]
 ) -> dict[tuple[int, ...], list[int]]:
-    """Groups buffers (boxes of the target in a process) by the replicas of the sources that send to them.
-
-    `held` has the devices that hold each box of each source. The receiving process `n` receives from replica
-    `n % count` of a source with `count` replicas. The result has the replica of each source as keys, and the positions
-    of the buffers as values.
+    """Groups the positions of buffers by the replica of each source that sends to them. The receiving process `n`
+    receives from replica `n % count` of a source with `count` replicas.
     """
     replicas = [min(map(len, one.values())) for one in held.values()]
     return together(range(len(buffers)), lambda at: tuple(buffers[at].process % count for count in replicas))

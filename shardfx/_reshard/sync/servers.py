@@ -61,7 +61,7 @@ class JaxChannel:
         self._count, self._is_taken = self._count + 1, False
 
     def _settle(self) -> None:
-        """Waits until the other process has received the last round (the bytes that were sent together)."""
+        """Waits until the other process has received the last round."""
         if not self._is_taken:
             self._pull(2 * self._count - 1, 1)
             self._is_taken = True

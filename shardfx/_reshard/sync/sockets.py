@@ -38,10 +38,8 @@ Memory = bytes | bytearray | memoryview
 
 
 class _SocketChannel:
-    """A `Channel` over one connected socket.
-
-    Each group of pieces (rows of bytes) with one header must arrive within the time-out, and so must each message. So a
-    peer that sends very slowly counts as dead.
+    """A `Channel` over one connected socket. Each group of pieces with one header must arrive within the time-out, and
+    so must each message. So a peer that sends very slowly counts as dead.
     """
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
@@ -74,7 +72,6 @@ class _SocketChannel:
         return sent
 
     def read(self, count: int) -> bytes:
-        """Reads exactly `count` bytes from the socket."""
         memory = bytearray(count)
         self.fill(memory)
         return bytes(memory)
@@ -106,9 +103,8 @@ def _data(pieces: Sequence[np.ndarray]) -> list[memoryview]:
 
 
 def _frames(pieces: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
-    """Yields consecutive groups of `pieces` (rows of bytes). Each group is sent with one header.
-
-    A group is small enough for the processor's cache, unless one piece is larger.
+    """Yields consecutive groups of `pieces` (rows of bytes), each sent with one header. A group is small enough for the
+    processor's cache, unless one piece is larger.
     """
     first, nbytes = 0, 0
     for at, piece in enumerate(pieces):
@@ -125,10 +121,8 @@ def _checksums(pieces: Sequence[np.ndarray]) -> bytes:
 
 
 def _checksum(piece: np.ndarray) -> int:
-    """The checksum of a row of bytes: a CRC of the column sums of the bytes, taken as a table of 64-bit words.
-
-    The CRC continues over the bytes after the last whole row of the table. A CRC of all words would take three times as
-    long.
+    """The checksum of a row of bytes: a CRC of the column sums of the bytes, taken as a table of 64-bit words, and of
+    the bytes after the last whole row. A CRC of all words would take three times as long.
     """
     body = len(piece) // _ROW_BYTES * _ROW_BYTES
     words = piece[:body].view(np.uint64).reshape(-1, _ROW_BYTES // 8)
@@ -332,15 +326,10 @@ def _checked(secret: bytes) -> bytes:
 
 
 def _authenticate(line: _SocketChannel, secret: bytes, own: bytes, other: bytes) -> None:
-    """Proves to the peer that this process knows the secret, and checks the peer's proof.
+    """Proves to the peer that this process knows the secret, and checks the peer's proof. `own` and `other` are the
+    roles (sender or receiver) of this process and of the peer.
 
     Each proof is an HMAC of random bytes (a nonce) from both processes and of the prover's role.
-
-    **Arguments:**
-
-    - `line`: the connection to the peer.
-    - `secret`: the secret of both jobs.
-    - `own`, `other`: the roles (sender or receiver) of this process and of the peer.
     """
     mine = os.urandom(_NONCE_BYTES)
     line.send(mine)

@@ -1,4 +1,8 @@
-"""The plan of a transfer as data: the parts of arrays that each process sends to each process of another job."""
+"""The plan of a transfer as data: the parts of arrays that each process sends to each process of another job.
+
+A *buffer* is a box of a target array in the memory of a receiving process. The *scales* of a quantised array are
+another array, with one number for each block of elements, by which the elements are multiplied.
+"""
 
 import dataclasses
 import functools as ft
@@ -15,9 +19,8 @@ from ..._ground.spec import bits
 
 
 class Buffer(NamedTuple):
-    """A box (a start and a stop along each dimension) of a target array in the memory of a receiving process.
-
-    `devices` are the devices of the process that hold the box, as positions among its devices.
+    """A box of a target array in the memory of a receiving process. `devices` are the devices of the process that hold
+    the box, as positions among its devices.
     """
 
     process: int
@@ -30,8 +33,8 @@ class WireForm(NamedTuple):
 
     **Arguments:**
 
-    - `value`: the source, its scales (one factor for each block of elements) and its casts.
-    - `factors`: the nested loops that copy a part, each with its size and its steps in source and target.
+    - `value`: the source, its scales and its casts.
+    - `factors`: the nested loops that copy a part.
     - `rank`: the number of dimensions of the source.
     - `casts`: the number of casts that the sender makes. The receiver makes the others.
     - `sent`: the dtype in which elements are sent.
@@ -47,7 +50,7 @@ class WireForm(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A part of an array that one device sends to one buffer (a box of a target array) of a receiving process.
+    """A part of an array that one device sends to one buffer.
 
     **Arguments:**
 
@@ -67,7 +70,7 @@ class Transfer(NamedTuple):
 
     @property
     def piece(self) -> Piece:
-        """The part as a strided copy from the whole source array to the buffer (a box of the target array)."""
+        """The part as a strided copy from the whole source array to the buffer."""
         return Piece(self.form.value, self.source, self.target, self.form.factors)
 
     @property
@@ -77,9 +80,7 @@ class Transfer(NamedTuple):
 
     @property
     def scale_box(self) -> Box:
-        """The box of the scales (one factor for each block of elements) that the part's elements need; `()` if they
-        have none.
-        """
+        """The box of the scales that the part's elements need; `()` if they have none."""
         scale = self.form.value.scale
         return () if scale is None else scale_box(hull(swapped(once(self.piece))), scale)
 
@@ -90,7 +91,7 @@ class Transfer(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of the elements and of their scales (one factor for each block) as they are sent."""
+        """The bytes of the elements and of their scales as they are sent."""
         scales = self.form.scales
         return self.own_bytes + (0 if scales is None else volume(self.scale_box) * scales.itemsize)
 
@@ -103,14 +104,12 @@ PROCESS, DEVICE, BUFFER, FORM, PLACE = range(5)
 class TransferKind:
     """The plan that leaves have in common if they differ only in the paths of their sources.
 
-    A buffer is a box (a start and a stop along each dimension) of a target array in a receiving process.
-
     **Arguments:**
 
     - `names`: the paths of the first leaf's sources.
     - `rank`: the largest number of dimensions of a source.
     - `buffers`: the buffers that receiving processes fill.
-    - `forms`: the forms (shapes, dtypes and casts) in which parts of the sources are sent.
+    - `forms`: the forms in which parts of the sources are sent.
     - `rows`: one row for each part that is sent to a buffer: the sending process, its device, the number of the buffer,
         the number of the form, and the positions in the source and in the buffer.
     """
@@ -178,9 +177,8 @@ class SentLeaf(NamedTuple):
 
 
 class SentPiece(NamedTuple):
-    """A row of bytes that is sent once, for the leaf number `leaf`.
-
-    `places` says where it is written, for each buffer (a box of the leaf in a receiving process) that needs it.
+    """A row of bytes that is sent once, for the leaf number `leaf`. `places` says where it is written in each buffer
+    that needs it.
     """
 
     leaf: int

@@ -1,4 +1,8 @@
-"""Encodes a part of an array as a row of bytes for the wire, and writes received bytes into buffers."""
+"""Encodes a part of an array as a row of bytes for the wire, and writes received bytes into buffers.
+
+A *buffer* is a box of a target array in the memory of a receiving process. The *scales* of a quantised array are
+another array, with one number for each block of elements, by which the elements are multiplied.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -32,8 +36,7 @@ class ShardBytes(NamedTuple):
     """A contiguous range of bytes, which is sent or received without a copy.
 
     In the sending process, `array` is the path of an array, and `shard` is the number of one of its shards. In the
-    receiving process, `array` is the number of a leaf, and `shard` is the number of one of its buffers (boxes of the
-    leaf). The range is from `start` to `stop`.
+    receiving process, they are the numbers of a leaf and of one of its buffers.
     """
 
     array: str | int
@@ -43,10 +46,8 @@ class ShardBytes(NamedTuple):
 
 
 def range_in_shard(one: Transfer, shard: Box) -> tuple[int, int] | None:
-    """The contiguous range of a shard's bytes that is sent for the part `one`; `None` if the sent bytes differ from
-    such a range.
-
-    `shard` is the shard's box in the source array: a start and a stop along each dimension.
+    """The contiguous range of bytes of the shard with the box `shard` that is sent for the part `one`; `None` if the
+    sent bytes differ from such a range.
     """
     if one.form.value.scale is not None or one.form.casts:
         return None
@@ -57,10 +58,7 @@ def range_in_shard(one: Transfer, shard: Box) -> tuple[int, int] | None:
 
 def range_in_buffer(one: Transfer, sizes: Sequence[int], dtype: np.dtype) -> tuple[int, int] | None:
     """The contiguous range of a buffer's bytes into which the received bytes of the part `one` can be written
-    unchanged.
-
-    `None` if there is no such range. A buffer is a box of the target array, and `sizes` and `dtype` are its shape and
-    dtype.
+    unchanged; `None` if there is none. `sizes` and `dtype` are the buffer's shape and dtype.
     """
     form = one.form
     is_repeated = any(factor.source_dim == NOWHERE for factor in form.factors)
@@ -82,16 +80,8 @@ def _run(
 
 
 def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
-    """Encodes a part of an array as a row of bytes. An element that is needed several times is encoded once.
-
-    Elements are multiplied by scales (one factor for each block) and cast here if that gives fewer bytes.
-
-    **Arguments:**
-
-    - `one`: the part of the array, and the form in which it is sent.
-    - `memory`: the row of bytes that is written.
-    - `read`: a function that returns the elements of a box (a start and a stop along each dimension) of an array, by
-        path.
+    """Encodes a part of an array as the row of bytes `memory`. An element that is needed several times is encoded once.
+    Elements are multiplied by scales and cast here if that gives fewer bytes.
     """
     form, piece = one.form, once(one.piece)
     value = form.value._replace(casts=form.value.casts[: form.casts], scale=None if form.scales else form.value.scale)
@@ -109,13 +99,8 @@ def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
 
 
 def unpack(step: SentPiece, memory: np.ndarray, buffer_of: Memory) -> None:
-    """Decodes received bytes and writes them into every buffer (a box of a target array) that needs them.
-
-    **Arguments:**
-
-    - `step`: the part of an array that was sent, with its position in each buffer.
-    - `memory`: the received bytes.
-    - `buffer_of`: a function that returns a buffer by its number.
+    """Decodes the received bytes in `memory` and writes them into every buffer that needs them. `buffer_of` returns a
+    buffer by its number.
     """
     one = step.places[0]
     form, raw = one.form, memory[: one.own_bytes]
@@ -133,13 +118,8 @@ def unpack(step: SentPiece, memory: np.ndarray, buffer_of: Memory) -> None:
 
 
 def _reader(one: Transfer, values: np.ndarray, scales: np.ndarray) -> Read:
-    """A function of a path that returns the received elements, or, for the path of the scales, the received scales.
-
-    **Arguments:**
-
-    - `one`: the part of the array, and the form in which it was sent.
-    - `values`: the received elements.
-    - `scales`: the bytes of the received scales (one factor for each block of elements).
+    """A function of a path that returns the received elements `values`, or, for the path of the scales, the received
+    scales.
     """
     piece, scale = once(one.piece), one.form.value.scale
     assert scale is not None and one.form.scales is not None
