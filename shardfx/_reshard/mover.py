@@ -210,7 +210,7 @@ def _broadcast(form: object, tree: object, what: str) -> list[Any]:
 
 
 def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
-    """Returns the argument `lost` of `reshard` as a tuple. Raises if it holds device ids, or if it is a single device."""
+    """Returns the argument `lost` of `reshard` as a tuple. Raises if it holds device ids, or is a single device."""
     fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
     check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
     found = tuple(lost)

@@ -113,7 +113,7 @@ def device_copy_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) ->
 
 
 def sharers(devices: Iterable[Any]) -> int:
-    """Returns the largest number of `devices` that allocate from one memory. CPU devices of one process share a memory."""
+    """Returns the largest number of `devices` that share one memory. CPU devices of one process share a memory."""
     # Every process must get the same count, since the count decides which programs run.
     counts = collections.Counter(device.process_index for device in devices if device.platform == "cpu")
     return max(counts.values(), default=1)

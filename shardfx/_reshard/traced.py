@@ -132,7 +132,7 @@ def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
 
 
 def _require_names(src: NamedSharding) -> None:
-    """Raises if `src` is on an abstract mesh and `jax.set_mesh` has set another mesh, which may lack the axes of `src`."""
+    """Raises if `src` is on an abstract mesh and `jax.set_mesh` has set another mesh, which may lack its axes."""
     around = jax.sharding.get_abstract_mesh()
     if isinstance(src.mesh, Mesh) or is_explicit(src) or around.empty or around == src.mesh:
         return

@@ -178,7 +178,7 @@ class Assembly:
         return 4 if self.changes_devices else 3
 
     def extra_bytes(self, steps: Sequence[Exchange]) -> int:
-        """The most bytes that the programs `steps`, run one after another, use in one memory besides source and target."""
+        """The most bytes that the programs `steps`, one after another, use in one memory besides source and target."""
         # The CPU's compiler drops the barriers between rounds, and may slice all parts before it sends the first.
         of_step = sum if self.changes_devices or self.sharers > 1 else max
         return self._buffers * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])

@@ -86,7 +86,7 @@ class ShardParts:
 
     @ft.cached_property
     def links(self) -> Links:
-        """The bytes that devices send each other, in the order of the receivers. Copies within a device are left out."""
+        """The bytes that devices send each other, in the order of the receivers, without copies within a device."""
         links = collections.Counter[tuple[int, int]]()
         for part in self.all:
             if part.sender != part.receiver:

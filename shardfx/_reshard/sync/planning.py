@@ -304,9 +304,7 @@ def _holders(leaf: MovedLeaf) -> Holders:
     return together(range(len(boxes)), boxes.__getitem__)
 
 
-def _by_replica(
-    buffers: Sequence[Buffer], held: Mapping[str, Holders]
-) -> dict[tuple[int, ...], list[int]]:
+def _by_replica(buffers: Sequence[Buffer], held: Mapping[str, Holders]) -> dict[tuple[int, ...], list[int]]:
     """Groups the positions of buffers by the replica of each source that sends to them. The receiving process `n`
     receives from replica `n % count` of a source with `count` replicas.
     """
