@@ -20,7 +20,11 @@ from .._ground.tree import Flat, flatten
 from .._rules import AxisRules
 from ..topology import MeshSpec
 from . import plan_json
-from .leaf import LeafPlan, PathTree, Row, RowIndices, canonical_dtype, named_sharding
+from .leaf import LeafPlan, PathTree, Row, canonical_dtype, named_sharding
+
+
+# For each leaf of a tree, the index of its plan in a list of Rows; -1 for a leaf that is no array.
+RowIndices = Sequence[int]
 
 
 class Group(NamedTuple):

@@ -196,7 +196,7 @@ def units_at(
 
 
 def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
-    """Returns the plan of an array: its requested spec without axes that do not fit, plus the axes of its
+    """Returns the plan of an array: its requested spec without axes that do not fit, with the axes of its
     strategies.
     """
     names, units = request.names, request.units

@@ -18,10 +18,7 @@ from .._ground.text import array_text, printable
 from .._rules import Matcher, PathRules, Units
 
 
-# The memory kinds of XLA. Only the device itself knows which of them it has.
-MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
-# For each leaf of a tree, the index of its plan in a list of Rows; -1 for a leaf that is no array.
-RowIndices = Sequence[int]
+MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")  # of XLA; only the device itself knows which it has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +27,8 @@ class LeafPlan:
 
     **Arguments:**
 
-    - `path`: the array's path in the tree, such as `layers/0/attn/q_proj/weight`.
-    - `shape`, `dtype`: those of the whole array, not of a shard.
+    - `path`, `shape`, `dtype`: the array's path, such as `layers/0/attn/q_proj/weight`, and its shape and dtype as a
+        whole.
     - `names`: its logical names if they request the sharding, else `None`.
     - `requested`, `spec`: the spec that the rule requests, and the spec that the array gets, in canonical form.
     - `rule`: the path rule by index and regex, `names`, or the array that it follows; `None` if no rule covers it.

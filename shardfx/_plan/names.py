@@ -103,11 +103,7 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
 
 
 def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
-    """Returns for each leaf below `node`, a subtree of the planned tree, its part of `names`.
-
-    `names` may be a prefix of `node`: names at an inner node apply to all leaves below it. `keys` is the path of
-    `node`.
-    """
+    """Returns the names of each leaf below `node`, at the path `keys`. Names at an inner node apply to its leaves."""
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
     below = None if parts is None else list(parts[0])
     given = None if below is None or type(names) is not type(node) else _in_order_of([key for key, _ in below], names)
@@ -130,8 +126,7 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
 def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
     """Returns the children of `names`, a node of a tree, in the order of `keys`; `None` if it has other keys."""
     pairs = list(jtu.default_registry.flatten_one_level_with_keys(names)[0])
-    # JAX gives all fields of a NamedTuple the key of the first one.
-    if keys == [key for key, _ in pairs]:
+    if keys == [key for key, _ in pairs]:  # JAX gives all fields of a NamedTuple the key of the first one
         return [inner for _, inner in pairs]
     # An OrderedDict of the same keys may have them in another order.
     by_key = dict(pairs)

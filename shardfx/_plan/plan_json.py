@@ -220,8 +220,8 @@ def decode_dtype(name: str) -> DType:
 
 
 class _Field(NamedTuple):
-    """How one field of an array's plan is stored in JSON: its valid values, as `_fits` takes them, their description,
-    and the functions that decode and encode a value.
+    """How a field of an array's plan is stored: its valid values, as `_fits` takes them, their description, and
+    codecs.
     """
 
     valid: Any

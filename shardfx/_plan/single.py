@@ -98,10 +98,7 @@ def _sizes_of(name: object, plan: Content) -> list[int]:
 def _refuse_ambiguous_unit(
     names: tuple[object, ...], shape: tuple[int, ...], units: Units, reasons: Iterable[Reason], plan: Content
 ) -> None:
-    """Raises if a unit keeps a dimension unsharded, and the size of the dimension may count units instead of elements.
-
-    `reasons` say why dimensions are not sharded. A size that an array of the plan has under the same name is no error.
-    """
+    """Raises if a unit keeps a dimension unsharded and the size may count units: no array of the plan has this size."""
     for dim in [why.dim for why in reasons if why.code is Code.unit and why.dim is not None]:
         name, size, unit = names[dim], shape[dim], units[dim]
         if not isinstance(name, str) or size in _sizes_of(name, plan):

@@ -21,10 +21,9 @@ from ..chips._chip import extents_of
 from ._program import Tied
 
 
-# The numbers of the CPU devices that JAX emulates on one machine.
+# The numbers of the CPU devices that JAX emulates on one machine, for comparison only: all bandwidths are low, and a
+# collective is a function call in which threads wait for each other.
 EMULATED = chips.Chip(
-    # All bandwidths are low, and a collective is a function call in which threads wait for each other. Use the times
-    # only for comparison.
     name="cpu",
     hbm_bytes=2**34,
     usable_hbm_bytes=2**34,
@@ -39,9 +38,8 @@ EMULATED = chips.Chip(
 
 
 class SearchOptions(NamedTuple):
-    """The devices of a search.
+    """The devices of a search: `total` devices of the kind `chip`, in `slices` slices.
 
-    - `total`, `chip`, `slices`: the number of devices, their kind, and the number of their slices.
     - `target`, `targets`: the name of one slice, such as "tpu:v5e:2x4", and the number of such slices. `target` is
         `None` if the caller named no slice.
     - `extents`: the number of chips of one slice along each dimension of its torus.
@@ -56,15 +54,7 @@ class SearchOptions(NamedTuple):
 
 
 def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -> SearchOptions:
-    """The devices of a search, from the arguments of [`shardfx.auto.search`][].
-
-    **Arguments:**
-
-    - `devices`: the number of devices; or the name of one slice or of several, such as "tpu:v5p:4x4x4*2"; or a list of
-        JAX's devices.
-    - `chip`: the kind of the devices, or `None` if `devices` says it.
-    - `slices`: the number of slices, if `devices` does not say it.
-    """
+    """The devices of a search, from the arguments of [`shardfx.auto.search`][]."""
     found = re.fullmatch(r"(.*)\*([1-9]\d*)", devices) if isinstance(devices, str) else None
     text, times = (found[1], int(found[2])) if found else (devices, 1)
     if found and slices not in (1, times):
@@ -79,10 +69,7 @@ def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -
 
 
 def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
-    """The number of devices, their kind, and the name of one slice. The name is `None` if the caller gave no name.
-
-    `devices` and `chip` are those of `asked_for`.
-    """
+    """The number of devices, their kind, and the name of one slice; `None` if the caller gave no name."""
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
     if isinstance(devices, str):
@@ -127,7 +114,7 @@ def require_arrays(args: Sequence[PyTree]) -> None:
 
 
 def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
-    """A context manager that adds a note to each error raised inside it: the shapes of a step's arguments `args`."""
+    """A context manager that adds the shapes of `args`, a step's arguments, as a note to errors raised inside it."""
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
@@ -145,13 +132,10 @@ _PLATFORMS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
 
 class StepArray(NamedTuple):
-    """An array that a step takes.
+    """An array of rank `rank` that a step takes, in its argument number `which`.
 
-    - `which`: the number of the argument that contains it.
-    - `path`: the name of the argument and the path within, such as `model/layers/mlp/gate`.
-    - `names`: the logical names of its dimensions that the field of an Equinox module declares; `None` without such a
-        field.
-    - `rank`: the number of its dimensions.
+    `path` is the name of the argument and the path within, such as `model/layers/mlp/gate`. `names` are the logical
+    names that the field of an Equinox module declares, else `None`.
     """
 
     which: int
@@ -162,15 +146,12 @@ class StepArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A traced step with its arguments.
+    """A step, traced without shardings, with its arguments.
 
-    - `tied`: the lowered program, with its dimensions in equivalence classes. The dimensions of one class must be
-        sharded alike.
-    - `flats`, `structs`: for each argument, its leaves with their paths, and the argument as a tree of
-        `jax.ShapeDtypeStruct`s.
-    - `words`: the names of the arguments.
+    - `tied`: the lowered program, with the equivalence classes of its dimensions.
+    - `flats`, `structs`, `words`: for each argument, its leaves with their paths, the argument as a tree of
+        `jax.ShapeDtypeStruct`s, and its name.
     - `arrays`: all arrays of the arguments, in the order of the program's arguments.
-    - `step`: the step, traced without shardings.
     """
 
     tied: Tied
@@ -209,9 +190,7 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
 
 
 def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
-    """The number of equations of the primitive `name` in a jaxpr. Equations in the jaxprs of its calls and loops count
-    too.
-    """
+    """The number of equations of the primitive `name` in a jaxpr and in the jaxprs of its calls and loops."""
     inner, _ = opened(jaxpr)
     found = sum(equation.primitive.name == name for equation in inner.eqns)
     params = [param for equation in inner.eqns for param in equation.params.values()]

@@ -34,17 +34,17 @@ class Candidate:
     - `mesh`, `rules`: the mesh, and the rules from logical names to its axes.
     - `assignments`: pairs of a mesh axis and the logical names that it shards, in the axis's order of preference.
     - `plans`: a plan for each argument of the step.
-    - `seconds`: seconds of one step: `compute_seconds`, plus the `exposed_seconds` of collectives that computation
-        waits for, plus the part of the `hidden_seconds` of other collectives that does not overlap with computation.
-        After a run, the measured time.
+    - `seconds`: seconds of one step: `compute_seconds`, the `exposed_seconds` of collectives that computation waits
+        for, and the part of the `hidden_seconds` of other collectives that does not overlap with computation. After a
+        run, the measured time.
     - `memory_bytes`, `limit_bytes`: the bytes that the step takes on one device, and the bytes that it may take.
     - `by`: the origin of these numbers. "estimate": the program of one device from XLA's own partitioner. "compile":
         the compiled program. "run": `seconds` is measured.
     - `traffic`: the collectives of the step, with their bytes and mesh axes.
     - `constrained`: whether the step is faster if [`shardfx.auto.constrain_step`][] constrains its intermediate values.
         Then all numbers, and `code()`, describe the constrained step.
-    - `donated`: the numbers of the arguments whose memory the results reuse: the arguments that the step donates. If
-        the step does not fit otherwise, also the arguments for which the step returns an updated value.
+    - `donated`: the numbers of the arguments that the step donates. If the step does not fit otherwise, also the
+        arguments for which it returns an updated value.
     - `results`: for each result the number of the argument that has the same shardings, or `None`.
     - `state_over`, `states`: the mesh axes that shard the optimizer's state in addition to the axes of its parameters
         (ZeRO-1), and the numbers of the arguments with this state. `plans` has these axes, `rules` do not.
@@ -84,9 +84,7 @@ class Candidate:
 
     @property
     def unsure_bytes(self) -> int:
-        """The number of bytes by which the compiled program may differ from `wire_bytes`; see
-        [`shardfx.cost.Traffic`][].
-        """
+        """The bytes by which the compiled program may differ from `wire_bytes`; see [`shardfx.cost.Traffic`][]."""
         return self.traffic.unsure_bytes
 
     @property
@@ -146,12 +144,12 @@ class Candidate:
 
 
 def rank(one: Candidate) -> tuple[bool, float]:
-    """The sort key of the candidate `one`. Candidates that fit in memory come first, the fastest first."""
+    """A sort key: candidates that fit in memory come first, the fastest first."""
     return not one.fits, one.seconds
 
 
 def ms(seconds: float) -> str:
-    """A text for a number of seconds, in milliseconds with three digits."""
+    """A number of seconds as text, in milliseconds with three digits."""
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -168,17 +166,13 @@ def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -
 
 
 def _shard_counts(one: Candidate) -> object:
-    """The number of slices that each mesh axis spans, and the number of shards of each dimension of each argument of
-    the step.
-    """
+    """The slices that each mesh axis spans, and the number of shards of each dimension of each argument of the step."""
     leaves = (leaf for made in one.plans for leaf in made.leaves)
     return one.mesh.dcn_sizes, tuple(tuple(one.mesh.axis_size(entry_axes(e)) for e in leaf.spec) for leaf in leaves)
 
 
 def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
-    """Yields one text for each of `others`. The text compares the seconds, traffic and memory of that candidate with
-    those of the candidate `mine`.
-    """
+    """Yields, for each of `others`, a text that compares its seconds, traffic and memory with those of `mine`."""
     for other in others:
         computation = _more(other.compute_seconds - mine.compute_seconds, mine.seconds)
         told = [_more(other.seconds - mine.seconds, mine.seconds)]
@@ -195,9 +189,7 @@ _AS_FAST = "as fast"
 
 
 def _more(seconds: float, of: float) -> str:
-    """A text for a difference `seconds`, such as "3 ms more". The text is "as fast" if the difference is at most a
-    thousandth of the seconds `of`.
-    """
+    """A difference in seconds as text: "3 ms more", or "as fast" for at most a thousandth of the seconds `of`."""
     return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}" if abs(seconds) > 1e-3 * of else _AS_FAST
 
 
@@ -207,9 +199,7 @@ _RANKS = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
 
 
 def axis_name(order: Sequence[str]) -> str:
-    """The usual name of a mesh axis, such as "fsdp", from what it shards. `order` has the logical names that it shards,
-    in its order of preference.
-    """
+    """The usual name of a mesh axis, such as "fsdp". `order` are the logical names that it shards, by preference."""
     if order[0] == "batch":
         return "data" if len(order) == 1 else "fsdp"
     if order[0] in ("experts", "sequence"):
@@ -220,16 +210,11 @@ def axis_name(order: Sequence[str]) -> str:
 def mesh_and_rules(
     orders: Sequence[Sequence[str]], found: Estimate, known: Iterable[str]
 ) -> tuple[MeshSpec, AxisRules, tuple[str, ...]] | None:
-    """The mesh, the rules, and the names of the mesh axes, from the logical names that each mesh axis shards.
+    """The mesh, the rules, and the names of the mesh axes of the estimate `found`.
 
-    Rules have one order of logical names for all mesh axes. The result is `None` if two mesh axes need contradicting
-    orders.
-
-    **Arguments:**
-
-    - `orders`: for each mesh axis, the logical names that it shards, in its order of preference.
-    - `found`: an estimate, which has the sizes of the mesh axes.
-    - `known`: all logical names of the step.
+    `orders` has, for each mesh axis, the logical names that it shards, in its order of preference. Rules have one order
+    for all mesh axes. If two mesh axes need contradicting orders, the result is `None`. `known` are all logical names
+    of the step.
     """
     called = [axis_name(order) for order in orders]
     counts = [called[: at + 1].count(name) for at, name in enumerate(called)]
@@ -255,8 +240,7 @@ def mesh_and_rules(
 
 
 def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
-    """Merges orders of names into one order that keeps each of them. The result is `None` if they contradict each
-    other.
+    """Merges orders of names into one order that keeps each of them; `None` if they contradict each other.
 
     For (a, b) and (b, c): (a, b, c). For (a, b) and (b, a): `None`.
     """

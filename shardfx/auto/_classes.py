@@ -1,5 +1,7 @@
 """The logical axes of a step's arguments, found from its operations: dimensions that must be sharded alike get one
 name.
+
+A logical axis is an equivalence class of dimensions (`_program.py`), or the classes at one position of equal layers.
 """
 
 import dataclasses
@@ -10,7 +12,7 @@ from .._ground.text import between_numbers
 from .._rules import Atomic
 from .._step import Operation
 from ._asked import TracedStep
-from ._program import Tied
+from ._program import Root, Tied
 
 
 _COPIES = 4
@@ -18,12 +20,9 @@ _COPIES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArgumentDim:
-    """A dimension of an array that the step takes, or a sub-dimension.
+    """A dimension of an array that the step takes, or a sub-dimension: a factor of a dimension that a reshape splits.
 
-    A sub-dimension is a factor of a dimension that a reshape splits, such as the heads in `heads * head_dim`.
-
-    - `argument`: the number of the array among all arrays of the step's arguments.
-    - `dim`: the number of the dimension.
+    - `argument`, `dim`: the number of the array among all arrays of the step's arguments, and of its dimension.
     - `at`, `of`: the index of the sub-dimension, major-most first, and their number; 0 and 1 for a whole dimension.
     """
 
@@ -37,15 +36,11 @@ class ArgumentDim:
 class LogicalAxis:
     """The dimensions of a step's arguments that get one name.
 
-    Dimensions that operations pair form an equivalence class, and must be sharded alike. A logical axis is one class,
-    or the classes at the same position of several equal layers.
-
-    - `roots`: the numbers of the equivalence classes; empty after a merge into another logical axis.
-    - `size`: the size of each of the dimensions.
-    - `places`: the dimensions.
+    Each of the dimensions `places` has `size` elements. `roots` are their equivalence classes; after a merge into
+    another logical axis there are none.
     """
 
-    roots: list[int]
+    roots: list[Root]
     size: int
     places: list[ArgumentDim]
     name: str = ""
@@ -54,12 +49,9 @@ class LogicalAxis:
 class Classes:
     """The logical axes of a step's arguments. `_name_axes.py` names them.
 
-    A logical axis is a union of equivalence classes of dimensions. Operations pair the dimensions of a class, so that
-    they must be sharded alike. A sub-dimension is a factor of a dimension that a reshape splits.
-
     - `dims`: for each array and each of its dimensions, the equivalence classes of the sub-dimensions.
     - `axes`: all logical axes. An axis that was merged into another has no classes.
-    - `of_root`: the number of the logical axis of each equivalence class.
+    - `of_root`: the number of the logical axis of each class.
     - `main`, `model`: the number of the argument that is the model; the numbers of the arrays of the model and of its
         optimizer.
     """
@@ -91,27 +83,19 @@ class Classes:
             self.tie(self.of_root[keys.setdefault(key, root)], self.of_root[root])
         self.main, self.model = _model_arguments(traced)
 
-    def of(self, root: int) -> LogicalAxis:
-        """The logical axis (dimensions with one name) that contains the equivalence class `root` (dimensions that
-        operations pair). `root` is a number.
-        """
+    def of(self, root: Root) -> LogicalAxis:
+        """The logical axis that contains the class `root`."""
         return self.axes[self.of_root[root]]
 
     def flat(self, argument: int) -> list[LogicalAxis]:
-        """The logical axes of an array's sub-dimensions, in order. `argument` is the number of the array.
-
-        A sub-dimension is a factor of a dimension that a reshape splits. A dimension that no reshape splits is its own
-        only sub-dimension.
-        """
+        """The logical axes of the sub-dimensions of an array, in order. An unsplit dimension has one sub-dimension."""
         return [self.of(root) for roots in self.dims[argument] for root in roots]
 
-    def kept(self, roots: Sequence[int]) -> int:
-        """The number of a dimension's sub-dimensions that may be sharded. They are the major-most ones. No shard splits
-        the others.
+    def kept(self, roots: Sequence[Root]) -> int:
+        """The number of a dimension's major-most sub-dimensions that may be sharded. No shard splits the other ones.
 
-        A sub-dimension is a factor of a dimension that a reshape splits, such as the heads in `heads * head_dim`.
-        `roots` are the equivalence classes of the sub-dimensions. The minor-most of several sub-dimensions is not
-        sharded, since it counts as the width of one head. An exception is a batch dimension of a matrix product.
+        The minor-most of several sub-dimensions is not sharded, since it counts as the width of one head, unless it is
+        a batch dimension of a matrix product.
         """
         count = len(roots)
         # If slices separate queries, keys and values, each of the three is a unit.
@@ -119,11 +103,7 @@ class Classes:
         return min(taken, count - (count > 1 and roots[-1] not in self.marked["batched"]))
 
     def names_of(self, argument: int) -> tuple[object, ...]:
-        """The logical names of an array's dimensions, for `plan(..., names=...)`. `argument` is the number of the
-        array.
-
-        A second dimension with the same name gets `None`.
-        """
+        """The logical names of an array's dimensions, for `plan(..., names=...)`. A repeated name becomes `None`."""
         used, found = set[str](), list[object]()
         for roots in self.dims[argument]:
             count = self.kept(roots)
@@ -135,11 +115,7 @@ class Classes:
         return tuple(found)
 
     def tie(self, first: int, second: int) -> bool:
-        """Merges two logical axes (dimensions with one name), given by number. They are merged if their sizes are equal
-        and no array has both.
-
-        Returns whether they are one axis afterwards.
-        """
+        """Merges two logical axes unless their sizes differ or an array has both. Returns whether they are one axis."""
         if first == second:
             return True
         a, b = self.axes[first], self.axes[second]
@@ -153,10 +129,7 @@ class Classes:
         return True
 
     def tie_names(self) -> None:
-        """Merges logical axes (dimensions that must be sharded alike) with equal names.
-
-        Two of them stay apart if their sizes differ or an array has both. Then the second gets a number, as in `mlp_2`.
-        """
+        """Merges logical axes with equal names. If two cannot be merged, the second gets a number, as in `mlp_2`."""
         known: dict[str, list[int]] = {}
         for number, axis in enumerate(self.axes):
             if axis.roots:
@@ -169,10 +142,8 @@ class Classes:
                     self.axes[number].name = name if len(kept) == 1 else f"{name}_{len(kept)}"
 
     @property
-    def own(self) -> set[int]:
-        """The numbers of the equivalence classes of all dimensions of the model and its optimizer. The dimensions of
-        one class must be sharded alike.
-        """
+    def own(self) -> set[Root]:
+        """The classes of all dimensions of the model and its optimizer."""
         return {root for axis in self.axes if self.in_model(axis) for root in axis.roots}
 
     def in_model(self, axis: LogicalAxis) -> list[ArgumentDim]:
@@ -187,9 +158,9 @@ class Classes:
 def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     """The number of the argument that is the model, and the numbers of all arrays of the model and its optimizer.
 
-    The first argument with many arrays is the model. Another argument counts as part of the model if most of its arrays
-    have only dimensions of the model. An optimizer's moments have the parameters' dimensions. A frozen base has the
-    dimensions of its adapters (as in LoRA). A batch of data has a dimension that the model lacks.
+    The first argument with many arrays is the model. Another argument is a part of it if most of its arrays have only
+    dimensions of the model, such as an optimizer's moments, or the frozen base of adapters (as in LoRA). A batch of
+    data has a dimension that the model lacks.
     """
     counts = [sum(flat.is_array) for flat in traced.flats]
     # An optimizer may hold several arrays for each array of the model.
@@ -205,21 +176,13 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     return model, {argument for argument, array in enumerate(traced.arrays) if array.which in members}
 
 
-# The number of operations within which `_is_made_of` searches.
 _FAR = 400
 
 
-def residual(tied: Tied, own: set[int]) -> set[int]:
-    """The equivalence classes of the dimensions of residual streams. A residual stream is an activation `x` in a sum
-    `x + f(x)`, where `f` ends in a matrix product.
+def residual(tied: Tied, own: set[Root]) -> set[Root]:
+    """The classes of the dimensions of residual streams: `x` in a sum `x + f(x)`, where `f` ends in a matrix product.
 
-    A sum with only dimensions of the model is an update of parameters, not a residual stream. The dimensions of one
-    class must be sharded alike.
-
-    **Arguments:**
-
-    - `tied`: the program, with the equivalence classes of its dimensions.
-    - `own`: the numbers of the equivalence classes of the model's dimensions.
+    A sum with only dimensions of the model, `own`, is an update of parameters, not a residual stream.
     """
     operations = tied.program.operations
     maker = {out: made for made in operations for out in made.outs}
@@ -240,7 +203,7 @@ def residual(tied: Tied, own: set[int]) -> set[int]:
 def _is_made_of(value: int, source: int, maker: dict[int, Operation]) -> bool:
     """Whether `value` is computed from `source` through a matrix product. The search goes back at most 400 operations.
 
-    `value` and `source` are numbers of values of the program. `maker` maps each value to the operation that makes it.
+    `maker` maps each value of the program to the operation that makes it.
     """
     left, seen = [(value, False)], {(value, False)}
     while left and len(seen) < _FAR:

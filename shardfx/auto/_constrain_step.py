@@ -26,6 +26,7 @@ from ..topology import MeshSpec
 from ._asked import structs_of, trace
 from ._layouts import AssignedLayout, Layouts, assignments_of_rules
 from ._name_axes import named_classes
+from ._program import Root
 
 
 # Calls whose programs are inlined, with the parameter that holds the program; and equations that contain programs.
@@ -38,14 +39,13 @@ _Sharded = tuple[int, int, str]
 
 
 def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., PyTree]:
-    """The same step, with its intermediate values constrained to the shardings that follow from rules for its
-    arguments.
+    """The step, with its intermediate values constrained to the shardings that follow from rules for its arguments.
 
-    A plan gives the shardings of the arguments. The compiler chooses the shardings of all intermediate values, and
-    often sends several times more bytes than necessary. This function names the step's dimensions as
-    [`shardfx.auto.name_axes`][] does. The function propagates the logical axes that the rules give each mesh axis
-    through the operations, as [`shardfx.auto.search`][] does. Then it constrains the results of the operations. The
-    step needs no change and computes the same values.
+    A plan gives the shardings of the arguments. The compiler chooses those of all intermediate values, and often sends
+    several times more bytes than necessary. This function names the step's dimensions as [`shardfx.auto.name_axes`][]
+    does, and propagates the logical axes that the rules give each mesh axis through the operations as
+    [`shardfx.auto.search`][] does. Then it constrains the results of the operations. The step needs no change and
+    computes the same values.
 
     **Arguments:**
 
@@ -55,8 +55,8 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 
     **Returns:**
 
-    A function of the same arguments, for `jax.jit`. The function traces the step again for arguments of other shapes.
-    Do not differentiate it: pass a step that contains the gradient.
+    A function of the same arguments, for `jax.jit`. It is traced again for arguments of other shapes. Do not
+    differentiate it: pass a step that contains the gradient.
 
     **Raises:**
 
@@ -126,10 +126,7 @@ class _Walker:
         self.count = 0
 
     def run(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        """Evaluates a jaxpr, with `change` applied to the results of each equation. Returns the results of the jaxpr.
-
-        `consts` are the values of the jaxpr's constants, and `arguments` those of its inputs.
-        """
+        """Evaluates a jaxpr, with `change` applied to the results of each equation. Returns the jaxpr's results."""
         arrays: dict[object, Any] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True))
 
         def read(atom: object) -> Any:
@@ -151,9 +148,7 @@ class _Walker:
         return list(map(read, jaxpr.outvars))
 
     def anew(self, given: object) -> Any:
-        """The value `given` of an equation's parameter, with each jaxpr in it traced again. So `change` is applied to
-        the equations of that jaxpr too.
-        """
+        """The value of an equation's parameter, with its jaxprs traced again so that `change` sees their equations."""
         if type(given) is tuple:
             return tuple(map(self.anew, given))
         if not isinstance(given, jex.ClosedJaxpr | jex.Jaxpr):
@@ -165,9 +160,7 @@ class _Walker:
 
 
 class _Constrainer:
-    """Constrains the results of a jaxpr's equations to shardings. An equation's shardings are those that a search gave
-    the operations that the equation lowers to.
-    """
+    """Constrains the results of equations to the shardings that a search gave the operations that they lower to."""
 
     def __init__(self, layouts: Layouts, chosen: Mapping[str, AssignedLayout], mesh: Mesh | AbstractMesh):
         self.layouts, self.chosen, self.mesh = layouts, chosen, mesh
@@ -178,8 +171,7 @@ class _Constrainer:
                 self.operations.setdefault(int(tags[-1]), []).append(made)
 
     def __call__(self, number: int, name: str, outs: Sequence[Any]) -> Sequence[Any]:
-        """Constrains the results of an equation. `number` is the number of the equation, `name` its primitive, and
-        `outs` its results.
+        """Constrains `outs`, the results of equation `number`, whose primitive is `name`.
 
         Among the operations that the equation lowers to, the last one whose result has the shape of `outs[i]` gives the
         sharding of `outs[i]`.
@@ -200,10 +192,9 @@ class _Constrainer:
         return found
 
     def spec(self, value: int, *, whole_if_unreduced: bool = False) -> PartitionSpec:
-        """The PartitionSpec of a value of the program, with the mesh axes over which the search shards each of its
-        dimensions. `value` is the number of the value.
+        """The PartitionSpec with the mesh axes over which the search shards each dimension of a value of the program.
 
-        With `whole_if_unreduced`, a mesh axis over which an operation leaves the value unreduced does not shard it.
+        With `whole_if_unreduced`, it lacks the mesh axes over which an operation leaves the value unreduced.
         """
         dims = self.layouts.roots[value]
         flat = [(dim, at) for dim, roots in enumerate(dims) for at in range(len(roots))]
@@ -217,14 +208,11 @@ class _Constrainer:
                 found[dim].append((at, used.index(self.layouts.flat[value][position][0]), axis))
         return PartitionSpec(*map(self.entry, dims, found))
 
-    def entry(self, roots: Sequence[int], given: Sequence[_Sharded]) -> object:
-        """The entry of a spec for one dimension. It is UNCONSTRAINED if a spec cannot express the sharding of the
-        dimension's sub-dimensions (the factors into which reshapes split it).
+    def entry(self, roots: Sequence[Root], given: Sequence[_Sharded]) -> object:
+        """The entry of a spec for a dimension. The mesh axes `given` shard its sub-dimensions, of the classes `roots`.
 
-        **Arguments:**
-
-        - `roots`: the equivalence classes of the sub-dimensions, which have their sizes.
-        - `given`: the mesh axes that shard the sub-dimensions.
+        It is UNCONSTRAINED if no spec expresses this: in a spec, each mesh axis shards the parts that earlier axes
+        leave, so that a minor sub-dimension is sharded only after the major ones are sharded completely.
         """
         cut = sorted(given, key=lambda one: one[:2])
         sizes = [self.layouts.tied.sizes[root] for root in roots]

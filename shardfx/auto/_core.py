@@ -1,48 +1,29 @@
 """The estimated seconds and memory of all meshes of up to four axes, as one compiled function of arrays.
 
-**Candidates.** An axis assignment says which logical axes one mesh axis shards (`_layouts.py`). A step has up to 79
-assignments. A candidate is a set of at most four of them, with a mesh axis size for each, whose product is the number
-of devices. For 256 devices and four axes there are 35 tuples of sizes. With 42 assignments, which have 112,000 sets of
-four, that makes 4 million candidates. This is the largest number that is estimated (`assignment_count`). So the
-estimate of a candidate must not look at the operations of the step again.
+**Candidates.** An axis assignment is the logical axes that one mesh axis shards, in order of preference
+(`_layouts.py`). A candidate is a set of at most four assignments, with a mesh axis size for each, whose product is the
+number of devices. With 256 devices, 42 assignments have 4 million candidates, the largest number that is estimated. So
+the estimate of a candidate must not look at the operations of the step again.
 
-**Cost terms.** Take the floating-point operations of one product. If the assignments `a` and `b` of the set
-{a, b, c, d} shard the product, one device does `flops / (size_a * size_b)` of it. All products that the same
-assignments shard are divided by the same number, so they are added up beforehand (`cost_terms`). Such a sum is a cost
-term. A cost term holds operations, bytes of arguments and results, bytes in memory, and `divides`: one bool for each
-assignment. A large step has some hundred cost terms.
+**Cost terms.** If the assignments `a` and `b` of the set {a, b, c, d} shard a matrix product, one device does `flops /
+(size_a * size_b)` of it. All work, bytes or traffic that the same assignments divide is added up beforehand, to one
+cost term. A term has `divides`, one bool for each assignment. A large step has some hundred terms.
 
-**Masks.** Within a set of four assignments, the mask of a cost term is its `divides` for these four, read as a binary
-number below 2**4. Only the mask determines the divisor of the term. So for each set the terms with equal masks are
-summed:
+**Masks.** The mask of a term within a set of four assignments is its `divides` for these four, read as a binary number
+below 2**4. Only the mask determines the divisor of the term, so for each set the terms with equal masks are summed:
 
     sums[set, mask, quantity] = sum over terms of (term has the mask) * quantity[term]          `_masks`, an einsum
-
-and for each tuple of sizes every mask has one divisor, the product of the sizes of its assignments:
-
     power[sizes, mask] = 1 / product of size[assignment] for those in the mask                  `has`, exp2(-log2)
     total[set, sizes, quantity] = sum over masks of power[sizes, mask] * sums[set, mask, quantity]
 
-The second line is a product of matrices: a block of sets by 16 masks, times 16 masks by all tuples of sizes. A
-candidate and quantity cost 16 multiplications, however large the step is.
+The last line is a product of matrices: a candidate and quantity cost 16 multiplications, however large the step is.
 
-**An example.** Assignment 0 divides a term of 100 operations; assignments 0 and 1 divide a term of 60. In the set
-{0, 1} the first has the mask 0b01, the second 0b11. With the sizes (4, 2) the divisors of the masks 0b00, 0b01, 0b10
-and 0b11 are 1, 4, 2 and 8. So a device does 100 / 4 + 60 / 8 = 32.5 operations.
-
-**Seconds.** Computation takes the longer of operations at the chip's speed and bytes at its memory's. The bytes that an
-assignment sends are cost terms of their own, with the assignments that divide them. A device receives `(1 - 1 / size)`
-of such a divided term, over the links that an axis of this size has (`_seconds_per_byte`, by the network of
-`chips/_chip.py`). Computation waits for collectives of data. Collectives of parameters and gradients overlap with the
-part `overlap` of the computation, and the computation waits for the rest. Each collective takes some microseconds more.
-
-**Limits.** The sizes of all assignments that shard one dimension must divide it, and some limits of the user must hold;
-these are sums over masks again (`costs`). A candidate that breaks a limit, or takes more memory than a device has, has
-infinite seconds. The best sizes of each set are kept, and the best sets of all.
+**An example.** Assignment 0 divides a term of 100 operations; assignments 0 and 1 divide a term of 60. In the set {0,
+1} the first has the mask 0b01, the second 0b11. With the sizes (4, 2) the divisors of the masks 0b00, 0b01, 0b10 and
+0b11 are 1, 4, 2 and 8. So a device does 100 / 4 + 60 / 8 = 32.5 operations.
 
 **Omissions.** Each assignment is estimated as if the step were constrained to it, with its own collectives. The memory
-traffic of single operations is not counted. The estimate only prunes: XLA partitions the candidates that survive, and
-the partitioned programs decide.
+traffic of single operations is not counted. The estimate only prunes: XLA partitions the candidates that survive.
 """
 
 import dataclasses
@@ -74,11 +55,9 @@ CostTerms = dict[str, np.ndarray]
 
 
 def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
-    """The cost terms of a step as arrays. A cost term is a sum of work, bytes or traffic that the same axis assignments
-    divide.
+    """The cost terms of a step as arrays. `made` has the step's shardings and collectives under each axis assignment.
 
-    An axis assignment is the logical axes that one mesh axis shards, in order of preference. All numbers are those of
-    the unsharded step. The shape of each array is in parentheses.
+    All numbers are those of the unsharded step. The shape of each array is in parentheses.
 
     - `divides` (terms, assignments): whether each assignment divides each term.
     - `shared` (terms, 3): floating-point operations, bytes of arguments and results, bytes of arguments and
@@ -90,11 +69,6 @@ def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
     - `calls` (assignments): the number of collectives of each assignment.
     - `limits` (axes, assignments): whether each assignment shards each logical axis that any assignment shards.
     - `sizes`, `least` (axes): the size of each of these logical axes, and the least number of its shards.
-
-    **Arguments:**
-
-    - `layouts`: the program, with the logical axes of its dimensions.
-    - `made`: for each axis assignment, the shardings and collectives of the step under it.
     """
     program, count = layouts.program, len(made)
     values = program.values
@@ -138,18 +112,10 @@ def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
 
 
 def _added(rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sums the amounts that the same axis assignments divide.
+    """Sums the amounts that the same axis assignments divide. Each of `rows` is a mask, a column, and an amount.
 
-    **Arguments:**
-
-    - `rows`: for each amount, its mask, its column in the result, and the amount. The mask says for each assignment
-        whether it divides the amount.
-    - `count`: the number of assignments.
-    - `columns`: the number of columns of the result.
-
-    **Returns:**
-
-    The distinct masks as an array (masks, assignments), and the sums as an array (masks, columns).
+    A mask says for each of `count` assignments whether it divides the amount. Returns the distinct masks as an array
+    (masks, count), and the sums as an array (masks, columns).
     """
     found: dict[bytes, np.ndarray] = {}
     for mask, column, amount in rows:
@@ -159,9 +125,7 @@ def _added(rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: i
 
 
 def _temporaries(program: Program) -> list[int]:
-    """The numbers of certain values that the unsharded step computes. They are those that are live at the point where
-    it takes the most memory.
-    """
+    """The values that are live at the point where the unsharded step takes the most memory, without arguments."""
     operations = program.operations
     born: dict[int, int] = {}
     dies = dict.fromkeys(program.results, len(operations))
@@ -191,9 +155,7 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def cut_by(made: list[AssignedLayout]) -> list[int]:
-    """The numbers of the logical axes that at least one axis assignment shards. `made` has the shardings of the step
-    under each assignment.
-    """
+    """The logical axes that at least one axis assignment shards, by number."""
     return sorted(frozenset().union(*(layout.used for layout in made)))
 
 
@@ -232,7 +194,6 @@ Numbers = Mapping[str, Any]
 AXES = 4
 # The number of candidates, and of sets, in one call: their arrays should fit in the cache.
 _BLOCK, _SETS = 2**16, 2048
-# The largest number of candidates that are estimated.
 _ALL = 2**22
 
 
@@ -275,21 +236,11 @@ def best_of_block(
 ) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 2"]]:
     """The fastest candidates of a block of sets of axis assignments, at most one per set.
 
-    A candidate is a set of assignments with one mesh axis size for each. An assignment is the logical axes that one
-    mesh axis shards, in order of preference.
+    `arrays` come from `padded`, `machine` from `rates_of`. `sizes` and `slices` are the possible tuples of mesh axis
+    sizes, and the slices that each axis spans. Only the first `real` sets are no padding.
 
-    **Arguments:**
-
-    - `arrays`, `machine`: the arrays of the step from `padded`, and the rates of the chip from `rates_of`.
-    - `sets`: the numbers of the assignments of each set.
-    - `sizes`, `slices`: the possible tuples of mesh axis sizes, and the number of slices that each axis spans.
-    - `real`: the number of sets that are no padding.
-    - `keep`: the number of candidates to return.
-
-    **Returns:**
-
-    For each candidate the index of its set, the index of its sizes, and its seconds and bytes per device. A candidate
-    that does not fit in memory has infinite seconds.
+    The result has, for each of `keep` candidates, the index of its set, the index of its sizes, and its seconds and
+    bytes per device. A candidate that does not fit in memory has infinite seconds.
     """
     seconds, memory = costs(arrays, machine, sets, sizes, slices)
     is_real = (jnp.arange(len(sets)) < real)[:, None]
@@ -307,12 +258,11 @@ def costs(
     sizes: Int[_Array, "sizes axes"],
     slices: Int[_Array, "sizes axes"],
 ) -> tuple[Float[_Array, "block sizes"], Float[_Array, "block sizes"]]:
-    """The estimated seconds of a step and its bytes per device, for each set of axis assignments with each tuple of
-    mesh axis sizes.
+    """The estimated seconds and bytes per device, for each set of axis assignments with each tuple of mesh axis sizes.
 
-    An assignment is the logical axes that one mesh axis shards, in order of preference. Sizes that do not divide a
-    dimension, or break a limit, have infinite seconds. With NumPy arrays nothing is compiled, which is faster for few
-    candidates. The arguments are those of `best_of_block`.
+    Computation takes the longer of operations at the chip's speed and bytes at its memory's, and waits for collectives
+    of data. It overlaps in part with those of parameters and gradients. Sizes that do not divide a dimension, or break
+    a limit, have infinite seconds. With NumPy arrays nothing is compiled, which is faster for few candidates.
     """
     xp: Any = jnp if isinstance(sets, jax.Array) else np
     axes = sets.shape[-1]
@@ -340,11 +290,10 @@ def costs(
 
 
 def _masks(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any masks"]:
-    """The mask of each cost term as a one-hot vector of length `2**axes`. A mask is a binary number: bit `i` is 1 if
-    assignment `i` of a set divides the term.
+    """The mask of each term as a one-hot vector of length `2**axes`: bit `i` is 1 if assignment `i` divides the term.
 
-    For `axes = 2`: a term that only assignment 1 divides has the mask 0b10 and the vector [0, 0, 1, 0]. `divides` has
-    one bool for each assignment of a set in its last dimension.
+    For `axes = 2`: a term that only assignment 1 divides has the mask 0b10 and the vector [0, 0, 1, 0]. The last
+    dimension of `divides` has one bool for each assignment of a set.
     """
     codes = (divides.astype(np.int32) * 2 ** np.arange(axes, dtype=np.int32)).sum(-1)
     return (codes[..., None] == np.arange(2**axes)).astype(np.float32)
@@ -353,18 +302,11 @@ def _masks(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any
 def _seconds_per_byte(
     xp: Any, machine: Numbers, sizes: Int[_Array, "sizes axes"], slices: Int[_Array, "sizes axes"]
 ) -> Float[_Array, "axes sizes"]:
-    """The seconds per byte of a collective over each mesh axis. In a ring of n devices, (n - 1) / n of each byte is
-    sent.
+    """The seconds per byte of a collective over each mesh axis. In a ring of n devices, (n - 1) / n of a byte is sent.
 
     On a torus, an axis has links in proportion to the logarithm of its size. Switched chips, such as GPUs, form islands
-    of chips with fast links. As many devices of each axis as possible are in one island. Bytes between slices pass
+    of chips with fast links; as many devices of each axis as possible are in one island. Bytes between slices pass
     through the hosts' network.
-
-    **Arguments:**
-
-    - `xp`: `numpy` or `jax.numpy`.
-    - `machine`: the rates of the chip from `rates_of`.
-    - `sizes`, `slices`: the tuples of mesh axis sizes, and the number of slices that each axis spans.
     """
     inner, whole = (sizes // slices).T.astype(np.float32), sizes.T.astype(np.float32)
     total = xp.prod(inner, axis=0)
@@ -377,11 +319,8 @@ def _seconds_per_byte(
 def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, extents: Sequence[int] = ()) -> Numbers:
     """The rates of one device under the assumptions `model`, as numbers for `costs`.
 
-    **Arguments:**
-
-    - `chip`, `devices`: the kind of the devices, and their number.
-    - `limit_bytes`: the memory that a step may take on one device.
-    - `extents`: the chips of a slice along each dimension, if the user named the slice.
+    A step may take `limit_bytes` of a device's memory. `extents` are the chips of a slice along each dimension, if the
+    user named the slice.
     """
     link, dims, island = average_network(chip, extents or extents_of(chip, devices))
     numbers = {
@@ -400,10 +339,10 @@ def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, ext
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The estimated seconds and memory of a candidate (a choice of mesh axes and of what they shard).
+    """The estimated seconds and memory of a candidate.
 
-    - `assignments`: for each mesh axis, the number of its axis assignment: the logical axes that it shards.
-    - `sizes`, `slices`: for each mesh axis, its size, and the number of slices that it spans.
+    For each mesh axis, `assignments` has the number of its axis assignment, `sizes` its size, and `slices` the slices
+    that it spans.
     """
 
     assignments: tuple[int, ...]
@@ -414,16 +353,9 @@ class Estimate:
 
 
 def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, keep: int = 256) -> list[Estimate]:
-    """The fastest sets of up to four axis assignments, the fastest first, each with its fastest mesh axis sizes.
+    """The `keep` fastest sets of up to four axis assignments, each with its fastest mesh axis sizes, the fastest first.
 
-    An assignment is the logical axes that one mesh axis shards, in order of preference. All sets are estimated with all
-    sizes. If these are more than 2**22 candidates, the last assignments are left out.
-
-    **Arguments:**
-
-    - `terms`, `machine`: the arrays of `cost_terms`, and the rates of a device from `rates_of`.
-    - `devices`, `slices`: the number of all devices, and of slices.
-    - `keep`: the largest number of results.
+    All sets are estimated with all sizes. If these are more than 2**22 candidates, the last assignments are left out.
     """
     by_count = [sizes_and_slices(devices, number, slices) for number in range(1, AXES + 1)]
     assignments = assignment_count(terms, by_count)
@@ -450,13 +382,9 @@ def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, k
 
 
 def assignment_count(terms: CostTerms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
-    """The largest number of axis assignments whose sets of up to four have at most 2**22 candidates. A candidate is a
-    set with one mesh axis size for each assignment.
+    """The largest number of axis assignments that have at most 2**22 candidates.
 
-    **Arguments:**
-
-    - `terms`: the arrays of `cost_terms`.
-    - `by_count`: for one, two, three and four mesh axes, the tuples of their sizes and of the slices that they span.
+    `by_count` has, for one to four mesh axes, the tuples of their sizes and of the slices that they span.
     """
     count = len(terms["calls"])
     while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count, start=1)) > _ALL:
@@ -467,8 +395,7 @@ def assignment_count(terms: CostTerms, by_count: Sequence[tuple[np.ndarray, np.n
 def sizes_and_slices(
     devices: int, axes: int, slices: int
 ) -> tuple[Int[np.ndarray, "sizes axes"], Int[np.ndarray, "sizes axes"]]:
-    """All tuples of `axes` mesh axis sizes whose product is the number of devices, and the number of slices that each
-    axis spans.
+    """All tuples of `axes` mesh axis sizes whose product is the number of devices, and the slices that each axis spans.
 
     One axis spans all slices. Each other axis spans one slice.
     """

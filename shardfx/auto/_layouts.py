@@ -2,8 +2,11 @@
 in order of preference.
 
 The mesh axis shards each array along the first logical axis of the assignment that the array has. It shards the work of
-each operation along the first one that the operation has. Operands with another sharding are resharded. Sums over
-a sharded dimension stay unreduced until an operation needs the reduced value.
+each operation along the first one that the operation has. Operands with another sharding are resharded. Sums over a
+sharded dimension stay unreduced until an operation needs the reduced value.
+
+A sub-dimension is a factor of a dimension that a reshape splits. Values, operations and logical axes are given by
+number.
 """
 
 import dataclasses
@@ -31,18 +34,15 @@ _PRODUCTS = frozenset("dot_general convolution ragged_dot".split())
 
 # The logical axes that a mesh axis shards, by number, in its order of preference.
 Assignment = tuple[int, ...]
+# The sharding of a value: the index of its sharded sub-dimension, `WHOLE`, or `UNREDUCED`.
+_State = int
 # Whether the mesh axis divides an operation, and the shardings of its operands and results.
-_Effect = tuple[bool, tuple[int, ...], tuple[int, ...]]
+_Effect = tuple[bool, tuple[_State, ...], tuple[_State, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One collective of the step.
-
-    - `kind`: its name, such as "all-gather".
-    - `value`, `operation`: the number of the value that it moves, and of the operation that needs it.
-    - `times`: the number of times that one step runs the collective.
-    """
+    """A collective of the step, such as an "all-gather" of `value` for `operation`. A step runs it `times` times."""
 
     kind: str
     value: int
@@ -54,15 +54,11 @@ class Event:
 class AssignedLayout:
     """The shardings of a step under an axis assignment, and the collectives that they need.
 
-    An axis assignment is the logical axes that one mesh axis shards, in order of preference. A sub-dimension is a
-    factor of a dimension that a reshape splits.
-
-    - `assignment`: the numbers of logical axes that the mesh axis may shard, in order of preference.
     - `events`: the collectives.
     - `positions`: for each value, the index of its sharded sub-dimension among all its sub-dimensions; `WHOLE` for a
         replicated value.
     - `divided`: for each operation, whether the mesh axis divides its work.
-    - `used`: the numbers of the logical axes that are sharded.
+    - `used`: the logical axes that are sharded.
     - `unreduced`: the values that an operation leaves unreduced.
     """
 
@@ -77,12 +73,11 @@ class AssignedLayout:
 class _Labelled(NamedTuple):
     """An operation with a label for each sub-dimension of its operands and results, such as the letters of an `einsum`.
 
-    A sub-dimension is a factor of a dimension that a reshape splits. Sub-dimensions that must be sharded alike have
-    equal labels: the operation's Shardy sharding rule has the same factor for them. Equal operations of equal layers
-    compare equal.
+    Sub-dimensions that must be sharded alike have equal labels: the operation's Shardy sharding rule has the same
+    factor for them. Equal operations of equal layers compare equal.
 
     - `ins`, `outs`: the labels of each operand and each result; -1 for a dimension that cannot be sharded.
-    - `shardable`: pairs of a label that a mesh axis may shard, and the number of its logical axis.
+    - `shardable`: pairs of a label that a mesh axis may shard, and its logical axis.
     - `minor`: the labels of sub-dimensions that are not the major-most of their dimension.
     - `bytes`: the bytes of each operand; 0 for scalars and values made of constants.
     """
@@ -98,19 +93,13 @@ class _Labelled(NamedTuple):
 class Layouts:
     """A program with the logical axes of its dimensions. `under` shards it by any axis assignment.
 
-    A logical axis is one or several equivalence classes of dimensions, which must be sharded alike. A sub-dimension is
-    a factor of a dimension that a reshape splits. An axis assignment is the logical axes that one mesh axis shards, in
-    order of preference.
-
-    - `numbers`: the number of the logical axis of each equivalence class that a mesh axis may shard.
-    - `minor`: the numbers of logical axes that are a minor sub-dimension of some argument's dimension. Only an
-        assignment with one of them shards minor sub-dimensions. Then other mesh axes must shard the major ones
-        completely.
+    - `numbers`: the logical axis of each equivalence class of dimensions that a mesh axis may shard.
+    - `minor`: the logical axes that are a minor sub-dimension of some argument's dimension. Only an assignment with one
+        of them shards minor sub-dimensions. Then other mesh axes must shard the major ones completely.
     - `roots`: the equivalence classes of each dimension of each value.
-    - `flat`: for each value, a pair for each of its sub-dimensions: the number of its logical axis, and its index
-        within the dimension. The number is -1 if no mesh axis may shard it.
-    - `kind`, `labelled`: `labelled` has the distinct operations, with a label for each sub-dimension. `kind` has for
-        each operation its index in `labelled`.
+    - `flat`: for each sub-dimension of each value, its logical axis and its index within the dimension. The axis is -1
+        if no mesh axis may shard it.
+    - `labelled`, `kind`: the distinct operations with labels, and for each operation its index in `labelled`.
     """
 
     def __init__(self, classes: Classes, devices: int):
@@ -136,18 +125,14 @@ class Layouts:
         self.labelled = list(kinds)
 
     def under(self, assignment: Assignment) -> AssignedLayout:
-        """The shardings and collectives of the step under an axis assignment (the logical axes that one mesh axis
-        shards, in order of preference).
-        """
+        """The shardings and collectives of the step under an axis assignment."""
         return _Propagation(self, assignment).layout()
 
 
 def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
     """The operation `made` with a label for each sub-dimension of its operands and results.
 
-    A factor of the operation's Shardy sharding rule stands for dimensions that must be sharded alike. Such a dimension
-    may have several sub-dimensions (factors into which reshapes split it). Then each sub-dimension gets a label of its
-    own.
+    A dimension with several sub-dimensions gets several labels for one factor of the operation's Shardy sharding rule.
     """
     if made.name == "use":
         return _Labelled(made.name, (), (), (), frozenset(), ())
@@ -180,11 +165,7 @@ def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
 
 
 class _Propagation:
-    """Propagates shardings under one axis assignment through a program, operation by operation.
-
-    An axis assignment is the logical axes that one mesh axis shards, in order of preference. The sharding of a value is
-    the index of its sharded sub-dimension, or `WHOLE`, or `UNREDUCED`.
-    """
+    """Propagates shardings under one axis assignment through a program, operation by operation."""
 
     def __init__(self, layouts: Layouts, assignment: Assignment):
         self.layouts, self.assignment = layouts, assignment
@@ -211,10 +192,8 @@ class _Propagation:
         sets = frozenset(self.used), frozenset(self.unreduced)
         return AssignedLayout(self.assignment, tuple(self.events), tuple(self.positions), divided, *sets)
 
-    def preferred(self, value: int) -> int:
-        """The index of the sub-dimension of a value that the assignment prefers to shard, or `WHOLE` if it shards none
-        of them. `value` is the number of the value.
-        """
+    def preferred(self, value: int) -> _State:
+        """The index of the sub-dimension of a value that the assignment prefers to shard; `WHOLE` if it shards none."""
         flat = self.layouts.flat[value]
         for wanted in self.assignment:
             for position, (number, at) in enumerate(flat):
@@ -223,7 +202,7 @@ class _Propagation:
                     return position
         return WHOLE
 
-    def set(self, value: int, state: int) -> None:
+    def set(self, value: int, state: _State) -> None:
         self.state[value] = state
         if state == UNREDUCED:
             self.unreduced.add(value)
@@ -234,7 +213,6 @@ class _Propagation:
 
     def is_divided(self, number: int, made: Operation) -> bool:
         """Adds the collectives that the operands of operation `made` need, and sets the shardings of its results.
-        `number` is the number of the operation.
 
         Returns whether the mesh axis divides the operation's work.
         """
@@ -254,8 +232,7 @@ class _Propagation:
         return is_divided
 
     def hand_on(self, number: int, made: Operation) -> None:
-        """Reshards a loop-carried value. `made` is an operation that stands for the start or the end of the loop, and
-        `number` is its number.
+        """Reshards a loop-carried value at the operation `made`, which is the start or the end of a loop.
 
         At the start of the loop the value gets the sharding that the assignment prefers. At the end of the body it gets
         back the sharding from the start of the body.
@@ -267,11 +244,8 @@ class _Propagation:
         self.move(made.ins[0], wanted, made.times, number)
         self.set(made.outs[0], wanted)
 
-    def effect(self, made: _Labelled, states: tuple[int, ...]) -> _Effect:
-        """Whether the mesh axis divides an operation's work, and the shardings of its operands and results.
-
-        `made` is the operation. `states` are the shardings of its operands before it.
-        """
+    def effect(self, made: _Labelled, states: tuple[_State, ...]) -> _Effect:
+        """The effect of the operation `made` on operands with the shardings `states`."""
         if UNREDUCED in states and _stays_unreduced(made, states):
             return False, states, (UNREDUCED,) * len(made.outs)
         label = self.label(made, states)
@@ -280,12 +254,11 @@ class _Propagation:
         made_of = tuple(UNREDUCED if at == WHOLE and unreduced else at for at in outs)
         return label is not None, tuple(_position(labels, label) for labels in made.ins), made_of
 
-    def label(self, made: _Labelled, states: tuple[int, ...]) -> int | None:
-        """The label of operation `made` along which the mesh axis divides it; `None` if the mesh axis does not divide
-        it. Operands and results have equal labels where they must be sharded alike.
+    def label(self, made: _Labelled, states: tuple[_State, ...]) -> int | None:
+        """The label of `made` along which the mesh axis divides the operation; `None` if it is not divided.
 
-        The label belongs to the logical axis that the assignment prefers most. Among several such labels, it is the one
-        for which the fewest bytes of operands are resharded. `states` are the operands' shardings.
+        It is a label of the logical axis that the assignment prefers most. Of several such labels, it is the one for
+        which the fewest bytes of operands are resharded.
         """
 
         def moved(label: int) -> float:
@@ -295,8 +268,8 @@ class _Propagation:
         def is_worth_it(label: int) -> bool:
             """Whether to divide the operation along a label.
 
-            A matrix product or convolution is always divided. So is an operation whose result has the label. Another
-            operation reduces over the label. It is divided only if an operand is sharded along the label.
+            An operation whose result has the label is always divided, and so is a matrix product or a convolution.
+            Another operation reduces over the label. It is divided only if an operand is sharded along it.
             """
             if any(label in labels for labels in made.outs) or made.name in _PRODUCTS:
                 return True
@@ -309,7 +282,7 @@ class _Propagation:
         }
         return min(places, key=lambda label: (places[label], moved(label)), default=None)
 
-    def move(self, value: int, wanted: int, times: float, operation: int) -> None:
+    def move(self, value: int, wanted: _State, times: float, operation: int) -> None:
         state = self.state[value]
         if state in (wanted, WHOLE):
             return
@@ -322,11 +295,8 @@ class _Propagation:
             self.events.append(Event(_GATHER if wanted == WHOLE else _EXCHANGE, value, times, operation))
 
 
-def _stays_unreduced(made: _Labelled, states: tuple[int, ...]) -> bool:
-    """Whether an operation may read unreduced operands and return an unreduced result, since it is linear in them.
-
-    `made` is the operation. `states` are the shardings of its operands, with `UNREDUCED` for an unreduced one.
-    """
+def _stays_unreduced(made: _Labelled, states: tuple[_State, ...]) -> bool:
+    """Whether an operation may read unreduced operands and return an unreduced result: it is linear in them."""
     if made.name in _LINEAR:
         return all(state == UNREDUCED for state in states)
     others = [at for at, state in enumerate(states) if state != UNREDUCED]
@@ -349,11 +319,9 @@ _SETS = 9
 def assignments_of_rules(
     rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()
 ) -> dict[str, Assignment]:
-    """The axis assignment of each mesh axis under given rules: the logical axes that it shards, in the order of the
-    rules.
+    """The axis assignment of each mesh axis under given rules, in the order of the rules.
 
-    `classes` are the logical axes of the step. `never` are the numbers of logical axes that are not sharded, whatever
-    the rules say.
+    The logical axes `never` are not sharded, whatever the rules say.
     """
     known = {one.name: number for number, one in enumerate(classes.axes) if one.roots and number not in never}
     orders: dict[str, dict[int, None]] = {}
@@ -366,30 +334,19 @@ def assignments_of_rules(
 def seeds(
     layouts: Layouts, never: frozenset[int] = frozenset()
 ) -> tuple[list[tuple[Assignment, ...]], list[tuple[Assignment, ...]]]:
-    """Well-known sharding strategies, restricted to the logical axes that the step has.
+    """Well-known sharding strategies for the logical axes that the step has, without `never`: usual ones, and others.
 
-    The usual ones are data parallelism, fully sharded data parallelism, tensor parallelism, expert parallelism, and
-    pairs of these. The other ones shard sequences too. The rules of T5X, MaxText and Megatron are among them.
-
-    **Arguments:**
-
-    - `layouts`: the program of the step, with the logical axes of its dimensions.
-    - `never`: the numbers of logical axes that no strategy shards.
-
-    **Returns:**
-
-    The usual strategies, and the other ones. A strategy is a tuple with one axis assignment per mesh axis: the numbers
-    of the logical axes that it shards, in order of preference.
+    A strategy is one axis assignment per mesh axis. The usual ones are data parallelism, fully sharded data
+    parallelism, tensor parallelism, expert parallelism, and pairs of these. The others shard sequences too. The rules
+    of T5X, MaxText and Megatron are among them.
     """
     classes, free = layouts.classes, sorted({*layouts.numbers.values()} - never, reverse=True)
     known = {classes.axes[number].name: number for number in free}
 
     def strategies(*named: tuple[tuple[str, ...], ...]) -> list[tuple[Assignment, ...]]:
-        """Replaces logical names in strategies by the numbers of logical axes, and removes duplicates. A strategy has,
-        for each mesh axis, the names that it shards.
+        """Replaces the names in strategies by logical axes, and removes duplicates.
 
-        Names that the step lacks are left out. If the step has none of the names of a mesh axis, the whole strategy is
-        left out.
+        Names that the step lacks are left out. A strategy is left out if the step has no name of one of its mesh axes.
         """
         found = (tuple(tuple(dict.fromkeys(known[n] for n in one if n in known)) for one in each) for each in named)
         return list(dict.fromkeys(one for one in found if all(one)))
@@ -406,11 +363,9 @@ def seeds(
 
 
 def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[Assignment]:
-    """Yields the axis assignments to try, simple ones first. An assignment is the logical axes that one mesh axis
-    shards, in order of preference.
+    """Yields the axis assignments to try, simple ones first, without the logical axes `never`.
 
-    Each assignment concatenates one to three sets of logical axes that one mesh axis can shard together. `never` are
-    the numbers of logical axes that are not sharded.
+    Each assignment concatenates one to three sets of logical axes that one mesh axis can shard together.
     """
     weights = Counter[int]()
     for value, flat in zip(layouts.program.values, layouts.flat, strict=True):
@@ -429,11 +384,10 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
 
 
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
-    """The largest sets of logical axes that one mesh axis can shard together. No array has two axes of one set.
+    """The largest sets of logical axes that one mesh axis can shard together: no array has two axes of one set.
 
     The size of the mesh axis must divide the sizes of all logical axes in the set. So a logical axis with few factors
-    of 2 in its size limits the set. Smaller sets without such axes follow the largest ones. `numbers` are the numbers
-    of the logical axes.
+    of 2 in its size limits the set. Smaller sets without such axes follow the largest ones.
     """
     beside: dict[int, set[int]] = {}
     for flat in layouts.flat:

@@ -1,5 +1,6 @@
-"""Logical names for the dimensions of any step's arguments, derived from the step's operations and the arrays'
-paths.
+"""Logical names for the dimensions of any step's arguments, derived from the step's operations and the arrays' paths.
+
+A logical axis is the dimensions that must be sharded alike, and gets one name.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from ._program import batched
 
 
 def named_classes(traced: TracedStep) -> Classes:
-    """The logical axes of a step's arguments (dimensions that must be sharded alike), each with a name."""
+    """The logical axes of a step's arguments, each with a name."""
     classes = Classes(traced)
     _Namer(classes).name_all()
     classes.tie_names()
@@ -38,9 +39,7 @@ _SPATIAL = {1: ("sequence",), 2: ("height", "width"), 3: ("depth", "height", "wi
 
 
 class _Namer:
-    """Names each logical axis (dimensions that must be sharded alike) by the operations on it, then by the paths of its
-    arrays.
-    """
+    """Names each logical axis by the operations on it, then by the paths of its arrays."""
 
     def __init__(self, classes: Classes):
         self.classes = classes
@@ -62,11 +61,7 @@ class _Namer:
         self.by_path()
 
     def unnamed(self, mark: str | None = None) -> list[LogicalAxis]:
-        """The logical axes without a name.
-
-        With `mark`, only those with a dimension that certain operations have. "batched" stands for batch dimensions of
-        matrix products, for example; `Tied.marked` has all these words.
-        """
+        """The logical axes without a name; with `mark`, a word of `Tied.marked`, only those that have this mark."""
         found = [axis for axis in self.classes.live() if not axis.name]
         return [axis for axis in found if mark is None or self.is_marked(axis, mark)]
 
@@ -103,8 +98,7 @@ class _Namer:
                 axis.name = "key_words"
 
     def data(self) -> None:
-        """Names the dimensions of the data. The first is `batch`. The others are those of images (channels, height and
-        width), or a sequence and features.
+        """Names the dimensions of the data: `batch` first, then the dimensions of images, or a sequence and features.
 
         A dimension that a loop iterates over does not count, such as the layers of a key-value cache.
         """
@@ -130,17 +124,12 @@ class _Namer:
                 axis.name = "features"
 
     def data_dims(self, place: ArgumentDim) -> list[int]:
-        """The numbers of the dimensions of an array, without dimensions that a loop over layers iterates over.
-
-        `place` is any dimension of the array.
-        """
+        """The dimensions of the array of `place`, without dimensions that a loop over layers iterates over."""
         named = [{self.classes.of(root).name for root in roots} for roots in self.classes.dims[place.argument]]
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 
     def images(self) -> dict[LogicalAxis, str]:
-        """The names of the dimensions of images: channels and spatial dimensions. The dimension numbers of convolutions
-        show them.
-        """
+        """The names of the dimensions of images, channels and spatial ones, as convolutions number the dimensions."""
         classes = self.classes
         found = {classes.of(root): "channels" for root in classes.marked["channels"] if root in classes.of_root}
         for root, (at, count) in self.tied.spatial.items():
@@ -151,8 +140,8 @@ class _Namer:
     def looked_up(self) -> None:
         """Names the dimensions of tables from which entries are looked up.
 
-        The name is `vocab` if tokens of a sequence index them, and `classes` if labels do. For position embeddings it
-        is `positions`.
+        The name is `vocab` if tokens of a sequence index them, `classes` if labels do, and `positions` for position
+        embeddings.
         """
         found, vocabs = list[LogicalAxis](), set[int]()
         for axis in self.unnamed("looked_up"):
@@ -168,10 +157,10 @@ class _Namer:
             axis.name = "vocab" if axis.size in vocabs else "classes"
 
     def heads(self) -> None:
-        """Names the batch dimensions of matrix products.
+        """Names the batch dimensions of matrix products, and `head_dim`, the dimension after heads.
 
         A batch dimension is `experts` if one operand has only dimensions of weights. Otherwise it is `heads`, or
-        `kv_heads` and `query_groups` if query heads share keys. The dimension after heads is named `head_dim`.
+        `kv_heads` and `query_groups` if query heads share keys.
         """
         classes, of = self.classes, self.classes.of
         found = [axis for axis in self.unnamed("batched") if classes.in_model(axis)]
@@ -200,9 +189,7 @@ class _Namer:
                     after.name = "head_dim"
 
     def batches_of_weights(self) -> set[LogicalAxis]:
-        """The logical axes that are batch dimensions of matrix products with an operand that has only dimensions of the
-        model.
-        """
+        """The logical axes of batch dimensions in matrix products with an operand that has only model dimensions."""
         tied, own, found = self.tied, self.classes.own, set[LogicalAxis]()
         for made in tied.program.operations:
             over = batched(made)
@@ -227,8 +214,7 @@ class _Namer:
                     axis.name = "experts"
 
     def width(self) -> None:
-        """Names the dimension of each residual stream `embed`, if matrix products contract at least two arrays of the
-        model over it. A residual stream is an activation `x` in a sum `x + f(x)`.
+        """Names `embed` each dimension of a residual stream over which products contract several arrays of the model.
 
         A model with several towers has several residual streams.
         """
@@ -259,9 +245,7 @@ class _Namer:
                 axis.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
 
     def is_between_widths(self, axis: LogicalAxis) -> bool:
-        """Whether a logical axis is an inner dimension of a block, such as `mlp`. Then the model has matrices from its
-        width (`embed`) to this axis, and others back to its width.
-        """
+        """Whether a logical axis, such as `mlp`, is the inner dimension of a block whose width is `embed`."""
         places = [place for place in self.classes.in_model(axis) or axis.places if place.of == 1]
         wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}
         return len(wide) > 1 and self.is_marked(axis, "contracted")
@@ -385,9 +369,7 @@ def notes_of(classes: Classes) -> tuple[str, ...]:
 
 
 def names_trees(classes: Classes) -> tuple[PyTree, ...]:
-    """For each argument of the step, a tree of the same structure. Each array is replaced by the names of its
-    dimensions.
-    """
+    """For each argument of the step, the tree with each array replaced by the names of its dimensions."""
     found = iter(map(classes.names_of, range(len(classes.dims))))
     return tuple(
         jax.tree.unflatten(flat.treedef, [next(found) if shaped else None for shaped in flat.is_array])

@@ -1,7 +1,8 @@
 """Equivalence classes of the dimensions in a program: an operation makes two dimensions equivalent if it must see them
 sharded alike.
 
-The contracted dimensions of the two operands of a `dot_general` are an example.
+The contracted dimensions of the two operands of a `dot_general` are an example. A reshape may split a dimension into
+factors, its sub-dimensions: `heads * head_dim` into `heads` and `head_dim`. Each of these has a class of its own.
 """
 
 import math
@@ -12,12 +13,15 @@ from jax.extend.mlir.dialects import stablehlo
 from .._step import Operation, Program
 
 
-class UnionFind:
-    """A union-find over the dimensions of a program. Its sets are equivalence classes: dimensions that must be sharded
-    alike.
+# The number of an equivalence class of dimensions.
+Root = int
 
-    A node is a dimension, or a sub-dimension: a factor of a dimension that a reshape splits, such as `heads` of
-    `heads * head_dim`. A sub-dimension is a child of the node that is split.
+
+class UnionFind:
+    """A union-find over the dimensions of a program. Its sets are the equivalence classes.
+
+    A node is the number of a dimension or a sub-dimension. The children of a node are the sub-dimensions into which it
+    is split.
     """
 
     def __init__(self):
@@ -26,25 +30,21 @@ class UnionFind:
         self._children: dict[int, tuple[int, ...]] = {}
 
     def new(self, size: int) -> int:
-        """Adds a dimension of `size` elements. Returns the number by which the union-find knows it (its node)."""
+        """Adds a dimension of `size` elements. Returns its node."""
         self.sizes.append(size)
         self._parent.append(len(self._parent))
         return len(self._parent) - 1
 
     def find(self, node: int) -> int:
-        """The dimension that represents the equivalence class of the dimension `node`. Both are numbers that `new`
-        returned.
-        """
+        """The node that represents the equivalence class of `node`."""
         while self._parent[node] != node:
             self._parent[node] = self._parent[self._parent[node]]
             node = self._parent[node]
         return node
 
-    def roots(self, node: int) -> list[int]:
-        """The equivalence classes of the dimension `node`, as numbers. A dimension of size 1 has none.
-
-        A dimension that a reshape splits has one class for each of the factors, major-most first. Any other dimension
-        has one class.
+    def roots(self, node: int) -> list[Root]:
+        """The classes of the sub-dimensions of `node`, major-most first: one if it is unsplit, none if its size
+        is 1.
         """
         node = self.find(node)
         if node in self._children:
@@ -52,12 +52,11 @@ class UnionFind:
         return [node] if self.sizes[node] > 1 else []
 
     def align(self, left: Sequence[int], right: Sequence[int]) -> None:
-        """Merges the classes of the dimensions of an array before and after a reshape.
+        """Merges the classes of the dimensions of an array before a reshape, `left`, and after it, `right`.
 
-        `left` and `right` are the nodes of the dimensions before and after. If two dimensions have different sizes, the
-        larger one is split into two factors. If neither size divides the other, merging stops.
-
-        For the shapes (12,) and (4, 3): the 12 is split into 4 and 3, and these are merged with the two new dimensions.
+        If two dimensions have different sizes, the larger one is split. For the shapes (12,) and (4, 3), the 12 is
+        split into 4 and 3, and these are merged with the two new dimensions. If neither size divides the other, merging
+        stops.
         """
         ours, theirs = list(reversed(left)), list(reversed(right))
         while ours and theirs:
@@ -78,10 +77,10 @@ class UnionFind:
                 return
 
     def _opened(self, stack: list[int], node: int, other: int) -> bool:
-        """Replaces `node`, the last one of `stack`, by the two factors into which a reshape splits it (its children).
+        """Replaces `node`, the last one of `stack`, by its children. Returns whether it has any.
 
-        A node without children is split first, if the size of node `other` divides its size. For the sizes 12 and 4:
-        the children have the sizes 4 and 3. Returns whether the node was replaced.
+        A node without children is split first, if the size of `other` divides its size: 12 into 4 and 3 if `other` has
+        size 4.
         """
         size, least = self.sizes[node], self.sizes[other]
         if node not in self._children and size > least and size % least == 0:
@@ -99,12 +98,12 @@ _MARKS = "scanned looked_up tokens batched contracted sliced chosen channels win
 
 
 class Tied:
-    """A program and the equivalence classes of its dimensions. The dimensions of one class must be sharded alike.
+    """A program and the equivalence classes of its dimensions.
 
     Two dimensions are equivalent if they have the same factor in the Shardy sharding rule of some operation.
 
-    - `roots`: the classes of each dimension of each value, as numbers, major-most first.
-    - `sizes`: the size of each class, by its number.
+    - `roots`: the classes of each dimension of each value, major-most first.
+    - `sizes`: the size of each class.
     - `marked`: for each of these words, a set of classes. Loops iterate over "scanned" classes. Gathers look up entries
         along "looked_up" classes, and along "tokens" classes if the indices are sequences. "batched" and "contracted"
         classes are dimensions of matrix products. Slices keep a range of "sliced" classes. Top-k runs along "chosen"
@@ -133,22 +132,15 @@ class Tied:
         self.marked = {kind: {root for node in found for root in roots(node)} for kind, found in self.marks.items()}
         self.spatial = {root: place for node, place in self.slid.items() for root in roots(node)[:1]}
 
-    def roots_of(self, value: int) -> set[int]:
-        """The equivalence classes (dimensions that must be sharded alike) of all dimensions of a value. The value and
-        the classes are given by number.
-        """
+    def roots_of(self, value: int) -> set[Root]:
+        """The classes of all dimensions of a value."""
         return {root for roots in self.roots[value] for root in roots}
 
 
 def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
-    """Whether no mesh axis can shard a dimension of an operation, because the operation needs all its elements or reads
-    only some of them.
+    """Whether no mesh axis can shard a dimension, because the operation `made` needs all its elements or skips some.
 
-    **Arguments:**
-
-    - `made`: the operation.
-    - `dim`: the factors of the dimension in the operation's Shardy sharding rule.
-    - `size`: the size of the dimension.
+    `dim` are the factors of the dimension in the operation's Shardy sharding rule, and `size` is its size.
     """
     factors = made.factors
     short = math.prod(factors.sizes[factor] for factor in dim) != size
@@ -157,11 +149,7 @@ def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
 
 
 def _tie(found: Tied, made: Operation) -> dict[object, int]:
-    """Merges the equivalence classes of dimensions that have the same factor in the Shardy sharding rule of operation
-    `made`. The classes in `found` are changed.
-
-    Returns, for each factor, its node of the union-find.
-    """
+    """Merges the classes of dimensions that have one factor in the sharding rule of `made`. Returns a factor's node."""
     sizes, union = made.factors.sizes, found.union
     first: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []
@@ -184,9 +172,7 @@ def _tie(found: Tied, made: Operation) -> dict[object, int]:
 
 
 def batched(made: Operation) -> tuple[int, ...]:
-    """The factors of an operation's Shardy sharding rule that are batch dimensions of a `dot_general` or groups of a
-    `ragged_dot`. Other operations have none.
-    """
+    """The factors of the batch dimensions of a `dot_general`, or of the groups of a `ragged_dot`; else none."""
     if made.name == "ragged_dot":
         return tuple(factor for dim in made.factors.ins[2] for factor in dim)
     if made.name != "dot_general":

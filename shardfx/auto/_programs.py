@@ -45,8 +45,7 @@ from ._core import CostModel
 class _ProgramCosts:
     """The traffic, the work and the memory of one device's program.
 
-    `held` has two numbers of bytes: the memory if the step donates its own arguments, and the memory if it donates all
-    arguments that it can.
+    `held` has two numbers of bytes: if the step donates its own arguments, and if it donates all arguments that it can.
     """
 
     sent: Traffic
@@ -59,18 +58,12 @@ _UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 
 
 def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, model: CostModel) -> Candidate:
-    """The candidate with the traffic of its program, and an estimate of the seconds of one step.
+    """The candidate with the traffic and work of its program, and an estimate of the seconds of one step.
 
     Computation takes the longer of two times: the floating-point operations at the peak rate, and the memory traffic at
     the memory's bandwidth. If a compiled program reports its cycles, they give the time instead. Communication takes
     [`shardfx.cost.seconds`][], and some microseconds per collective. Collectives of parameters and gradients overlap
     with a part of the computation; collectives of activations do not.
-
-    **Arguments:**
-
-    - `one`: the candidate.
-    - `sent`, `work`: the traffic of its program, and the operations and memory traffic of one device.
-    - `chip`, `model`: the chip of its devices, and the assumptions of the estimate.
     """
     per_device = model.compute / chip.devices_per_chip
     compute = max(
@@ -95,15 +88,7 @@ def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, mod
 
 
 class LoweredStep:
-    """A step that is traced and lowered once, to be partitioned by XLA for many candidates (meshes with rules).
-
-    **Arguments:**
-
-    - `step`: the step to search for.
-    - `traced`: the traced step.
-    - `chip`: the chip of the devices.
-    - `model`: the assumptions of the time estimate.
-    """
+    """A step that is traced and lowered once, to be partitioned by XLA for many candidates."""
 
     def __init__(self, step: Callable[..., object], traced: TracedStep, chip: chips.Chip, model: CostModel):
         self.step, self.args, self.words = step, traced.structs, traced.words
@@ -124,16 +109,13 @@ class LoweredStep:
 
     @ft.cached_property
     def donatable(self) -> tuple[int, ...]:
-        """The numbers of the arguments that the step could donate. They are the arguments that it donates, and those
-        for which it returns an updated value.
-        """
+        """The numbers of the arguments that the step donates, or for which it returns an updated value."""
         return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
 
     def states(self, classes: Classes) -> tuple[int, ...]:
         """The numbers of the arguments that are an optimizer's state.
 
         The arrays of such an argument have only dimensions of the model, and the step returns an updated value for it.
-        `classes` has the logical axes of the step's arguments.
         """
         members = {classes.traced.arrays[argument].which for argument in classes.model} - {classes.main}
         return tuple(sorted(members & {which for which, _ in self.results if which is not None}))
@@ -141,14 +123,8 @@ class LoweredStep:
     def partitioned(self, one: Candidate, *, constrained: bool = False) -> Candidate:
         """The candidate `one` with the estimated time, the traffic and the memory of its partitioned program.
 
-        **Arguments:**
-
-        - `one`: the candidate.
-        - `constrained`: whether `constrain_step` constrains the step's intermediate values.
-
-        **Raises:**
-
-        `ProgramError` if XLA refuses the program.
+        With `constrained`, `constrain_step` constrains the step's intermediate values. Raises `ProgramError` if XLA
+        refuses the program.
         """
         step, changed = self.plain, constrain_step(self.step, one.mesh, one.rules) if constrained else None
         if changed is not None:
@@ -165,9 +141,7 @@ class LoweredStep:
         )
 
     def _extrapolated(self, step: Step, one: Candidate) -> _ProgramCosts:
-        """The traffic, work and memory of the candidate `one` on a large mesh. They are extrapolated from the programs
-        into which XLA partitions `step` for smaller meshes.
-        """
+        """The costs of the candidate `one` on a large mesh, from the programs that XLA makes for smaller meshes."""
         read: dict[tuple[int, ...], _ProgramCosts] = {}
 
         def rows_on(mesh: MeshSpec) -> Sequence[TrafficRow]:
@@ -189,9 +163,7 @@ class LoweredStep:
         return _ProgramCosts(sent, dataclasses.replace(read[sizes].work, flops=flops, bytes=moved), (held[0], held[1]))
 
     def _read(self, step: Step, one: Candidate, mesh: MeshSpec) -> _ProgramCosts:
-        """The traffic, work and memory of the program into which XLA partitions `step` for `mesh`. `one` is the
-        candidate, whose plans shard the arguments.
-        """
+        """The costs of the program into which XLA partitions `step` for `mesh`, with arguments sharded as in `one`."""
         arguments, results = step.parameters
         dims = [[tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves] for plan in one.plans]
         out = [[None] * count if which is None else dims[which] for which, count in self.results]
@@ -214,19 +186,11 @@ class LoweredStep:
 
 
 def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
-    """Pairs each result of a step with the argument of the same structure, shapes and dtypes, such as updated
-    parameters with the parameters. Such a result gets the shardings of its argument.
+    """Pairs each result of a step with the argument of its structure, shapes and dtypes, whose shardings it gets.
 
-    **Arguments:**
-
-    - `args`: the arguments as trees of `jax.ShapeDtypeStruct`s.
-    - `made`: the results as such trees.
-
-    **Returns:**
-
-    For each element of a tuple of results, or for the only result, the index of its argument and the count of its
-    arrays. The index of the argument is `None` if no argument has its structure. Several results of one structure get
-    different arguments.
+    Returns, for each element of a tuple of results or for the only result, the index of its argument and the count of
+    its arrays. The index is `None` if no argument has its structure. Several results of one structure get different
+    arguments.
     """
 
     def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
@@ -247,21 +211,17 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
 def _filled(dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]) -> list[Dims | None]:
     """The mesh axes of each dimension of each array, with `()` for trailing dimensions that a spec leaves out.
 
-    **Arguments:**
-
-    - `dims`: for each argument and each of its arrays, the mesh axes of each dimension; `None` if the compiler may
-        choose the sharding.
-    - `own`: the arrays, in the same order.
+    `dims` has the axes for each argument and each of its arrays; `None` if the compiler may choose the sharding. `own`
+    are the arrays in the same order.
     """
     pairs = zip(itertools.chain(*dims), own, strict=True)
     return [None if dim is None else (*dim, *[()] * (len(one.shape) - len(dim))) for dim, one in pairs]
 
 
 def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
-    """The candidate `one` under ZeRO-1: the mesh axes of the data shard the optimizer's state too. The result is `None`
-    if they cannot shard it further.
+    """The candidate under ZeRO-1: the mesh axes of the data also shard the arguments `states`, the optimizer's state.
 
-    `states` are the numbers of the arguments that are the optimizer's state.
+    The result is `None` if they cannot shard it further.
     """
     axes = tuple(axis for axis, names in one.assignments if names[0] == "batch")
     if not states or not axes or one.state_over:
@@ -285,17 +245,10 @@ _ROUNDS, _STEPS = 3, 3
 def measured(
     lowered: LoweredStep, ones: Sequence[Candidate], devices: Sequence[object], tell: Tell, *, runs: bool
 ) -> list[Candidate]:
-    """The candidates with the traffic, the memory and the time of their compiled programs. Candidates that fit in
-    memory come first, the fastest first.
+    """The candidates with the traffic, memory and time of their programs, compiled for `devices`.
 
-    **Arguments:**
-
-    - `lowered`: the step, lowered.
-    - `ones`: the candidates.
-    - `devices`: the devices to compile for.
-    - `tell`: receives a line of text for each candidate.
-    - `runs`: whether candidates that fit also run on the devices, in turn, and get the median seconds of their steps.
-        Then candidates that do not fit are left out, unless none fits.
+    Candidates that fit in memory come first, the fastest first. With `runs`, candidates that fit also run on the
+    devices, in turn, and get the median seconds of their steps; the others are left out, unless none fits.
     """
     looked: list[tuple[Candidate, Any]] = []
     for number, one in enumerate(ones, start=1):
@@ -324,9 +277,7 @@ def measured(
 def _ran(
     lowered: LoweredStep, kept: Sequence[tuple[Candidate, Any]], devices: Sequence[object], tell: Tell
 ) -> list[Candidate]:
-    """Runs the compiled candidates `kept` in turn. Returns them with the median seconds of their steps, the fastest
-    first.
-    """
+    """Runs the compiled candidates `kept` in turn. Returns them with the median seconds of a step, fastest first."""
     taken: list[list[float]] = [[] for _ in kept]
     order = list(range(len(kept)))
     for turn in range(_ROUNDS):
@@ -346,12 +297,6 @@ def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | Non
     """The devices to compile for: `given`, if it is not `None`, else JAX's own.
 
     Under `verify="compile"`, the devices of a slice that the caller named come before JAX's own. They need libtpu.
-
-    **Arguments:**
-
-    - `verify`: the argument `verify` of [`shardfx.auto.search`][].
-    - `asked`: the devices of the search, with the name of the slice.
-    - `given`: JAX's devices, if the caller gave them.
     """
     count, target = asked.total, asked.target
     if given is not None:
@@ -378,9 +323,7 @@ def jitted(lowered: LoweredStep, one: Candidate, plans: Sequence[ShardPlan]) -> 
 
 
 def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, program: Any) -> list[float]:
-    """The seconds of several runs of `program`, the compiled program of the candidate `one`. Each run gets new arrays
-    for `args`.
-    """
+    """The seconds of several runs of `program`, the compiled program of `one`. Each run gets new arrays for `args`."""
     plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
     taken = []
     for turn in range(_STEPS + 1):
@@ -394,9 +337,7 @@ def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, pr
 
 
 def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
-    """The argument `arg` with new arrays in the place of its `jax.ShapeDtypeStruct`s, each sharded by the plan. Each
-    array is filled with a constant.
-    """
+    """The argument `arg` with arrays of a constant in the place of its `jax.ShapeDtypeStruct`s, sharded by the plan."""
     structs, rest = eqx.partition(arg, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
     make = filter_jit(lambda: jax.tree.map(_value, structs), out_shardings=plan)
     return eqx.combine(make(), rest)

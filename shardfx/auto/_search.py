@@ -32,8 +32,8 @@ _CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
 # These numbers are not measured by each search, so that two hosts partition the same candidates.
 _EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
 _THREADS = 2
-# The number of candidates by estimate that join the well-known ones; the number of programs that are reserved for other
-# mesh axis sizes; the number of best candidates for which other sizes are tried.
+# The number of candidates by estimate that join the well-known ones; of programs reserved for other mesh axis sizes; of
+# best candidates for which other sizes are tried.
 _DRAWN, _NEAR, _BEST = 12, 8, 3
 # A constrained step must be this much faster to be preferred.
 _WORTH = 0.99
@@ -58,12 +58,11 @@ def search(
 ) -> tuple[Candidate, ...]:
     """Finds the fastest meshes and rules for a step that fit in memory.
 
-    The search names the step's dimensions as [`shardfx.auto.name_axes`][] does. A mesh axis has an axis assignment: the
-    logical names that it shards, in order of preference. The search propagates many assignments through the step, and
-    a compiled function estimates the time and memory of all meshes of up to four assignments. Then XLA partitions the
-    step for the best meshes and for well-known strategies such as data and tensor parallelism. The best few are also
-    partitioned with intermediate values constrained by [`shardfx.auto.constrain_step`][], and the faster program is
-    kept. All numbers of a candidate are those of its program.
+    The search names the step's dimensions as [`shardfx.auto.name_axes`][] does, and estimates the time and memory of
+    all meshes of up to four axes. Then XLA partitions the step for the best meshes and for well-known strategies such
+    as data and tensor parallelism. The best few are also partitioned with intermediate values constrained by
+    [`shardfx.auto.constrain_step`][], and the faster program is kept. All numbers of a candidate are those of its
+    program.
 
     **Arguments:**
 
@@ -152,11 +151,7 @@ def opened(
     also: Sequence[AxisRules],
     tell: Tell,
 ) -> tuple[Space, LoweredStep]:
-    """The search space of a step, and the step lowered for XLA to partition.
-
-    `asked` are the devices of the search. The other arguments are those of [`shardfx.auto.search`][]; `tell` is its
-    `progress`.
-    """
+    """The search space of a step on the devices `asked`, and the step lowered for XLA to partition."""
     if asked.total == 1:
         raise MeshError("one device needs no plan: `search` chooses how several share the work.")
     require_arrays(args)
@@ -167,17 +162,10 @@ def opened(
 
 
 def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
-    """The candidates of a search with the numbers of their partitioned programs. The second result is the titles of the
-    candidates that come from usual strategies or from the caller's rules.
+    """The candidates of a search, at least `keep`, with the numbers of their programs; and the titles of usual ones.
 
-    Candidates that fit in memory come first, the fastest first.
-
-    **Arguments:**
-
-    - `space`: the search space.
-    - `lowered`: the step, lowered for XLA to partition.
-    - `keep`: the least number of candidates to try.
-    - `tell`: receives a line of text for each program.
+    Candidates that fit in memory come first, the fastest first. The usual ones come from usual strategies or from the
+    caller's rules.
     """
     most, constrained = _counts(len(bytecode(lowered.plain.module(lowered.platform))), space.devices)
     drawn = fastest(space, max(keep, min(_DRAWN, most)))
@@ -189,9 +177,7 @@ def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> 
     refused: dict[Candidate, ProgramError] = {}
 
     def has_room(one: Candidate) -> bool:
-        """Whether the shards of the arguments fit in the memory of a device. If they do not, XLA need not partition the
-        step.
-        """
+        """Whether the shards of the arguments fit in a device's memory. If not, XLA need not partition the step."""
         return sum(plan.bytes_per_device for plan in (zero_1(one, states) or one).plans) <= one.limit_bytes
 
     def partitioned(one: Candidate) -> Candidate | ProgramError:
@@ -247,7 +233,7 @@ def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> 
 def _counts(size: int, devices: int) -> tuple[int, int]:
     """The number of programs that a search partitions: without constraints on intermediate values, and with them.
 
-    `size` is the number of bytes of the step's StableHLO. `devices` is the number of devices.
+    `size` is the number of bytes of the step's StableHLO.
     """
     # Larger meshes are extrapolated from three smaller ones.
     each = _EACH + size * _BYTE + devices * _DEVICE
@@ -261,7 +247,7 @@ def _counts(size: int, devices: int) -> tuple[int, int]:
 
 
 def _better(lowered: LoweredStep, one: Candidate) -> Candidate:
-    """The candidate `one`, or the same candidate with the intermediate values of its step constrained.
+    """The candidate `one`, or the same with the step's intermediate values constrained.
 
     Constraints must make the step faster by a hundredth, or make it fit in memory.
     """
@@ -276,9 +262,7 @@ def _better(lowered: LoweredStep, one: Candidate) -> Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class FrontierPoint:
-    """A candidate of a [`shardfx.auto.Frontier`][]. No other candidate for the same devices and batch size beats it in
-    both time and memory.
-    """
+    """A candidate that no other candidate for the same devices and batch size beats in both time and memory."""
 
     __module__ = "shardfx.auto"
 
@@ -298,18 +282,14 @@ class FrontierPoint:
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """The points that [`shardfx.auto.frontier`][] found, sorted by devices, batch size and seconds. `str(...)` is a
-    table of them.
-    """
+    """The points that [`shardfx.auto.frontier`][] found, by devices, batch size and seconds. `str(...)` is a table."""
 
     __module__ = "shardfx.auto"
 
     points: tuple[FrontierPoint, ...]
 
     def of(self, devices: int, batch: int) -> tuple[FrontierPoint, ...]:
-        """The points for `devices` devices and the batch size `batch`. The fastest comes first; each next one is slower
-        and takes less memory.
-        """
+        """The points for these numbers of devices and examples, the fastest first; each next one takes less memory."""
         return tuple(point for point in self.points if (point.devices, point.batch) == (devices, batch))
 
     def fastest(self) -> tuple[FrontierPoint, ...]:
@@ -343,8 +323,7 @@ def frontier(
 ) -> Frontier:
     """The time and memory of a step's best candidates, for several numbers of devices and batch sizes.
 
-    Each pair of a batch size and a number of devices is searched as by [`shardfx.auto.search`][]. A point of the
-    frontier is a candidate that no other candidate of the pair beats in both time and memory.
+    Each pair of a batch size and a number of devices is searched as by [`shardfx.auto.search`][].
 
     **Arguments:**
 
@@ -406,9 +385,7 @@ def frontier(
 
 
 def _resized(args: Sequence[PyTree], names: Sequence[PyTree], size: int) -> list[PyTree]:
-    """The arguments of a step with size `size` in each dimension named "batch". `names` are trees with the logical
-    names of the arguments' dimensions.
-    """
+    """The arguments of a step with `size` elements in each dimension that `names` call "batch"."""
     found = False
 
     def resized(leaf: object, called: tuple[object, ...] | None) -> object:

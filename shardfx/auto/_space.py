@@ -79,15 +79,12 @@ class Limits:
 class Space:
     """The search space of a step: the axis assignments within the user's limits, with the step's cost terms.
 
-    An axis assignment is the logical axes that one mesh axis shards, in order of preference. A cost term is a sum of
-    work, bytes or traffic that the same assignments divide.
+    An axis assignment is the logical axes that one mesh axis shards. A strategy is a tuple of numbers of assignments,
+    one per mesh axis.
 
-    - `classes`: the logical axes of the step.
     - `args`: the arguments of the step as `jax.ShapeDtypeStruct`s without shardings.
-    - `made`: for each axis assignment, the shardings and collectives of the step under it. A number of an assignment is
-        an index of this list.
-    - `usual`: the rules of the caller and the usual strategies, each a tuple of numbers of assignments.
-    - `known`: other well-known strategies, in the same form.
+    - `made`: for each axis assignment, by its number, the shardings and collectives of the step under it.
+    - `usual`, `known`: the caller's rules with the usual strategies; other well-known strategies.
     - `terms`: the cost terms of the step.
     - `limit_bytes`: the memory that the step may take on one device.
     """
@@ -103,9 +100,7 @@ class Space:
 
         @ft.lru_cache(maxsize=2 * _ASSIGNMENTS)
         def number(assignment: Assignment) -> int | None:
-            """The number of an axis assignment, which it gets on first use. An assignment that shards nothing has
-            `None`.
-            """
+            """The number of an axis assignment, which it gets on first use; `None` for one that shards nothing."""
             made = self.layouts.under(assignment)
             if not made.used:
                 return None
@@ -114,8 +109,7 @@ class Space:
             return found
 
         def numbered(strategies: Iterable[Iterable[Assignment]]) -> list[tuple[int, ...]]:
-            """The distinct strategies, each as the sorted indices of its axis assignments. Assignments that shard
-            nothing are left out.
+            """The distinct strategies as sorted numbers of axis assignments, without assignments that shard nothing.
 
             A strategy is left out if it has no assignment, more than four, or the same one twice.
             """
@@ -139,25 +133,18 @@ class Space:
         self.terms = _limited(self) if self.made else {}
 
     def machine(self, limit: int | float = math.inf) -> Numbers:
-        """The rates of one device of the search: its operations and bytes per second, and the seconds of a collective.
-        The device has at most `limit` bytes of memory.
-        """
+        """The rates of one device of the search, which has at most `limit` bytes of memory."""
         return rates_of(self.hardware.chip, self.devices, MODEL, float(limit), self.hardware.extents)
 
     def names_of(self, layout: AssignedLayout) -> tuple[str, ...]:
-        """The logical names that one mesh axis shards, in its order of preference. `layout` is the step's sharding over
-        this mesh axis.
-        """
+        """The logical names that one mesh axis shards under `layout`, in its order of preference."""
         return tuple(self.classes.axes[number].name for number in layout.assignment if number in layout.used)
 
 
 def fastest(space: Space, keep: int) -> list[Candidate]:
-    """The candidates with the least estimated time that fit in memory, the fastest first. If none fits, they are those
-    with the least memory. `keep` is the largest number of them.
+    """The `keep` candidates with the least estimated time that fit in memory, or else with the least memory.
 
-    **Raises:**
-
-    `SpecError` if no mesh within the limits divides the step's dimensions.
+    Raises `SpecError` if no mesh within the limits divides the step's dimensions.
     """
     made = list(various(space, _found(space, space.limit_bytes), keep))
     if not made:
@@ -177,14 +164,7 @@ def _found(space: Space, limit: int | float = math.inf) -> list[Estimate]:
 
 def by_hand(space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0) -> Iterator[Candidate]:
     """Yields one candidate for each strategy, with the mesh axis sizes that have the least estimated time. Sizes that
-    fit in memory come first.
-
-    **Arguments:**
-
-    - `space`: the search space.
-    - `strategies`: tuples of numbers of axis assignments, one per mesh axis. An assignment is the logical names that
-        the mesh axis shards, in order of preference.
-    - `place`: 0 for the best sizes of each strategy, 1 for the second best.
+    fit in memory come first. `place` is 0 for the best sizes of each strategy, 1 for the second best.
     """
     for strategy in strategies:
         ranked = sorted(
@@ -227,8 +207,8 @@ def _limited(space: Space) -> CostTerms:
                 "`never`, or do not want it."
             )
         terms["least"][used.index(number)] = wanted[name]
-    # A required mesh axis is one more row. Its assignments are those with its name. The row has size 0 for an axis
-    # of any size, since every number divides 0.
+    # A required mesh axis is one more row, with the assignments of its name. An axis of any size has size 0 in the row,
+    # since every number divides 0.
     called = [axis_name(space.names_of(layout)) for layout in space.made]
     for name, size in limits.wanted_axes:
         if name not in called:
@@ -265,7 +245,7 @@ def _culprits(space: Space) -> str:
             loosened.append((text, dataclasses.replace(limits, **{field.name: left})))
 
     def has_any(other: Limits) -> bool:
-        """Whether some mesh of the devices exists within the limits `other`, however much memory it takes."""
+        """Whether a mesh of the devices exists within the limits `other`, however much memory it takes."""
         try:
             return bool(_found(Space(space.classes, space.hardware, other)))
         except (SpecError, RuleError):
@@ -279,11 +259,9 @@ def _culprits(space: Space) -> str:
 
 
 def _estimates(space: Space, strategy: tuple[int, ...], sizes: np.ndarray) -> list[Estimate]:
-    """The estimates of a strategy for each tuple of mesh axis sizes that divides its dimensions. `sizes` has the
-    tuples.
+    """The estimates of a strategy for each tuple in `sizes`, mesh axis sizes, that divides its dimensions.
 
-    `strategy` has for each mesh axis the number of its axis assignment: the logical axes that it shards. The mesh axis
-    that spans the slices is the first one whose size the number of slices divides.
+    The mesh axis that spans the slices is the first one whose size the number of slices divides.
     """
     can = sizes % space.slices == 0
     sizes, first = sizes[can.any(axis=1)], can[can.any(axis=1)].argmax(axis=1)
@@ -294,17 +272,13 @@ def _estimates(space: Space, strategy: tuple[int, ...], sizes: np.ndarray) -> li
 
 
 def various(space: Space, found: Iterable[Estimate], keep: int) -> Iterator[Candidate]:
-    """Yields the first `keep` candidates that differ in their plans, from the estimates `found`. An estimate is skipped
-    if no rules express it.
-    """
+    """Yields the first `keep` candidates that differ in their plans. An estimate that no rules express is skipped."""
     made = (_candidate(space, one) for one in found)
     return itertools.islice(without_twins(one for one in made if one is not None), keep)
 
 
 def _agrees(space: Space, one: Estimate, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
-    """Whether plans made by rules shard the arguments of the step as the estimate `one` assumes. `axes` are the mesh
-    axes of the estimate, in order.
-    """
+    """Whether plans made by rules shard the step's arguments as an estimate with the mesh axes `axes` assumes."""
     specs = [leaf.spec for made in plans for leaf in made.leaves]
     for value, spec in zip(space.layouts.program.arguments, specs, strict=True):
         dims = [dim for dim, roots in enumerate(space.layouts.roots[value]) for _ in roots]
@@ -319,9 +293,7 @@ def _agrees(space: Space, one: Estimate, plans: Sequence[ShardPlan], axes: tuple
 
 
 def _candidate(space: Space, one: Estimate) -> Candidate | None:
-    """The candidate of an estimate, with plans and rules. The result is `None` if no rules shard the arguments as the
-    estimate assumes.
-    """
+    """The candidate of an estimate, with plans and rules; `None` if no rules shard the arguments as it assumes."""
     orders = [space.names_of(space.made[number]) for number in one.assignments]
     built = mesh_and_rules(orders, one, (logical.name for logical in space.classes.live()))
     if built is None:
