@@ -155,8 +155,7 @@ BoxFactors = tuple[tuple[int, tuple[BoxFactor, ...]], ...]
 
 
 class StridedCopy(NamedTuple):
-    """A piece without the names of its arrays and without its positions in them: a strided copy from one box to
-    another.
+    """A strided copy from one box to another: a piece without the names of its arrays and its positions in them.
 
     Pieces with equal strided copies run the same compiled program.
 

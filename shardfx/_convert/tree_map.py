@@ -235,9 +235,7 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
 def bound_before(
     map: TreeMap, source: tuple[tuple[str, Struct], ...], target: tuple[tuple[str, Struct], ...]
 ) -> Mapping[str, Made]:
-    """The result of `bound`, from a cache of the last few calls. The leaves come as tuples, so that they can be
-    hashed.
-    """
+    """The result of `bound`, from a cache of the last few calls. The leaves are tuples, which can be hashed."""
     return bound(map, dict(source), dict(target))
 
 

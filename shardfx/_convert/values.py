@@ -52,10 +52,7 @@ def strided(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]
 
 
 def as_bits(view: np.ndarray) -> np.ndarray:
-    """A view of an array as integers if its dtype is not NumPy's own, such as bfloat16. Otherwise the array.
-
-    NumPy copies arrays of such dtypes element by element, but integers fast.
-    """
+    """The array, or a view of it as integers if its dtype is not NumPy's own: NumPy copies those element by element."""
     kind = _BITS.get(view.dtype.itemsize)
     return view if kind is None or view.dtype.isbuiltin == 1 else view.view(kind)
 
@@ -179,10 +176,7 @@ def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
 
 
 def scale_box(box: Box, scale: Scale) -> Box:
-    """The box of the array of scales that has the scales of all elements in `box`.
-
-    With blocks of 128 elements, the elements 100 to 300 have the scales 0 to 3.
-    """
+    """The box of the scales of all elements in `box`. With blocks of 128, ((100, 300),) gives ((0, 3),)."""
     return tuple((low // each, -(-high // each)) for (low, high), each in zip(box, scale.block, strict=True))
 
 

@@ -244,9 +244,7 @@ def _text(error: BaseException) -> str:
 
 
 def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
-    """A line of text for each array, with its path, dtype, shape and sharding. Processes with the same arrays have
-    equal lines.
-    """
+    """A line of text for each array, with its path, dtype, shape and sharding, for the processes to compare."""
     lines = []
     for path, value in leaves:
         # A value that is complete on every process may be on other devices on each.

@@ -120,9 +120,7 @@ def _nbytes(shape: tuple[int, ...], dtype: object) -> int | None:
 
 @ft.lru_cache(maxsize=256)
 def may_change(stored: Any, to: Any) -> bool:
-    """Whether a cast from dtype `stored` to dtype `to` may change a value, apart from rounding between floating-point
-    dtypes.
-    """
+    """Whether a cast from `stored` to `to` may change a value, apart from rounding between floating-point dtypes."""
     if jnp.issubdtype(stored, jnp.integer):
         least, most = int(jnp.iinfo(stored).min), int(jnp.iinfo(stored).max)
         if jnp.issubdtype(to, jnp.integer):

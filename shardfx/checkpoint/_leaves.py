@@ -143,9 +143,7 @@ class Output:
 
 
 def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Iterator[BoxValues]:
-    """Yields the boxes of a mapped array that this process writes. `sources` has the arrays that it is made of, by
-    path.
-    """
+    """Yields the boxes of a mapped array that this process writes. `sources` are the map's source arrays by path."""
     for piece in made.pieces:
         if piece.value.path is None:
             for part in dense(piece) if is_first else ():

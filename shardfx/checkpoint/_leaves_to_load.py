@@ -108,9 +108,7 @@ def _require_all_read(index: Index, target: Target) -> None:
 
 
 def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[LeafToLoad]:
-    """The leaves of `target`, each with the stored arrays from which the map makes it. `dtype` is the argument of
-    `load`.
-    """
+    """The leaves of `target`, each with the stored arrays from which the map makes it. `dtype` is that of `load`."""
     source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
     # The dtype of a leaf is decided below, by the rules of all loading.
     leaves = {path: Struct(tuple(leaf.shape), leaf.dtype if dtype is None else None) for path, leaf in target.arrays}
@@ -124,9 +122,9 @@ def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[L
 
 
 def _numbers(index: Index, target: Target, problems: list[tuple[str, CheckpointError | None]]) -> dict[int, Any]:
-    """The Python numbers that a checkpoint has for the tree of `target`, by position among the leaves.
+    """The Python numbers that a checkpoint has for the tree of `target`, by position among all leaves.
 
-    Each missing number is added to `problems`, as its path and an error.
+    A number that the checkpoint lacks is added to `problems`, as its path and an error.
     """
     saved = from_metadata(index.metadata, index.directory)
     kept: dict[int, Any] = {}

@@ -284,9 +284,7 @@ class Flight:
         self.placed: dict[int, list[jax.Array]] = {}
 
     def admit(self, units: Sequence[Unit], tasks_of: Callable[[Group], Sequence[Task]]) -> None:
-        """Waits until `units` fit into the memory limit, and starts to read them. `tasks_of` makes the reads of a
-        group.
-        """
+        """Waits until `units` fit into the memory limit, and starts the reads that `tasks_of` makes for them."""
         coming = sum(unit.staging_bytes for unit in units)
         while self._open and self._staging_bytes + coming > self._limit:
             self._land_first()

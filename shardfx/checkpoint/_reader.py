@@ -115,10 +115,10 @@ def open_files(where: FilePlace, names: Iterable[str], threads: int) -> Iterator
 def spans_of(
     shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES
 ) -> tuple[Span, ...]:
-    """The spans of bounded size to read or write for `boxes` of an array.
+    """The spans, of bounded size, to read or write for `boxes` of an array. Gaps of fewer than `gap_bytes` are read
+    too.
 
-    `in_place` is whether the boxes have the dtype and the order of the file, so that no bytes are copied. Gaps of fewer
-    than `gap_bytes` bytes are read too.
+    `in_place` is whether the boxes have the dtype and the order of the file, so that no bytes are copied.
     """
     limits = {"run_bytes": RUN_BYTES if in_place else COPY_BYTES, "copy_bytes": COPY_BYTES}
     return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))

@@ -64,7 +64,7 @@ class Fetch(NamedTuple):
     places: Sequence[Destination] | None
 
     def targets(self, memory: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Views of a leaf's memory, one for each box of the stored array. `memory` has an array for each box of the
+        """Views of a leaf's memory, one for each box of the stored array. `memory` has the memory of each box of the
         leaf.
         """
         return memory if self.places is None else [box_view(memory[number], place) for number, place in self.places]

@@ -112,10 +112,7 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
 
 
 def _array(name: str, entry: object, base: int, file: str) -> FileArray:
-    """The array of one entry of a header. `base` is the position of the buffer in the file.
-
-    Unknown fields are ignored, as in the safetensors library.
-    """
+    """The array of an entry of a header. `base` is the buffer's position in the file. Unknown fields are ignored."""
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
     if len(entry) > len(_FIELDS) and _depth(entry) + 1 > _MOST_NESTED:
@@ -145,7 +142,6 @@ def _array(name: str, entry: object, base: int, file: str) -> FileArray:
 
 
 def _depth(value: object) -> int:
-    """The nesting depth of the lists and dicts in a JSON value."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1

@@ -301,9 +301,7 @@ def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: th
 
 
 def _pieces(descriptor: int, tensor: _Tensor, is_first: bool) -> Iterator[Bytes]:
-    """Yields the byte ranges of the file `descriptor` that hold this process's shards of a tensor, with the bytes to
-    write.
-    """
+    """Yields this process's shards of a tensor, as byte ranges of the file `descriptor` with the bytes to write."""
     dtype, parts = tensor.value.dtype, list(shards_of(tensor.value, is_first))
     boxes, values = tuple([box for box, _ in parts]), [value for _, value in parts]
     # The gaps between the boxes are never written, since another process may have written them already.

@@ -127,8 +127,7 @@ def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
-    """Raises `CheckpointError` for unsafe files, such as pipes or links out of the checkpoint, and for chunks that are
-    too large.
+    """Raises `CheckpointError` for chunks that are too large, and for pipes and for links out of the checkpoint.
 
     tensorstore does not check them. It decodes a chunk in memory as a whole, and a chunk that exceeds the memory ends
     the process.

@@ -79,7 +79,7 @@ def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
 
 
 def _meet(wait_seconds: float) -> None:
-    """Waits until every process has called `_meet`. After `wait_seconds` it raises, where a collective would wait for
+    """Waits until every process has called `_meet`, and raises after `wait_seconds`. A collective would wait for
     ever.
     """
     client = coordination()
