@@ -90,10 +90,10 @@ def constrain(
     - `names_or_spec`: a tuple with a logical name for each dimension, for which the rules in the plan's `axes` give
         mesh axes. An `...` in the tuple stands for all dimensions that are not sharded. Or a PartitionSpec, whose
         missing last entries count as `None`. `None` in place of both leaves `x` as it is.
-    - `plan`: a plan, of which the mesh, the `axes` (rules from names to mesh axes) and the `mode` are used. The array
-        need not be one of its leaves.
-    - `strict`: whether to raise if the requested sharding is not possible: two names have one mesh axis, or the size of
-        a dimension is not divisible. If not, such axes are dropped. By default the plan's own `strict` holds.
+    - `plan`: a plan with the mesh, the rules from names to mesh axes (`axes`) and the `mode`. The array need not be one
+        of its leaves.
+    - `strict`: whether to raise if two names have one mesh axis, or the size of a dimension is not divisible. If not,
+        such axes are dropped. By default the plan's own `strict` holds.
     - `unmatched`: "raise": an error for a name without a rule in the plan, and for a mesh axis in a spec that neither
         the mesh nor `AxisRules(..., axes=...)` knows. "replicate": such names and axes are left out.
     - `explain`: whether to return the [`shardfx.Decision`][] too.
@@ -102,7 +102,7 @@ def constrain(
 
     `x` with this sharding. `PartitionSpec()` replicates `x`. For an UNCONSTRAINED dimension, the compiler chooses.
     Inside `jit`, Explicit axes shard a dimension before Auto axes. With `explain=True`, a pair of the array and the
-    Decision, which has the spec and the reasons for all axes that were dropped.
+    Decision.
 
     **Raises:**
 

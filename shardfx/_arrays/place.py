@@ -63,9 +63,8 @@ def shard(tree: object, plan: ShardPlan) -> PyTree:
         from shardfx import MeshSpec, PathRules, plan, shard
 
         tree = {"w": jnp.arange(64.0).reshape(8, 8)}
-        made = plan(
-            tree, MeshSpec({"data": 8}).build(jax.devices()), paths=PathRules.parse("w->data")
-        )
+        mesh = MeshSpec({"data": 8}).build(jax.devices())
+        made = plan(tree, mesh, paths=PathRules.parse("w->data"))
         assert shard(tree, made)["w"].addressable_shards[0].data.shape == (1, 8)
         ```
     """

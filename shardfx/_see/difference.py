@@ -151,10 +151,7 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
         before = plan(tree, mesh, paths=PathRules.parse("w->fsdp.tensor"))
         after = plan(tree, mesh, paths=PathRules.parse("w->tensor.fsdp"))
         found = diff(before, after)
-        assert [str(move) for move in found.leaves[0].axes] == [
-            "fsdp dim 0 -> 1",
-            "tensor dim 1 -> 0",
-        ]
+        assert str(found.leaves[0].axes[0]) == "fsdp dim 0 -> 1"
         print(found)
         ```
     """

@@ -40,8 +40,8 @@ def _asks(group: Group) -> str:
 
 
 def _sharded(subject: Subject, group: Group) -> str | None:
-    """Code that shards the arrays of `group` over a mesh axis. It is `None` if no mesh axis divides them, or if they
-    are replicated because they are small.
+    """Code that shards the arrays of `group` over a mesh axis; `None` if no mesh axis divides them, or if they are
+    small.
     """
     row, mode = group.row, subject.mode
     places = subject.divisible(row.shape, row.units)
@@ -107,7 +107,7 @@ _SHOWN = 3
 
 
 class _Short(NamedTuple):
-    """Arrays that are sharded less than their rule requests, with the reasons, and the severity of their finding."""
+    """Arrays that are sharded less than their rule requests, the reasons, and the severity of a finding about them."""
 
     group: Group
     reasons: tuple[Reason, ...]

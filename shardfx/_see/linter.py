@@ -305,8 +305,9 @@ def _unused(where: str, what: str, severity: Severity, why: Unused, fix: str) ->
 
 
 def _fix(subject: Subject, why: Unused) -> str:
-    """Code that moves the unused rule `why` before the rules that match its arrays first. If one of those rules would
-    then be unused, the code removes the rule instead.
+    """Code that moves the unused rule `why` before the rules that match its arrays first.
+
+    If another rule would then be unused, the code removes the rule `why` instead.
     """
     deciders = {number: wide for number, wide in subject.rules_for(why.arrays).items() if number is not None}
     if deciders and all(deciders.values()):

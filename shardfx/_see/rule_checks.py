@@ -20,9 +20,9 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
     """Findings for axis rules that can never apply.
 
     A rule is blocked if another dimension of the array uses one of its mesh axes. It is tried only if all earlier rules
-    of its logical name were blocked. So it can never apply exactly if it has all axes of an earlier rule of its name:
-    after `("mlp", "tensor")`, the rule `("mlp", ("data", "tensor"))` never applies. A rule without axes is never
-    blocked.
+    of its logical name were blocked. A rule that has all mesh axes of an earlier rule of its name can therefore never
+    apply: after `("mlp", "tensor")`, the rule `("mlp", ("data", "tensor"))` is always blocked. A rule without axes
+    never is.
     """
     if subject.axes is None:
         return

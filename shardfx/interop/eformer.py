@@ -28,9 +28,9 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
 
     - `index`: an Index from [`shardfx.checkpoint.read_index`][].
     - `mesh`: the mesh for the arrays. If it is `None`, an array's sharding is `None` unless `default` gives a Sharding.
-    - `default`: what decides the sharding of each array. `None` replicates it. A Sharding is used as it is. A
-        PartitionSpec is corrected to the array's shape, as [`shardfx.correct`][] does, without entries beyond its rank.
-        A function takes a `checkpoint.ArrayEntry` and returns a Sharding, a PartitionSpec or `None`.
+    - `default`: the sharding of each array. `None` replicates it. A Sharding is used as it is. A PartitionSpec is
+        corrected to the array's shape, as [`shardfx.correct`][] does, without entries beyond its rank. A function takes
+        a `checkpoint.ArrayEntry` and returns a Sharding, a PartitionSpec or `None`.
     - `prefix`: selects the arrays below `prefix/`, with paths relative to it. In an eformer index of version 2, it
         selects the arrays that are listed under this prefix.
 
@@ -55,13 +55,11 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
         from shardfx.interop import eformer
 
         directory = tempfile.mkdtemp()
-        save_file(
-            {"model/w": np.ones((8, 8)), "step": np.ones(())}, f"{directory}/model.safetensors"
-        )
+        arrays = {"model/w": np.ones((8, 8)), "step": np.ones(())}
+        save_file(arrays, f"{directory}/model.safetensors")
         mesh = MeshSpec({"dp": 2, "tp": 4}).build(jax.devices())
-        tree = eformer.shardings(
-            checkpoint.read_index(directory), mesh, default=jax.P("dp", "tp")
-        )
+        index = checkpoint.read_index(directory)
+        tree = eformer.shardings(index, mesh, default=jax.P("dp", "tp"))
         assert tree["model"]["w"].spec == jax.P("dp", "tp") and tree["step"].spec == jax.P()
         ```
     """
@@ -304,10 +302,8 @@ def axis_names_of(specs: PyTree) -> tuple[str, ...]:
         from jax.sharding import PartitionSpec as P
         from shardfx.interop.eformer import axis_names_of
 
-        assert axis_names_of({"a": P("data"), "b": P(None, ("tensor", "data"))}) == (
-            "data",
-            "tensor",
-        )
+        specs = {"a": P("data"), "b": P(None, ("tensor", "data"))}
+        assert axis_names_of(specs) == ("data", "tensor")
         ```
     """
     found: dict[str, None] = {}

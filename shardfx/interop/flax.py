@@ -42,18 +42,12 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
         from shardfx import AxisRules, MeshSpec, plan
         from shardfx.interop import flax as interop
 
-        kernel_init = nn.with_logical_partitioning(
-            nn.initializers.lecun_normal(), ("embed", "mlp")
-        )
-        layer = nn.Dense(64, kernel_init=kernel_init)
+        init = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", "mlp"))
+        layer = nn.Dense(64, kernel_init=init)
         boxed = jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.ones((2, 16)))
         rules = AxisRules([("embed", "fsdp"), ("mlp", "tensor")])
-        made = plan(
-            interop.unboxed(boxed),
-            MeshSpec({"fsdp": 4, "tensor": 2}),
-            names=interop.names_of(boxed, default=()),
-            axes=rules,
-        )
+        mesh, names = MeshSpec({"fsdp": 4, "tensor": 2}), interop.names_of(boxed, default=())
+        made = plan(interop.unboxed(boxed), mesh, names=names, axes=rules)
         assert made["params/kernel"].spec == jax.P("fsdp", "tensor")
         ```
     """

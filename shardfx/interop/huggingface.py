@@ -152,13 +152,8 @@ def rules_of(
         from shardfx import MeshSpec, plan
         from shardfx.interop import huggingface
 
-        rules = huggingface.rules_of(
-            {
-                "layers.*.self_attn.k_proj": "colwise",
-                "layers.*.self_attn.o_proj": "rowwise",
-            },
-            units={"k_proj": 128},
-        )
+        styles = {"layers.*.self_attn.k_proj": "colwise"}
+        rules = huggingface.rules_of(styles, units={"k_proj": 128})
         weight = jax.ShapeDtypeStruct((1024, 4096), "bfloat16")
         tree = {"model.layers.0.self_attn.k_proj.weight": weight}
         made = plan(tree, MeshSpec({"tensor": 4}), paths=rules)
@@ -208,7 +203,7 @@ def _dim(style: str, name: str, rank: int) -> int | None:
 def _expert_path(module: str, names: tuple[str, ...], prefix: str) -> str:
     """A regex for the paths of single experts in checkpoints, also under the names of Mixtral's checkpoints.
 
-    `module` is the experts' module in the plan. `names` are those of the matrices of an expert, such as "gate_proj".
+    `module` is the experts' module in the plan. `names` are the names of an expert's matrices, such as "gate_proj".
     """
     path = _path(module, prefix).replace("[./]mlp[./]", "[./](?:mlp|block_sparse_moe)[./]")
     return rf"^{path}[./]\d+[./](?:{'|'.join(names)})[./][^./]+$"

@@ -49,12 +49,8 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
         from shardfx import resolve
         from shardfx.interop import maxtext
 
-        read = maxtext.rules_of(
-            {
-                "mesh_axes": ["fsdp", "tensor"],
-                "logical_axis_rules": [["embed", ["fsdp"]], ["mlp", ["tensor"]]],
-            }
-        )
+        rules = [["embed", ["fsdp"]], ["mlp", ["tensor"]]]
+        read = maxtext.rules_of({"mesh_axes": ["fsdp", "tensor"], "logical_axis_rules": rules})
         assert read.mesh_axes == ("fsdp", "tensor")
         assert resolve(("embed", "mlp"), read.rules).spec == P("fsdp", "tensor")
         ```

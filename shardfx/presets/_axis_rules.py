@@ -110,9 +110,7 @@ def eformer(
 
 
 def _generation_rules(rules: dict[str, Axes], generation: dict[str, Axes]) -> list[tuple[str, Axes]]:
-    """Returns the rules of a generation mode: `rules`, in which the tokens in `generation` have the mesh axes that it
-    gives them.
-    """
+    """Returns the rules of a generation mode: `rules`, with other mesh axes for the tokens in `generation`."""
     changed = {token: target for token, target in generation.items() if target != rules[token]}
     order = list(rules)
     last = max((order.index(token) for token, target in changed.items() if target is not None), default=0)

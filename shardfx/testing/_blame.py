@@ -208,7 +208,7 @@ class Blame:
         """Whether the result of the equation `number` leaves its `shard_map` before the collective that reduces it.
 
         Such a result equals the result on one device only as a sum, mean or maximum over devices. `reader` is the
-        equation of which it is an operand; `None` for a result of the step.
+        equation with this operand; `None` for a result of the step.
         """
         inside = {name for own in (reader.leading if reader else ()) if not isinstance(own, int) for name, _ in own}
         roles = self.found[number].roles if number in self.found else {}
@@ -336,8 +336,10 @@ def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
             yield tape.records[number], f"{what}: is a psum missing?"
 
 
-def _differing(tape: Tape, body: ShardMapBody, cuts: Varying) -> dict[int, Axes]:
-    """The mesh axes along which the results in a `shard_map` may differ. `cuts` has them for its operands."""
+def _differing(tape: Tape, body: ShardMapBody, cuts: Varying) -> Varying:
+    """For each equation of a `shard_map`, the mesh axes along which the devices may have different results. `cuts` has
+    these axes for the operands of the `shard_map`.
+    """
     differs = dict(cuts)
     # An iteration of a loop takes the results of the iteration before it.
     for _ in range(len(body.equation.params["mesh"].shape) + 1):

@@ -32,8 +32,8 @@ _EXACT = frozenset(
     slice sort split squeeze stop_gradient top_k transpose pmax pmin pgather stop_gradient reduce_window_max""".split()
 )
 Arrays: TypeAlias = Sequence[Any]
-# For each array, the number of the record of the equation that made it; negative if no equation made it, as for an
-# argument, a literal or a constant.
+# For each array, the index in `Tape.records` of the record of the equation that made it. It is negative if no equation
+# made the array: an argument, a literal or a constant.
 Numbers: TypeAlias = Sequence[int]
 Made: TypeAlias = tuple[Arrays, Numbers]
 # The name of the records for the values with which an iteration of a loop starts.
@@ -43,15 +43,11 @@ _BITS = "bitcast_convert_type random_bits rng_bit_generator random_gamma pallas_
 
 
 class Record(NamedTuple):
-    """One result of an equation of a step that was evaluated.
-
-    The number of a record is its index in `Tape.records`.
-
-    **Arguments:**
+    """One result of an equation of a step that was evaluated. Its number is its index in `Tape.records`.
 
     - `primitive`: JAX's name for the equation's primitive, or "carry" for a value with which a loop iteration starts.
     - `frames`: the source lines of the user, the innermost first.
-    - `reads`: the numbers of the operands, as in `Numbers`.
+    - `reads`: the numbers of the operands.
     - `leading`: an entry for each leading dimension that the loops and `shard_map`s around the equation add to its
         result. The entry of a loop is 1, or -1 if it runs backwards; its dimension has the iterations. The entry of a
         `shard_map` has its mesh axes and their sizes; its dimension stacks the devices' results.
@@ -88,8 +84,8 @@ class ShardMapBody(NamedTuple):
 class Tape:
     """Evaluates a jaxpr and records the result of each equation.
 
-    `records` gets a `Record` for each result, and `values` has the results by the numbers of their records. The methods
-    pass arrays together with their numbers.
+    `records` gets a `Record` for each result, whose number is its index there. `values` has the results by number. An
+    array that no equation made has a negative number.
 
     **Arguments:**
 
@@ -140,7 +136,7 @@ class Tape:
         return atom.val if is_own else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
     def unknown(self, arrays: Sequence[object]) -> list[int]:
-        """Gives each of `arrays` a negative number, because no equation made it."""
+        """Returns new negative numbers for `arrays`, which no equation made."""
         return [next(self.count) for _ in arrays]
 
     def kept(

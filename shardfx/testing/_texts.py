@@ -89,13 +89,11 @@ def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, 
 
     - `plan`: the plan.
     - `expected`: a text of several lines from [`shardfx.testing.plan_text`][], or the path of a file with such a text.
-    - `update`: whether to write the plan's text into the file instead of comparing. In pytest, an option of your own
-        can set it.
+    - `update`: whether to write the plan's text into the file instead. In pytest, an option of your own can set it.
 
     **Raises:**
 
-    `AssertionError` with the lines that differ, the bytes per device before and now, and how to accept the new plan.
-    `AssertionError` also if the file does not exist.
+    `AssertionError` with the lines that differ and how to accept the new plan; also if the file does not exist.
 
     !!! Example
 
@@ -192,10 +190,8 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
         mesh = sfx.MeshSpec({"data": 8}).build(jax.devices())
         rows = jax.NamedSharding(mesh, jax.P("data"))
         x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
-        whole = jax.NamedSharding(mesh, jax.P())
-        step = jax.jit(jnp.sin, out_shardings=whole)
-        traffic = sfx.cost.traffic(step.lower(x))
-        print(sfx.testing.traffic_text(traffic))
+        step = jax.jit(jnp.sin, out_shardings=jax.NamedSharding(mesh, jax.P()))
+        print(sfx.testing.traffic_text(sfx.cost.traffic(step.lower(x))))
         ```
 
         ```text
@@ -221,9 +217,8 @@ def assert_same_traffic_text(
     **Arguments:**
 
     - `traffic`: the traffic of the step.
-    - `expected`: a text of several lines from [`shardfx.testing.traffic_text`][], or the path of a file with such a
-        text.
-    - `update`: whether to write the text into the file instead of comparing.
+    - `expected`, `update`: as in [`shardfx.testing.assert_same_plan_text`][].
+
     - `sizes`: whether to compare the bytes too.
 
     **Raises:**
@@ -267,9 +262,8 @@ def assert_collectives(
         rows = jax.NamedSharding(mesh, jax.P("data"))
         x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
         traffic = sfx.cost.traffic(jax.jit(jnp.sum).lower(x))
-        sfx.testing.assert_collectives(
-            traffic, none=["all-gather"], at_most={"all-reduce over data": 1}
-        )
+        limits = {"all-reduce over data": 1}
+        sfx.testing.assert_collectives(traffic, none=["all-gather"], at_most=limits)
         ```
     """
     said: list[str] = []

@@ -26,8 +26,7 @@ _PART = re.compile(r"([^=]*[^=\s])\s*=\s*(-?[0-9]{1,10})\s*(?:\(dcn=([0-9]{1,10}
 class MeshSpec(eqx.Module):
     """A mesh as a value: named axes with sizes, and no devices.
 
-    All functions that plan take a MeshSpec, so a laptop can plan for a pod of 65,536 chips.
-    [`shardfx.MeshSpec.build`][] makes a mesh of devices from a MeshSpec.
+    A laptop can thus plan for a pod of 65,536 chips. [`shardfx.MeshSpec.build`][] makes a mesh of devices.
 
     !!! Example
 
@@ -193,7 +192,7 @@ class MeshSpec(eqx.Module):
         return math.prod(self.filled().axis_sizes)
 
     def fit(self, device_count: int) -> "MeshSpec":
-        """The mesh in which the size -1 is replaced so that the mesh has `device_count` devices.
+        """The mesh with the size -1 replaced, so that it has `device_count` devices.
 
         **Arguments:**
 
@@ -300,8 +299,7 @@ class MeshSpec(eqx.Module):
 
         **Returns:**
 
-        A [`shardfx.topology.DeviceOrder`][]: the array of devices, the method, the reasons for a fallback, and for each
-        axis the mean number of links between neighbours.
+        A [`shardfx.topology.DeviceOrder`][].
 
         **Raises:**
 
@@ -314,9 +312,7 @@ class MeshSpec(eqx.Module):
             from shardfx import MeshSpec
 
             order = MeshSpec({"data": -1, "tensor": 2}).order(jax.devices())
-            assert (
-                order.devices.shape == (4, 2) and order.method == "mesh_utils" and not order.reasons
-            )
+            assert order.devices.shape == (4, 2) and order.method == "mesh_utils"
             ```
         """
         given = listed(devices)
@@ -328,8 +324,8 @@ class MeshSpec(eqx.Module):
 
         **Arguments:**
 
-        - `devices`: the devices. All are used, in the order of [`shardfx.MeshSpec.order`][]. Or a Mesh, whose devices
-            keep their order, so that one `jit` takes arrays on this Mesh and on the result.
+        - `devices`: the devices, all of which are used, in the order of [`shardfx.MeshSpec.order`][]. Or a Mesh, whose
+            devices keep their order, so that one `jit` takes arrays on both meshes.
 
         **Returns:**
 
@@ -364,19 +360,17 @@ class MeshSpec(eqx.Module):
         **Arguments:**
 
         - `axis`: the axis to split.
-        - `parts`: the names and sizes of the axes that replace `axis`. The product of the sizes is the size of `axis`;
-            one size may be -1. The axes get the axis type of `axis`. Slices that `axis` spans (`dcn`) go to the slowest
-            axes.
+        - `parts`: the names and sizes of the axes that replace `axis`, which get its axis type. One size may be -1.
+            Slices that `axis` spans (`dcn`) go to the slowest axes.
 
         **Returns:**
 
-        A MeshSpec with the axes in `parts`. A dimension that is sharded over all of them, in order, has the same shards
-        as over `axis`.
+        A MeshSpec in which a dimension has the same shards over all the `parts`, in order, as over `axis` before.
 
         **Raises:**
 
-        `MeshError` for an unknown axis, for a name that the mesh already has, for sizes with another product than the
-        size of `axis`, or for slices that cannot be divided among the parts.
+        `MeshError` for an unknown axis, for a name that the mesh has, for sizes whose product is not the size of
+        `axis`, or for slices that cannot be divided among the parts.
 
         !!! Example
 

@@ -34,7 +34,7 @@ class DeviceOrder:
     - `method`: `"mesh_utils"` (JAX's order), `"mesh_utils, physical axes split"`, `"torus"`
         ([`shardfx.topology.torus_order`][]) or `"as given"`. It begins with `"hybrid: "` if the mesh spans several
         slices.
-    - `reasons`: why the order is not JAX's own, or how JAX's order was changed; empty for JAX's own order.
+    - `reasons`: why the order is not JAX's own, or how it was changed; empty for JAX's own order.
     - `mean_hops`: for each mesh axis, the mean number of links between neighbours within a slice; `None` for devices
         without coordinates.
 
@@ -73,8 +73,8 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
 
     **Raises:**
 
-    `MeshError` if the product of the sizes is not the number of devices, or if the number of slices is not the product
-    of `dcn_sizes`.
+    `MeshError` if the product of the sizes is not the number of devices, or that of `dcn_sizes` not the number of
+    slices.
 
     !!! Example
 
@@ -291,11 +291,8 @@ def bounds(devices: Devices) -> tuple[int, ...]:
         from types import SimpleNamespace
         from shardfx import topology
 
-        chips = [
-            SimpleNamespace(coords=(x, y, 0), core_on_chip=0)
-            for x in range(2, 4)
-            for y in range(4)
-        ]
+        places = [(x, y, 0) for x in range(2, 4) for y in range(4)]
+        chips = [SimpleNamespace(coords=place, core_on_chip=0) for place in places]
         assert topology.bounds(chips) == (2, 4, 1, 1)
         ```
     """

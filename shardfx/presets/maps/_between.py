@@ -226,8 +226,8 @@ def _unshared_axes(source: Weight, want: Weight, here: Axes, single: Range | Non
     """Returns the axes that only the target has, along which entries are repeated, and the axes that only the source
     has.
 
-    `here` are the axes of the source's array, including those in its path. `single` is the range of an axis of which
-    the target has only one entry; else `None`.
+    `here` are the axes of the source's array, including those in its path. `single` is the range of an axis if the
+    target has only one entry of the axis.
     """
     there = (*want.axes, *want.in_path)
     more = [axis for axis in want.axes if axis not in here]

@@ -22,8 +22,8 @@ class Fused:
     - `parts`: the kinds and their axes, such as `"query: (heads dim) embed"`; see
         [`shardfx.presets.maps.TreeLayout`][].
     - `dim`: the dimension along which the kinds are concatenated.
-    - `shards`: the number of equal parts of each kind. The parts are interleaved: with 2 the array is
-        `[q0 k0 v0 q1 k1 v1]`, so that each of 2 devices gets its own query, key and value.
+    - `shards`: the number of equal parts of each kind. They are interleaved: with 2 the array is `[q0 k0 v0 q1 k1 v1]`,
+        so that each of 2 devices gets its own query, key and value.
 
     !!! Example
 
@@ -83,7 +83,7 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A weight of which the tree stores `weight * times + plus`.
+    """A weight that the tree stores as `weight * times + plus`.
 
     A map rounds the result to the dtype of the weight in both directions. A factor that is a power of two is exact.
 
@@ -129,9 +129,7 @@ class Range(NamedTuple):
     step: int = 1
 
     def entries(self, size: int | None) -> int | None:
-        """Returns the number of entries if the axis has `size` entries; `None` if that is unknown and the range has no
-        stop.
-        """
+        """Returns the number of entries; `None` if the range has no stop and the `size` of the axis is unknown."""
         end = size if self.stop is None else self.stop
         return None if end is None else len(range(self.start, end, self.step or 1))
 
@@ -139,7 +137,6 @@ class Range(NamedTuple):
 class Weight(NamedTuple):
     """The array of a tree that holds one kind of weight, such as "query".
 
-    - `path`: the path of the array.
     - `dims`: the axes of each dimension.
     - `range`: the entries of an axis that the array has; `None` if it has all.
     - `in_path`: the axes in braces in the path. Each entry of these axes has an array of its own.
@@ -156,7 +153,6 @@ class Weight(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The named axes of all dimensions of the array, in order."""
         return tuple(axis for group in self.dims for axis in group)
 
 

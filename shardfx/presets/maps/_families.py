@@ -14,7 +14,7 @@ from typing import Final
 from ._entries import Entry, Fused, groups_of
 
 
-# From the path of an array to its entry, such as `"query: (heads dim) embed"`.
+# The rows of a model: from the path of an array to its entry, such as `"query: (heads dim) embed"`.
 Rows = dict[str, Entry]
 # The options of a model, as in the table of models: `tied`, `qkv_bias`, `out_bias`, `mlp_bias`, `qk_norm`,
 # `four_norms`; for DeepSeek also `q_lora`, `dense_layers`, `score_bias`. A missing option is off.

@@ -25,8 +25,8 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
     - `config`: the content of `config.json`. For a model with vision, only the text model is used.
     - `prefix`: the prefix of every name except that of the output weights, such as `"transformer."` for a GPT-2 that
         was saved with its language-model head. `None` for the family's usual prefix.
-    - `ahead`: what to do with DeepSeek's multi-token prediction layers, for which there is no table. `"raise"` raises
-        if the config has them. `"drop"` leaves them out, as Transformers does.
+    - `ahead`: `"raise"` raises for DeepSeek's multi-token prediction layers, for which there is no table. `"drop"`
+        leaves them out, as Transformers does.
 
     **Returns:**
 
@@ -42,12 +42,7 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
         ```python
         from shardfx.presets import maps
 
-        config = {
-            "model_type": "llama",
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        }
+        config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
         hf = maps.hugging_face(config).to(maps.stacked(config))
         assert "layers/attention/query" in hf.rules
         ```

@@ -39,16 +39,9 @@ class TreeLayout:
         ```python
         from shardfx.presets.maps import TreeLayout
 
-        theirs = TreeLayout(
-            {
-                "model.embed.weight": "embedding: vocab embed",
-                "model.layers.{layers}.q.weight": "query: (heads dim) embed",
-            },
-            sizes={"dim": 64},
-        )
-        mine = TreeLayout(
-            {"embed": "embedding: vocab embed", "blocks/q": "query: layers embed heads dim"}
-        )
+        query = {"model.layers.{layers}.q.weight": "query: (heads dim) embed"}
+        theirs = TreeLayout(query, sizes={"dim": 64})
+        mine = TreeLayout({"blocks/q": "query: layers embed heads dim"})
         print(theirs.to(mine))
         ```
     """
@@ -78,7 +71,7 @@ class TreeLayout:
         return tuple(dict.fromkeys(place.kind for path, entry in self.weights for place in weights_of(path, entry)))
 
     def with_paths(self, paths: Mapping[str, str]) -> "TreeLayout":
-        """Returns the layout with some paths replaced: `{"layers/query": "blocks/wq"}`. Other arrays keep theirs."""
+        """Returns the layout with some paths replaced: `{"layers/query": "blocks/wq"}`. Other paths do not change."""
         known = dict(self.weights)
         for path in paths:
             if path not in known:

@@ -108,12 +108,7 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
         ```python
         from shardfx.presets import maps
 
-        config = {
-            "model_type": "qwen2",
-            "hidden_size": 64,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-        }
+        config = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 8}
         trained, served = maps.stacked(config), maps.engine(config, shards=4)
         print(trained.to(served).rules["model.layers.{layers}.self_attn.qkv_proj.weight"])
         ```
