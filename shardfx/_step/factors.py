@@ -45,8 +45,8 @@ class Factors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepValue:
-    """One array of the step. `free` is true if it depends on constants only: every device can compute any shard of it.
-    `sharding` is the sharding that Shardy propagated to the array; `None` if Shardy has not run.
+    """One array of the step. `free` is true if the array depends on constants only, so that every device can compute
+    any shard of it. `sharding` is the sharding that Shardy propagated; `None` if Shardy has not run.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +56,6 @@ class StepValue:
 
     @property
     def bytes(self) -> float:
-        """The bytes of the whole array."""
         return float(math.prod(self.shape)) * bits(self.dtype) / 8
 
 
@@ -169,7 +168,7 @@ def elementwise(ins: Shapes, outs: Shapes) -> Factors:
 
 
 def identity(shape: Shape, arrays: int = 2) -> Factors:
-    """The sharding rule of an operation that returns its operands unchanged. It has `arrays` operands and results."""
+    """The sharding rule of an operation that returns its operands unchanged, with `arrays` operands and results."""
     dims = tuple((dim,) for dim in range(len(shape)))
     return Factors(shape, (dims,) * (arrays - 1), (dims,))
 

@@ -153,7 +153,7 @@ class _Walk:
         return outs
 
     def plain(self, op: Op, name: str, ins: Sequence[int], outs: Sequence[int], times: float) -> None:
-        """Adds an operation that calls no function or block. A block of a reduction only combines two elements."""
+        """Adds an operation with nothing to inline. If it has regions, they only combine two elements, as in a sum."""
         taken, made = ([self.values[number] for number in numbers] for numbers in (ins, outs))
         shapes = [value.shape for value in taken], [value.shape for value in made]
         factors = of_rule(op.attributes[RULE]) if RULE in op.attributes else without_rule(op, op.name, *shapes)
@@ -178,8 +178,8 @@ class _Walk:
         )
 
     def count(self, ins: Sequence[int], outs: Sequence[int]) -> None:
-        """Records an operation's result as a loop counter if it is an integer that follows from a counter and
-        constants.
+        """Records an operation's result as a loop counter if it is an integer that follows from a counter and literals
+        only.
         """
         scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
@@ -189,8 +189,8 @@ class _Walk:
             self.counters[outs[0]] = loops[0]
 
     def identity(self, name: str, ins: tuple[int, ...], times: float, op: Op, out: int | None = None) -> int:
-        """Adds an operation `name` ("carry" or "return") that returns an array unchanged. Returns the number of its
-        result, which is `out` if that is given.
+        """Adds an operation `name`, such as "carry", that returns an array unchanged. Returns the number of its result,
+        which is `out` if that is given.
         """
         if out is None:
             out = self.add(dataclasses.replace(self.values[ins[0]], free=False))
@@ -266,8 +266,8 @@ class _Walk:
         self.shard_boundary(self.inline(block, inner, known, times * shards), outs, times, op)
 
     def shard_boundary(self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op) -> None:
-        """Adds operations between whole arrays and their shards in a `shard_map`. A shard of another shape than its
-        array has no factor in common with it.
+        """Adds operations between whole arrays and their shards in a `shard_map`. An array and a shard of another shape
+        have no factor in common.
         """
         for value, out in zip(ins, outs, strict=True):
             shapes = [self.values[value].shape], [self.values[out].shape]

@@ -115,7 +115,7 @@ def resharded(
     module: Module, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
 ) -> bytes:
     """The bytecode of the module on another mesh, with other shardings of its arguments and results. `mesh` has the
-    sizes of the mesh axes. The compiler may choose a sharding that is `None`.
+    sizes of the mesh axes. The compiler chooses a sharding that is `None`.
 
     Raises `ProgramError` if operations inside the step constrain arrays over a mesh that is not `mesh`.
     """

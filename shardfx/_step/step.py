@@ -80,12 +80,11 @@ class Step:
 
     @ft.cached_property
     def mesh(self) -> MeshSpec:
-        """The mesh of the step as a MeshSpec."""
         return MeshSpec.of(self.jax_mesh)
 
     @ft.cached_property
     def jax_mesh(self) -> MeshSpec | Mesh | AbstractMesh:
-        """The mesh that the caller passed, or that of the arguments. Only a Mesh of devices shows their slices."""
+        """The mesh that the caller passed, or that of the arguments. Only a Mesh shows the slice of each device."""
         if self.given_mesh is not None:
             return self.given_mesh
         for leaf in jax.tree.leaves(self.args):
@@ -107,7 +106,6 @@ class Step:
         return self._lowered[platform]
 
     def module(self, platform: Platform) -> Module:
-        """The step's StableHLO module for a platform."""
         return self.lowered(platform).compiler_ir("stablehlo")
 
     @ft.cached_property
@@ -139,7 +137,9 @@ class Step:
 
     @ft.cached_property
     def leaves(self) -> dict[str, str]:
-        """The path of each array within its argument, by its name in the program; if it is an argument, its name."""
+        """The path of each array within its argument, by its name in the program. An argument that is one array has its
+        own name as path.
+        """
         paths = {one.name: self.path(one.name) for one in self.parameters[0]}
         return {name: path.partition("/")[2] or path for name, path in paths.items()}
 
@@ -152,8 +152,7 @@ class Step:
         results: Sequence[Dims | None] | None = None,
         module: Module | None = None,
     ) -> str:
-        """The HLO text of one device's program, as XLA's partitioner leaves it; for CPUs, as the whole compiler leaves
-        it.
+        """The HLO text of one device's program after XLA's partitioner; for CPUs, after all passes of the compiler.
 
         **Arguments:**
 

@@ -58,7 +58,6 @@ class Slice(NamedTuple):
 
 
 def _checked(made: Slice, text: str) -> Slice:
-    """Returns the slice `made`. Raises `MeshError` if it does not exist; `text` is the name that the user wrote."""
     chip, dims, extents = made.chip, made.chip.torus_dims or 1, made.extents
     if len(extents) != dims:
         raise MeshError(
@@ -123,8 +122,8 @@ def parse_slice(text: str) -> Slice:
 
     **Arguments:**
 
-    - `text`: the chip's name and the number of chips along each dimension ("tpu:v5p:8x8x8", "v5e:4x4"); or a cloud
-        provider's name of the slice, with the number of chips ("v5e-8") or of cores ("v4-32").
+    - `text`: the chip's name and the number of chips along each dimension ("v5e:4x4"); or a cloud provider's name of
+        the slice, with the number of chips ("v5e-8") or of cores ("v4-32").
 
     **Returns:**
 
@@ -132,8 +131,8 @@ def parse_slice(text: str) -> Slice:
 
     **Raises:**
 
-    `MeshError` for text that is no name of a slice, and for a slice that does not exist: it has more chips than a pod,
-    or more or fewer dimensions than the chip's network. `ChipError` for an unknown chip.
+    `MeshError` for text that is no name of a slice, and for a slice with more chips than a pod, or with more or fewer
+    dimensions than the chip's network. `ChipError` for an unknown chip.
 
     !!! Example
 
@@ -167,8 +166,7 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
 
     **Returns:**
 
-    A table with one line per chip. It shows usable and nominal memory per chip, and the bandwidth of links in one
-    direction.
+    A table with one line per chip: usable and nominal memory per chip, and the bandwidth of links in one direction.
 
     !!! Example
 

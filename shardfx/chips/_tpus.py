@@ -101,9 +101,8 @@ _GPU_SOURCES = {
 
 
 def _gpu(*row: Any, island: int = 8, dcn: float = 50e9, sheet: str = _NVIDIA, **sources: str) -> Chip:
-    """The `Chip` of a GPU. `island` is the number of GPUs that one switch connects, and `dcn` the bandwidth of the
-    data-center network per GPU. `sources` has the source of each named field's value, and `sheet` is the source of the
-    others.
+    """The `Chip` of a GPU: one of `island` GPUs on a switch, with `dcn` bytes per second of the data-center network.
+    `sources` has the source of each named field's value, and `sheet` is the source of the others.
 
     `row` has the name; the value of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory
     and of all links together; and the peak rates.

@@ -51,7 +51,7 @@ class Change:
 
 
 class _Trial(NamedTuple):
-    """The fields of a `Change` that are known before it is compared with the unchanged step."""
+    """A change to a step, and the estimated peak memory of one device after it. The fields are those of `Change`."""
 
     what: str
     peak_bytes: int
@@ -112,8 +112,8 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
 
 
 def _sharded_over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
-    """The mesh axes of each array in the arguments, after the largest dimension of each array whose number is in
-    `chosen` is also sharded over `axes`.
+    """The mesh axes of each array in the arguments. The arrays with the numbers `chosen` are also sharded over `axes`,
+    along their largest dimension.
     """
     found = [one.dims for one in known.step.arguments]
     for at in chosen:
@@ -158,11 +158,11 @@ def batch_of(known: StepOnChip) -> int | None:
 
 
 def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
-    """The largest batch size with which the step fits the chip; `None` if it cannot be found. `peak_bytes` is the peak
-    memory of the unchanged step, estimated or counted by a compiler.
+    """The largest batch size with which the step fits the chip, a multiple of the number of shards of the batch; `None`
+    if it cannot be found. `peak_bytes` is the peak memory of the unchanged step, estimated or counted by a compiler.
 
-    It is a multiple of the number of shards of the batch. The peak memory is a piecewise linear function of the batch
-    size, so the search alternates between linear interpolation and bisection. The step is traced for each size.
+    The peak memory is a piecewise linear function of the batch size, so the search alternates between linear
+    interpolation and bisection. The step is traced for each size.
     """
     batch = batch_of(known)
     if not batch:

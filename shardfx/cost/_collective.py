@@ -122,10 +122,9 @@ class Collective(NamedTuple):
         return max(own.shape[1] for own in self.groups)
 
     def wire_bytes(self, labels: np.ndarray) -> Fraction:
-        """The bytes that enter a device, as the mean over all devices.
-
-        `labels` has a number for each device. Bytes between two devices count if their labels differ: slice numbers as
-        labels count the bytes between slices.
+        """The bytes that enter a device, as the mean over all devices. `labels` has a number for each device. Bytes
+        between two devices count if their labels differ: with slice numbers as labels, these are the bytes between
+        slices.
         """
         received = KINDS[self.kind].received
         return sum((received(self.bytes, labels[own]) for own in self.groups), Fraction(0)) / len(labels)
@@ -210,7 +209,6 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
 
 
 def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
-    """The replica groups whose device numbers are `rows`."""
     return tuple(np.array(own) for own in together(rows, len).values())
 
 

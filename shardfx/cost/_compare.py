@@ -21,8 +21,7 @@ class Surplus:
 
     - `extra_bytes`: the bytes per device and step of the compiled step, minus the bytes of the estimate.
     - `source`, `axes`: the source line and the mesh axes; `None` and empty in a row that sums all other lines.
-    - `leaf`: the paths of the parameters that the collectives gather, or whose gradients they reduce; `None` for no
-        paths.
+    - `leaf`: the paths of the parameters that the collectives gather, or whose gradients they reduce, or `None`.
     - `expected`, `found`: pairs of a kind of collective and its bytes, in the estimate and in the compiled step.
     - `passes`: the compiler passes that the estimate simulates at this line. The compiler did not apply at least one.
     - `why`: a sentence that explains the difference.
@@ -160,9 +159,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
 @dataclasses.dataclass(eq=False)
 class _LineTraffic:
-    """The estimated and the compiled traffic rows of one source line and tuple of mesh axes. `extra` is the bytes of
-    the compiled rows minus those of the estimated ones.
-    """
+    """The estimated and the compiled rows of one source line and tuple of mesh axes, and their difference in bytes."""
 
     source: Frame | None
     axes: tuple[str, ...]
@@ -171,8 +168,8 @@ class _LineTraffic:
 
 
 def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
-    """Yields the rows of a step's traffic, one for each parameter, each with its source line. The line in `lines` at
-    which a parameter's gradient is reduced replaces the row's own line.
+    """Yields a row for each parameter of each collective, with its source line. The line in `lines` at which a
+    parameter's gradient is reduced replaces the row's own line.
     """
     for row in made.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)

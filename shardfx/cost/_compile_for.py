@@ -30,9 +30,8 @@ _FULL = (
 class MemoryAnalysis:
     """The compiler's count of a program's memory on one device. The fields have the names of JAX's memory analysis.
 
-    `peak_memory_in_bytes` is the largest number of bytes in use at one time; 0 if the compiler does not report it. On a
-    TPU, `temp_size_in_bytes` includes temporaries that reuse the memory of arguments and results, so the sum of all
-    sizes is larger than the peak.
+    `peak_memory_in_bytes` is 0 if the compiler does not report it. On a TPU, `temp_size_in_bytes` includes temporaries
+    that reuse the memory of arguments and results, so the sum of all sizes is larger than the peak.
     """
 
     __module__ = "shardfx.cost"
@@ -74,15 +73,14 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
 class CompiledFor:
     """A step compiled for devices that are not present; returned by [`shardfx.cost.compile_for`][].
 
-    It is plain data, so `pickle` can store it in a file. It cannot run.
+    It cannot run. It is plain data, so `pickle` can store it in a file.
 
     **Arguments:**
 
     - `text`: the text of the optimized HLO module.
     - `memory`: the compiler's count of memory on one device.
     - `mesh`: the mesh of the step, with its slices.
-    - `argument_paths`: the path of each argument, by its name in the text. It starts with the name of the step's
-        argument.
+    - `argument_paths`: the path of each argument, from the name of the step's argument on, by its name in the text.
     - `target`, `chip`: the name of the target, such as "tpu:v5e:4x4", and its chip; `None` if that is not known.
     - `seconds`: the time that compilation took.
     - `device_ids`: the ids of the target's devices in the order of the mesh.

@@ -27,8 +27,6 @@ from ._shardings import ArrayRow, StepShardings, Wanted, shardings_of
 class StepOnChip:
     """A traced step, and the chip for which its memory is counted.
 
-    **Arguments:**
-
     - `step`, `chip`: the traced step, and the chip, which determines the compiler and the tiles of memory.
     - `function`: the function that was traced; `None` if it is not known.
     """
@@ -81,10 +79,8 @@ class StepOnChip:
         return tuple(at for at, one in enumerate(self.purposes) if one.group.partition(":")[0] == kind)
 
     def memory_of(self, module: HloModule, *, donated: Sequence[bool] | None = None, remat: bool = False) -> Memory:
-        """The memory of one device while it runs the program `module`.
-
-        `donated` says which arrays of the arguments are donated; by default as the step says. `remat` counts each layer
-        as rematerialized in the backward pass.
+        """The memory of one device while it runs the program `module`. `donated` says which arrays of the arguments are
+        donated, by default as in the step. `remat` counts each layer as rematerialized in the backward pass.
         """
         taken, returned = self.step.parameters
         return device_memory(
@@ -122,18 +118,15 @@ _NO_ARRAY = ("sdy.sharding_constraint", "stablehlo.while", "func.call", "stableh
 
 
 class Constrained(NamedTuple):
-    """The peak memory of a step with sharding constraints on activations. Each constraint has the array, and the mesh
-    axis of the batch that it adds to the array's sharding.
-    """
+    """Sharding constraints on activations, and the peak memory of a step with them."""
 
     peak_bytes: int
     constraints: tuple[Wanted, ...]
 
 
 def saving_constraints(known: StepOnChip) -> Constrained | None:
-    """Sharding constraints on activations that lower the step's peak memory; `None` if no constraint does.
-
-    The activations are in memory at the peak. A constraint is left out if the others together save almost as much.
+    """Sharding constraints on activations that lower the step's peak memory; `None` if no constraint does. A constraint
+    is left out if the others together save almost as much.
     """
     before = known.memory.peak_bytes
     constraints: tuple[Wanted, ...] = ()
@@ -161,8 +154,8 @@ def _memory_with(known: StepOnChip, constraints: Sequence[Wanted]) -> Memory | N
 
 
 def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wanted]:
-    """Yields constraints that shard the largest arrays in memory at the peak over mesh axes of the batch, in the step
-    with the constraints that were already found.
+    """Yields constraints that shard the largest arrays in memory at the peak over mesh axes of the batch. The step has
+    the sharding constraints `constraints` already.
     """
     batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.in_group("batch")}
     memory, found = known.memory, known.shardings

@@ -39,9 +39,9 @@ def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
 def extrapolated(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence[TrafficRow]]) -> Traffic:
     """The traffic of a step on a large mesh, extrapolated from its traffic on smaller meshes.
 
-    The step is partitioned for a smaller mesh, and again with each of the halved axes doubled once. `most` is the
-    largest number of devices for which it is partitioned. `rows_on` returns the traffic rows of the step on a mesh, in
-    the order of the program. Raises `ProgramError` if the programs differ in more than sizes.
+    The step is partitioned for a smaller mesh, and again with each of the halved axes doubled once, for up to `most`
+    devices. `rows_on` returns the traffic rows on a mesh, in the order of the program. Raises `ProgramError` if the
+    programs differ in more than sizes.
     """
     small = shrunk(mesh, most)
     first = rows_on(small)
@@ -73,10 +73,8 @@ def _size_free_fields(row: TrafficRow) -> object:
 
 
 def _larger_row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) -> TrafficRow:
-    """A traffic row of a small mesh, extrapolated to a large mesh.
-
-    For each axis that is longer on the large mesh, `doubled` has the row on the small mesh with this axis doubled, and
-    the number of doublings between the two meshes.
+    """A traffic row of a small mesh, extrapolated to a large mesh. For each axis that is longer there, `doubled` has
+    the row with this axis of the small mesh doubled, and the number of doublings between the two meshes.
     """
     group, bytes_each, calls = row.group_size, _payload_bytes(row), row.calls
     for other, times in doubled:
@@ -98,10 +96,7 @@ def _larger_row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note
 
 
 def _payload_bytes(row: TrafficRow) -> float:
-    """The bytes of one call of a collective, without the factor that depends on the size of its replica group.
-
-    For a ring of n devices, that factor is (n - 1) / n.
-    """
+    """The bytes of one call of a collective, without the factor (n - 1) / n of a ring of n devices."""
     return row.wire_bytes / ((row.calls or 1) * _group_factor(row.kind, row.group_size))
 
 
@@ -110,10 +105,8 @@ def _group_factor(kind: str, group: int) -> float:
 
 
 def _growth(other: float | int, one: float | int, times: int) -> float:
-    """The factor by which a number grows if a mesh axis doubles `times` times, from the number before and after one
-    doubling.
-
-    Their ratio is rounded to a power of two. For 100 and 210, it is 2, so the factor is 8 if `times` is 3.
+    """The factor by which a number grows in `times` doublings of a mesh axis, from the number before one doubling and
+    after. Their ratio is rounded to a power of two. For 100 and 210 it is 2, so the factor is 8 for 3 doublings.
     """
     return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
 
@@ -123,8 +116,7 @@ def _growth(other: float | int, one: float | int, times: int) -> float:
 DIRECT, LARGEST = 2048, 512
 # A pass that an extrapolation leaves out: it depends on the size of shards, and the bytes do not change.
 SIZED = ("windowed einsum",)
-# A pass that makes a reduce-scatter of an all-reduce whose shards are whole tiles. An extrapolation leaves it out if
-# the smaller meshes differ in this.
+# A pass for shards that are whole tiles. An extrapolation leaves it out if the smaller meshes differ in it.
 TILED = "tpu-all-reduce-scatter-fusion"
 COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 

@@ -147,9 +147,10 @@ class Fit:
 
     @ft.cached_property
     def moment(self) -> tuple[Offender, ...]:
-        """All arrays in memory at the peak, the largest first, each with its sharding, and the reason why it is not
-        sharded further, if that is known. The first access runs Shardy's propagation, as [`shardfx.cost.shardings`][]
-        does.
+        """All arrays in memory at the peak, the largest first, each with its sharding.
+
+        The field `why` of each says why the array is not sharded further, if that is known. The first access runs
+        Shardy's propagation, as [`shardfx.cost.shardings`][] does.
         """
         return () if self._known is None else _moment(self._known)
 
@@ -405,7 +406,7 @@ _Rows: TypeAlias = list[tuple[str, ...]]
 
 
 def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
-    """The rows of two tables, the groups of arrays and the largest arrays, each with the lines of text below it."""
+    """Two tables as pairs of their rows and the lines of text below: the groups of arrays, and the largest arrays."""
     groups: _Rows = [("group", "bytes/device", "share", "how")]
     for row in found.rows:
         share = f"{row.bytes / max(1, found.peak_bytes):.0%}"

@@ -59,8 +59,7 @@ class Stop(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """An operation in which a mesh axis shards dimensions of two different factors, which cannot both be sharded over
-    it.
+    """An operation in which one mesh axis shards dimensions of two factors, which cannot both be sharded over it.
 
     **Arguments:**
 
@@ -215,9 +214,8 @@ class Graph:
 
 
 def _search(before: dict[_T, tuple[int, _T] | None], edges: Callable[[_T], Iterable[tuple[int, _T]]]) -> Iterator[_T]:
-    """Yields the items that a breadth-first search from the keys of `before` reaches, without the keys. `edges` returns
-    the neighbours of an item, each with the number of the operation between the two. Each new item is added to
-    `before`.
+    """Yields the items that a breadth-first search from the keys of `before` reaches, and adds them to `before`.
+    `edges` returns the neighbours of an item, each with the number of the operation between the two.
     """
     queue = deque(before)
     while queue:

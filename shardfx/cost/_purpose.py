@@ -41,10 +41,10 @@ class ArgumentPurpose(NamedTuple):
 def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]:
     """The arrays of a step's arguments, each with its purpose, in the order of the program's parameters.
 
-    An array has a new value if the step returns a subtree that is computed from its subtree and has the same structure,
-    shapes and dtypes. In a step with gradients, an array with a new value is a parameter if the forward pass reads it,
-    and else optimizer state. In a step without gradients, it is a cache. The other arrays are the batch, if their first
-    dimension has the size of the batch, or constant weights. `program` is the step's program on one device.
+    A result is the new value of an array if it is computed from the array, and both are at one position in subtrees of
+    equal structure, shapes and dtypes. In a step with gradients, an array with a new value is a parameter if the
+    forward pass reads it; otherwise it is optimizer state. In a step without gradients, it is a cache. An array without
+    a new value is part of the batch if its first dimension has the batch's size. Otherwise it is a weight.
     """
     ours = step.arguments
     dtypes = [program.buffers[value].dtype for value in program.entry.carried]
@@ -77,10 +77,8 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
 
 
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
-    """The number of the result that can be the new value of each array of the arguments, by the array's number.
-
-    A subtree of the arguments and one of the results correspond if they have equal structure, shapes and dtypes. Their
-    arrays at one position can then be the old and the new value.
+    """The number of the result that can be the new value of each array of the arguments, by the array's number. Both
+    are at one position in subtrees of equal structure, shapes and dtypes.
     """
     info, dtypes = flatten(step.traced.out_info), [buffer.dtype for buffer in program.buffers]
     results = itertools.compress(zip(info.paths, info.leaves, strict=True), info.is_array)

@@ -39,8 +39,7 @@ class Runs:
 
 
 def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
-    """The number of times that each computation of a module runs, by its name. Computations that do not run are left
-    out.
+    """The number of times that each computation of a module runs, by its name, without those that do not run.
 
     A computation has several entries if it is called from several branches, or from loops of unknown trip count.
     """
@@ -125,10 +124,8 @@ def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | No
 def _fusion_root(
     module: HloModule, scope: Mapping[str, Instruction], one: Instruction
 ) -> tuple[Instruction, Mapping[str, Instruction]]:
-    """The instruction that computes the result of `one`, and the instructions that its operands name.
-
-    For a fusion, that is the root of the fusion's computation. Otherwise it is `one` itself, whose operands are in
-    `scope`.
+    """The instruction that computes the result of `one`, and the instructions that its operands name. They are the root
+    of a fusion's computation and the instructions in it; for another instruction, `one` itself and `scope`.
     """
     if one.opcode != "fusion":
         return one, scope
@@ -138,10 +135,9 @@ def _fusion_root(
 
 
 def _scalar(module: HloModule, scope: Mapping[str, Instruction], name: str) -> tuple[int | None, int] | None:
-    """The integer value `name` as the index of a loop-carried integer and a constant to add; `None` for any other
-    value.
+    """The integer `name` as the index of a loop-carried integer and a constant to add; `None` for another value.
 
-    For "element 2 of the loop's tuple, plus 1" it is (2, 1). The index is `None` for a constant. `scope` has the
+    For "element 2 of the loop's tuple, plus 1", it is (2, 1). The index is `None` for a constant. `scope` has the
     instructions by name.
     """
     if name not in scope:

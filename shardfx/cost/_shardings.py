@@ -197,12 +197,12 @@ class StepShardings:
         return self._known.conflicts
 
     def annotate(self, traffic: Traffic) -> Traffic:
-        """A copy of the traffic in which each row's note gives the reason for the collective, found by source line and
-        mesh axes.
+        """A copy of the traffic in which each row's note gives the reason for the collective.
 
         **Arguments:**
 
-        - `traffic`: the traffic of the same step, from [`shardfx.cost.estimate`][] or [`shardfx.cost.traffic`][].
+        - `traffic`: the traffic of the same step, from [`shardfx.cost.estimate`][] or [`shardfx.cost.traffic`][]. The
+            reason for a row is found by its source line and mesh axes.
         """
         return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
 

@@ -26,20 +26,20 @@ class TrafficRow:
     - `dcn_bytes`: the part of `wire_bytes` that comes from another slice.
     - `calls`: the number of times that the collective runs in one step; `None` in a loop of unknown trip count; 0 in a
         branch of a conditional if another branch sends more.
-    - `dtype`: the dtype of the collective's result, in HLO's notation.
+    - `dtype`, `arrays`: the dtype of the collective's result in HLO's notation, and its arrays on one device, as
+        `f32[8,128]`.
     - `group_size`: the number of devices in a replica group.
     - `axes`: the mesh axes along which the devices of a replica group differ; empty if no mesh is known.
     - `source`: the innermost line of your own program that causes the collective; `None` if it is not known.
     - `stack`: the call stack of the operation that causes the collective, innermost frame first.
-    - `leaf`: the path of the parameter that the collective gathers, or whose gradient it reduces; `None` for other
-        arrays. Several paths are separated by ", ".
+    - `leaf`: the path of the parameter that the collective gathers, or whose gradient it reduces, or `None`. Several
+        paths are separated by ", ".
     - `shares`: pairs of a parameter's path and its bytes. The path is `None` for the bytes of other arrays.
     - `windowed`: whether the collective is a loop of permutes and matrix products (a windowed einsum), by which XLA
         replaces an all-gather or a reduce-scatter.
     - `note`: further notes, or "".
     - `passes`, `unsure_bytes`: for an estimate, the compiler passes that changed this collective, and the bytes by
         which a compiled program may differ from `wire_bytes`, in either direction.
-    - `arrays`: the arrays of the collective's result on one device, as `f32[8,128]`.
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
     """
 
@@ -159,8 +159,8 @@ class TrafficDifference:
 
     **Arguments:**
 
-    - `rows`: tuples of a key (kind, axes, source, leaf), the bytes of the first step with this key, and the bytes of
-        the second. The largest difference comes first.
+    - `rows`: tuples of a key (kind, axes, source, leaf), the bytes of the first step and those of the second, the
+        largest difference first.
     """
 
     __module__ = "shardfx.cost"
@@ -202,7 +202,6 @@ def place_cells(axes: tuple[str, ...], leaf: str | None, source: Frame | None) -
 
 
 def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
-    """The cells of a traffic row in a table. The source line is shown only if `is_first`."""
     first, _, others = (row.leaf or "").partition(", ")
     leaf = printable(first + (f" +{others.count(', ') + 1}" if others else "") or "-")
     kind = f"{row.kind} (windowed)" if row.windowed else row.kind

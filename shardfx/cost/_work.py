@@ -101,7 +101,7 @@ def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> boo
 
 
 def _written(module: HloModule) -> float:
-    """The bytes to and from memory for the program's results of elementwise operations, each read and written once."""
+    """The bytes to and from memory for the program's results of elementwise operations: one read and one write each."""
     entry = module.computations[module.entry]
     root = root_of(entry)
     made = [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]

@@ -48,10 +48,7 @@ def renamed(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
 
 
 class Rewritten:
-    """An HLO module whose computations a pass rewrites one by one, callees first.
-
-    It caches the replica groups of the module's collectives.
-    """
+    """An HLO module whose computations a pass rewrites one by one, callees first. It caches replica groups."""
 
     def __init__(self, module: HloModule):
         self.module = module

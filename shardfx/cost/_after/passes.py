@@ -26,7 +26,7 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def windowed(known: Rewritten, computation: Computation) -> Computation:
-    """A copy of `computation` with windowed einsums. In one, a ring of permutes that overlaps with a matrix product
+    """A copy of `computation` with windowed einsums: rings of permutes that overlap with a matrix product. A ring
     replaces an all-gather of an operand or a reduce-scatter of the result, if that takes less time than the product.
     """
     users = users_of(computation)
@@ -64,8 +64,7 @@ def _is_hidden(known: Rewritten, computation: Computation, product: Instruction,
 
 
 def _permutes(known: Rewritten, sent: Instruction, shard: str) -> Instruction:
-    """The ring that replaces the collective `sent`, as one `collective-permute` that returns a tuple of results of type
-    `shard`.
+    """The ring that replaces the collective `sent`, as one `collective-permute` whose results have the type `shard`.
 
     For a replica group of n devices, two rings of opposite directions have n + 1 permutes together. An all-gather over
     4 devices has one ring, of 3 permutes.
@@ -166,7 +165,7 @@ def _map_collectives(module: HloModule, mark: Callable[[str, Instruction], Instr
 
 
 def _marked(before: HloModule, one: Pass, name: str, own: Instruction) -> Instruction:
-    """The collective `own` of the computation `name` after the pass `one`, with the pass's name if that changed it.
+    """The collective `own` of the computation `name`, with the name of the pass `one` if the pass made or changed it.
     `before` is the module before the pass.
     """
     old = before.computations.get(name, {}).get(own.name)
@@ -176,8 +175,6 @@ def _marked(before: HloModule, one: Pass, name: str, own: Instruction) -> Instru
 
 
 def _unsure(name: str, own: Instruction) -> Instruction:
-    """The collective `own`, marked if `_UNSURE` has its JAX operation: the TPU's compiler may send other
-    collectives.
-    """
+    """The collective `own`, marked as unsure if its JAX operation is in `_UNSURE`."""
     why = next((why for operations, why in _UNSURE.items() if operations.search(own.op_name)), None)
     return own if why is None else own._replace(unsure=1.0, note=why)

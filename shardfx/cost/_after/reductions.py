@@ -19,9 +19,7 @@ from .merge import Computation, Rewritten, renamed, users_of, with_groups, with_
 
 
 def folded(known: Rewritten, computation: Computation) -> Computation:
-    """A copy of `computation` in which an all-reduce of an all-reduce's result becomes one, over the combined
-    groups.
-    """
+    """A copy of `computation` with one all-reduce, over the combined groups, in place of one of another's result."""
     users = users_of(computation)
     made = dict(computation)
     for name, own in computation.items():
@@ -62,10 +60,8 @@ def added_once(known: Rewritten, computation: Computation) -> Computation:
 
 
 class _Pending(NamedTuple):
-    """An all-reduce that is not yet in the rewritten computation.
-
-    `value` is the name of the array that it will reduce. `rest` is the name of an array to add to the result, or
-    `None`.
+    """An all-reduce that is not yet in the rewritten computation. It will reduce the array named `value`, and add the
+    array named `rest`, if there is one, to the result.
     """
 
     reduction: Instruction
@@ -102,9 +98,7 @@ class _Reassociation:
             self.reduce(own.name)
 
     def pending_of(self, own: Instruction) -> _Pending | None:
-        """The all-reduce that can move after the instruction `own`; `None` if `own` must read operands that are
-        reduced.
-        """
+        """The all-reduce that can move after the instruction `own`; `None` if there is none."""
         found = [self.pending.get(operand) for operand in own.operands]
         if own.opcode == "all-reduce" and len(found) == 1 and found[0] is None and len(self.users[own.name]) == 1:
             return _Pending(own, self.names.get(own.operands[0], own.operands[0]))
@@ -140,17 +134,13 @@ class _Reassociation:
         return any(self.computation[operand].opcode == "all-reduce" for operand in users[0].operands)
 
     def add(self, own: Instruction, operands: tuple[str, ...]) -> str:
-        """Adds a copy of the instruction `own` that reads the unreduced arrays `operands`. Returns the name of the
-        copy.
-        """
+        """Adds a copy of the instruction `own` that reads the arrays `operands`, and returns the name of the copy."""
         name = f"{own.name}.parts"
         self.made[name] = with_operands(own, operands)._replace(name=name)
         return name
 
     def reduce(self, name: str) -> None:
-        """Adds the pending all-reduce of the array `name`, if it has one, to the rewritten computation. The array
-        `name` is then the reduced one, with the pending `rest` added.
-        """
+        """Adds the pending all-reduce of the array `name`, if it has one, and the sum with its `rest`."""
         if (pending := self.pending.pop(name, None)) is None:
             return
         own, whole = self.computation[name], name if pending.rest is None else f"{name}.whole"
@@ -274,8 +264,8 @@ def summed_parts(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[int, ...]:
-    """The dimensions of the slice `shard` in the order of its memory layout: the order to which all its readers
-    transpose it, or else ascending. `users` has the readers of each instruction.
+    """The dimensions of the slice `shard` in the order of its memory layout. If all its readers transpose it to one
+    order, it is that order. Otherwise it is ascending.
     """
     orders = {own.attributes.partition("}")[0] if own.opcode == "transpose" else "" for own in users[shard.name]}
     dims = tuple(map(int, _NUMBER.findall(orders.pop()))) if len(orders) == 1 else ()
@@ -283,9 +273,9 @@ def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[
 
 
 def _is_own_slice(known: Rewritten, reduction: Instruction, shard: Instruction, order: tuple[int, ...] | None) -> bool:
-    """Whether the slice `shard` of an all-reduce's result is different on each device of a replica group, so that a
-    reduce-scatter can replace both. On a TPU, where `order` has the dimensions in the order of the memory layout, the
-    slice must also fill whole tiles.
+    """Whether each device of a replica group takes another slice `shard` of an all-reduce's result, so that a
+    reduce-scatter can replace both. On a TPU, the slice must also fill whole tiles; `order` has the dimensions in the
+    order of the layout.
     """
     groups = known.groups(reduction)
     size = groups[0].shape[1]

@@ -15,8 +15,7 @@ _FUSED = VIEWS | PIECES | ELEMENTWISE
 
 
 def sources_of(program: FlatProgram, uses: Uses, *, tpu: bool) -> dict[int, frozenset[int]]:
-    """The values in memory from which each value of a program is computed. A value that occupies memory has only
-    itself.
+    """The values in memory from which each value is computed. A value in memory has only itself.
 
     XLA fuses elementwise operations, slices, and views such as transposes with the operations that read their results,
     so these results occupy no memory. A loop reads only arrays in memory. So do matrix products on GPUs and CPUs, since

@@ -50,7 +50,7 @@ def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], i
 
 
 def _is_stack(loop: FlatOp, at: int, uses: Uses) -> bool:
-    """Whether a loop only writes slices of its loop-carried array number `at`, one per iteration. It never reads it."""
+    """Whether a loop only writes slices of its loop-carried array number `at`, one per iteration, without a read."""
     body = loop.bodies[0]
     op = uses.maker.get(body.results[at])
     readers = [one for one, _, _ in uses.users.get(body.carried[at], ())]
@@ -94,8 +94,7 @@ class Memory:
     **Arguments:**
 
     - `arguments`: the bytes of each parameter of the entry computation, in order; 0 for a parameter in host memory.
-    - `results`: the bytes of each result; 0 for one in host memory, and for one that reuses a donated argument's
-        memory.
+    - `results`: the bytes of each result; 0 if it is in host memory, or reuses the memory of a donated argument.
     - `temporary_bytes`: the bytes of temporaries at the peak.
     - `arrays`: the temporaries that are live at the peak, the largest first. Some may use the memory of later results.
     - `timeline`: the bytes of all arrays in memory while each operation of the entry computation runs, in order.
@@ -164,6 +163,10 @@ class _Peak(NamedTuple):
 
 
 class _Counter:
+    """Counts the memory of a program's values. A value is the number of an array. A temporary is a value that is
+    neither an argument nor a result.
+    """
+
     def __init__(self, module: HloModule, program: FlatProgram, tile: Tile, tpu: bool):
         self.module, self.program, self.tile, self.tpu = module, program, tile, tpu
         self.uses = Uses(program)

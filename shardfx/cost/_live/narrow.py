@@ -38,6 +38,8 @@ def narrow_values(program: FlatProgram) -> set[int]:
 
 
 class _Narrowing:
+    """Finds the values that are stored as bfloat16. A value is the number of an array."""
+
     def __init__(self, program: FlatProgram):
         self.program, self.uses = program, Uses(program)
         self.known: dict[int, bool | None] = {}

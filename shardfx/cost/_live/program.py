@@ -137,9 +137,7 @@ def program_of(module: HloModule) -> FlatProgram:
 
 
 class _Flattener:
-    """Adds operations to a list `ops`. `bound` has the values of a computation's parameters, and `known` those of
-    earlier instructions.
-    """
+    """Adds operations to a list `ops`. `bound` has the values of a computation's parameters."""
 
     def __init__(self, module: HloModule):
         self.module = module
@@ -179,7 +177,9 @@ class _Flattener:
         return root
 
     def add(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[FlatOp]) -> Values:
-        """Adds the operations of the instruction `one`, and returns the values of its result."""
+        """Adds the operations of the instruction `one`, and returns the values of its result. `known` has the values of
+        earlier instructions.
+        """
         operands = [known[name] for name in one.operands if name in known]
         if one.opcode == "parameter":
             return bound[_number(one)]
