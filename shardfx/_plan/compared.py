@@ -14,26 +14,7 @@ from .shard_plan import ShardPlan, check_plan
 def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
     """Returns a line for each difference between two plans; empty exactly if their digests are equal.
 
-    **Arguments:**
-
-    - `a`, `b`: the plans.
-
-    **Returns:**
-
-    Lines such as "leaf `w`: spec is P('data',) in one, P() in the other", in the order of `a`.
-
-    !!! Example
-
-        ```python
-        import jax.numpy as jnp
-        from shardfx import MeshSpec, PathRules, plan
-        from shardfx._plan import differences
-
-        mesh, tree = MeshSpec({"data": 2}), {"w": jnp.ones((4, 4))}
-        a = plan(tree, mesh, paths=PathRules.parse("w->data"))
-        b = plan(tree, mesh, paths=PathRules.parse("w->None.data"))
-        print(*differences(a, b), sep="\\n")
-        ```
+    A line is such as "leaf `w`: spec is P('data',) in one, P() in the other". The leaves have the order of `a`.
     """
     check_plan("a", a)
     check_plan("b", b)
@@ -84,8 +65,8 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     **Arguments:**
 
     - `plan`: the plan.
-    - `width`: the maximum width of a line, in characters. If the table is wider, it shortens the rules, and moves the
-        common beginning of paths into a heading. `None` is no limit.
+    - `width`: the maximum width of a line, in characters. If the table is wider, the rules are shortened, and the
+        common beginning of paths becomes a heading. `None` is no limit.
 
     **Returns:**
 

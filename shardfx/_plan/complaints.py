@@ -60,7 +60,7 @@ _SHOWN = 40
 
 
 def _refuse(error: type[Exception], head: str, lines: Sequence[str], cause: Exception | None = None) -> None:
-    """Raises `error` from `cause` if there are `lines`, the mistakes. The message has `head` and the first 40 lines."""
+    """Raises `error` with `head` and the first 40 of `lines`, the mistakes, if there are any."""
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise error("\n".join([head, *lines[:_SHOWN], *more])) from cause
@@ -201,8 +201,8 @@ def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None)
 def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:
     """Returns the mesh axes that are probably misspelled, each with the similar name that the rules use.
 
-    For example, a mesh has `tensr`, and the rules use `tensor`: neither `declared` nor `used`, the axes that the rules
-    declare and use, has `tensr`, and the mesh lacks `tensor`.
+    For example, a mesh has the axis `tensr`, which the rules neither declare nor use, and the rules use `tensor`, which
+    the mesh lacks.
     """
     known = {*declared, *used}
     lacking = sorted(known.difference(mesh.axis_names))
@@ -262,8 +262,8 @@ def unused_rules(
     Two kinds of rules are no mistake and are left out: a last rule that matches all paths, and a rule that matches only
     leaves that are not arrays. If the tree has no leaves, as the state of plain SGD, all rules are left out.
 
-    Path rules are not applied to a leaf whose entry in `decided` is not `None`, because its logical names, for example,
-    decide its sharding. `by` is the phrase for these names in messages.
+    Path rules do not apply to a leaf whose entry in `decided` is not `None`, such as a leaf with logical names. `by` is
+    the phrase for such entries in messages.
     """
     unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
     patterns = tuple(re.compile(regex) for regex, _ in rules) if unused and flat.leaves else ()

@@ -30,8 +30,8 @@ RowIndices = Sequence[int]
 class Group(NamedTuple):
     """Arrays that are planned alike and whose paths differ only in numbers, such as those of repeated layers.
 
-    `row`, the plan of each of them, has the index `number` in `Content.rows`. The bytes are those of all the arrays
-    together: of the whole arrays, and of the shards on each device.
+    `row` is the plan of each array, with the index `number` in `Content.rows`. `bytes` counts all these arrays as a
+    whole, and `bytes_per_device` their shards on one device.
     """
 
     paths: tuple[str, ...]

@@ -196,9 +196,7 @@ def units_at(
 
 
 def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
-    """Returns the plan of an array: its requested spec without axes that do not fit, with the axes of its
-    strategies.
-    """
+    """Returns the plan of an array: the requested spec without axes that do not fit, plus its strategies' axes."""
     names, units = request.names, request.units
     units = units if units is None or names is None else units_at(names, shape, units)
     leaf = leaf_of(shape, dtype, units)
@@ -347,7 +345,8 @@ def _free(
 ) -> tuple[tuple[str, ...], list[Reason]]:
     """Returns those of `axes` that can shard the dimension `dim`, and the reasons why the others are dropped.
 
-    Axes are dropped that the mesh, with the axis sizes `sizes`, lacks, that are in `used`, or that occur twice.
+    Axes are dropped if the mesh, which has the axis sizes `sizes`, lacks them, if `used` has them, or if they occur
+    twice.
     """
     absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))

@@ -27,8 +27,7 @@ class LeafPlan:
 
     **Arguments:**
 
-    - `path`, `shape`, `dtype`: the array's path, such as `layers/0/attn/q_proj/weight`, and its shape and dtype as a
-        whole.
+    - `path`, `shape`, `dtype`: the path, such as `layers/0/attn/q_proj/weight`, and the whole array's shape and dtype.
     - `names`: its logical names if they request the sharding, else `None`.
     - `requested`, `spec`: the spec that the rule requests, and the spec that the array gets, in canonical form.
     - `rule`: the path rule by index and regex, `names`, or the array that it follows; `None` if no rule covers it.
@@ -83,7 +82,7 @@ class Row(NamedTuple):
 
 
 def kinds_matcher(memory_kinds: Iterable[tuple[str, str]] | None) -> Matcher:
-    """Returns path rules from pairs of a regex and a memory kind. A rule's target is a tuple with the memory kind."""
+    """Returns path rules from pairs of a regex and a memory kind of XLA. A target is a tuple with the memory kind."""
     pairs = tuple(memory_kinds or ())
     for regex, kind in pairs:
         if kind not in MEMORY_KINDS:
@@ -110,8 +109,8 @@ def canonical_dtype(dtype: DType) -> DType:
 class PathTree:
     """The structure of a planned tree with the path of each leaf, without the arrays.
 
-    `order` has for each leaf of `treedef` its index in `paths`; `None` stands for equal orders. In a plan from JSON
-    they may differ, because JAX sorts dict keys. `structure` is the tree's structure in that JSON, else `None`.
+    `order` has for each leaf of `treedef` its index in `paths`; `None` stands for equal orders. In a plan from JSON the
+    orders may differ, because JAX sorts dict keys. `structure` is the tree's structure in that JSON, else `None`.
     """
 
     paths: tuple[str, ...]
@@ -121,7 +120,6 @@ class PathTree:
 
     @ft.cached_property
     def encoded(self) -> object:
-        """The tree's structure as a JSON value."""
         return _encode_structure(self.treedef, {}) if self.structure is None else self.structure
 
     @property

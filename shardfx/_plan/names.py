@@ -149,7 +149,7 @@ def _hashable(node: Any) -> Any:
 
 
 def raise_tied(tree: object, flat: Flat) -> None:
-    """Raises if an nnx module holds one variable under two paths: as two leaves, training would make them differ."""
+    """Raises if an nnx module holds one variable under two paths: training would make the two leaves differ."""
     first: dict[int, str] = {}
     for path, kind, box in _boxes(tree, flat):
         if kind == "Variable" and any(leaf.shape for leaf in jax.tree.leaves(box)):

@@ -220,9 +220,7 @@ def decode_dtype(name: str) -> DType:
 
 
 class _Field(NamedTuple):
-    """How a field of an array's plan is stored: its valid values, as `_fits` takes them, their description, and
-    codecs.
-    """
+    """The JSON form of a field of an array's plan: the valid values, as `_fits` takes them, and their conversion."""
 
     valid: Any
     description: str

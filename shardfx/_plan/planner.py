@@ -236,8 +236,8 @@ class _Planner:
     def number(self, path: str, leaf: Any, names: object, stacked: int) -> int:
         """Returns the index in `rows` of the plan of the array `leaf` at `path`.
 
-        The array is planned unless an earlier array has the same rule or names, shape, dtype and memory kind. Its first
-        `stacked` dimensions index stacked layers.
+        The array is planned unless an earlier array has the same rule or names, shape, dtype and memory kind. The first
+        `stacked` dimensions of `leaf` index stacked layers.
         """
         kind = self.kinds.first(path)
         rule = self.paths.first(path) if names is None else None

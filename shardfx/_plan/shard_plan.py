@@ -304,7 +304,7 @@ class ShardPlan(eqx.Module):
         return ShardPlan(replaced(self.content, where, target))
 
     def select(self, regex: str) -> "ShardPlan":
-        """Returns the plan of the same tree with only the arrays whose path matches.
+        """Returns the plan of the same tree with only the arrays whose path `regex` matches.
 
         **Arguments:**
 

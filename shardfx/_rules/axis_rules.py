@@ -393,9 +393,7 @@ def check_axis_rules(what: str, value: object) -> None:
 
 
 def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
-    """`name`, the name that it is an alias of, and so on, up to a name that is no alias; raises for a circle of
-    them.
-    """
+    """`name`, the name that it is an alias of, and so on, up to a name that is no alias. A circle is an error."""
     aliases = dict(rules.aliases)
     chain = (name,)
     while chain[-1] in aliases:

@@ -54,7 +54,7 @@ class SearchOptions(NamedTuple):
 
 
 def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -> SearchOptions:
-    """The devices of a search, from the arguments of [`shardfx.auto.search`][]."""
+    """The devices of a search, from the arguments of [`shardfx.auto.search`][] with these names."""
     found = re.fullmatch(r"(.*)\*([1-9]\d*)", devices) if isinstance(devices, str) else None
     text, times = (found[1], int(found[2])) if found else (devices, 1)
     if found and slices not in (1, times):

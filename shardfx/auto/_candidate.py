@@ -109,8 +109,9 @@ class Candidate:
         return _code_of(self)
 
     def explain(self) -> str:
-        """All collectives of the step as text, with their bytes, mesh axes and source lines. After `verify`, the text
-        includes the differences between the compiled program and the estimate.
+        """All collectives of the step as text, with their bytes, mesh axes and source lines.
+
+        After `verify`, the text includes the differences between the compiled program and the estimate.
         """
         compared = [] if self.comparison is None else [str(self.comparison)]
         return "\n".join([self._head(), str(self.traffic), *self._below(), *compared])

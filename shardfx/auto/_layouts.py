@@ -5,8 +5,8 @@ The mesh axis shards each array along the first logical axis of the assignment t
 each operation along the first one that the operation has. Operands with another sharding are resharded. Sums over a
 sharded dimension stay unreduced until an operation needs the reduced value.
 
-A sub-dimension is a factor of a dimension that a reshape splits. Values, operations and logical axes are given by
-number.
+A sub-dimension is a factor of a dimension that a reshape splits. Dimensions that must be sharded alike are an
+equivalence class; a logical axis is one or several classes. Values, operations and logical axes are given by number.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Logical names for the dimensions of any step's arguments, derived from the step's operations and the arrays' paths.
 
-A logical axis is the dimensions that must be sharded alike, and gets one name.
+Dimensions that must be sharded alike are a logical axis, and get one name.
 """
 
 import dataclasses

@@ -43,9 +43,7 @@ class UnionFind:
         return node
 
     def roots(self, node: int) -> list[Root]:
-        """The classes of the sub-dimensions of `node`, major-most first: one if it is unsplit, none if its size
-        is 1.
-        """
+        """The classes of the sub-dimensions of `node`, major-most first. A dimension of size 1 has none."""
         node = self.find(node)
         if node in self._children:
             return [root for child in self._children[node] for root in self.roots(child)]
@@ -138,7 +136,7 @@ class Tied:
 
 
 def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
-    """Whether no mesh axis can shard a dimension, because the operation `made` needs all its elements or skips some.
+    """Whether no mesh axis can shard a dimension, because operation `made` needs all its elements or reads only some.
 
     `dim` are the factors of the dimension in the operation's Shardy sharding rule, and `size` is its size.
     """
@@ -149,7 +147,7 @@ def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
 
 
 def _tie(found: Tied, made: Operation) -> dict[object, int]:
-    """Merges the classes of dimensions that have one factor in the sharding rule of `made`. Returns a factor's node."""
+    """Merges the classes of dimensions with one factor in the sharding rule of `made`. Returns each factor's node."""
     sizes, union = made.factors.sizes, found.union
     first: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []

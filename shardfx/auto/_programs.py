@@ -219,9 +219,9 @@ def _filled(dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]) -> 
 
 
 def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
-    """The candidate under ZeRO-1: the mesh axes of the data also shard the arguments `states`, the optimizer's state.
+    """The candidate under ZeRO-1: the mesh axes of the batch also shard `states`, the arguments with optimizer state.
 
-    The result is `None` if they cannot shard it further.
+    The result is `None` if these axes cannot shard them further.
     """
     axes = tuple(axis for axis, names in one.assignments if names[0] == "batch")
     if not states or not axes or one.state_over:

@@ -162,10 +162,10 @@ def opened(
 
 
 def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
-    """The candidates of a search, at least `keep`, with the numbers of their programs; and the titles of usual ones.
+    """The candidates of a search, with the numbers of their partitioned programs, and a set of titles.
 
-    Candidates that fit in memory come first, the fastest first. The usual ones come from usual strategies or from the
-    caller's rules.
+    Candidates that fit in memory come first, the fastest first. At least `keep` candidates are tried. The titles are
+    those of the candidates that come from usual strategies or from the caller's rules.
     """
     most, constrained = _counts(len(bytecode(lowered.plain.module(lowered.platform))), space.devices)
     drawn = fastest(space, max(keep, min(_DRAWN, most)))
@@ -181,8 +181,8 @@ def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> 
         return sum(plan.bytes_per_device for plan in (zero_1(one, states) or one).plans) <= one.limit_bytes
 
     def partitioned(one: Candidate) -> Candidate | ProgramError:
-        """The candidate `one` with the numbers of its partitioned program, or XLA's error. A candidate that does not
-        fit in memory is tried under ZeRO-1 (a sharded optimizer state).
+        """The candidate with the numbers of its program, under ZeRO-1 if only then it fits in memory; or XLA's
+        error.
         """
         try:
             found = lowered.partitioned(one)
@@ -289,7 +289,9 @@ class Frontier:
     points: tuple[FrontierPoint, ...]
 
     def of(self, devices: int, batch: int) -> tuple[FrontierPoint, ...]:
-        """The points for these numbers of devices and examples, the fastest first; each next one takes less memory."""
+        """The points for these numbers of devices and examples, the fastest first; each next point takes less
+        memory.
+        """
         return tuple(point for point in self.points if (point.devices, point.batch) == (devices, batch))
 
     def fastest(self) -> tuple[FrontierPoint, ...]:

@@ -1,4 +1,9 @@
-"""The search space of a step: axis assignments, their cost terms, and candidates made of the best of them."""
+"""The search space of a step: axis assignments, their cost terms, and candidates made of the best of them.
+
+An axis assignment is the logical axes that one mesh axis shards, in order of preference. A strategy is a tuple of
+numbers of assignments, one per mesh axis. A cost term is a sum of work, bytes or traffic that the same assignments
+divide.
+"""
 
 import dataclasses
 import functools as ft
@@ -79,13 +84,9 @@ class Limits:
 class Space:
     """The search space of a step: the axis assignments within the user's limits, with the step's cost terms.
 
-    An axis assignment is the logical axes that one mesh axis shards. A strategy is a tuple of numbers of assignments,
-    one per mesh axis.
-
     - `args`: the arguments of the step as `jax.ShapeDtypeStruct`s without shardings.
     - `made`: for each axis assignment, by its number, the shardings and collectives of the step under it.
     - `usual`, `known`: the caller's rules with the usual strategies; other well-known strategies.
-    - `terms`: the cost terms of the step.
     - `limit_bytes`: the memory that the step may take on one device.
     """
 
@@ -259,7 +260,7 @@ def _culprits(space: Space) -> str:
 
 
 def _estimates(space: Space, strategy: tuple[int, ...], sizes: np.ndarray) -> list[Estimate]:
-    """The estimates of a strategy for each tuple in `sizes`, mesh axis sizes, that divides its dimensions.
+    """The estimates of a strategy for each tuple of mesh axis sizes in `sizes` that divides its dimensions.
 
     The mesh axis that spans the slices is the first one whose size the number of slices divides.
     """
