@@ -335,9 +335,10 @@ def _backward(forward: Mapping[str, Made], source: TreeLeaves) -> Mapping[str, M
 
 
 def _back(casts: Sequence[Operation], dtype: object) -> tuple[Operation, ...]:
-    """The operations that invert `casts` and end in `dtype`, the dtype before `casts`.
+    """The operations that undo `casts`; the last one results in `dtype`, the dtype before `casts`.
 
-    An arithmetic operation is inverted in the dtype that its result has.
+    For float32 elements, (bfloat16,) is undone by (float32,). An arithmetic operation is undone in the dtype that its
+    result has.
     """
     kinds, found = [dtype], []
     for to in casts:

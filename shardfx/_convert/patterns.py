@@ -45,9 +45,10 @@ class Sum:
         return self.rest + sum(count * value for count, value in found if isinstance(value, int))
 
     def solved(self, value: str | int) -> tuple[str, str | int] | None:
-        """The only name of the sum, and its value if the sum is `value`: ("i", 2) for `6*i+2` and 14.
+        """The only name of the sum, and the value of this name for which the sum is `value`: ("i", 2) for `6*i+2` and
+        14.
 
-        The result is `None` if there is no solution, or if the sum has several names.
+        The result is `None` if there is no such value, or if the sum has several names.
         """
         if self.name is not None:
             return self.name, value

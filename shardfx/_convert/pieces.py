@@ -223,7 +223,7 @@ def along(piece: Piece, dim: int) -> list[Factor]:
 def span(factors: Sequence[Factor]) -> int:
     """The number of elements from the first to the last that factors along one dimension of the target reach.
 
-    For sizes 2 and 3 with steps 6 and 2, they reach 0, 2, 4, 6, 8 and 10, so it is 11.
+    For sizes 2 and 3 with steps 6 and 2, they reach 0, 2, 4, 6, 8 and 10, so the result is 11.
     """
     return 1 + sum((factor.size - 1) * factor.target_step for factor in factors)
 
@@ -420,9 +420,9 @@ def once(piece: Piece) -> Piece:
 
 
 def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
-    """Yields pieces that copy as `inner` and then `outer`, without the intermediate array.
+    """Yields pieces that make the copies of `inner` and then `outer` in one step.
 
-    `inner` writes the intermediate array, and `outer` reads it.
+    `inner` writes an intermediate array, and `outer` reads it. The result does not need this array.
     """
     for box in dense(inner):
         # For each dimension of the intermediate array, the factors in `box`, the largest step first.

@@ -98,7 +98,8 @@ class SaveProcesses:
         self._thread.shutdown(wait=False)
 
     def compare(self, facts: Mapping[str, str], lines: Sequence[str]) -> str:
-        """Compares the arguments of all processes, and returns a random text that no other save has.
+        """Compares the arguments of all processes. Returns a random text, the same on all of them, which no other save
+        has.
 
         `facts` has the arguments of this process, as text, by name; `lines` describes each array. Raises
         `CheckpointError` with the first argument that differs, or with the first array if the leaves differ.

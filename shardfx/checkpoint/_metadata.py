@@ -1,4 +1,7 @@
-"""The metadata of a file: which integer arrays are the key data of PRNG keys, and the Python numbers in a state."""
+"""The metadata of a file: which integer arrays are the key data of PRNG keys, and the Python numbers in a state.
+
+An entry describes one array of a checkpoint in its index.
+"""
 
 import dataclasses
 import functools as ft

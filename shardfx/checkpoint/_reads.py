@@ -80,7 +80,7 @@ def spans_into(entry: FileArray, fetch: Fetch, dtype: object, gap_bytes: int) ->
 
 
 def _is_in_place(place: Destination) -> bool:
-    """Whether the elements of a box have the same order in memory as in the file."""
+    """Whether the elements of a box have the same order at their destination as in the file."""
     sizes = [stop - start for start, stop in place[1].source]
     pairs = zip(sizes, place[1].strides, strides_of(sizes), strict=True)
     return all(size == 1 or stride == wanted for size, stride, wanted in pairs)

@@ -124,7 +124,7 @@ def save(
 
 @dataclasses.dataclass(frozen=True)
 class SavedContent:
-    """The input of a save.
+    """The input of a save: its arrays, their plan and the metadata.
 
     **Arguments:**
 

@@ -19,8 +19,8 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
     """The global arrays of a batch, from the part that each process loaded.
 
     Every process calls `global_batch` with its rows, which [`shardfx.hosts.data_layout`][] or
-    [`shardfx.hosts.local_chunk`][] computes. A process may also pass a dimension as a whole, of which its part is used.
-    No data is sent over the network.
+    [`shardfx.hosts.local_chunk`][] computes. If a process passes a dimension as a whole, `global_batch` takes the part
+    of this process. No data is sent over the network.
 
     **Arguments:**
 

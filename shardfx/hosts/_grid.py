@@ -47,8 +47,9 @@ class HostGrid(eqx.Module):
         """**Arguments:**
 
         - `axis_sizes`: the number of devices along each mesh axis, in the mesh's order.
-        - `num_chunks`: the number of processes along each axis; 1 for axes that are not in it.
-        - `chunk_ids`: the position of each process among the processes along each axis, counted from 0.
+        - `num_chunks`: the number of boxes along each axis; 1 for axes that are not in it.
+        - `chunk_ids`: the index of each process's box along each axis, by process index. `(2, 0)` is the third box
+            along the first axis.
 
         **Raises:**
 
