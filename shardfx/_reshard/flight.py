@@ -107,9 +107,7 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
 
 
 class _Flight:
-    """The state of a running job, which makes the target's arrays in order, and bounds the arrays in flight (see
-    `Window`).
-    """
+    """The state of a running job, which makes the target's arrays in order and bounds the arrays in flight."""
 
     def __init__(self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor):
         self.made: dict[int, jax.Array] = {}
@@ -149,10 +147,9 @@ class _Flight:
         return made
 
     def assemble(self, at: int, names: tuple[str, ...], assembly: Assembly) -> None:
-        """Starts to assemble the target's array number `at` from the arrays with the paths `names`. Then waits until
-        the previous array is assembled; if sources are donated, also until this one is.
-
-        On CPUs two arrays are copied at a time. More would take more memory, which the kernel provides slowly.
+        """Starts to assemble the target's array number `at` from the arrays with the paths `names`, and waits for the
+        previous array; if sources are donated, also for this one. On CPUs two arrays are copied at a time. More would
+        take more memory, which the kernel provides slowly.
         """
         started = at, names, assembly, start_assembly(assembly, names, self._context)
         self.finish_copies()
@@ -161,9 +158,7 @@ class _Flight:
             self.finish_copies()
 
     def finish(self) -> None:
-        """Waits for all arrays that other threads assemble. If sources are donated, deletes those that nothing reads
-        any more.
-        """
+        """Waits for arrays of other threads, and deletes donated sources that nothing reads any more."""
         self.finish_copies()
         if self.donate:
             self.window.drain()
@@ -171,9 +166,7 @@ class _Flight:
                 self._give_up(leaf)
 
     def finish_copies(self) -> None:
-        """Waits for the array that other threads are assembling, if there is one. If sources are donated, deletes those
-        that nothing reads any more.
-        """
+        """Waits for the array of other threads, and deletes donated sources that nothing reads any more."""
         if self._started is None:
             return
         (at, names, assembly, there), self._started = self._started, None
@@ -202,10 +195,7 @@ def _is_on_cpu(assembly: Assembly) -> bool:
 
 
 class Window:
-    """The arrays in flight: those that were dispatched and that the devices have not yet computed.
-
-    If their number or bytes would exceed a bound, the window waits for the oldest arrays.
-    """
+    """The arrays in flight: dispatched, but not yet computed by the devices. Their number and bytes are bounded."""
 
     def __init__(self, limit_bytes: int | None):
         self.limit_bytes = _IN_FLIGHT_BYTES if limit_bytes is None else limit_bytes
@@ -261,10 +251,9 @@ def carry_out(
     limit_bytes: int | None = None,
     pool: ThreadPoolExecutor | None = None,
 ) -> jax.Array:
-    """Moves one live array. It does not wait until the devices have computed the result.
-
-    `limit_bytes` must be at least `move.least_bytes`. If the whole array needs more, it moves in chunks. `pool` has
-    threads to copy with. The result is committed to exactly the sharding `move.dst`.
+    """Moves one live array to exactly the sharding `move.dst`. It does not wait until the devices have computed the
+    result. If the whole array needs more than `limit_bytes`, which must be at least `move.least_bytes`, it moves in
+    chunks. `pool` has threads to copy with.
     """
     if x.dtype != move.dtype:  # typed PRNG keys: their data move
         data = carry_out(move, jax.random.key_data(x), donate=donate, limit_bytes=limit_bytes)

@@ -178,9 +178,7 @@ def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
 def _map_exchange(
     fn: Callable[..., object], exchange: OwnerExchange, arrays: Sequence[Any], states: PyTree, mesh: Any
 ) -> tuple[list[Any], Any]:
-    """Applies `fn` to all matrices that one all-to-all sends, in one `shard_map`. `arrays` hold these matrices. Returns
-    the arrays with the results, and the new states.
-    """
+    """Applies `fn` to the matrices in `arrays`, which one all-to-all sends. Returns the results and new states."""
     parts = exchange.arrays
     here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
     specs = [part.spec(part.sent_entries) for part in parts]
@@ -201,10 +199,8 @@ def _map_exchange(
 
 
 def _scan(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
-    """Applies `fn` in a scan to each matrix of the stack `number` that this device owns.
-
-    `owned` has the rows of elements that this device received. Returns the rows with the results in the place of the
-    matrices, and the new states.
+    """Applies `fn` to each matrix of the stack `number` that this device owns. `owned` has the rows that it received.
+    Returns these rows with the results in the place of the matrices, and the new states.
     """
     starts, stack = exchange.starts(number), exchange.stacks[number]
 
@@ -294,9 +290,7 @@ def _rows(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
 
 
 def exchanged(exchange: OwnerExchange, rows: jax.Array) -> jax.Array:
-    """The rows that a device has after an all-to-all of `rows`, in which row `i` goes to owner device `i`. The same
-    all-to-all sends shards to the owners and results back.
-    """
+    """The rows that a device has after an all-to-all of `rows`, in which row `i` goes to owner device `i`."""
     return jax.lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True) if len(exchange.owned) > 1 else rows
 
 

@@ -78,9 +78,7 @@ class Move:
 
     @ft.cached_property
     def copy_bytes(self) -> int:
-        """The bytes of copies in device memory of shards that are in host memory before or after the move. Programs
-        compute in device memory, so they need these copies.
-        """
+        """The bytes of copies in device memory, where programs compute, of shards that are in host memory."""
         if self.plan is None and (self.assembly is None or self.assembly.method != "programs"):
             return 0
         return device_copy_bytes(self.shape, self.dtype, self.src, self.dst)
@@ -107,15 +105,11 @@ class Move:
         return not self.dst.is_fully_addressable and any(device.platform == "cpu" for device in devices)
 
     def chunks_of(self, count: int) -> Chunks | None:
-        """The division of shards into at least `count` chunks, or into fewer if no division has so many. `None` for a
-        move without steps.
-        """
+        """A division of shards into `count` chunks or more, or as many as there can be; `None` without steps."""
         return None if self.plan is None else split_into(count, self.src.shard_shape(self.shape), self.plan.steps)
 
     def chunks_within(self, limit_bytes: int | None) -> Chunks | None:
-        """The division of shards into the fewest chunks that need at most `limit_bytes` besides source and target.
-        `None` if whole shards need no more.
-        """
+        """The fewest chunks that need at most `limit_bytes` besides source and target; `None` for whole shards."""
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
         chunks = self.chunks_of(-(-self.held_bytes // max(1, limit_bytes - self.copy_bytes)))
@@ -129,9 +123,7 @@ class Move:
 
     @property
     def least_bytes(self) -> int:
-        """The smallest memory limit under which the array can move, whole or in the smallest chunks. The limit does not
-        count the shards of source and target.
-        """
+        """The smallest memory limit, without source and target, under which the array can move in chunks."""
         if self.assembly is not None:
             return min(self.extra_bytes, self.assembly.least_bytes + self.copy_bytes)
         finest = self.chunks_of(max(self.shape, default=1))
@@ -140,9 +132,7 @@ class Move:
 
 @ft.lru_cache(maxsize=4096)
 def program_of(move: Move, donate: bool, chunks: Chunks | None) -> Callable[[jax.Array], jax.Array]:
-    """Returns the steps of a move as a function of a live array. It is compiled on its first call. With `donate`, it
-    gives up the buffers of its argument.
-    """
+    """Returns the steps of a move as a function of a live array, which is compiled on its first call."""
     assert move.plan is not None
     return live_program(move.shape, move.plan, named(move.src), named(move.dst), donate=donate, chunks=chunks)
 
@@ -194,10 +184,10 @@ def move_of(
 
 def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
     """Chooses which replicas send, so that over all moves between different devices they send equally many bytes.
+    `moves` has the number of arrays of each move.
 
-    `moves` has the number of arrays of each move. Of several replicas of a shard, the one that has sent the fewest
-    bytes in earlier moves is taken. Returns for each move the move with the chosen senders. All its arrays have the
-    same senders, so that they share a program.
+    Of several replicas of a shard, the one that has sent the fewest bytes in earlier moves is taken. Returns for each
+    move the move with the chosen senders. All its arrays have the same senders, so that they share a program.
     """
     sent: dict[object, int] = {}
     chosen = {}
@@ -237,9 +227,7 @@ def _is_local_cpu(sharding: Sharding) -> bool:
 
 
 def _same_devices(*ends: Sharding) -> bool:
-    """Whether all shardings in `ends` are on the same devices. In a mesh without devices, positions stand for device
-    ids.
-    """
+    """Whether all shardings are on the same devices, or on the same positions of meshes without devices."""
     if all(map(has_devices, ends)):
         return ends[0].device_set == ends[1].device_set
     first, second = (

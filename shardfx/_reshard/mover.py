@@ -167,16 +167,11 @@ def resharded(
 
 
 def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
-    """Returns the sharding of each leaf of the flattened tree `flat`; `None` for a leaf that is no array or does not
-    move.
+    """Returns the sharding of each leaf of the tree `flat`; `None` for a leaf that is no array or does not move.
 
-    `form` is a plan with devices, a sharding, or a tree whose leaves are shardings, `None`, or ShapeDtypeStructs with
-    shardings. The tree may be a prefix of the tree of arrays. `what` is the name of this argument, for messages.
-
-    **Raises:**
-
-    `PlanMismatchError` if the form is for another tree, or a plan without devices; `LeafTypeError` for entries that are
-    no shardings.
+    `form` is a plan with devices, a sharding, or a tree (or prefix) of shardings, `None`, or ShapeDtypeStructs with
+    shardings. `what` is the name of this argument, for messages. Raises if the form is for another tree or has other
+    entries.
     """
     if isinstance(form, ShardPlan):
         return shardings_of_leaves(form, flat)
@@ -221,10 +216,9 @@ def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
 
 
 def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool) -> list[Any]:
-    """Runs the moves of a job, and returns the leaves with the moved arrays in place of the old ones.
-
-    Transfers of a job are explicit, like those of `jax.device_put`, so `jax.transfer_guard("disallow")` lets them pass.
-    Programs are compiled under `jax.disable_jit` too, since operations that run one at a time would not move arrays.
+    """Runs the moves of a job, and returns the leaves with the moved arrays in place of the old ones. Its transfers are
+    explicit, like those of `jax.device_put`, so `jax.transfer_guard("disallow")` lets them pass. It overrides
+    `jax.disable_jit`, since operations that run one at a time would not move arrays.
     """
     if limit_bytes is not None:
         require_memory(job, limit_bytes)
@@ -258,9 +252,8 @@ def job_of(
     lost: tuple[Any, ...] = (),
     copies: bool = True,
 ) -> Job:
-    """Decides the move of every leaf before any leaf moves. An error names the leaf's path.
-
-    `rows` has for each leaf its number, the leaf, and its target sharding; `None` for a leaf that does not move.
+    """Decides the move of every leaf before any leaf moves. `rows` has for each leaf its number, the leaf, and its
+    target sharding; `None` for a leaf that does not move.
     """
     known: dict[object, Move] = {}
     job = Job(path_of, {}, [], [], {}, set(), copies)
@@ -307,13 +300,8 @@ def _require_devices(target: Sharding) -> None:
 
 
 class MapMove(NamedTuple):
-    """The move of a tree into another tree through a `TreeMap`.
-
-    **Arguments:**
-
-    - `arrays`: the source's arrays by path.
-    - `target`: the tree that is made.
-    - `plans`: for each array of the target, the plan for assembling it from parts of the source's arrays.
+    """The move of a tree into another tree: the source's arrays by path, the tree that is made, and for each of its
+    arrays the plan for assembling it.
     """
 
     arrays: Mapping[str, Any]
@@ -322,11 +310,8 @@ class MapMove(NamedTuple):
 
 
 def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
-    """Decides how a `TreeMap` makes every array of another tree from the tree `flat`. No array has moved when it
-    returns.
-
-    `dst` is a plan of the target tree, or a tree of structs with shardings. Raises if the map does not fit the two
-    trees.
+    """Decides how a `TreeMap` makes every array of `dst`, a plan or a tree of structs with shardings, from the tree
+    `flat`. No array has moved when it returns. Raises if the map does not fit the two trees.
     """
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
         raise LeafTypeError(
@@ -355,10 +340,8 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
 
 @ft.lru_cache(maxsize=64)
 def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
-    """Raises unless all of `processes`, which move a tree together, have the same map.
-
-    The processes compare their maps through JAX's coordination service. A process that waits too long for the others
-    raises. In a job without this service the maps are not compared.
+    """Raises unless all of `processes`, which move a tree together, have the same map. They compare it through JAX's
+    coordination service, if there is one. A process that waits too long for the others raises too.
     """
     client, me = coordination(), jax.process_index()
     if client is None or me not in processes:

@@ -332,10 +332,8 @@ def _move_fields(move: Move) -> dict[str, Any]:
 
 @ft.lru_cache(maxsize=4096)
 def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
-    """The fields of a `LeafMove` that say the cost of assembling an array of parts of other arrays. `most_bytes` is the
-    most bytes that one program may use on a device.
-
-    A further field is `extra_bytes`: the most bytes in one memory besides the shards of source and target.
+    """The fields of a `LeafMove` that say the cost of assembling an array of parts of other arrays, and `extra_bytes`,
+    the most bytes in one memory besides the shards of source and target.
     """
     steps, count = assembly.exchanges(None, most_bytes), max(1, assembly.sharding.num_devices)
     return {

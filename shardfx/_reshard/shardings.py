@@ -27,9 +27,7 @@ def leaf_name(path: str) -> str:
 
 @contextlib.contextmanager
 def naming(path_of: Callable[[Any], str], at: object) -> Iterator[None]:
-    """Returns a context manager that puts the path of a leaf, `path_of(at)`, in front of the message of an error. The
-    path is only computed after an error.
-    """
+    """Returns a context manager that puts the path of a leaf, `path_of(at)`, in front of the message of an error."""
     try:
         yield
     except (SpecError, MeshError, LeafTypeError) as error:
@@ -168,9 +166,7 @@ def _device_spans(mesh: Mesh) -> tuple[int, ...]:
 
 def _blocks(number: np.ndarray) -> int:
     """Returns the smallest number of equal blocks into which the first mesh axis can be divided so that no block
-    crosses a slice boundary. For devices in the slices 0, 0, 1, 1 along one axis it is 2.
-
-    `number` has the number of the TPU slice of each device, in the shape of the mesh.
+    crosses a slice boundary. For devices in the slices `number` of 0, 0, 1, 1 along one axis it is 2.
     """
     size = len(number)
     blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)

@@ -122,10 +122,8 @@ class OwnerExchange(NamedTuple):
 
     def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
         """Where each matrix of the stack `number` begins, in units, in the row that a device sends to the matrix's
-        owner.
-
-        There is a row for each owner, with a position for each matrix of the stack that it has, and -1 in the remaining
-        places.
+        owner. There is a row for each owner, with a position for each of its matrices of the stack, and -1 in the
+        remaining places.
         """
         rows: list[list[int]] = []
         for own in self.owned:
@@ -139,10 +137,8 @@ class OwnerExchange(NamedTuple):
 def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
 ) -> tuple[tuple[OwnerExchange, ...], dict[int, ArrayFn]]:
-    """The all-to-alls that send the matrices of a plan to their owner devices. `over`, `where` and `limit` are
-    arguments of [`shardfx.map_matrices`][].
-
-    Returns also, for each array about which `where` has a function or `None`, that value, by the number of the array.
+    """The all-to-alls that send the matrices of a plan to their owner devices, and the values in `where` that are a
+    function or `None`, by the number of the array. `over` and `where` are arguments of [`shardfx.map_matrices`][].
     """
     found, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
@@ -235,9 +231,7 @@ def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
 
 
 class _Owners:
-    """Assigns matrices to owner devices, each of which computes its own matrices. The arguments are as in
-    `OwnerExchange`.
-    """
+    """Assigns matrices to owner devices, which compute them. The arguments are as in `OwnerExchange`."""
 
     def __init__(self, lead_axes: tuple[str, ...], axes: tuple[str, ...], sizes: Mapping[str, int]):
         self.lead_axes, self.axes, self.sizes = lead_axes, axes, sizes
@@ -254,9 +248,7 @@ class _Owners:
         return one.number // self.size(self.lead_axes)
 
     def sharded(self, one: Matrices) -> Matrices:
-        """The array with new `sent_entries`: as many of the owners' mesh axes as the sizes of its dimensions allow, and
-        no other axes.
-        """
+        """The array with as many of the owners' mesh axes in `sent_entries` as its dimensions allow, and no others."""
         entries = [[axis for axis in own if axis in self.axes] for own in one.entries]
         for axis in self.axes:
             dims = (dim for dim, size in enumerate(one.rest) if size % self.size((*entries[dim], axis)) == 0)
@@ -268,10 +260,9 @@ class _Owners:
         return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.sent_entries, strict=True))
 
     def exchange(self, arrays: Sequence[Matrices]) -> OwnerExchange:
-        """The all-to-all of `arrays`, with an owner for each of their matrices.
-
-        The matrices are assigned one by one, those with the largest shards first. Each goes to the owner that receives
-        the fewest elements so far. Among such owners the one with the least to compute is taken.
+        """The all-to-all of `arrays`, with an owner for each of their matrices. The matrices are assigned one by one,
+        those with the largest shards first. Each goes to the owner that receives the fewest elements so far, and among
+        such owners to the one with the least to compute.
         """
         widest = sorted(arrays, key=lambda one: (-math.prod(self.shard_shape(one)), -_cost(one)))
         alike = [(tuple(same), self.shard_shape(same[0])) for same in _by_shape(widest).values()]
@@ -298,11 +289,9 @@ class _Owners:
         return made.width * math.prod(made.unit)
 
     def grouped(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
-        """Yields groups of arrays. Each group has an all-to-all of its own.
-
-        Arrays share an all-to-all if each device then sends fewer elements. Sharing helps where some owners have no
-        large matrix: they get small ones, and their rows need no padding. Otherwise separate all-to-alls take less
-        memory.
+        """Yields groups of arrays, each with an all-to-all of its own. Arrays share an all-to-all if each device then
+        sends fewer elements: where some owners have no large matrix, they get small ones, and their rows need no
+        padding. Otherwise separate all-to-alls take less memory.
         """
         left, least = _by_shape(arrays), self.sent_elements(arrays)
         for kind, own in [*left.items()]:

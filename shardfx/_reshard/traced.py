@@ -22,12 +22,9 @@ from .steps.redistribution import redistribute
 def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
     """Moves a traced array to the sharding `dst`, inside `jit` or another transformation.
 
-    **Arguments:**
-
-    - `x`: a traced value, or an array that is a constant of the program. Its cotangent moves back.
-    - `dst`: a NamedSharding on the devices of the program, in the same order, as JAX demands.
-    - `src`: the sharding of `x`. It is needed under Auto axes; under Explicit axes the type of `x` has the sharding. If
-        `src` is wrong, XLA first moves `x` to it.
+    `x` is a traced value, or an array that is a constant of the program. Its cotangent moves back. `dst` has the
+    devices of the program, in the same order. `src`, the sharding of `x`, is needed under Auto axes; under Explicit
+    axes the type of `x` has it. If `src` is wrong, XLA first moves `x` to it.
 
     **Raises:**
 
@@ -85,8 +82,7 @@ def move_traced_leaves(
     leaves: Sequence[Any], sources: Sequence[Any], targets: Sequence[Any], path_of: Callable[[int], str]
 ) -> list[Any]:
     """Moves the arrays among the leaves of a traced tree from their shardings `sources` to `targets`. A source is
-    `None` if the array's type says it, and a target is `None` for a leaf that does not move. An error names the leaf's
-    path.
+    `None` if the array's type says it, and a target is `None` for a leaf that does not move.
     """
     results = list(leaves)
     for at, (leaf, source, target) in enumerate(zip(leaves, sources, targets, strict=True)):
@@ -147,9 +143,7 @@ _move = jex.core.Primitive("shardfx_move")
 
 
 def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
-    """Evaluates the move primitive eagerly, as in a gradient without `jit`. The array moves from its own sharding, not
-    from `src`.
-    """
+    """Evaluates the move eagerly, as in a gradient without `jit`. The array moves from its own sharding, not `src`."""
     if not isinstance(dst.mesh, Mesh):
         raise MeshError(
             f"outside of `jit` {dst} has no devices to move an array of shape {x.shape} to; give a jax Mesh."

@@ -45,10 +45,8 @@ _HOST = -1
 
 
 class MovedLeaf(NamedTuple):
-    """An array before or after a move: its path, shape, dtype and sharding. A NumPy array has no sharding.
-
-    If the array is from a plan without devices, `mesh` is the plan's mesh. It says how many TPU slices (or GPU nodes)
-    each mesh axis spans.
+    """An array before or after a move. A NumPy array has no sharding. `mesh` is the mesh of a plan without devices. It
+    says how many TPU slices (or GPU nodes) each mesh axis spans.
     """
 
     path: str
@@ -118,9 +116,7 @@ class Assembly:
 
     @ft.cached_property
     def sharers(self) -> int:
-        """The largest number of devices that share one memory, as the CPU devices of a process do; 1 if a mesh has no
-        devices.
-        """
+        """The largest number of devices that share one memory; 1 if a mesh has no devices."""
         return sharers([device for device in self.devices if isinstance(device, jax.Device)])
 
     @property
@@ -143,9 +139,7 @@ class Assembly:
 
     @ft.cached_property
     def most_bytes(self) -> int:
-        """The default limit of the temporary memory of programs on a device: the bytes of one shard of the array, but
-        at least 1 MiB.
-        """
+        """The default limit of programs' memory on a device: the bytes of a shard, but at least 1 MiB."""
         return max(_LEAST_BYTES, array_bytes(self.shard_shape, self.dtype))
 
     def exchanges(self, limit_bytes: int | None = None, most_bytes: int | None = None) -> list[Exchange]:
@@ -169,11 +163,8 @@ class Assembly:
 
     @property
     def _buffers(self) -> int:
-        """The number of buffers that a program needs at the same time for one round (one collective permute or local
-        copy).
-
-        If source and target are on different devices, the program that writes the shards holds the old and the new
-        values of the target and also the received part.
+        """The number of buffers that a program needs at the same time for one round. The program that writes shards on
+        other devices holds the old and the new values of the target and also the received part.
         """
         return 4 if self.changes_devices else 3
 
@@ -192,9 +183,8 @@ class Assembly:
 
 
 class TargetArray(NamedTuple):
-    """An array that a `TreeMap` makes from other arrays, the paths of these sources, and the plan for assembling it.
-
-    `assembly` is `None` if the array is an unchanged source array, which moves as it would without a map.
+    """An array that a `TreeMap` makes, the paths of its sources, and the plan for assembling it. `assembly` is `None`
+    if the array is an unchanged source array, which moves as it would without a map.
     """
 
     leaf: MovedLeaf
@@ -232,9 +222,7 @@ def _unchanged(leaf: MovedLeaf) -> Made:
 def _known_assembly(
     leaf: MovedLeaf, made: Made, sources: Sequence[MovedLeaf], copies: bool, known: dict[object, Assembly]
 ) -> Assembly:
-    """The plan for assembling the array `leaf` from `sources` by the pieces in `made`. Arrays that differ only in paths
-    share a plan, which `known` caches.
-    """
+    """The plan for assembling `leaf` from `sources`. Arrays that differ only in paths share it, through `known`."""
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     more = shape[len(leaf.shape) :]
     pieces = numbered([extended(piece, more) if more else piece for piece in made.pieces], [x.path for x in sources])
@@ -247,9 +235,7 @@ def _known_assembly(
 
 
 def numbered(pieces: Sequence[Piece], names: Sequence[str]) -> tuple[Piece, ...]:
-    """Returns `pieces` with the path of each source replaced by its position in `names`, as text. For `names` of ("w",
-    "b"), the path "b" becomes "1".
-    """
+    """Returns `pieces` with the path of each source replaced by its position in `names`: "b" in ("w", "b") by "1"."""
     numbers, found = {name: str(number) for number, name in enumerate(names)}, []
     for piece in pieces:
         value = piece.value
@@ -307,8 +293,8 @@ def _assembly(
 class _Devices:
     """The devices of an array and of its sources, without the lost devices, each with a number.
 
-    `target` and `sources` list the device and the box of each shard. If a sharding is on a mesh without devices, ids or
-    positions in the mesh stand for devices. A NumPy array has the device `None`.
+    `target` and `sources` list the device and the box of each shard. In a mesh without devices, ids or positions stand
+    for devices. A NumPy array has the device `None`.
     """
 
     def __init__(self, leaf: MovedLeaf, sources: Sequence[MovedLeaf], lost: Sequence[object]):
@@ -344,10 +330,7 @@ def _method(
     parts: ShardParts,
     devices: _Devices,
 ) -> Literal["programs", "host"]:
-    """Decides whether programs on devices or NumPy copies on the host assemble an array. All processes decide alike.
-
-    `sources` and `target` are shardings, or `None` for NumPy arrays. The numbers in `parts` refer to `devices`.
-    """
+    """Decides whether programs on devices or NumPy copies on the host assemble an array. All processes decide alike."""
     if not devices.are_named:
         return "programs" if sources else "host"
     every = {device for end in (*sources, target) if end is not None for device in end.device_set}
@@ -399,9 +382,7 @@ def shards_of(leaf: MovedLeaf) -> LeafShards:
 
 
 def _with_host_copies(plan: Assembly, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
-    """Returns `plan` with the NumPy copies that this process makes of shards of `sources`. Replicas of a shard on
-    several of this process's `devices` share memory, so the shard is copied once.
-    """
+    """Returns `plan` with the NumPy copies that this process makes. Replicas share memory and are copied once."""
     first: dict[Box, int] = {}
     for device, box in devices.target:
         if device.process_index == jax.process_index():

@@ -116,10 +116,7 @@ Block = tuple[tuple[int, ...], Any]
 
 
 def per_device(devices: tuple[object, ...], body: Any, count: int, *donated: int) -> Any:
-    """A jitted function of `count` arrays in which each device applies `body` to its shards of the arrays.
-
-    The first dimension of each array is sharded over all devices. `donated` are the positions of the donated arguments.
-    """
+    """A jitted function of `count` arrays, in which each device applies `body` to its shards along dimension 0."""
     mesh, spec = sharding_of(devices).mesh, PartitionSpec(AXIS)
     run = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * count, out_specs=spec, check_vma=False)
     return jax.jit(run, donate_argnums=donated)
@@ -156,9 +153,8 @@ def program(
 
 
 def program_dtype(dtype: Any, devices: Sequence[Any]) -> Any:
-    """The dtype in which devices send elements of `dtype` and write them into new shards. On CPUs bfloat16 and smaller
-    floats are sent as integers of the same bits, since XLA's CPU compiler would otherwise convert them to a larger
-    type.
+    """The dtype in which devices send elements of `dtype`. On CPUs bfloat16 and smaller floats are sent as integers of
+    the same bits, since XLA's CPU compiler would otherwise convert them to a larger type.
     """
     if devices[0].platform != "cpu" or not is_small_float(dtype):
         return dtype
@@ -171,16 +167,12 @@ def bitcast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def sent_dtype(form: StridedCopy, dtype: object) -> Any:
-    """The dtype in which devices send elements of an array of `dtype`, after the casts of `form` that the sender
-    applies. The sender applies only those that make the elements smaller.
-    """
+    """The dtype of sent elements of an array of `dtype`, after the casts of `form` that the sender applies."""
     return (dtype, *form.casts)[first_casts(form.casts, dtype)]
 
 
 def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Array:
-    """Slices a part of the given form out of a device's shard, and casts it to the dtype in which it is sent. The first
-    elements of `place` are the position of the part.
-    """
+    """Slices the part at `place` out of a device's shard, and casts it to the dtype in which it is sent."""
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
     return _cast(gathered(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)])
 
@@ -193,9 +185,8 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
 
 
 def write_part(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
-    """Returns the shard `out` with `piece`, a part received in the round `step`, written into it.
-
-    `dtype` is that of the source array. `place` is a row of `Exchange.places`.
+    """Returns the shard `out` with `piece`, a part received in the round `step` from a source of `dtype`, written into
+    it. `place` is a row of `Exchange.places`.
     """
     form = step.form
     piece = transposed(bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype), form)
@@ -219,9 +210,8 @@ def sharding_of(devices: tuple[object, ...]) -> NamedSharding:
 
 
 def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards: Mapping[Any, jax.Array]) -> jax.Array:
-    """One array that concatenates the shards of all devices along dimension 0. A device without a shard has zeros.
-
-    `shape` and `dtype` are those of one shard, and `shards` has the shards of this process by device.
+    """One array that concatenates the shards of all devices along dimension 0, with zeros for devices without one.
+    `shards` has this process's shards of the given `shape` and `dtype`.
     """
     block = block_shape(shape)
     own = [device for device in devices if device.process_index == jax.process_index()]

@@ -123,10 +123,8 @@ def host_copies(
 
 class LocalShards:
     """The shards of this process as NumPy arrays, by path and number. An array that was a NumPy array already counts as
-    one shard with the number -1.
-
-    With `keeps_replicas`, each replica is read and deleted separately. By default the first shard of a fully replicated
-    array is read in place of all its shards.
+    one shard with the number -1. With `keeps_replicas`, each replica is read and deleted separately. By default the
+    first shard of a fully replicated array is read in place of all its shards.
     """
 
     def __init__(self, arrays: Mapping[str, Any], keeps_replicas: bool = False):
@@ -188,9 +186,7 @@ class LocalShards:
             del self._known[key]
 
     def delete(self, but: Container[int] = (), only: int | None = None) -> None:
-        """Deletes the shards of this process except those with the numbers `but`. With `only`, deletes just the shard
-        of this number. `arrays` must have one array only.
-        """
+        """Deletes shards of the only array: all but the numbers `but`, or just the number `only`."""
         (path,) = self._owned
         for number, shard in enumerate(self._owned[path]):
             if only in (None, number) and number not in but and not shard.is_deleted():
@@ -255,11 +251,8 @@ def _sizes(box: Box) -> tuple[int, ...]:
 def _shared(
     targets: Sequence[Box], copies: Sequence[HostCopies], names: Sequence[str], shards: LocalShards, dtype: np.dtype
 ) -> list[np.ndarray] | None:
-    """The new shards as views of old shards; `None` if a new shard is not a contiguous part of one old shard. The
-    arguments are those of `start_on_host`.
-
-    `None` is also returned if the old shards have more bytes than copies would have, since views would keep all these
-    bytes alive.
+    """The new shards as views of old shards. `None` if a new shard is not a contiguous part of one old shard, or if the
+    old shards, which views would keep alive, have more bytes than copies would have.
     """
     if not all(one.is_slice for one in copies):
         return None
@@ -281,8 +274,8 @@ def assemble_and_delete(
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    """Assembles one array as `start_on_host` does, and deletes each old shard as soon as it has been read. The array
-    has one source, which is the only array of `shards`.
+    """Assembles the one array of `shards` anew as `start_on_host` does, and deletes each old shard once it has been
+    read.
     """
     itemsize = np.dtype(wanted.dtype).itemsize
     if math.prod(wanted.shape) * itemsize < _PAGE_BYTES or all(one.is_slice for one in copies):
@@ -327,9 +320,7 @@ def as_bytes(buffer: np.ndarray) -> np.ndarray:
 
 
 def _run_copies(views: Iterable[Views], nbytes: int, pool: ThreadPoolExecutor | None) -> list[Future[None]]:
-    """Copies the elements of `views`, `nbytes` bytes in total: few bytes in this thread, many in the threads of `pool`,
-    whose futures are returned.
-    """
+    """Copies the elements of `views`. Many bytes are copied in the threads of `pool`, whose futures are returned."""
     if pool is None or nbytes < 2 * _TASK_BYTES:
         _copy_all(views)
         return []

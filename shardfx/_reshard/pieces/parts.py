@@ -62,9 +62,7 @@ class ShardPart(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes from the first to the last element of the part, in the source's or the target's shard, whichever is
-        larger.
-        """
+        """The bytes from the first to the last element, in the source's or target's shard, whichever is larger."""
         return -(-_extent(self.piece) * self.bits // 8)
 
 
@@ -108,7 +106,6 @@ class ShardParts:
 
     def sent_before(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
         """The devices that have sent more bytes than another replica of their shard, each with the difference in bytes.
-
         `sent` has the bytes that each device has sent. The choice of senders depends on these differences only.
         """
         leads = []
@@ -119,13 +116,8 @@ class ShardParts:
 
 
 class Senders:
-    """The devices that hold a replica of one shard, each of which can send it.
-
-    **Arguments:**
-
-    - `holders`: the devices; empty if all of them are lost.
-    - `process_of`: the process of each device.
-    - `sent`: the bytes that each device has sent. `choose` updates it.
+    """The devices that hold a replica of one shard, each of which can send it. There are none if all are lost. `sent`
+    has the bytes that each device has sent, and `choose` updates it.
     """
 
     def __init__(self, holders: Sequence[int], process_of: Mapping[int, int], sent: dict[int, int]):
@@ -161,9 +153,7 @@ class Senders:
 
 
 class ShardGrid:
-    """The devices that hold each box of an array of `dtype`. The boxes form a grid, as under every JAX sharding.
-    `process_of` and `sent` are as in `Senders`.
-    """
+    """The devices that hold each box of an array of `dtype`. The boxes form a grid, as under every JAX sharding."""
 
     def __init__(self, dtype: object, holders: Holders, process_of: Mapping[int, int], sent: dict[int, int]):
         self.dtype = dtype
@@ -278,9 +268,7 @@ def sent_bits(value: Value, dtype: object) -> int:
 
 
 def _extent(piece: Piece) -> int:
-    """The number of elements from the first to the last one of a piece, in the source or in the target, whichever is
-    larger.
-    """
+    """The number of elements that a piece spans, in the source or in the target, whichever is larger."""
     return _extent_of(piece.factors, len(piece.source), len(piece.target))
 
 

@@ -52,10 +52,8 @@ def _sent_shape(form: StridedCopy) -> list[int]:
 
 @ft.lru_cache(maxsize=256)
 def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], block: Block) -> Any:
-    """A jitted function on the source's devices: each device slices the parts that it sends out of its shards, one part
-    for each round, and concatenates them to its block.
-
-    `sources` and `block` are the shape and dtype of one shard of each array that is read, and of the block.
+    """A jitted function on the source's devices: each device slices the parts that it sends, one for each round, out of
+    its shards of `sources`, and concatenates them to its block.
     """
     dtype, (shape, to) = sources[0][1], block
     # The sender casts values, not their bits.
@@ -76,9 +74,7 @@ def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: 
 
 @ft.lru_cache(maxsize=256)
 def send_program(devices: tuple[object, ...], rounds: tuple[Sending, ...]) -> Any:
-    """A jitted function in which devices send their blocks to each other, by one collective permute for each round. Its
-    argument is donated.
-    """
+    """A jitted function in which devices send their blocks to each other, by one collective permute for each round."""
 
     def run(sent: jax.Array) -> jax.Array:
         start = 0
@@ -97,10 +93,8 @@ def write_program(
     devices: tuple[object, ...], rounds: tuple[Round, ...], source_dtype: object, target: Block, makes_shards: bool
 ) -> Any:
     """A jitted function on the target's devices: each device writes the parts that it received, one for each round,
-    into its shard.
-
-    `target` is the shape and dtype of one shard. If `makes_shards` is false, the last argument is the target's shards,
-    which it writes into and returns.
+    into its shard. If `makes_shards` is false, the last argument is the target's shards, which it writes into and
+    returns.
     """
     own, wire = program_dtype(target[1], devices), sent_dtype(rounds[0].form, source_dtype)
     casts = rounds[0].form.casts
@@ -173,10 +167,9 @@ class Context:
             del self.blocks[key]
 
     def block(self, plan: Assembly, names: Sequence[str], devices: tuple[Any, ...], key: str) -> jax.Array:
-        """The shards of one source of `plan`, as one array that is an argument of a program on `devices`. It is cached,
-        since many leaves can be slices of one stacked array.
-
-        `names` are the paths of the sources. `key` is the number of the source as text, or a name in `plan.scaled`.
+        """The shards of one source of `plan`, as one array that is an argument of a program on `devices`. `key` is the
+        number of the source as text, or a name in `plan.scaled`. Many leaves can be slices of one stacked array, so it
+        is cached.
         """
         scaled, kind = plan.scaled.get(key), ""
         paths = [names[int(key if scaled is None else scaled.source)]]
@@ -193,9 +186,7 @@ class Context:
         return self.blocks[known]
 
     def _scaled(self, one: ScaledArray, x: jax.Array, scales: jax.Array) -> jax.Array:
-        """The array `x` multiplied by `scales`, with the sharding of `x`. `one` has the block size of the scales and
-        the dtype of the product.
-        """
+        """The array `x` multiplied by `scales` and cast as `one` says, with the sharding of `x`."""
         assert self.move is not None
         end = x.sharding
         scales = self.move(scales, NamedSharding(end.mesh, PartitionSpec()) if isinstance(end, NamedSharding) else end)
@@ -215,10 +206,8 @@ def _times(scale: Scale, dtype: Any, sharding: object) -> Any:
 
 
 def start_assembly(plan: Assembly, names: Sequence[str], context: Context) -> Callable[[], jax.Array]:
-    """Starts to assemble one array from shards of its sources, whose paths are `names`.
-
-    Returns a function that waits for copies in other threads and returns the array, or the key data of PRNG keys.
-    Devices may still be computing the array.
+    """Starts to assemble one array from shards of its sources, whose paths are `names`. Returns a function that waits
+    for copies in other threads and returns the array, or the key data of PRNG keys. Devices may still be computing it.
     """
     if plan.is_remote:
         return lambda: jax.make_array_from_single_device_arrays(plan.shape, plan.sharding, [], dtype=plan.dtype)
@@ -238,11 +227,8 @@ def start_assembly(plan: Assembly, names: Sequence[str], context: Context) -> Ca
 def _run_one(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
-    """Runs the program `step` of an assembly whose source and target are on the same devices. Returns the updated
-    shards.
-
-    `names` are the paths of the sources. `places` has `step.places` as an array on all devices. `out` has the shards
-    from earlier programs, if any.
+    """Runs the program `step` of an assembly whose source and target are on the same devices. `out` has the shards from
+    earlier programs, if any. Returns the updated shards.
     """
     devices = plan.devices
     given = [context.block(plan, names, devices, key) for key in step.keys]
@@ -259,11 +245,9 @@ def _run_one(
 def _run_three(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
-    """Runs the three programs (slice, send, write) for `step`, if source and target are on different devices. Returns
-    the updated shards; `None` if this process has none of the array's devices.
-
-    The arguments are those of `_run_one`, but `places` has two arrays: one on the source's devices and one on the
-    target's.
+    """Runs the three programs (slice, send, write) for `step`, if source and target are on different devices. `places`
+    has an array on the source's devices and one on the target's. Returns the updated shards; `None` if this process has
+    none of the array's devices.
     """
     here, there = plan.source_devices[step.keys[0]], plan.target_devices
     # Without senders and receivers, the programs of different parts of an array are equal.

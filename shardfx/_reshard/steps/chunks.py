@@ -79,9 +79,8 @@ def chunks_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[M
 
 
 def split_into(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> Chunks | None:
-    """Divides shards of `shape` into at least `count` chunks, which move by `steps` one after another.
-
-    There are fewer chunks if no block is long enough. `None` if all blocks have one element.
+    """Divides shards of `shape` into at least `count` chunks, which move by `steps` one after another. There are fewer
+    chunks if no block is long enough. `None` if all blocks have one element.
     """
     _, blocks, target_shape = _blocks(shape, steps)
     dim = next((dim for dim, block in enumerate(blocks) if block >= count), blocks.index(max(blocks)))
@@ -99,10 +98,10 @@ def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int,
 
 
 def _chunk_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]) -> int:
-    """The number of chunks in which shards move, from the shape of the whole array and its blocks; 1 for whole shards.
+    """The number of chunks in which shards move; 1 for whole shards. `whole` is the shape of the whole array.
 
-    Two kinds of moves need chunks even if blocks fill tiles. One is that of `_doubles_after_copies`. The other has a
-    permutation, ends in an all-to-all, and moves shards of three or more dimensions. The compiler holds up to 4.7 times
+    If blocks fill tiles, two kinds of moves still need chunks. One is that of `_doubles_after_copies`. The other has a
+    permutation, ends in an all-to-all, and moves arrays of three or more dimensions. The compiler holds up to 4.7 times
     the larger shard for it, and in four chunks 1.6 times.
     """
     kinds = [step.kind for step in steps]
@@ -138,10 +137,8 @@ def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kin
 
 
 def in_chunks(shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_tpus: bool = True) -> Any:
-    """Returns `move(shard)`, computed for one chunk of the shard after another.
-
-    With `as_on_tpus`, shards are stored in the order of dimensions that needs the least memory on TPUs, which pad
-    arrays to tiles.
+    """Returns `move(shard)`, computed for one chunk of the shard after another. With `as_on_tpus`, shards are stored in
+    the order of dimensions that needs the least memory on TPUs.
     """
     source, target = (_Stored.of(shape, chunks, as_on_tpus) for shape in (shard.shape, chunks.target_shape))
 
@@ -175,9 +172,7 @@ class _Stored:
 
     @staticmethod
     def of(shape: tuple[int, ...], chunks: Chunks, as_on_tpus: bool) -> "_Stored":
-        """Returns how a shard of `shape` is stored if it moves in `chunks`. With `as_on_tpus`, dimensions are in the
-        order that needs the least memory on TPUs; without, in the array's own order.
-        """
+        """Returns how a shard of `shape` is stored. With `as_on_tpus`, its dimensions are in `_best_order`."""
         order = _best_order(shape)[1] if as_on_tpus else tuple(range(len(shape)))
         return _Stored(order, order.index(chunks.dim), shape[chunks.dim] // chunks.block, chunks.block)
 
@@ -202,9 +197,7 @@ class _Stored:
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
     def with_chunk(self, stored: object, chunk: Any, start: object, size: int) -> Any:
-        """Returns a copy of the stored shard with `chunk` in place of the elements `start` to `start + size` of each
-        block.
-        """
+        """Returns the stored shard with `chunk` in place of the elements `start` to `start + size` of each block."""
         copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
             stored,
             lax.dynamic_slice_in_dim(chunk, index * size, size, self.dim),
@@ -219,9 +212,7 @@ class _Stored:
 
 def _best_order(shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     """Returns the fewest elements that an array of `shape` takes with padding to tiles, and the order of dimensions for
-    it.
-
-    Any dimension may be the minor-most one. Of orders with equal padding, the one nearest to the array's own is taken.
+    it. Of orders with equal padding, the one nearest to the array's own is taken.
     """
     rank = len(shape)
     orders = [(*(dim for dim in range(rank) if dim != minor), minor) for minor in reversed(range(rank))]

@@ -36,9 +36,8 @@ class AllToAll:
 
 
 def groups_of(layout: StepLayout, sub_axes: SubAxes, like: StepLayout) -> np.ndarray:
-    """Returns the replica groups along `sub_axes` of a layout, as an integer array with one row for each group.
-
-    A row lists devices that differ only in their coordinates along these sub-axes, in the order of these coordinates.
+    """Returns the replica groups along `sub_axes` of a layout, as an integer array with one row for each group. A row
+    lists devices that differ only in their coordinates along these sub-axes, in the order of these coordinates.
     """
     where = coordinates(layout, like)
     others = tuple(axis for axis in range(len(layout.sizes)) if axis not in sub_axes)
@@ -83,9 +82,7 @@ def split(shard: Any, exchange: AllToAll) -> Any:
 
 
 def join(parts: Any, exchange: AllToAll) -> Any:
-    """Joins the chunks that a device received in an all-to-all, stacked along a first dimension, into one shard. It is
-    the inverse of `split`.
-    """
+    """Joins the chunks that a device received in an all-to-all into one shard. It is the inverse of `split`."""
     sizes = parts.shape[1:]
     parts = parts.reshape((*exchange.sizes, *sizes))
     order, shape = [], []
@@ -96,9 +93,8 @@ def join(parts: Any, exchange: AllToAll) -> Any:
 
 
 def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns the part of its shard that each device keeps in a slice step from layout `source` to layout `target`.
-
-    The result is an integer array of shape `(devices, rank)`, with the index of the part along each dimension.
+    """Returns the part of its shard that each device keeps in a slice step from `source` to `target`: an integer array
+    of shape `(devices, rank)`, with the index of the part along each dimension.
     """
     where = coordinates(target, like)
     parts = [
@@ -110,9 +106,7 @@ def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarr
 
 def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[tuple[int, np.ndarray]]:
     """Returns each dimension along which an all-gather from `source` to `target` concatenates shards, with the replica
-    groups.
-
-    Each group is a row of an integer array, and lists devices in the order of their shards.
+    groups. Each group is a row of an integer array, and lists devices in the order of their shards.
     """
     return [
         (dim, groups_of(source, have[len(axes) :], like))

@@ -70,10 +70,8 @@ class StepLayout:
 
 def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
     """Returns the position in the mesh order of `layout` of each device, with devices in the mesh order of `like`. For
-    device ids 0, 1, 2 in `like` and 2, 0, 1 in `layout` it is [1, 2, 0].
-
-    If the `order` of one layout is `None`, both have one order. Raises `MeshError` if the two meshes have different
-    devices.
+    device ids 0, 1, 2 in `like` and 2, 0, 1 in `layout` it is [1, 2, 0]. If one `order` is `None`, both are the same.
+    Raises `MeshError` if the two meshes have different devices.
     """
     if layout.order is None or like.order is None or layout.order == like.order:
         places = np.arange(layout.size)
@@ -97,17 +95,14 @@ def mesh_coordinates(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray
 
 
 def slice_numbers(layout: StepLayout) -> np.ndarray:
-    """Returns the number of each device's TPU slice (or node), in mesh order. Axes with a weight above 1 run between
-    slices.
-    """
+    """Returns the number of each device's TPU slice (or node), in mesh order."""
     slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
     return shard_index(layout.sizes, mesh_coordinates(layout.sizes, np.arange(layout.size)), slow)
 
 
 def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: SubAxes) -> np.ndarray:
-    """Returns the index of each device's shard along a dimension that is sharded over `axes`.
-
-    `sizes` has the sizes of the mesh axes, and `coordinates` a row of device coordinates for each of them.
+    """Returns the index of each device's shard along a dimension that is sharded over `axes`. `coordinates` has a row
+    of device coordinates for each mesh axis.
     """
     index = np.zeros(coordinates.shape[1], np.int64)
     for axis in axes:
@@ -117,13 +112,8 @@ def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: SubAxes) 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FineLayout:
-    """A `StepLayout` over sub-axes, with the coordinates of every device.
-
-    **Arguments:**
-
-    - `layout`: the layout.
-    - `coordinates`: the devices' coordinates, with one row for each sub-axis and one column for each device. Devices
-        are in the mesh order before the move.
+    """A `StepLayout` over sub-axes. `coordinates` has a row for each sub-axis, with the coordinate of each device along
+    it, in the mesh order before the move.
     """
 
     layout: StepLayout
@@ -131,9 +121,8 @@ class FineLayout:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """For each sub-axis a key: the coordinates of all devices along it, as bytes.
-
-        A sub-axis of another mesh has the same key if each device has the same coordinate along both.
+        """For each sub-axis a key: the coordinates of all devices along it, as bytes. Sub-axes of two meshes have equal
+        keys if each device has the same coordinate along both.
         """
         return tuple(row.astype(np.uint16).tobytes() for row in self.coordinates)
 
@@ -146,10 +135,8 @@ def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
 
 def link_groups(end: FineLayout) -> list[tuple[float, np.ndarray]]:
-    """Groups devices such that a byte between two devices of a group costs at most a given weight.
-
-    Returns pairs of a weight and the number of each device's group. There is a pair for each distinct weight of the
-    layout, in ascending order.
+    """Groups devices such that a byte between two devices of a group costs at most a given weight. Returns, for each
+    distinct weight of the layout in ascending order, the weight and the number of each device's group.
     """
     weights = end.layout.weights or (1.0,) * len(end.layout.sizes)
     found = []
@@ -192,9 +179,8 @@ class Shards:
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:
-        """The number of each device's shard in the layout `dims`, counted over all dimensions in row-major order.
-
-        If two meshes give an array equal shard counts, equal shards have equal numbers in both.
+        """The number of each device's shard in the layout `dims`, counted over all dimensions in row-major order. If
+        two meshes give an array equal shard counts, equal shards have equal numbers in both.
         """
         if dims not in self._numbers:
             out = np.zeros(self.devices, np.int64)
@@ -206,8 +192,8 @@ class Shards:
 
 
 def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
-    """Returns the fraction of an array that a device must receive in a move, as the mean over devices. A device must
-    receive the elements of its new shard that are not in its old shard.
+    """Returns the fraction of an array that a device must receive in a move, since its old shard lacks it, as the mean
+    over devices.
     """
     common, unit, here, there = None, 1, Shards(source), Shards(target)
     for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
@@ -223,11 +209,8 @@ def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
 
 def overlap(index: np.ndarray, count: int, other_index: np.ndarray, other_count: int) -> tuple[np.ndarray, int]:
     """Returns how many elements each device's shards have in common in two shardings of one dimension, and the size of
-    the dimension.
-
-    Each sharding is given by the index of each device's shard and the number of shards. The size of the dimension is
-    taken to be the least common multiple of the two numbers. With 2 and 3 shards the size is 6, and the first shards
-    [0, 3) and [0, 2) have 2 elements in common.
+    the dimension, the least common multiple of the shard counts. With 2 and 3 shards the size is 6, and the first
+    shards [0, 3) and [0, 2) have 2 elements in common. `index` and `other_index` have the index of each device's shard.
     """
     parts = math.lcm(count, other_count)
     mine, theirs = np.int32(parts // count), np.int32(parts // other_count)

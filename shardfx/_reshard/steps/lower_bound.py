@@ -84,10 +84,8 @@ class _GroupBound:
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
         """The additional cost of the bytes that groups of devices must receive from other groups, as the mean over
-        devices.
-
-        With `needs_far`, the bytes are sent from the layout `dims` to the far end of the move. Otherwise they are sent
-        from the far end to `dims`.
+        devices. With `needs_far`, they are sent from the layout `dims` to the far end of the move, otherwise from the
+        far end.
         """
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
@@ -102,10 +100,8 @@ class _GroupBound:
 
 
 class _GroupShards:
-    """The shards of one dimension that the devices of each group hold.
-
-    Only pairs of a group and a shard in it are listed, so there are at most as many pairs as devices. `group` has the
-    number of each device's group, and `index` the index of its shard, one of `count`.
+    """The shards of one dimension that the devices of each group hold, as pairs of a group and a shard in it. `group`
+    has the number of each device's group, and `index` the index of its shard, one of `count`.
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):
@@ -116,9 +112,7 @@ class _GroupShards:
         self.share = np.bincount(self.group, minlength=groups) * (1.0 / count)
 
     def common_share(self, other: "_GroupShards") -> np.ndarray:
-        """For each group, the fraction of the dimension that its devices hold both in `self` and in the sharding
-        `other`.
-        """
+        """For each group, the fraction of the dimension that it holds both in `self` and in the sharding `other`."""
         fine, coarse = (self, other) if self.count >= other.count else (other, self)
         parts = math.lcm(fine.count, coarse.count)
         step = parts // fine.count

@@ -129,9 +129,7 @@ class Neighbours:
         return runs
 
     def _assignments(self, moving: SubAxes, to_dims: tuple[int, ...]) -> dict[Counts, list[ShardDims]]:
-        """The ways to add the sub-axes `moving` to the dimensions `to_dims`, grouped by the shard counts of these
-        sub-axes.
-        """
+        """The ways to add the sub-axes `moving` to the dimensions `to_dims`, grouped by the shard counts of these."""
         found = self._known.get((moving, to_dims))
         if found is None:
             found = self._known[moving, to_dims] = {}
@@ -141,8 +139,7 @@ class Neighbours:
 
     def _far_assignment(self, moving: SubAxes, to_dims: tuple[int, ...]) -> list[ShardDims]:
         """Returns a list with one way to add the sub-axes `moving` to the dimensions `to_dims`: each where the layout
-        `far` has it, or else to the first dimension. If there are few sub-axes, the list is empty, because all ways are
-        tried then.
+        `far` has it, or else to the first one. For few sub-axes the list is empty, because all ways are tried.
         """
         if len(moving) <= _MOST_REORDERED:
             return []
@@ -171,9 +168,8 @@ def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list
 
 @ft.lru_cache(maxsize=1024)
 def _all_assignments(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...]:
-    """The ways to distribute the sub-axes `moving` over `to_dims` dimensions. For sub-axes 0 and 1 and one dimension
-    they are ((0, 1),) and ((1, 0),). For more than four sub-axes, they are some of the ways that keep the order of the
-    sub-axes.
+    """The ways to distribute the sub-axes `moving` over `to_dims` dimensions: for (0, 1) and one dimension ((0, 1),)
+    and ((1, 0),). For more than four sub-axes, they are some of the ways that keep the order.
     """
     if len(moving) > _MOST_REORDERED:
         return _assignments_in_order(moving, to_dims)

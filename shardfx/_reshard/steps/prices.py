@@ -53,9 +53,8 @@ class Prices:
 
 
 class PermutationPrices:
-    """The costs of permutations, in which each device's shard is sent to another device.
-
-    `computed` counts the permutations for which the links between devices were compared.
+    """The costs of permutations, in which each device's shard is sent to another device. `computed` counts the
+    permutations for which the links between devices were compared.
     """
 
     def __init__(self, source: FineLayout):
@@ -63,11 +62,9 @@ class PermutationPrices:
         self.computed = 0
 
     def cost(self, have: np.ndarray, want: np.ndarray, share: float, limit: float) -> float:
-        """Returns the cost of a permutation. Before it the devices hold the shards with the numbers `have`, after it
-        those with the numbers `want`.
-
-        `share` is the size of one shard as a fraction of the array. If the permutation costs more than `limit`, the
-        result may be any lower bound above `limit`.
+        """Returns the cost of a permutation after which devices hold the shards with the numbers `want` instead of
+        `have`. `share` is the size of one shard as a fraction of the array. If the permutation costs more than `limit`,
+        the result may be any lower bound above `limit`.
         """
         moves = have != want
         moving = int(moves.sum())

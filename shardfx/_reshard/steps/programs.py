@@ -1,8 +1,7 @@
 """Runs the steps of a `Redistribution` on traced or live arrays, as one `shard_map` over the source's mesh.
 
-Each collective lists the devices of its replica groups, in the mesh order of the source's layout `like`. No mesh of
-sub-axes is needed, and steps along sub-axes of the target's mesh run in the same `shard_map`. With `chunks`, shards
-move chunk by chunk to limit memory.
+Collectives list the devices of their replica groups, in the mesh order of the source's layout `like`. So steps along
+sub-axes of the target's mesh run in the same `shard_map`. With `chunks`, shards move chunk by chunk to limit memory.
 """
 
 import functools as ft
@@ -63,9 +62,7 @@ def live_program(
     donate: bool,
     chunks: Chunks | None = None,
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that moves live arrays of one shape from sharding `src` to sharding `dst`, on the same devices
-    in any order. It compiles on its first call. With `donate`, its result can reuse the buffers of its argument.
-    """
+    """Returns a function that moves live arrays of one shape from `src` to `dst`, on the same devices in any order."""
     here, there = untyped(src), untyped(dst)
     planned = {"src": here, "steps": plan.steps, "like": layouts(len(shape), here, there)[0], "chunks": chunks}
     if same_order(here, there):
@@ -154,8 +151,8 @@ def _all_gather(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str,
 
 
 def _either(shard: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
-    """Runs a collective on one device's shard: `at_once`, or on CPUs `stacked`, which stacks the received shards and
-    joins them. XLA's CPU compiler runs `at_once` in a transposed buffer, which it copies element by element.
+    """Runs `at_once`, a collective on one device's shard. XLA's CPU compiler runs it in a transposed buffer, which it
+    copies element by element. So on CPUs `stacked` runs, which stacks the received shards and joins them.
     """
     return lax.platform_dependent(shard, cpu=on_bits(stacked), default=at_once)
 

@@ -78,8 +78,7 @@ class Redistribution:
     - `steps`: the steps in order; none if every device already holds its target shard.
     - `wire_bytes`, `dcn_bytes`: as in `MoveStep`, over all steps.
     - `peak_bytes`: the most bytes of shards that a device holds at one time.
-    - `lower_bound_bytes`: the bytes that a device must receive under any algorithm, as the mean over devices. Elements
-        of its target shard that the device already holds do not count.
+    - `lower_bound_bytes`: the bytes that a device must receive under any algorithm, as the mean over devices.
     """
 
     steps: tuple[MoveStep, ...]
@@ -91,11 +90,9 @@ class Redistribution:
 
 @ft.lru_cache(maxsize=4096)
 def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, dst: StepLayout) -> Redistribution:
-    """Plans the steps that move one array between two layouts over the same devices. The result is cached.
-
-    A step reads one shard and writes one. It holds at most twice the larger shard of `src` and `dst`. Every dimension
-    of `shape`, the shape of the whole array, must divide into the shards of both. Raises `MeshError` if the two layouts
-    are not over the same devices.
+    """Plans the steps that move one array between two layouts over the same devices. The result is cached. A step reads
+    one shard and writes one. It holds at most twice the larger shard of `src` and `dst`. Every dimension of `shape`
+    must divide into the shards of both. Raises `MeshError` if the two layouts are not over the same devices.
     """
     # The search depends only on which shard counts divide the shape, so leaves of different shapes share cached paths.
     max_counts = tuple(math.gcd(size, src.size) for size in shape)
@@ -105,10 +102,8 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
 
 @ft.lru_cache(maxsize=4096)
 def _planned(max_counts: Counts, src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
-    """Returns a cheap path from layout `src` to layout `dst`, and a lower bound on the traffic of any path.
-
-    The bound is the fraction of the array that a device receives, as the mean over devices. All shard counts of a
-    dimension divide its number in `max_counts`.
+    """Returns a cheap path from layout `src` to layout `dst`, and a lower bound on the fraction of the array that a
+    device receives. All shard counts of a dimension divide its number in `max_counts`.
     """
     source, target = refine(src, dst)
     bound = missing_share(source, target)

@@ -51,15 +51,12 @@ NextLayouts = Callable[[ShardDims, float], Iterator[tuple[ShardDims, float]]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """The input of the search: the layouts before and after a move, over sub-axes.
+    """The input of the search: the layouts before and after a move, over sub-axes. All shard counts of a dimension
+    divide its number in `max_counts`.
 
-    **Arguments:**
-
-    - `max_counts`: for each dimension, a number that all its shard counts divide.
-    - `source`, `target`: the layouts before and after the move.
-    - `takes_detours`: whether the search also tries all-gathers before the crossing, slices after it, and permutations
-        of the sub-axes of a dimension. These steps help in three cases: sub-axes of different sizes block each other; a
-        byte costs more along some sub-axes than along others; source and target have no sub-axes in common.
+    With `takes_detours`, the search also tries all-gathers before the crossing, slices after it, and permutations of
+    the sub-axes of a dimension. These steps help in three cases: sub-axes of different sizes block each other; a byte
+    costs more along some sub-axes than along others; source and target have no sub-axes in common.
     """
 
     max_counts: Counts
@@ -91,9 +88,7 @@ def cheapest_route(problem: Problem) -> Route | None:
 
 def explore(problem: Problem, most: int, limit: float) -> tuple[Route | None, float, int]:
     """Searches for the cheapest path whose cost is below `limit`, among about `most` layouts. If `limit` is infinite,
-    it goes on until it has found some path.
-
-    Returns the layouts along the best path, its cost, and the number of layouts examined.
+    it goes on until it has found some path. Returns the path, its cost, and the number of layouts examined.
     """
     permutations = PermutationPrices(problem.source)
     halves = _half(problem, permutations, "target"), _half(problem, permutations, "source")
@@ -112,9 +107,7 @@ def explore(problem: Problem, most: int, limit: float) -> tuple[Route | None, fl
 
 
 def _half(problem: Problem, permutations: PermutationPrices, far_is: Literal["target", "source"]) -> "_Half":
-    """Returns the half of the search that starts at the source if `far_is` is "target", and at the target if it is
-    "source".
-    """
+    """Returns the half that starts at the source if `far_is` is "target", and at the target if it is "source"."""
     ends = (problem.source, problem.target)
     near, far = ends if far_is == "target" else ends[::-1]
     shards = Shards(near)
@@ -157,16 +150,11 @@ class _Half:
     def reach(
         self, dims: ShardDims, cost: float, parent: ShardDims | None, limit: float, nearest_first: bool = False
     ) -> bool:
-        """Adds the layout `dims` to the heap if a path through it can cost less than `limit`, and returns whether it
-        was added. A layout that was reached before at this cost or less is not added.
+        """Adds the layout `dims` to the heap if a path through it can cost less than `limit`, the cost of the best path
+        so far. Returns whether it was added. A layout that was reached before at the same or less `cost` is not.
 
-        **Arguments:**
-
-        - `cost`: the cost of the path to the layout.
-        - `parent`: the layout before it on this path; `None` for the layout at which this half starts.
-        - `limit`: the cost of the best path so far.
-        - `nearest_first`: whether the heap is ordered by how near shard counts are to `far_counts`, instead of by the
-            lower bound.
+        `parent` is the layout before it on the path; `None` at the start. With `nearest_first`, the heap is ordered by
+        how near shard counts are to `far_counts`, instead of by the lower bound.
         """
         if cost + _ROUNDING >= min(limit, self.cost.get(dims, math.inf)):
             return False
@@ -200,8 +188,8 @@ class _Half:
 
 @dataclasses.dataclass
 class _State:
-    """The state of the search: both halves, and the best path so far, with its cost. Its crossing leads from the layout
-    `before` of the forward half to the layout `after` of the backward half.
+    """The state of the search: both halves, and the best path so far. Its crossing leads from the layout `before` to
+    the layout `after`.
     """
 
     forward: _Half
@@ -242,9 +230,8 @@ def _settle(dims: ShardDims, half: _Half, state: _State, most: int) -> None:
 
 def _expand(dims: ShardDims, half: _Half, state: _State, most: int, same_sub_axes: bool) -> None:
     """Adds the layouts one step away from `dims`, a layout of `half`, to the heap, and completes paths through them.
-
-    `most` is the number of layouts after which the search ends. With `same_sub_axes`, both halves have the same
-    sub-axes, so they can reach the same layout.
+    With `same_sub_axes`, both halves can reach the same layout. `most` is the number of layouts after which the search
+    ends.
     """
     cost = half.cost[dims]
     for after, extra in half.next_layouts(dims, state.cost - cost):

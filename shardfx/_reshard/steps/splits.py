@@ -43,10 +43,8 @@ def primes(number: int) -> tuple[int, ...]:
 
 def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray]) -> list[Split]:
     """Orders the prime factors of each mesh axis, so that the meshes before and after a move have many sub-axes in
-    common.
-
-    `places` has, for each of the two meshes, the position of every device in it. Returns the ordered prime factors of
-    the source's mesh axes, and those of the target's.
+    common. `places` has, for each mesh, the position of every device in it. Returns the factors of the source's mesh
+    axes, and those of the target's.
     """
     if all(len(_orders(size)) == 1 for size in (*src.sizes, *dst.sizes)):
         return [[_orders(size)[0] for size in layout.sizes] for layout in (src, dst)]
@@ -62,10 +60,8 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
 
 
 class _Factor(NamedTuple):
-    """A prime factor of a mesh axis, for one order of the axis's prime factors.
-
-    A device at `position` along the axis has the coordinate `position // stride % size` along the factor. For 12 = 2 x
-    3 x 2 the factor 3 has the stride 2.
+    """A prime factor of a mesh axis, for one order of the axis's prime factors. A device at `position` along the axis
+    has the coordinate `position // stride % size` along the factor. For 12 = 2 x 3 x 2 the factor 3 has the stride 2.
     """
 
     stride: int
@@ -93,11 +89,9 @@ def _factors_in(order: Sequence[int]) -> list[_Factor]:
 
 
 def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
-    """Returns a key for each prime factor of one mesh axis, in any order of its factors. A key is the coordinates of
-    all devices along the factor, as bytes.
-
-    `row` has the position of each device along the axis. An axis of 12 has seven factors: 2 with the strides 1, 2, 3
-    and 6, and 3 with the strides 1, 2 and 4.
+    """Returns a key for each prime factor of one mesh axis, in any order of its factors: the coordinates of all devices
+    along the factor, as bytes. `row` has the position of each device along the axis. An axis of 12 has seven factors: 2
+    with the strides 1, 2, 3 and 6, and 3 with the strides 1, 2 and 4.
     """
     found = dict.fromkeys(factor for order in _orders(size) for factor in _factors_in(order))
     return {factor: (row // factor.stride % factor.size).astype(np.uint16).tobytes() for factor in found}
@@ -107,9 +101,7 @@ def _best_orders(
     layout: StepLayout, known: Sequence[dict[_Factor, bytes]], wanted: set[bytes]
 ) -> list[tuple[int, ...]]:
     """Returns for each mesh axis the order of its prime factors with the most factors in common with the other mesh.
-
-    `known` has for each axis the key of each prime factor, as `_factor_keys` returns it. `wanted` has the keys of the
-    other mesh's prime factors.
+    `known` has the key of each prime factor of each axis, and `wanted` the keys of the other mesh.
     """
     return [
         max(_orders(size), key=lambda order, keys=keys: sum(keys[factor] in wanted for factor in _factors_in(order)))
@@ -142,8 +134,8 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
 class _Primes:
     """The sub-axes of one mesh, all of prime sizes, with their keys (`FineLayout.keys`).
 
-    `shard_counts` has, for each sub-axis that shards a dimension, this dimension and a number. The sub-axes of the
-    dimension up to this one split it into so many shards.
+    `shard_counts` has, for each sub-axis that shards a dimension, this dimension and the number of shards into which
+    the dimension's sub-axes up to this one split it.
     """
 
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):

@@ -286,9 +286,7 @@ class _SpareMemory:
 
 
 class _Blocks:
-    """Large memory blocks that are reused for later revisions, since the kernel allocates memory more slowly than a
-    copy fills it.
-    """
+    """Large memory blocks that are reused for later revisions, since the kernel allocates memory slowly."""
 
     def __init__(self):
         self._taken = 0

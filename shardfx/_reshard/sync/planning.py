@@ -120,14 +120,8 @@ def _spec(leaf: MovedLeaf) -> object:
 
 
 class Encoding(NamedTuple):
-    """How elements of a source array are sent.
-
-    **Arguments:**
-
-    - `value`: the source, and the operations on its elements.
-    - `path`, `dtype`: the path of the source, and its dtype before any cast.
-    - `casts`: the casts.
-    - `scales`: the dtype of the scales; `None` if they are not sent too.
+    """How elements of a source array are sent. `dtype` is their dtype before any of the `casts`. `scales` is the dtype
+    of the scales; `None` if they are not sent too.
     """
 
     value: Value
@@ -152,9 +146,8 @@ def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
 
 
 def form_of(encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
-    """The form in which a part of an array is sent. A constant has no `encoding`, and is not sent.
-
-    `piece` is the part, `rank` the number of dimensions of the source, and `dtype` the dtype of the target.
+    """The form in which a part of an array, `piece`, is sent. `rank` is the number of dimensions of the source, and
+    `dtype` the dtype of the target. A constant has no `encoding`, and is not sent.
     """
     if encoding is None:
         return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
@@ -210,15 +203,9 @@ def _add(
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
 ) -> None:
-    """Appends to `table` the parts of arrays that some buffers receive.
-
-    **Arguments:**
-
-    - `made`: the target. Each of its pieces counts as a source of its own.
-    - `encodings`: for each piece, how its elements are sent.
-    - `holders`: by path, the one device that sends each box of a source.
-    - `group`: the number and the box of each buffer.
-    - `jobs`: the processes of both jobs.
+    """Appends to `table` the parts of arrays that some buffers receive. Each piece of `made` counts as a source of its
+    own, and `encodings` says how its elements are sent. `holders` has, by path, the one device that sends each box of a
+    source. `group` has the number and the box of each buffer.
     """
     alike = together(group, lambda pair: pair[1])
     same, first = [[number for number, _ in pairs] for pairs in alike.values()], len(jobs.senders)
@@ -256,11 +243,9 @@ class _Table:
     def add(
         self, sender: tuple[int, int], one: Encoding | None, start: Sequence[int], piece: Piece, buffers: Sequence[int]
     ) -> None:
-        """Adds a part of a shard, for all buffers that need it.
-
-        `sender` is the sending process and its local device. `one` says how the elements are sent; `None` for a
-        constant. `start` is the position of the shard in its array, and `piece` copies the part from the shard to a
-        buffer.
+        """Adds a part of a shard, for all buffers that need it. `sender` is the sending process and its local device.
+        `start` is the position of the shard in its array, and `piece` copies the part from the shard to a buffer. A
+        constant has no encoding `one`.
         """
         number = self._numbers.setdefault((piece.value, piece.factors), len(self.forms))
         if number == len(self.forms):
@@ -281,10 +266,8 @@ class _Table:
 
 
 def _split_at_edges(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
-    """Yields parts of shards. Parts of a sender that overlap are split, so that their common elements are a part of
-    their own.
-
-    Equal parts are sent once. For rows 0 to 4 and 2 to 6: rows 0 to 2, 2 to 4, again 2 to 4, and 4 to 6.
+    """Yields parts of shards. Parts of a sender that overlap are split, so that their common elements, which are sent
+    once, are a part of their own. For rows 0 to 4 and 2 to 6: rows 0 to 2, 2 to 4, again 2 to 4, and 4 to 6.
     """
     for group in together(parts, lambda part: part.sender).values():
         hulls = [hull(swapped(part.piece)) for part in group]

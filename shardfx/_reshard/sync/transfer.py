@@ -162,10 +162,9 @@ def _on_wire(form: WireForm) -> object:
 
 
 class SentLeaf(NamedTuple):
-    """An array of the receiving job.
-
-    `shape` and `dtype` are those of its raw data (the key data of PRNG keys). `digest` is a hash of its part of the
-    plan. `kind` is the number of its `TransferKind`. `names` are the paths of its sources.
+    """An array of the receiving job. `shape` and `dtype` are those of its raw data (the key data of PRNG keys).
+    `digest` is a hash of its part of the plan. `kind` is the number of its `TransferKind`. `names` are the paths of its
+    sources.
     """
 
     path: str

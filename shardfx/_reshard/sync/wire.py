@@ -33,10 +33,9 @@ Memory = Callable[[int], np.ndarray]
 
 
 class ShardBytes(NamedTuple):
-    """A contiguous range of bytes, which is sent or received without a copy.
-
-    In the sending process, `array` is the path of an array, and `shard` is the number of one of its shards. In the
-    receiving process, they are the numbers of a leaf and of one of its buffers.
+    """A contiguous range of bytes, which is sent or received without a copy. In the sending process, `array` is the
+    path of an array, and `shard` is the number of one of its shards. In the receiving process, they are the numbers of
+    a leaf and of one of its buffers.
     """
 
     array: str | int
@@ -99,9 +98,7 @@ def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
 
 
 def unpack(step: SentPiece, memory: np.ndarray, buffer_of: Memory) -> None:
-    """Decodes the received bytes in `memory` and writes them into every buffer that needs them. `buffer_of` returns a
-    buffer by its number.
-    """
+    """Decodes the received bytes in `memory` and writes them into every buffer (by its number) that needs them."""
     one = step.places[0]
     form, raw = one.form, memory[: one.own_bytes]
     values = _unpacked(raw, form.sent, one.shape) if bits(form.sent) < 8 else _typed(raw, form.sent, one.shape)
@@ -118,9 +115,7 @@ def unpack(step: SentPiece, memory: np.ndarray, buffer_of: Memory) -> None:
 
 
 def _reader(one: Transfer, values: np.ndarray, scales: np.ndarray) -> Read:
-    """A function of a path that returns the received elements `values`, or, for the path of the scales, the received
-    scales.
-    """
+    """A function of a path that returns the received elements `values`, or the scales for the path of the scales."""
     piece, scale = once(one.piece), one.form.value.scale
     assert scale is not None and one.form.scales is not None
     box = hull(swapped(piece))
