@@ -158,7 +158,7 @@ class _Flight:
             self.finish_copies()
 
     def finish(self) -> None:
-        """Waits for arrays of other threads, and deletes donated sources that nothing reads any more."""
+        """Waits for all arrays that other threads assemble. Deletes donated arrays that nothing reads any more."""
         self.finish_copies()
         if self.donate:
             self.window.drain()
@@ -166,7 +166,7 @@ class _Flight:
                 self._give_up(leaf)
 
     def finish_copies(self) -> None:
-        """Waits for the array of other threads, and deletes donated sources that nothing reads any more."""
+        """Waits for the array that other threads assemble. Deletes donated arrays that nothing reads any more."""
         if self._started is None:
             return
         (at, names, assembly, there), self._started = self._started, None

@@ -227,7 +227,7 @@ def _is_local_cpu(sharding: Sharding) -> bool:
 
 
 def _same_devices(*ends: Sharding) -> bool:
-    """Whether all shardings are on the same devices, or on the same positions of meshes without devices."""
+    """Whether all shardings have the same devices. Positions in a mesh without devices count as device ids."""
     if all(map(has_devices, ends)):
         return ends[0].device_set == ends[1].device_set
     first, second = (

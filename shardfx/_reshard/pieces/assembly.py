@@ -222,7 +222,7 @@ def _unchanged(leaf: MovedLeaf) -> Made:
 def _known_assembly(
     leaf: MovedLeaf, made: Made, sources: Sequence[MovedLeaf], copies: bool, known: dict[object, Assembly]
 ) -> Assembly:
-    """The plan for assembling `leaf` from `sources`. Arrays that differ only in paths share it, through `known`."""
+    """The plan for assembling `leaf` from `sources`. `known` caches it for arrays that differ only in paths."""
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     more = shape[len(leaf.shape) :]
     pieces = numbered([extended(piece, more) if more else piece for piece in made.pieces], [x.path for x in sources])

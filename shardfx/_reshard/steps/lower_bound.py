@@ -64,7 +64,7 @@ class LowerBound:
 
 
 class _GroupBound:
-    """The part of a lower bound for bytes between groups of devices, each of which costs `extra` more.
+    """The part of a lower bound for bytes between groups of devices that only expensive axes connect.
 
     **Arguments:**
 
@@ -100,8 +100,8 @@ class _GroupBound:
 
 
 class _GroupShards:
-    """The shards of one dimension that the devices of each group hold, as pairs of a group and a shard in it. `group`
-    has the number of each device's group, and `index` the index of its shard, one of `count`.
+    """The distinct shards of one dimension in each group of devices. `group` has the number of each device's group, and
+    `index` the index of its shard among `count` shards.
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):

@@ -23,9 +23,9 @@ Priced = Iterator[tuple[ShardDims, float]]
 class Neighbours:
     """Lists the layouts that are one step away from a layout, forward or backward.
 
-    The layouts are over the sub-axes of `near`, the layout at one end of the move. If the layout `far` at the other end
-    has the same sub-axes, layouts with them in the order of `far` are listed too. All shard counts of a dimension
-    divide its number in `max_counts`.
+    They are over the sub-axes of `near`, the layout at one end of the move. If the layout `far` at the other end has
+    the same sub-axes, layouts with them in the order of `far` are listed too. In `max_counts` each dimension has a
+    number that its shard counts must divide.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Neighbours:
             yield before, self.prices.all_gather(shard_count * self.shards.count(run), run) + STEP
 
     def _finer(self, dims: ShardDims, runs: list[SubAxes]) -> Iterator[tuple[SubAxes, ShardDims]]:
-        """Yields each group of `runs` that can shard a dimension of `dims` too, with the layout in which it does."""
+        """Yields pairs: a group of `runs`, and the layout `dims` with one dimension sharded over this group too."""
         for dim, axes in enumerate(dims):
             left = self.max_counts[dim] // self.shards.count(axes)
             for run in runs:
@@ -78,7 +78,7 @@ class Neighbours:
                     yield run, (*dims[:dim], (*axes, *run), *dims[dim + 1 :])
 
     def _coarser(self, dims: ShardDims) -> Iterator[tuple[SubAxes, ShardDims]]:
-        """Yields the last sub-axes of a dimension of `dims`, one or more, and the layout without them. Layouts with
+        """Yields pairs: one or more last sub-axes of a dimension, and the layout `dims` without them. Layouts with
         fewer shards than both ends of the move are left out.
         """
         shard_count = self.shards.shard_count(dims)

@@ -1,7 +1,7 @@
 """Runs the steps of a `Redistribution` on traced or live arrays, as one `shard_map` over the source's mesh.
 
-Collectives list the devices of their replica groups, in the mesh order of the source's layout `like`. So steps along
-sub-axes of the target's mesh run in the same `shard_map`. With `chunks`, shards move chunk by chunk to limit memory.
+Collectives list the devices of their replica groups, in the mesh order of `like`, the source's layout. With `chunks`,
+shards move chunk by chunk to limit memory.
 """
 
 import functools as ft

@@ -103,7 +103,7 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
 @ft.lru_cache(maxsize=4096)
 def _planned(max_counts: Counts, src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
     """Returns a cheap path from layout `src` to layout `dst`, and a lower bound on the fraction of the array that a
-    device receives. All shard counts of a dimension divide its number in `max_counts`.
+    device receives. In `max_counts` each dimension has a number that its shard counts must divide.
     """
     source, target = refine(src, dst)
     bound = missing_share(source, target)

@@ -51,8 +51,8 @@ NextLayouts = Callable[[ShardDims, float], Iterator[tuple[ShardDims, float]]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """The input of the search: the layouts before and after a move, over sub-axes. All shard counts of a dimension
-    divide its number in `max_counts`.
+    """The input of the search: the layouts before and after a move, over sub-axes. In `max_counts` each dimension has a
+    number that its shard counts must divide.
 
     With `takes_detours`, the search also tries all-gathers before the crossing, slices after it, and permutations of
     the sub-axes of a dimension. These steps help in three cases: sub-axes of different sizes block each other; a byte
