@@ -236,8 +236,9 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
 
 
 def known_sharding(path: object, leaf: object) -> Sharding | None:
-    """The sharding of an array or ShapeDtypeStruct. Raises, with the leaf's `path`, for a traced array whose type has
-    no sharding.
+    """The sharding of an array or ShapeDtypeStruct.
+
+    Raises for a traced array whose type has no sharding. The error names the leaf's `path`.
     """
     sharding = sharding_of(leaf)
     if isinstance(leaf, Tracer) and leaf.ndim and isinstance(sharding, NamedSharding):

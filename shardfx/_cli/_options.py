@@ -75,7 +75,6 @@ def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tu
 
 
 def chip_of(name: str) -> chips.Chip:
-    """Returns the accelerator with the name `name`, which is the value of --chip."""
     return calling("reading --chip", ft.partial(chips.find, name))
 
 

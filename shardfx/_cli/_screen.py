@@ -60,7 +60,6 @@ def show(text: str) -> None:
 
 
 def coloured(text: str) -> Text:
-    """Returns a text with colours for severities, sizes, dtypes and the numbers of reasons."""
     made = Text(text)
     for pattern, style in _COLOURS:
         made.highlight_regex(f"(?m){pattern}", style)

@@ -123,7 +123,7 @@ _WIDTH, _SHOWN = 80, 100
 
 def findings_of(found: Iterable[Finding]) -> Findings:
     """Sorts findings by the bytes that the mistake costs, the most first, and then by severity, the worst first.
-    Otherwise they keep their order.
+    Findings that are equal in both keep their order.
     """
     return Findings(sorted(dict.fromkeys(found), key=lambda one: (-one.bytes, SEVERITIES.index(one.severity))))
 

@@ -172,7 +172,7 @@ def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
 
 
 def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
-    """The bytes per device of each part of the tree, or with `fit` of each group of a step's buffers.
+    """The bytes per device of each part of the tree `rows`, or with `fit` of each group of a step's buffers.
 
     A part of the tree is all arrays whose paths have the same first segment, such as `params`. Bytes in host memory are
     separate entries.
@@ -322,7 +322,6 @@ def html_report(
 
 
 def page_of(data: Mapping[str, Any]) -> str:
-    """The HTML page for the data of `report_data`."""
     style, template = _read("report.css"), _read("report.html")
     script = "\n".join(["'use strict';", "(() => {", *[_read(f"{name}.js") for name in _SCRIPTS], "})();"])
     parts = {
@@ -460,7 +459,7 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _largest(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The parts of the tree with the most bytes per device, and one entry with the sum of all others."""
+    """The groups with the most bytes per device, and one entry with the sum of all others."""
     if len(groups) <= _MOST_GROUPS + 1:
         return list(groups)
     rest = sum(group["bytes_per_device"] for group in groups[_MOST_GROUPS:])

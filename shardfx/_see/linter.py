@@ -200,7 +200,6 @@ def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
 
 
 def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings for leaves that no rule covers."""
     groups = together(uncovered(draft), lambda leaf: (between_numbers(leaf[0]), leaf[1]))
     patterns = () if subject.paths is None else tuple(regex for regex, _ in subject.paths.rules)
     for number, leaves in enumerate(groups.values()):

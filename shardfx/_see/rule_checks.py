@@ -131,7 +131,6 @@ def _counts(groups: list[Group], names: list[Names]) -> Counts:
 
 
 def _usual(counts: Counts) -> dict[str, int]:
-    """The most frequent size for each logical name."""
     return {name: sizes.most_common(1)[0][0] for name, sizes in counts.items()}
 
 

@@ -158,10 +158,9 @@ class Subject:
         return f"paths = paths.{'extend' if last else 'prepend'}([({rule})])"
 
     def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:
-        """The indices of the path rules that shard the leaves at `paths`, each with whether the rule shards other
-        leaves too.
+        """For each path rule that shards some of the leaves at `paths`, whether it shards other leaves too.
 
-        The index is `None` for leaves without a rule.
+        The keys are the indices of the rules; `None` stands for leaves without a rule.
         """
         deciding, counts = self._deciding
         own = collections.Counter(deciding.get(path) for path in dict.fromkeys(paths))
@@ -169,8 +168,8 @@ class Subject:
 
     @ft.cached_property
     def _deciding(self) -> tuple[dict[str, int | None], collections.Counter[int | None]]:
-        """For each leaf without logical names, the index of the first path rule that matches it, or `None`. The second
-        result is the number of leaves by index.
+        """For each leaf without logical names, the index of the first path rule that matches it; `None` if there is
+        none. The second result is the number of leaves for each index.
         """
         columns = zip(self.flat.paths, self.leaf_names, self.flat.is_array, strict=True)
         found = {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}

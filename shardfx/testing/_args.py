@@ -72,8 +72,8 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
     """The arguments of `step` with smaller dimensions, as `jax.ShapeDtypeStruct`s with the same shardings.
 
     Dimensions of equal size get one new size. A size is reduced by itself or together with its multiples. If the step
-    cannot be traced with the new size, each dimension of that size is reduced separately: a sequence may be as long as
-    a model is wide. A size that the step fixes, such as the number of heads, does not change.
+    cannot be traced with the new size, each dimension of that size is reduced separately. This helps if a sequence is
+    as long as a model is wide. A size that the step fixes, such as the number of heads, does not change.
     """
     needs: dict[Key, int] = {}
     for number, arg in enumerate(args):

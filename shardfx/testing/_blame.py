@@ -136,8 +136,8 @@ def _assembled(
 ) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
     """Yields every array of `shape` that the devices' values may form, each with the role of every mesh axis.
 
-    `parts` are the devices' values, with a leading dimension for each of `axes`. Along an axis with the role "same",
-    the array keeps this dimension.
+    `parts` are the devices' values, with a leading dimension for each of `axes`. For an axis with the role "same", the
+    array keeps this dimension.
     """
     local = parts.shape[len(axes) :]
     if len(local) != len(shape) or any(size == 0 or whole % size for size, whole in zip(local, shape, strict=True)):

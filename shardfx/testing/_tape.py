@@ -59,7 +59,7 @@ class Record(NamedTuple):
 
     primitive: str
     frames: tuple[Frame, ...]
-    reads: tuple[int, ...]
+    reads: Numbers
     leading: tuple[tuple[tuple[str, int], ...] | int, ...]
     dtype: DType
     loop: int | None = None
@@ -144,7 +144,7 @@ class Tape:
     ) -> int:
         """Adds a record for an equation's result and returns its number.
 
-        A PRNG key gets no record; its number is that of the last operand. `name` is the equation's primitive. `var` is
+        A PRNG key gets no record, and the largest number of its operands. `name` is the equation's primitive. `var` is
         the variable of the result in the jaxpr, and `out` its value.
         """
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
@@ -248,8 +248,7 @@ class Tape:
     def held(self, start: int, values: dict[int, Any], leading: object) -> None:
         """Stores `values`, the results inside of a loop or `shard_map`, whose records begin at `start`.
 
-        The loop or `shard_map` has added a leading dimension to each result, with the entry `leading` of
-        `Record.leading`.
+        The loop or `shard_map` has added a dimension to each result. `leading` is its entry in `Record.leading`.
         """
         self.values.update(values)
         for at in range(start, len(self.records)):

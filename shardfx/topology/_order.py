@@ -111,9 +111,9 @@ def _granules(
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[str, ...]]:
     """Divides devices into slices or nodes, within which they share the fast network.
 
-    Returns the indices of the devices of each, the number of slices along each mesh axis, and notes about the choice.
-    `dcn` has the number of slices that each axis should span. If it is 1 for all axes but there are several slices, the
-    slowest axes span them.
+    Returns the indices of the devices of each slice, the number of slices along each mesh axis, and notes about the
+    choice. `dcn` has the number of slices that each axis should span. If it is 1 for all axes but there are several
+    slices, the slowest axes span them.
     """
     wanted, found = math.prod(dcn), slices(devices)
     if wanted == 1 and len(found) == 1:
@@ -379,7 +379,6 @@ def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
 
 
 def listed(devices: Devices) -> list[Device]:
-    """The devices as a list."""
     return list(devices.flat) if isinstance(devices, np.ndarray) else list(devices)
 
 

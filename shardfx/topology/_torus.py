@@ -1,7 +1,5 @@
 """Orders of positions on a torus: walks that visit every position in single hops, and the number of links between
-neighbours.
-
-A box of devices is given by its size in each dimension.
+neighbours. A box of devices is given by its size in each dimension.
 """
 
 import itertools

@@ -1,7 +1,5 @@
 """Parses the entries of a layout: `"query: layers[:3] embed (heads dim)"` names the kind of weight and the axes of an
-array.
-
-An axis is a named dimension. Axes in parentheses form one dimension of the array, major to minor.
+array. An axis is a named dimension. Axes in parentheses form one dimension of the array, major to minor.
 """
 
 import dataclasses
@@ -19,8 +17,7 @@ class Fused:
 
     **Arguments:**
 
-    - `parts`: the kinds and their axes, such as `"query: (heads dim) embed"`; see
-        [`shardfx.presets.maps.TreeLayout`][].
+    - `parts`: the kinds and axes, such as `"query: (heads dim) embed"`; see [`shardfx.presets.maps.TreeLayout`][].
     - `dim`: the dimension along which the kinds are concatenated.
     - `shards`: the number of equal parts of each kind. They are interleaved: with 2 the array is `[q0 k0 v0 q1 k1 v1]`,
         so that each of 2 devices gets its own query, key and value.

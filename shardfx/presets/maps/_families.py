@@ -68,7 +68,9 @@ def _rows(at: str, text: str, leaf: str = ".weight") -> Rows:
 
 
 def _with_biases(rows: Rows, dim: int = 0) -> Rows:
-    """Returns the rows, and a row for the bias of each weight, which has the axes of the weight's dimension `dim`."""
+    """Returns the rows with one more for the bias of each weight. A bias has the axes of the weight's dimension
+    `dim`.
+    """
     return rows | {path.replace(".weight", ".bias"): _bias(entry, dim) for path, entry in rows.items()}
 
 

@@ -111,7 +111,6 @@ def needed(config: Config, name: str) -> int:
 
 
 def _form(config: Config) -> Form:
-    """Returns the options of a model from its config."""
     kind, has_bias = config["model_type"], bool(config.get("attention_bias", False))
     is_gemma = kind.startswith("gemma")
     scores = config.get("topk_method", "greedy" if kind == "deepseek_v2" else "noaux_tc")
