@@ -201,8 +201,7 @@ def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None)
 def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:
     """Returns the mesh axes that are probably misspelled, each with the similar name that the rules use.
 
-    For example, a mesh has the axis `tensr`, which the rules neither declare nor use, and the rules use `tensor`, which
-    the mesh lacks.
+    For example, a mesh has the axis `tensr`, which no rule declares or uses, and lacks `tensor`, which a rule uses.
     """
     known = {*declared, *used}
     lacking = sorted(known.difference(mesh.axis_names))

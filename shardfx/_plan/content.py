@@ -50,7 +50,8 @@ class Group(NamedTuple):
 class Content:
     """The data of a plan. Plans with equal digests are equal, so JAX does not recompile a function for an equal plan.
 
-    `rows` holds one plan for all arrays that are planned alike. All properties are computed on first use.
+    `rows` holds one plan for all arrays that are planned alike, and `index` the row of each leaf. Properties are
+    cached.
     """
 
     mesh: MeshSpec
@@ -234,9 +235,8 @@ def shaped_like(content: Content, like: object) -> Content:
 def rows_of(content: Content, flat: Flat) -> RowIndices:
     """Returns the index of the plan of each leaf of a tree; raises for the first array that differs from its plan.
 
-    Leaves that are not arrays, such as the functions of a module, may be missing in the tree or in the plan:
-    `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and `model` fits the plan of the
-    partition.
+    Leaves that are not arrays, such as the functions of a module, may be missing in the tree or in the plan: the tree
+    `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and the reverse.
     """
     index = aligned(content, flat)
     for path, leaf, shaped, i in zip(flat.paths, flat.leaves, flat.is_array, index, strict=True):

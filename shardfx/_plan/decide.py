@@ -135,8 +135,7 @@ def request_of_names(
 ) -> Request:
     """Returns the request that the logical names `names` make for an array, as `axes` resolve them.
 
-    `rule` is the source of the request in a plan. `units` come from the path rule; with `None`, the units of `axes`
-    count.
+    `rule` is the source of the request in a plan. `units` come from the path rule; `None` for the units of `axes`.
     """
     named = one_per_dim(names, shape)
     if axes is None and all(name is None for name in named):
@@ -253,8 +252,7 @@ def correct(
     **Returns:**
 
     A [`shardfx.Decision`][]: a spec that JAX accepts for this shape on this mesh, and the reasons why axes were
-    dropped. UNCONSTRAINED dimensions stay if the mesh has an Auto axis; only [`shardfx.constrain`][] accepts such a
-    spec.
+    dropped. UNCONSTRAINED dimensions stay if the mesh has an Auto axis; only [`shardfx.constrain`][] accepts them.
 
     **Raises:**
 
@@ -345,8 +343,7 @@ def _free(
 ) -> tuple[tuple[str, ...], list[Reason]]:
     """Returns those of `axes` that can shard the dimension `dim`, and the reasons why the others are dropped.
 
-    Axes are dropped if the mesh, which has the axis sizes `sizes`, lacks them, if `used` has them, or if they occur
-    twice.
+    Axes are dropped if the mesh, with axes of these `sizes`, lacks them, if `used` has them, or if they occur twice.
     """
     absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))

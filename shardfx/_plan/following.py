@@ -45,8 +45,8 @@ def follow(
 
     Where JAX gives no sharding, `follow` looks for a planned array whose path is contained in the path of the result,
     at its end or before other names (`param_states/<path>/m`). The result is sharded like that array if it has the same
-    shape, some of its dimensions, or additional leading dimensions (a history), which are not sharded. Rules by path
-    shard all other arrays.
+    shape, some of its dimensions, or more leading dimensions (a history), which stay unsharded. Path rules shard all
+    others.
 
     **Arguments:**
 
@@ -296,8 +296,7 @@ def _request_from_base(entry: str, path: str, shape: tuple[int, ...], plan: Shar
 def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
     """Returns the request of `leaf`, the struct at `path` in the result of `init`: the sharding that JAX propagated.
 
-    Without such a sharding, it is the sharding of the planned array that the struct follows by its path; `None` if
-    there is no such array.
+    Otherwise it is the sharding of the planned array that the struct follows by its path; `None` without such an array.
     """
     names = units = namesake = None
     source, dims = _source(path, tuple(leaf.shape), plan)
@@ -335,8 +334,7 @@ def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> Dims | No
     """Returns how the dimensions of `shape` correspond to those of an array of the shape `planned`.
 
     `shape` may lack dimensions of `planned`: for `planned` (8, 4), (4,) gives (1,). It may also have more leading
-    dimensions, such as a history: (3, 8, 4) gives (None, 0, 1). If the shapes do not match, or match in several ways,
-    the result is `None`.
+    dimensions, such as a history: (3, 8, 4) gives (None, 0, 1). Shapes that match in no or several ways give `None`.
     """
     more = len(shape) - len(planned)
     if more > 0:

@@ -56,8 +56,7 @@ def plan(
 
     **Arguments:**
 
-    - `tree`: any tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves, such as the functions in an Equinox module,
-        are skipped.
+    - `tree`: any tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves, such as functions of modules, are skipped.
     - `mesh`: a MeshSpec, a jax Mesh, or an AbstractMesh. A plan for a jax Mesh also holds its devices.
     - `paths`: rules that map a leaf's path to its sharding. They are not applied to a leaf that has logical names.
     - `names`: a tree, or prefix of one, of logical names. Each leaf is a tuple with one entry per dimension as in
@@ -165,8 +164,7 @@ def drafted(
 ) -> Draft:
     """Plans each array of a tree, and collects the errors of the leaves that cannot be planned instead of raising them.
 
-    `leaf_names` holds the logical names of each leaf, and `kinds` maps paths to memory kinds. The other arguments are
-    those of `plan`.
+    `leaf_names` holds the logical names of each leaf. `kinds` maps paths to memory kinds. The others are as in `plan`.
     """
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     by_path = Matcher(PathRules(()) if paths is None else paths)

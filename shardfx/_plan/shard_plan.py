@@ -231,12 +231,10 @@ class ShardPlan(eqx.Module):
 
         **Arguments:**
 
-        - `names_or_spec`: logical names that the plan's `axes` resolve, one per dimension or with `...`; or a
-            PartitionSpec.
+        - `names_or_spec`: a PartitionSpec, or logical names for the plan's `axes`, one per dimension or with `...`.
         - `shape`: the shape of the array, to which the sharding is corrected. With `None` the sharding is for arrays of
             any shape whose sizes it divides, and dimensions beyond the end of the names are not sharded. The mesh axes
-            of a name with units, such as attention heads, must then divide the number of units in the plan's arrays
-            with this name.
+            of a name with units, such as attention heads, must then divide the number of units in the plan's arrays.
         - `strict`, `unmatched`: as in [`shardfx.constrain`][].
         - `explain`: return the decision as well.
 

@@ -66,12 +66,10 @@ class AxisRules(eqx.Module):
 
         - `rules`: `(logical name, target)` pairs, the ones with priority first. A target is a mesh axis, a tuple of
             mesh axes, `None` (replicate) or `PartitionSpec.UNCONSTRAINED`. A name may occur several times: its later
-            rules are fallbacks. No rule after `None` is used, so `prepend([(name, None)])` overrides all rules of the
-            name.
+            rules are fallbacks. No rule after `None` is used, so `prepend([(name, None)])` overrides all of its rules.
         - `modes`: mapping from a mode, such as "train" or "decode", to rules that come before `rules` in that mode. A
             name that a mode does not mention behaves as in `rules`; a name that the mode maps to `None` is replicated.
-        - `units`: mapping from a logical name to the number of elements that no shard may split, such as `head_dim` for
-            fused heads.
+        - `units`: mapping from a logical name to the number of elements that no shard may split, such as `head_dim`.
         - `aliases`: mapping from an alias to the logical name whose rules the alias has in every mode.
         - `axes`: the mesh axes that a mesh may lack, so that one set of rules serves several meshes. [`shardfx.plan`][]
             raises for any other axis that its mesh lacks, because that axis is probably misspelled.
@@ -113,8 +111,7 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `rules`: as in `AxisRules(...)`.
-        - `modes`: mapping from a mode to rules, which come after the rules that the mode already has. A new mode is
-            added.
+        - `modes`: mapping from a mode, which may be new, to rules. They come after the mode's present rules.
         - `axes`: mesh axes that a mesh may lack, in addition to those that these AxisRules declare.
 
         **Returns:**
@@ -138,8 +135,7 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `rules`: as in `AxisRules(...)`.
-        - `modes`: mapping from a mode to rules, which come before the rules that the mode already has. A new mode is
-            added.
+        - `modes`: mapping from a mode, which may be new, to rules. They come before the mode's present rules.
         - `axes`: mesh axes that a mesh may lack, in addition to those that these AxisRules declare.
 
         **Returns:**
@@ -164,8 +160,7 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `names`: logical names or aliases. Aliases of a removed name stay, and have the rules that the name gets
-            later.
+        - `names`: logical names or aliases. Aliases of a removed name stay, and have the rules that it gets later.
 
         **Returns:**
 
@@ -259,8 +254,7 @@ class AxisRules(eqx.Module):
     def with_alias(self, name: str, of: str) -> "AxisRules":
         """New AxisRules in which `name` has the rules and the unit of `of`, in every mode.
 
-        If an array has several names with the same rules, `of` has priority, then its aliases in the order in which
-        they were added.
+        If an array has several names with the same rules, `of` has priority, then its aliases as they were added.
 
         **Arguments:**
 

@@ -67,8 +67,7 @@ class PathRules(eqx.Module):
             strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these combined with `|`; any of them in
             [`shardfx.atomic`][] or [`shardfx.optional`][]; or a callable `(path, leaf) -> PartitionSpec`, which may
             also return `atomic(PartitionSpec, units)`. Dimensions beyond the end of a PartitionSpec are not sharded. A
-            tuple has one name per dimension; `...` in it stands for all dimensions that are not sharded. `()` and
-            `None` replicate.
+            tuple has one name per dimension; `...` stands for all unsharded dimensions. `()` and `None` replicate.
         - `axes`: the mesh axes that a mesh may lack; see [`shardfx.AxisRules`][].
 
         **Raises:**

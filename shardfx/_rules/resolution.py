@@ -40,9 +40,8 @@ def resolve(
         a tuple of names, whose axes are joined on the dimension in their order.
     - `rules`: the rules.
     - `mode`: one of the modes of `rules`, whose rules come first; `None` for the rules without a mode alone.
-    - `unmatched`: the treatment of a name without any rule. "replicate": the name gets `None`, with a reason. "keep":
-        the name is used as a mesh axis, and no rule may use that axis. "unconstrained": the compiler decides. "raise":
-        an error.
+    - `unmatched`: the treatment of a name without any rule. "replicate": it gets `None`, with a reason. "keep": it is
+        used as a mesh axis, which no rule may use. "unconstrained": the compiler decides. "raise": an error.
 
     **Returns:**
 
@@ -73,8 +72,7 @@ def resolve(
 def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> Units | None:
     """The units of an array's dimensions, from `atomic` entries and from the `units` of `rules`; `None` if all are 1.
 
-    The unit of a name is also the unit of its aliases. A dimension with several names has the least common multiple of
-    their units.
+    The unit of a name is also the unit of its aliases. Several names have the least common multiple of their units.
     """
     return None if _is_plain(names) and not rules.units else _units_of(_entries(names), rules)
 
@@ -172,8 +170,7 @@ class Attempt:
     **Arguments:**
 
     - `name`, `dim`: the logical name, and its dimension.
-    - `mode`, `number`: the rule's mode, and its index in the rules of that mode. `None` stands for the rules without a
-        mode.
+    - `mode`, `number`: the rule's mode, `None` for rules without one, and its index in the rules of that mode.
     - `rule`: the rule.
     - `outcome`: "applied"; "blocked", if another name already uses one of the rule's mesh axes; "settled", if an
         earlier rule has given the name a target.
@@ -252,8 +249,7 @@ def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
     """The logical names in `entries`, in the order in which rules give them mesh axes.
 
-    Names that are no aliases come first, in the order of their dimensions. Aliases follow in the order in which the
-    rules add them.
+    Names that are no aliases come first, in the order of their dimensions. Aliases follow as the rules add them.
     """
     placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]

@@ -34,11 +34,9 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
 
     **Arguments:**
 
-    - `target`: a logical name (as an entry of a leaf's names), or the whole target of a path rule: a PartitionSpec or a
-        tuple of names.
+    - `target`: a logical name, as an entry of a leaf's names, or the target of a path rule: a spec or a tuple of names.
     - `unit`: the number of elements in a unit. For a name, an int, such as `head_dim` for fused heads. For the target
-        of a path rule, a tuple with one int per dimension; 1 for a dimension that may be sharded between any two
-        elements.
+        of a path rule, a tuple with one int per dimension; 1 allows any split.
 
     **Returns:**
 
@@ -89,8 +87,7 @@ class Strategy:
     """A strategy that shards an array by its shape, after the other targets of its rule.
 
     `axes` are the mesh axes to shard over. Arrays of fewer than `min_bytes` bytes are not changed. The dimensions
-    `skip`, in ascending order, are never sharded. In text, JSON and code a strategy has the name of its class, in lower
-    case.
+    `skip`, in ascending order, are never sharded. In text, JSON and code the class name in lower case stands for it.
     """
 
     axes: tuple[str, ...]
@@ -242,8 +239,7 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[
 
     **Raises:**
 
-    `RuleError` without an axis, for an axis that occurs twice, for a negative number of bytes, and for a negative
-    dimension.
+    `RuleError` without an axis, for an axis that occurs twice, and for a negative number of bytes or dimension.
 
     !!! Example
 

@@ -35,8 +35,8 @@ class Candidate:
     - `assignments`: pairs of a mesh axis and the logical names that it shards, in the axis's order of preference.
     - `plans`: a plan for each argument of the step.
     - `seconds`: seconds of one step: `compute_seconds`, the `exposed_seconds` of collectives that computation waits
-        for, and the part of the `hidden_seconds` of other collectives that does not overlap with computation. After a
-        run, the measured time.
+        for, and the part of the `hidden_seconds` of other collectives that does not overlap with computation. A run
+        measures it.
     - `memory_bytes`, `limit_bytes`: the bytes that the step takes on one device, and the bytes that it may take.
     - `by`: the origin of these numbers. "estimate": the program of one device from XLA's own partitioner. "compile":
         the compiled program. "run": `seconds` is measured.
@@ -214,8 +214,7 @@ def mesh_and_rules(
     """The mesh, the rules, and the names of the mesh axes of the estimate `found`.
 
     `orders` has, for each mesh axis, the logical names that it shards, in its order of preference. Rules have one order
-    for all mesh axes. If two mesh axes need contradicting orders, the result is `None`. `known` are all logical names
-    of the step.
+    for all mesh axes. If two mesh axes need contradicting orders, the result is `None`. `known` are all logical names.
     """
     called = [axis_name(order) for order in orders]
     counts = [called[: at + 1].count(name) for at, name in enumerate(called)]

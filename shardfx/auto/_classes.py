@@ -52,8 +52,7 @@ class Classes:
     - `dims`: for each array and each of its dimensions, the equivalence classes of the sub-dimensions.
     - `axes`: all logical axes. An axis that was merged into another has no classes.
     - `of_root`: the number of the logical axis of each class.
-    - `main`, `model`: the number of the argument that is the model; the numbers of the arrays of the model and of its
-        optimizer.
+    - `main`, `model`: the number of the argument that is the model; the numbers of its arrays and its optimizer's.
     """
 
     def __init__(self, traced: TracedStep):

@@ -117,8 +117,7 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 class _Walker:
     """Evaluates a jaxpr, each equation in a name scope with the equation's number.
 
-    `change` is a function of the equation's number, the name of its primitive, and its results. It returns the results
-    to use instead.
+    `change` takes the equation's number, the name of its primitive, and its results, and returns other results.
     """
 
     def __init__(self, change: Callable[[int, str, Sequence[Any]], Sequence[Any]]):
@@ -173,8 +172,7 @@ class _Constrainer:
     def __call__(self, number: int, name: str, outs: Sequence[Any]) -> Sequence[Any]:
         """Constrains `outs`, the results of equation `number`, whose primitive is `name`.
 
-        Among the operations that the equation lowers to, the last one whose result has the shape of `outs[i]` gives the
-        sharding of `outs[i]`.
+        The sharding of `outs[i]` is that of the equation's last lowered operation whose result has this shape.
         """
         values = self.layouts.program.values
         left = [value for made in self.operations.get(number, ()) for value in made.outs]

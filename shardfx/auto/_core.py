@@ -60,8 +60,7 @@ def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
     All numbers are those of the unsharded step. The shape of each array is in parentheses.
 
     - `divides` (terms, assignments): whether each assignment divides each term.
-    - `shared` (terms, 3): floating-point operations, bytes of arguments and results, bytes of arguments and
-        temporaries.
+    - `shared` (terms, 3): floating-point operations, bytes of arguments and results, of arguments and temporaries.
     - `divides_sent` (assignments, sent terms, assignments): whether each assignment divides each term of the bytes that
         the first assignment sends.
     - `sent` (assignments, sent terms, 2): the bytes that a device receives, before the factor (1 - 1 / size): in
@@ -319,8 +318,7 @@ def _seconds_per_byte(
 def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, extents: Sequence[int] = ()) -> Numbers:
     """The rates of one device under the assumptions `model`, as numbers for `costs`.
 
-    A step may take `limit_bytes` of a device's memory. `extents` are the chips of a slice along each dimension, if the
-    user named the slice.
+    A step may take `limit_bytes` of memory. `extents` are the chips along each dimension of a slice, if it is named.
     """
     link, dims, island = average_network(chip, extents or extents_of(chip, devices))
     numbers = {
@@ -341,8 +339,7 @@ def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, ext
 class Estimate:
     """The estimated seconds and memory of a candidate.
 
-    For each mesh axis, `assignments` has the number of its axis assignment, `sizes` its size, and `slices` the slices
-    that it spans.
+    Per mesh axis, `assignments` has the number of its axis assignment, `sizes` its size, `slices` the slices it spans.
     """
 
     assignments: tuple[int, ...]

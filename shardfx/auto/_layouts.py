@@ -55,8 +55,7 @@ class AssignedLayout:
     """The shardings of a step under an axis assignment, and the collectives that they need.
 
     - `events`: the collectives.
-    - `positions`: for each value, the index of its sharded sub-dimension among all its sub-dimensions; `WHOLE` for a
-        replicated value.
+    - `positions`: for each value, the index of its sharded sub-dimension; `WHOLE` for a replicated value.
     - `divided`: for each operation, whether the mesh axis divides its work.
     - `used`: the logical axes that are sharded.
     - `unreduced`: the values that an operation leaves unreduced.

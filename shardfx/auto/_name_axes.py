@@ -140,8 +140,7 @@ class _Namer:
     def looked_up(self) -> None:
         """Names the dimensions of tables from which entries are looked up.
 
-        The name is `vocab` if tokens of a sequence index them, `classes` if labels do, and `positions` for position
-        embeddings.
+        The name is `vocab` if tokens index them, `classes` if labels do, and `positions` for position embeddings.
         """
         found, vocabs = list[LogicalAxis](), set[int]()
         for axis in self.unnamed("looked_up"):
@@ -263,10 +262,8 @@ class NamedAxis:
     """A logical axis: dimensions of a step's arguments that must be sharded alike.
 
     - `name`, `size`: the logical name and the size of the dimensions.
-    - `places`: the dimensions, such as `model/layers/mlp/gate[2]`. Arrays whose paths differ only in numbers have one
-        entry.
-    - `joins`: the operations that show that these dimensions must be sharded alike: pairs of a primitive and a source
-        line.
+    - `places`: the dimensions, as `model/layers/mlp/gate[2]`. Arrays whose paths differ only in numbers have one entry.
+    - `joins`: the operations that tie these dimensions together, as pairs of a primitive and a source line.
     """
 
     __module__ = "shardfx.auto"
@@ -316,8 +313,8 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
 
     The step is traced, not run. Two dimensions get one name if an operation pairs them, as an addition, a contraction
     or a loop does. If a reshape splits a dimension into heads and head widths, its name is that of the heads, and the
-    head width is the unit that no shard splits. A name that a field of a module declares is used for all dimensions of
-    its logical axis.
+    head width is the unit that no shard splits. A name that a module's field declares is that of its whole logical
+    axis.
 
     An operation that is not understood relates no dimensions, and `notes` reports it.
 

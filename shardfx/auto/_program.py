@@ -20,8 +20,7 @@ Root = int
 class UnionFind:
     """A union-find over the dimensions of a program. Its sets are the equivalence classes.
 
-    A node is the number of a dimension or a sub-dimension. The children of a node are the sub-dimensions into which it
-    is split.
+    A node is the number of a dimension or a sub-dimension. The children of a node are its sub-dimensions.
     """
 
     def __init__(self):
@@ -53,8 +52,7 @@ class UnionFind:
         """Merges the classes of the dimensions of an array before a reshape, `left`, and after it, `right`.
 
         If two dimensions have different sizes, the larger one is split. For the shapes (12,) and (4, 3), the 12 is
-        split into 4 and 3, and these are merged with the two new dimensions. If neither size divides the other, merging
-        stops.
+        split into 4 and 3, which are merged with the new dimensions. If neither size divides the other, merging stops.
         """
         ours, theirs = list(reversed(left)), list(reversed(right))
         while ours and theirs:
@@ -77,8 +75,7 @@ class UnionFind:
     def _opened(self, stack: list[int], node: int, other: int) -> bool:
         """Replaces `node`, the last one of `stack`, by its children. Returns whether it has any.
 
-        A node without children is split first, if the size of `other` divides its size: 12 into 4 and 3 if `other` has
-        size 4.
+        A node without children is split first, if the size of `other` divides its size: 12 into 4 and 3 for 4.
         """
         size, least = self.sizes[node], self.sizes[other]
         if node not in self._children and size > least and size % least == 0:

@@ -123,8 +123,7 @@ class LoweredStep:
     def partitioned(self, one: Candidate, *, constrained: bool = False) -> Candidate:
         """The candidate `one` with the estimated time, the traffic and the memory of its partitioned program.
 
-        With `constrained`, `constrain_step` constrains the step's intermediate values. Raises `ProgramError` if XLA
-        refuses the program.
+        With `constrained`, `constrain_step` constrains the step. Raises `ProgramError` if XLA refuses the program.
         """
         step, changed = self.plain, constrain_step(self.step, one.mesh, one.rules) if constrained else None
         if changed is not None:
@@ -188,9 +187,8 @@ class LoweredStep:
 def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
     """Pairs each result of a step with the argument of its structure, shapes and dtypes, whose shardings it gets.
 
-    Returns, for each element of a tuple of results or for the only result, the index of its argument and the count of
-    its arrays. The index is `None` if no argument has its structure. Several results of one structure get different
-    arguments.
+    Returns, for each element of a tuple of results or for the only result, the index of its argument, `None` for none,
+    and the count of its arrays. Several results of one structure get different arguments.
     """
 
     def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:

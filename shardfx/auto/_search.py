@@ -61,8 +61,7 @@ def search(
     The search names the step's dimensions as [`shardfx.auto.name_axes`][] does, and estimates the time and memory of
     all meshes of up to four axes. Then XLA partitions the step for the best meshes and for well-known strategies such
     as data and tensor parallelism. The best few are also partitioned with intermediate values constrained by
-    [`shardfx.auto.constrain_step`][], and the faster program is kept. All numbers of a candidate are those of its
-    program.
+    [`shardfx.auto.constrain_step`][], and the faster program is kept. A candidate has the numbers of its program.
 
     **Arguments:**
 
@@ -181,9 +180,7 @@ def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> 
         return sum(plan.bytes_per_device for plan in (zero_1(one, states) or one).plans) <= one.limit_bytes
 
     def partitioned(one: Candidate) -> Candidate | ProgramError:
-        """The candidate with the numbers of its program, under ZeRO-1 if only then it fits in memory; or XLA's
-        error.
-        """
+        """The candidate with the numbers of its program, under ZeRO-1 if only so it fits in memory; or XLA's error."""
         try:
             found = lowered.partitioned(one)
             less = None if found.fits else zero_1(found, states)
@@ -289,9 +286,7 @@ class Frontier:
     points: tuple[FrontierPoint, ...]
 
     def of(self, devices: int, batch: int) -> tuple[FrontierPoint, ...]:
-        """The points for these numbers of devices and examples, the fastest first; each next point takes less
-        memory.
-        """
+        """The points for these numbers of devices and examples, the fastest first; each next one takes less memory."""
         return tuple(point for point in self.points if (point.devices, point.batch) == (devices, batch))
 
     def fastest(self) -> tuple[FrontierPoint, ...]:
@@ -331,8 +326,7 @@ def frontier(
 
     - `step`, `args`: as for `search`.
     - `devices`: numbers of devices, or slices such as "tpu:v5e:4x4".
-    - `chip`, `slices`, `limits`: as for `search`. Candidates that do not fit in memory stay in the result, and the
-        table marks them.
+    - `chip`, `slices`, `limits`: as for `search`. Candidates that do not fit in memory stay, and the table marks them.
     - `batches`: sizes of the dimension that [`shardfx.auto.name_axes`][] names "batch"; the step is traced for each. By
         default the batch size of the arguments.
 

@@ -294,7 +294,7 @@ def _agrees(space: Space, one: Estimate, plans: Sequence[ShardPlan], axes: tuple
 
 
 def _candidate(space: Space, one: Estimate) -> Candidate | None:
-    """The candidate of an estimate, with plans and rules; `None` if no rules shard the arguments as it assumes."""
+    """The candidate of an estimate, with plans and rules; `None` if no rules shard the arguments as assumed."""
     orders = [space.names_of(space.made[number]) for number in one.assignments]
     built = mesh_and_rules(orders, one, (logical.name for logical in space.classes.live()))
     if built is None:
