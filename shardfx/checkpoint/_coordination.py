@@ -201,7 +201,7 @@ class SaveProcesses:
 
     def _first_round(self, note: Mapping[str, Any]) -> dict[int, Any]:
         notes = self._round(note)
-        # A process that hung and is in a round of this save later meets none of a later save.
+        # With a name for this save alone, a process that hangs and joins a round late cannot meet a later save.
         self._name, self._seconds = f"{self._name}/{notes[self._first]['token']}", _SILENT_SECONDS
         self._silence = (
             f"gave no sign of life for {_SILENT_SECONDS:g} s while saving to {self.what}: it has died, or hangs. "

@@ -37,8 +37,8 @@ _MOST_PARTS = 100
 class Index:
     """The arrays of a checkpoint, read from its headers alone. [`shardfx.checkpoint.read_index`][] makes an index.
 
-    `print` shows an index as a table, with repeated layers in one row. An index is a mapping from the paths of the
-    arrays to their entries: `index["norm"]` has the array's shape, dtype and file.
+    `print` shows an index as a table, with repeated layers in one row. `index["norm"]` is the entry of an array: its
+    shape, dtype and file. `"norm" in index`, `for path in index` and `len(index)` work as for a dict of paths.
 
     **Arguments:**
 
@@ -158,7 +158,7 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
         try:
             names = sorted(os.listdir(where.directory))
         except FileNotFoundError:
-            # A writer has just moved it away.
+            # A writer has just moved the directory away.
             raise _nothing_at(path) from None
         return _read_directory(where, path, names)
     if not os.path.isfile(path):

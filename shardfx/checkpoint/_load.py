@@ -122,10 +122,12 @@ def load(
 
     **Raises:**
 
-    `MapError` with all problems of a map that does not fit, before an array is read. `CheckpointError`, also before,
-    with every leaf that the checkpoint lacks or has with another shape or dtype, with the arrays from which no leaf is
-    made, or for a limit below the largest shard. `CheckpointError`, later, for a file that is truncated, missing, or
-    changed since its header was read, and for an integer that the dtype of its cast lacks.
+    Before an array is read: `MapError` with all problems of a map that does not fit; `CheckpointError` with every leaf
+    that the checkpoint lacks or has with another shape or dtype, with the arrays from which no leaf is made, or for a
+    limit below the largest shard.
+
+    Later: `CheckpointError` for a file that is truncated, missing, or changed since its header was read, and for an
+    integer that the dtype of its cast lacks.
 
     !!! Example
 
@@ -344,7 +346,7 @@ def _read(
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
             flight = Flight(pool, limit, bar)
             try:
-                # Small units that follow each other in the file: one thread task for each would cost more.
+                # Small units that follow each other in the file are one task, since each task has a fixed cost.
                 for units_of_group in grouped(units, lambda unit: unit.nbytes, min(limit, RUN_BYTES)):
                     flight.admit(units_of_group, tasks)
                 flight.land()

@@ -24,7 +24,7 @@ from ._spans import Part, Span, spans
 
 # Shorter gaps between the bytes that a process needs are read too, since skipping them takes ten times as long.
 GAP_BYTES = 64
-# The largest span that must be copied, and the largest that is read into its place, which is the length of a good task.
+# The largest span that is copied, and the largest that is read in place, in bytes.
 COPY_BYTES = 4 * 1024 * 1024
 RUN_BYTES = 16 * 1024 * 1024
 # POSIX guarantees at least 16 buffers per call; Linux allows 1024.

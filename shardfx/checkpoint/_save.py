@@ -237,8 +237,8 @@ def _layout(
 ) -> tuple[Headers, list[_Tensor]]:
     """The header, size and tensor names of each file, and the tensors to write. All processes compute the same result.
 
-    Files of about `file_bytes` bytes lie in the directory `staging`; if `file_bytes` is `None`, `staging` is the only
-    file. `extra` is the metadata for all headers.
+    The files lie in the directory `staging`, each with arrays of at most `file_bytes` bytes or one larger array. If
+    `file_bytes` is `None`, `staging` is the only file. `extra` is the metadata for all headers.
     """
     most = float("inf") if file_bytes is None else file_bytes
     groups = list(grouped(leaves.arrays, lambda row: _nbytes(row[1]), most)) or [[]]
@@ -275,7 +275,7 @@ def _writes(
     afterwards.callback(stop.set)
     writes: list[concurrent.futures.Future[int]] = []
     for file, own in it.groupby(tensors, lambda one: one.file):
-        # Tensors that are small together: one thread task for each would cost more.
+        # Small tensors are written by one task, since each task has a fixed cost.
         groups = grouped(own, lambda one: _nbytes(one.value), COPY_BYTES)
         writes += [pool.submit(_write, files[file], group, is_first, stop) for group in groups]
     return [*writes, *[pool.submit(_flush, file, tuple(writes)) for file in files.values()]]

@@ -15,7 +15,7 @@ from .._ground.boxes import Box, common, slices, volume
 
 T = TypeVar("T")
 
-# The number of short reads that make one task, however few their bytes.
+# The most runs of one span, however few their bytes.
 _MOST_RUNS = 4096
 
 # A box, with its number among the boxes that are read.

@@ -81,6 +81,10 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
     - `grid`: the division of the mesh among the processes; see [`shardfx.hosts.grid_of`][].
     - `process_index`: the number of any process.
 
+    **Returns:**
+
+    The part as slices, and the number of the replica.
+
     **Raises:**
 
     `SpecError` if the spec does not fit the shape or the mesh, or if its mesh axes do not divide a dimension.
@@ -125,7 +129,7 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
 
     **Returns:**
 
-    A number from 0, below the number of processes along the axes: all devices of a process hold one shard together.
+    A number from 0, below the number of processes along the axes. All elements of a process count as one shard.
 
     **Raises:**
 
