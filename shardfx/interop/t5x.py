@@ -10,16 +10,14 @@ from ..presets import t5x
 
 
 class Partitioning(NamedTuple):
-    """The logical axis rules and the mesh sizes of a T5X gin file.
+    """The logical axis rules and the mesh sizes of a T5X gin file. Sizes that the file lacks are `None`.
 
     **Arguments:**
 
     - `rules`: the logical axis rules of the file, or else the standard rules of its partitioner.
-    - `num_partitions`: the size of the mesh axis "model"; `None` if the file does not have it.
-    - `model_parallel_submesh`: the devices along "model" as four sizes in the TPU's topology; `None` if the file does
-        not have it.
-    - `num_experts`: for a mixture of experts, the largest size of the mesh axis "expert"; `None` if the file does not
-        have it.
+    - `num_partitions`: the size of the mesh axis "model".
+    - `model_parallel_submesh`: the devices along "model" as four sizes in the TPU's topology.
+    - `num_experts`: for a mixture of experts, the largest size of the mesh axis "expert".
     """
 
     rules: AxisRules
