@@ -63,8 +63,6 @@ class StepValue:
 class Operation:
     """One operation of a step.
 
-    **Arguments:**
-
     - `name`: StableHLO's name, or one of four others. "carry" passes an array into a loop or out of a branch. "return"
         passes the result of one iteration to the next; its operands are that result, and the value that the iteration
         received. "use" marks the arrays that a loop reads until it ends. "opaque" is an unknown operation.
@@ -91,8 +89,6 @@ class Operation:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
     """The operations of a whole step.
-
-    **Arguments:**
 
     - `values`: the arrays of the step. The number of an array is its position in this list.
     - `operations`: the operations, in the order of the program.

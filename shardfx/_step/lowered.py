@@ -115,9 +115,8 @@ def resharded(
     module: Module, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
 ) -> bytes:
     """The bytecode of the module on another mesh, with other shardings of its arguments and results. `mesh` has the
-    sizes of the mesh axes. The compiler chooses a sharding that is `None`.
-
-    Raises `ProgramError` if operations inside the step constrain arrays over a mesh that is not `mesh`.
+    sizes of the mesh axes. The compiler chooses a sharding that is `None`. Raises `ProgramError` if operations inside
+    the step constrain arrays over a mesh that is not `mesh`.
     """
     # Typed keys have an empty mesh, which counts as none.
     known = {name: sizes for name, sizes in meshes(module).items() if sizes}

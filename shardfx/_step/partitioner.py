@@ -59,10 +59,9 @@ def partitioned(
 def propagated(
     module: bytes, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
 ) -> bytes:
-    """The StableHLO bytecode of a module, with the sharding that XLA's Shardy pass chooses for each array.
-
-    `mesh` has the sizes of the mesh axes. Shardy may choose the shardings of arguments and results that are `None`.
-    Raises `ProgramError` with Shardy's own message.
+    """The StableHLO bytecode of a module, with the sharding that XLA's Shardy pass chooses for each array. `mesh` has
+    the sizes of the mesh axes. Shardy may choose the shardings of arguments and results that are `None`. Raises
+    `ProgramError` with Shardy's own message.
     """
     asked = {"mesh": dict(mesh), "arguments": arguments, "results": results}
     request = {"devices": math.prod(mesh.values()), "options": {}, "seconds": _SECONDS, "dumped": _UNPROPAGATED}

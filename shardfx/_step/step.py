@@ -65,8 +65,6 @@ class _NamedTrace(Protocol):
 class Step:
     """A step that is traced once, to be partitioned for any platform, mesh and shardings; made by `step_of`.
 
-    **Arguments:**
-
     - `traced`: the result of `jax.jit(f).trace(...)`.
     - `args`: the arguments of the step.
     - `paths`: the path of each array, by its name in the text of programs; empty if paths follow from JAX's names.

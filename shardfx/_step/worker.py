@@ -65,7 +65,6 @@ def _shardy() -> types.ModuleType:
 
 def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: float, dumped: str) -> tuple[bytes, str]:
     """The text of the program at the stage `dumped` of XLA's pipeline, and an error text. One of them is empty.
-
     `options` are XLA's debug options, and `seconds` is the longest time that XLA may take.
     """
     with tempfile.TemporaryDirectory(prefix="shardfx-") as folder:

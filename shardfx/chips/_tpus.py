@@ -6,7 +6,6 @@ from ._chip import Chip
 
 
 def _peaks(**teraflops: int) -> tuple[tuple[str, float], ...]:
-    """Pairs of a dtype's name and its peak rate in operations per second."""
     return tuple((name, 1e12 * count) for name, count in teraflops.items())
 
 
@@ -28,10 +27,9 @@ _TPU_SOURCES = {
 
 
 def _tpu(*row: Any, devices: int = 1, **sources: str) -> Chip:
-    """The `Chip` of a TPU. `sources` has the source of each named field's value.
-
-    `row` has the name; the values of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory,
-    of a link and of the data-center network; the number of torus dimensions; the chips of a pod; and the peak rates.
+    """The `Chip` of a TPU. `sources` has the source of each named field's value. `row` has the name; the values of
+    `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory, of a link and of the data-center
+    network; the number of torus dimensions; the chips of a pod; and the peak rates.
     """
     name, kinds, hbm, usable, (memory, link, dcn), dims, pod, flops = row
     pairs = tuple((_TPU_SOURCES | sources).items())

@@ -188,11 +188,9 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
 
 
 def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
-    """The next batch size to try, a multiple of `unit`. `needs` has the peak memory of each size that was tried.
-
-    It is between `fits`, the largest size that fits (or 0), and `over`, the smallest that does not fit. Without `over`,
-    it is larger than `fits`. If `halves`, it is in the middle. Otherwise the peak memory is interpolated up to
-    `usable`.
+    """The next batch size to try, a multiple of `unit`. `needs` has the peak memory of each size that was tried. It is
+    between `fits`, the largest size that fits (or 0), and `over`, the smallest that does not fit. Without `over`, it is
+    larger than `fits`. If `halves`, it is in the middle. Otherwise the peak memory is interpolated up to `usable`.
     """
     if over is None:
         before = max((count for count in needs if count < fits), default=None)

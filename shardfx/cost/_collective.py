@@ -34,8 +34,6 @@ def _exchanged(size: Fraction, members: np.ndarray) -> Fraction:
 class CollectiveKind(NamedTuple):
     """The properties of a kind of collective, such as an all-gather.
 
-    **Arguments:**
-
     - `received`: a function that returns the bytes that all devices receive together. Its arguments are the bytes of
         the result on one device, and an array with a number for each device of each replica group. Bytes between two
         devices count if their numbers differ.
@@ -93,8 +91,6 @@ _HAS_ID_FLAG = ("all-gather", "all-reduce", "reduce-scatter")
 class Collective(NamedTuple):
     """One execution of a collective of a compiled program.
 
-    **Arguments:**
-
     - `kind`: XLA's name of the kind, a key of `KINDS`.
     - `arrays`: the arrays of the collective's result on one device.
     - `parts`: the bytes of each of these arrays. For a reduce-scatter, these are the bytes of one shard.
@@ -131,9 +127,8 @@ class Collective(NamedTuple):
 
 
 def collective_of(instruction: Instruction, devices: int) -> Collective | None:
-    """The collective that an instruction starts, in a program for `devices` devices; `None` if it starts none.
-
-    Raises `ProgramError` for a collective of an unknown kind.
+    """The collective that an instruction starts, in a program for `devices` devices; `None` if it starts none. Raises
+    `ProgramError` for a collective of an unknown kind.
     """
     kind = instruction.opcode.removesuffix("-start")
     if kind == "recv" and _HAS_PAIRS in instruction.attributes:
@@ -152,7 +147,6 @@ def channel_of(instruction: Instruction) -> int | None:
 
 
 def _arrays(instruction: Instruction) -> tuple[Array, ...]:
-    """The arrays of the collective's result on one device."""
     result = instruction.result
     if instruction.opcode == "recv":
         result = parts_of(result)[0]
@@ -185,9 +179,8 @@ def _require_local(instruction: Instruction) -> None:
 
 
 def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
-    """The replica groups of a collective in a program for `devices` devices.
-
-    Raises `ProgramError` for groups that cannot be read, that have a device twice, or that have an unknown device.
+    """The replica groups of a collective in a program for `devices` devices. Raises `ProgramError` for groups that
+    cannot be read, that have a device twice, or that have an unknown device.
     """
     is_permute = kind == "collective-permute"
     rows = (_pairs(instruction),) if is_permute else _rows(instruction)
@@ -277,8 +270,6 @@ class DevicePositions:
 
     A program over several TPU slices is written for one slice: its device numbers are positions in that slice. In any
     other program, and here, a device's number is its position in the mesh.
-
-    **Arguments:**
 
     - `mesh`: the mesh; `None` if it is not known.
     - `own`: the number of devices in the program's first line; 1 if the line does not have it.

@@ -168,9 +168,7 @@ class _LineTraffic:
 
 
 def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
-    """Yields a row for each parameter of each collective, with its source line. The line in `lines` at which a
-    parameter's gradient is reduced replaces the row's own line.
-    """
+    """Yields a row for each parameter of each collective, with its source line. `lines` has the lines of reductions."""
     for row in made.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
         missing = row.wire_bytes - sum(count for _, count in shares)  # the rounding error of the shares

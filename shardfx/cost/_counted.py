@@ -50,7 +50,6 @@ class StepOnChip:
 
     @ft.cached_property
     def memory(self) -> Memory:
-        """The memory of one device while the step runs."""
         return self.memory_of(self.module)
 
     @ft.cached_property

@@ -68,7 +68,6 @@ def _with_sizes(mesh: MeshSpec, sizes: dict[str, int]) -> MeshSpec:
 
 
 def _size_free_fields(row: TrafficRow) -> object:
-    """The fields of a traffic row that are the same on meshes of all sizes."""
     return row.kind, row.axes, row.dtype, row.source, row.calls is None, row.calls == 0
 
 
@@ -105,8 +104,8 @@ def _group_factor(kind: str, group: int) -> float:
 
 
 def _growth(other: float | int, one: float | int, times: int) -> float:
-    """The factor by which a number grows in `times` doublings of a mesh axis, from the number before one doubling and
-    after. Their ratio is rounded to a power of two. For 100 and 210 it is 2, so the factor is 8 for 3 doublings.
+    """The factor by which a number grows in `times` doublings of a mesh axis, if it is `one` before a doubling and
+    `other` after it. Their ratio is rounded to a power of two: for 210, 100 and 3, the factor is 2 ** 3 = 8.
     """
     return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
 

@@ -43,9 +43,8 @@ Phase = Literal["", "forward", "backward", "recomputed"]
 
 
 def phase_of(op_name: str) -> Phase:
-    """The pass of an operation, from its JAX name stack: "forward", "backward" or "recomputed".
-
-    It is "" for an operation that `jax.grad` did not transform.
+    """The pass of an operation, from its JAX name stack: "forward", "backward" or "recomputed". It is "" for an
+    operation that `jax.grad` did not transform.
     """
     if "rematted_computation" in op_name:
         return "recomputed"
@@ -54,8 +53,6 @@ def phase_of(op_name: str) -> Phase:
 
 class Instruction(NamedTuple):
     """One instruction of HLO.
-
-    **Arguments:**
 
     - `name`: the name of the instruction.
     - `result`: the text of its result type.
@@ -126,8 +123,6 @@ class Instruction(NamedTuple):
 class HloModule:
     """An HLO module.
 
-    **Arguments:**
-
     - `entry`: the name of the entry computation.
     - `computations`: for the name of each computation, its instructions by name. Callees come before their callers.
     - `stacks`: for each stack frame id in the attributes of instructions, the call stack, innermost frame first.
@@ -149,9 +144,8 @@ class HloModule:
 
 
 def parse_hlo(text: str) -> HloModule:
-    """Parses the text of an HLO module, as `compiled.as_text()` returns it.
-
-    Raises `ProgramError`, with the line, for text that is no HLO module or has an instruction that cannot be read.
+    """Parses the text of an HLO module, as `compiled.as_text()` returns it. Raises `ProgramError`, with the line, for
+    text that is no HLO module or has an instruction that cannot be read.
     """
     computations: dict[str, dict[str, Instruction]] = {}
     tables: dict[str, list[str]] = {}
@@ -328,7 +322,7 @@ Result: TypeAlias = "Array | tuple[Result, ...]"
 
 
 def result_of(text: str) -> Result:
-    """The parsed text of a result type."""
+    """Parses the text of a result type."""
     if text.startswith("("):
         return tuple(result_of(part) for part in parts_of(text) if part)
     return next(iter(arrays_in(text)), Array("token", ()))
@@ -341,10 +335,9 @@ def bytes_of(buffer: Array, tile: Tile) -> int:
 
 
 def padded(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
-    """A shape padded to whole tiles, as the TPU's compiler pads it, in the layout with the least padding.
-
-    Any two dimensions can be the rows and columns of the tiles. A dimension shorter than a tile's rows is padded to a
-    power of two.
+    """A shape padded to whole tiles, as the TPU's compiler pads it, in the layout with the least padding. Any two
+    dimensions can be the rows and columns of the tiles. A dimension shorter than a tile's rows is padded to a power of
+    two.
     """
     if tile is None or not shape or 0 in shape:
         return shape

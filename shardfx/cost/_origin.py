@@ -1,4 +1,7 @@
-"""The argument of a program that a collective gathers, or whose gradient it reduces, found by following values."""
+"""The argument of a program that a collective gathers, or whose gradient it reduces, found by following values.
+
+A value is the number of an array in the flattened program.
+"""
 
 import collections
 import functools as ft
@@ -64,10 +67,9 @@ class Origins:
                 self._becomes[sender.reads[0]].append(op.makes[0])
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """The call stack of the operation that causes a collective's instruction, innermost frame first.
-
-        A collective that reshards a value has no source line. It gets the call stack of the operation that computes the
-        value, or else of one that reads the result.
+        """The call stack of the operation that causes a collective's instruction, innermost frame first. A collective
+        that reshards a value has no source line. It gets the call stack of the operation that computes the value, or
+        else of one that reads the result.
         """
         op = self._ops.get(id(instruction))
         if op is None:
@@ -91,18 +93,16 @@ class Origins:
             op = self._carried[value][0] if value in self._carried else self._uses.maker.get(value)
 
     def gathered(self, instruction: Instruction, element: int) -> str | None:
-        """JAX's name of the argument that a collective sends; `None` if it sends a computed value.
-
-        The argument, or a slice of it, is operand number `element` of the collective.
+        """JAX's name of the argument that a collective sends; `None` if it sends a computed value. The argument, or a
+        slice of it, is operand number `element` of the collective.
         """
         op = self._ops.get(id(instruction))
         moved = () if op is None else self._senders.get(op, op).reads[element:]
         return self._argument(moved[0]) if moved else None
 
     def updated(self, instruction: Instruction, element: int) -> str | None:
-        """JAX's name of the argument whose gradient a collective reduces; `None` if there is none.
-
-        The gradient is result number `element`. The program adds it, or a value computed from it, to the argument.
+        """JAX's name of the argument whose gradient a collective reduces; `None` if there is none. The gradient is
+        result number `element`. The program adds it, or a value computed from it, to the argument.
         """
         op = self._ops.get(id(instruction))
         for gradient in () if op is None else _results_of(op, element):
@@ -144,10 +144,9 @@ class Origins:
         return None
 
     def is_sum_of_products(self, instruction: Instruction) -> bool:
-        """Whether a permute sends a partial sum of matrix products, and not an operand of them.
-
-        Rings of permutes replace reduce-scatters of products, and all-gathers of operands. A partial sum starts from
-        zeros. In a loop, it is a result of the loop's body.
+        """Whether a permute sends a partial sum of matrix products, and not an operand of them. Rings of permutes
+        replace reduce-scatters of products, and all-gathers of operands. A partial sum starts from zeros. In a loop, it
+        is a result of the loop's body.
         """
         op = self._ops.get(id(instruction))
         values = itertools.islice(reached(() if op is None else op.reads, self._operands_of), _FAR)

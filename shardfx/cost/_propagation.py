@@ -42,8 +42,6 @@ class Stop(NamedTuple):
     """The operation where a mesh axis stopped propagating to an array. The axis shards one dimension of the operation,
     and could shard another dimension with the same factor, but does not.
 
-    **Arguments:**
-
     - `dim`: the dimension of the array that the axis could shard.
     - `with_axis`, `last`: the dimension of the operation that the axis shards, and the one that it does not shard.
     - `operation`: the number of the operation.
@@ -60,8 +58,6 @@ class Stop(NamedTuple):
 
 class Conflict(NamedTuple):
     """An operation in which one mesh axis shards dimensions of two factors, which cannot both be sharded over it.
-
-    **Arguments:**
 
     - `operation`, `axis`: the number of the operation, and the mesh axis.
     - `kept`, `moved`: the dimension of the array that stays sharded over the axis, and of the array that is gathered.

@@ -24,8 +24,6 @@ _FOLLOWED = ELEMENTWISE | VIEWS | PIECES | MOVING
 class ArgumentPurpose(NamedTuple):
     """One array of a step's arguments, and its purpose.
 
-    **Arguments:**
-
     - `argument`: the array's path, whole shape and sharding.
     - `dtype`: the array's dtype in HLO's notation.
     - `group`: the purpose: "parameters", "optimizer: mu" (one group for each moment), "KV cache", "batch" or "other".

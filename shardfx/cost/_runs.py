@@ -24,8 +24,6 @@ _REDUCES = ("all-reduce", "reduce", "scatter", "sort", "select-and-scatter")
 class Runs:
     """The number of times that a computation runs in one step.
 
-    **Arguments:**
-
     - `count`: the number of times. A loop of unknown trip count counts as one iteration.
     - `unknown`: the enclosing loops of unknown trip count, as lines of HLO.
     - `branch`: for each enclosing conditional, outermost first, its name and the number of the branch.
@@ -39,9 +37,8 @@ class Runs:
 
 
 def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
-    """The number of times that each computation of a module runs, by its name, without those that do not run.
-
-    A computation has several entries if it is called from several branches, or from loops of unknown trip count.
+    """The number of times that each computation of a module runs, by its name, without those that do not run. A
+    computation has several entries if it is called from several branches, or from loops of unknown trip count.
     """
     found = {module.entry: collections.Counter({Runs(0): 1})}
     # Callees come before callers in the text. In reverse order, each count is complete when it is reached.
@@ -88,7 +85,6 @@ def _calls(module: HloModule, name: str, instruction: Instruction, own: Runs) ->
 
 def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instruction) -> int | None:
     """The trip count of a loop; `None` if it is not a constant. `around` has the instructions beside the loop, by name.
-
     XLA writes it into the loop's `backend_config`. Otherwise it follows from the loop's condition and the increment of
     its counter: a smaller form of `ComputeWhileLoopTripCount` in xla/service/while_loop_analysis.cc.
     """
@@ -110,9 +106,8 @@ def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instr
 
 
 def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | None:
-    """The trip count of a loop over an integer from `start` in increments of `step`; `None` if the loop never ends.
-
-    It runs while the counter's comparison with `stop` is true. For 0, 2, 5 and "LT" (less than), the trip count is 3.
+    """The trip count of a loop over an integer from `start` in increments of `step`; `None` if the loop never ends. It
+    runs while the counter's comparison with `stop` is true. For 0, 2, 5 and "LT" (less than), the trip count is 3.
     """
     if not _COMPARISONS[direction](start, stop):
         return 0
@@ -135,9 +130,8 @@ def _fusion_root(
 
 
 def _scalar(module: HloModule, scope: Mapping[str, Instruction], name: str) -> tuple[int | None, int] | None:
-    """The integer `name` as the index of a loop-carried integer and a constant to add; `None` for another value.
-
-    For "element 2 of the loop's tuple, plus 1", it is (2, 1). The index is `None` for a constant. `scope` has the
+    """The integer `name` as the index of a loop-carried integer and a constant to add; `None` for another value. For
+    "element 2 of the loop's tuple, plus 1", it is (2, 1). The index is `None` for a constant. `scope` has the
     instructions by name.
     """
     if name not in scope:

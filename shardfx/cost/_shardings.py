@@ -303,7 +303,9 @@ def shardings_of(step: Step, platform: Platform, module: object = None) -> StepS
 
 
 class _Explainer:
-    """A step after Shardy's propagation, with methods that explain its shardings in sentences."""
+    """A step after Shardy's propagation, with methods that explain its shardings in sentences. In a conflict, two
+    arrays are sharded over one mesh axis, and one of them is gathered.
+    """
 
     def __init__(self, step: Step, graph: Graph):
         self.step, self.graph = step, graph
@@ -382,7 +384,6 @@ class _Explainer:
         return self._constraint(value) if is_made else self.name(f"input: {self.graph.program.arguments.index(value)}")
 
     def wanted(self, row: ArrayRow) -> Iterator[Wanted]:
-        """Yields the mesh axes that could shard the array of a row and do not."""
         for axis, size in self.sizes.items():
             stop = self.graph.stop_of(row.number, axis) if size > 1 else None
             if stop is not None:

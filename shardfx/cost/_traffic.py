@@ -142,13 +142,11 @@ class _ModuleReader:
 
     @ft.cached_property
     def origins(self) -> Origins:
-        """Finds the argument that a collective of the module gathers or reduces."""
         return Origins(self.module)
 
     def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Found]:
-        """The rows of the module's collectives. A collective in several branches or loops has a row for each.
-
-        `runs` has how often each computation runs, by its name, from `runs_of`.
+        """The rows of the module's collectives. A collective in several branches or loops has a row for each. `runs`
+        has how often each computation runs, by its name, from `runs_of`.
         """
         instructions = [(name, one) for name in runs for one in self.module.computations[name].values()]
         fusions = {target: one.name for _, one in instructions if one.opcode == "fusion" for _, target in one.called}
@@ -214,10 +212,9 @@ class _ModuleReader:
         )
 
     def kind_of(self, instruction: Instruction, collective: Collective) -> str:
-        """The kind of a collective. A permute of a windowed einsum has the kind of the collective that it replaces.
-
-        In a windowed einsum, a loop of permutes and partial matrix products replaces an all-gather before the product,
-        or a reduce-scatter after it. XLA makes it: `EmitWindowedDotGeneral` in xla/service/spmd/dot_handler.cc.
+        """The kind of a collective. A permute of a windowed einsum has the kind of the collective that it replaces. In
+        a windowed einsum, a loop of permutes and partial matrix products replaces an all-gather before the product, or
+        a reduce-scatter after it. XLA makes it: `EmitWindowedDotGeneral` in xla/service/spmd/dot_handler.cc.
         """
         is_ring = collective.kind == "collective-permute" and len(collective.groups[0]) == self.positions.devices
         if not is_ring or not _PRODUCT.search(instruction.op_name):

@@ -33,8 +33,6 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 class DeviceWork:
     """The work of one device in a step.
 
-    **Arguments:**
-
     - `flops`: the floating-point operations of matrix products and convolutions, for all iterations of loops.
     - `bytes`: the bytes to and from memory of matrix products, reductions, sorts and gathers, and of the step's
         results. All other operations count as fused with these.
@@ -49,10 +47,9 @@ class DeviceWork:
 
 
 def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
-    """The work of one device in a partitioned or compiled program.
-
-    If a TPU runs it (`tpu`), matrix products read float32 operands as bfloat16, and small loop-carried arrays, such as
-    the weights of a recurrent cell, stay in on-chip memory.
+    """The work of one device in a partitioned or compiled program. If a TPU runs it (`tpu`), matrix products read
+    float32 operands as bfloat16, and small loop-carried arrays, such as the weights of a recurrent cell, stay in
+    on-chip memory.
     """
     runs = runs_of(module)
     flops, moved, cycles = 0.0, _written(module), 0
@@ -123,5 +120,4 @@ def _flops(module: HloModule, name: str, instruction: Instruction) -> float:
 
 
 def _bytes(instruction: Instruction) -> float:
-    """The bytes of an instruction's result."""
     return float(sum(array.bytes for array in arrays_in(instruction.result)))

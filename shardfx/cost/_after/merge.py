@@ -96,10 +96,9 @@ _FAR = 100
 
 
 def gathered_once(known: Rewritten, computation: Computation) -> Computation:
-    """A copy of `computation` in which equal all-gathers are merged into the first of them, as XLA merges them.
-
-    Two all-gathers are merged only if the instructions that read their results are close to each other. Equal permutes
-    are always merged.
+    """A copy of `computation` in which equal all-gathers are merged into the first of them, as XLA merges them. Two
+    all-gathers are merged only if the instructions that read their results are close to each other. Equal permutes are
+    always merged.
     """
     computation = _gather_for_each_user(computation)
     users = users_of(computation)

@@ -65,7 +65,6 @@ def _is_hidden(known: Rewritten, computation: Computation, product: Instruction,
 
 def _permutes(known: Rewritten, sent: Instruction, shard: str) -> Instruction:
     """The ring that replaces the collective `sent`, as one `collective-permute` whose results have the type `shard`.
-
     For a replica group of n devices, two rings of opposite directions have n + 1 permutes together. An all-gather over
     4 devices has one ring, of 3 permutes.
     """
@@ -90,8 +89,6 @@ def narrowed(known: Rewritten, computation: Computation) -> Computation:
 
 class Pass(NamedTuple):
     """A pass of a compiler over a partitioned program.
-
-    **Arguments:**
 
     - `name`: XLA's name for the pass.
     - `apply`: takes a module and one of its computations, and returns the computation as the pass leaves it.

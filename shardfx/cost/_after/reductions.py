@@ -197,9 +197,8 @@ def _accumulators(body: Computation, reduction: Instruction) -> tuple[int, ...]:
     users, last = users_of(body), root_of(body)
 
     def readers_of(values: Sequence[str], *through: str) -> list[tuple[str, Instruction]]:
-        """The instructions that read `values` or reshapes of them, each with the value that it reads.
-
-        Operations with an opcode in `through` count as reshapes.
+        """The instructions that read `values` or reshapes of them, each with the value that it reads. Operations with
+        an opcode in `through` count as reshapes.
         """
         opcodes = (*_RESHAPES_IN_LOOPS, *through)
         reshaped = reached(values, lambda value: [user.name for user in users[value] if user.opcode in opcodes])
@@ -231,10 +230,9 @@ _ROWS, _LANES = 8, 128
 
 
 def scattered(known: Rewritten, computation: Computation, *, is_tpu: bool) -> Computation:
-    """A copy of `computation` in which a reduce-scatter replaces an all-reduce followed by a slice.
-
-    The slice must take a different shard of the all-reduce's result on each device. On TPUs, the shard must also fill
-    whole tiles of the memory layout.
+    """A copy of `computation` in which a reduce-scatter replaces an all-reduce followed by a slice. The slice must take
+    a different shard of the all-reduce's result on each device. On TPUs, the shard must also fill whole tiles of the
+    memory layout.
     """
     users = users_of(computation)
     slices: dict[str, Instruction] = {}
@@ -292,10 +290,9 @@ def _is_own_slice(known: Rewritten, reduction: Instruction, shard: Instruction, 
 
 
 def _fills_tiles(dtype: str, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether a slice of shape `after`, from an array of shape `before`, fills whole tiles of the memory layout.
-
-    The compiler chooses the layout with the least padding. This rule was derived from 58 compiled programs of one
-    matrix product each, in float32 and bfloat16, with two to four dimensions.
+    """Whether a slice of shape `after`, from an array of shape `before`, fills whole tiles of the memory layout. The
+    compiler chooses the layout with the least padding. This rule was derived from 58 compiled programs of one matrix
+    product each, in float32 and bfloat16, with two to four dimensions.
     """
     cut = next(dim for dim, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
     if cut < len(before) - 2:

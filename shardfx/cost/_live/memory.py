@@ -15,8 +15,6 @@ from .program import Body, FlatOp, FlatProgram, Uses, program_of
 class Rematerialized(NamedTuple):
     """The change of memory if each layer were rematerialized in the backward pass.
 
-    **Arguments:**
-
     - `values`: the numbers of the arrays that are no longer stored between the forward and the backward pass.
     - `kept_bytes`: the bytes of the loop-carried values of each layer, which are stored instead.
     """
@@ -26,10 +24,9 @@ class Rematerialized(NamedTuple):
 
 
 def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], int]) -> Rematerialized:
-    """The change of memory if each layer were rematerialized; empty if that would save almost nothing.
-
-    A loop of the forward pass can stack an array for another loop: each iteration writes one slice of it. These arrays
-    are no longer stored. The values that the forward loop carries from layer to layer are stored instead.
+    """The change of memory if each layer were rematerialized; empty if that would save almost nothing. A loop of the
+    forward pass can stack an array for another loop: each iteration writes one slice of it. These arrays are no longer
+    stored. The values that the forward loop carries from layer to layer are stored instead.
     """
     loops = {id(body) for op in uses.ops if op.opcode == "while" for body in op.bodies}
     dropped: set[int] = set()
@@ -68,8 +65,6 @@ _ASYNC = ("all-gather", "collective-permute")
 class LiveArray:
     """A temporary array that is live at the peak.
 
-    **Arguments:**
-
     - `buffer`, `bytes`: the array on one device, and its bytes, with tile padding.
     - `opcode`, `op_name`: the opcode of the HLO operation that makes it, and JAX's name stack of that operation.
     - `source`: the line of your program that makes it.
@@ -90,8 +85,6 @@ class LiveArray:
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """The memory of one device: the bytes of arguments, results and temporaries.
-
-    **Arguments:**
 
     - `arguments`: the bytes of each parameter of the entry computation, in order; 0 for a parameter in host memory.
     - `results`: the bytes of each result; 0 if it is in host memory, or reuses the memory of a donated argument.
@@ -193,10 +186,8 @@ class _Counter:
 
     def peak(self, body: Body, timeline: list[int], result_bytes: Mapping[int, int]) -> _Peak:
         """The peak of the temporaries of a loop's body, branch or entry computation. Its parameters and results do not
-        count, since they are in the memory of its caller.
-
-        The live bytes at each operation are appended to `timeline`. `result_bytes` has the bytes of each result with
-        its own memory, which temporaries use until the result is made.
+        count, since they are in the memory of its caller. The live bytes at each operation are appended to `timeline`.
+        `result_bytes` has the bytes of each result with its own memory, which temporaries use until the result is made.
         """
         ops = [op for op in body.ops if op.bodies or any(map(self.is_array, op.makes))]
         makes = [tuple(filter(self.is_array, op.makes)) for op in ops]
@@ -241,10 +232,9 @@ class _Counter:
 
 
 def _async_starts(ops: Sequence[FlatOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]) -> dict[int, int]:
-    """The position in the schedule `ops` from which each result of an asynchronous collective occupies memory.
-
-    It is the position of the matrix product with which the collective overlaps. `reads` has the arrays that each
-    operation reads, and `born` the position of the operation that makes each array.
+    """The position in the schedule `ops` from which each result of an asynchronous collective occupies memory. It is
+    the position of the matrix product with which the collective overlaps. `reads` has the arrays that each operation
+    reads, and `born` the position of the operation that makes each array.
     """
     found: dict[int, int] = {}
     for at, op in enumerate(ops):

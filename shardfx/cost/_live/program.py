@@ -32,8 +32,6 @@ _IDENTITIES = re.compile(r'custom_call_target="(Sharding|SPMDFullToShardShape|SP
 class FlatOp:
     """An operation: the values that it reads and makes, and the bodies of a loop or conditional.
 
-    **Arguments:**
-
     - `instruction`: the HLO instruction.
     - `reads`, `makes`: the numbers of the values that it reads and makes. A loop reads the initial values of the
         loop-carried values that it changes.
@@ -56,8 +54,6 @@ class FlatOp:
 class Body:
     """The operations of the entry computation, of a loop's body or of a branch.
 
-    **Arguments:**
-
     - `carried`: the numbers of the parameters. In a loop's body, these are the loop-carried values that the loop
         changes. A branch has none.
     - `results`: the numbers of the values that it returns.
@@ -72,8 +68,6 @@ class Body:
 @dataclasses.dataclass(eq=False)
 class FlatProgram:
     """A program without calls, tuples and fusions, whose values are numbered.
-
-    **Arguments:**
 
     - `buffers`: the dtype and shape of each value, by the value's number.
     - `entry`: the entry computation. Its `carried` are the parameters in order, one value for each array of a tuple.
