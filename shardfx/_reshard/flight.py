@@ -107,7 +107,7 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
 
 
 class _Flight:
-    """The state of a running job, which makes the target's arrays in order and bounds the arrays in flight."""
+    """The state of a running job, which makes the target's arrays in order, a bounded number at a time."""
 
     def __init__(self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor):
         self.made: dict[int, jax.Array] = {}

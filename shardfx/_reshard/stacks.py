@@ -66,13 +66,8 @@ class Matrices(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Matrices of equal shape, dtype and sharding.
-
-    **Arguments:**
-
-    - `arrays`: the arrays that hold the matrices.
-    - `shard_shape`: the shape of one device's shard of a matrix.
-    - `width`: the number of units in such a shard.
+    """Matrices of equal shape, dtype and sharding, which the `arrays` hold. `shard_shape` is the shape of one device's
+    shard of a matrix, and `width` the number of units in it.
     """
 
     arrays: tuple[Matrices, ...]

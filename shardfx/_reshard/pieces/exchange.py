@@ -24,14 +24,10 @@ _MOST_SOURCES = 8
 
 
 class Round(NamedTuple):
-    """One round of a program: a collective permute, or a copy on each device. All parts have the same shape and casts.
-
-    **Arguments:**
-
-    - `number`: the position of the array that is read, among the program's arrays.
-    - `form`: the shape, strides and casts of the parts.
-    - `pairs`: the pairs of sender and receiver; empty if each device copies its own elements.
-    - `is_full`: whether every device of the target receives a part.
+    """One round of a program: a collective permute, or a copy on each device. All its parts have one `form`: their
+    shape, strides and casts. `number` is the position of the array that is read among the program's arrays. `pairs` has
+    the sender and the receiver of each part; it is empty for copies. With `is_full`, every device of the target
+    receives a part.
     """
 
     number: int
@@ -62,16 +58,11 @@ class Exchange(NamedTuple):
 def exchanges(
     parts: Sequence[ShardPart], count: int, receivers: int, most_bytes: int | None, kinds: Mapping[str, object]
 ) -> list[Exchange]:
-    """The programs that send parts of shards to the devices of one array.
+    """The programs that send `parts` of shards, without constants, to the devices of one array.
 
-    **Arguments:**
-
-    - `parts`: the parts of all shards of the array, except constants.
-    - `count`: the number of devices of the source and of the target. They are numbered from 0 to `count - 1`.
-    - `receivers`: the number of devices of the target.
-    - `most_bytes`: the most bytes that the parts of one program take. A program of one round may take more.
-    - `kinds`: for each array that is read, a value such as its devices and dtype. A program reads only arrays with
-        equal values.
+    Devices are numbered from 0 to `count - 1`, and `receivers` of them are the target's. The parts of one program take
+    at most `most_bytes`, unless it has a single round. A program reads only arrays with equal values in `kinds`, such
+    as their devices and dtype.
     """
     alike: dict[tuple[str, StridedCopy, bool], list[ShardPart]] = {}
     for part in parts:

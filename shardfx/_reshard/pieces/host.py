@@ -68,13 +68,9 @@ class Copy(NamedTuple):
 
 
 class HostCopies(NamedTuple):
-    """The parts from which the host assembles one new shard.
-
-    **Arguments:**
-
-    - `copies`: the parts whose elements are copied unchanged.
-    - `computed`: the parts whose elements are cast, constant, or multiplied by the scales of a quantised array.
-    - `is_slice`: whether the new shard is a contiguous part of one old shard.
+    """The parts from which the host assembles one new shard. `copies` are copied unchanged. The elements of `computed`
+    are cast, constant, or multiplied by the scales of a quantised array. With `is_slice`, the new shard is a contiguous
+    part of one old shard.
     """
 
     copies: tuple[Copy, ...]
@@ -91,13 +87,9 @@ def host_copies(
 ) -> HostCopies:
     """Decides for each part of a new shard whether its elements are copied unchanged or computed.
 
-    **Arguments:**
-
-    - `parts`: the parts from which the shard is assembled.
-    - `dtype`, `box`: the dtype and the box of the shard.
-    - `shapes`: the shape and dtype of a shard of each array that is read.
-    - `orders`: for each array that is read, a dict from the number of a device to the position of its shard among the
-        shards of this process.
+    `dtype` and `box` are those of the new shard. `shapes` has the shape and dtype of a shard of each array that is
+    read. `orders` has, for each of these arrays and each device number, the position of the device's shard in this
+    process.
     """
     copies, computed, itemsize = list[Copy](), list[ShardPart](), np.dtype(dtype).itemsize
     new = strides_of(_sizes(box), itemsize)
@@ -186,7 +178,7 @@ class LocalShards:
             del self._known[key]
 
     def delete(self, but: Container[int] = (), only: int | None = None) -> None:
-        """Deletes shards of the only array: all but the numbers `but`, or just the number `only`."""
+        """Deletes shards of the only array: all but those with the numbers `but`, or just the number `only`."""
         (path,) = self._owned
         for number, shard in enumerate(self._owned[path]):
             if only in (None, number) and number not in but and not shard.is_deleted():
@@ -202,19 +194,14 @@ def start_on_host(
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> Callable[[], jax.Array]:
-    """Starts to assemble an array from shards in this process's memory, by NumPy copies or as views. Returns a function
-    that waits for the copies and returns the array.
+    """Starts to assemble the array `wanted` from shards in this process's memory, by NumPy copies or as views. Returns
+    a function that waits for the copies and returns the array.
+
+    `targets` are the distinct boxes of this process's shards of the array, and `copies` the parts of each. `names` are
+    the paths of the arrays that are read, by number. Without `pool`, the calling thread copies.
 
     The new shards share the source's memory if each of them is a contiguous part of one old shard. The old shards must
     then be no larger than copies would be. JAX does not write to shared memory if one of the two arrays is donated.
-
-    **Arguments:**
-
-    - `wanted`: the shape, dtype and sharding of the array.
-    - `targets`, `copies`: the distinct boxes of this process's shards of the array, and the parts of each.
-    - `names`: the paths of the arrays that are read, by number.
-    - `shards`: the shards of these arrays.
-    - `pool`: the threads that copy; `None` copies in the calling thread.
     """
     shared = _shared(targets, copies, names, shards, np.dtype(wanted.dtype))
     if shared is not None:

@@ -71,11 +71,8 @@ class ShardParts:
     """The parts of shards from which all devices assemble their shards of one array. A device receives each element
     that it lacks exactly once.
 
-    **Arguments:**
-
-    - `all`: the parts, receiver by receiver.
-    - `missing`: the boxes of the source that some device needs and no device holds.
-    - `replicas`: for each shard that several devices could send, these devices.
+    `all` has the parts, receiver by receiver. `missing` are the boxes of the source that some device needs and no
+    device holds. `replicas` has, for each shard that several devices could send, these devices.
     """
 
     all: tuple[ShardPart, ...]
@@ -181,18 +178,13 @@ def shard_parts(
     process_of: Mapping[int, int],
     sent_before: Iterable[tuple[int, int]] = (),
 ) -> ShardParts:
-    """Decides which device sends which part of its shard to which device, to assemble an array.
+    """Decides which device sends which part of its shard to which device, to assemble the array `made`.
 
     A device copies elements that it holds. It receives every other element from one replica of the shard that has the
     element, as `Senders.choose` takes it. Senders of the largest parts are chosen first.
 
-    **Arguments:**
-
-    - `made`: the array, as pieces of other arrays.
-    - `targets`: the device and the box of each shard to assemble.
-    - `sources`: the arrays that are read, by path. A box has no devices if all of them are lost.
-    - `process_of`: the process of each device.
-    - `sent_before`: the bytes that devices have already sent for other arrays.
+    `targets` has the device and the box of each shard to assemble, and `sources` the arrays that are read, by path.
+    `process_of` has the process of each device, and `sent_before` the bytes that devices have sent for other arrays.
     """
     sent = dict(sent_before)
     shards = {id(held): ShardGrid(*held, process_of, sent) for held in sources.values()}

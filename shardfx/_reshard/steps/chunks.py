@@ -155,14 +155,8 @@ def in_chunks(shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_t
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """How a shard is stored in memory.
-
-    **Arguments:**
-
-    - `order`: the order of its dimensions, with the minor-most dimension last.
-    - `dim`: the position in `order` of the dimension that is divided into chunks.
-    - `strips`: the number of blocks along this dimension.
-    - `block`: the size of a block.
+    """How a shard is stored in memory. `order` is the order of its dimensions, with the minor-most last. The dimension
+    at the position `dim` in `order` is divided into chunks. It has `strips` blocks of the size `block`.
     """
 
     order: tuple[int, ...]

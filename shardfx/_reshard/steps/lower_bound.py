@@ -10,19 +10,14 @@ from .layout import FineLayout, ShardDims, Shards, SubAxes, link_groups, overlap
 
 
 class LowerBound:
-    """A lower bound on the cost of every path (sequence of steps) between any layout and one end of a move.
+    """A lower bound on the cost of every path between a layout over the sub-axes of `near`, one end of a move, and the
+    layout `far`, the other end.
 
     The bound adds two costs. A device has to receive the elements of its new shard that are not in its old shard; each
     of these bytes costs at least as much as a byte over the cheapest axis. A group of devices that only expensive axes
     connect to other devices has to receive the elements that none of its devices holds. Each of these bytes costs the
-    difference between the expensive axes and the cheapest axis in addition.
-
-    **Arguments:**
-
-    - `shards`: the shards that devices hold in layouts over the sub-axes of `near`.
-    - `near`: the layout at one end of the move. The weights of its sub-axes are the costs of a byte.
-    - `far`: the layout at the other end, to which the paths lead.
-    - `far_is`: whether `far` is the "target" or the "source" of the move. It says in which direction bytes are sent.
+    difference between the expensive axes and the cheapest axis in addition. `far_is` says in which direction bytes are
+    sent.
     """
 
     def __init__(self, shards: Shards, near: FineLayout, far: FineLayout, far_is: Literal["target", "source"]):
@@ -64,14 +59,11 @@ class LowerBound:
 
 
 class _GroupBound:
-    """The part of a lower bound for bytes between groups of devices that only expensive axes connect.
+    """The part of a lower bound for bytes between groups of devices that only expensive axes connect. `extra` is the
+    additional cost of such a byte.
 
-    **Arguments:**
-
-    - `shards`: the shards that devices hold in layouts over the sub-axes of one mesh.
-    - `far`: for each dimension, the index of each device's shard at the far end of a move, and the number of shards.
-    - `group`: the number of each device's group.
-    - `extra`: the additional cost of a byte between groups.
+    `far` has for each dimension the index of each device's shard at the far end of a move, and the number of shards.
+    `group` has the number of each device's group.
     """
 
     def __init__(self, shards: Shards, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):

@@ -71,7 +71,6 @@ def live_program(
         fn = ft.partial(program, dst=there, **planned)
         step = jax.jit(fn, in_shardings=here, out_shardings=there, donate_argnums=reuse)
     else:
-        # The shards concatenated along dimension 0, in the source's device order.
         step = jax.jit(ft.partial(_moving, spec=flat(here.mesh), **planned), in_shardings=here)
 
     def run(x: jax.Array) -> jax.Array:

@@ -128,14 +128,10 @@ def _half(problem: Problem, permutations: PermutationPrices, far_is: Literal["ta
 
 class _Half:
     """One half of the search. It keeps each layout that it has reached, with the cost of the path to it and the layout
-    before it on this path. It also keeps the heap of layouts to examine next.
+    before it on this path, and the heap of layouts to examine next.
 
-    **Arguments:**
-
-    - `shards`: the shards that devices hold in layouts over this half's sub-axes.
-    - `bound`: the lower bound on the cost from a layout to the start of the other half.
-    - `next_layouts`: yields the layouts one step away, with the cost of the step.
-    - `far_counts`: the shard counts of the layout at which the other half starts.
+    `bound` is the lower bound on the cost from a layout to the start of the other half, and `far_counts` has the shard
+    counts there. `next_layouts` yields the layouts one step away.
     """
 
     def __init__(self, shards: Shards, bound: LowerBound, next_layouts: NextLayouts, far_counts: Counts):
