@@ -50,8 +50,7 @@ class Group(NamedTuple):
 class Content:
     """The data of a plan. Plans with equal digests are equal, so JAX does not recompile a function for an equal plan.
 
-    `rows` holds one plan for all arrays that are planned alike, and `index` the row of each leaf. Properties are
-    cached.
+    `rows` holds one plan for all arrays that are planned alike, and `index` the row of each leaf.
     """
 
     mesh: MeshSpec

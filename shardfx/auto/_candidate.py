@@ -34,9 +34,8 @@ class Candidate:
     - `mesh`, `rules`: the mesh, and the rules from logical names to its axes.
     - `assignments`: pairs of a mesh axis and the logical names that it shards, in the axis's order of preference.
     - `plans`: a plan for each argument of the step.
-    - `seconds`: seconds of one step: `compute_seconds`, the `exposed_seconds` of collectives that computation waits
-        for, and the part of the `hidden_seconds` of other collectives that does not overlap with computation. A run
-        measures it.
+    - `seconds`: the seconds of one step, measured after a run; else `compute_seconds`, plus the `exposed_seconds` of
+        collectives that computation waits for, plus the `hidden_seconds` of others as far as they do not overlap.
     - `memory_bytes`, `limit_bytes`: the bytes that the step takes on one device, and the bytes that it may take.
     - `by`: the origin of these numbers. "estimate": the program of one device from XLA's own partitioner. "compile":
         the compiled program. "run": `seconds` is measured.

@@ -189,6 +189,7 @@ def padded(terms: CostTerms) -> CostTerms:
 
 # JAX's module or NumPy's: the same code is compiled for many candidates, and runs uncompiled for few.
 _Array = Array | np.ndarray
+# The arrays of `cost_terms` or the rates of `rates_of`, by name.
 Numbers = Mapping[str, Any]
 AXES = 4
 # The number of candidates, and of sets, in one call: their arrays should fit in the cache.

@@ -313,8 +313,7 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
 
     The step is traced, not run. Two dimensions get one name if an operation pairs them, as an addition, a contraction
     or a loop does. If a reshape splits a dimension into heads and head widths, its name is that of the heads, and the
-    head width is the unit that no shard splits. A name that a module's field declares is that of its whole logical
-    axis.
+    head width is the unit that no shard splits. A name that a field of a module declares holds for its logical axis.
 
     An operation that is not understood relates no dimensions, and `notes` reports it.
 

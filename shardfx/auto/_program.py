@@ -73,7 +73,7 @@ class UnionFind:
                 return
 
     def _opened(self, stack: list[int], node: int, other: int) -> bool:
-        """Replaces `node`, the last one of `stack`, by its children. Returns whether it has any.
+        """Replaces `node`, the last one of `stack`, by its children, unless `other` is larger. Returns whether it did.
 
         A node without children is split first, if the size of `other` divides its size: 12 into 4 and 3 for 4.
         """

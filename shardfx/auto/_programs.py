@@ -235,6 +235,7 @@ def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
     )
 
 
+# Receives a line of text for each program.
 Tell = Callable[[str], None]
 # The number of rounds in which candidates run in turn, and the number of timed steps in each turn.
 _ROUNDS, _STEPS = 3, 3

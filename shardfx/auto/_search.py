@@ -279,7 +279,7 @@ class FrontierPoint:
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """The points that [`shardfx.auto.frontier`][] found, by devices, batch size and seconds. `str(...)` is a table."""
+    """The points of [`shardfx.auto.frontier`][], sorted by devices, batch size and seconds. `str(...)` is a table."""
 
     __module__ = "shardfx.auto"
 
