@@ -96,8 +96,7 @@ class Comparison:
 
 
 def compare(estimated: Traffic, compiled: object) -> Comparison:
-    """The bytes that a compiled step sends beyond its estimate, for each source line, and the compiler passes that
-    explain them.
+    """The bytes that a compiled step sends beyond its estimate, by source line, and the passes that explain them.
 
     **Arguments:**
 
