@@ -165,8 +165,8 @@ def _device_spans(mesh: Mesh) -> tuple[int, ...]:
 
 
 def _blocks(number: np.ndarray) -> int:
-    """Returns the smallest number of equal blocks into which the first mesh axis can be divided so that no block
-    crosses a slice boundary. For devices in the slices `number` of 0, 0, 1, 1 along one axis it is 2.
+    """Returns the smallest number of equal blocks of the first mesh axis such that no block crosses a slice boundary.
+    `number` has the slice number of each device, in the shape of the mesh: for 0, 0, 1, 1 the result is 2.
     """
     size = len(number)
     blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)

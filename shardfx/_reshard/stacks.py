@@ -226,7 +226,7 @@ def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
 
 
 class _Owners:
-    """Assigns matrices to owner devices, which compute them. The arguments are as in `OwnerExchange`."""
+    """Assigns matrices to owner devices along the mesh axes `axes`. Matrices do not move along `lead_axes`."""
 
     def __init__(self, lead_axes: tuple[str, ...], axes: tuple[str, ...], sizes: Mapping[str, int]):
         self.lead_axes, self.axes, self.sizes = lead_axes, axes, sizes

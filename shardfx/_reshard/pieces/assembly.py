@@ -254,11 +254,12 @@ def assembly_between(
     copies: bool,
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Assembly:
-    """The plan for moving an array without a map to another sharding, on any devices.
+    """The plan for moving an array without a map to another sharding, on any devices. For typed PRNG keys, `shape` and
+    `dtype` are those of their `key_data`.
 
-    For typed PRNG keys, `shape` and `dtype` are those of their `key_data`. Elements that only `lost` devices hold are
-    in `parts.missing`. `sent_before` is as `ShardParts.sent_before` returns it. Raises `MeshError` if no program spans
-    the devices and no process can address all shards.
+    Elements that only `lost` devices hold are in `parts.missing`. `sent_before` has devices that have sent more bytes
+    than another replica of their shard, each with the difference. Raises `MeshError` if no program spans the devices
+    and no process can address all shards.
     """
     made, source = leaf_made("0", Struct(shape, dtype)), MovedLeaf("0", shape, dtype, src)
     return _assembly(MovedLeaf("", shape, dtype, dst), made, [source], copies, lost, sent_before)

@@ -129,7 +129,7 @@ class Neighbours:
         return runs
 
     def _assignments(self, moving: SubAxes, to_dims: tuple[int, ...]) -> dict[Counts, list[ShardDims]]:
-        """The ways to add the sub-axes `moving` to the dimensions `to_dims`, grouped by the shard counts of these."""
+        """The ways to add the sub-axes `moving` to the dimensions `to_dims`, by the shard counts that they make."""
         found = self._known.get((moving, to_dims))
         if found is None:
             found = self._known[moving, to_dims] = {}
