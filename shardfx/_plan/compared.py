@@ -12,9 +12,8 @@ from .shard_plan import ShardPlan, check_plan
 
 
 def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """Returns a line for each difference between two plans; empty exactly if their digests are equal.
-
-    A line is such as "leaf `w`: spec is P('data',) in one, P() in the other". The leaves have the order of `a`.
+    """Returns a line for each difference between two plans; empty exactly if their digests are equal. A line is such as
+    "leaf `w`: spec is P('data',) in one, P() in the other". The leaves have the order of `a`.
     """
     check_plan("a", a)
     check_plan("b", b)

@@ -76,9 +76,8 @@ def raise_errors(errors: list[tuple[str, Any]]) -> None:
 
 
 def raise_empty(tree: object, flat: Flat, paths: object) -> None:
-    """Raises if a tree has no arrays, such as a class or a function passed instead of a model.
-
-    An empty container is accepted if `paths` is `None`: its plan then serves only to shard activations.
+    """Raises if a tree has no arrays, such as a class or a function passed instead of a model. An empty container is
+    accepted if `paths` is `None`: its plan then serves only to shard activations.
     """
     if not any(flat.is_array) and (flat.leaves or tree is None or paths is not None):
         first = f", and its leaf `{flat.paths[0]}` is of type {type(flat.leaves[0]).__name__}" if flat.leaves else ""
@@ -163,7 +162,6 @@ def raise_unknown(draft: Draft) -> None:
 
 def absent_axes(draft: Draft) -> dict[str, str]:
     """Returns the mesh axes that rules name and the mesh lacks, each with the first rule or leaf that uses the axis.
-
     Axes that the rules declare with `axes=` are left out.
     """
     pairs = () if draft.axes is None else axes_in(draft.axes)
@@ -189,9 +187,8 @@ def raise_absent(draft: Draft) -> None:
 
 
 def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None) -> dict[str, None]:
-    """Returns the mesh axes that the path rules `rules`, the axis rules `axes`, or the requests in `rows` name.
-
-    The requests show the results of rules that are callables.
+    """Returns the mesh axes that the path rules `rules`, the axis rules `axes`, or the requests in `rows` name. The
+    requests show the results of rules that are callables.
     """
     targets = [*(target for _, target in rules), *(row.requested for row in rows)]
     used = [axis for target in targets for axis in axes_of_target(target)]
@@ -199,9 +196,8 @@ def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None)
 
 
 def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:
-    """Returns the mesh axes that are probably misspelled, each with the similar name that the rules use.
-
-    For example, a mesh has the axis `tensr`, which no rule declares or uses, and lacks `tensor`, which a rule uses.
+    """Returns the mesh axes that are probably misspelled, each with the similar name that the rules use. For example, a
+    mesh has the axis `tensr`, which no rule declares or uses, and lacks `tensor`, which a rule uses.
     """
     known = {*declared, *used}
     lacking = sorted(known.difference(mesh.axis_names))
@@ -285,9 +281,8 @@ def unused_rules(
 
 
 def raise_unused(what: str, rules: Matcher, flat: Flat, decided: Sequence[Any] | None = None, by: str = "") -> None:
-    """Raises if a path rule in `rules` shards no array. `what` is the word for such a rule in the message.
-
-    `decided` and `by` are as in `unused_rules`.
+    """Raises if a path rule in `rules` shards no array. `what` is the word for such a rule in the message. `decided`
+    and `by` are as in `unused_rules`.
     """
     found = unused_rules(rules.rules, rules.used, flat, decided, by)
     head = (
@@ -304,9 +299,8 @@ def _axes_of(code: Code, row: Row) -> list[str]:
 
 
 def raise_strict(arrays: Iterable[tuple[str, Row]], advice: str = "") -> None:
-    """Raises if one of `arrays`, pairs of a path and a plan, is not sharded as its rule requests.
-
-    `advice` is added to the first line of the message.
+    """Raises if one of `arrays`, pairs of a path and a plan, is not sharded as its rule requests. `advice` is added to
+    the first line of the message.
     """
     lines = [
         f"  leaf `{path}`, shape {row.shape}: {why}"

@@ -49,7 +49,6 @@ class Group(NamedTuple):
 @dataclasses.dataclass(eq=False, repr=False)
 class Content:
     """The data of a plan. Plans with equal digests are equal, so JAX does not recompile a function for an equal plan.
-
     `rows` holds one plan for all arrays that are planned alike, and `index` the row of each leaf.
     """
 

@@ -133,9 +133,8 @@ def request_of_names(
     units: Units | None = None,
     strategies: tuple[Strategy, ...] = (),
 ) -> Request:
-    """Returns the request that the logical names `names` make for an array, as `axes` resolve them.
-
-    `rule` is the source of the request in a plan. `units` come from the path rule; `None` for the units of `axes`.
+    """Returns the request that the logical names `names` make for an array, as `axes` resolve them. `rule` is the
+    source of the request in a plan. `units` come from the path rule; `None` for the units of `axes`.
     """
     named = one_per_dim(names, shape)
     if axes is None and all(name is None for name in named):
@@ -341,9 +340,8 @@ def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reaso
 def _free(
     axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int], used: Container[str]
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """Returns those of `axes` that can shard the dimension `dim`, and the reasons why the others are dropped.
-
-    Axes are dropped if the mesh, with axes of these `sizes`, lacks them, if `used` has them, or if they occur twice.
+    """Returns those of `axes` that can shard the dimension `dim`, and the reasons why the others are dropped. Axes are
+    dropped if the mesh, with axes of these `sizes`, lacks them, if `used` has them, or if they occur twice.
     """
     absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
@@ -356,9 +354,8 @@ def _free(
 
 
 def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the subset of `axes` with the largest product that divides `size / unit`. Axes of size 1 stay.
-
-    For size 12, unit 1 and axes of sizes 8, 2 and 3 it is the axes of sizes 2 and 3.
+    """Returns the subset of `axes` with the largest product that divides `size / unit`. Axes of size 1 stay. For size
+    12, unit 1 and axes of sizes 8, 2 and 3 it is the axes of sizes 2 and 3.
     """
     whole = 1 if size % unit else size // unit
     # All sizes are above 1, so a subset's product exceeds that of each of its prefixes. Of two subsets with equal

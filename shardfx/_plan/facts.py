@@ -59,9 +59,8 @@ _LIMIT = re.compile(r"fewer than the (\d+) asked for")
 
 
 def _note(why: Reason, is_of_several_dims: bool) -> str:
-    """Returns the text below the table for `why`, the reason why an array is not sharded as requested.
-
-    Arrays with the same cause get the same text. The text names the dimension, unless the reason applies to several.
+    """Returns the text below the table for `why`, the reason why an array is not sharded as requested. Arrays with the
+    same cause get the same text. The text names the dimension, unless the reason applies to several.
     """
     limit = _LIMIT.search(why.message) if why.code is Code.small else None
     if limit is not None:

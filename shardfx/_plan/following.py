@@ -133,9 +133,8 @@ def follow(
 
 
 def _matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
-    """Returns path rules from `pairs` of a regex and a replacement. A rule's target is `(replacement,)`.
-
-    The replacement turns the path of an adapter or a scale into the path of the array that it belongs to.
+    """Returns path rules from `pairs` of a regex and a replacement. A rule's target is `(replacement,)`. The
+    replacement turns the path of an adapter or a scale into the path of the array that it belongs to.
     """
     return Matcher(PathRules(pair if isinstance(pair, str) else (pair[0], tuple(pair[1:])) for pair in pairs))
 
@@ -181,9 +180,8 @@ def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object,
 
 
 def _shapes(init: Callable[..., object], args: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> PyTree:
-    """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on `mesh` unless it is `None`.
-
-    Instead of each plan in `args`, `init` gets the planned tree of structs, with `other` at leaves that are not arrays.
+    """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on `mesh` unless it is `None`. Instead
+    of each plan in `args`, `init` gets the planned tree of structs, with `other` at leaves that are not arrays.
     """
 
     def struct(row: Row) -> jax.ShapeDtypeStruct:
@@ -295,7 +293,6 @@ def _request_from_base(entry: str, path: str, shape: tuple[int, ...], plan: Shar
 
 def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
     """Returns the request of `leaf`, the struct at `path` in the result of `init`: the sharding that JAX propagated.
-
     Otherwise it is the sharding of the planned array that the struct follows by its path; `None` without such an array.
     """
     names = units = namesake = None

@@ -250,9 +250,8 @@ def encode_row(row: Row) -> dict[str, Any]:
 
 
 def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
-    """Decodes and checks the plan of an array from `data`, a JSON object. Its spec must be valid on `mesh`.
-
-    `number` is the plan's index in the JSON, for messages.
+    """Decodes and checks the plan of an array from `data`, a JSON object. Its spec must be valid on `mesh`. `number` is
+    the plan's index in the JSON, for messages.
     """
     _require(f"row {number}", data, dict, "an object")
     if missing := [name for name in _ROW if name not in data]:

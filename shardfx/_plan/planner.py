@@ -163,7 +163,6 @@ def drafted(
     kinds: Matcher,
 ) -> Draft:
     """Plans each array of a tree, and collects the errors of the leaves that cannot be planned instead of raising them.
-
     `leaf_names` holds the logical names of each leaf. `kinds` maps paths to memory kinds. The others are as in `plan`.
     """
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
@@ -199,9 +198,8 @@ class _SharedRequest:
 
     @ft.cached_property
     def even(self) -> tuple[Decision, tuple[int, ...]]:
-        """The spec, with its reasons, of arrays whose sizes the mesh axes divide; and the divisors of these sizes.
-
-        The divisor of a dimension is 8 for a mesh axis of size 8.
+        """The spec, with its reasons, of arrays whose sizes the mesh axes divide; and the divisors of these sizes. The
+        divisor of a dimension is 8 for a mesh axis of size 8.
         """
         # Every number divides a size of 0, so correction drops no axis as indivisible.
         leaf = leaf_of((0,) * self.rank, None, self.request.units)

@@ -67,9 +67,8 @@ def _is_small(row: Row) -> bool:
 
 
 def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
-    """Returns the plan of an array on other mesh axes, `axes`, from `row`, its plan in `content`.
-
-    The request of its rule stays the same, except for the fields of `Request` in `changes`.
+    """Returns the plan of an array on other mesh axes, `axes`, from `row`, its plan in `content`. The request of its
+    rule stays the same, except for the fields of `Request` in `changes`.
     """
     # The reasons that the rule gave stay; the reasons from the correction to the old mesh are dropped.
     reasons = tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))

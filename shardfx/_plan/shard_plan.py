@@ -369,7 +369,6 @@ def check_plan(what: str, value: object) -> None:
 
 def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
     """Returns the sharding of each leaf of a planned tree on the plan's devices; `None` for leaves that are not arrays.
-
     Raises `PlanMismatchError` if the arrays are not the planned ones, or the plan has no devices.
     """
     index = rows_of(plan.content, flat)
@@ -402,9 +401,8 @@ class Target:
 
 
 def target_of(plan: object, what: str) -> Target:
-    """Returns the tree to load into: the tree of `plan`, or `plan` if it is a tree of ShapeDtypeStructs.
-
-    `what` is the name of the calling function, for messages.
+    """Returns the tree to load into: the tree of `plan`, or `plan` if it is a tree of ShapeDtypeStructs. `what` is the
+    name of the calling function, for messages.
     """
     if isinstance(plan, ShardPlan):
         path_tree, structs = plan.content.path_tree, iter(jax.tree.leaves(plan.structs))

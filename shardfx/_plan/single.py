@@ -74,9 +74,8 @@ def decision_for(
 def _require_whole_units(
     names: tuple[object, ...], spec: PartitionSpec, units: Units, plan: Content, mesh: MeshSpec
 ) -> None:
-    """Raises if a shard could split a unit of an array that has these `names`, this `spec` and an unknown shape.
-
-    No shard splits a unit if the mesh axes divide the number of units of every array of the plan with the same name.
+    """Raises if a shard could split a unit of an array that has these `names`, this `spec` and an unknown shape. No
+    shard splits a unit if the mesh axes divide the number of units of every array of the plan with the same name.
     """
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
         axes = () if entry is UNCONSTRAINED else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]

@@ -277,17 +277,15 @@ _ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
 
 @ft.lru_cache(maxsize=1024)
 def is_digit_blind(regex: str) -> bool:
-    """Whether a regex cannot distinguish digits: of paths that differ only in digits, it matches all or none.
-
-    The paths of repeated layers are then matched once. The result may be `False` for a regex that is hard to analyse.
+    """Whether a regex cannot distinguish digits: of paths that differ only in digits, it matches all or none. The paths
+    of repeated layers are then matched once. The result may be `False` for a regex that is hard to analyse.
     """
     return not _TELLS_DIGITS.search(_ALL_DIGITS.sub("", regex))
 
 
 class Matcher:
-    """Compiled path rules, with `used`, the indices of the rules that have matched a path.
-
-    `needs_paths` is false if no rule distinguishes paths that differ only in digits. Such paths may share a plan.
+    """Compiled path rules, with `used`, the indices of the rules that have matched a path. `needs_paths` is false if no
+    rule distinguishes paths that differ only in digits. Such paths may share a plan.
     """
 
     def __init__(self, rules: PathRules):
@@ -375,9 +373,8 @@ def _malformed(text: str, position: int, what: str) -> RuleError:
 
 
 def _split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, int]]:
-    """The start and stop of each part into which `separator` divides `text[start:stop]`.
-
-    Separators inside of brackets and after a backslash do not divide the text.
+    """The start and stop of each part into which `separator` divides `text[start:stop]`. Separators inside of brackets
+    and after a backslash do not divide the text.
     """
     depth, pieces, begin, position = 0, [], start, start
     while position < stop:

@@ -71,7 +71,6 @@ def resolve(
 
 def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> Units | None:
     """The units of an array's dimensions, from `atomic` entries and from the `units` of `rules`; `None` if all are 1.
-
     The unit of a name is also the unit of its aliases. Several names have the least common multiple of their units.
     """
     return None if _is_plain(names) and not rules.units else _units_of(_entries(names), rules)
@@ -128,9 +127,8 @@ def _unruled(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> "list
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """One logical name of an array, and the dimension that has it.
-
-    `chain` is the name, then the name that it is an alias of, and so on. Rules for each of these names apply.
+    """One logical name of an array, and the dimension that has it. `chain` is the name, then the name that it is an
+    alias of, and so on. Rules for each of these names apply.
     """
 
     name: str
@@ -223,7 +221,6 @@ def _assign(
 
 def _reasons(slot: _Slot, active: tuple[Rule, ...], users: dict[str, _Slot]) -> list[Reason]:
     """The reason why the logical name of `slot` got no mesh axis, as a list; empty if no rule requests an axis for it.
-
     Either no rule in `active` has the name, or the names in `users` use the mesh axes that its rules request.
     """
     targets = [target for name, target in active if name in slot.chain]
@@ -247,9 +244,8 @@ def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
 
 
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
-    """The logical names in `entries`, in the order in which rules give them mesh axes.
-
-    Names that are no aliases come first, in the order of their dimensions. Aliases follow as the rules add them.
+    """The logical names in `entries`, in the order in which rules give them mesh axes. Names that are no aliases come
+    first, in the order of their dimensions. Aliases follow as the rules add them.
     """
     placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]

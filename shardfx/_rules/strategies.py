@@ -102,7 +102,6 @@ class Strategy:
 
     def preference(self, size: int) -> int:
         """Ranks dimensions that the strategy's axes divide into equally many shards: the highest preference is sharded.
-
         `size` is the number of elements of the dimension that a device holds before the strategy shards it.
         """
         return size

@@ -154,9 +154,8 @@ def ms(seconds: float) -> str:
 
 
 def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -> Iterator[Candidate]:
-    """Yields the candidates of `found` that are no duplicates of earlier ones or of `known`.
-
-    Two candidates are duplicates if they divide all arguments into the same shards.
+    """Yields the candidates of `found` that are no duplicates of earlier ones or of `known`. Two candidates are
+    duplicates if they divide all arguments into the same shards.
     """
     seen = {_shard_counts(one) for one in known}
     for one in found:
@@ -239,9 +238,8 @@ def mesh_and_rules(
 
 
 def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
-    """Merges orders of names into one order that keeps each of them; `None` if they contradict each other.
-
-    For (a, b) and (b, c): (a, b, c). For (a, b) and (b, a): `None`.
+    """Merges orders of names into one order that keeps each of them; `None` if they contradict each other. For (a, b)
+    and (b, c): (a, b, c). For (a, b) and (b, a): `None`.
     """
     left, found = [list(order) for order in orders], list[str]()
     while any(left):

@@ -34,10 +34,8 @@ class ArgumentDim:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LogicalAxis:
-    """The dimensions of a step's arguments that get one name.
-
-    Each of the dimensions `places` has `size` elements. `roots` are their equivalence classes; after a merge into
-    another logical axis there are none.
+    """The dimensions of a step's arguments that get one name. Each of the dimensions `places` has `size` elements.
+    `roots` are their equivalence classes; after a merge into another logical axis there are none.
     """
 
     roots: list[Root]
@@ -179,9 +177,8 @@ _FAR = 400
 
 
 def residual(tied: Tied, own: set[Root]) -> set[Root]:
-    """The classes of the dimensions of residual streams: `x` in a sum `x + f(x)`, where `f` ends in a matrix product.
-
-    A sum with only dimensions of the model, `own`, is an update of parameters, not a residual stream.
+    """The classes of the dimensions of residual streams: `x` in a sum `x + f(x)`, where `f` ends in a matrix product. A
+    sum with only dimensions of the model, `own`, is an update of parameters, not a residual stream.
     """
     operations = tied.program.operations
     maker = {out: made for made in operations for out in made.outs}
@@ -201,7 +198,6 @@ def residual(tied: Tied, own: set[Root]) -> set[Root]:
 
 def _is_made_of(value: int, source: int, maker: dict[int, Operation]) -> bool:
     """Whether `value` is computed from `source` through a matrix product. The search goes back at most 400 operations.
-
     `maker` maps each value of the program to the operation that makes it.
     """
     left, seen = [(value, False)], {(value, False)}

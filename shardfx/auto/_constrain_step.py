@@ -115,9 +115,8 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 
 
 class _Walker:
-    """Evaluates a jaxpr, each equation in a name scope with the equation's number.
-
-    `change` takes the equation's number, the name of its primitive, and its results, and returns other results.
+    """Evaluates a jaxpr, each equation in a name scope with the equation's number. `change` takes the equation's
+    number, the name of its primitive, and its results, and returns other results.
     """
 
     def __init__(self, change: Callable[[int, str, Sequence[Any]], Sequence[Any]]):
@@ -170,9 +169,8 @@ class _Constrainer:
                 self.operations.setdefault(int(tags[-1]), []).append(made)
 
     def __call__(self, number: int, name: str, outs: Sequence[Any]) -> Sequence[Any]:
-        """Constrains `outs`, the results of equation `number`, whose primitive is `name`.
-
-        The sharding of `outs[i]` is that of the equation's last lowered operation whose result has this shape.
+        """Constrains `outs`, the results of equation `number`, whose primitive is `name`. The sharding of `outs[i]` is
+        that of the equation's last lowered operation whose result has this shape.
         """
         values = self.layouts.program.values
         left = [value for made in self.operations.get(number, ()) for value in made.outs]
@@ -191,7 +189,6 @@ class _Constrainer:
 
     def spec(self, value: int, *, whole_if_unreduced: bool = False) -> PartitionSpec:
         """The PartitionSpec with the mesh axes over which the search shards each dimension of a value of the program.
-
         With `whole_if_unreduced`, it lacks the mesh axes over which an operation leaves the value unreduced.
         """
         dims = self.layouts.roots[value]

@@ -317,9 +317,8 @@ def _seconds_per_byte(
 
 
 def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, extents: Sequence[int] = ()) -> Numbers:
-    """The rates of one device under the assumptions `model`, as numbers for `costs`.
-
-    A step may take `limit_bytes` of memory. `extents` are the chips along each dimension of a slice, if it is named.
+    """The rates of one device under the assumptions `model`, as numbers for `costs`. A step may take `limit_bytes` of
+    memory. `extents` are the chips along each dimension of a slice, if it is named.
     """
     link, dims, island = average_network(chip, extents or extents_of(chip, devices))
     numbers = {
@@ -338,9 +337,8 @@ def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, ext
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The estimated seconds and memory of a candidate.
-
-    Per mesh axis, `assignments` has the number of its axis assignment, `sizes` its size, `slices` the slices it spans.
+    """The estimated seconds and memory of a candidate. Per mesh axis, `assignments` has the number of its axis
+    assignment, `sizes` its size, `slices` the slices it spans.
     """
 
     assignments: tuple[int, ...]
@@ -352,7 +350,6 @@ class Estimate:
 
 def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, keep: int = 256) -> list[Estimate]:
     """The `keep` fastest sets of up to four axis assignments, each with its fastest mesh axis sizes, the fastest first.
-
     All sets are estimated with all sizes. If these are more than 2**22 candidates, the last assignments are left out.
     """
     by_count = [sizes_and_slices(devices, number, slices) for number in range(1, AXES + 1)]
@@ -380,9 +377,8 @@ def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, k
 
 
 def assignment_count(terms: CostTerms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
-    """The largest number of axis assignments that have at most 2**22 candidates.
-
-    `by_count` has, for one to four mesh axes, the tuples of their sizes and of the slices that they span.
+    """The largest number of axis assignments that have at most 2**22 candidates. `by_count` has, for one to four mesh
+    axes, the tuples of their sizes and of the slices that they span.
     """
     count = len(terms["calls"])
     while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count, start=1)) > _ALL:
@@ -394,7 +390,6 @@ def sizes_and_slices(
     devices: int, axes: int, slices: int
 ) -> tuple[Int[np.ndarray, "sizes axes"], Int[np.ndarray, "sizes axes"]]:
     """All tuples of `axes` mesh axis sizes whose product is the number of devices, and the slices that each axis spans.
-
     One axis spans all slices. Each other axis spans one slice.
     """
     sizes = axis_sizes(devices, axes)

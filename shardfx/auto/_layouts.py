@@ -129,9 +129,8 @@ class Layouts:
 
 
 def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
-    """The operation `made` with a label for each sub-dimension of its operands and results.
-
-    A dimension with several sub-dimensions gets several labels for one factor of the operation's Shardy sharding rule.
+    """The operation `made` with a label for each sub-dimension of its operands and results. A dimension with several
+    sub-dimensions gets several labels for one factor of the operation's Shardy sharding rule.
     """
     if made.name == "use":
         return _Labelled(made.name, (), (), (), frozenset(), ())
@@ -212,7 +211,6 @@ class _Propagation:
 
     def is_divided(self, number: int, made: Operation) -> bool:
         """Adds the collectives that the operands of operation `made` need, and sets the shardings of its results.
-
         Returns whether the mesh axis divides the operation's work.
         """
         if made.name == "use" or all(self.layouts.program.values[value].free for value in made.outs):
@@ -318,9 +316,8 @@ _SETS = 9
 def assignments_of_rules(
     rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()
 ) -> dict[str, Assignment]:
-    """The axis assignment of each mesh axis under given rules, in the order of the rules.
-
-    The logical axes `never` are not sharded, whatever the rules say.
+    """The axis assignment of each mesh axis under given rules, in the order of the rules. The logical axes `never` are
+    not sharded, whatever the rules say.
     """
     known = {one.name: number for number, one in enumerate(classes.axes) if one.roots and number not in never}
     orders: dict[str, dict[int, None]] = {}
@@ -343,9 +340,8 @@ def seeds(
     known = {classes.axes[number].name: number for number in free}
 
     def strategies(*named: tuple[tuple[str, ...], ...]) -> list[tuple[Assignment, ...]]:
-        """Replaces the names in strategies by logical axes, and removes duplicates.
-
-        Names that the step lacks are left out. A strategy is left out if the step has no name of one of its mesh axes.
+        """Replaces the names in strategies by logical axes, and removes duplicates. Names that the step lacks are left
+        out. A strategy is left out if the step has no name of one of its mesh axes.
         """
         found = (tuple(tuple(dict.fromkeys(known[n] for n in one if n in known)) for one in each) for each in named)
         return list(dict.fromkeys(one for one in found if all(one)))
@@ -362,9 +358,8 @@ def seeds(
 
 
 def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[Assignment]:
-    """Yields the axis assignments to try, simple ones first, without the logical axes `never`.
-
-    Each assignment concatenates one to three sets of logical axes that one mesh axis can shard together.
+    """Yields the axis assignments to try, simple ones first, without the logical axes `never`. Each assignment
+    concatenates one to three sets of logical axes that one mesh axis can shard together.
     """
     weights = Counter[int]()
     for value, flat in zip(layouts.program.values, layouts.flat, strict=True):

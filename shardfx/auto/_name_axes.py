@@ -98,9 +98,8 @@ class _Namer:
                 axis.name = "key_words"
 
     def data(self) -> None:
-        """Names the dimensions of the data: `batch` first, then the dimensions of images, or a sequence and features.
-
-        A dimension that a loop iterates over does not count, such as the layers of a key-value cache.
+        """Names the dimensions of the data: `batch` first, then the dimensions of images, or a sequence and features. A
+        dimension that a loop iterates over does not count, such as the layers of a key-value cache.
         """
         images = self.images()
         for axis in self.unnamed():
@@ -138,9 +137,8 @@ class _Namer:
         return found
 
     def looked_up(self) -> None:
-        """Names the dimensions of tables from which entries are looked up.
-
-        The name is `vocab` if tokens index them, `classes` if labels do, and `positions` for position embeddings.
+        """Names the dimensions of tables from which entries are looked up. The name is `vocab` if tokens index them,
+        `classes` if labels do, and `positions` for position embeddings.
         """
         found, vocabs = list[LogicalAxis](), set[int]()
         for axis in self.unnamed("looked_up"):
@@ -200,9 +198,8 @@ class _Namer:
         return found
 
     def routers(self) -> None:
-        """Names the dimension of router scores `experts` if its size is the number of experts.
-
-        The size decides, since no operation shows that the two dimensions correspond.
+        """Names the dimension of router scores `experts` if its size is the number of experts. The size decides, since
+        no operation shows that the two dimensions correspond.
         """
         sizes = {axis.size for axis in self.classes.live() if axis.name == "experts"}
         for axis in self.unnamed():
@@ -213,9 +210,8 @@ class _Namer:
                     axis.name = "experts"
 
     def width(self) -> None:
-        """Names `embed` each dimension of a residual stream over which products contract several arrays of the model.
-
-        A model with several towers has several residual streams.
+        """Names `embed` each dimension of a residual stream over which products contract several arrays of the model. A
+        model with several towers has several residual streams.
         """
         sums = residual(self.tied, self.classes.own)
         found = [

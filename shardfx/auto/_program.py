@@ -18,9 +18,8 @@ Root = int
 
 
 class UnionFind:
-    """A union-find over the dimensions of a program. Its sets are the equivalence classes.
-
-    A node is the number of a dimension or a sub-dimension. The children of a node are its sub-dimensions.
+    """A union-find over the dimensions of a program. Its sets are the equivalence classes. A node is the number of a
+    dimension or a sub-dimension. The children of a node are its sub-dimensions.
     """
 
     def __init__(self):
@@ -74,7 +73,6 @@ class UnionFind:
 
     def _opened(self, stack: list[int], node: int, other: int) -> bool:
         """Replaces `node`, the last one of `stack`, by its children, unless `other` is larger. Returns whether it did.
-
         A node without children is split first, if the size of `other` divides its size: 12 into 4 and 3 for 4.
         """
         size, least = self.sizes[node], self.sizes[other]
@@ -134,7 +132,6 @@ class Tied:
 
 def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
     """Whether no mesh axis can shard a dimension, because operation `made` needs all its elements or reads only some.
-
     `dim` are the factors of the dimension in the operation's Shardy sharding rule, and `size` is its size.
     """
     factors = made.factors

@@ -43,9 +43,8 @@ from ._core import CostModel
 
 @dataclasses.dataclass(frozen=True)
 class _ProgramCosts:
-    """The traffic, the work and the memory of one device's program.
-
-    `held` has two numbers of bytes: if the step donates its own arguments, and if it donates all arguments that it can.
+    """The traffic, the work and the memory of one device's program. `held` has two numbers of bytes: if the step
+    donates its own arguments, and if it donates all arguments that it can.
     """
 
     sent: Traffic
@@ -113,17 +112,15 @@ class LoweredStep:
         return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
 
     def states(self, classes: Classes) -> tuple[int, ...]:
-        """The numbers of the arguments that are an optimizer's state.
-
-        The arrays of such an argument have only dimensions of the model, and the step returns an updated value for it.
+        """The numbers of the arguments that are an optimizer's state. The arrays of such an argument have only
+        dimensions of the model, and the step returns an updated value for it.
         """
         members = {classes.traced.arrays[argument].which for argument in classes.model} - {classes.main}
         return tuple(sorted(members & {which for which, _ in self.results if which is not None}))
 
     def partitioned(self, one: Candidate, *, constrained: bool = False) -> Candidate:
-        """The candidate `one` with the estimated time, the traffic and the memory of its partitioned program.
-
-        With `constrained`, `constrain_step` constrains the step. Raises `ProgramError` if XLA refuses the program.
+        """The candidate `one` with the estimated time, the traffic and the memory of its partitioned program. With
+        `constrained`, `constrain_step` constrains the step. Raises `ProgramError` if XLA refuses the program.
         """
         step, changed = self.plain, constrain_step(self.step, one.mesh, one.rules) if constrained else None
         if changed is not None:
@@ -218,7 +215,6 @@ def _filled(dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]) -> 
 
 def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
     """The candidate under ZeRO-1: the mesh axes of the batch also shard `states`, the arguments with optimizer state.
-
     The result is `None` if these axes cannot shard them further.
     """
     axes = tuple(axis for axis, names in one.assignments if names[0] == "batch")
@@ -293,9 +289,8 @@ def _ran(
 
 
 def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | None) -> tuple[Any, ...]:
-    """The devices to compile for: `given`, if it is not `None`, else JAX's own.
-
-    Under `verify="compile"`, the devices of a slice that the caller named come before JAX's own. They need libtpu.
+    """The devices to compile for: `given`, if it is not `None`, else JAX's own. Under `verify="compile"`, the devices
+    of a slice that the caller named come before JAX's own. They need libtpu.
     """
     count, target = asked.total, asked.target
     if given is not None:

@@ -229,7 +229,6 @@ def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> 
 
 def _counts(size: int, devices: int) -> tuple[int, int]:
     """The number of programs that a search partitions: without constraints on intermediate values, and with them.
-
     `size` is the number of bytes of the step's StableHLO.
     """
     # Larger meshes are extrapolated from three smaller ones.
@@ -244,9 +243,8 @@ def _counts(size: int, devices: int) -> tuple[int, int]:
 
 
 def _better(lowered: LoweredStep, one: Candidate) -> Candidate:
-    """The candidate `one`, or the same with the step's intermediate values constrained.
-
-    Constraints must make the step faster by a hundredth, or make it fit in memory.
+    """The candidate `one`, or the same with the step's intermediate values constrained. Constraints must make the step
+    faster by a hundredth, or make it fit in memory.
     """
     try:
         other = lowered.partitioned(one, constrained=True)

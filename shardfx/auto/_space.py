@@ -110,9 +110,8 @@ class Space:
             return found
 
         def numbered(strategies: Iterable[Iterable[Assignment]]) -> list[tuple[int, ...]]:
-            """The distinct strategies as sorted numbers of axis assignments, without assignments that shard nothing.
-
-            A strategy is left out if it has no assignment, more than four, or the same one twice.
+            """The distinct strategies as sorted numbers of axis assignments, without assignments that shard nothing. A
+            strategy is left out if it has no assignment, more than four, or the same one twice.
             """
             found = [tuple(sorted(n for one in each if (n := number(one)) is not None)) for each in strategies]
             return list(dict.fromkeys(one for one in found if 0 < len(one) <= AXES and len(set(one)) == len(one)))
@@ -143,9 +142,8 @@ class Space:
 
 
 def fastest(space: Space, keep: int) -> list[Candidate]:
-    """The `keep` candidates with the least estimated time that fit in memory, or else with the least memory.
-
-    Raises `SpecError` if no mesh within the limits divides the step's dimensions.
+    """The `keep` candidates with the least estimated time that fit in memory, or else with the least memory. Raises
+    `SpecError` if no mesh within the limits divides the step's dimensions.
     """
     made = list(various(space, _found(space, space.limit_bytes), keep))
     if not made:
@@ -177,7 +175,6 @@ def by_hand(space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0)
 
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
     """Yields neighbours of the candidate `one`: the size of one mesh axis is halved, and that of another is doubled.
-
     The other mesh axis may be new. Then it shards what the only mesh axis of a well-known strategy shards.
     """
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
@@ -260,9 +257,8 @@ def _culprits(space: Space) -> str:
 
 
 def _estimates(space: Space, strategy: tuple[int, ...], sizes: np.ndarray) -> list[Estimate]:
-    """The estimates of a strategy for each tuple of mesh axis sizes in `sizes` that divides its dimensions.
-
-    The mesh axis that spans the slices is the first one whose size the number of slices divides.
+    """The estimates of a strategy for each tuple of mesh axis sizes in `sizes` that divides its dimensions. The mesh
+    axis that spans the slices is the first one whose size the number of slices divides.
     """
     can = sizes % space.slices == 0
     sizes, first = sizes[can.any(axis=1)], can[can.any(axis=1)].argmax(axis=1)
