@@ -1,8 +1,8 @@
 """The execution of moves: how many arrays move at a time, in which chunks, which buffers are deleted, and the state
 after an error.
 
-`limit_bytes` is the most bytes that may be used in one memory besides the shards of source and target; `None` for no
-limit. `donate` says whether source arrays are deleted once they have been read.
+`limit_bytes` is the most bytes in one memory besides the shards of source and target; `None` for no limit. With
+`donate`, source arrays are deleted once they have been read.
 """
 
 import collections

@@ -141,9 +141,7 @@ def resharded(
     lost: Iterable[object] = (),
     copies: bool = True,
 ) -> PyTree:
-    """Does what `reshard` does, with one more argument for tests. With `copies=False`, CPU devices are treated as if
-    each had its own memory, so that arrays move by collectives.
-    """
+    """Does what `reshard` does. With `copies=False`, for tests, CPU devices count as having separate memories."""
     lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
     flat = flatten(tree, takes_specs=True)
     if map is not None:

@@ -145,9 +145,7 @@ class ReshardPlan:
 
     @ft.cached_property
     def links(self) -> Links:
-        """The bytes that each sender sends to each receiver by (sender, receiver), of all arrays that move by "tiles"
-        or "pieces".
-        """
+        """The bytes between devices, by (sender, receiver), of all arrays that move by "tiles" or "pieces"."""
         links = collections.Counter[tuple[int, int]]()
         for leaf in self.leaves:
             links.update(leaf.links)

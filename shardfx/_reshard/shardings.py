@@ -103,9 +103,7 @@ def in_device_memory(sharding: Sharding) -> Sharding:
 
 
 def device_copy_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
-    """Returns the bytes that copies of an array's shards take in device memory. Programs compute there, so they copy
-    the shards of each sharding in `ends` that is in host memory.
-    """
+    """Returns the bytes of copies in device memory, where programs compute, of shards that are in host memory."""
     away = [end for end in ends if in_host_memory(end)]
     return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)
 

@@ -237,9 +237,7 @@ class _Owners:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def count(self, one: Matrices) -> int:
-        """The number of the array's matrices that one group of owners computes. Each index along `lead_axes` has its
-        own group of owners and an equal part of the matrices.
-        """
+        """The number of the array's matrices for each index along `lead_axes`, which has its own group of owners."""
         return one.number // self.size(self.lead_axes)
 
     def sharded(self, one: Matrices) -> Matrices:

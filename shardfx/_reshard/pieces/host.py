@@ -261,9 +261,7 @@ def assemble_and_delete(
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    """Assembles the one array of `shards` anew as `start_on_host` does, and deletes each old shard once it has been
-    read.
-    """
+    """Assembles an array from the only one in `shards`, and deletes each old shard as soon as it has been read."""
     itemsize = np.dtype(wanted.dtype).itemsize
     if math.prod(wanted.shape) * itemsize < _PAGE_BYTES or all(one.is_slice for one in copies):
         made = start_on_host(wanted, targets, copies, ("",), shards, pool)()

@@ -132,9 +132,7 @@ class Senders:
         return together(self._everywhere, lambda entry: self._process_of.get(entry[2]))
 
     def choose(self, receiver: int, nbytes: int) -> int:
-        """Chooses the device that sends `nbytes` bytes to a receiver: the replica that has sent the fewest bytes. If
-        the receiver's process has replicas, it is one of these.
-        """
+        """Chooses the replica that has sent the fewest bytes, of those in the receiver's process if there are any."""
         if len(self.holders) == 1:
             (device,) = self.holders
             self.sent[device] += nbytes
@@ -271,9 +269,7 @@ def _extent_of(factors: tuple[Factor, ...], here: int, there: int) -> int:
 
 
 def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
-    """Divides a part of a shard into parts of at most `most_bytes` of memory each. A part is not divided if an element
-    would then be sent twice.
-    """
+    """Divides a part into parts of at most `most_bytes` of memory, unless an element would then be sent twice."""
     factors = [f for f in part.piece.factors if f.source_dim != NOWHERE]
     if part.memory_bytes <= most_bytes or not factors:
         return [part]

@@ -149,9 +149,7 @@ class Context:
     in_flight_bytes: int = 0
 
     def wait_for(self, nbytes: int, sharers: int) -> None:
-        """Waits for all programs that may still run if `nbytes` more bytes would exceed the memory limit. `sharers` is
-        the number of devices that share one memory.
-        """
+        """Waits for all programs that may still run if `nbytes` more bytes would exceed the memory limit."""
         most = self.most_bytes * sharers if self.limit_bytes is None else self.limit_bytes
         if self.in_flight_bytes + nbytes > most:
             # An array that was donated to a later program is deleted.
@@ -324,9 +322,7 @@ def _placed(rows: np.ndarray, devices: tuple[object, ...]) -> jax.Array | None:
 
 
 def _constants(plan: Assembly) -> jax.Array | None:
-    """New shards with the array's constants (elements that no source gives), and zeros elsewhere; `None` without
-    constants.
-    """
+    """New shards with the array's constants, which no source gives, and zeros elsewhere; `None` without any."""
     constants: dict[int, list[Piece]] = {}
     for part in plan.parts.all:
         if part.piece.value.path is None:

@@ -62,9 +62,7 @@ def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllT
 
 
 def split(shard: Any, exchange: AllToAll) -> Any:
-    """Splits a device's shard into the chunks that an all-to-all sends, one for each member of the replica group. They
-    are stacked along a new first dimension.
-    """
+    """Splits a shard into one chunk for each member of the replica group, stacked along a new first dimension."""
     shape, front = [], []
     for size, sub_axes in zip(shard.shape, exchange.splits, strict=True):
         count = math.prod(exchange.sizes[sub_axis] for sub_axis in sub_axes)

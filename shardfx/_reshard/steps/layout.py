@@ -101,9 +101,7 @@ def slice_numbers(layout: StepLayout) -> np.ndarray:
 
 
 def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: SubAxes) -> np.ndarray:
-    """Returns the index of each device's shard along a dimension that is sharded over `axes`. `coordinates` has a row
-    of device coordinates for each mesh axis.
-    """
+    """Returns the index of each device's shard along a dimension sharded over `axes`, from its mesh coordinates."""
     index = np.zeros(coordinates.shape[1], np.int64)
     for axis in axes:
         index = index * sizes[axis] + coordinates[axis]
@@ -128,9 +126,7 @@ class FineLayout:
 
 
 def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns the coordinates in the mesh of `layout` of each device, with one row for each mesh axis. Devices are in
-    the mesh order of `like`.
-    """
+    """Returns a row of device coordinates for each axis of `layout`, with devices in the mesh order of `like`."""
     return mesh_coordinates(layout.sizes, positions(layout, like))
 
 
@@ -192,9 +188,7 @@ class Shards:
 
 
 def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
-    """Returns the fraction of an array that a device must receive in a move, since its old shard lacks it, as the mean
-    over devices.
-    """
+    """Returns the fraction of an array that a device lacks before a move and must receive, as the mean over devices."""
     common, unit, here, there = None, 1, Shards(source), Shards(target)
     for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
         if not have and not want:

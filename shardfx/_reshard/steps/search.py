@@ -184,9 +184,7 @@ class _Half:
 
 @dataclasses.dataclass
 class _State:
-    """The state of the search: both halves, and the best path so far. Its crossing leads from the layout `before` to
-    the layout `after`.
-    """
+    """The state of the search: both halves, and the best path so far, with a crossing from `before` to `after`."""
 
     forward: _Half
     backward: _Half

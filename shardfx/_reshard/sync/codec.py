@@ -103,9 +103,7 @@ def _form_data(form: WireForm) -> list[object]:
 
 
 def _form(data: Any, dtypes: Mapping[str, np.dtype], dtype: np.dtype) -> WireForm:
-    """The `WireForm` that `_form_data` wrote as the JSON value `data`. Raises for invalid values. `dtypes` has the
-    dtype of each source by path, and `dtype` is that of the target array.
-    """
+    """Reads the `WireForm` that `_form_data` wrote, for sources of the dtypes `dtypes` and a target of `dtype`."""
     (path, number, scale, casts), digits, rank, *_ = data
     _require((path is None) == isinstance(number, int | float), f"the value {data[0]!r:.80}")
     scale = None if scale is None else Scale(str(scale[0]), _ints(scale[1]))

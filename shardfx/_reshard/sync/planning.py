@@ -132,9 +132,7 @@ class Encoding(NamedTuple):
 
 
 def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
-    """How elements of the source in `value` are sent. `dtypes` has the dtype of each source by path. The receiver
-    multiplies by scales if that sends fewer bytes.
-    """
+    """How elements of the source in `value` are sent. The receiver multiplies by scales if that sends fewer bytes."""
     assert value.path is not None
     dtype = dtypes[value.path]
     if value.scale is None:
@@ -157,9 +155,7 @@ def form_of(encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype)
 
 
 class _Jobs(NamedTuple):
-    """The arguments of `plan_transfer` that are the same for all leaves. `senders` and `receivers` have the process of
-    each device of the two jobs. `receiver` is the only receiving process to plan for.
-    """
+    """The arguments of `plan_transfer` that are the same for all leaves, with the process of each device."""
 
     senders: tuple[int, ...]
     receivers: tuple[int, ...]

@@ -103,9 +103,7 @@ def _data(pieces: Sequence[np.ndarray]) -> list[memoryview]:
 
 
 def _frames(pieces: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
-    """Yields consecutive groups of `pieces` (rows of bytes), each sent with one header. A group is small enough for the
-    processor's cache, unless one piece is larger.
-    """
+    """Yields groups of `pieces` (rows of bytes) that are sent with one header and fit the processor's cache."""
     first, nbytes = 0, 0
     for at, piece in enumerate(pieces):
         if nbytes >= _FRAME_BYTES:

@@ -19,9 +19,7 @@ from ..._ground.spec import bits
 
 
 class Buffer(NamedTuple):
-    """A box of a target array in the memory of a receiving process. `devices` are the devices of the process that hold
-    the box, as positions among its devices.
-    """
+    """A box of a target array in a receiving process. `devices`, positions among its devices, hold the box."""
 
     process: int
     devices: tuple[int, ...]
@@ -127,9 +125,7 @@ class TransferKind:
 
     @ft.cached_property
     def firsts(self) -> np.ndarray:
-        """For each row of `rows`, the number of the first row for which the same bytes are sent. Equal bytes are
-        received once.
-        """
+        """For each row, the number of the first row for which the same bytes are sent, which are received once."""
         numbers: dict[object, int] = {}
         alike = np.array([numbers.setdefault(_on_wire(form), len(numbers)) for form in self.forms], np.int64)
         places = self.rows[:, PLACE : PLACE + self.rank].T
@@ -176,9 +172,7 @@ class SentLeaf(NamedTuple):
 
 
 class SentPiece(NamedTuple):
-    """A row of bytes that is sent once, for the leaf number `leaf`. `places` says where it is written in each buffer
-    that needs it.
-    """
+    """A row of bytes that is sent once, for the leaf number `leaf`, and its position in each buffer that needs it."""
 
     leaf: int
     places: tuple[Transfer, ...]
