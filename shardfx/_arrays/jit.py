@@ -6,6 +6,7 @@ import inspect
 import itertools as it
 import operator
 import re
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -128,6 +129,7 @@ class _Form:
 
     **Arguments:**
 
+    - `treedef`, `kinds`: the structure, and the type of each leaf.
     - `run`: the jitted function. It takes a static argument (all values that are no arrays) and then every array.
     - `is_array`: for each leaf of the function and its arguments, whether it is an array.
     - `statics`: the positions of the leaves that are no arrays.
@@ -136,16 +138,19 @@ class _Form:
         have the same sharding as an earlier one, JAX does not compare their devices.
     - `alive`: the positions of the arrays whose buffers may have been deleted. These are all arrays if one is donated,
         else those of `watched`.
-    - `static`: the static argument of the last call.
+    - `parts`, `static`: the static values of the last call, and its static argument.
     - `shardings`: the shardings that the arrays of `watched` had at the last call.
     """
 
+    treedef: Any
+    kinds: list[type]
     run: Any
     is_array: tuple[bool, ...]
     statics: list[int]
     has_data: bool
     watched: list[int]
     alive: list[int]
+    parts: Sequence[Any] = ()
     static: Static | None = None
     shardings: list[Any] | None = None
 
@@ -178,6 +183,9 @@ class Jitted(Generic[P, R]):
         # With this number of positional arguments a call needs no `Signature.bind`.
         self._arity = len(self._keys) if [*self._keys.values()] == [*range(len(self._keys))] else None
         self._form, self._jit = ft.lru_cache(_FORMS)(self._form_of), ft.lru_cache(_FORMS)(self._jit_of)
+        self._last: _Form | None = None
+        # JAX keeps the static argument of each program, and finds a program faster if equal ones are one object.
+        self._statics: weakref.WeakValueDictionary[Any, Static] = weakref.WeakValueDictionary()
         ft.update_wrapper(self, fn, updated=())
 
     @overload
@@ -242,7 +250,9 @@ class Jitted(Generic[P, R]):
             found.apply_defaults()
             args, kwargs = found.args, found.kwargs
         leaves, treedef = jax.tree.flatten((self._arrays, args, kwargs))
-        form = self._form(treedef, tuple(map(type, leaves)))
+        form, kinds = self._last, [*map(type, leaves)]
+        if form is None or kinds != form.kinds or treedef != form.treedef:
+            self._last = form = self._form(treedef, tuple(kinds))
         arrays = [*it.compress(leaves, form.is_array)] if form.statics else leaves
         return form, self._static(form, treedef, leaves), arrays
 
@@ -266,6 +276,8 @@ class Jitted(Generic[P, R]):
         placed = [at for at, kind in enumerate(it.compress(kinds, is_array)) if is_placed(kind)]
         watched = [*{given[at].wanted: at for at in reversed(placed)}.values()]
         return _Form(
+            treedef,
+            [*kinds],
             run,
             is_array,
             statics=[at for at, one in enumerate(is_array) if not one],
@@ -300,11 +312,12 @@ class Jitted(Generic[P, R]):
     def _static(self, form: _Form, treedef: Any, leaves: list[Any]) -> Static:
         values = [leaves[at] for at in form.statics]
         parts = values + node_data(treedef) if form.has_data else values
-        last = form.static
-        if last is not None and len(parts) == len(last.parts) and all(map(operator.is_, parts, last.parts)):
-            return last
+        static = form.static
+        if static is not None and len(parts) == len(form.parts) and all(map(operator.is_, parts, form.parts)):
+            return static
+        made = Static(treedef, form.is_array, values)
         try:
-            form.static = Static(treedef, form.is_array, values, parts)
+            form.parts, form.static = parts, self._statics.setdefault(made.key(parts), made)
         except TypeError as error:
             raise LeafTypeError(
                 f"an argument of `{self._name}` holds a value that is no array and cannot be hashed ({error}), so it "

@@ -57,9 +57,9 @@ def node_data(treedef: Any) -> list[Any]:
     return found
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """The values of a tree that are not traced, and the structure of the tree. It is hashable, so it can be a static
-    argument of `jax.jit`.
+    """The values of a tree that are not traced, and the structure of the tree. It is a static argument of `jax.jit`.
 
     **Arguments:**
 
@@ -67,21 +67,20 @@ class Static:
         True.
     - `is_array`: for each leaf, whether it is traced.
     - `values`: the leaves that are not traced.
-    - `parts`: what is compared by type too: the values, and the static data of the inner nodes.
     """
 
-    def __init__(self, treedef: Any, is_array: tuple[bool, ...], values: Sequence[Any], parts: Sequence[Any]):
-        self.treedef, self.is_array, self.values, self.parts = treedef, is_array, values, parts
+    treedef: Any
+    is_array: tuple[bool, ...]
+    values: Sequence[Any]
+
+    def key(self, parts: Sequence[Any]) -> Hashable:
+        """Equal for the static arguments of one program.
+
+        `parts` is what is compared by type too: the values, and the static data of the inner nodes.
+        """
         # NaN does not equal itself.
-        compared = tuple([None if isinstance(one, float | complex) and one != one else one for one in values])
-        self._key = is_array, compared, mark(parts), treedef
-        self._hash = hash(self._key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Static) and self._key == other._key)
+        compared = [None if isinstance(one, float | complex) and one != one else one for one in self.values]
+        return self.is_array, tuple(compared), mark(parts), self.treedef
 
     def tree(self, arrays: Iterable[Any]) -> Any:
         """The tree, with `arrays` as its traced leaves."""
