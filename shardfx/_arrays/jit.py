@@ -20,7 +20,7 @@ from .._plan import ShardPlan
 from ..topology import MeshSpec
 from .entries import Donate, arguments, at_key, donated_by_key, entries_by_key, parameter_keys, shardings_in, spread
 from .given import Given, check_given, is_abstract, is_placed, raise_apart, struct_of, without_devices
-from .partition import Parted, Rest, Static, joined, node_data
+from .partition import Parted, Static, node_data
 from .stages import Lowered, Traced, TracedArray
 
 
@@ -143,7 +143,7 @@ class _Form:
     """
 
     treedef: Any
-    kinds: list[type]
+    kinds: tuple[type, ...]
     run: Any
     is_array: tuple[bool, ...]
     statics: list[int]
@@ -210,7 +210,7 @@ class Jitted(Generic[P, R]):
             if not isinstance(error, PlanMismatchError):
                 self._explain(error, static, arrays)
             raise
-        return out.joined() if type(out) is Parted else out
+        return out.rest.tree(*out.lists) if type(out) is Parted else out
 
     def lower(self, *args: object, **kwargs: object) -> Lowered[P, R]:
         """Traces and lowers the function for arguments or ShapeDtypeStructs."""
@@ -238,7 +238,7 @@ class Jitted(Generic[P, R]):
                 f"array ({lowered.values!r:.60} then, {static.values!r:.60} now); lower it with what you call it with."
             )
         out = compiled(*arrays)
-        return out.joined() if type(out) is Parted else out
+        return out.rest.tree(*out.lists) if type(out) is Parted else out
 
     def _bound(self, args: Any, kwargs: Any) -> tuple[_Form, Static, Sequence[Any]]:
         """The `_Form` for the structure of a call, the static argument (all that is no array), and the arrays."""
@@ -250,9 +250,9 @@ class Jitted(Generic[P, R]):
             found.apply_defaults()
             args, kwargs = found.args, found.kwargs
         leaves, treedef = jax.tree.flatten((self._arrays, args, kwargs))
-        form, kinds = self._last, [*map(type, leaves)]
+        form, kinds = self._last, tuple(map(type, leaves))
         if form is None or kinds != form.kinds or treedef != form.treedef:
-            self._last = form = self._form(treedef, tuple(kinds))
+            self._last = form = self._form(treedef, kinds)
         arrays = [*it.compress(leaves, form.is_array)] if form.statics else leaves
         return form, self._static(form, treedef, leaves), arrays
 
@@ -277,7 +277,7 @@ class Jitted(Generic[P, R]):
         watched = [*{given[at].wanted: at for at in reversed(placed)}.values()]
         return _Form(
             treedef,
-            [*kinds],
+            kinds,
             run,
             is_array,
             statics=[at for at, one in enumerate(is_array) if not one],
@@ -291,7 +291,7 @@ class Jitted(Generic[P, R]):
 
         `is_array` says of each leaf of the structure whether it is an array.
         """
-        tree = joined(treedef, is_array, (it.repeat(""), it.repeat(_ARRAY)))
+        tree = Static(treedef, is_array, it.repeat("")).tree(it.repeat(_ARRAY))
         given = self._given(*tree, shapes=False)
         self._check_taken(*tree[1:])
 
@@ -336,7 +336,7 @@ class Jitted(Generic[P, R]):
             for leaf, sharding in zip(leaves, spread(self._out, out, f"what `{self._name}` returns"), strict=True)
         ]
         statics, *lists = [[*it.compress(leaves, [at == number for at in order])] for number in numbers.values()]
-        return out if len(lists) == 1 and not statics else Parted(lists, Rest(treedef, order, statics))
+        return out if len(lists) == 1 and not statics else Parted(lists, Static(treedef, order, statics))
 
     def _given(self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = True) -> list[Given]:
         """A description of each array that the function or its arguments hold.

@@ -23,11 +23,9 @@ def mark(value: object) -> Hashable:
     although NaN does not equal itself.
     """
     kind = type(value)
-    # A subclass may have a text of its own.
-    if isinstance(value, float):
-        return kind, float.__repr__(value)
-    if isinstance(value, complex):
-        return kind, complex.__repr__(value)
+    if isinstance(value, float | complex):
+        # A subclass may have a text of its own.
+        return kind, repr(complex(value))
     if isinstance(value, tuple | list):
         return kind, tuple(map(mark, value))
     if isinstance(value, dict):
@@ -57,61 +55,37 @@ def node_data(treedef: Any) -> list[Any]:
     return found
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """The values of a tree that are not traced, and the structure of the tree. It is a static argument of `jax.jit`.
+    """The values of a tree that are not traced, and the structure of the tree, as a static argument or result.
 
     **Arguments:**
 
     - `treedef`: the structure of the tree. Two structures that are equal may hold different static data, such as 1 and
         True.
-    - `is_array`: for each leaf, whether it is traced.
+    - `order`: for each leaf, the index of the list that has it. The list 0 is `values`, and the others are lists of
+        arrays.
     - `values`: the leaves that are not traced.
     """
 
     treedef: Any
-    is_array: tuple[bool, ...]
-    values: Sequence[Any]
+    order: Sequence[int]
+    values: Iterable[Any]
 
     def key(self, parts: Sequence[Any]) -> Hashable:
-        """Equal for the static arguments of one program.
+        """A key that is equal for equal programs.
 
         `parts` is what is compared by type too: the values, and the static data of the inner nodes.
         """
         # NaN does not equal itself.
         compared = [None if isinstance(one, float | complex) and one != one else one for one in self.values]
-        return self.is_array, tuple(compared), mark(parts), self.treedef
+        return self.order, tuple(compared), mark(parts), self.treedef
 
-    def tree(self, arrays: Iterable[Any]) -> Any:
-        """The tree, with `arrays` as its traced leaves."""
-        return joined(self.treedef, self.is_array, (self.values, arrays))
-
-
-def joined(treedef: Any, order: Sequence[int], lists: Sequence[Iterable[Any]]) -> Any:
-    """The tree with the structure `treedef`, whose leaves come from several lists.
-
-    `order` has, for each leaf, the index of the list that has it. Each list has its leaves in the order of the tree.
-    """
-    left = [*map(iter, lists)]
-    return treedef.unflatten([next(left[at]) for at in order])
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Rest:
-    """What a jitted function returns besides arrays.
-
-    **Arguments:**
-
-    - `treedef`: the structure of all results.
-    - `order`: for each result, the index of the list that has it. The list 0 is `statics`, and the others are lists of
-        arrays.
-    - `statics`: the results that are no arrays.
-    """
-
-    treedef: Any
-    order: list[int]
-    statics: list[Any]
+    def tree(self, *lists: Iterable[Any]) -> Any:
+        """The tree, with its arrays from `lists`. Each list has its leaves in the order of the tree."""
+        left = [*map(iter, (self.values, *lists))]
+        return self.treedef.unflatten([next(left[at]) for at in self.order])
 
 
 class Parted(NamedTuple):
@@ -125,7 +99,3 @@ class Parted(NamedTuple):
 
     lists: Any
     rest: Any
-
-    def joined(self) -> Any:
-        """The tree of results that the function returned."""
-        return joined(self.rest.treedef, self.rest.order, (self.rest.statics, *self.lists))
