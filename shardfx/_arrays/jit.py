@@ -1,4 +1,4 @@
-"""`filter_jit`: compiles a function under plans, with one `jax.jit` for each structure of its arguments."""
+"""`filter_jit`: compiles a function under plans, with one `jax.jit` for each list of its arguments' shardings."""
 
 import dataclasses
 import functools as ft
@@ -7,7 +7,7 @@ import itertools as it
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import equinox as eqx
@@ -28,7 +28,7 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 
-# The number of argument structures that one function remembers, each with its `jax.jit`. JAX caches the programs.
+# The number of argument structures that one function remembers. JAX caches the programs.
 _FORMS = 128
 _ARRAY = jax.ShapeDtypeStruct((), np.float32)
 
@@ -158,10 +158,10 @@ class _Form:
 class Jitted(Generic[P, R]):
     """The function that [`shardfx.filter_jit`][] returns, with the signature of `fn`.
 
-    There is one `jax.jit` for each structure of the arguments. Its static argument holds all values that are not
-    traced. It returns the results as one list for each sharding in `out_shardings`, because the structure of the
-    results is not known before tracing. Without `out_shardings`, and if all results are arrays, it returns the tree of
-    results.
+    There is one `jax.jit` for each list of the arguments' shardings. Its static argument holds the structure of the
+    arguments and all values that are not traced. It returns a list of arrays for each sharding in `out_shardings`,
+    because the structure of the results is not known before tracing. If there are no `out_shardings` and all results
+    are arrays, it returns the tree of results.
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
@@ -171,7 +171,6 @@ class Jitted(Generic[P, R]):
         # A function without arrays need not be flattened at each call.
         self._arrays = arrays if jax.tree.leaves(arrays) else None
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
-        self._short_name = getattr(fn, "__name__", type(fn).__name__)
         forms = {"in_shardings": in_shardings, "out_shardings": out_shardings}
         shardings = {what: shardings_in(form, what) for what, form in forms.items()}
         raise_apart(self._name, shardings)
@@ -219,7 +218,7 @@ class Jitted(Generic[P, R]):
     def trace(self, *args: object, **kwargs: object) -> Traced[P, R]:
         """Traces the function for arguments or ShapeDtypeStructs. The plans need no devices."""
         form, static, arrays = self._bound(args, kwargs)
-        given = self._checked(static, map(without_devices if self._is_abstract else struct_of, arrays))
+        given = self._given(*static.tree(map(without_devices if self._is_abstract else struct_of, arrays)))
         traced = form.run.trace(static, *[one.array for one in given])
         taken = tuple(
             TracedArray(one.path, struct_of(one.array, one.wanted), one.is_donated, one.argument, f"arrays[{at}]")
@@ -266,48 +265,44 @@ class Jitted(Generic[P, R]):
         shardings = [arrays[at].sharding for at in form.watched]
         is_unsafe = len({*map(id, alive)}) < len(alive) or True in [one.is_deleted() for one in alive]
         if is_unsafe or shardings != form.shardings:
-            self._checked(static, arrays)
+            self._given(*static.tree(arrays))
             form.shardings = shardings
         return form.run, static, arrays
 
     def _form_of(self, treedef: Any, kinds: tuple[type, ...]) -> _Form:
         is_array = tuple(map(is_array_type, kinds))
-        run, given = self._jit(treedef, is_array)
+        tree = Static(treedef, is_array, it.repeat("")).tree(it.repeat(_ARRAY))
+        given = self._given(*tree, shapes=False)
+        self._check_taken(*tree[1:])
         placed = [at for at, kind in enumerate(it.compress(kinds, is_array)) if is_placed(kind)]
         watched = [*{given[at].wanted: at for at in reversed(placed)}.values()]
+        donated = tuple(one.is_donated for one in given)
         return _Form(
             treedef,
             kinds,
-            run,
+            self._jit(tuple(one.wanted for one in given), donated),
             is_array,
             statics=[at for at, one in enumerate(is_array) if not one],
             has_data=any(type(one).__eq__ is not object.__eq__ for one in node_data(treedef)),
             watched=watched,
-            alive=placed if any(one.is_donated for one in given) else watched,
+            alive=placed if any(donated) else watched,
         )
 
-    def _jit_of(self, treedef: Any, is_array: tuple[bool, ...]) -> tuple[Any, list[Given]]:
-        """The jitted function for arguments of one structure, and a description of each array that it takes.
-
-        `is_array` says of each leaf of the structure whether it is an array.
-        """
-        tree = Static(treedef, is_array, it.repeat("")).tree(it.repeat(_ARRAY))
-        given = self._given(*tree, shapes=False)
-        self._check_taken(*tree[1:])
+    def _jit_of(self, shardings: tuple[Any, ...], donated: tuple[bool, ...]) -> Any:
+        """The jitted function of a static argument and of arrays with these shardings, of which some are donated."""
 
         def traced(static: Static, *arrays: object) -> Any:
             return self._traced(static, arrays)
 
         # The name that profiles show.
-        traced.__name__ = traced.__qualname__ = self._short_name
-        run = jax.jit(
+        traced.__name__ = traced.__qualname__ = getattr(self._fn, "__name__", type(self._fn).__name__)
+        return jax.jit(
             traced,
             static_argnums=0,
-            in_shardings=tuple(one.wanted for one in given),
+            in_shardings=shardings,
             out_shardings=Parted(self._results, None) if len(self._results) > 1 else None,
-            donate_argnums=[at for at, one in enumerate(given, 1) if one.is_donated],
+            donate_argnums=[*it.compress(it.count(1), donated)],
         )
-        return run, given
 
     def _static(self, form: _Form, treedef: Any, leaves: list[Any]) -> Static:
         values = [leaves[at] for at in form.statics]
@@ -355,17 +350,8 @@ class Jitted(Generic[P, R]):
                     text, path = (f"`{path}` of {what}", f"{name}/{path}") if path else (what, name)
                     is_donated = bool(at_key(self._donated, key))
                     found.append(Given(text, path, leaf, sharding, is_donated, None if key is None else argument))
+        check_given(found)
         return found
-
-    def _checked(self, static: Static, arrays: Iterable[Any]) -> list[Given]:
-        """A description of each array of a call.
-
-        Raises if arrays differ from their plans, or if the program cannot take them. `static` holds all values of the
-        call that are no arrays, and the structure of the arguments.
-        """
-        given = self._given(*static.tree(arrays))
-        check_given(given)
-        return given
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
         """Raises if `in_shardings` probably names the wrong parameter.
@@ -388,7 +374,7 @@ class Jitted(Generic[P, R]):
 
         `static` holds all values of the call that are no arrays, and `arrays` the others.
         """
-        given = self._checked(static, arrays)
+        given = self._given(*static.tree(arrays))
         if "incompatible devices" in str(error):
             text = re.sub(r"arrays\[(\d+)\] of [^ ]*", lambda found: given[int(found[1])].name, f"{error}")
             raise PlanMismatchError(
