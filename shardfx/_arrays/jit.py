@@ -138,7 +138,7 @@ class _Form:
         have the same sharding as an earlier one, JAX does not compare their devices.
     - `alive`: the positions of the arrays whose buffers may have been deleted. These are all arrays if one is donated,
         else those of `watched`.
-    - `parts`, `static`: the static values of the last call, and its static argument.
+    - `last`: the static values of the last call, and its static argument. Threads write both at once.
     - `shardings`: the shardings that the arrays of `watched` had at the last call.
     """
 
@@ -150,8 +150,7 @@ class _Form:
     has_data: bool
     watched: list[int]
     alive: list[int]
-    parts: Sequence[Any] = ()
-    static: Static | None = None
+    last: tuple[Sequence[Any], Static | None] = ((), None)
     shardings: list[Any] | None = None
 
 
@@ -252,8 +251,13 @@ class Jitted(Generic[P, R]):
         form, kinds = self._last, tuple(map(type, leaves))
         if form is None or kinds != form.kinds or treedef != form.treedef:
             self._last = form = self._form(treedef, kinds)
-        arrays = [*it.compress(leaves, form.is_array)] if form.statics else leaves
-        return form, self._static(form, treedef, leaves), arrays
+        values = [leaves[at] for at in form.statics]
+        parts = values + node_data(treedef) if form.has_data else values
+        known, static = form.last
+        if static is None or len(parts) != len(known) or not all(map(operator.is_, parts, known)):
+            static = self._interned(Static(treedef, form.is_array, values), parts)
+            form.last = parts, static
+        return form, static, [*it.compress(leaves, form.is_array)] if values else leaves
 
     def _ready(self, args: Any, kwargs: Any) -> tuple[Any, Static, Sequence[Any]]:
         """The jitted function for a call, the static argument (all that is no array), and the arrays.
@@ -304,21 +308,15 @@ class Jitted(Generic[P, R]):
             donate_argnums=[*it.compress(it.count(1), donated)],
         )
 
-    def _static(self, form: _Form, treedef: Any, leaves: list[Any]) -> Static:
-        values = [leaves[at] for at in form.statics]
-        parts = values + node_data(treedef) if form.has_data else values
-        static = form.static
-        if static is not None and len(parts) == len(form.parts) and all(map(operator.is_, parts, form.parts)):
-            return static
-        made = Static(treedef, form.is_array, values)
+    def _interned(self, static: Static, parts: Sequence[Any]) -> Static:
+        """The static argument of an earlier call that equals `static`; `static` if there is none."""
         try:
-            form.parts, form.static = parts, self._statics.setdefault(made.key(parts), made)
+            return self._statics.setdefault(static.key(parts), static)
         except TypeError as error:
             raise LeafTypeError(
                 f"an argument of `{self._name}` holds a value that is no array and cannot be hashed ({error}), so it "
                 "can be neither traced nor static; make it an array or something hashable."
             ) from error
-        return form.static
 
     def _traced(self, static: Static, arrays: Sequence[object]) -> Any:
         fn, args, kwargs = static.tree(arrays)

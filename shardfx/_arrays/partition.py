@@ -4,16 +4,10 @@ The values are compared by value and by type: 1, 1.0 and True are equal, and the
 """
 
 import dataclasses
-import functools as ft
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-
-
-@ft.lru_cache(maxsize=1024)
-def _compared_fields(kind: type) -> tuple[str, ...]:
-    return tuple([field.name for field in dataclasses.fields(kind) if field.compare])
 
 
 def mark(value: object) -> Hashable:
@@ -34,7 +28,7 @@ def mark(value: object) -> Hashable:
         return kind, frozenset([(one, mark(one)) for one in value])
     if dataclasses.is_dataclass(kind):
         # An attribute may be unset.
-        return kind, *[mark(getattr(value, name, None)) for name in _compared_fields(kind)]
+        return kind, *[mark(getattr(value, one.name, None)) for one in dataclasses.fields(kind) if one.compare]
     return kind
 
 
