@@ -136,8 +136,8 @@ class _Form:
     - `has_data`: whether structures that are equal may differ in the static data of their nodes.
     - `watched`: the positions, among the arrays, of the first array of each sharding in `in_shardings`. If later arrays
         have the same sharding as an earlier one, JAX does not compare their devices.
-    - `alive`: the positions of the arrays whose buffers may have been deleted. These are all arrays if one is donated,
-        else those of `watched`.
+    - `is_donating`: whether an array is donated.
+    - `alive`: the positions of the arrays whose buffers may have been deleted: all if one is donated, else `watched`.
     - `last`: the static values of the last call, and its static argument. Threads write both at once.
     - `shardings`: the shardings that the arrays of `watched` had at the last call.
     """
@@ -149,6 +149,7 @@ class _Form:
     statics: list[int]
     has_data: bool
     watched: list[int]
+    is_donating: bool
     alive: list[int]
     last: tuple[Sequence[Any], Static | None] = ((), None)
     shardings: list[Any] | None = None
@@ -267,8 +268,8 @@ class Jitted(Generic[P, R]):
         form, static, arrays = self._bound(args, kwargs)
         alive = [arrays[at] for at in form.alive]
         shardings = [arrays[at].sharding for at in form.watched]
-        is_unsafe = len({*map(id, alive)}) < len(alive) or True in [one.is_deleted() for one in alive]
-        if is_unsafe or shardings != form.shardings:
+        is_twice = form.is_donating and len({*map(id, alive)}) < len(alive)
+        if is_twice or shardings != form.shardings or True in [one.is_deleted() for one in alive]:
             self._given(*static.tree(arrays))
             form.shardings = shardings
         return form.run, static, arrays
@@ -289,6 +290,7 @@ class Jitted(Generic[P, R]):
             statics=[at for at, one in enumerate(is_array) if not one],
             has_data=any(type(one).__eq__ is not object.__eq__ for one in node_data(treedef)),
             watched=watched,
+            is_donating=any(donated),
             alive=placed if any(donated) else watched,
         )
 
