@@ -1,8 +1,8 @@
 """Reads the arguments `in_shardings`, `out_shardings` and `donate` of `filter_jit`: the entry of each argument, and the
 sharding of each array.
 
-The key of an argument is its position, or its name if the function takes it by name only. In a table by these keys, the
-key `int` is for `*args` and the key `str` for `**kwargs`.
+The key of an argument is its position, or its name if the function takes it by name only. In a table by key, the type
+`int` stands for any position, as in `*args`, and the type `str` for any name, as in `**kwargs`.
 """
 
 import inspect
@@ -25,7 +25,10 @@ from ..topology import MeshSpec
 Donate = (
     bool | Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | int | str | Sequence[int | str]
 )
+# A value for each argument, by its key.
 Table: TypeAlias = dict[Any, Any]
+# The key of each parameter's argument, by the parameter's name.
+Keys: TypeAlias = dict[Any, Any]
 # Values that are passed by mistake instead of a sharding. JAX accepts other entries too, such as layouts.
 _NO_ENTRIES = (str, int, float, MeshSpec, AxisRules, PathRules, LeafPlan, Decision, PartitionSpec)
 _NO_ENTRIES += (Mesh, AbstractMesh, jax.Device, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -36,25 +39,16 @@ def _is_entry(node: object) -> bool:
 
 
 def _is_mistaken(node: object) -> bool:
-    """Whether `node`, in `in_shardings` or `out_shardings`, is a value passed by mistake, such as a tuple of logical
-    names.
-    """
+    """Whether a node of the shardings is a value passed by mistake, such as a tuple of logical names."""
     if not isinstance(node, tuple | list):
         return isinstance(node, _NO_ENTRIES)
     return {str} <= set(map(type, node)) <= {str, type(None), type(...)}
 
 
 def shardings_in(form: object, what: str) -> list[Any]:
-    """A list of `None` and the distinct shardings in `form`.
+    """A list of `None` and the distinct shardings in `form`, which is the argument `what` of `filter_jit`.
 
-    **Arguments:**
-
-    - `form`: the argument `in_shardings` or `out_shardings` of `filter_jit`.
-    - `what`: the name of this argument.
-
-    **Raises:**
-
-    `PlanMismatchError` for a value in `form` that is no sharding. A PartitionSpec is none, since it has no mesh.
+    Raises for a value in `form` that is no sharding. A PartitionSpec is none, since it has no mesh.
     """
     found = {None: None}
     for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
@@ -71,15 +65,13 @@ def shardings_in(form: object, what: str) -> list[Any]:
 def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> list[Any]:
     """The sharding that `form` gives to each leaf of `tree`; `None` for a leaf to which it gives none.
 
+    Raises an error that names the leaf if a leaf does not fit.
+
     **Arguments:**
 
     - `form`: a plan, a sharding, `None`, or a tree of these that is a prefix of `tree`.
     - `what`: the tree's name in messages.
     - `shapes`: whether the shapes and dtypes of arrays are compared with those in the plans. Paths always are.
-
-    **Raises:**
-
-    `PlanMismatchError` that names the leaf which does not fit.
     """
     entries, structure = jax.tree_util.tree_flatten_with_path(form, is_leaf=_is_entry)
     try:
@@ -119,12 +111,7 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
     return [entry] * len(jax.tree.leaves(part))
 
 
-def parameter_keys(signature: inspect.Signature) -> Table:
-    """Maps the name of each parameter to the key of its argument: the position, or the name if it is keyword-only.
-
-    For `*args` the key is the type `int`, which stands for any position. For `**kwargs` it is the type `str`, which
-    stands for any name.
-    """
+def parameter_keys(signature: inspect.Signature) -> Keys:
     kinds = {inspect.Parameter.VAR_POSITIONAL: int, inspect.Parameter.VAR_KEYWORD: str}
     return {
         one.name: one.name if one.kind is one.KEYWORD_ONLY else kinds.get(one.kind, at)
@@ -133,28 +120,18 @@ def parameter_keys(signature: inspect.Signature) -> Table:
 
 
 def at_key(table: Table, key: object) -> Any:
-    """The value for one argument in a table by argument; `None` if the table has none.
-
-    `key` is the position or the name of the argument. If the table lacks it, the value for all positions (at the key
-    `int`) or for all names (at the key `str`) is taken.
-    """
+    """The value for one argument: that of its own key, else that for any position or any name, else `None`."""
     return table.get(key, table.get(type(key)))
 
 
-def _positional(keys: Table) -> list[str]:
+def _positional(keys: Keys) -> list[str]:
     return [name for name, key in keys.items() if isinstance(key, int)]
 
 
-def arguments(keys: Table, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[Any, str, Any]]:
+def arguments(keys: Keys, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[Any, str, Any]]:
     """The key, the name and the value of each argument of a call. Keyword arguments are in sorted order.
 
-    The key is the argument's position, or its name for a keyword argument. The name is the parameter's, or "xs/0" for
-    the first argument of `*xs`.
-
-    **Arguments:**
-
-    - `keys`: the key of each parameter, by its name.
-    - `args`, `kwargs`: the arguments of the call.
+    The name is the parameter's, or "xs/0" for the first argument of `*xs`.
     """
     names = _positional(keys)
     variadic = next((name for name, key in keys.items() if key is int), "")
@@ -162,18 +139,11 @@ def arguments(keys: Table, args: Sequence[object], kwargs: dict[str, object]) ->
     return [*zip(it.count(), names, args), *[(key, key, kwargs[key]) for key in sorted(kwargs)]]  # noqa: B905
 
 
-def entries_by_key(in_shardings: object, keys: Table, name: str) -> Table:
-    """What `in_shardings` says about each argument, as a table from the argument's position or name.
+def entries_by_key(in_shardings: object, keys: Keys, name: str) -> Table:
+    """The entry of `in_shardings` for each argument. Raises for an entry whose parameter the function does not have.
 
-    **Arguments:**
-
-    - `in_shardings`: a tuple with an entry for each position, a dict by parameter name, or one entry for all arguments.
-    - `keys`: the key of each parameter, by its name: a position or a name, `int` for `*args`, and `str` for `**kwargs`.
-    - `name`: the name of the function in messages.
-
-    **Raises:**
-
-    `PlanMismatchError` for an entry whose parameter the function does not have.
+    `in_shardings` is a tuple by position, a dict by parameter name, or one entry for all arguments. `name` is the
+    function's name in messages.
     """
     if isinstance(in_shardings, dict):
         unknown = [key for key in in_shardings if key not in keys and str not in keys.values()]
@@ -196,19 +166,10 @@ def entries_by_key(in_shardings: object, keys: Table, name: str) -> Table:
     return {int: in_shardings, str: in_shardings}
 
 
-def donated_by_key(donate: Any, keys: Table) -> Table:
-    """Whether each argument is donated, as a table from the argument's position or name.
+def donated_by_key(donate: Any, keys: Keys) -> Table:
+    """Whether each argument is donated; an argument that the table lacks is not.
 
-    Arguments that are not in the table are not donated.
-
-    **Arguments:**
-
-    - `donate`: the argument of `filter_jit`.
-    - `keys`: the key of each parameter, by its name: a position or a name, `int` for `*args`, and `str` for `**kwargs`.
-
-    **Raises:**
-
-    `ValueError` for a name or a position in `donate` that is no positional parameter.
+    Raises if `donate`, the argument of `filter_jit`, has a name or a position that is no positional parameter.
     """
     if isinstance(donate, bool) or donate in ("none", "all", "all-except-first", "warn", "warn-except-first"):
         every = donate not in (False, "none")

@@ -52,10 +52,8 @@ def is_placed(kind: type) -> bool:
 
 
 def check_given(given: Iterable[Given]) -> None:
-    """Raises for an array that cannot be passed to a call.
-
-    These are arrays that were deleted, arrays with another sharding than `in_shardings` gives them, and arrays that a
-    call passes twice and donates.
+    """Raises for an array that was deleted, that has another sharding than its entry, or that is donated and passed
+    twice.
     """
     seen: dict[int, Given] = {}
     for one in given:
@@ -99,11 +97,9 @@ def _is_elsewhere(one: Given) -> bool:
 
 
 def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
-    """Raises if two shardings of a function have different devices, or the same devices in another order.
+    """Raises if two shardings of the function `name` have different devices, or the same devices in another order.
 
-    **Arguments:**
-
-    - `shardings`: the shardings in `in_shardings` and those in `out_shardings`, by these names.
+    `shardings` has the shardings in `in_shardings` and those in `out_shardings`, by these names.
     """
     pairs = [(what, one) for what, found in shardings.items() for one in found if _in_order(one)]
     for what, sharding in pairs[1:]:
@@ -162,20 +158,14 @@ def _reductions(sharding: Sharding) -> tuple[frozenset[str], ...]:
 
 
 def sharding_of(leaf: object) -> Sharding | None:
-    """The sharding of an array or ShapeDtypeStruct. `None` for other leaves.
-
-    For a tracer it is the sharding in the tracer's type.
-    """
+    """The sharding of an array, of a ShapeDtypeStruct, or in the type of a tracer; `None` for other leaves."""
     if isinstance(leaf, Tracer):
         return jax.typeof(leaf).sharding
     return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
 
 
 def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """The ShapeDtypeStruct of an array, with the given sharding.
-
-    If none is given, it has the sharding of the array. It has no sharding if the array is not committed.
-    """
+    """The ShapeDtypeStruct of an array, with the given sharding, or else that to which the array is committed."""
     if sharding is None and not isinstance(leaf, Tracer) and getattr(leaf, "committed", True):
         sharding = getattr(leaf, "sharding", None)
     weak = getattr(leaf, "weak_type", False)
@@ -183,10 +173,7 @@ def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The ShapeDtypeStruct of an array, with a sharding that names no devices.
-
-    If the array is on a mesh, the sharding is on the abstract mesh of the same axes. Otherwise there is none.
-    """
+    """The ShapeDtypeStruct of an array, with its sharding on an abstract mesh; without a sharding if it has no mesh."""
     found = struct_of(leaf)
     own = found.sharding
     if not isinstance(own, NamedSharding) or own.mesh.empty:

@@ -261,10 +261,7 @@ class Jitted(Generic[P, R]):
         return form, static, [*it.compress(leaves, form.is_array)] if values else leaves
 
     def _ready(self, args: Any, kwargs: Any) -> tuple[Any, Static, Sequence[Any]]:
-        """The jitted function for a call, the static argument (all that is no array), and the arrays.
-
-        Raises if an array cannot be passed to the function.
-        """
+        """The jitted function, the static argument and the arrays. Raises if the program cannot take an array."""
         form, static, arrays = self._bound(args, kwargs)
         alive = [arrays[at] for at in form.alive]
         shardings = [arrays[at].sharding for at in form.watched]
@@ -295,7 +292,7 @@ class Jitted(Generic[P, R]):
         )
 
     def _jit_of(self, shardings: tuple[Any, ...], donated: tuple[bool, ...]) -> Any:
-        """The jitted function of a static argument and of arrays with these shardings, of which some are donated."""
+        """The jitted function for arrays with these shardings. `donated` says whether each array is donated."""
 
         def traced(static: Static, *arrays: object) -> Any:
             return self._traced(static, arrays)
@@ -336,8 +333,8 @@ class Jitted(Generic[P, R]):
     def _given(self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = True) -> list[Given]:
         """A description of each array that the function or its arguments hold.
 
-        Raises if the paths of arrays differ from those of the plans. With `shapes`, it also raises if shapes or dtypes
-        differ.
+        Raises if arrays differ from the plans in their paths, or in their shapes and dtypes where `shapes` is True, or
+        if the program cannot take an array.
         """
         found = []
         trees = [(None, self._name, fn), *arguments(self._keys, args, kwargs)]
@@ -354,9 +351,8 @@ class Jitted(Generic[P, R]):
         return found
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
-        """Raises if `in_shardings` probably names the wrong parameter.
-
-        That is so if a parameter with an entry gets no argument, and an argument with arrays has no entry.
+        """Raises if a parameter with an entry of `in_shardings` gets no argument, and an argument with arrays has no
+        entry. Then `in_shardings` probably names the wrong parameter.
         """
         given = {key: tree for key, _, tree in arguments(self._keys, args, kwargs)}
         missing = [key for key in self._in if self._in[key] is not None and key not in (int, str, *given)]
@@ -370,10 +366,7 @@ class Jitted(Generic[P, R]):
             )
 
     def _explain(self, error: Exception, static: Static, arrays: Sequence[Any]) -> None:
-        """Raises an error about the arguments of a call if they are the cause of `error`, which the program raised.
-
-        `static` holds all values of the call that are no arrays, and `arrays` the others.
-        """
+        """Raises an error about the arguments of a call if they are the cause of `error`, which the program raised."""
         given = self._given(*static.tree(arrays))
         if "incompatible devices" in str(error):
             text = re.sub(r"arrays\[(\d+)\] of [^ ]*", lambda found: given[int(found[1])].name, f"{error}")
@@ -383,10 +376,9 @@ class Jitted(Generic[P, R]):
             ) from error
 
     def _returned(self, out: Any) -> tuple[TracedArray, ...]:
-        """The path and the ShapeDtypeStruct of each array that the function returns, in the order of the program's
-        results.
+        """The arrays that the function returns, in the order of the program's results.
 
-        `out` is the output of the traced program.
+        `out` is what the traced program returns, with ShapeDtypeStructs for arrays.
         """
         if type(out) is not Parted:
             pairs = zip(tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True)

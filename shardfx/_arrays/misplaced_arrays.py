@@ -143,23 +143,16 @@ def _sharding(path: str, leaf: Any) -> Sharding | None:
     return known_sharding((jax.tree_util.DictKey(path),), leaf) if isinstance(leaf, Tracer) else leaf.sharding
 
 
-# The sharding of an array, its shape and its dtype.
+# The sharding, the shape and the dtype of an array.
 _Described = tuple[Sharding | None, tuple[int, ...], Any]
 
 
 @ft.lru_cache(maxsize=4096)
 def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, str, int, str] | None:
-    """What is wrong with an array; `None` if it is as planned.
+    """The planned and the found array as texts, the bytes by which the shard found is larger than the planned one, and
+    how to correct the array; `None` if the array is as planned.
 
-    **Arguments:**
-
-    - `found`: the sharding, shape and dtype of the live array; `None` if it is missing.
-    - `asked`: those of the planned array; `None` if the plan has none.
-
-    **Returns:**
-
-    The planned and the found array as texts, the bytes by which a found shard is larger than a planned one, and how to
-    correct the array.
+    `found` is `None` if the array is missing, and `asked` is `None` if the plan has no such array.
     """
     texts = _text(asked), _text(found)
     if found is None or asked is None:

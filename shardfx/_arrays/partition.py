@@ -11,10 +11,9 @@ import jax
 
 
 def mark(value: object) -> Hashable:
-    """The properties of a value that `==` ignores: its type, and the sign of a zero.
+    """The type of a value and the sign of a zero, which `==` ignores, also within containers and dataclasses.
 
-    They include those of the items of containers and the fields of dataclasses. Two NaNs have equal properties,
-    although NaN does not equal itself.
+    The marks of two NaNs are equal, although NaN does not equal itself.
     """
     kind = type(value)
     if isinstance(value, float | complex):
@@ -33,10 +32,7 @@ def mark(value: object) -> Hashable:
 
 
 def node_data(treedef: Any) -> list[Any]:
-    """The static data of the inner nodes of a tree with the structure `treedef`.
-
-    These are static fields of modules, and dict keys that are not strings.
-    """
+    """The static data of the inner nodes of a tree: static fields of modules, and dict keys that are not strings."""
     found: list[Any] = []
     nodes = [treedef]
     for node in nodes:
@@ -70,7 +66,7 @@ class Static:
     def key(self, parts: Sequence[Any]) -> Hashable:
         """A key that is equal for equal programs.
 
-        `parts` is what is compared by type too: the values, and the static data of the inner nodes.
+        `parts`, which are compared by type too, are the values and the static data of the inner nodes.
         """
         # NaN does not equal itself.
         compared = [None if isinstance(one, float | complex) and one != one else one for one in self.values]

@@ -97,9 +97,7 @@ class Lowered(Generic[P, R]):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Compiled(Generic[P, R]):
-    """A function of `filter_jit` that is compiled for arguments of certain shapes, and for the static arguments that it
-    was lowered with.
-    """
+    """A function of `filter_jit` that is compiled for certain shapes and certain static arguments."""
 
     _call: Any
     compiled: jax.stages.Compiled

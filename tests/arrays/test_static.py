@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import gc
 import inspect
+import itertools as it
 import math
 import weakref
 
@@ -124,6 +125,16 @@ def test_values_that_mean_the_same_are_one_program(values):
 
 class Token:
     """Hashed by identity."""
+
+
+def test_calls_by_turns_are_traced_once():
+    traced = []
+    run = filter_jit(lambda tree, by: traced.append(by) or jax.tree.leaves(tree)[0] * by)
+    for _ in range(3):
+        for tree, by in it.product(([X], (X,), {"a": jnp.asarray(X)}), (2.0, 3.0, 2)):
+            gc.collect()
+            assert run(tree, by)[0] == by
+    assert len(traced) == 9
 
 
 def test_static_values_are_not_kept_and_structures_within_a_bound():
