@@ -121,7 +121,10 @@ def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
 
 
 def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
-    """The same as `_assembled`, copied with JAX, traced or not. PRNG keys are copied as key data."""
+    """A leaf of the target, copied with JAX piece by piece, also in a traced function.
+
+    `arrays` are the leaves of the source by path. PRNG keys are copied as key data.
+    """
     if not jnp.issubdtype(made.dtype, jax.dtypes.extended):
         return _filled(made.pieces, made.shape, made.dtype, arrays)
     names = [piece.value.path for piece in made.pieces if piece.value.path is not None]
@@ -230,7 +233,7 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
 
 
 def _below(own: Sequence[BoxFactor], step: int) -> int:
-    """The number of elements from the first to the last that the factors with a step below `step` reach.
+    """The number of elements from the first to the last that the factors in `own` with a step below `step` reach.
 
     For the factors ((2, 6), (3, 2)) and the step 6: the second one reaches 0, 2 and 4, so the result is 5.
     """

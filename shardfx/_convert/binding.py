@@ -43,10 +43,10 @@ def bound_steps(
 
 
 def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Sequence[Mapping[str, Struct] | None]:
-    """The leaves that each step of a map makes; `None` where they are unknown.
+    """The leaves that each step of a map makes; `None` where they are unknown. The last step makes `target`.
 
-    The rules of an inverted step make its input from its output. So the leaves before it are known if those after it
-    are. The leaves before any other step are unknown.
+    The rules of an inverted step tell how its source is made from its target. So its source, which the step before it
+    makes, is known if its target is. The source of any other step is unknown.
     """
     found = [target]
     for after in reversed(steps[1:]):

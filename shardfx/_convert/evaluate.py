@@ -342,7 +342,10 @@ def _scale(parts: Sequence[Made], *block: int) -> Made:
 
 
 def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
-    """Applies the operation `op` of an expression, such as `"transpose"`, to the target arrays `parts`."""
+    """Applies the operation `op` of an expression, such as `"transpose"`, to the target arrays `parts`.
+
+    `args` are the operation's other arguments.
+    """
     return ON_SHAPES[op](parts, *args)
 
 

@@ -267,7 +267,7 @@ class From:
     def repeat(self, count: int, *, dim: int = 0, unit: int = 1) -> "From":
         """The array with each block of `unit` entries along a dimension repeated `count` times.
 
-        With 2, [a, b] becomes [a, a, b, b]. Key heads are repeated for more devices than heads.
+        With 2, [a, b] becomes [a, a, b, b]. Key heads are repeated if there are more devices than heads.
         """
         return _new("repeat", (self,), (count, dim, unit))
 

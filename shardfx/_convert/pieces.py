@@ -183,7 +183,7 @@ def names_of(piece: Piece) -> tuple[str, ...]:
 
 
 def extended(piece: Piece, sizes: tuple[int, ...]) -> Piece:
-    """The piece for source and target with further dimensions of sizes `sizes` at their ends."""
+    """The piece for a source and a target with further last dimensions of sizes `sizes`, which are copied whole."""
     here, there, zero = len(piece.source), len(piece.target), (0,) * len(sizes)
     more = [Factor(size, here + at, 1, there + at, 1) for at, size in enumerate(sizes) if size != 1]
     return Piece(piece.value, (*piece.source, *zero), (*piece.target, *zero), (*piece.factors, *more))
@@ -386,7 +386,10 @@ def hull(piece: Piece) -> Box:
 
 
 def from_start(piece: Piece, box: Box) -> list[int]:
-    """The offset of a piece from the start of a box of the target; 0 along dimensions in which it leaves the box."""
+    """The distance of a piece from the start of a box of the target, for each dimension.
+
+    It is 0 along dimensions in which the piece extends beyond the box.
+    """
     pairs = zip(hull(piece), box, strict=True)
     return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]
 

@@ -31,7 +31,10 @@ def target_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = 
 
 
 def source_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
-    """A view of the elements that a piece reads, as in `target_view`, of memory that holds the source."""
+    """A view of the elements that a piece reads, with one dimension per factor.
+
+    `memory` holds the source, or the part of it that begins at position `start`.
+    """
     return _view(memory, piece.source, start, [(f.size, f.source_dim, f.source_step) for f in piece.factors])
 
 
@@ -52,7 +55,7 @@ def strided(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]
 
 
 def as_bits(view: np.ndarray) -> np.ndarray:
-    """The array, or a view of it as integers if its dtype is not NumPy's own: NumPy copies those element by element."""
+    """The array, or if its dtype is not NumPy's own, a view of it as integers, which NumPy copies faster."""
     kind = _BITS.get(view.dtype.itemsize)
     return view if kind is None or view.dtype.isbuiltin == 1 else view.view(kind)
 
@@ -72,7 +75,7 @@ class StridedBox(NamedTuple):
 def strided_boxes(piece: Piece, box: Box) -> Iterator[StridedBox]:
     """Yields the elements of a piece as boxes of the source, for memory that holds `box` of the target.
 
-    The piece is inside of the box. If it repeats a source element, the element is in one result for each position.
+    The piece is inside of the box. If it copies a source element several times, the element is in as many results.
     """
     shape = tuple(stop - start for start, stop in box)
     strides = strides_of(shape)

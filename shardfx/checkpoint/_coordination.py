@@ -48,7 +48,9 @@ def holders_of(tree: object) -> tuple[int, ...]:
 class SaveProcesses:
     """The processes of one save. All of them call the same methods in the same order.
 
-    It is used in a `with` statement. If the block raises an error, the other processes receive it.
+    It is used in a `with` statement. If the block raises an error, the other processes receive it. In its methods,
+    `futures` are the work of this process: each one returns the number of bytes that it wrote, or `None`. `advance` is
+    called with each number, for a progress line.
 
     **Arguments:**
 
@@ -129,11 +131,7 @@ class SaveProcesses:
     def wait(
         self, futures: Iterable[concurrent.futures.Future[Any]], advance: Callable[[int], None] = lambda _: None
     ) -> int:
-        """Waits until all processes have finished their work, and returns the number of bytes that they wrote together.
-
-        `futures` is the work of this process: each future returns a number of bytes written, or `None`. `advance` is
-        called with each number, for a progress line.
-        """
+        """Waits until all processes have finished their work. Returns the number of bytes that they wrote in total."""
         left, wrote = set(futures), 0
         while True:
             done, left = concurrent.futures.wait(left, _ROUND_SECONDS, concurrent.futures.FIRST_EXCEPTION)
@@ -159,8 +157,7 @@ class SaveProcesses:
     ) -> None:
         """Waits until all processes have written their bytes. Then the first process alone calls `commit`.
 
-        `futures` and `advance` are as in `wait`. Raises `CheckpointError` if fewer than `total_bytes` bytes were
-        written.
+        Raises `CheckpointError` if fewer than `total_bytes` bytes were written.
         """
         wrote_bytes = self.wait(futures, advance)
         if wrote_bytes < total_bytes:

@@ -165,7 +165,7 @@ def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
 
 
 def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
-    """A mask of the elements of `values` that a cast to `view` changed.
+    """A mask of the elements of `values` that differ from their casts, which are in `view`.
 
     It is `None` for casts between integers, for which the range of the values is checked instead.
     """

@@ -85,8 +85,8 @@ def _resolved(where: FilePlace, path: str, name: str) -> str:
 def opened(where: FilePlace, real: str) -> Iterator[int]:
     """A context with a descriptor for reading the regular file `real`, opened without following any link.
 
-    The path is opened one directory after the other, so that a link that replaces a directory is refused too. Both ends
-    of the context raise `ChangedError` if the file has changed since it was first opened.
+    The path is opened one directory after the other, so that a link that replaces a directory is refused too. On
+    entry and on exit, the context raises `ChangedError` if the file has changed since it was first opened.
     """
     descriptor = _open(where.root_of(real) or where.directory, real)
     try:
@@ -131,9 +131,10 @@ def _open(root: str, real: str) -> int:
 
 
 def require_plain_tree(where: FilePlace, real: str) -> None:
-    """Raises `CheckpointError` unless the directory `real` contains only files, directories, and links to such inside.
+    """Raises `CheckpointError` if the directory `real` contains anything but files and directories, such as a pipe.
 
-    tensorstore opens files itself: it follows every link, and waits for ever at a pipe.
+    Links must lead to files or directories in the roots of `where`. tensorstore opens files itself: it follows
+    every link, and waits for ever at a pipe.
     """
     seen, pending = {real}, [real]
     while pending:

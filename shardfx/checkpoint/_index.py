@@ -46,6 +46,7 @@ class Index:
     - `directory`: the real path of the directory.
     - `entries`: one `ArrayEntry` per array, in the checkpoint's order.
     - `metadata`: the metadata in a safetensors header.
+    - `place`: the directories in which the checkpoint's files may be, for later reads.
     """
 
     __module__ = "shardfx.checkpoint"
@@ -311,7 +312,10 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
 
 
 def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
-    """The `jax.ShapeDtypeStruct` of an array. Raises `CheckpointError` if its shape or dtype is unknown."""
+    """The `jax.ShapeDtypeStruct` of an array of the checkpoint `index`.
+
+    Raises `CheckpointError` if the array's shape or dtype is unknown.
+    """
     if entry.shape is None or entry.dtype is None:
         stored = f"dtype that JAX has (it is stored as {printable(entry.stored)})"
         what = "shape" if entry.shape is None else stored
@@ -338,7 +342,7 @@ def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
 def _nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
     """Nested dicts from pairs of a path and a value: `{"a": {"b": x}}` for `("a/b", x)`. No value may be a dict.
 
-    Raises for a path that is both a leaf and a branch, or that is too deep for a tree.
+    Raises `CheckpointError` for a path that is both a leaf and a branch (`a` beside `a/b`), or too deep for a tree.
     """
     tree: dict[str, Any] = {}
     for path, value in pairs:

@@ -56,7 +56,7 @@ class Leaves:
     **Arguments:**
 
     - `arrays`: the path and the value of each array; the value of an array of PRNG keys is its key data.
-    - `kinds`: by path, the names of the dtypes that safetensors cannot name.
+    - `kinds`: the dtype's name for the path of each array whose dtype safetensors cannot name.
     - `numbers`: the Python numbers by path.
     """
 
@@ -84,7 +84,10 @@ def plan_of_arrays(tree: object) -> ShardPlan | None:
 
 
 def leaves_to_save(tree: object, own: ShardPlan | None) -> Leaves:
-    """The arrays and Python numbers of a tree with the plan `own`. Raises for a leaf that `load` could not read."""
+    """The arrays and Python numbers of a tree. `own` is the tree's plan, if it has one.
+
+    Raises `LeafTypeError` or `CheckpointError` for a leaf that `load` could not read.
+    """
     if own is None:  # a plan says which leaves are arrays
         own = plan(tree, MeshSpec({"device": 1}), paths=PathRules([(".*", PartitionSpec())]), unused="allow")
     flat = flatten(tree)
@@ -200,7 +203,10 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
-    """The arrays that `map` makes of the arrays in `leaves`. `like` is the argument of `save`."""
+    """The arrays that `map` makes of the arrays in `leaves`.
+
+    `like` is a tree with the shapes and dtypes of the arrays to make. If it is `None`, they follow from the map.
+    """
     source = {}
     for path, value in leaves.arrays:
         keys = prng.key_named(leaves.kinds.get(path))

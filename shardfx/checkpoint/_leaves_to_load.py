@@ -1,4 +1,9 @@
-"""The leaves that a load makes, each with the stored arrays from which it is made."""
+"""The leaves that a load makes, each with the stored arrays from which it is made.
+
+A leaf may have one dtype in the plan and another one in the checkpoint. The argument `dtype` of `load` decides about
+casts: `None` allows none, `"plan"` allows casts to the plan's dtypes, and with a dtype such as bfloat16, all
+floating-point arrays are cast to it.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -54,8 +59,9 @@ def leaves_to_load(
 ) -> tuple[list[LeafToLoad], Callable[[Sequence[Any]], Any]]:
     """The leaves to load for a plan, and a function that makes the tree from their loaded arrays.
 
-    Raises one error with every leaf that cannot be read, or with every stored array that no leaf uses. The arguments
-    `plan`, `dtype`, `map` and `unread` are those of `load`.
+    `plan` is a plan, or a tree of arrays or structs with shardings. Raises one `CheckpointError` with every leaf that
+    cannot be read, or with the stored arrays that no leaf uses. With a map, raises `MapError` if the map does not fit,
+    or `CheckpointError` with the first leaf that cannot be read.
     """
     target = target_of(plan, "load")
     if map is not None:
@@ -95,7 +101,7 @@ def leaves_to_load(
 
 
 def _require_all_read(index: Index, target: Target) -> None:
-    """Raises for stored arrays that no leaf uses, such as those of a fourth layer if the plan has three."""
+    """Raises `CheckpointError` for stored arrays that no leaf uses, such as those of a layer that the plan lacks."""
     # `target.others` has the paths of the arrays that `plan.select` left out.
     read = {path for path, _ in target.arrays} | {path for _, path, _ in target.others}
     left = [path for path in index.by_path if path not in read]
@@ -108,7 +114,7 @@ def _require_all_read(index: Index, target: Target) -> None:
 
 
 def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[LeafToLoad]:
-    """The leaves of `target`, each with the stored arrays from which the map makes it. `dtype` is that of `load`."""
+    """The leaves of `target`, each with the stored arrays from which the map makes it."""
     source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
     # The dtype of a leaf is decided below, by the rules of all loading.
     leaves = {path: Struct(tuple(leaf.shape), leaf.dtype if dtype is None else None) for path, leaf in target.arrays}
@@ -122,9 +128,9 @@ def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[L
 
 
 def _numbers(index: Index, target: Target, problems: list[tuple[str, CheckpointError | None]]) -> dict[int, Any]:
-    """The Python numbers that a checkpoint has for the tree of `target`, by position among all leaves.
+    """The Python numbers that a checkpoint has for the tree of `target`. A key is a number's position among all leaves.
 
-    A number that the checkpoint lacks is added to `problems`, as its path and an error.
+    For a number that the checkpoint lacks, its path and an error are added to `problems`.
     """
     saved = from_metadata(index.metadata, index.directory)
     kept: dict[int, Any] = {}
@@ -169,7 +175,7 @@ def _leaf(
     what: str,
     made: Made | None = None,
 ) -> LeafToLoad:
-    """A leaf to load. Raises if its `planned` dtype needs a cast that `dtype`, the argument of `load`, does not allow.
+    """The leaf to load for `planned`, the plan's leaf. Raises `CheckpointError` for a cast that `dtype` does not allow.
 
     `shape` and `stored` are the shape and the dtype before the cast, and `what` is the name of the leaf in errors.
     `made` is the leaf as a map makes it; without a map, the leaf is the only array in `entries`.
@@ -205,7 +211,7 @@ def _loadable(index: Index, name: str) -> FileArray | StoreArray:
 def _is_keys(planned: object, stored: object, what: str) -> bool:
     """Whether a leaf holds PRNG keys, from its dtypes in the plan and in the checkpoint. `what` names it in errors.
 
-    Raises if only one of them is a dtype of keys, or if the keys differ: keys are never cast.
+    Raises `CheckpointError` if only one of them is a dtype of keys, or if the keys differ: keys are never cast.
     """
     kinds = [prng.is_key(planned), prng.is_key(stored)]
     if stored == planned or not any(kinds):
@@ -227,7 +233,8 @@ def _is_keys(planned: object, stored: object, what: str) -> bool:
 def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
     """The dtype in which a leaf is read, from its dtypes in the plan and in the checkpoint. `what` names it in errors.
 
-    Raises if the dtype needs a cast that `asked`, the argument `dtype` of `load`, does not allow.
+    Raises `CheckpointError` for a cast that `asked`, the argument `dtype` of `load`, does not allow, for a 64-bit
+    dtype that JAX does not hold, and for the loss of an imaginary part.
     """
     both = jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(planned, jnp.floating)
     to = jnp.dtype(asked) if asked != "plan" and asked is not None and both else planned

@@ -1,4 +1,7 @@
-"""Loading: the arrays of a plan, read in parallel and put onto devices shard by shard."""
+"""Loading: the arrays of a plan, read in parallel and put onto devices shard by shard.
+
+Gaps of fewer than `gap_bytes` bytes between the bytes that this process needs are read too.
+"""
 
 import collections
 import concurrent.futures
@@ -42,7 +45,7 @@ _TRIES = 16
 
 
 class LoadOptions(TypedDict, total=False):
-    """The keyword arguments of `load`."""
+    """The keyword arguments of `load`, whose docstring explains them."""
 
     dtype: DType
     memory_limit_bytes: int | None
@@ -93,7 +96,7 @@ def load(
 
     **Arguments:**
 
-    - `path`: a path as in `read_index`, or an Index.
+    - `path`: the path of a checkpoint, or the Index that [`shardfx.checkpoint.read_index`][] made of it.
     - `plan`: a [`shardfx.ShardPlan`][] on devices, or a tree of `jax.ShapeDtypeStruct`s with shardings, or of arrays
         whose shardings the loaded arrays get.
     - `map`: a [`shardfx.TreeMap`][] that makes the plan's leaves from the checkpoint's arrays, if these have other
@@ -105,14 +108,14 @@ def load(
         1 GiB or the largest shard, whichever is larger. On a CPU the limit has no effect, since bytes are read
         directly into the memory of the arrays.
     - `gap_bytes`: the least number of consecutive bytes that are skipped if no device of the process needs them.
-        Shorter gaps are read too. A read takes about as long as 4 KiB from the page cache, so 4096 is faster for
-        columns of short rows. On a network file system, where a read takes long, a larger number is faster.
+        Shorter gaps are read too. To start a read takes about as long as to read 4 KiB from the page cache, so 4096 is
+        faster for columns of short rows. On a network file system, where it takes longer, a larger number is faster.
     - `missing_chunks`: the treatment of missing chunks in stores of chunks. `"raise"`: an error, since the chunk was
         lost. `"fill"`: the array's fill value, as zarr defines it, for checkpoints whose writer leaves out such chunks.
     - `unread`: the treatment of the checkpoint's arrays from which no leaf is made, such as those of layers that the
         plan lacks. `"raise"`: an error that names the arrays. `"allow"`: they are left out, as are those that
         `plan.select` left out of the plan. A map states itself which arrays it drops.
-    - `root`: as in `read_index`.
+    - `root`: a further directory that symbolic links in the checkpoint may lead to.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
 
     **Returns:**
@@ -126,8 +129,8 @@ def load(
     that the checkpoint lacks or has with another shape or dtype, with the arrays from which no leaf is made, or for a
     limit below the largest shard.
 
-    Later: `CheckpointError` for a file that is truncated, missing, or changed since its header was read, and for an
-    integer that the dtype of its cast lacks.
+    Later: `CheckpointError` for a file that is truncated, missing, or changed since its header was read, and for a cast
+    from or to an integer dtype that would change a value, unless the map states the cast.
 
     !!! Example
 
@@ -171,7 +174,10 @@ def is_on_cpu(sharding: Sharding) -> bool:
 
 
 def moved(filled: np.ndarray, devices: Sequence[object], sharding: Sharding) -> list[Any]:
-    """Copies one shard from host memory to each of `devices`, and returns the single-device arrays."""
+    """Copies one shard from host memory to each of `devices`, and returns the single-device arrays.
+
+    They get the memory kind of `sharding`, the sharding of the whole array.
+    """
     kind = sharding.memory_kind
     return [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
 
@@ -216,7 +222,10 @@ class Unit(NamedTuple):
 
 
 def units_of(leaves: Sequence[LeafToLoad], asked_limit: int | None) -> tuple[list[Unit], int]:
-    """Divides leaves into units, in the order of their positions in the files, and finds the memory limit in bytes."""
+    """The units of all leaves, in the order of their positions in the files, and the memory limit in bytes.
+
+    `asked_limit` is the limit that the caller of `load` gave, if any. Raises `CheckpointError` if a shard exceeds it.
+    """
     known: dict[object, Kind] = {}
     whole = [_unit(number, leaf, known) for number, leaf in enumerate(leaves)]
     staged = [(max(unit.kind.sizes, default=0), unit.leaf.path) for unit in whole if not unit.kind.is_on_cpu]
@@ -333,7 +342,10 @@ def _read(
     missing_chunks: MissingChunks,
     progress: bool | None,
 ) -> Flight:
-    """Reads the shards of this process in parallel, and returns the finished reads."""
+    """Reads the shards of this process in parallel, and returns the finished reads.
+
+    `progress` is whether to show a progress line; `None` shows it if stderr is a terminal.
+    """
     units, limit = units_of(leaves, memory_limit_bytes)
     bar = Progress("loading", sum(unit.nbytes for unit in units), progress)
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))

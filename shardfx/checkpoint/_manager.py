@@ -35,7 +35,7 @@ class Manager:
 
     - `directory`: the directory of the run. It is created if it does not exist.
     - `keep`: the number of steps to keep; `None` for all. The oldest steps are removed when a new step is complete.
-    - `wait_seconds`: as in `save`.
+    - `wait_seconds`: seconds that the processes of a save wait for a process that has not called `save` yet.
 
     !!! Example
 
@@ -96,7 +96,7 @@ class Manager:
         **Arguments:**
 
         - `step`: the number of the step.
-        - `tree`, `plan`: as in [`shardfx.checkpoint.save`][].
+        - `tree`, `plan`: the tree to save, and its plan, for [`shardfx.checkpoint.save`][].
 
         **Raises:**
 
@@ -120,8 +120,9 @@ class Manager:
 
         **Arguments:**
 
-        - `plan`, `options`: as in [`shardfx.checkpoint.load`][].
+        - `plan`: a plan on devices, or a tree of arrays or structs with the wanted shardings, such as the last state.
         - `step`: the number of the step.
+        - `options`: keyword arguments for [`shardfx.checkpoint.load`][].
 
         **Raises:**
 

@@ -81,7 +81,7 @@ def is_number(leaf: object) -> bool:
 
 
 def to_text(numbers: Mapping[str, object]) -> str:
-    """The text that stores Python numbers, by path, in a file's metadata."""
+    """The text that stores Python numbers in a file's metadata. `numbers` has each number by its path in the state."""
     rows: dict[str, list[str]] = {}
     for path, value in numbers.items():
         text = hex(value) if type(value) is int and abs(value) >= _WIDE else repr(value)
@@ -90,7 +90,10 @@ def to_text(numbers: Mapping[str, object]) -> str:
 
 
 def from_metadata(metadata: Mapping[str, str], directory: str) -> dict[str, Any] | None:
-    """The Python numbers of a checkpoint by path; `None` if `save` did not write the checkpoint."""
+    """The Python numbers of a checkpoint by path; `None` if `save` did not write the checkpoint.
+
+    `metadata` is that of the checkpoint's files, and `directory` its directory, for errors.
+    """
     text = metadata.get(NUMBERS_KEY)
     if text is None:
         return None

@@ -56,7 +56,7 @@ class Bytes(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The read of one span of the array `entry`. `targets` has the memory of each box of the array."""
+    """The read of one span of the array `entry`. `targets` has the memory to fill for each box of the array."""
 
     entry: FileArray
     span: Span
@@ -81,9 +81,9 @@ class Files:
         return sum([read.span.nbytes for read in reads])
 
     def _in_place(self, reads: Sequence[Read], scratch: np.ndarray) -> Iterator[Bytes]:
-        """Yields the byte ranges that one system call can read into the memory of `reads`, and reads all others itself.
+        """Yields the byte ranges without gaps that can be read directly into their targets. Reads all others itself.
 
-        A range whose elements have another order or dtype in memory is read into `scratch` first, and copied.
+        A range whose elements have another order or dtype in their targets is read into `scratch` first, and copied.
         """
         for entry, span, targets in reads:
             views = [targets[part.number][part.index] for part in span.parts]
@@ -179,7 +179,10 @@ def _read(run: Sequence[Bytes]) -> None:
 
 
 def _read_runs(descriptor: int, offset: int, memory: np.ndarray, span: Span, entry: FileArray) -> None:
-    """Reads the runs of `span` into `memory`, with one system call for each. The first run begins at `offset`."""
+    """Reads the runs of `span` into `memory`, with one system call for each. The first run begins at `offset`.
+
+    `entry` is the array that is read, for errors.
+    """
     for number in range(span.runs):
         row: Any = memory[number * span.run_bytes : (number + 1) * span.run_bytes]
         # The general case takes longer than a short read.

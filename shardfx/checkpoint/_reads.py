@@ -2,6 +2,8 @@
 of their bytes from headers alone.
 
 A part of a leaf that a map scales, casts twice or fills with a constant is read as a piece, through temporary memory.
+Gaps of fewer than `gap_bytes` bytes between needed bytes of a file are read too. `processes` is the number of processes
+for a plan or sharding without devices.
 """
 
 import dataclasses
@@ -64,17 +66,12 @@ class Fetch(NamedTuple):
     places: Sequence[Destination] | None
 
     def targets(self, memory: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Views of a leaf's memory, one for each box of the stored array. `memory` has the memory of each box of the
-        leaf.
-        """
+        """A view of a leaf's memory for each box of the stored array. `memory` has one array per box of the leaf."""
         return memory if self.places is None else [box_view(memory[number], place) for number, place in self.places]
 
 
 def spans_into(entry: FileArray, fetch: Fetch, dtype: object, gap_bytes: int) -> tuple[Span, ...]:
-    """The spans of a file that fill the memory of `fetch`, whose dtype is `dtype`.
-
-    Gaps of fewer than `gap_bytes` bytes between them are read too.
-    """
+    """The spans of the stored array `entry` to read for `fetch`. Their values go to memory of dtype `dtype`."""
     in_place = dtype == entry.dtype and (fetch.places is None or all(map(_is_in_place, fetch.places)))
     return spans_of(entry.shape, entry.dtype.itemsize, tuple(fetch.boxes), in_place, gap_bytes)
 
@@ -133,7 +130,10 @@ def _parts_in(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[StridedB
 
 
 def _is_plain(piece: Piece, leaf: LeafToLoad, entries: Mapping[str, FileArray | StoreArray]) -> bool:
-    """Whether a piece writes values of the file unchanged, or cast once to the leaf's dtype."""
+    """Whether a piece writes values of the file unchanged, or cast once to the leaf's dtype.
+
+    `entries` are the stored arrays by path.
+    """
     value = piece.value
     if value.path is None or value.scale is not None or not is_only(value.casts, leaf.dtype):
         return False
@@ -151,8 +151,7 @@ def read_piece(
 ) -> int:
     """Reads a piece into temporary memory, and writes it into `memory`, which holds `box` of the leaf.
 
-    The piece's scales and casts are applied in between. Returns the number of bytes read. `gap_bytes` and
-    `missing_chunks` are those of `load`.
+    The piece's scales and casts are applied in between. Returns the number of bytes read.
     """
     entries = {entry.path: entry for entry in leaf.entries}
     read_bytes = 0
@@ -261,7 +260,10 @@ def plan_reads(
 
     **Arguments:**
 
-    - `index`, `plan`, `map`, `dtype`, `unread`, `gap_bytes`: as in `load`; the plan need not have devices.
+    - `index`: the checkpoint.
+    - `plan`: a plan, or a tree of `jax.ShapeDtypeStruct`s with shardings, with or without devices.
+    - `map`, `dtype`, `unread`, `gap_bytes`: the map, the casts, the treatment of arrays without a leaf, and the least
+        gap that is skipped; the same values as for [`shardfx.checkpoint.load`][].
     - `processes`: for a plan without devices, the number of processes, by default 1. Each gets equally many devices,
         consecutive in the mesh's order. For a plan on devices, the processes are those of its devices.
 
@@ -327,10 +329,7 @@ def _reads_of(leaf: LeafToLoad, processes: int | None, gap_bytes: int) -> Mappin
 
 
 def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None) -> dict[int, tuple[Box, ...]]:
-    """By process, the different boxes of an array that its devices hold.
-
-    `processes` is the number of processes for a sharding without devices.
-    """
+    """By process, the different boxes of an array that its devices hold."""
     is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
     count, size = processes or 1, sharding.num_devices
     if is_abstract and size % count:

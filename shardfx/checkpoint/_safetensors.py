@@ -112,7 +112,10 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
 
 
 def _array(name: str, entry: object, base: int, file: str) -> FileArray:
-    """The array of an entry of a header. `base` is the buffer's position in the file. Unknown fields are ignored."""
+    """The array `name` from `entry`, its JSON in the header of `file`. Unknown fields of the entry are ignored.
+
+    `base` is the buffer's position in the file. Raises `CheckpointError` for an invalid entry.
+    """
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
     if len(entry) > len(_FIELDS) and _depth(entry) + 1 > _MOST_NESTED:
@@ -150,9 +153,9 @@ def _depth(value: object) -> int:
 
 
 def _count(shape: list[int]) -> int:
-    """The number of elements of a shape, or the largest product of its first sizes if one exceeds 64 bits.
+    """The number of elements of a shape. If a product of its first sizes exceeds 64 bits, the largest one is returned.
 
-    For 2**62 * 4 * 0 it is 2**64, so that the check of the array's size fails.
+    For the shape [2**62, 4, 0] it is 2**64, so that the check of the array's size fails.
     """
     partial = list(it.accumulate(shape, operator.mul, initial=1))
     return max(partial) if max(partial) >= 2**64 else partial[-1]
@@ -180,7 +183,7 @@ def _short(value: object) -> str:
 
 
 def write_header(tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """The first bytes of a file, padded to a multiple of 64, and the offset of each tensor from the file's start."""
+    """The bytes of a file before its buffer, and each tensor's offset in the file. `tensors` has names and arrays."""
     content: dict[str, Any] = {METADATA: metadata} if metadata else {}
     reached, starts = 0, []
     for name, value in tensors:

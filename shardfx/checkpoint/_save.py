@@ -130,7 +130,7 @@ class SavedContent:
 
     - `leaves`: the arrays and Python numbers.
     - `lines`: a description of each array, for the processes to compare.
-    - `given`: the digests of the map, the leaves and the plan, for the processes to compare.
+    - `given`: the digests of the map, the leaves and the plan, by these names, for the processes to compare.
     - `plan`: the plan of the written arrays, if there is one.
     - `metadata`: the metadata for the headers of all files.
     """
@@ -143,7 +143,10 @@ class SavedContent:
 
 
 def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object) -> SavedContent:
-    """The content of a save. The arguments are those of `save`."""
+    """The content of a save of `tree`. With `map`, it is the arrays that the map makes of those of the tree.
+
+    `like` is a tree with the shapes and dtypes of the arrays that an inverse map makes.
+    """
     if plan is not None:
         check_type(
             "plan", plan, ShardPlan, LeafTypeError, "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan"
@@ -175,7 +178,9 @@ def write(
 ) -> bool:
     """Writes the result of `content` to `path`, together with the other processes in `holders`.
 
-    Returns whether this process is the first of them. The other arguments are those of `save`.
+    Returns whether this process is the first of them. `wait_seconds` is the time that they wait for each other at the
+    start. `overwrite` allows to replace a file. Each file of a directory has at most `file_bytes` bytes of arrays.
+    `progress` is whether to show a progress line; `None` shows it if stderr is a terminal.
     """
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
     me, client = jax.process_index(), coordination()
@@ -207,7 +212,7 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
     **Arguments:**
 
     - `path`: the path that was given to `save`.
-    - `like`: as in [`shardfx.ShardPlan.from_json`][].
+    - `like`: the planned tree. Without it, nodes other than dicts, lists and tuples, such as modules, become dicts.
 
     **Returns:**
 
@@ -264,7 +269,7 @@ def _writes(
     """Starts to write this process's shards in threads, and returns futures with the number of bytes written.
 
     The last futures flush the files. Closing `afterwards` waits for the writes that are running, and closes the files.
-    After an error, the caller first sends the error to the other processes.
+    The caller does so at the end; if there is an error, it first sends the error to the other processes.
     """
     files: dict[str, int] = {}
     for file in dict.fromkeys(tensor.file for tensor in tensors):

@@ -48,7 +48,7 @@ class Span:
 
     - `offset`: the position of the first run, in bytes from the array's first byte.
     - `run_bytes`, `runs`, `step`: the length of a run, how many there are, and the bytes from one start to the next.
-    - `strides`: the strides in bytes of the array, as its runs are stored in memory one after another.
+    - `strides`: the strides of the array's dimensions, in bytes, in memory that holds the runs one after another.
     - `parts`: the elements of each box in the span.
     - `is_direct`: whether the parts follow each other without gaps, so that they can be read without a copy.
     """
@@ -70,10 +70,11 @@ class Span:
 def spans(
     shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], *, gap_bytes: int, run_bytes: int, copy_bytes: int
 ) -> Iterator[Span]:
-    """Yields the spans for `boxes`, which are all different. Each byte is read once if the boxes share rows.
+    """Yields the spans that contain `boxes` of an array of shape `shape`. The boxes are all different.
 
-    Adjacent boxes in the same rows, such as the shards of a matrix that is sharded in columns, are read together. A
-    span has at most `run_bytes` bytes if it is read without a copy, else `copy_bytes`. A longer row is divided.
+    Boxes with the same rows, such as the shards of a matrix that is sharded in columns, are read together, and no byte
+    of these rows is read twice. A span has at most `run_bytes` bytes if it is read without a copy, else `copy_bytes`.
+    A row with more bytes than that is read in several spans.
     """
     strides = strides_of(shape, itemsize)
     wanted = [(number, box) for number, box in enumerate(boxes) if volume(box)]
@@ -88,10 +89,10 @@ def spans(
 def _groups(
     wanted: list[NumberedBox], cut: int, strides: tuple[int, ...], gap_bytes: int
 ) -> Iterator[tuple[Box, list[NumberedBox]]]:
-    """Yields groups of boxes that are read together, each with its bounding box.
+    """Yields groups of the boxes `wanted` that are read together. Each group comes after its bounding box.
 
-    The boxes of a group have equal intervals in the dimensions before `cut`, the last dimension that some box does not
-    cover whole. Along `cut` the gaps between them are shorter than `gap_bytes`.
+    `cut` is the last dimension that some box does not cover whole. The boxes of a group have equal intervals in the
+    dimensions before `cut`. Along `cut`, the gaps between them are shorter than `gap_bytes` bytes.
     """
     ordered = sorted(wanted, key=lambda numbered: numbered[1])
     for outer, rows in itertools.groupby(ordered, key=lambda numbered: numbered[1][:cut]):

@@ -24,9 +24,9 @@ Headers = Mapping[str, tuple[bytes, int, list[str]]]
 def begin(path: str, staging: str, headers: Headers, is_file: bool, overwrite: bool, plan: str | None) -> None:
     """Creates the files of a save to `path` under the name `staging`, at their full size, without the arrays' bytes.
 
-    Raises if the disk has too little space, or if `path` exists and may not be replaced; nothing is written then.
-    `overwrite` allows to replace a file. If `is_file`, the save is one file. Otherwise it is a directory, which also
-    gets the text `plan`.
+    Raises `OSError` if the disk has too little space, and `CheckpointError` if `path` exists and may not be replaced;
+    nothing is written then. `overwrite` allows to replace a file. If `is_file`, the save is one file. Otherwise it is a
+    directory, which also gets the text `plan`, if there is one.
     """
     if os.path.lexists(path) and not (is_file and overwrite and not os.path.isdir(path)):
         hint = "pass `overwrite=True` to replace it" if is_file and os.path.isfile(path) else "save to a new name"

@@ -89,8 +89,8 @@ def _entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
 def _described(path: str, file: str, key: str | None, content: Any, driver: str, where: str) -> StoreArray | None:
     """The zarr array that the JSON metadata `content` describes; `None` for the metadata of a group.
 
-    The arguments `path`, `file`, `key` and `driver` are as in `StoreArray`. `where` is the name of the metadata in
-    errors.
+    `path`, `file`, `key` and `driver` become the fields of the result with these names. `where` is the name of the
+    metadata in errors.
     """
     if driver == "zarr3" and member(content, "node_type") == "group":
         return None
@@ -129,7 +129,7 @@ def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
     """Raises `CheckpointError` for chunks that are too large, and for pipes and for links out of the checkpoint.
 
-    tensorstore does not check them. It decodes a chunk in memory as a whole, and a chunk that exceeds the memory ends
+    tensorstore checks none of this. It decodes a chunk in memory as a whole, and a chunk that exceeds the memory ends
     the process.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -153,7 +153,7 @@ def ocdbt(directory: str, key: str = "") -> dict[str, Any]:
 
 
 def unreadable(what: str, error: Exception) -> CheckpointError:
-    """The error for a file that a library could not read, with the first line of the library's own message."""
+    """The error for the file named `what`, which a library could not read. It has the first line of `error`."""
     text = (str(error) or repr(error)).splitlines()[0][:300]
     return CheckpointError(f"checkpoint {quoted(what)} cannot be read: {printable(text)}")
 
@@ -193,7 +193,7 @@ def read_into(
 
 
 def _require_bounded(ts: Any, array: Any, entry: StoreArray, boxes: Sequence[Box]) -> None:
-    """Raises if decompressing a chunk that `boxes` need would take more memory than the chunk's shape allows.
+    """Raises `CheckpointError` if a chunk that `boxes` need takes more memory, when unpacked, than its shape allows.
 
     `ts` is the tensorstore module, and `array` the array that it opened.
     """
@@ -386,9 +386,9 @@ _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
-    """Raises for a directory, with the files `names`, that Orbax wrote and that is not a tree of arrays.
+    """Raises `CheckpointError` if Orbax wrote the checkpoint's directory, and it does not contain one tree of arrays.
 
-    It may be a training step, which contains trees, or an incomplete checkpoint.
+    It may be a training step, which contains several trees, or an incomplete checkpoint. `names` are its files.
     """
     items = [name for name in names if os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA))]
     if items:

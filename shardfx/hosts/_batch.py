@@ -90,8 +90,8 @@ def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
 def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int | float | None) -> np.ndarray:
     """`array`, which this process loaded, cast to the dtype of its plan `leaf`.
 
-    Raises unless each dimension has its size in `part`, the shape of this process's part, or its size in the global
-    batch. With `pad`, rows may be missing.
+    `part` is the shape of this process's part. Raises `PlanMismatchError` for another dtype, for a `pad` that the dtype
+    lacks, and unless each dimension has its size in `part` or in the global batch. With `pad`, rows may be missing.
     """
     shape, dtype = leaf.shape, leaf.dtype
     if array.dtype != dtype and canonical_dtype(array.dtype) != dtype:
@@ -118,7 +118,7 @@ def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int 
 
 
 def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None:
-    """Raises unless all leaves have the same rows on this process: only then is one mask right for all leaves."""
+    """Raises `PlanMismatchError` unless all leaves have the same rows on this process, so that one mask fits all."""
     found: dict[object, str] = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         told = f"leaf `{leaf.path}` has shape {array.shape} here, of {leaf.shape} sharded as {leaf.spec}"

@@ -277,7 +277,10 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
 
 
 def _rows(dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_index: int) -> slice:
-    """The range of the dimension `dim`, with `size` elements sharded over `axes`, that a process's devices hold."""
+    """The range of the dimension `dim`, with `size` elements sharded over `axes`, that a process's devices hold.
+
+    Raises `SpecError` if the axes do not divide the dimension, `MeshError` if the devices hold several ranges.
+    """
     devices = math.prod(grid.axis_sizes[axis] for axis in axes)
     if size % devices:
         raise SpecError(
@@ -299,7 +302,7 @@ def _rows(dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_in
 
 
 def _axes(axes: str | Iterable[str], grid: HostGrid) -> tuple[str, ...]:
-    """The mesh axes in `axes` as a tuple; raises if the grid lacks one."""
+    """The mesh axes in `axes` as a tuple. Raises `MeshError` for unknown or repeated axes, and for a set."""
     if isinstance(axes, set | frozenset):
         raise MeshError(f"mesh axes {sorted(axes)} came in a set, which has no order; pass a tuple.")
     names = (axes,) if isinstance(axes, str) else tuple(axes)
