@@ -33,8 +33,8 @@ def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:
 
 
 def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
-    """Places one array on a mesh whose devices belong to several processes. It is a global array, or every process
-    passes the whole array.
+    """Places the array `leaf` on a mesh whose devices belong to several processes. Either `leaf` is a global array, or
+    every process passes the same whole array.
     """
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
@@ -169,7 +169,7 @@ def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Deci
     """The decision `found`, with the mesh axes of each dimension in JAX's order inside `jit`: Explicit axes before Auto
     axes.
 
-    `kinds` has the axis types. Raises `SpecError` under `strict` if the order changes.
+    `kinds` has the type of each mesh axis. Raises `SpecError` under `strict` if the order changes.
     """
     entries = []
     for dim, entry in enumerate(entries_of(found.spec)):
@@ -203,7 +203,9 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
 
 
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
-    """The spec with only the mesh axes in `axes`, which all have the axis type `kind`."""
+    """The spec without the mesh axes that are not in `axes`. All `axes` have the type `kind`. Unless it is Auto,
+    UNCONSTRAINED entries become `None`.
+    """
     parts = []
     for entry in entries_of(spec):
         if entry is UNCONSTRAINED:
@@ -232,8 +234,10 @@ _meant_for = Primitive("meant_for")
 
 
 def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
-    """Lowers the identity of `x`. Raises if the program has another number of devices than a mesh with the axes
-    `sizes`.
+    """Lowers the identity of `x`: it returns `x` itself.
+
+    `sizes` has the name and size of each axis of the mesh on which `x` is constrained. Raises `PlanMismatchError` if
+    the compiled program is for another number of devices than this mesh has.
     """
     match ctx.module_context.axis_context:
         # Without devices, as in an export, and inside `shard_map`, there is nothing to compare.

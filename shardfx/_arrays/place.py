@@ -236,9 +236,10 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
 
 
 def known_sharding(path: object, leaf: object) -> Sharding | None:
-    """The sharding of an array or ShapeDtypeStruct.
+    """The sharding of an array or ShapeDtypeStruct; `None` if it has none.
 
-    Raises for a traced array whose type has no sharding. The error names the leaf's `path`.
+    Raises `LeafTypeError`, which names the leaf's `path`, for a traced array on Auto axes: the compiler chooses its
+    sharding.
     """
     sharding = sharding_of(leaf)
     if isinstance(leaf, Tracer) and leaf.ndim and isinstance(sharding, NamedSharding):

@@ -23,7 +23,7 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
     **Arguments:**
 
     - `client`: the client that `coordination` returns.
-    - `name`: the name of the barrier, which may be used several times.
+    - `name`: the name of the barrier. Later barriers may have the same name.
     - `seconds`: the longest time that a process waits for the others.
     - `me`: the number of this process.
     - `processes`: the numbers of the processes to wait for; by default all processes of the job.
@@ -51,10 +51,12 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
 def exchanged(
     client: Any, name: str, text: str, seconds: float, me: int, processes: Sequence[int]
 ) -> tuple[dict[int, str], str]:
-    """Sends `text` to the other processes, and returns the texts of all processes, in the order of their numbers.
+    """Sends `text` to the other processes. Returns the texts of all processes by their numbers, and the late processes.
 
-    The second result is the processes that do not arrive in time, as `absent` returns it. Their texts may be missing.
-    The other arguments and the error are those of `absent`.
+    The late processes are text like "processes 1, 3", or "" if all arrive in time. Their texts may be missing. `name`
+    is the name of the exchange. `me` is the number of this process, and `processes` has the numbers of all processes
+    that take part. They wait for each other at two barriers, at most `seconds` at each. Raises `JaxRuntimeError` if the
+    coordination service fails.
     """
     if len(processes) == 1:
         return {me: text}, ""

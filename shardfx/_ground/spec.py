@@ -1,4 +1,8 @@
-"""Algebra of PartitionSpecs over plain axis sizes, without meshes, devices or arrays."""
+"""Algebra of PartitionSpecs over plain axis sizes, without meshes, devices or arrays.
+
+Along an unreduced mesh axis of a spec, devices hold partial results: the array is their sum, maximum or minimum. Along
+a reduced axis, they hold the result, and its gradient is unreduced.
+"""
 
 import functools as ft
 import math

@@ -88,9 +88,9 @@ def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _products(rows: Sequence[tuple[str, ...]], at: int) -> Iterator[Sequence[tuple[str, ...]]]:
-    """Divides `rows` of numbers into groups that have every combination of their numbers in the columns from `at` on.
+    """Divides rows of numbers into groups. Each group has every combination of its numbers in the columns from `at` on.
 
-    For example, (0, 5), (0, 6), (1, 5), (1, 6) are one group, and (0, 5), (1, 6) are two.
+    For example, (0, 5), (0, 6), (1, 5), (1, 6) are one group, and (0, 5), (1, 6) are two, if `at` is 0.
     """
     if at == len(rows[0]):
         yield rows

@@ -203,7 +203,7 @@ def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> 
 
 @ft.lru_cache(maxsize=1024)
 def _declared(cls: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """The logical names that a dataclass declares for each attribute, and the names of its stacked dimensions."""
+    """For each attribute with logical names of a dataclass: these names, and the names of its stacked dimensions."""
     if not dataclasses.is_dataclass(cls):
         return {}
     return {field.name: field.metadata[METADATA] for field in dataclasses.fields(cls) if METADATA in field.metadata}

@@ -28,8 +28,8 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
 
     - `index`: an Index from [`shardfx.checkpoint.read_index`][].
     - `mesh`: the mesh for the arrays. If it is `None`, an array's sharding is `None` unless `default` gives a Sharding.
-    - `default`: the sharding of each array. `None` replicates it. A Sharding is used as it is. A PartitionSpec is
-        corrected to the array's shape, as [`shardfx.correct`][] does, without entries beyond its rank. A function takes
+    - `default`: the sharding of each array. `None` replicates it. A Sharding is used as it is. A PartitionSpec loses
+        entries beyond the array's rank and is corrected to its shape, as [`shardfx.correct`][] does. A function takes
         a `checkpoint.ArrayEntry` and returns a Sharding, a PartitionSpec or `None`.
     - `prefix`: selects the arrays below `prefix/`, with paths relative to it. In an eformer index of version 2, it
         selects the arrays that are listed under this prefix.
@@ -71,7 +71,7 @@ def _resolved(asked: Any, array: Any, path: str, mesh: AnyMesh, is_corrected: bo
     replicates.
 
     `mesh` is for a PartitionSpec and for `None`. `is_corrected` says whether a PartitionSpec is corrected to the
-    array's shape, as by [`shardfx.correct`][].
+    array's shape, as by [`shardfx.correct`][]. Errors name the array by its `path`.
     """
     if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
         asked = asked(array)

@@ -64,7 +64,7 @@ def unboxed(tree: PyTree) -> PyTree:
 
     **Arguments:**
 
-    - `tree`: as in [`shardfx.interop.flax.names_of`][].
+    - `tree`: linen variables with Flax's boxes, from `jax.eval_shape` or with arrays, or an `nnx.State`.
 
     **Returns:**
 
@@ -97,7 +97,7 @@ def rules_of(tree: PyTree) -> AxisRules:
 
     **Arguments:**
 
-    - `tree`: as in [`shardfx.interop.flax.names_of`][].
+    - `tree`: linen variables with Flax's boxes, from `jax.eval_shape` or with arrays, or an `nnx.State`.
 
     **Returns:**
 
@@ -137,7 +137,7 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
 
     **Returns:**
 
-    AxisRules for `plan(..., axes=...)`. Mesh axes used as names come first, so that no other rule takes these axes.
+    AxisRules for `plan(..., axes=...)`. Rules that map a mesh axis to itself come first, so that no other gets it.
     `resolve(names, AxisRules.last_wins(rules), unmatched="keep")` does the same without a mesh.
 
     !!! Example

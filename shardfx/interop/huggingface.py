@@ -130,8 +130,8 @@ def rules_of(
     - `expert`: the mesh axis of expert parallelism. If it is given, the plan for experts has priority.
     - `prefix`: the `base_model_prefix` of the model's class: `"model"` for most, `"gpt_neox"` for GPT-NeoX. Paths
         without the prefix match too.
-    - `units`: by the last name of a module (`k_proj`), the number of elements that no shard may split: `head_dim`.
-        Hugging Face checks only that heads divide.
+    - `units`: from the last part of a module's name, such as `k_proj`, to the number of elements that no shard may
+        split, such as `head_dim`. Hugging Face checks only that the number of heads is divisible.
     - `rest`: the target for parameters that the plan does not name. By default they are replicated, as by Hugging Face.
 
     **Returns:**
@@ -204,6 +204,7 @@ def _expert_path(module: str, names: tuple[str, ...], prefix: str) -> str:
     """A regex for the paths of single experts in checkpoints, also under the names of Mixtral's checkpoints.
 
     `module` is the experts' module in the plan. `names` are the names of an expert's matrices, such as "gate_proj".
+    `prefix` is an optional first part of the paths, such as "model".
     """
     path = _path(module, prefix).replace("[./]mlp[./]", "[./](?:mlp|block_sparse_moe)[./]")
     return rf"^{path}[./]\d+[./](?:{'|'.join(names)})[./][^./]+$"

@@ -91,7 +91,10 @@ def partitioning_of(text: str) -> Partitioning:
 
 
 def _partitioner(bound: Bindings) -> str:
-    """The name of the partitioner class that the gin file passes to a script, or else of one with bindings."""
+    """The name of the partitioner class that the gin file passes to a script, or else of one that it gives parameters.
+
+    Raises `RuleError` if there is none, or if it is not one of T5X's.
+    """
     given = [value for name, value in bound.items() if name.endswith(".partitioner")]
     owners = [name.partition(".")[0] for name in bound if name.partition(".")[0].endswith("Partitioner")]
     named = [found[1] for value in given[-1:] if (found := re.fullmatch(r"@(?:[\w.]+\.)?(\w+)\(\)", value))]

@@ -56,7 +56,7 @@ def mesh_of(target: str, mesh: MeshSpec) -> Mesh:
 
     **Arguments:**
 
-    - `target`: the topology of one slice, as in `devices_of`.
+    - `target`: the topology of one slice, such as `"v5p:8x8x8"` or `"v5e-8"`.
     - `mesh`: the axes of the mesh; one size may be -1. The number of slices follows from its `dcn`.
 
     **Returns:**
@@ -65,7 +65,8 @@ def mesh_of(target: str, mesh: MeshSpec) -> Mesh:
 
     **Raises:**
 
-    The errors of `devices_of` and [`shardfx.MeshSpec.build`][].
+    `MeshError` for a slice that does not exist or that libtpu does not know, if the wheel is not installed, or if the
+    mesh would not use every device.
 
     !!! Example
 

@@ -36,7 +36,11 @@ _ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")
 
 
 def rows_for_rules(family: str, form: Form) -> Rows:
-    """Returns the rows of all arrays that models of a family may have, and of arrays that only checkpoints have."""
+    """Returns the rows of all arrays that models of a family may have, and of arrays that only checkpoints have.
+
+    `form` has the options that decide about biases, such as `qkv_bias`. Norms and other arrays that depend on an option
+    are always included.
+    """
     every = {**form, "qk_norm": True, "four_norms": True, "tied": False, "dense_layers": 1, "score_bias": True}
     rows = {path: entry for lora in (0, 1) for path, entry in rows_of(family, {**every, "q_lora": lora}).items()}
     rows |= vision_rows_of(family) | further_rows_of(family)
@@ -51,7 +55,7 @@ def rules_of(
 ) -> Rules:
     """Returns path rules for the rows of a family, with one rule for all rows that are sharded alike.
 
-    - `sizes`: the sizes of the inner axes of a dimension such as `(heads dim)`. No shard may split the inner axes.
+    - `sizes`: the sizes of inner axes, such as `dim` in the dimension `(heads dim)`. No shard may split an inner axis.
     - `fsdp`, `tensor`, `expert`: the mesh axes. Stacked experts are sharded over `expert` along their first dimension.
     - `others`: paths that no rule may match.
     """

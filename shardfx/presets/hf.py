@@ -42,7 +42,7 @@ def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
 
 def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for Mistral's dense models; arguments as for `llama`.
+    """Returns rules for Mistral's dense models. `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     !!! Example
 
@@ -61,7 +61,7 @@ def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
 
 
 def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for Mixtral 8x7B and 8x22B; arguments as for `llama`.
+    """Returns rules for Mixtral 8x7B and 8x22B. `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     !!! Example
 
@@ -80,7 +80,9 @@ def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
 
 
 def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for Qwen2 and Qwen2.5, whose query, key and value have biases; arguments as for `llama`.
+    """Returns rules for Qwen2 and Qwen2.5, whose query, key and value have biases.
+
+    `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     !!! Example
 
@@ -99,7 +101,7 @@ def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
 
 def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for the dense Qwen3 models; arguments as for `llama`.
+    """Returns rules for the dense Qwen3 models. `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     !!! Example
 
@@ -118,7 +120,9 @@ def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
 
 def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for the Qwen3 models with a mixture of experts; arguments as for `llama`.
+    """Returns rules for the Qwen3 models with a mixture of experts.
+
+    `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     !!! Example
 
@@ -137,7 +141,9 @@ def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tenso
 
 
 def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for the text models of Gemma, Gemma 2 and Gemma 3; arguments as for `llama`.
+    """Returns rules for the text models of Gemma, Gemma 2 and Gemma 3.
+
+    `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     Gemma 2 27B and Gemma 3 27B have heads of 128.
 
@@ -158,7 +164,7 @@ def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
 
 def starcoder2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for StarCoder2; arguments as for `llama`.
+    """Returns rules for StarCoder2. `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     !!! Example
 
@@ -189,8 +195,9 @@ def deepseek_v3(
 
     **Arguments:**
 
-    - `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`: the elements of a head: of its query and key without and
-        with rotary positions, and of its value, as in the model's config.json.
+    - `qk_nope_head_dim`, `qk_rope_head_dim`: the number of elements of a head's query or key without rotary positions,
+        and the number of those with them, as in the model's config.json.
+    - `v_head_dim`: the number of elements of a head's value.
     - `fsdp`, `tensor`: the mesh axes to use.
 
     **Returns:**
@@ -215,7 +222,9 @@ def deepseek_v3(
 
 
 def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for GPT-2, whose Conv1D weights are `[in, out]`; arguments as for `llama`.
+    """Returns rules for GPT-2, whose Conv1D weights are `[in, out]`.
+
+    `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     `c_attn` holds query, key and value, concatenated. It is sharded between heads, but a shard does not hold the query,
     key and value of the same heads. For that, split `c_attn` into three arrays.
@@ -237,8 +246,9 @@ def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
 
 
 def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for BERT and for sentence encoders with the same names, such as MiniLM (heads of 32); arguments as
-    for `llama`.
+    """Returns rules for BERT and for sentence encoders with the same names, such as MiniLM (heads of 32).
+
+    `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     !!! Example
 
@@ -257,7 +267,7 @@ def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
 
 
 def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for T5 and T5 v1.1; arguments as for `llama`.
+    """Returns rules for T5 and T5 v1.1. `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     !!! Example
 

@@ -15,7 +15,7 @@ class Layout:
 
     **Arguments:**
 
-    - `axes`: one entry per dimension, as [`shardfx.resolve`][] takes them.
+    - `axes`: for each dimension a logical name, a tuple of logical names, or `None`.
     - `mode_dim`: the dimension that [`shardfx.presets.infer_mode`][] reads; `None` if the mode is always "train".
 
     !!! Example

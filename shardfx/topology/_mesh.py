@@ -114,7 +114,7 @@ class MeshSpec(eqx.Module):
         **Arguments:**
 
         - `text`: `name=size` pairs joined by commas, the slowest axis first. `data=8(dcn=2)` spans two slices.
-        - `axis_types`: as in `MeshSpec(...)`.
+        - `axis_types`: one `AxisType` for all axes, or a mapping by axis name; axes that are not in it are Auto.
 
         **Returns:**
 
@@ -333,7 +333,7 @@ class MeshSpec(eqx.Module):
 
         **Raises:**
 
-        The errors of [`shardfx.MeshSpec.order`][].
+        `MeshError` if the mesh would not use every device, or if it needs slices that do not exist.
 
         !!! Example
 
@@ -365,7 +365,7 @@ class MeshSpec(eqx.Module):
 
         **Returns:**
 
-        A MeshSpec in which a dimension has the same shards over all the `parts`, in order, as over `axis` before.
+        A MeshSpec. A dimension sharded over all the `parts`, in order, has the same shards as over `axis` before.
 
         **Raises:**
 

@@ -31,9 +31,9 @@ class DeviceOrder:
     **Arguments:**
 
     - `devices`: an array of the mesh's shape that holds every device once.
-    - `method`: `"mesh_utils"` (JAX's order), `"mesh_utils, physical axes split"`, `"torus"`
-        ([`shardfx.topology.torus_order`][]) or `"as given"`. It begins with `"hybrid: "` if the mesh spans several
-        slices.
+    - `method`: `"mesh_utils"` (JAX's order), `"mesh_utils, physical axes split"` (JAX's order if mesh axes must split
+        a dimension of the torus), `"torus"` ([`shardfx.topology.torus_order`][]) or `"as given"`. It begins with
+        `"hybrid: "` if the mesh spans several slices.
     - `reasons`: why the order is not JAX's own, or how it was changed; empty for JAX's own order.
     - `mean_hops`: for each mesh axis, the mean number of links between neighbours within a slice; `None` for devices
         without coordinates.
@@ -73,8 +73,8 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
 
     **Raises:**
 
-    `MeshError` if the product of the sizes is not the number of devices, or that of `dcn_sizes` not the number of
-    slices.
+    `MeshError` if the product of the sizes is not the number of devices, or if the product of `dcn_sizes` is not the
+    number of slices.
 
     !!! Example
 
@@ -221,7 +221,8 @@ def _walk(line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]) 
     positions do not fill a box of the torus.
 
     The box may be strided, such as the x coordinates 0, 2 and 4; a hop is then such a step. `line` has the coordinates
-    of the devices along one mesh axis, `extents` the sizes of the torus. `closed` is as in `ring_path`.
+    of the devices along one mesh axis. For each dimension of the torus, `extents` has its size, and `closed` says
+    whether links join its ends.
     """
     columns = [np.unique(line[:, dim], return_inverse=True) for dim in range(line.shape[1])]
     box = tuple(len(values) for values, _ in columns)
@@ -309,7 +310,8 @@ def positions(devices: Devices) -> Int[np.ndarray, "..."]:
 
     **Returns:**
 
-    An integer array of shape `bounds(devices)`. Entry `[x, y, z, core]` is the index of the device at that position.
+    An integer array of shape `bounds(devices)`. On TPUs, entry `[x, y, z, core]` is the index of the device at that
+    position, counted from the box's corner. Without coordinates, entry `[i, j]` is that of device `j` of process `i`.
 
     **Raises:**
 

@@ -31,7 +31,7 @@ def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]
     one rule applies. Among the boxes whose sizes divide `bounds`, the rule prefers, in this order:
 
     1. the most cores of a chip (the last dimension);
-    2. the most devices in dimensions that the box spans wholly, since a link closes a whole ring;
+    2. the most devices in dimensions that the box spans wholly, since links close such a dimension into a ring;
     3. the most such dimensions, since a torus has more links than a ring of the same size;
     4. the smallest sum of sizes, since the devices of a compact box can form a ring of neighbours, unlike an open line;
     5. the larger size in the earlier dimension.
@@ -82,9 +82,9 @@ def submesh_order(
     """The device order of T5X's data x model mesh. Each row is one copy of the model, in a box of shape `submesh`.
 
     With host tiling, the devices of a host are a contiguous part of the mesh, so that a host loads one range of rows.
-    Without host tiling, rows follow the hardware. As in T5X, a box that is a whole line along X, or a whole plane of Z
-    and X, has no host tiling. Z then varies slower than Y for the line, and slower than X for the plane. The same holds
-    with X and Y exchanged.
+    Without it, the boxes are in the order of their coordinates: the last dimension varies fastest. As in T5X, there is
+    no host tiling if the box is a whole line along X or a whole plane of Z and X. Then Z varies slower than Y for the
+    line, and slower than X for the plane. The same holds with X and Y exchanged.
 
     **Arguments:**
 
@@ -174,8 +174,9 @@ def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tup
 
 
 def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The box in T5X's table for `partitions` devices of this kind; `None` if there is none. It may not fit the
-    hardware, whose extents are `bounds`.
+    """The box in T5X's table for `partitions` devices of this kind; `None` if there is none.
+
+    Of several boxes, it is the first within the hardware's extents `bounds`, else the last, which may not fit.
     """
     table = _TABLES.get(kind, {})
     if len(bounds) != 4 or partitions not in table or (table is _V4 and bounds[3] != 1):

@@ -51,13 +51,14 @@ def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[n
 
     **Arguments:**
 
-    - `box`: the box.
+    - `box`: the size of the box in each dimension.
     - `closed`: for each dimension, whether links join its ends; none are joined by default.
 
     **Returns:**
 
-    The positions in the order of the walk; successive positions differ by one in one dimension. If a dimension has an
-    even size, and is a ring or not the only one above 1, the last position is a neighbour of the first.
+    The positions in the order of the walk; successive positions differ by one in one dimension. The last position is a
+    neighbour of the first if some dimension has an even size, and either links join its ends or another dimension is
+    above 1.
 
     !!! Example
 
@@ -87,8 +88,8 @@ def torus_order(
 ) -> Int[np.ndarray, "..."]:
     """The positions of a torus in the order of a mesh. If possible, neighbours on every mesh axis are one hop apart.
 
-    From the last axis, which is assumed to communicate most, to the first, each axis takes the box of the remaining
-    positions that the rule of [`shardfx.topology.default_submesh`][] prefers.
+    The last axis, which is assumed to communicate most, is the first to choose a box of positions. Then each axis
+    before it chooses among the remaining positions, all by the rule of [`shardfx.topology.default_submesh`][].
 
     **Arguments:**
 
@@ -99,6 +100,10 @@ def torus_order(
     **Returns:**
 
     An integer array of coordinates, of shape `(*sizes, len(bounds))`.
+
+    **Raises:**
+
+    `MeshError` if the products of `bounds` and of `sizes` differ.
 
     !!! Example
 
@@ -190,10 +195,11 @@ def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tupl
 
 
 def preferred(candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The box in `candidates` that the rule of `default_submesh` prefers on hardware of extents `bounds`.
+    """The box in `candidates` with the best links on hardware of extents `bounds`, by the rule of `default_submesh`.
 
-    `stride` is the number of hops between neighbours along each dimension. After the first item of the rule, the box
-    with the fewest devices along dimensions with strides above 1 is preferred.
+    The rule prefers the most cores of a chip, then the most devices in dimensions that the box spans wholly, then
+    compact boxes. `stride` is the number of hops between neighbours along each dimension. Of boxes with equally many
+    cores, those with the fewest devices along dimensions with strides above 1 come first.
     """
 
     def rank(box: tuple[int, ...]) -> tuple:

@@ -1,6 +1,7 @@
 """Makes the rules of a map from one layout to another by comparing the names of their axes.
 
-The rule for an array of the target is an expression (`From`) of arrays of the source.
+The rule for an array of the target is an expression (`From`) of those arrays of the source that hold the same kind of
+weight, such as "query".
 """
 
 import dataclasses
@@ -92,8 +93,8 @@ def _check_kinds(kinds: Mapping[str, list[Weight]], wanted: Sequence[str], drop:
 
 
 def _made(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> From:
-    """Returns the expression for the array `want` of the target. `sources` are the arrays with its kind in the
-    source.
+    """Returns the expression for the array `want` of the target. `sources` are the source's arrays that hold the same
+    kind of weight.
     """
     if len(sources) == 1 and sources[0].range is None:
         return _converted(sources[0], want, sizes)
@@ -128,11 +129,11 @@ def _made(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> From:
 
 
 def _concatenated(parts: Sequence[tuple[Range, From]], dim: int, want: Weight) -> From:
-    """Returns the expression that joins parts of an axis along dimension `dim`. The ranges `[:3]` and `[3:]` are
-    concatenated; `[0::2]` and `[1::2]` are interleaved.
+    """Returns the expression that joins arrays along dimension `dim`, each of which has a range of one axis. The ranges
+    `[:3]` and `[3:]` are concatenated; `[0::2]` and `[1::2]` are interleaved.
 
-    `parts` has for each array of the source its range of the axis and its expression. `want` is the array of the
-    target, whose name is in the errors.
+    `parts` has the range and the expression of each array. Raises `MapError`, which names the array `want` of the
+    target, if a range is missing between interleaved ones.
     """
     groups: dict[tuple[int, int | None, int], list[tuple[int, From]]] = {}
     for span, made in sorted(parts, key=lambda part: part[0].start):
@@ -223,11 +224,11 @@ def _converted(source: Weight, want: Weight, sizes: Sizes) -> From:
 
 
 def _unshared_axes(source: Weight, want: Weight, here: Axes, single: Range | None) -> tuple[list[str], list[str]]:
-    """Returns the axes that only the target has, along which entries are repeated, and the axes that only the source
-    has.
+    """Returns the axes that only the array `want` has, along which entries are repeated, and the axes that only the
+    array `source` has.
 
-    `here` are the axes of the source's array, including those in its path. `single` is the range of an axis if the
-    target has only one entry of the axis.
+    `here` are the axes of `source` and of its path. If `want` has only one entry of an axis, `single` is that entry's
+    range, and the axis is in neither result. Raises `MapError` if both arrays have axes that the other lacks.
     """
     there = (*want.axes, *want.in_path)
     more = [axis for axis in want.axes if axis not in here]

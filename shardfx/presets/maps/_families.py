@@ -2,7 +2,8 @@
 
 `families.txt` in this folder has the rows, with torch's dimensions, `[out, in]`. The functions here combine them and
 add the paths of the layers. Shapes, rules and maps are all made from these rows. In a path, names in braces stand for
-the numbers of layers and experts.
+the numbers of layers and experts. In the function of a family, such as `_gpt_oss`, `at` is the prefix of the paths,
+`head` is the path of the output weights without `.weight`, and `form` has the options of the model.
 """
 
 import importlib.resources
@@ -99,8 +100,6 @@ def _routed(at: str) -> Rows:
 def _causal(at: str, head: str, form: Form, layer: Rows) -> Rows:
     """Returns the rows of a decoder: embedding, norms, the rows `layer` of its layers, and the output weights unless
     they are tied to the embedding.
-
-    `at` is the prefix of the paths, and `head` the path of the output weights without `.weight`.
     """
     norms = _rows(f"{at}layers.{{layers}}.", _PARTS["four_norms"] if form.get("four_norms") else _PARTS["norms"])
     last = _rows(at, "norm  norm: embed")

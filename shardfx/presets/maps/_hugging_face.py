@@ -128,8 +128,8 @@ def _form(config: Config) -> Form:
 
 
 def _rest(config: Config, prefix: str) -> tuple[str, ...]:
-    """Returns the paths of arrays that a checkpoint may have besides the weights of its text model, whose paths begin
-    with `prefix`.
+    """Returns the paths of arrays that a checkpoint may have besides the weights of its text model, such as causal
+    masks. The paths of the text model begin with `prefix`.
     """
     at, kind = f"{prefix}layers.", config["model_type"]
     if kind == "gpt2":

@@ -47,7 +47,7 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
     **Arguments:**
 
-    - `config`: the model's config, as for [`shardfx.presets.maps.hugging_face`][].
+    - `config`: the content of the model's `config.json` from Hugging Face.
     - `prefix`: a prefix of every path.
     - `interleaved_rope`: whether the two elements that a rotary embedding rotates are neighbours, as in MaxText for
         Llama 3.1 and later, instead of half a head apart. `None` means `True` exactly if the config has Llama 3's rope
@@ -105,8 +105,10 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
 
 def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
-    """Yields each kind of weight with the stack of layers that one scan of MaxText runs, and the suffix of the scanned
-    block's name. For Gemma 2's layers with sliding-window attention, the suffix is "_local".
+    """Yields a `LayerStack` for each array of MaxText: one kind of weight in the layers that are scanned together.
+
+    The second result is the suffix of the block's name in the path: "_local" for Gemma 2's layers with sliding-window
+    attention, "_global" for its other layers, and "" otherwise.
     """
     family = config["model_type"]
     for stack in stacks_of(config):
@@ -128,7 +130,7 @@ def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
 
 def _as_stored(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> Entry:
     """Returns the entry of a weight in MaxText's layout: `text`, such as `"norm: embed"`, or a `Counted` if MaxText
-    stores the weight multiplied or with a number added.
+    stores the weight multiplied or with a number added. The factor follows from `sizes`, the sizes of the axes.
     """
     if kind == "query" and family in _DIVIDED:
         return Counted(text, times=_size(sizes, "dim", "head_dim") ** -0.5)

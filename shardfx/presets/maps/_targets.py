@@ -12,8 +12,9 @@ from ._layout import TreeLayout
 
 
 class LayerStack(NamedTuple):
-    """The array with one kind of weight, such as "query", of a stack of layers.
+    """The array that holds one kind of weight of a stack of layers.
 
+    - `kind`: the kind of weight, such as "query".
     - `layers`: the name of the stack, such as "dense_layers"; empty for a weight outside of layers.
     - `axis`: the axis of the layers, such as `layers[:3]`; empty for a weight outside of layers.
     """
@@ -47,7 +48,7 @@ def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
 
     **Arguments:**
 
-    - `config`: the model's config, as for [`shardfx.presets.maps.hugging_face`][].
+    - `config`: the content of the model's `config.json` from Hugging Face.
     - `prefix`: a prefix of every path.
 
     **Returns:**
@@ -56,7 +57,7 @@ def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
 
     **Raises:**
 
-    The `MapError`s of `hugging_face`.
+    `MapError` for a `model_type` without a table, or for a missing number in the config.
 
     !!! Example
 
@@ -91,7 +92,7 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
 
     **Arguments:**
 
-    - `config`: the model's config, as for [`shardfx.presets.maps.hugging_face`][].
+    - `config`: the content of the model's `config.json` from Hugging Face.
     - `shards`: the number of devices over which the engine shards a matrix (its tensor parallel size).
 
     **Returns:**

@@ -243,7 +243,7 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
 
 
 def _shape(places: Sequence[Weight], dim: int, sizes: Sizes) -> tuple[int, ...]:
-    """Returns the shape of an array of one kind of weight, or of several kinds concatenated along dimension `dim`."""
+    """Returns the shape of the array that holds the weights `places`, which are concatenated along dimension `dim`."""
     shapes = [[math.prod(_size(axis, place, sizes) for axis in group) for group in place.dims] for place in places]
     whole = [sum(shape[dim] for shape in shapes) if at == dim else size for at, size in enumerate(shapes[0])]
     return tuple(whole)
