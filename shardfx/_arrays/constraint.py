@@ -185,7 +185,11 @@ def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Deci
 
 
 def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
-    """The mesh in the type of `x`. If the type has none, the mesh of the plan."""
+    """The mesh on which `x` is constrained: its own, or the plan's mesh if `x` has none.
+
+    Outside `jit`, the plan's mesh is used if it has devices. Inside, raises `PlanMismatchError` if the names or sizes
+    of the axes of the two meshes differ.
+    """
     planned = plan.content.any_mesh
     sharding = sharding_of(x)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:

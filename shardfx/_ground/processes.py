@@ -53,10 +53,10 @@ def exchanged(
 ) -> tuple[dict[int, str], str]:
     """Sends `text` to the other processes. Returns the texts of all processes by their numbers, and the late processes.
 
-    The late processes are text like "processes 1, 3", or "" if all arrive in time. Their texts may be missing. `name`
-    is the name of the exchange. `me` is the number of this process, and `processes` has the numbers of all processes
-    that take part. They wait for each other at two barriers, at most `seconds` at each. Raises `JaxRuntimeError` if the
-    coordination service fails.
+    The late processes are text like "processes 1, 3", or "" if all arrive in time. Their texts may be missing. `client`
+    is the result of `coordination`, and `name` the name of the exchange. `me` is the number of this process, and
+    `processes` has the numbers of all processes that take part. They wait for each other at two barriers, at most
+    `seconds` at each. Raises `JaxRuntimeError` if the coordination service fails.
     """
     if len(processes) == 1:
         return {me: text}, ""

@@ -14,8 +14,7 @@ class MeshAndRules(NamedTuple):
     **Arguments:**
 
     - `mesh_axes`: the names of the mesh axes, in order.
-    - `rules`: the rules. MaxText ignores mesh axes that the mesh lacks, so the rules declare all mesh axes that they
-        name.
+    - `rules`: the rules. As in MaxText, mesh axes that they name and that the mesh lacks are ignored.
     """
 
     mesh_axes: tuple[str, ...]

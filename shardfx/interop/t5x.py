@@ -16,7 +16,7 @@ class Partitioning(NamedTuple):
 
     - `rules`: the logical axis rules of the file, or else the standard rules of its partitioner.
     - `num_partitions`: the size of the mesh axis "model".
-    - `model_parallel_submesh`: the devices along "model" as four sizes in the TPU's topology.
+    - `model_parallel_submesh`: the box of devices along "model": its sizes (x, y, z, cores) in the TPU's topology.
     - `num_experts`: for a mixture of experts, the largest size of the mesh axis "expert".
     """
 
@@ -159,7 +159,8 @@ def _literal(bound: Bindings, name: str, default: object, *, open_is_none: bool 
     """The constant that the gin file binds a name to, directly or through a macro (`%NAME`); `default` for a name
     without a value.
 
-    A macro without a value raises an error; with `open_is_none`, the name then gets `default` too.
+    Raises `RuleError` for a value that is no constant, such as a macro without a value. With `open_is_none`, the result
+    for such a macro is `default`.
     """
     value = bound.get(name)
     while value is not None and value[:1] == "%" and (value[1:] in bound or open_is_none):

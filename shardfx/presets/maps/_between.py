@@ -59,7 +59,7 @@ def between(
     """Returns the rules of a map, by the paths of the target.
 
     `places` are the arrays of the source, and `target` has the paths and entries of the target. `drop` has the kinds of
-    weights of the source that the target lacks.
+    weights of the source that the target lacks. Raises `MapError` if the kinds of weights differ otherwise.
     """
     kinds = together(places, lambda place: place.kind)
     rows = {path: weights_of(path, entry) for path, entry in target}
