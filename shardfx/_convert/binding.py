@@ -193,8 +193,9 @@ def _counted(
 ) -> Iterator[dict[str, Any]]:
     """Yields `binding` extended by values of the placeholders `names`, which occur only in `at` operations.
 
-    The operation `at("i")` selects entry i of a dimension, so there is one result for each entry. For the target
-    `w/{i}` made by `From("w").at("i")`, where `w` has shape (2, 8): i = 0 and i = 1.
+    The operation `at("i")` selects entry i of a dimension, so there is one result for each entry. `text` is the path of
+    the target, and `rule` the expression that makes it. For `w/{i}` made by `From("w").at("i")`, where `w` has shape
+    (2, 8): i = 0 and i = 1.
     """
     if not names:
         yield binding

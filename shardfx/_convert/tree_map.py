@@ -225,8 +225,8 @@ def _step_of(data: Any) -> Rules:
 def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Mapping[str, Made]:
     """The leaves that a map makes, from the shapes and dtypes of both trees by path, in the target's order.
 
-    Without a target, its leaves are inferred from the source. Raises `MapError` with all leaves that no rule or two
-    rules make, and with all leaves of the wrong shape.
+    Without a target, its leaves are inferred from the source. Raises `MapError` with all leaves that have no
+    rule or several rules, and with all leaves of the wrong shape.
     """
     return bound_steps(map.steps, source, target)
 
