@@ -52,7 +52,7 @@ class Draft(NamedTuple):
     errors: list[tuple[str, Any]]
 
     def arrays(self, chosen: Container[int]) -> Iterator[tuple[str, int, Row]]:
-        """Yields the path, the index in `rows` and the plan of each array whose index is in `chosen`."""
+        """Yields the path, the index in `rows` and the plan of each array whose index in `rows` is in `chosen`."""
         return ((path, i, self.rows[i]) for i, path in zip(self.numbers, self.flat.paths, strict=True) if i in chosen)
 
 
@@ -60,14 +60,14 @@ _SHOWN = 40
 
 
 def _refuse(error: type[Exception], head: str, lines: Sequence[str], cause: Exception | None = None) -> None:
-    """Raises `error` with `head` and the first 40 of `lines`, the mistakes, if there are any."""
+    """Raises `error` unless `lines`, one for each mistake, is empty. The message is `head` and the first 40 lines."""
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise error("\n".join([head, *lines[:_SHOWN], *more])) from cause
 
 
 def raise_errors(errors: list[tuple[str, Any]]) -> None:
-    """Raises one error for all leaves that cannot be planned, from pairs of a leaf's path and its error."""
+    """Raises one error that lists `errors`, pairs of a leaf's path and its error. It has the type of the first."""
     if errors:
         head = f"{plural(len(errors), 'leaf', 'leaves, or groups of alike ones,')} cannot be planned:"
         # Where a rule is a user's function, the cause is the exception that the function raised.
@@ -76,8 +76,9 @@ def raise_errors(errors: list[tuple[str, Any]]) -> None:
 
 
 def raise_empty(tree: object, flat: Flat, paths: object) -> None:
-    """Raises if a tree has no arrays, such as a class or a function passed instead of a model. An empty container is
-    accepted if `paths` is `None`: its plan then serves only to shard activations.
+    """Raises `LeafTypeError` if a tree has no arrays, such as a class or a function passed instead of a model.
+
+    An empty container is accepted if `paths`, the path rules, is `None`: its plan serves to shard activations only.
     """
     if not any(flat.is_array) and (flat.leaves or tree is None or paths is not None):
         first = f", and its leaf `{flat.paths[0]}` is of type {type(flat.leaves[0]).__name__}" if flat.leaves else ""
@@ -89,7 +90,7 @@ def raise_empty(tree: object, flat: Flat, paths: object) -> None:
 
 
 def raise_repeated(flat: Flat) -> None:
-    """Raises if two arrays have one path, because a rule could not distinguish them."""
+    """Raises `RuleError` if two arrays have one path, because a rule could not distinguish them."""
     if len(set(flat.paths)) == len(flat.paths):
         return
     counts = collections.Counter(path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped)
@@ -108,7 +109,9 @@ def uncovered(draft: Draft) -> list[tuple[str, Row]]:
 
 
 def raise_unmatched(draft: Draft) -> None:
-    """Raises if there are arrays that no rule covers. The message has the rule with the most similar regex for each."""
+    """Raises `UnmatchedError` if no rule covers some arrays. For each of these, the message has the path rule whose
+    regex is most similar to the path.
+    """
     found, patterns = uncovered(draft), [pattern for pattern, _ in draft.paths.rules]
     if not found:
         return
@@ -135,13 +138,13 @@ def unknown_units(axes: AxisRules) -> tuple[str, ...]:
 
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
-    """Returns the logical names without a rule that each plan in `rows` has, by the index of the plan."""
+    """Returns the index of each plan in `rows` that has logical names without a rule in `axes`, with these names."""
     by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
     return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
 
 
 def raise_unknown(draft: Draft) -> None:
-    """Raises if an array, or `units` of the rules, has a logical name without a rule in any mode."""
+    """Raises `UnmatchedError` if an array, or `units` of the axis rules, has a logical name that no rule is about."""
     axes = draft.axes
     if axes is None:
         return
@@ -161,8 +164,8 @@ def raise_unknown(draft: Draft) -> None:
 
 
 def absent_axes(draft: Draft) -> dict[str, str]:
-    """Returns the mesh axes that rules name and the mesh lacks, each with the first rule or leaf that uses the axis.
-    Axes that the rules declare with `axes=` are left out.
+    """Returns the mesh axes that rules name and the mesh lacks, each with a text that names the first rule or leaf that
+    uses the axis. Axes that the rules declare with `axes=` are left out.
     """
     pairs = () if draft.axes is None else axes_in(draft.axes)
     wrong = {axis: f"the rule of {name!r}" for name, axis in reversed(pairs) if axis not in draft.mesh.axis_names}
@@ -175,7 +178,7 @@ def absent_axes(draft: Draft) -> dict[str, str]:
 
 
 def raise_absent(draft: Draft) -> None:
-    """Raises if rules name a mesh axis that the mesh lacks and that they do not declare with `axes=`."""
+    """Raises `RuleError` if rules name a mesh axis that the mesh lacks and that they do not declare with `axes=`."""
     wrong, mesh = absent_axes(draft), draft.mesh
     lines = [f"  {user} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, user in wrong.items()]
     head = (
@@ -187,8 +190,9 @@ def raise_absent(draft: Draft) -> None:
 
 
 def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None) -> dict[str, None]:
-    """Returns the mesh axes that the path rules `rules`, the axis rules `axes`, or the requests in `rows` name. The
-    requests show the results of rules that are callables.
+    """Returns the mesh axes that path rules, axis rules, or the specs requested in `rows` name, as keys.
+
+    `rules` has pairs of a regex and its target. If a target is a function, only the requested specs show its axes.
     """
     targets = [*(target for _, target in rules), *(row.requested for row in rows)]
     used = [axis for target in targets for axis in axes_of_target(target)]
@@ -196,8 +200,10 @@ def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None)
 
 
 def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:
-    """Returns the mesh axes that are probably misspelled, each with the similar name that the rules use. For example, a
-    mesh has the axis `tensr`, which no rule declares or uses, and lacks `tensor`, which a rule uses.
+    """Returns the mesh axes that are probably misspelled, each with the similar name that is probably meant.
+
+    `declared` and `used` are the axes that the rules declare with `axes=` and that they use. For example, the mesh has
+    the axis `tensr`, which is in neither, and lacks `tensor`, which is in `used`: the result is {"tensr": "tensor"}.
     """
     known = {*declared, *used}
     lacking = sorted(known.difference(mesh.axis_names))
@@ -206,7 +212,7 @@ def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]
 
 
 def raise_misspelled(draft: Draft) -> None:
-    """Raises if the name of a mesh axis is probably a misspelling of an axis that the rules use."""
+    """Raises `RuleError` if the name of a mesh axis is probably a misspelling of an axis that the rules use."""
     if not draft.declared and draft.axes is None:
         return
     mesh, used = draft.mesh, axes_used(draft.rows, draft.paths.rules, draft.axes)
@@ -223,7 +229,7 @@ class Unused(NamedTuple):
     """A path rule that shards no array, because no path matches it or because other rules come first.
 
     `number` is the rule's index. If the regex matches no path, `nearest` is the most similar path. Otherwise `arrays`
-    are the paths that it matches, and `deciders` the rules that shard these arrays.
+    are the paths that it matches, and `deciders` has a text for each of the rules that shard these arrays.
     """
 
     number: int
@@ -252,13 +258,13 @@ def unused_rules(
     decided: Sequence[Any] | None = None,
     by: str = "",
 ) -> Iterator[Unused]:
-    """Yields the path rules that shard no array; `used` holds the indices of the others.
+    """Yields the path rules that shard no array. The keys of `used` are the indices of the other rules.
 
-    Two kinds of rules are no mistake and are left out: a last rule that matches all paths, and a rule that matches only
-    leaves that are not arrays. If the tree has no leaves, as the state of plain SGD, all rules are left out.
+    Rules that are no mistake are left out: an `optional` rule, a last rule that matches all paths, and a rule that
+    matches only leaves that are not arrays. If the tree has no leaves, as the state of plain SGD, all are left out.
 
-    Path rules do not apply to a leaf whose entry in `decided` is not `None`, such as a leaf with logical names. `by` is
-    the phrase for such entries in messages.
+    `decided` has one entry per leaf, such as its logical names. Path rules do not apply to a leaf whose entry is not
+    `None`. `by` is the phrase in messages for what shards such a leaf instead.
     """
     unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
     patterns = tuple(re.compile(regex) for regex, _ in rules) if unused and flat.leaves else ()
@@ -281,8 +287,10 @@ def unused_rules(
 
 
 def raise_unused(what: str, rules: Matcher, flat: Flat, decided: Sequence[Any] | None = None, by: str = "") -> None:
-    """Raises if a path rule in `rules` shards no array. `what` is the word for such a rule in the message. `decided`
-    and `by` are as in `unused_rules`.
+    """Raises `RuleError` if a path rule in `rules` shards no array. `what` is the word for a rule in the message.
+
+    Path rules do not apply to a leaf whose entry in `decided`, such as its logical names, is not `None`. `by` is the
+    phrase in the message for what shards such a leaf.
     """
     found = unused_rules(rules.rules, rules.used, flat, decided, by)
     head = (
@@ -294,13 +302,13 @@ def raise_unused(what: str, rules: Matcher, flat: Flat, decided: Sequence[Any] |
 
 
 def _axes_of(code: Code, row: Row) -> list[str]:
-    """Returns the mesh axes, or the logical names, that the reasons with this code name in the plan of an array."""
+    """Returns the mesh axes or logical names in those reasons of the plan `row` that have the code `code`."""
     return [axis for why in row.reasons if why.code is code for axis in why.axes]
 
 
 def raise_strict(arrays: Iterable[tuple[str, Row]], advice: str = "") -> None:
-    """Raises if one of `arrays`, pairs of a path and a plan, is not sharded as its rule requests. `advice` is added to
-    the first line of the message.
+    """Raises `SpecError` if an array is not sharded as its rule requests. `arrays` has pairs of a path and a plan.
+    `advice` is added to the first line of the message.
     """
     lines = [
         f"  leaf `{path}`, shape {row.shape}: {why}"

@@ -30,8 +30,8 @@ RowIndices = Sequence[int]
 class Group(NamedTuple):
     """Arrays that are planned alike and whose paths differ only in numbers, such as those of repeated layers.
 
-    `row` is the plan of each array, with the index `number` in `Content.rows`. `bytes` counts all these arrays as a
-    whole, and `bytes_per_device` their shards on one device.
+    `row` is the plan of each array, with the index `number` in `Content.rows`. `bytes` are the bytes of all these
+    arrays, and `bytes_per_device` those of their shards on one device.
     """
 
     paths: tuple[str, ...]
@@ -49,7 +49,8 @@ class Group(NamedTuple):
 @dataclasses.dataclass(eq=False, repr=False)
 class Content:
     """The data of a plan. Plans with equal digests are equal, so JAX does not recompile a function for an equal plan.
-    `rows` holds one plan for all arrays that are planned alike, and `index` the row of each leaf.
+    `rows` holds one plan for all arrays that are planned alike, and `index` the row of each leaf. `jax_mesh` is the
+    mesh of devices, `None` for a plan without devices. `mode` chooses among the rules `axes`, such as "decode".
     """
 
     mesh: MeshSpec
@@ -184,7 +185,7 @@ def _in_order_of_use(rows: Sequence[Row], index: RowIndices) -> tuple[tuple[Row,
 
 
 def read_json(text: str) -> Content:
-    """Parses the data of a plan from JSON text; raises if the text is invalid or does not match its digest."""
+    """Parses the data of a plan. Raises `PlanFormatError` if the JSON text is invalid or does not match its digest."""
     try:
         data = plan_json.parsed(text)
         content = Content(*plan_json.decoded(data))
@@ -209,7 +210,9 @@ def _unpickled(text: str, tree: object, order: Sequence[int] | None, devices: li
 
 
 def _mesh_of_ids(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
-    """Returns a jax Mesh of the devices with these platforms and ids; raises if this process lacks such a device."""
+    """Returns the jax Mesh of `mesh` on `devices`, pairs of a platform and an id. Raises `PlanMismatchError` if this
+    process lacks one of these devices.
+    """
     try:
         here = {(d.platform, d.id): d for platform in dict(devices) for d in jax.devices(platform)}
         found = np.array([here[device] for device in devices])
@@ -231,7 +234,8 @@ def shaped_like(content: Content, like: object) -> Content:
 
 
 def rows_of(content: Content, flat: Flat) -> RowIndices:
-    """Returns the index of the plan of each leaf of a tree; raises for the first array that differs from its plan.
+    """Returns for each leaf of the tree `flat` the index of its plan in `content.rows`. Raises `PlanMismatchError` if
+    the path, shape or dtype of an array differs from its plan.
 
     Leaves that are not arrays, such as the functions of a module, may be missing in the tree or in the plan: the tree
     `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and the reverse.
@@ -252,7 +256,9 @@ def rows_of(content: Content, flat: Flat) -> RowIndices:
 
 
 def aligned(content: Content, flat: Flat) -> RowIndices:
-    """Like `rows_of`, but only the paths of the arrays are compared with the plan, not their shapes and dtypes."""
+    """Returns for each leaf of the tree `flat` the index of its plan in `content.rows`. Raises `PlanMismatchError` if
+    the arrays have other paths than in the plan. Shapes and dtypes are not compared.
+    """
     if flat.paths == content.path_tree.paths:
         return content.index
     known, pairs = dict(content.numbered), zip(flat.paths, flat.is_array, strict=True)
@@ -294,7 +300,9 @@ def joined_contents(contents: dict[str, Content]) -> Content:
 
 
 def _common(what: str, contents: dict[str, Content]) -> Any:
-    """Returns the field `what` of all `contents`; raises if it differs. Plans without `axes` fit all others."""
+    """Returns the value of the field `what`, which all `contents` must share. Raises `PlanMismatchError` if they
+    differ. For the field "axes", plans without axis rules do not count.
+    """
     values = {name: vars(content)[what] for name, content in contents.items()}
     (first, expected), *rest = [pair for pair in values.items() if what != "axes" or pair[1] is not None] or [
         ("", None)

@@ -44,7 +44,10 @@ from .leaf import Row
 
 
 class Request(NamedTuple):
-    """The sharding that a rule or logical names request for an array. It may not fit the mesh and the shape."""
+    """The sharding that a rule or logical names request for an array. It may not fit the mesh and the shape.
+
+    `names` is `None` if no logical names request it. `rule` says in a plan where the request comes from.
+    """
 
     names: tuple[Any, ...] | None
     spec: PartitionSpec
@@ -87,8 +90,8 @@ def request_of_target(
 ) -> Request:
     """Returns the request that `target`, the target of a path rule, makes for the array `leaf` at `path`.
 
-    `rule` is the rule's name in a plan. `axes` and `mode` resolve logical names in the target. No strategy may shard
-    the first `stacked` dimensions, which index stacked layers.
+    `rule` is the rule as text, such as `paths[0]`. `axes` and `mode` resolve logical names in the target. No strategy
+    may shard the first `stacked` dimensions, which index stacked layers.
     """
     target = bare(target)
     first, *steps = target.steps if isinstance(target, Pipeline) else (target,)
@@ -107,7 +110,9 @@ def request_of_target(
 
 
 def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
-    """Returns the target that a user's function returns for the array at `path`; raises if it is no PartitionSpec."""
+    """Returns the target that a user's function returns for the array `leaf` at `path`. Raises `RuleError` if the
+    function fails, or returns neither a PartitionSpec nor `atomic` of one.
+    """
     try:
         found = function(path, leaf)
     except (SpecError, RuleError):
@@ -133,8 +138,10 @@ def request_of_names(
     units: Units | None = None,
     strategies: tuple[Strategy, ...] = (),
 ) -> Request:
-    """Returns the request that the logical names `names` make for an array, as `axes` resolve them. `rule` is the
-    source of the request in a plan. `units` come from the path rule; `None` for the units of `axes`.
+    """Returns the request that the logical names `names` make for an array, as `axes` resolve them in the mode `mode`.
+
+    `rule` says in a plan where the request comes from. `units` and `strategies` come from a path rule with these
+    names. If `units` is `None`, the units of `axes` are used.
     """
     named = one_per_dim(names, shape)
     if axes is None and all(name is None for name in named):
@@ -160,7 +167,9 @@ def skipping(strategies: Iterable[Strategy], dims: Iterable[int]) -> tuple[Strat
 
 
 def padded_units(units: Units | None, rank: int) -> Units | None:
-    """Returns `units` with one entry for each of `rank` dimensions: missing entries are 1. Raises for further units."""
+    """Returns `units` with one entry for each of `rank` dimensions; missing entries become 1. Raises `SpecError` if a
+    further entry is not 1.
+    """
     if units is None:
         return None
     if any(unit > 1 for unit in units[rank:]):
@@ -210,7 +219,9 @@ def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, 
 
 
 def _with_advice(why: Reason, leaf: Leaf) -> Reason:
-    """Returns `why`. If a unit keeps a dimension unsharded and its size may count units, the message gets advice."""
+    """Returns the reason `why`. If it says that a unit keeps a dimension unsharded, but the size of the dimension may
+    be a number of units, such as 8 heads, its message gets advice.
+    """
     if why.code is not Code.unit or why.dim is None:
         return why
     size, unit = leaf.shape[why.dim], leaf.units[why.dim]
@@ -321,7 +332,7 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
 
 
 def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Returns the entries of `spec`, one for each dimension of `shape`; raises if a further entry is not `None`."""
+    """Returns an entry of `spec` for each dimension of `shape`. Raises `SpecError` if a further entry is not `None`."""
     entries = entries_of(spec)
     if any(entry is not None for entry in entries[len(shape) :]):
         few = "the first is" if len(shape) == 1 else f"the first {len(shape)} are"

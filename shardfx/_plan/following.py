@@ -59,13 +59,14 @@ def follow(
     - `paths`: rules for arrays that follow no planned array. To change the sharding of an array that follows one, use
         [`shardfx.ShardPlan.replace`][].
     - `axes`: rules for the logical names in `paths`; `None` for the rules of the plan.
-    - `memory_kinds`: as in [`shardfx.plan`][].
+    - `memory_kinds`: pairs of a regex and a memory kind. The first pair that matches an array's path counts.
     - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that turn the path of an adapter into the path
         of its base array: `("lora_[ab]$", "weight")`. Each dimension that the adapter shares with its base is sharded
         as in the base. The dimension of the rank is not sharded.
     - `scales`: pairs like those of `adapters`, for the scales of quantised arrays. A dimension of a scale has one
         element for each block of the base's elements. It is sharded as in the base if each device holds whole blocks.
-    - `unused`: as in [`shardfx.plan`][], for `paths`, `memory_kinds`, `adapters` and `scales`.
+    - `unused`: "raise" makes each item of `paths`, `memory_kinds`, `adapters` and `scales` that applies to no array an
+        error; "allow" accepts it.
 
     **Returns:**
 
@@ -212,8 +213,8 @@ class _Follower:
     - `refused`: why JAX cannot propagate shardings through `init`; "" if it can.
     - `open`: the paths of arrays that follow no planned array.
     - `errors`: pairs of an array's path and the error for it.
-    - `strict`: the path and the plan of each array that a strict plan checks. These plans lack the axes of `over`,
-        which may be dropped even then.
+    - `strict`: if the plan is strict, the path and the plan of each array, to be checked. These plans lack the axes of
+        `over`, because these may be dropped even under `strict`.
     """
 
     plan: ShardPlan
@@ -293,7 +294,9 @@ def _request_from_base(entry: str, path: str, shape: tuple[int, ...], plan: Shar
 
 def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
     """Returns the request of `leaf`, the struct at `path` in the result of `init`: the sharding that JAX propagated.
-    Otherwise it is the sharding of the planned array that the struct follows by its path; `None` without such an array.
+
+    If JAX propagated none, it is the sharding of the planned array that the struct follows by its path. If it follows
+    none, the result is `None`.
     """
     names = units = namesake = None
     source, dims = _source(path, tuple(leaf.shape), plan)
@@ -310,7 +313,8 @@ def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | Non
 
 
 def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, Dims]:
-    """Returns the planned array that an array with this path and shape follows; `None` if there is none.
+    """Returns the planned array that an array with this path and shape follows, and which of its dimensions correspond
+    to those of `shape`. If there is none, the result is `(None, ())`.
 
     It is the array whose path is the longest suffix of `path`. If there is none, it is an array whose path is inside of
     `path`: the one that ends last, and of several such ones the longest. Its shape must correspond to `shape`.

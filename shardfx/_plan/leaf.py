@@ -137,7 +137,9 @@ class PathTree:
 
 
 def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
-    """Encodes a treedef as a JSON value: dicts, lists and tuples as such, other nodes by the name of their class."""
+    """Encodes a treedef as a JSON value: dicts, lists and tuples as such, other nodes by the name of their class.
+    `seen` maps subtrees to their values, so that equal ones share one value.
+    """
     data = treedef.node_data()
     if data is None:
         return "leaf" if treedef.num_leaves else None

@@ -38,7 +38,9 @@ def _is_name(entry: object) -> bool:
 
 
 def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
-    """Returns the logical names of each leaf: from `names`, or from the fields of modules where `names` has `None`."""
+    """Returns the logical names of each leaf of `tree`: from the argument `names`; or, where that is `None` and there
+    are `axes`, from the fields of modules.
+    """
     if names is None and axes is None:
         return [None] * len(flat.leaves)
     if names is None:
@@ -103,7 +105,9 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
 
 
 def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
-    """Returns the names of each leaf below `node`, at the path `keys`. Names at an inner node apply to its leaves."""
+    """Returns the names of each leaf below `node`, which is at the path `keys`. `names` is the part of the argument
+    `names` for this node. Names at an inner node apply to all its leaves.
+    """
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
     below = None if parts is None else list(parts[0])
     given = None if below is None or type(names) is not type(node) else _in_order_of([key for key, _ in below], names)
@@ -149,7 +153,7 @@ def _hashable(node: Any) -> Any:
 
 
 def raise_tied(tree: object, flat: Flat) -> None:
-    """Raises if an nnx module holds one variable under two paths: training would make the two leaves differ."""
+    """Raises `RuleError` if an nnx module holds one variable under two paths: training would make both differ."""
     first: dict[int, str] = {}
     for path, kind, box in _boxes(tree, flat):
         if kind == "Variable" and any(leaf.shape for leaf in jax.tree.leaves(box)):
@@ -163,7 +167,7 @@ def raise_tied(tree: object, flat: Flat) -> None:
 
 
 def raise_unread(tree: object, flat: Flat) -> None:
-    """Raises if Flax variables or boxes have logical names that the plan, called without `names`, would not read."""
+    """Raises `RuleError` if Flax variables or boxes have logical names, which a plan without `names` does not read."""
     named = []
     for path, kind, box in _boxes(tree, flat):
         metadata = box.get_metadata() if kind == "Variable" else box.metadata if kind == "NNXMeta" else {}

@@ -51,7 +51,7 @@ def _require(what: str, value: Any, valid: Any, description: str) -> None:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """Parses the JSON text of a plan; raises if it is not JSON, not a plan, or of another version."""
+    """Parses the JSON text of a plan. Raises `PlanFormatError` if it is not JSON, not a plan, or of another version."""
     try:
         data = json.loads(text)
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()  # raises for NaN, and for a lone surrogate
@@ -220,7 +220,11 @@ def decode_dtype(name: str) -> DType:
 
 
 class _Field(NamedTuple):
-    """The JSON form of a field of an array's plan: the valid values, as `_fits` takes them, and their conversion."""
+    """The JSON form of a field of an array's plan.
+
+    `valid` has the valid JSON values: `[int]` for lists of integers from 0, a tuple for alternatives. `description`
+    says this in words, for messages. `decode` makes the field's value from a JSON value, `encode` the reverse.
+    """
 
     valid: Any
     description: str

@@ -163,7 +163,9 @@ def drafted(
     kinds: Matcher,
 ) -> Draft:
     """Plans each array of a tree, and collects the errors of the leaves that cannot be planned instead of raising them.
-    `leaf_names` holds the logical names of each leaf. `kinds` maps paths to memory kinds. The others are as in `plan`.
+
+    `leaf_names` has the logical names of each leaf, or `None`. `mode` chooses among the rules `axes`. Arrays of fewer
+    than `min_bytes` bytes are replicated. The targets of the path rules `kinds` are memory kinds.
     """
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     by_path = Matcher(PathRules(()) if paths is None else paths)
@@ -198,8 +200,8 @@ class _SharedRequest:
 
     @ft.cached_property
     def even(self) -> tuple[Decision, tuple[int, ...]]:
-        """The spec, with its reasons, of arrays whose sizes the mesh axes divide; and the divisors of these sizes. The
-        divisor of a dimension is 8 for a mesh axis of size 8.
+        """The spec, with its reasons, of arrays whose sizes the mesh axes divide; and for each dimension, the number
+        that must divide its size for this, such as 8 for a mesh axis of size 8.
         """
         # Every number divides a size of 0, so correction drops no axis as indivisible.
         leaf = leaf_of((0,) * self.rank, None, self.request.units)
@@ -218,7 +220,11 @@ class _SharedRequest:
 
 @dataclasses.dataclass
 class _Planner:
-    """The arguments of one call of `plan`, and the requests and plans of the arrays that it has planned so far."""
+    """The arguments of one call of `plan`, and the requests and plans of the arrays that it has planned so far.
+
+    `paths` and `kinds` are rules from paths to shardings, and to memory kinds. `shared` has the requests by rule or
+    names. `numbers` has the indices of the plans in `rows`, by rule or names, memory kind, shape and dtype.
+    """
 
     mesh: Axes
     axes: AxisRules | None

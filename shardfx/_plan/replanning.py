@@ -67,8 +67,8 @@ def _is_small(row: Row) -> bool:
 
 
 def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
-    """Returns the plan of an array on other mesh axes, `axes`, from `row`, its plan in `content`. The request of its
-    rule stays the same, except for the fields of `Request` in `changes`.
+    """Returns the plan of an array on the mesh axes `axes`, from `row`, its plan in `content`, which is for another
+    mesh. The sharding that its rule requests stays the same, except for `changes`, new values of fields of `Request`.
     """
     # The reasons that the rule gave stay; the reasons from the correction to the old mesh are dropped.
     reasons = tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
@@ -140,10 +140,10 @@ def _refined_mesh(
 ) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
     """Returns the mesh with some axes split into sub-axes, and the names of the sub-axes of each split axis.
 
-    `saved` holds, for each axis and size of a sub-axis, the bytes that the sub-axis saves on each device. Of two sizes
-    that exclude each other, the one that saves more bytes is used. For example, an axis `tensor` of size 16 with a
-    sub-axis of size 8 becomes `tensor_0` of size 8 and `tensor_1` of size 2, the slowest first. The order of the
-    devices does not change.
+    `saved` holds, for each axis and size of a sub-axis, the bytes that the sub-axis saves on each device. An axis
+    `tensor` of size 16 with a sub-axis of size 8 becomes `tensor_0` of size 8 and `tensor_1` of size 2; the order of
+    the devices does not change. Two sizes of which none divides the other, such as 4 and 6, cannot both be used: the
+    one that saves fewer bytes is reduced to a divisor that fits.
     """
     parts: dict[str, tuple[str, ...]] = {}
     for axis, size, slices in zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True):

@@ -55,7 +55,7 @@ class ShardPlan(eqx.Module):
 
     @property
     def mode(self) -> str | None:
-        """The mode of `axes` in which names are resolved; `None` for the rules without a mode."""
+        """The mode of `axes`, such as "decode", whose rules resolve names; `None` for the rules without a mode."""
         return self.content.mode
 
     @property
@@ -235,7 +235,9 @@ class ShardPlan(eqx.Module):
         - `shape`: the shape of the array, to which the sharding is corrected. With `None` the sharding is for arrays of
             any shape whose sizes it divides, and dimensions beyond the end of the names are not sharded. The mesh axes
             of a name with units, such as attention heads, must then divide the number of units in the plan's arrays.
-        - `strict`, `unmatched`: as in [`shardfx.constrain`][].
+        - `strict`: raise if a mesh axis would be dropped; `None` for the plan's own `strict`.
+        - `unmatched`: "raise" makes a name without a rule an error, and a mesh axis of a spec that neither the mesh has
+            nor the rules declare; "replicate" does not shard by them.
         - `explain`: return the decision as well.
 
         **Returns:**
@@ -363,7 +365,7 @@ class ShardPlan(eqx.Module):
 
 
 def check_plan(what: str, value: object) -> None:
-    """Raises unless `value`, the argument named `what`, is a plan."""
+    """Raises `LeafTypeError` unless `value`, the argument named `what`, is a plan."""
     check_type(what, value, ShardPlan, LeafTypeError, "pass what `shardfx.plan(tree, mesh, ...)` returns")
 
 

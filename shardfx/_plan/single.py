@@ -31,8 +31,8 @@ def decision_for(
     """Returns the spec of a batch or an activation under a plan, with a reason for each difference from the request.
 
     `shape` is `None` for arrays of any shape whose sizes the sharding divides. Axes of the plan's mesh that `mesh`
-    lacks are dropped without a reason. `strict` raises if there is any reason. `unmatched="raise"` raises for names
-    without a rule, and for axes in a spec that neither the mesh has nor the rules declare.
+    lacks are dropped without a reason. `strict` makes each reason a `SpecError`. `unmatched="raise"` makes a name
+    without a rule an `UnmatchedError`, and an axis of a spec that the mesh lacks and no rule declares a `SpecError`.
     """
     if unmatched not in ("raise", "replicate"):
         raise RuleError(f'`unmatched={unmatched!r}` is no policy for an array; use "raise" or "replicate".')
@@ -74,8 +74,8 @@ def decision_for(
 def _require_whole_units(
     names: tuple[object, ...], spec: PartitionSpec, units: Units, plan: Content, mesh: MeshSpec
 ) -> None:
-    """Raises if a shard could split a unit of an array that has these `names`, this `spec` and an unknown shape. No
-    shard splits a unit if the mesh axes divide the number of units of every array of the plan with the same name.
+    """Raises `SpecError` if a shard could split a unit of an array with `names`, `spec` and an unknown shape.
+    No shard does if, in all arrays of the plan with the same name, the mesh axes divide the number of units.
     """
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
         axes = () if entry is UNCONSTRAINED else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
@@ -97,7 +97,9 @@ def _sizes_of(name: object, plan: Content) -> list[int]:
 def _refuse_ambiguous_unit(
     names: tuple[object, ...], shape: tuple[int, ...], units: Units, reasons: Iterable[Reason], plan: Content
 ) -> None:
-    """Raises if a unit keeps a dimension unsharded and the size may count units: no array of the plan has this size."""
+    """Raises `SpecError` if `reasons` say that a unit keeps a dimension unsharded, but the dimension's size may be a
+    number of units, such as 8 heads, because no array of the plan has this size.
+    """
     for dim in [why.dim for why in reasons if why.code is Code.unit and why.dim is not None]:
         name, size, unit = names[dim], shape[dim], units[dim]
         if not isinstance(name, str) or size in _sizes_of(name, plan):
@@ -112,7 +114,9 @@ def _refuse_ambiguous_unit(
 
 
 def require_constrained(requested: object, spec: PartitionSpec) -> None:
-    """Raises if a dimension of the spec is UNCONSTRAINED, since only the compiler could choose its sharding."""
+    """Raises `SpecError` if a dimension of `spec` is UNCONSTRAINED, since only the compiler could choose its sharding.
+    `requested` is what the user passed, for the message.
+    """
     free = [dim for dim, entry in enumerate(entries_of(spec)) if entry is UNCONSTRAINED]
     if free:
         raise SpecError(
@@ -123,7 +127,7 @@ def require_constrained(requested: object, spec: PartitionSpec) -> None:
 
 
 def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | None) -> None:
-    """Raises if `reasons` say that a spec lost a mesh axis that neither the mesh has nor the rules `axes` declare."""
+    """Raises `SpecError` if `reasons` say that a spec lost an axis that `mesh` lacks and that `axes` do not declare."""
     declared = () if axes is None else axes.axes
     for axis in (axis for why in reasons if why.code is Code.absent for axis in why.axes):
         if axis not in declared:
@@ -136,7 +140,9 @@ def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | No
 def _resolved(
     names: Any, shape: tuple[int, ...] | None, plan: Content, unmatched: Policy
 ) -> tuple[tuple[Any, ...], Decision, Units | None]:
-    """Returns the names of an array with one entry per dimension, the spec that they resolve to, and its units."""
+    """Returns an array's logical names with one entry per dimension, the spec that they resolve to, and their units.
+    `shape` is `None` if it is not known. `unmatched="raise"` makes a name without a rule an `UnmatchedError`.
+    """
     if isinstance(names, Sharding):
         raise SpecError(f"a plan has its own mesh; pass `sharding.spec`, or use `reshard(x, sharding)`, for {names}.")
     if plan.axes is None:
