@@ -64,7 +64,7 @@ class Job:
 
 
 def require_memory(job: Job, limit_bytes: int) -> None:
-    """Raises if some array of a job cannot move within `limit_bytes`, even in its smallest chunks."""
+    """Raises `MoveError` if some array of a job needs more than `limit_bytes`, even in its smallest chunks."""
     needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
     needed += [(assembly, at, 1) for at, _, assembly in job.assemblies]
     short = [(one.least_bytes, at, count, one) for one, at, count in needed if one.least_bytes > limit_bytes]
@@ -133,7 +133,7 @@ class _Flight:
         return carry_out(move, x, limit_bytes=self._limit_bytes, pool=self._pool)
 
     def move(self, move: Move, leaf: jax.Array) -> jax.Array:
-        """Moves `leaf` to another sharding. Its buffers are donated if no later move or assembly reads it."""
+        """Moves `leaf` as `move` says. Its buffers are donated if no later move or assembly reads it."""
         self.window.make_room(move.extra_bytes)
         self._left[id(leaf)] -= 1
         give_up = self.donate and not self._left[id(leaf)] and id(leaf) not in self._kept
@@ -147,9 +147,10 @@ class _Flight:
         return made
 
     def assemble(self, at: int, names: tuple[str, ...], assembly: Assembly) -> None:
-        """Starts to assemble the target's array number `at` from the arrays with the paths `names`, and waits for the
-        previous array; if sources are donated, also for this one. On CPUs two arrays are copied at a time. More would
-        take more memory, which the kernel provides slowly.
+        """Starts to assemble the target's array number `at` from the arrays with the paths `names`. Waits until the
+        array that was started before is finished. Waits for this one too if sources are donated, or if it is not copied
+        on CPUs. So at most two arrays are copied at a time. More would take more memory, which the kernel provides
+        slowly.
         """
         started = at, names, assembly, start_assembly(assembly, names, self._context)
         self.finish_copies()

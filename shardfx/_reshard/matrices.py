@@ -1,7 +1,7 @@
 """`map_matrices`: applies a function to each whole matrix of a tree of sharded matrices, on one owner device each.
 
 Each device sends one row of elements to each owner: its shards of the owner's matrices, concatenated. An owner
-therefore receives one row from each device. The columns of one matrix in these rows hold all of its shards. A *stack*
+therefore receives one row from each device. The same columns of all rows hold the shards of one matrix. A *stack*
 is the matrices of equal shape, dtype and sharding.
 """
 
@@ -44,8 +44,8 @@ class MappedMatrices:
     _state: Callable[[Any], Any] | None
 
     def __call__(self, tree: object, states: PyTree = None) -> PyTree:
-        """Returns the tree with `fn` applied to every matrix. If `map_matrices` was given a `state`, this takes the
-        states of all matrices too, and returns the tree and the new states.
+        """Returns the tree with the mapped function applied to every matrix. If `map_matrices` was given a `state`,
+        this takes the states of all matrices too, as `init` returns them, and returns the tree and the new states.
         """
         flat = flatten(tree)
         rows_of(self.plan.content, flat)
@@ -65,8 +65,12 @@ class MappedMatrices:
         return result if self._state is None else (result, new_states)
 
     def init(self) -> dict[str, Any]:
-        """The initial states of all matrices. Call it inside `jit`, with `states.shardings` of this object as
-        `out_shardings`.
+        """Returns the initial states of all matrices, which the `state` of `map_matrices` makes. With `mapped` for this
+        object, call `jax.jit(mapped.init, out_shardings=mapped.states.shardings)()`, so that the owner devices make
+        them.
+
+        The dict has an entry for each stack (matrices of equal shape, dtype and sharding). A new first dimension of the
+        states counts its matrices. Raises `LeafTypeError` if `map_matrices` was given no `state`.
         """
         if self._state is None:
             raise LeafTypeError("these matrices have no states; pass `map_matrices(..., state=init)`.")
@@ -78,7 +82,7 @@ class MappedMatrices:
 
     @property
     def states(self) -> ShardPlan:
-        """The plan of the states. Each state is on the owner device of its matrix, which computes `fn` for it."""
+        """The plan of the states that `init` returns. Each state is on the owner device of its matrix."""
         shapes = jax.eval_shape(self.init)
         mesh = self.plan.mesh if self.plan.jax_mesh is None else self.plan.jax_mesh
         rules = [(f"^{one.name}(/|$)", PartitionSpec((*by.lead_axes, *by.axes))) for by, _, one in self._stacks()]
@@ -126,8 +130,8 @@ def map_matrices(
     - `state`: a function from a matrix to its initial state. `map_matrices` then returns a function that takes a tree
         and the states, and returns both. Its `.init()` makes the states, and its `.states` is their plan. Each state
         stays on the owner device of its matrix.
-    - `memory_limit_bytes`: the most bytes per device for the elements that it sends and receives at a time. A low limit
-        takes more all-to-alls.
+    - `memory_limit_bytes`: the most bytes per device for the elements that it sends and receives at a time and for one
+        whole matrix. A low limit takes more all-to-alls.
 
     **Returns:**
 
@@ -162,7 +166,7 @@ def map_matrices(
 
 
 def _mesh_of(plan: ShardPlan, arrays: Sequence[object]) -> Any:
-    """The mesh in the type of the first array on a mesh with Explicit axes. If there is none, the mesh of the plan."""
+    """The mesh of the first array whose type has a mesh with Explicit axes. If there is none, the mesh of the plan."""
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
         if not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types):
@@ -178,7 +182,9 @@ def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
 def _map_exchange(
     fn: Callable[..., object], exchange: OwnerExchange, arrays: Sequence[Any], states: PyTree, mesh: Any
 ) -> tuple[list[Any], Any]:
-    """Applies `fn` to the matrices in `arrays`, which one all-to-all sends. Returns the results and new states."""
+    """Applies `fn` to the matrices in `arrays`, which one all-to-all sends. `states` has the states of each stack by
+    the stack's name, `None` for a stack without states. Returns the results and new states.
+    """
     parts = exchange.arrays
     here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
     specs = [part.spec(part.sent_entries) for part in parts]
@@ -199,8 +205,9 @@ def _map_exchange(
 
 
 def _scan(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
-    """Applies `fn` to each matrix of the stack `number` that this device owns. `owned` has the rows that it received.
-    Returns these rows with the results in the place of the matrices, and the new states.
+    """Applies `fn` to each matrix of the stack `number` that this device owns. `owned` has the rows that it received,
+    and `states` the states of these matrices. Returns the rows with the results in the place of the matrices, and the
+    new states.
     """
     starts, stack = exchange.starts(number), exchange.stacks[number]
 
@@ -233,8 +240,8 @@ def _scan(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: A
 
 
 def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
-    """The rows that one device sends in the all-to-all, one row for each owner. A row holds the device's shards of all
-    matrices of that owner, one after the other, and is padded with zeros to the length of the longest row.
+    """The rows that one device sends in the all-to-all, one row for each owner. `arrays` are the device's shards. A row
+    holds the shards of all matrices of that owner, one after the other, and zeros up to the length of the longest row.
     """
     column, unit = iter(arrays), exchange.unit
     shards = [
@@ -311,11 +318,14 @@ def split(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array
 
 
 def _grid(exchange: OwnerExchange, stack: Stack) -> tuple[list[int], list[int], list[int]]:
-    """How to reshape and transpose the shards of a matrix of `stack` so that they form the matrix. Returns three lists:
+    """Says how the shards of a matrix of `stack`, one from each device, form the matrix. Returns three lists:
 
-    1. The size of each mesh axis along which owner devices lie.
-    2. The number of shards along each of these axes. It is 1 for an axis that does not shard the matrix.
-    3. The order of dimensions for `transpose`. The dimensions are those axes, and then the dimensions of a shard.
+    1. The size of each mesh axis along which owner devices lie. The shards are first reshaped to these sizes, followed
+        by the shape of a shard.
+    2. How many shards to keep along each of these axes: its size, or 1 if the axis does not shard the matrix. All
+        devices along such an axis have the same shard.
+    3. The order of dimensions for `transpose`. It brings the mesh axes that shard a dimension in front of this
+        dimension, so that a last reshape gives the matrix.
     """
     axes, entries = exchange.axes, stack.arrays[0].sent_entries
     used = {axis for own in entries for axis in own}

@@ -78,7 +78,7 @@ class Move:
 
     @ft.cached_property
     def copy_bytes(self) -> int:
-        """The bytes of copies in device memory, where programs compute, of shards that are in host memory."""
+        """The bytes of copies of shards in host memory: programs compute in device memory, and need copies there."""
         if self.plan is None and (self.assembly is None or self.assembly.method != "programs"):
             return 0
         return device_copy_bytes(self.shape, self.dtype, self.src, self.dst)
@@ -105,7 +105,9 @@ class Move:
         return not self.dst.is_fully_addressable and any(device.platform == "cpu" for device in devices)
 
     def chunks_of(self, count: int) -> Chunks | None:
-        """A division of shards into `count` chunks or more, or as many as there can be; `None` without steps."""
+        """The division of shards into `count` chunks or more, or as many as there can be. `None` if the move has no
+        steps or the shards cannot be divided.
+        """
         return None if self.plan is None else split_into(count, self.src.shard_shape(self.shape), self.plan.steps)
 
     def chunks_within(self, limit_bytes: int | None) -> Chunks | None:
@@ -123,7 +125,7 @@ class Move:
 
     @property
     def least_bytes(self) -> int:
-        """The smallest memory limit, without source and target, under which the array can move in chunks."""
+        """The least `limit_bytes`, besides the shards of source and target, under which the array can move."""
         if self.assembly is not None:
             return min(self.extra_bytes, self.assembly.least_bytes + self.copy_bytes)
         finest = self.chunks_of(max(self.shape, default=1))
@@ -132,7 +134,9 @@ class Move:
 
 @ft.lru_cache(maxsize=4096)
 def program_of(move: Move, donate: bool, chunks: Chunks | None) -> Callable[[jax.Array], jax.Array]:
-    """Returns the steps of a move as a function of a live array, which is compiled on its first call."""
+    """Returns a function that moves a live array by the steps of `move`, compiled on its first call. With `donate`, it
+    deletes the array. `chunks` are those in which shards move; `None` for whole shards.
+    """
     assert move.plan is not None
     return live_program(move.shape, move.plan, named(move.src), named(move.dst), donate=donate, chunks=chunks)
 
@@ -209,7 +213,8 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 @ft.lru_cache(maxsize=1024)
 def _with_senders(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
     """Returns the same move with senders chosen anew. `sent_before` has pairs of a device's position in
-    `assembly.devices` and the bytes that it has sent, in earlier moves, beyond another replica of its shard.
+    `assembly.devices` and a number of bytes: how many more it has sent in earlier moves than another device with the
+    same shard.
     """
     ends = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
     return dataclasses.replace(move, assembly=assembly_between(*ends, sent_before))

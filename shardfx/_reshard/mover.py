@@ -168,8 +168,8 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
     """Returns the sharding of each leaf of the tree `flat`; `None` for a leaf that is no array or does not move.
 
     `form` is a plan with devices, a sharding, or a tree (or prefix) of shardings, `None`, or ShapeDtypeStructs with
-    shardings. `what` is the name of this argument, for messages. Raises if the form is for another tree or another
-    type.
+    shardings. `what` is the name of this argument, for messages. Raises `PlanMismatchError` if the form is for another
+    tree, and `LeafTypeError` if it holds anything else.
     """
     if isinstance(form, ShardPlan):
         return shardings_of_leaves(form, flat)
@@ -203,7 +203,7 @@ def _broadcast(form: object, tree: object, what: str) -> list[Any]:
 
 
 def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
-    """Returns the argument `lost` of `reshard` as a tuple. Raises if it holds device ids, or is a single device."""
+    """Returns the argument `lost` of `reshard` as a tuple. Raises `LeafTypeError` if it is no iterable of devices."""
     fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
     check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
     found = tuple(lost)
@@ -250,8 +250,8 @@ def job_of(
     lost: tuple[Any, ...] = (),
     copies: bool = True,
 ) -> Job:
-    """Decides the move of every leaf before any leaf moves. `rows` has for each leaf its number, the leaf, and its
-    target sharding; `None` for a leaf that does not move.
+    """Decides the move of every leaf before any leaf moves. `rows` has three values for each leaf: its number, the
+    leaf, and its target sharding, which is `None` for a leaf that does not move.
     """
     known: dict[object, Move] = {}
     job = Job(path_of, {}, [], [], {}, set(), copies)
@@ -309,7 +309,7 @@ class MapMove(NamedTuple):
 
 def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
     """Decides how a `TreeMap` makes every array of `dst`, a plan or a tree of structs with shardings, from the tree
-    `flat`. No array has moved when it returns. Raises if the map does not fit the two trees.
+    `flat`. No array has moved when it returns. Raises `MapError` if the map does not fit the two trees.
     """
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
         raise LeafTypeError(
@@ -338,8 +338,8 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
 
 @ft.lru_cache(maxsize=64)
 def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
-    """Raises unless all of `processes`, which move a tree together, have the same map. They compare it through JAX's
-    coordination service, if there is one. A process that waits too long for the others raises too.
+    """Raises `MapError` unless all of `processes`, which move a tree together, have the same map. They compare it
+    through JAX's coordination service, if there is one. A process that waits too long for the others raises it too.
     """
     client, me = coordination(), jax.process_index()
     if client is None or me not in processes:

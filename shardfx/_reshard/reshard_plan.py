@@ -280,7 +280,7 @@ def _leaves_of(form: object, what: str) -> list[MovedLeaf]:
 
 def _targets(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
     """The arrays of `src`, listed in `ours`, each with the sharding that `dst` gives it, or with its own where `dst`
-    has `None`. Raises if `dst` has arrays of other shapes or dtypes.
+    has `None`. Raises `PlanMismatchError` if `dst` has arrays of other shapes or dtypes.
     """
     flat, kinds = flatten(src), jax.Array | jax.ShapeDtypeStruct
     wanted = [end for leaf, end in zip(flat.leaves, targets(dst, flat, "dst"), strict=True) if isinstance(leaf, kinds)]
@@ -308,7 +308,7 @@ def _move(ours: MovedLeaf, theirs: MovedLeaf, lost: tuple[object, ...]) -> Move:
 
 @ft.lru_cache(maxsize=4096)
 def _move_fields(move: Move) -> dict[str, Any]:
-    """The fields of a `LeafMove` that are the same for all arrays of one move."""
+    """The fields of a `LeafMove` that are the same for all arrays of one move, by name."""
     ends = (move.source_bytes, move.target_bytes)
     found: dict[str, Any] = {"src": move.src, "dst": move.dst, "how": move.how}
     found |= {"source_bytes": ends[0], "target_bytes": ends[1]}
@@ -330,8 +330,9 @@ def _move_fields(move: Move) -> dict[str, Any]:
 
 @ft.lru_cache(maxsize=4096)
 def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
-    """The fields of a `LeafMove` that say the cost of assembling an array of parts of other arrays, and `extra_bytes`,
-    the most bytes in one memory besides the shards of source and target.
+    """The fields of a `LeafMove`, by name, that say the cost of assembling an array of parts of other arrays.
+    `extra_bytes` is added: the most bytes in one memory besides the shards of source and target. `most_bytes` is the
+    most that programs may use on a device if source and target are on different devices.
     """
     steps, count = assembly.exchanges(None, most_bytes), max(1, assembly.sharding.num_devices)
     return {

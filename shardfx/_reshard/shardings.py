@@ -27,7 +27,9 @@ def leaf_name(path: str) -> str:
 
 @contextlib.contextmanager
 def naming(path_of: Callable[[Any], str], at: object) -> Iterator[None]:
-    """Returns a context manager that puts the path of a leaf, `path_of(at)`, in front of the message of an error."""
+    """Returns a context manager that puts the path of a leaf in front of the message of an error. `path_of` returns the
+    path for `at`, the leaf's number or path.
+    """
     try:
         yield
     except (SpecError, MeshError, LeafTypeError) as error:
@@ -48,7 +50,9 @@ def data_of(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], Any]
 
 
 def require_movable(shape: tuple[int, ...], dtype: DType, *ends: Sharding) -> None:
-    """Raises for dtypes that JAX moves wrongly, and if one of the shardings `ends` does not divide the shape."""
+    """Raises `LeafTypeError` for dtypes that JAX moves wrongly, and `SpecError` if one of the shardings `ends` does not
+    divide the shape.
+    """
     if jnp.issubdtype(dtype, jnp.integer) and bits(dtype) < 4:
         raise LeafTypeError(
             f"arrays of dtype {dtype} cannot be moved: JAX's own jitted reshard corrupts memory with it; "
@@ -67,7 +71,7 @@ def require_movable(shape: tuple[int, ...], dtype: DType, *ends: Sharding) -> No
 
 
 def require_reduced(*ends: Sharding) -> None:
-    """Raises if a sharding in `ends` has unreduced axes, since devices then hold summands instead of elements."""
+    """Raises `SpecError` if a sharding in `ends` has unreduced axes: devices then hold summands instead of elements."""
     for end in ends:
         if isinstance(end, NamedSharding) and end.spec.unreduced:
             raise SpecError(
@@ -103,7 +107,9 @@ def in_device_memory(sharding: Sharding) -> Sharding:
 
 
 def device_copy_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
-    """Returns the bytes of copies in device memory, where programs compute, of shards that are in host memory."""
+    """Programs compute in device memory, so they need copies of shards in host memory. Returns the bytes of these
+    copies in one memory, for an array that has the shardings `ends` before and after a program.
+    """
     away = [end for end in ends if in_host_memory(end)]
     return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)
 

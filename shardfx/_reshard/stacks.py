@@ -133,7 +133,8 @@ def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
 ) -> tuple[tuple[OwnerExchange, ...], dict[int, ArrayFn]]:
     """The all-to-alls that send the matrices of a plan to their owner devices, and the values in `where` that are a
-    function or `None`, by the number of the array. `over` and `where` are arguments of [`shardfx.map_matrices`][].
+    function or `None`, by the number of the array. `over`, `where` and `limit` are the arguments `over`, `where` and
+    `memory_limit_bytes` of [`shardfx.map_matrices`][].
     """
     found, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
@@ -177,7 +178,7 @@ def _matrices_of_plan(plan: ShardPlan, where: Where) -> tuple[list[Matrices], di
 
 def _dims(leaf: LeafPlan) -> MatrixDims:
     """The number of leading dimensions of an array that count matrices, and 1, the number of dimensions that are rows.
-    Raises if an array of more than two dimensions has no names that say which of them count matrices.
+    Raises `SpecError` if an array of more than two dimensions has no names that say which of them count matrices.
     """
     many = len(leaf.shape) - 2
     names = (leaf.names or ())[:many]
@@ -214,9 +215,9 @@ def _matrices(at: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
     return Matrices(at, lead or (1,), rest, entries[0] if many else (), own, own, matrix, leaf.dtype)
 
 
-def _cost(one: Matrices) -> float:
-    """The number of multiplications in a product of a matrix with its transpose, for one of the matrices of `one`."""
-    rows, columns = one.matrix
+def _cost(array: Matrices) -> float:
+    """The number of multiplications in the smaller product of a matrix of `array` with its transpose."""
+    rows, columns = array.matrix
     return float(rows) * columns * min(rows, columns)
 
 
@@ -236,12 +237,12 @@ class _Owners:
     def size(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def count(self, one: Matrices) -> int:
-        """The number of the array's matrices for each index along `lead_axes`, which has its own group of owners."""
-        return one.number // self.size(self.lead_axes)
+    def count(self, array: Matrices) -> int:
+        """The number of matrices of `array` for one group of owners: each index along `lead_axes` has a group."""
+        return array.number // self.size(self.lead_axes)
 
     def sharded(self, one: Matrices) -> Matrices:
-        """The array with as many of the owners' mesh axes in `sent_entries` as its dimensions allow, and no others."""
+        """Returns `one` with other `sent_entries`, which shard it over as many of the owners' axes as possible."""
         entries = [[axis for axis in own if axis in self.axes] for own in one.entries]
         for axis in self.axes:
             dims = (dim for dim, size in enumerate(one.rest) if size % self.size((*entries[dim], axis)) == 0)
@@ -283,7 +284,7 @@ class _Owners:
 
     def grouped(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
         """Yields groups of arrays, each with an all-to-all of its own. Arrays share an all-to-all if each device then
-        sends fewer elements: where some owners have no large matrix, they get small ones, and their rows need no
+        sends fewer elements. That is so if some owners have no large matrix: small matrices then take the place of
         padding. Otherwise separate all-to-alls take less memory.
         """
         left, least = _by_shape(arrays), self.sent_elements(arrays)
@@ -298,7 +299,8 @@ class _Owners:
 
     def limited(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
         """Yields groups of `arrays`, each with its own all-to-all, that take at most `limit` bytes on a device: the
-        elements that it sends, those that it receives, and one whole matrix. Raises if a single array needs more.
+        elements that it sends, those that it receives, and one whole matrix. Raises `MoveError` if a single array needs
+        more.
         """
         some: list[Matrices] = []
         most = math.inf if limit is None else limit

@@ -82,7 +82,8 @@ def move_traced_leaves(
     leaves: Sequence[Any], sources: Sequence[Any], targets: Sequence[Any], path_of: Callable[[int], str]
 ) -> list[Any]:
     """Moves the arrays among the leaves of a traced tree from their shardings `sources` to `targets`. A source is
-    `None` if the array's type says it, and a target is `None` for a leaf that does not move.
+    `None` if the array's type has the sharding, and a target is `None` for a leaf that does not move. `path_of` returns
+    the path of the leaf with a given number, for messages.
     """
     results = list(leaves)
     for at, (leaf, source, target) in enumerate(zip(leaves, sources, targets, strict=True)):
@@ -111,8 +112,8 @@ def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
 
 
 def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
-    """Raises if the mesh of `dst` has both Explicit and Auto axes, and neither a type nor a constraint can express the
-    move. That is so if `dst` shards the array over an Auto axis, or if `src` is on another mesh.
+    """Raises `SpecError` if the mesh of `dst` has both Explicit and Auto axes, and neither a type nor a constraint can
+    express the move. That is so if `dst` shards the array over an Auto axis, or if `src` is on another mesh.
     """
     kinds = dict(zip(dst.mesh.axis_names, dst.mesh.axis_types, strict=True))
     if len({*kinds.values()}) < 2:
@@ -128,7 +129,7 @@ def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
 
 
 def _require_names(src: NamedSharding) -> None:
-    """Raises if `src` is on an abstract mesh and `jax.set_mesh` has set another mesh, which may lack its axes."""
+    """Raises `MeshError` if `src` is on an abstract mesh, and `jax.set_mesh` has set one that may lack its axes."""
     around = jax.sharding.get_abstract_mesh()
     if isinstance(src.mesh, Mesh) or is_explicit(src) or around.empty or around == src.mesh:
         return
@@ -178,8 +179,8 @@ def _batch(axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSha
 
 
 def _batched(end: NamedSharding, rank: int, dim: int, names: tuple[str, ...]) -> NamedSharding:
-    """Returns the sharding `end` for an array of now `rank` dimensions, to which `vmap` has added the dimension `dim`.
-    The mesh axes `names` of `vmap` shard it if the mesh of `end` has them.
+    """Returns the sharding `end` with an entry for the dimension `dim`, which `vmap` has added to an array of now
+    `rank` dimensions. The mesh axes `names` of `vmap` shard this dimension if the mesh of `end` has them.
     """
     entries = [*entries_of(end.spec), *[None] * (rank - 1 - len(entries_of(end.spec)))]
     entries.insert(dim, names if names and {*names} <= {*end.mesh.axis_names} else None)

@@ -98,11 +98,12 @@ def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int,
 
 
 def _chunk_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]) -> int:
-    """The number of chunks in which shards move; 1 for whole shards. `whole` is the shape of the whole array.
+    """The number of chunks in which shards move; 1 for whole shards. `whole` is the shape of the whole array, and
+    `blocks` the size of a block along each dimension.
 
-    If blocks fill tiles, two kinds of moves still need chunks. One is that of `_doubles_after_copies`. The other has a
-    permutation, ends in an all-to-all, and moves arrays of three or more dimensions. The compiler holds up to 4.7 times
-    the larger shard for it, and in four chunks 1.6 times.
+    If blocks fill tiles, two kinds of moves still need chunks. `_doubles_after_copies` says which moves are of the
+    first kind. The second kind has a permutation, ends in an all-to-all, and moves arrays of three or more dimensions.
+    For it the compiler holds up to 4.7 times the larger shard, and in four chunks 1.6 times.
     """
     kinds = [step.kind for step in steps]
     tile = _TILE[-len(blocks) :]
@@ -118,8 +119,8 @@ def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kin
     memory of the copies around the last all-to-all.
 
     This happens only if the doubled shard is at least as large as the source's shard. The other conditions were found
-    by compiling 388 moves with a doubling all-gather for a v5p of 4 x 4 x 4 chips. 58 took more than twice the larger
-    shard. The conditions find all 58, and 2 others. `whole` is the shape of the whole array.
+    by compiling 388 moves with a doubling all-gather for a v5p of 4 x 4 x 4 chips. 58 took more memory than twice the
+    larger shard. The conditions find all 58, and 2 others. `whole` is the shape of the whole array.
     """
     before, after, first = (end.shard_count for end in (steps[-1].source, steps[-1].target, steps[0].source))
     if kinds[-1] != "all_gather" or before != 2 * after or after > first or "all_to_all" not in kinds:
@@ -166,7 +167,9 @@ class _Stored:
 
     @staticmethod
     def of(shape: tuple[int, ...], chunks: Chunks, as_on_tpus: bool) -> "_Stored":
-        """Returns how a shard of `shape` is stored. With `as_on_tpus`, its dimensions are in `_best_order`."""
+        """Returns how a shard of `shape` is stored. With `as_on_tpus`, it is in the order that takes the least TPU
+        memory.
+        """
         order = _best_order(shape)[1] if as_on_tpus else tuple(range(len(shape)))
         return _Stored(order, order.index(chunks.dim), shape[chunks.dim] // chunks.block, chunks.block)
 

@@ -91,8 +91,8 @@ def join(parts: Any, exchange: AllToAll) -> Any:
 
 
 def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns the part of its shard that each device keeps in a slice step from `source` to `target`: an integer array
-    of shape `(devices, rank)`, with the index of the part along each dimension.
+    """A slice step from `source` to `target` cuts each shard into equal parts, of which its device keeps one. Returns
+    an integer array of shape `(devices, rank)` with the index of this part along each dimension.
     """
     where = coordinates(target, like)
     parts = [
@@ -103,8 +103,8 @@ def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarr
 
 
 def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[tuple[int, np.ndarray]]:
-    """Returns each dimension along which an all-gather from `source` to `target` concatenates shards, with the replica
-    groups. Each group is a row of an integer array, and lists devices in the order of their shards.
+    """Returns pairs: a dimension along which an all-gather from `source` to `target` concatenates shards, and the
+    replica groups. Each group is a row of an integer array, and lists devices in the order of their shards.
     """
     return [
         (dim, groups_of(source, have[len(axes) :], like))

@@ -69,9 +69,9 @@ class StepLayout:
 
 
 def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns the position in the mesh order of `layout` of each device, with devices in the mesh order of `like`. For
-    device ids 0, 1, 2 in `like` and 2, 0, 1 in `layout` it is [1, 2, 0]. If one `order` is `None`, both are the same.
-    Raises `MeshError` if the two meshes have different devices.
+    """Returns the position of each device in the mesh order of `layout`. The result lists the devices in the mesh order
+    of `like`: for device ids 0, 1, 2 in `like` and 2, 0, 1 in `layout` it is [1, 2, 0]. A layout whose `order` is
+    `None` has the mesh order of the other. Raises `MeshError` if the two meshes have different devices.
     """
     if layout.order is None or like.order is None or layout.order == like.order:
         places = np.arange(layout.size)
@@ -88,7 +88,9 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
 
 def mesh_coordinates(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
-    """Returns the coordinates of the devices at the given positions in mesh order, with one row for each mesh axis."""
+    """Returns the coordinates of the devices at the positions `position` in mesh order. `sizes` are the sizes of the
+    mesh axes. The result has a row for each mesh axis and a column for each device.
+    """
     if not sizes:
         return np.zeros((0, len(position)), np.int64)
     return np.stack(np.unravel_index(position, sizes))
@@ -101,7 +103,9 @@ def slice_numbers(layout: StepLayout) -> np.ndarray:
 
 
 def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: SubAxes) -> np.ndarray:
-    """Returns the index of each device's shard along a dimension sharded over `axes`, from its mesh coordinates."""
+    """Returns the index of each device's shard along a dimension that `axes` shard. `coordinates` has a row of device
+    coordinates for each mesh axis, and `sizes` the sizes of these axes.
+    """
     index = np.zeros(coordinates.shape[1], np.int64)
     for axis in axes:
         index = index * sizes[axis] + coordinates[axis]
@@ -110,8 +114,8 @@ def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: SubAxes) 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FineLayout:
-    """A `StepLayout` over sub-axes. `coordinates` has a row for each sub-axis, with the coordinate of each device along
-    it, in the mesh order before the move.
+    """A `StepLayout` over sub-axes. `coordinates` has a row for each sub-axis: the coordinate of each device along it.
+    Its columns are the devices, in the mesh order of the layout before the move.
     """
 
     layout: StepLayout
@@ -131,8 +135,9 @@ def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
 
 def link_groups(end: FineLayout) -> list[tuple[float, np.ndarray]]:
-    """Groups devices such that a byte between two devices of a group costs at most a given weight. Returns, for each
-    distinct weight of the layout in ascending order, the weight and the number of each device's group.
+    """Groups the devices once for each distinct weight of the sub-axes, in ascending order. A byte between two devices
+    of one group then costs at most this weight. Returns pairs of a weight and an array with the number of each device's
+    group.
     """
     weights = end.layout.weights or (1.0,) * len(end.layout.sizes)
     found = []
@@ -175,8 +180,8 @@ class Shards:
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:
-        """The number of each device's shard in the layout `dims`, counted over all dimensions in row-major order. If
-        two meshes give an array equal shard counts, equal shards have equal numbers in both.
+        """The number of each device's shard in the layout `dims`. Shards are numbered in row-major order. If two meshes
+        give an array equal shard counts, equal shards have equal numbers in both.
         """
         if dims not in self._numbers:
             out = np.zeros(self.devices, np.int64)
@@ -202,9 +207,10 @@ def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
 
 
 def overlap(index: np.ndarray, count: int, other_index: np.ndarray, other_count: int) -> tuple[np.ndarray, int]:
-    """Returns how many elements each device's shards have in common in two shardings of one dimension, and the size of
-    the dimension, the least common multiple of the shard counts. With 2 and 3 shards the size is 6, and the first
-    shards [0, 3) and [0, 2) have 2 elements in common. `index` and `other_index` have the index of each device's shard.
+    """Compares each device's shards in two shardings of one dimension. `index` and `other_index` have the index of each
+    device's shard among `count` and `other_count` shards. The dimension is given as many elements as the least common
+    multiple of these counts. Returns how many elements the two shards of each device have in common, and the size of
+    the dimension. With 2 and 3 shards the size is 6, and the shards [0, 3) and [0, 2) have 2 elements in common.
     """
     parts = math.lcm(count, other_count)
     mine, theirs = np.int32(parts // count), np.int32(parts // other_count)

@@ -11,13 +11,12 @@ from .layout import FineLayout, ShardDims, Shards, SubAxes, link_groups, overlap
 
 class LowerBound:
     """A lower bound on the cost of every path between a layout over the sub-axes of `near`, one end of a move, and the
-    layout `far`, the other end.
+    layout `far`, the other end. If `far_is` is "target", bytes are sent to the layout `far`, otherwise from it.
 
     The bound adds two costs. A device has to receive the elements of its new shard that are not in its old shard; each
     of these bytes costs at least as much as a byte over the cheapest axis. A group of devices that only expensive axes
-    connect to other devices has to receive the elements that none of its devices holds. Each of these bytes costs the
-    difference between the expensive axes and the cheapest axis in addition. `far_is` says in which direction bytes are
-    sent.
+    connect to other devices has to receive the elements that none of its devices holds. For each of these bytes the
+    difference between the expensive axes and the cheapest axis is added.
     """
 
     def __init__(self, shards: Shards, near: FineLayout, far: FineLayout, far_is: Literal["target", "source"]):
@@ -44,8 +43,9 @@ class LowerBound:
         return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
     def _common_share(self, dim: int, axes: SubAxes) -> np.ndarray | None:
-        """For each device, the fraction of the dimension `dim` that it holds both in a layout and in the layout `far`.
-        In the first layout the sub-axes `axes` shard the dimension. `None` if neither layout shards it.
+        """For each device, the fraction of the dimension `dim` that is both in its shard of a layout and in its shard
+        of the layout `far`. In the first layout the sub-axes `axes` shard the dimension. `None` if neither layout
+        shards it.
         """
         key = (dim, axes)
         if key not in self._common_shares:
@@ -76,8 +76,7 @@ class _GroupBound:
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
         """The additional cost of the bytes that groups of devices must receive from other groups, as the mean over
-        devices. With `needs_far`, they are sent from the layout `dims` to the far end of the move, otherwise from the
-        far end.
+        devices. With `needs_far`, the move is from the layout `dims` to `far`, otherwise from `far` to `dims`.
         """
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
@@ -92,8 +91,8 @@ class _GroupBound:
 
 
 class _GroupShards:
-    """The distinct shards of one dimension in each group of devices. `group` has the number of each device's group, and
-    `index` the index of its shard among `count` shards.
+    """The shards of one dimension that each of `groups` groups of devices holds. `group` has the number of each
+    device's group, and `index` the index of its shard among `count` shards.
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):

@@ -55,8 +55,8 @@ class Neighbours:
                 yield before, STEP
 
     def gathers_from(self, dims: ShardDims) -> Priced:
-        """The layouts that an all-gather reaches from `dims`. In each, one dimension lacks one or more last sub-axes.
-        If the mesh has several weights, sub-axes of equal weight are gathered one at a time.
+        """The layouts that an all-gather reaches from `dims`. In each, one or more last sub-axes of a dimension no
+        longer shard it. If the mesh has several weights, several sub-axes go at once only if their weights differ.
         """
         shard_count = self.shards.shard_count(dims)
         for run, after in self._coarser(dims):
@@ -70,7 +70,7 @@ class Neighbours:
             yield before, self.prices.all_gather(shard_count * self.shards.count(run), run) + STEP
 
     def _finer(self, dims: ShardDims, runs: list[SubAxes]) -> Iterator[tuple[SubAxes, ShardDims]]:
-        """Yields pairs: a group of `runs`, and the layout `dims` with one dimension sharded over this group too."""
+        """Yields pairs: a group of sub-axes in `runs`, and the layout `dims` with one dimension sharded over it too."""
         for dim, axes in enumerate(dims):
             left = self.max_counts[dim] // self.shards.count(axes)
             for run in runs:
@@ -88,7 +88,7 @@ class Neighbours:
                     yield axes[kept:], (*dims[:dim], axes[:kept], *dims[dim + 1 :])
 
     def all_to_alls(self, dims: ShardDims, each: float, limit: float) -> Priced:
-        """Yields the layouts that an all-to-all reaches from `dims` for less than `limit`, with a fixed cost `each`."""
+        """The layouts that an all-to-all reaches from `dims` for less than `limit`. `each` is a part of every cost."""
         shard_count = self.shards.shard_count(dims)
         for kept, moving, to_dims in _choices(dims):
             cost = self.prices.all_to_all(shard_count, moving) + each
@@ -106,7 +106,7 @@ class Neighbours:
 
     def permutes(self, dims: ShardDims, limit: float) -> Priced:
         """Yields the layouts in which one sub-axis of `dims` becomes the minor-most of its dimension, by a permutation
-        of shards. Costs above `limit` are lower bounds.
+        of shards. A cost above `limit` may be only a lower bound.
         """
         share = 1 / self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
@@ -119,7 +119,7 @@ class Neighbours:
         return [sub_axis for sub_axis in self.sub_axes if sub_axis not in used]
 
     def _runs(self, free: list[int]) -> list[SubAxes]:
-        """The groups of sub-axes for one all-gather: each of `free`, and several of different weights together."""
+        """The groups of the unused sub-axes `free` for one all-gather: each alone, and several of different weights."""
         runs: list[SubAxes] = [(sub_axis,) for sub_axis in free]
         if not self.some_are_dearer:
             return runs
@@ -129,7 +129,9 @@ class Neighbours:
         return runs
 
     def _assignments(self, moving: SubAxes, to_dims: tuple[int, ...]) -> dict[Counts, list[ShardDims]]:
-        """The ways to add the sub-axes `moving` to the dimensions `to_dims`, by the shard counts that they make."""
+        """The ways to add the sub-axes `moving` to the dimensions `to_dims`. The keys say into how many parts the added
+        sub-axes cut each of these dimensions.
+        """
         found = self._known.get((moving, to_dims))
         if found is None:
             found = self._known[moving, to_dims] = {}
@@ -138,8 +140,9 @@ class Neighbours:
         return found
 
     def _far_assignment(self, moving: SubAxes, to_dims: tuple[int, ...]) -> list[ShardDims]:
-        """Returns a list with one way to add the sub-axes `moving` to the dimensions `to_dims`: each where the layout
-        `far` has it, or else to the first one. For few sub-axes the list is empty, because all ways are tried.
+        """Returns a list with one way to add the sub-axes `moving` to the dimensions `to_dims`. Each sub-axis goes to
+        the dimension that it shards in the layout `far`, or else to the first of `to_dims`. For few sub-axes the list
+        is empty, because all ways are tried.
         """
         if len(moving) <= _MOST_REORDERED:
             return []
@@ -168,8 +171,8 @@ def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list
 
 @ft.lru_cache(maxsize=1024)
 def _all_assignments(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...]:
-    """The ways to distribute the sub-axes `moving` over `to_dims` dimensions: for (0, 1) and one dimension ((0, 1),)
-    and ((1, 0),). For more than four sub-axes, they are some of the ways that keep the order.
+    """The ways to distribute the sub-axes `moving` over `to_dims` dimensions. For (0, 1) and one dimension they are
+    ((0, 1),) and ((1, 0),). For more than four sub-axes, they are some of the ways that keep the order.
     """
     if len(moving) > _MOST_REORDERED:
         return _assignments_in_order(moving, to_dims)
@@ -185,7 +188,9 @@ def _all_assignments(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...]:
 
 
 def _assignments_in_order(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...]:
-    """The ways to add all sub-axes to one dimension, or the first few to one and the rest to another."""
+    """Some ways to distribute the sub-axes `moving`, in their order, over `to_dims` dimensions: all go to one
+    dimension, or the first few to one and the rest to another.
+    """
     whole = [tuple(moving if dim == only else () for dim in range(to_dims)) for only in range(to_dims)]
     halves = [(moving[:cut], moving[cut:]) for cut in range(len(moving))] if to_dims > 1 else []
     parted = [

@@ -53,8 +53,8 @@ class Prices:
 
 
 class PermutationPrices:
-    """The costs of permutations, in which each device's shard is sent to another device. `computed` counts the
-    permutations for which the links between devices were compared.
+    """The costs of permutations, in which each device's shard is sent to another device. `cost` computes which bytes go
+    over expensive axes only if the result depends on it. `computed` is the number of calls that did so.
     """
 
     def __init__(self, source: FineLayout):
@@ -62,9 +62,9 @@ class PermutationPrices:
         self.computed = 0
 
     def cost(self, have: np.ndarray, want: np.ndarray, share: float, limit: float) -> float:
-        """Returns the cost of a permutation after which devices hold the shards with the numbers `want` instead of
-        `have`. `share` is the size of one shard as a fraction of the array. If the permutation costs more than `limit`,
-        the result may be any lower bound above `limit`.
+        """Returns the cost of a permutation. `have` and `want` are the numbers of the shards that devices hold before
+        and after it. `share` is the size of one shard as a fraction of the array. If the permutation costs more than
+        `limit`, the result may be any lower bound above `limit`.
         """
         moves = have != want
         moving = int(moves.sum())

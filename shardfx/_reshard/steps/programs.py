@@ -30,7 +30,7 @@ def program(
     like: StepLayout,
     chunks: Chunks | None = None,
 ) -> Shaped[Array, "..."]:
-    """Moves a traced array by `steps` from sharding `src` to sharding `dst`, on meshes of one device order."""
+    """Moves a traced array by `steps` from `src` to `dst`. Both meshes must list their devices in the same order."""
     if not steps:
         return placed(x, dst)
     mapped = ft.partial(_moving, src=src, steps=steps, like=like, chunks=chunks)
@@ -62,7 +62,9 @@ def live_program(
     donate: bool,
     chunks: Chunks | None = None,
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that moves live arrays of one shape from `src` to `dst`, on the same devices in any order."""
+    """Returns a function that moves live arrays of one shape from `src` to `dst` by the steps of `plan`. Both meshes
+    have the same devices, in any order. With `donate`, the function deletes its argument.
+    """
     here, there = untyped(src), untyped(dst)
     planned = {"src": here, "steps": plan.steps, "like": layouts(len(shape), here, there)[0], "chunks": chunks}
     if same_order(here, there):
@@ -107,7 +109,7 @@ def run(
     axes: tuple[str, ...],
     chunks: Chunks | None = None,
 ) -> Shaped[Array, "..."]:
-    """Applies all steps of a move to one device's shard, inside a `shard_map` over a mesh with all of `axes`."""
+    """Applies all steps of a move to one device's shard, inside a `shard_map` over a mesh with the axes `axes`."""
 
     def at_once(shard: Array) -> Array:
         for step in steps:
@@ -171,8 +173,9 @@ _RUN = {"slice": _slice, "permute": _permute, "all_gather": _all_gather, "all_to
 
 
 def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `move` with small floats moved as integers of the same bits. XLA's CPU compiler moves bfloat16 and floats
-    of fewer bits as larger floats: the traffic and the memory double, and a NaN does not keep its bits.
+    """Returns a function that does what `move` does, but moves small floats as integers of the same bits. XLA's CPU
+    compiler moves bfloat16 and floats of fewer bits as larger floats: the traffic and the memory double, and a NaN does
+    not keep its bits.
     """
 
     def run(x: Any, *others: Any) -> Any:
@@ -191,5 +194,5 @@ def is_small_float(dtype: Any) -> bool:
 
 
 def moved(move: Callable[..., object], *arrays: object) -> Any:
-    """Applies `move`, a function that changes no bits, to traced arrays; on CPUs through `on_bits`."""
+    """Applies `move`, a function that changes no bits, to traced arrays. On CPUs small floats move as integers."""
     return lax.platform_dependent(*arrays, cpu=on_bits(move), default=move)

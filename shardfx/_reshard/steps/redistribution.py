@@ -189,7 +189,9 @@ def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLa
 
 
 def _changed(source: StepLayout, target: StepLayout) -> list[int]:
-    """Returns the sub-axes that shard different dimensions in `source` and `target`, or one in only one layout."""
+    """Returns the sub-axes that shard different dimensions in `source` and `target`, or a dimension in only one of
+    them.
+    """
     places = [{f: dim for dim, axes in enumerate(end.dims) for f in axes} for end in (source, target)]
     return [f for f in range(len(source.sizes)) if places[0].get(f) != places[1].get(f)]
 
@@ -199,8 +201,7 @@ def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: Step
     operation.
 
     Two all-to-alls never can. Two slices always can, and so can two permutations. Two all-gathers can if they
-    concatenate along the same dimension and follow each other on one mesh. If the second is on the target's mesh and
-    the first on the source's, `earlier.target` and `source` differ.
+    concatenate along the same dimension, and are on one mesh: otherwise `earlier.target` and `source` differ.
     """
     if kind != "all_gather":
         return kind != "all_to_all"

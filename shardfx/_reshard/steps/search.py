@@ -66,8 +66,9 @@ class Problem:
 
 
 def cheapest_route(problem: Problem) -> Route | None:
-    """Returns the layouts along the cheapest path from the source to the target of a move. If the budget ends first,
-    they are those of the best path found so far. `None` if no steps along these sub-axes lead from source to target.
+    """Returns the layouts along the cheapest path from the source to the target of a move, or along the best path found
+    before the search has examined its number of layouts. `None` if no steps along these sub-axes lead from source to
+    target.
     """
     source, target = problem.source, problem.target
     # The number of layouts to examine takes a fraction of a second: fewer for more devices, and if some axes are slow.
@@ -147,7 +148,7 @@ class _Half:
         self, dims: ShardDims, cost: float, parent: ShardDims | None, limit: float, nearest_first: bool = False
     ) -> bool:
         """Adds the layout `dims` to the heap if a path through it can cost less than `limit`, the cost of the best path
-        so far. Returns whether it was added. A layout that was reached before at the same or less `cost` is not.
+        so far. Returns whether it was added. A layout that was reached before at the same or less `cost` is not added.
 
         `parent` is the layout before it on the path; `None` at the start. With `nearest_first`, the heap is ordered by
         how near shard counts are to `far_counts`, instead of by the lower bound.
@@ -184,7 +185,9 @@ class _Half:
 
 @dataclasses.dataclass
 class _State:
-    """The state of the search: both halves, and the best path so far, with a crossing from `before` to `after`."""
+    """The state of the search: both halves, and the `cost` of the best path so far, which crosses from `before` to
+    `after`.
+    """
 
     forward: _Half
     backward: _Half
@@ -195,7 +198,7 @@ class _State:
 
     @property
     def examined(self) -> int:
-        """The number of layouts whose lower bound was computed, and of permutations whose links were compared."""
+        """The number of layouts whose lower bound was computed, plus `permutations.computed`: both take time."""
         return self.forward.examined + self.backward.examined + self.permutations.computed
 
     def is_enough(self, most: int) -> bool:
@@ -224,8 +227,8 @@ def _settle(dims: ShardDims, half: _Half, state: _State, most: int) -> None:
 
 def _expand(dims: ShardDims, half: _Half, state: _State, most: int, same_sub_axes: bool) -> None:
     """Adds the layouts one step away from `dims`, a layout of `half`, to the heap, and completes paths through them.
-    With `same_sub_axes`, both halves can reach the same layout. `most` is the number of layouts after which the search
-    ends.
+    With `same_sub_axes`, both halves have the same sub-axes, so a layout that both reach completes a path. `most` is
+    the number of layouts after which the search ends.
     """
     cost = half.cost[dims]
     for after, extra in half.next_layouts(dims, state.cost - cost):

@@ -43,8 +43,8 @@ def primes(number: int) -> tuple[int, ...]:
 
 def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray]) -> list[Split]:
     """Orders the prime factors of each mesh axis, so that the meshes before and after a move have many sub-axes in
-    common. `places` has, for each mesh, the position of every device in it. Returns the factors of the source's mesh
-    axes, and those of the target's.
+    common. `places` has two arrays: the position of every device in the source's mesh, and in the target's. Returns the
+    factors of the source's mesh axes, and those of the target's.
     """
     if all(len(_orders(size)) == 1 for size in (*src.sizes, *dst.sizes)):
         return [[_orders(size)[0] for size in layout.sizes] for layout in (src, dst)]
@@ -60,8 +60,9 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
 
 
 class _Factor(NamedTuple):
-    """A prime factor of a mesh axis, for one order of the axis's prime factors. A device at `position` along the axis
-    has the coordinate `position // stride % size` along the factor. For 12 = 2 x 3 x 2 the factor 3 has the stride 2.
+    """A prime factor of a mesh axis, at one place in an order of all its prime factors. `size` is the prime, and
+    `stride` the product of the factors after it: in 12 = 2 x 3 x 2 the factor 3 has the stride 2. A device at
+    `position` along the axis has the coordinate `position // stride % size` along the factor.
     """
 
     stride: int
@@ -89,9 +90,9 @@ def _factors_in(order: Sequence[int]) -> list[_Factor]:
 
 
 def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
-    """Returns a key for each prime factor of one mesh axis, in any order of its factors: the coordinates of all devices
-    along the factor, as bytes. `row` has the position of each device along the axis. An axis of 12 has seven factors: 2
-    with the strides 1, 2, 3 and 6, and 3 with the strides 1, 2 and 4.
+    """Returns a key for each prime factor that a mesh axis of `size` devices has in any order of its factors. The key
+    is the coordinates of all devices along the factor, as bytes. `row` has the position of each device along the axis.
+    An axis of 12 has seven factors: 2 with the strides 1, 2, 3 and 6, and 3 with the strides 1, 2 and 4.
     """
     found = dict.fromkeys(factor for order in _orders(size) for factor in _factors_in(order))
     return {factor: (row // factor.stride % factor.size).astype(np.uint16).tobytes() for factor in found}
@@ -101,7 +102,8 @@ def _best_orders(
     layout: StepLayout, known: Sequence[dict[_Factor, bytes]], wanted: set[bytes]
 ) -> list[tuple[int, ...]]:
     """Returns for each mesh axis the order of its prime factors with the most factors in common with the other mesh.
-    `known` has the key of each prime factor of each axis, and `wanted` the keys of the other mesh.
+    `known` has for each axis the keys of its prime factors, and `wanted` has the keys of the other mesh's factors.
+    Common factors have equal keys.
     """
     return [
         max(_orders(size), key=lambda order, keys=keys: sum(keys[factor] in wanted for factor in _factors_in(order)))
@@ -134,8 +136,9 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
 class _Primes:
     """The sub-axes of one mesh, all of prime sizes, with their keys (`FineLayout.keys`).
 
-    `shard_counts` has, for each sub-axis that shards a dimension, this dimension and the number of shards into which
-    the dimension's sub-axes up to this one split it.
+    `shard_counts` has, for each sub-axis that shards a dimension, this dimension and the number of shards that the
+    sub-axis makes of it together with those before it. If sub-axes 4 and 7, of sizes 2 and 3, shard dimension 0, it is
+    `{4: (0, 2), 7: (0, 6)}`.
     """
 
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
@@ -147,13 +150,13 @@ class _Primes:
             self.shard_counts |= {factor: (dim, count) for factor, count in zip(axes, counts, strict=True)}
 
     def must_split_after(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
-        """Whether the sub-axis number `factor` must stay separate from the next one. There are three cases:
+        """Whether the sub-axis number `factor` must stay separate from the next one. `kept` has the sub-axes of the
+        other mesh that are already separate from the next one. There are three cases:
 
         - The other mesh has only one of the two sub-axes.
-        - The other mesh has both, but not one after the other within one sub-axis. `kept` has its sub-axes after which
-            it is already split.
-        - The sub-axes up to this one split a dimension into as many shards as the other mesh's sub-axes up to one in
-            `kept`.
+        - The other mesh has both, but they do not follow each other there, or the first is in `kept`.
+        - The two meshes split one dimension into equally many shards: this mesh by the sub-axes up to `factor`, the
+            other by the sub-axes up to one in `kept`.
         """
         here, after = (other.factors.get(key) for key in self.keys[factor : factor + 2])
         # The other mesh has both primes, one after the other, or neither.
