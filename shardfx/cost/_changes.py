@@ -51,7 +51,10 @@ class Change:
 
 
 class _Trial(NamedTuple):
-    """A change to a step, and the estimated peak memory of one device after it. The fields are those of `Change`."""
+    """A change to a step: `what` is the change in words, and `how` is its code. `peak_bytes` is the estimated peak
+    memory of one device after it. `host_bytes` are moved to host memory, and arrays of the lines `sources` get
+    sharding constraints.
+    """
 
     what: str
     peak_bytes: int
@@ -112,8 +115,8 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
 
 
 def _sharded_over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
-    """The mesh axes of each array in the arguments. The arrays with the numbers `chosen` are also sharded over `axes`,
-    along their largest dimension.
+    """The sharding of each array of the arguments, after the arrays with the numbers `chosen` are also sharded over the
+    mesh axes `axes`, along their largest dimension.
     """
     found = [one.dims for one in known.step.arguments]
     for at in chosen:
@@ -152,14 +155,16 @@ def _moment_changes(known: StepOnChip) -> Iterator[_Trial]:
 
 
 def batch_of(known: StepOnChip) -> int | None:
-    """The number of examples in the batch: the first dimension of its arrays; `None` if they differ in it."""
+    """The number of examples in the batch: the size of its arrays' first dimension. `None` if this size differs between
+    the arrays, or if there are none.
+    """
     sizes = {known.step.arguments[at].shape[0] for at in known.in_group("batch")}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
-    """The largest batch size with which the step fits the chip, a multiple of the number of shards of the batch; `None`
-    if it cannot be found. `peak_bytes` is the peak memory of the unchanged step, estimated or counted by a compiler.
+    """The largest batch size with which the step fits the chip; `None` if it cannot be found. `peak_bytes` is the peak
+    memory of the unchanged step, estimated or counted by a compiler. Sizes are multiples of the batch's shard count.
 
     The peak memory is a piecewise linear function of the batch size, so the search alternates between linear
     interpolation and bisection. The step is traced for each size.
@@ -188,9 +193,10 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
 
 
 def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
-    """The next batch size to try, a multiple of `unit`. `needs` has the peak memory of each size that was tried. It is
-    between `fits`, the largest size that fits (or 0), and `over`, the smallest that does not fit. Without `over`, it is
-    larger than `fits`. If `halves`, it is in the middle. Otherwise the peak memory is interpolated up to `usable`.
+    """The next batch size to try, a multiple of `unit`. It is between `fits`, the largest size that fits (or 0), and
+    `over`, the smallest size that does not fit; without `over`, it is larger than `fits`. If `halves`, it is in the
+    middle. Otherwise it is the size at which the peak memory, interpolated between the sizes tried, is `usable`.
+    `needs` has the peak memory of each size that was tried.
     """
     if over is None:
         before = max((count for count in needs if count < fits), default=None)
@@ -204,7 +210,7 @@ def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None,
 
 
 def with_batch(known: StepOnChip, batch: int) -> StepOnChip | None:
-    """The step traced with another batch size; `None` if the step's code raises an error for it."""
+    """The step traced with the batch size `batch`; `None` if its function is not known, or raises an error for it."""
     if known.function is None:
         return None
     ours = {known.step.arguments[at].path for at in known.in_group("batch")}

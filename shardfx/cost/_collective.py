@@ -179,8 +179,8 @@ def _require_local(instruction: Instruction) -> None:
 
 
 def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
-    """The replica groups of a collective in a program for `devices` devices. Raises `ProgramError` for groups that
-    cannot be read, that have a device twice, or that have an unknown device.
+    """The replica groups of a collective of this `kind`, in a program for `devices` devices. Raises `ProgramError` for
+    groups that cannot be read, that have a device twice, or that have an unknown device.
     """
     is_permute = kind == "collective-permute"
     rows = (_pairs(instruction),) if is_permute else _rows(instruction)
@@ -269,7 +269,7 @@ class DevicePositions:
     """The position in the mesh, and the slice, of each device that runs a program.
 
     A program over several TPU slices is written for one slice: its device numbers are positions in that slice. In any
-    other program, and here, a device's number is its position in the mesh.
+    other program, a device's number is its position in the mesh.
 
     - `mesh`: the mesh; `None` if it is not known.
     - `own`: the number of devices in the program's first line; 1 if the line does not have it.
@@ -303,14 +303,15 @@ class DevicePositions:
         self.ids = {id_: at for at, id_ in enumerate(ids)}
 
     def in_mesh(self, groups: Groups, number: int | None) -> Groups:
-        """The replica groups of a program for one slice, with positions in the mesh. They are the groups of slice
-        `number`, or of every slice if it is `None`.
+        """Converts replica groups of positions in one slice to groups of positions in the mesh. The result has the
+        groups of slice `number`, or of every slice if `number` is `None`. If two slices have the positions 0 to 3 and
+        4 to 7 in the mesh, {0,1} is {4,5} for slice 1, and {0,1},{4,5} for `None`.
         """
         programs = self.programs if number is None else self.programs[number : number + 1]
         return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
 
     def numbers_of(self, ids: Sequence[int]) -> dict[int, int]:
-        """The position in the mesh of each device, by the id that it has in transfers."""
+        """The position in the mesh of each device in `ids`, by its id. The ids are those that transfers have."""
         if all(id_ in self.ids for id_ in ids):
             return {id_: self.ids[id_] for id_ in ids}
         first = min(id_ // SLICE for id_ in ids)
@@ -326,7 +327,7 @@ class DevicePositions:
 
 
 def is_transfer(instruction: Instruction) -> bool:
-    """Whether an instruction is the `recv` of a transfer. A transfer's bytes count there."""
+    """Whether an instruction is the `recv` of a transfer. The bytes of a transfer count at its `recv`."""
     return instruction.opcode == "recv" and "_xla_megascale_target=" in instruction.attributes
 
 
@@ -347,7 +348,9 @@ def transfer_of(instruction: Instruction, positions: DevicePositions) -> Collect
 
 
 def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
-    """The groups of device ids that a transfer connects, and the kind of its collective, from its `recv`."""
+    """The groups of device ids that a transfer connects, and the kind of its collective, from its `recv`. Raises
+    `ProgramError` if the `recv` does not name them.
+    """
     found = _TARGET.search(instruction.attributes)
     if found is None or found[2] not in _KINDS:
         raise ProgramError(f"a transfer between slices does not say what goes whither: {instruction.text:.300}")

@@ -158,7 +158,9 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
 @dataclasses.dataclass(eq=False)
 class _LineTraffic:
-    """The estimated and the compiled rows of one source line and tuple of mesh axes, and their difference in bytes."""
+    """The estimated and the compiled rows of one source line and tuple of mesh axes, and the bytes of the compiled rows
+    minus the bytes of the estimated rows (`extra`).
+    """
 
     source: Frame | None
     axes: tuple[str, ...]
@@ -167,7 +169,9 @@ class _LineTraffic:
 
 
 def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
-    """Yields a row for each parameter of each collective, with its source line. `lines` has the lines of reductions."""
+    """Yields a row for each parameter of each collective, with its source line. `lines` has, for a parameter's path,
+    the line that replaces it if the collective reduces the parameter's gradient.
+    """
     for row in made.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
         missing = row.wire_bytes - sum(count for _, count in shares)  # the rounding error of the shares
@@ -178,7 +182,7 @@ def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tup
 
 
 def _surplus(places: Sequence[_LineTraffic], source: Frame | None = None, axes: tuple[str, ...] = ()) -> Surplus:
-    """The `Surplus` of one source line and tuple of mesh axes; without `source`, the sum over several lines."""
+    """The `Surplus` of `places`: one source line and tuple of mesh axes or, without `source`, a sum of several."""
     ours, theirs = ([row for one in places for row in one.rows[side] if row.wire_bytes] for side in (0, 1))
     passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))
     notes = dict.fromkeys(row.note for row in ours if row.note)

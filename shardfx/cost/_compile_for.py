@@ -80,7 +80,7 @@ class CompiledFor:
     - `text`: the text of the optimized HLO module.
     - `memory`: the compiler's count of memory on one device.
     - `mesh`: the mesh of the step, with its slices.
-    - `argument_paths`: the path of each argument, from the name of the step's argument on, by its name in the text.
+    - `argument_paths`: the path of each array of the arguments, such as "params/w", by its name in the text.
     - `target`, `chip`: the name of the target, such as "tpu:v5e:4x4", and its chip; `None` if that is not known.
     - `seconds`: the time that compilation took.
     - `device_ids`: the ids of the target's devices in the order of the mesh.

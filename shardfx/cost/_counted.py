@@ -45,7 +45,7 @@ class StepOnChip:
         return self.partitioned()
 
     def partitioned(self, **changed: Any) -> HloModule:
-        """The `module` for other keyword arguments of `Step.partitioned`, such as other shardings."""
+        """As `module`, with the keyword arguments `changed` for `Step.partitioned`, such as other shardings."""
         return as_compiled(parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform)
 
     @ft.cached_property
@@ -70,11 +70,11 @@ class StepOnChip:
         return tuple(self._program.buffers[value].shape for value in self._program.entry.carried)
 
     def host_bytes(self, at: int) -> int:
-        """The bytes of one shard of array number `at` of the arguments, as counted if the array is in host memory."""
+        """The bytes that one shard of array number `at` of the arguments takes if the array is in host memory."""
         return bytes_of(Array(self.purposes[at].dtype, self.shards[at]), self.chip.tile)
 
     def in_group(self, kind: str) -> tuple[int, ...]:
-        """The numbers of the arguments' arrays with a purpose, such as "parameters" or "optimizer" (all moments)."""
+        """The numbers of the arguments' arrays with the purpose `kind`: "parameters", "optimizer" (all moments), ..."""
         return tuple(at for at, one in enumerate(self.purposes) if one.group.partition(":")[0] == kind)
 
     def memory_of(self, module: HloModule, *, donated: Sequence[bool] | None = None, remat: bool = False) -> Memory:
@@ -97,8 +97,8 @@ class StepOnChip:
         return self.memory_of(self.partitioned(module=module))
 
     def under(self, arguments: Sequence[Dims | None]) -> Memory:
-        """The memory of one device for other shardings of the arguments. A result that is the new value of an
-        argument's array gets the same sharding.
+        """The memory of one device if the arrays of the arguments have the shardings `arguments`. A result that is the
+        new value of an array gets the sharding of this array.
         """
         results = [one.dims for one in self.step.parameters[1]]
         for one, dims in zip(self.purposes, arguments, strict=True):
@@ -153,8 +153,8 @@ def _memory_with(known: StepOnChip, constraints: Sequence[Wanted]) -> Memory | N
 
 
 def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wanted]:
-    """Yields constraints that shard the largest arrays in memory at the peak over mesh axes of the batch. The step has
-    the sharding constraints `constraints` already.
+    """Yields sharding constraints for the largest arrays in memory at the peak, over mesh axes of the batch. The step
+    already has the constraints `constraints`.
     """
     batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.in_group("batch")}
     memory, found = known.memory, known.shardings
@@ -170,8 +170,8 @@ def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wa
 
 
 def with_constraints(step: Step, constraints: Sequence[Wanted], platform: Platform) -> Module:
-    """A copy of the step's StableHLO module with sharding constraints. Each is added to the values that its source line
-    computes in its shape.
+    """A copy of the step's StableHLO module with sharding constraints. Each constraint is added to all values that have
+    its source line and its shape.
     """
     module = step.module(platform)
     sizes = dict(step.mesh.shape)

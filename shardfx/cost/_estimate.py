@@ -72,8 +72,9 @@ def _size_free_fields(row: TrafficRow) -> object:
 
 
 def _larger_row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) -> TrafficRow:
-    """A traffic row of a small mesh, extrapolated to a large mesh. For each axis that is longer there, `doubled` has
-    the row with this axis of the small mesh doubled, and the number of doublings between the two meshes.
+    """The traffic row `row` of a small mesh, extrapolated to a large mesh, with the text `note` added. For each axis
+    that is longer in the large mesh, `doubled` has the row after one doubling of this axis alone, and the number of
+    doublings from the small mesh to the large mesh.
     """
     group, bytes_each, calls = row.group_size, _payload_bytes(row), row.calls
     for other, times in doubled:
@@ -105,7 +106,7 @@ def _group_factor(kind: str, group: int) -> float:
 
 def _growth(other: float | int, one: float | int, times: int) -> float:
     """The factor by which a number grows in `times` doublings of a mesh axis, if it is `one` before a doubling and
-    `other` after it. Their ratio is rounded to a power of two: for 210, 100 and 3, the factor is 2 ** 3 = 8.
+    `other` after it. Their ratio is rounded to a power of two: for 210 after 100, and 3 times, it is 2 ** 3 = 8.
     """
     return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
 

@@ -67,7 +67,7 @@ class Offender:
 
     - `what`: the path of an argument; for a temporary, its dtype and its shape on one device.
     - `bytes`: the bytes on one device.
-    - `group`: the group of arrays, as in [`shardfx.cost.FitRow`][].
+    - `group`: the name of its group, such as "activations". [`shardfx.cost.FitRow`][] lists the names.
     - `source`: the line of your program that computes the array; `None` for an argument.
     - `phase`: the pass that computes the array: "forward", "backward" or "recomputed"; "" if it is not known.
     - `spec`, `origins`, `why`: the spec of the array, the origin of each of its mesh axes, and a sentence that says why
@@ -227,7 +227,7 @@ def fit(
     - `step`, `args`: a step and its arguments, as in [`shardfx.cost.estimate`][]. Or a compiled step without arguments:
         the memory is then the compiler's count. Or a plan without arguments: only the plan's arrays are counted.
     - `chip`: the chip's name, or a [`shardfx.chips.Chip`][].
-    - `mesh`: the mesh of the step, as in [`shardfx.cost.estimate`][].
+    - `mesh`: the mesh of the step; by default the mesh of its arguments.
     - `compiled`: the same step, compiled. The peak memory is then the compiler's count, and only the savings of changes
         are estimated.
 
@@ -406,7 +406,9 @@ _Rows: TypeAlias = list[tuple[str, ...]]
 
 
 def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
-    """Two tables as pairs of their rows and the lines of text below: the groups of arrays, and the largest arrays."""
+    """The table of the groups of arrays, and the table of the largest arrays, if there are any. Each table is a pair:
+    its rows, and the lines of text below it.
+    """
     groups: _Rows = [("group", "bytes/device", "share", "how")]
     for row in found.rows:
         share = f"{row.bytes / max(1, found.peak_bytes):.0%}"

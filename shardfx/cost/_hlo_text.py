@@ -204,7 +204,9 @@ def _instruction(line: str) -> Instruction:
 
 
 def _add_tuple_element(own: dict[str, Instruction], operand: str) -> None:
-    """Adds a `get-tuple-element` to the computation `own` for an operand `param#0`: element 0 of the tuple `param`."""
+    """If `operand` is a name such as `param#0`, adds an instruction with this name to the computation `own`: element 0
+    of the tuple `param`.
+    """
     whole, mark, index = operand.rpartition("#")
     if not mark or operand in own:
         return
@@ -231,7 +233,9 @@ def _has_closed_braces(line: str) -> bool:
 
 
 def _after_bracket(line: str, opening: int) -> int:
-    """The position in `line` after the bracket that closes the bracket at position `opening`."""
+    """The position in `line` after the bracket that closes the bracket at position `opening`. Raises `ProgramError` if
+    there is none.
+    """
     depth = 0
     for found in _BRACKET.finditer(line, opening):
         depth += (found[0] in _OPENING) - (found[0] in _CLOSING)

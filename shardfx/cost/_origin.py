@@ -116,7 +116,7 @@ class Origins:
         return None
 
     def _same_gradient(self, gradient: int) -> Iterator[int]:
-        """Yields a value, and those computed from it that may be the same gradient or its shard, the nearest first."""
+        """Yields a gradient, and the values computed from it that may be the same or its shard, the nearest first."""
         return itertools.islice(reached([gradient], self._onward), _MANY)
 
     def _next(self, value: int) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ class Origins:
         return tuple(found)
 
     def _argument(self, value: int) -> str | None:
-        """JAX's name of the argument of which a value is a slice or the whole; `None` for a computed value."""
+        """If a value is an argument or a slice of one, JAX's name of the argument; otherwise `None`."""
         for _ in range(_FAR):
             if value in self._names:
                 return self._names[value].op_name or None
@@ -145,8 +145,8 @@ class Origins:
 
     def is_sum_of_products(self, instruction: Instruction) -> bool:
         """Whether a permute sends a partial sum of matrix products, and not an operand of them. Rings of permutes
-        replace reduce-scatters of products, and all-gathers of operands. A partial sum starts from zeros. In a loop, it
-        is a result of the loop's body.
+        replace reduce-scatters of products, and all-gathers of operands. A value is a partial sum if it is computed
+        from a product, or from constants alone.
         """
         op = self._ops.get(id(instruction))
         values = itertools.islice(reached(() if op is None else op.reads, self._operands_of), _FAR)
@@ -155,7 +155,9 @@ class Origins:
         return not opcodes.isdisjoint(PRODUCTS) or opcodes.isdisjoint((None, *_GATHERS))
 
     def _operands_of(self, value: int) -> Iterable[int]:
-        """The values from which a value is computed; for a loop-carried value, the result of the loop's body."""
+        """The values from which a value is computed: none for the result of an all-gather; for a loop-carried value,
+        the result of the loop's body.
+        """
         if value in self._carried:
             loop, at = self._carried[value]
             return (loop.bodies[0].results[at],)

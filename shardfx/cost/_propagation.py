@@ -1,8 +1,9 @@
 """A step after Shardy's propagation as a graph of arrays and operations.
 
 The graph has the operations over which a mesh axis reached an array, and the operations where the shardings of two
-arrays conflict. A factor is a dimension of an operation's sharding rule (see `Factors`). A stack is an array with one
-slice for each iteration of a loop, as `jax.lax.scan` has them.
+arrays conflict. A factor stands for dimensions of an operation that have the same sharding: the product `ij,jk->ik` has
+the factors i, j and k (see `Factors`). A stack is an array with one slice for each iteration of a loop, as
+`jax.lax.scan` has them.
 """
 
 import functools as ft
@@ -89,8 +90,8 @@ class Graph:
 
     @ft.cached_property
     def factors(self) -> list[list[tuple[DimKey, int]]]:
-        """For each operation, the dimensions of its arrays, each with its major-most factor: a mesh axis that shards
-        the dimension shards this factor.
+        """For each operation, the dimensions of its arrays, each with its factor. If a dimension has several, it is the
+        major-most factor, which is the one that a mesh axis shards.
         """
         found = []
         for made in self.operations:
@@ -131,7 +132,9 @@ class Graph:
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
-        """The arrays that each sharding constraint returns, by the constraint's name as the origin of a mesh axis."""
+        """The arrays that each sharding constraint returns. A key is the text that names the constraint where it is the
+        origin of a mesh axis.
+        """
         found: dict[str, list[int]] = {}
         for made in self.operations:
             if made.name == "sharding_constraint":
@@ -169,8 +172,8 @@ class Graph:
         return made.name in _LOOP_OPERATIONS
 
     def _stacked(self, stack: DimKey) -> DimKey:
-        """The dimension of the slice that a loop's body writes into a stack, from the dimension `stack` of the stack.
-        If the slice is not found, the result is the dimension of the stack.
+        """A loop's body writes slices into a stack. The result is the dimension of the slice that corresponds to the
+        dimension `stack` of the stack. If the slice is not found, it is the dimension of the stack.
         """
         here = stack
         for _ in range(_DEEP):

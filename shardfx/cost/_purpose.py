@@ -39,10 +39,11 @@ class ArgumentPurpose(NamedTuple):
 def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]:
     """The arrays of a step's arguments, each with its purpose, in the order of the program's parameters.
 
-    A result is the new value of an array if it is computed from the array, and both are at one position in subtrees of
-    equal structure, shapes and dtypes. In a step with gradients, an array with a new value is a parameter if the
-    forward pass reads it; otherwise it is optimizer state. In a step without gradients, it is a cache. An array without
-    a new value is part of the batch if its first dimension has the batch's size. Otherwise it is a weight.
+    A result is the new value of an array if it is computed from the array, and both are at the same position in two
+    subtrees of equal structure, shapes and dtypes. In a step with gradients, an array with a new value is a parameter
+    if the forward pass reads it; otherwise it is optimizer state. In a step without gradients, it is a cache. An array
+    without a new value is part of the batch if its first dimension has the batch's size. Otherwise it is a parameter if
+    it has floats.
     """
     ours = step.arguments
     dtypes = [program.buffers[value].dtype for value in program.entry.carried]
@@ -75,8 +76,8 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
 
 
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
-    """The number of the result that can be the new value of each array of the arguments, by the array's number. Both
-    are at one position in subtrees of equal structure, shapes and dtypes.
+    """For each array of the arguments, by its number, the number of the result that can be its new value. Both are at
+    the same position in two subtrees of equal structure, shapes and dtypes, of the arguments and of the results.
     """
     info, dtypes = flatten(step.traced.out_info), [buffer.dtype for buffer in program.buffers]
     results = itertools.compress(zip(info.paths, info.leaves, strict=True), info.is_array)
@@ -110,8 +111,8 @@ def _subtrees(arrays: Sequence[tuple[str, object]]) -> Iterator[tuple[object, li
 
 
 def _comes_from(result: int, given: int, uses: Uses) -> bool:
-    """Whether only elementwise operations, in-place updates and resharding lead from an argument to a result. `result`
-    and `given` are the numbers of the two values.
+    """Whether only elementwise operations, in-place updates, slices and resharding lead from value number `given`, an
+    argument, to value number `result`.
     """
 
     def before(value: int) -> Sequence[int]:
@@ -140,8 +141,9 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
 
 
 def _batch_size(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
-    """The first dimension of the largest integer array without a group, or else of the last array without a group;
-    `None` if all arrays have a group.
+    """The batch's size: the first dimension of the largest integer array without a group or, if there is none, of the
+    last array without a group. `None` if all arrays have a group. `ours`, `dtypes` and `groups` have an entry for each
+    array of the arguments; "" is no group.
     """
     left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
     # A PRNG key has at most four words.

@@ -142,8 +142,8 @@ def seconds(
 
 
 def _extents(given: str, usual: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
-    """The extents of a slice from their text: (4, 8) for "4x8". Raises `MeshError` if they have not as many dimensions
-    and chips as `usual`.
+    """The extents of a slice from their text: (4, 8) for "4x8". Raises `MeshError` if their number or their product is
+    not that of the default extents `usual`.
     """
     parts = given.lower().split("x")
     found = tuple(int(part) for part in parts if part.isdigit())

@@ -357,7 +357,9 @@ class _Explainer:
         return tuple(line for line, _ in itertools.groupby(lines) if line is not None)
 
     def name(self, origin: str) -> str:
-        """The name of a mesh axis's origin from Shardy's text: "params/w", "result 0/w", "the constraint at a.py:4"."""
+        """The name of a mesh axis's origin, such as "params/w", "result 0/w" or "the constraint at a.py:4". `origin` is
+        Shardy's text for it, such as "input: 0".
+        """
         kind, _, number = origin.partition(": ")
         if kind == "input":
             one = self.step.arguments[int(number)]
@@ -419,7 +421,9 @@ class _Explainer:
         return f"dimension {dim.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
 
     def gathered(self, source: Frame | None, axes: Sequence[str] | None = None) -> str:
-        """A sentence about the largest conflict at a source line, over one of `axes`; "" if the line has none."""
+        """A sentence about the largest conflict at a source line, over any of `axes` (`None`: of all mesh axes); "" if
+        the line has no such conflict.
+        """
         own = [one for one in self.graph.conflicts if self.lines[one.operation] == source]
         own = [one for one in own if axes is None or one.axis in axes]
         return self.sentence(max(own, key=lambda one: self._bytes(one.moved.value))) if own else ""
@@ -430,8 +434,8 @@ class _Explainer:
         return dataclasses.replace(row, note="; ".join(filter(None, (row.note, why))))
 
     def _summed(self, source: Frame | None, axes: Sequence[str]) -> str:
-        """A sentence about an all-reduce at a source line, with the contracted dimension that is sharded over one of
-        `axes`; "" if the line has none.
+        """A sentence about an all-reduce at a source line. It names a dimension that is summed and is sharded over one
+        of `axes`. It is "" if the line has no such dimension.
         """
         for at, made in enumerate(self.graph.operations):
             if made.factors.reduction and self.lines[at] == source:

@@ -134,7 +134,7 @@ class _Found(NamedTuple):
 
 @dataclasses.dataclass
 class _ModuleReader:
-    """Makes traffic rows of the collectives of one HLO module."""
+    """Makes traffic rows of the collectives of one HLO module. `paths` has the path of each argument, by its name."""
 
     module: HloModule
     positions: DevicePositions
@@ -222,8 +222,8 @@ class _ModuleReader:
         return "reduce-scatter" if self.origins.is_sum_of_products(instruction) else "all-gather"
 
     def shares(self, instruction: Instruction, collective: Collective, wire_bytes: int) -> dict[str | None, int]:
-        """The bytes of a collective for each parameter that it gathers, or whose gradient it reduces, by the
-        parameter's path. The key `None` has the bytes of other arrays.
+        """The `wire_bytes` of a collective, divided among the parameters that it gathers, or whose gradients it
+        reduces, by the parameter's path. The key `None` has the bytes of other arrays.
         """
         find = self.origins.updated if collective.kind in ("all-reduce", "reduce-scatter") else self.origins.gathered
         shares: dict[str | None, int] = {}
@@ -236,8 +236,8 @@ class _ModuleReader:
 
 
 def _costliest_branches(found: list[_Found]) -> list[_Found]:
-    """The rows, with zero bytes in each branch of a conditional that sends less than another. Only one branch runs, and
-    the program does not say which.
+    """The rows `found`, with zero bytes in each branch of a conditional that sends less than another branch of it. Only
+    one branch runs, and the program does not say which.
     """
     # Inner conditionals come first, since the bytes of an outer branch depend on them.
     for depth in reversed(range(max((len(one.runs.branch) for one in found), default=0))):

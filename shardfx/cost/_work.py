@@ -71,8 +71,8 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
 
 
 def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu: bool, in_loop: bool) -> float:
-    """The bytes that one run of an instruction reads from memory and writes to it. `computation` has the instructions
-    around it, and `in_loop` says whether that is a loop's body.
+    """The bytes that one run of an instruction reads from memory and writes to memory. `computation` contains the
+    instruction. `tpu` says whether a TPU runs it, and `in_loop` whether the computation is a loop's body on a TPU.
     """
     if instruction.opcode in _IN_PLACE:
         part = _IN_PLACE[instruction.opcode]
@@ -98,7 +98,9 @@ def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> boo
 
 
 def _written(module: HloModule) -> float:
-    """The bytes to and from memory for the program's results of elementwise operations: one read and one write each."""
+    """The bytes to and from memory for those results of the program that elementwise operations compute. Each counts
+    twice, for the write of the result and the read of an operand of equal size.
+    """
     entry = module.computations[module.entry]
     root = root_of(entry)
     made = [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]

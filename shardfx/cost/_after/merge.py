@@ -48,15 +48,17 @@ def renamed(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
 
 
 class Rewritten:
-    """An HLO module whose computations a pass rewrites one by one, callees first. It caches replica groups."""
+    """An HLO module whose computations a pass rewrites one by one, callees first. It caches replica groups. A pass gets
+    it as `known`, with one of its computations.
+    """
 
     def __init__(self, module: HloModule):
         self.module = module
         self.known: dict[str, Groups] = {}
 
     def details(self, instruction: Instruction) -> str:
-        """The attributes of a collective, with replica groups as lists of devices. XLA may merge two collectives if
-        these attributes, their opcodes and their operands are equal.
+        """The attributes of a collective without metadata and channel, and with replica groups as lists of devices. XLA
+        may merge two collectives if these attributes, their opcodes and their operands are equal.
         """
         details = _OWN.sub("", instruction.attributes)
         found = _GROUPS.search(details)
@@ -71,8 +73,8 @@ class Rewritten:
 
     @ft.cached_property
     def narrow(self) -> set[int]:
-        """The `id` of each collective instruction whose float32 result only matrix products at the default precision
-        read, in each call of its computation.
+        """The `id(...)` of each collective instruction that can send bfloat16 instead of float32. In each call of its
+        computation, only matrix products at the default precision read its result.
         """
         program = program_of(self.module)
         values = narrow_values(program)

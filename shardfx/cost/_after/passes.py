@@ -64,9 +64,9 @@ def _is_hidden(known: Rewritten, computation: Computation, product: Instruction,
 
 
 def _permutes(known: Rewritten, sent: Instruction, shard: str) -> Instruction:
-    """The ring that replaces the collective `sent`, as one `collective-permute` whose results have the type `shard`.
-    For a replica group of n devices, two rings of opposite directions have n + 1 permutes together. An all-gather over
-    4 devices has one ring, of 3 permutes.
+    """The ring that replaces the collective `sent`: one `collective-permute` with a result of the HLO type `shard` for
+    each permute of the ring. A replica group of n devices has two rings of opposite directions, together with n + 1
+    permutes. An all-gather over 4 devices has one ring, of 3 permutes.
     """
     rows = known.groups(sent)[0].tolist()
     size = len(rows[0])
@@ -139,8 +139,8 @@ def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str]
     """The module of one device after the passes of the platform's compiler, except those named in `without`.
 
     Each collective lists the passes that changed it, and the fraction of its bytes that the compiler may send in
-    another way. For TPUs, the module must not have gone through the common subexpression elimination after the
-    partitioner (`xla_disable_hlo_passes="cse"`), since the TPU's compiler merges fewer all-gathers than that.
+    another way. For TPUs, the module must be partitioned without common subexpression elimination
+    (`xla_disable_hlo_passes="cse"`), since this elimination merges more all-gathers than the TPU's compiler.
     """
     for one in PASSES[platform]:
         if one.name not in without:
@@ -172,6 +172,6 @@ def _marked(before: HloModule, one: Pass, name: str, own: Instruction) -> Instru
 
 
 def _unsure(name: str, own: Instruction) -> Instruction:
-    """The collective `own`, marked as unsure if its JAX operation is in `_UNSURE`."""
+    """The collective `own` of the computation `name`, marked as unsure if its JAX operation is in `_UNSURE`."""
     why = next((why for operations, why in _UNSURE.items() if operations.search(own.op_name)), None)
     return own if why is None else own._replace(unsure=1.0, note=why)

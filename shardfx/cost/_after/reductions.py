@@ -19,7 +19,9 @@ from .merge import Computation, Rewritten, renamed, users_of, with_groups, with_
 
 
 def folded(known: Rewritten, computation: Computation) -> Computation:
-    """A copy of `computation` with one all-reduce, over the combined groups, in place of one of another's result."""
+    """A copy of `computation` in which one all-reduce, over combined groups, replaces two: one all-reduce, and one
+    of its result.
+    """
     users = users_of(computation)
     made = dict(computation)
     for name, own in computation.items():
@@ -35,8 +37,9 @@ def folded(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _combined(inner: Groups, outer: Groups) -> Groups | None:
-    """The replica groups of one all-reduce that equals one over `inner` followed by one over `outer`; `None` if they
-    form no grid. For `inner` {0,1},{2,3} and `outer` {0,2},{1,3}, the result is {0,1,2,3}.
+    """The replica groups of the all-reduce that replaces two: one over `inner`, then one over `outer`. For `inner`
+    {0,1},{2,3} and `outer` {0,2},{1,3}, the result is {0,1,2,3}. It is `None` if a combined group has a device twice,
+    or if combined groups overlap.
     """
     if len(inner) != 1 or len(outer) != 1:
         return None
@@ -60,8 +63,8 @@ def added_once(known: Rewritten, computation: Computation) -> Computation:
 
 
 class _Pending(NamedTuple):
-    """An all-reduce that is not yet in the rewritten computation. It will reduce the array named `value`, and add the
-    array named `rest`, if there is one, to the result.
+    """The all-reduce `reduction`, which is not yet in the rewritten computation. It will reduce the array named
+    `value`. If there is a `rest`, the array with this name will be added to the result.
     """
 
     reduction: Instruction
@@ -140,7 +143,9 @@ class _Reassociation:
         return name
 
     def reduce(self, name: str) -> None:
-        """Adds the pending all-reduce of the array `name`, if it has one, and the sum with its `rest`."""
+        """Adds the pending all-reduce that returns the array `name`, and the sum with its `rest`, if it has one. If the
+        array has no pending all-reduce, nothing is added.
+        """
         if (pending := self.pending.pop(name, None)) is None:
             return
         own, whole = self.computation[name], name if pending.rest is None else f"{name}.whole"
@@ -191,14 +196,14 @@ def _reduced_after(computation: Computation, loop: Instruction, sums: Mapping[in
 
 
 def _accumulators(body: Computation, reduction: Instruction) -> tuple[int, ...]:
-    """The indices of the loop-carried arrays to which the loop `body` adds the result of an all-reduce. There are none
-    if another instruction reads that result or one of these arrays.
+    """The indices of the loop-carried arrays to which the loop `body` adds the result of the all-reduce `reduction`.
+    There are none if another instruction reads that result or one of these arrays.
     """
     users, last = users_of(body), root_of(body)
 
     def readers_of(values: Sequence[str], *through: str) -> list[tuple[str, Instruction]]:
-        """The instructions that read `values` or reshapes of them, each with the value that it reads. Operations with
-        an opcode in `through` count as reshapes.
+        """The instructions that read the values named `values` or reshapes of them, each with the name of the value
+        that it reads. Operations with an opcode in `through` count as reshapes.
         """
         opcodes = (*_RESHAPES_IN_LOOPS, *through)
         reshaped = reached(values, lambda value: [user.name for user in users[value] if user.opcode in opcodes])
@@ -262,8 +267,8 @@ def summed_parts(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[int, ...]:
-    """The dimensions of the slice `shard` in the order of its memory layout. If all its readers transpose it to one
-    order, it is that order. Otherwise it is ascending.
+    """The dimensions of the slice `shard` in the order of its memory layout: the order to which all its readers, from
+    `users`, transpose it. If there is no such order, the dimensions are ascending.
     """
     orders = {own.attributes.partition("}")[0] if own.opcode == "transpose" else "" for own in users[shard.name]}
     dims = tuple(map(int, _NUMBER.findall(orders.pop()))) if len(orders) == 1 else ()
@@ -271,9 +276,9 @@ def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[
 
 
 def _is_own_slice(known: Rewritten, reduction: Instruction, shard: Instruction, order: tuple[int, ...] | None) -> bool:
-    """Whether each device of a replica group takes another slice `shard` of an all-reduce's result, so that a
-    reduce-scatter can replace both. On a TPU, the slice must also fill whole tiles; `order` has the dimensions in the
-    order of the layout.
+    """Whether each device of a replica group takes a slice of its own from the result of the all-reduce `reduction`. A
+    reduce-scatter can then replace the all-reduce and the slice `shard`. For a TPU, `order` has the dimensions in the
+    order of the memory layout, and the slice must also fill whole tiles. For other devices, `order` is `None`.
     """
     groups = known.groups(reduction)
     size = groups[0].shape[1]

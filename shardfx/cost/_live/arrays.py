@@ -36,13 +36,14 @@ def sources_of(program: FlatProgram, uses: Uses, *, tpu: bool) -> dict[int, froz
 def list_schedule(
     reads: Sequence[frozenset[int]], makes: Sequence[Collection[int]], bytes_of: Callable[[int], int]
 ) -> list[int]:
-    """The order of XLA's list scheduler, as positions of operations: `ListMemoryScheduler` in
-    `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026.
+    """The order in which XLA's list scheduler runs operations. The result has their positions in `reads` and `makes`.
+    The scheduler is `ListMemoryScheduler` in `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026.
 
     The scheduler picks, among the operations whose operands are computed, the one that frees the most bytes. The
     priority of an operation is the bytes that it frees minus the bytes that it makes, then the number of its readers.
     An operation that reads no result of the scheduled operations, such as the all-gather of a weight, runs right before
-    its first reader. `reads` and `makes` have the arrays of each operation. Each array is made once.
+    its first reader. `reads` and `makes` have the numbers of the arrays that each operation reads and makes. Each array
+    is made once, and `bytes_of` returns its bytes.
     """
     maker = {value: at for at, values in enumerate(makes) for value in values}
     users: dict[int, list[int]] = {}

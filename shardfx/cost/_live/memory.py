@@ -47,7 +47,7 @@ def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], i
 
 
 def _is_stack(loop: FlatOp, at: int, uses: Uses) -> bool:
-    """Whether a loop only writes slices of its loop-carried array number `at`, one per iteration, without a read."""
+    """Whether each iteration of a loop writes a slice of its loop-carried array number `at`, and none reads it."""
     body = loop.bodies[0]
     op = uses.maker.get(body.results[at])
     readers = [one for one, _, _ in uses.users.get(body.carried[at], ())]
@@ -149,7 +149,9 @@ def device_memory(
 
 
 class _Peak(NamedTuple):
-    """The peak bytes of the temporaries in a loop's body, branch or entry computation, and the arrays live then."""
+    """The peak bytes of the temporaries in a loop's body, branch or entry computation, and the numbers of the arrays
+    that are live at the peak.
+    """
 
     bytes: int = 0
     values: tuple[int, ...] = ()
@@ -173,7 +175,7 @@ class _Counter:
         return bytes_of(self.program.buffers[value], self.tile)
 
     def live_array(self, value: int) -> LiveArray:
-        """A temporary, with the operation that made it. For a loop's result, that operation is in the loop's body."""
+        """The temporary `value`, with the operation that made it. A loop's result is made in the loop's body."""
         op = made = self.uses.maker.get(value)
         while made is not None and made.opcode == "while":
             op, value = made, made.bodies[0].results[made.makes.index(value)]
@@ -187,7 +189,7 @@ class _Counter:
     def peak(self, body: Body, timeline: list[int], result_bytes: Mapping[int, int]) -> _Peak:
         """The peak of the temporaries of a loop's body, branch or entry computation. Its parameters and results do not
         count, since they are in the memory of its caller. The live bytes at each operation are appended to `timeline`.
-        `result_bytes` has the bytes of each result with its own memory, which temporaries use until the result is made.
+        `result_bytes` has the bytes of each result of the program. Temporaries use its memory until it is made.
         """
         ops = [op for op in body.ops if op.bodies or any(map(self.is_array, op.makes))]
         makes = [tuple(filter(self.is_array, op.makes)) for op in ops]
@@ -232,9 +234,9 @@ class _Counter:
 
 
 def _async_starts(ops: Sequence[FlatOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]) -> dict[int, int]:
-    """The position in the schedule `ops` from which each result of an asynchronous collective occupies memory. It is
-    the position of the matrix product with which the collective overlaps. `reads` has the arrays that each operation
-    reads, and `born` the position of the operation that makes each array.
+    """For each result of an asynchronous collective, the position in the schedule `ops` from which it occupies memory:
+    that of the matrix product with which the collective overlaps. `reads` has the arrays that each operation reads, and
+    `born` the position of the operation that makes each array.
     """
     found: dict[int, int] = {}
     for at, op in enumerate(ops):

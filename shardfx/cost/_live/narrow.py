@@ -65,7 +65,7 @@ class _Narrowing:
             buffers[value] = buffers[value]._replace(dtype="bf16")
 
     def is_narrow(self, value: int) -> bool | None:
-        """Whether a value is stored as bfloat16; `None` while that depends on itself, through a loop-carried value."""
+        """Whether a value is stored as bfloat16; `None` if a loop leads the search back to an undecided value."""
         if value not in self.known:
             self.known[value] = None
             self.known[value] = self._is_narrow(value)
@@ -83,7 +83,7 @@ class _Narrowing:
         return False not in reads and True in reads
 
     def reads_narrow(self, op: FlatOp, at: int) -> bool | None:
-        """Whether an operation reads operand number `at` as bfloat16; `None` while that depends on itself."""
+        """Whether an operation reads operand number `at` as bfloat16; `None` if that depends on an undecided value."""
         if op.opcode in ("dot", "convolution"):
             return not _PRECISE.search(op.instruction.attributes) and not self.is_by_vector(op)
         if op.opcode == "convert":
@@ -95,7 +95,7 @@ class _Narrowing:
         return False
 
     def is_by_vector(self, product: FlatOp) -> bool:
-        """Whether one operand of a matrix product is a vector, with only contracted and batch dimensions. The TPU
+        """Whether one operand of a matrix product is a vector: it has only contracted and batch dimensions. The TPU
         computes such products in float32.
         """
         # A product that is fused with the operations of its operands reads more than two arrays.
@@ -110,7 +110,7 @@ class _Narrowing:
         return batch * added in sizes
 
     def convert_before_loops(self, body: Body) -> None:
-        """Adds a conversion to bfloat16 before each loop that reads a value of this body only as bfloat16."""
+        """Adds a conversion to bfloat16 before each loop that reads a value of `body` only as bfloat16."""
         copies: dict[int, int] = {}
         ops: list[FlatOp] = []
         for op in body.ops:

@@ -86,7 +86,7 @@ class Uses:
     - `maker`: the operation that makes a value.
     - `home`: the body in which a value is made or carried.
     - `users`: for a value, each operation that reads it, the number of the operand, and the body of that operation.
-    - `results`: the values that a body returns.
+    - `results`: the values that any of the bodies returns.
     """
 
     def __init__(self, program: FlatProgram):
@@ -131,7 +131,9 @@ def program_of(module: HloModule) -> FlatProgram:
 
 
 class _Flattener:
-    """Adds operations to a list `ops`. `bound` has the values of a computation's parameters."""
+    """Flattens an HLO module. Its methods add operations to a list `ops`. `bound` has the values of the parameters of
+    the computation whose operations are added.
+    """
 
     def __init__(self, module: HloModule):
         self.module = module
@@ -246,8 +248,8 @@ class _Flattener:
         return tuple(at for at, operand in enumerate(root.operands) if not self.returns_unchanged(body, operand, at))
 
     def returns_unchanged(self, body: dict[str, Instruction], made: str, at: int) -> bool:
-        """Whether the instruction `made` of a loop's `body` is element `at` of the body's parameter, unchanged. It can
-        be a copy, or come unchanged through nested loops.
+        """Whether the instruction named `made` of a loop's `body` is element `at` of the body's parameter, unchanged.
+        It can be a copy of the element, or come unchanged through nested loops.
         """
         one = body[made]
         while one.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
