@@ -27,12 +27,12 @@ FactorDims = tuple[tuple[tuple[int, ...], ...], ...]
 class Factors(NamedTuple):
     """An operation's sharding rule, as Shardy defines it. Dimensions with a common factor have the same sharding.
 
-    A dimension with several factors is a reshape of them. A dimension that is shorter than its factors is a slice.
+    A dimension with several factors is a reshape of them. If it is shorter than their product, it is a slice.
 
     - `sizes`: the size of each factor.
     - `ins`, `outs`: the factors of the operands and of the results.
-    - `reduction`: the factors that the operation sums over or looks up in. If one of them is sharded, the result is
-        unreduced.
+    - `reduction`: the factors that the operation sums over, or along which it looks up elements. If one of them is
+        sharded, the result is unreduced: the devices' results must be summed.
     - `replicated`: the factors that must be replicated, or whose shards must be permuted.
     """
 
@@ -164,7 +164,9 @@ def elementwise(ins: Shapes, outs: Shapes) -> Factors:
 
 
 def identity(shape: Shape, arrays: int = 2) -> Factors:
-    """The sharding rule of an operation that returns its operands unchanged, with `arrays` operands and results."""
+    """The sharding rule of an operation that passes an array on unchanged. Its operands and its result, `arrays` arrays
+    in total, have one shape and the same factors.
+    """
     dims = tuple((dim,) for dim in range(len(shape)))
     return Factors(shape, (dims,) * (arrays - 1), (dims,))
 

@@ -178,8 +178,8 @@ class _Walk:
         )
 
     def count(self, ins: Sequence[int], outs: Sequence[int]) -> None:
-        """Records an operation's result as a loop counter if it is an integer that follows from a counter and literals
-        only.
+        """Records an operation's result as a loop counter if it is an integer that is computed from a loop counter and
+        known integers only.
         """
         scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
@@ -225,9 +225,9 @@ class _Walk:
     def trips(
         self, test: ir.Block, body: ir.Block, ins: Sequence[int], known: _Known
     ) -> tuple[float | None, int | None]:
-        """The number of iterations of a loop that counts up to a known number, and the index of its counter among the
-        loop-carried values. Each is `None` if it is unknown. `test` and `body` are the blocks of the loop's condition
-        and body, and `ins` are the initial values.
+        """The number of iterations of a loop that counts up to a known number, and the position of its counter among
+        the values that the loop carries. Each is `None` if it is unknown. `test` and `body` are the blocks of the
+        loop's condition and body, and `ins` are the initial values.
         """
         given, ended = dict(zip(test.arguments, ins, strict=True)), _returned(body)
 
@@ -266,8 +266,8 @@ class _Walk:
         self.shard_boundary(self.inline(block, inner, known, times * shards), outs, times, op)
 
     def shard_boundary(self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op) -> None:
-        """Adds operations between whole arrays and their shards in a `shard_map`. An array and a shard of another shape
-        have no factor in common.
+        """Adds an operation for each array that enters or leaves the body of a `shard_map`, from the whole array to its
+        shard or back. If the two have different shapes, they have no factor in common.
         """
         for value, out in zip(ins, outs, strict=True):
             shapes = [self.values[value].shape], [self.values[out].shape]

@@ -61,7 +61,7 @@ def propagated(
 ) -> bytes:
     """The StableHLO bytecode of a module, with the sharding that XLA's Shardy pass chooses for each array. `mesh` has
     the sizes of the mesh axes. Shardy may choose the shardings of arguments and results that are `None`. Raises
-    `ProgramError` with Shardy's own message.
+    `ProgramError` with Shardy's own message if Shardy fails.
     """
     asked = {"mesh": dict(mesh), "arguments": arguments, "results": results}
     request = {"devices": math.prod(mesh.values()), "options": {}, "seconds": _SECONDS, "dumped": _UNPROPAGATED}

@@ -107,7 +107,9 @@ def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
 
 
 def _sharded(dims: Any) -> dict[str, Any]:
-    """The attributes of an argument or result with mesh axes for each dimension; none if Shardy may choose them."""
+    """The attributes of an argument or result. `dims` has the mesh axes of each dimension. If it is `None`, Shardy may
+    choose them, and there are no attributes.
+    """
     if dims is None:
         return {}
     cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True) for axes in dims]

@@ -87,7 +87,9 @@ def _sliced(value: ir.Value) -> Op | None:
 
 
 def _first_rows(op: Op) -> list[ir.Value]:
-    """One slice of a stack, and a reshape. It replaces a slice of one array, and a slice of the array's first rows."""
+    """One slice of a stack, and a reshape. They replace two slices: one takes an array from the stack, and `op` takes
+    the first rows of this array.
+    """
     outer = _sliced(op.operands[0])
     assert outer is not None
     names = ("start_indices", "limit_indices", "strides")
@@ -205,8 +207,8 @@ def _complex_dot(op: Op) -> list[ir.Value]:
 
 
 def _three_products(value: ir.Value, by: Callable[[ir.Value], ir.Value]) -> ir.Value:
-    """A complex matrix product from three real ones: of sums of both parts, of real parts and of imaginary parts. `by`
-    multiplies a part of `value` by the same part of the other operand.
+    """A complex matrix product from three real ones. `by` is given a real array made from `value`: the real parts, the
+    imaginary parts, or the sums of both. It multiplies this by the same of the other operand.
     """
     whole = by(_added(value))
     real, imaginary = by(stablehlo.RealOp(value).result), by(stablehlo.ImagOp(value).result)

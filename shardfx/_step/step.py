@@ -195,12 +195,12 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
     - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or `filter_jit`, with its shardings and
         donation; or the result of its `.trace`, without `args`.
     - `args`: arrays or structs in any trees. Leaves that are not arrays become constants of the program.
-    - `mesh`: the mesh, with the number of slices along each axis, which the arguments' shardings do not have.
+    - `mesh`: the mesh of the step. It has the number of slices along each axis, which no argument's sharding has.
 
     **Raises:**
 
     `LeafTypeError` for a step that is no function; `PlanMismatchError` for a plan that is passed as an argument of the
-    step; the errors of `step` when it is traced.
+    step; any error that `step` raises when it is traced.
     """
     for at, arg in enumerate(args):
         if any(map(_is_plan, jax.tree.leaves(arg, is_leaf=_is_plan))):

@@ -85,7 +85,7 @@ def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: f
 
 
 def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], writing: int) -> None:
-    """Compiles the module in the child process, and ends the process. Writes an error, if any, to a pipe."""
+    """Compiles the module in the child process, and ends the process. Writes any error to the pipe `writing`."""
     # XLA writes its warnings to standard error, and nothing may reach the standard output of the parent.
     silence = os.open(os.path.join(str(debug_options["xla_dump_to"]), "stderr"), os.O_WRONLY | os.O_CREAT)
     for stream in (0, 1, 2):

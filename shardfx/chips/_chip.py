@@ -35,7 +35,7 @@ class Chip:
         the bandwidth of all links of one chip in one direction.
     - `torus_dims`: the number of dimensions of the torus, with two links per chip in each dimension; 0 if a switch
         connects the chips.
-    - `island_chips`: the largest number of chips that this network connects.
+    - `island_chips`: the largest number of chips that the torus or the switch connects.
     - `dcn_bytes_per_second`: the bandwidth of a host's data-center network in one direction, divided by the number of
         chips of the host.
     - `devices_per_chip`: the number of JAX devices of one chip.
@@ -129,7 +129,9 @@ def near_cube(count: int, dims: int) -> tuple[int, ...]:
 
 
 class Ring(NamedTuple):
-    """The `size` chips along one dimension of a slice that a mesh axis spans. Links join the ends of a closed ring."""
+    """The chips along one dimension of a slice over which a mesh axis extends. `size` is their number. If the ring is
+    `closed`, a link joins its two ends.
+    """
 
     size: int
     closed: bool
@@ -174,7 +176,8 @@ def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
 
 def axes_on(chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[Ring, ...]]:
     """The dimensions of a slice that each mesh axis spans, one `Ring` per dimension. `sizes` has the size of each axis.
-    Dimensions are assigned to the last mesh axis first. An axis gets whole dimensions of the slice before parts.
+    Dimensions are assigned to the last mesh axis first. An axis gets whole dimensions of the slice before parts. For
+    extents (4, 4) and sizes 2 and 8, the second axis gets one whole dimension and half of the other.
     """
     ends, left, cores, found = closed(chip, extents), list(extents), chip.devices_per_chip, {}
     for name in reversed(tuple(sizes)):

@@ -45,8 +45,8 @@ _HOST = -1
 
 
 class MovedLeaf(NamedTuple):
-    """An array before or after a move. A NumPy array has no sharding. `mesh` is the mesh of a plan without devices. It
-    says how many TPU slices (or GPU nodes) each mesh axis spans.
+    """An array before or after a move. A NumPy array has no `sharding`. `mesh` is given if the array's plan has no
+    devices: it says how many TPU slices (or GPU nodes) each mesh axis spans.
     """
 
     path: str
@@ -65,8 +65,8 @@ def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
 
 
 class ScaledArray(NamedTuple):
-    """A quantised source array that is multiplied by its scales and cast to `dtype` before it moves. The scales, one
-    for each block of elements, are another source.
+    """A quantised array that is multiplied by its scales and cast to `dtype` before it moves. There is one scale for
+    each block of elements. `source` and `scale.path` are the numbers of the two arrays among the sources, as text.
     """
 
     source: str
@@ -89,7 +89,8 @@ class Assembly:
     - `method`: "programs" (collective permutes between the devices) or "host" (NumPy copies in this process's memory).
         "host" is for CPU devices that share this memory, and for devices that no program spans.
     - `pieces`: the pieces that fill the array.
-    - `scaled`: the sources that programs first multiply by scales, by the names that `pieces` have for the products.
+    - `scaled`: the products of quantised sources and their scales, which programs compute first. The keys are the names
+        by which `pieces` read the products.
     - `parts`: the parts of shards that devices send. Their senders and receivers are positions in `devices`.
     - `devices`: the devices of the array and of its sources. If a sharding is on a mesh without devices, these are
         integers: a device's id, or a position in the abstract mesh.
@@ -145,9 +146,10 @@ class Assembly:
     def exchanges(self, limit_bytes: int | None = None, most_bytes: int | None = None) -> list[Exchange]:
         """The programs that assemble the array, in order. Parts of shards are divided to keep within the limits.
 
-        `limit_bytes` is the most bytes that programs may use in one memory (a device's, or that of CPU devices of a
-        process) besides source and target. Without it, `most_bytes` limits them on a device if source and target are on
-        different devices.
+        `limit_bytes` is the most bytes that programs may use in one memory, besides source and target. CPU devices of
+        one process share one memory; every other device has its own. Without `limit_bytes`, programs between different
+        devices may use `most_bytes` on a device (by default the property of this name), and other programs have no
+        limit.
         """
         if self.method != "programs":
             return []
@@ -163,13 +165,16 @@ class Assembly:
 
     @property
     def _buffers(self) -> int:
-        """The number of buffers that a program needs at the same time for one round. The program that writes shards on
-        other devices holds the old and the new values of the target and also the received part.
+        """The number of buffers that a program needs at the same time to move one part to each device. If source and
+        target are on different devices, one program holds the received part, and the old and new values of the elements
+        that it writes.
         """
         return 4 if self.changes_devices else 3
 
     def extra_bytes(self, steps: Sequence[Exchange]) -> int:
-        """The most bytes that the programs `steps`, one after another, use in one memory besides source and target."""
+        """The most bytes that programs use in one memory besides source and target. The programs, `steps`, run one
+        after another.
+        """
         # The CPU's compiler drops the barriers between rounds, and may slice all parts before it sends the first.
         of_step = sum if self.changes_devices or self.sharers > 1 else max
         return self._buffers * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])
@@ -257,9 +262,9 @@ def assembly_between(
     """The plan for moving an array without a map to another sharding, on any devices. For typed PRNG keys, `shape` and
     `dtype` are those of their `key_data`.
 
-    Elements that only `lost` devices hold are in `parts.missing`. `sent_before` has devices that have sent more bytes
-    than another replica of their shard, each with the difference. Raises `MeshError` if no program spans the devices
-    and no process can address all shards.
+    `parts.missing` has the boxes of the elements that only `lost` devices hold. `sent_before` has pairs of a device's
+    number and the bytes that it has sent in earlier moves, beyond the replica of its shard that has sent the fewest.
+    Raises `MeshError` if no program spans the devices and no process can address all shards.
     """
     made, source = leaf_made("0", Struct(shape, dtype)), MovedLeaf("0", shape, dtype, src)
     return _assembly(MovedLeaf("", shape, dtype, dst), made, [source], copies, lost, sent_before)
@@ -312,7 +317,7 @@ class _Devices:
         self.numbers = {None: _HOST} | {device: at for at, device in enumerate(self.all)}
 
     def remaining(self, shards: Sequence[tuple[Any, Box]]) -> tuple[Any, ...]:
-        """The devices of `shards`, pairs of a device and its box, that are not lost."""
+        """The devices of `shards`, without the lost ones. A shard is given as its device and its box."""
         return tuple(device for device, _ in shards if device is not None and device in self.numbers)
 
     def holders(self, path: str) -> dict[Box, list[int]]:
@@ -409,7 +414,7 @@ def _ordered(end: Sharding) -> list[Any]:
 
 def _scaled_first(made: Made) -> tuple[Made, dict[str, ScaledArray]]:
     """Replaces each source that is multiplied by scales by a new array, the product. Returns `made` with the products
-    as its sources, and how each product is computed, by its name.
+    as its sources, and, by the name of each product, how to compute it.
     """
     scaled: dict[str, ScaledArray] = {}
     pieces = []

@@ -24,10 +24,13 @@ _MOST_SOURCES = 8
 
 
 class Round(NamedTuple):
-    """One round of a program: a collective permute, or a copy on each device. All its parts have one `form`: their
-    shape, strides and casts. `number` is the position of the array that is read among the program's arrays. `pairs` has
-    the sender and the receiver of each part; it is empty for copies. With `is_full`, every device of the target
-    receives a part.
+    """One round of a program: a collective permute, or a copy on each device. Its parts have one shape, and come from
+    one array.
+
+    - `number`: the number of this array among the arrays that the program reads.
+    - `form`: the shape, strides and casts of each part.
+    - `pairs`: the sender and the receiver of each part; empty for copies.
+    - `is_full`: whether every device of the target receives a part.
     """
 
     number: int
@@ -61,8 +64,8 @@ def exchanges(
     """The programs that send `parts` of shards, without constants, to the devices of one array.
 
     Devices are numbered from 0 to `count - 1`, and `receivers` of them are the target's. The parts of one program take
-    at most `most_bytes`, unless it has a single round. A program reads only arrays with equal values in `kinds`, such
-    as their devices and dtype.
+    at most `most_bytes`, unless it has a single round. `kinds` has a value for each array that is read, such as its
+    devices and dtype. Arrays with different values are read by different programs.
     """
     alike: dict[tuple[str, StridedCopy, bool], list[ShardPart]] = {}
     for part in parts:
@@ -107,7 +110,9 @@ Block = tuple[tuple[int, ...], Any]
 
 
 def per_device(devices: tuple[object, ...], body: Any, count: int, *donated: int) -> Any:
-    """A jitted function of `count` arrays, in which each device applies `body` to its shards along dimension 0."""
+    """A jitted function of `count` arrays, each sharded along dimension 0 over `devices`. Each device calls `body` with
+    its own shards. `donated` are the positions of the arrays that are donated.
+    """
     mesh, spec = sharding_of(devices).mesh, PartitionSpec(AXIS)
     run = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * count, out_specs=spec, check_vma=False)
     return jax.jit(run, donate_argnums=donated)
@@ -120,8 +125,8 @@ def program(
     """A jitted function that sends parts of some arrays, the sources, between devices and writes them into shards of
     another array, the target.
 
-    Its arguments are the positions of the parts (`Exchange.places`) and the sources. If `makes_shards` is false, the
-    last argument is the target's shards, which it writes into and returns.
+    Its arguments are the positions of the parts (`Exchange.places`) and the sources. If `makes_shards` is true, it
+    makes the target's shards. Otherwise they are its last argument, which it writes into and returns.
     """
     is_moved = not any(step.form.casts for step in rounds) and all(dtype == target[1] for _, dtype in sources)
     own = program_dtype(target[1], devices) if is_moved else target[1]
@@ -163,7 +168,9 @@ def sent_dtype(form: StridedCopy, dtype: object) -> Any:
 
 
 def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Array:
-    """Slices the part at `place` out of a device's shard, and casts it to the dtype in which it is sent."""
+    """Slices a part out of `block`, a device's shard, and casts it to the dtype in which it is sent. `form` has the
+    part's shape, strides and casts. `place` begins with the position of its first element.
+    """
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
     return _cast(gathered(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)])
 
@@ -176,8 +183,9 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
 
 
 def write_part(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
-    """Returns the shard `out` with `piece`, a part received in the round `step` from a source of `dtype`, written into
-    it. `place` is a row of `Exchange.places`.
+    """Writes `piece`, the part that a device received in the round `step`, into its shard `out`, and returns the shard.
+    `dtype` is the dtype of the source. `place` is the device's row of integers for this round in `Exchange.places`: it
+    ends with the position in the shard, and with 1 if the device received a part, else 0.
     """
     form = step.form
     piece = transposed(bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype), form)
@@ -201,8 +209,8 @@ def sharding_of(devices: tuple[object, ...]) -> NamedSharding:
 
 
 def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards: Mapping[Any, jax.Array]) -> jax.Array:
-    """One array that concatenates the shards of all devices along dimension 0, with zeros for devices without one.
-    `shards` has this process's shards of the given `shape` and `dtype`.
+    """One array that concatenates the shards of all `devices` along dimension 0. Each shard has the given `shape` and
+    `dtype`. `shards` has this process's shards, by device. A device without a shard gets zeros.
     """
     block = block_shape(shape)
     own = [device for device in devices if device.process_index == jax.process_index()]
@@ -213,16 +221,17 @@ def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards:
     return jax.make_array_from_single_device_arrays(whole, sharding_of(devices), found, dtype=dtype)
 
 
-# For each device, the part that it sends or receives in each round. Rounds are colours.
+# For each device, the part that it sends (or receives) in each round. A round has a number, its colour.
 Colours = dict[int, dict[int, ShardPart]]
 
 
 def matchings(parts: Sequence[ShardPart]) -> list[tuple[ShardPart, ...]]:
     """Groups parts into rounds, so that each device sends at most one part and receives at most one part in a round.
 
-    Rounds are the colours of an edge colouring of the bipartite graph of senders and receivers. The number of rounds is
-    the largest number of parts that one device sends or receives (Konig's theorem). For parts from 0 to 1, from 0 to 2
-    and from 1 to 2 there are two rounds: 0 to 1 with 1 to 2, and 0 to 2.
+    A round is a colour in an edge colouring of a bipartite graph. The graph's nodes are the senders and the receivers,
+    and its edges are the parts. The number of rounds is the largest number of parts that one device sends or receives
+    (Konig's theorem). For parts from 0 to 1, from 0 to 2 and from 1 to 2 there are two rounds: 0 to 1 with 1 to 2, and
+    0 to 2.
     """
     at_sender: Colours = {}
     at_receiver: Colours = {}
@@ -240,8 +249,9 @@ def matchings(parts: Sequence[ShardPart]) -> list[tuple[ShardPart, ...]]:
 
 
 def _swap_colours(receiver: int, a: int, b: int, at_sender: Colours, at_receiver: Colours) -> None:
-    """Makes the colour `a` free at `receiver`, by an exchange of the colours `a` and `b` in place. The exchange is made
-    on one path of parts, which starts at `receiver` and alternates between the two colours.
+    """Makes the colour `a` free at `receiver`: no part that it receives has this colour then. For this, the parts on
+    one path swap the colours `a` and `b`, in place. The path starts at `receiver`, and its parts have the two colours
+    in turn.
     """
     path, sides, node, colour = [], (at_receiver, at_sender), receiver, a
     while (part := sides[len(path) % 2][node].get(colour)) is not None:

@@ -178,7 +178,9 @@ class LocalShards:
             del self._known[key]
 
     def delete(self, but: Container[int] = (), only: int | None = None) -> None:
-        """Deletes shards of the only array: all but those with the numbers `but`, or just the number `only`."""
+        """Deletes shards of the array, which must be the only one: all but those whose numbers are in `but`, or just
+        the shard with the number `only`.
+        """
         (path,) = self._owned
         for number, shard in enumerate(self._owned[path]):
             if only in (None, number) and number not in but and not shard.is_deleted():
@@ -239,7 +241,8 @@ def _shared(
     targets: Sequence[Box], copies: Sequence[HostCopies], names: Sequence[str], shards: LocalShards, dtype: np.dtype
 ) -> list[np.ndarray] | None:
     """The new shards as views of old shards. `None` if a new shard is not a contiguous part of one old shard, or if the
-    old shards, which views would keep alive, have more bytes than copies would have.
+    old shards, which views would keep alive, have more bytes than copies would have. `targets` are the boxes of the new
+    shards, and `names` the paths of the arrays that are read, by number.
     """
     if not all(one.is_slice for one in copies):
         return None
@@ -261,7 +264,10 @@ def assemble_and_delete(
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    """Assembles an array from the only one in `shards`, and deletes each old shard as soon as it has been read."""
+    """Assembles the array `wanted` from the only array in `shards`, and deletes each old shard as soon as it has been
+    read. `targets` are the boxes of the new shards, and `copies` the parts of each. Without `pool`, the calling thread
+    copies.
+    """
     itemsize = np.dtype(wanted.dtype).itemsize
     if math.prod(wanted.shape) * itemsize < _PAGE_BYTES or all(one.is_slice for one in copies):
         made = start_on_host(wanted, targets, copies, ("",), shards, pool)()
@@ -305,7 +311,9 @@ def as_bytes(buffer: np.ndarray) -> np.ndarray:
 
 
 def _run_copies(views: Iterable[Views], nbytes: int, pool: ThreadPoolExecutor | None) -> list[Future[None]]:
-    """Copies the elements of `views`. Many bytes are copied in the threads of `pool`, whose futures are returned."""
+    """Copies the elements of `views`, which have `nbytes` bytes in total. If these are few, or without `pool`, the
+    calling thread copies. Otherwise threads of `pool` do, and the futures of their tasks are returned.
+    """
     if pool is None or nbytes < 2 * _TASK_BYTES:
         _copy_all(views)
         return []

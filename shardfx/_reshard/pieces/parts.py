@@ -102,8 +102,9 @@ class ShardParts:
         return sum(self.links.values())
 
     def sent_before(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
-        """The devices that have sent more bytes than another replica of their shard, each with the difference in bytes.
-        `sent` has the bytes that each device has sent. The choice of senders depends on these differences only.
+        """Pairs of a device and the bytes that it has sent beyond another device with the same shard: the one that has
+        sent the fewest. `sent` has the bytes that each device has sent. The choice of senders depends on these
+        differences only.
         """
         leads = []
         for holders in self.replicas:
@@ -113,8 +114,9 @@ class ShardParts:
 
 
 class Senders:
-    """The devices that hold a replica of one shard, each of which can send it. There are none if all are lost. `sent`
-    has the bytes that each device has sent, and `choose` updates it.
+    """The devices that hold a replica of one shard, each of which can send it. There are none if all are lost.
+    `process_of` has the process of each device. `sent` has the bytes that each device has sent, and `choose` updates
+    it.
     """
 
     def __init__(self, holders: Sequence[int], process_of: Mapping[int, int], sent: dict[int, int]):
@@ -132,7 +134,9 @@ class Senders:
         return together(self._everywhere, lambda entry: self._process_of.get(entry[2]))
 
     def choose(self, receiver: int, nbytes: int) -> int:
-        """Chooses the replica that has sent the fewest bytes, of those in the receiver's process if there are any."""
+        """Chooses the device that sends `nbytes` to `receiver`: the one that has sent the fewest bytes. If some of the
+        devices are in the receiver's process, it is one of these.
+        """
         if len(self.holders) == 1:
             (device,) = self.holders
             self.sent[device] += nbytes
@@ -148,7 +152,9 @@ class Senders:
 
 
 class ShardGrid:
-    """The devices that hold each box of an array of `dtype`. The boxes form a grid, as under every JAX sharding."""
+    """The devices that hold each box of an array of `dtype`. The boxes form a grid, as under every JAX sharding.
+    `process_of` has the process of each device, and `sent` the bytes that it has sent.
+    """
 
     def __init__(self, dtype: object, holders: Holders, process_of: Mapping[int, int], sent: dict[int, int]):
         self.dtype = dtype
@@ -178,11 +184,12 @@ def shard_parts(
 ) -> ShardParts:
     """Decides which device sends which part of its shard to which device, to assemble the array `made`.
 
-    A device copies elements that it holds. It receives every other element from one replica of the shard that has the
-    element, as `Senders.choose` takes it. Senders of the largest parts are chosen first.
+    A device copies elements that it holds. It receives every other element from one of the devices that hold it, which
+    `Senders.choose` chooses. Senders of the largest parts are chosen first.
 
     `targets` has the device and the box of each shard to assemble, and `sources` the arrays that are read, by path.
-    `process_of` has the process of each device, and `sent_before` the bytes that devices have sent for other arrays.
+    `process_of` has the process of each device. `sent_before` has pairs of a device and the bytes that it has sent for
+    other arrays.
     """
     sent = dict(sent_before)
     shards = {id(held): ShardGrid(*held, process_of, sent) for held in sources.values()}
@@ -210,8 +217,8 @@ def shard_parts(
 
 
 def _choose(parts: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, ...], ...]:
-    """Chooses a sender for each of `parts`, in place. A part comes with its possible senders; `None` if it is not sent.
-    Returns the devices of each shard that several devices could send.
+    """Chooses a sender for each of `parts`, in place. Each part comes with its possible senders, or with `None` if it
+    is not sent. Returns, for each shard that several devices could send, these devices.
     """
     replicas: dict[tuple[int, ...], None] = {}
     for at in sorted(range(len(parts)), key=lambda at: -parts[at][0].bytes):
@@ -225,7 +232,7 @@ def _choose(parts: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, .
 
 def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) -> Iterator[tuple[ShardPart, Senders]]:
     """Yields the parts of a strided copy that write into `box` of the target, one for each shard of the source, with
-    the devices that hold the shard. If no device holds it, the part's box is added to `missing` instead.
+    the devices that hold the shard. If no device holds it, the part's box in the source is added to `missing` instead.
     """
     widths = [bits(source.dtype), *map(bits, dtypes_of(piece.value.casts))]
     for inside in within(piece, box):
@@ -269,7 +276,9 @@ def _extent_of(factors: tuple[Factor, ...], here: int, there: int) -> int:
 
 
 def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
-    """Divides a part into parts of at most `most_bytes` of memory, unless an element would then be sent twice."""
+    """Divides a part into parts of at most `most_bytes` of memory. They are larger only if an element would otherwise
+    be sent twice.
+    """
     factors = [f for f in part.piece.factors if f.source_dim != NOWHERE]
     if part.memory_bytes <= most_bytes or not factors:
         return [part]

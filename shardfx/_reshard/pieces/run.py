@@ -93,8 +93,8 @@ def write_program(
     devices: tuple[object, ...], rounds: tuple[Round, ...], source_dtype: object, target: Block, makes_shards: bool
 ) -> Any:
     """A jitted function on the target's devices: each device writes the parts that it received, one for each round,
-    into its shard. If `makes_shards` is false, the last argument is the target's shards, which it writes into and
-    returns.
+    into its shard. If `makes_shards` is true, it makes the shards. Otherwise they are its last argument, which it
+    writes into and returns.
     """
     own, wire = program_dtype(target[1], devices), sent_dtype(rounds[0].form, source_dtype)
     casts = rounds[0].form.casts
@@ -149,7 +149,10 @@ class Context:
     in_flight_bytes: int = 0
 
     def wait_for(self, nbytes: int, sharers: int) -> None:
-        """Waits for all programs that may still run if `nbytes` more bytes would exceed the memory limit."""
+        """Adds `nbytes`, the bytes that new programs will use in one memory, to `in_flight_bytes`. If the sum would
+        exceed the memory limit, it first waits for all programs that may still run. `sharers` is the number of devices
+        that share one memory.
+        """
         most = self.most_bytes * sharers if self.limit_bytes is None else self.limit_bytes
         if self.in_flight_bytes + nbytes > most:
             # An array that was donated to a later program is deleted.
@@ -165,9 +168,9 @@ class Context:
             del self.blocks[key]
 
     def block(self, plan: Assembly, names: Sequence[str], devices: tuple[Any, ...], key: str) -> jax.Array:
-        """The shards of one source of `plan`, as one array that is an argument of a program on `devices`. `key` is the
-        number of the source as text, or a name in `plan.scaled`. Many leaves can be slices of one stacked array, so it
-        is cached.
+        """The shards of one source of `plan`, as one array that is an argument of a program on `devices`. `names` are
+        the paths of the sources, and `key` is the number of the source as text, or a name in `plan.scaled`. The array
+        is cached, since many leaves can be slices of one stacked array.
         """
         scaled, kind = plan.scaled.get(key), ""
         paths = [names[int(key if scaled is None else scaled.source)]]
@@ -225,8 +228,9 @@ def start_assembly(plan: Assembly, names: Sequence[str], context: Context) -> Ca
 def _run_one(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
-    """Runs the program `step` of an assembly whose source and target are on the same devices. `out` has the shards from
-    earlier programs, if any. Returns the updated shards.
+    """Runs the program `step` of an assembly whose source and target are on the same devices. `names` are the paths of
+    the sources. `places` has one array, `step.places` on the devices. `out` has the shards that earlier programs made,
+    if any. Returns the updated shards.
     """
     devices = plan.devices
     given = [context.block(plan, names, devices, key) for key in step.keys]
@@ -243,9 +247,10 @@ def _run_one(
 def _run_three(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
-    """Runs the three programs (slice, send, write) for `step`, if source and target are on different devices. `places`
-    has an array on the source's devices and one on the target's. Returns the updated shards; `None` if this process has
-    none of the array's devices.
+    """Runs the three programs (slice, send, write) for `step`, if source and target are on different devices. `names`
+    are the paths of the sources. `places` has `step.places` as two arrays, on the source's and on the target's devices.
+    `out` has the shards that earlier programs made, if any. Returns the updated shards; `None` if this process has none
+    of the array's devices.
     """
     here, there = plan.source_devices[step.keys[0]], plan.target_devices
     # Without senders and receivers, the programs of different parts of an array are equal.
@@ -304,8 +309,9 @@ def _crosses(devices: Sequence[Any]) -> bool:
 def _programs(
     plan: Assembly, limit_bytes: int | None, most_bytes: int
 ) -> tuple[tuple[Exchange, tuple[jax.Array | None, ...]], ...]:
-    """The programs of an assembly, each with its `places` as an array on all devices. If source and target are on
-    different devices, there are two such arrays: one on the source's devices and one on the target's.
+    """The programs of an assembly, each with the positions of its parts (`Exchange.places`) as an array on all devices.
+    If source and target are on different devices, there are two such arrays: one on the source's devices and one on the
+    target's.
     """
     number, found = {device: at for at, device in enumerate(plan.devices)}, []
     for step in plan.exchanges(limit_bytes, most_bytes):

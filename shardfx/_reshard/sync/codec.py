@@ -163,7 +163,9 @@ def _kind(data: Any, leaf: SentLeaf, dtypes: Mapping[str, np.dtype]) -> Transfer
 
 
 def _check(plan: TransferPlan) -> None:
-    """Raises unless all positions are inside their arrays, and each device receives each element of its shards once."""
+    """Raises `ValueError` unless all positions are inside their arrays, and each device receives each element of its
+    shards once.
+    """
     shapes = [one.shape for one in (*plan.leaves, *plan.sources.values())]
     numbers = [*plan.senders, *plan.receivers, plan.limit_bytes - 1, *[leaf.kind for leaf in plan.leaves]]
     _require(all(0 <= one < _MOST for one in it.chain(numbers, *shapes)), "a number that no plan has")

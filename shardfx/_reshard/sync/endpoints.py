@@ -48,7 +48,9 @@ class Channel(Protocol):
         ...
 
     def get(self, round: int, memories: Sequence[np.ndarray]) -> None:
-        """Receives the pieces of round number `round` into `memories`, one for each piece. Raises if one is damaged."""
+        """Receives the pieces of round number `round` into `memories`, one for each piece. Raises `SyncError` if a
+        piece is damaged.
+        """
         ...
 
     def commit(self, revision: int | None = None) -> int:
@@ -147,7 +149,9 @@ def _get(channel: Channel, number: int, steps: Sequence[ShardBytes | SentPiece],
 
 
 def _slots(steps: Sequence[ShardBytes | SentPiece]) -> Iterator[np.ndarray]:
-    """Yields new memory for each part of an array in `steps` that is not one contiguous range of a shard."""
+    """Yields new memory for the bytes of each `SentPiece` in `steps`. A `ShardBytes` needs none: its bytes stay in the
+    shard or in the buffer.
+    """
     sizes = [one.places[0].bytes for one in steps if isinstance(one, SentPiece)]
     return iter(buffers([((size,), np.dtype(np.uint8)) for size in sizes]))
 
@@ -161,8 +165,8 @@ Rounds = list[list[ShardBytes | SentPiece]]
 
 
 def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: int) -> Rounds:
-    """The parts of arrays that one process sends another, by rounds. A part that is contiguous in a shard is a
-    `ShardBytes`, and is sent without a copy. The result is cached until a sharding changes.
+    """The parts of arrays that one process sends another, as a list for each round. A part that is contiguous in a
+    shard is a `ShardBytes`, and is sent without a copy. The result is cached until a sharding changes.
     """
     key = "out", sender, receiver
     shardings, rounds = cast("tuple[dict[str, object], Rounds]", plan.known.get(key, ({}, [])))
@@ -202,7 +206,8 @@ def _in_buffer(plan: TransferPlan, step: SentPiece) -> ShardBytes | None:
 class _SpareMemory:
     """The memory of a new revision of the arrays in the receiving process number `receiver`.
 
-    The memory of a leaf becomes a JAX array, sharded as in `dst`, when the leaf's last part in `steps` has arrived.
+    `steps` are all parts of arrays that the process receives. When the last part of a leaf has arrived, its memory
+    becomes a JAX array with the leaf's sharding in `dst`.
     """
 
     def __init__(self, plan: TransferPlan, dst: ShardPlan, receiver: int, steps: Iterable[ShardBytes | SentPiece]):
@@ -255,7 +260,9 @@ class _SpareMemory:
             self._make(leaf)
 
     def _allocate(self, one: int) -> None:
-        """Allocates memory for the leaf number `one`, and for its neighbours in the same 64 MiB, as one block."""
+        """Allocates one block of memory for the leaf number `one`, and for all leaves whose memory would start in the
+        same 64 MiB if all leaves lay one after another.
+        """
         leaves = enumerate(self._plan.leaves)
         wanted = [
             (number, at, (tuple(stop - start for start, stop in box), leaf.dtype))

@@ -120,8 +120,9 @@ def _spec(leaf: MovedLeaf) -> object:
 
 
 class Encoding(NamedTuple):
-    """How elements of a source array are sent. `dtype` is their dtype before any of the `casts`. `scales` is the dtype
-    of the scales; `None` if they are not sent too.
+    """How elements of a source array are sent. `value` has the array, its scales and its casts, and `path` is the
+    array's path. `dtype` is the dtype of elements before any of the `casts` that follow. `scales` is the dtype of the
+    scales; `None` if they are not sent too.
     """
 
     value: Value
@@ -144,8 +145,9 @@ def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
 
 
 def form_of(encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
-    """The form in which a part of an array, `piece`, is sent. `rank` is the number of dimensions of the source, and
-    `dtype` the dtype of the target. A constant has no `encoding`, and is not sent.
+    """The form in which a part of an array, `piece`, is sent. `encoding` says how the source's elements are sent; a
+    constant has none, and is not sent. `rank` is the number of dimensions of the source, and `dtype` the dtype of the
+    target.
     """
     if encoding is None:
         return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
@@ -155,7 +157,10 @@ def form_of(encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype)
 
 
 class _Jobs(NamedTuple):
-    """The arguments of `plan_transfer` that are the same for all leaves, with the process of each device."""
+    """What all leaves of a transfer have in common. `senders` and `receivers` are the process of each device of the two
+    jobs. `receiver` is the only receiving process to plan for; `None` for all. At most `limit_bytes` are sent at a
+    time.
+    """
 
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
@@ -199,9 +204,9 @@ def _add(
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
 ) -> None:
-    """Appends to `table` the parts of arrays that some buffers receive. Each piece of `made` counts as a source of its
-    own, and `encodings` says how its elements are sent. `holders` has, by path, the one device that sends each box of a
-    source. `group` has the number and the box of each buffer.
+    """Appends to `table` the parts of arrays that some buffers receive. In `made`, the source of each piece is named by
+    the piece's number, "0", "1", .... `encodings` says by this name how the elements are sent. `holders` has, by path,
+    the one device that sends each box of a source. `group` has the number and the box of each buffer.
     """
     alike = together(group, lambda pair: pair[1])
     same, first = [[number for number, _ in pairs] for pairs in alike.values()], len(jobs.senders)
@@ -226,7 +231,9 @@ def _add(
 
 
 class _Table:
-    """The rows and the forms of a `TransferKind`, while these are collected one by one."""
+    """The rows and the forms of a `TransferKind`, while these are collected one by one. `rank` is the largest number of
+    dimensions of a source, and `dtype` the dtype of the target.
+    """
 
     def __init__(self, rank: int, dtype: np.dtype):
         self.forms: list[WireForm] = []
@@ -237,23 +244,28 @@ class _Table:
         self._buffers: list[int] = []
 
     def add(
-        self, sender: tuple[int, int], one: Encoding | None, start: Sequence[int], piece: Piece, buffers: Sequence[int]
+        self,
+        sender: tuple[int, int],
+        encoding: Encoding | None,
+        start: Sequence[int],
+        piece: Piece,
+        buffers: Sequence[int],
     ) -> None:
-        """Adds a part of a shard, for all buffers that need it. `sender` is the sending process and its local device.
-        `start` is the position of the shard in its array, and `piece` copies the part from the shard to a buffer. A
-        constant has no encoding `one`.
+        """Adds a part of a shard, for the buffers with the numbers `buffers`, which need it. `sender` is the sending
+        process and its local device. `start` is the position of the shard in its array. `piece` copies the part from
+        the shard to a buffer. `encoding` says how the elements are sent; `None` for a constant.
         """
         number = self._numbers.setdefault((piece.value, piece.factors), len(self.forms))
         if number == len(self.forms):
-            self.forms.append(form_of(one, piece, len(start), self._dtype))
+            self.forms.append(form_of(encoding, piece, len(start), self._dtype))
         source = [low + at for low, at in zip(start, piece.source, strict=False)] + [0] * (self._rank - len(start))
         self._rows += [*sender, 0, number, *source, *piece.target]
         self._counts.append(len(buffers))
         self._buffers += buffers
 
     def rows(self, dims: int) -> np.ndarray:
-        """The rows of a `TransferKind` whose target has `dims` dimensions. They are ordered by buffer, so that a plan
-        for one receiver has them in the order of the whole plan.
+        """The rows of a `TransferKind` whose target has `dims` dimensions. They are ordered by buffer. So a plan for
+        one receiver has its rows in the same order as a plan for all.
         """
         rows = np.array(self._rows, np.int64).reshape(len(self._counts), PLACE + self._rank + dims)
         rows = np.repeat(rows, self._counts, axis=0)
@@ -262,8 +274,8 @@ class _Table:
 
 
 def _split_at_edges(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
-    """Yields parts of shards. Parts of a sender that overlap are split, so that their common elements, which are sent
-    once, are a part of their own. For rows 0 to 4 and 2 to 6: rows 0 to 2, 2 to 4, again 2 to 4, and 4 to 6.
+    """Yields parts of shards, split where parts with the same sender overlap. Their common elements become a part of
+    their own, which is sent once. For rows 0 to 4 and 2 to 6: rows 0 to 2, 2 to 4, again 2 to 4, and 4 to 6.
     """
     for group in together(parts, lambda part: part.sender).values():
         hulls = [hull(swapped(part.piece)) for part in group]
@@ -284,8 +296,9 @@ def _holders(leaf: MovedLeaf) -> Holders:
 
 
 def _by_replica(buffers: Sequence[Buffer], held: Mapping[str, Holders]) -> dict[tuple[int, ...], list[int]]:
-    """Groups the positions of buffers by the replica of each source that sends to them. The receiving process `n`
-    receives from replica `n % count` of a source with `count` replicas.
+    """Groups buffers that receive from the same replicas. A source with `count` replicas sends from replica `n % count`
+    to the receiving process `n`. The keys of the result have the replica of each source in `held`, and the values have
+    the positions of buffers. `held` has, by path, the devices that hold each box of a source.
     """
     replicas = [min(map(len, one.values())) for one in held.values()]
     return together(range(len(buffers)), lambda at: tuple(buffers[at].process % count for count in replicas))

@@ -119,8 +119,9 @@ def _checksums(pieces: Sequence[np.ndarray]) -> bytes:
 
 
 def _checksum(piece: np.ndarray) -> int:
-    """The checksum of a row of bytes: a CRC of the column sums of the bytes, taken as a table of 64-bit words, and of
-    the bytes after the last whole row. A CRC of all words would take three times as long.
+    """The checksum of a row of bytes. The bytes are read as a table of 64-bit words, in rows of 4,096 bytes. The
+    checksum is a CRC of the sums of the table's columns, and of the bytes after the last whole row. A CRC of all words
+    would take three times as long.
     """
     body = len(piece) // _ROW_BYTES * _ROW_BYTES
     words = piece[:body].view(np.uint64).reshape(-1, _ROW_BYTES // 8)

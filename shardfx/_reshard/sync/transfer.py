@@ -52,8 +52,8 @@ class Transfer(NamedTuple):
 
     **Arguments:**
 
-    - `process`, `device`: the sending process, and the device's position among its devices; -1 for constants, which are
-        not sent.
+    - `process`, `device`: the sending process, and the number of the device in this process; -1 for constants, which
+        are not sent.
     - `buffer`: the number of the buffer among the buffers of its leaf.
     - `form`: the form in which the part is sent.
     - `source`, `target`: the position of the first element in the whole source array, and in the buffer.
@@ -125,7 +125,9 @@ class TransferKind:
 
     @ft.cached_property
     def firsts(self) -> np.ndarray:
-        """For each row, the number of the first row for which the same bytes are sent, which are received once."""
+        """For each row, the number of the first row for which the same process sends the same bytes to the same
+        process. These bytes are received once.
+        """
         numbers: dict[object, int] = {}
         alike = np.array([numbers.setdefault(_on_wire(form), len(numbers)) for form in self.forms], np.int64)
         places = self.rows[:, PLACE : PLACE + self.rank].T
@@ -144,7 +146,9 @@ class TransferKind:
         return Transfer(process, device, buffer, form, tuple(places[: form.rank]), tuple(places[self.rank :]))
 
     def sent(self, sender: int, receiver: int) -> list[tuple[int, ...]]:
-        """The numbers of the rows that one process sends another, in order. Rows with equal bytes form one group."""
+        """The numbers of the rows that one process sends another, in order. Rows that need the same bytes form one
+        group.
+        """
         found: dict[int, list[int]] = {}
         own = np.flatnonzero((self.rows[:, PROCESS] == sender) & (self.receivers == receiver))
         for number, first in zip(own.tolist(), self.firsts[own].tolist(), strict=True):

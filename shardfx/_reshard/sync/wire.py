@@ -79,8 +79,9 @@ def _run(
 
 
 def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
-    """Encodes a part of an array as the row of bytes `memory`. An element that is needed several times is encoded once.
-    Elements are multiplied by scales and cast here if that gives fewer bytes.
+    """Encodes a part of an array as the row of bytes `memory`. `read` returns the elements of a box, given the array's
+    path. An element that is needed several times is encoded once. Elements are multiplied by scales and cast here if
+    that gives fewer bytes.
     """
     form, piece = one.form, once(one.piece)
     value = form.value._replace(casts=form.value.casts[: form.casts], scale=None if form.scales else form.value.scale)
@@ -115,7 +116,9 @@ def unpack(step: SentPiece, memory: np.ndarray, buffer_of: Memory) -> None:
 
 
 def _reader(one: Transfer, values: np.ndarray, scales: np.ndarray) -> Read:
-    """A function of a path that returns the received elements `values`, or the scales for the path of the scales."""
+    """Returns a function that `fill` calls with a path and a box. It returns the scales, `scales`, for their path, and
+    the received elements, `values`, for any other path.
+    """
     piece, scale = once(one.piece), one.form.value.scale
     assert scale is not None and one.form.scales is not None
     box = hull(swapped(piece))
