@@ -22,7 +22,8 @@ _COPIES = 4
 class ArgumentDim:
     """A dimension of an array that the step takes, or a sub-dimension: a factor of a dimension that a reshape splits.
 
-    - `argument`, `dim`: the number of the array among all arrays of the step's arguments, and of its dimension.
+    - `argument`: the number of the array among all arrays of the step's arguments.
+    - `dim`: the number of the dimension within the array.
     - `at`, `of`: the index of the sub-dimension, major-most first, and their number; 0 and 1 for a whole dimension.
     """
 
@@ -50,7 +51,8 @@ class Classes:
     - `dims`: for each array and each of its dimensions, the equivalence classes of the sub-dimensions.
     - `axes`: all logical axes. An axis that was merged into another has no classes.
     - `of_root`: the number of the logical axis of each class.
-    - `main`, `model`: the number of the argument that is the model; the numbers of its arrays and its optimizer's.
+    - `main`: the number of the argument that is the model.
+    - `model`: the numbers of the arrays of the model and of its optimizer.
     """
 
     def __init__(self, traced: TracedStep):
@@ -84,25 +86,29 @@ class Classes:
         """The logical axis that contains the class `root`."""
         return self.axes[self.of_root[root]]
 
-    def flat(self, argument: int) -> list[LogicalAxis]:
-        """The logical axes of the sub-dimensions of an array, in order. An unsplit dimension has one sub-dimension."""
-        return [self.of(root) for roots in self.dims[argument] for root in roots]
+    def flat(self, array: int) -> list[LogicalAxis]:
+        """The logical axes of all sub-dimensions of the array with the number `array`, in order. A dimension that no
+        reshape splits has one sub-dimension.
+        """
+        return [self.of(root) for roots in self.dims[array] for root in roots]
 
     def kept(self, roots: Sequence[Root]) -> int:
         """The number of a dimension's major-most sub-dimensions that may be sharded. No shard splits the other ones.
 
-        The minor-most of several sub-dimensions is not sharded, since it counts as the width of one head, unless it is
-        a batch dimension of a matrix product.
+        The minor-most of several sub-dimensions is not sharded, since it counts as the width of one head. A batch
+        dimension of a matrix product is the exception.
         """
         count = len(roots)
         # If slices separate queries, keys and values, each of the three is a unit.
         taken = next((at + 1 for at, root in enumerate(roots[:-1]) if root in self.marked["sliced"]), count)
         return min(taken, count - (count > 1 and roots[-1] not in self.marked["batched"]))
 
-    def names_of(self, argument: int) -> tuple[object, ...]:
-        """The logical names of an array's dimensions, for `plan(..., names=...)`. A repeated name becomes `None`."""
+    def names_of(self, array: int) -> tuple[object, ...]:
+        """The logical names of the dimensions of the array with the number `array`, for `plan(..., names=...)`. A name
+        that an earlier dimension has becomes `None`.
+        """
         used, found = set[str](), list[object]()
-        for roots in self.dims[argument]:
+        for roots in self.dims[array]:
             count = self.kept(roots)
             names = [name for name in dict.fromkeys(self.of(root).name for root in roots[:count]) if name not in used]
             used.update(names)
@@ -112,7 +118,9 @@ class Classes:
         return tuple(found)
 
     def tie(self, first: int, second: int) -> bool:
-        """Merges two logical axes unless their sizes differ or an array has both. Returns whether they are one axis."""
+        """Merges the logical axes with the numbers `first` and `second`, unless their sizes differ or an array has
+        both. Returns whether they are now one axis.
+        """
         if first == second:
             return True
         a, b = self.axes[first], self.axes[second]
@@ -155,9 +163,9 @@ class Classes:
 def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     """The number of the argument that is the model, and the numbers of all arrays of the model and its optimizer.
 
-    The first argument with many arrays is the model. Another argument is a part of it if most of its arrays have only
-    dimensions of the model, such as an optimizer's moments, or the frozen base of adapters (as in LoRA). A batch of
-    data has a dimension that the model lacks.
+    The first argument with many arrays is the model. Another argument is a part of it if, in most of its arrays,
+    all dimensions are equivalent to dimensions of the model. Examples are an optimizer's moments, and the frozen base
+    of adapters (as in LoRA). A batch of data has a dimension that is equivalent to none of the model.
     """
     counts = [sum(flat.is_array) for flat in traced.flats]
     # An optimizer may hold several arrays for each array of the model.
@@ -178,7 +186,7 @@ _FAR = 400
 
 def residual(tied: Tied, own: set[Root]) -> set[Root]:
     """The classes of the dimensions of residual streams: `x` in a sum `x + f(x)`, where `f` ends in a matrix product. A
-    sum with only dimensions of the model, `own`, is an update of parameters, not a residual stream.
+    sum is an update of parameters instead, if all its dimensions are in `own`, the classes of the model's dimensions.
     """
     operations = tied.program.operations
     maker = {out: made for made in operations for out in made.outs}

@@ -189,7 +189,8 @@ class _Constrainer:
 
     def spec(self, value: int, *, whole_if_unreduced: bool = False) -> PartitionSpec:
         """The PartitionSpec with the mesh axes over which the search shards each dimension of a value of the program.
-        With `whole_if_unreduced`, it lacks the mesh axes over which an operation leaves the value unreduced.
+        With `whole_if_unreduced`, it lacks the mesh axes over which an operation leaves the value unreduced, as a sum
+        whose parts are on several devices.
         """
         dims = self.layouts.roots[value]
         flat = [(dim, at) for dim, roots in enumerate(dims) for at in range(len(roots))]

@@ -60,7 +60,8 @@ def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
     All numbers are those of the unsharded step. The shape of each array is in parentheses.
 
     - `divides` (terms, assignments): whether each assignment divides each term.
-    - `shared` (terms, 3): floating-point operations, bytes of arguments and results, of arguments and temporaries.
+    - `shared` (terms, 3): floating-point operations; bytes of arguments and results; bytes of arguments and
+        temporaries.
     - `divides_sent` (assignments, sent terms, assignments): whether each assignment divides each term of the bytes that
         the first assignment sends.
     - `sent` (assignments, sent terms, 2): the bytes that a device receives, before the factor (1 - 1 / size): in
@@ -237,7 +238,7 @@ def best_of_block(
     """The fastest candidates of a block of sets of axis assignments, at most one per set.
 
     `arrays` come from `padded`, `machine` from `rates_of`. `sizes` and `slices` are the possible tuples of mesh axis
-    sizes, and the slices that each axis spans. Only the first `real` sets are no padding.
+    sizes, and the slices that each axis spans. The sets after the first `real` are padding.
 
     The result has, for each of `keep` candidates, the index of its set, the index of its sizes, and its seconds and
     bytes per device. A candidate that does not fit in memory has infinite seconds.
@@ -260,9 +261,10 @@ def costs(
 ) -> tuple[Float[_Array, "block sizes"], Float[_Array, "block sizes"]]:
     """The estimated seconds and bytes per device, for each set of axis assignments with each tuple of mesh axis sizes.
 
-    Computation takes the longer of operations at the chip's speed and bytes at its memory's, and waits for collectives
-    of data. It overlaps in part with those of parameters and gradients. Sizes that do not divide a dimension, or break
-    a limit, have infinite seconds. With NumPy arrays nothing is compiled, which is faster for few candidates.
+    Computation takes the longer of two times: its operations at the chip's rate, and its bytes at the memory's
+    bandwidth. It waits for collectives of activations, and overlaps in part with those of parameters and gradients.
+    Sizes that do not divide a dimension, or break a limit of the user, have infinite seconds. With NumPy arrays nothing
+    is compiled, which is faster for few candidates.
     """
     xp: Any = jnp if isinstance(sets, jax.Array) else np
     axes = sets.shape[-1]
@@ -306,7 +308,7 @@ def _seconds_per_byte(
 
     On a torus, an axis has links in proportion to the logarithm of its size. Switched chips, such as GPUs, form islands
     of chips with fast links; as many devices of each axis as possible are in one island. Bytes between slices pass
-    through the hosts' network.
+    through the hosts' network. `xp` is NumPy or `jax.numpy`.
     """
     inner, whole = (sizes // slices).T.astype(np.float32), sizes.T.astype(np.float32)
     total = xp.prod(inner, axis=0)

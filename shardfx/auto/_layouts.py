@@ -378,7 +378,8 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
 
 
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
-    """The largest sets of logical axes that one mesh axis can shard together: no array has two axes of one set.
+    """The largest sets of the logical axes `numbers` that one mesh axis can shard together: no array has two of one
+    set.
 
     The size of the mesh axis must divide the sizes of all logical axes in the set. So a logical axis with few factors
     of 2 in its size limits the set. Smaller sets without such axes follow the largest ones.

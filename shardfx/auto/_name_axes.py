@@ -61,7 +61,7 @@ class _Namer:
         self.by_path()
 
     def unnamed(self, mark: str | None = None) -> list[LogicalAxis]:
-        """The logical axes without a name; with `mark`, a word of `Tied.marked`, only those that have this mark."""
+        """The logical axes without a name; with `mark`, such as "scanned", only those that loops scan."""
         found = [axis for axis in self.classes.live() if not axis.name]
         return [axis for axis in found if mark is None or self.is_marked(axis, mark)]
 
@@ -128,7 +128,7 @@ class _Namer:
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 
     def images(self) -> dict[LogicalAxis, str]:
-        """The names of the dimensions of images, channels and spatial ones, as convolutions number the dimensions."""
+        """The names of the dimensions along which convolutions run: "channels", and "height" or other spatial ones."""
         classes = self.classes
         found = {classes.of(root): "channels" for root in classes.marked["channels"] if root in classes.of_root}
         for root, (at, count) in self.tied.spatial.items():
@@ -156,8 +156,8 @@ class _Namer:
     def heads(self) -> None:
         """Names the batch dimensions of matrix products, and `head_dim`, the dimension after heads.
 
-        A batch dimension is `experts` if one operand has only dimensions of weights. Otherwise it is `heads`, or
-        `kv_heads` and `query_groups` if query heads share keys.
+        A batch dimension is `experts` if its arrays' paths say so, or if one operand is a weight and nothing shows
+        attention. Otherwise it is `heads`, or `kv_heads` and `query_groups` if query heads share keys.
         """
         classes, of = self.classes, self.classes.of
         found = [axis for axis in self.unnamed("batched") if classes.in_model(axis)]
@@ -186,7 +186,9 @@ class _Namer:
                     after.name = "head_dim"
 
     def batches_of_weights(self) -> set[LogicalAxis]:
-        """The logical axes of batch dimensions in matrix products with an operand that has only model dimensions."""
+        """The logical axes of the batch dimensions of some matrix products: those with a weight as an operand. An
+        operand is a weight if each of its dimensions is equivalent to one of the model.
+        """
         tied, own, found = self.tied, self.classes.own, set[LogicalAxis]()
         for made in tied.program.operations:
             over = batched(made)
@@ -210,8 +212,8 @@ class _Namer:
                     axis.name = "experts"
 
     def width(self) -> None:
-        """Names `embed` each dimension of a residual stream over which products contract several arrays of the model. A
-        model with several towers has several residual streams.
+        """Names a dimension of a residual stream `embed` if matrix products contract it and several arrays of the model
+        have it. A model with several towers has several residual streams.
         """
         sums = residual(self.tied, self.classes.own)
         found = [

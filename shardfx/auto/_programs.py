@@ -184,8 +184,8 @@ class LoweredStep:
 def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
     """Pairs each result of a step with the argument of its structure, shapes and dtypes, whose shardings it gets.
 
-    Returns, for each element of a tuple of results or for the only result, the index of its argument, `None` for none,
-    and the count of its arrays. Several results of one structure get different arguments.
+    Returns a pair for each element of a tuple of results, or for the only result: the index of its argument, which is
+    `None` without such an argument, and the number of arrays in the result. No two results get one argument.
     """
 
     def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
@@ -206,8 +206,8 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
 def _filled(dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]) -> list[Dims | None]:
     """The mesh axes of each dimension of each array, with `()` for trailing dimensions that a spec leaves out.
 
-    `dims` has the axes for each argument and each of its arrays; `None` if the compiler may choose the sharding. `own`
-    are the arrays in the same order.
+    `dims` has a sequence for each argument of the step, with an entry for each array in it: the mesh axes of each
+    dimension, or `None` if the compiler may choose the sharding. `own` are the arrays in the same order.
     """
     pairs = zip(itertools.chain(*dims), own, strict=True)
     return [None if dim is None else (*dim, *[()] * (len(one.shape) - len(dim))) for dim, one in pairs]
@@ -289,8 +289,8 @@ def _ran(
 
 
 def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | None) -> tuple[Any, ...]:
-    """The devices to compile for: `given`, if it is not `None`, else JAX's own. Under `verify="compile"`, the devices
-    of a slice that the caller named come before JAX's own. They need libtpu.
+    """The devices to compile for: `given`, or JAX's own devices if it is `None`. Under `verify="compile"`, if the
+    caller named a slice and libtpu is installed, the devices of this slice replace JAX's own.
     """
     count, target = asked.total, asked.target
     if given is not None:

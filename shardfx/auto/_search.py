@@ -322,9 +322,10 @@ def frontier(
 
     **Arguments:**
 
-    - `step`, `args`: as for `search`.
+    - `step`, `args`: the function that is jitted, and its arguments: arrays or structs, in any trees.
     - `devices`: numbers of devices, or slices such as "tpu:v5e:4x4".
-    - `chip`, `slices`, `limits`: as for `search`. Candidates that do not fit in memory stay, and the table marks them.
+    - `chip`, `slices`: the kind of the devices, if `devices` does not name it, and the number of slices.
+    - `limits`: see [`shardfx.auto.Limits`][]. Candidates that do not fit in memory stay, and the table marks them.
     - `batches`: sizes of the dimension that [`shardfx.auto.name_axes`][] names "batch"; the step is traced for each. By
         default the batch size of the arguments.
 

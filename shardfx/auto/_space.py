@@ -86,7 +86,8 @@ class Space:
 
     - `args`: the arguments of the step as `jax.ShapeDtypeStruct`s without shardings.
     - `made`: for each axis assignment, by its number, the shardings and collectives of the step under it.
-    - `usual`, `known`: the caller's rules with the usual strategies; other well-known strategies.
+    - `usual`: the strategies from the caller's rules, and the usual ones, such as data parallelism.
+    - `known`: other well-known strategies.
     - `limit_bytes`: the memory that the step may take on one device.
     """
 
