@@ -42,7 +42,7 @@ def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stac
 
     - `name`: a path of a checkpoint or a plan's JSON; `MODULE:CALLABLE`, which is traced with
         `equinox.filter_eval_shape`; or the name of a published model. An existing path has priority.
-    - `arguments`: keyword arguments for the callable, or changed numbers for the published model.
+    - `arguments`: keyword arguments for the callable, or numbers of the published model to change, such as `layers`.
     - `stack_experts`: whether the experts of a layer of a published model are one array.
     """
     if not os.path.exists(name) and name in presets.models.names():
@@ -111,10 +111,11 @@ def _near_models(name: str) -> str:
 def load_rules(name: str, model: str) -> Rules:
     """Returns the rules that `name` describes. Raises `UsageError` if there are none or loading fails.
 
-    - `name`: path rules as text, recognised by "->"; a strategy for a published model, such as "fsdp_tp"; one of
-        `rule_set_names()`; or `MODULE:NAME` of PathRules, AxisRules, both in a tuple, or a function without arguments
-        that makes them. Strategies and rule sets take arguments: "fsdp_tp:tensor=model", "llama:head_dim=64".
-    - `model`: the model's name.
+    - `name`: path rules as text, recognised by "->"; a strategy for a published model, such as "fsdp_tp"; a rule
+        set in `shardfx.presets`, such as "llama"; or `MODULE:NAME` of PathRules, AxisRules, both in a tuple, or a
+        function without arguments that makes them. Strategies and rule sets take arguments: "fsdp_tp:tensor=model",
+        "llama:head_dim=64".
+    - `model`: the name of the model. A strategy needs a published model.
     """
     if "->" in name:
         return calling("reading --rules", lambda: PathRules.parse(name)), None

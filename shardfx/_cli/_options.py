@@ -35,9 +35,9 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
     makes.
 
     The function returns the step and a tuple of its arguments: trees of ShapeDtypeStructs with shardings, such as
-    `plan.structs`, or values that are not arrays. `kwargs` are its keyword arguments as text. `mesh` is its argument
-    `mesh`; `None` if it takes no mesh. Raises `UsageError` if there is no such function, if it fails, or if it returns
-    something else.
+    `plan.structs`, or values that are not arrays. `kwargs` are the function's keyword arguments as text. `mesh` is the
+    value of its parameter `mesh`; `None` to pass no mesh. Raises `UsageError` if there is no such function, if it
+    fails, or if it returns something else.
     """
     if isinstance(mesh, str):
         mesh = calling("reading --mesh", ft.partial(MeshSpec.parse, mesh))
@@ -46,8 +46,8 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the step and the arguments as `load_step` does, with ShapeDtypeStructs without shardings. The function
-    takes no mesh.
+    """Returns the step and the arguments that the function `MODULE:FUNCTION` of a user makes, with ShapeDtypeStructs
+    without shardings. The function gets no mesh. `kwargs` are its keyword arguments as text.
     """
     function, args = _made(name, kwargs, None)
     bare = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
@@ -55,7 +55,8 @@ def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], t
 
 
 def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tuple[Any, ...]]:
-    """Calls the user's function `name`, and returns the step and the arguments that it makes. Raises if it returns
+    """Calls the user's function `name`, and returns the step and the arguments that it makes. `kwargs` are its
+    keyword arguments as text, and `mesh` is the value of its parameter `mesh`. Raises `UsageError` if it returns
     anything else.
     """
     found = attribute(name)
@@ -81,8 +82,8 @@ def chip_of(name: str) -> chips.Chip:
 def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
     """Returns the traffic of a step: its collectives and the bytes that they send.
 
-    With the `how` "estimate" the traffic is estimated, with "compile" it is that of the compiled step, and with
-    "compare" the result compares both. `target` is as in `compiled`.
+    `how` is "estimate" for an estimate, "compile" for the traffic of the compiled step, or "compare" for a comparison
+    of both. The step is compiled for the TPU slice `target`, such as "tpu:v5e:4x4", or else for emulated CPU devices.
     """
     given = {"compiler": "cpu" if how == "compare" and target is None else "tpu", "mesh": step.mesh}
     guess = ft.partial(cost.estimate, step.function, *step.args, **given)
@@ -93,7 +94,9 @@ def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
 
 
 def fit_of(step: LoadedStep, chip: chips.Chip, program: object = None) -> cost.Fit:
-    """Returns the memory of a step on a chip, as `program`, the compiled step, uses it; estimated if that is `None`."""
+    """Returns the memory that a step needs on a chip. `program` is the compiled step; if `None`, the memory is
+    estimated.
+    """
     with working("counting memory"):
         given = {"compiled": program, "chip": chip, "mesh": step.mesh}
         return calling("counting memory", lambda: cost.fit(step.function, *step.args, **given))
@@ -143,7 +146,7 @@ def _mesh_of(name: str, structs: object) -> MeshSpec:
 class PlanOptions:
     """The command-line arguments that name a model, a mesh and rules, before they are parsed.
 
-    `how` has the keyword arguments of `shardfx.plan` that need no parsing.
+    `how` has the keyword arguments of `shardfx.plan` that need no parsing, and `target` the name of a TPU slice.
     """
 
     model: str | None

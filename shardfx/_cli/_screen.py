@@ -47,8 +47,8 @@ def terminal_width() -> int | None:
 
 
 def show(text: str) -> None:
-    """Prints a text of several lines, such as a table of the library, with the names of the library's arguments
-    replaced by flags.
+    """Prints a text of several lines, such as a table of the library. The names of the library's arguments are
+    replaced by flags: `strict=True` by `--strict`.
     """
     text = encodable(in_flags(text), sys.stdout.encoding)
     if sys.stdout.isatty():

@@ -68,7 +68,7 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
     """Calls a function that may run user code, and turns its errors into a `UsageError` with the same message.
 
     For an error of another library or of user code, the message also has its type and the line of user code that raised
-    it. It begins with `what`, a phrase such as "importing `my_model`".
+    it. Such a message begins with `what`, a phrase such as "importing `my_model`".
     """
     try:
         return function()

@@ -110,7 +110,7 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `rules`: as in `AxisRules(...)`.
+        - `rules`: pairs of a logical name and a target, as in `AxisRules(...)`.
         - `modes`: mapping from a mode, which may be new, to rules. They come after the mode's present rules.
         - `axes`: mesh axes that a mesh may lack, in addition to those that these AxisRules declare.
 
@@ -134,7 +134,7 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `rules`: as in `AxisRules(...)`.
+        - `rules`: pairs of a logical name and a target, as in `AxisRules(...)`.
         - `modes`: mapping from a mode, which may be new, to rules. They come before the mode's present rules.
         - `axes`: mesh axes that a mesh may lack, in addition to those that these AxisRules declare.
 
@@ -160,7 +160,7 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `names`: logical names or aliases. Aliases of a removed name stay, and have the rules that it gets later.
+        - `names`: logical names or aliases. An alias of a removed name stays, for rules that the name may get later.
 
         **Returns:**
 
@@ -226,7 +226,7 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `number`: the position of the rule, counted from 0.
-        - `target`: as in `AxisRules(...)`.
+        - `target`: a mesh axis, a tuple of mesh axes, `None` (replicate) or `PartitionSpec.UNCONSTRAINED`.
         - `mode`: the mode in whose rules the position is; `None` for the rules without a mode.
 
         **Returns:**
@@ -254,7 +254,7 @@ class AxisRules(eqx.Module):
     def with_alias(self, name: str, of: str) -> "AxisRules":
         """New AxisRules in which `name` has the rules and the unit of `of`, in every mode.
 
-        If an array has several names with the same rules, `of` has priority, then its aliases as they were added.
+        If an array has several names with the same rules, `of` has priority, then its aliases in the order of addition.
 
         **Arguments:**
 
@@ -322,7 +322,8 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `rules`: as in `AxisRules(...)`. A name has the position of its first pair and the target of its last pair.
+        - `rules`: pairs of a logical name and a target. A name has the position of its first pair and the target of its
+            last pair.
 
         **Returns:**
 
@@ -345,7 +346,7 @@ class AxisRules(eqx.Module):
 
 
 def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
-    """The rules of `mode` alone; for `None` the rules without a mode. Raises for an unknown mode."""
+    """The rules of `mode` alone; for `None` the rules without a mode. Raises `RuleError` for an unknown mode."""
     modes = dict(rules.modes)
     if mode is not None and mode not in modes:
         raise RuleError(
@@ -356,7 +357,9 @@ def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
 
 
 def check_positions(count: int, numbers: tuple[int, ...], what: str) -> None:
-    """Raises unless each of `numbers` is the position of one of `count` rules. `what` names the method in messages."""
+    """Raises `RuleError` unless each of `numbers` is an index of one of `count` rules. `what` is the method's name, for
+    the message.
+    """
     for number in numbers:
         if not 0 <= number < count:
             raise RuleError(f"`{what}({number})`: rules are numbered from 0, and these {count} have no rule {number}.")
@@ -373,7 +376,7 @@ def all_rules(rules: AxisRules) -> tuple[Rule, ...]:
 
 
 def declared_axes(axes: Iterable[object]) -> tuple[Any, ...]:
-    """The names of mesh axes in `axes` without duplicates; raises if one is no name."""
+    """The names of mesh axes in `axes` without duplicates. Raises `RuleError` if one is no string or is empty."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if not isinstance(name, str) or not name:
@@ -382,12 +385,15 @@ def declared_axes(axes: Iterable[object]) -> tuple[Any, ...]:
 
 
 def check_axis_rules(what: str, value: object) -> None:
-    """Raises unless `value`, the argument named `what`, is AxisRules."""
+    """Raises `RuleError` unless `value`, the argument named `what`, is AxisRules."""
     check_type(what, value, AxisRules, RuleError, "wrap it: `AxisRules([...])`")
 
 
 def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
-    """`name`, the name that it is an alias of, and so on, up to a name that is no alias. A circle is an error."""
+    """`name`, the name that it is an alias of, and so on, up to a name that is no alias.
+
+    Raises `RuleError` if the aliases form a circle.
+    """
     aliases = dict(rules.aliases)
     chain = (name,)
     while chain[-1] in aliases:

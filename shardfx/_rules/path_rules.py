@@ -72,7 +72,8 @@ class PathRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` with the index of the rule, and the position in a regex that does not compile.
+        `RuleError` for a rule that is no pair, a regex that does not compile, or an invalid target. It has the index of
+        the rule.
         """
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         self.rules = tuple(_checked(index, rule) for index, rule in enumerate(pairs))
@@ -83,11 +84,11 @@ class PathRules(eqx.Module):
 
         **Arguments:**
 
-        - `rules`: as in `PathRules(...)`.
+        - `rules`: pairs of a regex and a target, as in `PathRules(...)`.
 
         **Returns:**
 
-        New PathRules that declare the same mesh axes.
+        New PathRules with the same `axes`.
 
         !!! Example
 
@@ -104,7 +105,7 @@ class PathRules(eqx.Module):
 
         **Arguments:**
 
-        - `rules`: as in `PathRules(...)`.
+        - `rules`: pairs of a regex and a target, as in `PathRules(...)`.
         - `axes`: mesh axes that a mesh may lack, in addition to those that these PathRules declare.
 
         **Returns:**
@@ -131,7 +132,7 @@ class PathRules(eqx.Module):
 
         **Returns:**
 
-        New PathRules that declare the same mesh axes.
+        New PathRules with the same `axes`.
 
         **Raises:**
 
@@ -155,11 +156,11 @@ class PathRules(eqx.Module):
         **Arguments:**
 
         - `number`: the position of the rule, counted from 0.
-        - `target`: as in `PathRules(...)`.
+        - `target`: a PartitionSpec, a tuple of logical names, a strategy, or another target of `PathRules(...)`.
 
         **Returns:**
 
-        New PathRules that declare the same mesh axes.
+        New PathRules with the same `axes`.
 
         **Raises:**
 
@@ -248,7 +249,9 @@ def match(tree: object, rules: PathRules) -> PyTree:
 
 
 def check_rules(paths: object, axes: object = None, what: str = "paths") -> None:
-    """Raises unless `paths` is PathRules or `None`, and `axes` is AxisRules or `None`."""
+    """Raises `RuleError` unless `paths` is PathRules or `None`, and `axes` is AxisRules or `None`. `what` is the name
+    of the argument `paths` in the message.
+    """
     if paths is not None:
         fix = 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
         check_type(what, paths, PathRules, RuleError, fix)
@@ -352,7 +355,7 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
 
 
 def check_once(spec: PartitionSpec, head: str) -> None:
-    """Raises if a spec names a mesh axis twice, which JAX refuses in a sharding. `head` begins the error message."""
+    """Raises `RuleError` if a spec has a mesh axis twice, which JAX does not accept. `head` begins the message."""
     used = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
     if twice := repeated(used):
         raise RuleError(f"{head} has the target {spec}, which uses mesh axis `{twice[0]}` twice; use it once.")

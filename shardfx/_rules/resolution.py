@@ -71,7 +71,8 @@ def resolve(
 
 def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> Units | None:
     """The units of an array's dimensions, from `atomic` entries and from the `units` of `rules`; `None` if all are 1.
-    The unit of a name is also the unit of its aliases. Several names have the least common multiple of their units.
+    The unit of a name is also the unit of its aliases. The unit of a dimension with several names is the least common
+    multiple of theirs.
     """
     return None if _is_plain(names) and not rules.units else _units_of(_entries(names), rules)
 
@@ -80,7 +81,7 @@ def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, .
     """The names of an array with one entry for each dimension of `shape`.
 
     `...` in `names` stands for all dimensions without a name, and `()` means that no dimension has a name. Dimensions
-    without a name are replicated. Names of another length are an error: padding them would shift them unnoticed.
+    without a name are replicated. Raises `SpecError` for names of another length: padding would shift them unnoticed.
     """
     entries, rank = tuple(names), len(shape)
     if not entries:
@@ -116,7 +117,7 @@ def unknown_names(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> 
 
 
 def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> None:
-    """Raises if a name has no rule in any mode, because the name is then probably misspelled."""
+    """Raises `UnmatchedError` if a name has no rule in any mode, because the name is then probably misspelled."""
     _raise_unmatched(_unruled(names, rules), rules)
 
 
@@ -168,7 +169,8 @@ class Attempt:
     **Arguments:**
 
     - `name`, `dim`: the logical name, and its dimension.
-    - `mode`, `number`: the rule's mode, `None` for rules without one, and its index in the rules of that mode.
+    - `mode`: the mode that has the rule, such as "decode"; `None` if the rule is in `AxisRules.rules`.
+    - `number`: the index of the rule among the rules of `mode`, or in `AxisRules.rules`.
     - `rule`: the rule.
     - `outcome`: "applied"; "blocked", if another name already uses one of the rule's mesh axes; "settled", if an
         earlier rule has given the name a target.
@@ -220,8 +222,10 @@ def _assign(
 
 
 def _reasons(slot: _Slot, active: tuple[Rule, ...], users: dict[str, _Slot]) -> list[Reason]:
-    """The reason why the logical name of `slot` got no mesh axis, as a list; empty if no rule requests an axis for it.
-    Either no rule in `active` has the name, or the names in `users` use the mesh axes that its rules request.
+    """The reason why the logical name of `slot` got no mesh axis; empty if rules for the name request none.
+
+    Either no rule in `active` has the name, or other names use the mesh axes that its rules request. `users` has the
+    name that uses each mesh axis.
     """
     targets = [target for name, target in active if name in slot.chain]
     if not targets:
@@ -245,7 +249,8 @@ def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
 
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
     """The logical names in `entries`, in the order in which rules give them mesh axes. Names that are no aliases come
-    first, in the order of their dimensions. Aliases follow as the rules add them.
+    first, in the order of their dimensions. Then come aliases, in the order in which `rules` declare them. Raises
+    `SpecError` if a name occurs twice.
     """
     placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]
@@ -259,7 +264,7 @@ def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
 
 
 def _entries(names: Any) -> tuple[Any, ...]:
-    """The names of an array as a hashable tuple; raises unless they are a sequence of names, tuples and `None`."""
+    """The names of an array as a hashable tuple. Raises `SpecError` unless they are a sequence of valid entries."""
     if _is_plain(names):
         return names
     if isinstance(names, PartitionSpec):

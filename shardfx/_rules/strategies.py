@@ -238,7 +238,7 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[
 
     **Raises:**
 
-    `RuleError` without an axis, for an axis that occurs twice, and for a negative number of bytes or dimension.
+    `RuleError` without an axis, for an axis that occurs twice, and for a negative number in `min_bytes` or `skip`.
 
     !!! Example
 

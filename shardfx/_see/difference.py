@@ -84,7 +84,7 @@ class LeafDiff:
         """The names of the collectives that move an array of this group from the first plan's sharding to the second's,
         such as "all-gather".
 
-        If there are none, the only item is `LeafMove.how`.
+        If no collectives move it, the only item says how it moves, such as "relabel" (see [`shardfx.LeafMove`][]).
         """
         if self.move is None:
             return ()
@@ -98,7 +98,7 @@ class Diff:
 
     **Arguments:**
 
-    - `plans`: a line for each difference in the mesh, the mode, the rules or the strictness.
+    - `plans`: a line for each of the arguments `mesh`, `mode`, `axes` and `strict` of [`shardfx.plan`][] that differs.
     - `leaves`: the differences between arrays. Arrays that differ in the same way are one `LeafDiff`.
     - `bytes_per_device`: bytes per device of all arrays, in the first plan and in the second.
     """
@@ -137,8 +137,8 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
 
     **Returns:**
 
-    A `Diff`, false exactly if the digests are equal. If the meshes differ, it also has the arrays whose LeafPlans are
-    equal but that must move.
+    A `Diff`, false exactly if the digests are equal. If the meshes differ, it also has the arrays that must move
+    although their LeafPlans are equal.
 
     !!! Example
 
@@ -190,7 +190,8 @@ def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
 def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
     """The moves of arrays from plan `a` to plan `b`, by path, as `plan_reshard` finds them.
 
-    Only arrays that are in both plans, and may have different shardings in them, are included.
+    An array is included if both plans have it with one shape and dtype, and its spec, its memory kind or the mesh
+    differs.
     """
     there = b.content.by_path
     common = [

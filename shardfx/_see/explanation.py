@@ -194,7 +194,7 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
 def _found(plan: ShardPlan, where: str) -> LeafPlan:
     """The LeafPlan at the path `where`, or the first one whose path the regex `where` matches.
 
-    Raises if the regex matches paths that differ in more than numbers.
+    Raises `UnknownPathError` if nothing matches, or if the regex matches paths that differ in more than numbers.
     """
     try:
         groups = {} if where in plan else together(filter(re.compile(where).search, plan), between_numbers)
@@ -217,8 +217,8 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 def _changes(why: Reason, plan: ShardPlan, tried: tuple[Attempt, ...], left: int, sizes: tuple[int, ...]) -> list[str]:
     """Changes that would remove the reason `why` of an array, a sentence each.
 
-    `tried` has the outcome of each axis rule. `left` is the size of the dimension on one device, in elements or units.
-    `sizes` are the nearest sizes that all requested mesh axes divide.
+    `tried` has the outcome of each axis rule. `left` is the number of elements, or of units if the dimension has any,
+    in one device's shard of the dimension. `sizes` are the nearest sizes that all requested mesh axes divide.
     """
     mesh = plan.mesh
     if why.code in _OF_SIZE and why.dim is not None:

@@ -23,7 +23,9 @@ _USUAL, _NARROW = 128, 1024
 
 
 class _Width(NamedTuple):
-    """The number of elements of an attention head, and the reason for this number."""
+    """The number of elements of an attention head, the reason `why` it has this number, and the severity of findings
+    that rely on it.
+    """
 
     unit: int
     severity: Severity
@@ -76,8 +78,8 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
 
 
 def _cut_elements(subject: Subject, found: Sequence[tuple[str, Group]]) -> Iterator[Finding]:
-    """A finding for each array that shards the elements of a head, although it could shard the dimension of heads
-    instead.
+    """A finding for each array in which the elements of a head are sharded, although the dimension of the heads could
+    be sharded instead.
 
     `found` has the arrays of one layer, each with its role ("q", "k", "v" or "o"). In these arrays the heads and the
     elements of a head are separate dimensions.

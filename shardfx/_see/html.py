@@ -39,9 +39,10 @@ def report_data(
 ) -> dict[str, Any]:
     """The content of a report as plain data that `json.dumps` takes: dicts, lists, strings and numbers.
 
-    It takes the arguments of [`shardfx.html_report`][]. `rows` has one entry for each array, or for equal arrays of
-    repeated layers; `memory` has the bytes per device of each part of the tree, or of each group of `fit`. Names are
-    not escaped.
+    It takes the arguments of [`shardfx.html_report`][]: `findings` of `lint`, the `traffic` and the memory `fit` of a
+    step, and the `chip` whose memory the plan is compared with. In the result, `rows` has one entry for each array, or
+    for equal arrays of repeated layers. `memory` has the bytes per device of each part of the tree, or of each group of
+    arrays in `fit`. Texts are not escaped for HTML.
 
     !!! Example
 
@@ -110,7 +111,8 @@ def _verdict(
 ) -> dict[str, str]:
     """The quality of a plan: its `level`, "good", "warn" or "bad", and a `text` of one line.
 
-    `totals` has the sums over all arrays of the plan, and `chip` the memory of the accelerator.
+    `totals` has the sums over all arrays of the plan, such as `bytes_per_device`. `chip` has the name and the memory of
+    the accelerator; `None` if it is not known.
     """
     less, even = totals["corrected_arrays"], totals["even_bytes_per_device"]
     ratio = totals["bytes_per_device"] / even if even else 1.0
@@ -172,10 +174,10 @@ def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
 
 
 def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
-    """The bytes per device of each part of the tree `rows`, or with `fit` of each group of a step's buffers.
+    """The bytes per device of each part of the tree, or with `fit` of each group of arrays of the step.
 
-    A part of the tree is all arrays whose paths have the same first segment, such as `params`. Bytes in host memory are
-    separate entries.
+    `rows` has the arrays of the tree. A part is all arrays whose paths have the same first segment, such as `params`.
+    Bytes in host memory are separate entries.
     """
     sums = collections.Counter[tuple[str, str | None]]()
     if fit is None:
@@ -249,7 +251,9 @@ def _held(one: Offender) -> dict[str, object]:
 
 
 def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
-    """For each source file, the lines that make the arrays `rows`, with the lines around them and the arrays."""
+    """A dict for each source file: its name, and the lines that make some of the arrays `rows` or are next to such a
+    line. Each line has its number, its text, and the arrays that it makes.
+    """
     made: dict[str, dict[int, dict[str, None]]] = {}
     for row in rows:
         if row.source is not None:
@@ -427,9 +431,9 @@ def _within(
     pack: Callable[[Sequence[Any]], Any] = list,
     weight: Callable[[Any], int] | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Packs as many of `rows` as fit into `characters` of JSON. Returns the result of `pack`, and the other rows.
+    """Keeps as many of `rows` as fit into `characters` of JSON. `pack` turns the kept rows into the value for JSON.
 
-    Rows with more `weight` are kept first; without `weight`, the first rows are.
+    Rows with more `weight` are kept first; without `weight`, the first rows are. Returns the value and the other rows.
     """
     numbers = range(len(rows))
     ranked = numbers if weight is None else sorted(numbers, key=lambda number: -weight(rows[number]))

@@ -40,8 +40,8 @@ def _asks(group: Group) -> str:
 
 
 def _sharded(subject: Subject, group: Group) -> str | None:
-    """Code that shards the arrays of `group` over a mesh axis; `None` if no mesh axis divides them, or if they are
-    small.
+    """Code that shards the arrays of `group` over a mesh axis; `None` if no mesh axis divides a dimension, or if the
+    arrays are replicated because they are small.
     """
     row, mode = group.row, subject.mode
     places = subject.divisible(row.shape, row.units)
@@ -64,8 +64,8 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 def corrected(subject: Subject) -> Iterator[Finding]:
     """Findings for arrays that are sharded less than their rule requests.
 
-    Under `strict`, an array is also found if its spec differs from the request for any other reason. Scalars are never
-    found. If one mesh axis does not divide several arrays, these are one finding.
+    With `lint(strict=True)`, an array is also found if its spec differs from the request for any other reason. Scalars
+    are never found. Three or more arrays that one mesh axis does not divide are one finding.
     """
     content = subject.content
     if not any(row.reasons for row in content.rows):
@@ -126,8 +126,8 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
 
 
 def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -> Finding:
-    """The finding about the arrays in `shorts`. Its bytes are those that the requested sharding would save on each
-    device.
+    """The finding about the arrays in `shorts`, with this `where` and `message`. Its bytes are those that the requested
+    sharding would save on each device.
     """
     content, sizes, lost = subject.content, subject.content.mesh.shape, 0
     for row, group in ((one.group.row, one.group) for one in shorts):
@@ -186,9 +186,12 @@ class _State(NamedTuple):
 def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
     """Findings for leaves of an optimizer's state that could be sharded further.
 
-    A leaf is found in three cases: it is sharded less than its parameter, or over other mesh axes; other leaves of the
-    state are sharded over a mesh axis and this one is not; or no leaf and no parameter is sharded over a mesh axis over
-    which ZeRO-1 would shard the state. The last case is reported if it costs each device at least `limit` bytes.
+    A leaf is found in three cases:
+
+    - It has fewer shards than its parameter, or a mesh axis shards a dimension of the parameter and not of the leaf.
+    - A mesh axis shards other leaves of the state in addition to their parameters' axes, and could shard this leaf.
+    - A mesh axis shards no leaf of the state and no parameter, and ZeRO-1 could shard the leaf over it. This case is
+      reported only if it costs each device at least `limit` bytes.
     """
     sizes, states = subject.content.mesh.shape, _states(subject)
     for state in states:
@@ -248,10 +251,10 @@ def _states(subject: Subject) -> list[_State]:
 
 
 def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
-    """The leaves in `group` with their parameter, whose plan is in `known`; `None` if they are not in an optimizer's
-    state.
+    """The leaves in `group` with their parameter; `None` if they are not in an optimizer's state.
 
-    The parameter is found by the end of the leaves' paths: `opt/mu/w` and `opt/w/v_row` belong to the parameter `w`.
+    `root` is the first segment of the leaves' paths. `known` has the plans of the parameters by path. A parameter is
+    found by the end of the leaves' paths: `opt/mu/w` and `opt/w/v_row` belong to the parameter `w`.
     """
     parts, shape = group.paths[0].split("/"), group.row.shape
     for at in range(1, len(parts)):
@@ -287,7 +290,7 @@ def _shardable_over(subject: Subject, states: list[_State], axis: str) -> Iterat
 
 
 def _of_states(subject: Subject, where: str, message: str, specs: list[tuple[Group, PartitionSpec]]) -> Finding:
-    """One finding for leaves of an optimizer's state, each with the spec that it should have."""
+    """One finding for leaves of an optimizer's state. `specs` has them, each with the spec that it should have."""
     content, saved = subject.content, 0
     for group, spec in specs:
         shard = group.row._replace(spec=spec).byte_counts(content.mesh.shape)[1]

@@ -61,8 +61,15 @@ def lint(
 
     **Arguments:**
 
-    - `tree`, `mesh`, `paths`, `names`, `axes`, `mode`, `min_bytes`, `memory_kinds`, `unmatched`, `unused`, `strict`,
-        `refine`: as in [`shardfx.plan`][]; or a [`shardfx.ShardPlan`][] alone, `lint(plan)`.
+    - `tree`, `mesh`: a tree of arrays or ShapeDtypeStructs, and a mesh. Or a [`shardfx.ShardPlan`][]: `lint(plan)`.
+    - `paths`: rules that map a leaf's path to its sharding.
+    - `names`, `axes`, `mode`: a tree of logical names, rules that map names to mesh axes, and the mode of these rules.
+    - `min_bytes`: arrays of fewer bytes in total are replicated.
+    - `memory_kinds`: pairs of a regex and a memory kind, for the arrays whose paths the regex matches.
+    - `unmatched`, `unused`: "raise" makes findings errors, else they are warnings: `unmatched` those about arrays and
+        names without a rule and about mesh axes that the mesh lacks, `unused` those about rules that apply to no array.
+    - `strict`: whether it is an error if an array is sharded less than its rule requests.
+    - `refine`: whether `plan` splits a mesh axis if a dimension can use only some of its size.
     - `replicated_bytes`: the least number of bytes of a replicated leaf that is reported. Optimizer states that could
         be sharded further are reported if this would save as many bytes.
     - `head_dim`: the number of elements of an attention head, if the tree does not show it.
@@ -128,7 +135,10 @@ def lint(
 
 
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:
-    """The findings of all checks that need only a plan, and not the path rules that made it."""
+    """The findings of all checks that need only a plan, and not the path rules that made it.
+
+    Replicated arrays are found from `replicated_bytes` on; `head_dim` is the number of elements of an attention head.
+    """
     yield from corrected(subject)
     yield from replicated(subject, replicated_bytes)
     yield from cut_heads(subject, head_dim)
@@ -188,10 +198,10 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
 
 
 def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
-    """Logical names for an array of rank `rank`, made from `names`, which have another length or a name twice.
+    """Valid logical names for an array of rank `rank`, made from names of another length or with a name twice.
 
-    Duplicates become `None`, names beyond the rank are left out, and missing names become `...` in front. The result is
-    `()` if an entry is no single name.
+    Duplicates become `None`, names beyond the rank are left out, and missing names become `...` in front: for rank 3,
+    `("a", "a")` becomes `(..., "a", None)`. The result is `()` if an entry is neither a name, `None` nor `...`.
     """
     if not all(name is None or name is ... or isinstance(name, str) for name in names):
         return ()
@@ -213,7 +223,9 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
 
 
 def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings for logical names without a rule that an array has, or that `AxisRules(units=...)` mentions."""
+    """Findings, of this severity, for logical names that have no rule: the names of arrays, and those for which
+    `AxisRules(units=...)` has a unit.
+    """
     axes = subject.axes
     if axes is None:
         return
@@ -234,7 +246,9 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
 
 
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings for mesh axes that rules name but do not declare with `axes=`, and that the mesh lacks."""
+    """Findings, of this severity, for mesh axes that rules use and the mesh lacks, unless the rules declare them with
+    `axes=`.
+    """
     known = draft.mesh.axis_names
     for axis, user in absent_axes(draft).items():
         message = f"{user} uses the mesh axis {axis!r}{near(axis, known)}; the mesh has {known}"
@@ -246,8 +260,8 @@ def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Findi
 
 
 def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
-    """Yields lines of code that replace the mesh axis `axis` by `meant` in every rule that can be written as code;
-    callables cannot.
+    """Yields lines of code that replace the mesh axis `axis` by the axis `meant` in all rules. Rules whose target is a
+    callable do not change.
     """
     axes, paths = subject.axes, subject.paths
     places = [] if axes is None else [("axes", mode, rules) for mode, rules in ((None, axes.rules), *axes.modes)]
@@ -278,7 +292,11 @@ def _without(target: object, axis: str) -> object:
 def unused_findings(
     subject: Subject, draft: Draft, kinds: Sequence[tuple[str, str]], severity: Severity
 ) -> Iterator[Finding]:
-    """Findings for path rules that shard no leaf, and for pairs of `memory_kinds` that apply to no leaf."""
+    """Findings for path rules that shard no leaf, and for entries of `kinds` that apply to no leaf.
+
+    `kinds` has pairs of a regex and a memory kind. A rule with `optional(...)` is found, with severity "info", only if
+    it matches leaves that earlier rules shard.
+    """
     rules, used = draft.paths.rules, draft.paths.used
     for why in unused_rules(rules, used, subject.flat, subject.leaf_names, NAMES):
         yield _unused(f"paths[{why.number}] {rules[why.number][0]!r}", "rule", severity, why, _fix(subject, why))
@@ -304,9 +322,9 @@ def _unused(where: str, what: str, severity: Severity, why: Unused, fix: str) ->
 
 
 def _fix(subject: Subject, why: Unused) -> str:
-    """Code that moves the unused rule `why` before the rules that match its arrays first.
+    """Code that puts the unused rule `why` before all other rules, so that it shards the arrays that it matches.
 
-    If another rule would then be unused, the code removes the rule `why` instead.
+    If no path matches it, or if another rule would then be unused, the code removes the rule `why` instead.
     """
     deciders = {number: wide for number, wide in subject.rules_for(why.arrays).items() if number is not None}
     if deciders and all(deciders.values()):

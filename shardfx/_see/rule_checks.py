@@ -21,8 +21,8 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
 
     A rule is blocked if another dimension of the array uses one of its mesh axes. It is tried only if all earlier rules
     of its logical name were blocked. A rule that has all mesh axes of an earlier rule of its name can therefore never
-    apply: after `("mlp", "tensor")`, the rule `("mlp", ("data", "tensor"))` is always blocked. A rule without axes
-    never is.
+    apply: after `("mlp", "tensor")`, the rule `("mlp", ("data", "tensor"))` is always blocked. A rule without axes is
+    never blocked, so no later rule of its name can apply.
     """
     if subject.axes is None:
         return
@@ -164,8 +164,8 @@ def _in_one_module(groups: list[Group]) -> bool:
 
 
 def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
-    """Code that gives the dimensions `name` of these arrays a logical name of their own with the same rules, such as
-    `mlp_768` for `mlp` of size 768.
+    """Code that renames the logical name `name` in these arrays, such as `mlp` of size 768 to `mlp_768`. The new name
+    has the same rules.
 
     A finished plan has no names, so the code sets the spec of the arrays instead.
     """

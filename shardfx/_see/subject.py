@@ -84,10 +84,10 @@ class Subject:
         return whole - -(-whole // self.content.mesh.size)
 
     def divisible(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> list[tuple[int, str]]:
-        """Pairs of a dimension of an array and a mesh axis that divides it, the largest axis first.
+        """Pairs of the index of a dimension of an array and a mesh axis that divides it, the largest axes first.
 
-        `units` has for each dimension the number of elements that no shard may split; `None` for 1. The first of three
-        or more dimensions is left out, because it may index stacked layers.
+        `units` has an entry for each dimension: the number of elements that no shard may split. `None` means 1 for all.
+        Dimension 0 of an array of rank 3 or more is left out, because it may index stacked layers.
         """
         stacked = int(len(shape) > 2)
         counts = [
@@ -100,8 +100,8 @@ class Subject:
         ]
 
     def target_for(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Any:
-        """The target `fsdp(axis)` of a path rule, with the largest mesh axis that divides an array of this shape; else
-        `replicate`.
+        """The target `fsdp(axis)` of a path rule, with the largest mesh axis that divides a dimension of `shape`; if
+        there is none, `replicate`. `units` has for each dimension the number of elements that no shard may split.
         """
         skip = (0,) if len(shape) > 2 else ()
         return next((fsdp(axis, skip=skip) for _, axis in self.divisible(shape, units)), replicate)
@@ -121,7 +121,7 @@ class Subject:
 
     @ft.cached_property
     def _like_paths(self) -> collections.Counter[tuple[str, ...]]:
-        """The number of leaves whose paths differ only in numbers, by the parts between the numbers:
+        """Counts the leaves whose paths differ only in numbers. The keys are the parts of a path between its numbers:
         `("layers/", "/w")` for `layers/0/w`.
         """
         return collections.Counter(map(between_numbers, self.content.path_tree.paths))
@@ -143,8 +143,8 @@ class Subject:
     def rule_fix(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:
         """Code that makes `target` the target of the path rule for the leaves at `paths`.
 
-        It replaces the target of a rule that shards these leaves and no others, which would otherwise become unused.
-        Else it adds a rule before all other rules, or after them if `last`.
+        If one rule shards all these leaves and no others, the code replaces its target, because a new rule would leave
+        the old one unused. Otherwise the code adds a rule before all other rules, or after them if `last`.
         """
         ((number, wide), *others) = self.rules_for(paths).items()
         if self.paths is not None and number is not None and not wide and not others:
@@ -158,7 +158,7 @@ class Subject:
         return f"paths = paths.{'extend' if last else 'prepend'}([({rule})])"
 
     def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:
-        """For each path rule that shards some of the leaves at `paths`, whether it shards other leaves too.
+        """The path rules that shard the leaves at `paths`, each with whether it shards other leaves too.
 
         The keys are the indices of the rules; `None` stands for leaves without a rule.
         """
@@ -168,8 +168,8 @@ class Subject:
 
     @ft.cached_property
     def _deciding(self) -> tuple[dict[str, int | None], collections.Counter[int | None]]:
-        """For each leaf without logical names, the index of the first path rule that matches it; `None` if there is
-        none. The second result is the number of leaves for each index.
+        """By the path of each leaf without logical names, the index of the first path rule that matches it; `None` if
+        no rule does. The second result is the number of leaves for each index.
         """
         columns = zip(self.flat.paths, self.leaf_names, self.flat.is_array, strict=True)
         found = {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}

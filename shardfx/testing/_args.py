@@ -102,8 +102,8 @@ def _smaller(step: Any, args: PyTree, needs: Mapping[Key, int], chosen: Mapping[
     none.
 
     The result also has new sizes for multiples of the old size, if `step` can be traced only when these are reduced
-    too. Unequal sizes get unequal new sizes. `needs` has a divisor of each new size, so that the shardings still divide
-    the dimensions. `chosen` has the sizes that were reduced before.
+    too. Unequal sizes get unequal new sizes. `needs` has by key a divisor of each new size, so that the shardings still
+    divide the dimensions. `chosen` has the sizes that were reduced before.
     """
 
     def is_taken(chosen: Mapping[Key, int]) -> bool:

@@ -54,8 +54,8 @@ class Compared(NamedTuple):
 class Fault(NamedTuple):
     """The first equation whose result is wrong under the plan, and earlier equations that say most about the cause.
 
-    `number` and `sources` are the numbers of their records. `turn` is the first iteration of the loop that ends with a
-    wrong carry; `None` if there is none.
+    `number` and `sources` are the indices of their records in `Tape.records`. `turn` is the first iteration of the loop
+    that ends with a wrong carry; `None` if there is none.
     """
 
     number: int
@@ -93,6 +93,7 @@ def compared(record: Record, value: object, whole_record: Record, whole: Any, mo
 
     Inside a `shard_map` it is unknown whether the devices' values are shards of the whole, summands of it, or copies.
     Each possibility is tried, and the best match is returned. `most` is the largest difference that rounding explains.
+    `record` and `whole_record` are the records of the two results.
     """
     axes, parts = _by_device(record, np.asarray(value))
     one, whole = _by_device(whole_record, np.asarray(whole))
@@ -136,8 +137,8 @@ def _assembled(
 ) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
     """Yields every array of `shape` that the devices' values may form, each with the role of every mesh axis.
 
-    `parts` are the devices' values, with a leading dimension for each of `axes`. For an axis with the role "same", the
-    array keeps this dimension.
+    `parts` are the devices' values, with a leading dimension for each of `axes`. If an axis has the role "same" or is
+    reduced, the yielded array still has the leading dimension of this axis.
     """
     local = parts.shape[len(axes) :]
     if len(local) != len(shape) or any(size == 0 or whole % size for size, whole in zip(local, shape, strict=True)):
@@ -296,7 +297,7 @@ Varying = Mapping[int, Axes]
 
 
 def suspects(tape: Tape) -> tuple[str, ...]:
-    """A text for each suspicious operation in the `shard_map`s of a step that have `check_vma=False`.
+    """A text for each suspicious operation in a step's `shard_map`s with `check_vma=False`.
 
     An example is a `psum` over an axis along which all devices have the same value.
     """

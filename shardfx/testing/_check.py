@@ -148,7 +148,10 @@ def check_step(
 
 
 def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None) -> CheckedStep:
-    """The comparison that `check_step` returns. In `args`, ShapeDtypeStructs have become arrays."""
+    """The comparison that `check_step` returns, for `args` without ShapeDtypeStructs.
+
+    `reference` is a function with right results; `None` for `step` itself. `mesh` is the mesh of the plan, if known.
+    """
     ours = _traced(step, args)
     devices = {device for one in ours.arrays if isinstance(one, jax.Array) for device in one.devices()}
     device = mesh.devices.flat[0] if mesh is not None else min(devices or jax.devices(), key=lambda one: one.id)
@@ -225,9 +228,10 @@ def _data(leaf: Any) -> Any:
 
 
 class _Played:
-    """A compiled program that evaluates a step's jaxpr equation by equation, with `alone` and `wide` as in `Tape`.
+    """A compiled program that evaluates a step's jaxpr equation by equation.
 
-    It returns the step's results, and with `keeps` also the result of every equation.
+    With `alone`, it runs on one device without shardings. `wide` is the dtype to which narrower floats are cast. The
+    program returns the step's results, and with `keeps` also the result of every equation.
     """
 
     def __init__(self, traced: _Traced, *, alone: bool, wide: object = None, keeps: bool = False):
@@ -253,7 +257,8 @@ class _Played:
     def __call__(self, kind: int = 0, seed: int = 0) -> tuple[list[np.ndarray], dict[int, Any]]:
         """The results of the step, and the results of its equations by their numbers in `Tape.records`.
 
-        `kind` is the rounding, as in the `noise` of `Tape`. `seed` decides which numbers are rounded up.
+        `kind` is 0 for no rounding, 1 for rounding to the step's dtypes, and 2 for rounding to the wider of those and
+        float32. `seed` decides which numbers are rounded up. Only a program in float64 rounds.
         """
         odd = np.array(2 * seed + 1, np.uint32)
         outs, values = self.compiled(self.arrays, (np.array(kind, np.int32), odd))
@@ -289,7 +294,7 @@ def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: object) ->
 def _told(
     records: Sequence[Record], rows: Mapping[int, Compared], fault: Fault, ours: _Played, arrays: Mapping[int, Any]
 ) -> tuple[tuple[Frame, ...], list[str]]:
-    """The source lines of the first wrong equation and of the equations behind it, and sentences that describe them.
+    """The source lines of the first wrong equation and of the `fault.sources`, and sentences that describe them.
 
     `rows` has the comparisons of the equations `records` with the reference, and `arrays` their results, by number.
     `ours` is the compiled step, whose collectives are listed.

@@ -85,7 +85,8 @@ class Tape:
     """Evaluates a jaxpr and records the result of each equation.
 
     `records` gets a `Record` for each result, whose number is its index there. `values` has the results by number. An
-    array that no equation made has a negative number.
+    array that no equation made has a negative number. Methods that evaluate one equation take its operands `ins`, with
+    their numbers `reads`, and return the results with their numbers.
 
     **Arguments:**
 
@@ -144,8 +145,9 @@ class Tape:
     ) -> int:
         """Adds a record for an equation's result and returns its number.
 
-        A PRNG key gets no record, and the largest number of its operands. `name` is the equation's primitive. `var` is
-        the variable of the result in the jaxpr, and `out` its value.
+        If the result is a PRNG key, it adds no record and returns the largest number in `reads`. `name` is the name of
+        the equation's primitive. `var` is the variable of the result in the jaxpr, and `out` its value. `reads`, `axes`
+        and `counted` become fields of the record.
         """
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
             return max(reads, default=-1)  # a PRNG key

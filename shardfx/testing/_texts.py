@@ -217,8 +217,9 @@ def assert_same_traffic_text(
     **Arguments:**
 
     - `traffic`: the traffic of the step.
-    - `expected`, `update`: as in [`shardfx.testing.assert_same_plan_text`][].
-
+    - `expected`: a text of several lines from [`shardfx.testing.traffic_text`][], or the path of a file with such a
+        text.
+    - `update`: whether to write the traffic's text into the file instead.
     - `sizes`: whether to compare the bytes too.
 
     **Raises:**
@@ -297,7 +298,7 @@ def _traffic_row_text(row: TrafficRow) -> str:
 
 
 def line_text(frame: Frame | None) -> str:
-    """The file, the function and the text of a source line; the line number if the file cannot be read."""
+    """The file, the function and the text of a source line. The line number replaces a text that cannot be read."""
     if frame is None:
         return ""
     words = linecache.getline(frame.file, frame.line).strip()
@@ -404,7 +405,8 @@ def assert_same_shardings_text(
     **Arguments:**
 
     - `shardings`: the shardings of the step.
-    - `expected`, `update`: as in [`shardfx.testing.assert_same_plan_text`][].
+    - `expected`: a text from [`shardfx.testing.shardings_text`][], or the path of a file with such a text.
+    - `update`: whether to write the shardings' text into the file instead.
 
     **Raises:**
 

@@ -255,6 +255,6 @@ def _candidate_data(found: Candidate) -> dict[str, object]:
 
 
 def _row(row: TrafficRow) -> dict[str, object]:
-    """Returns a collective of a step, a row of its traffic, as a dict with one source line, the innermost one."""
+    """Returns a collective of a step as a dict. Of its source lines, the dict has only the innermost one."""
     names = ("kind", "axes", "leaf", "wire_bytes", "dcn_bytes", "unsure_bytes", "calls", "note")
     return {**{name: getattr(row, name) for name in names}, "at": place_text(row.source)}
