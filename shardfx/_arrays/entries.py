@@ -1,8 +1,9 @@
 """Reads the arguments `in_shardings`, `out_shardings` and `donate` of `filter_jit`: the entry of each argument, and the
 sharding of each array.
 
-The key of an argument is its position, or its name if the function takes it by name only. In a table by key, the type
-`int` stands for any position, as in `*args`, and the type `str` for any name, as in `**kwargs`.
+An entry is a plan, a sharding, `None`, or a tree of these. The key of an argument is its position, or its name if the
+function takes it by name only. In a table by key, the type `int` stands for any position, as in `*args`, and the type
+`str` for any name, as in `**kwargs`.
 """
 
 import inspect
@@ -39,16 +40,17 @@ def _is_entry(node: object) -> bool:
 
 
 def _is_mistaken(node: object) -> bool:
-    """Whether a node of the shardings is a value passed by mistake, such as a tuple of logical names."""
+    """Whether `node`, a value in `in_shardings` or `out_shardings`, is a mistake, such as a tuple of logical names."""
     if not isinstance(node, tuple | list):
         return isinstance(node, _NO_ENTRIES)
     return {str} <= set(map(type, node)) <= {str, type(None), type(...)}
 
 
 def shardings_in(form: object, what: str) -> list[Any]:
-    """A list of `None` and the distinct shardings in `form`, which is the argument `what` of `filter_jit`.
+    """A list of `None` and each distinct sharding in `form`. The shardings in a plan count too.
 
-    Raises for a value in `form` that is no sharding. A PartitionSpec is none, since it has no mesh.
+    `form` is the value of `in_shardings` or of `out_shardings`, and `what` is the name of that argument. Raises
+    `PlanMismatchError` if `form` holds a value that is no sharding, such as a PartitionSpec, which has no mesh.
     """
     found = {None: None}
     for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
@@ -65,7 +67,7 @@ def shardings_in(form: object, what: str) -> list[Any]:
 def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> list[Any]:
     """The sharding that `form` gives to each leaf of `tree`; `None` for a leaf to which it gives none.
 
-    Raises an error that names the leaf if a leaf does not fit.
+    Raises `PlanMismatchError` if `form` is no prefix of `tree`, or if an array does not fit its plan or sharding.
 
     **Arguments:**
 
@@ -140,10 +142,10 @@ def arguments(keys: Keys, args: Sequence[object], kwargs: dict[str, object]) -> 
 
 
 def entries_by_key(in_shardings: object, keys: Keys, name: str) -> Table:
-    """The entry of `in_shardings` for each argument. Raises for an entry whose parameter the function does not have.
+    """The entry of `in_shardings` for each argument.
 
     `in_shardings` is a tuple by position, a dict by parameter name, or one entry for all arguments. `name` is the
-    function's name in messages.
+    function's name in messages. Raises `PlanMismatchError` for an entry whose parameter the function does not have.
     """
     if isinstance(in_shardings, dict):
         unknown = [key for key in in_shardings if key not in keys and str not in keys.values()]
@@ -167,9 +169,10 @@ def entries_by_key(in_shardings: object, keys: Keys, name: str) -> Table:
 
 
 def donated_by_key(donate: Any, keys: Keys) -> Table:
-    """Whether each argument is donated; an argument that the table lacks is not.
+    """A table that says for each argument whether it is donated. An argument that the table lacks is not donated.
 
-    Raises if `donate`, the argument of `filter_jit`, has a name or a position that is no positional parameter.
+    `donate` is the argument of `filter_jit`. Raises `ValueError` if it has a name or a position that no positional
+    parameter has.
     """
     if isinstance(donate, bool) or donate in ("none", "all", "all-except-first", "warn", "warn-except-first"):
         every = donate not in (False, "none")

@@ -1,6 +1,7 @@
 """Checks that no array of a call was deleted, is donated twice, or has another sharding than its entry.
 
-Without these checks, some bad calls of a program on several CPU devices end the process.
+The entry of an array is the sharding that `in_shardings` gives it. Without these checks, some bad calls of a program on
+several CPU devices end the process.
 """
 
 import functools as ft
@@ -47,13 +48,13 @@ class Given(NamedTuple):
 
 
 def is_placed(kind: type) -> bool:
-    """Whether values of the type `kind` are arrays with buffers, and no tracers."""
+    """Whether values of the type `kind` are JAX arrays with buffers. Tracers have no buffers."""
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
 
 
 def check_given(given: Iterable[Given]) -> None:
-    """Raises for an array that was deleted, that has another sharding than its entry, or that is donated and passed
-    twice.
+    """Raises `PlanMismatchError` if an array was deleted, if it has another sharding than its entry, or if it is passed
+    twice and donated.
     """
     seen: dict[int, Given] = {}
     for one in given:
@@ -97,9 +98,10 @@ def _is_elsewhere(one: Given) -> bool:
 
 
 def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
-    """Raises if two shardings of the function `name` have different devices, or the same devices in another order.
+    """Raises `PlanMismatchError` if two shardings have different devices, or the same devices in another order.
 
-    `shardings` has the shardings in `in_shardings` and those in `out_shardings`, by these names.
+    `name` is the function's name in messages. `shardings` has two keys, "in_shardings" and "out_shardings", with the
+    shardings in these arguments of `filter_jit`.
     """
     pairs = [(what, one) for what, found in shardings.items() for one in found if _in_order(one)]
     for what, sharding in pairs[1:]:
@@ -113,7 +115,7 @@ def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
 
 @ft.lru_cache(maxsize=64)
 def _in_order(sharding: object) -> tuple[Any, ...]:
-    """The devices of a sharding, in the order in which a program numbers them; empty for an abstract mesh."""
+    """The devices of a sharding, in the order that a program uses; empty for an abstract mesh, and for no sharding."""
     if isinstance(sharding, NamedSharding):
         return tuple(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else ()
     return tuple(sorted(sharding.device_set, key=lambda one: one.id)) if isinstance(sharding, Sharding) else ()
@@ -135,7 +137,8 @@ def is_abstract(sharding: object) -> bool:
 def has_same_shards(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
     """Whether every device holds the same part of an array of `shape` under both shardings.
 
-    On a mesh without devices, positions in the mesh stand for devices.
+    On a mesh without devices, positions in the mesh stand for devices. The result is False if the memory kinds, or the
+    `unreduced` or `reduced` axes of the specs, differ.
     """
     if memory_kind(found) != memory_kind(wanted) or _reductions(found) != _reductions(wanted):
         return False
@@ -158,14 +161,14 @@ def _reductions(sharding: Sharding) -> tuple[frozenset[str], ...]:
 
 
 def sharding_of(leaf: object) -> Sharding | None:
-    """The sharding of an array, of a ShapeDtypeStruct, or in the type of a tracer; `None` for other leaves."""
+    """The sharding of an array or a ShapeDtypeStruct; for a tracer, that of its type; `None` for other leaves."""
     if isinstance(leaf, Tracer):
         return jax.typeof(leaf).sharding
     return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
 
 
 def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """The ShapeDtypeStruct of an array, with the given sharding, or else that to which the array is committed."""
+    """The ShapeDtypeStruct of an array, with `sharding`; if that is `None`, with the one the array is committed to."""
     if sharding is None and not isinstance(leaf, Tracer) and getattr(leaf, "committed", True):
         sharding = getattr(leaf, "sharding", None)
     weak = getattr(leaf, "weak_type", False)
@@ -173,7 +176,7 @@ def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The ShapeDtypeStruct of an array, with its sharding on an abstract mesh; without a sharding if it has no mesh."""
+    """The ShapeDtypeStruct of an array. Its sharding is on an abstract mesh, or `None` if the array's has no mesh."""
     found = struct_of(leaf)
     own = found.sharding
     if not isinstance(own, NamedSharding) or own.mesh.empty:

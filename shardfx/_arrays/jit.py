@@ -71,7 +71,7 @@ def filter_jit(
     A function with the signature of `fn`. Keyword arguments are bound to positions, so that they are sharded too. Its
     `.trace(...)` and `.lower(...)` take arguments or ShapeDtypeStructs, and return the stages that `jax.jit` returns.
     `.compile()` of a lowered function returns a function with the signature of `fn` again, for the same static
-    arguments. A plan's `structs` lack functions. To lower for a module that holds some, pass
+    arguments. The tree `plan.structs` has no functions. To lower for a module that holds some, pass
     `equinox.combine(plan.structs, model)`.
 
     Functions whose plans have no devices can be traced and lowered:
@@ -87,9 +87,9 @@ def filter_jit(
         and for shardings on different sets of devices.
     - `PlanMismatchError` at tracing: if the arguments or results differ from the trees of their plans in paths, shapes
         or dtypes, or if an argument has another sharding than its entry.
-    - `PlanMismatchError` at a call: if a plan has no devices; if the argument of an entry of `in_shardings` is missing
-        while an argument with arrays has no entry; if an array was deleted (all arrays are checked if the function
-        donates, else the first of each entry); or if a donated array is given twice.
+    - `PlanMismatchError` at a call: if a plan has no devices; if an array was deleted; if a donated array is given
+        twice; or if an argument with an entry is missing while an argument with arrays has no entry. If the function
+        donates nothing, only the first array of each sharding is checked for deletion.
     - `LeafTypeError` for a static argument that cannot be hashed.
 
     !!! Example
@@ -129,16 +129,16 @@ class _Form:
 
     **Arguments:**
 
-    - `treedef`, `kinds`: the structure, and the type of each leaf.
+    - `treedef`, `kinds`: the structure of the function and its arguments, and the type of each leaf.
     - `run`: the jitted function. It takes a static argument (all values that are no arrays) and then every array.
     - `is_array`: for each leaf of the function and its arguments, whether it is an array.
     - `statics`: the positions of the leaves that are no arrays.
-    - `has_data`: whether structures that are equal may differ in the static data of their nodes.
-    - `watched`: the positions, among the arrays, of the first array of each sharding in `in_shardings`. If later arrays
-        have the same sharding as an earlier one, JAX does not compare their devices.
+    - `has_data`: whether structures that are equal may hold different static data, such as fields 1 and True.
+    - `watched`: the positions, among the arrays, of the first array of each sharding in `in_shardings`. They are
+        checked because JAX does not compare the devices of an array with the same sharding as an earlier one.
     - `is_donating`: whether an array is donated.
-    - `alive`: the positions of the arrays whose buffers may have been deleted: all if one is donated, else `watched`.
-    - `last`: the static values of the last call, and its static argument. Threads write both at once.
+    - `alive`: the positions of the arrays to check for deletion: all if one is donated, else `watched`.
+    - `last`: the static values of the last call, and its static argument; one tuple, so that threads do not mix them.
     - `shardings`: the shardings that the arrays of `watched` had at the last call.
     """
 
@@ -159,9 +159,9 @@ class Jitted(Generic[P, R]):
     """The function that [`shardfx.filter_jit`][] returns, with the signature of `fn`.
 
     There is one `jax.jit` for each list of the arguments' shardings. Its static argument holds the structure of the
-    arguments and all values that are not traced. It returns a list of arrays for each sharding in `out_shardings`,
-    because the structure of the results is not known before tracing. If there are no `out_shardings` and all results
-    are arrays, it returns the tree of results.
+    arguments and all values that are not traced. The jitted function returns a list of arrays for each sharding in
+    `out_shardings`, because the structure of the results is not known before tracing. If there are no `out_shardings`
+    and all results are arrays, it returns the tree of results.
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
@@ -240,7 +240,7 @@ class Jitted(Generic[P, R]):
         return out.rest.tree(*out.lists) if type(out) is Parted else out
 
     def _bound(self, args: Any, kwargs: Any) -> tuple[_Form, Static, Sequence[Any]]:
-        """The `_Form` for the structure of a call, the static argument (all that is no array), and the arrays."""
+        """The `_Form` for the structure of a call, its static argument (all that is no array), and its arrays."""
         if kwargs or len(args) != self._arity:
             try:
                 found = self._signature.bind(*args, **kwargs)
@@ -261,7 +261,10 @@ class Jitted(Generic[P, R]):
         return form, static, [*it.compress(leaves, form.is_array)] if values else leaves
 
     def _ready(self, args: Any, kwargs: Any) -> tuple[Any, Static, Sequence[Any]]:
-        """The jitted function, the static argument and the arrays. Raises if the program cannot take an array."""
+        """The jitted function for a call, and what to pass to it: the static argument and the arrays.
+
+        Raises `PlanMismatchError` if an array was deleted, is misplaced, or is passed twice and donated.
+        """
         form, static, arrays = self._bound(args, kwargs)
         alive = [arrays[at] for at in form.alive]
         shardings = [arrays[at].sharding for at in form.watched]
@@ -308,7 +311,11 @@ class Jitted(Generic[P, R]):
         )
 
     def _interned(self, static: Static, parts: Sequence[Any]) -> Static:
-        """The static argument of an earlier call that equals `static`; `static` if there is none."""
+        """The static argument of an earlier call that equals `static`; `static` if there is none.
+
+        `parts` has the values in `static` and the static data of its structure, such as static fields of modules.
+        Raises `LeafTypeError` if one of them cannot be hashed.
+        """
         try:
             return self._statics.setdefault(static.key(parts), static)
         except TypeError as error:
@@ -333,8 +340,9 @@ class Jitted(Generic[P, R]):
     def _given(self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = True) -> list[Given]:
         """A description of each array that the function or its arguments hold.
 
-        Raises if arrays differ from the plans in their paths, or in their shapes and dtypes where `shapes` is True, or
-        if the program cannot take an array.
+        `fn` has the arrays of the function itself. Raises `PlanMismatchError` if the paths of arrays differ from those
+        in the plans, if `shapes` is True and their shapes or dtypes differ, or if an array was deleted, has another
+        sharding than its entry, or is passed twice and donated.
         """
         found = []
         trees = [(None, self._name, fn), *arguments(self._keys, args, kwargs)]
@@ -351,8 +359,10 @@ class Jitted(Generic[P, R]):
         return found
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
-        """Raises if a parameter with an entry of `in_shardings` gets no argument, and an argument with arrays has no
-        entry. Then `in_shardings` probably names the wrong parameter.
+        """Raises `PlanMismatchError` if a parameter with an entry of `in_shardings` gets no argument while an argument
+        with arrays has no entry. Then `in_shardings` probably names the wrong parameter.
+
+        `args` and `kwargs` are the arguments of a call, with `_ARRAY` in the place of each array.
         """
         given = {key: tree for key, _, tree in arguments(self._keys, args, kwargs)}
         missing = [key for key in self._in if self._in[key] is not None and key not in (int, str, *given)]
@@ -366,7 +376,10 @@ class Jitted(Generic[P, R]):
             )
 
     def _explain(self, error: Exception, static: Static, arrays: Sequence[Any]) -> None:
-        """Raises an error about the arguments of a call if they are the cause of `error`, which the program raised."""
+        """Raises `PlanMismatchError` if the arguments of a call caused `error`, which the program raised.
+
+        `static` and `arrays` are the static argument and the arrays of that call.
+        """
         given = self._given(*static.tree(arrays))
         if "incompatible devices" in str(error):
             text = re.sub(r"arrays\[(\d+)\] of [^ ]*", lambda found: given[int(found[1])].name, f"{error}")

@@ -31,7 +31,7 @@ class MisplacedArray:
     - `path`: the path of the array in the tree.
     - `asked`, `found`: the dtype, shape, spec and memory kind of the planned and of the live array, as texts; "nothing"
         for a missing array.
-    - `excess_bytes`: the bytes by which a shard is larger than the planned shard.
+    - `excess_bytes`: the bytes by which a shard is larger than the planned shard; 0 if it is not larger.
     - `fix`: how to correct the array, as a text.
     """
 
@@ -45,7 +45,7 @@ class MisplacedArray:
 class Misplaced(tuple[MisplacedArray, ...]):
     """A tuple of [`shardfx._arrays.MisplacedArray`][]s, which `print`, a console and a notebook show as a table.
 
-    The tuple is empty, and so false, if every array has its planned sharding.
+    The tuple is empty, and so false, if every array is as planned.
     """
 
     __slots__ = ()
@@ -84,8 +84,8 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     """The arrays of a live tree whose shardings, shapes, dtypes or memory kinds are not those of their plan.
 
     Two shardings are equal if every device holds the same part of the array. The names of mesh axes and the order of
-    devices do not matter. In a plan without devices, devices are counted by their position in the mesh. Inside
-    `jax.jit`, arrays on Explicit axes are checked by their types.
+    devices do not matter. If the plan has no devices, positions in its mesh stand for devices. Inside `jax.jit`, the
+    sharding of an array on Explicit axes is read from its type.
 
     **Arguments:**
 
@@ -152,7 +152,8 @@ def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, s
     """The planned and the found array as texts, the bytes by which the shard found is larger than the planned one, and
     how to correct the array; `None` if the array is as planned.
 
-    `found` is `None` if the array is missing, and `asked` is `None` if the plan has no such array.
+    `found` and `asked` are the sharding, shape and dtype of the live and of the planned array. `found` is `None` if the
+    array is missing, and `asked` is `None` if the plan has no such array.
     """
     texts = _text(asked), _text(found)
     if found is None or asked is None:

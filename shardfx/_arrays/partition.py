@@ -1,6 +1,6 @@
 """The values of a call that `filter_jit` does not trace, as one static argument of `jax.jit`.
 
-The values are compared by value and by type: 1, 1.0 and True are equal, and their programs differ.
+The values are compared by value and by type, since 1, 1.0 and True are equal but give different programs.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ import jax
 
 
 def mark(value: object) -> Hashable:
-    """The type of a value and the sign of a zero, which `==` ignores, also within containers and dataclasses.
+    """A key that holds what `==` ignores: the type of `value`, and the sign of a zero.
 
-    The marks of two NaNs are equal, although NaN does not equal itself.
+    It also holds this for the values in containers and dataclasses. Two NaNs have equal keys, although NaN != NaN.
     """
     kind = type(value)
     if isinstance(value, float | complex):
@@ -54,8 +54,8 @@ class Static:
 
     - `treedef`: the structure of the tree. Two structures that are equal may hold different static data, such as 1 and
         True.
-    - `order`: for each leaf, the index of the list that has it. The list 0 is `values`, and the others are lists of
-        arrays.
+    - `order`: for each leaf, the index of the list that has it. The list 0 is `values`, and the others are the lists of
+        arrays that `tree` takes.
     - `values`: the leaves that are not traced.
     """
 
@@ -64,16 +64,16 @@ class Static:
     values: Iterable[Any]
 
     def key(self, parts: Sequence[Any]) -> Hashable:
-        """A key that is equal for equal programs.
+        """A key that two static arguments share if their programs are equal.
 
-        `parts`, which are compared by type too, are the values and the static data of the inner nodes.
+        `parts` has the values and the inner nodes' static data, such as static fields. Their types are in the key too.
         """
         # NaN does not equal itself.
         compared = [None if isinstance(one, float | complex) and one != one else one for one in self.values]
         return self.order, tuple(compared), mark(parts), self.treedef
 
     def tree(self, *lists: Iterable[Any]) -> Any:
-        """The tree, with its arrays from `lists`. Each list has its leaves in the order of the tree."""
+        """The tree. Its arrays come from `lists`, the lists 1, 2, ... of `order`, each in the order of the leaves."""
         left = [*map(iter, (self.values, *lists))]
         return self.treedef.unflatten([next(left[at]) for at in self.order])
 
@@ -83,8 +83,8 @@ class Parted(NamedTuple):
 
     **Arguments:**
 
-    - `lists`: one list of arrays for each sharding in `out_shardings`.
-    - `rest`: the results that are no arrays, and the structure of all results.
+    - `lists`: one list of arrays for each sharding in `out_shardings`; the first is for arrays without one.
+    - `rest`: a `Static` with the results that are no arrays, and the structure of all results.
     """
 
     lists: Any

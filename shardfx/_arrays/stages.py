@@ -1,6 +1,8 @@
 """The stages of a function of `filter_jit`: traced, lowered, compiled.
 
-Each stage also has the attributes of the stage that `jax.jit` returns, such as `as_text()` and `memory_analysis()`.
+Each stage also has the attributes of the stage that `jax.jit` returns, such as `as_text()` and `memory_analysis()`. Its
+`argument_paths` has the path of each array that the function takes, by the array's name in the program's text, such as
+"arrays[0]". Its `_call` runs a compiled stage of `jax.jit` on the arguments of a call.
 """
 
 import dataclasses
@@ -47,8 +49,8 @@ class Traced(Generic[P, R]):
     - `arrays`: the arrays that the function takes, one for each input of the jaxpr.
     - `results`: the arrays that the function returns, one for each output of the jaxpr.
     - `traced`: the object that `jax.jit(...).trace` returned.
-    - `mesh`: the mesh of the first plan in `in_shardings` and `out_shardings`, as a MeshSpec, which says how it spans
-        TPU slices; `None` without plans.
+    - `mesh`: the mesh of the first plan in `in_shardings` and `out_shardings`, as a MeshSpec, which also says how the
+        mesh spans TPU slices; `None` without plans.
     """
 
     _call: Any
@@ -91,7 +93,7 @@ class Lowered(Generic[P, R]):
         return getattr(self.lowered, name)
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled[P, R]":
-        """Compiles the function for its devices."""
+        """Compiles the function for its devices. `compiler_options` has options of XLA, by name."""
         return Compiled(self._call, self.lowered.compile(compiler_options), self.argument_paths)
 
 
