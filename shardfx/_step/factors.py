@@ -71,8 +71,8 @@ class Operation:
     - `times`: how often it runs in one step.
     - `flops`: for matrix products and convolutions, the floating-point operations of one run.
     - `location`: the source lines of the operation and of the calls around it, the innermost first.
-    - `counted`: the dimensions of the first operand that a loop counter indexes, each with the number of the counter.
-    - `windows`: for a convolution, the window and channel dimensions of its operands.
+    - `counted`: pairs of a dimension of the first operand that a loop counter indexes, and the number of the counter.
+    - `windows`: for a convolution, StableHLO's `dimension_numbers`: its batch, feature and window dimensions.
     """
 
     name: str

@@ -97,7 +97,9 @@ class _Worker:
         return self._end.alive and self._process.poll() is None
 
     def ask(self, module: bytes, request: dict[str, object]) -> tuple[bytes, str]:
-        """The answer to a request about `module`, and an error text. One of them is empty."""
+        """The answer to a request about `module`, and an error text. One of them is empty. `request` has the entries
+        that `main` in `worker.py` reads, such as "devices" and "options".
+        """
         source, sink = self._process.stdout, self._process.stdin
         assert source is not None and sink is not None
         with self._lock:

@@ -38,8 +38,8 @@ _READER = getattr(_CLIENT, "hlo", None) or _CLIENT._xla  # the form in JAX 0.9
 
 def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
     """The bytecode of the StableHLO module with a sharding on each operation, and an error text. One of them is empty.
-    `hlo` is the text of the program. `request` has the sizes of the mesh axes, and the mesh axes of each dimension of
-    the arguments and results; `None` if Shardy may choose a sharding.
+    `hlo` is the text of the program. `request["mesh"]` has the size of each mesh axis. `request["arguments"]` and
+    `request["results"]` have, for each array, the mesh axes of each dimension, or `None` if Shardy may choose them.
     """
     error = ""
     for origins in ("true", "false"):

@@ -164,7 +164,8 @@ def batch_of(known: StepOnChip) -> int | None:
 
 def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
     """The largest batch size with which the step fits the chip; `None` if it cannot be found. `peak_bytes` is the peak
-    memory of the unchanged step, estimated or counted by a compiler. Sizes are multiples of the batch's shard count.
+    memory of the unchanged step, estimated or counted by a compiler. The sizes are multiples of the number of shards
+    into which the mesh divides the batch.
 
     The peak memory is a piecewise linear function of the batch size, so the search alternates between linear
     interpolation and bisection. The step is traced for each size.
@@ -193,10 +194,11 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
 
 
 def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
-    """The next batch size to try, a multiple of `unit`. It is between `fits`, the largest size that fits (or 0), and
-    `over`, the smallest size that does not fit; without `over`, it is larger than `fits`. If `halves`, it is in the
-    middle. Otherwise it is the size at which the peak memory, interpolated between the sizes tried, is `usable`.
-    `needs` has the peak memory of each size that was tried.
+    """The next batch size to try, a multiple of `unit`. `needs` has the peak memory of each size that was tried. `fits`
+    is the largest of them that fits into `usable` bytes; 0 if none does. `over` is the smallest that does not fit.
+
+    If `over` is `None`, the next size is at least twice `fits`. Otherwise it is between `fits` and `over`: in the
+    middle if `halves` or if `fits` is 0, else where a line through the peaks of the two sizes reaches `usable`.
     """
     if over is None:
         before = max((count for count in needs if count < fits), default=None)

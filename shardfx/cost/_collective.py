@@ -311,7 +311,7 @@ class DevicePositions:
         return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
 
     def numbers_of(self, ids: Sequence[int]) -> dict[int, int]:
-        """The position in the mesh of each device in `ids`, by its id. The ids are those that transfers have."""
+        """For each device id in `ids`, the device's position in the mesh. `ids` are from the text of a transfer."""
         if all(id_ in self.ids for id_ in ids):
             return {id_: self.ids[id_] for id_ in ids}
         first = min(id_ // SLICE for id_ in ids)

@@ -169,8 +169,8 @@ class _LineTraffic:
 
 
 def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
-    """Yields a row for each parameter of each collective, with its source line. `lines` has, for a parameter's path,
-    the line that replaces it if the collective reduces the parameter's gradient.
+    """Yields each row of `made`, divided into one row for each parameter of the collective, with a source line. If the
+    collective reduces the gradient of a parameter whose path is in `lines`, it is the line there, else the row's own.
     """
     for row in made.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
@@ -182,7 +182,9 @@ def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tup
 
 
 def _surplus(places: Sequence[_LineTraffic], source: Frame | None = None, axes: tuple[str, ...] = ()) -> Surplus:
-    """The `Surplus` of `places`: one source line and tuple of mesh axes or, without `source`, a sum of several."""
+    """The sum of `places` as a `Surplus`. `source` and `axes` are the line and the axes of a single place. The sum of
+    several places has neither.
+    """
     ours, theirs = ([row for one in places for row in one.rows[side] if row.wire_bytes] for side in (0, 1))
     passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))
     notes = dict.fromkeys(row.note for row in ours if row.note)

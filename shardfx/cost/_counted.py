@@ -45,7 +45,9 @@ class StepOnChip:
         return self.partitioned()
 
     def partitioned(self, **changed: Any) -> HloModule:
-        """As `module`, with the keyword arguments `changed` for `Step.partitioned`, such as other shardings."""
+        """The same as `module`, for a changed step. `Step.partitioned` gets the keyword arguments `changed`, such as
+        other shardings.
+        """
         return as_compiled(parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform)
 
     @ft.cached_property
@@ -74,7 +76,9 @@ class StepOnChip:
         return bytes_of(Array(self.purposes[at].dtype, self.shards[at]), self.chip.tile)
 
     def in_group(self, kind: str) -> tuple[int, ...]:
-        """The numbers of the arguments' arrays with the purpose `kind`: "parameters", "optimizer" (all moments), ..."""
+        """The numbers of those arrays of the arguments whose purpose is `kind`, such as "parameters" or "batch".
+        "optimizer" stands for all moments.
+        """
         return tuple(at for at, one in enumerate(self.purposes) if one.group.partition(":")[0] == kind)
 
     def memory_of(self, module: HloModule, *, donated: Sequence[bool] | None = None, remat: bool = False) -> Memory:
@@ -153,8 +157,8 @@ def _memory_with(known: StepOnChip, constraints: Sequence[Wanted]) -> Memory | N
 
 
 def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wanted]:
-    """Yields sharding constraints for the largest arrays in memory at the peak, over mesh axes of the batch. The step
-    already has the constraints `constraints`.
+    """Yields sharding constraints for the largest arrays in memory at the peak, over mesh axes of the batch. The peak
+    is that of the step with the constraints `constraints`, which are already chosen.
     """
     batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.in_group("batch")}
     memory, found = known.memory, known.shardings

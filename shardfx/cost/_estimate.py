@@ -39,9 +39,9 @@ def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
 def extrapolated(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence[TrafficRow]]) -> Traffic:
     """The traffic of a step on a large mesh, extrapolated from its traffic on smaller meshes.
 
-    The step is partitioned for a smaller mesh, and again with each of the halved axes doubled once, for up to `most`
-    devices. `rows_on` returns the traffic rows on a mesh, in the order of the program. Raises `ProgramError` if the
-    programs differ in more than sizes.
+    The step is partitioned for a smaller mesh, on which some axes of `mesh` are shorter. For each of these axes, the
+    step is partitioned again, with this axis twice as long, for at most `most` devices. `rows_on` returns the traffic
+    rows on a mesh, in the order of the program. Raises `ProgramError` if the programs differ in more than sizes.
     """
     small = shrunk(mesh, most)
     first = rows_on(small)

@@ -1,6 +1,6 @@
 """The argument of a program that a collective gathers, or whose gradient it reduces, found by following values.
 
-A value is the number of an array in the flattened program.
+A value is the number of an array in a program without tuples, calls and fusions (`FlatProgram`).
 """
 
 import collections
@@ -120,8 +120,8 @@ class Origins:
         return itertools.islice(reached([gradient], self._onward), _MANY)
 
     def _next(self, value: int) -> tuple[int, ...]:
-        """The results of the operations that read a value, if they may hold the same gradient. Their shape is that of
-        the value or of its shard, or the operation writes the value into a larger array.
+        """The results of those operations that read a value and may return the same gradient. The result has the shape
+        of the value or of its shard, or is a larger array into which the operation writes the value.
         """
         found = [*self._becomes.get(value, ())]
         for op, at, _ in self._uses.users.get(value, ()):
@@ -144,9 +144,9 @@ class Origins:
         return None
 
     def is_sum_of_products(self, instruction: Instruction) -> bool:
-        """Whether a permute sends a partial sum of matrix products, and not an operand of them. Rings of permutes
-        replace reduce-scatters of products, and all-gathers of operands. A value is a partial sum if it is computed
-        from a product, or from constants alone.
+        """Whether a permute sends partial sums of a matrix product. A ring of permutes that replaces a reduce-scatter
+        does so. A ring that replaces an all-gather sends an operand of the product. A value counts as a partial sum if
+        it is computed from a matrix product, or from constants alone.
         """
         op = self._ops.get(id(instruction))
         values = itertools.islice(reached(() if op is None else op.reads, self._operands_of), _FAR)
@@ -155,8 +155,8 @@ class Origins:
         return not opcodes.isdisjoint(PRODUCTS) or opcodes.isdisjoint((None, *_GATHERS))
 
     def _operands_of(self, value: int) -> Iterable[int]:
-        """The values from which a value is computed: none for the result of an all-gather; for a loop-carried value,
-        the result of the loop's body.
+        """The values from which a value is computed. There are none for the result of an all-gather. A loop-carried
+        value has one: its next value, which the loop's body returns.
         """
         if value in self._carried:
             loop, at = self._carried[value]

@@ -90,8 +90,8 @@ class Graph:
 
     @ft.cached_property
     def factors(self) -> list[list[tuple[DimKey, int]]]:
-        """For each operation, the dimensions of its arrays, each with its factor. If a dimension has several, it is the
-        major-most factor, which is the one that a mesh axis shards.
+        """For each operation, the dimensions of its arrays, each with its factor. A dimension with several factors has
+        only the major-most here, since a mesh axis shards that one.
         """
         found = []
         for made in self.operations:
@@ -113,7 +113,9 @@ class Graph:
         return chain[::-1]
 
     def _paths(self, axis: str, origin: str) -> Steps[int]:
-        """The shortest paths on which a mesh axis propagated from one origin: an argument, a result or a constraint."""
+        """The shortest paths on which a mesh axis propagated from one origin: an argument, a result or a constraint.
+        `origin` is Shardy's text for it, such as "input: 0". The items of the paths are numbers of arrays.
+        """
         kind, _, number = origin.partition(": ")
         sources = self.constraints.get(origin, ())
         if kind in ("input", "output"):

@@ -130,7 +130,9 @@ def _comes_from(result: int, given: int, uses: Uses) -> bool:
 
 
 def _is_read_forward(value: int, uses: Uses) -> bool:
-    """Whether the forward pass, or any operation that is not elementwise, reads value number `value`."""
+    """Whether the forward pass reads value number `value` or a view of it, or an operation that is neither elementwise
+    nor a view does.
+    """
 
     def forms(value: int) -> Iterator[int]:
         for op, _, _ in uses.users.get(value, ()):
@@ -141,9 +143,9 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
 
 
 def _batch_size(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
-    """The batch's size: the first dimension of the largest integer array without a group or, if there is none, of the
-    last array without a group. `None` if all arrays have a group. `ours`, `dtypes` and `groups` have an entry for each
-    array of the arguments; "" is no group.
+    """The batch's size: the first dimension of the largest integer array that has no group yet. If there is no such
+    array, it is the first dimension of the last array without a group. `None` if all arrays have a group. `ours`,
+    `dtypes` and `groups` have an entry for each array of the arguments; "" is no group.
     """
     left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
     # A PRNG key has at most four words.

@@ -61,8 +61,9 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
 
 
 def _calls(module: HloModule, name: str, instruction: Instruction, own: Runs) -> Iterator[tuple[str, Runs, int]]:
-    """Yields each computation that an instruction calls, with the loops and branches around it, and the number of calls
-    in one run of the instruction. The computation `name` contains it, and `own` has the loops and branches around that.
+    """Yields the name of each computation that an instruction calls, the loops and branches around this computation,
+    and the number of calls in one run of the instruction. The instruction is in the computation `name`, and `own` has
+    the loops and branches around `name`.
     """
     around = module.computations[name]
     if instruction.opcode == "while":
@@ -84,9 +85,10 @@ def _calls(module: HloModule, name: str, instruction: Instruction, own: Runs) ->
 
 
 def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instruction) -> int | None:
-    """The trip count of a loop; `None` if it is not a constant. It is read from the loop's `backend_config` or, if that
-    has none, found from the loop's condition and the increment of its counter: a smaller form of
-    `ComputeWhileLoopTripCount` in xla/service/while_loop_analysis.cc. `around` has the instructions beside the loop.
+    """The trip count of a loop; `None` if it is not a constant. It is read from the loop's `backend_config`. If that
+    has none, it is found from the loop's condition and the increment of its counter, as a part of
+    `ComputeWhileLoopTripCount` in xla/service/while_loop_analysis.cc does. `around` is the computation that contains
+    the loop: its instructions, by name.
     """
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])
@@ -119,8 +121,9 @@ def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | No
 def _fusion_root(
     module: HloModule, scope: Mapping[str, Instruction], one: Instruction
 ) -> tuple[Instruction, Mapping[str, Instruction]]:
-    """The instruction that computes the result of `one`, and the instructions beside it, by name. If `one` is a fusion,
-    it is the root of the fusion's computation. Otherwise it is `one` itself, and those beside it are `scope`.
+    """The instruction that computes the result of `one`, and the instructions from which it may read, by name. For a
+    fusion, the first is the root of the fusion's computation. For any other instruction, the two are `one` and `scope`:
+    the instructions of the computation that contains `one`.
     """
     if one.opcode != "fusion":
         return one, scope
@@ -130,9 +133,9 @@ def _fusion_root(
 
 
 def _scalar(module: HloModule, scope: Mapping[str, Instruction], name: str) -> tuple[int | None, int] | None:
-    """The value of the integer instruction `name`, as the index of a loop-carried integer and a constant that is added.
-    For "element 2 of the loop's tuple, plus 1", it is (2, 1). For the constant 5, it is (None, 5). For any other value,
-    it is `None`. `scope` has the instructions by name.
+    """The integer that the instruction `name` returns, as a pair: the index of a loop-carried integer, and a constant
+    that is added to it. For "element 2 of the loop's tuple, plus 1", the pair is (2, 1). For the constant 5, it is
+    (None, 5). For any other value, the result is `None`. `scope` has the instructions by name.
     """
     if name not in scope:
         return None

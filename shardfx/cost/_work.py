@@ -89,7 +89,9 @@ def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu
 
 
 def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> bool:
-    """Whether an operand in a loop's body is a loop-carried array small enough to stay in on-chip memory."""
+    """Whether the result of `one` is a loop-carried array small enough to stay in on-chip memory. `one` is an operand
+    of an instruction of `computation`, the body of a loop.
+    """
     size = _bytes(one)
     while one.opcode in _PASSED:
         one = computation[one.operands[0]]

@@ -27,7 +27,7 @@ _GROUPS = re.compile(
 
 
 def users_of(computation: Computation) -> dict[str, list[Instruction]]:
-    """The instructions of a computation that read the result of each instruction, in the order of the text."""
+    """For the name of each instruction, the instructions that read its result, in the order of the text."""
     users: dict[str, list[Instruction]] = {name: [] for name in computation}
     for instruction in computation.values():
         for operand in dict.fromkeys(instruction.operands):

@@ -64,9 +64,9 @@ def _is_hidden(known: Rewritten, computation: Computation, product: Instruction,
 
 
 def _permutes(known: Rewritten, sent: Instruction, shard: str) -> Instruction:
-    """The ring that replaces the collective `sent`: one `collective-permute` with a result of the HLO type `shard` for
-    each permute of the ring. A replica group of n devices has two rings of opposite directions, together with n + 1
-    permutes. An all-gather over 4 devices has one ring, of 3 permutes.
+    """The permutes that replace the collective `sent`, as a single `collective-permute`. It has a result of the HLO
+    type `shard` for each permute. In a replica group of n devices, XLA makes two rings of opposite directions, with
+    n + 1 permutes in total. Only an all-gather over 4 devices has one ring, of 3 permutes.
     """
     rows = known.groups(sent)[0].tolist()
     size = len(rows[0])

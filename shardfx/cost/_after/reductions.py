@@ -19,8 +19,8 @@ from .merge import Computation, Rewritten, renamed, users_of, with_groups, with_
 
 
 def folded(known: Rewritten, computation: Computation) -> Computation:
-    """A copy of `computation` in which one all-reduce, over combined groups, replaces two: one all-reduce, and one
-    of its result.
+    """A copy of `computation` without all-reduces of all-reduces. Where an all-reduce over {0,1},{2,3} is reduced again
+    over {0,2},{1,3}, one all-reduce over {0,1,2,3} replaces the two.
     """
     users = users_of(computation)
     made = dict(computation)
@@ -37,9 +37,8 @@ def folded(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _combined(inner: Groups, outer: Groups) -> Groups | None:
-    """The replica groups of the all-reduce that replaces two: one over `inner`, then one over `outer`. For `inner`
-    {0,1},{2,3} and `outer` {0,2},{1,3}, the result is {0,1,2,3}. It is `None` if a combined group has a device twice,
-    or if combined groups overlap.
+    """The replica groups of the all-reduce that replaces two: first one over `inner`, then one of its result over
+    `outer`. `None` if a combined group has a device twice, or if combined groups overlap.
     """
     if len(inner) != 1 or len(outer) != 1:
         return None
@@ -101,7 +100,9 @@ class _Reassociation:
             self.reduce(own.name)
 
     def pending_of(self, own: Instruction) -> _Pending | None:
-        """The all-reduce that can move after the instruction `own`; `None` if there is none."""
+        """The all-reduce that can stay pending after the instruction `own`: `own` itself, or one whose result `own`
+        reshapes or adds. `None` if there is none.
+        """
         found = [self.pending.get(operand) for operand in own.operands]
         if own.opcode == "all-reduce" and len(found) == 1 and found[0] is None and len(self.users[own.name]) == 1:
             return _Pending(own, self.names.get(own.operands[0], own.operands[0]))

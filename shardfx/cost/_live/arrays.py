@@ -39,11 +39,11 @@ def list_schedule(
     """The order in which XLA's list scheduler runs operations. The result has their positions in `reads` and `makes`.
     The scheduler is `ListMemoryScheduler` in `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026.
 
-    The scheduler picks, among the operations whose operands are computed, the one that frees the most bytes. The
-    priority of an operation is the bytes that it frees minus the bytes that it makes, then the number of its readers.
-    An operation that reads no result of the scheduled operations, such as the all-gather of a weight, runs right before
-    its first reader. `reads` and `makes` have the numbers of the arrays that each operation reads and makes. Each array
-    is made once, and `bytes_of` returns its bytes.
+    `reads` and `makes` have, for each operation, the numbers of the arrays that it reads and makes. Each array is made
+    once, and `bytes_of` returns its bytes. Among the operations whose operands are computed, the scheduler picks the
+    one that frees the most bytes, less the bytes that it makes; of equal ones, the one whose results have the most
+    readers. An operation that reads no result of these operations, such as the all-gather of a weight, runs right
+    before its first reader.
     """
     maker = {value: at for at, values in enumerate(makes) for value in values}
     users: dict[int, list[int]] = {}

@@ -16,7 +16,7 @@ class Rematerialized(NamedTuple):
     """The change of memory if each layer were rematerialized in the backward pass.
 
     - `values`: the numbers of the arrays that are no longer stored between the forward and the backward pass.
-    - `kept_bytes`: the bytes of the loop-carried values of each layer, which are stored instead.
+    - `kept_bytes`: the bytes of what is stored instead: the loop-carried values of all layers.
     """
 
     values: frozenset[int] = frozenset()
@@ -24,9 +24,11 @@ class Rematerialized(NamedTuple):
 
 
 def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], int]) -> Rematerialized:
-    """The change of memory if each layer were rematerialized; empty if that would save almost nothing. A loop of the
-    forward pass can stack an array for another loop: each iteration writes one slice of it. These arrays are no longer
-    stored. The values that the forward loop carries from layer to layer are stored instead.
+    """The change of memory if each layer were rematerialized; empty if that would save almost nothing.
+
+    In each iteration, a loop of the forward pass can write one slice of an array that another loop then reads. With
+    rematerialization, such arrays are not stored. Instead, the values that the forward loop carries from layer to layer
+    are stored for every layer. `bytes_of` returns the bytes of an array.
     """
     loops = {id(body) for op in uses.ops if op.opcode == "while" for body in op.bodies}
     dropped: set[int] = set()
@@ -119,6 +121,7 @@ def device_memory(
 
     **Arguments:**
 
+    - `module`, `tile`: the partitioned program, and the chip's tile of memory.
     - `donated`: for each parameter of the entry computation, whether a result may reuse its memory.
     - `on_host`, `results_on_host`: for each parameter and each result, whether it is in host memory.
     - `tpu`: whether the TPU's compiler assigns the memory.
@@ -187,9 +190,9 @@ class _Counter:
         return LiveArray(buffer, size, op.opcode, op.instruction.op_name, line)
 
     def peak(self, body: Body, timeline: list[int], result_bytes: Mapping[int, int]) -> _Peak:
-        """The peak of the temporaries of a loop's body, branch or entry computation. Its parameters and results do not
-        count, since they are in the memory of its caller. The live bytes at each operation are appended to `timeline`.
-        `result_bytes` has the bytes of each result of the program. Temporaries use its memory until it is made.
+        """The peak of the temporaries of `body`. The parameters and results of `body` do not count. `peak` appends the
+        bytes of the temporaries at each operation to `timeline`. Until a result of the program is computed, temporaries
+        can use its memory. `result_bytes` has the bytes of each result, by its number; empty for a nested body.
         """
         ops = [op for op in body.ops if op.bodies or any(map(self.is_array, op.makes))]
         makes = [tuple(filter(self.is_array, op.makes)) for op in ops]
@@ -234,9 +237,9 @@ class _Counter:
 
 
 def _async_starts(ops: Sequence[FlatOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]) -> dict[int, int]:
-    """For each result of an asynchronous collective, the position in the schedule `ops` from which it occupies memory:
-    that of the matrix product with which the collective overlaps. `reads` has the arrays that each operation reads, and
-    `born` the position of the operation that makes each array.
+    """The position in the schedule `ops` from which each result of an asynchronous collective occupies memory, by the
+    result's number. It is the position of the matrix product with which the collective overlaps; without one, the
+    collective's own. `reads` has the arrays that each operation reads, and `born` the position at which each is made.
     """
     found: dict[int, int] = {}
     for at, op in enumerate(ops):

@@ -38,7 +38,11 @@ def narrow_values(program: FlatProgram) -> set[int]:
 
 
 class _Narrowing:
-    """Finds the values that are stored as bfloat16. A value is the number of an array."""
+    """Finds the values that are stored as bfloat16. A value is the number of an array.
+
+    The answer for a value follows from the operations that read it, and often from the answers for their results. A
+    value is undecided until its answer is found. A loop can lead the search back to an undecided value.
+    """
 
     def __init__(self, program: FlatProgram):
         self.program, self.uses = program, Uses(program)
@@ -65,7 +69,7 @@ class _Narrowing:
             buffers[value] = buffers[value]._replace(dtype="bf16")
 
     def is_narrow(self, value: int) -> bool | None:
-        """Whether a value is stored as bfloat16; `None` if a loop leads the search back to an undecided value."""
+        """Whether a value is stored as bfloat16; `None` if it is undecided."""
         if value not in self.known:
             self.known[value] = None
             self.known[value] = self._is_narrow(value)
