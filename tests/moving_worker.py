@@ -124,7 +124,7 @@ def moves():
     result["owned by one"] = owned_by_one_process()
     result["donated replicas"] = case("replicas to one device", donate=True)
     result["donated"] = case("disjoint, other layout", donate=True)
-    result["limited"] = limited("to a subset")
+    result["limited"] = limited("disjoint, same layout")
     result["steps limited"] = limited("same devices", donate=True)
     made = meshes()
     many = {str(i): placed(values((24, 8)) + i, NamedSharding(made["first"], P("a"))) for i in range(100)}

@@ -73,7 +73,7 @@ def test_two_maps_are_one(case, data):
         same(from_pieces(one, arrays), expected[path])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(maps(keeps_all=True), st.data())
 def test_the_inverse_of_one_map_or_several_leads_back_also_as_one_map(case, data):
     made, arrays = written(case)
