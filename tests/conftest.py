@@ -38,7 +38,7 @@ def pytest_collection_finish():
     """Modules and tests live as long as the process: no collection of garbage has to walk over them, or often."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(50_000, 20, 1000)
 
 
 @pytest.fixture
