@@ -60,7 +60,9 @@ _SHOWN = 40
 
 
 def _refuse(error: type[Exception], head: str, lines: Sequence[str], cause: Exception | None = None) -> None:
-    """Raises `error` unless `lines`, one for each mistake, is empty. The message is `head` and the first 40 lines."""
+    """Raises `error` unless `lines`, one for each mistake, is empty. The message is `head` and the first 40 lines.
+    `cause` is the exception from which the error is raised.
+    """
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise error("\n".join([head, *lines[:_SHOWN], *more])) from cause
@@ -258,7 +260,7 @@ def unused_rules(
     decided: Sequence[Any] | None = None,
     by: str = "",
 ) -> Iterator[Unused]:
-    """Yields the path rules that shard no array. The keys of `used` are the indices of the other rules.
+    """Yields the path rules that shard no array. The keys of `used` are the indices of the rules that shard some.
 
     Rules that are no mistake are left out: an `optional` rule, a last rule that matches all paths, and a rule that
     matches only leaves that are not arrays. If the tree has no leaves, as the state of plain SGD, all are left out.

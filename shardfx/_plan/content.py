@@ -50,7 +50,8 @@ class Group(NamedTuple):
 class Content:
     """The data of a plan. Plans with equal digests are equal, so JAX does not recompile a function for an equal plan.
     `rows` holds one plan for all arrays that are planned alike, and `index` the row of each leaf. `jax_mesh` is the
-    mesh of devices, `None` for a plan without devices. `mode` chooses among the rules `axes`, such as "decode".
+    mesh of devices, `None` for a plan without devices. `mode` is the mode of the rules `axes`, such as "decode", in
+    which logical names are resolved; `None` for the rules without a mode.
     """
 
     mesh: MeshSpec
@@ -238,7 +239,7 @@ def rows_of(content: Content, flat: Flat) -> RowIndices:
     the path, shape or dtype of an array differs from its plan.
 
     Leaves that are not arrays, such as the functions of a module, may be missing in the tree or in the plan: the tree
-    `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and the reverse.
+    `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and `model` fits the plan of that tree.
     """
     index = aligned(content, flat)
     for path, leaf, shaped, i in zip(flat.paths, flat.leaves, flat.is_array, index, strict=True):
@@ -300,8 +301,8 @@ def joined_contents(contents: dict[str, Content]) -> Content:
 
 
 def _common(what: str, contents: dict[str, Content]) -> Any:
-    """Returns the value of the field `what`, which all `contents` must share. Raises `PlanMismatchError` if they
-    differ. For the field "axes", plans without axis rules do not count.
+    """Returns the value of the field `what`, which must be equal in all plans. Raises `PlanMismatchError` if it is not.
+    `contents` maps names of plans, for the message, to plans. For "axes", plans without axis rules do not count.
     """
     values = {name: vars(content)[what] for name, content in contents.items()}
     (first, expected), *rest = [pair for pair in values.items() if what != "axes" or pair[1] is not None] or [

@@ -46,7 +46,8 @@ from .leaf import Row
 class Request(NamedTuple):
     """The sharding that a rule or logical names request for an array. It may not fit the mesh and the shape.
 
-    `names` is `None` if no logical names request it. `rule` says in a plan where the request comes from.
+    `names` is `None` if no logical names request it. `strategies` add axes to `spec` once it is corrected. `rule` says
+    in a plan where the request comes from, such as `paths[0]`. `reasons` say why names got no mesh axis.
     """
 
     names: tuple[Any, ...] | None
@@ -186,8 +187,8 @@ def units_at(
     """Returns `units` with 1 for each dimension whose size counts units, such as 8 heads.
 
     For a unit of 128, a size of 1024 is a number of elements, so the unit stays; a size of 8 counts units, so each of
-    them may be on another device. If a size could be either, `sizes_of` decides: it returns the sizes of dimensions
-    with the same logical name in other arrays.
+    them may be on another device. If a size could be either, other arrays decide. `sizes_of` returns the sizes of
+    their dimensions with a logical name: with 1024 among them, a size of 1024 is a number of elements.
     """
 
     def counts(name: Any, size: int, unit: int) -> bool:
@@ -351,8 +352,8 @@ def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reaso
 def _free(
     axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int], used: Container[str]
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """Returns those of `axes` that can shard the dimension `dim`, and the reasons why the others are dropped. Axes are
-    dropped if the mesh, with axes of these `sizes`, lacks them, if `used` has them, or if they occur twice.
+    """Returns those of `axes` that can shard the dimension `dim` (`None`: any), and the reasons why the others are
+    dropped: the mesh, with axes of these `sizes`, lacks them, `used` has them, or they occur twice.
     """
     absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
@@ -387,7 +388,7 @@ def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, i
 def _indivisible(
     axes: tuple[str, ...], kept: tuple[str, ...], dim: int | None, size: int, unit: int, sizes: Mapping[str, int]
 ) -> Reason:
-    """Returns the reason why only the axes `kept` of `axes` shard a dimension of this size and unit."""
+    """Returns the reason why only `kept` of `axes` shard the dimension `dim` (`None`: any) of this size and unit."""
     dropped = tuple(axis for axis in axes if axis not in kept)
     what = _product([axis for axis in axes if sizes[axis] > 1], sizes)
     if unit > 1 and size % unit:

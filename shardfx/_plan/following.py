@@ -156,8 +156,8 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
 def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]) -> tuple[Any, str]:
     """Returns the result of `init(plan, *args)` as ShapeDtypeStructs, and an error of JAX as text.
 
-    Instead of each plan, `init` gets the planned tree. If JAX can propagate shardings through `init`, the structs have
-    shardings, and the text is "". Otherwise the text says why JAX cannot.
+    In the call, the tree of arrays that a plan describes replaces `plan`, and each plan in `args`. If JAX can propagate
+    shardings through `init`, the structs have shardings, and the text is "". Otherwise the text says why JAX cannot.
     """
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
@@ -181,8 +181,9 @@ def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object,
 
 
 def _shapes(init: Callable[..., object], args: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> PyTree:
-    """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on `mesh` unless it is `None`. Instead
-    of each plan in `args`, `init` gets the planned tree of structs, with `other` at leaves that are not arrays.
+    """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on `mesh` unless it is `None`. In the
+    call, the tree that a plan describes replaces each plan in `args`: structs, with `other` at leaves that are no
+    arrays.
     """
 
     def struct(row: Row) -> jax.ShapeDtypeStruct:

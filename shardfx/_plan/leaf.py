@@ -124,7 +124,7 @@ class PathTree:
 
     @property
     def indices(self) -> PyTree:
-        """The tree with its number at each leaf: 0 at the first leaf in the order of `jax.tree.leaves`, and so on."""
+        """The tree with a number at each leaf: 0, 1, and so on, in the order of `jax.tree.leaves`."""
         return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
 
     def in_order(self, values: Sequence[object]) -> Sequence[Any]:
@@ -138,7 +138,7 @@ class PathTree:
 
 def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
     """Encodes a treedef as a JSON value: dicts, lists and tuples as such, other nodes by the name of their class.
-    `seen` maps subtrees to their values, so that equal ones share one value.
+    `seen` maps treedefs of subtrees to their JSON values, so that equal subtrees share one value.
     """
     data = treedef.node_data()
     if data is None:

@@ -164,8 +164,9 @@ def drafted(
 ) -> Draft:
     """Plans each array of a tree, and collects the errors of the leaves that cannot be planned instead of raising them.
 
-    `leaf_names` has the logical names of each leaf, or `None`. `mode` chooses among the rules `axes`. Arrays of fewer
-    than `min_bytes` bytes are replicated. The targets of the path rules `kinds` are memory kinds.
+    `leaf_names` has the logical names of each leaf, or `None`. The rules `axes` resolve names in the mode `mode`;
+    `None` for the rules without a mode. Arrays of fewer than `min_bytes` bytes are replicated. The targets of the path
+    rules `kinds` are memory kinds.
     """
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     by_path = Matcher(PathRules(()) if paths is None else paths)

@@ -140,7 +140,7 @@ def _refined_mesh(
 ) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
     """Returns the mesh with some axes split into sub-axes, and the names of the sub-axes of each split axis.
 
-    `saved` holds, for each axis and size of a sub-axis, the bytes that the sub-axis saves on each device. An axis
+    `saved` maps each axis to a dict from the size of a sub-axis to the bytes that it saves on each device. An axis
     `tensor` of size 16 with a sub-axis of size 8 becomes `tensor_0` of size 8 and `tensor_1` of size 2; the order of
     the devices does not change. Two sizes of which none divides the other, such as 4 and 6, cannot both be used: the
     one that saves fewer bytes is reduced to a divisor that fits.

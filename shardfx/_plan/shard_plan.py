@@ -386,8 +386,8 @@ def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
 class Target:
     """A tree of arrays to load: a ShapeDtypeStruct with a sharding for each, and the values of the other leaves.
 
-    `arrays` has, for each array, its path, and a ShapeDtypeStruct or an array with a sharding. `others` has the
-    position, path and value of each other leaf; the value is `None` in the tree of a plan, which holds no values.
+    `arrays` has, for each array, its path, and a ShapeDtypeStruct or an array with a sharding. `others` has, for each
+    other leaf, its index among all leaves, its path, and its value; `None` for a plan, which holds no values.
     """
 
     arrays: list[tuple[str, Any]]
@@ -395,7 +395,7 @@ class Target:
     treedef: Any
 
     def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> PyTree:
-        """Returns the tree with `values` at its arrays, in order. `kept` replaces some of `others`, by position."""
+        """Returns the tree with `values` at its arrays, in order. `kept` maps indices of other leaves to new values."""
         left = iter(values)
         others = {**{at: value for at, _, value in self.others}, **kept}
         leaves = [others[at] if at in others else next(left) for at in range(self.treedef.num_leaves)]
@@ -403,8 +403,8 @@ class Target:
 
 
 def target_of(plan: object, what: str) -> Target:
-    """Returns the tree to load into: the tree of `plan`, or `plan` if it is a tree of ShapeDtypeStructs. `what` is the
-    name of the calling function, for messages.
+    """Returns the tree to load into. `plan` is a ShardPlan or a tree of ShapeDtypeStructs with shardings, else this
+    raises `PlanMismatchError`. `what` is the name of the calling function, for the message.
     """
     if isinstance(plan, ShardPlan):
         path_tree, structs = plan.content.path_tree, iter(jax.tree.leaves(plan.structs))

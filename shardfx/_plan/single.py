@@ -74,8 +74,8 @@ def decision_for(
 def _require_whole_units(
     names: tuple[object, ...], spec: PartitionSpec, units: Units, plan: Content, mesh: MeshSpec
 ) -> None:
-    """Raises `SpecError` if a shard could split a unit of an array with `names`, `spec` and an unknown shape.
-    No shard does if, in all arrays of the plan with the same name, the mesh axes divide the number of units.
+    """Raises `SpecError` if a shard could split a unit of an array with `names`, `spec` and an unknown shape. A shard
+    cannot if some arrays of the plan have the name and in all of them the mesh axes divide the number of units.
     """
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
         axes = () if entry is UNCONSTRAINED else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
@@ -97,8 +97,8 @@ def _sizes_of(name: object, plan: Content) -> list[int]:
 def _refuse_ambiguous_unit(
     names: tuple[object, ...], shape: tuple[int, ...], units: Units, reasons: Iterable[Reason], plan: Content
 ) -> None:
-    """Raises `SpecError` if `reasons` say that a unit keeps a dimension unsharded, but the dimension's size may be a
-    number of units, such as 8 heads, because no array of the plan has this size.
+    """Raises `SpecError` if `reasons` say that a unit keeps a dimension unsharded, and its size may be a number of
+    units, such as 8 heads. It may be one only if no dimension with this name in the plan's arrays has the size.
     """
     for dim in [why.dim for why in reasons if why.code is Code.unit and why.dim is not None]:
         name, size, unit = names[dim], shape[dim], units[dim]

@@ -1,4 +1,7 @@
-"""Ordered rules from logical axis names to mesh axes, as an immutable value."""
+"""Ordered rules from logical axis names to mesh axes, as an immutable value.
+
+A mode is a name, such as "decode", for additional rules. They apply only in this mode, before the rules without a mode.
+"""
 
 import dataclasses
 import difflib
@@ -258,7 +261,7 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `name`: the new name. Only a mode may have rules for it, and these come before the rules of `of`.
+        - `name`: the new name. It may have rules of its own only in modes, where they come before the rules of `of`.
         - `of`: a logical name or another alias. Its rules may be added later.
 
         **Returns:**

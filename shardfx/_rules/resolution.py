@@ -1,4 +1,7 @@
-"""Resolves logical names to a PartitionSpec. No other module interprets AxisRules."""
+"""Resolves logical names to a PartitionSpec. No other module interprets AxisRules.
+
+A mode, such as "decode", is a name for rules that apply only in this mode, before the rules without a mode.
+"""
 
 import dataclasses
 import functools as ft
@@ -224,8 +227,8 @@ def _assign(
 def _reasons(slot: _Slot, active: tuple[Rule, ...], users: dict[str, _Slot]) -> list[Reason]:
     """The reason why the logical name of `slot` got no mesh axis; empty if rules for the name request none.
 
-    Either no rule in `active` has the name, or other names use the mesh axes that its rules request. `users` has the
-    name that uses each mesh axis.
+    Either no rule has the name, or other names use the mesh axes that its rules request. `active` are the rules in the
+    order in which they are tried. `users` has the name that uses each mesh axis.
     """
     targets = [target for name, target in active if name in slot.chain]
     if not targets:
@@ -248,9 +251,9 @@ def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
 
 
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
-    """The logical names in `entries`, in the order in which rules give them mesh axes. Names that are no aliases come
-    first, in the order of their dimensions. Then come aliases, in the order in which `rules` declare them. Raises
-    `SpecError` if a name occurs twice.
+    """The logical names of an array, in the order in which a rule gives them mesh axes. `entries` has one entry per
+    dimension, such as a name or a tuple of names. Names that are no aliases come first, in the order of their
+    dimensions; then aliases, in the order in which `rules` declare them. Raises `SpecError` if a name occurs twice.
     """
     placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]

@@ -212,7 +212,8 @@ def mesh_and_rules(
     """The mesh, the rules, and the names of the mesh axes of the estimate `found`.
 
     `orders` has, for each mesh axis, the logical names that it shards, in its order of preference. Rules list the names
-    in one order. If the orders of two mesh axes contradict each other, the result is `None`. `known` are all names.
+    in one order. If the orders of two mesh axes contradict each other, the result is `None`. `known` are all names of
+    the step; names that no mesh axis shards get a rule with the target `None`.
     """
     called = [axis_name(order) for order in orders]
     counts = [called[: at + 1].count(name) for at, name in enumerate(called)]

@@ -95,8 +95,8 @@ class Classes:
     def kept(self, roots: Sequence[Root]) -> int:
         """The number of a dimension's major-most sub-dimensions that may be sharded. No shard splits the other ones.
 
-        The minor-most of several sub-dimensions is not sharded, since it counts as the width of one head. A batch
-        dimension of a matrix product is the exception.
+        `roots` are the classes of the sub-dimensions. The minor-most of several is not sharded, since it counts as the
+        width of one head. A batch dimension of a matrix product is the exception.
         """
         count = len(roots)
         # If slices separate queries, keys and values, each of the three is a unit.

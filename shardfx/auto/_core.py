@@ -237,8 +237,9 @@ def best_of_block(
 ) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 2"]]:
     """The fastest candidates of a block of sets of axis assignments, at most one per set.
 
-    `arrays` come from `padded`, `machine` from `rates_of`. `sizes` and `slices` are the possible tuples of mesh axis
-    sizes, and the slices that each axis spans. The sets after the first `real` are padding.
+    `arrays` come from `padded`, `machine` from `rates_of`. Each row of `sets` has the numbers of its assignments. The
+    rows of `sizes` and `slices` are the possible tuples of mesh axis sizes, and the slices that each axis spans. The
+    sets after the first `real` are padding.
 
     The result has, for each of `keep` candidates, the index of its set, the index of its sizes, and its seconds and
     bytes per device. A candidate that does not fit in memory has infinite seconds.
@@ -260,6 +261,9 @@ def costs(
     slices: Int[_Array, "sizes axes"],
 ) -> tuple[Float[_Array, "block sizes"], Float[_Array, "block sizes"]]:
     """The estimated seconds and bytes per device, for each set of axis assignments with each tuple of mesh axis sizes.
+
+    `arrays` come from `cost_terms`, `machine` from `rates_of`. Each row of `sets` has the numbers of the assignments in
+    a set. Each row of `sizes` and `slices` has the sizes of the mesh axes, and the slices that they span.
 
     Computation takes the longer of two times: its operations at the chip's rate, and its bytes at the memory's
     bandwidth. It waits for collectives of activations, and overlaps in part with those of parameters and gradients.
@@ -320,7 +324,7 @@ def _seconds_per_byte(
 
 def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, extents: Sequence[int] = ()) -> Numbers:
     """The rates of one device under the assumptions `model`, as numbers for `costs`. A step may take `limit_bytes` of
-    memory. `extents` are the chips along each dimension of a slice, if it is named.
+    memory. `extents` are the chips along each dimension of a slice; empty for the usual slice of `devices` devices.
     """
     link, dims, island = average_network(chip, extents or extents_of(chip, devices))
     numbers = {
@@ -352,7 +356,9 @@ class Estimate:
 
 def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, keep: int = 256) -> list[Estimate]:
     """The `keep` fastest sets of up to four axis assignments, each with its fastest mesh axis sizes, the fastest first.
-    All sets are estimated with all sizes. If these are more than 2**22 candidates, the last assignments are left out.
+
+    `terms` come from `cost_terms`, `machine` from `rates_of`. All sets are estimated with all sizes for `devices`
+    devices. If these are more than 2**22 candidates, the last assignments are left out.
     """
     by_count = [sizes_and_slices(devices, number, slices) for number in range(1, AXES + 1)]
     assignments = assignment_count(terms, by_count)
@@ -379,8 +385,8 @@ def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, k
 
 
 def assignment_count(terms: CostTerms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
-    """The largest number of axis assignments that have at most 2**22 candidates. `by_count` has, for one to four mesh
-    axes, the tuples of their sizes and of the slices that they span.
+    """The number of the assignments in `terms`, or less: the largest number with at most 2**22 candidates. `by_count`
+    has a pair for one mesh axis, for two, and so on: the possible tuples of sizes, and the slices that each axis spans.
     """
     count = len(terms["calls"])
     while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count, start=1)) > _ALL:

@@ -92,7 +92,7 @@ class _Labelled(NamedTuple):
 class Layouts:
     """A program with the logical axes of its dimensions. `under` shards it by any axis assignment.
 
-    - `numbers`: the logical axis of each equivalence class of dimensions that a mesh axis may shard.
+    - `numbers`: a dict from each equivalence class that a mesh axis may shard to the number of its logical axis.
     - `minor`: the logical axes that are a minor sub-dimension of some argument's dimension. Only an assignment with one
         of them shards minor sub-dimensions. Then other mesh axes must shard the major ones completely.
     - `roots`: the equivalence classes of each dimension of each value.
@@ -378,8 +378,8 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
 
 
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
-    """The largest sets of the logical axes `numbers` that one mesh axis can shard together: no array has two of one
-    set.
+    """The largest sets of the logical axes `numbers` that one mesh axis can shard together: no array has two axes of
+    one set.
 
     The size of the mesh axis must divide the sizes of all logical axes in the set. So a logical axis with few factors
     of 2 in its size limits the set. Smaller sets without such axes follow the largest ones.

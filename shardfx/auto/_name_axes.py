@@ -61,7 +61,9 @@ class _Namer:
         self.by_path()
 
     def unnamed(self, mark: str | None = None) -> list[LogicalAxis]:
-        """The logical axes without a name; with `mark`, such as "scanned", only those that loops scan."""
+        """The logical axes without a name. With `mark`, a key of `Tied.marked`, only those with a class of this mark:
+        for "scanned", the axes that loops iterate over.
+        """
         found = [axis for axis in self.classes.live() if not axis.name]
         return [axis for axis in found if mark is None or self.is_marked(axis, mark)]
 
@@ -123,7 +125,7 @@ class _Namer:
                 axis.name = "features"
 
     def data_dims(self, place: ArgumentDim) -> list[int]:
-        """The dimensions of the array of `place`, without dimensions that a loop over layers iterates over."""
+        """The dimensions of the array that has the dimension `place`, without those named "layers"."""
         named = [{self.classes.of(root).name for root in roots} for roots in self.classes.dims[place.argument]]
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 
@@ -187,7 +189,7 @@ class _Namer:
 
     def batches_of_weights(self) -> set[LogicalAxis]:
         """The logical axes of the batch dimensions of some matrix products: those with a weight as an operand. An
-        operand is a weight if each of its dimensions is equivalent to one of the model.
+        operand is a weight if each of its dimensions is equivalent to a dimension of the model.
         """
         tied, own, found = self.tied, self.classes.own, set[LogicalAxis]()
         for made in tied.program.operations:

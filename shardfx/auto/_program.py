@@ -3,6 +3,7 @@ sharded alike.
 
 The contracted dimensions of the two operands of a `dot_general` are an example. A reshape may split a dimension into
 factors, its sub-dimensions: `heads * head_dim` into `heads` and `head_dim`. Each of these has a class of its own.
+A factor in the Shardy sharding rule of an operation is a number. Dimensions with one factor must be sharded alike.
 """
 
 import math
@@ -72,8 +73,10 @@ class UnionFind:
                 return
 
     def _opened(self, stack: list[int], node: int, other: int) -> bool:
-        """Replaces `node`, the last one of `stack`, by its children, unless `other` is larger. Returns whether it did.
-        A node without children is split first, if the size of `other` divides its size: 12 into 4 and 3 for 4.
+        """Replaces `node`, the last one of `stack`, by its children, the first child last. Returns whether it did.
+
+        It does not if `other` is larger. A node without children is split first: a node of size 12 into 4 and 3, if
+        `other` has size 4. If the size of `other` does not divide that of the node, the node stays.
         """
         size, least = self.sizes[node], self.sizes[other]
         if node not in self._children and size > least and size % least == 0:

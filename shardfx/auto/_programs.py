@@ -182,10 +182,11 @@ class LoweredStep:
 
 
 def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
-    """Pairs each result of a step with the argument of its structure, shapes and dtypes, whose shardings it gets.
+    """Pairs each result of a step with an argument that has the same structure, shapes and dtypes, if there is one.
+    The result gets the shardings of this argument. No two results get one argument.
 
-    Returns a pair for each element of a tuple of results, or for the only result: the index of its argument, which is
-    `None` without such an argument, and the number of arrays in the result. No two results get one argument.
+    `made` is all that the step returns. If it is a tuple that equals no argument in these respects, each element is a
+    result, else `made` is the only one. Returns for each the index of its argument or `None`, and its number of arrays.
     """
 
     def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
@@ -272,7 +273,9 @@ def measured(
 def _ran(
     lowered: LoweredStep, kept: Sequence[tuple[Candidate, Any]], devices: Sequence[object], tell: Tell
 ) -> list[Candidate]:
-    """Runs the compiled candidates `kept` in turn. Returns them with the median seconds of a step, fastest first."""
+    """Runs the candidates of `kept`, pairs of a candidate and its compiled program, in turn. Returns the candidates
+    with the median seconds of a step, the fastest first.
+    """
     taken: list[list[float]] = [[] for _ in kept]
     order = list(range(len(kept)))
     for turn in range(_ROUNDS):

@@ -150,7 +150,9 @@ def opened(
     also: Sequence[AxisRules],
     tell: Tell,
 ) -> tuple[Space, LoweredStep]:
-    """The search space of a step on the devices `asked`, and the step lowered for XLA to partition."""
+    """The search space of a step on the devices `asked`, and the step lowered for XLA to partition. The mesh axes of
+    the rules `also` are among the usual strategies.
+    """
     if asked.total == 1:
         raise MeshError("one device needs no plan: `search` chooses how several share the work.")
     require_arrays(args)
@@ -380,7 +382,9 @@ def frontier(
 
 
 def _resized(args: Sequence[PyTree], names: Sequence[PyTree], size: int) -> list[PyTree]:
-    """The arguments of a step with `size` elements in each dimension that `names` call "batch"."""
+    """The arguments of a step with `size` elements in each dimension with the name "batch". `names` has for each
+    argument the tree of its arrays' logical names. Raises `RuleError` if no dimension has this name.
+    """
     found = False
 
     def resized(leaf: object, called: tuple[object, ...] | None) -> object:

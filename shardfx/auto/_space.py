@@ -176,7 +176,7 @@ def by_hand(space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0)
 
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
     """Yields neighbours of the candidate `one`: the size of one mesh axis is halved, and that of another is doubled.
-    The other mesh axis may be new. Then it shards what the only mesh axis of a well-known strategy shards.
+    The other axis may be new: with size 2, and with the axis assignment of a well-known strategy that has only one.
     """
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
     own = {known[names]: one.mesh.shape[axis] for axis, names in one.assignments}
