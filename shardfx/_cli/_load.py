@@ -172,8 +172,8 @@ def _strategy(text: str, how: str, arguments: str, model: str) -> PathRules:
 
 
 def _arguments(text: str, arguments: str) -> dict[str, Any]:
-    """Parses the arguments of a rule set, such as "head_dim=64,fsdp=data". `text` is the value of --rules, for
-    messages.
+    """Parses the `arguments` of a rule set, such as "head_dim=64,fsdp=data". Raises `UsageError`, which shows `text`,
+    the value of --rules, if it cannot.
     """
     found = {key: value for key, _, value in (part.partition("=") for part in arguments.split(",") if part)}
     if not all(found.values()):
@@ -203,7 +203,10 @@ def made_of(name: str, cls: type, what: str) -> Any:
 
 
 def attribute(name: str) -> Any:
-    """Imports a module and returns an object in it. `name` is `package.module:name`, with "." between attributes."""
+    """Imports a module and returns an object in it. `name` is `package.module:name`, with "." between attributes.
+
+    Raises `UsageError` if there is no such module or object, or if the import fails.
+    """
     module_name, _, attribute = name.partition(":")
     if module_name.endswith(".py") and os.path.isfile(module_name):
         folder, file = os.path.split(module_name)
@@ -257,7 +260,10 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
 
 
 def near(name: str, known: tuple[str, ...], cutoff: float = 0.6) -> str:
-    """Returns "; did you mean 'x' or 'y'?" with the names in `known` most similar to `name`; "" if there are none."""
+    """Returns "; did you mean 'x' or 'y'?" with the names in `known` most similar to `name`; "" if there are none.
+
+    Names are similar from the ratio `cutoff` of `difflib` on.
+    """
     lower = {one.lower(): one for one in known}
     found = [lower[one] for one in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=cutoff)]
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""

@@ -136,7 +136,7 @@ class Transformer(eqx.Module):
 
 def loss(model: Transformer, text: Int[Array, "batch length"], plan: ShardPlan | None = None) -> Float[Array, ""]:
     """Returns the mean cross-entropy, in nats per byte, of all bytes of `text` but the first. Each byte is predicted
-    from the bytes before it.
+    from the bytes before it. `plan` shards the activations; `None` leaves them free.
     """
     logits = model(text[:, :-1], plan)
     targets = _constrain(jax.nn.one_hot(text[:, 1:], VOCAB), ("batch", "sequence", "vocab"), plan)
@@ -147,7 +147,7 @@ def _project(x: Array, weight: Array, name: str | None, plan: ShardPlan | None, 
     """Returns `x @ weight`, whose last dimension has the logical name `name`.
 
     The weight is first gathered over the mesh axis fsdp. `over` is the logical name of the dimension that the product
-    sums over, if it is sharded.
+    sums over; `None` if it is not sharded. `plan` has the mesh and the rules; with `None` nothing is sharded.
     """
     weight, names = _constrain(weight, (over, name), plan), ("batch", "sequence", name)
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:

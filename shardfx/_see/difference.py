@@ -98,7 +98,8 @@ class Diff:
 
     **Arguments:**
 
-    - `plans`: a line for each of the arguments `mesh`, `mode`, `axes` and `strict` of [`shardfx.plan`][] that differs.
+    - `plans`: texts, one for each of the arguments `mesh`, `mode`, `axes` and `strict` of [`shardfx.plan`][] that had
+        different values for the two plans.
     - `leaves`: the differences between arrays. Arrays that differ in the same way are one `LeafDiff`.
     - `bytes_per_device`: bytes per device of all arrays, in the first plan and in the second.
     """
@@ -137,8 +138,8 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
 
     **Returns:**
 
-    A `Diff`, false exactly if the digests are equal. If the meshes differ, it also has the arrays that must move
-    although their LeafPlans are equal.
+    A `Diff`, false exactly if both plans have the same `digest`. If the meshes differ, it also has the arrays that must
+    move although their LeafPlans are equal.
 
     !!! Example
 

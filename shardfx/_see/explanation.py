@@ -41,7 +41,7 @@ class DimExplanation:
     - `dim`, `size`: the index of the dimension and its number of elements.
     - `unit`: the number of elements that form an indivisible unit; 1 for single elements.
     - `name`: the logical name or names of the dimension; `None` without a name.
-    - `tried`: the outcome of each rule for these names, in the order of the rules.
+    - `tried`: for each axis rule of these names, in order, whether it was applied, or else why not.
     - `wanted`: the mesh axes that the array's rule, or all rules for the names, request for the dimension.
     - `kept`: the axes in `wanted` that shard the dimension.
     - `dropped`: the axes in `wanted` that do not shard the dimension.
@@ -116,8 +116,8 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
     """Explains why one array of a plan is sharded as it is, and which changes would alter its sharding. For a step,
     explains the arrays that one source line makes.
 
-    The plan contains its rules, requests and reasons. The function that applied the rules to the array is called again
-    to list the outcome of each rule.
+    Nothing is planned again: the plan contains its rules, requests and reasons. Only the axis rules are tried again on
+    the array's names, to list the outcome of each rule.
 
     **Arguments:**
 
@@ -125,7 +125,7 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
     - `path`: the path of the array, as in the plan's report; or a regex, such as `k_proj`, that matches the path of one
         array. If it matches equal arrays of repeated layers, the first is explained. For a step, a file and a line,
         "train.py:41".
-    - `args`: the arguments of the step, as [`shardfx.cost.shardings`][] takes them.
+    - `args`: only for a step: its arguments, arrays or ShapeDtypeStructs with shardings.
 
     **Returns:**
 
@@ -215,10 +215,10 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 
 
 def _changes(why: Reason, plan: ShardPlan, tried: tuple[Attempt, ...], left: int, sizes: tuple[int, ...]) -> list[str]:
-    """Changes that would remove the reason `why` of an array, a sentence each.
+    """Changes that would remove the reason `why` of an array of `plan`, a sentence each.
 
-    `tried` has the outcome of each axis rule. `left` is the number of elements, or of units if the dimension has any,
-    in one device's shard of the dimension. `sizes` are the nearest sizes that all requested mesh axes divide.
+    `tried` has the outcomes of the axis rules for the array's names. `left` is the number of elements, or of units if
+    the dimension has any, in one device's shard. `sizes` are the nearest sizes that all requested mesh axes divide.
     """
     mesh = plan.mesh
     if why.code in _OF_SIZE and why.dim is not None:

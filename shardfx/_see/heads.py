@@ -35,9 +35,9 @@ class _Width(NamedTuple):
 def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
     """Findings for dimensions that are sharded within an attention head.
 
-    The width of a head is `head_dim`; else the unit that a rule declares for an array of the same layer; else the size
-    of a norm of the queries or keys. If none is known, and the keys are narrower than the queries, the usual width 128
-    is assumed. The findings are then of severity "info".
+    The width of a head is `head_dim`. If it is `None`, it is the number of elements that a rule keeps together in an
+    array of the same layer, else the size of a norm of the queries or keys. If none is known, the usual width 128 is
+    assumed for wide queries with narrower keys. The findings are then of severity "info".
     """
     layers: dict[tuple[str, ...], dict[str, list[tuple[str, Group]]]] = {}
     norms: dict[tuple[str, ...], Group] = {}

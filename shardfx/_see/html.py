@@ -463,7 +463,7 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _largest(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The groups with the most bytes per device, and one entry with the sum of all others."""
+    """The first `_MOST_GROUPS` groups, with the most bytes per device, and an entry with the sum of the others."""
     if len(groups) <= _MOST_GROUPS + 1:
         return list(groups)
     rest = sum(group["bytes_per_device"] for group in groups[_MOST_GROUPS:])

@@ -126,8 +126,8 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
 
 
 def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -> Finding:
-    """The finding about the arrays in `shorts`, with this `where` and `message`. Its bytes are those that the requested
-    sharding would save on each device.
+    """The finding about the arrays in `shorts`. Its bytes are those that the requested sharding would save on each
+    device. `where` and `message` become its fields.
     """
     content, sizes, lost = subject.content, subject.content.mesh.shape, 0
     for row, group in ((one.group.row, one.group) for one in shorts):
@@ -170,7 +170,7 @@ def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
 class _State(NamedTuple):
     """Equal leaves of an optimizer's state, and the parameter to which they belong.
 
-    - `root`: the first segment of the leaves' paths, such as `opt`.
+    - `root`, `group`: the first segment of the leaves' paths, such as `opt`, and the leaves.
     - `param`: the plan of the parameter.
     - `follows`: the spec that the leaves would have if they were sharded like the parameter.
     - `is_whole`: whether the leaves have all dimensions of the parameter, as moments do. ZeRO-1 can shard such leaves.
@@ -290,7 +290,10 @@ def _shardable_over(subject: Subject, states: list[_State], axis: str) -> Iterat
 
 
 def _of_states(subject: Subject, where: str, message: str, specs: list[tuple[Group, PartitionSpec]]) -> Finding:
-    """One finding for leaves of an optimizer's state. `specs` has them, each with the spec that it should have."""
+    """One finding for leaves of an optimizer's state, which `specs` has, each with the spec that it should have.
+
+    `where` and `message` become fields of the Finding.
+    """
     content, saved = subject.content, 0
     for group, spec in specs:
         shard = group.row._replace(spec=spec).byte_counts(content.mesh.shape)[1]

@@ -63,7 +63,8 @@ def lint(
 
     - `tree`, `mesh`: a tree of arrays or ShapeDtypeStructs, and a mesh. Or a [`shardfx.ShardPlan`][]: `lint(plan)`.
     - `paths`: rules that map a leaf's path to its sharding.
-    - `names`, `axes`, `mode`: a tree of logical names, rules that map names to mesh axes, and the mode of these rules.
+    - `names`, `axes`: a tree of logical names, and rules that map names to mesh axes.
+    - `mode`: the mode, such as "decode", whose rules in `axes` come first; `None` for the rules without a mode.
     - `min_bytes`: arrays of fewer bytes in total are replicated.
     - `memory_kinds`: pairs of a regex and a memory kind, for the arrays whose paths the regex matches.
     - `unmatched`, `unused`: "raise" makes findings errors, else they are warnings: `unmatched` those about arrays and
@@ -148,8 +149,9 @@ def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) ->
 
 
 def _names(names: object, tree: object, flat: Flat, axes: AxisRules | None, found: list[Finding]) -> Sequence[Any]:
-    """The logical names of each leaf; `None` for a leaf without names. If `names` does not fit the tree, no leaf has
-    names, and a finding about this is added to `found`.
+    """The logical names of each leaf in `flat`, the leaves of `tree`; `None` for a leaf without names.
+
+    `names` is the argument of `lint`. If it does not fit the tree, no leaf has names, and `found` gets a finding.
     """
     try:
         return names_of_leaves(names, tree, flat, axes)
@@ -246,8 +248,8 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
 
 
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings, of this severity, for mesh axes that rules use and the mesh lacks, unless the rules declare them with
-    `axes=`.
+    """Findings, of this severity, for mesh axes that rules of `draft` use and its mesh lacks. Axes that the rules
+    declare, as in `PathRules(..., axes=["x"])`, are not found.
     """
     known = draft.mesh.axis_names
     for axis, user in absent_axes(draft).items():

@@ -81,9 +81,9 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     The sizes of two dimensions with one name contradict each other if neither divides the other, such as 512 and 768.
     One of the dimensions then probably has a wrong name, or the names of an array are in a wrong order.
 
-    A name may be used on purpose for similar axes, such as the inner widths of dense layers and of experts. So a size
-    is not reported if several leaves of one module have it and no other name has it. A name that no rule maps to a mesh
-    axis is not reported either.
+    A name may stand for two axes on purpose, such as the inner widths of dense layers and of experts. Therefore a size
+    is not reported if two arrays of one module have it under this name, and no array has it under another name. A size
+    is not reported either if no rule maps the name to a mesh axis.
     """
     groups = [group for group in subject.content.groups if group.row.names is not None]
     names = [group.row.names or () for group in groups]
@@ -145,7 +145,7 @@ def _swapped(names: Names, shape: tuple[int, ...], usual: Mapping[str, int]) -> 
 
 
 def _is_sharded(name: str, axes: AxisRules | None) -> bool:
-    """Whether a rule of any mode maps the logical name to a mesh axis."""
+    """Whether a rule in `axes` maps the logical name to a mesh axis, in any mode ("decode"). `axes` may be `None`."""
     if axes is None:
         return False
     of = alias_chain(name, axes)[-1]
@@ -164,8 +164,8 @@ def _in_one_module(groups: list[Group]) -> bool:
 
 
 def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
-    """Code that renames the logical name `name` in these arrays, such as `mlp` of size 768 to `mlp_768`. The new name
-    has the same rules.
+    """Code that renames the logical name `name` of dimensions of this size in the arrays of `group`, such as `mlp` to
+    `mlp_768`. The new name has the same rules.
 
     A finished plan has no names, so the code sets the spec of the arrays instead.
     """

@@ -168,8 +168,8 @@ class Subject:
 
     @ft.cached_property
     def _deciding(self) -> tuple[dict[str, int | None], collections.Counter[int | None]]:
-        """By the path of each leaf without logical names, the index of the first path rule that matches it; `None` if
-        no rule does. The second result is the number of leaves for each index.
+        """For each leaf without logical names, by its path, the index of the first path rule that matches it; `None` if
+        no rule does. The second result has the number of leaves by this index.
         """
         columns = zip(self.flat.paths, self.leaf_names, self.flat.is_array, strict=True)
         found = {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}
@@ -177,5 +177,5 @@ class Subject:
 
 
 def rule_of(group: Group) -> str:
-    """The text by which a message names the rule that shards these arrays, or "its names" for logical names."""
+    """The text that stands in messages for the rule that shards these arrays; "its names" if names decide."""
     return "its names" if group.row.rule == "names" else str(group.row.rule)

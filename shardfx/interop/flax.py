@@ -31,8 +31,8 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
 
     **Returns:**
 
-    `tree` with a tuple of names, or `default`, in place of each box, variable and plain array. It is a prefix of
-    `tree` and has the structure of [`shardfx.interop.flax.unboxed`][]`(tree)`, so `plan` takes it with either.
+    `tree` with a tuple of names, or `default`, in place of each box, variable and plain array. As `names=`, it fits
+    both `plan(tree, ...)` and `plan(unboxed(tree), ...)`; see [`shardfx.interop.flax.unboxed`][].
 
     !!! Example
 
@@ -137,7 +137,8 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
 
     **Returns:**
 
-    AxisRules for `plan(..., axes=...)`. Rules that map a mesh axis to itself come first, so that no other gets it.
+    AxisRules for `plan(..., axes=...)`. Rules that map a mesh axis to itself come first: in an array with the mesh axis
+    as a name, no other name gets it.
     `resolve(names, AxisRules.last_wins(rules), unmatched="keep")` does the same without a mesh.
 
     !!! Example
@@ -158,7 +159,7 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
 
 
 def composite_rules(rule1: AnyRules, rule2: AnyRules) -> AxisRules:
-    """The union of two rule sets with all fallbacks, as `flax.core.spmd.composite_rules` makes it.
+    """The rules of two rule sets, as `flax.core.spmd.composite_rules` joins them. A name may keep several rules.
 
     **Arguments:**
 
@@ -170,7 +171,7 @@ def composite_rules(rule1: AnyRules, rule2: AnyRules) -> AxisRules:
 
     **Raises:**
 
-    `RuleError` if the two contradict each other; see [`shardfx.AxisRules.merge`][].
+    `RuleError` if both have rules for a name and they contradict each other; see [`shardfx.AxisRules.merge`][].
 
     !!! Example
 
@@ -258,7 +259,7 @@ def _is_box(node: object) -> bool:
 
 
 def _metadata(node: object) -> Mapping[str, Any]:
-    """The metadata of a variable or box under the names that nnx gives them. A node of another type has none."""
+    """The metadata of a variable or box by nnx's names, such as "out_sharding". A node of another type has none."""
     if isinstance(node, nnx.Variable):
         return node.get_metadata()
     if isinstance(node, meta.Partitioned):

@@ -54,8 +54,9 @@ def eformer(
 ) -> AxisRules:
     """Returns AxisRules equivalent to eformer's `PartitionAxis(...)`; its semantic tokens are the logical names.
 
-    If rules map several dimensions of an array to one mesh axis, the token that is first in `TOKENS` gets it. The modes
-    are "train", "prefill", "decode" and "insert"; the last two are eformer's generation modes.
+    If rules map several dimensions of an array to one mesh axis, the token that is first in `TOKENS` gets it. A mode,
+    which `plan` takes as `mode=`, selects rules. The modes are "train", "prefill", and the two generation modes of
+    eformer, "decode" and "insert".
 
     **Arguments:**
 
@@ -110,7 +111,10 @@ def eformer(
 
 
 def _generation_rules(rules: dict[str, Axes], generation: dict[str, Axes]) -> list[tuple[str, Axes]]:
-    """Returns the rules of a generation mode: `rules`, with other mesh axes for the tokens in `generation`."""
+    """Returns the rules that a generation mode, such as "decode", needs before the rules without a mode.
+
+    `rules` has the mesh axes of each token without a mode, `generation` those of some tokens in the mode.
+    """
     changed = {token: target for token, target in generation.items() if target != rules[token]}
     order = list(rules)
     last = max((order.index(token) for token, target in changed.items() if target is not None), default=0)

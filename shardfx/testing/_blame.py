@@ -247,10 +247,10 @@ class Blame:
         return None if first is None else self.named(first, region)
 
     def without_counterpart(self, region: set[int]) -> set[int]:
-        """The equations of `region` whose results need not equal any array on one device, although nothing is wrong.
+        """The equations in `region` that may be right although no array on one device equals their result.
 
-        These are equations inside a `shard_map` that compute integers, such as device indices, or move elements, such
-        as slices, from right operands.
+        They are inside a `shard_map`, and their operands are right or made by such equations. They compute integers,
+        such as device indices, or move elements, as slices do.
         """
         found: set[int] = set()
         for number in sorted(region):
@@ -267,10 +267,10 @@ class Blame:
     def named(self, first: int, region: set[int]) -> Fault:
         """The `Fault` of the equation `first`, with the earlier equations that say most about the cause.
 
-        Of the wrong results that `first` depends on, these are the last one of a collective, and the first and the last
-        one of integers, such as indices. An operand that still needs a sum, mean or maximum over devices is included
-        too. If there are none of these, the last wrong result before `first` is taken. `region` has all equations with
-        wrong results.
+        `region` has the equations with wrong results. Of those that `first` depends on, the Fault has the last
+        collective, and the first and the last equation whose result has integers, such as indices. It also has the last
+        operand of `first` that still needs a sum, mean or maximum over devices. If there are none of these, it has the
+        last equation in `region` that `first` depends on.
         """
         seen: set[int] = set()
         waiting = [first]
@@ -338,8 +338,8 @@ def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
 
 
 def _differing(tape: Tape, body: ShardMapBody, cuts: Varying) -> Varying:
-    """For each equation of a `shard_map`, the mesh axes along which the devices may have different results. `cuts` has
-    these axes for the operands of the `shard_map`.
+    """For each operand and each equation in the `shard_map` `body`, the mesh axes along which the devices may have
+    different values. `cuts` has them for the operands alone. The keys of both dicts are numbers, as in `tape.records`.
     """
     differs = dict(cuts)
     # An iteration of a loop takes the results of the iteration before it.

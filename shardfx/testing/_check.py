@@ -297,7 +297,7 @@ def _told(
     """The source lines of the first wrong equation and of the `fault.sources`, and sentences that describe them.
 
     `rows` has the comparisons of the equations `records` with the reference, and `arrays` their results, by number.
-    `ours` is the compiled step, whose collectives are listed.
+    `ours` is the compiled step; the last sentences name its collectives at these source lines.
     """
     record, one = records[fault.number], rows.get(fault.number, Compared(False))
     story = [f"the first equation that differs: {_equation(record, fault.number, arrays)}"]

@@ -50,7 +50,8 @@ class Record(NamedTuple):
     - `reads`: the numbers of the operands.
     - `leading`: an entry for each leading dimension that the loops and `shard_map`s around the equation add to its
         result. The entry of a loop is 1, or -1 if it runs backwards; its dimension has the iterations. The entry of a
-        `shard_map` has its mesh axes and their sizes; its dimension stacks the devices' results.
+        `shard_map` has its mesh axes and their sizes; its dimension stacks the devices' results. For a loop in a
+        `shard_map` over 4 devices of "x": `((("x", 4),), 1)`.
     - `dtype`: the dtype of the result in the step.
     - `loop`: the number of the first record in the outermost loop around the equation; `None` outside of loops.
     - `axes`: the mesh axes of a collective; empty for other primitives.
@@ -228,7 +229,7 @@ class Tape:
         ]
 
     def solved(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
-        """Evaluates a `custom_linear_solve`, without its jaxprs for derivatives."""
+        """Evaluates a `custom_linear_solve` by its jaxpr `solve`. Its other jaxprs, for derivatives, are not needed."""
         lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
         first = lengths.matvec + lengths.vecmat
         own = [*range(first, first + lengths.solve), *range(sum(lengths), len(ins))]
@@ -248,7 +249,7 @@ class Tape:
         self.values = outer
 
     def held(self, start: int, values: dict[int, Any], leading: object) -> None:
-        """Stores `values`, the results inside of a loop or `shard_map`, whose records begin at `start`.
+        """Stores `values`, the results inside of a loop or `shard_map` by number. Their records begin at `start`.
 
         The loop or `shard_map` has added a dimension to each result. `leading` is its entry in `Record.leading`.
         """

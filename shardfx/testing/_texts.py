@@ -291,7 +291,7 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
 
 
 def _traffic_row_text(row: TrafficRow) -> str:
-    """The text of a collective without its numbers. The numbers of collectives with equal texts are added up."""
+    """The kind, mesh axes, pass and shapes of a collective, without its number of calls and its bytes."""
     kind = f"{row.kind}{' (windowed)' if row.windowed else ''} over {'+'.join(row.axes) or f'{row.group_size} devices'}"
     phase = "" if row.phase in ("", "forward") else f"{row.phase} "
     return f"{kind}: {phase}{'+'.join(row.arrays)}"

@@ -191,7 +191,7 @@ def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: Grid | str)
 
 
 def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrder:
-    """`order` with shorter ways between neighbours on its mesh axes.
+    """`order` with shorter ways between neighbours on its mesh axes. `grid` has the positions of `devices`.
 
     If the devices along an axis fill a box of the torus, they are put in an order in which neighbours are one hop
     apart.
@@ -217,7 +217,7 @@ def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrde
 
 
 def _walk(line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]) -> np.ndarray | None:
-    """The order in which to visit the positions in `line` so that each is one hop from the one before; `None` if the
+    """The indices of the positions in `line`, in an order in which each is one hop from the one before; `None` if the
     positions do not fill a box of the torus.
 
     The box may be strided, such as the x coordinates 0, 2 and 4; a hop is then such a step. `line` has the coordinates

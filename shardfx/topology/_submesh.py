@@ -48,7 +48,7 @@ def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]
 
     **Raises:**
 
-    `MeshError` that names the feasible numbers of partitions.
+    `MeshError`, with the numbers of partitions that have boxes, if no box of `num_partitions` devices divides `bounds`.
 
     !!! Example
 
@@ -82,9 +82,9 @@ def submesh_order(
     """The device order of T5X's data x model mesh. Each row is one copy of the model, in a box of shape `submesh`.
 
     With host tiling, the devices of a host are a contiguous part of the mesh, so that a host loads one range of rows.
-    Without it, the boxes are in the order of their coordinates: the last dimension varies fastest. As in T5X, there is
-    no host tiling if the box is a whole line along X or a whole plane of Z and X. Then Z varies slower than Y for the
-    line, and slower than X for the plane. The same holds with X and Y exchanged.
+    Without it, the boxes are in the order of their coordinates: the last dimension varies fastest. As in T5X, some
+    boxes have no host tiling and another order of dimensions, from the slowest to the fastest: X, Z, Y, cores for a
+    whole line along X or a whole plane of Y and Z; Z, Y, X, cores for a whole line along Y or plane of X and Z.
 
     **Arguments:**
 
@@ -99,7 +99,8 @@ def submesh_order(
 
     **Raises:**
 
-    `MeshError` that names the dimension that does not fit, and the boxes of that size that fit.
+    `MeshError`, with boxes that fit, if `submesh` or `host_bounds` does not divide `bounds`; if such a line or plane
+    lacks cores of its chips; or, with host tiling, if in some dimension neither of box and host divides the other.
 
     !!! Example
 
@@ -188,8 +189,8 @@ def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, .
 def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
     """The dimension, X (0) or Y (1), that varies faster than Z in T5X's mesh; `None` if neither does.
 
-    It is Y if the box `submesh` is a whole line of the hardware along X, and X if it is a whole plane of Z and X. The
-    same holds with X and Y exchanged.
+    It is Y if the box `submesh` is a whole line of the hardware along X or a whole plane of Y and Z. It is X for a line
+    along Y or a plane of X and Z. Raises `MeshError` if such a box lacks cores of its chips.
     """
     if len(bounds) != 4:
         return None

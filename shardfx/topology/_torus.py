@@ -88,8 +88,8 @@ def torus_order(
 ) -> Int[np.ndarray, "..."]:
     """The positions of a torus in the order of a mesh. If possible, neighbours on every mesh axis are one hop apart.
 
-    The last axis, which is assumed to communicate most, is the first to choose a box of positions. Then each axis
-    before it chooses among the remaining positions, all by the rule of [`shardfx.topology.default_submesh`][].
+    The torus is divided into equal boxes for the last axis, which is assumed to communicate most. Then these boxes are
+    grouped for the axis before it, and so on. [`shardfx.topology.default_submesh`][] has the rule for each box.
 
     **Arguments:**
 
@@ -142,7 +142,7 @@ def mean_hops(
     **Arguments:**
 
     - `order`: the coordinates in mesh order, as [`shardfx.topology.torus_order`][] returns them.
-    - `axis`: the number of the mesh axis. The step from its last position to its first is not counted.
+    - `axis`: the index of the mesh axis. The step from its last position to its first is not counted.
     - `bounds`: the extents of the torus.
     - `closed`: for each dimension, whether links join its ends; none are joined by default.
 
@@ -195,11 +195,11 @@ def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tupl
 
 
 def preferred(candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The box in `candidates` with the best links on hardware of extents `bounds`, by the rule of `default_submesh`.
+    """The box in `candidates` with the best links on hardware of extents `bounds`.
 
-    The rule prefers the most cores of a chip, then the most devices in dimensions that the box spans wholly, then
-    compact boxes. `stride` is the number of hops between neighbours along each dimension. Of boxes with equally many
-    cores, those with the fewest devices along dimensions with strides above 1 come first.
+    It has the most cores of a chip, then the fewest devices along dimensions with strides above 1. Then it has the most
+    devices in dimensions that it spans wholly, the most such dimensions, and the smallest sum of sizes. `stride` has
+    for each dimension the number of hops between positions of the box that are next to each other.
     """
 
     def rank(box: tuple[int, ...]) -> tuple:

@@ -177,10 +177,10 @@ def _split_axes(place: Weight, other: Weight, apart: Mapping[str, Axes]) -> Weig
 
 
 def _converted(source: Weight, want: Weight, sizes: Sizes) -> From:
-    """Returns the expression for the array `want` of the target from the one array `source`.
+    """Returns the expression that makes the array `want` of the target from the one array `source`.
 
-    Each dimension of the source is first split into its axes, such as `(heads dim)` into `heads` and `dim`. A group of
-    axes that is one dimension in both arrays is not split.
+    It splits each dimension of `source` into its axes, such as `(heads dim)` into `heads` and `dim`, unless the same
+    axes form one dimension of `want` too. Then it puts the axes into the order of `want` and joins them.
     """
     source, want = _split_axes(source, want, sizes.apart), _split_axes(want, source, sizes.apart)
     made, counts = _read(source, want, sizes)
@@ -224,11 +224,12 @@ def _converted(source: Weight, want: Weight, sizes: Sizes) -> From:
 
 
 def _unshared_axes(source: Weight, want: Weight, here: Axes, single: Range | None) -> tuple[list[str], list[str]]:
-    """Returns the axes that only the array `want` has, along which entries are repeated, and the axes that only the
-    array `source` has.
+    """Returns two lists: the axes that only the array `want` has, along which entries are repeated; and the axes that
+    only the array `source` has.
 
-    `here` are the axes of `source` and of its path. If `want` has only one entry of an axis, `single` is that entry's
-    range, and the axis is in neither result. Raises `MapError` if both arrays have axes that the other lacks.
+    `here` has the axes of `source`, also those in its path. `single` is the range of `want` if `want` has only one
+    entry of an axis, such as `layers[3]`; this axis is in neither list. Raises `MapError` if both lists would have
+    axes, or if one array's path has an axis that the other array lacks.
     """
     there = (*want.axes, *want.in_path)
     more = [axis for axis in want.axes if axis not in here]
@@ -245,13 +246,13 @@ def _unshared_axes(source: Weight, want: Weight, here: Axes, single: Range | Non
 
 
 def _axes_of(group: Axes, whole: Sequence[Axes]) -> list[Axes]:
-    """Returns a group of axes as one dimension if it is in `whole`, else as one dimension for each axis."""
+    """Returns a group of axes as one dimension if `whole`, the groups not to split, has it; else each axis as one."""
     return [group] if group in whole else [(axis,) for axis in group]
 
 
 def _resized(made: From, axis: str, dim: int, sizes: Sizes) -> From:
-    """Returns `made` with dimension `dim` truncated, or padded with zeros at its end, to the target's size of
-    `axis`.
+    """Returns the expression `made` with dimension `dim` truncated, or padded with zeros at its end, to the target's
+    size of `axis`.
     """
     size = sizes.resized(axis)
     if size is None:
@@ -260,7 +261,7 @@ def _resized(made: From, axis: str, dim: int, sizes: Sizes) -> From:
 
 
 def _repeated(made: From, want: Weight, more: Sequence[str], sizes: Sizes) -> From:
-    """Returns `made` with its entries repeated along the axes `more`, which only the array `want` has."""
+    """Returns the expression `made` with entries repeated along the axes `more`, which only the array `want` has."""
     is_number = all(axis in more for axis in want.axes)
     if is_number and want.dims:
         made = made.reshape(*[1] * len(want.dims))
@@ -276,8 +277,8 @@ def _repeated(made: From, want: Weight, more: Sequence[str], sizes: Sizes) -> Fr
 
 
 def _read(source: Weight, want: Weight, sizes: Sizes) -> tuple[From, dict[str, int | None]]:
-    """Returns the expression that reads the array `source`, and the number of arrays along each axis in its path, such
-    as `layers` in `layers.{layers}.weight`.
+    """Returns the expression that reads the array `source`, and a dict from each axis in its path, such as `layers` in
+    `layers.{layers}.weight`, to the number of arrays along it; `None` if it is not known.
 
     If the array `want` of the target has a range of such an axis, only the arrays of that range are read.
     """

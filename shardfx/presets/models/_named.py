@@ -186,7 +186,7 @@ def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None
 
 def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
     """Returns the sizes of all axes of a model's weights, such as "embed": the numbers of its config, and sizes that
-    follow from them.
+    follow from them. For layers that are not consecutive, it is a list of their indices.
     """
     n = collections.defaultdict[str, int](int, config)
     layers, linear = n["layers"], n["linear_head_dim"]
