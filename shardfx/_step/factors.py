@@ -45,8 +45,8 @@ class Factors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepValue:
-    """One array of the step. `free` is true if the array depends on constants only, so that every device can compute
-    any shard of it. `sharding` is the sharding that Shardy propagated; `None` if Shardy has not run.
+    """One array of the step. `free` is true if the array is computed from constants and scalars only, so that every
+    device can compute any shard of it. `sharding` is what Shardy propagated; `None` if Shardy has not run.
     """
 
     shape: tuple[int, ...]

@@ -276,7 +276,9 @@ class _Walk:
 
 
 def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bool:
-    """Whether an operation depends on constants only, so that every device can compute any shard of its result."""
+    """Whether every device can compute any shard of an operation's result, since the operands are constants or scalars.
+    `factors` is the operation's sharding rule, if it is known.
+    """
     if name == "broadcast_in_dim" and not ins[0].shape:
         return True
     is_plain = factors is not None and not factors.reduction and not factors.replicated

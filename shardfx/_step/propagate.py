@@ -58,8 +58,8 @@ def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def _run(hlo: bytes, request: dict[str, object], origins: str, file: Any) -> None:
-    """Writes the propagated module or an error text to `file`, and ends the process. `origins` is Shardy's option as
-    text: "true" or "false".
+    """Runs Shardy on the program with the text `hlo`, under the mesh and shardings in `request`. Writes the module or
+    an error text to `file`, and ends the process. `origins` says whether Shardy writes origins: "true" or "false".
     """
     status = 1
     try:

@@ -45,7 +45,9 @@ class JaxJitted(Protocol):
 
 @runtime_checkable
 class EquinoxJitted(Protocol):
-    """The jitted function that `equinox.filter_jit` returns. Its own `lower` takes no `jax.ShapeDtypeStruct`."""
+    """The jitted function that `equinox.filter_jit` returns. Its own `lower` takes no `jax.ShapeDtypeStruct`.
+    `donate_first` says whether it donates its first argument, and `donate_rest` whether it donates the others.
+    """
 
     __wrapped__: Any
     donate_first: bool
@@ -54,7 +56,9 @@ class EquinoxJitted(Protocol):
 
 @runtime_checkable
 class _NamedTrace(Protocol):
-    """The traced step that `trace` of a function from `shardfx.filter_jit` returns, with the paths of its arrays."""
+    """The traced step that `trace` of a function from `shardfx.filter_jit` returns. `arrays` has the name and the path
+    of each array, and `traced` is JAX's traced step.
+    """
 
     traced: Any
     arrays: tuple[Any, ...]

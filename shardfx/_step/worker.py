@@ -64,8 +64,8 @@ def _shardy() -> types.ModuleType:
 
 
 def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: float, dumped: str) -> tuple[bytes, str]:
-    """The text of the program at the stage `dumped` of XLA's pipeline, and an error text. One of them is empty.
-    `options` are XLA's debug options, and `seconds` is the longest time that XLA may take.
+    """The text of the program at the stage `dumped` of XLA's pipeline, such as "after_spmd-partitioning", and an error
+    text. One of them is empty. `options` are XLA's debug options. XLA may take at most `seconds`.
     """
     with tempfile.TemporaryDirectory(prefix="shardfx-") as folder:
         reading, writing = os.pipe()
@@ -111,8 +111,8 @@ def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], w
 
 
 def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple[bytes, str]:
-    """The text that XLA dumps to `folder` at the stage `dumped`, and an error text from the pipe `reading`. Returns
-    when the dump is complete, when the child process ends, or at the deadline.
+    """The text that XLA dumps to a file in `folder`, and an error text from the pipe `reading`. `dumped` is the pattern
+    of the file's name. Returns when the dump is complete, when the child process ends, or at the deadline.
     """
     said = None
     while True:

@@ -114,7 +114,7 @@ class Chip:
         return known[name]
 
     def source(self, field: str) -> str:
-        """The source of a field's value, or else that of the entry "*" of `sources`; "" if no source is known."""
+        """The source of the value of the field with the name `field`; "" if no source is known."""
         sources = dict(self.sources)
         return sources.get(field, sources.get("*", ""))
 

@@ -27,9 +27,10 @@ _TPU_SOURCES = {
 
 
 def _tpu(*row: Any, devices: int = 1, **sources: str) -> Chip:
-    """The `Chip` of a TPU. `sources` has the source of each named field's value. `row` has the name; the values of
-    `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory, of a link and of the data-center
-    network; the number of torus dimensions; the chips of a pod; and the peak rates.
+    """The `Chip` of a TPU with `devices` JAX devices. `sources` has, by a field's name, the source of its value.
+
+    `row` has the name; the values of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory,
+    of a link and of the data-center network; the number of torus dimensions; the chips of a pod; and the peak rates.
     """
     name, kinds, hbm, usable, (memory, link, dcn), dims, pod, flops = row
     pairs = tuple((_TPU_SOURCES | sources).items())
@@ -100,7 +101,7 @@ _GPU_SOURCES = {
 
 def _gpu(*row: Any, island: int = 8, dcn: float = 50e9, sheet: str = _NVIDIA, **sources: str) -> Chip:
     """The `Chip` of a GPU: one of `island` GPUs on a switch, with `dcn` bytes per second of the data-center network.
-    `sources` has the source of each named field's value, and `sheet` is the source of the others.
+    `sources` has, by a field's name, the source of its value, and `sheet` is the source of all other values.
 
     `row` has the name; the value of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory
     and of all links together; and the peak rates.

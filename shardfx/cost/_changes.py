@@ -116,7 +116,7 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
 
 def _sharded_over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
     """The sharding of each array of the arguments, after the arrays with the numbers `chosen` are also sharded over the
-    mesh axes `axes`, along their largest dimension.
+    mesh axes `axes`, along their largest dimension; `None` where the compiler chooses it.
     """
     found = [one.dims for one in known.step.arguments]
     for at in chosen:

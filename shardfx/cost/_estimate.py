@@ -96,7 +96,9 @@ def _larger_row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note
 
 
 def _payload_bytes(row: TrafficRow) -> float:
-    """The bytes of one call of a collective, without the factor (n - 1) / n of a ring of n devices."""
+    """The `wire_bytes` of one call of a collective, divided by (n - 1) / n: of an array over n devices, a device
+    receives all shards but its own. A permute sends whole arrays, so its bytes are not divided.
+    """
     return row.wire_bytes / ((row.calls or 1) * _group_factor(row.kind, row.group_size))
 
 

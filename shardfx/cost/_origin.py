@@ -102,7 +102,7 @@ class Origins:
 
     def updated(self, instruction: Instruction, element: int) -> str | None:
         """JAX's name of the argument whose gradient a collective reduces; `None` if there is none. The gradient is
-        result number `element`. The program adds it, or a value computed from it, to the argument.
+        result number `element` of the collective. The program adds it, or a value computed from it, to the argument.
         """
         op = self._ops.get(id(instruction))
         for gradient in () if op is None else _results_of(op, element):

@@ -37,8 +37,8 @@ class Runs:
 
 
 def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
-    """The number of times that each computation of a module runs, by its name, without those that do not run. A
-    computation has several entries if it is called from several branches, or from loops of unknown trip count.
+    """For the name of each computation that runs, the number of times that it runs in a step. A computation has several
+    entries if it is called from several branches, or from loops of unknown trip count.
     """
     found = {module.entry: collections.Counter({Runs(0): 1})}
     # Callees come before callers in the text. In reverse order, each count is complete when it is reached.

@@ -73,7 +73,7 @@ class Rewritten:
 
     @ft.cached_property
     def narrow(self) -> set[int]:
-        """The `id(...)` of each collective instruction that can send bfloat16 instead of float32. In each call of its
+        """The `id(...)` of each collective instruction that can send bfloat16 instead of float32: in all calls of its
         computation, only matrix products at the default precision read its result.
         """
         program = program_of(self.module)

@@ -15,11 +15,12 @@ _FUSED = VIEWS | PIECES | ELEMENTWISE
 
 
 def sources_of(program: FlatProgram, uses: Uses, *, tpu: bool) -> dict[int, frozenset[int]]:
-    """The values in memory from which each value is computed. A value in memory has only itself.
+    """For each value, the values in memory from which it is computed. For a value in memory, this is only the value.
 
     XLA fuses elementwise operations, slices, and views such as transposes with the operations that read their results,
-    so these results occupy no memory. A loop reads only arrays in memory. So do matrix products on GPUs and CPUs, since
-    libraries compute them.
+    so these results occupy no memory. They do occupy memory if a loop reads them, or if a loop or the program returns
+    them. Unless `tpu`, the result of an elementwise operation also does if a matrix product reads it, since libraries
+    compute products on GPUs and CPUs.
     """
     found = {value: frozenset([value]) for value in range(len(program.buffers))}
     for op in uses.ops:

@@ -114,7 +114,9 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 def reached(starts: Iterable[_T], next_of: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """Yields the items that a breadth-first search from `starts` reaches, each once, the nearest first."""
+    """Yields the items that a breadth-first search from `starts` reaches, with `starts`, each once, the nearest first.
+    `next_of` returns the items to which the search goes from an item.
+    """
     queue = collections.deque(dict.fromkeys(starts))
     seen = set(queue)
     while queue:
