@@ -32,7 +32,7 @@ OTHER_TREES = "the trees are built of other containers, or their leaves are in a
 
 
 def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """Returns a line for each property of the whole plan that differs: the mesh, the mode, `axes` or `strict`."""
+    """Returns a line for each property of the whole plan that differs: the mesh, `axes`, their mode, or `strict`."""
     texts = {"mesh": "the mesh", "mode": "the mode", "axes": "axes", "strict": "strict"}
     values = [(what, vars(a.content)[name], vars(b.content)[name]) for name, what in texts.items()]
     return tuple(f"{what} is {one} in one plan, {other} in the other" for what, one, other in values if one != other)

@@ -55,7 +55,7 @@ class ShardPlan(eqx.Module):
 
     @property
     def mode(self) -> str | None:
-        """The mode of `axes`, such as "decode", whose rules resolve names; `None` for the rules without a mode."""
+        """The mode of `axes`, such as "decode", whose rules come before the others; `None` for no such rules."""
         return self.content.mode
 
     @property

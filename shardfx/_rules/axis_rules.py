@@ -1,7 +1,4 @@
-"""Ordered rules from logical axis names to mesh axes, as an immutable value.
-
-A mode is a name, such as "decode", for additional rules. They apply only in this mode, before the rules without a mode.
-"""
+"""Ordered rules from logical axis names to mesh axes, as an immutable value."""
 
 import dataclasses
 import difflib
@@ -23,6 +20,8 @@ RulesLike: TypeAlias = Mapping[str, Target] | Iterable[Any]
 
 class AxisRules(eqx.Module):
     """The mesh axes that each logical axis name may use, in order of priority.
+
+    A mode, such as "decode", is a name for additional rules. If names are resolved in it, its rules come first.
 
     AxisRules are immutable and hashable, and compare with `==`. A jitted function can close over them or take them as
     an argument. Every method returns new AxisRules.

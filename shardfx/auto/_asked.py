@@ -54,7 +54,9 @@ class SearchOptions(NamedTuple):
 
 
 def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -> SearchOptions:
-    """The devices of a search, from the arguments of [`shardfx.auto.search`][] with these names."""
+    """The devices of a search. `devices` is their number, a slice such as "tpu:v5e:2x4", emulated CPU devices such as
+    "cpu:8", or JAX's devices. `chip` is their kind; `None` if `devices` shows it. Raises `MeshError` for other values.
+    """
     found = re.fullmatch(r"(.*)\*([1-9]\d*)", devices) if isinstance(devices, str) else None
     text, times = (found[1], int(found[2])) if found else (devices, 1)
     if found and slices not in (1, times):
@@ -69,7 +71,9 @@ def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -
 
 
 def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
-    """The number of devices, their kind, and the name of one slice; `None` if the caller gave no name."""
+    """The number of devices, their kind, and the name of one slice; `None` if `devices`, a number, the text of one
+    slice, or JAX's devices, has no name. `chip` is the kind; `None` if `devices` shows it.
+    """
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
     if isinstance(devices, str):

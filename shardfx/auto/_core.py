@@ -57,18 +57,19 @@ CostTerms = dict[str, np.ndarray]
 def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
     """The cost terms of a step as arrays. `made` has the step's shardings and collectives under each axis assignment.
 
-    All numbers are those of the unsharded step. The shape of each array is in parentheses.
+    All amounts are those of the unsharded step. The shape of each array is in parentheses. The axes in it are the
+    logical axes that any assignment shards.
 
-    - `divides` (terms, assignments): whether each assignment divides each term.
-    - `shared` (terms, 3): floating-point operations; bytes of arguments and results; bytes of arguments and
+    - `divides` (terms, assignments): whether the assignment divides the term.
+    - `shared` (terms, 3): the term's floating-point operations; bytes of arguments and results; bytes of arguments and
         temporaries.
-    - `divides_sent` (assignments, sent terms, assignments): whether each assignment divides each term of the bytes that
-        the first assignment sends.
-    - `sent` (assignments, sent terms, 2): the bytes that a device receives, before the factor (1 - 1 / size): in
-        collectives that computation waits for, and in collectives that overlap with computation.
-    - `calls` (assignments): the number of collectives of each assignment.
-    - `limits` (axes, assignments): whether each assignment shards each logical axis that any assignment shards.
-    - `sizes`, `least` (axes): the size of each of these logical axes, and the least number of its shards.
+    - `divides_sent` (assignments, sent terms, assignments): whether the last assignment divides a term of the bytes
+        that the collectives of the first assignment send.
+    - `sent` (assignments, sent terms, 2): the bytes of this term that a device receives, before the factor
+        (1 - 1 / size): in collectives that computation waits for, and in collectives that overlap with computation.
+    - `calls` (assignments): the number of collectives of the assignment.
+    - `limits` (axes, assignments): whether the assignment shards the logical axis.
+    - `sizes`, `least` (axes): the size of the logical axis, and the smallest allowed number of its shards.
     """
     program, count = layouts.program, len(made)
     values = program.values

@@ -340,8 +340,8 @@ def seeds(
     known = {classes.axes[number].name: number for number in free}
 
     def strategies(*named: tuple[tuple[str, ...], ...]) -> list[tuple[Assignment, ...]]:
-        """Replaces the names in strategies by logical axes, and removes duplicates. Names that the step lacks are left
-        out. A strategy is left out if the step has no name of one of its mesh axes.
+        """The strategies `named`, with each name replaced by its logical axis, without duplicates. Names that the step
+        lacks are left out. A strategy is left out if the step has none of the names for one of its mesh axes.
         """
         found = (tuple(tuple(dict.fromkeys(known[n] for n in one if n in known)) for one in each) for each in named)
         return list(dict.fromkeys(one for one in found if all(one)))

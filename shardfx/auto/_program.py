@@ -100,11 +100,12 @@ class Tied:
 
     - `roots`: the classes of each dimension of each value, major-most first.
     - `sizes`: the size of each class.
-    - `marked`: for each of these words, a set of classes. Loops iterate over "scanned" classes. Gathers look up entries
-        along "looked_up" classes, and along "tokens" classes if the indices are sequences. "batched" and "contracted"
-        classes are dimensions of matrix products. Slices keep a range of "sliced" classes. Top-k runs along "chosen"
-        classes. "channels" and "windows" are dimensions of convolutions.
-    - `spatial`: for each spatial dimension of a convolution, its index among the spatial dimensions, and their number.
+    - `marked`: a dict from each quoted word to a set of classes. Loops iterate over "scanned" classes. Gathers look up
+        entries along "looked_up" classes, and along "tokens" classes if the indices are sequences. "batched" and
+        "contracted" classes are dimensions of matrix products. Slices keep a range of "sliced" classes. Top-k runs
+        along "chosen" classes. "channels" and "windows" are dimensions of convolutions.
+    - `spatial`: a dict from the class of a spatial dimension of a convolution to two numbers: its index among the
+        spatial dimensions, and their number.
     """
 
     def __init__(self, program: Program):
@@ -144,7 +145,9 @@ def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
 
 
 def _tie(found: Tied, made: Operation) -> dict[object, int]:
-    """Merges the classes of dimensions with one factor in the sharding rule of `made`. Returns each factor's node."""
+    """Merges the classes of dimensions with one factor in the sharding rule of `made`. Returns a dict from each factor
+    to its node. If a factor must be replicated, the key is a pair: the factor, and the index of the operand or result.
+    """
     sizes, union = made.factors.sizes, found.union
     first: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []
