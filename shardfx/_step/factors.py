@@ -27,7 +27,8 @@ FactorDims = tuple[tuple[tuple[int, ...], ...], ...]
 class Factors(NamedTuple):
     """An operation's sharding rule, as Shardy defines it. Dimensions with a common factor have the same sharding.
 
-    A dimension with several factors is a reshape of them. If it is shorter than their product, it is a slice.
+    A dimension of size 12 with the factors 3 and 4 is a reshape of two dimensions of these sizes. A dimension that is
+    shorter than the product of its factors is a slice.
 
     - `sizes`: the size of each factor.
     - `ins`, `outs`: the factors of the operands and of the results.
@@ -71,7 +72,7 @@ class Operation:
     - `times`: how often it runs in one step.
     - `flops`: for matrix products and convolutions, the floating-point operations of one run.
     - `location`: the source lines of the operation and of the calls around it, the innermost first.
-    - `counted`: pairs of a dimension of the first operand that a loop counter indexes, and the number of the counter.
+    - `counted`: pairs of a dimension of the first operand that a loop counter indexes, and the counter's number.
     - `windows`: for a convolution, StableHLO's `dimension_numbers`: its batch, feature and window dimensions.
     """
 
@@ -145,8 +146,8 @@ def _mapped(mappings: Iterable[ir.Attribute]) -> FactorDims:
 
 
 def elementwise(ins: Shapes, outs: Shapes) -> Factors:
-    """The sharding rule of an elementwise operation. Each dimension of the result shares a factor with all operands of
-    the same shape. The dimensions of other operands must be replicated.
+    """The sharding rule of an elementwise operation. Each dimension of the results has the same factor as this
+    dimension of operands of the same shape. The dimensions of other operands must be replicated.
     """
     shape = outs[0]
     same = tuple((dim,) for dim in range(len(shape)))

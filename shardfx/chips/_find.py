@@ -34,7 +34,7 @@ _CLOUD = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")
 
 
 class Slice(NamedTuple):
-    """A slice: its chip, and the number of chips along each dimension of its network. A switch has one dimension."""
+    """A slice: its chip, and the number of chips along each dimension of its torus. A switch has one dimension."""
 
     __module__ = "shardfx.chips"
 

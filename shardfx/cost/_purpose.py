@@ -130,8 +130,8 @@ def _comes_from(result: int, given: int, uses: Uses) -> bool:
 
 
 def _is_read_forward(value: int, uses: Uses) -> bool:
-    """Whether the forward pass reads value number `value` or a view of it, or an operation that is neither elementwise
-    nor a view does.
+    """Whether an operation of the forward pass reads value number `value` or a view of it, such as a transpose. An
+    operation that is neither elementwise nor a view counts in every pass.
     """
 
     def forms(value: int) -> Iterator[int]:

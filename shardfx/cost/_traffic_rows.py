@@ -34,7 +34,7 @@ class TrafficRow:
     - `stack`: the call stack of the operation that causes the collective, innermost frame first.
     - `leaf`: the path of the parameter that the collective gathers, or whose gradient it reduces, or `None`. Several
         paths are separated by ", ".
-    - `shares`: pairs of a parameter's path and its bytes. The path is `None` for the bytes of other arrays.
+    - `shares`: pairs of a parameter's path and its part of `wire_bytes`. The path is `None` for other arrays.
     - `windowed`: whether the collective is a loop of permutes and matrix products (a windowed einsum), by which XLA
         replaces an all-gather or a reduce-scatter.
     - `note`: further notes, or "".

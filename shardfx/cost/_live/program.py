@@ -83,8 +83,8 @@ class Uses:
     """The operation that makes each value of a program, and the operations that read it.
 
     - `ops`: all operations, with those of nested bodies.
-    - `maker`: the operation that makes a value.
-    - `home`: the body in which a value is made or carried.
+    - `maker`: for a value, the operation that makes it.
+    - `home`: for a value, the body in which it is made or carried.
     - `users`: for a value, each operation that reads it, the number of the operand, and the body of that operation.
     - `results`: the values that any of the bodies returns.
     """
