@@ -69,7 +69,7 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
 def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
     """Makes the target of a map from the arrays of `tree`, for `TreeMap.apply`.
 
-    `like` is a tree with the structure of the target, or `None`.
+    `like` is a tree with the structure, shapes and dtypes of the target. If it is `None`, the result is a dict by path.
     """
     flat = flatten(tree)
     arrays = {

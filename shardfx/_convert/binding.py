@@ -123,9 +123,9 @@ def places(
     target: TreeLeaves | None,
     problems: list[Problem],
 ) -> Iterable[tuple[str, From, Binding]]:
-    """Each leaf of the target, with the expression that makes it and the values of the expression's placeholders.
+    """The path of each leaf of the target, the expression that makes it, and the values of its placeholders.
 
-    Problems are appended to `problems`.
+    Leaves that no rule or several rules make, and rules that make no leaf, are appended to `problems`.
     """
     if target is None:
         return _inferred(step, source, problems)

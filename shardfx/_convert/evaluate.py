@@ -42,7 +42,7 @@ def evaluated(
     leaf: Callable[[str], Any],
     run: Callable[..., Any],
 ) -> Any:
-    """Evaluates an expression with these values of its placeholders.
+    """Evaluates the expression `made` with the values `binding` of its placeholders.
 
     `leaves` are the leaves of the source by path, and `leaf` returns the value of a leaf, given its path. `run` returns
     the value of an operation, given its name, the values of its operands and its other arguments: `on_shapes` for

@@ -157,7 +157,8 @@ _DEFAULTS = {"dim": 0, "count": None, "shards": 1, "unit": 1, "value": 0}
 class From:
     """An expression of a [`shardfx.TreeMap`][]: a leaf of the source, and operations that make a leaf of the target.
 
-    Each method returns a new expression. Negative dimensions count from the end.
+    Each method returns a new expression. Negative dimensions count from the end. `op` is the name of the operation,
+    "leaf" for a leaf alone; `of` has its operands, and `args` its other arguments.
 
     **Arguments:**
 
@@ -398,7 +399,8 @@ class Rules:
     - `drop`: path patterns of leaves that are left out on purpose. The source must have them.
     - `casts`: whether results are cast to the dtypes of the target.
     - `rest`: path patterns of leaves that are not used. The source need not have them.
-    - `inverted`: whether the rules are inverted, so that they make their sources of their targets.
+    - `inverted`: whether the step goes the other way. The rules are still as they were written, with a target that they
+        make of a source. But the step makes their source from their target.
     """
 
     made: tuple[tuple[str, From], ...]

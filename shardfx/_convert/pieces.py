@@ -171,7 +171,7 @@ def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
 def made_of(
     value: Value, source: tuple[int, ...], target: tuple[int, ...], factors: Iterable[Factor]
 ) -> tuple[Piece, ...]:
-    """The piece with the given factors, in a tuple; no piece if a factor has size 0. Factors of size 1 are left out."""
+    """The piece with these fields, in a tuple; no piece if a factor has size 0. Factors of size 1 are left out."""
     kept = tuple(factor for factor in factors if factor.size != 1)
     return () if any(factor.size == 0 for factor in kept) else (Piece(value, source, target, kept),)
 

@@ -6,7 +6,7 @@ class MeshError(ValueError):
 
 
 class RuleError(ValueError):
-    """A rule, or a set of rules, that is malformed, cyclic or contradictory, or has an unknown mode."""
+    """A rule, or a set of rules, that is malformed, cyclic or contradictory, or a mode for which no rules exist."""
 
 
 class SpecError(ValueError):

@@ -203,7 +203,10 @@ def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> 
 
 @ft.lru_cache(maxsize=1024)
 def _declared(cls: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """For each attribute with logical names of a dataclass: these names, and the names of its stacked dimensions."""
+    """The logical names that the dataclass `cls` declares for its attributes, by the attribute's name.
+
+    A value is a pair: the logical names, and the names of the leading dimensions along which layers are stacked.
+    """
     if not dataclasses.is_dataclass(cls):
         return {}
     return {field.name: field.metadata[METADATA] for field in dataclasses.fields(cls) if METADATA in field.metadata}

@@ -103,8 +103,9 @@ class SaveProcesses:
         """Compares the arguments of all processes. Returns a random text, the same on all of them, which no other save
         has.
 
-        `facts` has the arguments of this process, as text, by name; `lines` describes each array. Raises
-        `CheckpointError` with the first argument that differs, or with the first array if the leaves differ.
+        `facts` has the arguments of this process, as text, by name. Its entry "leaves" is the digest of `lines`, which
+        describe one array each. Raises `CheckpointError` with the first argument that differs. If that is "leaves",
+        the message has the first of `lines` that differs.
         """
         notes = self._run(self._first_round, {"facts": dict(facts), "token": secrets.token_hex(8)})
         for name in dict.fromkeys(it.chain.from_iterable(note["facts"] for note in notes.values())):
@@ -157,7 +158,8 @@ class SaveProcesses:
     ) -> None:
         """Waits until all processes have written their bytes. Then the first process alone calls `commit`.
 
-        Raises `CheckpointError` if fewer than `total_bytes` bytes were written.
+        `total_bytes` is the size of all arrays. Raises `CheckpointError` if all processes together wrote fewer bytes,
+        and if `commit` fails.
         """
         wrote_bytes = self.wait(futures, advance)
         if wrote_bytes < total_bytes:
@@ -185,9 +187,9 @@ class SaveProcesses:
                 self._result("" if error is None else self._failed(self.me, _text(error)))
 
     def _result(self, failed: str = "") -> str:
-        """The text of an error in the commit; "" if the commit succeeded.
+        """Tells all processes how the commit ended: the text of its error, or "" if it succeeded. Returns the text.
 
-        The first process passes the text as `failed`, and the other processes receive it.
+        The first process, which commits, passes the text as `failed`. The other processes pass nothing.
         """
         found, _ = self._sent("result", failed)
         return found.get(
@@ -242,7 +244,10 @@ def _text(error: BaseException) -> str:
 
 
 def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
-    """A line of text for each array, with its path, dtype, shape and sharding, for the processes to compare."""
+    """A line of text for each array, with its path, dtype and shape, for the processes to compare.
+
+    `leaves` has pairs of a path and an array. An array that is spread over processes also has its sharding in the line.
+    """
     lines = []
     for path, value in leaves:
         # A value that is complete on every process may be on other devices on each.

@@ -120,7 +120,10 @@ def _nbytes(shape: tuple[int, ...], dtype: object) -> int | None:
 
 @ft.lru_cache(maxsize=256)
 def may_change(stored: Any, to: Any) -> bool:
-    """Whether a cast from `stored` to `to` may change a value, apart from rounding between floating-point dtypes."""
+    """Whether a cast from the dtype `stored` to the dtype `to` may change a value.
+
+    Rounding between floating-point dtypes does not count as a change.
+    """
     if jnp.issubdtype(stored, jnp.integer):
         least, most = int(jnp.iinfo(stored).min), int(jnp.iinfo(stored).max)
         if jnp.issubdtype(to, jnp.integer):

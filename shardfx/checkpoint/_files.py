@@ -41,7 +41,10 @@ class FilePlace:
         return next((root for root in self.roots if os.path.commonpath([root, real]) == root), None)
 
     def require_same(self, real: str, found: os.stat_result) -> None:
-        """Raises `ChangedError` unless `found` belongs to the same unchanged file that was first opened as `real`."""
+        """Raises `ChangedError` if the file at the path `real` has changed since it was first opened.
+
+        `found` is the state of the file now. At the first call for a path, it is recorded.
+        """
         stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
         if self.seen.setdefault(real, stamp) != stamp:
             raise ChangedError(

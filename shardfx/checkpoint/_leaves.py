@@ -56,7 +56,7 @@ class Leaves:
     **Arguments:**
 
     - `arrays`: the path and the value of each array; the value of an array of PRNG keys is its key data.
-    - `kinds`: the dtype's name for the path of each array whose dtype safetensors cannot name.
+    - `kinds`: the dtype's name by the array's path, only for dtypes that safetensors cannot name.
     - `numbers`: the Python numbers by path.
     """
 
@@ -146,7 +146,10 @@ class Output:
 
 
 def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Iterator[BoxValues]:
-    """Yields the boxes of a mapped array that this process writes. `sources` are the map's source arrays by path."""
+    """Yields the boxes that this process writes of `made`, an array that a map makes.
+
+    `sources` has the arrays from which the map makes it, by path.
+    """
     for piece in made.pieces:
         if piece.value.path is None:
             for part in dense(piece) if is_first else ():

@@ -45,7 +45,16 @@ _TRIES = 16
 
 
 class LoadOptions(TypedDict, total=False):
-    """The keyword arguments of `load`, whose docstring explains them."""
+    """The keyword arguments of `load`, whose docstring explains them in full.
+
+    - `dtype`: the casts: `None` for none, `"plan"` to the plan's dtypes, or a dtype for all floating-point arrays.
+    - `memory_limit_bytes`: the limit for bytes in host memory on their way to a device; `None` for the default.
+    - `gap_bytes`: the least number of consecutive bytes that are skipped if no device needs them.
+    - `missing_chunks`: `"raise"` an error for a missing chunk of a store, or `"fill"` it with the array's fill value.
+    - `unread`: `"raise"` an error for stored arrays from which no leaf is made, or `"allow"` them.
+    - `root`: a further directory that symbolic links in the checkpoint may lead to.
+    - `progress`: whether to show a progress line; `None` shows it if stderr is a terminal.
+    """
 
     dtype: DType
     memory_limit_bytes: int | None
@@ -109,14 +118,14 @@ def load(
         directly into the memory of the arrays.
     - `gap_bytes`: the least number of consecutive bytes that are skipped if no device of the process needs them.
         Shorter gaps are read too. To start a read takes about as long as to read 4 KiB from the page cache, so 4096 is
-        faster for columns of short rows. On a network file system, where it takes longer, a larger number is faster.
+        faster for columns of short rows. On a network file system a start takes longer, so a larger number is faster.
     - `missing_chunks`: the treatment of missing chunks in stores of chunks. `"raise"`: an error, since the chunk was
         lost. `"fill"`: the array's fill value, as zarr defines it, for checkpoints whose writer leaves out such chunks.
     - `unread`: the treatment of the checkpoint's arrays from which no leaf is made, such as those of layers that the
         plan lacks. `"raise"`: an error that names the arrays. `"allow"`: they are left out, as are those that
         `plan.select` left out of the plan. A map states itself which arrays it drops.
     - `root`: a further directory that symbolic links in the checkpoint may lead to.
-    - `progress`: whether to show a line on stderr; by default if that is a terminal.
+    - `progress`: whether to show a progress line on stderr; `None` shows it if stderr is a terminal.
 
     **Returns:**
 

@@ -96,12 +96,13 @@ class Manager:
         **Arguments:**
 
         - `step`: the number of the step.
-        - `tree`, `plan`: the tree to save, and its plan, for [`shardfx.checkpoint.save`][].
+        - `tree`: the tree to save, of JAX or NumPy arrays.
+        - `plan`: the tree's plan. Without it, the arrays' own shardings are saved as a plan, if they are on one mesh.
 
         **Raises:**
 
-        The errors of the previous save, and those of [`shardfx.checkpoint.save`][] about this tree. The next call of
-        `save`, `wait` or `close` raises the errors of writing.
+        The error of the previous save if it failed, or the errors of [`shardfx.checkpoint.save`][] for a tree that
+        cannot be saved. If writing this step fails, the next call of `save`, `load`, `wait` or `close` raises.
         """
         self.wait()
         holders = holders_of(tree)
@@ -116,17 +117,18 @@ class Manager:
         self._under_way = self._pool.submit(self._write, step, holders, content)
 
     def load(self, plan: PyTree, step: int | None = None, **options: Any) -> PyTree:
-        """Loads a step, by default the latest.
+        """Waits for the previous save, and loads a step.
 
         **Arguments:**
 
         - `plan`: a plan on devices, or a tree of arrays or structs with the wanted shardings, such as the last state.
-        - `step`: the number of the step.
-        - `options`: keyword arguments for [`shardfx.checkpoint.load`][].
+        - `step`: the number of the step; `None` for the latest.
+        - `options`: further keyword arguments of [`shardfx.checkpoint.load`][], such as `dtype="plan"`.
 
         **Raises:**
 
-        `CheckpointError` if there is no such step; the errors of [`shardfx.checkpoint.load`][].
+        `CheckpointError` if there is no such step. The error of the previous save if it failed, and the errors of
+        [`shardfx.checkpoint.load`][].
         """
         self.wait()
         step = self.latest() if step is None else step
@@ -136,13 +138,13 @@ class Manager:
         return load(self.path(step), plan, **options)
 
     def wait(self) -> None:
-        """Waits until the last save is on disk."""
+        """Waits until the last save is on disk. Raises its error if it failed."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
     def close(self) -> None:
-        """Waits until the last save is on disk, and ends the thread."""
+        """Waits until the last save is on disk, and ends the thread. Raises the error of the save if it failed."""
         try:
             self.wait()
         finally:

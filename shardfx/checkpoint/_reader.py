@@ -65,7 +65,7 @@ class Read(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The open files of one load, by name, and temporary memory for each thread."""
+    """The open files of one load: their descriptors by path, and a temporary array of bytes for each thread."""
 
     descriptors: dict[str, int]
     scratch: queue.SimpleQueue[np.ndarray]
@@ -125,7 +125,10 @@ def spans_of(
 
 
 def part_in(memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]) -> np.ndarray:
-    """A view of the elements of one part, in the memory of a span that has these strides."""
+    """The elements of one part of a span, as a view of `memory`, which holds the span's bytes.
+
+    `dtype` is the dtype of the elements, and `strides` are those of the span.
+    """
     return np.ndarray(part.shape, dtype, memory.data, part.offset, strides)
 
 

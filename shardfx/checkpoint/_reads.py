@@ -262,19 +262,22 @@ def plan_reads(
 
     - `index`: the checkpoint.
     - `plan`: a plan, or a tree of `jax.ShapeDtypeStruct`s with shardings, with or without devices.
-    - `map`, `dtype`, `unread`, `gap_bytes`: the map, the casts, the treatment of arrays without a leaf, and the least
-        gap that is skipped; the same values as for [`shardfx.checkpoint.load`][].
+    - `map`: a map that makes the plan's leaves from the checkpoint's arrays, if the load has one.
+    - `dtype`: the casts of the load: `None`, `"plan"` or a dtype, as for [`shardfx.checkpoint.load`][].
+    - `unread`: `"raise"` an error for stored arrays from which no leaf is made, or `"allow"` them.
+    - `gap_bytes`: the least number of consecutive bytes that the load skips if the process does not need them.
     - `processes`: for a plan without devices, the number of processes, by default 1. Each gets equally many devices,
         consecutive in the mesh's order. For a plan on devices, the processes are those of its devices.
 
     **Returns:**
 
-    A `ReadPlan`. Its excess bytes are read and not needed: gaps between the columns that a process needs, if they are
-    too short to skip. In a store of chunks, they are the rest of each chunk.
+    A `ReadPlan`. Its excess bytes are read and not needed. In a file, they are gaps that are too short to skip, such as
+    those between the columns that a process needs. In a store of chunks, they are the rest of each chunk.
 
     **Raises:**
 
-    The errors of `load` before it reads; `PlanMismatchError` for a number of processes that does not divide the mesh.
+    The errors that `load` raises before it reads an array. `PlanMismatchError` if `processes` does not divide the
+    number of devices of the mesh.
 
     !!! Example
 

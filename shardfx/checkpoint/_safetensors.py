@@ -162,7 +162,7 @@ def _count(shape: list[int]) -> int:
 
 
 def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
-    """The arrays with the dtypes that the metadata gives under `DTYPES_KEY`. A dtype that does not fit is ignored."""
+    """The arrays with the dtypes that `metadata` names for them: of one byte for U8 arrays, or of PRNG keys."""
     if DTYPES_KEY not in metadata:
         return tuple(arrays)
     named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")
@@ -183,7 +183,7 @@ def _short(value: object) -> str:
 
 
 def write_header(tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """The bytes of a file before its buffer, and each tensor's offset in the file. `tensors` has names and arrays."""
+    """The bytes of a file before its buffer, and each array's offset. `tensors` has pairs of a name and an array."""
     content: dict[str, Any] = {METADATA: metadata} if metadata else {}
     reached, starts = 0, []
     for name, value in tensors:

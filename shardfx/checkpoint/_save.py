@@ -67,10 +67,12 @@ def save(
     """Writes the arrays of a tree as safetensors, with their plan.
 
     All files are written under a temporary name beside `path`, flushed to the disk, and renamed at the end. Until then
-    an older file at `path` stays unchanged, also after an error. Of two writers, one gets an error.
+    an older file at `path` stays unchanged, also after an error. If two saves to a new `path` run at the same time, one
+    of them gets an error.
 
     Every process that owns a device of the arrays must call `save` with the same arguments, and `path` must be on a
-    shared file system. Each process writes its replica-0 shards. An error in one process is raised in all of them.
+    shared file system. If several devices hold the same shard, the process of the first of them writes it. An error in
+    one process is raised in all of them.
 
     **Arguments:**
 
@@ -88,7 +90,7 @@ def save(
     - `overwrite`: whether to replace an existing file. A directory cannot be replaced: save to a new name, then remove
         the old directory.
     - `file_bytes`: the size above which the arrays of a directory are divided into several files.
-    - `progress`: whether to show a line on stderr; by default if that is a terminal.
+    - `progress`: whether to show a progress line on stderr; `None` shows it if stderr is a terminal.
     - `wait_seconds`: seconds that the processes wait for a process that has not called `save` yet. A process that
         fails or dies later is noticed within 30 seconds.
 
@@ -130,7 +132,7 @@ class SavedContent:
 
     - `leaves`: the arrays and Python numbers.
     - `lines`: a description of each array, for the processes to compare.
-    - `given`: the digests of the map, the leaves and the plan, by these names, for the processes to compare.
+    - `given`: digests for the processes to compare, under the names "map", "leaves" and "plan".
     - `plan`: the plan of the written arrays, if there is one.
     - `metadata`: the metadata for the headers of all files.
     """
@@ -143,9 +145,14 @@ class SavedContent:
 
 
 def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object) -> SavedContent:
-    """The content of a save of `tree`. With `map`, it is the arrays that the map makes of those of the tree.
+    """The content of a save of `tree`: its arrays, or with `map`, the arrays that the map makes of them.
 
-    `like` is a tree with the shapes and dtypes of the arrays that an inverse map makes.
+    **Arguments:**
+
+    - `tree`: a tree of JAX or NumPy arrays.
+    - `plan`: the tree's plan; `None` for the plan with the arrays' own shardings, if they are on one mesh.
+    - `map`: the map, or `None`. The content has no plan if a map is given.
+    - `like`: a tree with the shapes and dtypes of the arrays that the map makes; `None` if they follow from the map.
     """
     if plan is not None:
         check_type(

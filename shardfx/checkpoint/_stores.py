@@ -302,10 +302,10 @@ def _spec_of(entry: StoreArray) -> dict[str, Any]:
 
 
 def _begin_read(ts: Any, array: Any, box: Box, target: np.ndarray) -> tuple[Any, np.ndarray | None]:
-    """Starts to read a box of `array` into `target`, and returns the future.
+    """Starts to read a box of `array` into `target`. Returns the future, and `None` or another buffer.
 
-    If a cast to the dtype of `target` may change values, they are read into another buffer, and must be checked. This
-    buffer is returned too; otherwise `None`. `ts` is the tensorstore module.
+    If a cast to the dtype of `target` may change values, they are read into this other buffer instead. The caller then
+    casts and checks them. `ts` is the tensorstore module.
     """
     source = array[tuple(slice(start, stop) for start, stop in box)][ts.d[:].translate_to[0]] if box else array
     stored = source.dtype.numpy_dtype
