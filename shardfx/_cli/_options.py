@@ -146,7 +146,9 @@ def _mesh_of(name: str, structs: object) -> MeshSpec:
 class PlanOptions:
     """The command-line arguments that name a model, a mesh and rules, before they are parsed.
 
-    `how` has the keyword arguments of `shardfx.plan` that need no parsing, and `target` the name of a TPU slice.
+    Each field has the value of the option of its name; `model` is the argument MODEL. `kwargs` has keyword arguments
+    for the model, `devices` is the number of devices, and `target` the name of a TPU slice. `how` has the keyword
+    arguments of `shardfx.plan` that need no parsing, such as `strict`.
     """
 
     model: str | None
@@ -291,7 +293,7 @@ _STRATEGY_AXES = ("data", "fsdp", "tensor", "expert")
 
 
 def _require_known(options: PlanOptions, inputs: Inputs) -> None:
-    """Raises if the rules are a strategy for published models, such as "fsdp_tp", and the mesh has an unknown axis.
+    """Raises `UsageError` if the rules are a strategy, such as "fsdp_tp", and the mesh has an unknown axis.
 
     Known axes are those that the strategy uses, and `data`, `fsdp`, `tensor` and `expert`. Any other is probably
     misspelled.

@@ -196,7 +196,7 @@ def _rotate(x: Float[Array, "b s heads d"]) -> Float[Array, "b s heads d"]:
 
 
 def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
-    """Returns the source files of Python's standard library, in order of their paths, as one array of bytes.
+    """Returns the first `max_bytes` of the source files of Python's standard library, in order of their paths.
 
     Every run of one Python installation returns the same bytes.
     """
@@ -223,7 +223,7 @@ TOLERANCE = 1e-4
 
 
 class Run(NamedTuple):
-    """The settings of a training run: its length, its batches, its learning rate and its seed."""
+    """The settings of a training run. A batch has `batch_size` windows of text, each with `length` predicted bytes."""
 
     steps: int = 100
     batch_size: int = 16
@@ -241,8 +241,8 @@ class DemoPlans(NamedTuple):
 
 
 def default_mesh(device_count: int, axis_types: AxisType = AxisType.Auto) -> MeshSpec:
-    """Returns a mesh with the axes data, fsdp and tensor. The sizes of fsdp and tensor are 2 if the number of devices
-    allows it, and all other devices are along data.
+    """Returns a mesh of `device_count` devices with the axes data, fsdp and tensor, all of the type `axis_types`. The
+    sizes of fsdp and tensor are 2 if the number of devices allows it, and all other devices are along data.
     """
     tensor = KV_HEADS if device_count % KV_HEADS == 0 else 1
     fsdp = 2 if device_count % (2 * tensor) == 0 else 1

@@ -39,10 +39,10 @@ def report_data(
 ) -> dict[str, Any]:
     """The content of a report as plain data that `json.dumps` takes: dicts, lists, strings and numbers.
 
-    It takes the arguments of [`shardfx.html_report`][]: `findings` of `lint`, the `traffic` and the memory `fit` of a
-    step, and the `chip` whose memory the plan is compared with. In the result, `rows` has one entry for each array, or
-    for equal arrays of repeated layers. `memory` has the bytes per device of each part of the tree, or of each group of
-    arrays in `fit`. Texts are not escaped for HTML.
+    It takes the arguments of [`shardfx.html_report`][]: a `title`, `findings` of `lint`, the `traffic` and the memory
+    `fit` of a step, and the `chip` whose memory the plan is compared with. In the result, `rows` has one entry for each
+    array, or for equal arrays of repeated layers. `memory` has the bytes per device of each part of the tree, or of
+    each group of arrays in `fit`. Texts are not escaped for HTML.
 
     !!! Example
 
@@ -111,8 +111,8 @@ def _verdict(
 ) -> dict[str, str]:
     """The quality of a plan: its `level`, "good", "warn" or "bad", and a `text` of one line.
 
-    `totals` has the sums over all arrays of the plan, such as `bytes_per_device`. `chip` has the name and the memory of
-    the accelerator; `None` if it is not known.
+    `totals` has the sums over all arrays of the plan, such as `bytes_per_device`. `findings` are those of `lint`, and
+    `fit` is the memory of a step. `chip` has the name and the memory of the accelerator; `None` if it is not known.
     """
     less, even = totals["corrected_arrays"], totals["even_bytes_per_device"]
     ratio = totals["bytes_per_device"] / even if even else 1.0

@@ -64,8 +64,9 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 def corrected(subject: Subject) -> Iterator[Finding]:
     """Findings for arrays that are sharded less than their rule requests.
 
-    With `lint(strict=True)`, an array is also found if its spec differs from the request for any other reason. Scalars
-    are never found. Three or more arrays that one mesh axis does not divide are one finding.
+    An array is found if a requested mesh axis does not divide a dimension, would split a unit, or already shards
+    another dimension. With `lint(strict=True)`, an array is found if the plan has any reason for it. Scalars are never
+    found. Three or more arrays that one mesh axis does not divide are one finding.
     """
     content = subject.content
     if not any(row.reasons for row in content.rows):

@@ -225,8 +225,8 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
 
 
 def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings, of this severity, for logical names that have no rule: the names of arrays, and those for which
-    `AxisRules(units=...)` has a unit.
+    """Findings, of this severity, for logical names that have no rule. The names are those of arrays, and those in
+    `AxisRules(units=...)`.
     """
     axes = subject.axes
     if axes is None:

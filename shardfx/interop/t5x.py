@@ -91,7 +91,7 @@ def partitioning_of(text: str) -> Partitioning:
 
 
 def _partitioner(bound: Bindings) -> str:
-    """The name of the partitioner class that the gin file passes to a script, or else of one that it gives parameters.
+    """The name of the partitioner class in a gin file: the one passed to a script, else one whose parameters are bound.
 
     Raises `RuleError` if there is none, or if it is not one of T5X's.
     """

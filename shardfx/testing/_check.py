@@ -199,7 +199,9 @@ def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None)
 
 
 class _Traced(NamedTuple):
-    """A step as a function `run` of arrays only, with its jaxpr, its arguments, and the paths of its results."""
+    """A step as a function `run` of arrays only, with its jaxpr `closed`, its arguments `arrays`, and the `paths` of
+    the arrays in its result.
+    """
 
     run: Callable[..., Any]
     closed: jex.ClosedJaxpr
@@ -228,7 +230,7 @@ def _data(leaf: Any) -> Any:
 
 
 class _Played:
-    """A compiled program that evaluates a step's jaxpr equation by equation.
+    """A compiled program that evaluates the jaxpr of the step `traced` equation by equation.
 
     With `alone`, it runs on one device without shardings. `wide` is the dtype to which narrower floats are cast. The
     program returns the step's results, and with `keeps` also the result of every equation.

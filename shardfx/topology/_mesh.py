@@ -26,7 +26,8 @@ _PART = re.compile(r"([^=]*[^=\s])\s*=\s*(-?[0-9]{1,10})\s*(?:\(dcn=([0-9]{1,10}
 class MeshSpec(eqx.Module):
     """A mesh as a value: named axes with sizes, and no devices.
 
-    A laptop can thus plan for a pod of 65,536 chips. [`shardfx.MeshSpec.build`][] makes a mesh of devices.
+    A laptop can thus plan for a pod of 65,536 chips. [`shardfx.MeshSpec.build`][] makes a mesh of devices. Each field
+    has an entry for each axis; the entry in `dcn_sizes` is the number of slices that the axis spans.
 
     !!! Example
 
@@ -290,8 +291,8 @@ class MeshSpec(eqx.Module):
 
         JAX's `mesh_utils` orders TPUs, slice by slice if `dcn` or the devices name several slices. Then the devices of
         each axis that fills a box of the torus are reordered, so that neighbours on the axis are one hop apart. If
-        `mesh_utils` has no order, [`shardfx.topology.torus_order`][] is used. Other devices keep their order, and GPUs
-        are sorted by id.
+        `mesh_utils` has no order, [`shardfx.topology.torus_order`][] is used. GPUs are sorted by id; devices of other
+        kinds keep their order.
 
         **Arguments:**
 

@@ -1,5 +1,5 @@
 """`shardfx convert` writes a checkpoint with other names, shapes, dtypes or files; `shardfx clean` removes the
-incomplete checkpoints of saves that were killed.
+incomplete checkpoints of saves that were killed. Parameters are options, which their `help` texts explain.
 """
 
 import math

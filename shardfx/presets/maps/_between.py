@@ -44,7 +44,10 @@ class Sizes:
         return found
 
     def before(self, axis: str, why: str) -> int:
-        """Returns the size of an axis in the source, or the result of `of` if the source's is unknown."""
+        """Returns the size of an axis in the source, or in the target if the source's is unknown.
+
+        Raises `MapError` if both are unknown. The error's text begins with `why`.
+        """
         return self.source[axis] if axis in self.source else self.of(axis, why)
 
     def resized(self, axis: str) -> int | None:
