@@ -49,7 +49,7 @@ def partitioned(
 
     **Raises:**
 
-    `ProgramError` with XLA's own message if XLA cannot partition the program; `MeshError` for more devices.
+    `ProgramError` with XLA's own message if XLA cannot partition the program; `MeshError` for more than 8,192 devices.
     """
     dumped = _FINISHED if finished else _PARTITIONED
     request = {"devices": devices, "options": dict(options), "seconds": seconds, "dumped": dumped}

@@ -169,8 +169,9 @@ class _LineTraffic:
 
 
 def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
-    """Yields each row of `made`, divided into one row for each parameter of the collective, with a source line. If the
-    collective reduces the gradient of a parameter whose path is in `lines`, it is the line there, else the row's own.
+    """Yields each row of `made`, divided into one row for each parameter of the collective, with a source line. This is
+    the row's own line, with one exception: `lines` has the lines at which the gradients of parameters are reduced, by
+    the parameter's path. A row that reduces the gradient of one of these parameters has its line from there.
     """
     for row in made.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)

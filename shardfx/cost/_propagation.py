@@ -134,8 +134,8 @@ class Graph:
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
-        """The arrays that each sharding constraint returns. A key is the text that names the constraint where it is the
-        origin of a mesh axis.
+        """For each sharding constraint that is the origin of a mesh axis, the arrays that it returns. The keys are
+        Shardy's names of the constraints.
         """
         found: dict[str, list[int]] = {}
         for made in self.operations:
@@ -215,8 +215,9 @@ class Graph:
 
 
 def _search(before: dict[_T, tuple[int, _T] | None], edges: Callable[[_T], Iterable[tuple[int, _T]]]) -> Iterator[_T]:
-    """Yields the items that a breadth-first search from the keys of `before` reaches, and adds them to `before`.
-    `edges` returns the neighbours of an item, each with the number of the operation between the two.
+    """Yields the items that a breadth-first search from the keys of `before` reaches. Each is added to `before`, with
+    the operation and the item over which it was reached. `edges` returns the neighbours of an item, each with the
+    number of the operation between the two.
     """
     queue = deque(before)
     while queue:

@@ -176,7 +176,7 @@ class _Flattener:
 
     def add(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[FlatOp]) -> Values:
         """Adds the operations of the instruction `one`, and returns the values of its result. `known` has the values of
-        earlier instructions.
+        earlier instructions, by the instruction's name.
         """
         operands = [known[name] for name in one.operands if name in known]
         if one.opcode == "parameter":
