@@ -287,7 +287,7 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
 
 
 def joined_contents(contents: dict[str, Content]) -> Content:
-    """Returns the data of the plan of a dict of trees, from the data for each key; see `shardfx.ShardPlan.join`."""
+    """Returns the data of the plan of a dict of trees. `contents` maps each key to the data of the plan of its tree."""
     mesh, jax_mesh, mode, axes = (_common(what, contents) for what in ("mesh", "jax_mesh", "mode", "axes"))
     rows, index, paths = [], [], []
     for name, content in contents.items():

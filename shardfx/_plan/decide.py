@@ -204,7 +204,7 @@ def units_at(
 
 
 def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
-    """Returns the plan of an array: the requested spec without axes that do not fit, plus its strategies' axes."""
+    """Returns the plan of an array: the spec of `request` without axes that do not fit, plus its strategies' axes."""
     names, units = request.names, request.units
     units = units if units is None or names is None else units_at(names, shape, units)
     leaf = leaf_of(shape, dtype, units)
@@ -300,7 +300,9 @@ def correct(
 
 
 def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
-    """Returns the result of [`shardfx.correct`][] for arguments that are already checked."""
+    """Returns `spec` without the axes that do not fit the array `leaf` on a mesh with the axes `axes`, and the reasons;
+    the same as [`shardfx.correct`][], for arguments that are already checked.
+    """
     entries, sizes = _fitted(spec, leaf.shape), axes.sizes
     if axes.min_bytes and (asked := tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))):
         if found := _too_small(leaf, asked, axes.min_bytes):

@@ -45,8 +45,8 @@ def follow(
 
     Where JAX gives no sharding, `follow` looks for a planned array whose path is contained in the path of the result,
     at its end or before other names (`param_states/<path>/m`). The result is sharded like that array if it has the same
-    shape, some of its dimensions, or more leading dimensions (a history), left unsharded. Path rules shard other
-    arrays.
+    shape, some of its dimensions, or more leading dimensions, such as a history; these are not sharded. Path rules
+    shard other arrays.
 
     **Arguments:**
 

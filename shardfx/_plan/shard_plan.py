@@ -236,8 +236,8 @@ class ShardPlan(eqx.Module):
             any shape whose sizes it divides, and dimensions beyond the end of the names are not sharded. The mesh axes
             of a name with units, such as attention heads, must then divide the number of units in the plan's arrays.
         - `strict`: raise if a mesh axis would be dropped; `None` for the plan's own `strict`.
-        - `unmatched`: "raise" makes a name without a rule an error, and a mesh axis of a spec that neither the mesh has
-            nor the rules declare; "replicate" does not shard by them.
+        - `unmatched`: "raise" makes two things an error: a name without a rule, and a mesh axis of a spec that the mesh
+            lacks and the rules do not declare. "replicate" ignores such names and axes.
         - `explain`: return the decision as well.
 
         **Returns:**

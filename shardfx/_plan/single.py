@@ -167,7 +167,7 @@ _BY_HAND = "replaced by hand"
 
 
 def replaced(content: Content, where: str, target: object) -> Content:
-    """Returns the data of a plan with another target for some arrays; see `shardfx.ShardPlan.replace`."""
+    """Returns the plan with `target` for the array at the path `where`, or for all paths that it matches as a regex."""
     ((_, checked),) = PathRules([(re.escape(where), target)]).rules
     is_array = [number >= 0 for number in content.index]
     paths = content.path_tree.paths

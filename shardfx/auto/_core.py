@@ -126,7 +126,7 @@ def _added(rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: i
 
 
 def _temporaries(program: Program) -> list[int]:
-    """The values that are live at the point where the unsharded step takes the most memory, without arguments."""
+    """The numbers of the values, without arguments, that are live where the unsharded step takes the most memory."""
     operations = program.operations
     born: dict[int, int] = {}
     dies = dict.fromkeys(program.results, len(operations))

@@ -188,8 +188,8 @@ class _Namer:
                     after.name = "head_dim"
 
     def batches_of_weights(self) -> set[LogicalAxis]:
-        """The logical axes of the batch dimensions of some matrix products: those with a weight as an operand. An
-        operand is a weight if each of its dimensions is equivalent to a dimension of the model.
+        """The logical axes of the batch dimensions of weights. A weight is an operand of a matrix product whose
+        dimensions are all equivalent to dimensions of the model.
         """
         tied, own, found = self.tied, self.classes.own, set[LogicalAxis]()
         for made in tied.program.operations:
@@ -215,7 +215,8 @@ class _Namer:
 
     def width(self) -> None:
         """Names a dimension of a residual stream `embed` if matrix products contract it and several arrays of the model
-        have it. A model with several towers has several residual streams.
+        have it. A model with several towers has several such streams. Also names the other dimension of tables with
+        `vocab`, if it is the same in all.
         """
         sums = residual(self.tied, self.classes.own)
         found = [
@@ -244,14 +245,16 @@ class _Namer:
                 axis.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
 
     def is_between_widths(self, axis: LogicalAxis) -> bool:
-        """Whether a logical axis, such as `mlp`, is the inner dimension of a block whose width is `embed`."""
+        """Whether a logical axis, such as `mlp`, is the inner dimension of a block: its arrays also have `embed`."""
         places = [place for place in self.classes.in_model(axis) or axis.places if place.of == 1]
         wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}
         return len(wide) > 1 and self.is_marked(axis, "contracted")
 
 
 def _short(path: str, words: tuple[str, ...]) -> str:
-    """An identifier made of the last part of a path. Parts in `words` and common names such as `weight` are skipped."""
+    """An identifier made of the last part of a path. Parts that are common, such as `weight`, or in `words`, the names
+    of the step's arguments, are skipped.
+    """
     parts = [part for part in path.split("/") if part not in _DULL and part not in words] or path.split("/")
     name = re.sub(r"\W+", "_", "_".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])).strip("_")
     return name if name and not name[0].isdigit() else f"a{name}"

@@ -194,7 +194,10 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
 
 
 def _limited(space: Space) -> CostTerms:
-    """The arrays of `cost_terms`, with the user's limits in the arrays `limits`, `sizes` and `least`."""
+    """The arrays of `cost_terms` with the user's limits: `least` has the smallest numbers of shards, and `limits`,
+    `sizes` and `least` have a row for each mesh axis that must exist. Raises `SpecError` if no mesh axis can shard a
+    wanted name, `RuleError` for a mesh axis that no assignment has.
+    """
     limits, terms = space.limits, cost_terms(space.layouts, space.made)
     wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
     used = cut_by(space.made)
