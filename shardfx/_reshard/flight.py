@@ -107,7 +107,9 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
 
 
 class _Flight:
-    """The state of a running job, which makes the target's arrays in order, a bounded number at a time."""
+    """The state of a running job, which makes the target's arrays in order, a bounded number at a time. The threads of
+    `pool` copy.
+    """
 
     def __init__(self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor):
         self.made: dict[int, jax.Array] = {}
@@ -196,7 +198,9 @@ def _is_on_cpu(assembly: Assembly) -> bool:
 
 
 class Window:
-    """The arrays in flight: dispatched, but not yet computed by the devices. Their number and bytes are bounded."""
+    """The arrays in flight: dispatched, but not yet computed by the devices. Their number is bounded, and so are the
+    bytes that computing them takes: by `limit_bytes`, or by a fixed limit if it is `None`.
+    """
 
     def __init__(self, limit_bytes: int | None):
         self.limit_bytes = _IN_FLIGHT_BYTES if limit_bytes is None else limit_bytes
@@ -204,14 +208,16 @@ class Window:
         self.bytes = 0
 
     def add(self, array: jax.Array, nbytes: int, most: int = _IN_FLIGHT_COUNT) -> None:
-        """Adds an array that was dispatched, and waits for the oldest arrays until at most `most` are left."""
+        """Adds an array that was dispatched and takes `nbytes` to compute. Then waits for the oldest arrays until at
+        most `most` are left.
+        """
         self.pending.append((array, nbytes))
         self.bytes += nbytes
         while len(self.pending) > most:
             self._wait()
 
     def make_room(self, nbytes: int) -> None:
-        """Waits until a further array of `nbytes` bytes may be in flight."""
+        """Waits until a further array, which takes `nbytes` to compute, may be in flight."""
         while self.pending and (self.bytes + nbytes > self.limit_bytes or len(self.pending) >= _IN_FLIGHT_COUNT):
             self._wait()
 
@@ -254,7 +260,7 @@ def carry_out(
 ) -> jax.Array:
     """Moves one live array to exactly the sharding `move.dst`. It does not wait until the devices have computed the
     result. If the whole array needs more than `limit_bytes`, which must be at least `move.least_bytes`, it moves in
-    chunks. `pool` has threads to copy with.
+    chunks. The threads of `pool` copy; without it, the calling thread does.
     """
     if x.dtype != move.dtype:  # typed PRNG keys: their data move
         data = carry_out(move, jax.random.key_data(x), donate=donate, limit_bytes=limit_bytes)

@@ -69,8 +69,8 @@ class MappedMatrices:
         object, call `jax.jit(mapped.init, out_shardings=mapped.states.shardings)()`, so that the owner devices make
         them.
 
-        The dict has an entry for each stack (matrices of equal shape, dtype and sharding). A new first dimension of the
-        states counts its matrices. Raises `LeafTypeError` if `map_matrices` was given no `state`.
+        The dict has the states of each stack (matrices of equal shape, dtype and sharding) by its name. A new first
+        dimension of the states counts the matrices. Raises `LeafTypeError` if `map_matrices` was given no `state`.
         """
         if self._state is None:
             raise LeafTypeError("these matrices have no states; pass `map_matrices(..., state=init)`.")
@@ -183,7 +183,8 @@ def _map_exchange(
     fn: Callable[..., object], exchange: OwnerExchange, arrays: Sequence[Any], states: PyTree, mesh: Any
 ) -> tuple[list[Any], Any]:
     """Applies `fn` to the matrices in `arrays`, which one all-to-all sends. `states` has the states of each stack by
-    the stack's name, `None` for a stack without states. Returns the results and new states.
+    the stack's name, `None` for a stack without states. `mesh` is the mesh of the arrays. Returns the results and the
+    new states.
     """
     parts = exchange.arrays
     here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
@@ -205,9 +206,9 @@ def _map_exchange(
 
 
 def _scan(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
-    """Applies `fn` to each matrix of the stack `number` that this device owns. `owned` has the rows that it received,
-    and `states` the states of these matrices. Returns the rows with the results in the place of the matrices, and the
-    new states.
+    """Applies `fn` to each matrix of the stack `number` that this device owns. `owned` has the rows that the device
+    received, and `states` the states of these matrices, if any. Returns the rows with the results in the place of the
+    matrices, and the new states.
     """
     starts, stack = exchange.starts(number), exchange.stacks[number]
 

@@ -78,7 +78,7 @@ class Move:
 
     @ft.cached_property
     def copy_bytes(self) -> int:
-        """The bytes of copies of shards in host memory: programs compute in device memory, and need copies there."""
+        """The bytes of the copies that programs make in device memory, where they compute, of shards in host memory."""
         if self.plan is None and (self.assembly is None or self.assembly.method != "programs"):
             return 0
         return device_copy_bytes(self.shape, self.dtype, self.src, self.dst)
@@ -111,7 +111,9 @@ class Move:
         return None if self.plan is None else split_into(count, self.src.shard_shape(self.shape), self.plan.steps)
 
     def chunks_within(self, limit_bytes: int | None) -> Chunks | None:
-        """The fewest chunks that need at most `limit_bytes` besides source and target; `None` for whole shards."""
+        """Chunks of shards that need at most `limit_bytes` in one memory besides source and target. `None` if whole
+        shards need no more, if `limit_bytes` is `None` (no limit), or if the shards cannot be divided.
+        """
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
         chunks = self.chunks_of(-(-self.held_bytes // max(1, limit_bytes - self.copy_bytes)))
@@ -212,9 +214,8 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 
 @ft.lru_cache(maxsize=1024)
 def _with_senders(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
-    """Returns the same move with senders chosen anew. `sent_before` has pairs of a device's position in
-    `assembly.devices` and a number of bytes: how many more it has sent in earlier moves than another device with the
-    same shard.
+    """Returns the same move with senders chosen anew. `sent_before` has pairs: the position of a device in
+    `assembly.devices`, and how many more bytes it has sent in earlier moves than another device with the same shard.
     """
     ends = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
     return dataclasses.replace(move, assembly=assembly_between(*ends, sent_before))

@@ -330,8 +330,8 @@ def _move_fields(move: Move) -> dict[str, Any]:
 
 @ft.lru_cache(maxsize=4096)
 def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
-    """The fields of a `LeafMove`, by name, that say the cost of assembling an array of parts of other arrays.
-    `extra_bytes` is added: the most bytes in one memory besides the shards of source and target. `most_bytes` is the
+    """The fields of a `LeafMove`, by name, that say the cost of assembling an array of parts of other arrays. The dict
+    also has "extra_bytes", the most bytes in one memory besides the shards of source and target. `most_bytes` is the
     most that programs may use on a device if source and target are on different devices.
     """
     steps, count = assembly.exchanges(None, most_bytes), max(1, assembly.sharding.num_devices)

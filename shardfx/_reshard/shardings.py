@@ -107,8 +107,8 @@ def in_device_memory(sharding: Sharding) -> Sharding:
 
 
 def device_copy_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
-    """Programs compute in device memory, so they need copies of shards in host memory. Returns the bytes of these
-    copies in one memory, for an array that has the shardings `ends` before and after a program.
+    """Returns the bytes of the copies that a program makes in device memory, where it computes, of shards in host
+    memory. `ends` are the array's shardings before and after the program. Devices that share a memory count together.
     """
     away = [end for end in ends if in_host_memory(end)]
     return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)

@@ -61,7 +61,7 @@ class Matrices(NamedTuple):
         return math.prod(self.many)
 
     def spec(self, entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-        """The array's PartitionSpec, if `entries` has the mesh axes of each dimension after the leading ones."""
+        """The array's PartitionSpec. `entries` has the mesh axes that shard each dimension after the leading ones."""
         return PartitionSpec(self.lead_axes or None, *[None] * (len(self.many) - 1), *(own or None for own in entries))
 
 
@@ -132,9 +132,11 @@ class OwnerExchange(NamedTuple):
 def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
 ) -> tuple[tuple[OwnerExchange, ...], dict[int, ArrayFn]]:
-    """The all-to-alls that send the matrices of a plan to their owner devices, and the values in `where` that are a
-    function or `None`, by the number of the array. `over`, `where` and `limit` are the arguments `over`, `where` and
-    `memory_limit_bytes` of [`shardfx.map_matrices`][].
+    """Returns the all-to-alls that send the matrices of a plan to their owner devices, and a dict for the arrays that
+    are not divided into matrices: from the number of the array to the function or the `None` that `where` has for it.
+
+    `over` are the mesh axes along which owners lie; by default the axes that shard a matrix, and those of "batch".
+    `where` is a dict from regexes of paths to what is done with an array. `limit` is the most bytes per device.
     """
     found, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
@@ -216,7 +218,7 @@ def _matrices(at: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
 
 
 def _cost(array: Matrices) -> float:
-    """The number of multiplications in the smaller product of a matrix of `array` with its transpose."""
+    """The multiplications in `M @ M.T` or `M.T @ M`, whichever has fewer, for a matrix `M` of `array`."""
     rows, columns = array.matrix
     return float(rows) * columns * min(rows, columns)
 
@@ -227,7 +229,9 @@ def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
 
 
 class _Owners:
-    """Assigns matrices to owner devices along the mesh axes `axes`. Matrices do not move along `lead_axes`."""
+    """Assigns matrices to owner devices along the mesh axes `axes`. Matrices do not move along the axes `lead_axes`.
+    `sizes` has the size of each mesh axis.
+    """
 
     def __init__(self, lead_axes: tuple[str, ...], axes: tuple[str, ...], sizes: Mapping[str, int]):
         self.lead_axes, self.axes, self.sizes = lead_axes, axes, sizes
@@ -238,7 +242,9 @@ class _Owners:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def count(self, array: Matrices) -> int:
-        """The number of matrices of `array` for one group of owners: each index along `lead_axes` has a group."""
+        """The number of matrices of `array` that one group of owners computes. Owners with the same coordinates along
+        `lead_axes` are a group.
+        """
         return array.number // self.size(self.lead_axes)
 
     def sharded(self, one: Matrices) -> Matrices:

@@ -22,9 +22,10 @@ from .steps.redistribution import redistribute
 def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
     """Moves a traced array to the sharding `dst`, inside `jit` or another transformation.
 
-    `x` is a traced value, or an array that is a constant of the program. Its cotangent moves back. `dst` has the
-    devices of the program, in the same order. `src`, the sharding of `x`, is needed under Auto axes; under Explicit
-    axes the type of `x` has it. If `src` is wrong, XLA first moves `x` to it.
+    `x` is a traced value, or an array that is a constant of the program. In a gradient, the result's cotangent moves
+    from `dst` to `src`. `dst` must have the program's devices in the program's order. `src` is the sharding of `x`. It
+    is needed if the mesh of `x` has Auto axes; the types of arrays on Explicit axes say it. If `src` is not the actual
+    sharding of `x`, XLA first moves `x` to `src`.
 
     **Raises:**
 
@@ -129,7 +130,7 @@ def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
 
 
 def _require_names(src: NamedSharding) -> None:
-    """Raises `MeshError` if `src` is on an abstract mesh, and `jax.set_mesh` has set one that may lack its axes."""
+    """Raises `MeshError` if `src` is on an abstract mesh of Auto axes, and `jax.set_mesh` has set another mesh."""
     around = jax.sharding.get_abstract_mesh()
     if isinstance(src.mesh, Mesh) or is_explicit(src) or around.empty or around == src.mesh:
         return
@@ -180,7 +181,7 @@ def _batch(axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSha
 
 def _batched(end: NamedSharding, rank: int, dim: int, names: tuple[str, ...]) -> NamedSharding:
     """Returns the sharding `end` with an entry for the dimension `dim`, which `vmap` has added to an array of now
-    `rank` dimensions. The mesh axes `names` of `vmap` shard this dimension if the mesh of `end` has them.
+    `rank` dimensions. The mesh axes `names`, which `vmap` asks for, shard this dimension if the mesh of `end` has them.
     """
     entries = [*entries_of(end.spec), *[None] * (rank - 1 - len(entries_of(end.spec)))]
     entries.insert(dim, names if names and {*names} <= {*end.mesh.axis_names} else None)

@@ -147,9 +147,9 @@ class Assembly:
         """The programs that assemble the array, in order. Parts of shards are divided to keep within the limits.
 
         `limit_bytes` is the most bytes that programs may use in one memory, besides source and target. CPU devices of
-        one process share one memory; every other device has its own. Without `limit_bytes`, programs between different
-        devices may use `most_bytes` on a device (by default the property of this name), and other programs have no
-        limit.
+        one process share one memory; every other device has its own. If `limit_bytes` is `None`, the limit depends on
+        the devices. If source and target are on different devices, programs may use `most_bytes` on a device (`None`
+        for the value of the property `most_bytes`). Otherwise they have no limit.
         """
         if self.method != "programs":
             return []
@@ -165,15 +165,15 @@ class Assembly:
 
     @property
     def _buffers(self) -> int:
-        """The number of buffers that a program needs at the same time to move one part to each device. If source and
-        target are on different devices, one program holds the received part, and the old and new values of the elements
-        that it writes.
+        """How many buffers, each as large as a part of a shard, a program needs on a device at the same time. If source
+        and target are on different devices, one program holds the received part, and the old and new values of the
+        elements that it writes.
         """
         return 4 if self.changes_devices else 3
 
     def extra_bytes(self, steps: Sequence[Exchange]) -> int:
-        """The most bytes that programs use in one memory besides source and target. The programs, `steps`, run one
-        after another.
+        """The most bytes that the programs `steps`, which run one after another, use in one memory besides source and
+        target.
         """
         # The CPU's compiler drops the barriers between rounds, and may slice all parts before it sends the first.
         of_step = sum if self.changes_devices or self.sharers > 1 else max
@@ -227,7 +227,9 @@ def _unchanged(leaf: MovedLeaf) -> Made:
 def _known_assembly(
     leaf: MovedLeaf, made: Made, sources: Sequence[MovedLeaf], copies: bool, known: dict[object, Assembly]
 ) -> Assembly:
-    """The plan for assembling `leaf` from `sources`. `known` caches it for arrays that differ only in paths."""
+    """The plan for assembling `leaf` from `sources` as `made` says. `known` is a cache of plans, since arrays that
+    differ only in paths share one.
+    """
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     more = shape[len(leaf.shape) :]
     pieces = numbered([extended(piece, more) if more else piece for piece in made.pieces], [x.path for x in sources])
@@ -262,8 +264,8 @@ def assembly_between(
     """The plan for moving an array without a map to another sharding, on any devices. For typed PRNG keys, `shape` and
     `dtype` are those of their `key_data`.
 
-    `parts.missing` has the boxes of the elements that only `lost` devices hold. `sent_before` has pairs of a device's
-    number and the bytes that it has sent in earlier moves, beyond the replica of its shard that has sent the fewest.
+    `parts.missing` has the boxes of the elements that only `lost` devices hold. `sent_before` has pairs: the
+    number of a device, and how many more bytes it has sent in earlier moves than another device with the same shard.
     Raises `MeshError` if no program spans the devices and no process can address all shards.
     """
     made, source = leaf_made("0", Struct(shape, dtype)), MovedLeaf("0", shape, dtype, src)

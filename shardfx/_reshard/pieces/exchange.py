@@ -64,8 +64,8 @@ def exchanges(
     """The programs that send `parts` of shards, without constants, to the devices of one array.
 
     Devices are numbered from 0 to `count - 1`, and `receivers` of them are the target's. The parts of one program take
-    at most `most_bytes`, unless it has a single round. `kinds` has a value for each array that is read, such as its
-    devices and dtype. Arrays with different values are read by different programs.
+    at most `most_bytes`, unless it has a single round. `kinds` has, by name, a value for each array that is read, such
+    as its devices and dtype. Arrays with different values are read by different programs.
     """
     alike: dict[tuple[str, StridedCopy, bool], list[ShardPart]] = {}
     for part in parts:
@@ -169,7 +169,8 @@ def sent_dtype(form: StridedCopy, dtype: object) -> Any:
 
 def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Array:
     """Slices a part out of `block`, a device's shard, and casts it to the dtype in which it is sent. `form` has the
-    part's shape, strides and casts. `place` begins with the position of its first element.
+    part's shape, strides and casts. `place` is the device's row of integers in `Exchange.places`: the first ones are
+    the part's position in the shard, and the others are for the receiver (`write_part`).
     """
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
     return _cast(gathered(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)])
@@ -184,8 +185,8 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
 
 def write_part(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
     """Writes `piece`, the part that a device received in the round `step`, into its shard `out`, and returns the shard.
-    `dtype` is the dtype of the source. `place` is the device's row of integers for this round in `Exchange.places`: it
-    ends with the position in the shard, and with 1 if the device received a part, else 0.
+    `dtype` is the dtype of the source. `place` is the device's row of integers for this round in `Exchange.places`. Its
+    last integers are the position in the shard, and then 1 if the device received a part, else 0.
     """
     form = step.form
     piece = transposed(bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype), form)
@@ -228,10 +229,10 @@ Colours = dict[int, dict[int, ShardPart]]
 def matchings(parts: Sequence[ShardPart]) -> list[tuple[ShardPart, ...]]:
     """Groups parts into rounds, so that each device sends at most one part and receives at most one part in a round.
 
-    A round is a colour in an edge colouring of a bipartite graph. The graph's nodes are the senders and the receivers,
-    and its edges are the parts. The number of rounds is the largest number of parts that one device sends or receives
-    (Konig's theorem). For parts from 0 to 1, from 0 to 2 and from 1 to 2 there are two rounds: 0 to 1 with 1 to 2, and
-    0 to 2.
+    The parts are the edges of a bipartite graph from senders to receivers. The rounds are colours of the edges, and no
+    two edges of a device's node have one colour. By Konig's theorem, as many colours are needed as the largest number
+    of parts that a device sends or receives. For device 0 sending to 1 and 2, and device 1 sending to 2, these are two
+    rounds: 0 to 1 and 1 to 2 in the first, 0 to 2 in the second.
     """
     at_sender: Colours = {}
     at_receiver: Colours = {}
@@ -249,9 +250,10 @@ def matchings(parts: Sequence[ShardPart]) -> list[tuple[ShardPart, ...]]:
 
 
 def _swap_colours(receiver: int, a: int, b: int, at_sender: Colours, at_receiver: Colours) -> None:
-    """Makes the colour `a` free at `receiver`: no part that it receives has this colour then. For this, the parts on
-    one path swap the colours `a` and `b`, in place. The path starts at `receiver`, and its parts have the two colours
-    in turn.
+    """Changes colours of parts, in place, so that no part that `receiver` receives has the colour `a`. None has the
+    colour `b` before. The parts on a path through the graph swap the two colours. The path starts at `receiver` with
+    the part of colour `a`. Each next part shares a device with the one before, and has the other colour. `at_sender`
+    and `at_receiver` have for each device the parts that it sends or receives, by colour.
     """
     path, sides, node, colour = [], (at_receiver, at_sender), receiver, a
     while (part := sides[len(path) % 2][node].get(colour)) is not None:

@@ -115,12 +115,13 @@ def _chunk_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[
 
 
 def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kinds: Sequence[str]) -> bool:
-    """Whether the TPU compiler needs much memory because a last all-gather doubles the shard, and cannot reuse the
-    memory of the copies around the last all-to-all.
+    """Whether a move that ends in an all-gather, which doubles the shard, takes much memory on TPUs. The compiler then
+    cannot reuse the memory of the copies that it makes around the move's last all-to-all.
 
-    This happens only if the doubled shard is at least as large as the source's shard. The other conditions were found
-    by compiling 388 moves with a doubling all-gather for a v5p of 4 x 4 x 4 chips. 58 took more memory than twice the
-    larger shard. The conditions find all 58, and 2 others. `whole` is the shape of the whole array.
+    `whole` is the shape of the whole array, and `kinds` has the kind of each of the `steps`. The doubled shard must be
+    at least as large as the source's shard. The other conditions were found by compiling 388 moves of this kind for a
+    v5p of 4 x 4 x 4 chips. Of these, 58 took more memory than twice the larger shard. The conditions hold for all 58,
+    and for 2 others.
     """
     before, after, first = (end.shard_count for end in (steps[-1].source, steps[-1].target, steps[0].source))
     if kinds[-1] != "all_gather" or before != 2 * after or after > first or "all_to_all" not in kinds:
@@ -138,8 +139,8 @@ def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kin
 
 
 def in_chunks(shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_tpus: bool = True) -> Any:
-    """Returns `move(shard)`, computed for one chunk of the shard after another. With `as_on_tpus`, shards are stored in
-    the order of dimensions that needs the least memory on TPUs.
+    """Returns `move(shard)`, computed by calling `move` with one chunk of the shard after another. With `as_on_tpus`,
+    shards are stored in the order of dimensions that needs the least memory on TPUs.
     """
     source, target = (_Stored.of(shape, chunks, as_on_tpus) for shape in (shard.shape, chunks.target_shape))
 
@@ -208,8 +209,8 @@ class _Stored:
 
 
 def _best_order(shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Returns the fewest elements that an array of `shape` takes with padding to tiles, and the order of dimensions for
-    it. Of orders with equal padding, the one nearest to the array's own is taken.
+    """Finds the order of dimensions in which an array of `shape` takes the fewest elements, padding to tiles included.
+    Returns this number of elements and the order. Of equally good orders, the one nearest to the array's own is taken.
     """
     rank = len(shape)
     orders = [(*(dim for dim in range(rank) if dim != minor), minor) for minor in reversed(range(rank))]

@@ -91,8 +91,8 @@ def join(parts: Any, exchange: AllToAll) -> Any:
 
 
 def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """A slice step from `source` to `target` cuts each shard into equal parts, of which its device keeps one. Returns
-    an integer array of shape `(devices, rank)` with the index of this part along each dimension.
+    """Returns which part of its shard each device keeps in a slice step from `source` to `target`, which cuts shards
+    into equal parts: an integer array of shape `(devices, rank)` with the index of the part along each dimension.
     """
     where = coordinates(target, like)
     parts = [

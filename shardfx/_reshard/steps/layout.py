@@ -135,9 +135,9 @@ def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
 
 def link_groups(end: FineLayout) -> list[tuple[float, np.ndarray]]:
-    """Groups the devices once for each distinct weight of the sub-axes, in ascending order. A byte between two devices
-    of one group then costs at most this weight. Returns pairs of a weight and an array with the number of each device's
-    group.
+    """Divides the devices into groups once for each weight that sub-axes have, in ascending order. A byte between two
+    devices of one group costs at most this weight. Returns pairs: the weight, and an array with the number of each
+    device's group.
     """
     weights = end.layout.weights or (1.0,) * len(end.layout.sizes)
     found = []
@@ -180,8 +180,8 @@ class Shards:
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:
-        """The number of each device's shard in the layout `dims`. Shards are numbered in row-major order. If two meshes
-        give an array equal shard counts, equal shards have equal numbers in both.
+        """The number of each device's shard in the layout `dims`. Shards are numbered in row-major order of their
+        places in the array. So equal shards have equal numbers in any two layouts with the same shard counts.
         """
         if dims not in self._numbers:
             out = np.zeros(self.devices, np.int64)

@@ -10,13 +10,15 @@ from .layout import FineLayout, ShardDims, Shards, SubAxes, link_groups, overlap
 
 
 class LowerBound:
-    """A lower bound on the cost of every path between a layout over the sub-axes of `near`, one end of a move, and the
-    layout `far`, the other end. If `far_is` is "target", bytes are sent to the layout `far`, otherwise from it.
+    """A function of a layout `dims` that returns a lower bound on the cost of every path between `dims` and `far`.
 
-    The bound adds two costs. A device has to receive the elements of its new shard that are not in its old shard; each
-    of these bytes costs at least as much as a byte over the cheapest axis. A group of devices that only expensive axes
-    connect to other devices has to receive the elements that none of its devices holds. For each of these bytes the
-    difference between the expensive axes and the cheapest axis is added.
+    `far` is the layout at one end of a move, and `dims` is over the sub-axes of `near`, the layout at the other end. If
+    `far_is` is "target", paths lead from `dims` to `far`, otherwise from `far` to `dims`.
+
+    The bound is the sum of two costs. First, a device must receive the elements of its new shard that are not in its
+    old shard. They cost at least as much as over the cheapest axis. Second, if only expensive axes connect a group of
+    devices to other devices, the group must receive the elements that none of its devices holds. What they cost more
+    than over the cheapest axis is added.
     """
 
     def __init__(self, shards: Shards, near: FineLayout, far: FineLayout, far_is: Literal["target", "source"]):
@@ -43,9 +45,8 @@ class LowerBound:
         return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
     def _common_share(self, dim: int, axes: SubAxes) -> np.ndarray | None:
-        """For each device, the fraction of the dimension `dim` that is both in its shard of a layout and in its shard
-        of the layout `far`. In the first layout the sub-axes `axes` shard the dimension. `None` if neither layout
-        shards it.
+        """For each device, the fraction of the dimension `dim` that its shards in two layouts have in common. In one
+        layout the sub-axes `axes` shard the dimension, and the other is `far`. `None` if neither shards it.
         """
         key = (dim, axes)
         if key not in self._common_shares:
@@ -59,11 +60,11 @@ class LowerBound:
 
 
 class _GroupBound:
-    """The part of a lower bound for bytes between groups of devices that only expensive axes connect. `extra` is the
-    additional cost of such a byte.
+    """The second cost of a `LowerBound`: groups of devices, which only expensive axes connect, exchange elements.
 
-    `far` has for each dimension the index of each device's shard at the far end of a move, and the number of shards.
-    `group` has the number of each device's group.
+    `group` has the number of each device's group. `extra` is what a byte between groups costs more than over a cheaper
+    axis. `far` describes the layout at the far end of the move. It has a pair for each dimension: the index of each
+    device's shard along it, and the number of shards.
     """
 
     def __init__(self, shards: Shards, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
@@ -91,8 +92,8 @@ class _GroupBound:
 
 
 class _GroupShards:
-    """The shards of one dimension that each of `groups` groups of devices holds. `group` has the number of each
-    device's group, and `index` the index of its shard among `count` shards.
+    """The shards along one dimension that each group of devices holds. There are `groups` groups and `count` shards.
+    For each device, `group` has the number of its group, and `index` the index of its shard.
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):
@@ -103,7 +104,7 @@ class _GroupShards:
         self.share = np.bincount(self.group, minlength=groups) * (1.0 / count)
 
     def common_share(self, other: "_GroupShards") -> np.ndarray:
-        """For each group, the fraction of the dimension that it holds both in `self` and in the sharding `other`."""
+        """For each group, the fraction of the dimension that it holds both under this sharding and under `other`."""
         fine, coarse = (self, other) if self.count >= other.count else (other, self)
         parts = math.lcm(fine.count, coarse.count)
         step = parts // fine.count

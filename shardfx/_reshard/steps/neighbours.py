@@ -23,9 +23,8 @@ Priced = Iterator[tuple[ShardDims, float]]
 class Neighbours:
     """Lists the layouts that are one step away from a layout, forward or backward.
 
-    They are over the sub-axes of `near`, the layout at one end of the move. If the layout `far` at the other end has
-    the same sub-axes, layouts with them in the order of `far` are listed too. In `max_counts` each dimension has a
-    number that its shard counts must divide.
+    They are over the sub-axes of `near`, the layout at one end of the move. `far` is the layout at the other end.
+    `max_counts` has a number for each dimension, which the number of shards along it must divide.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Neighbours:
 
     def gathers_from(self, dims: ShardDims) -> Priced:
         """The layouts that an all-gather reaches from `dims`. In each, one or more last sub-axes of a dimension no
-        longer shard it. If the mesh has several weights, several sub-axes go at once only if their weights differ.
+        longer shard it. If the mesh has several weights, sub-axes that all have one weight are gathered one by one.
         """
         shard_count = self.shards.shard_count(dims)
         for run, after in self._coarser(dims):
@@ -70,7 +69,7 @@ class Neighbours:
             yield before, self.prices.all_gather(shard_count * self.shards.count(run), run) + STEP
 
     def _finer(self, dims: ShardDims, runs: list[SubAxes]) -> Iterator[tuple[SubAxes, ShardDims]]:
-        """Yields pairs: a group of sub-axes in `runs`, and the layout `dims` with one dimension sharded over it too."""
+        """Yields pairs: a group of sub-axes from `runs`, and the layout `dims` with the group added to a dimension."""
         for dim, axes in enumerate(dims):
             left = self.max_counts[dim] // self.shards.count(axes)
             for run in runs:
@@ -88,7 +87,7 @@ class Neighbours:
                     yield axes[kept:], (*dims[:dim], axes[:kept], *dims[dim + 1 :])
 
     def all_to_alls(self, dims: ShardDims, each: float, limit: float) -> Priced:
-        """The layouts that an all-to-all reaches from `dims` for less than `limit`. `each` is a part of every cost."""
+        """The layouts that an all-to-all reaches from `dims` for less than `limit`. `each` is added to each cost."""
         shard_count = self.shards.shard_count(dims)
         for kept, moving, to_dims in _choices(dims):
             cost = self.prices.all_to_all(shard_count, moving) + each
@@ -105,8 +104,8 @@ class Neighbours:
                     yield tuple(after), cost
 
     def permutes(self, dims: ShardDims, limit: float) -> Priced:
-        """Yields the layouts in which one sub-axis of `dims` becomes the minor-most of its dimension, by a permutation
-        of shards. A cost above `limit` may be only a lower bound.
+        """The layouts that a permutation of shards reaches from `dims`. In each, one sub-axis has become the last
+        (minor-most) of its dimension. A cost above `limit` may be lower than the true cost.
         """
         share = 1 / self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
@@ -119,7 +118,9 @@ class Neighbours:
         return [sub_axis for sub_axis in self.sub_axes if sub_axis not in used]
 
     def _runs(self, free: list[int]) -> list[SubAxes]:
-        """The groups of the unused sub-axes `free` for one all-gather: each alone, and several of different weights."""
+        """The groups of the unused sub-axes `free` that one all-gather can gather: each alone, and several unless
+        they have equal weights. If sub-axes 0 and 1 have the weights 1 and 10, they are (0,), (1,), (0, 1) and (1, 0).
+        """
         runs: list[SubAxes] = [(sub_axis,) for sub_axis in free]
         if not self.some_are_dearer:
             return runs
@@ -129,8 +130,8 @@ class Neighbours:
         return runs
 
     def _assignments(self, moving: SubAxes, to_dims: tuple[int, ...]) -> dict[Counts, list[ShardDims]]:
-        """The ways to add the sub-axes `moving` to the dimensions `to_dims`. The keys say into how many parts the added
-        sub-axes cut each of these dimensions.
+        """The ways to add the sub-axes `moving` to the dimensions `to_dims`. A way lists the sub-axes that each of the
+        dimensions gets. The key of a way has the factor by which the number of shards along each of them grows.
         """
         found = self._known.get((moving, to_dims))
         if found is None:
@@ -141,8 +142,8 @@ class Neighbours:
 
     def _far_assignment(self, moving: SubAxes, to_dims: tuple[int, ...]) -> list[ShardDims]:
         """Returns a list with one way to add the sub-axes `moving` to the dimensions `to_dims`. Each sub-axis goes to
-        the dimension that it shards in the layout `far`, or else to the first of `to_dims`. For few sub-axes the list
-        is empty, because all ways are tried.
+        the dimension that it shards in the layout `far`, or else to the first of `to_dims`. For up to four sub-axes
+        the list is empty, because `_all_assignments` has all ways.
         """
         if len(moving) <= _MOST_REORDERED:
             return []
@@ -155,11 +156,10 @@ class Neighbours:
 
 
 def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list[int]]]:
-    """Yields each choice of sub-axes that an all-to-all can move between dimensions of the layout `dims`.
-
-    A choice has three values: the sub-axes that stay in each dimension; the sub-axes that move; and the dimensions that
-    can gain them. For ((0, 1), ()) one choice is ((0,), ()), (1,) and [1]: sub-axis 1 moves to dimension 1. A dimension
-    either loses or gains minor sub-axes, since one that did both would exchange chunks of unequal sizes.
+    """Yields each choice of sub-axes that an all-to-all can move between dimensions of the layout `dims`. A choice has
+    three values: the sub-axes that stay in each dimension, the sub-axes that move, and the dimensions that can gain
+    them. For ((0, 1), ()), where sub-axes 0 and 1 shard dimension 0, one choice is ((0,), ()), (1,) and [1]: sub-axis 1
+    moves to dimension 1. No dimension both loses and gains sub-axes, since its chunks would have unequal sizes.
     """
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
         to_dims = [dim for dim, length in enumerate(lengths) if not length]
@@ -171,8 +171,8 @@ def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list
 
 @ft.lru_cache(maxsize=1024)
 def _all_assignments(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...]:
-    """The ways to distribute the sub-axes `moving` over `to_dims` dimensions. For (0, 1) and one dimension they are
-    ((0, 1),) and ((1, 0),). For more than four sub-axes, they are some of the ways that keep the order.
+    """The ways to distribute the sub-axes `moving` over `to_dims` dimensions; for (0, 1) and one dimension, ((0, 1),)
+    and ((1, 0),). For more than four sub-axes, only some ways are returned, and in these the sub-axes keep their order.
     """
     if len(moving) > _MOST_REORDERED:
         return _assignments_in_order(moving, to_dims)

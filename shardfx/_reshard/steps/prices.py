@@ -54,7 +54,7 @@ class Prices:
 
 class PermutationPrices:
     """The costs of permutations, in which each device's shard is sent to another device. `cost` computes which bytes go
-    over expensive axes only if the result depends on it. `computed` is the number of calls that did so.
+    over expensive axes only if the result depends on it, since that takes time. `computed` counts such calls of `cost`.
     """
 
     def __init__(self, source: FineLayout):

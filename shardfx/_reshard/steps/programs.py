@@ -1,7 +1,7 @@
 """Runs the steps of a `Redistribution` on traced or live arrays, as one `shard_map` over the source's mesh.
 
-Collectives list the devices of their replica groups, in the mesh order of `like`, the source's layout. With `chunks`,
-shards move chunk by chunk to limit memory.
+Collectives name the devices of their replica groups by their positions in the mesh of `like`, the source's layout.
+With `chunks`, shards move chunk by chunk to limit memory; with `None`, whole shards move.
 """
 
 import functools as ft
@@ -152,8 +152,9 @@ def _all_gather(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str,
 
 
 def _either(shard: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
-    """Runs `at_once`, a collective on one device's shard. XLA's CPU compiler runs it in a transposed buffer, which it
-    copies element by element. So on CPUs `stacked` runs, which stacks the received shards and joins them.
+    """Runs a collective on one device's shard by one of two functions that return the same. `at_once` is a single
+    operation. XLA's CPU compiler would run it in a transposed buffer, which it copies element by element. So on CPUs
+    `stacked` runs, which stacks the received shards and joins them.
     """
     return lax.platform_dependent(shard, cpu=on_bits(stacked), default=at_once)
 
@@ -173,9 +174,9 @@ _RUN = {"slice": _slice, "permute": _permute, "all_gather": _all_gather, "all_to
 
 
 def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that does what `move` does, but moves small floats as integers of the same bits. XLA's CPU
-    compiler moves bfloat16 and floats of fewer bits as larger floats: the traffic and the memory double, and a NaN does
-    not keep its bits.
+    """Returns a function that does what `move` does, but moves arrays of bfloat16 and smaller float dtypes as integers
+    of the same bits. XLA's CPU compiler would move them as larger floats: the traffic and the memory double, and a NaN
+    does not keep its bits.
     """
 
     def run(x: Any, *others: Any) -> Any:
@@ -194,5 +195,5 @@ def is_small_float(dtype: Any) -> bool:
 
 
 def moved(move: Callable[..., object], *arrays: object) -> Any:
-    """Applies `move`, a function that changes no bits, to traced arrays. On CPUs small floats move as integers."""
+    """Applies `move`, which changes no bits, to `arrays`. On CPUs, small floats such as bfloat16 move as integers."""
     return lax.platform_dependent(*arrays, cpu=on_bits(move), default=move)

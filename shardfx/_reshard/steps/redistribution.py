@@ -76,7 +76,8 @@ class Redistribution:
     **Arguments:**
 
     - `steps`: the steps in order; none if every device already holds its target shard.
-    - `wire_bytes`, `dcn_bytes`: as in `MoveStep`, over all steps.
+    - `wire_bytes`: the bytes that a device receives in all steps, as the mean over devices.
+    - `dcn_bytes`: the bytes among `wire_bytes` that come from another TPU slice (or node), or an upper bound.
     - `peak_bytes`: the most bytes of shards that a device holds at one time.
     - `lower_bound_bytes`: the bytes that a device must receive under any algorithm, as the mean over devices.
     """
@@ -103,7 +104,7 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
 @ft.lru_cache(maxsize=4096)
 def _planned(max_counts: Counts, src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
     """Returns a cheap path from layout `src` to layout `dst`, and a lower bound on the fraction of the array that a
-    device receives. In `max_counts` each dimension has a number that its shard counts must divide.
+    device receives. `max_counts` has a number for each dimension, which the number of shards along it must divide.
     """
     source, target = refine(src, dst)
     bound = missing_share(source, target)
@@ -189,8 +190,8 @@ def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLa
 
 
 def _changed(source: StepLayout, target: StepLayout) -> list[int]:
-    """Returns the sub-axes that shard different dimensions in `source` and `target`, or a dimension in only one of
-    them.
+    """Returns the sub-axes that shard different dimensions in the layouts `source` and `target`, or that shard a
+    dimension in only one of them.
     """
     places = [{f: dim for dim, axes in enumerate(end.dims) for f in axes} for end in (source, target)]
     return [f for f in range(len(source.sizes)) if places[0].get(f) != places[1].get(f)]
@@ -201,7 +202,7 @@ def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: Step
     operation.
 
     Two all-to-alls never can. Two slices always can, and so can two permutations. Two all-gathers can if they
-    concatenate along the same dimension, and are on one mesh: otherwise `earlier.target` and `source` differ.
+    concatenate along the same dimension, and `earlier` ends in the layout `source`, which is so on one mesh.
     """
     if kind != "all_gather":
         return kind != "all_to_all"
@@ -230,11 +231,11 @@ def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.
 
 
 def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
-    """Chooses senders for the devices `without`, which need the shards with the numbers `wanted`, and writes them into
-    `sender`. The devices `free`, which do not send yet, hold the shards `held`.
+    """Chooses senders for the devices `without`, which need the shards with the numbers `wanted`. Writes them into
+    `sender`, which has an entry for each device. The devices `free`, which do not send yet, hold the shards `held`.
 
-    Of the devices that need one shard, the k-th receives it from the k-th device that holds it. If fewer devices hold
-    it, the others get no sender.
+    Of the devices that need one shard, the k-th receives it from the k-th of the `free` devices that hold it. If fewer
+    devices hold it than need it, the last ones get no sender.
     """
     (without, wanted, first), (free, held, second) = (_ranked(without, wanted), _ranked(free, held))
     pair = len(sender) + 1

@@ -51,8 +51,8 @@ NextLayouts = Callable[[ShardDims, float], Iterator[tuple[ShardDims, float]]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """The input of the search: the layouts before and after a move, over sub-axes. In `max_counts` each dimension has a
-    number that its shard counts must divide.
+    """The input of the search: the layouts before and after a move, over sub-axes. `max_counts` has a number for each
+    dimension, which the number of shards along it must divide.
 
     With `takes_detours`, the search also tries all-gathers before the crossing, slices after it, and permutations of
     the sub-axes of a dimension. These steps help in three cases: sub-axes of different sizes block each other; a byte
@@ -66,9 +66,9 @@ class Problem:
 
 
 def cheapest_route(problem: Problem) -> Route | None:
-    """Returns the layouts along the cheapest path from the source to the target of a move, or along the best path found
-    before the search has examined its number of layouts. `None` if no steps along these sub-axes lead from source to
-    target.
+    """Returns the layouts along the cheapest path from the source to the target of a move. If the search ends before it
+    has examined all layouts, the path is the best one found so far. `None` if no steps along these sub-axes lead from
+    source to target.
     """
     source, target = problem.source, problem.target
     # The number of layouts to examine takes a fraction of a second: fewer for more devices, and if some axes are slow.
@@ -89,7 +89,7 @@ def cheapest_route(problem: Problem) -> Route | None:
 
 def explore(problem: Problem, most: int, limit: float) -> tuple[Route | None, float, int]:
     """Searches for the cheapest path whose cost is below `limit`, among about `most` layouts. If `limit` is infinite,
-    it goes on until it has found some path. Returns the path, its cost, and the number of layouts examined.
+    it goes on until it has found some path. Returns the path (or `None`), its cost, and the number of layouts examined.
     """
     permutations = PermutationPrices(problem.source)
     halves = _half(problem, permutations, "target"), _half(problem, permutations, "source")
@@ -108,7 +108,9 @@ def explore(problem: Problem, most: int, limit: float) -> tuple[Route | None, fl
 
 
 def _half(problem: Problem, permutations: PermutationPrices, far_is: Literal["target", "source"]) -> "_Half":
-    """Returns the half that starts at the source if `far_is` is "target", and at the target if it is "source"."""
+    """Returns the half that searches for the end `far_is` of the move: the forward half for "target", the backward half
+    for "source".
+    """
     ends = (problem.source, problem.target)
     near, far = ends if far_is == "target" else ends[::-1]
     shards = Shards(near)
@@ -132,7 +134,7 @@ class _Half:
     before it on this path, and the heap of layouts to examine next.
 
     `bound` is the lower bound on the cost from a layout to the start of the other half, and `far_counts` has the shard
-    counts there. `next_layouts` yields the layouts one step away.
+    counts of that start. `next_layouts` yields the layouts one step away.
     """
 
     def __init__(self, shards: Shards, bound: LowerBound, next_layouts: NextLayouts, far_counts: Counts):
@@ -198,7 +200,9 @@ class _State:
 
     @property
     def examined(self) -> int:
-        """The number of layouts whose lower bound was computed, plus `permutations.computed`: both take time."""
+        """The number of layouts whose lower bound was computed, plus the number of permutations whose bytes over
+        expensive axes were computed: both take time.
+        """
         return self.forward.examined + self.backward.examined + self.permutations.computed
 
     def is_enough(self, most: int) -> bool:
@@ -255,8 +259,8 @@ def _cross(dims: ShardDims, match: ShardDims, half: _Half, state: _State) -> Non
 
 
 def _meet(before: ShardDims, after: ShardDims, crossing: float, state: _State) -> None:
-    """Updates `state` if the path through `before` and `after` is cheaper than the best one so far. The crossing
-    between these layouts of the forward and the backward half costs `crossing`.
+    """Updates `state` if the path that crosses from `before`, a layout of the forward half, to `after`, a layout of the
+    backward half, is cheaper than the best one so far. The crossing costs `crossing`.
     """
     paid = state.forward.cost.get(before, math.inf)
     total = paid + crossing + state.backward.cost.get(after, math.inf)

@@ -115,9 +115,10 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
     """Multiplies successive prime factors of a mesh axis into one sub-axis, unless a move needs them separate. For 12 =
     2 x 2 x 3 this may give sub-axes of 4 and 3.
 
-    The arguments have an entry for each end of the move: the layout over sub-axes of prime sizes, the keys of these
-    sub-axes (`FineLayout.keys`), and the prime factors of each mesh axis. A split in one mesh can require a split in
-    the other, so both are checked until neither needs a further split.
+    Each argument has an entry for each end of the move. `layouts` has the layouts over sub-axes of prime sizes, and
+    `splits` the prime factors of each mesh axis. `keys` has a key for each sub-axis: sub-axes of the two meshes have
+    equal keys if each device has the same coordinate along both. A split in one mesh can require a split in the other,
+    so both are checked until neither needs a further split.
     """
     ends = [_Primes(*one) for one in zip(layouts, keys, strict=True)]
     # `kept` holds the last prime of each sub-axis. These primes are not checked again.
@@ -134,10 +135,11 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
 
 
 class _Primes:
-    """The sub-axes of one mesh, all of prime sizes, with their keys (`FineLayout.keys`).
+    """The sub-axes of one mesh, all of prime sizes. `layout` is a layout over them, and `keys` has a key for each.
+    Sub-axes of two meshes have equal keys if each device has the same coordinate along both.
 
-    `shard_counts` has, for each sub-axis that shards a dimension, this dimension and the number of shards that the
-    sub-axis makes of it together with those before it. If sub-axes 4 and 7, of sizes 2 and 3, shard dimension 0, it is
+    For each sub-axis that shards a dimension, `shard_counts` has this dimension and the number of shards into which the
+    sub-axes up to this one divide it. If sub-axes 4 and 7, of sizes 2 and 3, shard dimension 0, it is
     `{4: (0, 2), 7: (0, 6)}`.
     """
 
@@ -216,7 +218,10 @@ def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLay
 
 
 def _with_equal_weights(ours: FineLayout, theirs: FineLayout) -> list[FineLayout]:
-    """Gives each sub-axis the higher of its weights in the meshes before and after a move."""
+    """Returns the layouts `ours` and `theirs` with weights that suit both meshes of a move. Devices that differ along
+    one sub-axis alone may differ along several sub-axes of the other mesh. The highest weight among all these becomes
+    the weight of the sub-axis.
+    """
     ends = [ours, theirs]
     if not ours.layout.weights and not theirs.layout.weights:
         return ends
