@@ -260,7 +260,7 @@ def unused_rules(
     decided: Sequence[Any] | None = None,
     by: str = "",
 ) -> Iterator[Unused]:
-    """Yields the path rules that shard no array. The keys of `used` are the indices of the rules that shard some.
+    """Yields the path rules that shard no array. The keys of `used` are the indices of the rules that shard arrays.
 
     Rules that are no mistake are left out: an `optional` rule, a last rule that matches all paths, and a rule that
     matches only leaves that are not arrays. If the tree has no leaves, as the state of plain SGD, all are left out.

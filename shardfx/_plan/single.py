@@ -167,7 +167,7 @@ _BY_HAND = "replaced by hand"
 
 
 def replaced(content: Content, where: str, target: object) -> Content:
-    """Returns the plan with `target` for the array at the path `where`, or for all paths that it matches as a regex."""
+    """Returns the plan with `target` for the array at `where`: a path, or a regex that is searched in each path."""
     ((_, checked),) = PathRules([(re.escape(where), target)]).rules
     is_array = [number >= 0 for number in content.index]
     paths = content.path_tree.paths

@@ -205,10 +205,12 @@ class _Constrainer:
         return PartitionSpec(*map(self.entry, dims, found))
 
     def entry(self, roots: Sequence[Root], given: Sequence[_Sharded]) -> object:
-        """The entry of a spec for a dimension. The mesh axes `given` shard its sub-dimensions, of the classes `roots`.
+        """The entry of a spec for a dimension, whose sub-dimensions have the classes `roots`.
 
-        It is UNCONSTRAINED if no spec expresses this: in a spec, each mesh axis shards the parts that earlier axes
-        leave, so that a minor sub-dimension is sharded only after the major ones are sharded completely.
+        `given` has a triple for each mesh axis that shards a sub-dimension: the index of the sub-dimension, a number
+        that orders the axes of one sub-dimension, and the axis. The entry is UNCONSTRAINED if no spec expresses this:
+        in a spec, each mesh axis shards the parts that earlier axes leave, so that a minor sub-dimension is sharded
+        only after the major ones are sharded completely.
         """
         cut = sorted(given, key=lambda one: one[:2])
         sizes = [self.layouts.tied.sizes[root] for root in roots]

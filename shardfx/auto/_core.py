@@ -57,8 +57,8 @@ CostTerms = dict[str, np.ndarray]
 def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
     """The cost terms of a step as arrays. `made` has the step's shardings and collectives under each axis assignment.
 
-    All amounts are those of the unsharded step. The shape of each array is in parentheses. The axes in it are the
-    logical axes that any assignment shards.
+    All amounts are those of the unsharded step. The shape of each array is in parentheses; "axes" in it are
+    the logical axes that any assignment shards.
 
     - `divides` (terms, assignments): whether the assignment divides the term.
     - `shared` (terms, 3): the term's floating-point operations; bytes of arguments and results; bytes of arguments and

@@ -242,7 +242,9 @@ class _Propagation:
         self.set(made.outs[0], wanted)
 
     def effect(self, made: _Labelled, states: tuple[_State, ...]) -> _Effect:
-        """The effect of the operation `made` on operands with the shardings `states`."""
+        """Whether the mesh axis divides the operation `made`, the shardings that its operands must get, and the ones of
+        its results. `states` are the shardings of the operands before the operation.
+        """
         if UNREDUCED in states and _stays_unreduced(made, states):
             return False, states, (UNREDUCED,) * len(made.outs)
         label = self.label(made, states)
@@ -255,7 +257,7 @@ class _Propagation:
         """The label of `made` along which the mesh axis divides the operation; `None` if it is not divided.
 
         It is a label of the logical axis that the assignment prefers most. Of several such labels, it is the one for
-        which the fewest bytes of operands are resharded.
+        which the fewest bytes of operands are resharded. `states` are the shardings of the operands.
         """
 
         def moved(label: int) -> float:
@@ -293,7 +295,9 @@ class _Propagation:
 
 
 def _stays_unreduced(made: _Labelled, states: tuple[_State, ...]) -> bool:
-    """Whether an operation may read unreduced operands and return an unreduced result: it is linear in them."""
+    """Whether an operation may read unreduced operands and return an unreduced result, because it is linear in them.
+    `states` are the shardings of the operands.
+    """
     if made.name in _LINEAR:
         return all(state == UNREDUCED for state in states)
     others = [at for at, state in enumerate(states) if state != UNREDUCED]

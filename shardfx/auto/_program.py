@@ -76,7 +76,7 @@ class UnionFind:
         """Replaces `node`, the last one of `stack`, by its children, the first child last. Returns whether it did.
 
         It does not if `other` is larger. A node without children is split first: a node of size 12 into 4 and 3, if
-        `other` has size 4. If the size of `other` does not divide that of the node, the node stays.
+        `other` has size 4. It stays if the size of `other` is no divisor of 12.
         """
         size, least = self.sizes[node], self.sizes[other]
         if node not in self._children and size > least and size % least == 0:
