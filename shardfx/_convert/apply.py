@@ -27,8 +27,8 @@ from .values import constant, fill
 def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
     """Applies the operation `op` of an expression, such as `"transpose"`, to its operands `parts`.
 
-    `xp` is `numpy` or `jax.numpy`, as the arrays, whose shapes must have been checked. `args` are the operation's other
-    arguments.
+    `xp` is `numpy` or `jax.numpy`, the library of the operands. Their shapes must have been checked. `args` are the
+    operation's other arguments.
     """
     x: Any = parts[0] if parts else None
     match op, *args:

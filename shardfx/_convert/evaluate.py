@@ -45,8 +45,8 @@ def evaluated(
     """Evaluates the expression `made` with the values `binding` of its placeholders.
 
     `leaves` are the leaves of the source by path, and `leaf` returns the value of a leaf, given its path. `run` returns
-    the value of an operation, given its name, the values of its operands and its other arguments: `on_shapes` for
-    pieces, `on_arrays` for arrays.
+    the value of an operation, given its name, the values of its operands and its other arguments. If the values are
+    arrays, `run` is `on_arrays`; if they are target arrays with pieces, it is `on_shapes`.
     """
     if made.op == "leaf":
         return leaf(resolved(made.args[0], binding, leaves))

@@ -227,7 +227,10 @@ class From:
         return _new("transpose", (self,), ())
 
     def transpose(self, *order: int) -> "From":
-        """The array with its dimensions in another order, as in `numpy.transpose`."""
+        """The array with its dimensions in another order, as in `numpy.transpose`.
+
+        `order` has the old dimension of each new one. Without it the order is reversed.
+        """
         return _new("transpose", (self,), order)
 
     def reshape(self, *sizes: int) -> "From":

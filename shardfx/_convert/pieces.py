@@ -65,7 +65,7 @@ Operation: TypeAlias = Any
 
 
 def changed(x: Any, to: Operation) -> Any:
-    """A NumPy or JAX array after one operation."""
+    """The NumPy or JAX array `x` after the operation `to`."""
     if not isinstance(to, Arithmetic):
         return cast_array(x, to)
     wide = np.dtype("float64") if x.dtype == np.float64 else np.dtype("float32")

@@ -235,7 +235,10 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
 def bound_before(
     map: TreeMap, source: tuple[tuple[str, Struct], ...], target: tuple[tuple[str, Struct], ...]
 ) -> Mapping[str, Made]:
-    """The result of `bound`, from a cache of the last few calls. The leaves are tuples, which can be hashed."""
+    """The result of `bound`, from a cache of the last few calls.
+
+    `source` and `target` have pairs of a path and a leaf. Unlike dicts, such tuples can be hashed.
+    """
     return bound(map, dict(source), dict(target))
 
 

@@ -77,7 +77,10 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
 
 def trimmed(entries: Iterable[object], like: PartitionSpec | None = None) -> PartitionSpec:
-    """The PartitionSpec of `entries` without trailing `None`s, with the `unreduced` and `reduced` axes of `like`."""
+    """The PartitionSpec of `entries` without trailing `None`s.
+
+    With `like`, the result has the unreduced and reduced axes of `like`.
+    """
     short = [canonical_entry(entry) for entry in entries]
     while short and short[-1] is None:
         short.pop()

@@ -221,7 +221,7 @@ def first_lines(self: object) -> str:
 def spec_text(partitions: Sequence[object]) -> str:
     """The entries of a PartitionSpec, or of an array's logical names, as text such as `data+model,-`.
 
-    "," separates dimensions, and "+" joins the axes of one dimension.
+    "," separates dimensions, "+" joins the axes of one dimension, and "-" is a dimension without an axis.
     """
     return ",".join(map(entry_text, partitions)) or "-"
 

@@ -61,7 +61,8 @@ class SaveProcesses:
 
     **Raises:**
 
-    `CheckpointError` if this process is not one of `members`, or if several processes save without the service.
+    `CheckpointError` if this process is not one of `members`, or if several processes save without the service. The
+    methods raise it on all processes if one of them fails, or does not answer in time.
     """
 
     def __init__(self, what: str, me: int, members: tuple[int, ...], client: Any, wait_seconds: float):

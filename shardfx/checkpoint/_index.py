@@ -324,7 +324,10 @@ def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
 
 
 def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
-    """The entries below `prefix`, each with its path relative to `prefix`."""
+    """The entries below `prefix`, each with its path relative to `prefix`; all entries if it is `None`.
+
+    Raises `CheckpointError` if there is no entry.
+    """
     if prefix is None:
         return [(entry.path, entry) for entry in index.entries]
     groups = [(None if isinstance(entry, FileArray) else entry.group, entry) for entry in index.entries]

@@ -3,6 +3,8 @@
 A leaf may have one dtype in the plan and another one in the checkpoint. The argument `dtype` of `load` decides about
 casts: `None` allows none, `"plan"` allows casts to the plan's dtypes, and with a dtype such as bfloat16, all
 floating-point arrays are cast to it.
+
+A `Target` is the tree that a load makes: the path, shape, dtype and sharding of each array, and its other leaves.
 """
 
 import dataclasses

@@ -134,9 +134,9 @@ def load(
 
     **Raises:**
 
-    Before an array is read: `MapError` with all problems of a map that does not fit; `CheckpointError` with every leaf
-    that the checkpoint lacks or has with another shape or dtype, with the arrays from which no leaf is made, or for a
-    limit below the largest shard.
+    Before an array is read: `MapError` with all problems of a map that does not fit. `CheckpointError` with every leaf
+    that the checkpoint lacks or has with another shape or dtype; with the arrays from which no leaf is made, unless
+    `unread` allows them; or for a memory limit below the largest shard.
 
     Later: `CheckpointError` for a file that is truncated, missing, or changed since its header was read, and for a cast
     from or to an integer dtype that would change a value, unless the map states the cast.

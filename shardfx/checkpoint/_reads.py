@@ -314,7 +314,7 @@ def plan_reads(
 
 
 def _reads_of(leaf: LeafToLoad, processes: int | None, gap_bytes: int) -> Mapping[int, tuple[int, int, int]]:
-    """By process, the bytes of a leaf that it needs, the bytes that it reads, and the number of its reads."""
+    """For a leaf: the bytes that a process needs, the bytes that it reads, and how many reads it makes, by process."""
     found = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
         needed = read = count = 0
@@ -332,7 +332,7 @@ def _reads_of(leaf: LeafToLoad, processes: int | None, gap_bytes: int) -> Mappin
 
 
 def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None) -> dict[int, tuple[Box, ...]]:
-    """By process, the different boxes of an array that its devices hold."""
+    """By the number of each process, the different boxes of an array that the process's devices hold."""
     is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
     count, size = processes or 1, sharding.num_devices
     if is_abstract and size % count:

@@ -153,16 +153,16 @@ def _depth(value: object) -> int:
 
 
 def _count(shape: list[int]) -> int:
-    """The number of elements of a shape. If a product of its first sizes exceeds 64 bits, the largest one is returned.
+    """The number of elements of a shape. But if the product of some first sizes exceeds 64 bits, it is that product.
 
-    For the shape [2**62, 4, 0] it is 2**64, so that the check of the array's size fails.
+    For the shape [2**62, 4, 0] the result is 2**64, so that the check of the array's size fails.
     """
     partial = list(it.accumulate(shape, operator.mul, initial=1))
     return max(partial) if max(partial) >= 2**64 else partial[-1]
 
 
 def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
-    """The arrays with the dtypes that `metadata` names for them: of one byte for U8 arrays, or of PRNG keys."""
+    """The arrays with the dtypes that `metadata` names under `DTYPES_KEY`: dtypes of one byte, or of PRNG keys."""
     if DTYPES_KEY not in metadata:
         return tuple(arrays)
     named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")

@@ -96,11 +96,13 @@ def save(
 
     **Raises:**
 
-    `MapError` with all problems of a map that does not fit; `PlanMismatchError` if the tree is not the planned one;
-    `LeafTypeError` for a dtype that safetensors cannot hold, for leaves that a map scales, or for a dtype whose values
-    `load` could not return under this plan (NumPy's int64 where the plan has int32); `CheckpointError` if `path`
-    exists, or if another process failed, died, did not call `save`, or has other arguments (the error names it);
-    `OSError` with the path if the disk is full or cannot be written.
+    - `MapError` with all problems of a map that does not fit.
+    - `PlanMismatchError` if the tree is not the planned one.
+    - `LeafTypeError` for a dtype that safetensors cannot hold, for leaves that a map scales, or for a dtype that `load`
+        could not return under this plan, such as NumPy's int64 where the plan has int32.
+    - `CheckpointError` if `path` exists, or with the number of another process that failed, died, did not call `save`,
+        or has other arguments.
+    - `OSError` with the path if the disk is full or cannot be written.
 
     !!! Example
 

@@ -138,7 +138,7 @@ def _pieces(
 
 
 def _reach(box: Box, dim: int, strides: tuple[int, ...], itemsize: int) -> int:
-    """The number of bytes from the first to the last element of a box, counting only dimensions from `dim` on."""
+    """The bytes from the first to the last element of a box, as if it had one index in each dimension before `dim`."""
     return (
         sum((stop - start - 1) * stride for (start, stop), stride in zip(box[dim:], strides[dim:], strict=True))
         + itemsize

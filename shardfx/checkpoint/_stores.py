@@ -127,7 +127,7 @@ def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
-    """Raises `CheckpointError` for chunks that are too large, and for pipes and for links out of the checkpoint.
+    """Raises `CheckpointError` for an array with too large chunks, a pipe, or a link that leads out of the checkpoint.
 
     tensorstore checks none of this. It decodes a chunk in memory as a whole, and a chunk that exceeds the memory ends
     the process.
@@ -261,7 +261,7 @@ def _names(metadata: Mapping[str, Any], chunk: Sequence[int], boxes: Sequence[Bo
 
 
 def _codecs(listed: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The codecs in zarr3 metadata by name, with their configurations."""
+    """The configuration of each codec by the codec's name. `listed` is the list of codecs in zarr3 metadata."""
     return {codec["name"]: codec.get("configuration", {}) for codec in listed}
 
 

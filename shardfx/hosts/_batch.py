@@ -19,8 +19,8 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
     """The global arrays of a batch, from the part that each process loaded.
 
     Every process calls `global_batch` with its rows, which [`shardfx.hosts.data_layout`][] or
-    [`shardfx.hosts.local_chunk`][] computes. If a process passes a dimension as a whole, `global_batch` takes the part
-    of this process. No data is sent over the network.
+    [`shardfx.hosts.local_chunk`][] computes. If an array has all elements of a dimension, `global_batch` takes this
+    process's part of them. No data is sent over the network.
 
     **Arguments:**
 
@@ -91,7 +91,8 @@ def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int 
     """`array`, which this process loaded, cast to the dtype of its plan `leaf`.
 
     `part` is the shape of this process's part. Raises `PlanMismatchError` for another dtype, for a `pad` that the dtype
-    lacks, and unless each dimension has its size in `part` or in the global batch. With `pad`, rows may be missing.
+    lacks, and for a dimension whose size is neither that of `part` nor that of the global batch. With `pad`, rows may
+    be missing.
     """
     shape, dtype = leaf.shape, leaf.dtype
     if array.dtype != dtype and canonical_dtype(array.dtype) != dtype:
