@@ -46,8 +46,8 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the step and the arguments that the function `MODULE:FUNCTION` of a user makes, with ShapeDtypeStructs
-    without shardings. The function gets no mesh. `kwargs` are its keyword arguments as text.
+    """Calls the user's function `name`, `MODULE:FUNCTION`, without a mesh, and returns the step and the arguments that
+    it makes. Their ShapeDtypeStructs have no shardings. `kwargs` are the function's keyword arguments as text.
     """
     function, args = _made(name, kwargs, None)
     bare = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf

@@ -1,4 +1,7 @@
-"""Checks of attention layers: finds dimensions that are sharded within an attention head."""
+"""Checks of attention layers: finds dimensions that are sharded within an attention head.
+
+A `Group` is arrays that are planned alike and whose paths differ only in numbers.
+"""
 
 import re
 from collections.abc import Iterator, Sequence

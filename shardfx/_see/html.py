@@ -176,8 +176,8 @@ def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
 def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
     """The bytes per device of each part of the tree, or with `fit` of each group of arrays of the step.
 
-    `rows` has the arrays of the tree. A part is all arrays whose paths have the same first segment, such as `params`.
-    Bytes in host memory are separate entries.
+    `rows` has the arrays of the tree; a `Group` is equal arrays of repeated layers. A part of the tree is all arrays
+    whose paths have the same first segment, such as `params`. Bytes in host memory are separate entries.
     """
     sums = collections.Counter[tuple[str, str | None]]()
     if fit is None:
@@ -223,8 +223,8 @@ _AROUND, _LAYOUTS = 2, 2
 
 
 def step_data(fit: Fit) -> dict[str, object] | None:
-    """The arrays that a step has in memory when it uses most memory, and the source lines that make arrays. It is
-    `None` if `fit` does not know the shardings of a step.
+    """A dict of `moment`, the arrays that a step has in memory when it uses most memory, and `source`, the source lines
+    that make arrays. It is `None` if `fit` does not know the shardings of a step.
     """
     known = fit.shardings
     return known and {"moment": [_held(one) for one in fit.moment if one.bytes], "source": _source(known.rows)}
@@ -463,7 +463,7 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _largest(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first `_MOST_GROUPS` groups, with the most bytes per device, and an entry with the sum of the others."""
+    """The first of `groups`, with the most bytes per device, and one entry with the sum of all others, if any."""
     if len(groups) <= _MOST_GROUPS + 1:
         return list(groups)
     rest = sum(group["bytes_per_device"] for group in groups[_MOST_GROUPS:])

@@ -1,5 +1,5 @@
 """Checks of planned arrays: finds arrays that are replicated, or sharded less than their rules request, or not like
-similar arrays.
+similar arrays. A `Group` is arrays that are planned alike and whose paths differ only in numbers.
 """
 
 import itertools

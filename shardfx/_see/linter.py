@@ -138,7 +138,8 @@ def lint(
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:
     """The findings of all checks that need only a plan, and not the path rules that made it.
 
-    Replicated arrays are found from `replicated_bytes` on; `head_dim` is the number of elements of an attention head.
+    Replicated arrays are found if they have at least `replicated_bytes` bytes. `head_dim` is the number of elements of
+    an attention head.
     """
     yield from corrected(subject)
     yield from replicated(subject, replicated_bytes)

@@ -1,5 +1,5 @@
 """Checks of rules: compares rules with each other, with the axes of a mesh, and with the sizes of the dimensions that
-they name.
+they name. A `Group` is arrays that are planned alike and whose paths differ only in numbers.
 """
 
 import collections

@@ -1,5 +1,5 @@
 """`Subject`, the input of every check: the plans of the leaves and the rules that made them. It also writes the code of
-fixes.
+fixes. A `Group` is arrays that are planned alike and whose paths differ only in numbers.
 """
 
 import collections

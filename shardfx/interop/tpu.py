@@ -26,7 +26,7 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
     **Raises:**
 
     `MeshError` for a slice that does not exist or that libtpu does not know, or if the wheel is not installed (`pip
-    install "shardfx[aot]"`; `TPU_SKIP_MDS_QUERY=1` and `JAX_PLATFORMS=cpu` keep it quiet).
+    install "shardfx[aot]"`). `TPU_SKIP_MDS_QUERY=1` and `JAX_PLATFORMS=cpu` in the environment keep libtpu quiet.
 
     !!! Example
 

@@ -108,7 +108,10 @@ class Tape:
         self.count = it.count(-2, -1)
 
     def run(self, jaxpr: jex.Jaxpr, consts: Arrays, args: Arrays, ids: Numbers) -> Made:
-        """Evaluates a jaxpr and returns its results with their numbers. `ids` are the numbers of `args`."""
+        """Evaluates a jaxpr and returns its results with their numbers.
+
+        `ids` are the numbers of `args`, and `consts` the values of the jaxpr's constants.
+        """
         values = zip((*map(self.widened, consts), *args), (*self.unknown(consts), *ids), strict=True)
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 

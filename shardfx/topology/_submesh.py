@@ -211,8 +211,8 @@ def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
 
 
 def _tiles(size: int, model: int, host: int) -> tuple[int, ...]:
-    """The four sizes into which a dimension of `size` devices splits: data over hosts, data in a host, model over
-    hosts, model in a host.
+    """The four sizes into which a dimension of `size` devices splits: copies of the model over hosts and in a host,
+    then devices of one copy over hosts and in a host.
 
     `model` and `host` are the sizes of the model's box and of a host's devices in this dimension. For size 8, model 2
     and host 4, the sizes are (2, 2, 1, 2).

@@ -197,9 +197,9 @@ def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tupl
 def preferred(candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """The box in `candidates` with the best links on hardware of extents `bounds`.
 
-    It has the most cores of a chip, then the fewest devices along dimensions with strides above 1. Then it has the most
-    devices in dimensions that it spans wholly, the most such dimensions, and the smallest sum of sizes. `stride` has
-    for each dimension the number of hops between positions of the box that are next to each other.
+    `stride` has for each dimension the number of hops between positions of the box that are next to each other. The
+    rule prefers, in this order: the most cores of a chip, the fewest devices along dimensions with strides above 1, the
+    most devices in dimensions that the box spans wholly, the most such dimensions, and the smallest sum of sizes.
     """
 
     def rank(box: tuple[int, ...]) -> tuple:
