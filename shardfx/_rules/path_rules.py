@@ -306,7 +306,7 @@ class Matcher:
         return number
 
     def text(self, number: int) -> str:
-        """The name of a rule in a plan, such as "paths[0] embed"."""
+        """The name, in a plan, of the rule with the index `number`, such as "paths[0] embed"."""
         return f"paths[{number}] {self.rules[number][0]}"
 
 

@@ -71,8 +71,8 @@ def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -
 
 
 def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
-    """The number of devices, their kind, and the name of one slice; `None` if `devices`, a number, the text of one
-    slice, or JAX's devices, has no name. `chip` is the kind; `None` if `devices` shows it.
+    """The number of devices, their kind, and the name of one slice. `devices` is a number, a text without "*", or JAX's
+    devices. Only the text of a slice gives a name, else it is `None`. `chip` is the kind; `None` if `devices` shows it.
     """
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED

@@ -156,7 +156,7 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def cut_by(made: list[AssignedLayout]) -> list[int]:
-    """The logical axes that at least one axis assignment shards, by number."""
+    """The numbers of the logical axes that at least one axis assignment shards."""
     return sorted(frozenset().union(*(layout.used for layout in made)))
 
 
@@ -386,8 +386,9 @@ def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, k
 
 
 def assignment_count(terms: CostTerms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
-    """The number of the assignments in `terms`, or less: the largest number with at most 2**22 candidates. `by_count`
-    has a pair for one mesh axis, for two, and so on: the possible tuples of sizes, and the slices that each axis spans.
+    """The largest number of axis assignments, at most that of `terms`, whose sets have at most 2**22 candidates.
+    `by_count` has a pair for one mesh axis, for two, and so on: the tuples of sizes, and the slices that each axis
+    spans.
     """
     count = len(terms["calls"])
     while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count, start=1)) > _ALL:

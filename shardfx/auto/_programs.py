@@ -311,7 +311,7 @@ def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | Non
 
 
 def jitted(lowered: LoweredStep, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
-    """The step of the candidate `one`, jitted under plans of its arguments as the candidate's `code()` does it."""
+    """The step, jitted as in the code of the candidate `one`, with the shardings of `plans`, one for each argument."""
     mesh = plans[0].jax_mesh or one.mesh
     step = constrain_step(lowered.step, mesh, one.rules) if one.constrained else lowered.step
     results = tuple(None if which is None else plans[which] for which in one.results)

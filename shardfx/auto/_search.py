@@ -150,8 +150,8 @@ def opened(
     also: Sequence[AxisRules],
     tell: Tell,
 ) -> tuple[Space, LoweredStep]:
-    """The search space of a step on the devices `asked`, and the step lowered for XLA to partition. The mesh axes of
-    the rules `also` are among the usual strategies.
+    """The search space of a step on the devices `asked`, and the step lowered for XLA to partition. Each
+    of the rules `also` gives a strategy that the search tries like the usual ones.
     """
     if asked.total == 1:
         raise MeshError("one device needs no plan: `search` chooses how several share the work.")

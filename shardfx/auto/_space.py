@@ -176,7 +176,7 @@ def by_hand(space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0)
 
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
     """Yields neighbours of the candidate `one`: the size of one mesh axis is halved, and that of another is doubled.
-    The other axis may be new: with size 2, and with the axis assignment of a well-known strategy that has only one.
+    The other axis may be new. Then it has size 2, and the only axis assignment of a well-known strategy that has one.
     """
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
     own = {known[names]: one.mesh.shape[axis] for axis, names in one.assignments}
@@ -279,7 +279,9 @@ def various(space: Space, found: Iterable[Estimate], keep: int) -> Iterator[Cand
 
 
 def _agrees(space: Space, one: Estimate, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
-    """Whether plans made by rules shard the step's arguments as an estimate with the mesh axes `axes` assumes."""
+    """Whether `plans`, one for each argument of the step, shard the arguments as the estimate `one` assumes. `axes` are
+    the names of the estimate's mesh axes.
+    """
     specs = [leaf.spec for made in plans for leaf in made.leaves]
     for value, spec in zip(space.layouts.program.arguments, specs, strict=True):
         dims = [dim for dim, roots in enumerate(space.layouts.roots[value]) for _ in roots]
