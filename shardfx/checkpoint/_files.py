@@ -101,7 +101,7 @@ def opened(where: FilePlace, real: str) -> Iterator[int]:
 
 
 def require_seen_unchanged(where: FilePlace) -> None:
-    """Raises `ChangedError` unless every file that was opened is still there and unchanged."""
+    """Raises `ChangedError` if a file that was opened has changed, and `CheckpointError` if one is missing."""
     for real in list(where.seen):
         try:
             where.require_same(real, os.stat(real))

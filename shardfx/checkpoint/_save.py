@@ -188,8 +188,8 @@ def write(
     """Writes the result of `content` to `path`, together with the other processes in `holders`.
 
     Returns whether this process is the first of them. `wait_seconds` is the time that they wait for each other at the
-    start. `overwrite` allows to replace a file. Each file of a directory has at most `file_bytes` bytes of arrays.
-    `progress` is whether to show a progress line; `None` shows it if stderr is a terminal.
+    start. `overwrite` allows to replace a file. Each file of a directory has arrays of at most `file_bytes` bytes, or
+    one larger array. `progress` is whether to show a progress line; `None` shows it if stderr is a terminal.
     """
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
     me, client = jax.process_index(), coordination()

@@ -79,7 +79,7 @@ def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
 
 
 def _meet(wait_seconds: float) -> None:
-    """Waits until every process has called `_meet`. Unlike a collective, it raises after `wait_seconds`."""
+    """Waits until every process has called `_meet`. Raises `PlanMismatchError` after `wait_seconds`."""
     client = coordination()
     if client is None:
         return  # the runtime connects its processes without a coordinator
