@@ -167,9 +167,9 @@ def resharded(
 def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
     """Returns the sharding of each leaf of the tree `flat`; `None` for a leaf that is no array or does not move.
 
-    `form` is a plan with devices, a sharding, or a tree (or prefix) of shardings, `None`, or ShapeDtypeStructs with
-    shardings. `what` is the name of this argument, for messages. Raises `PlanMismatchError` if the form is for another
-    tree, and `LeafTypeError` if it holds anything else.
+    `form` is a plan with devices, a sharding, or a tree (or prefix) whose leaves are shardings, ShapeDtypeStructs with
+    shardings, or `None`. `what` is the name of this argument, for messages. Raises `PlanMismatchError` if the form is
+    for another tree, and `LeafTypeError` if it holds anything else.
     """
     if isinstance(form, ShardPlan):
         return shardings_of_leaves(form, flat)

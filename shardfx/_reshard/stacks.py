@@ -133,9 +133,10 @@ def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
 ) -> tuple[tuple[OwnerExchange, ...], dict[int, ArrayFn]]:
     """Returns the all-to-alls that send the matrices of a plan to their owner devices, and a dict for the arrays that
-    are not divided into matrices: from the number of the array to the function or the `None` that `where` has for it.
+    `where` does not divide into matrices: from the number of the array to the function or `None` in `where`.
 
-    `over` are the mesh axes along which owners lie; by default the axes that shard a matrix, and those of "batch".
+    `over` are the mesh axes along which owners lie. `None` is for the axes that shard a matrix, and those of the
+    logical name "batch".
     `where` is a dict from regexes of paths to what is done with an array. `limit` is the most bytes per device.
     """
     found, others = _matrices_of_plan(plan, where)
@@ -224,7 +225,7 @@ def _cost(array: Matrices) -> float:
 
 
 def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
-    """Groups arrays whose matrices have the same shape and the same sharding during the all-to-all."""
+    """Groups arrays whose matrices have the same shape, and the same sharding during the all-to-all: the keys."""
     return together(arrays, lambda one: (one.rest, one.matrix, one.sent_entries))
 
 

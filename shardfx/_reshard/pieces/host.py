@@ -88,8 +88,8 @@ def host_copies(
     """Decides for each part of a new shard whether its elements are copied unchanged or computed.
 
     `dtype` and `box` are those of the new shard. `shapes` has the shape and dtype of a shard of each array that is
-    read. `orders` has, for each of these arrays and each device number, the position of the device's shard in this
-    process.
+    read. `orders` has a dict for each of these arrays: from the number of a device to the number of its shard among
+    this process's shards of the array.
     """
     copies, computed, itemsize = list[Copy](), list[ShardPart](), np.dtype(dtype).itemsize
     new = strides_of(_sizes(box), itemsize)
@@ -114,9 +114,9 @@ def host_copies(
 
 
 class LocalShards:
-    """The shards of this process as NumPy arrays, by path and number. An array that was a NumPy array already counts as
-    one shard with the number -1. With `keeps_replicas`, each replica is read and deleted separately. By default the
-    first shard of a fully replicated array is read in place of all its shards.
+    """This process's shards of `arrays`, as NumPy arrays, by the array's path and the shard's number. An array that is
+    a NumPy array itself counts as one shard with the number -1. With `keeps_replicas`, each replica is read and deleted
+    separately. By default the first shard of a fully replicated array is read in place of all its shards.
     """
 
     def __init__(self, arrays: Mapping[str, Any], keeps_replicas: bool = False):
@@ -178,8 +178,8 @@ class LocalShards:
             del self._known[key]
 
     def delete(self, but: Container[int] = (), only: int | None = None) -> None:
-        """Deletes shards of the array, which must be the only one: all but those whose numbers are in `but`, or just
-        the shard with the number `only`.
+        """Deletes shards; there must be only one array. All shards are deleted but those whose numbers are in `but`, or
+        just the shard with the number `only`.
         """
         (path,) = self._owned
         for number, shard in enumerate(self._owned[path]):

@@ -62,7 +62,7 @@ class ShardPart(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes from the first to the last element, in the source's or target's shard, whichever is larger."""
+        """The bytes that the part spans, gaps included, in the source's or the target's shard, whichever is more."""
         return -(-_extent(self.piece) * self.bits // 8)
 
 
@@ -102,9 +102,8 @@ class ShardParts:
         return sum(self.links.values())
 
     def sent_before(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
-        """Pairs of a device and the bytes that it has sent beyond another device with the same shard: the one that has
-        sent the fewest. `sent` has the bytes that each device has sent. The choice of senders depends on these
-        differences only.
+        """Pairs: a device, and how many more bytes it has sent than the device with the same shard that has sent the
+        fewest. `sent` has the bytes that each device has sent. The choice of senders depends on these differences only.
         """
         leads = []
         for holders in self.replicas:
@@ -231,8 +230,9 @@ def _choose(parts: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, .
 
 
 def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) -> Iterator[tuple[ShardPart, Senders]]:
-    """Yields the parts of a strided copy that write into `box` of the target, one for each shard of the source, with
-    the devices that hold the shard. If no device holds it, the part's box in the source is added to `missing` instead.
+    """Yields the parts of the strided copy `piece` that write into `box` of the target, each with its possible senders.
+    Each part reads from one shard of the source. If no device holds this shard, the part's box in the source is added
+    to `missing` instead.
     """
     widths = [bits(source.dtype), *map(bits, dtypes_of(piece.value.casts))]
     for inside in within(piece, box):

@@ -3,7 +3,7 @@
 If source and target are on the same devices, one program slices parts out of the old shards, sends them and writes them
 into the new shards. In one program every argument takes memory on every device. If source and target are on different
 devices, three programs run instead: the source's devices concatenate the parts that they send to one vector, the
-*block*; all devices send these blocks to each other; and the target's devices write the received parts into shards.
+*message*; all devices exchange these messages; and the target's devices write the received parts into shards.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def _sent_shape(form: StridedCopy) -> list[int]:
 @ft.lru_cache(maxsize=256)
 def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], block: Block) -> Any:
     """A jitted function on the source's devices: each device slices the parts that it sends, one for each round, out of
-    its shards of `sources`, and concatenates them to its block.
+    its shards of the sources, and concatenates them to its message. `block` has the message's shape and dtype.
     """
     dtype, (shape, to) = sources[0][1], block
     # The sender casts values, not their bits.
@@ -74,7 +74,7 @@ def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: 
 
 @ft.lru_cache(maxsize=256)
 def send_program(devices: tuple[object, ...], rounds: tuple[Sending, ...]) -> Any:
-    """A jitted function in which devices send their blocks to each other, by one collective permute for each round."""
+    """A jitted function in which devices exchange their messages, by one collective permute for each round."""
 
     def run(sent: jax.Array) -> jax.Array:
         start = 0
@@ -116,7 +116,7 @@ def write_program(
 
 @ft.lru_cache(maxsize=256)
 def zeros(devices: tuple[object, ...], block: Block) -> Any:
-    """A jitted function in which each device makes a vector of zeros, of the shape and dtype in `block`."""
+    """A jitted function in which each device makes a message of zeros, of the shape and dtype in `block`."""
     return jax.jit(lambda: jnp.zeros((len(devices) * block[0][0],), block[1]), out_shardings=sharding_of(devices))
 
 
@@ -133,7 +133,8 @@ class Context:
         different devices.
     - `pool`: the threads that copy, if any.
     - `shards`: this process's shards of the arrays.
-    - `blocks`: a cache of the arguments of programs, by the paths of an array and of its scales, and the devices.
+    - `blocks`: a cache of the arrays that `block` returns, by the paths of the source and of its scales, and the
+        devices.
     - `in_flight`, `in_flight_bytes`: arrays that programs may still be computing, if source and target are on different
         devices, and the bytes that these programs use.
     """
@@ -168,9 +169,9 @@ class Context:
             del self.blocks[key]
 
     def block(self, plan: Assembly, names: Sequence[str], devices: tuple[Any, ...], key: str) -> jax.Array:
-        """The shards of one source of `plan`, as one array that is an argument of a program on `devices`. `names` are
-        the paths of the sources, and `key` is the number of the source as text, or a name in `plan.scaled`. The array
-        is cached, since many leaves can be slices of one stacked array.
+        """One array that concatenates the shards of one source of `plan`, as an argument of a program on `devices`.
+        `names` are the paths of the sources, and `key` is the number of the source as text, or a name in `plan.scaled`.
+        The array is cached, since many leaves can be slices of one stacked array.
         """
         scaled, kind = plan.scaled.get(key), ""
         paths = [names[int(key if scaled is None else scaled.source)]]
@@ -229,8 +230,8 @@ def _run_one(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
     """Runs the program `step` of an assembly whose source and target are on the same devices. `names` are the paths of
-    the sources. `places` has one array, `step.places` on the devices. `out` has the shards that earlier programs made,
-    if any. Returns the updated shards.
+    the sources. `places` has one array: `step.places`, the positions of the parts, on the devices. `out` has the shards
+    that earlier programs made, if any. Returns the updated shards.
     """
     devices = plan.devices
     given = [context.block(plan, names, devices, key) for key in step.keys]
@@ -248,9 +249,9 @@ def _run_three(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
     """Runs the three programs (slice, send, write) for `step`, if source and target are on different devices. `names`
-    are the paths of the sources. `places` has `step.places` as two arrays, on the source's and on the target's devices.
-    `out` has the shards that earlier programs made, if any. Returns the updated shards; `None` if this process has none
-    of the array's devices.
+    are the paths of the sources. `places` has `step.places`, the positions of the parts, as two arrays: on the source's
+    and on the target's devices. `out` has the shards that earlier programs made, if any. Returns the updated shards;
+    `None` if this process has none of the array's devices.
     """
     here, there = plan.source_devices[step.keys[0]], plan.target_devices
     # Without senders and receivers, the programs of different parts of an array are equal.
@@ -311,7 +312,8 @@ def _programs(
 ) -> tuple[tuple[Exchange, tuple[jax.Array | None, ...]], ...]:
     """The programs of an assembly, each with the positions of its parts (`Exchange.places`) as an array on all devices.
     If source and target are on different devices, there are two such arrays: one on the source's devices and one on the
-    target's.
+    target's. `limit_bytes` is the most bytes of a program in one memory besides source and target. If it is `None` and
+    the devices are different, `most_bytes` is the most on a device.
     """
     number, found = {device: at for at, device in enumerate(plan.devices)}, []
     for step in plan.exchanges(limit_bytes, most_bytes):
@@ -328,7 +330,7 @@ def _placed(rows: np.ndarray, devices: tuple[object, ...]) -> jax.Array | None:
 
 
 def _constants(plan: Assembly) -> jax.Array | None:
-    """New shards with the array's constants, which no source gives, and zeros elsewhere; `None` without any."""
+    """New shards with the array's constants, which no source gives, and zeros elsewhere; `None` without constants."""
     constants: dict[int, list[Piece]] = {}
     for part in plan.parts.all:
         if part.piece.value.path is None:

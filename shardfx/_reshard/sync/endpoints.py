@@ -180,8 +180,8 @@ def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: in
 
 
 def _in_shard(shards: LocalShards, one: Transfer) -> ShardBytes | None:
-    """The contiguous range of a shard's bytes that is sent for a part of an array; `None` if no shard contains the
-    part, or if its elements must be copied or cast.
+    """The contiguous range of a shard's bytes that is sent for `one`, a part of an array. `None` if no shard contains
+    the part, or if its elements must be copied or cast.
     """
     path = one.form.value.path or ""
     number = shards.containing(path, hull(swapped(one.piece)))

@@ -121,8 +121,8 @@ def _spec(leaf: MovedLeaf) -> object:
 
 class Encoding(NamedTuple):
     """How elements of a source array are sent. `value` has the array, its scales and its casts, and `path` is the
-    array's path. `dtype` is the dtype of elements before any of the `casts` that follow. `scales` is the dtype of the
-    scales; `None` if they are not sent too.
+    array's path. If the receiver multiplies by the scales, `scales` is their dtype, and `casts` is empty. Otherwise
+    `scales` is `None`, and elements have the dtype `dtype` before `casts`: float32 if the sender multiplies them.
     """
 
     value: Value
@@ -157,9 +157,9 @@ def form_of(encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype)
 
 
 class _Jobs(NamedTuple):
-    """What all leaves of a transfer have in common. `senders` and `receivers` are the process of each device of the two
-    jobs. `receiver` is the only receiving process to plan for; `None` for all. At most `limit_bytes` are sent at a
-    time.
+    """What all leaves of a transfer have in common. `senders` has the process of each device of the sending job, and
+    `receivers` that of each device of the receiving job. `receiver` is the only receiving process to plan for; `None`
+    for all. At most `limit_bytes` are sent at a time.
     """
 
     senders: tuple[int, ...]
@@ -205,8 +205,8 @@ def _add(
     jobs: _Jobs,
 ) -> None:
     """Appends to `table` the parts of arrays that some buffers receive. In `made`, the source of each piece is named by
-    the piece's number, "0", "1", .... `encodings` says by this name how the elements are sent. `holders` has, by path,
-    the one device that sends each box of a source. `group` has the number and the box of each buffer.
+    the piece's number, "0", "1", .... `encodings` says by this name how the elements are sent. `holders` says for each
+    source, by path, which device sends each box of it. `group` has the number and the box of each buffer.
     """
     alike = together(group, lambda pair: pair[1])
     same, first = [[number for number, _ in pairs] for pairs in alike.values()], len(jobs.senders)

@@ -229,7 +229,7 @@ class Receiver:
 
     - `plan`: the plan of the transfer.
     - `dst`: the engine's plan, made for its devices.
-    - `addresses`: the address of each sending process.
+    - `addresses`: the address (host and port) of each sending process.
     - `secret`: the secret of the senders.
     - `process`: the number of this receiving process.
     - `timeout_seconds`: the time after which a silent sender counts as dead.

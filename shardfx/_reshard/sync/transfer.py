@@ -146,8 +146,8 @@ class TransferKind:
         return Transfer(process, device, buffer, form, tuple(places[: form.rank]), tuple(places[self.rank :]))
 
     def sent(self, sender: int, receiver: int) -> list[tuple[int, ...]]:
-        """The numbers of the rows that one process sends another, in order. Rows that need the same bytes form one
-        group.
+        """The rows that one process sends another, in order, as groups of row numbers. The rows of one group need
+        the same bytes.
         """
         found: dict[int, list[int]] = {}
         own = np.flatnonzero((self.rows[:, PROCESS] == sender) & (self.receivers == receiver))

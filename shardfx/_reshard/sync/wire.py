@@ -45,8 +45,8 @@ class ShardBytes(NamedTuple):
 
 
 def range_in_shard(one: Transfer, shard: Box) -> tuple[int, int] | None:
-    """The contiguous range of bytes of the shard with the box `shard` that is sent for the part `one`; `None` if the
-    sent bytes differ from such a range.
+    """The first byte, and the byte after the last one, of the part `one` in the shard with the box `shard`. `None` if
+    the bytes to send are not a contiguous range of the shard's bytes.
     """
     if one.form.value.scale is not None or one.form.casts:
         return None
@@ -56,8 +56,8 @@ def range_in_shard(one: Transfer, shard: Box) -> tuple[int, int] | None:
 
 
 def range_in_buffer(one: Transfer, sizes: Sequence[int], dtype: np.dtype) -> tuple[int, int] | None:
-    """The contiguous range of a buffer's bytes into which the received bytes of the part `one` can be written
-    unchanged; `None` if there is none. `sizes` and `dtype` are the buffer's shape and dtype.
+    """The first byte, and the byte after the last one, of the range of a buffer's bytes to which the received bytes of
+    the part `one` can be written unchanged. `None` if there is no such range. `sizes` is the buffer's shape.
     """
     form = one.form
     is_repeated = any(factor.source_dim == NOWHERE for factor in form.factors)
