@@ -254,7 +254,7 @@ def _behind_gaps(step: Rules, source: TreeLeaves, used: Mapping[str, None]) -> I
 
 
 def _endless(rule: From) -> Iterator[tuple[str, str]]:
-    """Yields the name and the path of each placeholder that a `stack` operation without a count iterates over.
+    """Yields each placeholder that a `stack` operation without a count iterates over, and the first path that has it.
 
     For `From("layers/{i}/w").stack("i")`: ("i", "layers/{i}/w").
     """
@@ -353,7 +353,7 @@ def _back(casts: Sequence[Operation], dtype: object) -> tuple[Operation, ...]:
 
 
 def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piece], bool]:
-    """Removes overlaps of pieces into one target of shape `shape`, and returns whether they cover the whole target.
+    """The pieces of one target of shape `shape` without their overlaps, and whether they cover the whole target.
 
     Pieces that overlap write equal elements there, so only the first one keeps them.
     """

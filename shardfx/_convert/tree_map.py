@@ -109,18 +109,25 @@ class TreeMap:
     def rules(self) -> dict[str, From]:
         """The rules as they were written: a new dict from a path of the target to its expression.
 
-        `TreeMap({**map.rules, "head": From("embed").T}, drop=map.drop)` is the map with one rule replaced.
+        `TreeMap({**map.rules, "head": From("embed").T}, drop=map.drop)` is the map with one rule replaced. Raises
+        `MapError` for an inverse map, and for one that `then` made.
         """
         return dict(self._one_step().made)
 
     @property
     def drop(self) -> tuple[str, ...]:
-        """The paths of leaves of the source that the map leaves out on purpose. The source must have them."""
+        """The paths of leaves of the source that the map leaves out on purpose. The source must have them.
+
+        Raises `MapError` for an inverse map, and for one that `then` made.
+        """
         return self._one_step().drop
 
     @property
     def rest(self) -> tuple[str, ...]:
-        """The paths of leaves that the map does not use. The source need not have them."""
+        """The paths of leaves that the map does not use. The source need not have them.
+
+        Raises `MapError` for an inverse map, and for one that `then` made.
+        """
         return self._one_step().rest
 
     def _one_step(self) -> Rules:

@@ -286,8 +286,8 @@ Group = list[tuple[Unit, list[np.ndarray]]]
 class Flight:
     """The reads of a load that are in progress. A limit bounds the bytes in host memory that are not yet on devices.
 
-    For each leaf on CPUs, by its position in the plan, `filled` has its boxes and their memory. For any other leaf,
-    `placed` has its arrays on single devices.
+    `filled` maps the position of a leaf on CPUs to its boxes and their memory. `placed` maps the position of any other
+    leaf to its arrays on single devices. Positions are those in the plan.
 
     **Arguments:**
 

@@ -132,8 +132,8 @@ def _parts_in(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[StridedB
 def _is_plain(piece: Piece, leaf: LeafToLoad, entries: Mapping[str, FileArray | StoreArray]) -> bool:
     """Whether a piece writes values of the file unchanged, or cast once to the leaf's dtype.
 
-    It is not so for a cast that the map states and that may change values: a plain read refuses it. `entries` are the
-    stored arrays by path.
+    The result is `False` for a cast that the map states and that may change values, since `read_piece` alone accepts
+    changed values. `entries` are the stored arrays by path.
     """
     value = piece.value
     if value.path is None or value.scale is not None or not is_only(value.casts, leaf.dtype):
