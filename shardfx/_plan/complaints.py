@@ -140,7 +140,7 @@ def unknown_units(axes: AxisRules) -> tuple[str, ...]:
 
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
-    """Returns the index of each plan in `rows` that has logical names without a rule in `axes`, with these names."""
+    """Returns a dict from the index of a plan in `rows` to its logical names that have no rule in `axes`."""
     by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
     return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
 

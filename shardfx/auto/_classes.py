@@ -185,8 +185,9 @@ _FAR = 400
 
 
 def residual(tied: Tied, own: set[Root]) -> set[Root]:
-    """The classes of the dimensions of residual streams: `x` in a sum `x + f(x)`, where `f` ends in a matrix product. A
-    sum is an update of parameters instead, if all its dimensions are in `own`, the classes of the model's dimensions.
+    """The classes of the dimensions of residual streams. A residual stream is `x` in a sum `x + f(x)`, where `f` has a
+    matrix product. A sum whose dimensions are all in `own`, the classes of the model's dimensions, updates parameters
+    instead.
     """
     operations = tied.program.operations
     maker = {out: made for made in operations for out in made.outs}

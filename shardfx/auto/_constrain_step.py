@@ -146,7 +146,7 @@ class _Walker:
         return list(map(read, jaxpr.outvars))
 
     def anew(self, given: object) -> Any:
-        """The value of an equation's parameter, with its jaxprs traced again so that `change` sees their equations."""
+        """The parameter `given` of an equation, with its jaxprs traced again so that `change` sees their equations."""
         if type(given) is tuple:
             return tuple(map(self.anew, given))
         if not isinstance(given, jex.ClosedJaxpr | jex.Jaxpr):
@@ -158,7 +158,7 @@ class _Walker:
 
 
 class _Constrainer:
-    """Constrains the results of equations to the shardings that a search gave the operations that they lower to."""
+    """Constrains the results of equations. An equation lowers to operations, and a search gives these shardings."""
 
     def __init__(self, layouts: Layouts, chosen: Mapping[str, AssignedLayout], mesh: Mesh | AbstractMesh):
         self.layouts, self.chosen, self.mesh = layouts, chosen, mesh

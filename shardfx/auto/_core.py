@@ -313,7 +313,8 @@ def _seconds_per_byte(
 
     On a torus, an axis has links in proportion to the logarithm of its size. Switched chips, such as GPUs, form islands
     of chips with fast links; as many devices of each axis as possible are in one island. Bytes between slices pass
-    through the hosts' network. `xp` is NumPy or `jax.numpy`.
+    through the hosts' network. `xp` is NumPy or `jax.numpy`, and `machine` comes from `rates_of`. Each row of `sizes`
+    and `slices` has the sizes of the mesh axes, and the slices that they span.
     """
     inner, whole = (sizes // slices).T.astype(np.float32), sizes.T.astype(np.float32)
     total = xp.prod(inner, axis=0)

@@ -191,7 +191,7 @@ class _Propagation:
         return AssignedLayout(self.assignment, tuple(self.events), tuple(self.positions), divided, *sets)
 
     def preferred(self, value: int) -> _State:
-        """The index of the sub-dimension of a value that the assignment prefers to shard; `WHOLE` if it shards none."""
+        """The index of the sub-dimension of a value that the assignment prefers to shard; `WHOLE` if there is none."""
         flat = self.layouts.flat[value]
         for wanted in self.assignment:
             for position, (number, at) in enumerate(flat):
