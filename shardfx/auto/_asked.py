@@ -55,7 +55,8 @@ class SearchOptions(NamedTuple):
 
 def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -> SearchOptions:
     """The devices of a search. `devices` is their number, a slice such as "tpu:v5e:2x4", emulated CPU devices such as
-    "cpu:8", or JAX's devices. `chip` is their kind; `None` if `devices` shows it. Raises `MeshError` for other values.
+    "cpu:8", or JAX's devices. `chip` is their kind; `None` if `devices` shows it. `slices` is the number of slices if
+    `devices` does not say it. Raises `MeshError` for other values.
     """
     found = re.fullmatch(r"(.*)\*([1-9]\d*)", devices) if isinstance(devices, str) else None
     text, times = (found[1], int(found[2])) if found else (devices, 1)
@@ -96,7 +97,7 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
 
 
 def require_options(keep: object, closely: object, verify: object) -> None:
-    """Raises `RuleError` for values of `keep`, `closely` and `verify` that [`shardfx.auto.search`][] does not allow."""
+    """Raises `RuleError` unless `keep` and `closely` are positive and `verify` is "compile", "run" or `None`."""
     are_counts = all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in (keep, closely))
     if not are_counts or verify not in (None, "compile", "run"):
         raise RuleError(

@@ -115,8 +115,8 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 
 
 class _Walker:
-    """Evaluates a jaxpr, each equation in a name scope with the equation's number. `change` takes the equation's
-    number, the name of its primitive, and its results, and returns other results.
+    """Evaluates a jaxpr, each equation in a name scope with the equation's number. The function `change`
+    takes the equation's number, the name of its primitive, and its results, and returns other results.
     """
 
     def __init__(self, change: Callable[[int, str, Sequence[Any]], Sequence[Any]]):

@@ -337,8 +337,8 @@ def seeds(
     """Well-known sharding strategies for the logical axes that the step has, without `never`: usual ones, and others.
 
     A strategy is one axis assignment per mesh axis. The usual ones are data parallelism, fully sharded data
-    parallelism, tensor parallelism, expert parallelism, and pairs of these. The others shard sequences too. The rules
-    of T5X, MaxText and Megatron are among them.
+    parallelism, tensor parallelism, expert parallelism, and pairs of these. The others shard sequences too.
+    Together they include the rules of T5X, MaxText and Megatron.
     """
     classes, free = layouts.classes, sorted({*layouts.numbers.values()} - never, reverse=True)
     known = {classes.axes[number].name: number for number in free}

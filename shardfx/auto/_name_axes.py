@@ -245,7 +245,9 @@ class _Namer:
                 axis.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
 
     def is_between_widths(self, axis: LogicalAxis) -> bool:
-        """Whether a logical axis, such as `mlp`, is the inner dimension of a block: its arrays also have `embed`."""
+        """Whether a logical axis, such as `mlp`, is the inner dimension of a block: matrix products contract it, and it
+        is at several positions in arrays that have `embed`.
+        """
         places = [place for place in self.classes.in_model(axis) or axis.places if place.of == 1]
         wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}
         return len(wide) > 1 and self.is_marked(axis, "contracted")
