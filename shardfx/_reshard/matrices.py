@@ -45,7 +45,7 @@ class MappedMatrices:
 
     def __call__(self, tree: object, states: PyTree = None) -> PyTree:
         """Returns the tree with the mapped function applied to every matrix. If `map_matrices` was given a `state`,
-        this takes the states of all matrices too, as `init` returns them, and returns the tree and the new states.
+        the call takes the states of all matrices too, as `init` returns them, and returns the tree and the new states.
         """
         flat = flatten(tree)
         rows_of(self.plan.content, flat)

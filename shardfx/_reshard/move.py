@@ -153,7 +153,7 @@ def move_of(
     copies: bool = True,
     meshes: tuple[MeshSpec | None, MeshSpec | None] = (None, None),
 ) -> Move:
-    """Decides how arrays of one shape, dtype and pair of shardings move. The result is cached.
+    """Decides how arrays of one shape and dtype move from the sharding `src` to `dst`. The result is cached.
 
     `assembly.parts.missing` of the result lists the elements that only `lost` devices hold. A move between meshes
     without devices can be planned, but not carried out; `meshes` then says how the meshes of source and target span TPU

@@ -94,7 +94,7 @@ def in_host_memory(sharding: Sharding) -> bool:
 
 
 def named(sharding: Sharding) -> NamedSharding:
-    """Returns the sharding itself, which must be a NamedSharding. It tells type checkers so."""
+    """Returns the sharding itself, which must be a NamedSharding. The call tells type checkers so."""
     assert isinstance(sharding, NamedSharding)
     return sharding
 
@@ -115,7 +115,7 @@ def device_copy_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) ->
 
 
 def sharers(devices: Iterable[Any]) -> int:
-    """Returns the largest number of `devices` that share one memory. CPU devices of one process share a memory."""
+    """Returns the largest number of `devices` that share one memory: CPU devices of one process, or just one device."""
     # Every process must get the same count, since the count decides which programs run.
     counts = collections.Counter(device.process_index for device in devices if device.platform == "cpu")
     return max(counts.values(), default=1)

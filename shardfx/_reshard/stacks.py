@@ -225,7 +225,7 @@ def _cost(array: Matrices) -> float:
 
 
 def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
-    """Groups arrays whose matrices have the same shape, and the same sharding during the all-to-all: the keys."""
+    """Groups arrays by the shape of their matrices, and by the sharding of the matrices during the all-to-all."""
     return together(arrays, lambda one: (one.rest, one.matrix, one.sent_entries))
 
 

@@ -201,7 +201,7 @@ class TargetArray(NamedTuple):
 def target_arrays(
     map: TreeMap, sources: tuple[MovedLeaf, ...], targets: tuple[MovedLeaf, ...], copies: bool
 ) -> tuple[TargetArray, ...]:
-    """Plans how each array that `map` makes is assembled from `sources` or moved. The result is cached."""
+    """Plans how each array of `targets`, which `map` makes, is assembled from `sources` or moved. It caches results."""
     here, there = ({leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in leaves} for leaves in (sources, targets))
     made, by_path = bound(map, here, there), {leaf.path: leaf for leaf in sources}
     known: dict[object, Assembly] = {}
@@ -264,9 +264,9 @@ def assembly_between(
     """The plan for moving an array without a map to another sharding, on any devices. For typed PRNG keys, `shape` and
     `dtype` are those of their `key_data`.
 
-    `parts.missing` has the boxes of the elements that only `lost` devices hold. `sent_before` has pairs: the
-    number of a device, and how many more bytes it has sent in earlier moves than another device with the same shard.
-    Raises `MeshError` if no program spans the devices and no process can address all shards.
+    `parts.missing` of the plan has the boxes of the elements that only `lost` devices hold. `sent_before` has pairs:
+    the number of a device, and how many more bytes it has sent in earlier moves than another device with the same
+    shard. Raises `MeshError` if no program spans the devices and no process can address all shards.
     """
     made, source = leaf_made("0", Struct(shape, dtype)), MovedLeaf("0", shape, dtype, src)
     return _assembly(MovedLeaf("", shape, dtype, dst), made, [source], copies, lost, sent_before)

@@ -87,7 +87,7 @@ class Neighbours:
                     yield axes[kept:], (*dims[:dim], axes[:kept], *dims[dim + 1 :])
 
     def all_to_alls(self, dims: ShardDims, each: float, limit: float) -> Priced:
-        """The layouts that an all-to-all reaches from `dims` for less than `limit`. `each` is added to each cost."""
+        """The layouts that an all-to-all reaches from `dims` for less than `limit`. `each` is added to every cost."""
         shard_count = self.shards.shard_count(dims)
         for kept, moving, to_dims in _choices(dims):
             cost = self.prices.all_to_all(shard_count, moving) + each

@@ -77,7 +77,8 @@ class Redistribution:
 
     - `steps`: the steps in order; none if every device already holds its target shard.
     - `wire_bytes`: the bytes that a device receives in all steps, as the mean over devices.
-    - `dcn_bytes`: the bytes among `wire_bytes` that come from another TPU slice (or node), or an upper bound.
+    - `dcn_bytes`: the bytes among `wire_bytes` that come from another TPU slice (or node). If slices do not line up
+        with mesh axes, it is an upper bound.
     - `peak_bytes`: the most bytes of shards that a device holds at one time.
     - `lower_bound_bytes`: the bytes that a device must receive under any algorithm, as the mean over devices.
     """
@@ -91,9 +92,9 @@ class Redistribution:
 
 @ft.lru_cache(maxsize=4096)
 def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, dst: StepLayout) -> Redistribution:
-    """Plans the steps that move one array between two layouts over the same devices. The result is cached. A step reads
-    one shard and writes one. It holds at most twice the larger shard of `src` and `dst`. Every dimension of `shape`
-    must divide into the shards of both. Raises `MeshError` if the two layouts are not over the same devices.
+    """Plans the steps that move one array between two layouts over the same devices. The result is cached. In a step
+    a device holds the shard that it reads and the one that it writes, at most twice the larger shard of `src` and
+    `dst`. The shard counts of both must divide `shape`. Raises `MeshError` if they are not over the same devices.
     """
     # The search depends only on which shard counts divide the shape, so leaves of different shapes share cached paths.
     max_counts = tuple(math.gcd(size, src.size) for size in shape)

@@ -238,7 +238,7 @@ class _SpareMemory:
         return {leaf.path: self._made[number] for number, leaf in enumerate(self._plan.leaves)}
 
     def memory(self, leaf: int, buffer: int) -> np.ndarray:
-        """The memory of one buffer. It is allocated at the first call."""
+        """The memory of the buffer number `buffer` of the leaf number `leaf`. It is allocated at the first call."""
         with self._lock:
             if leaf not in self._memory:
                 self._allocate(leaf)

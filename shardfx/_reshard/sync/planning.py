@@ -133,7 +133,9 @@ class Encoding(NamedTuple):
 
 
 def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
-    """How elements of the source in `value` are sent. The receiver multiplies by scales if that sends fewer bytes."""
+    """How elements of the source in `value` are sent. The receiver multiplies by scales if that sends fewer bytes, else
+    the sender does. `dtypes` has the dtypes of sources and scales, by path.
+    """
     assert value.path is not None
     dtype = dtypes[value.path]
     if value.scale is None:
@@ -297,8 +299,8 @@ def _holders(leaf: MovedLeaf) -> Holders:
 
 def _by_replica(buffers: Sequence[Buffer], held: Mapping[str, Holders]) -> dict[tuple[int, ...], list[int]]:
     """Groups buffers that receive from the same replicas. A source with `count` replicas sends from replica `n % count`
-    to the receiving process `n`. The keys of the result have the replica of each source in `held`, and the values have
-    the positions of buffers. `held` has, by path, the devices that hold each box of a source.
+    to the receiving process `n`. The keys of the result have the number of the replica of each source in `held`, and
+    the values have positions in `buffers`. `held` has, by path, the devices that hold each box of a source.
     """
     replicas = [min(map(len, one.values())) for one in held.values()]
     return together(range(len(buffers)), lambda at: tuple(buffers[at].process % count for count in replicas))

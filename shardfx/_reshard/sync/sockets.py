@@ -326,7 +326,8 @@ def _checked(secret: bytes) -> bytes:
 
 def _authenticate(line: _SocketChannel, secret: bytes, own: bytes, other: bytes) -> None:
     """Proves to the peer that this process knows the secret, and checks the peer's proof. Each proof is an HMAC of
-    random bytes (a nonce) from both processes and of the prover's role: sender or receiver.
+    random bytes (a nonce) from both processes and of the prover's role: sender or receiver. `own` is the role of this
+    process, and `other` that of the peer.
     """
     mine = os.urandom(_NONCE_BYTES)
     line.send(mine)

@@ -19,7 +19,9 @@ from ..._ground.spec import bits
 
 
 class Buffer(NamedTuple):
-    """A box of a target array in a receiving process. `devices`, positions among its devices, hold the box."""
+    """A box of a target array in the receiving process number `process`. `devices` are the positions of the devices
+    that hold the box, among the devices of this process.
+    """
 
     process: int
     devices: tuple[int, ...]
@@ -176,7 +178,9 @@ class SentLeaf(NamedTuple):
 
 
 class SentPiece(NamedTuple):
-    """A row of bytes that is sent once, for the leaf number `leaf`, and its position in each buffer that needs it."""
+    """A row of bytes that is sent once, for the leaf number `leaf`. `places` has a `Transfer` for each buffer that
+    needs the bytes.
+    """
 
     leaf: int
     places: tuple[Transfer, ...]

@@ -57,7 +57,7 @@ def range_in_shard(one: Transfer, shard: Box) -> tuple[int, int] | None:
 
 def range_in_buffer(one: Transfer, sizes: Sequence[int], dtype: np.dtype) -> tuple[int, int] | None:
     """The first byte, and the byte after the last one, of the range of a buffer's bytes to which the received bytes of
-    the part `one` can be written unchanged. `None` if there is no such range. `sizes` is the buffer's shape.
+    the part `one` can be written unchanged. `None` if there is none. `sizes` and `dtype` are the buffer's.
     """
     form = one.form
     is_repeated = any(factor.source_dim == NOWHERE for factor in form.factors)
@@ -99,7 +99,9 @@ def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
 
 
 def unpack(step: SentPiece, memory: np.ndarray, buffer_of: Memory) -> None:
-    """Decodes the received bytes in `memory` and writes them into every buffer (by its number) that needs them."""
+    """Decodes the received bytes in `memory` and writes them into every buffer that needs them. `buffer_of` returns
+    the memory of a buffer, given its number.
+    """
     one = step.places[0]
     form, raw = one.form, memory[: one.own_bytes]
     values = _unpacked(raw, form.sent, one.shape) if bits(form.sent) < 8 else _typed(raw, form.sent, one.shape)
