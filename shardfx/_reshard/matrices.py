@@ -166,7 +166,7 @@ def map_matrices(
 
 
 def _mesh_of(plan: ShardPlan, arrays: Sequence[object]) -> Any:
-    """The mesh of the first array whose type has a mesh with Explicit axes. If there is none, the mesh of the plan."""
+    """The mesh of the first of `arrays` whose type has a mesh with Explicit axes. If there is none, the plan's mesh."""
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
         if not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types):

@@ -24,7 +24,7 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
 
     `x` is a traced value, or an array that is a constant of the program. In a gradient, the result's cotangent moves
     from `dst` to `src`. `dst` must have the program's devices in the program's order. `src` is the sharding of `x`. It
-    is needed if the mesh of `x` has Auto axes; the types of arrays on Explicit axes say it. If `src` is not the actual
+    is needed if the mesh of `x` has Auto axes; with Explicit axes the type of `x` says it. If `src` is not the actual
     sharding of `x`, XLA first moves `x` to `src`.
 
     **Raises:**

@@ -338,7 +338,10 @@ def _method(
     parts: ShardParts,
     devices: _Devices,
 ) -> Literal["programs", "host"]:
-    """Decides whether programs on devices or NumPy copies on the host assemble an array. All processes decide alike."""
+    """Decides whether programs on devices or NumPy copies on the host assemble an array. All processes decide alike.
+    `sources` and `target` are the shardings of the sources and of the array, `None` for NumPy arrays. `parts` are the
+    parts of shards that the array is assembled from.
+    """
     if not devices.are_named:
         return "programs" if sources else "host"
     every = {device for end in (*sources, target) if end is not None for device in end.device_set}

@@ -126,7 +126,8 @@ def program(
     another array, the target.
 
     Its arguments are the positions of the parts (`Exchange.places`) and the sources. If `makes_shards` is true, it
-    makes the target's shards. Otherwise they are its last argument, which it writes into and returns.
+    makes the target's shards. Otherwise they are its last argument, which it writes into and returns. `sources` and
+    `target` have the shape and dtype of a shard of each array.
     """
     is_moved = not any(step.form.casts for step in rounds) and all(dtype == target[1] for _, dtype in sources)
     own = program_dtype(target[1], devices) if is_moved else target[1]

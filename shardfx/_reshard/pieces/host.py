@@ -242,7 +242,7 @@ def _shared(
 ) -> list[np.ndarray] | None:
     """The new shards as views of old shards. `None` if a new shard is not a contiguous part of one old shard, or if the
     old shards, which views would keep alive, have more bytes than copies would have. `targets` are the boxes of the new
-    shards, and `names` the paths of the arrays that are read, by number.
+    shards, `copies` the parts of each, and `names` the paths of the arrays that are read, by number.
     """
     if not all(one.is_slice for one in copies):
         return None

@@ -53,7 +53,8 @@ def _sent_shape(form: StridedCopy) -> list[int]:
 @ft.lru_cache(maxsize=256)
 def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], block: Block) -> Any:
     """A jitted function on the source's devices: each device slices the parts that it sends, one for each round, out of
-    its shards of the sources, and concatenates them to its message. `block` has the message's shape and dtype.
+    its shards, and concatenates them to its message. `sources` have the shape and dtype of a shard of each array that
+    is read, and `block` has those of the message.
     """
     dtype, (shape, to) = sources[0][1], block
     # The sender casts values, not their bits.
@@ -93,8 +94,9 @@ def write_program(
     devices: tuple[object, ...], rounds: tuple[Round, ...], source_dtype: object, target: Block, makes_shards: bool
 ) -> Any:
     """A jitted function on the target's devices: each device writes the parts that it received, one for each round,
-    into its shard. If `makes_shards` is true, it makes the shards. Otherwise they are its last argument, which it
-    writes into and returns.
+    into its shard. `target` has the shape and dtype of this shard, and `source_dtype` is the dtype of the sources. If
+    `makes_shards` is true, the function makes the shards. Otherwise they are its last argument, which it writes into
+    and returns.
     """
     own, wire = program_dtype(target[1], devices), sent_dtype(rounds[0].form, source_dtype)
     casts = rounds[0].form.casts

@@ -59,7 +59,9 @@ class Chunks:
 
 
 def chunks_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]) -> Chunks | None:
-    """Returns the chunks in which shards of `shape` move by `steps` on TPUs; `None` if whole shards move at once."""
+    """Returns the chunks in which shards of `shape` move by `steps` on TPUs; `None` if whole shards move at once.
+    `itemsize_bits` are the bits of an element.
+    """
     whole, blocks, target_shape = _blocks(shape, steps)
     shard_bytes = max(math.prod(shape), math.prod(target_shape)) * itemsize_bits // 8
     count = _chunk_count(whole, blocks, steps)

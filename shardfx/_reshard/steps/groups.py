@@ -36,7 +36,7 @@ class AllToAll:
 
 
 def groups_of(layout: StepLayout, sub_axes: SubAxes, like: StepLayout) -> np.ndarray:
-    """Returns the replica groups along `sub_axes` of a layout, as an integer array with one row for each group. A row
+    """Returns the replica groups along `sub_axes` of `layout`, as an integer array with one row for each group. A row
     lists devices that differ only in their coordinates along these sub-axes, in the order of these coordinates.
     """
     where = coordinates(layout, like)

@@ -92,9 +92,10 @@ class Redistribution:
 
 @ft.lru_cache(maxsize=4096)
 def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, dst: StepLayout) -> Redistribution:
-    """Plans the steps that move one array between two layouts over the same devices. The result is cached. In a step
-    a device holds the shard that it reads and the one that it writes, at most twice the larger shard of `src` and
-    `dst`. The shard counts of both must divide `shape`. Raises `MeshError` if they are not over the same devices.
+    """Plans the steps that move one array, with elements of `itemsize_bits`, between two layouts over the same devices.
+    In a step a device holds the shard that it reads and the one that it writes, at most twice the larger shard of `src`
+    and `dst`. The shard counts of both must divide `shape`. The result is cached. Raises `MeshError` if the layouts are
+    not over the same devices.
     """
     # The search depends only on which shard counts divide the shape, so leaves of different shapes share cached paths.
     max_counts = tuple(math.gcd(size, src.size) for size in shape)

@@ -165,8 +165,9 @@ Rounds = list[list[ShardBytes | SentPiece]]
 
 
 def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: int) -> Rounds:
-    """The parts of arrays that one process sends another, as a list for each round. A part that is contiguous in a
-    shard is a `ShardBytes`, and is sent without a copy. The result is cached until a sharding changes.
+    """The parts of arrays that the process number `sender` sends to the process number `receiver`, as a list for each
+    round. A part that is contiguous in a shard is a `ShardBytes`, and is sent without a copy. The result is cached
+    until a sharding changes.
     """
     key = "out", sender, receiver
     shardings, rounds = cast("tuple[dict[str, object], Rounds]", plan.known.get(key, ({}, [])))
