@@ -135,9 +135,9 @@ def exchanges_of(
     """Returns the all-to-alls that send the matrices of a plan to their owner devices, and a dict for the arrays that
     `where` does not divide into matrices: from the number of the array to the function or `None` in `where`.
 
-    `over` are the mesh axes along which owners lie. `None` is for the axes that shard a matrix, and those of the
-    logical name "batch".
-    `where` is a dict from regexes of paths to what is done with an array. `limit` is the most bytes per device.
+    `over` are the mesh axes along which owners lie; `None` for the axes that shard a matrix, and those of the logical
+    name "batch". `where` is a dict from regexes of paths to what is done with an array. `limit` is the most bytes per
+    device; `None` for no limit.
     """
     found, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
@@ -306,8 +306,8 @@ class _Owners:
 
     def limited(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
         """Yields groups of `arrays`, each with its own all-to-all, that take at most `limit` bytes on a device: the
-        elements that it sends, those that it receives, and one whole matrix. Raises `MoveError` if a single array needs
-        more.
+        elements that it sends, those that it receives, and one whole matrix. `None` sets no limit. Raises `MoveError`
+        if a single array needs more.
         """
         some: list[Matrices] = []
         most = math.inf if limit is None else limit

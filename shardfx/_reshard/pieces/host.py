@@ -128,7 +128,7 @@ class LocalShards:
         self._owned = {path: [shard.data for shard in leaf.addressable_shards] for path, leaf in own.items()}
 
     def typed(self, path: str, number: int) -> np.ndarray:
-        """A shard of an array by its number, as a NumPy array. It is cached."""
+        """The shard number `number` of the array at `path`, as a NumPy array. It is cached."""
         found = self._known.get((path, number))
         if found is None:
             given = np.asarray(self._shard(path, number))
@@ -143,7 +143,7 @@ class LocalShards:
         return self._bits[path]
 
     def boxes(self, path: str) -> list[Box]:
-        """The boxes of this process's shards of an array."""
+        """The boxes of this process's shards of the array at `path`."""
         if path not in self._boxes:
             leaf = self.leaf(path)
             own = [one.index for one in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [()]
@@ -151,11 +151,11 @@ class LocalShards:
         return self._boxes[path]
 
     def containing(self, path: str, box: Box) -> int | None:
-        """The number of the first shard that contains the whole box; `None` if no shard does."""
+        """The number of the first shard of the array at `path` that contains the whole `box`; `None` if none does."""
         return first_with(box, self.boxes(path))
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """The elements of a box of an array, assembled from several shards if no shard contains the whole box."""
+        """The elements in `box` of the array at `path`, from several shards if no shard contains the whole box."""
         found = read_box(box, self.boxes(path), ft.partial(self.typed, path))
         if found is None:
             raise SyncError(f"leaf `{path}`: this process holds a part of {list(box)} only; scales must lie beside.")

@@ -250,7 +250,7 @@ def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) 
 
 
 def first_casts(casts: Sequence[object], dtype: object) -> int:
-    """The number of casts that the sender applies, so that sent elements have the fewest bits. The receiver applies the
+    """The number of casts after which elements have the fewest bits. The sender applies these, and the receiver the
     others. For float32 elements (`dtype`) and `casts` to bfloat16 and then to float32, it is 1.
     """
     sizes = [bits(dtype)]

@@ -103,9 +103,10 @@ def _chunk_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[
     """The number of chunks in which shards move; 1 for whole shards. `whole` is the shape of the whole array, and
     `blocks` the size of a block along each dimension.
 
-    If blocks fill tiles, two kinds of moves still need chunks. `_doubles_after_copies` says which moves are of the
-    first kind. The second kind has a permutation, ends in an all-to-all, and moves arrays of three or more dimensions.
-    For it the compiler holds up to 4.7 times the larger shard, and in four chunks 1.6 times.
+    If blocks do not fill tiles, all-to-alls and all-gathers need chunks. Otherwise two kinds of moves need them.
+    `_doubles_after_copies` says which moves are of the first kind. The second kind has a permutation, ends in an
+    all-to-all, and moves arrays of three or more dimensions. For it the compiler holds up to 4.7 times the larger
+    shard, and in four chunks 1.6 times.
     """
     kinds = [step.kind for step in steps]
     tile = _TILE[-len(blocks) :]

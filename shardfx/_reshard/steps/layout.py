@@ -208,7 +208,7 @@ def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
 
 def overlap(index: np.ndarray, count: int, other_index: np.ndarray, other_count: int) -> tuple[np.ndarray, int]:
     """Compares each device's shards in two shardings of one dimension. `index` and `other_index` have the index of each
-    device's shard among `count` and `other_count` shards. The dimension is given as many elements as the least common
+    device's shard among `count` and `other_count` shards. The dimension has as many elements here as the least common
     multiple of these counts. Returns how many elements the two shards of each device have in common, and the size of
     the dimension. With 2 and 3 shards the size is 6, and the shards [0, 3) and [0, 2) have 2 elements in common.
     """
