@@ -84,7 +84,7 @@ class LeafDiff:
         """The names of the collectives that move an array of this group from the first plan's sharding to the second's,
         such as "all-gather".
 
-        If no collectives move it, the only item says how it moves, such as "relabel" (see [`shardfx.LeafMove`][]).
+        If no collectives move it, the only item says how it moves, such as "relabel" (see [`shardfx.plan_reshard`][]).
         """
         if self.move is None:
             return ()
