@@ -1,7 +1,8 @@
 """Maps applied to whole arrays in memory, and strided copies between arrays in JAX.
 
 A map has one or more steps, each with its rules. A `Made` is a leaf that a map makes: its shape, its dtype, and the
-pieces (strided copies) that fill it.
+pieces (strided copies) that fill it. A factor is one loop of a strided copy: the number of iterations, and the step of
+one in elements.
 """
 
 import functools as ft
@@ -264,8 +265,9 @@ def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
 def scattered(box: jax.Array, factors: BoxFactors, piece: jax.Array, axis: int) -> jax.Array:
     """A strided scatter: a copy of `box` in which the elements of `piece` replace those that the factors reach.
 
-    Both arrays have the first `axis` dimensions in common. `factors` are those of the other dimensions of `box`, and
-    `piece` has a further dimension for each factor.
+    The first `axis` dimensions are the same in both arrays. `factors` are those of the other dimensions of `box`. For
+    each factor, in this order, `piece` has one further dimension. For a dimension of size 6 with the factor (3, 2),
+    `piece` has the new elements 0, 2 and 4.
     """
     if all(is_dense(size, own) for size, own in factors):
         return piece.reshape(box.shape)

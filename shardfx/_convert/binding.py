@@ -389,7 +389,7 @@ def _grid_dims(boxes: Sequence[Box]) -> list[int]:
 
 
 def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
-    """Yields the parts of a piece outside of a box of the target. The piece must fill a box without gaps."""
+    """Yields the parts of a piece outside of `box` of the target. The piece itself must fill a box without gaps."""
     mine = hull(piece)
     if any(stop <= low or high <= start for (start, stop), (low, high) in zip(mine, box, strict=True)):
         yield piece

@@ -77,7 +77,8 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
 def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> range:
     """The numbers 0, 1, 2, ... that a `stack` expression iterates over, as many as its `count`.
 
-    Without a count, they end before the first number for which `leaves`, the leaves of the source, have none.
+    Without a count, they end before the first number for which the source has no leaf. `binding` has the values of the
+    other placeholders, and `leaves` the leaves of the source by path.
     """
     over, first = made.args[0], counted_leaf(made)
     if len(made.args) > 2:
@@ -312,7 +313,7 @@ def cast(made: Made, to: Any) -> Made:
 
 
 def _then(made: Made, step: Operation, dtype: DType) -> Made:
-    """A target array of dtype `dtype` with one more operation on its elements."""
+    """The target array `made` after one more operation `step` on its elements, which results in `dtype`."""
     pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step))) for piece in made.pieces]
     return Made(made.shape, dtype, tuple(pieces))
 

@@ -447,9 +447,9 @@ def _through(part: Piece, loops: Sequence[Factor | None], box: Piece) -> Piece:
 
     **Arguments:**
 
-    - `part`: a part of the outer piece with source and target exchanged. Its target has one dimension per factor of
-        `box`.
-    - `loops`: the factor of `box` for each of these dimensions; `None` for a dimension of size 1.
+    - `part`: a part of the outer piece with source and target exchanged. Its target is the part of the intermediate
+        array that `box` fills, with each dimension split into one dimension per factor of `box`.
+    - `loops`: for each dimension of this target, the factor of `box`; `None` for one of size 1 without a factor.
     - `box`: a part of the inner piece that fills a box of the intermediate array.
     """
     source = box.source

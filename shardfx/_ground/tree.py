@@ -51,7 +51,11 @@ class Flat(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The columns of a subtree, as in `Flat`. The paths are relative to the subtree."""
+    """The columns of a subtree. Paths are relative to it, and templates are paths with every digit replaced by 0.
+
+    `names` has the logical names that a module declares for a leaf, or `None`. `stacked` has the number of leading
+    dimensions that a module declares as stacked layers.
+    """
 
     paths: list[str]
     templates: list[str]
@@ -120,7 +124,11 @@ def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
 
 
 def _columns_of(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
-    """The paths, templates, names and stacked dimensions of the leaves of a tree, as in `Flat`."""
+    """Four columns of a tree with this structure. Each one has an entry for each leaf.
+
+    They are the paths, the paths with every digit replaced by 0, the logical names that modules declare, and the
+    numbers of leading dimensions that modules declare as stacked layers.
+    """
     try:
         return _remembered(treedef)
     except ValueError:

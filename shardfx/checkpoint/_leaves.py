@@ -1,8 +1,8 @@
 """The arrays that `save` writes: a tree's arrays, or arrays that a map makes of them. PRNG keys are written as key
 data.
 
-`is_first` tells a process whether it is the first of those that save. The first process alone writes NumPy arrays and
-constants, which all processes have.
+`is_first` tells a process whether it is the first of those that save. The first process alone writes NumPy arrays, and
+elements that a map fills with a constant, since all processes have them.
 """
 
 import dataclasses
@@ -180,7 +180,10 @@ def host_copy(value: Any) -> Output:
 
 
 def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
-    """The boxes of an array or `Output` that this process writes."""
+    """Yields the boxes of `value` that this process writes: a JAX array, a NumPy array, or an `Output`.
+
+    An `Output` is an array of which the process has only these boxes.
+    """
     if isinstance(value, Output):
         yield from value.pieces(is_first)
         return

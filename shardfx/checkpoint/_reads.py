@@ -54,11 +54,14 @@ NumberedPiece = tuple[int, Piece]
 class Fetch(NamedTuple):
     """Boxes to read from one stored array, and their positions in the memory of a leaf.
 
+    A process loads one or more boxes of a leaf, and has memory for each of them.
+
     **Arguments:**
 
     - `entry`: the stored array.
     - `boxes`: the boxes of the stored array.
-    - `places`: the destination of each box; `None` if the leaf is the stored array.
+    - `places`: for each of `boxes`, the number of a box of the leaf, and the part of its memory that is filled. `None`
+        if the leaf is the stored array: `boxes` are then the boxes of the leaf.
     """
 
     entry: FileArray | StoreArray
@@ -66,7 +69,10 @@ class Fetch(NamedTuple):
     places: Sequence[Destination] | None
 
     def targets(self, memory: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """A view of a leaf's memory for each box of the stored array. `memory` has one array per box of the leaf."""
+        """For each of `boxes`, a view of the memory that it is read into.
+
+        `memory` has an array for each box of the leaf that the process loads.
+        """
         return memory if self.places is None else [box_view(memory[number], place) for number, place in self.places]
 
 
@@ -315,7 +321,7 @@ def plan_reads(
 
 
 def _reads_of(leaf: LeafToLoad, processes: int | None, gap_bytes: int) -> Mapping[int, tuple[int, int, int]]:
-    """For a leaf: the bytes that a process needs, the bytes that it reads, and how many reads it makes, by process."""
+    """By the number of each process: the bytes of a leaf that it needs, the bytes that it reads, and how many reads."""
     found = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
         needed = read = count = 0

@@ -162,7 +162,7 @@ def _count(shape: list[int]) -> int:
 
 
 def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
-    """The arrays with the dtypes that `metadata` names under `DTYPES_KEY`: dtypes of one byte, or of PRNG keys."""
+    """The arrays. Some get a dtype of one byte or of PRNG keys, which `metadata[DTYPES_KEY]` names by their path."""
     if DTYPES_KEY not in metadata:
         return tuple(arrays)
     named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")

@@ -1,7 +1,8 @@
 """Saving: shards are written in parallel under a temporary name, which is renamed to the target when all of them are
 complete.
 
-`is_first` tells a process whether it is the first of those that save; it alone writes NumPy arrays and constants.
+`is_first` tells a process whether it is the first of those that save. It alone writes NumPy arrays and the constants of
+a map, which all processes have.
 """
 
 import concurrent.futures

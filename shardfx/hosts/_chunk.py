@@ -123,7 +123,7 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
 
     **Arguments:**
 
-    - `axes`: one mesh axis, or several in order, the slowest first.
+    - `axes`: one mesh axis, or several in order. Shards are numbered along the last one first.
     - `grid`: the division of the mesh among the processes.
     - `process_index`: the number of the process.
 
@@ -166,8 +166,8 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
 
     **Returns:**
 
-    The position of the process along all other axes, as one number from 0. The other axes are in the mesh's order, the
-    slowest first.
+    The position of the process along all other axes, as one number from 0. Replicas are numbered along the last of
+    these axes first.
 
     **Raises:**
 
