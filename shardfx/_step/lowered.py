@@ -324,7 +324,9 @@ def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> lis
 
 
 def carry_of(scan: Any) -> tuple[int, int]:
-    """The index of the carry's first array among the operands of a scan, and the number of arrays in the carry."""
+    """For the jaxpr equation of a scan: the index of the carry's first array among the operands, and the number of
+    arrays in the carry.
+    """
     # The names of a scan's parameters differ between versions of JAX. Arrays that are scanned over have one more
     # dimension outside of the body.
     inner = opened(scan.params["jaxpr"])[0]

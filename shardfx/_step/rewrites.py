@@ -207,8 +207,9 @@ def _complex_dot(op: Op) -> list[ir.Value]:
 
 
 def _three_products(value: ir.Value, by: Callable[[ir.Value], ir.Value]) -> ir.Value:
-    """A complex matrix product from three real ones. `by` is given a real array made from `value`: the real parts, the
-    imaginary parts, or the sums of both. It multiplies this by the same of the other operand.
+    """The complex matrix product of `value` and another operand, from three real ones, which `by` computes. `by` gets
+    the sums of the real and imaginary parts of `value`, then the real parts, then the imaginary parts. It multiplies
+    them by the same parts of the other operand.
     """
     whole = by(_added(value))
     real, imaginary = by(stablehlo.RealOp(value).result), by(stablehlo.ImagOp(value).result)

@@ -57,7 +57,7 @@ class EquinoxJitted(Protocol):
 @runtime_checkable
 class _NamedTrace(Protocol):
     """The traced step that `trace` of a function from `shardfx.filter_jit` returns. `arrays` has the name and the path
-    of each array, and `traced` is JAX's traced step.
+    of each array, `traced` is JAX's traced step, and `mesh` is the mesh of the plans in its shardings, if it has any.
     """
 
     traced: Any

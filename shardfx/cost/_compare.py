@@ -23,7 +23,8 @@ class Surplus:
     - `source`, `axes`: the source line and the mesh axes; `None` and empty in a row that sums all other lines.
     - `leaf`: the paths of the parameters that the collectives gather, or whose gradients they reduce, or `None`.
     - `expected`, `found`: pairs of a kind of collective and its bytes, in the estimate and in the compiled step.
-    - `passes`: the compiler passes that the estimate simulates at this line. The compiler did not apply at least one.
+    - `passes`: the compiler passes that the estimate simulates at this line. In at least one of them, the compiler did
+        something else than the estimate.
     - `why`: a sentence that explains the difference.
     """
 
@@ -48,7 +49,7 @@ class Comparison:
     **Arguments:**
 
     - `rows`, `less`: a [`shardfx.cost.Surplus`][] for each source line and tuple of mesh axes where the compiled step
-        sends more (or less) than the estimate, the largest first. The last row sums all other lines.
+        sends more (or less) than the estimate, the largest first. The last row of each can be the sum of other lines.
     - `estimated`, `compiled`: the traffic of the estimate, and of the compiled step.
     """
 

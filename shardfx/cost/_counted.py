@@ -45,8 +45,8 @@ class StepOnChip:
         return self.partitioned()
 
     def partitioned(self, **changed: Any) -> HloModule:
-        """The same as `module`, for a changed step. `Step.partitioned` gets the keyword arguments `changed`, such as
-        other shardings.
+        """The partitioned program of one device for a changed step, after the simulated passes of the platform's
+        compiler. `changed` has keyword arguments for `Step.partitioned`, such as other shardings.
         """
         return as_compiled(parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform)
 
@@ -101,8 +101,9 @@ class StepOnChip:
         return self.memory_of(self.partitioned(module=module))
 
     def under(self, arguments: Sequence[Dims | None]) -> Memory:
-        """The memory of one device if the arrays of the arguments have the shardings `arguments`. A result that is the
-        new value of an array gets the sharding of this array.
+        """The memory of one device if the step's arguments have other shardings. `arguments` has, for each of their
+        arrays, the mesh axes of each dimension, or `None` if the compiler may choose them. A result that is the new
+        value of an array gets the array's sharding, unless the compiler may choose the sharding of one of the two.
         """
         results = [one.dims for one in self.step.parameters[1]]
         for one, dims in zip(self.purposes, arguments, strict=True):

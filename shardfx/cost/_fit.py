@@ -45,7 +45,7 @@ class FitRow:
 
     - `group`: the name of the group: "parameters", "gradients", "optimizer: mu" (one group for each moment), "batch",
         "KV cache", "other", "results" (without the donated arguments' memory), "activations", "copies in other layouts"
-        or "temporaries". For a plan without a step, a name of [`shardfx.ShardPlan.join`][].
+        or "temporaries". For a plan without a step, the first name of the arrays' paths: "params".
     - `bytes`: the bytes in the chip's memory, including the padding of tiles.
     - `host_bytes`: the bytes in host memory, if the plan's memory kinds say so.
     - `exact`: whether the bytes follow from shardings or from the compiler's count. If not, they are estimated.
@@ -290,7 +290,7 @@ def fit(
 
 
 def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
-    """The memory of the arrays of a plan, with a row for each of the joined plans."""
+    """The memory of the arrays of a plan, with a row for each first name of the arrays' paths."""
     rows: dict[str, list[int]] = {}
     largest: list[Offender] = []
     for leaf in plan.leaves:

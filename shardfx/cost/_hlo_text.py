@@ -90,7 +90,7 @@ class Instruction(NamedTuple):
 
     @property
     def rendezvous(self) -> str | None:
-        """The text that identifies a `send` together with its `recv`; `None` for other instructions."""
+        """The text that only a `send` and its `recv` have in common; `None` for other instructions."""
         if self.opcode not in ("send", "recv"):
             return None
         found = _RENDEZVOUS.search(self.attributes)

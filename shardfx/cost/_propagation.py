@@ -40,11 +40,11 @@ class DimKey(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The operation where a mesh axis stopped propagating to an array. The axis shards one dimension of the operation,
-    and could shard another dimension with the same factor, but does not.
+    """The operation where a mesh axis stopped propagating to an array. The axis shards a dimension of one array
+    of the operation, and could shard another dimension with the same factor, but does not.
 
     - `dim`: the dimension of the array that the axis could shard.
-    - `with_axis`, `last`: the dimension of the operation that the axis shards, and the one that it does not shard.
+    - `with_axis`, `last`: of the operation's arrays, the dimension that the axis shards, and the one that it does not.
     - `operation`: the number of the operation.
     - `near`: the dimension that a sharding constraint could shard: usually `last`. If the array of `last` is a
         loop-carried array or a stack, it is a dimension of the nearest array that a line of the program computes.

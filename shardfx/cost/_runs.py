@@ -61,9 +61,9 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
 
 
 def _calls(module: HloModule, name: str, instruction: Instruction, own: Runs) -> Iterator[tuple[str, Runs, int]]:
-    """Yields the name of each computation that an instruction calls, the loops and branches around this computation,
-    and the number of calls in one run of the instruction. The instruction is in the computation `name`, and `own` has
-    the loops and branches around `name`.
+    """Yields, for each computation that an instruction calls: its name, the loops and branches around it, and how often
+    one run of the instruction calls it. The instruction is in the computation `name`, and `own` has the loops and
+    branches around `name`. The field `count` of these `Runs` is not used.
     """
     around = module.computations[name]
     if instruction.opcode == "while":

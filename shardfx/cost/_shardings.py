@@ -279,8 +279,8 @@ def shardings(
 
 
 def explained(step: object, line: str, args: Sequence[object], compiler: Platform | str = "tpu") -> StepShardings:
-    """The shardings of the arrays that the source line `line` of a step computes. The notes have the reason for each
-    collective of this line.
+    """The shardings of the arrays that one source line of a step computes, such as `line="train.py:41"`. The notes have
+    the reason for each collective of this line.
     """
     known, platform = step_of(step, args), platform_of(compiler)
     found = shardings_of(known, platform)

@@ -48,8 +48,8 @@ def renamed(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
 
 
 class Rewritten:
-    """An HLO module whose computations a pass rewrites one by one, callees first. It caches replica groups. A pass gets
-    it as `known`, with one of its computations.
+    """An HLO module that a pass rewrites, one computation after another; a computation comes after those that it calls.
+    The functions of a pass get it as `known`, with the next computation. It also caches the replica groups.
     """
 
     def __init__(self, module: HloModule):

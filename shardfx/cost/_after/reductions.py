@@ -101,7 +101,7 @@ class _Reassociation:
 
     def pending_of(self, own: Instruction) -> _Pending | None:
         """The all-reduce that can stay pending after the instruction `own`: `own` itself, or one whose result `own`
-        reshapes or adds. `None` if there is none.
+        reshapes or adds to another array. `None` if there is none.
         """
         found = [self.pending.get(operand) for operand in own.operands]
         if own.opcode == "all-reduce" and len(found) == 1 and found[0] is None and len(self.users[own.name]) == 1:
@@ -144,8 +144,8 @@ class _Reassociation:
         return name
 
     def reduce(self, name: str) -> None:
-        """Adds the pending all-reduce that returns the array `name`, and the sum with its `rest`, if it has one. If the
-        array has no pending all-reduce, nothing is added.
+        """Puts the pending all-reduce that computes the array `name` into the rewritten computation, if there is one.
+        If `name` is the sum of the all-reduce's result and another array, the addition follows the all-reduce.
         """
         if (pending := self.pending.pop(name, None)) is None:
             return

@@ -19,8 +19,8 @@ def sources_of(program: FlatProgram, uses: Uses, *, tpu: bool) -> dict[int, froz
 
     XLA fuses elementwise operations, slices, and views such as transposes with the operations that read their results,
     so these results occupy no memory. They do occupy memory if a loop reads them, or if a loop or the program returns
-    them. Unless `tpu`, the result of an elementwise operation also does if a matrix product reads it, since libraries
-    compute products on GPUs and CPUs.
+    them. On GPUs and CPUs (not `tpu`), libraries compute matrix products, so the result of an elementwise operation
+    also occupies memory if a matrix product reads it.
     """
     found = {value: frozenset([value]) for value in range(len(program.buffers))}
     for op in uses.ops:

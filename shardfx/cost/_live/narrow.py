@@ -40,8 +40,9 @@ def narrow_values(program: FlatProgram) -> set[int]:
 class _Narrowing:
     """Finds the values that are stored as bfloat16. A value is the number of an array.
 
-    The answer for a value follows from the operations that read it, and often from the answers for their results. A
-    value is undecided until its answer is found. A loop can lead the search back to an undecided value.
+    The operations that read a value decide whether it is stored as bfloat16. If one of them only moves elements, such
+    as a transpose, the search goes on to the operations that read its result. A value is undecided until its search
+    ends. In a loop, the search can come back to an undecided value.
     """
 
     def __init__(self, program: FlatProgram):
