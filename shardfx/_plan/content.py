@@ -174,7 +174,7 @@ class Content:
 
 
 def _in_order_of_use(rows: Sequence[Row], index: RowIndices) -> tuple[tuple[Row, ...], RowIndices]:
-    """Returns `rows` without duplicates, in the order in which leaves first use them, and `index` for it."""
+    """Returns `rows` without duplicates, in the order in which leaves first use them, and each leaf's index in them."""
     merged: dict[Row, int] = {}
     renumbered = {-1: -1}
     for i in dict.fromkeys(index):

@@ -354,8 +354,8 @@ def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reaso
 def _free(
     axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int], used: Container[str]
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """Returns those of `axes` that can shard the dimension `dim` (`None`: any), and the reasons why the others are
-    dropped: the mesh, with axes of these `sizes`, lacks them, `used` has them, or they occur twice.
+    """Returns those of `axes` that are free to shard a dimension, and the reasons why others are not: the mesh, whose
+    axes have these `sizes`, lacks them; `used` has them; or they occur twice. The reasons name `dim` if it is known.
     """
     absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
@@ -390,7 +390,7 @@ def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, i
 def _indivisible(
     axes: tuple[str, ...], kept: tuple[str, ...], dim: int | None, size: int, unit: int, sizes: Mapping[str, int]
 ) -> Reason:
-    """Returns the reason why only `kept` of `axes` shard the dimension `dim` (`None`: any) of this size and unit."""
+    """Returns the reason why only `kept` of `axes` shard a dimension of this size and unit. It names `dim` if known."""
     dropped = tuple(axis for axis in axes if axis not in kept)
     what = _product([axis for axis in axes if sizes[axis] > 1], sizes)
     if unit > 1 and size % unit:

@@ -347,7 +347,9 @@ def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> Dims | No
 
 
 def _at_dims(values: tuple[object, ...] | None, dims: Dims, other: object = None) -> Any:
-    """Returns `values[dim]` for each of `dims`, or `other` if `dim` is `None` or beyond the end of `values`."""
+    """Returns `values[dim]` for each of `dims`, or `other` if `dim` is `None` or beyond the end of `values`. The result
+    is `None` if `values` is `None`.
+    """
     if values is None:
         return None
     return tuple(other if dim is None or dim >= len(values) else values[dim] for dim in dims)

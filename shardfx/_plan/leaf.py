@@ -109,8 +109,9 @@ def canonical_dtype(dtype: DType) -> DType:
 class PathTree:
     """The structure of a planned tree with the path of each leaf, without the arrays.
 
-    `order` has for each leaf of `treedef` its index in `paths`; `None` stands for equal orders. In a plan from JSON the
-    orders may differ, because JAX sorts dict keys. `structure` is the tree's structure in that JSON, else `None`.
+    `order` has for each leaf of `treedef` its index in `paths`; `None` means 0, 1, and so on. A plan read from JSON may
+    have another order, because JAX sorts dict keys. Its `treedef` has dicts in the place of modules, and `structure` is
+    the JSON value with the modules' class names; `None` for a plan of a given tree.
     """
 
     paths: tuple[str, ...]

@@ -387,7 +387,7 @@ class Target:
     """A tree of arrays to load: a ShapeDtypeStruct with a sharding for each, and the values of the other leaves.
 
     `arrays` has, for each array, its path, and a ShapeDtypeStruct or an array with a sharding. `others` has, for each
-    other leaf, its index among all leaves, its path, and its value; `None` for a plan, which holds no values.
+    other leaf, its index among all leaves, its path, and its value: `None` if a plan is the source, as it holds none.
     """
 
     arrays: list[tuple[str, Any]]

@@ -30,9 +30,9 @@ def decision_for(
 ) -> Decision:
     """Returns the spec of a batch or an activation under a plan, with a reason for each difference from the request.
 
-    `shape` is `None` for arrays of any shape whose sizes the sharding divides. Axes of the plan's mesh that `mesh`
-    lacks are dropped without a reason. `strict` makes each reason a `SpecError`. `unmatched="raise"` makes a name
-    without a rule an `UnmatchedError`, and an axis of a spec that the mesh lacks and no rule declares a `SpecError`.
+    `shape` is `None` for any shape that the sharding divides. Axes of the plan's mesh that `mesh` lacks, such as Manual
+    ones, are dropped without a reason. `strict` makes each reason a `SpecError`. `unmatched="raise"` makes a name
+    without a rule an `UnmatchedError`, and any other axis that the mesh lacks and no rule declares a `SpecError`.
     """
     if unmatched not in ("raise", "replicate"):
         raise RuleError(f'`unmatched={unmatched!r}` is no policy for an array; use "raise" or "replicate".')
@@ -74,8 +74,8 @@ def decision_for(
 def _require_whole_units(
     names: tuple[object, ...], spec: PartitionSpec, units: Units, plan: Content, mesh: MeshSpec
 ) -> None:
-    """Raises `SpecError` if a shard could split a unit of an array with `names`, `spec` and an unknown shape. A shard
-    cannot if some arrays of the plan have the name and in all of them the mesh axes divide the number of units.
+    """Raises `SpecError` if a shard of an array of unknown shape could split a unit of a name in `names`. The mesh axes
+    in `spec` must divide the number of units in every array of the plan with this name; there must be one.
     """
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
         axes = () if entry is UNCONSTRAINED else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]

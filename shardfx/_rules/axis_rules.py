@@ -24,7 +24,8 @@ class AxisRules(eqx.Module):
     A mode, such as "decode", is a name for additional rules. If names are resolved in it, its rules come first.
 
     AxisRules are immutable and hashable, and compare with `==`. A jitted function can close over them or take them as
-    an argument. Every method returns new AxisRules.
+    an argument. Every method returns new AxisRules. The fields are the constructor's arguments as tuples of pairs, such
+    as (alias, logical name) in `aliases`; `axes` is a tuple of names.
 
     !!! Example
 
@@ -114,7 +115,7 @@ class AxisRules(eqx.Module):
 
         - `rules`: pairs of a logical name and a target, as in `AxisRules(...)`.
         - `modes`: mapping from a mode, which may be new, to rules. They come after the mode's present rules.
-        - `axes`: mesh axes that a mesh may lack, in addition to those that these AxisRules declare.
+        - `axes`: more mesh axes that a mesh may lack without an error, besides those in these AxisRules.
 
         **Returns:**
 
@@ -138,7 +139,7 @@ class AxisRules(eqx.Module):
 
         - `rules`: pairs of a logical name and a target, as in `AxisRules(...)`.
         - `modes`: mapping from a mode, which may be new, to rules. They come before the mode's present rules.
-        - `axes`: mesh axes that a mesh may lack, in addition to those that these AxisRules declare.
+        - `axes`: more mesh axes that a mesh may lack without an error, besides those in these AxisRules.
 
         **Returns:**
 

@@ -36,7 +36,7 @@ class PathRules(eqx.Module):
     """Ordered rules that map the paths of leaves to shardings. The first rule that matches a leaf's path is used.
 
     A path joins dict keys, attribute names and indices by "/", as in `layers/0/attn/q_proj/weight`. A rule matches if
-    `re.search` finds its regex in the path.
+    `re.search` finds its regex in the path. `axes` are the mesh axes that a mesh may lack without an error.
 
     !!! Example
 
@@ -106,7 +106,7 @@ class PathRules(eqx.Module):
         **Arguments:**
 
         - `rules`: pairs of a regex and a target, as in `PathRules(...)`.
-        - `axes`: mesh axes that a mesh may lack, in addition to those that these PathRules declare.
+        - `axes`: more mesh axes that a mesh may lack without an error, besides those in these PathRules.
 
         **Returns:**
 

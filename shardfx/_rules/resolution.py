@@ -39,12 +39,14 @@ def resolve(
 
     **Arguments:**
 
-    - `names`: one entry per dimension: a logical name, `None`, `PartitionSpec.UNCONSTRAINED`, `atomic(name, unit)`, or
-        a tuple of names, whose axes are joined on the dimension in their order.
+    - `names`: one entry per dimension: a logical name, `None`, `PartitionSpec.UNCONSTRAINED`, or a tuple of names,
+        whose axes are joined on the dimension in their order. `atomic(name, unit)` counts as `name`: a unit matters
+        only where an array's size is known.
     - `rules`: the rules.
     - `mode`: one of the modes of `rules`, whose rules come first; `None` for the rules without a mode alone.
-    - `unmatched`: the treatment of a name without any rule. "replicate": it gets `None`, with a reason. "keep": it is
-        used as a mesh axis, which no rule may use. "unconstrained": the compiler decides. "raise": an error.
+    - `unmatched`: the treatment of a name without any rule. "replicate": it gets `None`, with a reason. "keep": it
+        becomes a mesh axis itself, and rules that request this axis are not applied. "unconstrained": the compiler
+        chooses its sharding. "raise": an error.
 
     **Returns:**
 

@@ -40,8 +40,8 @@ EMULATED = chips.Chip(
 class SearchOptions(NamedTuple):
     """The devices of a search: `total` devices of the kind `chip`, in `slices` slices.
 
-    - `target`, `targets`: the name of one slice, such as "tpu:v5e:2x4", and the number of such slices. `target` is
-        `None` if the caller named no slice.
+    - `target`, `targets`: the name of one slice and the number of slices in the caller's text: "tpu:v5e:2x4" and 3 for
+        "tpu:v5e:2x4*3". `target` is `None` if the caller named no slice.
     - `extents`: the number of chips of one slice along each dimension of its torus.
     """
 
@@ -72,8 +72,9 @@ def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -
 
 
 def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
-    """The number of devices, their kind, and the name of one slice. `devices` is a number, a text without "*", or JAX's
-    devices. Only the text of a slice gives a name, else it is `None`. `chip` is the kind; `None` if `devices` shows it.
+    """The number of devices, their kind, and the name of one slice. `devices` is a number, a text such as "cpu:8" or
+    "tpu:v5e:2x4", or JAX's devices. Only the text of a slice gives a name, else it is `None`. `chip` is the kind;
+    `None` if `devices` shows it.
     """
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED

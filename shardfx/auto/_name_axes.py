@@ -215,8 +215,8 @@ class _Namer:
 
     def width(self) -> None:
         """Names a dimension of a residual stream `embed` if matrix products contract it and several arrays of the model
-        have it. A model with several towers has several such streams. Also names the other dimension of tables with
-        `vocab`, if it is the same in all.
+        have it. A model with several towers has several such streams. If tables have a `vocab` dimension, and their
+        other dimensions are one logical axis, this is named `embed` too.
         """
         sums = residual(self.tied, self.classes.own)
         found = [

@@ -43,8 +43,8 @@ from ._core import CostModel
 
 @dataclasses.dataclass(frozen=True)
 class _ProgramCosts:
-    """The traffic, the work and the memory of one device's program. `held` has the bytes of memory in two
-    cases: the step donates the arguments that it was jitted to donate, or every argument that it can.
+    """The traffic, the work and the memory of one device's program. `held` has the bytes of memory in two cases: the
+    step donates the arguments that it was jitted to donate, or every argument that it can.
     """
 
     sent: Traffic

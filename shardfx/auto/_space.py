@@ -176,7 +176,7 @@ def by_hand(space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0)
 
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
     """Yields neighbours of the candidate `one`: the size of one mesh axis is halved, and that of another is doubled.
-    The other axis may be new. Then it has size 2, and the only axis assignment of a well-known strategy that has one.
+    The other axis may be new, with size 2. Its axis assignment then comes from a well-known strategy of one mesh axis.
     """
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
     own = {known[names]: one.mesh.shape[axis] for axis, names in one.assignments}
@@ -194,9 +194,9 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
 
 
 def _limited(space: Space) -> CostTerms:
-    """The arrays of `cost_terms` with the user's limits: `least` has the smallest numbers of shards, and `limits`,
-    `sizes` and `least` have a row for each mesh axis that must exist. Raises `SpecError` if no mesh axis can shard a
-    wanted name, `RuleError` for a mesh axis that no assignment has.
+    """The arrays of `cost_terms` with the user's limits. The array `least` gets the smallest numbers of shards. The
+    arrays `limits`, `sizes` and `least` get one more row for each mesh axis that must exist. Raises `SpecError` if no
+    mesh axis can shard a wanted name, `RuleError` for a mesh axis that no assignment has.
     """
     limits, terms = space.limits, cost_terms(space.layouts, space.made)
     wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
