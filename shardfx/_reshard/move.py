@@ -78,7 +78,7 @@ class Move:
 
     @ft.cached_property
     def copy_bytes(self) -> int:
-        """The bytes of the copies that programs make in device memory, where they compute, of shards in host memory."""
+        """The bytes of device memory that programs use for copies of old and new shards that are in host memory."""
         if self.plan is None and (self.assembly is None or self.assembly.method != "programs"):
             return 0
         return device_copy_bytes(self.shape, self.dtype, self.src, self.dst)
@@ -215,7 +215,8 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 @ft.lru_cache(maxsize=1024)
 def _with_senders(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
     """Returns the same move with senders chosen anew. `sent_before` has pairs: the position of a device in
-    `assembly.devices`, and how many more bytes it has sent in earlier moves than another device with the same shard.
+    `assembly.devices`, and how many more bytes it has sent in earlier moves than the device with the same shard that
+    has sent the fewest.
     """
     ends = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
     return dataclasses.replace(move, assembly=assembly_between(*ends, sent_before))

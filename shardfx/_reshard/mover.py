@@ -35,7 +35,9 @@ T = TypeVar("T")
 
 
 class MoveOptions(TypedDict, total=False):
-    """The keyword arguments of `reshard`."""
+    """The keyword arguments of `reshard`. `src` has the shardings of traced arrays. `memory_limit_bytes` bounds the
+    bytes besides the shards of source and target. With `donate`, the source's arrays are deleted once they are read.
+    """
 
     src: Any
     memory_limit_bytes: SupportsIndex | None

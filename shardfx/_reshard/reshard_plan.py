@@ -332,7 +332,7 @@ def _move_fields(move: Move) -> dict[str, Any]:
 def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
     """The fields of a `LeafMove`, by name, that say the cost of assembling an array of parts of other arrays. The dict
     also has "extra_bytes", the most bytes in one memory besides the shards of source and target. `most_bytes` is the
-    most that programs may use on a device if source and target are on different devices.
+    most bytes that programs may use on a device if source and target are on different devices.
     """
     steps, count = assembly.exchanges(None, most_bytes), max(1, assembly.sharding.num_devices)
     return {
@@ -355,8 +355,9 @@ def _links_by_id(assembly: Assembly) -> Links:
 
 
 def _least_bytes(assembly: Assembly) -> int:
-    """A lower bound on the bytes that are sent to assemble an array: those that a device needs and does not hold. If
-    two parts of a source array may have common elements, only the largest part that a device receives counts.
+    """A lower bound on the bytes that all devices together receive to assemble an array. It is the sum of the parts
+    of source arrays that each device needs and does not hold. If parts of a source array may have common elements, only
+    the largest part of this source that a device receives counts.
     """
     by_source = together(assembly.pieces, lambda piece: piece.value.path)
     pairs = {key: it.combinations([hull(swapped(once(one))) for one in own], 2) for key, own in by_source.items()}

@@ -107,7 +107,7 @@ def in_device_memory(sharding: Sharding) -> Sharding:
 
 
 def device_copy_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
-    """Returns the bytes of the copies that a program makes in device memory, where it computes, of shards in host
+    """Returns the bytes of device memory that a program, which computes there, uses for copies of shards in host
     memory. `ends` are the array's shardings before and after the program. Devices that share a memory count together.
     """
     away = [end for end in ends if in_host_memory(end)]

@@ -23,10 +23,11 @@ from .._ground.text import together
 from .._plan import LeafPlan, ShardPlan
 
 
-# What `where` says of an array: the number of leading dimensions that count matrices and the number of dimensions
-# after them that are rows; or a function of the array; or `None` to leave it unchanged.
+# The number of leading dimensions that count matrices, and the number of dimensions after them that are rows.
 MatrixDims = tuple[int, int]
+# A function that is applied to a whole array; `None` leaves the array unchanged.
 ArrayFn = Callable[[Any], Any] | None
+# From a regex of paths to what is done with an array: it is divided into matrices, or a function is applied to it.
 Where = Mapping[str, MatrixDims | ArrayFn]
 # Names of leading dimensions that count matrices.
 _COUNTED = frozenset({"layers", "layer", "stages", "stage", "blocks", "experts", "expert"})
@@ -136,8 +137,8 @@ def exchanges_of(
     `where` does not divide into matrices: from the number of the array to the function or `None` in `where`.
 
     `over` are the mesh axes along which owners lie; `None` for the axes that shard a matrix, and those of the logical
-    name "batch". `where` is a dict from regexes of paths to what is done with an array. `limit` is the most bytes per
-    device; `None` for no limit.
+    name "batch". A value of `where` is `(many, rows)` (the first `many` dimensions count matrices, the next `rows` are
+    rows), a function of the array, or `None`. `limit` is the most bytes per device; `None` for no limit.
     """
     found, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)

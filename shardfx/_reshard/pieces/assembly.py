@@ -265,8 +265,8 @@ def assembly_between(
     `dtype` are those of their `key_data`.
 
     `parts.missing` of the plan has the boxes of the elements that only `lost` devices hold. `sent_before` has pairs:
-    the number of a device, and how many more bytes it has sent in earlier moves than another device with the same
-    shard. Raises `MeshError` if no program spans the devices and no process can address all shards.
+    the number of a device, and how many more bytes it has sent in earlier moves than the device with the same shard
+    that has sent the fewest. Raises `MeshError` if no program spans the devices and no process can address all shards.
     """
     made, source = leaf_made("0", Struct(shape, dtype)), MovedLeaf("0", shape, dtype, src)
     return _assembly(MovedLeaf("", shape, dtype, dst), made, [source], copies, lost, sent_before)

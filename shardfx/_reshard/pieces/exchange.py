@@ -252,8 +252,8 @@ def matchings(parts: Sequence[ShardPart]) -> list[tuple[ShardPart, ...]]:
 
 def _swap_colours(receiver: int, a: int, b: int, at_sender: Colours, at_receiver: Colours) -> None:
     """Changes colours of parts, in place, so that no part that `receiver` receives has the colour `a`. None has the
-    colour `b` before. The parts on a path through the graph swap the two colours. The path starts at `receiver` with
-    the part of colour `a`. Each next part shares a device with the one before, and has the other colour. `at_sender`
+    colour `b` before. For this, the parts on a path swap the two colours. The path starts at `receiver` with the
+    part of colour `a`. Each next part shares a device with the one before, and has the other colour. `at_sender`
     and `at_receiver` have for each device the parts that it sends or receives, by colour.
     """
     path, sides, node, colour = [], (at_receiver, at_sender), receiver, a

@@ -200,10 +200,12 @@ def start_on_host(
     a function that waits for the copies and returns the array.
 
     `targets` are the distinct boxes of this process's shards of the array, and `copies` the parts of each. `names` are
-    the paths of the arrays that are read, by number. Without `pool`, the calling thread copies.
+    the paths of the arrays that are read; `copies` give an array by its position in `names`. Without `pool`, the
+    calling thread copies.
 
-    The new shards share the source's memory if each of them is a contiguous part of one old shard. The old shards must
-    then be no larger than copies would be. JAX does not write to shared memory if one of the two arrays is donated.
+    The new shards are views of old shards on two conditions: each new shard is a contiguous part of one old shard, and
+    these old shards, which views keep alive, have no more bytes than copies would have. Source and target then share
+    memory. JAX does not write to shared memory if one of the two arrays is donated.
     """
     shared = _shared(targets, copies, names, shards, np.dtype(wanted.dtype))
     if shared is not None:
@@ -242,7 +244,7 @@ def _shared(
 ) -> list[np.ndarray] | None:
     """The new shards as views of old shards. `None` if a new shard is not a contiguous part of one old shard, or if the
     old shards, which views would keep alive, have more bytes than copies would have. `targets` are the boxes of the new
-    shards, `copies` the parts of each, and `names` the paths of the arrays that are read, by number.
+    shards, and `copies` the parts of each. These give an array by its position in `names`, which has the paths.
     """
     if not all(one.is_slice for one in copies):
         return None

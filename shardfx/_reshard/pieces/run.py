@@ -315,7 +315,7 @@ def _programs(
     """The programs of an assembly, each with the positions of its parts (`Exchange.places`) as an array on all devices.
     If source and target are on different devices, there are two such arrays: one on the source's devices and one on the
     target's. `limit_bytes` is the most bytes of a program in one memory besides source and target. If it is `None` and
-    the devices are different, `most_bytes` is the most on a device.
+    source and target are on different devices, programs use at most `most_bytes` on a device.
     """
     number, found = {device: at for at, device in enumerate(plan.devices)}, []
     for step in plan.exchanges(limit_bytes, most_bytes):

@@ -118,8 +118,8 @@ class Neighbours:
         return [sub_axis for sub_axis in self.sub_axes if sub_axis not in used]
 
     def _runs(self, free: list[int]) -> list[SubAxes]:
-        """The groups of the unused sub-axes `free` that one all-gather can gather: each alone, and several unless
-        they have equal weights. If sub-axes 0 and 1 have the weights 1 and 10, they are (0,), (1,), (0, 1) and (1, 0).
+        """The groups of the unused sub-axes `free` that one all-gather can gather: each alone, and several if they have
+        different weights. If sub-axes 0 and 1 have the weights 1 and 10, they are (0,), (1,), (0, 1) and (1, 0).
         """
         runs: list[SubAxes] = [(sub_axis,) for sub_axis in free]
         if not self.some_are_dearer:

@@ -195,5 +195,5 @@ def is_small_float(dtype: Any) -> bool:
 
 
 def moved(move: Callable[..., object], *arrays: object) -> Any:
-    """Applies `move`, which changes no bits, to `arrays`. On CPUs, small floats such as bfloat16 move as integers."""
+    """Applies `move`, which changes no bits, to `arrays`. On CPUs, bfloat16 and smaller floats move as integers."""
     return lax.platform_dependent(*arrays, cpu=on_bits(move), default=move)

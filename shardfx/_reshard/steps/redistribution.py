@@ -204,7 +204,7 @@ def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: Step
     operation.
 
     Two all-to-alls never can. Two slices always can, and so can two permutations. Two all-gathers can if they
-    concatenate along the same dimension, and `earlier` ends in the layout `source`, which is so on one mesh.
+    concatenate along the same dimension, and `earlier` ends in the layout `source`. Steps on one mesh do that.
     """
     if kind != "all_gather":
         return kind != "all_to_all"

@@ -102,8 +102,8 @@ def _best_orders(
     layout: StepLayout, known: Sequence[dict[_Factor, bytes]], wanted: set[bytes]
 ) -> list[tuple[int, ...]]:
     """Returns for each mesh axis the order of its prime factors with the most factors in common with the other mesh.
-    `known` has for each axis the keys of its prime factors, and `wanted` has the keys of the other mesh's factors.
-    Common factors have equal keys.
+    `known` has a dict for each axis: from a prime factor to its key, the coordinates of all devices along it as bytes.
+    `wanted` has the keys of the other mesh's factors. Common factors have equal keys.
     """
     return [
         max(_orders(size), key=lambda order, keys=keys: sum(keys[factor] in wanted for factor in _factors_in(order)))

@@ -111,7 +111,7 @@ class TransferKind:
     - `buffers`: the buffers that receiving processes fill.
     - `forms`: the forms in which parts of the sources are sent.
     - `rows`: one row for each part that is sent to a buffer: the sending process, its device, the number of the buffer,
-        the number of the form, and the positions in the source and in the buffer.
+        the number of the form, and the positions of its first element in the source and in the buffer.
     """
 
     names: tuple[str, ...]

@@ -118,8 +118,8 @@ def unpack(step: SentPiece, memory: np.ndarray, buffer_of: Memory) -> None:
 
 
 def _reader(one: Transfer, values: np.ndarray, scales: np.ndarray) -> Read:
-    """Returns a function that `fill` calls with a path and a box. It returns the scales, `scales`, for their path, and
-    the received elements, `values`, for any other path.
+    """Returns a function that `fill` calls for elements of an array, with the array's path and a box. It returns
+    `scales` for the path of the scales, and `values`, the received elements of the part `one`, for any other path.
     """
     piece, scale = once(one.piece), one.form.value.scale
     assert scale is not None and one.form.scales is not None
