@@ -45,8 +45,8 @@ def bound_steps(
 def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Sequence[Mapping[str, Struct] | None]:
     """The leaves that each step of a map makes; `None` where they are unknown. The last step makes `target`.
 
-    The rules of an inverted step tell how its source is made from its target. So its source, which the step before it
-    makes, is known if its target is. The source of any other step is unknown.
+    Each step but the last makes the source of the next step. This source is known if the next step is inverted and its
+    target is known, since the rules of an inverted step make its source from its target.
     """
     found = [target]
     for after in reversed(steps[1:]):
@@ -304,7 +304,7 @@ def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[s
 
 
 def _backward(forward: Mapping[str, Made], source: TreeLeaves) -> Mapping[str, Made]:
-    """The inverse of a map: the leaves of the map's `source`, made of the leaves `forward` that the map makes.
+    """The inverse of the map that makes `forward` of `source`: the leaves of `source`, made of those of `forward`.
 
     Raises `MapError` if the map has no inverse.
     """

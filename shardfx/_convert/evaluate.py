@@ -145,7 +145,7 @@ def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ..
 
 
 def leaf_made(path: str, struct: Struct | Made) -> Made:
-    """A target array that is a copy of the leaf `path` of the source."""
+    """A target array that is a copy of the leaf `path` of the source. `struct` has the leaf's shape and dtype."""
     return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
 
 

@@ -6,7 +6,10 @@ class MeshError(ValueError):
 
 
 class RuleError(ValueError):
-    """A rule, or a set of rules, that is malformed, cyclic or contradictory, or a mode for which no rules exist."""
+    """A rule, or a set of rules, that is malformed, cyclic or contradictory, or a mode for which no rules exist.
+
+    A mode is a name, such as "train" or "decode", for further rules that come before the others.
+    """
 
 
 class SpecError(ValueError):

@@ -121,7 +121,10 @@ def shard_counts(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tu
 
 
 def shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of one device's shard of an array of `shape` under `spec`, which must divide the shape evenly."""
+    """The shape of one device's shard of an array of `shape` under `spec`, on a mesh with the axis sizes `sizes`.
+
+    The spec must divide the shape evenly.
+    """
     return tuple(size // count for size, count in zip(shape, shard_counts(spec, len(shape), sizes), strict=True))
 
 

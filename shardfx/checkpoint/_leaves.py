@@ -201,7 +201,7 @@ def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
 # A model has many arrays of few kinds, and `Shard.replica_id` is computed anew at each access.
 @ft.lru_cache(maxsize=256)
 def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """By device, the box of its shard. Of the devices that hold one box, only the first is included."""
+    """By device, the box of its shard. Of the devices that hold the same box, only the first is included."""
     devices: dict[Box, Any] = {}
     for device, box in shard_boxes(sharding, shape).items():
         devices.setdefault(box, device)

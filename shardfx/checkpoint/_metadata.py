@@ -62,7 +62,7 @@ def of_bits(entry: FileArray, dtype: object) -> FileArray:
 
 
 def as_bits(entry: object) -> Any:
-    """The entry of the key data of an array of PRNG keys, from the array's entry. Other entries stay as they are."""
+    """For the entry of an array of PRNG keys, the entry of its key data. Other entries are returned unchanged."""
     if not isinstance(entry, FileArray) or not is_key(entry.dtype):
         return entry
     one = bits_of(entry.dtype)

@@ -183,7 +183,7 @@ def _short(value: object) -> str:
 
 
 def write_header(tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """The bytes of a file before its buffer, and each array's offset. `tensors` has pairs of a name and an array."""
+    """The bytes before a file's buffer, and each array's offset in the file. `tensors` are pairs of name and array."""
     content: dict[str, Any] = {METADATA: metadata} if metadata else {}
     reached, starts = 0, []
     for name, value in tensors:

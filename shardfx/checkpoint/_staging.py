@@ -164,7 +164,7 @@ def left_over(
 
 
 def remove_partial(path: str) -> None:
-    """Removes the files of an unfinished save."""
+    """Removes `path`, the file or directory of an unfinished save, if it exists."""
     if os.path.isdir(path):
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.exists(path):

@@ -119,7 +119,10 @@ def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int 
 
 
 def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None:
-    """Raises `PlanMismatchError` unless all leaves have the same rows on this process, so that one mask fits all."""
+    """Raises `PlanMismatchError` unless all leaves have the same rows on this process, so that one mask fits all.
+
+    `arrays` are the arrays that this process loaded, one per leaf.
+    """
     found: dict[object, str] = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         told = f"leaf `{leaf.path}` has shape {array.shape} here, of {leaf.shape} sharded as {leaf.spec}"
