@@ -90,8 +90,8 @@ def constrain(
     - `names_or_spec`: a tuple with a logical name for each dimension, for which the rules in the plan's `axes` give
         mesh axes. An `...` in the tuple stands for all dimensions that are not sharded. Or a PartitionSpec, whose
         missing last entries count as `None`. `None` in place of both leaves `x` as it is.
-    - `plan`: a plan with the mesh, the rules from names to mesh axes (`axes`) and the `mode`. The array need not be one
-        of its leaves.
+    - `plan`: a plan with the mesh, the rules from names to mesh axes (`axes`), and the `mode` of the rules, such as
+        "decode", in which names are resolved. The array need not be one of its leaves.
     - `strict`: whether to raise if two names have one mesh axis, or the size of a dimension is not divisible. If not,
         such axes are dropped. By default the plan's own `strict` holds.
     - `unmatched`: "raise": an error for a name without a rule in the plan, and for a mesh axis in a spec that neither
@@ -187,8 +187,8 @@ def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Deci
 def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
     """The mesh on which `x` is constrained: its own, or the plan's mesh if `x` has none.
 
-    Outside `jit`, the plan's mesh is used if it has devices. Inside, raises `PlanMismatchError` if the names or sizes
-    of the axes of the two meshes differ.
+    Outside `jit`, a plan's mesh with devices has priority over the mesh of `x`. Inside `jit`, raises
+    `PlanMismatchError` if the names or sizes of the axes of the two meshes differ.
     """
     planned = plan.content.any_mesh
     sharding = sharding_of(x)
@@ -238,10 +238,10 @@ _meant_for = Primitive("meant_for")
 
 
 def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
-    """Lowers the identity of `x`: it returns `x` itself.
+    """Lowers the primitive `_meant_for`, whose result is its operand `x`.
 
-    `sizes` has the name and size of each axis of the mesh on which `x` is constrained. Raises `PlanMismatchError` if
-    the compiled program is for another number of devices than this mesh has.
+    `ctx` is JAX's context of the lowering. `sizes` has the name and size of each axis of the mesh on which `x` is
+    constrained. Raises `PlanMismatchError` if the program is for another number of devices than this mesh has.
     """
     match ctx.module_context.axis_context:
         # Without devices, as in an export, and inside `shard_map`, there is nothing to compare.

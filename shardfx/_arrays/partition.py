@@ -64,7 +64,7 @@ class Static:
     values: Iterable[Any]
 
     def key(self, parts: Sequence[Any]) -> Hashable:
-        """A key that two static arguments share if their programs are equal.
+        """A key. Static arguments with equal keys lead to the same program for the same arrays.
 
         `parts` has the values and the inner nodes' static data, such as static fields. Their types are in the key too.
         """

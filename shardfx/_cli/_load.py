@@ -262,7 +262,7 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
 def near(name: str, known: tuple[str, ...], cutoff: float = 0.6) -> str:
     """Returns "; did you mean 'x' or 'y'?" with the names in `known` most similar to `name`; "" if there are none.
 
-    Names are similar from the ratio `cutoff` of `difflib` on.
+    `cutoff` is the least ratio of `difflib`, from 0 to 1, for which two names count as similar.
     """
     lower = {one.lower(): one for one in known}
     found = [lower[one] for one in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=cutoff)]

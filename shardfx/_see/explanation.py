@@ -217,8 +217,9 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 def _changes(why: Reason, plan: ShardPlan, tried: tuple[Attempt, ...], left: int, sizes: tuple[int, ...]) -> list[str]:
     """Changes that would remove the reason `why` of an array of `plan`, a sentence each.
 
-    `tried` has the outcomes of the axis rules for the array's names. `left` is the number of elements, or of units if
-    the dimension has any, in one device's shard. `sizes` are the nearest sizes that all requested mesh axes divide.
+    `tried` has the outcomes of the axis rules for the array's names. `left` is the number of units of the reason's
+    dimension in one device's shard; a unit is one element, or several that no shard may split. `sizes` are the nearest
+    sizes of this dimension that all requested mesh axes divide.
     """
     mesh = plan.mesh
     if why.code in _OF_SIZE and why.dim is not None:

@@ -26,8 +26,8 @@ _USUAL, _NARROW = 128, 1024
 
 
 class _Width(NamedTuple):
-    """The number `unit` of elements of an attention head, a phrase `why` it has this number, and the severity of
-    findings that rely on it.
+    """The number `unit` of elements of an attention head, the severity of findings that rely on this number, and a
+    phrase `why` that says where it comes from.
     """
 
     unit: int

@@ -463,7 +463,7 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _largest(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first of `groups`, with the most bytes per device, and one entry with the sum of all others, if any."""
+    """The first `_MOST_GROUPS` of `groups`, and one entry with the sum of the bytes of the others, if there are any."""
     if len(groups) <= _MOST_GROUPS + 1:
         return list(groups)
     rest = sum(group["bytes_per_device"] for group in groups[_MOST_GROUPS:])

@@ -291,7 +291,7 @@ def _shardable_over(subject: Subject, states: list[_State], axis: str) -> Iterat
 
 
 def _of_states(subject: Subject, where: str, message: str, specs: list[tuple[Group, PartitionSpec]]) -> Finding:
-    """One finding for leaves of an optimizer's state, which `specs` has, each with the spec that it should have.
+    """One finding for leaves of an optimizer's state. `specs` has these leaves, each with the spec it should get.
 
     `where` and `message` become fields of the Finding.
     """

@@ -113,7 +113,8 @@ def eformer(
 def _generation_rules(rules: dict[str, Axes], generation: dict[str, Axes]) -> list[tuple[str, Axes]]:
     """Returns the rules that a generation mode, such as "decode", needs before the rules without a mode.
 
-    `rules` has the mesh axes of each token without a mode, `generation` those of some tokens in the mode.
+    A token is a logical name. `rules` has the mesh axes of each token without a mode, `generation` the mesh axes of
+    some tokens in the mode.
     """
     changed = {token: target for token, target in generation.items() if target != rules[token]}
     order = list(rules)

@@ -198,7 +198,7 @@ class Blame:
     def is_same(self, number: int) -> bool:
         """Whether the result of the equation `number` equals the result on one device.
 
-        If the carry of its loop becomes wrong in some iteration, only the first such iteration is compared.
+        In a loop whose carry becomes wrong, only the first iteration that ends with a wrong carry is compared.
         """
         one, turn = self.found.get(number), self.turns.get(self.records[number].loop)
         if one is None or turn is None or not one.by_turn:

@@ -195,7 +195,7 @@ class Tape:
         return [self.widened(out) for out in self.bound(jaxpr, equation, own)]
 
     def param(self, param: Any) -> Any:
-        """A parameter of an equation with its dtypes made as wide as `wide`. It may be a dtype or a jaxpr."""
+        """A parameter of an equation. If it is a dtype or a jaxpr, `wide` replaces the narrower float dtypes in it."""
         if isinstance(param, jex.ClosedJaxpr | jex.Jaxpr):
             jaxpr, consts = opened(param)
             structs = [jax.ShapeDtypeStruct(var.aval.shape, _wider(var.aval.dtype, self.wide)) for var in jaxpr.invars]

@@ -376,7 +376,9 @@ def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
 
 
 def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
-    """The indices in `devices` of the devices of each process, by process index. GPU nodes are processes here."""
+    """For each process, in the order of process indices, the indices in `devices` of its devices. GPU nodes are
+    processes here.
+    """
     return _grouped([int(device.process_index) for device in listed(devices)])
 
 

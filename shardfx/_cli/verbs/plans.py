@@ -1,5 +1,5 @@
 """`shardfx plan`, `explain`, `lint`, `diff` and `report`: print a plan, the reasons for one array, mistakes in rules,
-the difference of two plans, or an HTML page. Parameters are options, which their `help` texts explain.
+the difference of two plans, or an HTML page. `help` texts explain the options; a text about MODEL replaces {MODEL}.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
 """`shardfx traffic`, `why`, `fit` and `search`: a step's collectives, the sharding of its arrays, its memory, and the
-choice of its mesh and rules. Parameters are options, which their `help` texts explain.
+choice of its mesh and rules. `help` texts explain the options; texts about MODEL and STEP replace {MODEL} and {STEP}.
 """
 
 import json

@@ -62,7 +62,7 @@ def between(
     """Returns the rules of a map, by the paths of the target.
 
     `places` are the arrays of the source, and `target` has the paths and entries of the target. `drop` has the kinds of
-    weights of the source that the target lacks. Raises `MapError` if the kinds of weights differ otherwise.
+    weights that only the source has. Raises `MapError` if any other kind is in one of the layouts only.
     """
     kinds = together(places, lambda place: place.kind)
     rows = {path: weights_of(path, entry) for path, entry in target}
@@ -249,7 +249,7 @@ def _unshared_axes(source: Weight, want: Weight, here: Axes, single: Range | Non
 
 
 def _axes_of(group: Axes, whole: Sequence[Axes]) -> list[Axes]:
-    """Returns a group of axes as one dimension if `whole`, the groups not to split, has it; else each axis as one."""
+    """Returns the dimensions for a `group` of axes: one for the whole group if it is in `whole`, else one per axis."""
     return [group] if group in whole else [(axis,) for axis in group]
 
 
