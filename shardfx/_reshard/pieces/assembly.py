@@ -165,9 +165,9 @@ class Assembly:
 
     @property
     def _buffers(self) -> int:
-        """How many buffers, each as large as a part of a shard, a program needs on a device at the same time. If source
-        and target are on different devices, one program holds the received part, and the old and new values of the
-        elements that it writes.
+        """How many buffers, each as large as a part of a shard, a program needs on a device at the same time. It is
+        one more if source and target are on different devices: a program then holds the received part besides the old
+        and the new values of the elements that it writes.
         """
         return 4 if self.changes_devices else 3
 
@@ -227,8 +227,8 @@ def _unchanged(leaf: MovedLeaf) -> Made:
 def _known_assembly(
     leaf: MovedLeaf, made: Made, sources: Sequence[MovedLeaf], copies: bool, known: dict[object, Assembly]
 ) -> Assembly:
-    """The plan for assembling `leaf` from `sources` as `made` says. `known` is a cache of plans, since arrays that
-    differ only in paths share one.
+    """The plan for assembling `leaf` from `sources`. `made` has the pieces of the sources that fill it. `known` is a
+    cache of plans, since arrays that differ only in paths share one.
     """
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     more = shape[len(leaf.shape) :]
@@ -339,8 +339,8 @@ def _method(
     devices: _Devices,
 ) -> Literal["programs", "host"]:
     """Decides whether programs on devices or NumPy copies on the host assemble an array. All processes decide alike.
-    `sources` and `target` are the shardings of the sources and of the array, `None` for NumPy arrays. `parts` are the
-    parts of shards that the array is assembled from.
+    `made` has the pieces of the sources that fill the array, and `parts` are the parts of shards in them. `sources` and
+    `target` are the shardings of the sources and of the array, `None` for NumPy arrays.
     """
     if not devices.are_named:
         return "programs" if sources else "host"
@@ -418,8 +418,8 @@ def _ordered(end: Sharding) -> list[Any]:
 
 
 def _scaled_first(made: Made) -> tuple[Made, dict[str, ScaledArray]]:
-    """Replaces each source that is multiplied by scales by a new array, the product. Returns `made` with the products
-    as its sources, and, by the name of each product, how to compute it.
+    """Replaces each source that is multiplied by scales by a new array, the product. Returns `made`, the
+    pieces that fill an array, with the products as sources, and, by the name of each product, how to compute it.
     """
     scaled: dict[str, ScaledArray] = {}
     pieces = []

@@ -129,7 +129,7 @@ class Context:
     **Arguments:**
 
     - `arrays`: the source's arrays by path.
-    - `move`: a function that moves the scales of a quantised array to a sharding.
+    - `move`: a function that moves the scales of a quantised array to a sharding; `None` if there are no scales.
     - `limit_bytes`: the most bytes that may be used besides source and target; `None` for no limit.
     - `most_bytes`: the most bytes that programs may use on a device if there is no limit and source and target are on
         different devices.

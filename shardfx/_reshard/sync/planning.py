@@ -206,9 +206,10 @@ def _add(
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
 ) -> None:
-    """Appends to `table` the parts of arrays that some buffers receive. In `made`, the source of each piece is named by
-    the piece's number, "0", "1", .... `encodings` says by this name how the elements are sent. `holders` says for each
-    source, by path, which device sends each box of it. `group` has the number and the box of each buffer.
+    """Appends to `table` the parts of arrays that some buffers receive. `made` has the pieces that fill the target. In
+    it, the source of a piece is named by the piece's number, "0", "1", .... `encodings` says by this name how elements
+    are sent. `holders` says for each source, by path, which device sends each box of it. `group` has the number and the
+    box of each buffer.
     """
     alike = together(group, lambda pair: pair[1])
     same, first = [[number for number, _ in pairs] for pairs in alike.values()], len(jobs.senders)
