@@ -17,7 +17,8 @@ class HostGrid(eqx.Module):
     """The division of a mesh among the processes of a job: a box of the mesh for each process, all of one shape.
 
     A box is a range of positions along each mesh axis. A HostGrid contains no devices, so each process can compute the
-    part of any other process.
+    part of any other process. `axis_names` are the mesh axes, and `chunk_ids` has for each process the index of its box
+    along each axis.
 
     !!! Example
 
