@@ -189,8 +189,8 @@ class _Walk:
             self.counters[outs[0]] = loops[0]
 
     def identity(self, name: str, ins: tuple[int, ...], times: float, op: Op, out: int | None = None) -> int:
-        """Adds an operation `name`, such as "carry", that returns an array unchanged. Returns the number of its result,
-        which is `out` if that is given.
+        """Adds an operation `name`, such as "carry", that returns an array unchanged, with the source lines of `op`.
+        Returns the number of its result, which is `out` if that is given.
         """
         if out is None:
             out = self.add(dataclasses.replace(self.values[ins[0]], free=False))
@@ -267,7 +267,7 @@ class _Walk:
 
     def shard_boundary(self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op) -> None:
         """Adds an operation for each array that enters or leaves the body of a `shard_map`, from the whole array to its
-        shard or back. If the two have different shapes, they have no factor in common.
+        shard or back. If the two have different shapes, they have no factor in common. `op` is the `shard_map`.
         """
         for value, out in zip(ins, outs, strict=True):
             shapes = [self.values[value].shape], [self.values[out].shape]

@@ -104,7 +104,7 @@ def _is_row_concatenation(op: Op) -> bool:
 
 
 def _row_concatenation(op: Op) -> list[ir.Value]:
-    """The elementwise maximum of a concatenation's operands, each padded to the whole shape with the least number."""
+    """The elementwise maximum of a concatenation's operands, each padded to the whole shape with -inf (integers: 0)."""
     made = ir.RankedTensorType(op.results[0].type)
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
     least = stablehlo.ConstantOp(

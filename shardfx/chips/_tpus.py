@@ -30,7 +30,8 @@ def _tpu(*row: Any, devices: int = 1, **sources: str) -> Chip:
     """The `Chip` of a TPU with `devices` JAX devices. `sources` has, by a field's name, the source of its value.
 
     `row` has the name; the values of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory,
-    of a link and of the data-center network; the number of torus dimensions; the chips of a pod; and the peak rates.
+    of a link and of the data-center network; the number of torus dimensions; the chips of a pod; and the peak rates of
+    arithmetic, from `_peaks`.
     """
     name, kinds, hbm, usable, (memory, link, dcn), dims, pod, flops = row
     pairs = tuple((_TPU_SOURCES | sources).items())
@@ -104,7 +105,7 @@ def _gpu(*row: Any, island: int = 8, dcn: float = 50e9, sheet: str = _NVIDIA, **
     `sources` and `_GPU_SOURCES` have, by a field's name, the source of its value. `sheet` is that of all other values.
 
     `row` has the name; the value of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory
-    and of all links together; and the peak rates.
+    and of all links together; and the peak rates of arithmetic, from `_peaks`.
     """
     name, kind, hbm, usable, memory, link, flops = row
     pairs = tuple((_GPU_SOURCES | sources | {"*": sheet}).items())

@@ -120,8 +120,8 @@ class Origins:
         return itertools.islice(reached([gradient], self._onward), _MANY)
 
     def _next(self, value: int) -> tuple[int, ...]:
-        """The results of those operations that read a value and may return the same gradient. The result has the shape
-        of the value or of its shard, or is a larger array into which the operation writes the value.
+        """For a value that is a gradient, the results of operations that read it and may return the same gradient. Such
+        a result has the shape of the value or of its shard, or is a larger array into which the value is written.
         """
         found = [*self._becomes.get(value, ())]
         for op, at, _ in self._uses.users.get(value, ()):

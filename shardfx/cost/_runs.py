@@ -121,9 +121,9 @@ def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | No
 def _fusion_root(
     module: HloModule, scope: Mapping[str, Instruction], one: Instruction
 ) -> tuple[Instruction, Mapping[str, Instruction]]:
-    """The instruction that computes the result of `one`, and the instructions from which it may read, by name. For a
-    fusion, the first is the root of the fusion's computation. For any other instruction, the two are `one` and `scope`:
-    the instructions of the computation that contains `one`.
+    """The instruction that computes the result of `one`, and a dict with the instructions that it may read, by name.
+    For a fusion, it is the root of the fusion's computation, and the dict has the instructions of this computation too.
+    Any other `one` is returned with `scope`: the instructions of the computation that contains `one`.
     """
     if one.opcode != "fusion":
         return one, scope

@@ -172,6 +172,8 @@ def _marked(before: HloModule, one: Pass, name: str, own: Instruction) -> Instru
 
 
 def _unsure(name: str, own: Instruction) -> Instruction:
-    """The collective `own` of the computation `name`, marked as unsure if its JAX operation is in `_UNSURE`."""
+    """The collective `own` of the computation `name`. If `_UNSURE` has its JAX operation, such as a sort or a roll, all
+    bytes of the collective are marked as unsure.
+    """
     why = next((why for operations, why in _UNSURE.items() if operations.search(own.op_name)), None)
     return own if why is None else own._replace(unsure=1.0, note=why)

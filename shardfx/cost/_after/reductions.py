@@ -37,8 +37,9 @@ def folded(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _combined(inner: Groups, outer: Groups) -> Groups | None:
-    """The replica groups of the all-reduce that replaces two: first one over `inner`, then one of its result over
-    `outer`. `None` if a combined group has a device twice, or if combined groups overlap.
+    """The replica groups of one all-reduce that replaces an all-reduce over `inner` and then one over `outer`. For
+    {0,1},{2,3} and {0,2},{1,3}, it is {0,1,2,3}. `None` if a combined group has a device twice, or if combined groups
+    overlap.
     """
     if len(inner) != 1 or len(outer) != 1:
         return None
@@ -268,8 +269,8 @@ def summed_parts(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[int, ...]:
-    """The dimensions of the slice `shard` in the order of its memory layout: the order to which all its readers, from
-    `users`, transpose it. If there is no such order, the dimensions are ascending.
+    """The dimensions of the slice `shard` in the order of its memory layout: the order to which all its readers
+    transpose it. If there is no such order, the dimensions are ascending. `users` has the readers of each instruction.
     """
     orders = {own.attributes.partition("}")[0] if own.opcode == "transpose" else "" for own in users[shard.name]}
     dims = tuple(map(int, _NUMBER.findall(orders.pop()))) if len(orders) == 1 else ()
