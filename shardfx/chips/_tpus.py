@@ -102,7 +102,7 @@ _GPU_SOURCES = {
 
 def _gpu(*row: Any, island: int = 8, dcn: float = 50e9, sheet: str = _NVIDIA, **sources: str) -> Chip:
     """The `Chip` of a GPU: one of `island` GPUs on a switch, with `dcn` bytes per second of the data-center network.
-    `sources` and `_GPU_SOURCES` have, by a field's name, the source of its value. `sheet` is that of all other values.
+    `sources` and `_GPU_SOURCES` have, by a field's name, the source of its value. `sheet` is the source of all others.
 
     `row` has the name; the value of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory
     and of all links together; and the peak rates of arithmetic, from `_peaks`.

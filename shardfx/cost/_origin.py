@@ -144,9 +144,9 @@ class Origins:
         return None
 
     def is_sum_of_products(self, instruction: Instruction) -> bool:
-        """Whether a permute sends partial sums of a matrix product. A ring of permutes that replaces a reduce-scatter
-        does so. A ring that replaces an all-gather sends an operand of the product. A value counts as a partial sum if
-        it is computed from a matrix product, or from constants alone.
+        """Whether a permute sends partial sums of a matrix product. The permutes that replace a reduce-scatter send
+        them. Those that replace an all-gather send an operand of the product. A value counts as a partial sum if it is
+        computed from a matrix product, or from constants alone.
         """
         op = self._ops.get(id(instruction))
         values = itertools.islice(reached(() if op is None else op.reads, self._operands_of), _FAR)
@@ -165,7 +165,7 @@ class Origins:
         return () if made is None or made.opcode in _GATHERS else made.reads
 
     def _is_shard(self, part: int, whole: int) -> bool:
-        """Whether value `part` has as many elements as value `whole`, or the shape of a shard of it."""
+        """Whether value `part` has as many elements as value `whole`, or the shape of a shard of `whole`."""
         sizes, limits = (self._program.buffers[value].shape for value in (part, whole))
         if not sizes or not limits or math.prod(sizes) == math.prod(limits):
             return bool(sizes and limits)
