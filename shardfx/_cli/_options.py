@@ -115,7 +115,7 @@ def compiled(step: LoadedStep, target: str | None = None) -> Any:
 
 
 def emulate(count: int, what: str = "the target has") -> None:
-    """Makes JAX start with `count` emulated CPU devices. `what` begins the error message: "the target has".
+    """Makes JAX start with `count` emulated CPU devices. In error messages, `what` stands before this number.
 
     Raises `UsageError` if `count` exceeds `MOST_DEVICES`, or JAX has started with fewer devices.
     """

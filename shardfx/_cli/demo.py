@@ -147,7 +147,8 @@ def _project(x: Array, weight: Array, name: str | None, plan: ShardPlan | None, 
     """Returns `x @ weight`, whose last dimension has the logical name `name`.
 
     The weight is first gathered over the mesh axis fsdp. `over` is the logical name of the dimension that the product
-    sums over; `None` if it is not sharded. `plan` has the mesh and the rules; with `None` nothing is sharded.
+    sums over. A dimension without a name (`None`) is not sharded. `plan` has the mesh and the rules; with `None`
+    nothing is sharded.
     """
     weight, names = _constrain(weight, (over, name), plan), ("batch", "sequence", name)
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:

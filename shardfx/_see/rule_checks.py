@@ -82,8 +82,8 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     One of the dimensions then probably has a wrong name, or the names of an array are in a wrong order.
 
     A name may stand for two axes on purpose, such as the inner widths of dense layers and of experts. Therefore a size
-    is not reported if two arrays of one module have it under this name, and no array has it under another name. A size
-    is not reported either if no rule maps the name to a mesh axis.
+    is not reported if two arrays of one module have a dimension of this name and size, and no dimension with another
+    name has this size. A size is not reported either if no rule maps the name to a mesh axis.
     """
     groups = [group for group in subject.content.groups if group.row.names is not None]
     names = [group.row.names or () for group in groups]

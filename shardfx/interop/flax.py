@@ -259,7 +259,7 @@ def _is_box(node: object) -> bool:
 
 
 def _metadata(node: object) -> Mapping[str, Any]:
-    """The metadata of a variable or box by nnx's names, such as "out_sharding". A node of another type has none."""
+    """The metadata of a Flax variable or box, by nnx's names, such as "out_sharding"; empty for other nodes."""
     if isinstance(node, nnx.Variable):
         return node.get_metadata()
     if isinstance(node, meta.Partitioned):

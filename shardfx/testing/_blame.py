@@ -247,10 +247,11 @@ class Blame:
         return None if first is None else self.named(first, region)
 
     def without_counterpart(self, region: set[int]) -> set[int]:
-        """The equations in `region` that may be right although no array on one device equals their result.
+        """The equations that may be right although no array on one device equals their result.
 
-        They are inside a `shard_map`, and their operands are right or made by such equations. They compute integers,
-        such as device indices, or move elements, as slices do.
+        `region` has the numbers of all equations whose result differs from that on one device. Those returned are
+        inside a `shard_map`, and their operands are right or made by such equations. They compute integers, such as
+        device indices, or move elements, as slices do.
         """
         found: set[int] = set()
         for number in sorted(region):
@@ -267,10 +268,10 @@ class Blame:
     def named(self, first: int, region: set[int]) -> Fault:
         """The `Fault` of the equation `first`, with the earlier equations that say most about the cause.
 
-        `region` has the equations with wrong results. Of those that `first` depends on, the Fault has the last
-        collective, and the first and the last equation whose result has integers, such as indices. It also has the last
-        operand of `first` that still needs a sum, mean or maximum over devices. If there are none of these, it has the
-        last equation in `region` that `first` depends on.
+        `region` has the numbers of equations with wrong results. Of those on which `first` depends, the Fault has the
+        last collective, and the first and the last equation whose result has integers, such as indices. It also has the
+        last operand of `first` that still needs a sum, mean or maximum over devices. If there are none of these, it has
+        the last equation in `region` on which `first` depends.
         """
         seen: set[int] = set()
         waiting = [first]

@@ -51,7 +51,7 @@ class Sizes:
         return self.source[axis] if axis in self.source else self.of(axis, why)
 
     def resized(self, axis: str) -> int | None:
-        """Returns the size of an axis in the target if the source has another one. It is `None` if one is unknown."""
+        """Returns an axis's size in the target if the source has another size; `None` if not, or if one is unknown."""
         one, two = self.source.get(axis), self.target.get(axis)
         return two if one is not None and two is not None and one != two else None
 
