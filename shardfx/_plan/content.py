@@ -51,7 +51,7 @@ class Content:
     """The data of a plan. Plans with equal digests are equal, so JAX does not recompile a function for an equal plan.
     `rows` holds one plan for all arrays that are planned alike, and `index` the row of each leaf. `jax_mesh` is the
     mesh of devices, `None` for a plan without devices. `mode` is the mode of the rules `axes`, such as "decode", in
-    which logical names are resolved; `None` for the rules without a mode.
+    which logical names are resolved; `None` for the rules without a mode. `strict` forbids to drop requested mesh axes.
     """
 
     mesh: MeshSpec

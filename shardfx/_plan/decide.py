@@ -187,8 +187,8 @@ def units_at(
     """Returns `units` with 1 for each dimension whose size counts units, such as 8 heads.
 
     For a unit of 128, a size of 1024 is a number of elements, so the unit stays; a size of 8 counts units, so each of
-    them may be on another device. If a size could be either, other arrays decide. `sizes_of` returns the sizes of
-    their dimensions with a logical name: with 1024 among them, a size of 1024 is a number of elements.
+    them may be on another device. If a size could be either, other arrays decide. `sizes_of` maps a logical name to
+    the sizes that it has in them: with 1024 among these, a size of 1024 is a number of elements.
     """
 
     def counts(name: Any, size: int, unit: int) -> bool:

@@ -97,8 +97,8 @@ def _sizes_of(name: object, plan: Content) -> list[int]:
 def _refuse_ambiguous_unit(
     names: tuple[object, ...], shape: tuple[int, ...], units: Units, reasons: Iterable[Reason], plan: Content
 ) -> None:
-    """Raises `SpecError` if `reasons` say that a unit keeps a dimension unsharded, and its size may be a number of
-    units, such as 8 heads. It may be one only if no dimension with this name in the plan's arrays has the size.
+    """Raises `SpecError` for a dimension that a unit keeps whole, as `reasons` say, if its size may count units:
+    no array of the plan has this size by its name, and the unit does not divide it or is a later dimension's size.
     """
     for dim in [why.dim for why in reasons if why.code is Code.unit and why.dim is not None]:
         name, size, unit = names[dim], shape[dim], units[dim]

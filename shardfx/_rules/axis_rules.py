@@ -171,7 +171,7 @@ class AxisRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` for a name that has neither rules nor a unit.
+        `RuleError` for a name that has neither rules nor a unit and is no alias.
 
         !!! Example
 

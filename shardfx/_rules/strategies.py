@@ -19,7 +19,9 @@ Units: TypeAlias = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Atomic:
-    """A logical name or a spec, with the number of elements that no shard may split; made by [`shardfx.atomic`][]."""
+    """A target with `unit`, the number of elements that no shard may split; made by [`shardfx.atomic`][]. `unit` is an
+    int for a logical name, else a tuple with one int per dimension.
+    """
 
     target: Any
     unit: int | tuple[int, ...]
@@ -44,7 +46,7 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
 
     **Raises:**
 
-    `SpecError` for a unit smaller than 1, for a tuple with a name, and for an int with another target.
+    `SpecError` for a unit smaller than 1, for a name with a tuple as unit, and for another target with an int as unit.
 
     !!! Example
 
@@ -84,10 +86,10 @@ def _piped(right: object, left: object) -> "Pipeline":
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A strategy that shards an array by its shape, after the other targets of its rule.
+    """A strategy that shards an array by its shape. After another target of a rule, it adds mesh axes to that sharding.
 
     `axes` are the mesh axes to shard over. Arrays of fewer than `min_bytes` bytes are not changed. The dimensions
-    `skip`, in ascending order, are never sharded. In text, JSON and code the class name in lower case stands for it.
+    `skip`, in ascending order, are never sharded. Its name in text, JSON and code is that of its class in lower case.
     """
 
     axes: tuple[str, ...]

@@ -36,7 +36,7 @@ class ArgumentDim:
 @dataclasses.dataclass(slots=True, eq=False)
 class LogicalAxis:
     """The dimensions of a step's arguments that get one name. Each of the dimensions `places` has `size` elements.
-    `roots` are their equivalence classes; after a merge into another logical axis there are none.
+    `roots` are their equivalence classes; empty after a merge into another logical axis.
     """
 
     roots: list[Root]

@@ -125,7 +125,7 @@ class _Namer:
                 axis.name = "features"
 
     def data_dims(self, place: ArgumentDim) -> list[int]:
-        """The dimensions of the array that has the dimension `place`, without those named "layers"."""
+        """The numbers of all dimensions of the array to which `place` belongs, without those named "layers"."""
         named = [{self.classes.of(root).name for root in roots} for roots in self.classes.dims[place.argument]]
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 

@@ -273,7 +273,9 @@ def _estimates(space: Space, strategy: tuple[int, ...], sizes: np.ndarray) -> li
 
 
 def various(space: Space, found: Iterable[Estimate], keep: int) -> Iterator[Candidate]:
-    """Yields the first `keep` candidates that differ in their plans. An estimate that no rules express is skipped."""
+    """Yields candidates of the first `keep` estimates in `found` that shard the arguments differently. An estimate that
+    no rules express is skipped.
+    """
     made = (_candidate(space, one) for one in found)
     return itertools.islice(without_twins(one for one in made if one is not None), keep)
 
