@@ -153,8 +153,8 @@ class Context:
 
     def wait_for(self, nbytes: int, sharers: int) -> None:
         """Adds `nbytes`, the bytes that new programs will use in one memory, to `in_flight_bytes`. If the sum would
-        exceed the memory limit, it first waits for all programs that may still run. `sharers` is the number of devices
-        that share one memory.
+        exceed the memory limit, it first waits for all programs that may still run. If `limit_bytes` is `None`, the
+        limit is `most_bytes` for each of the `sharers` devices that share one memory.
         """
         most = self.most_bytes * sharers if self.limit_bytes is None else self.limit_bytes
         if self.in_flight_bytes + nbytes > most:

@@ -16,9 +16,9 @@ class LowerBound:
     `far_is` is "target", paths lead from `dims` to `far`, otherwise from `far` to `dims`.
 
     The bound is the sum of two costs. First, a device must receive the elements of its new shard that are not in its
-    old shard. They cost at least as much as over the cheapest axis. Second, if only expensive axes connect a group of
-    devices to other devices, the group must receive the elements that none of its devices holds. What they cost more
-    than over the cheapest axis is added.
+    old shard. They count at the cost of the cheapest axis. Second, if only dearer axes connect a group of devices to
+    other devices, the group must receive the elements that it needs and none of its devices holds. For these the bound
+    adds what they cost more over the dearer axes than over the cheapest one.
     """
 
     def __init__(self, shards: Shards, near: FineLayout, far: FineLayout, far_is: Literal["target", "source"]):
@@ -60,11 +60,11 @@ class LowerBound:
 
 
 class _GroupBound:
-    """The second cost of a `LowerBound`: groups of devices, which only expensive axes connect, exchange elements.
+    """The second cost of a `LowerBound`: that of the elements which groups of devices exchange over dearer axes.
 
-    `group` has the number of each device's group. `extra` is what a byte between groups costs more than over a cheaper
-    axis. `far` describes the layout at the far end of the move. It has a pair for each dimension: the index of each
-    device's shard along it, and the number of shards.
+    `group` has the number of each device's group. `extra` is what a byte between groups costs more than over the next
+    cheaper axis. `far` describes the layout at the far end of the move. It has a pair for each dimension: the index
+    of each device's shard along it, and the number of shards.
     """
 
     def __init__(self, shards: Shards, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
