@@ -35,8 +35,8 @@ class CollectiveKind(NamedTuple):
     """The properties of a kind of collective, such as an all-gather.
 
     - `received`: a function that returns the bytes that all devices receive together. Its arguments are the bytes of
-        the result on one device, and an array of shape (replica groups, members) with a number for each device. Bytes
-        between two devices count if their numbers differ.
+        the result on one device, and an array of shape (replica groups, members) with a number for each device, such as
+        that of its slice. Bytes between two devices count if their numbers differ.
     - `links`: the network links that limit the collective. "rings": all links of the replica group. "middle": the links
         in the middle of the longest ring, since half of the bytes cross them. "one": one link.
     - `moves`: whether the collective only moves elements of its operand, without arithmetic.
@@ -182,7 +182,7 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     """The replica groups of a collective of this `kind`, in a program for `devices` devices. Raises `ProgramError` for
     groups that cannot be read, that have a device twice, or that have an unknown device.
     """
-    is_permute = kind == "collective-permute"
+    is_permute = kind == "collective-permute" or _HAS_PAIRS in instruction.structure
     rows = (_pairs(instruction),) if is_permute else _rows(instruction)
     members = [] if rows is None else np.concatenate([own.ravel() for own in rows]).tolist()
     if not is_permute and len(set(members)) < len(members):
