@@ -54,8 +54,8 @@ class Static:
 
     - `treedef`: the structure of the tree. Two structures that are equal may hold different static data, such as 1 and
         True.
-    - `order`: for each leaf, the index of the list that has it. The list 0 is `values`, and the others are the lists of
-        arrays that `tree` takes.
+    - `order`: for each leaf, the index of the list that has it: 0 for `values`, and 1, 2, ... for the lists of arrays
+        from which the method `tree` makes the tree again.
     - `values`: the leaves that are not traced.
     """
 

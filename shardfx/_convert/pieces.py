@@ -386,9 +386,9 @@ def hull(piece: Piece) -> Box:
 
 
 def from_start(piece: Piece, box: Box) -> list[int]:
-    """The distance of a piece from the start of a box of the target, for each dimension.
+    """For each dimension of the target, the number of elements from the start of `box` to the start of the piece.
 
-    It is 0 along dimensions in which the piece extends beyond the box.
+    It is 0 along dimensions in which the piece begins before the box or ends after it.
     """
     pairs = zip(hull(piece), box, strict=True)
     return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]

@@ -62,7 +62,10 @@ class LeafPlan:
 
 
 class Row(NamedTuple):
-    """The plan that equal arrays share: the fields of their LeafPlans, except for the path and the bytes."""
+    """The plan that equal arrays share: the fields of their LeafPlans, except for the path and the bytes.
+
+    `rule` is the rule that matched, as text; `requested` is the spec that it requests, and `spec` the corrected one.
+    """
 
     shape: tuple[int, ...]
     dtype: DType

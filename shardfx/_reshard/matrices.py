@@ -65,12 +65,12 @@ class MappedMatrices:
         return result if self._state is None else (result, new_states)
 
     def init(self) -> dict[str, Any]:
-        """Returns the initial states of all matrices, which the `state` of `map_matrices` makes. With `mapped` for this
-        object, call `jax.jit(mapped.init, out_shardings=mapped.states.shardings)()`, so that the owner devices make
-        them.
+        """Returns the initial states of all matrices, made by the function that `map_matrices` took as `state`.
 
-        The dict has the states of each stack (matrices of equal shape, dtype and sharding) by its name. A new first
-        dimension of the states counts the matrices. Raises `LeafTypeError` if `map_matrices` was given no `state`.
+        A stack has the matrices of one shape, dtype and sharding. The dict maps the name of each stack to the states of
+        its matrices, stacked along a new first dimension. Where this object is `mapped`, the owner devices make them
+        by `jax.jit(mapped.init, out_shardings=mapped.states.shardings)()`. Raises `LeafTypeError` if `map_matrices` was
+        given no `state`.
         """
         if self._state is None:
             raise LeafTypeError("these matrices have no states; pass `map_matrices(..., state=init)`.")

@@ -153,7 +153,9 @@ class ReshardPlan:
 
     @property
     def missing(self) -> dict[str, tuple[Box, ...]]:
-        """The elements that only devices in `lost` hold, by path, as boxes of (start, stop) per dimension."""
+        """The elements of each array, by path, that only lost devices hold: those in `lost` of `plan_reshard`. A box
+        has (start, stop) for each dimension.
+        """
         return {leaf.path: leaf.missing for leaf in self.leaves if leaf.missing}
 
     def __str__(self) -> str:

@@ -99,12 +99,14 @@ class Strategy:
     __or__, __ror__ = pipeline, _piped
 
     def open_dims(self, shape: Sequence[int]) -> list[int]:
-        """The dimensions that the strategy may shard. It shards the one that its axes divide into the most shards."""
+        """The dimensions that the strategy may shard, whether or not a target before it has sharded them. The strategy
+        shards the one of them that its axes divide into the most shards.
+        """
         return [dim for dim in range(len(shape)) if dim not in self.skip]
 
     def preference(self, size: int) -> int:
         """Ranks dimensions that the strategy's axes divide into equally many shards: the highest preference is sharded.
-        `size` is the number of elements of the dimension that a device holds before the strategy shards it.
+        `size` is the dimension's size in the shard that a target before the strategy leaves on a device.
         """
         return size
 

@@ -40,8 +40,8 @@ EMULATED = chips.Chip(
 class SearchOptions(NamedTuple):
     """The devices of a search: `total` devices of the kind `chip`, in `slices` slices.
 
-    - `target`, `targets`: the name of one slice and the number of slices in the caller's text: "tpu:v5e:2x4" and 3 for
-        "tpu:v5e:2x4*3". `target` is `None` if the caller named no slice.
+    - `target`, `targets`: the two parts of the text by which the caller names slices: "tpu:v5e:2x4" and 3 for
+        "tpu:v5e:2x4*3". `target` is `None` if no text names a slice, and `targets` is 1 if no text says a number.
     - `extents`: the number of chips of one slice along each dimension of its torus.
     """
 

@@ -273,8 +273,8 @@ def _estimates(space: Space, strategy: tuple[int, ...], sizes: np.ndarray) -> li
 
 
 def various(space: Space, found: Iterable[Estimate], keep: int) -> Iterator[Candidate]:
-    """Yields candidates of the first `keep` estimates in `found` that shard the arguments differently. An estimate that
-    no rules express is skipped.
+    """Yields up to `keep` candidates, made of the estimates in `found` in their order. Skips an estimate that no rules
+    express, and one that shards the arguments as an earlier candidate does.
     """
     made = (_candidate(space, one) for one in found)
     return itertools.islice(without_twins(one for one in made if one is not None), keep)

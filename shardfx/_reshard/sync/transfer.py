@@ -148,8 +148,8 @@ class TransferKind:
         return Transfer(process, device, buffer, form, tuple(places[: form.rank]), tuple(places[self.rank :]))
 
     def sent(self, sender: int, receiver: int) -> list[tuple[int, ...]]:
-        """The rows that one process sends another, in order, as groups of row numbers. The rows of one group need
-        the same bytes.
+        """The row numbers of the parts that the process `sender` sends to the process `receiver`, in the order of
+        sending. Parts with the same content are one tuple, since their bytes are sent once.
         """
         found: dict[int, list[int]] = {}
         own = np.flatnonzero((self.rows[:, PROCESS] == sender) & (self.receivers == receiver))

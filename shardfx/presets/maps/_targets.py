@@ -28,7 +28,8 @@ class Scanned(NamedTuple):
     """A kind of weight in a model that scans over its layers.
 
     - `axes`: its axes, without the axis of layers.
-    - `name`, `maxtext`: its name in a tree of `stacked`, and its name in MaxText, which is "-" if MaxText lacks it.
+    - `name`: its name in the tree that the function `stacked` describes.
+    - `maxtext`: its name in MaxText; "-" if MaxText lacks it.
     """
 
     axes: str
