@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, filter_jit, plan
 from shardfx._ground.errors import LeafTypeError
-from shardfx.cost import Traffic, traffic
+from shardfx.cost import Traffic, _collective, traffic
 from shardfx.errors import MeshError, ProgramError
 
 
@@ -173,6 +173,14 @@ def test_bytes_of_one_instruction(line, devices, right):
 def test_bytes_between_two_slices(line, right):
     (row,) = traffic(one(line, 8), SLICED).rows
     assert row.dcn_bytes == right
+
+
+def test_a_kind_with_pairs_that_is_added_is_read_by_its_pairs(monkeypatch):
+    permute = _collective.KINDS["collective-permute"]
+    monkeypatch.setattr(_collective, "KINDS", {**_collective.KINDS, "all-scan": permute})
+    line = "%c = f32[8]{0} all-scan(%x), source_target_pairs={{0,1},{1,2},{2,3}}"
+    (added,), (known,) = (traffic(one(text, 4)).rows for text in (line, line.replace("all-scan", "collective-permute")))
+    assert added.kind == "all-scan" and added.wire_bytes == known.wire_bytes == 24
 
 
 @pytest.mark.parametrize(
