@@ -182,10 +182,10 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     """The replica groups of a collective of this `kind`, in a program for `devices` devices. Raises `ProgramError` for
     groups that cannot be read, that have a device twice, or that have an unknown device.
     """
-    is_permute = kind == "collective-permute" or _HAS_PAIRS in instruction.structure
-    rows = (_pairs(instruction),) if is_permute else _rows(instruction)
+    has_pairs = kind == "collective-permute" or _HAS_PAIRS in instruction.structure
+    rows = (_pairs(instruction),) if has_pairs else _rows(instruction)
     members = [] if rows is None else np.concatenate([own.ravel() for own in rows]).tolist()
-    if not is_permute and len(set(members)) < len(members):
+    if not has_pairs and len(set(members)) < len(members):
         raise ProgramError("a collective names a device twice")
     has_channel = "channel_id=" in instruction.structure
     is_of_devices = "use_global_device_ids=true" in instruction.structure or (has_channel and kind not in _HAS_ID_FLAG)
