@@ -25,7 +25,11 @@ FILES = {
     "cost": "cost",
     "fit": "cost_memory",
 }
-SUITES = {name: file for name, file in FILES.items() if importlib.util.find_spec(f"benchmarks.{file}")}
+SUITES = {
+    name: file
+    for name, file in FILES.items()
+    if importlib.util.find_spec(f"benchmarks.{file}")
+}
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -42,7 +46,9 @@ def main(arguments: list[str]) -> int:
         for file, text in pages().items():
             file.write_text(text)
         return 0
-    return _run(list(SUITES) if flags.command == "all" else [flags.command], flags, suites)
+    return _run(
+        list(SUITES) if flags.command == "all" else [flags.command], flags, suites
+    )
 
 
 def pages() -> dict[Path, str]:
@@ -50,12 +56,20 @@ def pages() -> dict[Path, str]:
     read = {file.stem: _read(file) for file in sorted(RESULTS.glob("*.json"))}
     # What compilers send for given steps is data, in a form of its own.
     files = {name: document for name, document in read.items() if "suites" in document}
-    made = {"benchmarks.md": _report.page(files, [_read(file) for file in sorted(RESULTS.glob("hands/*.json"))])}
+    made = {
+        "benchmarks.md": _report.page(
+            files, [_read(file) for file in sorted(RESULTS.glob("hands/*.json"))]
+        )
+    }
     made |= {name: drawn for name, (_, drawn) in _plots.plots(files).items()}
     return {DOCS / name: text for name, text in made.items()}
 
 
-def _run(names: list[str], flags: argparse.Namespace, suites: dict[str, argparse.ArgumentParser]) -> int:
+def _run(
+    names: list[str],
+    flags: argparse.Namespace,
+    suites: dict[str, argparse.ArgumentParser],
+) -> int:
     jax.config.update("jax_num_cpu_devices", flags.cpu_devices)
     if flags.platform is not None:
         jax.config.update("jax_platforms", flags.platform)
@@ -63,14 +77,28 @@ def _run(names: list[str], flags: argparse.Namespace, suites: dict[str, argparse
     results: dict[str, list[Record]] = {}
     for name in names:
         own = flags if flags.command == name else suites[name].parse_args([])
-        options = Options(flags.quick, flags.repeats or (3 if flags.quick else 9), devices, own)
+        options = Options(
+            flags.quick, flags.repeats or (3 if flags.quick else 9), devices, own
+        )
         module = importlib.import_module(f"benchmarks.{SUITES[name]}")
         entries = module.cases(options)
         results[name] = run_suite(entries, options, Progress(name, len(entries)))
-        print(f"\n{name}: {module.SUMMARY}\n\n{_report.table(results[name])}\n", flush=True)
+        print(
+            f"\n{name}: {module.SUMMARY}\n\n{_report.table(results[name])}\n",
+            flush=True,
+        )
     if flags.json is not None:
-        flags.json.write_text(_report.to_json(results, _machine.machine(devices), _machine.versions(), flags.quick))
-    failed = [f"{name}: {r.name}: {r.failed}" for name, records in results.items() for r in records if r.failed]
+        flags.json.write_text(
+            _report.to_json(
+                results, _machine.machine(devices), _machine.versions(), flags.quick
+            )
+        )
+    failed = [
+        f"{name}: {r.name}: {r.failed}"
+        for name, records in results.items()
+        for r in records
+        if r.failed
+    ]
     for line in failed:
         print(f"FAILED {line}", file=sys.stderr)
     return 1 if failed else 0
@@ -89,16 +117,30 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     compare = commands.add_parser("compare", help="two JSON files side by side")
     compare.add_argument("first", type=Path)
     compare.add_argument("second", type=Path)
-    commands.add_parser("docs", help="write docs/benchmarks*.md and their plots from benchmarks/results/*.json")
+    commands.add_parser(
+        "docs",
+        help="write docs/benchmarks*.md and their plots from benchmarks/results/*.json",
+    )
     return parser, suites
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats")
-    parser.add_argument("--repeats", type=int, help="timed runs per rival (default 9, with --quick 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes and few repeats"
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="timed runs per rival (default 9, with --quick 3)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the results here"
+    )
     parser.add_argument("--platform", help="JAX platform to use, for example cpu")
-    parser.add_argument("--cpu-devices", type=int, default=8, help="emulated devices where there is no accelerator")
+    parser.add_argument(
+        "--cpu-devices",
+        type=int,
+        default=8,
+        help="emulated devices where there is no accelerator",
+    )
 
 
 def _read(path: Path) -> dict:

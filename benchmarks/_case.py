@@ -1,4 +1,6 @@
-"""What a suite hands to the runner: races against rivals, findings of its own, and limits on both."""
+"""What a suite hands to the runner: races against rivals, findings of its own, and
+limits on both.
+"""
 
 import dataclasses
 import math
@@ -16,9 +18,10 @@ Value = float | int | str
 class Rival:
     """One way of doing a case's work.
 
-    `make` is called once, untimed, after every module in `needs` was found; it returns the function to time.
-    A rival whose `needs` are not installed is skipped with a line. `check(input, result)` raises
-    `AssertionError` where the result is wrong; it runs before any time is taken.
+    `make` is called once, untimed, after every module in `needs` was found; it returns
+    the function to time. A rival whose `needs` are not installed is skipped with a
+    line. `check(input, result)` raises `AssertionError` where the result is wrong; it
+    runs before any time is taken.
     """
 
     name: str
@@ -37,7 +40,9 @@ class Floor:
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """A promise about one value of a case, for example `Limit("speedup.jax.device_put", at_least=2.0)`."""
+    """A promise about one value of a case, for example
+    `Limit("speedup.jax.device_put", at_least=2.0)`.
+    """
 
     value: str
     at_most: float | None = None
@@ -57,15 +62,18 @@ class Limit:
 class Race:
     """The inputs of one timed case, made by `Case.setup` when its turn comes.
 
-    `rivals[0]` is shardfx. `fresh` makes the input of one run, untimed, before every single run. `byte_count`
-    gives GB/s; `floor` gives the ratio to the least possible cost. `facts` are values known beforehand. A
-    timing covers `number` calls on the same input (for calls of microseconds). `block=False` leaves out
-    `jax.block_until_ready` on the result, for results that hold no arrays. `clear_caches=True` drops JAX's
-    compiled programs before each rival's first call, so that `cold_seconds` includes compilation. `clock` may be
-    `time.thread_time` where one thread does all the work and waits for nothing: then other processes on the
-    machine do not disturb the ratios. `also` is a second clock that is read in the same runs, for the values
-    `processor_seconds.<rival>` and `processor_speedup.<rival>`. After `most_seconds` no further round begins, as soon
-    as each rival was timed three times: of large inputs a run takes seconds.
+    `rivals[0]` is shardfx. `fresh` makes the input of one run, untimed, before every
+    single run. `byte_count` gives GB/s; `floor` gives the ratio to the least possible
+    cost. `facts` are values known beforehand. A timing covers `number` calls on the
+    same input (for calls of microseconds). `block=False` leaves out
+    `jax.block_until_ready` on the result, for results that hold no arrays.
+    `clear_caches=True` drops JAX's compiled programs before each rival's first call, so
+    that `cold_seconds` includes compilation. `clock` may be `time.thread_time` where
+    one thread does all the work and waits for nothing: then other processes on the
+    machine do not disturb the ratios. `also` is a second clock that is read in the same
+    runs, for the values `processor_seconds.<rival>` and `processor_speedup.<rival>`.
+    After `most_seconds` no further round begins, as soon as each rival was timed three
+    times: of large inputs a run takes seconds.
     """
 
     rivals: tuple[Rival, ...]
@@ -83,7 +91,9 @@ class Race:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A race: `setup` is called when the case's turn comes and its result is dropped afterwards."""
+    """A race: `setup` is called when the case's turn comes and its result is dropped
+    afterwards.
+    """
 
     name: str
     setup: Callable[[], Race]
@@ -92,9 +102,11 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that the suite measures itself: peak memory, a census, a count of bytes.
+    """Something that the suite measures itself: peak memory, a census, a count of
+    bytes.
 
-    `measure` raises `AssertionError` where a result is wrong, and else returns the values.
+    `measure` raises `AssertionError` where a result is wrong, and else returns the
+    values.
     """
 
     name: str
@@ -112,10 +124,12 @@ class Skip:
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """Cases that need another number of emulated devices, and so a process of their own.
+    """Cases that need another number of emulated devices, and so a process of their
+    own.
 
-    `target` ("benchmarks.reshard:between_meshes") takes the runner's options, with the devices of that process, and
-    returns its entries; their records stand in place of this one.
+    `target` ("benchmarks.reshard:between_meshes") takes the runner's options, with the
+    devices of that process, and returns its entries; their records stand in place of
+    this one.
     """
 
     name: str
@@ -127,6 +141,8 @@ Entry = Case | Finding | Skip | Apart
 
 
 def memcpy(byte_count: int) -> Floor:
-    """The floor of moving `byte_count` bytes on the host: one `numpy.copyto` of as many bytes."""
+    """The floor of moving `byte_count` bytes on the host: one `numpy.copyto` of as many
+    bytes.
+    """
     source, target = np.ones(byte_count, np.uint8), np.zeros(byte_count, np.uint8)
     return Floor("memcpy", lambda _: np.copyto(target, source))

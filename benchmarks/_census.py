@@ -1,4 +1,6 @@
-"""XLA's own program against the planned steps over random pairs of shardings: memory, traffic, compile and run time."""
+"""XLA's own program against the planned steps over random pairs of shardings: memory,
+traffic, compile and run time.
+"""
 
 import dataclasses
 import itertools
@@ -23,18 +25,23 @@ from ._programs import lowered, planned, steps_program, wire_bytes
 
 # Pointers of tuples and scalars are allocations, but no copies of the array.
 SLACK_BYTES = 4096
-# A single move may take this many times as long as XLA's; of those that take longer, so many are named.
+# A single move may take this many times as long as XLA's; of those that take longer, so
+# many are named.
 SLOWER = 1.1
 SHOWN = 5
-# A program that holds between two of these times the larger shard in temporary memory is counted between them.
+# A program that holds between two of these times the larger shard in temporary memory
+# is counted between them.
 FACTORS = (0, 0.5, 1, 1.5, 2, 4, 8, 16)
-# Arrays whose shards fill no tiles, on 16 or 64 devices: odd widths, GPT-2's vocabulary, heads of 80 and of 96.
+# Arrays whose shards fill no tiles, on 16 or 64 devices: odd widths, GPT-2's
+# vocabulary, heads of 80 and of 96.
 _ODD = ((6400, 4800), (8256, 4160), (50304, 768), (5120, 64, 80), (4096, 64, 96))
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A pair of shardings: what XLA's own program costs ("xla") and what the steps do ("ours")."""
+    """A pair of shardings: what XLA's own program costs ("xla") and what the steps do
+    ("ours").
+    """
 
     move: str
     steps: str
@@ -52,7 +59,9 @@ class Row:
         return self.is_above("xla")
 
     def factor(self, name: str) -> float:
-        """How many times the larger shard a program holds in temporary bytes, beside what it takes for any size."""
+        """How many times the larger shard a program holds in temporary bytes, beside
+        what it takes for any size.
+        """
         return max(0.0, (self.temp_bytes[name] - self.slack_bytes) / self.shard_bytes)
 
     def is_above(self, name: str) -> bool:
@@ -60,31 +69,54 @@ class Row:
         return self.temp_bytes[name] > 2 * self.shard_bytes + self.slack_bytes
 
 
-def census(pairs: int, aot: str | None, odd: bool = False, run: bool = True) -> Mapping[str, Value]:
-    """Compiles, checks and times random pairs of shardings; run in a process of its own.
+def census(
+    pairs: int, aot: str | None, odd: bool = False, run: bool = True
+) -> Mapping[str, Value]:
+    """Compiles, checks and times random pairs of shardings; run in a process of its
+    own.
 
     **Arguments:**
 
     - `pairs`: how many.
-    - `aot`: the compiler that is asked, as in `tpu:v5e:4x4`; or None, and the programs run on emulated devices.
+    - `aot`: the compiler that is asked, as in `tpu:v5e:4x4`; or None, and the programs
+      run on emulated devices.
     - `odd`: whether shards fill no tiles, instead of those of one large matrix.
     - `run`: whether programs run, which those of a compiler that is asked never do.
     """
     devices = _topology(aot) if aot else emulated(16)
-    large = ((8192, 8192), jnp.dtype(jnp.bfloat16)) if aot else ((2048, 2048), np.dtype(np.float32))
-    kinds = [(shape, jnp.dtype(dtype)) for dtype in (jnp.bfloat16, jnp.float32) for shape in _ODD] if odd else [large]
+    large = (
+        ((8192, 8192), jnp.dtype(jnp.bfloat16))
+        if aot
+        else ((2048, 2048), np.dtype(np.float32))
+    )
+    kinds = (
+        [
+            (shape, jnp.dtype(dtype))
+            for dtype in (jnp.bfloat16, jnp.float32)
+            for shape in _ODD
+        ]
+        if odd
+        else [large]
+    )
     rng, rows = random.Random(21562), []
     ends = [sharding_of(devices, end) for end in every_layout(len(devices))]
     scratch = _scratch_bytes(devices)
     while len(rows) < pairs:
-        (shape, dtype), src, dst = kinds[len(rows) % len(kinds)], rng.choice(ends), rng.choice(ends)
+        (shape, dtype), src, dst = (
+            kinds[len(rows) % len(kinds)],
+            rng.choice(ends),
+            rng.choice(ends),
+        )
         if planned(shape, dtype, src, dst).steps:
-            rows.append(_row(shape, dtype, src, dst, SLACK_BYTES + scratch, run=run and not aot))
+            rows.append(
+                _row(shape, dtype, src, dst, SLACK_BYTES + scratch, run=run and not aot)
+            )
     return {"bytes of scratch of a permutation": scratch, **_summary(rows)}
 
 
 def _topology(aot: str) -> np.ndarray:
-    # Else libtpu looks for a metadata server for minutes, and refuses a second process beside the first.
+    # Else libtpu looks for a metadata server for minutes, and refuses a second process
+    # beside the first.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
@@ -95,12 +127,16 @@ def _topology(aot: str) -> np.ndarray:
 
 
 def _scratch_bytes(devices: np.ndarray) -> int:
-    """What the compiler takes for a collective-permute beside the pieces, whatever their size: here 1 MiB."""
+    """What the compiler takes for a collective-permute beside the pieces, whatever
+    their size: here 1 MiB.
+    """
     count = devices.size
     mesh = Mesh(devices.reshape(-1), ("x",))
     rows = NamedSharding(mesh, P("x"))
     turned = jax.shard_map(
-        lambda row: lax.ppermute(row, "x", [(at, (at + 1) % count) for at in range(count)]),
+        lambda row: lax.ppermute(
+            row, "x", [(at, (at + 1) % count) for at in range(count)]
+        ),
         mesh=mesh,
         in_specs=P("x"),
         out_specs=P("x"),
@@ -111,23 +147,39 @@ def _scratch_bytes(devices: np.ndarray) -> int:
 
 
 def _row(
-    shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding, slack_bytes: int, *, run: bool
+    shape: tuple[int, ...],
+    dtype: Any,
+    src: NamedSharding,
+    dst: NamedSharding,
+    slack_bytes: int,
+    *,
+    run: bool,
 ) -> Row:
     plan = planned(shape, dtype, src, dst)
     jax.clear_caches()
     programs, taken = {}, {}
-    for name, fn in (("xla", lambda x: x), ("ours", steps_program(shape, dtype, src, dst))):
+    for name, fn in (
+        ("xla", lambda x: x),
+        ("ours", steps_program(shape, dtype, src, dst)),
+    ):
         begin = time.perf_counter()
         programs[name] = lowered(fn, shape, dtype, src, dst).compile()
         taken[name] = time.perf_counter() - begin
     row = Row(
         move=f"{dtype}{list(shape)}, {_text(src)} to {_text(dst)}",
         steps=", ".join(step.kind for step in plan.steps),
-        shard_bytes=max(math.prod(end.shard_shape(shape)) for end in (src, dst)) * dtype.itemsize,
+        shard_bytes=max(math.prod(end.shard_shape(shape)) for end in (src, dst))
+        * dtype.itemsize,
         slack_bytes=slack_bytes,
         bound_bytes=plan.lower_bound_bytes,
-        temp_bytes={name: made.memory_analysis().temp_size_in_bytes for name, made in programs.items()},
-        wire_bytes={name: float(wire_bytes(made.as_text(), src.mesh.size)) for name, made in programs.items()},
+        temp_bytes={
+            name: made.memory_analysis().temp_size_in_bytes
+            for name, made in programs.items()
+        },
+        wire_bytes={
+            name: float(wire_bytes(made.as_text(), src.mesh.size))
+            for name, made in programs.items()
+        },
         compile_seconds=taken,
         speedup=None,
     )
@@ -136,7 +188,9 @@ def _row(
     x = _checked(shape, dtype, src, programs)
     speedup = _speedup(programs, x, 11)
     if speedup < 1 / SLOWER:
-        speedup = _speedup(programs, x, 31)  # one bad moment of the machine is no result
+        speedup = _speedup(
+            programs, x, 31
+        )  # one bad moment of the machine is no result
     return dataclasses.replace(row, speedup=speedup)
 
 
@@ -145,7 +199,9 @@ def _text(end: NamedSharding) -> str:
     return f"({entries}) on {'x'.join(str(size) for size in end.mesh.shape.values())}"
 
 
-def _checked(shape: tuple[int, ...], dtype: Any, src: NamedSharding, programs: Mapping[str, Any]) -> jax.Array:
+def _checked(
+    shape: tuple[int, ...], dtype: Any, src: NamedSharding, programs: Mapping[str, Any]
+) -> jax.Array:
     """The source, after what each program makes of it was compared with NumPy."""
     values = np.arange(math.prod(shape), dtype=dtype).reshape(shape)
     x = placed(values, src)
@@ -156,7 +212,9 @@ def _checked(shape: tuple[int, ...], dtype: Any, src: NamedSharding, programs: M
 
 
 def _speedup(programs: Mapping[str, Any], x: jax.Array, repeats: int) -> float:
-    """The median of ratios, each of two runs side by side, so that whatever else the machine does slows both."""
+    """The median of ratios, each of two runs side by side, so that whatever else the
+    machine does slows both.
+    """
     ratios = []
     for repeat in range(repeats):
         taken = {}
@@ -170,13 +228,23 @@ def _speedup(programs: Mapping[str, Any], x: jax.Array, repeats: int) -> float:
 
 def _summary(rows: Sequence[Row]) -> dict[str, Value]:
     bound = sum(row.bound_bytes for row in rows)
-    ratios = [row.wire_bytes["ours"] / row.bound_bytes for row in rows if row.bound_bytes]
+    ratios = [
+        row.wire_bytes["ours"] / row.bound_bytes for row in rows if row.bound_bytes
+    ]
     values: dict[str, Value] = {"pairs": len(rows)}
     for name, text in (("xla", "XLA"), ("ours", "shardfx")):
-        values[f"{text}: share above 2x the shard"] = sum(row.is_above(name) for row in rows) / len(rows)
-        values[f"{text}: worst temporary over shard"] = max(row.factor(name) for row in rows)
-        values[f"{text}: wire over lower bound"] = sum(row.wire_bytes[name] for row in rows) / bound
-        values[f"{text}: median seconds to compile"] = statistics.median(row.compile_seconds[name] for row in rows)
+        values[f"{text}: share above 2x the shard"] = sum(
+            row.is_above(name) for row in rows
+        ) / len(rows)
+        values[f"{text}: worst temporary over shard"] = max(
+            row.factor(name) for row in rows
+        )
+        values[f"{text}: wire over lower bound"] = (
+            sum(row.wire_bytes[name] for row in rows) / bound
+        )
+        values[f"{text}: median seconds to compile"] = statistics.median(
+            row.compile_seconds[name] for row in rows
+        )
     for name, text in (("xla", "XLA"), ("ours", "shardfx")):
         values |= _spread(text, [row.factor(name) for row in rows])
     values["shardfx: median of wire over lower bound"] = statistics.median(ratios)
@@ -184,31 +252,56 @@ def _summary(rows: Sequence[Row]) -> dict[str, Value]:
     values["pairs with more wire bytes than XLA"] = sum(
         row.wire_bytes["ours"] > row.wire_bytes["xla"] + 1 for row in rows
     )
-    return values | _speedups([(row.speedup, row) for row in rows if row.speedup is not None])
+    return values | _speedups(
+        [(row.speedup, row) for row in rows if row.speedup is not None]
+    )
 
 
 def _spread(text: str, factors: Sequence[float]) -> dict[str, Value]:
-    """How many programs hold how much: a count up to the first of `FACTORS`, between each two, and above the last."""
-    counts: dict[str, Value] = {f"{text}: pairs at {FACTORS[0]}x": sum(factor <= FACTORS[0] for factor in factors)}
+    """How many programs hold how much: a count up to the first of `FACTORS`, between
+    each two, and above the last.
+    """
+    counts: dict[str, Value] = {
+        f"{text}: pairs at {FACTORS[0]}x": sum(
+            factor <= FACTORS[0] for factor in factors
+        )
+    }
     for low, high in itertools.pairwise((*FACTORS, math.inf)):
         many = sum(low < factor <= high for factor in factors)
-        counts[f"{text}: pairs above {low}x{'' if high == math.inf else f', up to {high}x'}"] = many
+        counts[
+            f"{text}: pairs above"
+            f" {low}x{'' if high == math.inf else f', up to {high}x'}"
+        ] = many
     return counts
 
 
 def _speedups(timed: Sequence[tuple[float, Row]]) -> dict[str, Value]:
     values: dict[str, Value] = {}
-    for rematerializes, text in ((True, "where XLA rematerializes"), (False, "elsewhere")):
-        some = [speedup for speedup, row in timed if row.rematerializes == rematerializes]
+    for rematerializes, text in (
+        (True, "where XLA rematerializes"),
+        (False, "elsewhere"),
+    ):
+        some = [
+            speedup for speedup, row in timed if row.rematerializes == rematerializes
+        ]
         if some:
             values[f"pairs {text}"] = len(some)
             values[f"speedup {text} (geometric mean)"] = statistics.geometric_mean(some)
             values[f"least speedup {text}"] = min(some)
-    slower = [(speedup, row) for speedup, row in timed if speedup < 1 / SLOWER and not row.rematerializes]
+    slower = [
+        (speedup, row)
+        for speedup, row in timed
+        if speedup < 1 / SLOWER and not row.rematerializes
+    ]
     if timed:
         values[f"pairs elsewhere more than {SLOWER}x slower than XLA"] = len(slower)
-    for rank, (speedup, row) in enumerate(sorted(slower, key=lambda one: one[0])[:SHOWN], start=1):
+    for rank, (speedup, row) in enumerate(
+        sorted(slower, key=lambda one: one[0])[:SHOWN], start=1
+    ):
         ours, theirs = (row.wire_bytes[name] / 2**20 for name in ("ours", "xla"))
-        text = f"{speedup:.2f}, {row.move}: {row.steps}; {ours:.1f} MiB on the wire, XLA {theirs:.1f}"
+        text = (
+            f"{speedup:.2f}, {row.move}: {row.steps}; {ours:.1f} MiB on the wire, XLA"
+            f" {theirs:.1f}"
+        )
         values[f"slowest elsewhere, {rank}"] = text
     return values

@@ -1,6 +1,7 @@
 """The worked answers of the scaling book, each worked out again by shardfx.
 
-The book's answers and where they stand are in `cost_oracles.json`. Nothing is compiled here.
+The book's answers and where they stand are in `cost_oracles.json`. Nothing is compiled
+here.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from shardfx.cost import Traffic, TrafficRow, fit, seconds
 from ._case import Value
 
 
-# The book counts 16 GB for a chip of v5e and 96 GB for one of v5p, whatever a program may fill.
+# The book counts 16 GB for a chip of v5e and 96 GB for one of v5p, whatever a program
+# may fill.
 _BOOKS = {"v5e": 16e9, "v5p": 96e9}
 
 
@@ -41,36 +43,60 @@ def crossovers(told: Mapping[str, Any]) -> Mapping[str, Value]:
 def collectives(told: Mapping[str, Any]) -> Mapping[str, Value]:
     """Gathers on slices with and without rings.
 
-    Some of the book's answers count the device's own shard as if it were sent too; it says so in its summary, and
-    the error is against the answer without it.
+    Some of the book's answers count the device's own shard as if it were sent too; it
+    says so in its summary, and the error is against the answer without it.
     """
     found: dict[str, Value] = {}
     worst = 0.0
     for one in told["collectives"]:
         size = math.prod(one["mesh"][axis] for axis in one["axes"])
         sent = one["bytes"] * (size - 1) // size
-        made = Traffic((row(one["kind"], sent, size, tuple(one["axes"])),), math.prod(one["mesh"].values()))
-        ours = 1e6 * seconds(made, one["chip"], MeshSpec(one["mesh"]), slice=one["slice"]).seconds
-        book = one["microseconds"] if "measured_microseconds" in one else one["microseconds"] * (size - 1) / size
+        made = Traffic(
+            (row(one["kind"], sent, size, tuple(one["axes"])),),
+            math.prod(one["mesh"].values()),
+        )
+        ours = (
+            1e6
+            * seconds(
+                made, one["chip"], MeshSpec(one["mesh"]), slice=one["slice"]
+            ).seconds
+        )
+        book = (
+            one["microseconds"]
+            if "measured_microseconds" in one
+            else one["microseconds"] * (size - 1) / size
+        )
         worst = max(worst, abs(100 * (ours / book - 1)))
-        found |= {f"{one['name']}, book": one["microseconds"], f"{one['name']}, us": round(ours, 1)}
+        found |= {
+            f"{one['name']}, book": one["microseconds"],
+            f"{one['name']}, us": round(ours, 1),
+        }
         if "measured_microseconds" in one:
             found[f"{one['name']}, measured"] = one["measured_microseconds"]
     return {**found, "error_percent": round(worst, 2)}
 
 
 def training(told: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, Value]:
-    """70B in batches of 4M tokens on v5p: how many chips at least, how much on each of a pod, how many tokens."""
+    """70B in batches of 4M tokens on v5p: how many chips at least, how much on each of
+    a pod, how many tokens.
+    """
     mine = told["training"]
     mesh = MeshSpec({"fsdp": mine["chips"]})
     whole = PathRules([(".*", P())])
     params = plan(_parameters(model, jnp.bfloat16), mesh, paths=whole)
     moments = plan(_parameters(model, jnp.float32), mesh, paths=whole)
-    kept = jax.ShapeDtypeStruct((3 * mine["layers"], mine["tokens_for_memory"], mine["width"]), jnp.bfloat16)
-    total = params.bytes_total + 2 * moments.bytes_total + plan({"kept": kept}, mesh, paths=whole).bytes_total
+    kept = jax.ShapeDtypeStruct(
+        (3 * mine["layers"], mine["tokens_for_memory"], mine["width"]), jnp.bfloat16
+    )
+    total = (
+        params.bytes_total
+        + 2 * moments.bytes_total
+        + plan({"kept": kept}, mesh, paths=whole).bytes_total
+    )
     least = math.ceil(total / _BOOKS[mine["chip"]])
     chip = chips.find(mine["chip"])
-    # With two links on each of three dimensions, gathers of 2 bytes hide behind 2 operations for each token.
+    # With two links on each of three dimensions, gathers of 2 bytes hide behind 2
+    # operations for each token.
     tokens = chip.flops("bfloat16") / (chip.links * chip.link_bytes_per_second)
     return {
         "book_least_chips": mine["least_chips"],
@@ -79,7 +105,9 @@ def training(told: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, 
         "gigabytes_a_chip": round(total / mine["chips"] / 1e9, 2),
         "book_tokens_for_fsdp": mine["tokens_for_fsdp"],
         "tokens_for_fsdp": round(tokens),
-        "error_percent": round(100 * max(abs(least / mine["least_chips"] - 1), abs(tokens / 850 - 1)), 2),
+        "error_percent": round(
+            100 * max(abs(least / mine["least_chips"] - 1), abs(tokens / 850 - 1)), 2
+        ),
     }
 
 
@@ -90,15 +118,31 @@ def serving(told: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, V
     for name, extents in mine["slices"].items():
         dtype = jnp.dtype(name)
         mesh = MeshSpec({"x": extents[0], "y": extents[1]})
-        weights = plan(_parameters(model, dtype), mesh, paths=PathRules([(".*", P(None, "x", "y"))]))
-        made = {"params": weights, "cache": plan(_cache(model, mine, 1, dtype), mesh, paths=_CACHED)}
+        weights = plan(
+            _parameters(model, dtype),
+            mesh,
+            paths=PathRules([(".*", P(None, "x", "y"))]),
+        )
+        made = {
+            "params": weights,
+            "cache": plan(_cache(model, mine, 1, dtype), mesh, paths=_CACHED),
+        }
         a_token = made["cache"].bytes_total / mine["context"]
         assert abs(a_token / mine["cache_bytes_a_token"][name] - 1) < 0.01
         found |= {f"{name}.book_caches": mine["caches"][name]}
-        for which, usable in (("as the book counts", _BOOKS["v5e"]), ("that a program may fill", None)):
+        for which, usable in (
+            ("as the book counts", _BOOKS["v5e"]),
+            ("that a program may fill", None),
+        ):
             chip = chips.find("v5e")
-            chip = chip if usable is None else dataclasses.replace(chip, usable_hbm_bytes=int(usable))
-            found[f"{name}.caches in memory {which}"] = _most_caches(model, mine, dtype, weights, chip)
+            chip = (
+                chip
+                if usable is None
+                else dataclasses.replace(chip, usable_hbm_bytes=int(usable))
+            )
+            found[f"{name}.caches in memory {which}"] = _most_caches(
+                model, mine, dtype, weights, chip
+            )
         found[f"{name}.least_chips"] = round(weights.bytes_total / _BOOKS["v5e"], 2)
         found[f"{name}.book_least_chips"] = mine["least_chips"][name]
     return found
@@ -107,7 +151,13 @@ def serving(told: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, V
 _CACHED = PathRules([(".*", P(None, None, "x", "y"))])
 
 
-def _most_caches(model: Mapping[str, int], mine: Mapping[str, Any], dtype: Any, weights: Any, chip: Any) -> int:
+def _most_caches(
+    model: Mapping[str, int],
+    mine: Mapping[str, Any],
+    dtype: Any,
+    weights: Any,
+    chip: Any,
+) -> int:
     low, high = 0, 1024
     while high - low > 1:
         middle = (low + high) // 2
@@ -117,14 +167,25 @@ def _most_caches(model: Mapping[str, int], mine: Mapping[str, Any], dtype: Any, 
     return low
 
 
-def _cache(model: Mapping[str, int], mine: Mapping[str, Any], count: int, dtype: Any) -> dict[str, Any]:
-    shape = (model["layers"], count, mine["context"], model["kv_heads"], model["head_dim"])
+def _cache(
+    model: Mapping[str, int], mine: Mapping[str, Any], count: int, dtype: Any
+) -> dict[str, Any]:
+    shape = (
+        model["layers"],
+        count,
+        mine["context"],
+        model["kv_heads"],
+        model["head_dim"],
+    )
     return dict.fromkeys(("keys", "values"), jax.ShapeDtypeStruct(shape, dtype))
 
 
 def _parameters(model: Mapping[str, int], dtype: Any) -> dict[str, Any]:
     layers, width, hidden = model["layers"], model["width"], model["hidden"]
-    heads, keys = model["heads"] * model["head_dim"], model["kv_heads"] * model["head_dim"]
+    heads, keys = (
+        model["heads"] * model["head_dim"],
+        model["kv_heads"] * model["head_dim"],
+    )
     shapes = {
         "query": (layers, width, heads),
         "key": (layers, width, keys),

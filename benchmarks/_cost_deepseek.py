@@ -1,10 +1,13 @@
-"""The step of a small DeepSeek as MaxText lays it out on four chips: what the order of maxtext#2579 is asked of.
+"""The step of a small DeepSeek as MaxText lays it out on four chips: what the order of
+maxtext#2579 is asked of.
 
-Its facts are `configs/models/deepseek3-test.yml` and the rules and layers of MaxText in November 2025: latent
-attention, three dense layers and 58 of 256 experts with one that all tokens share, each layer computed again in the
-backward pass. Tokens go to experts of their own device: the weights of all experts are gathered, each token is repeated
-for its experts, and a ragged product takes them. Under `tensor_transpose` the weights of a feed-forward block are cut
-along the width and not along the hidden dimension, so that what a product leaves must be added up.
+Its facts are `configs/models/deepseek3-test.yml` and the rules and layers of MaxText in
+November 2025: latent attention, three dense layers and 58 of 256 experts with one that
+all tokens share, each layer computed again in the backward pass. Tokens go to experts
+of their own device: the weights of all experts are gathered, each token is repeated for
+its experts, and a ragged product takes them. Under `tensor_transpose` the weights of a
+feed-forward block are cut along the width and not along the hidden dimension, so that
+what a product leaves must be added up.
 """
 
 import functools as ft
@@ -49,7 +52,9 @@ _EXPERTS = {name: ("expert", *dims) for name, dims in _DENSE.items()}
 STREAM = ("batch", None, "active_embed")
 
 
-def planned(told: Mapping[str, Any], axes: Mapping[str, int], *, sequences: int) -> tuple[Any, ...]:
+def planned(
+    told: Mapping[str, Any], axes: Mapping[str, int], *, sequences: int
+) -> tuple[Any, ...]:
     """The mesh, the plans and the step.
 
     **Arguments:**
@@ -58,18 +63,30 @@ def planned(told: Mapping[str, Any], axes: Mapping[str, int], *, sequences: int)
     - `axes`: how many devices "fsdp", "tensor" and "transpose" have.
     - `sequences`: of the batch, on each device.
     """
-    mesh = MeshSpec({name: axes.get(name, 1) for name in ("fsdp", "tensor", "transpose")})
+    mesh = MeshSpec(
+        {name: axes.get(name, 1) for name in ("fsdp", "tensor", "transpose")}
+    )
     ours = plan(_structs(told), mesh, names=_names(), axes=RULES, unused="allow")
     count = sequences * mesh.size
     tokens = jax.ShapeDtypeStruct((count, told["length"]), jnp.int32)
-    batch = plan({"inputs": tokens, "targets": tokens}, mesh, names=("batch", None), axes=RULES, unused="allow")
+    batch = plan(
+        {"inputs": tokens, "targets": tokens},
+        mesh,
+        names=("batch", None),
+        axes=RULES,
+        unused="allow",
+    )
     plans = {"params": ours, "state": follow(_moments, ours), "batch": batch}
     return mesh, plans, _step(told, ours)
 
 
 def _names() -> dict[str, Any]:
     def stacked(tree: Any) -> Any:
-        return jax.tree.map(lambda dims: ("layers", *dims), tree, is_leaf=lambda node: isinstance(node, tuple))
+        return jax.tree.map(
+            lambda dims: ("layers", *dims),
+            tree,
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
 
     norms = {"attention_norm": ("norm",), "mlp_norm": ("norm",)}
     mixture = {"router": ("embed", None), "experts": _EXPERTS, "shared": _DENSE}
@@ -96,20 +113,36 @@ def _structs(told: Mapping[str, Any]) -> dict[str, Any]:
     def block(hidden: int) -> dict[str, tuple[int, ...]]:
         return {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
 
-    many = {name: (experts, *shape) for name, shape in block(told["expert_hidden"]).items()}
-    mixture = {"router": (width, experts), "experts": many, "shared": block(told["expert_hidden"])}
+    many = {
+        name: (experts, *shape) for name, shape in block(told["expert_hidden"]).items()
+    }
+    mixture = {
+        "router": (width, experts),
+        "experts": many,
+        "shared": block(told["expert_hidden"]),
+    }
     norms = {"attention_norm": (width,), "mlp_norm": (width,)}
 
     def struct(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def stacked(count: int, tree: Any) -> Any:
-        return jax.tree.map(lambda shape: struct((count, *shape)), tree, is_leaf=lambda node: isinstance(node, tuple))
+        return jax.tree.map(
+            lambda shape: struct((count, *shape)),
+            tree,
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
 
     return {
         "embedding": struct((told["vocab"], width)),
-        "dense": stacked(told["dense_layers"], {**norms, "attention": attention, "mlp": block(told["hidden"])}),
-        "mixed": stacked(told["layers"] - told["dense_layers"], {**norms, "attention": attention, "mlp": mixture}),
+        "dense": stacked(
+            told["dense_layers"],
+            {**norms, "attention": attention, "mlp": block(told["hidden"])},
+        ),
+        "mixed": stacked(
+            told["layers"] - told["dense_layers"],
+            {**norms, "attention": attention, "mlp": mixture},
+        ),
         "norm": struct((width,)),
         "unembedding": struct((width, told["vocab"])),
     }
@@ -129,10 +162,20 @@ def _step(told: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         query = jnp.einsum("bsr,rhk->bshk", x @ w["query_down"], w["query_up"])
         low = x @ w["keys_down"]
         rank = told["key_rank"]
-        both = laid(jnp.einsum("bsr,rhk->bshk", low[..., :rank], w["keys_up"]), "batch", None, "active_heads", None)
+        both = laid(
+            jnp.einsum("bsr,rhk->bshk", low[..., :rank], w["keys_up"]),
+            "batch",
+            None,
+            "active_heads",
+            None,
+        )
         key, value = jnp.split(both, [told["head_dim"]], axis=-1)
-        turned = jnp.broadcast_to(low[..., None, rank:], (*key.shape[:3], told["rope_dim"]))
-        key = laid(jnp.concatenate([key, turned], axis=-1), "batch", None, "active_heads", None)
+        turned = jnp.broadcast_to(
+            low[..., None, rank:], (*key.shape[:3], told["rope_dim"])
+        )
+        key = laid(
+            jnp.concatenate([key, turned], axis=-1), "batch", None, "active_heads", None
+        )
         mixed = _flash(laid(query, "batch", None, "active_heads", None), key, value)
         return laid(jnp.einsum("bshk,hkd->bsd", mixed, w["out"]), *STREAM)
 
@@ -143,51 +186,90 @@ def _step(told: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
 
     routed = ft.partial(_routed, told=told, mesh=plan.mesh)
 
-    def layer(mlp: Callable[..., jax.Array], x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    def layer(
+        mlp: Callable[..., jax.Array], x: jax.Array, w: Any
+    ) -> tuple[jax.Array, None]:
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
         x = x + attended(laid(_normed(x, w["attention_norm"]), *STREAM), w["attention"])
-        return laid(x + mlp(laid(_normed(x, w["mlp_norm"]), *STREAM), w["mlp"]), *STREAM), None
+        return (
+            laid(x + mlp(laid(_normed(x, w["mlp_norm"]), *STREAM), w["mlp"]), *STREAM),
+            None,
+        )
 
     def mixture(x: jax.Array, w: Any) -> jax.Array:
         shares = jax.nn.sigmoid((x @ w["router"]).astype(jnp.float32))
-        best, chosen = jax.lax.top_k(laid(shares, "batch", None, None), told["experts_per_token"])
-        return laid(routed(x, best.astype(x.dtype), chosen, w["experts"]), *STREAM) + fed(x, w["shared"])
+        best, chosen = jax.lax.top_k(
+            laid(shares, "batch", None, None), told["experts_per_token"]
+        )
+        return laid(
+            routed(x, best.astype(x.dtype), chosen, w["experts"]), *STREAM
+        ) + fed(x, w["shared"])
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = laid(params["embedding"].astype(jnp.bfloat16)[batch["inputs"]], *STREAM)
         x, _ = jax.lax.scan(jax.checkpoint(ft.partial(layer, fed)), x, params["dense"])
-        x, _ = jax.lax.scan(jax.checkpoint(ft.partial(layer, mixture)), x, params["mixed"])
+        x, _ = jax.lax.scan(
+            jax.checkpoint(ft.partial(layer, mixture)), x, params["mixed"]
+        )
         x = laid(_normed(x, params["norm"].astype(x.dtype)), *STREAM)
-        logits = laid(x @ params["unembedding"].astype(x.dtype), "batch", None, "active_vocab").astype(jnp.float32)
-        wanted = laid(jax.nn.one_hot(batch["targets"], logits.shape[-1]), "batch", None, "active_vocab")
-        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * wanted, axis=-1))
+        logits = laid(
+            x @ params["unembedding"].astype(x.dtype), "batch", None, "active_vocab"
+        ).astype(jnp.float32)
+        wanted = laid(
+            jax.nn.one_hot(batch["targets"], logits.shape[-1]),
+            "batch",
+            None,
+            "active_vocab",
+        )
+        return jnp.sum(
+            jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * wanted, axis=-1)
+        )
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         value, grads = jax.value_and_grad(loss)(params, batch)
         mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
-        square = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads)
-        new = jax.tree.map(lambda p, m, v: p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), params, mean, square)
+        square = jax.tree.map(
+            lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads
+        )
+        new = jax.tree.map(
+            lambda p, m, v: p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), params, mean, square
+        )
         return new, {"mean": mean, "square": square}, value
 
     return step
 
 
 def _routed(
-    x: jax.Array, best: jax.Array, chosen: jax.Array, w: Any, *, told: Mapping[str, Any], mesh: MeshSpec
+    x: jax.Array,
+    best: jax.Array,
+    chosen: jax.Array,
+    w: Any,
+    *,
+    told: Mapping[str, Any],
+    mesh: MeshSpec,
 ) -> jax.Array:
-    """Experts on the tokens of their own device; what is cut along the width is added up."""
+    """Experts on the tokens of their own device; what is cut along the width is added
+    up.
+    """
     count = told["experts_per_token"]
 
-    def local(x: jax.Array, best: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
+    def local(
+        x: jax.Array, best: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
+    ) -> jax.Array:
         rows, width = x.shape[0] * x.shape[1], x.shape[2]
         order = jnp.argsort(chosen.reshape(-1))
         many = jnp.repeat(x.reshape(rows, width), count, axis=0)[order]
         sizes = jnp.bincount(chosen.reshape(-1), length=told["experts"])
-        hidden = [jax.lax.psum(jax.lax.ragged_dot(many, one, sizes), "transpose") for one in (gate, up)]
+        hidden = [
+            jax.lax.psum(jax.lax.ragged_dot(many, one, sizes), "transpose")
+            for one in (gate, up)
+        ]
         out = jax.lax.ragged_dot(jax.nn.silu(hidden[0]) * hidden[1], down, sizes)
         out = jax.lax.psum_scatter(out, "tensor", scatter_dimension=1, tiled=True)
         back = out[jnp.argsort(order)].reshape(rows, count, -1)
-        return jnp.einsum("nkd,nk->nd", back, best.reshape(rows, count)).reshape(*x.shape[:2], -1)
+        return jnp.einsum("nkd,nk->nd", back, best.reshape(rows, count)).reshape(
+            *x.shape[:2], -1
+        )
 
     inner = jax.shard_map(
         local,
@@ -208,9 +290,13 @@ def _routed(
 
 def _flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     scores = jnp.einsum("bqhd,bthd->bhqt", query, key).astype(jnp.float32)
-    return jnp.einsum("bhqt,bthd->bqhd", jax.nn.softmax(scores, axis=-1).astype(query.dtype), value)
+    return jnp.einsum(
+        "bhqt,bthd->bqhd", jax.nn.softmax(scores, axis=-1).astype(query.dtype), value
+    )
 
 
 def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+    return (
+        wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    ).astype(x.dtype) * scale

@@ -1,9 +1,12 @@
-"""The step that MaxText compiles for one configuration, as a plain function: what the fit boundary is told of.
+"""The step that MaxText compiles for one configuration, as a plain function: what the
+fit boundary is told of.
 
-Its facts are those of `configs/tpu/v4/52b.sh` and of the defaults of `configs/base.yml` in June 2026: parameters and
-moments in float32 and activations in bfloat16, a Llama layer with three matrices in its feed-forward block, layers
-stacked on the second dimension of each parameter and scanned, each computed again in the backward pass, flash
-attention, logits in float32 with a loss whose residuals are kept, gradients clipped by their norm.
+Its facts are those of `configs/tpu/v4/52b.sh` and of the defaults of `configs/base.yml`
+in June 2026: parameters and moments in float32 and activations in bfloat16, a Llama
+layer with three matrices in its feed-forward block, layers stacked on the second
+dimension of each parameter and scanned, each computed again in the backward pass, flash
+attention, logits in float32 with a loss whose residuals are kept, gradients clipped by
+their norm.
 """
 
 import functools as ft
@@ -31,21 +34,32 @@ _RULES = PathRules(
 )
 
 
-def planned(told: Mapping[str, Any], *, tiled: bool) -> tuple[dict[str, ShardPlan], Callable[..., Any]]:
+def planned(
+    told: Mapping[str, Any], *, tiled: bool
+) -> tuple[dict[str, ShardPlan], Callable[..., Any]]:
     """The plans and the step.
 
     **Arguments:**
 
     - `told`: the sizes, by name.
-    - `tiled`: whether the logits are computed in tiles, as `num_vocab_tiling=8` asks for.
+    - `tiled`: whether the logits are computed in tiles, as `num_vocab_tiling=8` asks
+      for.
     """
-    mesh = MeshSpec({"data": told["slices"], "fsdp": told["fsdp"]}, dcn={"data": told["slices"]})
+    mesh = MeshSpec(
+        {"data": told["slices"], "fsdp": told["fsdp"]}, dcn={"data": told["slices"]}
+    )
     ours = plan(_structs(told), mesh, paths=_RULES)
     count = told["sequences"] * told["fsdp"] * told["slices"]
     tokens = jax.ShapeDtypeStruct((count, told["length"]), jnp.int32)
     names = ("inputs", "positions", "segments", "targets", "targets_segments")
-    batch = plan(dict.fromkeys(names, tokens), mesh, paths=PathRules([(".*", P(("data", "fsdp")))]))
-    return {"params": ours, "state": follow(_moments, ours), "batch": batch}, _step(told, ours, tiled=tiled)
+    batch = plan(
+        dict.fromkeys(names, tokens),
+        mesh,
+        paths=PathRules([(".*", P(("data", "fsdp")))]),
+    )
+    return {"params": ours, "state": follow(_moments, ours), "batch": batch}, _step(
+        told, ours, tiled=tiled
+    )
 
 
 def _structs(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +80,9 @@ def _structs(told: Mapping[str, Any]) -> dict[str, Any]:
         "unembedding": (width, told["vocab"]),
     }
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda node: isinstance(node, tuple)
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
     )
 
 
@@ -75,17 +91,32 @@ def _moments(params: Any) -> dict[str, Any]:
     return {"mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
 
 
-def _step(told: Mapping[str, Any], plan: ShardPlan, *, tiled: bool) -> Callable[..., Any]:
+def _step(
+    told: Mapping[str, Any], plan: ShardPlan, *, tiled: bool
+) -> Callable[..., Any]:
     laid = ft.partial(constrain, names_or_spec=P(("data", "fsdp")), plan=plan)
 
     def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
         normed = laid(_normed(x, w["attention_norm"]))
-        q, k, v = (jnp.einsum("bsd,dhk->bshk", normed, w[name]) for name in ("query", "key", "value"))
-        mixed = _flash(_rotated(q) / math.sqrt(told["head_dim"]), _rotated(k), v, told["blocks"])
+        q, k, v = (
+            jnp.einsum("bsd,dhk->bshk", normed, w[name])
+            for name in ("query", "key", "value")
+        )
+        mixed = _flash(
+            _rotated(q) / math.sqrt(told["head_dim"]), _rotated(k), v, told["blocks"]
+        )
         x = x + laid(jnp.einsum("bshk,hkd->bsd", mixed, w["out"]))
         normed = laid(_normed(x, w["mlp_norm"]))
-        return laid(x + laid((jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"])), None
+        return (
+            laid(
+                x
+                + laid(
+                    (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
+                )
+            ),
+            None,
+        )
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = laid(params["embedding"].astype(jnp.bfloat16)[batch["inputs"]])
@@ -99,11 +130,18 @@ def _step(told: Mapping[str, Any], plan: ShardPlan, *, tiled: bool) -> Callable[
         rows = math.prod(batch["targets"].shape) // told["vocab_tiles"]
 
         def parts(one: jax.Array) -> jax.Array:
-            return constrain(one.reshape(told["vocab_tiles"], rows, *one.shape[2:]), P(None, ("data", "fsdp")), plan)
+            return constrain(
+                one.reshape(told["vocab_tiles"], rows, *one.shape[2:]),
+                P(None, ("data", "fsdp")),
+                plan,
+            )
 
         tile = jax.checkpoint(ft.partial(_cross_entropy, head=head))
         total, _ = jax.lax.scan(
-            lambda total, one: (total + tile(one[0], targets=one[1], mask=one[2]), None),
+            lambda total, one: (
+                total + tile(one[0], targets=one[1], mask=one[2]),
+                None,
+            ),
             jnp.float32(0),
             (parts(x), parts(batch["targets"]), parts(mask)),
         )
@@ -111,10 +149,14 @@ def _step(told: Mapping[str, Any], plan: ShardPlan, *, tiled: bool) -> Callable[
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, batch)
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
+        norm = jnp.sqrt(
+            sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads))
+        )
         grads = jax.tree.map(lambda g: jnp.where(norm < 1, g, g / norm), grads)
         mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
-        square = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads)
+        square = jax.tree.map(
+            lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads
+        )
         count = state["count"] + 1
         first, second = (1 - rate ** count.astype(jnp.float32) for rate in (0.9, 0.95))
 
@@ -129,30 +171,44 @@ def _step(told: Mapping[str, Any], plan: ShardPlan, *, tiled: bool) -> Callable[
 
 def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype) * scale
+    return (
+        wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
+    ).astype(x.dtype) * scale
 
 
 def _rotated(x: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] / 10_000 ** (jnp.arange(half) / half)
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] / 10_000 ** (
+        jnp.arange(half) / half
+    )
     sin, cos = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
 def _flash(q: jax.Array, k: jax.Array, v: jax.Array, blocks: int) -> jax.Array:
-    """Attention as a flash kernel does it: never more than one block of queries against the keys."""
+    """Attention as a flash kernel does it: never more than one block of queries against
+    the keys.
+    """
 
     def block(q: jax.Array) -> jax.Array:
         scores = jnp.einsum("bqhd,bthd->bhqt", q, k).astype(jnp.float32)
-        return jnp.einsum("bhqt,bthd->bqhd", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
+        return jnp.einsum(
+            "bhqt,bthd->bqhd", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v
+        )
 
     parts = q.reshape(q.shape[0], blocks, -1, *q.shape[2:]).swapaxes(0, 1)
-    _, mixed = jax.lax.scan(lambda carry, one: (carry, jax.checkpoint(block)(one)), None, parts)
+    _, mixed = jax.lax.scan(
+        lambda carry, one: (carry, jax.checkpoint(block)(one)), None, parts
+    )
     return mixed.swapaxes(0, 1).reshape(q.shape)
 
 
-def _cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
+def _cross_entropy(
+    x: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
+) -> jax.Array:
     logits = (x @ head).astype(jnp.float32)
     wanted = jax.nn.one_hot(targets, logits.shape[-1])
     return jnp.sum(_stable(logits, wanted) * mask)
@@ -163,14 +219,22 @@ def _stable(logits: jax.Array, wanted: jax.Array) -> jax.Array:
     return -jnp.sum(wanted * jax.nn.log_softmax(logits), axis=-1)
 
 
-def _stable_forward(logits: jax.Array, wanted: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _stable_forward(
+    logits: jax.Array, wanted: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     powers = jnp.exp(shifted)
     total = jnp.sum(powers, axis=-1, keepdims=True)
-    return -jnp.sum(wanted * (shifted - jnp.log(total)), axis=-1), (wanted, powers, total)
+    return -jnp.sum(wanted * (shifted - jnp.log(total)), axis=-1), (
+        wanted,
+        powers,
+        total,
+    )
 
 
-def _stable_backward(kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, None]:
+def _stable_backward(
+    kept: tuple[jax.Array, ...], grad: jax.Array
+) -> tuple[jax.Array, None]:
     wanted, powers, total = kept
     return grad[..., None] * (powers / total - wanted), None
 

@@ -1,6 +1,8 @@
-"""Public numbers that the costs are held against: what fits, the worked answers of a book, step times of recipes.
+"""Public numbers that the costs are held against: what fits, the worked answers of a
+book, step times of recipes.
 
-The numbers and where they are from are in `cost_oracles.json`. Nothing is compiled here.
+The numbers and where they are from are in `cost_oracles.json`. Nothing is compiled
+here.
 """
 
 import json
@@ -16,7 +18,9 @@ from . import _cost_book, _cost_deepseek, _cost_maxtext
 from ._case import Finding, Limit, Value
 
 
-DATA: dict[str, Any] = json.loads((Path(__file__).parent / "cost_oracles.json").read_text())
+DATA: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "cost_oracles.json").read_text()
+)
 
 
 def cases() -> list[Finding]:
@@ -25,7 +29,10 @@ def cases() -> list[Finding]:
         Finding(
             "oracle: fit boundary of maxtext#4117",
             boundary,
-            (Limit("worst_against_compiler_percent", at_most=15), Limit("said_to_be_close", at_least=1)),
+            (
+                Limit("worst_against_compiler_percent", at_most=15),
+                Limit("said_to_be_close", at_least=1),
+            ),
         ),
         Finding(
             "oracle: order of maxtext#2579",
@@ -33,11 +40,20 @@ def cases() -> list[Finding]:
             (Limit("right_order", at_least=1),),
         ),
         *(
-            Finding(f"oracle: {name}, scaling book", measure, (Limit("error_percent", at_most=1),))
+            Finding(
+                f"oracle: {name}, scaling book",
+                measure,
+                (Limit("error_percent", at_most=1),),
+            )
             for name, measure in (
                 ("roofline crossover", lambda: _cost_book.crossovers(DATA["book"])),
                 ("gathers", lambda: _cost_book.collectives(DATA["book"])),
-                ("70B in training", lambda: _cost_book.training(DATA["book"], DATA["models"]["llama3.1-70b"])),
+                (
+                    "70B in training",
+                    lambda: _cost_book.training(
+                        DATA["book"], DATA["models"]["llama3.1-70b"]
+                    ),
+                ),
             )
         ),
         Finding(
@@ -50,7 +66,9 @@ def cases() -> list[Finding]:
 
 
 def boundary() -> Mapping[str, Value]:
-    """What a step needs that does not fit v4, against the report, and against the compiler on this very step."""
+    """What a step needs that does not fit v4, against the report, and against the
+    compiler on this very step.
+    """
     told = DATA["boundary"]
     usable = chips.find(told["chip"]).usable_hbm_bytes
     found: dict[str, float] = {}
@@ -58,9 +76,20 @@ def boundary() -> Mapping[str, Value]:
         found[name] = _boundary_fit(told, tiled=tiled).peak_bytes / 2**30
     made = _boundary_fit(told, tiled=False)
     arguments = sum(row.bytes for row in made.rows if row.exact) / 2**30
-    counted = {int(count): gib + arguments for count, gib in told["compiler"]["temporaries_gib"].items()}
+    counted = {
+        int(count): gib + arguments
+        for count, gib in told["compiler"]["temporaries_gib"].items()
+    }
     errors = {
-        count: 100 * (_boundary_fit(told | {"sequences": count}, tiled=False).peak_bytes / 2**30 / gib - 1)
+        count: (
+            100
+            * (
+                _boundary_fit(told | {"sequences": count}, tiled=False).peak_bytes
+                / 2**30
+                / gib
+                - 1
+            )
+        )
         for count, gib in counted.items()
     }
     live = told["compiler"]["live_gib"]["7"]
@@ -77,8 +106,13 @@ def boundary() -> Mapping[str, Value]:
         "error against that, %": round(100 * (found["before"] / live - 1), 1),
         "usable_gib": round(usable / 2**30, 2),
         "said_to_be_close": int(made.is_close),
-        **{f"compiler_gib, {count} sequences": round(gib, 2) for count, gib in counted.items()},
-        "errors against the compiler, %": ", ".join(f"{error:+.1f}" for error in errors.values()),
+        **{
+            f"compiler_gib, {count} sequences": round(gib, 2)
+            for count, gib in counted.items()
+        },
+        "errors against the compiler, %": ", ".join(
+            f"{error:+.1f}" for error in errors.values()
+        ),
         "worst_against_compiler_percent": round(max(map(abs, errors.values())), 1),
     }
 
@@ -89,17 +123,25 @@ def _boundary_fit(told: Mapping[str, Any], *, tiled: bool) -> Fit:
 
 
 def _donated(plans: Mapping[str, Any], step: Any, chip: str) -> Fit:
-    jitted = filter_jit(step, out_shardings=(plans["params"], plans["state"], None), donate=("params", "state"))
+    jitted = filter_jit(
+        step,
+        out_shardings=(plans["params"], plans["state"], None),
+        donate=("params", "state"),
+    )
     return fit(jitted, *[one.structs for one in plans.values()], chip=chip)
 
 
 def order() -> Mapping[str, Value]:
-    """Three plans of one model on four chips, by the time of their collectives and by memory."""
+    """Three plans of one model on four chips, by the time of their collectives and by
+    memory.
+    """
     told = DATA["order"]
     found: dict[str, Value] = {}
     ours: dict[str, tuple[float, float]] = {}
     for row in told["rows"]:
-        mesh, plans, step = _cost_deepseek.planned(told, row["axes"], sequences=told["sequences"])
+        mesh, plans, step = _cost_deepseek.planned(
+            told, row["axes"], sequences=told["sequences"]
+        )
         structs = [one.structs for one in plans.values()]
         sent = estimate(step, *structs, mesh=mesh)
         wire = 1e3 * seconds(sent, told["chip"], mesh, slice=told["slice"]).seconds
@@ -117,12 +159,16 @@ def order() -> Mapping[str, Value]:
     measured = sorted(ours, key=lambda name: told_rows[name]["milliseconds"])
     explicit = sorted(ours, key=lambda name: told_rows[name]["explicit_milliseconds"])
     by_memory = sorted(ours, key=lambda name: ours[name][1])
-    errors = [100 * (ours[name][1] / row["megabytes"] - 1) for name, row in told_rows.items()]
+    errors = [
+        100 * (ours[name][1] / row["megabytes"] - 1) for name, row in told_rows.items()
+    ]
     return {
         **found,
         "order": " < ".join(by_time),
         "right_order": int(by_time == measured == explicit),
-        "right_order_of_memory": int(by_memory == sorted(ours, key=lambda name: told_rows[name]["megabytes"])),
+        "right_order_of_memory": int(
+            by_memory == sorted(ours, key=lambda name: told_rows[name]["megabytes"])
+        ),
         "worst_memory_error_percent": round(max(map(abs, errors)), 1),
     }
 
@@ -131,15 +177,28 @@ def pod() -> Mapping[str, Value]:
     """70B on 8,960 chips: pure fsdp waits for its wires; about 2,048 x 4 does not."""
     told = DATA["book"]["training"]
     chip = chips.find(told["chip"])
-    compute = 6 * told["parameters"] * told["tokens"] / told["chips"] / chip.flops("bfloat16")
+    compute = (
+        6 * told["parameters"] * told["tokens"] / told["chips"] / chip.flops("bfloat16")
+    )
     found: dict[str, float] = {}
     for tensor in (1, 2, 4, 5, 7, 10, 16, 20):
         shards = told["chips"] // tensor
         mesh = MeshSpec({"fsdp": shards, "tensor": tensor})
-        # Gathered in the forward pass, and again in the backward pass, and the gradients scattered: 2 bytes each.
+        # Gathered in the forward pass, and again in the backward pass, and the
+        # gradients scattered: 2 bytes each.
         weights = 3 * 2 * told["parameters"] / tensor * (shards - 1) / shards
-        # Four gathers and four scatters of the activations in each layer, forward and backward.
-        acts = 8 * told["layers"] * 2 * told["tokens"] / shards * told["width"] * (tensor - 1) / tensor
+        # Four gathers and four scatters of the activations in each layer, forward and
+        # backward.
+        acts = (
+            8
+            * told["layers"]
+            * 2
+            * told["tokens"]
+            / shards
+            * told["width"]
+            * (tensor - 1)
+            / tensor
+        )
         rows = (
             _cost_book.row("all-gather", int(weights), shards, ("fsdp",)),
             _cost_book.row("all-gather", int(acts), tensor, ("tensor",)),
@@ -147,7 +206,9 @@ def pod() -> Mapping[str, Value]:
         times = seconds(Traffic(rows, told["chips"]), chip, mesh, slice=told["slice"])
         found[f"{shards} x {tensor}"] = times.seconds / compute
     best = min(found, key=lambda name: found[name])
-    assert found[f"{told['chips']} x 1"] > 1, "the book: pure fsdp is bound by communication"
+    assert found[f"{told['chips']} x 1"] > 1, (
+        "the book: pure fsdp is bound by communication"
+    )
     return {
         "pure_fsdp_wire_over_compute": round(found[f"{told['chips']} x 1"], 2),
         "best": best,
@@ -157,37 +218,55 @@ def pod() -> Mapping[str, Value]:
 
 
 def recipes() -> Mapping[str, Value]:
-    """Step times from arithmetic and one efficiency per generation; each generation held out in turn.
+    """Step times from arithmetic and one efficiency per generation; each generation
+    held out in turn.
 
-    A generation has one efficiency and a peak for each dtype: what is computed in fp8 is held against the peak of fp8.
+    A generation has one efficiency and a peak for each dtype: what is computed in fp8
+    is held against the peak of fp8.
     """
     rows = DATA["recipes"]["rows"]
     ideal = [_ideal_seconds(row) for row in rows]
     efficiency = {
         name: statistics.median(
-            least / row["seconds"] for least, row in zip(ideal, rows, strict=True) if row["chip"] == name
+            least / row["seconds"]
+            for least, row in zip(ideal, rows, strict=True)
+            if row["chip"] == name
         )
         for name in sorted({row["chip"] for row in rows})
     }
-    own = [_error(least / efficiency[row["chip"]], row) for least, row in zip(ideal, rows, strict=True)]
+    own = [
+        _error(least / efficiency[row["chip"]], row)
+        for least, row in zip(ideal, rows, strict=True)
+    ]
     held: dict[str, list[float]] = {}
     for least, row in zip(ideal, rows, strict=True):
-        others = statistics.mean(value for name, value in efficiency.items() if name != row["chip"])
+        others = statistics.mean(
+            value for name, value in efficiency.items() if name != row["chip"]
+        )
         held.setdefault(row["chip"], []).append(_error(least / others, row))
     by_dtype: dict[str, list[float]] = {}
     for least, row in zip(ideal, rows, strict=True):
-        by_dtype.setdefault(f"{row['chip']}.{row['dtype']}", []).append(least / row["seconds"])
+        by_dtype.setdefault(f"{row['chip']}.{row['dtype']}", []).append(
+            least / row["seconds"]
+        )
     values: dict[str, Value] = {
         "rows": len(rows),
         "generations": len(efficiency),
         **{f"efficiency.{name}": round(value, 3) for name, value in efficiency.items()},
-        **{f"efficiency.{name} alone": round(statistics.median(each), 3) for name, each in by_dtype.items()},
+        **{
+            f"efficiency.{name} alone": round(statistics.median(each), 3)
+            for name, each in by_dtype.items()
+        },
         "median_error_percent": round(statistics.median(map(abs, own)), 1),
         "largest_error_percent": round(max(map(abs, own)), 1),
     }
     for name, errors in held.items():
-        values[f"held_out.{name}.median_error_percent"] = round(statistics.median(map(abs, errors)), 1)
-        values[f"held_out.{name}.largest_error_percent"] = round(max(map(abs, errors)), 1)
+        values[f"held_out.{name}.median_error_percent"] = round(
+            statistics.median(map(abs, errors)), 1
+        )
+        values[f"held_out.{name}.largest_error_percent"] = round(
+            max(map(abs, errors)), 1
+        )
     return values
 
 
@@ -196,9 +275,13 @@ def _error(predicted: float, row: Mapping[str, Any]) -> float:
 
 
 def _ideal_seconds(row: Mapping[str, Any]) -> float:
-    """Products of parameters and of causal attention at the chip's peak; remat is not counted, as in MFU."""
+    """Products of parameters and of causal attention at the chip's peak; remat is not
+    counted, as in MFU.
+    """
     model = DATA["models"][row["model"]]
-    heads = model["width"] * model["head_dim"] * 2 * (model["heads"] + model["kv_heads"])
+    heads = (
+        model["width"] * model["head_dim"] * 2 * (model["heads"] + model["kv_heads"])
+    )
     layer = heads + 3 * model["width"] * model["hidden"]
     parameters = model["layers"] * layer + model["width"] * model["vocab"]
     attention = 6 * model["layers"] * row["length"] * model["heads"] * model["head_dim"]

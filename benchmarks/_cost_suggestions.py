@@ -1,4 +1,6 @@
-"""What `fit` suggests, each made and compiled: the saving that it computes against the compiler's own."""
+"""What `fit` suggests, each made and compiled: the saving that it computes against the
+compiler's own.
+"""
 
 import dataclasses
 import inspect
@@ -32,10 +34,13 @@ MESH = MeshSpec({"data": 4, "tensor": 2})
 SMALL = Sizes(8, 64, 256, 512, MESH)
 # Large enough that a TPU's on-chip memory holds little of it.
 LARGE = Sizes(8, 2048, 8192, 65536, MeshSpec({"data": 8, "tensor": 2}))
-# As on the page "What does my plan cost?": 1.5 MiB for a program, and no tiles, as on the CPU that compiles.
+# As on the page "What does my plan cost?": 1.5 MiB for a program, and no tiles, as on
+# the CPU that compiles.
 CHIP = dataclasses.replace(chips.find("h100"), name="tiny", usable_hbm_bytes=3 * 2**19)
 _NAMES = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")}
-_AXES = AxisRules([("batch", "data"), ("mlp", "tensor"), ("embed", None), ("layers", None)])
+_AXES = AxisRules(
+    [("batch", "data"), ("mlp", "tensor"), ("embed", None), ("layers", None)]
+)
 _ADAM = optax.adam(1e-3)
 # By words of the suggestion: what makes the change.
 _MADE: dict[str, dict[str, Any]] = {
@@ -60,11 +65,17 @@ def suggestions() -> dict[str, Value]:
     step, *args = changed()
     found = fit(step, *args, chip=CHIP)
     before = peak(step, *args)
-    values: dict[str, Value] = {"compiled_kib": before // 1024, "estimated_kib": found.peak_bytes // 1024}
+    values: dict[str, Value] = {
+        "compiled_kib": before // 1024,
+        "estimated_kib": found.peak_bytes // 1024,
+    }
     worst, off = abs(100 * (found.peak_bytes / before - 1)), 0.0
     for words, change in _MADE.items():
         told, after = _told(found, words), peak(*changed(**change))
-        values |= {f"{words}, saves_kib": told.saves_bytes // 1024, f"{words}, compiled_kib": (before - after) // 1024}
+        values |= {
+            f"{words}, saves_kib": told.saves_bytes // 1024,
+            f"{words}, compiled_kib": (before - after) // 1024,
+        }
         worst = max(worst, abs(100 * (told.peak_bytes / after - 1)))
         off = max(off, 100 * abs(told.saves_bytes - (before - after)) / before)
     last = _last(found)
@@ -86,27 +97,47 @@ def _last(found: Fit) -> tuple[int, int]:
 
 
 def on_v5e(options: Options) -> dict[str, Value]:
-    """Each change of a larger step: what `fit` says that is then needed, and what the TPU's compiler counts."""
+    """Each change of a larger step: what `fit` says that is then needed, and what the
+    TPU's compiler counts.
+    """
     found = fit(*changed(sizes=LARGE), chip="v5e")
-    counted: dict[str, int] = json.loads((Path(__file__).parent / "cost_memory.json").read_text())["suggestions"][
-        "rows"
-    ]
+    counted: dict[str, int] = json.loads(
+        (Path(__file__).parent / "cost_memory.json").read_text()
+    )["suggestions"]["rows"]
     made = {"as it is": {}, **_MADE}
     if options.flags.compile:
         target = "tpu:v5e:4x4"
         counted = {
-            words: peak(*changed(**made[words], sizes=LARGE), target=target)
-            if words in made
-            else peak(*_offloaded(), target=target)
+            words: (
+                peak(*changed(**made[words], sizes=LARGE), target=target)
+                if words in made
+                else peak(*_offloaded(), target=target)
+            )
             for words in counted
         }
-    told = {words: found.peak_bytes if words == "as it is" else _told(found, words).peak_bytes for words in counted}
-    errors = {words: 100 * (told[words] / compiled - 1) for words, compiled in counted.items()}
+    told = {
+        words: (
+            found.peak_bytes if words == "as it is" else _told(found, words).peak_bytes
+        )
+        for words in counted
+    }
+    errors = {
+        words: 100 * (told[words] / compiled - 1) for words, compiled in counted.items()
+    }
     return {
-        **{f"{words}, compiled_megabytes": round(compiled / 1e6) for words, compiled in counted.items()},
-        **{f"{words}, error_percent": round(error, 1) for words, error in errors.items()},
-        # Moments in host memory are told apart: how much of them libtpu fetches ahead is not estimated.
-        "off_percent, worst": round(max(abs(error) for words, error in errors.items() if words in made), 1),
+        **{
+            f"{words}, compiled_megabytes": round(compiled / 1e6)
+            for words, compiled in counted.items()
+        },
+        **{
+            f"{words}, error_percent": round(error, 1)
+            for words, error in errors.items()
+        },
+        # Moments in host memory are told apart: how much of them libtpu fetches ahead
+        # is not estimated.
+        "off_percent, worst": round(
+            max(abs(error) for words, error in errors.items() if words in made), 1
+        ),
     }
 
 
@@ -127,7 +158,9 @@ def _offloaded() -> tuple[Any, ...]:
 def on_host(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The same array in host memory."""
     sharding: Any = struct.sharding
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding.with_memory_kind("pinned_host"))
+    return jax.ShapeDtypeStruct(
+        struct.shape, struct.dtype, sharding=sharding.with_memory_kind("pinned_host")
+    )
 
 
 def _told(found: Fit, words: str) -> Any:
@@ -136,7 +169,9 @@ def _told(found: Fit, words: str) -> Any:
 
 
 def peak(step: Any, *args: Any, target: str = "cpu") -> int:
-    """What the compiler counts: arguments, results that take memory of their own, and temporaries."""
+    """What the compiler counts: arguments, results that take memory of their own, and
+    temporaries.
+    """
     return compile_for(step, *args, target=target).memory.needed_bytes
 
 
@@ -154,19 +189,26 @@ def changed(
 
     **Arguments:**
 
-    - `over`, `cut`: an axis over which the optimizer's state is cut, and whether the parameters are too.
+    - `over`, `cut`: an axis over which the optimizer's state is cut, and whether the
+      parameters are too.
     - `narrow`: whether moments are kept in bfloat16.
     - `halved`: whether the batch is half as large.
     - `remat`: whether layers are computed again in the backward pass.
     """
     structs = {
-        "up": jax.ShapeDtypeStruct((sizes.layers, sizes.width, sizes.hidden), jnp.float32),
-        "down": jax.ShapeDtypeStruct((sizes.layers, sizes.hidden, sizes.width), jnp.float32),
+        "up": jax.ShapeDtypeStruct(
+            (sizes.layers, sizes.width, sizes.hidden), jnp.float32
+        ),
+        "down": jax.ShapeDtypeStruct(
+            (sizes.layers, sizes.hidden, sizes.width), jnp.float32
+        ),
     }
     params = plan(structs, sizes.mesh, names=_NAMES, axes=_AXES)
     params = follow(lambda tree: tree, params, over=over) if cut else params
     optimizer = _narrowed(_ADAM) if narrow else _ADAM
-    rows = jax.ShapeDtypeStruct((sizes.batch // (2 if halved else 1), sizes.width), jnp.float32)
+    rows = jax.ShapeDtypeStruct(
+        (sizes.batch // (2 if halved else 1), sizes.width), jnp.float32
+    )
     x = plan(rows, sizes.mesh, names=("batch", None), axes=_AXES)
     opt = follow(optimizer.init, params, over=over)
 
@@ -174,7 +216,10 @@ def changed(
         return x + jnp.tanh(x @ w["up"]) @ w["down"], None
 
     def loss(params: Any, batch: jax.Array) -> jax.Array:
-        return jnp.mean(jax.lax.scan(jax.checkpoint(layer) if remat else layer, batch, params)[0] ** 2)
+        return jnp.mean(
+            jax.lax.scan(jax.checkpoint(layer) if remat else layer, batch, params)[0]
+            ** 2
+        )
 
     def step(params: Any, opt: Any, batch: jax.Array) -> tuple[Any, Any]:
         updates, opt = optimizer.update(jax.grad(loss)(params, batch), opt)
@@ -188,10 +233,14 @@ def _narrowed(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     """Its moments in bfloat16 between steps."""
 
     def cast(state: Any, dtype: Any) -> Any:
-        return jax.tree.map(lambda moment: moment.astype(dtype) if moment.ndim else moment, state)
+        return jax.tree.map(
+            lambda moment: moment.astype(dtype) if moment.ndim else moment, state
+        )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, state = optimizer.update(updates, cast(state, jnp.float32), params)
         return updates, cast(state, jnp.bfloat16)
 
-    return optax.GradientTransformation(lambda params: cast(optimizer.init(params), jnp.bfloat16), update)
+    return optax.GradientTransformation(
+        lambda params: cast(optimizer.init(params), jnp.bfloat16), update
+    )

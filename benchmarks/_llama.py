@@ -20,7 +20,9 @@ def llama(
     length: int,
     dtype: Any = jnp.bfloat16,
 ) -> tuple[Any, ...]:
-    """A training step of a Llama under scan and remat, with AdamW's moments; its arguments are structs."""
+    """A training step of a Llama under scan and remat, with AdamW's moments; its
+    arguments are structs.
+    """
     struct = ft.partial(jax.ShapeDtypeStruct, dtype=dtype)
 
     def layer(x: Any, p: Any) -> tuple[Any, None]:
@@ -44,7 +46,13 @@ def llama(
         grads = jax.grad(loss)(p, tokens)
         mu = jax.tree.map(lambda m, g: m * 0.9 + g * 0.1, mu, grads)
         nu = jax.tree.map(lambda n, g: n * 0.99 + g * g * 0.01, nu, grads)
-        return jax.tree.map(lambda w, m, n: w - 0.001 * m * jax.lax.rsqrt(n + 1e-6), p, mu, nu), mu, nu
+        return (
+            jax.tree.map(
+                lambda w, m, n: w - 0.001 * m * jax.lax.rsqrt(n + 1e-6), p, mu, nu
+            ),
+            mu,
+            nu,
+        )
 
     shapes = {
         "q": (width, kv * group * head),
@@ -60,7 +68,13 @@ def llama(
         "layers": {name: struct((layers, *shape)) for name, shape in shapes.items()},
         "unembedding": struct((width, vocab)),
     }
-    return step, params, params, params, jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    return (
+        step,
+        params,
+        params,
+        params,
+        jax.ShapeDtypeStruct((batch, length), jnp.int32),
+    )
 
 
 def _normed(x: Any) -> Any:

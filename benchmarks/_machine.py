@@ -1,4 +1,6 @@
-"""The machine and the versions behind a result, and memory as the operating system counts it."""
+"""The machine and the versions behind a result, and memory as the operating system
+counts it.
+"""
 
 import importlib
 import importlib.metadata
@@ -31,14 +33,25 @@ LIBRARIES = (
 
 def versions() -> dict[str, str]:
     """Installed versions of everything that takes part."""
-    found = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    found = {
+        d.metadata["Name"].lower(): d.version
+        for d in importlib.metadata.distributions()
+    }
     return {name: found[name] for name in LIBRARIES if name in found}
 
 
 def machine(devices: list[Any]) -> dict[str, str | int]:
     """Processor, cores, memory, devices."""
-    cpu = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    total = [int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
+    cpu = [
+        line.split(":", 1)[1].strip()
+        for line in _lines("/proc/cpuinfo")
+        if line.startswith("model name")
+    ]
+    total = [
+        int(line.split()[1])
+        for line in _lines("/proc/meminfo")
+        if line.startswith("MemTotal")
+    ]
     return {
         "processor": cpu[0] if cpu else platform.processor() or platform.machine(),
         "cores": os.cpu_count() or 1,
@@ -51,20 +64,28 @@ def machine(devices: list[Any]) -> dict[str, str | int]:
     }
 
 
-def fresh_process(target: str, arguments: Mapping[str, Any] | None = None, *, timeout_seconds: float = 600) -> Any:
-    """Calls `target` ("benchmarks.load:peak") with keyword `arguments` in a new Python process.
+def fresh_process(
+    target: str,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    timeout_seconds: float = 600,
+) -> Any:
+    """Calls `target` ("benchmarks.load:peak") with keyword `arguments` in a new Python
+    process.
 
-    Arguments and result travel as JSON. Peak memory can only be told apart per process, so every measurement
-    of it runs through here.
+    Arguments and result travel as JSON. Peak memory can only be told apart per process,
+    so every measurement of it runs through here.
     """
     code = (
-        "import importlib, json, sys; module, name = sys.argv[1].split(':'); "
-        "result = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2])); "
-        "print('\\n' + json.dumps(result))"
+        "import importlib, json, sys; module, name = sys.argv[1].split(':'); result ="
+        " getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]));"
+        " print('\\n' + json.dumps(result))"
     )
     command = [sys.executable, "-c", code, target, json.dumps(dict(arguments or {}))]
     root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=timeout_seconds)
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=timeout_seconds
+    )
     if done.returncode != 0:
         raise RuntimeError(f"`{target}` failed in its process:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -86,7 +107,11 @@ def reset_peak() -> None:
 
 
 def _status(key: str) -> int:
-    [value] = [line.split()[1] for line in _lines("/proc/self/status") if line.startswith(key + ":")]
+    [value] = [
+        line.split()[1]
+        for line in _lines("/proc/self/status")
+        if line.startswith(key + ":")
+    ]
     return int(value) * 1024
 
 

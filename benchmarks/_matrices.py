@@ -1,4 +1,6 @@
-"""Newton and Schulz on whole matrices that are cut: each on one owner, beside what XLA makes of them as written."""
+"""Newton and Schulz on whole matrices that are cut: each on one owner, beside what XLA
+makes of them as written.
+"""
 
 import functools as ft
 import math
@@ -23,14 +25,23 @@ _MEMORY = "temporary memory over two stacks' shards and one matrix"
 
 
 def cases(devices: Sequence[Any], scale: int) -> list[Entry]:
-    """A race of one update, and what each device receives; sizes are divided by `scale`."""
+    """A race of one update, and what each device receives; sizes are divided by
+    `scale`.
+    """
     tree = _tree(scale)
     mesh = MeshSpec({"fsdp": len(devices)}).build(devices)
     planned = plan(tree, mesh, paths=PathRules([(".*", fsdp("fsdp"))]), unused="allow")
     name = f"Newton-Schulz of {3 * _LAYERS} matrices, fsdp={len(devices)}"
-    limits = Limit("received over the parameters", at_most=0.36), Limit(_MEMORY, at_most=1.05)
+    limits = (
+        Limit("received over the parameters", at_most=0.36),
+        Limit(_MEMORY, at_most=1.05),
+    )
     return [
-        Case(name, ft.partial(_race, tree, planned), limits=(Limit(f"speedup.{_WRITTEN}", at_least=3),)),
+        Case(
+            name,
+            ft.partial(_race, tree, planned),
+            limits=(Limit(f"speedup.{_WRITTEN}", at_least=3),),
+        ),
         Finding(f"bytes of {name}", ft.partial(_sent, planned), limits),
     ]
 
@@ -52,7 +63,11 @@ def orthogonal(matrix: jax.Array) -> jax.Array:
 def _tree(scale: int) -> dict[str, jax.Array]:
     shapes = {"q": (256, 256), "k": (256, 256), "up": (256, 1024)}
     keys = jax.random.split(jax.random.key(0), 3 * _LAYERS)
-    sizes = [(f"{at}/{name}", shape) for at in range(_LAYERS) for name, shape in shapes.items()]
+    sizes = [
+        (f"{at}/{name}", shape)
+        for at in range(_LAYERS)
+        for name, shape in shapes.items()
+    ]
     return {
         name: jax.random.normal(key, (rows // scale, columns // scale))
         for key, (name, (rows, columns)) in zip(keys, sizes, strict=True)
@@ -65,7 +80,10 @@ def _programs(planned: ShardPlan) -> dict[str, Any]:
         _WRITTEN: ft.partial(jax.tree.map, orthogonal),
     }
     layout = planned.shardings
-    return {name: jax.jit(one, in_shardings=(layout,), out_shardings=layout) for name, one in functions.items()}
+    return {
+        name: jax.jit(one, in_shardings=(layout,), out_shardings=layout)
+        for name, one in functions.items()
+    }
 
 
 def _race(tree: Any, planned: ShardPlan) -> Race:
@@ -74,40 +92,64 @@ def _race(tree: Any, planned: ShardPlan) -> Race:
     wanted = jax.tree.map(orthogonal, tree)
 
     def check(_: Any, result: Any) -> None:
-        jax.tree.map(ft.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), result, wanted)
+        jax.tree.map(
+            ft.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), result, wanted
+        )
 
     return Race(
-        rivals=tuple(Rival(name, lambda name=name: programs[name], check) for name in (_OURS, _WRITTEN)),
+        rivals=tuple(
+            Rival(name, lambda name=name: programs[name], check)
+            for name in (_OURS, _WRITTEN)
+        ),
         fresh=lambda: placed,
-        floor=Floor("the products of matrices that lie on their owners", _products(tree, planned)),
+        floor=Floor(
+            "the products of matrices that lie on their owners",
+            _products(tree, planned),
+        ),
         facts={"matrices": len(tree)},
         also=time.process_time,
     )
 
 
-def _products(tree: Mapping[str, jax.Array], planned: ShardPlan) -> Callable[[Any], Any]:
+def _products(
+    tree: Mapping[str, jax.Array], planned: ShardPlan
+) -> Callable[[Any], Any]:
     """The same products of matrices that already lie on their owners."""
     mesh = planned.jax_mesh
     assert mesh is not None
     shapes = dict.fromkeys(one.shape for one in tree.values())
-    stacks = [jnp.stack([one for one in tree.values() if one.shape == shape]) for shape in shapes]
+    stacks = [
+        jnp.stack([one for one in tree.values() if one.shape == shape])
+        for shape in shapes
+    ]
     dealt = PartitionSpec("fsdp")
     placed = jax.device_put(stacks, NamedSharding(mesh, dealt))
     each = ft.partial(jax.tree.map, ft.partial(jax.lax.map, orthogonal))
-    run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(dealt,), out_specs=dealt, check_vma=False))
+    run = jax.jit(
+        jax.shard_map(
+            each, mesh=mesh, in_specs=(dealt,), out_specs=dealt, check_vma=False
+        )
+    )
     return lambda _: run(placed)
 
 
 def _sent(planned: ShardPlan) -> dict[str, Value]:
     whole = sum(leaf.bytes for leaf in planned.leaves)
-    compiled = {name: one.lower(planned.structs).compile() for name, one in _programs(planned).items()}
+    compiled = {
+        name: one.lower(planned.structs).compile()
+        for name, one in _programs(planned).items()
+    }
     sent = {name: traffic(one).wire_bytes / whole for name, one in compiled.items()}
     matrix = max(leaf.bytes for leaf in planned.leaves)
     stacks = [
-        math.prod(one.unit) * one.width * len(one.owned) * 4 for one in map_matrices(orthogonal, planned).exchanges
+        math.prod(one.unit) * one.width * len(one.owned) * 4
+        for one in map_matrices(orthogonal, planned).exchanges
     ]
     return {
         "received over the parameters": sent[_OURS],
         f"received over the parameters, {_WRITTEN}": sent[_WRITTEN],
-        _MEMORY: compiled[_OURS].memory_analysis().temp_size_in_bytes / (2 * max(stacks) + matrix),
+        _MEMORY: (
+            compiled[_OURS].memory_analysis().temp_size_in_bytes
+            / (2 * max(stacks) + matrix)
+        ),
     }

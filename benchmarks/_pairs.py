@@ -1,4 +1,6 @@
-"""All pairs of shardings of a matrix on 16 devices: their plans over NumPy arrays, and their programs on devices."""
+"""All pairs of shardings of a matrix on 16 devices: their plans over NumPy arrays, and
+their programs on devices.
+"""
 
 import functools as ft
 import itertools as it
@@ -29,9 +31,11 @@ MESHES = {
     16: ((16,), (4, 4), (2, 8), (8, 2), (2, 2, 4), (4, 2, 2), (2, 4, 2)),
     64: ((64,), (8, 8), (4, 16), (16, 4), (4, 4, 4), (2, 8, 4), (2, 4, 8)),
 }
-# Large enough that a copy of everything is told from a shard, and small enough that only compiling takes time.
+# Large enough that a copy of everything is told from a shard, and small enough that
+# only compiling takes time.
 _SHAPE = (128, 128)
-# Compiled programs are never given back to the system, so that a process runs only so many.
+# Compiled programs are never given back to the system, so that a process runs only so
+# many.
 _CHUNKS = 24
 
 _HOW = {"steps": "by steps", "relabel": "nothing to do", "in place": "nothing to do"}
@@ -42,8 +46,14 @@ def all_layouts(sizes: tuple[int, ...], rank: int = 2) -> list[StepLayout]:
     """Every layout on one mesh: each axis cuts one dimension or none, in every order."""
     found = []
     for where in it.product(range(rank + 1), repeat=len(sizes)):
-        groups = [[axis for axis, dim in enumerate(where) if dim == wanted] for wanted in range(rank)]
-        found += [StepLayout(sizes, dims) for dims in it.product(*map(it.permutations, groups))]
+        groups = [
+            [axis for axis, dim in enumerate(where) if dim == wanted]
+            for wanted in range(rank)
+        ]
+        found += [
+            StepLayout(sizes, dims)
+            for dims in it.product(*map(it.permutations, groups))
+        ]
     return found
 
 
@@ -55,7 +65,9 @@ def every_layout(devices: int) -> list[StepLayout]:
 def sharding_of(devices: np.ndarray, end: StepLayout) -> NamedSharding:
     """A layout on devices, with mesh axes `a`, `b`, `c`."""
     mesh = Mesh(devices.reshape(end.sizes), tuple("abc"[: len(end.sizes)]))
-    return NamedSharding(mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in end.dims]))
+    return NamedSharding(
+        mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in end.dims])
+    )
 
 
 def emulated(count: int) -> np.ndarray:
@@ -67,11 +79,15 @@ def emulated(count: int) -> np.ndarray:
 
 def placed(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """An array that has never been read: each shard is a new copy."""
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index].copy())
+    return jax.make_array_from_callback(
+        values.shape, sharding, lambda index: values[index].copy()
+    )
 
 
 def simulated() -> dict[str, Value]:
-    """Plans every pair and runs its steps over NumPy arrays, by the definition of each collective."""
+    """Plans every pair and runs its steps over NumPy arrays, by the definition of each
+    collective.
+    """
     ends = every_layout(16)
     array = np.arange(16 * 16).reshape(16, 16)
     right = {end: pieces(array, end, end) for end in ends}
@@ -81,7 +97,11 @@ def simulated() -> dict[str, Value]:
         held: Sequence[np.ndarray] = right[src]
         for step in plan.steps:
             held = simulate(array, held, step, src)
-        wrong = [index for index, (a, b) in enumerate(zip(held, right[dst], strict=True)) if not (a == b).all()]
+        wrong = [
+            index
+            for index, (a, b) in enumerate(zip(held, right[dst], strict=True))
+            if not (a == b).all()
+        ]
         assert not wrong, f"{src} to {dst}: devices {wrong} hold something else"
         wire, bound = wire + plan.wire_bytes, bound + plan.lower_bound_bytes
         most = max(most, len(plan.steps))
@@ -102,7 +122,8 @@ def compiled(part: tuple[int, int]) -> dict[str, Value]:
 
     **Arguments:**
 
-    - `part`: which share of the pairs, `(1, 1)` for all of them, `(3, 8)` for the third eighth.
+    - `part`: which share of the pairs, `(1, 1)` for all of them, `(3, 8)` for the third
+      eighth.
 
     **Returns:**
 
@@ -110,7 +131,8 @@ def compiled(part: tuple[int, int]) -> dict[str, Value]:
 
     **Raises:**
 
-    `AssertionError` that names the pairs with wrong values or another sharding than asked for.
+    `AssertionError` that names the pairs with wrong values or another sharding than
+    asked for.
     """
     index, count = part
     chunks = max(_CHUNKS // count, 1)
@@ -120,11 +142,17 @@ def compiled(part: tuple[int, int]) -> dict[str, Value]:
     for chunk in range(chunks):
         progress.begin(f"chunk {chunk + 1}")
         given = {"chunk": (index - 1) * chunks + chunk, "chunks": chunks * count}
-        found.append(fresh_process("benchmarks._pairs:run_chunk", given, timeout_seconds=36000))
+        found.append(
+            fresh_process("benchmarks._pairs:run_chunk", given, timeout_seconds=36000)
+        )
         progress.end("; ".join(found[-1]["wrong"]))
     wrong = [text for one in found for text in one["wrong"]]
     assert not wrong, f"{len(wrong)} pairs: {'; '.join(wrong[:10])}"
-    totals = {key: sum(one[key] for one in found) for key in found[0] if key not in ("wrong", "mappings")}
+    totals = {
+        key: sum(one[key] for one in found)
+        for key in found[0]
+        if key not in ("wrong", "mappings")
+    }
     return {
         "pairs": totals.pop("pairs"),
         "wrong": len(wrong),
@@ -136,37 +164,55 @@ def compiled(part: tuple[int, int]) -> dict[str, Value]:
 
 
 def run_chunk(chunk: int, chunks: int) -> Mapping[str, Any]:
-    """In a process of its own: each of `chunks` takes every so many of the distinct pairs, and all that equal them.
+    """In a process of its own: each of `chunks` takes every so many of the distinct
+    pairs, and all that equal them.
 
-    Every pair goes through `reshard`, which on the CPU copies between the shards in its memory, and through the
-    programs that accelerators run, compiled here for the CPU.
+    Every pair goes through `reshard`, which on the CPU copies between the shards in its
+    memory, and through the programs that accelerators run, compiled here for the CPU.
     """
     # LLVM takes half of the time, and what is tested is neither its work nor its speed.
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    )
     devices, ends = emulated(16), every_layout(16)
     shardings = {end: sharding_of(devices, end) for end in ends}
     # Every element has bits of its own, many are NaN.
     bits = np.arange(_SHAPE[0] * _SHAPE[1], dtype=np.uint32) * np.uint32(2654435761)
     values = bits.view(np.float32).reshape(_SHAPE)
-    totals: dict[str, int] = dict.fromkeys((*_HOW.values(), "pairs", "distinct", "programs of steps compiled"), 0)
+    totals: dict[str, int] = dict.fromkeys(
+        (*_HOW.values(), "pairs", "distinct", "programs of steps compiled"), 0
+    )
     wrong: list[str] = []
-    for pairs in it.chain.from_iterable(map(_by_steps, _by_placement(ends)[chunk::chunks])):
+    for pairs in it.chain.from_iterable(
+        map(_by_steps, _by_placement(ends)[chunk::chunks])
+    ):
         src, dst = (shardings[end] for end in pairs[0])
         move = move_of(_SHAPE, values.dtype, src, dst, copies=False)
-        ways: dict[str, Callable[[jax.Array], jax.Array]] = {"programs": ft.partial(carry_out, move)}
+        ways: dict[str, Callable[[jax.Array], jax.Array]] = {
+            "programs": ft.partial(carry_out, move)
+        }
         totals["distinct"] += 1
         totals["pairs"] += len(pairs)
         totals[_HOW[move.how]] += len(pairs)
         totals["programs of steps compiled"] += not move.idle
         for here, there in pairs:
-            wrong += _wrong_ways(values, (shardings[here], shardings[there]), (src, dst), ways)
-    return totals | {"wrong": wrong, "mappings": len(Path("/proc/self/maps").read_text().splitlines())}
+            wrong += _wrong_ways(
+                values, (shardings[here], shardings[there]), (src, dst), ways
+            )
+    return totals | {
+        "wrong": wrong,
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+    }
 
 
 def _by_placement(ends: Sequence[StepLayout]) -> list[list[Pair]]:
-    """The pairs whose shards are the same on both sides, under whatever names of meshes and axes."""
+    """The pairs whose shards are the same on both sides, under whatever names of meshes
+    and axes.
+    """
     small = np.arange(16 * 16).reshape(16, 16)
-    held = {end: tuple(piece.tobytes() for piece in pieces(small, end, end)) for end in ends}
+    held = {
+        end: tuple(piece.tobytes() for piece in pieces(small, end, end)) for end in ends
+    }
     found: dict[Any, list[Pair]] = {}
     for src, dst in it.product(ends, ends):
         found.setdefault((held[src], held[dst]), []).append((src, dst))
@@ -174,10 +220,14 @@ def _by_placement(ends: Sequence[StepLayout]) -> list[list[Pair]]:
 
 
 def _by_steps(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Of these, the pairs for which the same steps are planned, so that one program is that of all."""
+    """Of these, the pairs for which the same steps are planned, so that one program is
+    that of all.
+    """
     found: dict[Any, list[Pair]] = {}
     for src, dst in pairs:
-        found.setdefault(redistribute(_SHAPE, 32, src, dst).steps, []).append((src, dst))
+        found.setdefault(redistribute(_SHAPE, 32, src, dst).steps, []).append(
+            (src, dst)
+        )
     return list(found.values())
 
 
@@ -187,8 +237,10 @@ def _wrong_ways(
     shared: tuple[NamedSharding, NamedSharding],
     ways: Mapping[str, Callable[[jax.Array], jax.Array]],
 ) -> list[str]:
-    """What is wrong with a pair, way by way. The programs are those of the first pair that equals it: the shards
-    are the same, and `reshard` changes the names on either side."""
+    """What is wrong with a pair, way by way. The programs are those of the first pair
+    that equals it: the shards are the same, and `reshard` changes the names on either
+    side.
+    """
     src, dst = asked
     results = {"reshard": reshard(placed(values, src), dst)}
     for name, way in ways.items():
@@ -206,7 +258,10 @@ def _is_right(values: np.ndarray, result: jax.Array, dst: NamedSharding) -> bool
         result.sharding == dst
         and len(result.addressable_shards) == len(wanted)
         and all(
-            np.array_equal(np.asarray(shard.data).view(np.uint32), values[wanted[shard.device]].view(np.uint32))
+            np.array_equal(
+                np.asarray(shard.data).view(np.uint32),
+                values[wanted[shard.device]].view(np.uint32),
+            )
             for shard in result.addressable_shards
         )
     )

@@ -1,4 +1,6 @@
-"""The field's ways to reshard a tree, each as a function from a tree in its source shardings to one in `dst`."""
+"""The field's ways to reshard a tree, each as a function from a tree in its source
+shardings to one in `dst`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +21,9 @@ def jit_per_leaf(dst: Any) -> Move:
     """The identity for each leaf; leaves with one target share a function."""
     targets, treedef = jax.tree.flatten(dst)
     jitted = {target: jax.jit(lambda x: x, out_shardings=target) for target in targets}
-    return leaf_by_leaf(jax.tree.unflatten(treedef, [jitted[target] for target in targets]))
+    return leaf_by_leaf(
+        jax.tree.unflatten(treedef, [jitted[target] for target in targets])
+    )
 
 
 def device_put(dst: Any) -> Move:
@@ -31,8 +35,13 @@ def eformer(dst: Any) -> Move:
     """eformer's shard functions."""
     from eformer.escale import make_shard_and_gather_fns
 
-    # An empty spec leaves an array where it is; one that says of a dimension that nothing cuts it does not.
-    specs = jax.tree.map(lambda spec: spec if spec else PartitionSpec(None), _specs(dst), is_leaf=_is_spec)
+    # An empty spec leaves an array where it is; one that says of a dimension that
+    # nothing cuts it does not.
+    specs = jax.tree.map(
+        lambda spec: spec if spec else PartitionSpec(None),
+        _specs(dst),
+        is_leaf=_is_spec,
+    )
     return leaf_by_leaf(make_shard_and_gather_fns(specs, _mesh(dst))[0])
 
 
@@ -42,14 +51,21 @@ def scalax(dst: Any) -> Move:
 
     mesh = _mesh(dst)
     if mesh.devices.ravel().tolist() != jax.devices():
-        raise ValueError(f"scalax lays its mesh over all {len(jax.devices())} devices, and cannot be given others")
+        raise ValueError(
+            f"scalax lays its mesh over all {len(jax.devices())} devices, and cannot be"
+            " given others"
+        )
     helper = MeshShardingHelper(tuple(mesh.devices.shape), mesh.axis_names)
     return leaf_by_leaf(helper.make_shard_and_gather_fns(dst, _specs(dst))[0])
 
 
 def leaf_by_leaf(functions: Any) -> Move:
-    """Waits for each leaf: hundreds of collectives under way at once make the CPU's runtime abort."""
-    return lambda tree: jax.tree.map(lambda function, x: jax.block_until_ready(function(x)), functions, tree)
+    """Waits for each leaf: hundreds of collectives under way at once make the CPU's
+    runtime abort.
+    """
+    return lambda tree: jax.tree.map(
+        lambda function, x: jax.block_until_ready(function(x)), functions, tree
+    )
 
 
 def _specs(dst: Any) -> Any:

@@ -1,4 +1,6 @@
-"""What planning costs cold, hot and after a collection, beside the flatten of the tree; a process for each tree."""
+"""What planning costs cold, hot and after a collection, beside the flatten of the tree;
+a process for each tree.
+"""
 
 import gc
 import statistics
@@ -26,13 +28,18 @@ _BATCH_SECONDS = 0.1
 def times(tree: str, repeats: int) -> dict[str, float]:
     """Milliseconds by wall clock, and ratios to `tree_flatten_with_path`.
 
-    - cold: the first call in the process; the rules and the mesh are there, and JAX has started.
-    - hot: the same tree again and again, as many calls in a row as take a tenth of a second, and the collector on: each
+    - cold: the first call in the process; the rules and the mesh are there, and JAX has
+      started.
+    - hot: the same tree again and again, as many calls in a row as take a tenth of a
+      second, and the collector on: each
         pays for what its garbage makes the collector do.
     - after a collection: a fresh tree, all older objects frozen, one call.
     """
     make, rules = _TREES[tree]
-    calls = {"plan": suite.planner(rules, _mesh()), "flatten": jtu.tree_flatten_with_path}
+    calls = {
+        "plan": suite.planner(rules, _mesh()),
+        "flatten": jtu.tree_flatten_with_path,
+    }
     found: dict[str, float] = {}
     cold = {name: _seconds(call, make()) for name, call in calls.items()}
     found |= _beside("cold", cold)
@@ -42,11 +49,16 @@ def times(tree: str, repeats: int) -> dict[str, float]:
 
 
 def follow(repeats: int) -> dict[str, float]:
-    """`follow` of AdamW over Llama's 1,137 leaves, beside one `jax.eval_shape` of the same `init`."""
+    """`follow` of AdamW over Llama's 1,137 leaves, beside one `jax.eval_shape` of the
+    same `init`.
+    """
     init = optax.adamw(1e-3).init
     made = suite.planner(shapes.LLAMA_RULES, _mesh())(shapes.llama_405b())
     # The first time both trace `init`; from then on JAX remembers its shapes.
-    calls = {"follow": lambda _: sfx.follow(init, made), "eval_shape": lambda tree: jax.eval_shape(init, tree)}
+    calls = {
+        "follow": lambda _: sfx.follow(init, made),
+        "eval_shape": lambda tree: jax.eval_shape(init, tree),
+    }
     cold = {name: _seconds(call, shapes.llama_405b()) for name, call in calls.items()}
     return _beside("cold", cold) | _hot(calls, shapes.llama_405b(), repeats)
 
@@ -57,8 +69,13 @@ def _mesh() -> Any:
     return suite.mesh_of(jax.devices())
 
 
-def _hot(calls: dict[str, Callable[[Any], Any]], tree: Any, repeats: int) -> dict[str, float]:
-    number = {name: max(1, round(_BATCH_SECONDS / _seconds(call, tree))) for name, call in calls.items()}
+def _hot(
+    calls: dict[str, Callable[[Any], Any]], tree: Any, repeats: int
+) -> dict[str, float]:
+    number = {
+        name: max(1, round(_BATCH_SECONDS / _seconds(call, tree)))
+        for name, call in calls.items()
+    }
     wall: dict[str, list[float]] = {name: [] for name in calls}
     processor: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
@@ -67,14 +84,20 @@ def _hot(calls: dict[str, Callable[[Any], Any]], tree: Any, repeats: int) -> dic
             for _ in range(number[name]):
                 call(tree)
             wall[name].append((time.perf_counter() - begin) / number[name])
-            processor[name].append((time.thread_time() - begin_processor) / number[name])
-    ratio = _ratio({name: statistics.median(taken) for name, taken in processor.items()})
-    return _beside("hot", {name: statistics.median(taken) for name, taken in wall.items()}) | {
-        f"hot, x {list(calls)[1]}, processor time": ratio
-    }
+            processor[name].append(
+                (time.thread_time() - begin_processor) / number[name]
+            )
+    ratio = _ratio(
+        {name: statistics.median(taken) for name, taken in processor.items()}
+    )
+    return _beside(
+        "hot", {name: statistics.median(taken) for name, taken in wall.items()}
+    ) | {f"hot, x {list(calls)[1]}, processor time": ratio}
 
 
-def _collected(calls: dict[str, Callable[[Any], Any]], make: Callable[[], Any], repeats: int) -> dict[str, float]:
+def _collected(
+    calls: dict[str, Callable[[Any], Any]], make: Callable[[], Any], repeats: int
+) -> dict[str, float]:
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats):
         for name, call in sorted(calls.items(), reverse=bool(repeat % 2)):

@@ -1,4 +1,6 @@
-"""Plots of results as SVG text: each from the same files as the tables, or nothing where they lack its numbers."""
+"""Plots of results as SVG text: each from the same files as the tables, or nothing
+where they lack its numbers.
+"""
 
 import html
 import math
@@ -7,9 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-# Okabe and Ito's palette, which colour-blind people can tell apart; marks differ in form, too.
-OURS, THEIRS, SLOWER, INK, SOFT, GRID = "#0072b2", "#e69f00", "#d55e00", "#16202c", "#5a6675", "#e3e7ec"
-FONT = 'font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif"'
+# Okabe and Ito's palette, which colour-blind people can tell apart; marks differ in
+# form, too.
+OURS, THEIRS, SLOWER, INK, SOFT, GRID = (
+    "#0072b2",
+    "#e69f00",
+    "#d55e00",
+    "#16202c",
+    "#5a6675",
+    "#e3e7ec",
+)
+FONT = (
+    'font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial,'
+    ' sans-serif"'
+)
 _CENSUS = re.compile(r"(XLA|shardfx): pairs (?:at|above) (.*)")
 _SIZES = re.compile(r"ns per leaf at ([\d,]+)")
 
@@ -23,27 +36,39 @@ class Race(NamedTuple):
 
 
 def plots(files: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """For each plot that the results have the numbers for: its file's name, what it shows, and the SVG."""
+    """For each plot that the results have the numbers for: its file's name, what it
+    shows, and the SVG.
+    """
     found = {
         "benchmarks_speed.svg": (SPEED_TEXT, speed(files)),
         "benchmarks_memory.svg": (MEMORY_TEXT, memory(files)),
         "benchmarks_planning.svg": (PLANNING_TEXT, planning(files)),
     }
-    return {name: (text, drawn) for name, (text, drawn) in found.items() if drawn is not None}
+    return {
+        name: (text, drawn)
+        for name, (text, drawn) in found.items()
+        if drawn is not None
+    }
 
 
 SPEED_TEXT = (
-    "Speed against rivals: each line is a race, from the fastest rival (a full mark) to the slowest. Right of 1, "
-    "shardfx is faster."
+    "Speed against rivals: each line is a race, from the fastest rival (a full mark) to"
+    " the slowest. Right of 1, shardfx is faster."
 )
 MEMORY_TEXT = (
-    "Temporary memory of a move, over the larger shard, for random pairs of shardings on one large matrix: XLA's own "
-    "program against the planned steps. How many moves lie between two marks of the scale."
+    "Temporary memory of a move, over the larger shard, for random pairs of shardings"
+    " on one large matrix: XLA's own program against the planned steps. How many moves"
+    " lie between two marks of the scale."
 )
-PLANNING_TEXT = "Planning time against size: a tree of equal layers as a line, and the races as marks, rivals included."
+PLANNING_TEXT = (
+    "Planning time against size: a tree of equal layers as a line, and the races as"
+    " marks, rivals included."
+)
 
 
-def _records(files: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _records(
+    files: Mapping[str, Mapping[str, Any]],
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The suite and each record of the files that were measured at full size."""
     for document in files.values():
         if not document["quick"]:
@@ -58,7 +83,11 @@ def races(files: Mapping[str, Mapping[str, Any]]) -> list[Race]:
         # What begins with "shardfx" is another way of ours.
         rivals = [name for name in record["rivals"] if not name.startswith("shardfx")]
         pairs = {name: record["values"].get(f"speedup.{name}") for name in rivals}
-        speedups = {name: float(value) for name, value in pairs.items() if isinstance(value, int | float)}
+        speedups = {
+            name: float(value)
+            for name, value in pairs.items()
+            if isinstance(value, int | float)
+        }
         if speedups:
             found.append(Race(suite, record["name"], speedups))
     return found
@@ -81,8 +110,14 @@ def speed(files: Mapping[str, Mapping[str, Any]]) -> str | None:
             marks += _line_of(row, y, scale)
             y += 18
         y += 10
-    ticks = [tick for tick in (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 100, 1000) if scale.holds(tick)]
-    return _picture(910, y + 24, "shardfx is faster by", [*_ticks(scale, ticks, 40, y, "x"), *marks])
+    ticks = [
+        tick
+        for tick in (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 100, 1000)
+        if scale.holds(tick)
+    ]
+    return _picture(
+        910, y + 24, "shardfx is faster by", [*_ticks(scale, ticks, 40, y, "x"), *marks]
+    )
 
 
 def _line_of(row: Race, y: float, scale: "_Scale") -> list[str]:
@@ -90,23 +125,32 @@ def _line_of(row: Race, y: float, scale: "_Scale") -> list[str]:
     colour = OURS if nearest >= 1 else SLOWER
     told = "; ".join(f"{value:.2f} x {name}" for name, value in row.speedups.items())
     named = [
-        f'<circle cx="{scale(value):.1f}" cy="{y}" r="3.2" fill="#ffffff" stroke="{colour}" stroke-width="1.4"/>'
+        f'<circle cx="{scale(value):.1f}" cy="{y}" r="3.2" fill="#ffffff"'
+        f' stroke="{colour}" stroke-width="1.4"/>'
         for value in row.speedups.values()
         if value != nearest
     ]
     return [
         f"<g><title>{html.escape(f'{row.name}: {told}')}</title>",
         _text(410, y + 4, _short(row.name, 58), anchor="end", size=11.5),
-        f'<line x1="{scale(nearest):.1f}" x2="{scale(farthest):.1f}" y1="{y}" y2="{y}" stroke="{colour}" '
-        'stroke-width="1.6" stroke-opacity=".45"/>',
+        (
+            f'<line x1="{scale(nearest):.1f}" x2="{scale(farthest):.1f}" y1="{y}"'
+            f' y2="{y}" stroke="{colour}" stroke-width="1.6" stroke-opacity=".45"/>'
+        ),
         *named,
         f'<circle cx="{scale(nearest):.1f}" cy="{y}" r="4.2" fill="{colour}"/></g>',
     ]
 
 
 def memory(files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """A histogram of both programs' temporary memory, for the census with most pairs that has it."""
-    counted = [(record["values"].get("pairs", 0), record) for _, record in _records(files) if _spread(record["values"])]
+    """A histogram of both programs' temporary memory, for the census with most pairs
+    that has it.
+    """
+    counted = [
+        (record["values"].get("pairs", 0), record)
+        for _, record in _records(files)
+        if _spread(record["values"])
+    ]
     if not counted:
         return None
     pairs, record = max(counted, key=lambda item: item[0])
@@ -120,15 +164,33 @@ def memory(files: Mapping[str, Mapping[str, Any]]) -> str | None:
             count = bars.get(name, 0)
             tall = height * count / most
             parts.append(
-                f'<g><title>{name}, {label}: {count} of {pairs}</title><rect x="{x + shift * width:.1f}" '
-                f'y="{top + height - tall:.1f}" width="{0.38 * width:.1f}" height="{tall:.1f}" fill="{colour}"/></g>'
+                f"<g><title>{name}, {label}: {count} of {pairs}</title><rect"
+                f' x="{x + shift * width:.1f}" y="{top + height - tall:.1f}"'
+                f' width="{0.38 * width:.1f}" height="{tall:.1f}" fill="{colour}"/></g>'
             )
             place = x + (shift + 0.19) * width
-            parts.append(_text(place, top + height - tall - 5, str(count), anchor="middle", size=11))
-        parts.append(_text(x + width / 2, top + height + 18, label, anchor="middle", size=11.5))
+            parts.append(
+                _text(
+                    place, top + height - tall - 5, str(count), anchor="middle", size=11
+                )
+            )
+        parts.append(
+            _text(x + width / 2, top + height + 18, label, anchor="middle", size=11.5)
+        )
     base = top + height
-    parts.append(f'<line x1="{left - 6}" x2="{left + 826}" y1="{base}" y2="{base}" stroke="{SOFT}"/>')
-    parts.append(_text(left + 410, base + 38, "temporary memory, times the larger shard", anchor="middle", colour=SOFT))
+    parts.append(
+        f'<line x1="{left - 6}" x2="{left + 826}" y1="{base}" y2="{base}"'
+        f' stroke="{SOFT}"/>'
+    )
+    parts.append(
+        _text(
+            left + 410,
+            base + 38,
+            "temporary memory, times the larger shard",
+            anchor="middle",
+            colour=SOFT,
+        )
+    )
     parts += _key(690, 44, [("XLA's program", THEIRS), ("shardfx's steps", OURS)])
     return _picture(910, base + 52, "Memory of a move", parts)
 
@@ -139,7 +201,15 @@ def _spread(values: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     for key, value in values.items():
         if match := _CENSUS.fullmatch(key):
             name, interval = match[1], match[2].replace("x, up to ", " to ")
-            at = "none" if interval == "0x" else interval.removesuffix("x") if " to " in interval else f"> {interval}"
+            at = (
+                "none"
+                if interval == "0x"
+                else (
+                    interval.removesuffix("x")
+                    if " to " in interval
+                    else f"> {interval}"
+                )
+            )
             found.setdefault(at.removesuffix("x"), {})[name] = value
     return found
 
@@ -149,14 +219,28 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     lines, points = [], []
     for suite, record in _records(files):
         values = record["values"]
-        sizes = {int(m[1].replace(",", "")): values[key] for key in values if (m := _SIZES.fullmatch(key))}
+        sizes = {
+            int(m[1].replace(",", "")): values[key]
+            for key in values
+            if (m := _SIZES.fullmatch(key))
+        }
         if sizes:
-            lines.append([(leaves, leaves * nanoseconds * 1e-9) for leaves, nanoseconds in sizes.items()])
+            lines.append(
+                [
+                    (leaves, leaves * nanoseconds * 1e-9)
+                    for leaves, nanoseconds in sizes.items()
+                ]
+            )
         if suite == "plan" and "leaves" in values:
-            points += [(values["leaves"], name, values[f"seconds.{name}"], record["name"]) for name in _timed(record)]
+            points += [
+                (values["leaves"], name, values[f"seconds.{name}"], record["name"])
+                for name in _timed(record)
+            ]
     if not lines or not points:
         return None
-    times = [seconds for line in lines for _, seconds in line] + [seconds for _, _, seconds, _ in points]
+    times = [seconds for line in lines for _, seconds in line] + [
+        seconds for _, _, seconds, _ in points
+    ]
     across = _Scale(700, 150_000, 80, 640)
     down = _Scale(min(times) * 0.7, max(times) * 1.4, 330, 60)
     names = list(dict.fromkeys(name for _, name, _, _ in points))
@@ -165,11 +249,20 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     for tick in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
         if down.holds(tick):
             y = down(tick)
-            parts.append(f'<line x1="80" x2="640" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>')
-            parts.append(_text(72, y + 4, _seconds(tick), anchor="end", size=11.5, colour=SOFT))
+            parts.append(
+                f'<line x1="80" x2="640" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>'
+            )
+            parts.append(
+                _text(72, y + 4, _seconds(tick), anchor="end", size=11.5, colour=SOFT)
+            )
     for line in lines:
-        path = " ".join(f"{across(leaves):.1f},{down(seconds):.1f}" for leaves, seconds in line)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{OURS}" stroke-width="2.4"/>')
+        path = " ".join(
+            f"{across(leaves):.1f},{down(seconds):.1f}" for leaves, seconds in line
+        )
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{OURS}"'
+            ' stroke-width="2.4"/>'
+        )
     for leaves, name, seconds, case in points:
         told = html.escape(f"{name}, {case}: {_seconds(seconds)}")
         x, y = across(leaves), down(seconds)
@@ -177,12 +270,26 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
         if name == names[0]:
             label, left = case.replace(f"{leaves:,} leaves", "").strip(", "), x > 240
             place, anchor = (x - 9, "end") if left else (x + 9, "start")
-            parts.append(_text(place, y + (4 if left else 14), label, anchor=anchor, size=11, colour=SOFT))
+            parts.append(
+                _text(
+                    place,
+                    y + (4 if left else 14),
+                    label,
+                    anchor=anchor,
+                    size=11,
+                    colour=SOFT,
+                )
+            )
     parts.append(_text(360, 368, "leaves", anchor="middle", colour=SOFT))
-    parts.append(f'<line x1="670" x2="690" y1="78" y2="78" stroke="{OURS}" stroke-width="2.4"/>')
+    parts.append(
+        f'<line x1="670" x2="690" y1="78" y2="78" stroke="{OURS}" stroke-width="2.4"/>'
+    )
     parts.append(_text(698, 82, "shardfx, equal layers", size=12))
     for at, name in enumerate(names):
-        parts += [looks[name].mark(680, 102 + 24 * at), _text(698, 106 + 24 * at, name, size=12)]
+        parts += [
+            looks[name].mark(680, 102 + 24 * at),
+            _text(698, 106 + 24 * at, name, size=12),
+        ]
     return _picture(910, 384, "Time to plan", parts)
 
 
@@ -191,14 +298,19 @@ def _timed(record: Mapping[str, Any]) -> list[str]:
 
 
 class _Look(NamedTuple):
-    """A mark for a contestant: points of a polygon about its middle, or none for a circle."""
+    """A mark for a contestant: points of a polygon about its middle, or none for a
+    circle.
+    """
 
     colour: str
     corners: tuple[tuple[float, float], ...] = ()
 
     def mark(self, x: float, y: float) -> str:
         if not self.corners:
-            return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{self.colour}" stroke="#ffffff"/>'
+            return (
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{self.colour}"'
+                ' stroke="#ffffff"/>'
+            )
         points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in self.corners)
         return f'<polygon points="{points}" fill="{self.colour}" stroke="#ffffff"/>'
 
@@ -218,27 +330,43 @@ class _Scale:
         self.low, self.high, self.start, self.end = low, high, start, end
 
     def __call__(self, value: float) -> float:
-        return self.start + (self.end - self.start) * math.log(value / self.low) / math.log(self.high / self.low)
+        return self.start + (self.end - self.start) * math.log(
+            value / self.low
+        ) / math.log(self.high / self.low)
 
     def holds(self, value: float) -> bool:
         return self.low <= value <= self.high
 
 
-def _ticks(scale: _Scale, ticks: Sequence[float], top: float, bottom: float, unit: str) -> list[str]:
+def _ticks(
+    scale: _Scale, ticks: Sequence[float], top: float, bottom: float, unit: str
+) -> list[str]:
     parts = []
     for tick in ticks:
         x = scale(tick)
         colour, wide = (SOFT, 1.4) if unit and tick == 1 else (GRID, 1)
         line = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"'
         parts.append(f'<line {line} stroke="{colour}" stroke-width="{wide}"/>')
-        parts.append(_text(x, bottom + 16, f"{tick:,g}{unit}", anchor="middle", size=11.5, colour=SOFT))
+        parts.append(
+            _text(
+                x,
+                bottom + 16,
+                f"{tick:,g}{unit}",
+                anchor="middle",
+                size=11.5,
+                colour=SOFT,
+            )
+        )
     return parts
 
 
 def _key(x: float, y: float, entries: Sequence[tuple[str, str]]) -> list[str]:
     parts = []
     for at, (name, colour) in enumerate(entries):
-        parts.append(f'<rect x="{x}" y="{y + 20 * at}" width="12" height="12" rx="2" fill="{colour}"/>')
+        parts.append(
+            f'<rect x="{x}" y="{y + 20 * at}" width="12" height="12" rx="2"'
+            f' fill="{colour}"/>'
+        )
         parts.append(_text(x + 20, y + 20 * at + 10, name, size=12))
     return parts
 
@@ -247,16 +375,27 @@ def _picture(width: float, height: float, title: str, parts: Sequence[str]) -> s
     box = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {FONT} role="img">'
     back = f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#ffffff"/>'
-    named = [f"<title>{html.escape(title)}</title>", back, _text(20, 28, title, weight=600, size=15)]
+    named = [
+        f"<title>{html.escape(title)}</title>",
+        back,
+        _text(20, 28, title, weight=600, size=15),
+    ]
     return "\n".join([head, *named, *parts, "</svg>", ""])
 
 
 def _text(
-    x: float, y: float, text: str, *, anchor: str = "start", size: float = 12.5, weight: int = 400, colour: str = INK
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    size: float = 12.5,
+    weight: int = 400,
+    colour: str = INK,
 ) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" '
-        f'fill="{colour}">{html.escape(text)}</text>'
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"'
+        f' font-weight="{weight}" fill="{colour}">{html.escape(text)}</text>'
     )
 
 

@@ -15,17 +15,27 @@ from shardfx._reshard.steps.redistribution import Redistribution, redistribute
 from shardfx.cost import traffic
 
 
-def planned(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding) -> Redistribution:
+def planned(
+    shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding
+) -> Redistribution:
     """The planner's steps from one sharding to another."""
-    return redistribute(shape, bits(dtype), *layouts(len(shape), untyped(src), untyped(dst)))
+    return redistribute(
+        shape, bits(dtype), *layouts(len(shape), untyped(src), untyped(dst))
+    )
 
 
-def steps_program(shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding) -> Callable[[Any], Any]:
-    """The planned steps as a function to be traced; the meshes list the same devices in the same order."""
+def steps_program(
+    shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding
+) -> Callable[[Any], Any]:
+    """The planned steps as a function to be traced; the meshes list the same devices in
+    the same order.
+    """
     return program_of(planned(shape, dtype, src, dst), len(shape), src, dst)
 
 
-def program_of(plan: Redistribution, rank: int, src: NamedSharding, dst: NamedSharding) -> Callable[[Any], Any]:
+def program_of(
+    plan: Redistribution, rank: int, src: NamedSharding, dst: NamedSharding
+) -> Callable[[Any], Any]:
     """The steps of a plan as a function to be traced, of arrays of `rank` dimensions."""
     src, dst = untyped(src), untyped(dst)
     like, _ = layouts(rank, src, dst)
@@ -33,23 +43,35 @@ def program_of(plan: Redistribution, rank: int, src: NamedSharding, dst: NamedSh
 
 
 def lowered(
-    fn: Callable[[Any], Any], shape: tuple[int, ...], dtype: Any, src: NamedSharding, dst: NamedSharding
+    fn: Callable[[Any], Any],
+    shape: tuple[int, ...],
+    dtype: Any,
+    src: NamedSharding,
+    dst: NamedSharding,
 ) -> Any:
-    """`fn` lowered for one array that comes in `src` and leaves in `dst`, ready to be compiled and looked at."""
+    """`fn` lowered for one array that comes in `src` and leaves in `dst`, ready to be
+    compiled and looked at.
+    """
     struct = jax.ShapeDtypeStruct(shape, dtype, sharding=untyped(src))
     with jax.sharding.use_abstract_mesh(NO_MESH), jax.disable_jit(False):
-        return jax.jit(fn, in_shardings=untyped(src), out_shardings=untyped(dst)).lower(struct)
+        return jax.jit(fn, in_shardings=untyped(src), out_shardings=untyped(dst)).lower(
+            struct
+        )
 
 
 def wire_bytes(hlo: str, devices: int, slices: int = 1) -> int:
-    """Bytes that enter a device over all collectives of a compiled program, the mean over devices.
+    """Bytes that enter a device over all collectives of a compiled program, the mean
+    over devices.
 
     **Arguments:**
 
     - `hlo`: the text of an optimized, partitioned module, as by `compiled.as_text()`.
     - `devices`: how many devices run it.
-    - `slices`: in how many slices they are, one after another: of several, only bytes from another slice count.
+    - `slices`: in how many slices they are, one after another: of several, only bytes
+      from another slice count.
     """
-    mesh = MeshSpec({"slices": slices, "devices": devices // slices}, dcn={"slices": slices})
+    mesh = MeshSpec(
+        {"slices": slices, "devices": devices // slices}, dcn={"slices": slices}
+    )
     found = traffic(hlo, mesh)
     return found.dcn_bytes if slices > 1 else found.wire_bytes

@@ -5,7 +5,9 @@ import time
 
 
 class Progress:
-    """Says which case runs and what each took; on standard error, so that tables can be piped."""
+    """Says which case runs and what each took; on standard error, so that tables can be
+    piped.
+    """
 
     def __init__(self, suite: str, total: int):
         self._suite = suite

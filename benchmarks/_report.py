@@ -11,7 +11,15 @@ from ._runner import Record
 
 
 FORMAT = 1
-HEADER = ("case", "contestant", "cold", "median", "GB/s", "x floor", "shardfx is faster by")
+HEADER = (
+    "case",
+    "contestant",
+    "cold",
+    "median",
+    "GB/s",
+    "x floor",
+    "shardfx is faster by",
+)
 COMMANDS = """\
 ```bash
 pip install '.[bench]'             # in a clone
@@ -36,7 +44,13 @@ Twelve training steps, each under the plan that `search` chooses among its compi
 the plans that people write by hand (data parallel, FSDP, tensor parallel, their pairs, sequence, experts; the rules of
 T5X, MaxText and Megatron are among them). The ratio is the choice's time over that of the best by hand. *By the clock*
 is small models, run on 8 emulated devices; the other times are the compiler's cycles plus the bytes over the links."""
-SHOWN_APART = ("seconds.", "cold_seconds.", "gigabytes_per_second.", "floor_ratio.", "speedup.")
+SHOWN_APART = (
+    "seconds.",
+    "cold_seconds.",
+    "gigabytes_per_second.",
+    "floor_ratio.",
+    "speedup.",
+)
 
 
 def to_json(
@@ -45,7 +59,10 @@ def to_json(
     versions: Mapping[str, str],
     quick: bool,
 ) -> str:
-    suites = {name: [dataclasses.asdict(record) for record in records] for name, records in results.items()}
+    suites = {
+        name: [dataclasses.asdict(record) for record in records]
+        for name, records in results.items()
+    }
     document = {
         "format": FORMAT,
         "quick": quick,
@@ -57,13 +74,22 @@ def to_json(
 
 
 def table(records: Sequence[Record]) -> str:
-    """The records of one suite as Markdown tables, of races and of findings; then limits, and what was skipped."""
+    """The records of one suite as Markdown tables, of races and of findings; then
+    limits, and what was skipped.
+    """
     rows = [row for record in records for row in _rows(record)]
     parts = [_aligned([HEADER, *rows])] if rows else []
-    parts += _lines("Values", [f"{r.name}: {_facts(r)}" for r in records if r.kind == "race" and _facts(r)])
-    found = [row for record in records if record.kind == "finding" for row in _found(record)]
+    parts += _lines(
+        "Values",
+        [f"{r.name}: {_facts(r)}" for r in records if r.kind == "race" and _facts(r)],
+    )
+    found = [
+        row for record in records if record.kind == "finding" for row in _found(record)
+    ]
     parts += [_aligned([("finding", "value", "measured"), *found])] if found else []
-    parts += _lines("Limits", [f"{r.name}: {_limit(limit)}" for r in records for limit in r.limits])
+    parts += _lines(
+        "Limits", [f"{r.name}: {_limit(limit)}" for r in records for limit in r.limits]
+    )
     parts += _lines("Skipped", _skipped(records))
     parts += _lines("Failed", [f"{r.name}: {r.failed}" for r in records if r.failed])
     return "\n\n".join(parts)
@@ -75,22 +101,43 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     for suite, records in first["suites"].items():
         others = {record["name"]: record for record in second["suites"].get(suite, ())}
         for record in records:
-            before, after = record["values"], others.get(record["name"], {"values": {}})["values"]
+            before, after = (
+                record["values"],
+                others.get(record["name"], {"values": {}})["values"],
+            )
             for key, value in before.items():
                 if _is_number(value) and _is_number(after.get(key)):
                     ratio = f"{after[key] / value:.3f}" if value else "-"
-                    rows.append((suite, record["name"], key, _number(value), _number(after[key]), ratio))
+                    rows.append(
+                        (
+                            suite,
+                            record["name"],
+                            key,
+                            _number(value),
+                            _number(after[key]),
+                            ratio,
+                        )
+                    )
     versions = sorted({*first["versions"], *second["versions"]})
-    changed = [v for v in versions if first["versions"].get(v) != second["versions"].get(v)]
-    notes = [f"{v}: {first['versions'].get(v, 'none')} -> {second['versions'].get(v, 'none')}" for v in changed]
+    changed = [
+        v for v in versions if first["versions"].get(v) != second["versions"].get(v)
+    ]
+    notes = [
+        f"{v}: {first['versions'].get(v, 'none')} ->"
+        f" {second['versions'].get(v, 'none')}"
+        for v in changed
+    ]
     notes += _only("first", first, second) + _only("second", second, first)
     if first["machine"] != second["machine"]:
         notes.append("the machines differ: compare ratios, not seconds")
     return "\n\n".join([_aligned(rows), *_lines("Differences", notes)])
 
 
-def page(files: Mapping[str, Mapping[str, Any]], hands: Sequence[Mapping[str, Any]] = ()) -> str:
-    """docs/benchmarks.md: what does not hold, the plots, then a short table for each suite at full size.
+def page(
+    files: Mapping[str, Mapping[str, Any]], hands: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """docs/benchmarks.md: what does not hold, the plots, then a short table for each
+    suite at full size.
 
     **Arguments:**
 
@@ -102,11 +149,22 @@ def page(files: Mapping[str, Mapping[str, Any]], hands: Sequence[Mapping[str, An
         parts += [f"![{text.partition(':')[0]}]({name})", text]
     for name, document in files.items():
         if not document["quick"]:
-            suites = {suite: [Record(**record) for record in records] for suite, records in document["suites"].items()}
+            suites = {
+                suite: [Record(**record) for record in records]
+                for suite, records in document["suites"].items()
+            }
             for suite, records in suites.items():
-                parts += [f"## {name}: {suite}", _short_table(records), f"[All numbers]({FILES}/{name}.json)."]
+                parts += [
+                    f"## {name}: {suite}",
+                    _short_table(records),
+                    f"[All numbers]({FILES}/{name}.json).",
+                ]
     if hands:
-        parts += ["## The search against rules by hand", HANDS, _aligned([HANDS_HEADER, *_by_hand(hands)])]
+        parts += [
+            "## The search against rules by hand",
+            HANDS,
+            _aligned([HANDS_HEADER, *_by_hand(hands)]),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -114,39 +172,71 @@ def _by_hand(cases: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """One row for each kind of devices."""
     ratios: dict[str, list[float]] = {}
     for case in cases:
-        ratios.setdefault(case["target"], []).append(case["values"]["choice over best by hand"])
+        ratios.setdefault(case["target"], []).append(
+            case["values"]["choice over best by hand"]
+        )
     return [
-        (target, str(len(these)), str(sum(one < BETTER for one in these)), f"{min(these):.3f}", f"{max(these):.3f}")
+        (
+            target,
+            str(len(these)),
+            str(sum(one < BETTER for one in these)),
+            f"{min(these):.3f}",
+            f"{max(these):.3f}",
+        )
         for target, these in ratios.items()
     ]
 
 
 def _short_table(records: Sequence[Record]) -> str:
-    """One row for each race: the times of shardfx and of the fastest rival; findings by how many limits they keep."""
-    rows = [row for record in records if record.kind == "race" for row in _short_row(record)]
+    """One row for each race: the times of shardfx and of the fastest rival; findings by
+    how many limits they keep.
+    """
+    rows = [
+        row for record in records if record.kind == "race" for row in _short_row(record)
+    ]
     parts = [_aligned([SHORT_HEADER, *rows])] if rows else []
-    limits = [limit for record in records for limit in record.limits if limit["holds"] is not None]
+    limits = [
+        limit
+        for record in records
+        for limit in record.limits
+        if limit["holds"] is not None
+    ]
     kept = sum(bool(limit["holds"]) for limit in limits)
     findings = sum(record.kind == "finding" for record in records)
     told = [f"{findings} finding{'' if findings == 1 else 's'}"] if findings else []
     told += [f"{kept} of {len(limits)} limits hold"] if limits else []
-    return "\n\n".join([*parts, *([f"{', '.join(told).capitalize()}."] if told else [])])
+    return "\n\n".join(
+        [*parts, *([f"{', '.join(told).capitalize()}."] if told else [])]
+    )
 
 
 def _short_row(record: Record) -> list[tuple[str, ...]]:
     times = {name: record.values.get(f"seconds.{name}") for name in record.rivals}
-    measured = {name: time for name, time in times.items() if isinstance(time, int | float)}
+    measured = {
+        name: time for name, time in times.items() if isinstance(time, int | float)
+    }
     ours, *others = record.rivals
-    rivals = [name for name in others if name in measured and not name.startswith("shardfx")]
+    rivals = [
+        name for name in others if name in measured and not name.startswith("shardfx")
+    ]
     if ours not in measured or not rivals:
         return []
     best = min(rivals, key=lambda name: measured[name])
     faster = _number(record.values.get(f"speedup.{best}"))
-    return [(record.name, _seconds(measured[ours]), f"{_seconds(measured[best])}, {best}", faster)]
+    return [
+        (
+            record.name,
+            _seconds(measured[ours]),
+            f"{_seconds(measured[best])}, {best}",
+            faster,
+        )
+    ]
 
 
 def _summary(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """How many of the limits hold and where, then each that does not, with a link to its file."""
+    """How many of the limits hold and where, then each that does not, with a link to
+    its file.
+    """
     limits = [
         (name, suite, record["name"], limit)
         for name, document in files.items()
@@ -156,19 +246,30 @@ def _summary(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
     judged = [entry for entry in limits if entry[-1]["holds"] is not None]
     broken = [entry for entry in judged if not entry[-1]["holds"]]
-    machines = "; ".join(dict.fromkeys(_machine(document) for document in files.values()))
+    machines = "; ".join(
+        dict.fromkeys(_machine(document) for document in files.values())
+    )
     lines = [
-        f"[{name}: {suite}]({FILES}/{name}.json): {case}: {limit['text']}: {_number(limit['measured'])}"
+        f"[{name}: {suite}]({FILES}/{name}.json): {case}: {limit['text']}:"
+        f" {_number(limit['measured'])}"
         for name, suite, case, limit in broken
     ]
-    counted = f"Of {len(judged)} limits that were measured, {len(judged) - len(broken)} hold. Machines: {machines}."
+    counted = (
+        f"Of {len(judged)} limits that were measured, {len(judged) - len(broken)} hold."
+        f" Machines: {machines}."
+    )
     return [counted, *_lines("These do not hold", lines)]
 
 
 def _machine(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
-    devices = f"{machine['device_count']} x {machine['device_kind']} ({machine['platform']})"
-    return f"{devices}, on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    devices = (
+        f"{machine['device_count']} x {machine['device_kind']} ({machine['platform']})"
+    )
+    return (
+        f"{devices}, on {machine['processor']}, {machine['cores']} cores,"
+        f" {machine['memory_gib']} GiB"
+    )
 
 
 def _rows(record: Record) -> list[tuple[str, ...]]:
@@ -206,7 +307,9 @@ def _skipped(records: Sequence[Record]) -> list[str]:
     for record in records:
         for name, why in record.skipped.items():
             cases.setdefault((name, why), []).append(record.name)
-    return [f"{'; '.join(names)}: {name} ({why})" for (name, why), names in cases.items()]
+    return [
+        f"{'; '.join(names)}: {name} ({why})" for (name, why), names in cases.items()
+    ]
 
 
 def _limit(limit: Mapping[str, Any]) -> str:
@@ -217,19 +320,36 @@ def _limit(limit: Mapping[str, Any]) -> str:
 
 
 def _only(name: str, these: Mapping[str, Any], those: Mapping[str, Any]) -> list[str]:
-    known = {(suite, r["name"]) for suite, records in those["suites"].items() for r in records}
-    own = [(suite, r["name"]) for suite, records in these["suites"].items() for r in records]
-    return [f"only in the {name} file: {suite}: {case}" for suite, case in own if (suite, case) not in known]
+    known = {
+        (suite, r["name"])
+        for suite, records in those["suites"].items()
+        for r in records
+    }
+    own = [
+        (suite, r["name"])
+        for suite, records in these["suites"].items()
+        for r in records
+    ]
+    return [
+        f"only in the {name} file: {suite}: {case}"
+        for suite, case in own
+        if (suite, case) not in known
+    ]
 
 
 def _lines(heading: str, lines: Sequence[str]) -> list[str]:
-    return [f"{heading}:\n\n" + "\n".join(f"- {line}" for line in lines)] if lines else []
+    return (
+        [f"{heading}:\n\n" + "\n".join(f"- {line}" for line in lines)] if lines else []
+    )
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        + " |"
+        for row in rows
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
@@ -247,7 +367,13 @@ def _seconds(value: Value | None) -> str:
 def _number(value: Value | None) -> str:
     if value is None:
         return "-"
-    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    return (
+        value
+        if isinstance(value, str)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:.3g}"
+    )
 
 
 def _is_number(value: Any) -> bool:

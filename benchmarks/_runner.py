@@ -3,30 +3,34 @@
 A suite is a module `benchmarks/<suite>.py` with three names:
 
 - `SUMMARY: str`: one line for `--help` and for the heading of its table.
-- `arguments(parser: argparse.ArgumentParser) -> None`: adds the suite's own flags (may do nothing). Without
-  any flag given, the suite runs what belongs into `python -m benchmarks all`.
-- `cases(options: Options) -> list[Case | Finding | Skip | Apart]`: cheap; the work happens in `Case.setup` and
-  `Finding.measure` when their turn comes. With `options.quick` the whole suite takes at most 45 seconds on 2
-  cores.
+- `arguments(parser: argparse.ArgumentParser) -> None`: adds the suite's own flags (may
+  do nothing). Without any flag given, the suite runs what belongs into
+  `python -m benchmarks all`.
+- `cases(options: Options) -> list[Case | Finding | Skip | Apart]`: cheap; the work
+  happens in `Case.setup` and `Finding.measure` when their turn comes. With
+  `options.quick` the whole suite takes at most 45 seconds on 2 cores.
 
-For every `Case` the runner: makes each rival (or skips it with a line); runs it once on a fresh input, takes
-that as `cold_seconds`, and checks the result before any other time is taken; then alternates all rivals and
-the floor, in turn from front and from back, with a fresh input for each run; and reports medians. The garbage
-collector stays on, but what lived before a run is frozen, so that each pays for its own garbage alone.
+For every `Case` the runner: makes each rival (or skips it with a line); runs it once on
+a fresh input, takes that as `cold_seconds`, and checks the result before any other time
+is taken; then alternates all rivals and the floor, in turn from front and from back,
+with a fresh input for each run; and reports medians. The garbage collector stays on,
+but what lived before a run is frozen, so that each pays for its own garbage alone.
 
-The values of a `Case`, by key (`<rival>` is `Rival.name`; the first rival is called "ours" below):
+The values of a `Case`, by key (`<rival>` is `Rival.name`; the first rival is called
+"ours" below):
 
 - `seconds.<rival>`, `cold_seconds.<rival>`, `seconds.<floor>`: medians, per call
 - `gigabytes_per_second.<rival>`: where `byte_count` is given
-- `speedup.<rival>`: the rival's median over ours (above 1: we are faster); `speedup.best`: over the fastest
-  rival
+- `speedup.<rival>`: the rival's median over ours (above 1: we are faster);
+  `speedup.best`: over the fastest rival
 - `floor_ratio.<rival>`: its median over the floor's
-- `processor_seconds.<rival>`, `processor_speedup.<rival>`: the same runs by the race's second clock, if it has one
+- `processor_seconds.<rival>`, `processor_speedup.<rival>`: the same runs by the race's
+  second clock, if it has one
 - everything in `Race.facts`
 
-A rival that fails its check, or that raises, is no rival: its line says so, and the suite goes on; where ours
-fails, the runner exits with an error at the end. A `Limit` on a value that was not measured (a skipped rival)
-is reported so.
+A rival that fails its check, or that raises, is no rival: its line says so, and the
+suite goes on; where ours fails, the runner exits with an error at the end. A `Limit` on
+a value that was not measured (a skipped rival) is reported so.
 """
 
 import argparse
@@ -70,33 +74,51 @@ class Record:
     failed: str | None = None
 
 
-def run_suite(entries: Iterable[Entry], options: Options, progress: Progress) -> list[Record]:
+def run_suite(
+    entries: Iterable[Entry], options: Options, progress: Progress
+) -> list[Record]:
     """Runs every entry in order; a failed one is recorded and the rest go on."""
     records = []
     for entry in entries:
         progress.begin(entry.name)
-        made = _apart(entry, options) if isinstance(entry, Apart) else [_run_entry(entry, options)]
+        made = (
+            _apart(entry, options)
+            if isinstance(entry, Apart)
+            else [_run_entry(entry, options)]
+        )
         records += made
         progress.end("; ".join(record.failed for record in made if record.failed))
         gc.collect()
     return records
 
 
-def run_apart(target: str, quick: bool, repeats: int, cpu_devices: int) -> list[dict[str, Any]]:
-    """In a process of its own: the records of the entries that `target` returns, as dictionaries."""
+def run_apart(
+    target: str, quick: bool, repeats: int, cpu_devices: int
+) -> list[dict[str, Any]]:
+    """In a process of its own: the records of the entries that `target` returns, as
+    dictionaries.
+    """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", cpu_devices)
     options = Options(quick, repeats, jax.devices(), argparse.Namespace())
     module, name = target.split(":")
     entries = getattr(importlib.import_module(module), name)(options)
-    return [dataclasses.asdict(record) for record in run_suite(entries, options, Progress(name, len(entries)))]
+    return [
+        dataclasses.asdict(record)
+        for record in run_suite(entries, options, Progress(name, len(entries)))
+    ]
 
 
 def _apart(entry: Apart, options: Options) -> list[Record]:
-    given = dataclasses.asdict(entry) | {"quick": options.quick, "repeats": options.repeats}
+    given = dataclasses.asdict(entry) | {
+        "quick": options.quick,
+        "repeats": options.repeats,
+    }
     del given["name"]
     try:
-        records = fresh_process("benchmarks._runner:run_apart", given, timeout_seconds=3600)
+        records = fresh_process(
+            "benchmarks._runner:run_apart", given, timeout_seconds=3600
+        )
     except RuntimeError as error:
         return [Record(entry.name, "race", failed=str(error))]
     return [Record(**record) for record in records]
@@ -111,7 +133,14 @@ def _run_entry(entry: Case | Finding | Skip, options: Options) -> Record:
             _race(entry.setup(), options.repeats, record)
         else:
             record.values.update(entry.measure())
-    except (AssertionError, RuntimeError, ValueError, TypeError, MemoryError, OSError) as error:
+    except (
+        AssertionError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        MemoryError,
+        OSError,
+    ) as error:
         record.failed = f"{type(error).__name__}: {error}"
     record.limits = [_judge(limit, record.values) for limit in entry.limits]
     return record
@@ -121,13 +150,22 @@ def _race(race: Race, repeats: int, record: Record) -> None:
     record.values.update(race.facts)
     runs: dict[str, Callable[[Any], Any]] = {}
     for position, rival in enumerate(race.rivals):
-        missing = [name for name in rival.needs if importlib.util.find_spec(name) is None]
+        missing = [
+            name for name in rival.needs if importlib.util.find_spec(name) is None
+        ]
         if missing:
             record.skipped[rival.name] = f"{', '.join(missing)} not installed"
             continue
         try:
             runs[rival.name], cold = _first_run(rival, race)
-        except (AssertionError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            AssertionError,
+            RuntimeError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+        ) as error:
             if position == 0:
                 raise
             sentence = str(error).splitlines()[0].split(". ")[0]
@@ -141,9 +179,17 @@ def _race(race: Race, repeats: int, record: Record) -> None:
     wall, also = _alternate(runs, race, repeats)
     record.values.update(_ratios(wall, record, race.byte_count))
     if also:
-        record.values.update({f"processor_seconds.{name}": seconds for name, seconds in also.items()})
+        record.values.update(
+            {f"processor_seconds.{name}": seconds for name, seconds in also.items()}
+        )
         ours, *others = record.rivals
-        record.values.update({f"processor_speedup.{name}": also[name] / also[ours] for name in others if also[ours]})
+        record.values.update(
+            {
+                f"processor_speedup.{name}": also[name] / also[ours]
+                for name in others
+                if also[ours]
+            }
+        )
 
 
 def _first_run(rival: Rival, race: Race) -> tuple[Callable[[Any], Any], float]:
@@ -164,14 +210,17 @@ def _alternate(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The median of each by the race's clock, and by its second one if it has one."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    others: dict[str, list[float]] = {name: [] for name in runs if race.also is not None}
+    others: dict[str, list[float]] = {
+        name: [] for name in runs if race.also is not None
+    }
     also = race.also or race.clock
     order = list(runs.items())
     first = time.monotonic()
     for repeat in range(repeats + 1):
         if repeat > 3 and time.monotonic() - first > race.most_seconds:
             break
-        # Nobody is first, or after the same rival, more often than the others: memory is slow when it is touched anew.
+        # Nobody is first, or after the same rival, more often than the others: memory
+        # is slow when it is touched anew.
         start = repeat % len(order)
         turn = order[start:] + order[:start]
         for name, run in turn if repeat % 2 else reversed(turn):
@@ -181,18 +230,28 @@ def _alternate(
             begin, other = race.clock(), also()
             for _ in range(race.number):
                 _finished(run(given), race.block)
-            seconds, other = (race.clock() - begin) / race.number, (also() - other) / race.number
+            seconds, other = (
+                (race.clock() - begin) / race.number,
+                (also() - other) / race.number,
+            )
             gc.unfreeze()
             if repeat > 0:  # round 0 warms caches that the first run could not
                 times[name].append(seconds)
                 others.get(name, []).append(other)
             del given
-    by_clock, by_other = ({name: statistics.median(taken) for name, taken in one.items()} for one in (times, others))
+    by_clock, by_other = (
+        {name: statistics.median(taken) for name, taken in one.items()}
+        for one in (times, others)
+    )
     return by_clock, by_other
 
 
-def _ratios(medians: dict[str, float], record: Record, byte_count: int | None) -> dict[str, Value]:
-    values: dict[str, Value] = {f"seconds.{name}": seconds for name, seconds in medians.items()}
+def _ratios(
+    medians: dict[str, float], record: Record, byte_count: int | None
+) -> dict[str, Value]:
+    values: dict[str, Value] = {
+        f"seconds.{name}": seconds for name, seconds in medians.items()
+    }
     ours, *others = record.rivals
     for name in record.rivals:
         if byte_count is not None:

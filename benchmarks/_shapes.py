@@ -1,4 +1,6 @@
-"""Two real models from `shardfx.presets.models`, and rules over logical axes for them. Nothing is allocated."""
+"""Two real models from `shardfx.presets.models`, and rules over logical axes for them.
+Nothing is allocated.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""The steps of a reshard over plain NumPy arrays: what every device holds, with no device and no JAX."""
+"""The steps of a reshard over plain NumPy arrays: what every device holds, with no
+device and no JAX.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +13,9 @@ from shardfx._reshard.steps.redistribution import MoveStep, permutation
 
 
 def pieces(array: np.ndarray, end: StepLayout, like: StepLayout) -> list[np.ndarray]:
-    """What each device of `like`, in its mesh order, holds of `array` under `end`, by the definition."""
+    """What each device of `like`, in its mesh order, holds of `array` under `end`, by
+    the definition.
+    """
     alike = end.order is None or like.order is None
     order = range(end.size) if alike else end.order
     place = {device: index for index, device in enumerate(order or ())}
@@ -32,13 +36,22 @@ def pieces(array: np.ndarray, end: StepLayout, like: StepLayout) -> list[np.ndar
     return found
 
 
-def simulate(array: np.ndarray, held: Sequence[np.ndarray], step: MoveStep, like: StepLayout) -> list[Any]:
+def simulate(
+    array: np.ndarray, held: Sequence[np.ndarray], step: MoveStep, like: StepLayout
+) -> list[Any]:
     """One step: what every device holds after it."""
     if step.kind == "slice":
         shape = step.target.shard_shape(array.shape)
         return [
-            piece[tuple(slice(at * size, at * size + size) for at, size in zip(part, shape, strict=True))]
-            for piece, part in zip(held, starts(step.source, step.target, like), strict=True)
+            piece[
+                tuple(
+                    slice(at * size, at * size + size)
+                    for at, size in zip(part, shape, strict=True)
+                )
+            ]
+            for piece, part in zip(
+                held, starts(step.source, step.target, like), strict=True
+            )
         ]
     if step.kind == "permute":
         return [held[who] for who in permutation(step.source, step.target, like)]
@@ -48,7 +61,9 @@ def simulate(array: np.ndarray, held: Sequence[np.ndarray], step: MoveStep, like
             before = list(out)
             for group in groups:
                 for member in group:
-                    out[member] = np.concatenate([before[other] for other in group], axis=dim)
+                    out[member] = np.concatenate(
+                        [before[other] for other in group], axis=dim
+                    )
         return out
     how = all_to_all(step.source, step.target, like)
     for group in how.groups:

@@ -1,4 +1,6 @@
-"""Llama 3 8B under its own names, small enough to fit, from a plan to train with to plans to serve with."""
+"""Llama 3 8B under its own names, small enough to fit, from a plan to train with to
+plans to serve with.
+"""
 
 import functools as ft
 from collections.abc import Callable
@@ -41,7 +43,9 @@ def _race(options: Options, axes: dict[str, int], divisor: int) -> Race:
     rules = hf.llama(head_dim=128 // divisor)
     devices = np.array(options.devices[:8])
     src = plan(shapes, Mesh(devices, ("fsdp",)), paths=rules).shardings
-    wanted = plan(shapes, Mesh(devices.reshape(tuple(axes.values())), tuple(axes)), paths=rules)
+    wanted = plan(
+        shapes, Mesh(devices.reshape(tuple(axes.values())), tuple(axes)), paths=rules
+    )
     dst = wanted.shardings
     values = _values(shapes)
     right = equals(values, dst)
@@ -61,21 +65,27 @@ def _race(options: Options, axes: dict[str, int], divisor: int) -> Race:
         floor=memcpy(byte_count),
         facts={
             "leaves": len(jax.tree.leaves(values)),
-            "distinct moves": len({(x.shape, x.dtype, a, b) for x, a, b in _zip(values, src, dst)}),
+            "distinct moves": len(
+                {(x.shape, x.dtype, a, b) for x, a, b in _zip(values, src, dst)}
+            ),
             "mebibytes": byte_count >> 20,
         },
     )
 
 
 def _left_out() -> _peers.Move:
-    raise ValueError("it compiles a program for every leaf, which takes minutes; `--scalax` runs it")
+    raise ValueError(
+        "it compiles a program for every leaf, which takes minutes; `--scalax` runs it"
+    )
 
 
 def _shapes(divisor: int, *, moments: bool) -> Tree:
     """Parameters in bfloat16, and Adam's two moments in float32."""
     widths = ("embed", "head_dim", "hidden", "vocab")
     published = models.config("llama3-8b")
-    params = models.tree("llama3-8b", **{name: published[name] // divisor for name in widths})
+    params = models.tree(
+        "llama3-8b", **{name: published[name] // divisor for name in widths}
+    )
     if not moments:
         return params
     moment = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
@@ -83,22 +93,30 @@ def _shapes(divisor: int, *, moments: bool) -> Tree:
 
 
 def _values(shapes: Tree) -> Tree:
-    """Random bytes under the shapes, without NaN: the exponents' highest bit is never set."""
+    """Random bytes under the shapes, without NaN: the exponents' highest bit is never
+    set.
+    """
     rng = np.random.default_rng(0)
 
     def of(shape: jax.ShapeDtypeStruct) -> np.ndarray:
         kind = np.dtype(f"u{shape.dtype.itemsize}")
-        return (rng.integers(0, np.iinfo(kind).max // 4, shape.shape, kind)).view(shape.dtype)
+        return (rng.integers(0, np.iinfo(kind).max // 4, shape.shape, kind)).view(
+            shape.dtype
+        )
 
     return jax.tree.map(of, shapes)
 
 
 def equals(values: Any, dst: Any) -> Callable[[Any, Any], None]:
-    """A check of every leaf: that it lies in `dst`, and that every shard is what NumPy cuts out."""
+    """A check of every leaf: that it lies in `dst`, and that every shard is what NumPy
+    cuts out.
+    """
 
     def check(_: Any, result: Any) -> None:
         for x, y, target in _zip(values, result, dst):
-            assert y.sharding.is_equivalent_to(target, y.ndim), f"{y.sharding} instead of {target}"
+            assert y.sharding.is_equivalent_to(target, y.ndim), (
+                f"{y.sharding} instead of {target}"
+            )
             for shard in y.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), x[shard.index])
 

@@ -8,14 +8,29 @@ from typing import Any
 
 from shardfx import AxisRules, MeshSpec, ShardPlan, filter_jit, follow, plan
 
-from ._steps import BATCH_NAMES, Sizes, Way, batch, optimizer_state, parameter_names, parameters, train_step
+from ._steps import (
+    BATCH_NAMES,
+    Sizes,
+    Way,
+    batch,
+    optimizer_state,
+    parameter_names,
+    parameters,
+    train_step,
+)
 
 
 # Names of dimensions that most plans leave whole; what a plan says comes before.
 _WHOLE = (
-    "layers norm embed heads kv_heads head_dim hidden vocab batch sequence inner keys width expert expert_batch"
+    "layers norm embed heads kv_heads head_dim hidden vocab batch sequence inner keys"
+    " width expert expert_batch"
 ).split()
-_TENSOR = {"heads": "tensor", "kv_heads": "tensor", "hidden": "tensor", "vocab": "tensor"}
+_TENSOR = {
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "hidden": "tensor",
+    "vocab": "tensor",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +49,12 @@ class Layout:
     @property
     def axis_rules(self) -> AxisRules:
         """The rules for all names."""
-        return AxisRules([*self.rules.items(), *((name, None) for name in _WHOLE if name not in self.rules)])
+        return AxisRules(
+            [
+                *self.rules.items(),
+                *((name, None) for name in _WHOLE if name not in self.rules),
+            ]
+        )
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -42,24 +62,49 @@ LAYOUTS: dict[str, Layout] = {
     "fsdp": Layout({"fsdp": 16}, {"batch": "fsdp", "embed": "fsdp"}),
     "tp": Layout({"tensor": 16}, _TENSOR),
     "dp x tp": Layout({"data": 2, "tensor": 8}, {"batch": "data", **_TENSOR}),
-    "fsdp x tp": Layout({"fsdp": 4, "tensor": 4}, {"batch": "fsdp", "embed": "fsdp", **_TENSOR}),
-    "tp + sp": Layout({"data": 2, "tensor": 8}, {"batch": "data", "sequence": "tensor", **_TENSOR}),
+    "fsdp x tp": Layout(
+        {"fsdp": 4, "tensor": 4}, {"batch": "fsdp", "embed": "fsdp", **_TENSOR}
+    ),
+    "tp + sp": Layout(
+        {"data": 2, "tensor": 8}, {"batch": "data", "sequence": "tensor", **_TENSOR}
+    ),
     "fsdp x tp + sp": Layout(
-        {"fsdp": 4, "tensor": 4}, {"batch": "fsdp", "embed": "fsdp", "sequence": "tensor", **_TENSOR}
+        {"fsdp": 4, "tensor": 4},
+        {"batch": "fsdp", "embed": "fsdp", "sequence": "tensor", **_TENSOR},
     ),
     # Weights are cut over both axes: the devices of one sequence hold no copies either.
     "fsdp x context": Layout(
         {"fsdp": 4, "context": 4},
-        {"batch": "fsdp", "embed": ("fsdp", "context"), "sequence": "context", "inner": "context"},
+        {
+            "batch": "fsdp",
+            "embed": ("fsdp", "context"),
+            "sequence": "context",
+            "inner": "context",
+        },
     ),
     "2d": Layout(
         {"x": 4, "y": 4},
-        {"batch": "x", "width": "y", "embed": "x", "heads": "y", "kv_heads": "y", "hidden": "y", "vocab": "y"},
+        {
+            "batch": "x",
+            "width": "y",
+            "embed": "x",
+            "heads": "y",
+            "kv_heads": "y",
+            "hidden": "y",
+            "vocab": "y",
+        },
     ),
-    "experts": Layout({"expert": 16}, {"batch": "expert", "expert": "expert"}, experts=True),
+    "experts": Layout(
+        {"expert": 16}, {"batch": "expert", "expert": "expert"}, experts=True
+    ),
     "experts x fsdp": Layout(
         {"fsdp": 4, "expert": 4},
-        {"batch": ("fsdp", "expert"), "expert": "expert", "expert_batch": "fsdp", "embed": "fsdp"},
+        {
+            "batch": ("fsdp", "expert"),
+            "expert": "expert",
+            "expert_batch": "fsdp",
+            "embed": "fsdp",
+        },
         experts=True,
     ),
 }
@@ -67,7 +112,9 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A step, its arguments as structs with shardings, and their plans: parameters, optimizer state, batch."""
+    """A step, its arguments as structs with shardings, and their plans: parameters,
+    optimizer state, batch.
+    """
 
     step: Callable[..., Any]
     args: tuple[Any, Any, Any]
@@ -76,29 +123,38 @@ class Planned:
     @property
     def jitted(self) -> Any:
         """The step under its plans; parameters and state leave it as they came."""
-        return filter_jit(self.step, in_shardings=self.plans, out_shardings=(*self.plans[:2], None))
+        return filter_jit(
+            self.step, in_shardings=self.plans, out_shardings=(*self.plans[:2], None)
+        )
 
     def lowered(self) -> Any:
         """The step lowered for the devices of its plans."""
         return self.jitted.lower(*self.args)
 
 
-def planned(sizes: Sizes, way: Way, layout: Layout, devices: Sequence[Any] | None = None) -> Planned:
+def planned(
+    sizes: Sizes, way: Way, layout: Layout, devices: Sequence[Any] | None = None
+) -> Planned:
     """A step under a plan.
 
     **Arguments:**
 
     - `sizes`, `way`: of the model, and how its step is written.
     - `layout`: one of `LAYOUTS`, or another.
-    - `devices`: what the plans are for; without them they say what they say and nothing can be compiled.
+    - `devices`: what the plans are for; without them they say what they say and nothing
+      can be compiled.
     """
     mesh = layout.mesh if devices is None else layout.mesh.build(devices)
     shapes, rules = parameters(sizes, way), layout.axis_rules
-    ours = plan(shapes, mesh, names=parameter_names(sizes, way), axes=rules, unused="allow")
+    ours = plan(
+        shapes, mesh, names=parameter_names(sizes, way), axes=rules, unused="allow"
+    )
     state = follow(ft.partial(optimizer_state, way=way), ours)
     data = plan(batch(sizes), mesh, names=BATCH_NAMES, axes=rules, unused="allow")
     plans = (ours, state, data)
-    return Planned(train_step(sizes, way, ours), (ours.structs, state.structs, data.structs), plans)
+    return Planned(
+        train_step(sizes, way, ours), (ours.structs, state.structs, data.structs), plans
+    )
 
 
 # What an axis may cut at once of the activations and of the weights beside them.
@@ -115,7 +171,9 @@ _ROLES = (
 
 
 def random_layout(seed: int) -> Layout:
-    """Three axes, each with an assignment that is drawn; half of them also cut the other dimension of weights."""
+    """Three axes, each with an assignment that is drawn; half of them also cut the
+    other dimension of weights.
+    """
     draw = random.Random(seed)
     rules: dict[str, tuple[str, ...]] = {}
     for axis in ("a", "b", "c"):

@@ -1,8 +1,9 @@
-"""Training steps of a small Llama and of a mixture of experts, as plain functions: what the costs are told of.
+"""Training steps of a small Llama and of a mixture of experts, as plain functions: what
+the costs are told of.
 
-Nothing here is run by the suites, only traced and compiled. The arguments of a step are structs: parameters, the
-optimizer's state, and a batch; all that is said about sharding are the names below, which a plan of `_step_plans`
-lays out.
+Nothing here is run by the suites, only traced and compiled. The arguments of a step are
+structs: parameters, the optimizer's state, and a batch; all that is said about sharding
+are the names below, which a plan of `_step_plans` lays out.
 """
 
 import dataclasses
@@ -42,10 +43,11 @@ STUDY_EXPERTS = dataclasses.replace(STUDY, hidden=1024, experts=16)
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a step is written: one `scan` over the layers or one after another, and what the backward pass keeps.
+    """How a step is written: one `scan` over the layers or one after another, and what
+    the backward pass keeps.
 
-    `exchange` is how a mixture hands tokens to experts: constrained "once", to experts alone, or "twice", to tokens
-    first and then to experts.
+    `exchange` is how a mixture hands tokens to experts: constrained "once", to experts
+    alone, or "twice", to tokens first and then to experts.
     """
 
     scan: bool = True
@@ -54,21 +56,27 @@ class Way:
     exchange: Literal["once", "twice"] = "twice"
 
 
-# The names of the dimensions of each parameter; `layers` comes before those of a layer if they are stacked.
+# The names of the dimensions of each parameter; `layers` comes before those of a layer
+# if they are stacked.
 ATTENTION = {
     "query": ("embed", "heads", "head_dim"),
     "key": ("embed", "kv_heads", "head_dim"),
     "value": ("embed", "kv_heads", "head_dim"),
     "out": ("heads", "head_dim", "embed"),
 }
-DENSE = {"gate": ("embed", "hidden"), "up": ("embed", "hidden"), "down": ("hidden", "embed")}
+DENSE = {
+    "gate": ("embed", "hidden"),
+    "up": ("embed", "hidden"),
+    "down": ("hidden", "embed"),
+}
 MIXTURE = {
     "router": ("embed", None),
     "gate": ("expert", "embed", "hidden"),
     "up": ("expert", "embed", "hidden"),
     "down": ("expert", "hidden", "embed"),
 }
-# And of the activations: the stream between blocks, and inside of them, where the sequence may be whole.
+# And of the activations: the stream between blocks, and inside of them, where the
+# sequence may be whole.
 STREAM = ("batch", "sequence", "width")
 INSIDE = ("batch", "inner", "width")
 QUERIES, KEYS = ("batch", "inner", "heads", None), ("batch", "keys", "kv_heads", None)
@@ -84,7 +92,12 @@ def parameter_names(sizes: Sizes, way: Way) -> dict[str, Any]:
     }
     stacked = jax.tree.map(lambda names: ("layers", *names), layer, is_leaf=_is_names)
     layers = stacked if way.scan else [layer] * sizes.layers
-    return {"embedding": ("vocab", "embed"), "layers": layers, "norm": ("norm",), "unembedding": ("embed", "vocab")}
+    return {
+        "embedding": ("vocab", "embed"),
+        "layers": layers,
+        "norm": ("norm",),
+        "unembedding": ("embed", "vocab"),
+    }
 
 
 def parameters(sizes: Sizes, way: Way) -> dict[str, Any]:
@@ -125,8 +138,11 @@ def optimizer_state(params: Any, way: Way) -> dict[str, Any]:
     return {"mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
 
 
-def train_step(sizes: Sizes, way: Way, plan: ShardPlan) -> Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]:
-    """A step of training: from parameters, state and batch to the next parameters, state, and the loss.
+def train_step(
+    sizes: Sizes, way: Way, plan: ShardPlan
+) -> Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]:
+    """A step of training: from parameters, state and batch to the next parameters,
+    state, and the loss.
 
     **Arguments:**
 
@@ -152,14 +168,18 @@ class _Model:
     def loss(self, params: Any, batch: Any) -> jax.Array:
         logits = self.logits(params, batch["tokens"]).astype(jnp.float32)
         wanted = jax.nn.one_hot(batch["targets"], self.sizes.vocab)
-        picked = jnp.sum(logits * self.laid(wanted, ("batch", "inner", "vocab")), axis=-1)
+        picked = jnp.sum(
+            logits * self.laid(wanted, ("batch", "inner", "vocab")), axis=-1
+        )
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
     def logits(self, params: Any, tokens: jax.Array) -> jax.Array:
         x = self.laid(params["embedding"][tokens], STREAM)
         layer = jax.checkpoint(self.layer) if self.way.remat else self.layer
         if self.way.scan:
-            x, _ = jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, params["layers"])
+            x, _ = jax.lax.scan(
+                lambda x, weights: (layer(x, weights), None), x, params["layers"]
+            )
         else:
             for weights in params["layers"]:
                 x = layer(x, weights)
@@ -167,19 +187,30 @@ class _Model:
         return self.laid(x @ params["unembedding"], ("batch", "inner", "vocab"))
 
     def layer(self, x: jax.Array, weights: Any) -> jax.Array:
-        x = x + self.attention(self.laid(_normed(x, weights["attention_norm"]), INSIDE), weights["attention"])
+        x = x + self.attention(
+            self.laid(_normed(x, weights["attention_norm"]), INSIDE),
+            weights["attention"],
+        )
         mlp = self.mixture if self.sizes.experts else self.mlp
-        return x + mlp(self.laid(_normed(x, weights["mlp_norm"]), INSIDE), weights["mlp"])
+        return x + mlp(
+            self.laid(_normed(x, weights["mlp_norm"]), INSIDE), weights["mlp"]
+        )
 
     def attention(self, x: jax.Array, weights: Any) -> jax.Array:
-        query = self.laid(_rotated(jnp.einsum("bsd,dhk->bshk", x, weights["query"])), QUERIES)
+        query = self.laid(
+            _rotated(jnp.einsum("bsd,dhk->bshk", x, weights["query"])), QUERIES
+        )
         key = self.laid(_rotated(jnp.einsum("bsd,dhk->bshk", x, weights["key"])), KEYS)
         value = self.laid(jnp.einsum("bsd,dhk->bshk", x, weights["value"]), KEYS)
         key, value = (self.per_query_head(one) for one in (key, value))
-        scores = jnp.einsum("bqhd,bthd->bhqt", query, key) / math.sqrt(self.sizes.head_dim)
+        scores = jnp.einsum("bqhd,bthd->bhqt", query, key) / math.sqrt(
+            self.sizes.head_dim
+        )
         length = x.shape[1]
         causal = jnp.tril(jnp.ones((length, length), bool))
-        mixing = jax.nn.softmax(jnp.where(causal, scores.astype(jnp.float32), -1e30), axis=-1).astype(x.dtype)
+        mixing = jax.nn.softmax(
+            jnp.where(causal, scores.astype(jnp.float32), -1e30), axis=-1
+        ).astype(x.dtype)
         mixed = self.laid(jnp.einsum("bhqt,bthd->bqhd", mixing, value), QUERIES)
         return self.laid(jnp.einsum("bshk,hkd->bsd", mixed, weights["out"]), STREAM)
 
@@ -191,31 +222,49 @@ class _Model:
 
     def mlp(self, x: jax.Array, weights: Any) -> jax.Array:
         names = ("batch", "inner", "hidden")
-        gate, up = self.laid(x @ weights["gate"], names), self.laid(x @ weights["up"], names)
+        gate, up = (
+            self.laid(x @ weights["gate"], names),
+            self.laid(x @ weights["up"], names),
+        )
         return self.laid((jax.nn.silu(gate) * up) @ weights["down"], STREAM)
 
     def mixture(self, x: jax.Array, weights: Any) -> jax.Array:
-        """Each row of the batch gives each expert as many tokens as it has room for; what does not fit is left out."""
+        """Each row of the batch gives each expert as many tokens as it has room for;
+        what does not fit is left out.
+        """
         sizes, length = self.sizes, x.shape[1]
         room = max(1, math.ceil(length * sizes.experts_per_token / sizes.experts))
         shares = jax.nn.softmax((x @ weights["router"]).astype(jnp.float32), axis=-1)
         best, chosen = jax.lax.top_k(shares, sizes.experts_per_token)
-        wanted = jnp.sum(jax.nn.one_hot(chosen, sizes.experts) * best[..., None], axis=2)
+        wanted = jnp.sum(
+            jax.nn.one_hot(chosen, sizes.experts) * best[..., None], axis=2
+        )
         is_wanted = wanted > 0
-        place = jnp.where(is_wanted, jnp.cumsum(is_wanted.astype(jnp.int32), axis=1) - 1, room)
+        place = jnp.where(
+            is_wanted, jnp.cumsum(is_wanted.astype(jnp.int32), axis=1) - 1, room
+        )
         combine = wanted[..., None] * jax.nn.one_hot(place, room)
         combine = self.laid(combine.astype(x.dtype), ("batch", "inner", None, None))
         sent = jnp.einsum("bsec,bsd->ebcd", (combine > 0).astype(x.dtype), x)
         done = self.experts(self.handed(sent, to_experts=True), weights)
-        back = jnp.einsum("bsec,ebcd->bsd", combine, self.handed(done, to_experts=False))
+        back = jnp.einsum(
+            "bsec,ebcd->bsd", combine, self.handed(done, to_experts=False)
+        )
         return self.laid(back, STREAM)
 
     def handed(self, x: jax.Array, *, to_experts: bool) -> jax.Array:
-        """Slots (expert, batch, place, width) on their way from the devices of their tokens to those of experts."""
-        by_tokens, by_experts = (None, "batch", None, "width"), ("expert", "expert_batch", None, "width")
+        """Slots (expert, batch, place, width) on their way from the devices of their
+        tokens to those of experts.
+        """
+        by_tokens, by_experts = (
+            (None, "batch", None, "width"),
+            ("expert", "expert_batch", None, "width"),
+        )
         if self.way.exchange == "once":
             return self.laid(x, by_experts)
-        first, second = (by_tokens, by_experts) if to_experts else (by_experts, by_tokens)
+        first, second = (
+            (by_tokens, by_experts) if to_experts else (by_experts, by_tokens)
+        )
         return self.laid(self.laid(x, first), second)
 
     def experts(self, x: jax.Array, weights: Any) -> jax.Array:
@@ -230,34 +279,52 @@ class _Model:
 
 def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+    return (
+        wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    ).astype(x.dtype) * scale
 
 
 def _rotated(x: jax.Array) -> jax.Array:
-    """Turns the two halves of each head as planes, by angles that grow with the position."""
+    """Turns the two halves of each head as planes, by angles that grow with the
+    position.
+    """
     half = x.shape[-1] // 2
-    positions, planes = (jnp.arange(size, dtype=jnp.float32) for size in (x.shape[1], half))
+    positions, planes = (
+        jnp.arange(size, dtype=jnp.float32) for size in (x.shape[1], half)
+    )
     angles = positions[:, None, None] * 10_000 ** (-planes / half)
     left, right = jnp.split(x, 2, axis=-1)
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return jnp.concatenate(
+        [left * cos - right * sin, right * cos + left * sin], axis=-1
+    )
 
 
-def _updated(params: Any, state: Any, gradients: Any, rate: float = 1e-3) -> tuple[Any, Any]:
+def _updated(
+    params: Any, state: Any, gradients: Any, rate: float = 1e-3
+) -> tuple[Any, Any]:
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
     if "momentum" in state:
         momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], wide)
-        return jax.tree.map(lambda p, m: p - (rate * m).astype(p.dtype), params, momentum), {"momentum": momentum}
+        return jax.tree.map(
+            lambda p, m: p - (rate * m).astype(p.dtype), params, momentum
+        ), {"momentum": momentum}
     count = state["count"] + 1
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], wide)
     square = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, state["square"], wide)
     first, second = (1 - rate ** count.astype(jnp.float32) for rate in (0.9, 0.99))
 
     def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        change = m / first / (jnp.sqrt(v / second) + 1e-8) + 0.01 * p.astype(jnp.float32)
+        change = m / first / (jnp.sqrt(v / second) + 1e-8) + 0.01 * p.astype(
+            jnp.float32
+        )
         return p - (rate * change).astype(p.dtype)
 
-    return jax.tree.map(moved, params, mean, square), {"mean": mean, "square": square, "count": count}
+    return jax.tree.map(moved, params, mean, square), {
+        "mean": mean,
+        "square": square,
+        "count": count,
+    }
 
 
 def _is_names(node: Any) -> bool:

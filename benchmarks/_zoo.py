@@ -1,4 +1,6 @@
-"""Twelve training steps of different kinds, with AdamW's moments and few layers; their arguments are structs."""
+"""Twelve training steps of different kinds, with AdamW's moments and few layers; their
+arguments are structs.
+"""
 
 import functools as ft
 import math
@@ -23,7 +25,13 @@ def trained(loss: Callable[..., Any], params: Any, *data: Any) -> Model:
         grads = jax.grad(loss)(p, *data)
         mu = jax.tree.map(lambda m, g: m * 0.9 + g * 0.1, mu, grads)
         nu = jax.tree.map(lambda n, g: n * 0.99 + g * g * 0.01, nu, grads)
-        return jax.tree.map(lambda w, m, n: w - 0.001 * m * jax.lax.rsqrt(n + 1e-6), p, mu, nu), mu, nu
+        return (
+            jax.tree.map(
+                lambda w, m, n: w - 0.001 * m * jax.lax.rsqrt(n + 1e-6), p, mu, nu
+            ),
+            mu,
+            nu,
+        )
 
     return step, params, params, params, *data
 
@@ -35,9 +43,15 @@ def models(dtype: Any) -> dict[str, Callable[[], Model]]:
     return {
         "dense 0.1B": ft.partial(dense, 768, 2048, 12, 1, 64, 32000, 64, 512),
         "dense 1B": ft.partial(dense, 2048, 5632, 16, 1, 128, 32000, 32, 1024),
-        "dense 8B, 8 of 32 heads for keys": ft.partial(dense, 4096, 14336, 8, 4, 128, 128256, 16, 2048),
-        "dense 70B, 8 of 64 heads for keys": ft.partial(dense, 8192, 28672, 8, 8, 128, 128256, 16, 2048),
-        "dense, 4 long sequences": ft.partial(dense, 1024, 4096, 2, 8, 64, 50304, 4, 8192),
+        "dense 8B, 8 of 32 heads for keys": ft.partial(
+            dense, 4096, 14336, 8, 4, 128, 128256, 16, 2048
+        ),
+        "dense 70B, 8 of 64 heads for keys": ft.partial(
+            dense, 8192, 28672, 8, 8, 128, 128256, 16, 2048
+        ),
+        "dense, 4 long sequences": ft.partial(
+            dense, 1024, 4096, 2, 8, 64, 50304, 4, 8192
+        ),
         "experts": ft.partial(_experts, made, 1024, 4096, 8, 16, 512),
         "T5": ft.partial(_t5, made, 768, 2048, 12, 64, 32128, 64, 512, 128),
         "ViT": ft.partial(_vit, made, 768, 3072, 12, 64, 128, 196, 1000),
@@ -55,8 +69,12 @@ def small_models() -> dict[str, Callable[[], Model]]:
     return {
         "dense 0.1B": ft.partial(dense, 192, 512, 4, 1, 48, 4096, 16, 128),
         "dense 1B": ft.partial(dense, 256, 704, 8, 1, 32, 4096, 16, 128),
-        "dense 8B, 8 of 32 heads for keys": ft.partial(dense, 256, 896, 8, 4, 8, 8192, 16, 64),
-        "dense 70B, 8 of 64 heads for keys": ft.partial(dense, 512, 1792, 8, 8, 8, 8192, 16, 32),
+        "dense 8B, 8 of 32 heads for keys": ft.partial(
+            dense, 256, 896, 8, 4, 8, 8192, 16, 64
+        ),
+        "dense 70B, 8 of 64 heads for keys": ft.partial(
+            dense, 512, 1792, 8, 8, 8, 8192, 16, 32
+        ),
         "dense, 4 long sequences": ft.partial(dense, 128, 512, 2, 4, 16, 2048, 4, 512),
         "experts": ft.partial(_experts, made, 128, 256, 8, 16, 64),
         "T5": ft.partial(_t5, made, 192, 512, 4, 48, 4096, 16, 64, 32),
@@ -72,8 +90,13 @@ def _attended(x: Any, y: Any, p: Any, heads: int, head: int) -> Any:
     (b, s, _), t = x.shape, y.shape[1]
     query = (x @ p["q"]).reshape(b, s, heads, head)
     key, value = ((y @ p[name]).reshape(b, t, heads, head) for name in "kv")
-    weights = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", query, key) / math.sqrt(head), axis=-1)
-    return jnp.einsum("bhst,bthd->bshd", weights, value).reshape(b, s, heads * head) @ p["o"]
+    weights = jax.nn.softmax(
+        jnp.einsum("bshd,bthd->bhst", query, key) / math.sqrt(head), axis=-1
+    )
+    return (
+        jnp.einsum("bhst,bthd->bshd", weights, value).reshape(b, s, heads * head)
+        @ p["o"]
+    )
 
 
 def _normed(x: Any) -> Any:
@@ -86,7 +109,9 @@ def _block(x: Any, p: Any, heads: int, head: int) -> Any:
     return x + jax.nn.gelu(_normed(x) @ p["mlp"]["up"]) @ p["mlp"]["down"]
 
 
-def _attention(made: Any, width: int, inner: int, layers: int = _LAYERS) -> dict[str, Any]:
+def _attention(
+    made: Any, width: int, inner: int, layers: int = _LAYERS
+) -> dict[str, Any]:
     shapes = {name: (width, inner) for name in "qkv"} | {"o": (inner, width)}
     return {name: made((layers, *shape)) for name, shape in shapes.items()}
 
@@ -96,14 +121,18 @@ def _mlp(made: Any, width: int, hidden: int, layers: int = _LAYERS) -> dict[str,
 
 
 def _token_loss(logits: Any, tokens: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), tokens
+    ).mean()
 
 
 def _tokens(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _experts(made: Any, width: int, hidden: int, experts: int, batch: int, length: int) -> Model:
+def _experts(
+    made: Any, width: int, hidden: int, experts: int, batch: int, length: int
+) -> Model:
     heads, head, vocab = 16, width // 16, 32000
 
     def layer(x: Any, p: Any) -> tuple[Any, None]:
@@ -127,12 +156,24 @@ def _experts(made: Any, width: int, hidden: int, experts: int, batch: int, lengt
         "wi": made((_LAYERS, experts, width, hidden)),
         "wo": made((_LAYERS, experts, hidden, width)),
     }
-    params = {"embedding": made((vocab, width)), "layers": layers, "unembedding": made((width, vocab))}
+    params = {
+        "embedding": made((vocab, width)),
+        "layers": layers,
+        "unembedding": made((width, vocab)),
+    }
     return trained(loss, params, _tokens(batch, length))
 
 
 def _t5(
-    made: Any, width: int, hidden: int, heads: int, head: int, vocab: int, batch: int, source: int, target: int
+    made: Any,
+    width: int,
+    hidden: int,
+    heads: int,
+    head: int,
+    vocab: int,
+    batch: int,
+    source: int,
+    target: int,
 ) -> Model:
     def decoder(memory: Any, x: Any, p: Any) -> Any:
         y = _normed(x)
@@ -148,7 +189,10 @@ def _t5(
         return _token_loss(_normed(x) @ p["embedding"].T, targets)
 
     inner = heads * head
-    encoder = {"attention": _attention(made, width, inner), "mlp": _mlp(made, width, hidden)}
+    encoder = {
+        "attention": _attention(made, width, inner),
+        "mlp": _mlp(made, width, hidden),
+    }
     params = {
         "embedding": made((vocab, width)),
         "encoder": encoder,
@@ -157,23 +201,41 @@ def _t5(
     return trained(loss, params, _tokens(batch, source), _tokens(batch, target))
 
 
-def _vit(made: Any, width: int, hidden: int, heads: int, head: int, batch: int, patches: int, classes: int) -> Model:
+def _vit(
+    made: Any,
+    width: int,
+    hidden: int,
+    heads: int,
+    head: int,
+    batch: int,
+    patches: int,
+    classes: int,
+) -> Model:
     def loss(p: Any, images: Any, labels: Any) -> Any:
         x = images @ p["patch_embed"] + p["pos_embed"]
-        x, _ = jax.lax.scan(jax.checkpoint(lambda x, layer: (_block(x, layer, heads, head), None)), x, p["layers"])
+        x, _ = jax.lax.scan(
+            jax.checkpoint(lambda x, layer: (_block(x, layer, heads, head), None)),
+            x,
+            p["layers"],
+        )
         return _token_loss(_normed(x).mean(1) @ p["head"], labels)
 
     params = {
         "patch_embed": made((768, width)),
         "pos_embed": made((patches, width)),
-        "layers": {"attention": _attention(made, width, heads * head), "mlp": _mlp(made, width, hidden)},
+        "layers": {
+            "attention": _attention(made, width, heads * head),
+            "mlp": _mlp(made, width, hidden),
+        },
         "head": made((width, classes)),
     }
     return trained(loss, params, made((batch, patches, 768)), _tokens(batch))
 
 
 def _convolved(x: Any, kernel: Any, stride: int = 1) -> Any:
-    return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.lax.conv_general_dilated(
+        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def _convolutions(made: Any, batch: int) -> Model:
@@ -186,26 +248,45 @@ def _convolutions(made: Any, batch: int) -> Model:
             x = x + _convolved(jax.nn.relu(x), stage["second"])
         return _token_loss(x.mean((1, 2)) @ p["head"], labels)
 
-    stages = [{"first": made((3, 3, a, b)), "second": made((3, 3, b, b))} for a, b in sizes]
-    return trained(loss, {"stages": stages, "head": made((256, 1000))}, made((batch, 64, 64, 3)), _tokens(batch))
+    stages = [
+        {"first": made((3, 3, a, b)), "second": made((3, 3, b, b))} for a, b in sizes
+    ]
+    return trained(
+        loss,
+        {"stages": stages, "head": made((256, 1000))},
+        made((batch, 64, 64, 3)),
+        _tokens(batch),
+    )
 
 
-def _mixer(made: Any, width: int, hidden: int, mixed: int, patches: int, batch: int) -> Model:
+def _mixer(
+    made: Any, width: int, hidden: int, mixed: int, patches: int, batch: int
+) -> Model:
     def layer(x: Any, p: Any) -> tuple[Any, None]:
         y = jnp.swapaxes(_normed(x), 1, 2)
-        x = x + jnp.swapaxes(jax.nn.gelu(y @ p["tokens"]["up"]) @ p["tokens"]["down"], 1, 2)
+        x = x + jnp.swapaxes(
+            jax.nn.gelu(y @ p["tokens"]["up"]) @ p["tokens"]["down"], 1, 2
+        )
         return x + jax.nn.gelu(_normed(x) @ p["mlp"]["up"]) @ p["mlp"]["down"], None
 
     def loss(p: Any, images: Any, labels: Any) -> Any:
-        x, _ = jax.lax.scan(jax.checkpoint(layer), images @ p["patch_embed"], p["layers"])
+        x, _ = jax.lax.scan(
+            jax.checkpoint(layer), images @ p["patch_embed"], p["layers"]
+        )
         return _token_loss(_normed(x).mean(1) @ p["head"], labels)
 
     layers = {"tokens": _mlp(made, patches, mixed), "mlp": _mlp(made, width, hidden)}
-    params = {"patch_embed": made((768, width)), "layers": layers, "head": made((width, 1000))}
+    params = {
+        "patch_embed": made((768, width)),
+        "layers": layers,
+        "head": made((width, 1000)),
+    }
     return trained(loss, params, made((batch, patches, 768)), _tokens(batch))
 
 
-def _dit(made: Any, width: int, hidden: int, heads: int, head: int, batch: int, patches: int) -> Model:
+def _dit(
+    made: Any, width: int, hidden: int, heads: int, head: int, batch: int, patches: int
+) -> Model:
     def layer(condition: Any, x: Any, p: Any) -> tuple[Any, None]:
         scale, shift = jnp.split(condition @ p["modulation"], 2, axis=-1)
         y = _normed(x) * (1 + scale[:, None]) + shift[:, None]
@@ -214,7 +295,11 @@ def _dit(made: Any, width: int, hidden: int, heads: int, head: int, batch: int, 
 
     def loss(p: Any, latents: Any, times: Any, noise: Any) -> Any:
         condition = jax.nn.silu(times @ p["time_embed"])
-        x, _ = jax.lax.scan(jax.checkpoint(ft.partial(layer, condition)), latents @ p["patch_embed"], p["layers"])
+        x, _ = jax.lax.scan(
+            jax.checkpoint(ft.partial(layer, condition)),
+            latents @ p["patch_embed"],
+            p["layers"],
+        )
         return jnp.mean((_normed(x) @ p["head"] - noise) ** 2)
 
     layers = {
@@ -228,7 +313,13 @@ def _dit(made: Any, width: int, hidden: int, heads: int, head: int, batch: int, 
         "layers": layers,
         "head": made((width, 16)),
     }
-    return trained(loss, params, made((batch, patches, 16)), made((batch, 256)), made((batch, patches, 16)))
+    return trained(
+        loss,
+        params,
+        made((batch, patches, 16)),
+        made((batch, 256)),
+        made((batch, patches, 16)),
+    )
 
 
 def _unet(made: Any, batch: int) -> Model:

@@ -1,4 +1,6 @@
-"""The suite `convert`: a checkpoint of another layout, and a trainer's tree for an engine."""
+"""The suite `convert`: a checkpoint of another layout, and a trainer's tree for an
+engine.
+"""
 
 import argparse
 import atexit
@@ -18,7 +20,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
-from shardfx import From, PathRules, ShardPlan, TreeMap, checkpoint, plan, plan_reshard, reshard
+from shardfx import (
+    From,
+    PathRules,
+    ShardPlan,
+    TreeMap,
+    checkpoint,
+    plan,
+    plan_reshard,
+    reshard,
+)
 from shardfx._ground.tree import flatten
 from shardfx._reshard.mover import map_move, resharded
 from shardfx._reshard.pieces.exchange import program
@@ -29,11 +40,18 @@ from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_b
 from ._runner import Options
 
 
-# Of 1 GiB a run takes seconds, and its input another one: within five minutes there is no time for nine of each.
+# Of 1 GiB a run takes seconds, and its input another one: within five minutes there is
+# no time for nine of each.
 _MOST_SECONDS = 30.0
-SUMMARY = "Trees that differ: a Hugging Face layout into a stacked tree, and a trainer's weights for an engine."
+SUMMARY = (
+    "Trees that differ: a Hugging Face layout into a stacked tree, and a trainer's"
+    " weights for an engine."
+)
 WIDTH, HEADS, KEYS, SIZE, FEED, VOCABULARY, SHARDS = 1024, 16, 4, 64, 2816, 16384, 8
-LARGE, LARGE_ENDS = "benchmarks._jobs:of_a_large_llama", {"devices": (2048, 256), "processes": (512, 32)}
+LARGE, LARGE_ENDS = (
+    "benchmarks._jobs:of_a_large_llama",
+    {"devices": (2048, 256), "processes": (512, 32)},
+)
 # Bytes of one layer and of the embedding, in bfloat16.
 LAYER_BYTES = 2 * WIDTH * (2 * HEADS * SIZE + 2 * KEYS * SIZE + 3 * FEED + 1)
 EMBEDDING_BYTES = 2 * WIDTH * VOCABULARY
@@ -78,7 +96,9 @@ ENGINE = TreeMap(
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mebibytes", type=int, default=None, help="size of the weights")
+    parser.add_argument(
+        "--mebibytes", type=int, default=None, help="size of the weights"
+    )
 
 
 def cases(options: Options) -> list[Entry]:
@@ -88,16 +108,29 @@ def cases(options: Options) -> list[Entry]:
         Limit("speedup.load_file, numpy, device_put", at_least=1.0),
     )
     lean = (Limit("peak_over_tensors.shardfx", at_most=1.1),)
-    counts = (Limit("wire_over_lower_bound", at_most=1.05), Limit("programs", at_most=12))
+    counts = (
+        Limit("wire_over_lower_bound", at_most=1.05),
+        Limit("programs", at_most=12),
+    )
     times = (
         Limit("speedup.jax.jit, out_shardings", at_least=1.5),
         Limit("speedup.jit per leaf, device_put", at_least=1.0),
     )
-    # Where others use the machine, processor time tells more; of `device_put` threads that spin count too.
-    both = (*times, *[dataclasses.replace(limit, value=f"processor_{limit.value}") for limit in times])
+    # Where others use the machine, processor time tells more; of `device_put` threads
+    # that spin count too.
+    both = (
+        *times,
+        *[
+            dataclasses.replace(limit, value=f"processor_{limit.value}")
+            for limit in times
+        ],
+    )
     again = (Limit("first_over_second", at_least=5.0),)
     # A round of the plan has 16 MiB at most.
-    stream = (Limit("sync_over_stream", at_least=0.6), Limit("mebibytes_beside_both_states", at_most=16.0))
+    stream = (
+        Limit("sync_over_stream", at_least=0.6),
+        Limit("mebibytes_beside_both_states", at_most=16.0),
+    )
     stream = _full(options, stream)
     plans = (
         Limit("plan_seconds", at_most=5.0),
@@ -106,18 +139,52 @@ def cases(options: Options) -> list[Entry]:
     )
     room = (Limit("temporary_over_largest_shard", at_most=1.0),)
     return [
-        Case(f"{size} MiB, Hugging Face to stacked", ft.partial(_load, size, options), _full(options, loading)),
-        Finding(
-            f"{size} MiB, Hugging Face to stacked, memory", ft.partial(_memory, size, options), _full(options, lean)
+        Case(
+            f"{size} MiB, Hugging Face to stacked",
+            ft.partial(_load, size, options),
+            _full(options, loading),
         ),
-        Case(f"{size} MiB, trainer to engine, same devices", ft.partial(_sync, size, options, False), both),
-        Case(f"{size} MiB, trainer to engine, other devices", ft.partial(_sync, size, options, True), times[1:]),
-        Finding(f"{_leaf_count(options):,} leaves, trainer to engine, programs", ft.partial(_counts, options), counts),
-        Finding(f"{size} MiB, trainer to engine, memory of programs", ft.partial(_room, size, options), room),
-        Finding(f"{size} MiB, trainer to engine, memory between devices", ft.partial(_apart, size, options), room),
+        Finding(
+            f"{size} MiB, Hugging Face to stacked, memory",
+            ft.partial(_memory, size, options),
+            _full(options, lean),
+        ),
+        Case(
+            f"{size} MiB, trainer to engine, same devices",
+            ft.partial(_sync, size, options, False),
+            both,
+        ),
+        Case(
+            f"{size} MiB, trainer to engine, other devices",
+            ft.partial(_sync, size, options, True),
+            times[1:],
+        ),
+        Finding(
+            f"{_leaf_count(options):,} leaves, trainer to engine, programs",
+            ft.partial(_counts, options),
+            counts,
+        ),
+        Finding(
+            f"{size} MiB, trainer to engine, memory of programs",
+            ft.partial(_room, size, options),
+            room,
+        ),
+        Finding(
+            f"{size} MiB, trainer to engine, memory between devices",
+            ft.partial(_apart, size, options),
+            room,
+        ),
         Finding("the second sync over the first", ft.partial(_again, options), again),
-        Finding(f"{size} MiB in 1,137 arrays, between two processes", ft.partial(between, 1137, size), stream),
-        Finding("405B, planned from 2,048 to 256 devices", ft.partial(fresh_process, LARGE, LARGE_ENDS), plans),
+        Finding(
+            f"{size} MiB in 1,137 arrays, between two processes",
+            ft.partial(between, 1137, size),
+            stream,
+        ),
+        Finding(
+            "405B, planned from 2,048 to 256 devices",
+            ft.partial(fresh_process, LARGE, LARGE_ENDS),
+            plans,
+        ),
     ]
 
 
@@ -127,7 +194,9 @@ def _leaf_count(options: Options) -> int:
 
 
 def _full(options: Options, limits: tuple[Limit, ...]) -> tuple[Limit, ...]:
-    """Limits on loading are for the full size: of small files, starting up weighs more than reading."""
+    """Limits on loading are for the full size: of small files, starting up weighs more
+    than reading.
+    """
     return () if options.quick else limits
 
 
@@ -150,7 +219,10 @@ def _shapes(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def _structs(layers: int) -> dict[str, jax.ShapeDtypeStruct]:
-    return {path: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for path, shape in _shapes(layers).items()}
+    return {
+        path: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for path, shape in _shapes(layers).items()
+    }
 
 
 def _trainer(layers: int, devices: list[Any]) -> ShardPlan:
@@ -169,7 +241,9 @@ def _trainer(layers: int, devices: list[Any]) -> ShardPlan:
 def _engine(layers: int, devices: list[Any]) -> ShardPlan:
     mesh = Mesh(np.array(devices), ("tensor",))
     structs = jax.eval_shape(ENGINE.apply, _structs(layers))
-    rules = PathRules([("norm", P()), ("(o|down)$", P(None, "tensor")), (".*", P("tensor"))])
+    rules = PathRules(
+        [("norm", P()), ("(o|down)$", P(None, "tensor")), (".*", P("tensor"))]
+    )
     return plan(structs, mesh, paths=rules)
 
 
@@ -186,7 +260,11 @@ def _filled(made: ShardPlan) -> dict[str, jax.Array]:
 def _filling(shape: tuple[int, ...], sharding: Any) -> Any:
     def fill(seed: jax.Array) -> jax.Array:
         flat = jax.lax.iota(jnp.uint32, int(np.prod(shape)))
-        return ((flat * np.uint32(2654435761) + seed) >> 24).astype(jnp.bfloat16).reshape(shape)
+        return (
+            ((flat * np.uint32(2654435761) + seed) >> 24)
+            .astype(jnp.bfloat16)
+            .reshape(shape)
+        )
 
     return jax.jit(fill, out_shardings=sharding)
 
@@ -213,7 +291,11 @@ def _folder(mebibytes: int) -> Path:
 
 
 def _leaves(rule: From) -> list[str]:
-    return [rule.path] if rule.op == "leaf" else [path for part in rule.of for path in _leaves(part)]
+    return (
+        [rule.path]
+        if rule.op == "leaf"
+        else [path for part in rule.of for path in _leaves(part)]
+    )
 
 
 def _by_hand(file: Path, shardings: Any) -> Any:
@@ -227,12 +309,17 @@ def _as_it_is(file: Path, devices: list[Any]) -> ShardPlan:
     """The same bytes, in the file's own layout, cut as the weights of a model are."""
     structs = checkpoint.structs(checkpoint.read_index(file))
     mesh = Mesh(np.array(devices).reshape(2, -1), ("fsdp", "tensor"))
-    return plan(structs, mesh, paths=PathRules([("norm", P()), (".*", P("tensor", "fsdp"))]))
+    return plan(
+        structs, mesh, paths=PathRules([("norm", P()), (".*", P("tensor", "fsdp"))])
+    )
 
 
 def _load(mebibytes: int, options: Options) -> Race:
     file = _folder(mebibytes) / "model.safetensors"
-    made, own = _trainer(_layers(mebibytes), options.devices), _as_it_is(file, options.devices)
+    made, own = (
+        _trainer(_layers(mebibytes), options.devices),
+        _as_it_is(file, options.devices),
+    )
 
     def check(_: Any, result: Any) -> None:
         for path, one in _by_hand(file, made.shardings).items():
@@ -241,9 +328,18 @@ def _load(mebibytes: int, options: Options) -> Race:
 
     return Race(
         rivals=(
-            Rival("shardfx", make=lambda: lambda _: checkpoint.load(file, made, HUGGING_FACE), check=check),
-            Rival("load without a map", make=lambda: lambda _: checkpoint.load(file, own)),
-            Rival("load_file, numpy, device_put", make=lambda: lambda _: _by_hand(file, made.shardings)),
+            Rival(
+                "shardfx",
+                make=lambda: lambda _: checkpoint.load(file, made, HUGGING_FACE),
+                check=check,
+            ),
+            Rival(
+                "load without a map", make=lambda: lambda _: checkpoint.load(file, own)
+            ),
+            Rival(
+                "load_file, numpy, device_put",
+                make=lambda: lambda _: _by_hand(file, made.shardings),
+            ),
         ),
         fresh=lambda: None,
         byte_count=made.bytes_total,
@@ -262,21 +358,35 @@ LOADERS: dict[str, Callable[[Path, ShardPlan], Any]] = {
 def _memory(mebibytes: int, options: Options) -> Mapping[str, Value]:
     file, values = _folder(mebibytes) / "model.safetensors", {}
     for name in LOADERS:
-        given = {"file": str(file), "mebibytes": mebibytes, "name": name, "devices": len(options.devices)}
+        given = {
+            "file": str(file),
+            "mebibytes": mebibytes,
+            "name": name,
+            "devices": len(options.devices),
+        }
         for key, value in fresh_process("benchmarks.convert:memory_of", given).items():
             values[f"{key}.{name}"] = value
     return values
 
 
 def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, float]:
-    """In a process of its own: the most memory that a load takes, and what stays, over the bytes that stay."""
+    """In a process of its own: the most memory that a load takes, and what stays, over
+    the bytes that stay.
+    """
     jax.config.update("jax_num_cpu_devices", devices)
     made = _trainer(_layers(mebibytes), jax.devices())
     with tempfile.TemporaryDirectory() as folder:
         from safetensors.numpy import save_file
 
         save_file({"w": np.ones((8, 8), np.float32)}, Path(folder, "small.safetensors"))
-        checkpoint.load(folder, plan({"w": np.ones((8, 8), np.float32)}, jax.make_mesh((1,), ("x",)), paths=REPLICATED))
+        checkpoint.load(
+            folder,
+            plan(
+                {"w": np.ones((8, 8), np.float32)},
+                jax.make_mesh((1,), ("x",)),
+                paths=REPLICATED,
+            ),
+        )
     held = sum(leaf.bytes_per_device for leaf in made.leaves) * devices
     reset_peak()
     before = resident_bytes()
@@ -291,7 +401,11 @@ REPLICATED = PathRules([(".*", P())])
 
 def _sync(mebibytes: int, options: Options, elsewhere: bool) -> Race:
     layers, half = _layers(mebibytes), len(options.devices) // 2
-    here, there = (options.devices[:half], options.devices[half:]) if elsewhere else (options.devices,) * 2
+    here, there = (
+        (options.devices[:half], options.devices[half:])
+        if elsewhere
+        else (options.devices,) * 2
+    )
     source, target = _trainer(layers, here), _engine(layers, there)
     shardings = target.shardings
 
@@ -300,26 +414,43 @@ def _sync(mebibytes: int, options: Options, elsewhere: bool) -> Race:
 
     def check(tree: Any, result: Any) -> None:
         if not expected:
-            expected.update(ENGINE.apply({path: np.asarray(leaf) for path, leaf in tree.items()}))
+            expected.update(
+                ENGINE.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
+            )
         for path, one in expected.items():
             assert result[path].sharding == shardings[path], path
-            assert np.array_equal(np.asarray(result[path]).view(np.uint16), one.view(np.uint16)), path
+            assert np.array_equal(
+                np.asarray(result[path]).view(np.uint16), one.view(np.uint16)
+            ), path
 
     def whole() -> Callable[[Any], Any]:
-        return jax.jit(lambda tree: ENGINE.apply(tree, target.structs), out_shardings=shardings)
+        return jax.jit(
+            lambda tree: ENGINE.apply(tree, target.structs), out_shardings=shardings
+        )
 
     rivals = [
-        Rival("shardfx", make=lambda: lambda tree: reshard(tree, target, map=ENGINE), check=check),
         Rival(
-            "shardfx, programs", make=lambda: ft.partial(resharded, dst=target, map=ENGINE, copies=False), check=check
+            "shardfx",
+            make=lambda: lambda tree: reshard(tree, target, map=ENGINE),
+            check=check,
         ),
-        Rival("jit per leaf, device_put", make=lambda: ft.partial(_leaf_by_leaf, layers, shardings), check=check),
+        Rival(
+            "shardfx, programs",
+            make=lambda: ft.partial(resharded, dst=target, map=ENGINE, copies=False),
+            check=check,
+        ),
+        Rival(
+            "jit per leaf, device_put",
+            make=lambda: ft.partial(_leaf_by_leaf, layers, shardings),
+            check=check,
+        ),
     ]
     if not elsewhere:
         rivals.append(Rival("jax.jit, out_shardings", make=whole, check=check))
     return Race(
         rivals=tuple(rivals),
-        # A move measured twice on one source would find copies that JAX keeps on the host.
+        # A move measured twice on one source would find copies that JAX keeps on the
+        # host.
         fresh=lambda: jax.block_until_ready(_filled(source)),
         byte_count=target.bytes_total,
         facts={"leaves": len(target.leaves), "devices": len(options.devices)},
@@ -332,9 +463,13 @@ def _sync(mebibytes: int, options: Options, elsewhere: bool) -> Race:
 @jax.jit
 def _qkv(q: jax.Array, k: jax.Array, v: jax.Array, i: int) -> jax.Array:
     def key(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x[i].T.reshape(KEYS, SIZE, WIDTH), SHARDS // KEYS, 0).reshape(SHARDS, -1, WIDTH)
+        return jnp.repeat(x[i].T.reshape(KEYS, SIZE, WIDTH), SHARDS // KEYS, 0).reshape(
+            SHARDS, -1, WIDTH
+        )
 
-    return jnp.concatenate([q[i].T.reshape(SHARDS, -1, WIDTH), key(k), key(v)], 1).reshape(-1, WIDTH)
+    return jnp.concatenate(
+        [q[i].T.reshape(SHARDS, -1, WIDTH), key(k), key(v)], 1
+    ).reshape(-1, WIDTH)
 
 
 @jax.jit
@@ -354,7 +489,9 @@ def _layer(x: jax.Array, i: int) -> jax.Array:
 
 
 def _leaf_by_leaf(layers: int, shardings: Any, tree: Any) -> Any:
-    """What people write: a compiled function per kind of weight, and `device_put` of what it gives."""
+    """What people write: a compiled function per kind of weight, and `device_put` of
+    what it gives.
+    """
     found = {"model.embed": jax.device_put(tree["embed"], shardings["model.embed"])}
     w = {name.removeprefix("layers/"): leaf for name, leaf in tree.items()}
     for i in range(layers):
@@ -375,9 +512,18 @@ def _small(leaves: int, devices: list[Any]) -> tuple[dict[str, jax.Array], Shard
     """The leaves of a large Llama, of few bytes: what counts is what each costs."""
     layers, width, heads, feed = (leaves - 3) // 9, 32, 32, 48
     shapes = {"embed": (64, width), "head": (64, width), "norm": (width,)}
-    for name, rows, columns in (("q", width, heads), ("k", width, 16), ("v", width, 16), ("o", heads, width)):
+    for name, rows, columns in (
+        ("q", width, heads),
+        ("k", width, 16),
+        ("v", width, 16),
+        ("o", heads, width),
+    ):
         shapes[name] = (layers, rows, columns)
-    shapes |= {"gate": (layers, width, feed), "up": (layers, width, feed), "down": (layers, feed, width)}
+    shapes |= {
+        "gate": (layers, width, feed),
+        "up": (layers, width, feed),
+        "down": (layers, feed, width),
+    }
     shapes |= {"norm1": (layers, width), "norm2": (layers, width)}
     arrays = {
         path: np.random.default_rng(seed).normal(size=shape).astype(jnp.bfloat16)
@@ -385,18 +531,34 @@ def _small(leaves: int, devices: list[Any]) -> tuple[dict[str, jax.Array], Shard
     }
     theirs = Mesh(np.array(devices).reshape(2, -1), ("fsdp", "tensor"))
     down = ("^(o|down)$", P(None, "tensor", "fsdp"))
-    rules = [("norm", P()), ("embed|head", P("tensor", "fsdp")), down, (".*", P(None, "fsdp", "tensor"))]
+    rules = [
+        ("norm", P()),
+        ("embed|head", P("tensor", "fsdp")),
+        down,
+        (".*", P(None, "fsdp", "tensor")),
+    ]
     source = plan(arrays, theirs, paths=PathRules(rules))
     rules = [("norm", P()), ("(o|down)$", P(None, "tensor")), (".*", P("tensor"))]
-    structs = jax.eval_shape(LLAMA.apply, {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arrays.items()})
-    return shardfx.shard(arrays, source), plan(structs, Mesh(np.array(devices), ("tensor",)), paths=PathRules(rules))
+    structs = jax.eval_shape(
+        LLAMA.apply,
+        {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arrays.items()},
+    )
+    return shardfx.shard(arrays, source), plan(
+        structs, Mesh(np.array(devices), ("tensor",)), paths=PathRules(rules)
+    )
 
 
 LLAMA = TreeMap(
     {
         **{name: name for name in ("embed", "head", "norm")},
-        **{f"layers.{{i}}.{name}": From(name).at("i").T for name in ("q", "o", "gate", "up", "down")},
-        **{f"layers.{{i}}.{name}": From(name).at("i").T.repeat(2, unit=4) for name in ("k", "v")},
+        **{
+            f"layers.{{i}}.{name}": From(name).at("i").T
+            for name in ("q", "o", "gate", "up", "down")
+        },
+        **{
+            f"layers.{{i}}.{name}": From(name).at("i").T.repeat(2, unit=4)
+            for name in ("k", "v")
+        },
         **{f"layers.{{i}}.{name}": From(name).at("i") for name in ("norm1", "norm2")},
     }
 )
@@ -407,18 +569,29 @@ def _counts(options: Options) -> Mapping[str, Value]:
     shardfx.clear_caches()
     moved = resharded(tree, target, map=LLAMA, copies=False)
     expected = LLAMA.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
-    assert all(np.asarray(moved[path]).tobytes() == one.tobytes() for path, one in expected.items())
+    assert all(
+        np.asarray(moved[path]).tobytes() == one.tobytes()
+        for path, one in expected.items()
+    )
     programs = program.cache_info().currsize
     layers = 2
     source, target = _trainer(layers, options.devices), _engine(layers, options.devices)
     works = map_move(flatten(_filled(source)), target, ENGINE, False).plans
-    wire_bytes = sum(work.assembly.parts.wire_bytes for work in works if work.assembly is not None)
+    wire_bytes = sum(
+        work.assembly.parts.wire_bytes for work in works if work.assembly is not None
+    )
     bound = _lower_bound(source, target, layers)
-    return {"leaves": len(moved), "programs": programs, "wire_over_lower_bound": wire_bytes / bound}
+    return {
+        "leaves": len(moved),
+        "programs": programs,
+        "wire_over_lower_bound": wire_bytes / bound,
+    }
 
 
 def _lower_bound(source: ShardPlan, target: ShardPlan, layers: int) -> int:
-    """The bytes that each device of the target lacks, counted with the numbers of rows and columns."""
+    """The bytes that each device of the target lacks, counted with the numbers of rows
+    and columns.
+    """
     total = 0
     for path, struct in target.structs.items():
         if "embed" in path:
@@ -426,7 +599,10 @@ def _lower_bound(source: ShardPlan, target: ShardPlan, layers: int) -> int:
         layer = int(path.split(".")[2])
         rows = _origins(path, layer)
         for device, index in struct.sharding.devices_indices_map(struct.shape).items():
-            own = [np.arange(size)[part] for size, part in zip(struct.shape, index, strict=True)]
+            own = [
+                np.arange(size)[part]
+                for size, part in zip(struct.shape, index, strict=True)
+            ]
             total += _lacking(rows, own, device, source)
     return 2 * total
 
@@ -440,16 +616,27 @@ def _origins(path: str, layer: int) -> list[tuple[str, int]]:
         return [("layers/norm", row) for row in range(WIDTH)]
     if name == "gate_up":
         step = FEED // SHARDS
-        return [(f"layers/{part}", s * step + r) for s in range(SHARDS) for part in ("gate", "up") for r in range(step)]
+        return [
+            (f"layers/{part}", s * step + r)
+            for s in range(SHARDS)
+            for part in ("gate", "up")
+            for r in range(step)
+        ]
     step, times = HEADS * SIZE // SHARDS, SHARDS // KEYS
     found = []
     for s in range(SHARDS):
         found += [("layers/q", s * step + r) for r in range(step)]
-        found += [(f"layers/{part}", s // times * SIZE + r) for part in ("k", "v") for r in range(SIZE)]
+        found += [
+            (f"layers/{part}", s // times * SIZE + r)
+            for part in ("k", "v")
+            for r in range(SIZE)
+        ]
     return found
 
 
-def _lacking(rows: list[tuple[str, int]], own: list[np.ndarray], device: Any, source: ShardPlan) -> int:
+def _lacking(
+    rows: list[tuple[str, int]], own: list[np.ndarray], device: Any, source: ShardPlan
+) -> int:
     wanted: dict[str, set[int]] = {}
     for row in own[0]:
         name, column = rows[int(row)]
@@ -458,45 +645,84 @@ def _lacking(rows: list[tuple[str, int]], own: list[np.ndarray], device: Any, so
     for name, columns in wanted.items():
         struct = source.structs[name]
         index = struct.sharding.devices_indices_map(struct.shape)[device]
-        held = [set(np.arange(size)[part].tolist()) for size, part in zip(struct.shape, index, strict=True)]
+        held = [
+            set(np.arange(size)[part].tolist())
+            for size, part in zip(struct.shape, index, strict=True)
+        ]
         if len(struct.shape) == 2:
             count += len(columns - held[1])
             continue
         others = set(own[1].tolist())
-        count += len(columns) * len(others) - len(columns & held[2]) * len(others & held[1])
+        count += len(columns) * len(others) - len(columns & held[2]) * len(
+            others & held[1]
+        )
     return count
 
 
 def _room(mebibytes: int, options: Options) -> Mapping[str, Value]:
-    """What the programs allocate beside their arguments and results, by XLA's own account."""
+    """What the programs allocate beside their arguments and results, by XLA's own
+    account.
+    """
     source, target = _trainer(2, options.devices), _engine(2, options.devices)
     tree = _filled(source)
     works = map_move(flatten(tree), target, ENGINE, False).plans
     largest = max(leaf.bytes_per_device for leaf in target.leaves)
     most = 0
-    for work in [work.assembly for work in works if work.assembly is not None and work.assembly.method == "programs"]:
+    for work in [
+        work.assembly
+        for work in works
+        if work.assembly is not None and work.assembly.method == "programs"
+    ]:
         for step in work.exchanges(None):
             sources = tuple(work.source_shapes[key] for key in step.keys)
-            run = program(work.devices, step.rounds, sources, (work.shard_shape, work.dtype), True)
-            where = NamedSharding(Mesh(np.array(work.devices), ("device",)), P("device"))
+            run = program(
+                work.devices, step.rounds, sources, (work.shard_shape, work.dtype), True
+            )
+            where = NamedSharding(
+                Mesh(np.array(work.devices), ("device",)), P("device")
+            )
             count = len(work.devices)
-            given = [jax.ShapeDtypeStruct(step.places.shape, step.places.dtype, sharding=where)] + [
-                jax.ShapeDtypeStruct((count * block[0], *block[1:]), dtype, sharding=where) for block, dtype in sources
+            given = [
+                jax.ShapeDtypeStruct(
+                    step.places.shape, step.places.dtype, sharding=where
+                )
+            ] + [
+                jax.ShapeDtypeStruct(
+                    (count * block[0], *block[1:]), dtype, sharding=where
+                )
+                for block, dtype in sources
             ]
-            most = max(most, run.lower(*given).compile().memory_analysis().temp_size_in_bytes)
-    return {"temporary_bytes": most, "largest_shard": largest, "temporary_over_largest_shard": most / largest}
+            most = max(
+                most, run.lower(*given).compile().memory_analysis().temp_size_in_bytes
+            )
+    return {
+        "temporary_bytes": most,
+        "largest_shard": largest,
+        "temporary_over_largest_shard": most / largest,
+    }
 
 
 def _apart(mebibytes: int, options: Options) -> Mapping[str, Value]:
-    """What programs between other devices take of each beside its shards, as it is planned."""
+    """What programs between other devices take of each beside its shards, as it is
+    planned.
+    """
     layers, half = _layers(mebibytes), len(options.devices) // 2
-    source, target = _trainer(layers, options.devices[:half]), _engine(layers, options.devices[half:])
+    source, target = (
+        _trainer(layers, options.devices[:half]),
+        _engine(layers, options.devices[half:]),
+    )
     made = plan_reshard(source, target, map=ENGINE)
     pieces = [leaf for leaf in made.leaves if leaf.how == "pieces"]
     # The devices of a CPU share one memory, and the plan is of that.
-    most = max(leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes for leaf in pieces) // len(options.devices)
+    most = max(
+        leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes for leaf in pieces
+    ) // len(options.devices)
     largest = max(leaf.bytes_per_device for leaf in target.leaves)
-    return {"temporary_bytes": most, "largest_shard": largest, "temporary_over_largest_shard": most / largest}
+    return {
+        "temporary_bytes": most,
+        "largest_shard": largest,
+        "temporary_over_largest_shard": most / largest,
+    }
 
 
 def _again(options: Options) -> Mapping[str, Value]:
@@ -513,4 +739,8 @@ def _again(options: Options) -> Mapping[str, Value]:
         firsts.append(taken[0])
         seconds.append(statistics.median(taken[1:]))
     first, second = statistics.median(firsts), statistics.median(seconds)
-    return {"first_seconds": first, "second_seconds": second, "first_over_second": first / second}
+    return {
+        "first_seconds": first,
+        "second_seconds": second,
+        "first_over_second": first / second,
+    }

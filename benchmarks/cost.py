@@ -1,4 +1,6 @@
-"""What a step sends: estimated from its jaxpr, against what compilers for CPUs and TPUs make of it."""
+"""What a step sends: estimated from its jaxpr, against what compilers for CPUs and TPUs
+make of it.
+"""
 
 import argparse
 import dataclasses
@@ -26,8 +28,12 @@ from ._step_plans import LAYOUTS, Layout, Planned, planned, random_layout
 from ._steps import STUDY, STUDY_EXPERTS, Sizes, Way
 
 
-SUMMARY = "bytes that enter a device in a step: estimated without compiling, against the compiled program's"
-# Large enough that a weight is told from an activation, and small enough to compile in seconds.
+SUMMARY = (
+    "bytes that enter a device in a step: estimated without compiling, against the"
+    " compiled program's"
+)
+# Large enough that a weight is told from an activation, and small enough to compile in
+# seconds.
 MIDDLE = Sizes(4, 256, 1024, 16, 16, 16, 2048, 16, 256)
 MIDDLE_EXPERTS = dataclasses.replace(MIDDLE, hidden=256, experts=16)
 WAYS = {
@@ -38,30 +44,51 @@ WAYS = {
 }
 QUICK = ("fsdp", "tp + sp")
 WITHIN = 10
-# A difference is explained where the passes that `compare` names make up this share of it.
+# A difference is explained where the passes that `compare` names make up this share of
+# it.
 EXPLAINED = 0.9
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--aot", metavar="tpu:TOPOLOGY", help="by the TPU compiler, as in tpu:v5e:4x4; minutes a plan")
-    parser.add_argument("--plans", default=",".join(LAYOUTS), help="with --aot: which plans, by commas")
     parser.add_argument(
-        "--programs", metavar="DIR", help="with --aot: keep compiled programs there, and compile no more"
+        "--aot",
+        metavar="tpu:TOPOLOGY",
+        help="by the TPU compiler, as in tpu:v5e:4x4; minutes a plan",
+    )
+    parser.add_argument(
+        "--plans", default=",".join(LAYOUTS), help="with --aot: which plans, by commas"
+    )
+    parser.add_argument(
+        "--programs",
+        metavar="DIR",
+        help="with --aot: keep compiled programs there, and compile no more",
     )
 
 
 def cases(options: Options) -> list[Entry]:
     flags = options.flags
     if flags.aot:
-        given = {"aot": flags.aot, "names": flags.plans.split(","), "programs": flags.programs}
+        given = {
+            "aot": flags.aot,
+            "names": flags.plans.split(","),
+            "programs": flags.programs,
+        }
         return [
             Finding(
-                f"estimate against the {flags.aot.removeprefix('tpu:')} compiler, 2 scanned layers, bf16",
-                lambda: fresh_process("benchmarks.cost:on_tpu", given, timeout_seconds=14400),
+                f"estimate against the {flags.aot.removeprefix('tpu:')} compiler, 2"
+                " scanned layers, bf16",
+                lambda: fresh_process(
+                    "benchmarks.cost:on_tpu", given, timeout_seconds=14400
+                ),
                 (Limit("worst dense plan, % off", at_most=10),),
             )
         ]
-    return [Apart("estimate against compiled, 16 devices", "benchmarks.cost:on_sixteen", 16), _speed()]
+    return [
+        Apart(
+            "estimate against compiled, 16 devices", "benchmarks.cost:on_sixteen", 16
+        ),
+        _speed(),
+    ]
 
 
 def on_sixteen(options: Options) -> list[Entry]:
@@ -80,38 +107,58 @@ def on_sixteen(options: Options) -> list[Entry]:
     count = 1 if options.quick else 20
     return [
         *found,
-        Finding("the demo's transformer", ft.partial(_demo, options.devices), (Limit("% off", at_most=5),)),
+        Finding(
+            "the demo's transformer",
+            ft.partial(_demo, options.devices),
+            (Limit("% off", at_most=5),),
+        ),
         Finding(
             f"{count} random assignments",
             ft.partial(_random, count, options.devices),
-            (Limit("median, % off", at_most=10), Limit("without an explanation", at_most=0)),
+            (
+                Limit("median, % off", at_most=10),
+                Limit("without an explanation", at_most=0),
+            ),
         ),
     ]
 
 
-def _plans(way: Way, names: Sequence[str], layers: int, devices: list[Any]) -> dict[str, Value]:
+def _plans(
+    way: Way, names: Sequence[str], layers: int, devices: list[Any]
+) -> dict[str, Value]:
     values, worst = {}, 0.0
     for name in names:
         layout = LAYOUTS[name]
-        sizes = dataclasses.replace(MIDDLE_EXPERTS if layout.experts else MIDDLE, layers=layers)
+        sizes = dataclasses.replace(
+            MIDDLE_EXPERTS if layout.experts else MIDDLE, layers=layers
+        )
         made = planned(sizes, way, layout, devices)
         ours, theirs = _both(made)
         values |= _described(name, ours, theirs, theirs.wire_bytes)
-        worst = worst if layout.experts else max(worst, abs(_off(ours, theirs.wire_bytes)))
+        worst = (
+            worst if layout.experts else max(worst, abs(_off(ours, theirs.wire_bytes)))
+        )
     return values | {"worst dense plan, % off": worst}
 
 
 def _both(made: Planned) -> tuple[Traffic, Traffic]:
-    return estimate(made.jitted, *made.args, compiler="cpu"), traffic(made.lowered().compile())
+    return estimate(made.jitted, *made.args, compiler="cpu"), traffic(
+        made.lowered().compile()
+    )
 
 
 def _off(ours: Traffic, compiled_bytes: float) -> float:
     return 100 * (ours.wire_bytes / compiled_bytes - 1) if compiled_bytes else 0.0
 
 
-def _described(name: str, ours: Traffic, theirs: Traffic, compiled_bytes: float) -> dict[str, Value]:
+def _described(
+    name: str, ours: Traffic, theirs: Traffic, compiled_bytes: float
+) -> dict[str, Value]:
     off = _off(ours, compiled_bytes)
-    values: dict[str, Value] = {f"{name}, compiled MB": compiled_bytes / 1e6, f"{name}, % off": off}
+    values: dict[str, Value] = {
+        f"{name}, compiled MB": compiled_bytes / 1e6,
+        f"{name}, % off": off,
+    }
     if abs(off) > 1:
         values[f"{name}, why"] = _explained(ours, theirs)
     return values
@@ -135,14 +182,22 @@ def _demo(devices: list[Any]) -> dict[str, Value]:
     model = eqx.filter_eval_shape(demo.Transformer, key=jax.random.key(0))
     ours = plan(model, mesh, axes=demo.AXIS_RULES)
     text = plan(
-        jax.ShapeDtypeStruct((32, 65), jnp.int32), mesh, names=("batch", None), axes=demo.AXIS_RULES, unused="allow"
+        jax.ShapeDtypeStruct((32, 65), jnp.int32),
+        mesh,
+        names=("batch", None),
+        axes=demo.AXIS_RULES,
+        unused="allow",
     )
 
     def step(model: Any, text: Any) -> Any:
         gradients = jax.grad(demo.loss)(model, text, ours)
         return jax.tree.map(lambda a, b: a - 1e-3 * b, model, gradients)
 
-    jitted = jax.jit(step, in_shardings=(ours.shardings, text.shardings), out_shardings=ours.shardings)
+    jitted = jax.jit(
+        step,
+        in_shardings=(ours.shardings, text.shardings),
+        out_shardings=ours.shardings,
+    )
     made = estimate(jitted, ours.structs, text.structs, compiler="cpu")
     theirs = traffic(jitted.lower(ours.structs, text.structs).compile())
     off = _off(made, theirs.wire_bytes)
@@ -155,10 +210,14 @@ def _demo(devices: list[Any]) -> dict[str, Value]:
 
 
 def _random(count: int, devices: list[Any]) -> dict[str, Value]:
-    """Three axes of 2, 2 and 4 devices cut what is drawn. Most of it makes no sense, which compilers take worst."""
+    """Three axes of 2, 2 and 4 devices cut what is drawn. Most of it makes no sense,
+    which compilers take worst.
+    """
     errors, silent, signed, shares = [], 0, [], []
     for seed in range(count):
-        made = planned(dataclasses.replace(MIDDLE, layers=2), Way(), random_layout(seed), devices)
+        made = planned(
+            dataclasses.replace(MIDDLE, layers=2), Way(), random_layout(seed), devices
+        )
         ours, theirs = _both(made)
         off = _off(ours, theirs.wire_bytes)
         errors.append(abs(off))
@@ -172,13 +231,17 @@ def _random(count: int, devices: list[Any]) -> dict[str, Value]:
         f"more than {WITHIN} % off": sum(error > WITHIN for error in errors),
         "without an explanation": silent,
         "each, %": ", ".join(signed),
-        "explained, % of the difference, of those more than 1 % off": ", ".join(f"{100 * one:.0f}" for one in shares),
+        "explained, % of the difference, of those more than 1 % off": ", ".join(
+            f"{100 * one:.0f}" for one in shares
+        ),
     }
 
 
 def _speed() -> Finding:
     def measure() -> dict[str, Value]:
-        sizes = Sizes(126, 16384, 53248, 128, 8, 128, 128256, 256, 8192, dtype=jnp.bfloat16)
+        sizes = Sizes(
+            126, 16384, 53248, 128, 8, 128, 128256, 256, 8192, dtype=jnp.bfloat16
+        )
         made = planned(sizes, Way(remat=True), LAYOUTS["fsdp x tp"])
         times, rows = [], ()
         for _ in range(3):
@@ -186,7 +249,10 @@ def _speed() -> Finding:
             begin = time.process_time()
             rows = estimate(made.jitted, *made.args).rows
             times.append(time.process_time() - begin)
-        return {"seconds of processor time": statistics.median(times), "rows": len(rows)}
+        return {
+            "seconds of processor time": statistics.median(times),
+            "rows": len(rows),
+        }
 
     limits = (Limit("seconds of processor time", at_most=1.0),)
     return Finding("estimating 126 scanned layers, traced anew", measure, limits)
@@ -194,17 +260,26 @@ def _speed() -> Finding:
 
 def on_tpu(aot: str, names: Iterable[str], programs: str | None) -> dict[str, Value]:
     """In a process of its own: plans by the compiler of a TPU that is not there."""
-    # Else libtpu looks for a metadata server for minutes, and refuses a second process beside the first.
+    # Else libtpu looks for a metadata server for minutes, and refuses a second process
+    # beside the first.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     jax.config.update("jax_platforms", "cpu")
     values, worst = {}, 0.0
     for name in names:
         layout = LAYOUTS[name]
-        sizes = dataclasses.replace(STUDY_EXPERTS if layout.experts else STUDY, layers=2)
+        sizes = dataclasses.replace(
+            STUDY_EXPERTS if layout.experts else STUDY, layers=2
+        )
         made = planned(sizes, Way(), layout)
         ours = estimate(made.jitted, *made.args)
         theirs = traffic(
-            _program(aot, sizes, layout, None if programs is None else Path(programs, f"{name}.txt.gz")), layout.mesh
+            _program(
+                aot,
+                sizes,
+                layout,
+                None if programs is None else Path(programs, f"{name}.txt.gz"),
+            ),
+            layout.mesh,
         )
         as_gathers = sum(_without_window(row, layout) for row in theirs.rows)
         values |= _described(name, ours, theirs, as_gathers)
@@ -219,7 +294,9 @@ def _program(aot: str, sizes: Sizes, layout: Layout, kept: Path | None) -> str:
     from jax.experimental import topologies
 
     platform, _, topology = aot.partition(":")
-    devices = topologies.get_topology_desc(platform=platform, topology_name=topology).devices
+    devices = topologies.get_topology_desc(
+        platform=platform, topology_name=topology
+    ).devices
     text = planned(sizes, Way(), layout, devices).lowered().compile().as_text()
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +305,9 @@ def _program(aot: str, sizes: Sizes, layout: Layout, kept: Path | None) -> str:
 
 
 def _without_window(row: Any, layout: Layout) -> float:
-    """A ring of permutes that adds up sends n + 1 pieces where a reduction that scatters sends n - 1."""
+    """A ring of permutes that adds up sends n + 1 pieces where a reduction that
+    scatters sends n - 1.
+    """
     count = math.prod(layout.axes[axis] for axis in row.axes)
     is_ring = row.windowed and row.kind == "reduce-scatter"
     return row.wire_bytes * (count - 1) / (count + 1) if is_ring else row.wire_bytes

@@ -17,22 +17,39 @@ from ._step_plans import LAYOUTS, Layout, Planned, planned
 from ._steps import STUDY, STUDY_EXPERTS, Way
 
 
-SUMMARY = "memory of a step, estimated against the TPU compiler's own count on v5e:4x4; public numbers as oracles"
-DATA: dict[str, Any] = json.loads((Path(__file__).parent / "cost_memory.json").read_text())
+SUMMARY = (
+    "memory of a step, estimated against the TPU compiler's own count on v5e:4x4;"
+    " public numbers as oracles"
+)
+DATA: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "cost_memory.json").read_text()
+)
 _QUICK = ("fsdp", "tp + sp")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compile", action="store_true", help="compile anew with libtpu (minutes each)")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile anew with libtpu (minutes each)"
+    )
 
 
 def cases(options: Options) -> list[Entry]:
-    limits = (Limit("arguments_off_percent", at_most=0.01), Limit("off_percent", at_most=15))
-    rows = [row for row in DATA["rows"] if not options.quick or (row["plan"] in _QUICK and row["remat"])]
-    found: list[Entry] = [
-        Finding(f"{row['plan']}{_how(row)}", ft.partial(_memory, row, options), limits) for row in rows
+    limits = (
+        Limit("arguments_off_percent", at_most=0.01),
+        Limit("off_percent", at_most=15),
+    )
+    rows = [
+        row
+        for row in DATA["rows"]
+        if not options.quick or (row["plan"] in _QUICK and row["remat"])
     ]
-    compiled = Apart("suggestions, each compiled", "benchmarks._cost_suggestions:on_eight", 8)
+    found: list[Entry] = [
+        Finding(f"{row['plan']}{_how(row)}", ft.partial(_memory, row, options), limits)
+        for row in rows
+    ]
+    compiled = Apart(
+        "suggestions, each compiled", "benchmarks._cost_suggestions:on_eight", 8
+    )
     tpu = Finding(
         "suggestions, each compiled for v5e:4x4",
         ft.partial(_cost_suggestions.on_v5e, options),
@@ -50,8 +67,12 @@ def _how(row: Mapping[str, Any]) -> str:
 
 def _step(row: Mapping[str, Any]) -> tuple[Layout, Planned]:
     layout = LAYOUTS[row["plan"]]
-    sizes = dataclasses.replace(STUDY_EXPERTS if layout.experts else STUDY, layers=row["layers"])
-    return layout, planned(sizes, Way(scan=row.get("scan", True), remat=row["remat"]), layout)
+    sizes = dataclasses.replace(
+        STUDY_EXPERTS if layout.experts else STUDY, layers=row["layers"]
+    )
+    return layout, planned(
+        sizes, Way(scan=row.get("scan", True), remat=row["remat"]), layout
+    )
 
 
 def _memory(row: Mapping[str, Any], options: Options) -> Mapping[str, Value]:

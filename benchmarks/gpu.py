@@ -1,7 +1,9 @@
-"""`python -m benchmarks.gpu FILE`: what one accelerator shows: offload, loading, moves between platforms, jit.
+"""`python -m benchmarks.gpu FILE`: what one accelerator shows: offload, loading, moves
+between platforms, jit.
 
-A suite like the others, but run alone: it needs no library but JAX and what shardfx itself needs, and measures an
-accelerator beside eight devices of the CPU. With `--quick` it is a trial run, on the CPU if there is nothing else.
+A suite like the others, but run alone: it needs no library but JAX and what shardfx
+itself needs, and measures an accelerator beside eight devices of the CPU. With
+`--quick` it is a trial run, on the CPU if there is nothing else.
 """
 
 import argparse
@@ -28,17 +30,26 @@ from ._progress import Progress
 from ._runner import Options, run_suite
 
 
-SUMMARY = "One accelerator: offload, a state beyond its memory limit, moves from and to CPU devices, loading, jit."
+SUMMARY = (
+    "One accelerator: offload, a state beyond its memory limit, moves from and to CPU"
+    " devices, loading, jit."
+)
 LEAVES = 32
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=SUMMARY)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=SUMMARY
+    )
     parser.add_argument("file", type=Path, help="where the results go, as JSON")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes and few repeats"
+    )
     flags = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", 8)
-    text, failed = results(Options(flags.quick, 3 if flags.quick else 9, jax.devices()[:1], flags))
+    text, failed = results(
+        Options(flags.quick, 3 if flags.quick else 9, jax.devices()[:1], flags)
+    )
     flags.file.write_text(text)
     return 1 if failed else 0
 
@@ -55,16 +66,30 @@ def results(options: Options) -> tuple[str, bool]:
 
 def cases(options: Options) -> list[Entry]:
     device, quick = options.devices[0], options.quick
-    limited: Entry = Skip("a tree of four times the memory limit, out and back", "this device counts no memory")
+    limited: Entry = Skip(
+        "a tree of four times the memory limit, out and back",
+        "this device counts no memory",
+    )
     if device.memory_stats() is not None:
         bound = (Limit("beyond_over_limit", at_most=1.1),)
-        limited = Finding(limited.name, ft.partial(_limited, device, 1 if quick else 128), bound)
+        limited = Finding(
+            limited.name, ft.partial(_limited, device, 1 if quick else 128), bound
+        )
     return [
         limited,  # first, since the device's own count of its peak cannot be set back
         *reshard_trees.offloads(options, 64 if quick else 4096),
-        Case("8 CPU devices to the accelerator", ft.partial(_into, device, 1024 if quick else 8192)),
-        Case("the accelerator to 4 CPU devices", ft.partial(_out, device, 1024 if quick else 8192)),
-        Case(f"{16 if quick else 2048} MiB from a file", ft.partial(_load, device, 16 if quick else 2048)),
+        Case(
+            "8 CPU devices to the accelerator",
+            ft.partial(_into, device, 1024 if quick else 8192),
+        ),
+        Case(
+            "the accelerator to 4 CPU devices",
+            ft.partial(_out, device, 1024 if quick else 8192),
+        ),
+        Case(
+            f"{16 if quick else 2048} MiB from a file",
+            ft.partial(_load, device, 16 if quick else 2048),
+        ),
         Case(
             "a step of a wide network, planned",
             ft.partial(_step, device, 256 if quick else 8192),
@@ -78,14 +103,21 @@ def _on(device: Any, kind: str | None = None) -> NamedSharding:
 
 
 def _limited(device: Any, mebibytes: int) -> Mapping[str, Value]:
-    """Peak bytes on the device when a state moves out under a limit, is given up, and comes back."""
+    """Peak bytes on the device when a state moves out under a limit, is given up, and
+    comes back.
+    """
     here, there, count = _on(device), _on(device, "pinned_host"), mebibytes << 18
     before = device.memory_stats()["bytes_in_use"]
-    tree = jax.jit(lambda: [jnp.full((count,), i, jnp.float32) for i in range(LEAVES)], out_shardings=here)()
+    tree = jax.jit(
+        lambda: [jnp.full((count,), i, jnp.float32) for i in range(LEAVES)],
+        out_shardings=here,
+    )()
     tree = jax.block_until_ready(tree)
     size = 4 * count * LEAVES
     limit = size // 4
-    hosted = jax.block_until_ready(reshard(tree, there, memory_limit_bytes=limit, donate=True))
+    hosted = jax.block_until_ready(
+        reshard(tree, there, memory_limit_bytes=limit, donate=True)
+    )
     assert all(leaf.is_deleted() for leaf in tree)
     left = device.memory_stats()["bytes_in_use"] - before
     back = jax.block_until_ready(reshard(hosted, here, memory_limit_bytes=limit))
@@ -104,7 +136,9 @@ def _into(device: Any, width: int) -> Race:
 
 
 def _out(device: Any, width: int) -> Race:
-    rows = NamedSharding(Mesh(np.array(jax.devices("cpu"))[[6, 1, 3, 0]], ("x",)), P("x"))
+    rows = NamedSharding(
+        Mesh(np.array(jax.devices("cpu"))[[6, 1, 3, 0]], ("x",)), P("x")
+    )
     return _between(_values(width), _on(device), rows, _on(device, "pinned_host"))
 
 
@@ -112,19 +146,29 @@ def _values(width: int) -> np.ndarray:
     return np.arange(width * width, dtype=np.float32).reshape(width, width)
 
 
-def _between(values: np.ndarray, src: NamedSharding, dst: NamedSharding, whole: NamedSharding) -> Race:
-    """A race of moves; the floor copies as many bytes between the host and the device in one piece."""
+def _between(
+    values: np.ndarray, src: NamedSharding, dst: NamedSharding, whole: NamedSharding
+) -> Race:
+    """A race of moves; the floor copies as many bytes between the host and the device
+    in one piece.
+    """
     out = whole.memory_kind == "pinned_host"
     one = jax.block_until_ready(jax.device_put(values, src)) if out else values
     return Race(
         rivals=(
             Rival("shardfx", lambda: lambda x: reshard(x, dst), _same(values)),
-            Rival("jax.device_put", lambda: lambda x: jax.device_put(x, dst), _same(values)),
+            Rival(
+                "jax.device_put",
+                lambda: lambda x: jax.device_put(x, dst),
+                _same(values),
+            ),
         ),
         # A source that device_put has read keeps a copy on the host.
         fresh=lambda: jax.block_until_ready(jax.device_put(values, src)),
         byte_count=values.nbytes,
-        floor=Floor("one copy", lambda _: jax.block_until_ready(jax.device_put(one, whole))),
+        floor=Floor(
+            "one copy", lambda _: jax.block_until_ready(jax.device_put(one, whole))
+        ),
     )
 
 
@@ -137,7 +181,9 @@ def _same(values: np.ndarray) -> Callable[[Any, Any], None]:
 
 
 def _load(device: Any, mebibytes: int) -> Race:
-    """A safetensors file onto the device, against one copy of as many bytes from NumPy memory."""
+    """A safetensors file onto the device, against one copy of as many bytes from NumPy
+    memory.
+    """
     random = np.random.default_rng(0)
     rows = (mebibytes << 18) // LEAVES // 1024
     tree = {f"layer{i}": random.random((rows, 1024), np.float32) for i in range(LEAVES)}
@@ -159,25 +205,40 @@ def _load(device: Any, mebibytes: int) -> Race:
 
     return Race(
         rivals=(
-            Rival("shardfx", lambda: lambda _: checkpoint.load(file, made, progress=False), check),
+            Rival(
+                "shardfx",
+                lambda: lambda _: checkpoint.load(file, made, progress=False),
+                check,
+            ),
             Rival("load_file, device_put", by_library, check, ("safetensors",)),
-            Rival("the bytes alone, to the host", lambda: lambda _: np.fromfile(file, np.uint8)),
+            Rival(
+                "the bytes alone, to the host",
+                lambda: lambda _: np.fromfile(file, np.uint8),
+            ),
         ),
         fresh=lambda: None,
         byte_count=whole.nbytes,
-        floor=Floor("one copy from the host", lambda _: jax.block_until_ready(jax.device_put(whole, _on(device)))),
+        floor=Floor(
+            "one copy from the host",
+            lambda _: jax.block_until_ready(jax.device_put(whole, _on(device))),
+        ),
     )
 
 
 def _planned(tree: Any, device: Any) -> ShardPlan:
-    return plan(tree, Mesh(np.array([device]), ("x",)), paths=PathRules([(".*", P("x"))]))
+    return plan(
+        tree, Mesh(np.array([device]), ("x",)), paths=PathRules([(".*", P("x"))])
+    )
 
 
 def _step(device: Any, width: int) -> Race:
     params = {f"w{i}": np.full((width, width), 1 / width, np.float32) for i in range(4)}
     batch = {"x": np.ones((64, width), np.float32)}
     plans = (_planned(params, device), _planned(batch, device))
-    placed = tuple(jax.device_put(*pair) for pair in zip((params, batch), (p.shardings for p in plans), strict=True))
+    placed = tuple(
+        jax.device_put(*pair)
+        for pair in zip((params, batch), (p.shardings for p in plans), strict=True)
+    )
 
     def step(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -203,7 +264,11 @@ def _step(device: Any, width: int) -> Race:
 
     return Race(
         rivals=(
-            Rival("shardfx.filter_jit", jitted(lambda: filter_jit(step, in_shardings=plans)), check),
+            Rival(
+                "shardfx.filter_jit",
+                jitted(lambda: filter_jit(step, in_shardings=plans)),
+                check,
+            ),
             Rival("jax.jit", jitted(lambda: jax.jit(step)), check),
         ),
         fresh=lambda: placed,

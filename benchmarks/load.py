@@ -1,4 +1,6 @@
-"""The suite `load`: a checkpoint from a file onto devices, by time, memory and bytes read."""
+"""The suite `load`: a checkpoint from a file onto devices, by time, memory and bytes
+read.
+"""
 
 import argparse
 import atexit
@@ -26,47 +28,85 @@ from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_b
 from ._runner import Options
 
 
-SUMMARY = "A checkpoint of 2 GiB (64 MiB under --quick) from its file onto the devices; the page cache is warm."
+SUMMARY = (
+    "A checkpoint of 2 GiB (64 MiB under --quick) from its file onto the devices; the"
+    " page cache is warm."
+)
 COUNT = 128
 CUTS = {"rows": P("x"), "columns": P(None, "x"), "replicated": P()}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mebibytes", type=int, default=None, help="size of the checkpoint")
+    parser.add_argument(
+        "--mebibytes", type=int, default=None, help="size of the checkpoint"
+    )
 
 
 def cases(options: Options) -> list[Entry]:
     size = options.flags.mebibytes or (64 if options.quick else 2048)
     name = f"{size} MiB safetensors"
     cuts = ("rows", "columns")
-    first = tuple(Limit(f"faster_than.{cut}.load_file, device_put", at_least=4.0) for cut in cuts)
-    first += tuple(Limit(f"faster_than.{cut}.{rival}", at_least=1.0) for cut in cuts for rival in TORCH)
+    first = tuple(
+        Limit(f"faster_than.{cut}.load_file, device_put", at_least=4.0) for cut in cuts
+    )
+    first += tuple(
+        Limit(f"faster_than.{cut}.{rival}", at_least=1.0)
+        for cut in cuts
+        for rival in TORCH
+    )
     count = 2000 if options.quick else 20_000
-    lean = (Limit("resident_over_tensors.shardfx", at_most=1.05), Limit("peak_over_tensors.shardfx", at_most=1.05))
-    quarter = tuple(Limit(f"read_over_quarter.{cut}", at_most=1.001) for cut in ("rows", "columns"))
-    # Every replica is a copy for the rivals: eight times 2 GiB would not fit everywhere.
+    lean = (
+        Limit("resident_over_tensors.shardfx", at_most=1.05),
+        Limit("peak_over_tensors.shardfx", at_most=1.05),
+    )
+    quarter = tuple(
+        Limit(f"read_over_quarter.{cut}", at_most=1.001) for cut in ("rows", "columns")
+    )
+    # Every replica is a copy for the rivals: eight times 2 GiB would not fit
+    # everywhere.
     again = [
-        Case(f"{count} MiB safetensors, {cut}, again in one process", ft.partial(_safetensors, count, cut, options))
-        for cut, count in (("rows", size), ("columns", size), ("replicated", min(size, 512)))
+        Case(
+            f"{count} MiB safetensors, {cut}, again in one process",
+            ft.partial(_safetensors, count, cut, options),
+        )
+        for cut, count in (
+            ("rows", size),
+            ("columns", size),
+            ("replicated", min(size, 512)),
+        )
     ]
     small = (Limit("speedup.safe_open, device_put", at_least=1.0),)
     # Limits are for the full size; at 64 MiB starting up weighs more than reading.
     return [
-        Finding(f"{name}, first load of a process", ft.partial(_first, size, options), () if options.quick else first),
-        Finding(f"{name}, memory", ft.partial(_memory, size, options), () if options.quick else lean),
+        Finding(
+            f"{name}, first load of a process",
+            ft.partial(_first, size, options),
+            () if options.quick else first,
+        ),
+        Finding(
+            f"{name}, memory",
+            ft.partial(_memory, size, options),
+            () if options.quick else lean,
+        ),
         Finding(f"{name}, one of four processes", ft.partial(_quarters, size), quarter),
         Finding(f"{name}, cold page cache", ft.partial(_cold, size, options)),
         *again,
-        Case(f"{name}, float32 to bfloat16 on the way", ft.partial(_cast, size, options)),
+        Case(
+            f"{name}, float32 to bfloat16 on the way", ft.partial(_cast, size, options)
+        ),
         Case(f"{size} MiB, Orbax's own format", ft.partial(_orbax, size, options)),
         Case(
-            f"{count:,} small tensors, replicated", ft.partial(_small, count, options), () if options.quick else small
+            f"{count:,} small tensors, replicated",
+            ft.partial(_small, count, options),
+            () if options.quick else small,
         ),
     ]
 
 
 def _shapes(mebibytes: int) -> dict[str, tuple[tuple[int, int], Any]]:
-    """Tensors of three sizes, half of them bfloat16, half float32, that sum up to about `mebibytes`."""
+    """Tensors of three sizes, half of them bfloat16, half float32, that sum up to about
+    `mebibytes`.
+    """
     shapes, unit = {}, mebibytes * 2**20 // COUNT
     for number in range(COUNT):
         dtype = jnp.bfloat16 if number % 2 else np.float32
@@ -79,14 +119,22 @@ def _shapes(mebibytes: int) -> dict[str, tuple[tuple[int, int], Any]]:
 
 @ft.lru_cache(maxsize=4)
 def _folder(mebibytes: int) -> Path:
-    """A folder with the same arrays as safetensors, and as flax and Orbax write them once they are asked for."""
+    """A folder with the same arrays as safetensors, and as flax and Orbax write them
+    once they are asked for.
+    """
     from safetensors.numpy import save_file
 
     folder = Path(tempfile.mkdtemp(prefix="shardfx-load-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     random = np.random.default_rng(0)
     arrays = {
-        name: random.integers(0, 2**14, (*shape, np.dtype(dtype).itemsize // 2), np.uint16).view(dtype).reshape(shape)
+        name: (
+            random.integers(
+                0, 2**14, (*shape, np.dtype(dtype).itemsize // 2), np.uint16
+            )
+            .view(dtype)
+            .reshape(shape)
+        )
         for name, (shape, dtype) in _shapes(mebibytes).items()
     }
     save_file(arrays, folder / "model.safetensors")
@@ -94,8 +142,13 @@ def _folder(mebibytes: int) -> Path:
 
 
 def _plan(mebibytes: int, cut: str, devices: list[Any], dtype: Any = None) -> ShardPlan:
-    structs = {name: jax.ShapeDtypeStruct(shape, dtype or own) for name, (shape, own) in _shapes(mebibytes).items()}
-    return plan(structs, Mesh(np.array(devices), ("x",)), paths=PathRules([(".*", CUTS[cut])]))
+    structs = {
+        name: jax.ShapeDtypeStruct(shape, dtype or own)
+        for name, (shape, own) in _shapes(mebibytes).items()
+    }
+    return plan(
+        structs, Mesh(np.array(devices), ("x",)), paths=PathRules([(".*", CUTS[cut])])
+    )
 
 
 def _load_file(file: Path, shardings: Any) -> Any:
@@ -109,7 +162,9 @@ def _slices(file: Path, shardings: Any) -> Any:
 
     with safe_open(file, "numpy") as opened:
         return {
-            name: _from_callback(opened.get_slice(name), sharding, _shape_of(opened, name))
+            name: _from_callback(
+                opened.get_slice(name), sharding, _shape_of(opened, name)
+            )
             for name, sharding in shardings.items()
         }
 
@@ -118,13 +173,19 @@ def _shape_of(opened: Any, name: str) -> tuple[int, ...]:
     return tuple(opened.get_slice(name).get_shape())
 
 
-def _from_callback(source: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
-    return jax.make_array_from_callback(shape, sharding, lambda index: np.array(source[index]))
+def _from_callback(
+    source: Any, sharding: NamedSharding, shape: tuple[int, ...]
+) -> jax.Array:
+    return jax.make_array_from_callback(
+        shape, sharding, lambda index: np.array(source[index])
+    )
 
 
 def _memmap(file: Path, shardings: Any) -> Any:
     entries = checkpoint.read_index(file).by_path
-    return {name: _mapped(entries[name], sharding) for name, sharding in shardings.items()}
+    return {
+        name: _mapped(entries[name], sharding) for name, sharding in shardings.items()
+    }
 
 
 def _mapped(entry: checkpoint.ArrayEntry, sharding: NamedSharding) -> jax.Array:
@@ -137,22 +198,32 @@ def _safe_open(file: Path, shardings: Any) -> Any:
     from safetensors import safe_open
 
     with safe_open(file, "numpy") as opened:
-        return jax.device_put({name: opened.get_tensor(name) for name in opened.keys()}, shardings)
+        return jax.device_put(
+            {name: opened.get_tensor(name) for name in opened.keys()}, shardings
+        )
 
 
 def _fastsafetensors(file: Path, shardings: Any) -> Any:
     from fastsafetensors import fastsafe_open  # pyright: ignore[reportMissingImports]
 
     with fastsafe_open(str(file), device="cpu", nogds=True) as opened:
-        return jax.device_put({name: _as_numpy(opened.get_tensor(name)) for name in opened.keys()}, shardings)
+        return jax.device_put(
+            {name: _as_numpy(opened.get_tensor(name)) for name in opened.keys()},
+            shardings,
+        )
 
 
 def _streamer(file: Path, shardings: Any) -> Any:
-    from runai_model_streamer import SafetensorsStreamer  # pyright: ignore[reportMissingImports]
+    from runai_model_streamer import (
+        SafetensorsStreamer,
+    )  # pyright: ignore[reportMissingImports]
 
     with SafetensorsStreamer() as streamer:
         streamer.stream_file(str(file))
-        return jax.device_put({name: _as_numpy(tensor) for name, tensor in streamer.get_tensors()}, shardings)
+        return jax.device_put(
+            {name: _as_numpy(tensor) for name, tensor in streamer.get_tensors()},
+            shardings,
+        )
 
 
 def _as_numpy(tensor: Any) -> np.ndarray:
@@ -181,7 +252,11 @@ def _flax_file(file: Path) -> Path:
 
 
 def _rival(
-    name: str, load: Callable[[Path, Any], Any], file: Callable[[], Path], shardings: Any, needs: tuple[str, ...]
+    name: str,
+    load: Callable[[Path, Any], Any],
+    file: Callable[[], Path],
+    shardings: Any,
+    needs: tuple[str, ...],
 ):
     def make() -> Callable[[Any], Any]:
         path = file()
@@ -223,13 +298,32 @@ def _safetensors(mebibytes: int, cut: str, options: Options) -> Race:
 
     return Race(
         rivals=(
-            _rival("shardfx", lambda path, _: checkpoint.load(path, made), own, shardings, ()),
-            _rival("load_file, device_put", _load_file, own, shardings, ("safetensors",)),
+            _rival(
+                "shardfx",
+                lambda path, _: checkpoint.load(path, made),
+                own,
+                shardings,
+                (),
+            ),
+            _rival(
+                "load_file, device_put", _load_file, own, shardings, ("safetensors",)
+            ),
             _rival("safetensors slices", _slices, own, shardings, ("safetensors",)),
             _rival("memory map", _memmap, own, shardings, ()),
-            _rival("flax msgpack", _flax, lambda: _flax_file(file), shardings, ("flax", "msgpack")),
-            _rival("safe_open, device_put", _safe_open, own, shardings, ("safetensors",)),
-            *[_rival(name, load, own, shardings, needs) for name, (load, needs) in TORCH.items()],
+            _rival(
+                "flax msgpack",
+                _flax,
+                lambda: _flax_file(file),
+                shardings,
+                ("flax", "msgpack"),
+            ),
+            _rival(
+                "safe_open, device_put", _safe_open, own, shardings, ("safetensors",)
+            ),
+            *[
+                _rival(name, load, own, shardings, needs)
+                for name, (load, needs) in TORCH.items()
+            ],
         ),
         fresh=own,
         byte_count=made.bytes_total,
@@ -239,7 +333,8 @@ def _safetensors(mebibytes: int, cut: str, options: Options) -> Race:
     )
 
 
-# Libraries of 2026 that read safetensors into PyTorch's tensors: how each is used, and what it needs.
+# Libraries of 2026 that read safetensors into PyTorch's tensors: how each is used, and
+# what it needs.
 TORCH: dict[str, tuple[Callable[[Path, Any], Any], tuple[str, ...]]] = {
     "fastsafetensors": (_fastsafetensors, ("fastsafetensors", "torch")),
     "Run:ai Model Streamer": (_streamer, ("runai_model_streamer", "torch")),
@@ -257,9 +352,13 @@ def _small(count: int, options: Options) -> Race:
     folder = Path(tempfile.mkdtemp(prefix="shardfx-load-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     file = folder / "small.safetensors"
-    save_file({f"layers.{i}.scale": np.full(16, i, np.float32) for i in range(count)}, file)
+    save_file(
+        {f"layers.{i}.scale": np.full(16, i, np.float32) for i in range(count)}, file
+    )
     structs = checkpoint.structs(checkpoint.read_index(file))
-    made = plan(structs, Mesh(np.array(options.devices), ("x",)), paths=PathRules([(".*", P())]))
+    made = plan(
+        structs, Mesh(np.array(options.devices), ("x",)), paths=PathRules([(".*", P())])
+    )
     shardings = made.shardings
 
     def own() -> Path:
@@ -267,10 +366,23 @@ def _small(count: int, options: Options) -> Race:
 
     return Race(
         rivals=(
-            _rival("shardfx", lambda path, _: checkpoint.load(path, made), own, shardings, ()),
-            _rival("safe_open, device_put", _safe_open, own, shardings, ("safetensors",)),
-            _rival("load_file, device_put", _load_file, own, shardings, ("safetensors",)),
-            *[_rival(name, load, own, shardings, needs) for name, (load, needs) in TORCH.items()],
+            _rival(
+                "shardfx",
+                lambda path, _: checkpoint.load(path, made),
+                own,
+                shardings,
+                (),
+            ),
+            _rival(
+                "safe_open, device_put", _safe_open, own, shardings, ("safetensors",)
+            ),
+            _rival(
+                "load_file, device_put", _load_file, own, shardings, ("safetensors",)
+            ),
+            *[
+                _rival(name, load, own, shardings, needs)
+                for name, (load, needs) in TORCH.items()
+            ],
         ),
         fresh=own,
         facts={"tensors": count, "devices": len(options.devices)},
@@ -285,20 +397,31 @@ def _cast(mebibytes: int, options: Options) -> Race:
     def rival(_: Any) -> Any:
         from safetensors.numpy import load_file
 
-        arrays = {name: array.astype(jnp.bfloat16) for name, array in load_file(file).items()}
+        arrays = {
+            name: array.astype(jnp.bfloat16) for name, array in load_file(file).items()
+        }
         return jax.device_put(arrays, made.shardings)
 
     def check(_: Any, result: Any) -> None:
         expected = rival(None)
         assert all(
-            np.array_equal(np.asarray(result[name]), np.asarray(expected[name])) for name in list(expected)[::16]
+            np.array_equal(np.asarray(result[name]), np.asarray(expected[name]))
+            for name in list(expected)[::16]
         )
 
     _warm(file)
     return Race(
         rivals=(
-            Rival("shardfx", make=lambda: lambda _: checkpoint.load(file, made, dtype="plan"), check=check),
-            Rival("load_file, astype, device_put", make=lambda: rival, needs=("safetensors",)),
+            Rival(
+                "shardfx",
+                make=lambda: lambda _: checkpoint.load(file, made, dtype="plan"),
+                check=check,
+            ),
+            Rival(
+                "load_file, astype, device_put",
+                make=lambda: rival,
+                needs=("safetensors",),
+            ),
         ),
         fresh=lambda: None,
         byte_count=_file_bytes(mebibytes),
@@ -307,7 +430,10 @@ def _cast(mebibytes: int, options: Options) -> Race:
 
 
 def _file_bytes(mebibytes: int) -> int:
-    return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in _shapes(mebibytes).values())
+    return sum(
+        int(np.prod(shape)) * np.dtype(dtype).itemsize
+        for shape, dtype in _shapes(mebibytes).values()
+    )
 
 
 def _orbax(mebibytes: int, options: Options) -> Race:
@@ -327,7 +453,11 @@ def _orbax(mebibytes: int, options: Options) -> Race:
     check = _same_as(made.shardings)
     return Race(
         rivals=(
-            Rival("shardfx", make=lambda: lambda _: checkpoint.load(path, made), check=check),
+            Rival(
+                "shardfx",
+                make=lambda: lambda _: checkpoint.load(path, made),
+                check=check,
+            ),
             Rival("Orbax", make=restore, check=check, needs=("orbax",)),
         ),
         fresh=lambda: folder / "model.safetensors",
@@ -358,19 +488,33 @@ ABSENT: dict[str, Value] = {
 
 
 def _first(mebibytes: int, options: Options) -> Mapping[str, Value]:
-    """Later loads find memory that earlier ones have touched, which is most of the cost; a real load is the first."""
+    """Later loads find memory that earlier ones have touched, which is most of the
+    cost; a real load is the first.
+    """
     file = _folder(mebibytes) / "model.safetensors"
     values = dict(ABSENT)
     for cut in ("rows", "columns"):
         seconds: dict[str, list[float]] = {name: [] for name in LOADERS}
         for _ in range(1 if options.quick else min(5, options.repeats)):
             for name, taken in seconds.items():
-                given = {"file": str(file), "mebibytes": mebibytes, "name": name, "cut": cut}
+                given = {
+                    "file": str(file),
+                    "mebibytes": mebibytes,
+                    "name": name,
+                    "cut": cut,
+                }
                 _warm(_read_by(name, file))
-                taken.append(fresh_process("benchmarks.load:first_load_of", given | {"devices": len(options.devices)}))
+                taken.append(
+                    fresh_process(
+                        "benchmarks.load:first_load_of",
+                        given | {"devices": len(options.devices)},
+                    )
+                )
         medians = {name: statistics.median(taken) for name, taken in seconds.items()}
         for name, median in medians.items():
-            values[f"first_gigabytes_per_second.{cut}.{name}"] = _file_bytes(mebibytes) / median / 1e9
+            values[f"first_gigabytes_per_second.{cut}.{name}"] = (
+                _file_bytes(mebibytes) / median / 1e9
+            )
             if name != "shardfx":
                 values[f"faster_than.{cut}.{name}"] = median / medians["shardfx"]
     return values
@@ -381,8 +525,12 @@ def _read_by(name: str, file: Path) -> Path:
     return _flax_file(file) if name == "flax msgpack" else file
 
 
-def first_load_of(file: str, mebibytes: int, name: str, cut: str, devices: int) -> float:
-    """In a process of its own: the seconds of its first load, after one of a small file."""
+def first_load_of(
+    file: str, mebibytes: int, name: str, cut: str, devices: int
+) -> float:
+    """In a process of its own: the seconds of its first load, after one of a small
+    file.
+    """
     made = _ready(mebibytes, name, cut, devices)
     begin = time.perf_counter()
     jax.block_until_ready(LOADERS[name](Path(file), made))
@@ -390,14 +538,20 @@ def first_load_of(file: str, mebibytes: int, name: str, cut: str, devices: int) 
 
 
 def _ready(mebibytes: int, name: str, cut: str, devices: int) -> ShardPlan:
-    """Loads a small file, so that the libraries are there, and their memory with them; the plan of the large one."""
+    """Loads a small file, so that the libraries are there, and their memory with them;
+    the plan of the large one.
+    """
     from safetensors.numpy import save_file
 
     jax.config.update("jax_num_cpu_devices", devices)
     with tempfile.TemporaryDirectory() as folder:
         small = {"w": np.ones((8, 8), np.float32)}
         save_file(small, Path(folder, "small.safetensors"))
-        few = plan(small, Mesh(np.array(jax.devices()), ("x",)), paths=PathRules([(".*", CUTS[cut])]))
+        few = plan(
+            small,
+            Mesh(np.array(jax.devices()), ("x",)),
+            paths=PathRules([(".*", CUTS[cut])]),
+        )
         jax.block_until_ready(LOADERS[name](Path(folder, "small.safetensors"), few))
     gc.collect()
     return _plan(mebibytes, cut, jax.devices())
@@ -408,31 +562,46 @@ def _memory(mebibytes: int, options: Options) -> Mapping[str, Value]:
     values = dict(ABSENT)
     for name in LOADERS:
         _warm(_read_by(name, file))
-        given = {"file": str(file), "mebibytes": mebibytes, "name": name, "devices": len(options.devices)}
+        given = {
+            "file": str(file),
+            "mebibytes": mebibytes,
+            "name": name,
+            "devices": len(options.devices),
+        }
         for key, value in fresh_process("benchmarks.load:memory_of", given).items():
             values[f"{key}.{name}"] = value
     return values
 
 
 def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, float]:
-    """In a process of its own: the most memory that a load takes, and what stays, over the bytes of the tensors."""
+    """In a process of its own: the most memory that a load takes, and what stays, over
+    the bytes of the tensors.
+    """
     made = _ready(mebibytes, name, "columns", devices)
     reset_peak()
     before = resident_bytes()
     result = jax.block_until_ready(LOADERS[name](Path(file), made))
     peak, resident = peak_resident_bytes() - before, resident_bytes() - before
     del result
-    return {"peak_over_tensors": peak / made.bytes_total, "resident_over_tensors": resident / made.bytes_total}
+    return {
+        "peak_over_tensors": peak / made.bytes_total,
+        "resident_over_tensors": resident / made.bytes_total,
+    }
 
 
 def _cold(mebibytes: int, options: Options) -> Mapping[str, Value]:
-    file, made = _folder(mebibytes) / "model.safetensors", _plan(mebibytes, "rows", options.devices)
+    file, made = (
+        _folder(mebibytes) / "model.safetensors",
+        _plan(mebibytes, "rows", options.devices),
+    )
     values = dict(ABSENT)
     for name, load in LOADERS.items():
         _forget(_read_by(name, file))
         begin = time.perf_counter()
         jax.block_until_ready(load(file, made))
-        values[f"from_disk_gigabytes_per_second.{name}"] = made.bytes_total / (time.perf_counter() - begin) / 1e9
+        values[f"from_disk_gigabytes_per_second.{name}"] = (
+            made.bytes_total / (time.perf_counter() - begin) / 1e9
+        )
         gc.collect()
     return values
 
@@ -451,7 +620,11 @@ def _quarters(mebibytes: int) -> Mapping[str, Value]:
     index = checkpoint.read_index(_folder(mebibytes))
     values: dict[str, Value] = {}
     for cut in ("rows", "columns"):
-        made = plan(checkpoint.structs(index), MeshSpec({"x": 8}), paths=PathRules([(".*", CUTS[cut])]))
+        made = plan(
+            checkpoint.structs(index),
+            MeshSpec({"x": 8}),
+            paths=PathRules([(".*", CUTS[cut])]),
+        )
         reads = checkpoint.plan_reads(index, made, processes=4)
         most = max(reads.processes, key=lambda process: process.read_bytes)
         values[f"read_over_quarter.{cut}"] = most.read_bytes / (index.bytes_total / 4)

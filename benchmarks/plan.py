@@ -1,4 +1,6 @@
-"""Planning the shardings of whole models: 1,137 and 47,705 leaves, 12 rules over logical axes."""
+"""Planning the shardings of whole models: 1,137 and 47,705 leaves, 12 rules over
+logical axes.
+"""
 
 import argparse
 import functools as ft
@@ -27,11 +29,15 @@ from ._machine import fresh_process
 from ._runner import Options
 
 
-SUMMARY = "regex rules to logical axes to corrected NamedShardings; seconds of processor time"
+SUMMARY = (
+    "regex rules to logical axes to corrected NamedShardings; seconds of processor time"
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--leaves", type=int, default=100_000, help="leaves of the largest tree")
+    parser.add_argument(
+        "--leaves", type=int, default=100_000, help="leaves of the largest tree"
+    )
 
 
 def cases(options: Options) -> list[Entry]:
@@ -50,8 +56,21 @@ def cases(options: Options) -> list[Entry]:
             ft.partial(race, shapes.deepseek_v3, deepseek),
             (Limit("floor_ratio.shardfx", at_most=1.5), fastest),
         ),
-        Case("10,000 leaves, no two paths alike", ft.partial(race, _all_different, llama), (fastest,)),
-        *([] if options.quick else [Case("10,000 leaves, no two shapes alike", ft.partial(race, _shapes_too, llama))]),
+        Case(
+            "10,000 leaves, no two paths alike",
+            ft.partial(race, _all_different, llama),
+            (fastest,),
+        ),
+        *(
+            []
+            if options.quick
+            else [
+                Case(
+                    "10,000 leaves, no two shapes alike",
+                    ft.partial(race, _shapes_too, llama),
+                )
+            ]
+        ),
         *_planning(options),
         Finding(
             f"cost per leaf from 1,000 to {largest:,} leaves",
@@ -66,12 +85,18 @@ def cases(options: Options) -> list[Entry]:
         Finding(
             "memory held by the DeepSeek-V3 plan",
             lambda: fresh_process("benchmarks.plan:held"),
-            (Limit("MB with shardings", at_most=30), Limit("MB with digest", at_most=30)),
+            (
+                Limit("MB with shardings", at_most=30),
+                Limit("MB with digest", at_most=30),
+            ),
         ),
         Finding(
             "a 47,705-leaf plan as an argument of a jitted function",
             ft.partial(_argument, 500 if options.quick else 3000),
-            (Limit("added us per call", at_most=5), Limit("added us per call, read from JSON", at_most=5)),
+            (
+                Limit("added us per call", at_most=5),
+                Limit("added us per call, read from JSON", at_most=5),
+            ),
         ),
         Finding(
             "calls with 38 arrays through filter_jit",
@@ -86,7 +111,9 @@ def cases(options: Options) -> list[Entry]:
 
 
 def _planning(options: Options) -> list[Entry]:
-    """Cold, hot and after a collection, side by side, each tree in a process of its own."""
+    """Cold, hot and after a collection, side by side, each tree in a process of its
+    own.
+    """
     trees = (
         ("llama", "Llama 3.1 405B, 1,137 leaves", 2.0),
         ("deepseek", "DeepSeek-V3, 47,705 leaves", 0.6),
@@ -95,14 +122,23 @@ def _planning(options: Options) -> list[Entry]:
     found: list[Entry] = [
         Finding(
             f"planning beside tree_flatten_with_path: {name}",
-            ft.partial(fresh_process, "benchmarks._planning:times", {"tree": tree, "repeats": options.repeats}),
+            ft.partial(
+                fresh_process,
+                "benchmarks._planning:times",
+                {"tree": tree, "repeats": options.repeats},
+            ),
             (Limit("hot, x flatten", at_most=most),),
         )
         for tree, name, most in trees
     ]
-    follow = ft.partial(fresh_process, "benchmarks._planning:follow", {"repeats": options.repeats})
+    follow = ft.partial(
+        fresh_process, "benchmarks._planning:follow", {"repeats": options.repeats}
+    )
     limits = (Limit("hot, x eval_shape", at_most=10),)
-    return [*found, Finding("follow of AdamW beside jax.eval_shape: 1,137 leaves", follow, limits)]
+    return [
+        *found,
+        Finding("follow of AdamW beside jax.eval_shape: 1,137 leaves", follow, limits),
+    ]
 
 
 def planner(rules: Any, mesh: Any) -> Callable[[Any], sfx.ShardPlan]:
@@ -126,23 +162,36 @@ def mesh_of(devices: list[Any]) -> Mesh:
 
 def _race(make: Callable[[], Any], rules: tuple, devices: list[Any]) -> Race:
     mesh = mesh_of(devices)
-    specs = [(pattern, sfx.resolve(names, sfx.AxisRules(shapes.AXES)).spec) for pattern, names in rules]
-    logical = _by_first_match(make(), [(pattern, PartitionSpec(*names)) for pattern, names in rules])
+    specs = [
+        (pattern, sfx.resolve(names, sfx.AxisRules(shapes.AXES)).spec)
+        for pattern, names in rules
+    ]
+    logical = _by_first_match(
+        make(), [(pattern, PartitionSpec(*names)) for pattern, names in rules]
+    )
     expected = jax.tree.leaves(_by_first_match(make(), specs))
 
     def right(_: Any, result: Any) -> None:
         tree = result.shardings if isinstance(result, sfx.ShardPlan) else result
         got = [getattr(leaf, "spec", leaf) for leaf in jax.tree.leaves(tree)]
-        wrong = [(a, b) for a, b in zip(got, expected, strict=True) if _trimmed(a) != _trimmed(b)]
+        wrong = [
+            (a, b)
+            for a, b in zip(got, expected, strict=True)
+            if _trimmed(a) != _trimmed(b)
+        ]
         assert not wrong, f"{len(wrong)} leaves differ, the first: {wrong[0]}"
 
     return Race(
         rivals=(
             Rival("shardfx", lambda: planner(rules, mesh), right),
-            Rival("eformer (matching only)", lambda: _eformer(specs), right, ("eformer",)),
+            Rival(
+                "eformer (matching only)", lambda: _eformer(specs), right, ("eformer",)
+            ),
             Rival("scalax", lambda: _scalax(specs, mesh), right, ("scalax",)),
             Rival("flax (no matching)", lambda: _flax(logical, mesh), right, ("flax",)),
-            Rival("big_vision", lambda: _big_vision(rules, mesh), None, ("big_vision",)),
+            Rival(
+                "big_vision", lambda: _big_vision(rules, mesh), None, ("big_vision",)
+            ),
         ),
         fresh=make,
         floor=Floor("tree_flatten_with_path", jtu.tree_flatten_with_path),
@@ -196,8 +245,12 @@ def _trimmed(spec: PartitionSpec) -> tuple:
 
 
 def _all_different(widen: int = 0) -> Any:
-    """A flat tree whose paths share nothing that could be remembered: no digits, no repeated subtree."""
-    words = ["".join(chr(97 + (i // 26**k) % 26) for k in range(4)) for i in range(10_000)]
+    """A flat tree whose paths share nothing that could be remembered: no digits, no
+    repeated subtree.
+    """
+    words = [
+        "".join(chr(97 + (i // 26**k) % 26) for k in range(4)) for i in range(10_000)
+    ]
     tree = {}
     for i, word in enumerate(words):
         pattern, names = shapes.LLAMA_RULES[i % 12]
@@ -222,7 +275,9 @@ def _flatness(largest: int, options: Options) -> dict[str, Value]:
         tree = shapes.llama_405b(layers=round(size / 9))
         leaves = len(jax.tree.leaves(tree))
         ours = _median(lambda tree=tree: planned(tree), options.repeats)
-        floor = _median(lambda tree=tree: jtu.tree_flatten_with_path(tree), options.repeats)
+        floor = _median(
+            lambda tree=tree: jtu.tree_flatten_with_path(tree), options.repeats
+        )
         per_leaf.append(ours / leaves)
         values[f"ns per leaf at {size:,}"] = 1e9 * ours / leaves
         values[f"x floor at {size:,}"] = ours / floor
@@ -247,8 +302,16 @@ def _import_seconds() -> dict[str, Value]:
     """The least of ten processes: as installed, with compiled files, and from source."""
 
     def times(number: int, write: bool) -> list[tuple[float, float]]:
-        given = {"first": "equinox", "then": "shardfx", "bytecode": folder, "write": write}
-        return [fresh_process("benchmarks._imports:seconds_to_import", given) for _ in range(number)]
+        given = {
+            "first": "equinox",
+            "then": "shardfx",
+            "bytecode": folder,
+            "write": write,
+        }
+        return [
+            fresh_process("benchmarks._imports:seconds_to_import", given)
+            for _ in range(number)
+        ]
 
     with tempfile.TemporaryDirectory() as folder:
         source = [then for _, then in times(3, False)]
@@ -261,7 +324,9 @@ def _import_seconds() -> dict[str, Value]:
 
 
 def held() -> dict[str, float]:
-    """What a plan keeps alive beside the tree it was made for; run in a process of its own."""
+    """What a plan keeps alive beside the tree it was made for; run in a process of its
+    own.
+    """
     planned = planner(shapes.DEEPSEEK_RULES, sfx.MeshSpec({"fsdp": 16, "tensor": 8}))
     planned(shapes.deepseek_v3())
     tree = shapes.deepseek_v3()
@@ -309,7 +374,9 @@ def _argument(number: int) -> dict[str, Value]:
         "read": lambda: with_plan(x, again),
     }
     times = _alternating(calls, number)
-    assert len(traces) == 1, f"{len(traces)} traces: the plan read from JSON compiled again"
+    assert len(traces) == 1, (
+        f"{len(traces)} traces: the plan read from JSON compiled again"
+    )
     return {
         "us per call without": min(times["none"]),
         "added us per call": _added(times["same"], times["none"]),
@@ -326,16 +393,26 @@ class _Layer(eqx.Module):
 def _calls(devices: list[Any], number: int) -> dict[str, Value]:
     """A call that computes next to nothing: the way in, with sharded arrays.
 
-    `jax.jit` gets the arrays as a flat list, so that it takes no tree apart; a module is taken apart in Python, which
-    takes a multiple of all else, so that its flattening stands beside the calls.
+    `jax.jit` gets the arrays as a flat list, so that it takes no tree apart; a module
+    is taken apart in Python, which takes a multiple of all else, so that its flattening
+    stands beside the calls.
     """
     mesh = mesh_of(devices)
     keys = jax.random.split(jax.random.key(0), 9)
-    model = [*[_Layer(eqx.nn.LayerNorm(8), eqx.nn.Linear(8, 8, key=key)) for key in keys], eqx.nn.LayerNorm(8)]
+    model = [
+        *[_Layer(eqx.nn.LayerNorm(8), eqx.nn.Linear(8, 8, key=key)) for key in keys],
+        eqx.nn.LayerNorm(8),
+    ]
     flat = jax.tree.leaves(eqx.filter(model, eqx.is_array))
     named = {f"layer_{number}": array for number, array in enumerate(flat)}
-    plans = [sfx.plan(tree, mesh, paths=sfx.PathRules.parse(".*->replicate")) for tree in (flat, named, model)]
-    flat, named, model = (sfx.shard(tree, plan) for tree, plan in zip((flat, named, model), plans, strict=True))
+    plans = [
+        sfx.plan(tree, mesh, paths=sfx.PathRules.parse(".*->replicate"))
+        for tree in (flat, named, model)
+    ]
+    flat, named, model = (
+        sfx.shard(tree, plan)
+        for tree, plan in zip((flat, named, model), plans, strict=True)
+    )
 
     def first(tree: Any) -> jax.Array:
         return jax.tree.leaves(tree)[0] + 1
@@ -353,7 +430,9 @@ def _calls(devices: list[Any], number: int) -> dict[str, Value]:
         "flatten": lambda: jax.tree.flatten(model),
     }
     times = _alternating(calls, number)
-    wall = _alternating({name: calls[name] for name in ("plain", "flat")}, number, time.perf_counter)
+    wall = _alternating(
+        {name: calls[name] for name in ("plain", "flat")}, number, time.perf_counter
+    )
     added = {name: _added(taken, times["plain"]) for name, taken in times.items()}
     typical = {name: statistics.median(taken) for name, taken in times.items()}
     return {
@@ -366,26 +445,37 @@ def _calls(devices: list[Any], number: int) -> dict[str, Value]:
         "added us per call, a planned dict": added["named"],
         "added us per call, modules": added["model"],
         "us to flatten the modules": min(times["flatten"]),
-        "added us per call, modules, beyond flattening": added["model"] - min(times["flatten"]),
+        "added us per call, modules, beyond flattening": (
+            added["model"] - min(times["flatten"])
+        ),
         "added us per call, equinox.filter_jit": added["equinox"],
         "added us per call, equinox.filter_jit, modules": added["equinox model"],
-        "over equinox.filter_jit, modules": min(times["model"]) / min(times["equinox model"]),
+        "over equinox.filter_jit, modules": (
+            min(times["model"]) / min(times["equinox model"])
+        ),
     }
 
 
 def _alternating(
-    calls: dict[str, Callable[[], Any]], number: int, clock: Callable[[], float] = time.thread_time
+    calls: dict[str, Callable[[], Any]],
+    number: int,
+    clock: Callable[[], float] = time.thread_time,
 ) -> dict[str, list[float]]:
-    """Microseconds that `number` calls of each take, one of each in turn: of the calling thread's processor time.
+    """Microseconds that `number` calls of each take, one of each in turn: of the
+    calling thread's processor time.
 
-    Only the call is timed: what it returns is waited for and freed outside. Calls in a row would fill the queues of
-    the devices, and each would then wait for all before it: on emulated devices that takes longer than all else. Their
-    threads also push the caller's code out of the processor's caches, so that the same instructions take up to three
-    times as long. How often they do is a matter of load; the least of many calls has none of it.
+    Only the call is timed: what it returns is waited for and freed outside. Calls in a
+    row would fill the queues of the devices, and each would then wait for all before
+    it: on emulated devices that takes longer than all else. Their threads also push the
+    caller's code out of the processor's caches, so that the same instructions take up
+    to three times as long. How often they do is a matter of load; the least of many
+    calls has none of it.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-3, number):
-        for name in it.islice(it.cycle(calls), turn % len(calls), turn % len(calls) + len(calls)):
+        for name in it.islice(
+            it.cycle(calls), turn % len(calls), turn % len(calls) + len(calls)
+        ):
             begin = clock()
             result = calls[name]()
             taken = clock() - begin
@@ -397,8 +487,11 @@ def _alternating(
 
 
 def _added(times: list[float], less: list[float]) -> float:
-    """What calls take more than others that were made in turn with them: the quickest of 200 each, and of all such
-    differences the median, since one call that happened to be quick would decide over a single one.
+    """What calls take more than others that were made in turn with them: the quickest
+    of 200 each, and of all such differences the median, since one call that happened to
+    be quick would decide over a single one.
     """
     starts = range(0, len(times), 200)
-    return statistics.median([min(times[at : at + 200]) - min(less[at : at + 200]) for at in starts])
+    return statistics.median(
+        [min(times[at : at + 200]) - min(less[at : at + 200]) for at in starts]
+    )

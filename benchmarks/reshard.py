@@ -1,4 +1,6 @@
-"""Moving one array between two shardings: single moves as races, and a census over all pairs of shardings."""
+"""Moving one array between two shardings: single moves as races, and a census over all
+pairs of shardings.
+"""
 
 import argparse
 import functools as ft
@@ -30,7 +32,10 @@ from ._runner import Options
 from ._states import equals, state_cases
 
 
-SUMMARY = "one array from one sharding to another, against XLA's own program and the field's shard functions"
+SUMMARY = (
+    "one array from one sharding to another, against XLA's own program and the field's"
+    " shard functions"
+)
 
 
 class Alpa(NamedTuple):
@@ -39,7 +44,8 @@ class Alpa(NamedTuple):
     source: P
     target: P
     sizes: tuple[tuple[int, int], tuple[int, int]] = ((2, 4), (2, 4))
-    # A quarter of Alpa's (1024, 1024, 512) along two dimensions each, or as much of (3072, 1024, 170).
+    # A quarter of Alpa's (1024, 1024, 512) along two dimensions each, or as much of
+    # (3072, 1024, 170).
     shape: tuple[int, int, int] = (256, 1024, 128)
 
 
@@ -56,14 +62,42 @@ ALPA = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--census", action="store_true", help="hundreds of pairs instead of dozens")
+    parser.add_argument(
+        "--census", action="store_true", help="hundreds of pairs instead of dozens"
+    )
     parser.add_argument("--pairs", type=int, help="how many pairs the census compiles")
-    parser.add_argument("--all-pairs", action="store_true", help="compile and run all 33,489 pairs; half an hour")
-    parser.add_argument("--chunk", type=_part, default=(1, 1), metavar="I/N", help="of --all-pairs, a part alone")
-    parser.add_argument("--scalax", action="store_true", help="race scalax on Llama too; it compiles for minutes")
-    parser.add_argument("--aot", metavar="tpu:TOPOLOGY", help="census with the TPU compiler, as in tpu:v5e:4x4")
-    parser.add_argument("--compile-only", action="store_true", help="the census alone, and none of its programs runs")
-    parser.add_argument("--odd", action="store_true", help="with --aot: arrays whose shards fill no tiles")
+    parser.add_argument(
+        "--all-pairs",
+        action="store_true",
+        help="compile and run all 33,489 pairs; half an hour",
+    )
+    parser.add_argument(
+        "--chunk",
+        type=_part,
+        default=(1, 1),
+        metavar="I/N",
+        help="of --all-pairs, a part alone",
+    )
+    parser.add_argument(
+        "--scalax",
+        action="store_true",
+        help="race scalax on Llama too; it compiles for minutes",
+    )
+    parser.add_argument(
+        "--aot",
+        metavar="tpu:TOPOLOGY",
+        help="census with the TPU compiler, as in tpu:v5e:4x4",
+    )
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="the census alone, and none of its programs runs",
+    )
+    parser.add_argument(
+        "--odd",
+        action="store_true",
+        help="with --aot: arrays whose shards fill no tiles",
+    )
 
 
 def cases(options: Options) -> list[Entry]:
@@ -71,13 +105,25 @@ def cases(options: Options) -> list[Entry]:
     if flags.all_pairs:
         return [_every_pair(flags.chunk)]
     if flags.aot:
-        return [_census(flags.pairs or (10 if options.quick else 150), flags.aot, flags.odd)]
+        return [
+            _census(flags.pairs or (10 if options.quick else 150), flags.aot, flags.odd)
+        ]
     if flags.compile_only:
-        return [_census(flags.pairs or (10 if options.quick else 150), None, flags.odd, run=False)]
+        return [
+            _census(
+                flags.pairs or (10 if options.quick else 150),
+                None,
+                flags.odd,
+                run=False,
+            )
+        ]
     pairs = flags.pairs or (8 if options.quick else 400 if flags.census else 60)
     return [
         *([] if flags.census else _races(options)),
-        *[_planning(devices, 1, 60 if options.quick else 300) for devices in (16, 64, 512, 4096)],
+        *[
+            _planning(devices, 1, 60 if options.quick else 300)
+            for devices in (16, 64, 512, 4096)
+        ],
         *[
             _planning(devices, slices, 30 if options.quick else 100)
             for devices, slices in ((16, 4), (512, 4), (4096, 4), (4096, 64))
@@ -92,7 +138,9 @@ def cases(options: Options) -> list[Entry]:
 def _part(text: str) -> tuple[int, int]:
     index, count = map(int, text.split("/"))
     if not 1 <= index <= count:
-        raise argparse.ArgumentTypeError(f"{text} is no part; use I/N with I from 1 to N, for example 3/8")
+        raise argparse.ArgumentTypeError(
+            f"{text} is no part; use I/N with I from 1 to N, for example 3/8"
+        )
     return index, count
 
 
@@ -105,12 +153,21 @@ def _races(options: Options) -> list[Entry]:
     wide, flat = Mesh(devices.reshape(4, 2), ("x", "y")), Mesh(devices, ("z",))
     shape = _shape(ALPA["case 1"].shape, options)
     moves = {
-        f"Alpa's {number}, one mesh": (NamedSharding(mesh, case.source), NamedSharding(mesh, case.target))
+        f"Alpa's {number}, one mesh": (
+            NamedSharding(mesh, case.source),
+            NamedSharding(mesh, case.target),
+        )
         for number, case in ALPA.items()
         if case.sizes == ((2, 4), (2, 4))
     }
-    moves["jax#21562"] = NamedSharding(wide, P("y", None, "x")), NamedSharding(wide, P(None, ("x", "y")))
-    moves["2x4 to 8 of the same devices"] = NamedSharding(mesh, P("y", "x")), NamedSharding(flat, P(None, None, "z"))
+    moves["jax#21562"] = (
+        NamedSharding(wide, P("y", None, "x")),
+        NamedSharding(wide, P(None, ("x", "y"))),
+    )
+    moves["2x4 to 8 of the same devices"] = (
+        NamedSharding(mesh, P("y", "x")),
+        NamedSharding(flat, P(None, None, "z")),
+    )
     most = max(sum(map(math.prod, case.sizes)) for case in ALPA.values())
     return [
         *(_case(name, shape, *ends) for name, ends in moves.items()),
@@ -126,12 +183,18 @@ def between_meshes(options: Options) -> list[Entry]:
         if options.quick and case.sizes == ((2, 4), (2, 4)):
             continue
         count = math.prod(case.sizes[0])
-        parts = options.devices[:count], options.devices[count : count + math.prod(case.sizes[1])]
+        parts = (
+            options.devices[:count],
+            options.devices[count : count + math.prod(case.sizes[1])],
+        )
         source, target = (
-            Mesh(np.array(part).reshape(sizes), ("x", "y")) for part, sizes in zip(parts, case.sizes, strict=True)
+            Mesh(np.array(part).reshape(sizes), ("x", "y"))
+            for part, sizes in zip(parts, case.sizes, strict=True)
         )
         ends = NamedSharding(source, case.source), NamedSharding(target, case.target)
-        found.append(_case(f"Alpa's {number}, two meshes", _shape(case.shape, options), *ends))
+        found.append(
+            _case(f"Alpa's {number}, two meshes", _shape(case.shape, options), *ends)
+        )
     return found
 
 
@@ -139,8 +202,13 @@ def _shape(shape: tuple[int, int, int], options: Options) -> tuple[int, int, int
     return (shape[0] // 8, *shape[1:]) if options.quick else shape
 
 
-def _case(name: str, shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding) -> Case:
-    return Case(f"{name}, {math.prod(shape) * 4 // 2**20} MiB", ft.partial(_race, shape, src, dst))
+def _case(
+    name: str, shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding
+) -> Case:
+    return Case(
+        f"{name}, {math.prod(shape) * 4 // 2**20} MiB",
+        ft.partial(_race, shape, src, dst),
+    )
 
 
 def _race(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding) -> Race:
@@ -155,10 +223,20 @@ def _race(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding) -> Rac
     ]
     facts: dict[str, Value] = {"from": _text(src), "to": _text(dst)}
     if src.device_set == dst.device_set:
-        # What `reshard` does where devices have memories of their own, and inside `jit` everywhere.
-        rivals.insert(1, Rival("shardfx, its program", lambda: lambda x: resharded(x, dst, copies=False), right))
+        # What `reshard` does where devices have memories of their own, and inside `jit`
+        # everywhere.
+        rivals.insert(
+            1,
+            Rival(
+                "shardfx, its program",
+                lambda: lambda x: resharded(x, dst, copies=False),
+                right,
+            ),
+        )
         plan = planned(shape, values.dtype, src, dst)
-        facts["shardfx's program"] = ", ".join(step.kind for step in plan.steps) or "nothing to do"
+        facts["shardfx's program"] = (
+            ", ".join(step.kind for step in plan.steps) or "nothing to do"
+        )
         facts |= {"wire bytes": plan.wire_bytes, "lower bound": plan.lower_bound_bytes}
     return Race(
         rivals=tuple(rivals),
@@ -176,7 +254,11 @@ def _text(end: NamedSharding) -> str:
 
 def _planning(devices: int, slices: int, count: int) -> Finding:
     limit = {16: 20, 64: 200, 512: 200, 4096: 200}[devices]
-    where = f"{devices:,} devices" if slices == 1 else f"{devices:,} devices in {slices} slices"
+    where = (
+        f"{devices:,} devices"
+        if slices == 1
+        else f"{devices:,} devices in {slices} slices"
+    )
     return Finding(
         f"planning {count} random moves on {where}",
         lambda: _planning_times(devices, slices, count),
@@ -186,7 +268,8 @@ def _planning(devices: int, slices: int, count: int) -> Finding:
 
 def _planning_times(devices: int, slices: int, count: int) -> dict[str, Value]:
     rng, times, ratios = random.Random(devices), [], []
-    # As in races, planning pays for its own garbage, and not for what earlier cases left.
+    # As in races, planning pays for its own garbage, and not for what earlier cases
+    # left.
     gc.collect()
     gc.freeze()
     for _ in range(count):
@@ -195,9 +278,14 @@ def _planning_times(devices: int, slices: int, count: int) -> dict[str, Value]:
         begin = time.process_time()
         plan = redistribute((65536,) * rank, 16, src, dst)
         times.append(1e3 * (time.process_time() - begin))
-        ratios.append(plan.wire_bytes / plan.lower_bound_bytes if plan.lower_bound_bytes else 1.0)
+        ratios.append(
+            plan.wire_bytes / plan.lower_bound_bytes if plan.lower_bound_bytes else 1.0
+        )
     gc.unfreeze()
-    taken = {"median cold ms": statistics.median(times), "worst cold ms of processor time": max(times)}
+    taken = {
+        "median cold ms": statistics.median(times),
+        "worst cold ms of processor time": max(times),
+    }
     if slices > 1:  # fewer bytes between slices are worth more bytes within
         return taken
     return taken | {
@@ -206,10 +294,18 @@ def _planning_times(devices: int, slices: int, count: int) -> dict[str, Value]:
     }
 
 
-def _random_layout(rng: random.Random, devices: int, rank: int, slices: int) -> StepLayout:
-    """One to three axes of powers of two, each on a random dimension or on none; and one over slices if there are."""
+def _random_layout(
+    rng: random.Random, devices: int, rank: int, slices: int
+) -> StepLayout:
+    """One to three axes of powers of two, each on a random dimension or on none; and
+    one over slices if there are.
+    """
     power = (devices // slices).bit_length() - 1
-    cuts = [0, *sorted(rng.sample(range(1, power), min(power - 1, rng.choice((0, 1, 2, 2))))), power]
+    cuts = [
+        0,
+        *sorted(rng.sample(range(1, power), min(power - 1, rng.choice((0, 1, 2, 2))))),
+        power,
+    ]
     dims: list[list[int]] = [[] for _ in range(rank + 1)]
     for axis in rng.sample(range(len(cuts) - 1), len(cuts) - 1):
         dims[rng.randrange(rank + 1)].append(axis)
@@ -217,7 +313,9 @@ def _random_layout(rng: random.Random, devices: int, rank: int, slices: int) -> 
     if slices == 1:
         return StepLayout(sizes, tuple(map(tuple, dims[:rank])))
     names = ("slices", *"abc"[: len(sizes)])
-    mesh = MeshSpec(dict(zip(names, (slices, *sizes), strict=True)), dcn={"slices": slices})
+    mesh = MeshSpec(
+        dict(zip(names, (slices, *sizes), strict=True)), dcn={"slices": slices}
+    )
     cut = [[names[axis + 1] for axis in axes] for axes in dims]
     cut[rng.randrange(rank + 1)].insert(0, "slices")
     return layout(mesh, P(*map(tuple, cut[:rank])), rank)
@@ -227,14 +325,27 @@ def _planning_a_tree() -> Finding:
     """A thousand leaves with ten shapes and two moves each, on meshes without devices."""
 
     def measure() -> dict[str, Value]:
-        trainer, server = AbstractMesh((16,), ("fsdp",)), AbstractMesh((4, 4), ("data", "tensor"))
+        trainer, server = (
+            AbstractMesh((16,), ("fsdp",)),
+            AbstractMesh((4, 4), ("data", "tensor")),
+        )
         ends = [
-            [NamedSharding(trainer, P("fsdp")), NamedSharding(trainer, P(None, "fsdp"))],
-            [NamedSharding(server, P(None, "tensor")), NamedSharding(server, P("tensor", "data"))],
+            [
+                NamedSharding(trainer, P("fsdp")),
+                NamedSharding(trainer, P(None, "fsdp")),
+            ],
+            [
+                NamedSharding(server, P(None, "tensor")),
+                NamedSharding(server, P("tensor", "data")),
+            ],
         ]
         src, dst = (
             [
-                jax.ShapeDtypeStruct((64 + 16 * (leaf % 10), 256), np.float32, sharding=shardings[leaf // 10 % 2])
+                jax.ShapeDtypeStruct(
+                    (64 + 16 * (leaf % 10), 256),
+                    np.float32,
+                    sharding=shardings[leaf // 10 % 2],
+                )
                 for leaf in range(1000)
             ]
             for shardings in ends
@@ -243,13 +354,18 @@ def _planning_a_tree() -> Finding:
         moves = plan_reshard(src, dst).moves
         return {"ms": 1e3 * (time.perf_counter() - begin), "distinct moves": moves}
 
-    return Finding("planning a tree of 1,000 leaves", measure, (Limit("ms", at_most=50),))
+    return Finding(
+        "planning a tree of 1,000 leaves", measure, (Limit("ms", at_most=50),)
+    )
 
 
 def _seen_before() -> Finding:
     def measure() -> dict[str, Value]:
         order = tuple(random.Random(0).sample(range(4096), 4096))
-        src, dst = StepLayout((16, 256), ((0,), (1,))), StepLayout((64, 64), ((1,), (0,)), order)
+        src, dst = (
+            StepLayout((16, 256), ((0,), (1,))),
+            StepLayout((64, 64), ((1,), (0,)), order),
+        )
         src = StepLayout(src.sizes, src.dims, tuple(range(4096)))
         redistribute((65536, 65536), 16, src, dst)
         begin = time.perf_counter()
@@ -257,11 +373,19 @@ def _seen_before() -> Finding:
             redistribute((65536, 65536), 16, src, dst)
         return {"us per look-up": 1e3 * (time.perf_counter() - begin)}
 
-    return Finding("a move of 4,096 devices planned before", measure, (Limit("us per look-up", at_most=50),))
+    return Finding(
+        "a move of 4,096 devices planned before",
+        measure,
+        (Limit("us per look-up", at_most=50),),
+    )
 
 
 def _simulated() -> Finding:
-    return Finding("all pairs on 16 devices, simulated", simulated, (Limit("wire over lower bound", at_most=1.25),))
+    return Finding(
+        "all pairs on 16 devices, simulated",
+        simulated,
+        (Limit("wire over lower bound", at_most=1.25),),
+    )
 
 
 def _every_pair(part: tuple[int, int]) -> Finding:
@@ -274,8 +398,12 @@ def _every_pair(part: tuple[int, int]) -> Finding:
 
 
 def _census(pairs: int, aot: str | None, odd: bool, run: bool = True) -> Finding:
-    where = f"the {aot.removeprefix('tpu:')} compiler" if aot else "16 emulated CPU devices"
-    arrays = (", shards that fill no tiles" if odd else "") + ("" if run else ", compiled only")
+    where = (
+        f"the {aot.removeprefix('tpu:')} compiler" if aot else "16 emulated CPU devices"
+    )
+    arrays = (", shards that fill no tiles" if odd else "") + (
+        "" if run else ", compiled only"
+    )
     limits = [
         Limit("shardfx: worst temporary over shard", at_most=2.0 if aot else 3.0),
         Limit("pairs with more wire bytes than XLA", at_most=0),
@@ -289,7 +417,9 @@ def _census(pairs: int, aot: str | None, odd: bool, run: bool = True) -> Finding
     return Finding(
         f"census of {pairs} random pairs{arrays}, {where}",
         lambda: fresh_process(
-            "benchmarks._census:census", {"pairs": pairs, "aot": aot, "odd": odd, "run": run}, timeout_seconds=7200
+            "benchmarks._census:census",
+            {"pairs": pairs, "aot": aot, "odd": odd, "run": run},
+            timeout_seconds=7200,
         ),
         tuple(limits),
     )

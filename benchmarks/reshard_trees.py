@@ -20,10 +20,23 @@ from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_b
 from ._runner import Options
 
 
-SUMMARY = "whole states: 1,137 leaves, other device sets and orders, memory limits, host memory"
+SUMMARY = (
+    "whole states: 1,137 leaves, other device sets and orders, memory limits, host"
+    " memory"
+)
 
 # Shapes of one layer of Llama 3.1 405B, every dimension divided by 128.
-LAYER = ((128, 128), (8, 128), (8, 128), (128, 128), (416, 128), (416, 128), (128, 416), (128,), (128,))
+LAYER = (
+    (128, 128),
+    (8, 128),
+    (8, 128),
+    (128, 128),
+    (416, 128),
+    (416, 128),
+    (128, 416),
+    (128,),
+    (128,),
+)
 DEVICE_SETS = {
     "8 rows to 4 columns": (P("x"), (7, 6, 5, 4), P(None, "x")),
     "8 columns to 4 rows": (P(None, "x"), (7, 6, 5, 4), P("x")),
@@ -34,14 +47,21 @@ DEVICE_SETS = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scalax", action="store_true", help="race scalax too, which compiles a program per leaf")
+    parser.add_argument(
+        "--scalax",
+        action="store_true",
+        help="race scalax too, which compiles a program per leaf",
+    )
 
 
 def cases(options: Options) -> list[Entry]:
     count = len(options.devices)
     if count < 8:
         return [
-            Skip("moves between device sets", f"they need 8 devices, and there are {count}"),
+            Skip(
+                "moves between device sets",
+                f"they need 8 devices, and there are {count}",
+            ),
             *offloads(options, 64 if options.quick else 512),
         ]
     size = 96 if options.quick else 768
@@ -50,16 +70,35 @@ def cases(options: Options) -> list[Entry]:
         Case(
             "1,137 leaves, fsdp to fsdp x tensor",
             ft.partial(_many_leaves, options, (2, 4), None),
-            (Limit("cold_seconds.shardfx", at_most=1.0), Limit("speedup.best", at_least=1.0)),
+            (
+                Limit("cold_seconds.shardfx", at_most=1.0),
+                Limit("speedup.best", at_least=1.0),
+            ),
         ),
         *(
             []
             if options.quick
-            else [Case("1,137 leaves, 8 devices to 6", ft.partial(_many_leaves, options, (2, 3), (0, 1, 2, 3, 4, 5)))]
+            else [
+                Case(
+                    "1,137 leaves, 8 devices to 6",
+                    ft.partial(_many_leaves, options, (2, 3), (0, 1, 2, 3, 4, 5)),
+                )
+            ]
         ),
-        Case("1,137 leaves in place", ft.partial(_in_place, options), (Limit("seconds.shardfx", at_most=0.005),)),
-        *([] if options.quick else [Case("5,000 leaves of 256 bytes", ft.partial(_small_leaves, options))]),
-        *[Case(f"{name}, {size} MiB", ft.partial(_between, options, name, size), fast) for name in _chosen(options)],
+        Case(
+            "1,137 leaves in place",
+            ft.partial(_in_place, options),
+            (Limit("seconds.shardfx", at_most=0.005),),
+        ),
+        *(
+            []
+            if options.quick
+            else [Case("5,000 leaves of 256 bytes", ft.partial(_small_leaves, options))]
+        ),
+        *[
+            Case(f"{name}, {size} MiB", ft.partial(_between, options, name, size), fast)
+            for name in _chosen(options)
+        ],
         *([] if options.devices[0].platform != "cpu" else _memory(options)),
         *offloads(options, 64 if options.quick else 512),
     ]
@@ -67,42 +106,68 @@ def cases(options: Options) -> list[Entry]:
 
 def _model(dtype: Any = np.float32) -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    layers = {str(i): [rng.random(shape, np.float32).astype(dtype) for shape in LAYER] for i in range(126)}
+    layers = {
+        str(i): [rng.random(shape, np.float32).astype(dtype) for shape in LAYER]
+        for i in range(126)
+    }
     ends = {name: np.ones((1000, 128), dtype) for name in ("embed", "head")}
     return {"layers": layers, **ends, "norm": np.ones(128, dtype)}
 
 
-def _many_leaves(options: Options, sizes: tuple[int, int], order: tuple[int, ...] | None) -> Race:
+def _many_leaves(
+    options: Options, sizes: tuple[int, int], order: tuple[int, ...] | None
+) -> Race:
     devices = np.array(options.devices[:8])
     target = devices if order is None else devices[list(order)]
-    source, mesh = Mesh(devices, ("fsdp",)), Mesh(target.reshape(sizes), ("fsdp", "tensor"))
+    source, mesh = (
+        Mesh(devices, ("fsdp",)),
+        Mesh(target.reshape(sizes), ("fsdp", "tensor")),
+    )
     values = _model()
     src = jax.tree.map(lambda x: NamedSharding(source, P("fsdp")), values)
     dst = jax.tree.map(lambda x: NamedSharding(mesh, _spec(x.shape, mesh)), values)
-    moves = {(x.shape, a, b) for x, a, b in zip(*map(jax.tree.leaves, (values, src, dst)), strict=True)}
+    moves = {
+        (x.shape, a, b)
+        for x, a, b in zip(*map(jax.tree.leaves, (values, src, dst)), strict=True)
+    }
     jitted = lambda: jax.jit(lambda x: x, in_shardings=(src,), out_shardings=dst)
     rivals = [
         Rival("shardfx", lambda: lambda x: reshard(x, dst), _equal(values)),
-        Rival("jax.device_put", lambda: lambda x: jax.device_put(x, dst), _equal(values)),
+        Rival(
+            "jax.device_put", lambda: lambda x: jax.device_put(x, dst), _equal(values)
+        ),
     ]
     if order is None:
         rivals.append(Rival("one jax.jit", jitted, _equal(values)))
-        rivals.append(Rival("eformer", lambda: _eformer(dst), _equal(values), ("eformer",)))
+        rivals.append(
+            Rival("eformer", lambda: _eformer(dst), _equal(values), ("eformer",))
+        )
         if options.flags.scalax:
-            rivals.append(Rival("scalax", lambda: _scalax(values, dst), _equal(values), ("scalax",)))
+            rivals.append(
+                Rival(
+                    "scalax", lambda: _scalax(values, dst), _equal(values), ("scalax",)
+                )
+            )
     return Race(
         rivals=tuple(rivals),
         fresh=lambda: jax.block_until_ready(_placed(values, src)),
         byte_count=_bytes(values),
         floor=memcpy(_bytes(values)),
-        facts={"leaves": len(jax.tree.leaves(values)), "moves": len(moves), "mebibytes": _bytes(values) >> 20},
+        facts={
+            "leaves": len(jax.tree.leaves(values)),
+            "moves": len(moves),
+            "mebibytes": _bytes(values) >> 20,
+        },
     )
 
 
 def _spec(shape: tuple[int, ...], mesh: Mesh) -> P:
     entries = ("tensor", "fsdp") if len(shape) == 2 else (None,)
     return P(
-        *[axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(entries, shape, strict=True)]
+        *[
+            axis if axis and size % mesh.shape[axis] == 0 else None
+            for axis, size in zip(entries, shape, strict=True)
+        ]
     )
 
 
@@ -113,12 +178,18 @@ def _in_place(options: Options) -> Race:
     dst = jax.tree.map(lambda _: sharding, values)
 
     def untouched(given: Any, result: Any) -> None:
-        assert all(a is b for a, b in zip(*map(jax.tree.leaves, (given, result)), strict=True))
+        assert all(
+            a is b for a, b in zip(*map(jax.tree.leaves, (given, result)), strict=True)
+        )
 
     return Race(
         rivals=(
             Rival("shardfx", lambda: lambda x: reshard(x, dst), untouched),
-            Rival("jax.device_put", lambda: lambda x: jax.device_put(x, dst), _equal(values)),
+            Rival(
+                "jax.device_put",
+                lambda: lambda x: jax.device_put(x, dst),
+                _equal(values),
+            ),
         ),
         fresh=lambda: there,
         number=5,
@@ -127,12 +198,19 @@ def _in_place(options: Options) -> Race:
 
 def _small_leaves(options: Options) -> Race:
     devices = np.array(options.devices[:8])
-    src, dst = NamedSharding(Mesh(devices, ("x",)), P("x")), NamedSharding(Mesh(devices[[6, 4, 2, 0]], ("x",)), P("x"))
+    src, dst = (
+        NamedSharding(Mesh(devices, ("x",)), P("x")),
+        NamedSharding(Mesh(devices[[6, 4, 2, 0]], ("x",)), P("x")),
+    )
     values = [np.full(64, i, np.float32) for i in range(5000)]
     return Race(
         rivals=(
             Rival("shardfx", lambda: lambda x: reshard(x, dst), _equal(values)),
-            Rival("jax.device_put", lambda: lambda x: jax.device_put(x, [dst] * len(x)), _equal(values)),
+            Rival(
+                "jax.device_put",
+                lambda: lambda x: jax.device_put(x, [dst] * len(x)),
+                _equal(values),
+            ),
         ),
         fresh=lambda: jax.block_until_ready(_placed(values, [src] * len(values))),
     )
@@ -150,8 +228,14 @@ def _between(options: Options, name: str, mebibytes: int) -> Race:
     return Race(
         rivals=(
             Rival("shardfx", lambda: lambda x: reshard(x, dst), _equal(values)),
-            Rival("shardfx, donated", lambda: lambda x: reshard(x, dst, donate=True), None),
-            Rival("jax.device_put", lambda: lambda x: jax.device_put(x, dst), _equal(values)),
+            Rival(
+                "shardfx, donated", lambda: lambda x: reshard(x, dst, donate=True), None
+            ),
+            Rival(
+                "jax.device_put",
+                lambda: lambda x: jax.device_put(x, dst),
+                _equal(values),
+            ),
         ),
         fresh=make,
         byte_count=values.nbytes,
@@ -159,12 +243,19 @@ def _between(options: Options, name: str, mebibytes: int) -> Race:
     )
 
 
-def _whole(mebibytes: int, sharding: NamedSharding) -> tuple[Callable[[], jax.Array], np.ndarray]:
-    """A new array on every call, made on the devices, and its values; both dimensions divide by 2, 3 and 8."""
+def _whole(
+    mebibytes: int, sharding: NamedSharding
+) -> tuple[Callable[[], jax.Array], np.ndarray]:
+    """A new array on every call, made on the devices, and its values; both dimensions
+    divide by 2, 3 and 8.
+    """
     rows = 96 * max(1, math.isqrt(mebibytes * 2**18) // 96)
     shape = (rows, 96 * (mebibytes * 2**18 // rows // 96))
     values = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    make = jax.jit(lambda: jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape), out_shardings=sharding)
+    make = jax.jit(
+        lambda: jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape),
+        out_shardings=sharding,
+    )
     return lambda: jax.block_until_ready(make()), values
 
 
@@ -175,16 +266,31 @@ def _memory(options: Options) -> list[Entry]:
     given_up = tuple(Limit(f"peak_over_target.{name}", at_most=0.3) for name in names)
     limited = (Limit("beyond_over_limit", at_most=1.1),)
     made: list[Entry] = [
-        Finding(f"peak memory between device sets, {count} MiB", ft.partial(_peaks, names, count, "shardfx"), plain),
+        Finding(
+            f"peak memory between device sets, {count} MiB",
+            ft.partial(_peaks, names, count, "shardfx"),
+            plain,
+        ),
         Finding(
             f"peak memory between device sets, {count} MiB, donated",
             ft.partial(_peaks, names, count, "donated"),
             given_up,
         ),
-        Finding("a tree of four times the memory limit", ft.partial(_limited, options, "copies"), limited),
-        Finding("the same through programs", ft.partial(_limited, options, "programs"), limited),
+        Finding(
+            "a tree of four times the memory limit",
+            ft.partial(_limited, options, "copies"),
+            limited,
+        ),
+        Finding(
+            "the same through programs",
+            ft.partial(_limited, options, "programs"),
+            limited,
+        ),
     ]
-    rival = Finding(f"peak memory of jax.device_put, {count} MiB", ft.partial(_peaks, names, count, "jax.device_put"))
+    rival = Finding(
+        f"peak memory of jax.device_put, {count} MiB",
+        ft.partial(_peaks, names, count, "jax.device_put"),
+    )
     return made if options.quick else [*made, rival]
 
 
@@ -196,12 +302,16 @@ def _peaks(names: list[str], mebibytes: int, how: str) -> Mapping[str, Value]:
     values: dict[str, Value] = {}
     for name in names:
         given = {"name": name, "mebibytes": mebibytes, "how": how}
-        values[f"peak_over_target.{name}"] = fresh_process("benchmarks.reshard_trees:peak_of", given)
+        values[f"peak_over_target.{name}"] = fresh_process(
+            "benchmarks.reshard_trees:peak_of", given
+        )
     return values
 
 
 def peak_of(name: str, mebibytes: int, how: str) -> float:
-    """In a process of its own: the most memory that a move takes beside its source, over the target's bytes."""
+    """In a process of its own: the most memory that a move takes beside its source,
+    over the target's bytes.
+    """
     jax.config.update("jax_num_cpu_devices", 8)
     move: Callable[[Any, Any], Any] = {
         "shardfx": reshard,
@@ -228,23 +338,30 @@ def _limited(options: Options, how: str) -> Mapping[str, Value]:
 
 
 def beyond_limit(limit_mebibytes: int, how: str) -> dict[str, float]:
-    """In a process of its own: what a move under a limit takes beside source and target, over the limit."""
+    """In a process of its own: what a move under a limit takes beside source and
+    target, over the limit.
+    """
     jax.config.update("jax_num_cpu_devices", 8)
     devices, limit = np.array(jax.devices()), limit_mebibytes << 20
     src, dst = (
         NamedSharding(Mesh(devices, ("x",)), P("x")),
         NamedSharding(Mesh(devices.reshape(2, 4), ("x", "y")), P("y", "x")),
     )
-    # Half of the tree in one leaf, the other half in eight; twice, so that the second time compiles nothing.
+    # Half of the tree in one leaf, the other half in eight; twice, so that the second
+    # time compiles nothing.
     columns = 4 * limit // 2 // 4 // 4096
-    shapes = {"large": (4096, columns)} | {f"small{i}": (512, columns) for i in range(8)}
+    shapes = {"large": (4096, columns)} | {
+        f"small{i}": (512, columns) for i in range(8)
+    }
     make = jax.jit(
         lambda: {
-            name: jnp.arange(math.prod(shape), dtype=jnp.float32).reshape(shape) for name, shape in shapes.items()
+            name: jnp.arange(math.prod(shape), dtype=jnp.float32).reshape(shape)
+            for name, shape in shapes.items()
         },
         out_shardings=src,
     )
-    # Programs are what accelerators run, where the CPU would copy between the shards in its memory.
+    # Programs are what accelerators run, where the CPU would copy between the shards in
+    # its memory.
     move = ft.partial(resharded, memory_limit_bytes=limit, copies=how == "copies")
     first = jax.block_until_ready(move(jax.block_until_ready(make()), dst))
     del first
@@ -253,17 +370,30 @@ def beyond_limit(limit_mebibytes: int, how: str) -> dict[str, float]:
     reset_peak()
     before, begin = resident_bytes(), time.perf_counter()
     moved = jax.block_until_ready(move(tree, dst))
-    seconds, beyond = time.perf_counter() - begin, peak_resident_bytes() - before - _bytes(tree)
+    seconds, beyond = (
+        time.perf_counter() - begin,
+        peak_resident_bytes() - before - _bytes(tree),
+    )
     del moved
-    return {"beyond_over_limit": max(0, beyond) / limit, "tree_over_limit": _bytes(tree) / limit, "seconds": seconds}
+    return {
+        "beyond_over_limit": max(0, beyond) / limit,
+        "tree_over_limit": _bytes(tree) / limit,
+        "seconds": seconds,
+    }
 
 
 def offloads(options: Options, mebibytes: int) -> list[Entry]:
-    """To pinned host memory and back, against one copy of one array of as many bytes where there are two memories."""
+    """To pinned host memory and back, against one copy of one array of as many bytes
+    where there are two memories.
+    """
     accelerated = options.devices[0].platform != "cpu"
     bound = (Limit("floor_ratio.shardfx", at_most=1 / 0.9),) if accelerated else ()
     return [
-        Case(f"{mebibytes} MiB of Adam's state, {way}", ft.partial(_offload, options, mebibytes, way), bound)
+        Case(
+            f"{mebibytes} MiB of Adam's state, {way}",
+            ft.partial(_offload, options, mebibytes, way),
+            bound,
+        )
         for way in ("device to pinned_host", "pinned_host to device")
     ]
 
@@ -271,17 +401,29 @@ def offloads(options: Options, mebibytes: int) -> list[Entry]:
 def _offload(options: Options, mebibytes: int, way: str) -> Race:
     mesh = Mesh(np.array(options.devices), ("x",))
     ends = [NamedSharding(mesh, P("x"), memory_kind=kind) for kind in way.split(" to ")]
-    values = [np.random.default_rng(i).random((mebibytes << 14,), np.float32) for i in range(16)]
+    values = [
+        np.random.default_rng(i).random((mebibytes << 14,), np.float32)
+        for i in range(16)
+    ]
     tree = jax.block_until_ready(_placed(values, [ends[0]] * len(values)))
     if options.devices[0].platform == "cpu":
         floor = memcpy(_bytes(values))
     else:
-        whole = jax.block_until_ready(_placed(np.ones(_bytes(values) // 4, np.float32), ends[0]))
-        floor = Floor("one copy of one array", lambda _: jax.block_until_ready(jax.device_put(whole, ends[1])))
+        whole = jax.block_until_ready(
+            _placed(np.ones(_bytes(values) // 4, np.float32), ends[0])
+        )
+        floor = Floor(
+            "one copy of one array",
+            lambda _: jax.block_until_ready(jax.device_put(whole, ends[1])),
+        )
     return Race(
         rivals=(
             Rival("shardfx", lambda: lambda x: reshard(x, ends[1]), _equal(values)),
-            Rival("jax.device_put", lambda: lambda x: jax.device_put(x, [ends[1]] * len(x)), _equal(values)),
+            Rival(
+                "jax.device_put",
+                lambda: lambda x: jax.device_put(x, [ends[1]] * len(x)),
+                _equal(values),
+            ),
         ),
         fresh=lambda: tree,
         byte_count=_bytes(values),
@@ -292,7 +434,11 @@ def _offload(options: Options, mebibytes: int, way: str) -> Race:
 def _placed(values: Any, shardings: Any) -> Any:
     """A tree that has never been read: each shard is a new copy."""
     return jax.tree.map(
-        lambda x, to: jax.make_array_from_callback(x.shape, to, lambda index: x[index].copy()), values, shardings
+        lambda x, to: jax.make_array_from_callback(
+            x.shape, to, lambda index: x[index].copy()
+        ),
+        values,
+        shardings,
     )
 
 
@@ -306,7 +452,9 @@ def _equal(values: Any) -> Callable[[Any, Any], None]:
 
 
 def _leaf_by_leaf(shard_fns: Any, tree: Any) -> Any:
-    """Waits for each leaf: a thousand collectives under way at once make the CPU's runtime abort."""
+    """Waits for each leaf: a thousand collectives under way at once make the CPU's
+    runtime abort.
+    """
     return jax.tree.map(lambda fn, x: jax.block_until_ready(fn(x)), shard_fns, tree)
 
 
@@ -314,7 +462,9 @@ def _eformer(dst: Any) -> Callable[[Any], Any]:
     from eformer.escale import make_shard_and_gather_fns
 
     leaves = jax.tree.leaves(dst)
-    shard_fns, _ = make_shard_and_gather_fns(jax.tree.map(lambda to: to.spec, dst), leaves[0].mesh)
+    shard_fns, _ = make_shard_and_gather_fns(
+        jax.tree.map(lambda to: to.spec, dst), leaves[0].mesh
+    )
     return lambda tree: _leaf_by_leaf(shard_fns, tree)
 
 
@@ -323,7 +473,9 @@ def _scalax(values: Any, dst: Any) -> Callable[[Any], Any]:
 
     mesh = jax.tree.leaves(dst)[0].mesh
     helper = MeshShardingHelper(tuple(mesh.devices.shape), mesh.axis_names)
-    shard_fns, _ = helper.make_shard_and_gather_fns(values, jax.tree.map(lambda to: to.spec, dst))
+    shard_fns, _ = helper.make_shard_and_gather_fns(
+        values, jax.tree.map(lambda to: to.spec, dst)
+    )
     return lambda tree: _leaf_by_leaf(shard_fns, tree)
 
 

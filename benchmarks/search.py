@@ -1,4 +1,6 @@
-"""The choice of mesh and rules: how fast, how well it ranks, and whether it beats what people write by hand."""
+"""The choice of mesh and rules: how fast, how well it ranks, and whether it beats what
+people write by hand.
+"""
 
 import argparse
 import functools as ft
@@ -24,22 +26,48 @@ from ._llama import llama
 from ._runner import Options
 
 
-SUMMARY = "search: candidates per second, seconds of a whole search, and its order against compiled and timed steps"
+SUMMARY = (
+    "search: candidates per second, seconds of a whole search, and its order against"
+    " compiled and timed steps"
+)
 _BY_HAND = {
     "dp": [("batch", "a")],
     "fsdp": [("batch", "a"), ("embed", "a")],
     "tp": [("heads", "a"), ("mlp", "a"), ("vocab", "a")],
     "dp x tp": [("batch", "a"), ("heads", "b"), ("mlp", "b"), ("vocab", "b")],
-    "fsdp x tp": [("batch", "a"), ("embed", "a"), ("heads", "b"), ("mlp", "b"), ("vocab", "b")],
+    "fsdp x tp": [
+        ("batch", "a"),
+        ("embed", "a"),
+        ("heads", "b"),
+        ("mlp", "b"),
+        ("vocab", "b"),
+    ],
 }
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hands", action="store_true", help="only the table against rules by hand, which goes on")
-    parser.add_argument("--slice", default="cpu:8", help="of that table, as tpu:v5e:4x4")
-    parser.add_argument("--models", default="", help="of that table: those with this in their names")
-    parser.add_argument("--clock", action="store_true", help="of that table: small models, run on these devices")
-    parser.add_argument("--candidates", type=int, default=40, help="candidates that are compiled for the order")
+    parser.add_argument(
+        "--hands",
+        action="store_true",
+        help="only the table against rules by hand, which goes on",
+    )
+    parser.add_argument(
+        "--slice", default="cpu:8", help="of that table, as tpu:v5e:4x4"
+    )
+    parser.add_argument(
+        "--models", default="", help="of that table: those with this in their names"
+    )
+    parser.add_argument(
+        "--clock",
+        action="store_true",
+        help="of that table: small models, run on these devices",
+    )
+    parser.add_argument(
+        "--candidates",
+        type=int,
+        default=40,
+        help="candidates that are compiled for the order",
+    )
 
 
 def cases(options: Options) -> list[Entry]:
@@ -47,7 +75,11 @@ def cases(options: Options) -> list[Entry]:
         flags = options.flags
         return search_hands.cases(flags.slice, flags.models, flags.clock)
     found: list[Entry] = [
-        Finding("speed of the core, 256 devices", _speed, (Limit("million candidates per second", at_least=1.0),)),
+        Finding(
+            "speed of the core, 256 devices",
+            _speed,
+            (Limit("million candidates per second", at_least=1.0),),
+        ),
         Finding(
             "search, 126 layers, 256 devices",
             ft.partial(_seconds, 256, 1),
@@ -57,11 +89,17 @@ def cases(options: Options) -> list[Entry]:
     if not options.quick:
         found.append(
             Finding(
-                "search, 126 layers, 8,192 devices", ft.partial(_seconds, 8192, 1), (Limit("seconds", at_most=60.0),)
+                "search, 126 layers, 8,192 devices",
+                ft.partial(_seconds, 8192, 1),
+                (Limit("seconds", at_most=60.0),),
             )
         )
     found.append(Finding("known answers", _known, (Limit("right", at_least=4.0),)))
-    found.append(Finding("published answers", search_answers.answers, (Limit("right", at_least=3.0),)))
+    found.append(
+        Finding(
+            "published answers", search_answers.answers, (Limit("right", at_least=3.0),)
+        )
+    )
     if len(options.devices) >= 8 and not options.quick:
         found += [
             *search_order.cases(options.flags.candidates, options.devices[:8]),
@@ -83,7 +121,9 @@ def _small() -> tuple[Any, ...]:
 
 
 def _speed() -> dict[str, Value]:
-    """The compiled function on blocks as a search makes them, without compiling; by the wall clock, median of 5."""
+    """The compiled function on blocks as a search makes them, without compiling; by the
+    wall clock, median of 5.
+    """
     step, *args = _large()
     made = Space(named_classes(trace(step, *args)), asked_for(256, "v5p"), Limits())
     machine = made.machine()
@@ -95,7 +135,10 @@ def _speed() -> dict[str, Value]:
         seconds.append(time.perf_counter() - begin)
     shares = [sizes_and_slices(256, axes, 1) for axes in range(1, 5)]
     assignments = assignment_count(made.terms, shares)
-    count = sum(math.comb(assignments, axes) * len(sizes) for axes, (sizes, _) in enumerate(shares, start=1))
+    count = sum(
+        math.comb(assignments, axes) * len(sizes)
+        for axes, (sizes, _) in enumerate(shares, start=1)
+    )
     return {
         "million candidates per second": count / statistics.median(seconds) / 1e6,
         "candidates": count,
@@ -124,13 +167,21 @@ def _known() -> dict[str, Value]:
     few = sfx.auto.search(*mlp(64), devices="tpu:v5p:2x2x2")[0]
     many = sfx.auto.search(*mlp(2**20), devices="tpu:v5p:2x2x2")[0]
     found = {
-        # Few rows against large matrices: what a device sends of activations is little, of weights much.
+        # Few rows against large matrices: what a device sends of activations is little,
+        # of weights much.
         "few rows: tensor": int(all("mlp" in names for _, names in few.assignments)),
-        "many rows: data": int(all(names[0] == "batch" for _, names in many.assignments)),
+        "many rows: data": int(
+            all(names[0] == "batch" for _, names in many.assignments)
+        ),
         "too large: cut": _large_is_cut(),
         "crossover": _crossover(),
     }
-    return {"right": float(sum(found.values())), **found, "few": few.title, "many": many.title}
+    return {
+        "right": float(sum(found.values())),
+        **found,
+        "few": few.title,
+        "many": many.title,
+    }
 
 
 def _mlp(width: int, hidden: int, rows: int) -> tuple[Any, ...]:
@@ -141,18 +192,30 @@ def _mlp(width: int, hidden: int, rows: int) -> tuple[Any, ...]:
         return jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p, x))
 
     struct = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    return step, {"up": struct((width, hidden)), "down": struct((hidden, width))}, struct((rows, width))
+    return (
+        step,
+        {"up": struct((width, hidden)), "down": struct((hidden, width))},
+        struct((rows, width)),
+    )
 
 
 def _large_is_cut() -> int:
-    """405 billion parameters with moments, 16-bit each: 2.4 TB on 64 chips of 95 GiB leave no way but to cut all."""
-    best = sfx.auto.search(*_large()[:-1], jax.ShapeDtypeStruct((64, 4096), jnp.int32), devices="tpu:v5p:4x4x4")[0]
+    """405 billion parameters with moments, 16-bit each: 2.4 TB on 64 chips of 95 GiB
+    leave no way but to cut all.
+    """
+    best = sfx.auto.search(
+        *_large()[:-1],
+        jax.ShapeDtypeStruct((64, 4096), jnp.int32),
+        devices="tpu:v5p:4x4x4",
+    )[0]
     layer = best.plans[0]["layers/up"]
     return int(layer.bytes_per_device * 64 == layer.bytes)
 
 
 def _crossover() -> int:
-    """The more rows, the less tensor parallelism: the cut of `mlp` never grows with the batch."""
+    """The more rows, the less tensor parallelism: the cut of `mlp` never grows with the
+    batch.
+    """
     cuts = []
     for power in range(8, 21, 3):
         best = sfx.auto.search(*_mlp(8192, 32768, 2**power), devices="tpu:v5p:2x2x4")[0]
@@ -167,16 +230,25 @@ def _against_hands(options: Options) -> dict[str, Value]:
     by_hand = {}
     for name, rules in _BY_HAND.items():
         limits = Limits(rules=sfx.AxisRules(rules))
-        by_hand[name] = sfx.auto.search(*model, devices=8, chip=EMULATED, limits=limits, keep=1)[0]
-    ways = {name: _runner(model, one, options.devices[:8]) for name, one in by_hand.items()}
+        by_hand[name] = sfx.auto.search(
+            *model, devices=8, chip=EMULATED, limits=limits, keep=1
+        )[0]
+    ways = {
+        name: _runner(model, one, options.devices[:8]) for name, one in by_hand.items()
+    }
     chosen = sfx.auto.search(*model, devices=8, chip=EMULATED, keep=3)
-    ways |= {f"choice {i + 1}": _runner(model, one, options.devices[:8]) for i, one in enumerate(chosen)}
+    ways |= {
+        f"choice {i + 1}": _runner(model, one, options.devices[:8])
+        for i, one in enumerate(chosen)
+    }
     times = _timed(ways, options.repeats)
     best = min(times[name] for name in by_hand)
     predicted = [one.seconds for one in by_hand.values()]
     return {
         "best by hand over chosen": best / times["choice 1"],
-        "spearman of times": search_order.spearman(predicted, [times[name] for name in by_hand]),
+        "spearman of times": search_order.spearman(
+            predicted, [times[name] for name in by_hand]
+        ),
         **{f"{name} ms": seconds * 1e3 for name, seconds in times.items()},
         "chosen": chosen[0].title,
         "best by hand": min(by_hand, key=lambda name: times[name]),
@@ -189,8 +261,15 @@ def _runner(model: tuple[Any, ...], one: sfx.auto.Candidate, devices: Any) -> An
     plans = tuple(plan.on(mesh) for plan in one.plans)
     if one.constrained:
         step = sfx.auto.constrain_step(step, mesh, one.rules)
-    values = [jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), arg) for arg in args[:3]]
-    values.append(jnp.asarray(np.random.default_rng(0).integers(0, 1000, args[3].shape), jnp.int32))
+    values = [
+        jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), arg)
+        for arg in args[:3]
+    ]
+    values.append(
+        jnp.asarray(
+            np.random.default_rng(0).integers(0, 1000, args[3].shape), jnp.int32
+        )
+    )
     state = [sfx.shard(value, plan) for value, plan in zip(values, plans, strict=True)]
     jitted = sfx.filter_jit(step, in_shardings=plans, out_shardings=plans[:3])
 
@@ -203,7 +282,9 @@ def _runner(model: tuple[Any, ...], one: sfx.auto.Candidate, devices: Any) -> An
 
 
 def _timed(ways: dict[str, Any], repeats: int) -> dict[str, float]:
-    """The least time of each way over rounds in which all take their turn: others use this machine too."""
+    """The least time of each way over rounds in which all take their turn: others use
+    this machine too.
+    """
     least = dict.fromkeys(ways, math.inf)
     for _ in range(3 * repeats):
         for name, run in ways.items():

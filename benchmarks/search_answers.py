@@ -1,4 +1,6 @@
-"""Published answers to which mesh is best: whether a search gives them, with the numbers that decide."""
+"""Published answers to which mesh is best: whether a search gives them, with the
+numbers that decide.
+"""
 
 import functools as ft
 import math
@@ -14,9 +16,11 @@ from ._case import Value
 from ._llama import llama
 
 
-# Of Llama-3 70B: layers, width, hidden, key heads, queries of each, size of a head, tokens.
+# Of Llama-3 70B: layers, width, hidden, key heads, queries of each, size of a head,
+# tokens.
 _70B = (80, 8192, 28672, 8, 8, 128, 128256)
-# The step keeps the scores of attention, which the recipes' kernels do not: as many tokens, in shorter sequences.
+# The step keeps the scores of attention, which the recipes' kernels do not: as many
+# tokens, in shorter sequences.
 _LENGTH = 1024
 
 
@@ -28,14 +32,21 @@ def answers() -> dict[str, Value]:
 
 
 def _book() -> Mapping[str, Value]:
-    """The scaling book, applied-training.md: 4M tokens on 8,960 v5p want about 2,048 x 4, as fsdp alone waits.
+    """The scaling book, applied-training.md: 4M tokens on 8,960 v5p want about 2,048 x
+    4, as fsdp alone waits.
 
     8,192 of the chips, since powers of two are what the model's sizes divide by.
     """
     tokens = 4 * 2**20
-    found = sfx.auto.search(*llama(*_70B, tokens // _LENGTH, _LENGTH), devices=8192, chip="v5p")
+    found = sfx.auto.search(
+        *llama(*_70B, tokens // _LENGTH, _LENGTH), devices=8192, chip="v5p"
+    )
     best = found[0]
-    tensor = math.prod(best.mesh.shape[axis] for axis, names in best.assignments if names[0] in ("mlp", "kv_heads"))
+    tensor = math.prod(
+        best.mesh.shape[axis]
+        for axis, names in best.assignments
+        if names[0] in ("mlp", "kv_heads")
+    )
     return {
         "right: 70B on a v5p pod cuts tensors, a little": int(2 <= tensor <= 8),
         "70B on a v5p pod": best.title,
@@ -44,8 +55,12 @@ def _book() -> Mapping[str, Value]:
 
 
 def _recipe() -> Mapping[str, Value]:
-    """tpu-recipes, ironwood: Llama-3.1-70B, 2M tokens on 64 chips of two devices, by fsdp alone."""
-    best = sfx.auto.search(*llama(*_70B, 256 * 8192 // _LENGTH, _LENGTH), devices=128, chip="v7x")[0]
+    """tpu-recipes, ironwood: Llama-3.1-70B, 2M tokens on 64 chips of two devices, by
+    fsdp alone.
+    """
+    best = sfx.auto.search(
+        *llama(*_70B, 256 * 8192 // _LENGTH, _LENGTH), devices=128, chip="v7x"
+    )[0]
     return {
         "right: 70B on 64 Ironwood chips cuts the batch alone": int(
             all(names[0] == "batch" for _, names in best.assignments)
@@ -57,9 +72,11 @@ def _recipe() -> Mapping[str, Value]:
 
 
 def _crossover() -> Mapping[str, Value]:
-    """AutoParallel, adaptive_sharding.md: data and tensor parallelism cost the same with as many tokens as features.
+    """AutoParallel, adaptive_sharding.md: data and tensor parallelism cost the same
+    with as many tokens as features.
 
-    Layers in the middle of a model: the bytes of the first and last are counted off, by the difference of two depths.
+    Layers in the middle of a model: the bytes of the first and last are counted off, by
+    the difference of two depths.
     """
     features = 4096
     ratios = {}
@@ -68,7 +85,9 @@ def _crossover() -> Mapping[str, Value]:
         ratios[tokens] = sent[0] / sent[1]
     few, even, many = ratios.values()
     return {
-        "right: data and tensor parallelism cross at as many tokens as features": int(few > 1 > many),
+        "right: data and tensor parallelism cross at as many tokens as features": int(
+            few > 1 > many
+        ),
         "data over tensor parallelism, half as many tokens as features": few,
         "as many": even,
         "twice as many": many,
@@ -79,7 +98,10 @@ def _between(tokens: int, features: int, way: tuple[str, ...]) -> float:
     """What two layers more of a model send under one way, on 8 devices."""
     limits = sfx.auto.Limits(rules=sfx.AxisRules([(name, "a") for name in way]))
     few, more = (
-        sfx.auto.search(*_layers(depth, features, tokens), devices=8, chip="v5p", limits=limits)[0] for depth in (2, 4)
+        sfx.auto.search(
+            *_layers(depth, features, tokens), devices=8, chip="v5p", limits=limits
+        )[0]
+        for depth in (2, 4)
     )
     return more.wire_bytes - few.wire_bytes
 
@@ -94,5 +116,8 @@ def _layers(depth: int, features: int, tokens: int) -> tuple[Any, ...]:
         return jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p, x))
 
     struct = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    layer = {"up": struct((features // 4, features)), "down": struct((features, features // 4))}
+    layer = {
+        "up": struct((features // 4, features)),
+        "down": struct((features, features // 4)),
+    }
     return step, [layer] * depth, struct((tokens, features // 4))

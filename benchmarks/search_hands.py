@@ -1,6 +1,8 @@
-"""What a search chooses against the rules that people write by hand, by compiled programs: a table that goes on.
+"""What a search chooses against the rules that people write by hand, by compiled
+programs: a table that goes on.
 
-Each case is kept in `results/hands/`, so that a run that was stopped goes on where it was.
+Each case is kept in `results/hands/`, so that a run that was stopped goes on where it
+was.
 """
 
 import dataclasses
@@ -42,12 +44,18 @@ def cases(target: str, only: str, clock: bool) -> list[Entry]:
             ft.partial(_kept, name, called, lambda make=make: measure(target, make())),
             (Limit("choice over best by hand", at_most=1.02),),
         )
-        for name, make in (small_models() if clock else models(dtype) | _unseen()).items()
+        for name, make in (
+            small_models() if clock else models(dtype) | _unseen()
+        ).items()
         if only in name
     ]
     return [
         *found,
-        Finding(f"all on {called}", ft.partial(_all, called), (Limit("part that is better", at_least=1 / 3),)),
+        Finding(
+            f"all on {called}",
+            ft.partial(_all, called),
+            (Limit("part that is better", at_least=1 / 3),),
+        ),
     ]
 
 
@@ -56,12 +64,20 @@ def _unseen() -> dict[str, Callable[[], tuple[Any, ...]]]:
     return {f"unseen {name}": ft.partial(unseen_step, name) for name in UNSEEN}
 
 
-def _kept(name: str, target: str, measured: Callable[[], dict[str, Any]]) -> dict[str, Value]:
+def _kept(
+    name: str, target: str, measured: Callable[[], dict[str, Any]]
+) -> dict[str, Value]:
     file = _file(target, name)
     if not file.exists():
         KEPT.mkdir(exist_ok=True)
         made = measured()
-        file.write_text(json.dumps({"model": name, "target": target, "jax": jax.__version__, **made}, indent=1) + "\n")
+        file.write_text(
+            json.dumps(
+                {"model": name, "target": target, "jax": jax.__version__, **made},
+                indent=1,
+            )
+            + "\n"
+        )
     values = json.loads(file.read_text())["values"]
     assert isinstance(values, dict)
     return values
@@ -73,7 +89,11 @@ def _file(target: str, name: str) -> Path:
 
 def _all(target: str) -> dict[str, Value]:
     read = [json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))]
-    ratios = [one["values"]["choice over best by hand"] for one in read if one["target"] == target]
+    ratios = [
+        one["values"]["choice over best by hand"]
+        for one in read
+        if one["target"] == target
+    ]
     assert ratios, f"nothing was measured on {target}"
     return {
         "models": len(ratios),
@@ -85,21 +105,34 @@ def _all(target: str) -> dict[str, Value]:
 
 
 def _measured(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
-    """The choice and all ways by hand, compiled; seconds are computation and sending, nothing hidden."""
-    return _held_against(target, model, lambda lowered, ones, on: measured(lowered, ones, on, print, runs=False))
+    """The choice and all ways by hand, compiled; seconds are computation and sending,
+    nothing hidden.
+    """
+    return _held_against(
+        target,
+        model,
+        lambda lowered, ones, on: measured(lowered, ones, on, print, runs=False),
+    )
 
 
 def _run(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
     """The same on the devices, in turn."""
-    return _held_against(target, model, lambda lowered, ones, on: measured(lowered, ones, on, print, runs=True))
+    return _held_against(
+        target,
+        model,
+        lambda lowered, ones, on: measured(lowered, ones, on, print, runs=True),
+    )
 
 
-def _held_against(target: str, model: tuple[Any, ...], look: Callable[..., list[sfx.auto.Candidate]]) -> dict[str, Any]:
+def _held_against(
+    target: str, model: tuple[Any, ...], look: Callable[..., list[sfx.auto.Candidate]]
+) -> dict[str, Any]:
     step, *args = model
     begin = time.process_time()
     asked = asked_for(target, None)
     space, lowered = opened(step, args, asked, sfx.auto.Limits(), (), lambda _: None)
-    # Emulated devices hide nothing; a TPU's compiler does, but how much is not in its program's text.
+    # Emulated devices hide nothing; a TPU's compiler does, but how much is not in its
+    # program's text.
     lowered.model = dataclasses.replace(lowered.model, overlap=0.0)
     found, hands = candidates_of(space, lowered, 1, lambda _: None)
     seconds = time.process_time() - begin
@@ -119,10 +152,15 @@ def _held_against(target: str, model: tuple[Any, ...], look: Callable[..., list[
         "processor seconds of the search": seconds,
     }
     told = {one.title: one for one in found}
-    return {"values": values, "rows": [_row(one, told[one.title], one.title in hands) for one in looked]}
+    return {
+        "values": values,
+        "rows": [_row(one, told[one.title], one.title in hands) for one in looked],
+    }
 
 
-def _row(one: sfx.auto.Candidate, told: sfx.auto.Candidate, by_hand: bool) -> dict[str, object]:
+def _row(
+    one: sfx.auto.Candidate, told: sfx.auto.Candidate, by_hand: bool
+) -> dict[str, object]:
     return {
         "candidate": one.title,
         "by hand": by_hand,

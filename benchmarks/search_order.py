@@ -1,4 +1,6 @@
-"""Whether a search orders meshes as compiled programs do: candidates at random, as the step is written."""
+"""Whether a search orders meshes as compiled programs do: candidates at random, as the
+step is written.
+"""
 
 import functools as ft
 import statistics
@@ -30,7 +32,8 @@ _Pair = tuple[float, float]  # ours, the program's
 # Whose seconds are compared.
 _CHIP = "v5e"
 _BYTES, _SECONDS = "spearman of bytes", "spearman of seconds"
-# A dense model, experts, an encoder with a decoder, convolutions; and steps by authors who had not read the search.
+# A dense model, experts, an encoder with a decoder, convolutions; and steps by authors
+# who had not read the search.
 _MODELS = ("dense 0.1B", "experts", "T5", "convolutions")
 UNSEEN = (
     "gru-language-hidden-cut",
@@ -53,13 +56,17 @@ def cases(few: int, devices: Sequence[Any]) -> list[Finding]:
 
 
 def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
-    """Candidates drawn from all places of the core's order, by what their programs send and compute.
+    """Candidates drawn from all places of the core's order, by what their programs send
+    and compute.
 
-    Each is partitioned as the step is written, as a search does it for a CPU, and compiled for as many CPU devices.
-    Seconds are those of products and sending on a TPU, nothing hidden.
+    Each is partitioned as the step is written, as a search does it for a CPU, and
+    compiled for as many CPU devices. Seconds are those of products and sending on a
+    TPU, nothing hidden.
     """
     step, *args = unseen_step(name) if name in UNSEEN else models(jnp.float32)[name]()
-    space, lowered = opened(step, args, asked_for("cpu:8", None), sfx.auto.Limits(), (), lambda _: None)
+    space, lowered = opened(
+        step, args, asked_for("cpu:8", None), sfx.auto.Limits(), (), lambda _: None
+    )
     found = find(space.terms, space.machine(), 8, keep=4000)
     rng = np.random.default_rng(0)
     drawn = [found[i] for i in sorted(rng.permutation(len(found))[: 6 * few])]
@@ -71,9 +78,20 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
         made = lowered.partitioned(one)
         compiled, flops = _compiled(lowered, made, devices)
         sent.append((float(made.wire_bytes), float(compiled.wire_bytes)))
-        # Both by the flops of the compiled program: what is held against it is the sending.
-        seconds.append((_seconds(made.traffic, flops, made.mesh), _seconds(compiled, flops, made.mesh)))
-    return {_BYTES: _spearman(sent), _SECONDS: _spearman(seconds), "candidates": len(ones), **_ratios(sent)}
+        # Both by the flops of the compiled program: what is held against it is the
+        # sending.
+        seconds.append(
+            (
+                _seconds(made.traffic, flops, made.mesh),
+                _seconds(compiled, flops, made.mesh),
+            )
+        )
+    return {
+        _BYTES: _spearman(sent),
+        _SECONDS: _spearman(seconds),
+        "candidates": len(ones),
+        **_ratios(sent),
+    }
 
 
 def unseen_step(name: str) -> tuple[Any, ...]:
@@ -81,21 +99,33 @@ def unseen_step(name: str) -> tuple[Any, ...]:
     made = next(one for one in CASES if one.name == name)
     step, args = made.make(AbstractMesh(tuple(made.v5e.values()), tuple(made.v5e)))
     return step, *jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf,
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+            else leaf
+        ),
         args,
     )
 
 
-def _compiled(lowered: Any, one: sfx.auto.Candidate, devices: Sequence[Any]) -> tuple[sfx.cost.Traffic, float]:
+def _compiled(
+    lowered: Any, one: sfx.auto.Candidate, devices: Sequence[Any]
+) -> tuple[sfx.cost.Traffic, float]:
     """What a program sends, and how many operations of products a device does."""
     plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
     program = jitted(lowered, one, plans).lower(*lowered.args).compile()
-    return sfx.cost.traffic(program, one.mesh), work_of(parse_hlo(program.as_text())).flops
+    return (
+        sfx.cost.traffic(program, one.mesh),
+        work_of(parse_hlo(program.as_text())).flops,
+    )
 
 
 def _seconds(sent: sfx.cost.Traffic, flops: float, mesh: sfx.MeshSpec) -> float:
     """Products and sending on the chip of `_CHIP`, nothing hidden."""
-    return flops / chips.find(_CHIP).flops("bfloat16") + sfx.cost.seconds(sent, _CHIP, mesh).seconds
+    return (
+        flops / chips.find(_CHIP).flops("bfloat16")
+        + sfx.cost.seconds(sent, _CHIP, mesh).seconds
+    )
 
 
 def _ratios(pairs: Sequence[_Pair]) -> dict[str, Value]:

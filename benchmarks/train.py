@@ -1,4 +1,6 @@
-"""Training the demo's model: what a plan costs per call, and tokens per second by layout."""
+"""Training the demo's model: what a plan costs per call, and tokens per second by
+layout.
+"""
 
 import argparse
 import functools as ft
@@ -31,14 +33,21 @@ from ._case import Case, Entry, Finding, Limit, Race, Rival, Skip, Value
 from ._runner import Options
 
 
-SUMMARY = "Overhead of a planned jit over a plain one, and tokens per second of the demo's model by layout."
+SUMMARY = (
+    "Overhead of a planned jit over a plain one, and tokens per second of the demo's"
+    " model by layout."
+)
 # Steps that are compared with one device before any is timed.
 CHECKED_STEPS = 3
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, default=16, help="texts in a batch (default: 16)")
-    parser.add_argument("--length", type=int, help="bytes in a text (default: 128, with --quick 32)")
+    parser.add_argument(
+        "--batch", type=int, default=16, help="texts in a batch (default: 16)"
+    )
+    parser.add_argument(
+        "--length", type=int, help="bytes in a text (default: 128, with --quick 32)"
+    )
 
 
 def cases(options: Options) -> list[Entry]:
@@ -72,7 +81,12 @@ def cases(options: Options) -> list[Entry]:
             entries.append(Skip(name, f"{count} devices are not even in number"))
         else:
             entries.append(
-                Finding(f"{name} ({layout})", lambda layout=layout: _speed(_plans(layout, run, options), run, options))
+                Finding(
+                    f"{name} ({layout})",
+                    lambda layout=layout: _speed(
+                        _plans(layout, run, options), run, options
+                    ),
+                )
             )
     return entries
 
@@ -82,7 +96,9 @@ def _plans(layout: str, run: Run, options: Options) -> DemoPlans:
 
 
 def _call(plans: DemoPlans, run: Run) -> Race:
-    """One array of many is read, so that what is timed is the way into the compiled program and back."""
+    """One array of many is read, so that what is timed is the way into the compiled
+    program and back.
+    """
     _, model, state = start_sharded(plans, run)
 
     def read(model: Any, state: Any) -> jax.Array:
@@ -131,14 +147,19 @@ def _step(plans: DemoPlans, run: Run) -> Race:
 
     def plain() -> Callable[[Any], Any]:
         shardings = tuple(plan.shardings for plan in into)
-        jitted = jax.jit(step, in_shardings=shardings, out_shardings=(*shardings[:2], None))
+        jitted = jax.jit(
+            step, in_shardings=shardings, out_shardings=(*shardings[:2], None)
+        )
         return lambda given: jitted(*given)
 
     def check(given: Any, result: Any) -> None:
         np.testing.assert_allclose(float(result[2]), expected, atol=TOLERANCE)
 
     return Race(
-        rivals=(Rival("shardfx.filter_jit", planned, check), Rival("jax.jit", plain, check)),
+        rivals=(
+            Rival("shardfx.filter_jit", planned, check),
+            Rival("jax.jit", plain, check),
+        ),
         fresh=lambda: (model, state, tokens),
         facts={"tokens": run.batch_size * run.length},
     )
@@ -154,8 +175,16 @@ class _Trainer:
 
     def tokens(self, number: int) -> jax.Array:
         run = self.run
-        drawn = batch(stdlib_text(1 << 20), number, size=run.batch_size, length=run.length + 1, seed=run.seed)
-        return jnp.asarray(drawn) if self.plans is None else shard(drawn, self.plans.batch)
+        drawn = batch(
+            stdlib_text(1 << 20),
+            number,
+            size=run.batch_size,
+            length=run.length + 1,
+            seed=run.seed,
+        )
+        return (
+            jnp.asarray(drawn) if self.plans is None else shard(drawn, self.plans.batch)
+        )
 
     def loss(self, tokens: jax.Array) -> float:
         self.model, self.state, loss = self.step(self.model, self.state, tokens)
@@ -177,31 +206,45 @@ def _one_device(run: Run) -> _Trainer:
 @ft.lru_cache(maxsize=1)
 def _one_device_losses(run: Run) -> tuple[float, ...]:
     trainer = _one_device(run)
-    return tuple([trainer.loss(trainer.tokens(number)) for number in range(CHECKED_STEPS)])
+    return tuple(
+        [trainer.loss(trainer.tokens(number)) for number in range(CHECKED_STEPS)]
+    )
 
 
 def _speed(plans: DemoPlans, run: Run, options: Options) -> Mapping[str, Value]:
-    """Tokens per second of a layout and of one device, in turn; their first losses must agree."""
+    """Tokens per second of a layout and of one device, in turn; their first losses must
+    agree.
+    """
     expected = _one_device_losses(run)
     begin = time.perf_counter()
     trainer = _Trainer(run, plans)
     first = trainer.loss(trainer.tokens(0))
     compile_seconds = time.perf_counter() - begin
-    losses = [first, *[trainer.loss(trainer.tokens(number)) for number in range(1, CHECKED_STEPS)]]
+    losses = [
+        first,
+        *[trainer.loss(trainer.tokens(number)) for number in range(1, CHECKED_STEPS)],
+    ]
     difference = float(np.abs(np.array(losses) - np.array(expected)).max())
-    assert difference <= TOLERANCE, f"the losses differ from those of one device by {difference}"
+    assert difference <= TOLERANCE, (
+        f"the losses differ from those of one device by {difference}"
+    )
 
     contestants = {"sharded": trainer, "one device": _one_device(run)}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(options.repeats):
         for name, contestant in contestants.items():
             seconds[name].append(contestant.seconds_per_step(2 if options.quick else 5))
-    rates = {name: run.batch_size * run.length / statistics.median(taken) for name, taken in seconds.items()}
+    rates = {
+        name: run.batch_size * run.length / statistics.median(taken)
+        for name, taken in seconds.items()
+    }
     return {
         "tokens per second": rates["sharded"],
         "tokens per second on one device": rates["one device"],
         "ratio": rates["sharded"] / rates["one device"],
         "largest difference of losses": difference,
         "seconds to compile and start": compile_seconds,
-        "bytes of state per device": plans.model.bytes_per_device + plans.optimizer.bytes_per_device,
+        "bytes of state per device": (
+            plans.model.bytes_per_device + plans.optimizer.bytes_per_device
+        ),
     }

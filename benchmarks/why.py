@@ -1,7 +1,9 @@
-"""Whether the constraints that `fit` and `shardings` tell of mend a step: `python -m benchmarks.why`.
+"""Whether the constraints that `fit` and `shardings` tell of mend a step:
+`python -m benchmarks.why`.
 
-The twelve steps of the zoo, by FSDP over 8 devices and without a constraint. What `fit` advises is put into each, and
-what the three largest arrays want that are whole on each device then; XLA partitions the step before and after.
+The twelve steps of the zoo, by FSDP over 8 devices and without a constraint. What `fit`
+advises is put into each, and what the three largest arrays want that are whole on each
+device then; XLA partitions the step before and after.
 """
 
 from typing import Any
@@ -35,7 +37,9 @@ def main() -> None:
 
 
 def judged(known: StepOnChip) -> str:
-    """How much smaller the arrays and the memory get, and what is sent before and after."""
+    """How much smaller the arrays and the memory get, and what is sent before and
+    after.
+    """
     step, before = known.step, shardings_of(known.step, "tpu")
     largest = _whole(before)
     advised = saving_constraints(known)
@@ -47,17 +51,26 @@ def judged(known: StepOnChip) -> str:
         return "nothing is whole that could be cut"
     module = with_constraints(step, told, "tpu")
     after = shardings_of(step, "tpu", module)
-    smaller = ", ".join(f"{row.bytes_per_device / _bytes_at(after, row.source, row.shape):.1f}" for row in largest)
-    sent = [read(parse_hlo(step.partitioned("tpu", module=one)), step.mesh, step.leaves) for one in (None, module)]
+    smaller = ", ".join(
+        f"{row.bytes_per_device / _bytes_at(after, row.source, row.shape):.1f}"
+        for row in largest
+    )
+    sent = [
+        read(parse_hlo(step.partitioned("tpu", module=one)), step.mesh, step.leaves)
+        for one in (None, module)
+    ]
     held = [known.memory.peak_bytes, known.memory_with(module).peak_bytes]
     return (
-        f"{len(told)} constraints, arrays {smaller} times smaller, memory {held[0] / held[1]:.2f} times; "
-        f"{sent[0].wire_bytes:,} bytes sent, then {sent[1].wire_bytes:,}"
+        f"{len(told)} constraints, arrays {smaller} times smaller, memory"
+        f" {held[0] / held[1]:.2f} times; {sent[0].wire_bytes:,} bytes sent, then"
+        f" {sent[1].wire_bytes:,}"
     )
 
 
 def _whole(found: StepShardings) -> list[ArrayRow]:
-    """The three largest arrays that are whole and need not be, of a line and a shape each."""
+    """The three largest arrays that are whole and need not be, of a line and a shape
+    each.
+    """
     largest: dict[Any, ArrayRow] = {}
     for row in found.replicated().rows:
         largest.setdefault((row.source, row.shape), row)
@@ -71,7 +84,11 @@ def _laid(made: Any) -> tuple[Any, ...]:
 
 
 def _bytes_at(found: StepShardings, source: Any, shape: Any) -> int:
-    return max(row.bytes_per_device for row in found.rows if (row.source, row.shape) == (source, shape))
+    return max(
+        row.bytes_per_device
+        for row in found.rows
+        if (row.source, row.shape) == (source, shape)
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Draws what a step costs for several batches and numbers of devices, as docs/frontier.svg.
+"""Draws what a step costs for several batches and numbers of devices, as
+docs/frontier.svg.
 
 python docs/draw_frontier.py
 """
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
+
 import shardfx
 
 
@@ -48,7 +50,10 @@ def line(points: Sequence[tuple[float, float]], color: str) -> list[str]:
 def text(
     x: float, y: float, words: str, anchor: str = "start", color: str = "#333"
 ) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{words}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+        f' fill="{color}">{words}</text>'
+    )
 
 
 def number(value: float) -> str:
@@ -122,7 +127,8 @@ def drawn() -> str:
         text(
             LEFT,
             top - 14,
-            "ms of a step, by GiB that a device holds, on 64: what nothing beats in both",
+            "ms of a step, by GiB that a device holds, on 64: what nothing beats in"
+            " both",
         )
     ]
     for batch, points in chosen.items():
@@ -136,7 +142,10 @@ def drawn() -> str:
     parts += ticks(times, y, 0, "", True) + ticks(held, x, top + HEIGHT, " GiB", False)
     size = top + HEIGHT + 34
     box = f'viewBox="0 0 {WIDTH} {size}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="12">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif"'
+        ' font-size="12">'
+    )
     return "\n".join(
         [
             head,

@@ -3,7 +3,8 @@
     python docs/draw_house.py          # writes docs/house.svg
     python docs/draw_house.py --check  # exits 1 if it is out of date
 
-A room is a file or a folder in the package's root. A room stands one floor above the highest room that it imports.
+A room is a file or a folder in the package's root. A room stands one floor above the
+highest room that it imports.
 """
 
 import ast
@@ -30,12 +31,18 @@ FLOORS = (
     "commands, and the demo",
     "python -m shardfx",
 )
-# In pixels: the picture, one floor, one room, the strip with the floor's name, the legend.
+# In pixels: the picture, one floor, one room, the strip with the floor's name, the
+# legend.
 WIDTH, BAND, BOX, WIDEST, MARGIN, LABEL, TOP = 1120, 118, 66, 300, 16, 128, 64
 LEGEND = (
-    "Each box is a room of shardfx/: a folder (blue) or one file (white). An arrow leads from a room to one that it "
-    "imports;",
-    "imports that a chain of arrows implies are left out. A room knows nothing of the rooms above it.",
+    (
+        "Each box is a room of shardfx/: a folder (blue) or one file (white). An arrow"
+        " leads from a room to one that it imports;"
+    ),
+    (
+        "imports that a chain of arrows implies are left out. A room knows nothing of"
+        " the rooms above it."
+    ),
 )
 
 
@@ -45,12 +52,16 @@ def sources() -> list[Path]:
 
 
 def module_of(path: Path) -> tuple[str, ...]:
-    """The parts of a file's module below the package: ("_mesh",) or ("_plan", "correct")."""
+    """The parts of a file's module below the package: ("_mesh",) or ("_plan",
+    "correct").
+    """
     return path.relative_to(PACKAGE).with_suffix("").parts
 
 
 def imports(path: Path) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The modules of the package that a file imports, late and for types only too, with their lines."""
+    """The modules of the package that a file imports, late and for types only too, with
+    their lines.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             yield from ((target, node.lineno) for target in _named(node, path))
@@ -76,7 +87,9 @@ def _named(node: ast.ImportFrom, path: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _room(module: tuple[str, ...]) -> str:
-    """The room of a module; `errors` and `sync` are tables of names, as the root's `__init__` is."""
+    """The room of a module; `errors` and `sync` are tables of names, as the root's
+    `__init__` is.
+    """
     return "__init__" if module[0] in ("errors", "sync") else module[0]
 
 
@@ -92,7 +105,9 @@ def rooms() -> dict[str, set[str]]:
 
 
 def floors(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The rooms of each floor, from the ground up, in the order of their names; a circle is a RecursionError."""
+    """The rooms of each floor, from the ground up, in the order of their names; a
+    circle is a RecursionError.
+    """
     heights: dict[str, int] = {}
 
     def height(room: str) -> int:
@@ -123,9 +138,15 @@ def drawn(graph: dict[str, set[str]]) -> str:
     storeys = _untangled(floors(graph), graph)
     total = TOP + BAND * len(storeys) + MARGIN
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total}" font-family="sans-serif">',
-        '<defs><marker id="to" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-        'orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="#7681b4"/></marker></defs>',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total}"'
+            ' font-family="sans-serif">'
+        ),
+        (
+            '<defs><marker id="to" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"'
+            ' markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z"'
+            ' fill="#7681b4"/></marker></defs>'
+        ),
         f'<rect width="{WIDTH}" height="{total}" fill="#ffffff"/>',
     ]
     for number, line in enumerate(LEGEND):
@@ -135,7 +156,8 @@ def drawn(graph: dict[str, set[str]]) -> str:
         top = total - MARGIN - BAND * (floor + 1)
         shade = "#f6f7fb" if floor % 2 else "#eceef6"
         lines.append(
-            f'<rect x="{MARGIN}" y="{top}" width="{WIDTH - 2 * MARGIN}" height="{BAND}" fill="{shade}"/>'
+            f'<rect x="{MARGIN}" y="{top}" width="{WIDTH - 2 * MARGIN}" height="{BAND}"'
+            f' fill="{shade}"/>'
         )
         told = FLOORS[floor] if floor < len(FLOORS) else ""
         for number, line in enumerate([f"floor {floor}", *textwrap.wrap(told, 17)]):
@@ -162,8 +184,9 @@ def drawn(graph: dict[str, set[str]]) -> str:
     for room, (x, y, wide) in sorted(boxes.items()):
         folder = (PACKAGE / room).is_dir()
         lines.append(
-            f'<rect x="{x - wide / 2:.0f}" y="{y:.0f}" width="{wide:.0f}" height="{BOX}" rx="6" '
-            f'fill="{"#dfe5ff" if folder else "#ffffff"}" stroke="#4a5aa8"/>'
+            f'<rect x="{x - wide / 2:.0f}" y="{y:.0f}" width="{wide:.0f}"'
+            f' height="{BOX}" rx="6" fill="{"#dfe5ff" if folder else "#ffffff"}"'
+            ' stroke="#4a5aa8"/>'
         )
         name = f"{room}/" if folder else f"{room}.py"
         lines.append(
@@ -191,7 +214,9 @@ def _short(told: str, columns: int) -> list[str]:
 
 
 def _untangled(storeys: list[list[str]], graph: dict[str, set[str]]) -> list[list[str]]:
-    """Each floor's rooms so ordered that a room stands near what it imports, and near what imports it."""
+    """Each floor's rooms so ordered that a room stands near what it imports, and near
+    what imports it.
+    """
     place = {
         room: (at + 0.5) / len(storey)
         for storey in storeys
@@ -205,8 +230,9 @@ def _untangled(storeys: list[list[str]], graph: dict[str, set[str]]) -> list[lis
     for _ in range(12):
         for number, storey in enumerate(storeys):
             middle = {
-                room: sum(place[other] for other in near[room])
-                / max(1, len(near[room]))
+                room: (
+                    sum(place[other] for other in near[room]) / max(1, len(near[room]))
+                )
                 for room in storey
             }
             storeys[number] = sorted(
@@ -222,7 +248,9 @@ def _untangled(storeys: list[list[str]], graph: dict[str, set[str]]) -> list[lis
 def _arrows(
     boxes: dict[str, tuple[float, float, float]], graph: dict[str, set[str]]
 ) -> Iterator[str]:
-    """A curve from the lower edge of each room to the upper edge of each that it imports, side by side."""
+    """A curve from the lower edge of each room to the upper edge of each that it
+    imports, side by side.
+    """
     down = {
         room: sorted(_direct(room, graph), key=lambda other: (boxes[other][0], other))
         for room in graph
@@ -239,8 +267,14 @@ def _arrows(
             x += wide * ((down[room].index(other) + 1) / (len(down[room]) + 1) - 0.5)
             to_x += to_wide * ((up[other].index(room) + 1) / (len(up[other]) + 1) - 0.5)
             y, bend = y + BOX, (to_y - y - BOX) / 2
-            path = f"M{x:.0f},{y:.0f} C{x:.0f},{y + bend:.0f} {to_x:.0f},{to_y - bend:.0f} {to_x:.0f},{to_y:.0f}"
-            yield f'<path d="{path}" fill="none" stroke="#7681b4" stroke-width="1.3" marker-end="url(#to)"/>'
+            path = (
+                f"M{x:.0f},{y:.0f} C{x:.0f},{y + bend:.0f} {to_x:.0f},{to_y - bend:.0f}"
+                f" {to_x:.0f},{to_y:.0f}"
+            )
+            yield (
+                f'<path d="{path}" fill="none" stroke="#7681b4" stroke-width="1.3"'
+                ' marker-end="url(#to)"/>'
+            )
 
 
 def _text(
@@ -254,8 +288,8 @@ def _text(
     weight: str = "normal",
 ) -> str:
     return (
-        f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
-        f'font-weight="{weight}">{html.escape(told)}</text>'
+        f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" fill="{fill}"'
+        f' text-anchor="{anchor}" font-weight="{weight}">{html.escape(told)}</text>'
     )
 
 

@@ -1,8 +1,10 @@
-"""Draws docs/report.png: the page of a real model's plan, as headless Chromium shows it.
+"""Draws docs/report.png: the page of a real model's plan, as headless Chromium shows
+it.
 
     python docs/draw_report.py
 
-Needs selenium (`pip install '.[browser]'`), and Debian's `chromium` and `chromium-driver`.
+Needs selenium (`pip install '.[browser]'`), and Debian's `chromium` and
+`chromium-driver`.
 """
 
 import base64
@@ -22,7 +24,9 @@ WIDTH, HEIGHT = 1240, 900
 
 
 def planned() -> ShardPlan:
-    """The plan that the picture shows: 16 pieces are more than there are heads for keys and values."""
+    """The plan that the picture shows: 16 pieces are more than there are heads for keys
+    and values.
+    """
     return plan(
         models.tree(MODEL),
         MeshSpec.parse(MESH),

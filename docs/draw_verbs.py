@@ -1,9 +1,11 @@
-"""Draws docs/verbs/*.svg: what each verb of the command line prints, in the colours of a terminal.
+"""Draws docs/verbs/*.svg: what each verb of the command line prints, in the colours of
+a terminal.
 
     python docs/draw_verbs.py            # writes all of them; the demo takes a minute
     python docs/draw_verbs.py lint fit   # writes these
 
-The commands run with the model and the checkpoint of docs/cli.md. Needs the extras `cli` and `demo`.
+The commands run with the model and the checkpoint of docs/cli.md. Needs the extras
+`cli` and `demo`.
 """
 
 import contextlib
@@ -23,36 +25,46 @@ from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 from safetensors.numpy import save_file
+
 from shardfx.__main__ import main as shardfx
 from shardfx._cli._screen import coloured
 
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "verbs"
-# The verb, its command, and how many lines of it are shown. `report` prints nothing: its picture is the page.
+# The verb, its command, and how many lines of it are shown. `report` prints nothing:
+# its picture is the page.
 COMMANDS = {
     "plan": (
         "plan llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp --width 92",
         24,
     ),
     "explain": (
-        "explain llama3-405b 'model/layers/{0..125}/self_attn/k_proj/weight' "
-        "--mesh fsdp=8,tensor=16 --rules tp",
+        (
+            "explain llama3-405b 'model/layers/{0..125}/self_attn/k_proj/weight' "
+            "--mesh fsdp=8,tensor=16 --rules tp"
+        ),
         24,
     ),
     "lint": (
-        "lint my_model:make --mesh fsdp=4,tensor=3 "
-        "--rules 'donw->tensor, down->fsdp.tensor, up->fsdp'",
+        (
+            "lint my_model:make --mesh fsdp=4,tensor=3 "
+            "--rules 'donw->tensor, down->fsdp.tensor, up->fsdp'"
+        ),
         24,
     ),
     "diff": (
-        "diff llama3-8b --mesh fsdp=8 --rules fsdp "
-        "--to-mesh fsdp=4,tensor=2 --to-rules fsdp_tp",
+        (
+            "diff llama3-8b --mesh fsdp=8 --rules fsdp "
+            "--to-mesh fsdp=4,tensor=2 --to-rules fsdp_tp"
+        ),
         24,
     ),
     "fit": (
-        "fit llama3-70b --mesh fsdp=64,tensor=4 --rules fsdp_tp "
-        "--optimizer optax:adamw --chip v5e",
+        (
+            "fit llama3-70b --mesh fsdp=64,tensor=4 --rules fsdp_tp "
+            "--optimizer optax:adamw --chip v5e"
+        ),
         24,
     ),
     "traffic": (
@@ -148,7 +160,9 @@ def printed(verb: str) -> str:
 
 
 def shown(verb: str) -> list[str]:
-    """The lines of a picture: those in the middle are left out where there are too many."""
+    """The lines of a picture: those in the middle are left out where there are too
+    many.
+    """
     most = COMMANDS[verb][1]
     lines = [line.rstrip() for line in printed(verb).rstrip().splitlines()]
     if len(lines) > most:

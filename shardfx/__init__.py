@@ -64,12 +64,19 @@ if _typing.TYPE_CHECKING:
 
 
 __version__ = "0.1.0"
-# All load when they are first named: the command line's help, and most programs, need few of them.
+# All load when they are first named: the command line's help, and most programs, need
+# few of them.
 _LATE = {
     name: room or name
     for room, names in {
-        "": "auto checkpoint chips cost errors hosts interop presets sync testing topology",
-        "_arrays": "clear_caches constrain filter_jit gather misplaced shard shardings_of specs_of",
+        "": (
+            "auto checkpoint chips cost errors hosts interop presets sync testing"
+            " topology"
+        ),
+        "_arrays": (
+            "clear_caches constrain filter_jit gather misplaced shard shardings_of"
+            " specs_of"
+        ),
         "_ground.reason": "Code Decision Reason",
         "_plan": "LeafPlan ShardPlan correct field follow plan report",
         "_rules": "AxisRules PathRules atomic fsdp match optional replicate resolve",

@@ -1,4 +1,6 @@
-"""The errors that shardfx raises: each is a `ValueError`, a `TypeError` or a `RuntimeError` with a name of its own."""
+"""The errors that shardfx raises: each is a `ValueError`, a `TypeError` or a
+`RuntimeError` with a name of its own.
+"""
 
 from ._ground.errors import (
     CheckpointError as CheckpointError,

@@ -1,5 +1,5 @@
-"""Transfers of weights from one job to another: a transfer plan that each job computes by itself, and channels that
-carry it out.
+"""Transfers of weights from one job to another: a transfer plan that each job computes
+by itself, and channels that carry it out.
 """
 
 from ._reshard.sync import (

@@ -19,13 +19,17 @@ class Chip:
 
 
 def chips(bounds, hosts=None, kind="TPU v4", *, slices=1):
-    """Devices that fill `bounds`, numbered core first, then x, y, z, then slice; hosts are boxes of size `hosts`."""
+    """Devices that fill `bounds`, numbered core first, then x, y, z, then slice; hosts
+    are boxes of size `hosts`.
+    """
     hosts = bounds if hosts is None else hosts
     nx, ny, nz, nc = bounds
     per = [bound // host for bound, host in zip(bounds, hosts, strict=True)]
     out = []
     for piece, z, y, x, c in np.ndindex(slices, nz, ny, nx, nc):
-        hx, hy, hz, hc = (at // host for at, host in zip((x, y, z, c), hosts, strict=True))
+        hx, hy, hz, hc = (
+            at // host for at, host in zip((x, y, z, c), hosts, strict=True)
+        )
         process = hc + per[3] * (hx + per[0] * (hy + per[1] * (hz + per[2] * piece)))
         out.append(Chip(len(out), (x, y, z), c, process, kind, piece))
     return out

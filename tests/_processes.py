@@ -1,4 +1,6 @@
-"""Jobs of several JAX processes on this machine: started, timed, and gone when the test is."""
+"""Jobs of several JAX processes on this machine: started, timed, and gone when the test
+is.
+"""
 
 import dataclasses
 import os
@@ -31,24 +33,55 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run(task, count, devices, folder, *, worker=WORKER, deadline_seconds=120.0, tasks_for=None):
-    """Runs `task` of the program `worker` in `count` processes of `devices` emulated devices each.
+def run(
+    task,
+    count,
+    devices,
+    folder,
+    *,
+    worker=WORKER,
+    deadline_seconds=120.0,
+    tasks_for=None,
+):
+    """Runs `task` of the program `worker` in `count` processes of `devices` emulated
+    devices each.
 
-    `tasks_for` gives single processes another task. No process outlives the call, whatever happens.
+    `tasks_for` gives single processes another task. No process outlives the call,
+    whatever happens.
     """
     port, folder = free_port(), Path(folder)
-    search = os.pathsep.join([str(WORKER.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "random", "PYTHONPATH": search}
+    search = os.pathsep.join(
+        [str(WORKER.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONHASHSEED": "random",
+        "PYTHONPATH": search,
+    }
     started, children, logs = time.monotonic(), [], []
     ended: dict[int, float] = {}
     try:
         for index in range(count):
             name = (tasks_for or {}).get(index, task)
             logs.append((folder / f"{index}.log").open("w+"))
-            command = [sys.executable, str(worker), name, str(index), str(count), str(devices), str(port), str(folder)]
+            command = [
+                sys.executable,
+                str(worker),
+                name,
+                str(index),
+                str(count),
+                str(devices),
+                str(port),
+                str(folder),
+            ]
             children.append(
                 subprocess.Popen(
-                    command, stdout=logs[-1], stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                    command,
+                    stdout=logs[-1],
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
                 )
             )
         while len(ended) < count and time.monotonic() - started < deadline_seconds:
@@ -68,7 +101,12 @@ def run(task, count, devices, folder, *, worker=WORKER, deadline_seconds=120.0, 
         result = pickle.loads(stored.read_bytes()) if stored.exists() else None
         killed = index not in ended
         outcomes.append(
-            Outcome(None if killed else child.returncode, ended.get(index, deadline_seconds), log.read(), result)
+            Outcome(
+                None if killed else child.returncode,
+                ended.get(index, deadline_seconds),
+                log.read(),
+                result,
+            )
         )
         log.close()
     return outcomes

@@ -9,5 +9,7 @@ import pytest
 def folder_of(library: str) -> Path:
     found = importlib.util.find_spec(library)
     if found is None or found.origin is None:
-        pytest.skip(f"{library} is not installed; `pip install --no-deps {library}` is enough")
+        pytest.skip(
+            f"{library} is not installed; `pip install --no-deps {library}` is enough"
+        )
     return Path(found.origin).parent

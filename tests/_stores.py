@@ -7,12 +7,25 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 
-def zarr(directory, path, array, *, chunks, driver="zarr", ocdbt=False, metadata=None) -> Any:
-    base = {"driver": "file", "path": f"{directory}/" if ocdbt else f"{directory}/{path}/"}
+def zarr(
+    directory, path, array, *, chunks, driver="zarr", ocdbt=False, metadata=None
+) -> Any:
+    base = {
+        "driver": "file",
+        "path": f"{directory}/" if ocdbt else f"{directory}/{path}/",
+    }
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"} if ocdbt else base
-    spec = {"driver": driver, "kvstore": kvstore} | ({"metadata": metadata} if metadata else {})
+    spec = {"driver": driver, "kvstore": kvstore} | (
+        {"metadata": metadata} if metadata else {}
+    )
     layout = ts.ChunkLayout(write_chunk_shape=chunks)
-    store = ts.open(spec, create=True, dtype=ts.dtype(array.dtype), shape=array.shape, chunk_layout=layout).result()
+    store = ts.open(
+        spec,
+        create=True,
+        dtype=ts.dtype(array.dtype),
+        shape=array.shape,
+        chunk_layout=layout,
+    ).result()
     store.write(array).result()
     return store.kvstore
 
@@ -23,4 +36,6 @@ def orbax(path, tree, **how):
 
 
 def eformer(directory, **content):
-    (directory / "tensorstore_index.json").write_text(json.dumps({"format": "tensorstore", **content}))
+    (directory / "tensorstore_index.json").write_text(
+        json.dumps({"format": "tensorstore", **content})
+    )

@@ -1,7 +1,8 @@
-"""Real models as trees of ShapeDtypeStructs under their public names: nothing is allocated.
+"""Real models as trees of ShapeDtypeStructs under their public names: nothing is
+allocated.
 
-Each model says how many parameters were published, which of its dimensions hold fused heads, and which preset is
-for it, so that every law can be tested on every model.
+Each model says how many parameters were published, which of its dimensions hold fused
+heads, and which preset is for it, so that every law can be tested on every model.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ def leaf(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 class Model:
     """A model of the catalogue.
 
-    `fused` holds `(regex of paths, dimension, elements per head)` for every dimension in which heads lie side by
-    side.
+    `fused` holds `(regex of paths, dimension, elements per head)` for every dimension
+    in which heads lie side by side.
     """
 
     name: str
@@ -58,56 +59,94 @@ def parameters(tree: Any) -> int:
 
 @ft.cache
 def fused_of(model: Model) -> tuple[tuple[str, tuple[int, ...], int, int], ...]:
-    """Path, shape, dimension and elements per head of each leaf with fused heads, one for each distinct shape."""
+    """Path, shape, dimension and elements per head of each leaf with fused heads, one
+    for each distinct shape.
+    """
     found = {}
     for path, struct in paths_of(model.make()):
         for pattern, dim, unit in model.fused:
             if re.search(pattern, path):
-                found.setdefault((re.sub(r"\d+", "0", path), struct.shape, dim, unit), path)
-    return tuple((path, shape, dim, unit) for (_, shape, dim, unit), path in found.items())
+                found.setdefault(
+                    (re.sub(r"\d+", "0", path), struct.shape, dim, unit), path
+                )
+    return tuple(
+        (path, shape, dim, unit) for (_, shape, dim, unit), path in found.items()
+    )
 
 
 def _heads(head_dim: int, *, bias: bool = False) -> tuple[tuple[str, int, int], ...]:
-    projections = ((r"self_attn/[qkv]_proj/weight$", 0, head_dim), (r"self_attn/o_proj/weight$", 1, head_dim))
-    return (*projections, (r"self_attn/[qkv]_proj/bias$", 0, head_dim)) if bias else projections
+    projections = (
+        (r"self_attn/[qkv]_proj/weight$", 0, head_dim),
+        (r"self_attn/o_proj/weight$", 1, head_dim),
+    )
+    return (
+        (*projections, (r"self_attn/[qkv]_proj/bias$", 0, head_dim))
+        if bias
+        else projections
+    )
 
 
-def _decoder(name: str, preset: str, head_dim: int = 128, *, bias: bool = False) -> Model:
+def _decoder(
+    name: str, preset: str, head_dim: int = 128, *, bias: bool = False
+) -> Model:
     return Model(name, preset, (("head_dim", head_dim),), _heads(head_dim, bias=bias))
 
 
 _BERT_HEADS = r"attention/self/\w+/(weight|bias)$", r"attention/output/dense/weight$"
 _T5_HEADS = ((r"Attention/[qkv]/weight$", 0, 64), (r"Attention/o/weight$", 1, 64))
-_GPT2_HEADS = ((r"c_attn/weight$", 1, 64), (r"c_attn/bias$", 0, 64), (r"attn/c_proj/weight$", 0, 64))
-_LATENT_HEADS = ((r"q_b_proj/weight$", 0, 192), (r"kv_b_proj/weight$", 0, 256), (r"self_attn/o_proj/weight$", 1, 128))
+_GPT2_HEADS = (
+    (r"c_attn/weight$", 1, 64),
+    (r"c_attn/bias$", 0, 64),
+    (r"attn/c_proj/weight$", 0, 64),
+)
+_LATENT_HEADS = (
+    (r"q_b_proj/weight$", 0, 192),
+    (r"kv_b_proj/weight$", 0, 256),
+    (r"self_attn/o_proj/weight$", 1, 128),
+)
 
 MODELS: dict[str, Model] = {
     model.name: model
     for model in (
-        *(_decoder(name, "llama") for name in ("llama3-8b", "llama3-70b", "llama3-405b", "llama2-70b")),
+        *(
+            _decoder(name, "llama")
+            for name in ("llama3-8b", "llama3-70b", "llama3-405b", "llama2-70b")
+        ),
         _decoder("mistral-7b", "mistral"),
         _decoder("qwen2.5-7b", "qwen2", bias=True),
         *(_decoder(name, "qwen3") for name in ("qwen3-0.6b", "qwen3-8b")),
         *(_decoder(name, "qwen3_moe") for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")),
-        *(_decoder(name, "gemma", 256) for name in ("gemma-2b", "gemma-7b", "gemma2-9b", "gemma3-1b")),
+        *(
+            _decoder(name, "gemma", 256)
+            for name in ("gemma-2b", "gemma-7b", "gemma2-9b", "gemma3-1b")
+        ),
         _decoder("gemma2-27b", "gemma"),
         _decoder("starcoder2-3b", "starcoder2", bias=True),
         *(_decoder(name, "mixtral") for name in ("mixtral-8x7b", "mixtral-8x22b")),
         Model("deepseek-v3", "deepseek_v3", (), _LATENT_HEADS),
         Model("gpt2", "gpt2", (), _GPT2_HEADS),
         Model("gpt2-xl", "gpt2", (), _GPT2_HEADS),
-        Model("bert-base", "bert", (), ((_BERT_HEADS[0], 0, 64), (_BERT_HEADS[1], 1, 64))),
-        Model("minilm-l6", "bert", (("head_dim", 32),), ((_BERT_HEADS[0], 0, 32), (_BERT_HEADS[1], 1, 32))),
+        Model(
+            "bert-base", "bert", (), ((_BERT_HEADS[0], 0, 64), (_BERT_HEADS[1], 1, 64))
+        ),
+        Model(
+            "minilm-l6",
+            "bert",
+            (("head_dim", 32),),
+            ((_BERT_HEADS[0], 0, 32), (_BERT_HEADS[1], 1, 32)),
+        ),
         Model("t5.1.1-xxl", "t5", (), _T5_HEADS),
         Model("vit-bigg-14"),
     )
 }
 
-# How many parameters each has, as was published, and where: the preset of keras_hub that states the total (`params`,
-# which a test reads where keras_hub is installed); `safetensors.total` of the model's page on Hugging Face, as public
-# repositories quote it (looked up in November 2026), without RoPE's frequencies of each layer; or, where no exact total
-# was found, what its paper and card say, in millions. (The page of Kimi-K2 has a total with 3,416 more than its shapes
-# give, that of DeepSeek-V3 one with the layer that predicts ahead; open_clip counts the projection of ViT-bigG's image
+# How many parameters each has, as was published, and where: the preset of keras_hub
+# that states the total (`params`, which a test reads where keras_hub is installed);
+# `safetensors.total` of the model's page on Hugging Face, as public repositories quote
+# it (looked up in November 2026), without RoPE's frequencies of each layer; or, where
+# no exact total was found, what its paper and card say, in millions. (The page of
+# Kimi-K2 has a total with 3,416 more than its shapes give, that of DeepSeek-V3 one with
+# the layer that predicts ahead; open_clip counts the projection of ViT-bigG's image
 # tower, 1664 x 1280.)
 HUB = "safetensors.total"
 _SOURCES: dict[str, tuple[int, str | float]] = {
@@ -116,7 +155,9 @@ _SOURCES: dict[str, tuple[int, str | float]] = {
     "llama2-70b": (68_976_653_312 - 80 * 64, HUB),
     "llama3-8b": (8_030_261_248, "llama3_8b_en"),
     "llama3.1-8b": (8_030_261_248, "llama3_8b_en"),
-    **dict.fromkeys(("llama3-70b", "llama3.1-70b", "llama3.3-70b"), (70_553_706_496, HUB)),
+    **dict.fromkeys(
+        ("llama3-70b", "llama3.1-70b", "llama3.3-70b"), (70_553_706_496, HUB)
+    ),
     **dict.fromkeys(("llama3-405b", "llama3.1-405b"), (405_853_388_800, HUB)),
     "llama3.2-1b": (1_235_814_400, HUB),
     "llama4-scout": (108_641_793_536, HUB),
@@ -175,10 +216,19 @@ _SOURCES: dict[str, tuple[int, str | float]] = {
     "vit-bigg-14": (1_842_772_352, 1_844.9 - 2.1),
 }
 PUBLISHED: dict[str, int] = {name: total for name, (total, _) in _SOURCES.items()}
-KERAS_HUB = {name: where for name, (_, where) in _SOURCES.items() if isinstance(where, str) and where != HUB}
-ROUNDED = {name: where for name, (_, where) in _SOURCES.items() if isinstance(where, float | int)}
-# In millions and rounded: GPT-3's in table D.1 of its paper, ViT-g's and e's in theirs, and so400m's in timm, without
-# pooling and classifier. (PaLI says 3,926 for ViT-e; 68 are its pooling and 53 the classifier of 29,593 classes.)
+KERAS_HUB = {
+    name: where
+    for name, (_, where) in _SOURCES.items()
+    if isinstance(where, str) and where != HUB
+}
+ROUNDED = {
+    name: where
+    for name, (_, where) in _SOURCES.items()
+    if isinstance(where, float | int)
+}
+# In millions and rounded: GPT-3's in table D.1 of its paper, ViT-g's and e's in theirs,
+# and so400m's in timm, without pooling and classifier. (PaLI says 3,926 for ViT-e; 68
+# are its pooling and 53 the classifier of 29,593 classes.)
 MILLIONS: dict[str, float] = {
     "gpt3-6.7b": 6_660,
     "gpt3-13b": 12_850,
@@ -187,7 +237,8 @@ MILLIONS: dict[str, float] = {
     "vit-g-14": 1_011,
     "vit-e-14": 3_926 - 68 - 53,
 }
-# Of ViTs with a class token and a classifier of 1,000 classes: torchvision's `num_params`; of the small ones DeiT's.
+# Of ViTs with a class token and a classifier of 1,000 classes: torchvision's
+# `num_params`; of the small ones DeiT's.
 WITH_CLASS: dict[str, int] = {
     "vit-ti-16": 5_717_416,
     "vit-s-16": 22_050_664,

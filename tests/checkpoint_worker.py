@@ -1,4 +1,6 @@
-"""One process of a job that saves and loads together; started by `_processes.run` as `multiprocess_worker.py` is."""
+"""One process of a job that saves and loads together; started by `_processes.run` as
+`multiprocess_worker.py` is.
+"""
 
 import errno
 import functools as ft
@@ -26,22 +28,40 @@ from shardfx.checkpoint import _coordination
 # Each task of the job has a folder of its own in that of the job.
 JOB = FOLDER = Path(sys.argv[-1])
 RULES = {
-    "rows": "rows->data+tensor, columns->None.data+tensor, both->tensor.data, whole->replicate, wide->None.data",
-    "others": "rows->None.tensor, columns->data, both->data.tensor, whole->tensor, wide->tensor+data",
+    "rows": (
+        "rows->data+tensor, columns->None.data+tensor, both->tensor.data,"
+        " whole->replicate, wide->None.data"
+    ),
+    "others": (
+        "rows->None.tensor, columns->data, both->data.tensor, whole->tensor,"
+        " wide->tensor+data"
+    ),
 }
 
 
 @ft.cache
 def tree():
     random = np.random.default_rng(0)
-    shapes = {"rows": (64, 32), "columns": (16, 64), "both": (24, 8, 4), "whole": (32,), "wide": (4, 2**18)}
-    return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    shapes = {
+        "rows": (64, 32),
+        "columns": (16, 64),
+        "both": (24, 8, 4),
+        "whole": (32,),
+        "wide": (4, 2**18),
+    }
+    return {
+        name: random.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def planned():
     """The plan of each rule set."""
     mesh = MeshSpec({"data": 4, "tensor": 2}).build(jax.devices())
-    return {name: shardfx.plan(tree(), mesh, paths=PathRules.parse(rules)) for name, rules in RULES.items()}
+    return {
+        name: shardfx.plan(tree(), mesh, paths=PathRules.parse(rules))
+        for name, rules in RULES.items()
+    }
 
 
 def counting(name):
@@ -78,7 +98,11 @@ def saves_and_loads():
             loaded = checkpoint.load(index, wanted)
             result[f"right.{name}.{other}"] = right(loaded)
             reads = checkpoint.plan_reads(index, wanted).processes[jax.process_index()]
-            result[f"read.{name}.{other}"] = (sum(read), reads.read_bytes, reads.needed_bytes)
+            result[f"read.{name}.{other}"] = (
+                sum(read),
+                reads.read_bytes,
+                reads.needed_bytes,
+            )
     result |= through_a_map(plans)
     result |= with_few_devices()
     result["numpy"] = saved(FOLDER / "numpy", tree(), plans["rows"])[0]
@@ -95,7 +119,9 @@ def saves_and_loads():
 EXPORT = TreeMap(
     {
         "r.{i}": From("rows").split(0, 2, -1).at("i").T,
-        "columns_and_both": From.concat([From("columns").T, From("both").merge(0).reshape(64, 12)], dim=1),
+        "columns_and_both": From.concat(
+            [From("columns").T, From("both").merge(0).reshape(64, 12)], dim=1
+        ),
         "whole": From("whole").reshape(4, 8),
         "wide": From("wide").slice(0, 4),
     }
@@ -103,18 +129,29 @@ EXPORT = TreeMap(
 
 
 def with_few_devices():
-    """Arrays of which most processes hold nothing: put, saved and loaded, with and without a map."""
+    """Arrays of which most processes hold nothing: put, saved and loaded, with and
+    without a map.
+    """
     few, result = Mesh(jax.devices()[:2], "x"), {}
     arrays = tree() | {"key": jax.random.key(3)}
-    made = shardfx.plan(arrays, few, paths=PathRules.parse("rows->x, columns->None.x, .*->replicate"))
+    made = shardfx.plan(
+        arrays, few, paths=PathRules.parse("rows->x, columns->None.x, .*->replicate")
+    )
     put = shardfx.shard(arrays, made)
     numbers = {path: one for path, one in put.items() if path != "key"}
-    result["right.few put"] = right(numbers) and all(array.sharding == made.shardings[p] for p, array in put.items())
-    everywhere = {p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=made.shardings[p]) for p, a in numbers.items()}
+    result["right.few put"] = right(numbers) and all(
+        array.sharding == made.shardings[p] for p, array in put.items()
+    )
+    everywhere = {
+        p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=made.shardings[p])
+        for p, a in numbers.items()
+    }
     for name in ("rows", "others"):
         loaded = checkpoint.load(FOLDER / name, everywhere)
         result[f"right.few {name}"] = right(loaded) and len(loaded) == len(everywhere)
-        mapped = checkpoint.load(FOLDER / f"{name}-mapped", everywhere, EXPORT.inverse())
+        mapped = checkpoint.load(
+            FOLDER / f"{name}-mapped", everywhere, EXPORT.inverse()
+        )
         result[f"right.few {name} mapped"] = right(mapped)
     return result
 
@@ -122,11 +159,20 @@ def with_few_devices():
 def through_a_map(plans):
     """Another layout is written under each plan, and read back under the other."""
     result, shapes = {}, {path: one.shape for path, one in tree().items()}
-    for (name, made), other in zip(plans.items(), reversed(plans.values()), strict=True):
-        checkpoint.save(FOLDER / f"{name}-mapped", shardfx.shard(tree(), made), made, map=EXPORT)
+    for (name, made), other in zip(
+        plans.items(), reversed(plans.values()), strict=True
+    ):
+        checkpoint.save(
+            FOLDER / f"{name}-mapped", shardfx.shard(tree(), made), made, map=EXPORT
+        )
         loaded = checkpoint.load(FOLDER / f"{name}-mapped", other, EXPORT.inverse())
-        result[f"right.{name}.mapped"] = right(loaded) and {path: one.shape for path, one in loaded.items()} == shapes
-    result["map error"], _ = saved(FOLDER / "no", tree(), plans["rows"], map=TreeMap({"x": "row"}))
+        result[f"right.{name}.mapped"] = (
+            right(loaded)
+            and {path: one.shape for path, one in loaded.items()} == shapes
+        )
+    result["map error"], _ = saved(
+        FOLDER / "no", tree(), plans["rows"], map=TreeMap({"x": "row"})
+    )
     return result
 
 
@@ -136,7 +182,9 @@ def saved(*args, **options):
 
 
 def interrupted(after_seconds):
-    """Sends this process what Ctrl-C sends, which processes that a shell starts in the background ignore at first."""
+    """Sends this process what Ctrl-C sends, which processes that a shell starts in the
+    background ignore at first.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(after_seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
 
@@ -154,24 +202,32 @@ def slowed(seconds):
 
 
 def disagreements():
-    """What every process is told where one of them, its number in the name, does not do as the others do."""
+    """What every process is told where one of them, its number in the name, does not do
+    as the others do.
+    """
     me, (made, other) = jax.process_index(), planned().values()
     arrays = shardfx.shard(tree(), made)
     half = arrays | {"rows": arrays["rows"].astype("bfloat16")}
-    halved = shardfx.plan(half, made.mesh.build(jax.devices()), paths=PathRules.parse(RULES["rows"]))
+    halved = shardfx.plan(
+        half, made.mesh.build(jax.devices()), paths=PathRules.parse(RULES["rows"])
+    )
     file, result = FOLDER / "one.safetensors", {}
 
     def tried(name, odd, *given, path: Any = FOLDER / "never", **options):
         """Of the process `odd` the arguments are others."""
         multihost_utils.sync_global_devices(name)
         result[name] = saved(
-            path, *(given if me == odd and given else (arrays, made)), **(options if me == odd else {})
+            path,
+            *(given if me == odd and given else (arrays, made)),
+            **(options if me == odd else {}),
         )
 
     def cut(name, odd, after_seconds, late=None):
         """On the process `odd` somebody presses Ctrl-C."""
         multihost_utils.sync_global_devices(name)
-        pwrite = slowed(1.2)  # even the process with the fewest writes is still at it when the key is pressed
+        pwrite = slowed(
+            1.2
+        )  # even the process with the fewest writes is still at it when the key is pressed
         if me == odd:
             interrupted(after_seconds)
         if me == late:
@@ -196,7 +252,10 @@ def disagreements():
     tried("dtype", 1, half, halved)
     tried("placed otherwise", 1, shardfx.reshard(arrays, other), made)
     tried("path", 2, path=7 if me == 2 else FOLDER / "never")
-    times = TreeMap({"x": From("rows").times(float(me == 1) + 1)}, drop=["both", "columns", "whole", "wide"])
+    times = TreeMap(
+        {"x": From("rows").times(float(me == 1) + 1)},
+        drop=["both", "columns", "whole", "wide"],
+    )
     multihost_utils.sync_global_devices("map")
     result["map"] = saved(FOLDER / "never", arrays, made, map=times)
     cut("ctrl-c", 3, 0.8)
@@ -206,7 +265,11 @@ def disagreements():
     result["exists"] = saved(file, arrays, made)
     result["again"] = saved(file, arrays, made, overwrite=True)
     result["right"] = right(checkpoint.load(file, made))
-    result["absent"] = ("stayed away", 0.0) if me == 1 else saved(FOLDER / "never", arrays, made, wait_seconds=1.5)
+    result["absent"] = (
+        ("stayed away", 0.0)
+        if me == 1
+        else saved(FOLDER / "never", arrays, made, wait_seconds=1.5)
+    )
     multihost_utils.sync_global_devices("absent")
     result["after"] = saved(file, arrays, made, overwrite=True)
     ours = shardfx.reshard(arrays, NamedSharding(Mesh(jax.devices()[:2], "x"), P()))
@@ -226,7 +289,8 @@ def killed():
     """The third process is killed while all write."""
     me, made = jax.process_index(), planned()["rows"]
     arrays = shardfx.shard(tree(), made)
-    # What takes 20 seconds takes 4 here; the disk of the first one hangs for longer than that.
+    # What takes 20 seconds takes 4 here; the disk of the first one hangs for longer
+    # than that.
     _coordination._SILENT_SECONDS = 4.0
     slowed(6.0 if me == 0 else 1.0)
     if me == 2:
@@ -235,16 +299,21 @@ def killed():
 
 
 def one_after_the_other():
-    """All tasks in one job, as starting its processes takes longer than most of them; the last one ends it."""
+    """All tasks in one job, as starting its processes takes longer than most of them;
+    the last one ends it.
+    """
     global FOLDER
     for task in (saves_and_loads, disagreements, killed):
         FOLDER = JOB / task.__name__
         FOLDER.mkdir(exist_ok=True)
         result = task()
-        (JOB / f"{task.__name__}.{jax.process_index()}.pickle").write_bytes(pickle.dumps(result))
+        (JOB / f"{task.__name__}.{jax.process_index()}.pickle").write_bytes(
+            pickle.dumps(result)
+        )
 
 
 if __name__ == "__main__":
     worker.TASKS[one_after_the_other.__name__] = one_after_the_other
-    # Of a killed process the save itself must notice, before JAX does and ends all others.
+    # Of a killed process the save itself must notice, before JAX does and ends all
+    # others.
     worker.main(*sys.argv[1:], heartbeat_seconds=100, shutdown_seconds=4)

@@ -10,32 +10,53 @@ import jaxtyping
 import pytest
 
 
-# The same examples at every run; `--hypothesis-profile=fresh` draws others. How long an example takes is the machine's
-# matter: a test that is slow on a busy one has not failed.
+# The same examples at every run; `--hypothesis-profile=fresh` draws others. How long an
+# example takes is the machine's matter: a test that is slow on a busy one has not
+# failed.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fresh", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
-# One process with eight emulated devices; tests that need more processes or devices start their own.
+# One process with eight emulated devices; tests that need more processes or devices
+# start their own.
 jax.config.update("jax_num_cpu_devices", 8)
-# Machine code of a program that runs once need not be fast, here and in the processes that tests start. What XLA makes
-# of the program, its collectives and its buffers among it, is the same.
+# Machine code of a program that runs once need not be fast, here and in the processes
+# that tests start. What XLA makes of the program, its collectives and its buffers among
+# it, is the same.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-# Three quarters of a compilation are XLA's newer emitter of fused loops. JAX 0.12 has no other.
-os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 12) else ""
+# Three quarters of a compilation are XLA's newer emitter of fused loops. JAX 0.12 has
+# no other.
+os.environ["XLA_FLAGS"] = (
+    "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 12) else ""
+)
 # These run the code of optax, flax and others, which adds numbers of two dtypes.
 _STANDARD_PROMOTION = {
-    *("test_aot", "test_benchmarks", "test_benchmarks_reshard", "test_cli", "test_demo"),
+    *(
+        "test_aot",
+        "test_benchmarks",
+        "test_benchmarks_reshard",
+        "test_cli",
+        "test_demo",
+    ),
     *("test_conformance_eformer", "test_conformance_flax", "test_conformance_t5x"),
     *("test_docs", "test_minilm", "test_check_step", "test_recipes", "test_follow"),
-    *("test_foreign_trees", "test_hosts", "test_interop_flax", "test_jit", "test_messages", "test_presets"),
+    *(
+        "test_foreign_trees",
+        "test_hosts",
+        "test_interop_flax",
+        "test_jit",
+        "test_messages",
+        "test_presets",
+    ),
     *("test_hf_presets", "test_replan", "test_suggestions"),
     *("test_code", "test_constrain_step", "test_held", "test_name_axes", "test_search"),
 }
 
 
 def pytest_collection_finish():
-    """Modules and tests live as long as the process: no collection of garbage has to walk over them, or often."""
+    """Modules and tests live as long as the process: no collection of garbage has to
+    walk over them, or often.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 1000)
@@ -48,7 +69,9 @@ def getkey():
 
 @pytest.fixture
 def as_users_run_it():
-    """Without the type checks that the tests put round every function, which would come first."""
+    """Without the type checks that the tests put round every function, which would come
+    first.
+    """
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -56,7 +79,9 @@ def as_users_run_it():
 
 @pytest.fixture(autouse=True, scope="session")
 def _temporary_folder(tmp_path_factory: pytest.TempPathFactory):
-    """What examples and processes leave among the temporary files goes where pytest removes it."""
+    """What examples and processes leave among the temporary files goes where pytest
+    removes it.
+    """
     with pytest.MonkeyPatch.context() as patched:
         folder = str(tmp_path_factory.mktemp("temporary"))
         patched.setattr(tempfile, "tempdir", folder)
@@ -66,15 +91,21 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(autouse=True, scope="module")
 def _promotion(request: pytest.FixtureRequest):
-    """Elsewhere a sum of two dtypes is an error, so that the package relies on no promotion that a user may forbid."""
+    """Elsewhere a sum of two dtypes is an error, so that the package relies on no
+    promotion that a user may forbid.
+    """
     name = request.module.__name__.rpartition(".")[2]
-    with jax.numpy_dtype_promotion("standard" if name in _STANDARD_PROMOTION else "strict"):
+    with jax.numpy_dtype_promotion(
+        "standard" if name in _STANDARD_PROMOTION else "strict"
+    ):
         yield
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _bounded_memory():
-    """Compiled programs serve later modules until the process has held 3 GiB; then each module drops its own."""
+    """Compiled programs serve later modules until the process has held 3 GiB; then each
+    module drops its own.
+    """
     yield
     if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 3 * 2**20:
         jax.clear_caches()

@@ -10,7 +10,9 @@ from shardfx._convert import bound, structs_of
 
 
 class Note:
-    """A `From` that is yet to be made: what hypothesis draws must not call functions whose types are checked."""
+    """A `From` that is yet to be made: what hypothesis draws must not call functions
+    whose types are checked.
+    """
 
     def __init__(self, make):
         self.make = make
@@ -20,11 +22,17 @@ class Note:
         return Note(lambda name: self.make(name).T)
 
     def __getattr__(self, method):
-        return lambda *args, **kwargs: Note(lambda name: getattr(self.make(name), method)(*args, **kwargs))
+        return lambda *args, **kwargs: Note(
+            lambda name: getattr(self.make(name), method)(*args, **kwargs)
+        )
 
 
 def leaf(path):
-    return Note(lambda number: From(path if number is None else path.replace("{i}", str(number))))
+    return Note(
+        lambda number: From(
+            path if number is None else path.replace("{i}", str(number))
+        )
+    )
 
 
 def written(case):
@@ -33,15 +41,30 @@ def written(case):
     return TreeMap({path: note.make(None) for path, note in made.items()}), arrays
 
 
-DTYPES = ("float32", "int32", "bfloat16", "int8", "float16", "bool", "float8_e5m2", "int4", "complex64")
+DTYPES = (
+    "float32",
+    "int32",
+    "bfloat16",
+    "int8",
+    "float16",
+    "bool",
+    "float8_e5m2",
+    "int4",
+    "complex64",
+)
 
 
 @st.composite
 def chains(draw, start, shape, steps=4, keeps_all=False):
-    """An expression over `start`, and its shape; with `keeps_all` nothing of the leaf gets lost."""
+    """An expression over `start`, and its shape; with `keeps_all` nothing of the leaf
+    gets lost.
+    """
     made = start
     for _ in range(draw(st.integers(0, steps))):
-        kinds = ["T", "transpose", "reshape", "merge", "split", "repeat", "pad"] + ["slice", "at"] * (not keeps_all)
+        kinds = ["T", "transpose", "reshape", "merge", "split", "repeat", "pad"] + [
+            "slice",
+            "at",
+        ] * (not keeps_all)
         made, shape = draw(_next(made, shape, draw(st.sampled_from(kinds))))
     return made, shape
 
@@ -59,27 +82,55 @@ def _next(draw, made, shape, kind):
     if kind == "reshape":
         sizes = [math.prod(shape)]
         for _ in range(draw(st.integers(0, 2))):
-            own = draw(st.sampled_from([n for n in range(1, sizes[-1] + 1) if sizes[-1] % n == 0] or [1, 2]))
+            own = draw(
+                st.sampled_from(
+                    [n for n in range(1, sizes[-1] + 1) if sizes[-1] % n == 0] or [1, 2]
+                )
+            )
             sizes[-1:] = [own, sizes[-1] // own]
         return made.reshape(*sizes), tuple(sizes)
     if kind == "merge" and rank > 1:
         dim = min(dim, rank - 2)
-        return made.merge(dim), (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+        return made.merge(dim), (
+            *shape[:dim],
+            shape[dim] * shape[dim + 1],
+            *shape[dim + 2 :],
+        )
     if kind == "split" and rank and rank < 6:
         one = draw(st.sampled_from(divisors))
-        return made.split(dim, one, -1), (*shape[:dim], one, size // one, *shape[dim + 1 :])
+        return made.split(dim, one, -1), (
+            *shape[:dim],
+            one,
+            size // one,
+            *shape[dim + 1 :],
+        )
     if kind == "repeat" and rank and math.prod(shape) < 300:
         unit, count = draw(st.sampled_from(divisors)), draw(st.integers(1, 3))
-        return made.repeat(count, dim=dim, unit=unit), (*shape[:dim], size * count, *shape[dim + 1 :])
+        return made.repeat(count, dim=dim, unit=unit), (
+            *shape[:dim],
+            size * count,
+            *shape[dim + 1 :],
+        )
     if kind == "pad" and rank and math.prod(shape) < 300:
         more = size + draw(st.integers(0, 3))
-        return made.pad_to(more, dim=dim, value=draw(st.integers(0, 1))), (*shape[:dim], more, *shape[dim + 1 :])
+        return made.pad_to(more, dim=dim, value=draw(st.integers(0, 1))), (
+            *shape[:dim],
+            more,
+            *shape[dim + 1 :],
+        )
     if kind == "slice" and rank and size > 1:
         low = draw(st.integers(0, size - 1))
         high = draw(st.integers(low + 1, size))
-        return made.slice(low, high, dim=dim), (*shape[:dim], high - low, *shape[dim + 1 :])
+        return made.slice(low, high, dim=dim), (
+            *shape[:dim],
+            high - low,
+            *shape[dim + 1 :],
+        )
     if kind == "at" and rank > 1 and size:
-        return made.at(draw(st.integers(0, size - 1)), dim=dim), (*shape[:dim], *shape[dim + 1 :])
+        return made.at(draw(st.integers(0, size - 1)), dim=dim), (
+            *shape[:dim],
+            *shape[dim + 1 :],
+        )
     return made, shape
 
 
@@ -92,7 +143,9 @@ def shapes(draw):
 def rules(draw, name, keeps_all=False, dtypes=DTYPES):
     """One rule for a target `name`, the arrays that it takes, and its shape."""
     dtype, count = np.dtype(draw(st.sampled_from(dtypes))), draw(st.integers(1, 3))
-    inner, shape = draw(chains(leaf(f"{name}.{{i}}"), own := draw(shapes()), keeps_all=keeps_all))
+    inner, shape = draw(
+        chains(leaf(f"{name}.{{i}}"), own := draw(shapes()), keeps_all=keeps_all)
+    )
     kind = draw(st.sampled_from(["one", "stack", "concat", "shards"]))
     if kind == "one" or not shape:
         made, count = Note(lambda _: inner.make(0)), 1
@@ -102,10 +155,16 @@ def rules(draw, name, keeps_all=False, dtypes=DTYPES):
     else:
         dim = draw(st.integers(0, len(shape) - 1))
         shards = 2 if kind == "shards" and shape[dim] % 2 == 0 else 1
-        made = Note(lambda _: From.concat([inner.make(i) for i in range(count)], dim=dim, shards=shards))
+        made = Note(
+            lambda _: From.concat(
+                [inner.make(i) for i in range(count)], dim=dim, shards=shards
+            )
+        )
         shape = (*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
     made, shape = draw(chains(made, shape, 3, keeps_all))
-    arrays = {f"{name}.{i}": filled(own, dtype, draw(st.integers(0, 9))) for i in range(count)}
+    arrays = {
+        f"{name}.{i}": filled(own, dtype, draw(st.integers(0, 9))) for i in range(count)
+    }
     return made, arrays, shape
 
 
@@ -131,5 +190,10 @@ def pieces_of(map, arrays, target=None):
 
 def same(one, two):
     one, two = np.asarray(one), np.asarray(two)
-    assert one.shape == two.shape and one.dtype == two.dtype, (one.shape, two.shape, one.dtype, two.dtype)
+    assert one.shape == two.shape and one.dtype == two.dtype, (
+        one.shape,
+        two.shape,
+        one.dtype,
+        two.dtype,
+    )
     assert one.tobytes() == two.tobytes()

@@ -1,4 +1,6 @@
-"""What the processes of a job do to test moves between them; see `test_reshard_processes.py`."""
+"""What the processes of a job do to test moves between them; see
+`test_reshard_processes.py`.
+"""
 
 import sys
 
@@ -19,19 +21,28 @@ def values(shape, dtype="float32"):
 
 
 def placed(expected, sharding):
-    return jax.make_array_from_callback(expected.shape, sharding, lambda index: expected[index], dtype=expected.dtype)
+    return jax.make_array_from_callback(
+        expected.shape, sharding, lambda index: expected[index], dtype=expected.dtype
+    )
 
 
 def right(array, expected, sharding):
     """Whether this process's shards hold what they should."""
-    mine = [device for device in sharding.device_set if device.process_index == jax.process_index()]
+    mine = [
+        device
+        for device in sharding.device_set
+        if device.process_index == jax.process_index()
+    ]
     shards = array.addressable_shards
     return (
         array.sharding == sharding
         and array.shape == expected.shape
         and array.dtype == expected.dtype
         and {shard.device for shard in shards} == set(mine)
-        and all(np.array_equal(np.asarray(shard.data), expected[shard.index]) for shard in shards)
+        and all(
+            np.array_equal(np.asarray(shard.data), expected[shard.index])
+            for shard in shards
+        )
     )
 
 
@@ -76,7 +87,9 @@ def case(name, **options):
     made = meshes()
     src, dst = NamedSharding(made[source], ours), NamedSharding(made[target], theirs)
     # A second shape and dtype needs twice as many programs.
-    other = values((48, 24), "bfloat16") if name in OF_TWO_DTYPES else values((24, 48)) + 1
+    other = (
+        values((48, 24), "bfloat16") if name in OF_TWO_DTYPES else values((24, 48)) + 1
+    )
     expected = {"w": values((24, 48)), "h": other}
     tree = {key: placed(value, src) for key, value in expected.items()}
     shown = plan_reshard(tree, dst)
@@ -99,22 +112,36 @@ def limited(name, **options):
 
 
 def owned_by_one_process():
-    """Moves after which a process holds nothing, or held nothing before: of replicas, labels, memory kinds and keys."""
+    """Moves after which a process holds nothing, or held nothing before: of replicas,
+    labels, memory kinds and keys.
+    """
     made, expected = meshes(), values((24, 48))
     first, one = NamedSharding(made["first"], P("a")), NamedSharding(made["one"], P())
     ends = {
         "label": (one, SingleDeviceSharding(jax.devices()[0])),
         "memory": (first, first.with_memory_kind("pinned_host")),
-        "label and memory": (one, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")),
+        "label and memory": (
+            one,
+            SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"),
+        ),
     }
-    found = {name: right(reshard(placed(expected, src), dst), expected, dst) for name, (src, dst) in ends.items()}
+    found = {
+        name: right(reshard(placed(expected, src), dst), expected, dst)
+        for name, (src, dst) in ends.items()
+    }
     empty = values((0, 8))
     turned = NamedSharding(made["first turned"], P("a"))
     found["empty"] = right(reshard(placed(empty, first), turned), empty, turned)
-    keys = jax.jit(lambda: jax.random.split(jax.random.key(3), 8), out_shardings=NamedSharding(made["all"], P()))()
+    keys = jax.jit(
+        lambda: jax.random.split(jax.random.key(3), 8),
+        out_shardings=NamedSharding(made["all"], P()),
+    )()
     moved = reshard(keys, one)
     data = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), 8)))
-    mine = [np.array_equal(jax.random.key_data(shard.data), data) for shard in moved.addressable_shards]
+    mine = [
+        np.array_equal(jax.random.key_data(shard.data), data)
+        for shard in moved.addressable_shards
+    ]
     found["keys"] = all(mine) and len(mine) == len(one.addressable_devices)
     return found
 
@@ -127,14 +154,21 @@ def moves():
     result["limited"] = limited("disjoint, same layout")
     result["steps limited"] = limited("same devices", donate=True)
     made = meshes()
-    many = {str(i): placed(values((24, 8)) + i, NamedSharding(made["first"], P("a"))) for i in range(100)}
+    many = {
+        str(i): placed(values((24, 8)) + i, NamedSharding(made["first"], P("a")))
+        for i in range(100)
+    }
     dst = NamedSharding(made["last"], P(None, "a"))
     moved = reshard(many, dst)
-    result["many"] = all(right(moved[str(i)], values((24, 8)) + i, dst) for i in range(100))
+    result["many"] = all(
+        right(moved[str(i)], values((24, 8)) + i, dst) for i in range(100)
+    )
     single = move_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst).assembly
     result["way"] = None if single is None else single.method
     odd = many | {"odd": placed(values((8, 8)), NamedSharding(made["all"], P("a")))}
-    result["error"], _ = multiprocess_worker.raised(reshard, odd, NamedSharding(made["three"], P("a")))
+    result["error"], _ = multiprocess_worker.raised(
+        reshard, odd, NamedSharding(made["three"], P("a"))
+    )
     lost = [device for device in jax.devices() if device.process_index == 0]
     result["lost"], _ = multiprocess_worker.raised(reshard, many["0"], dst, lost=lost)
     return result | {"maps": through_maps(), "matrices": multiprocess_worker.matrices()}
@@ -143,7 +177,11 @@ def moves():
 MAP = TreeMap(
     {
         "l.{i}.qkv": From.concat(
-            [From("q").at("i").T, From("k").at("i").T.repeat(2, unit=4), From("v").at("i").T.repeat(2, unit=4)],
+            [
+                From("q").at("i").T,
+                From("k").at("i").T.repeat(2, unit=4),
+                From("v").at("i").T.repeat(2, unit=4),
+            ],
             shards=4,
         ),
         "scaled": From("w").scale("s", block=(8, 8)).cast("bfloat16").T,
@@ -157,8 +195,17 @@ MAP = TreeMap(
 
 
 def mapped_tree():
-    shapes = {"q": (2, 16, 32), "k": (2, 16, 8), "v": (2, 16, 8), "w": (16, 24), "s": (2, 3)}
-    return {path: values(shape) for path, shape in (*shapes.items(), ("b", (8,)), ("e", (0, 8)))}
+    shapes = {
+        "q": (2, 16, 32),
+        "k": (2, 16, 8),
+        "v": (2, 16, 8),
+        "w": (16, 24),
+        "s": (2, 3),
+    }
+    return {
+        path: values(shape)
+        for path, shape in (*shapes.items(), ("b", (8,)), ("e", (0, 8)))
+    }
 
 
 MAPPED = {
@@ -171,22 +218,34 @@ MAPPED = {
 
 
 def mapped_ends(name):
-    """A tree where its name says, what NumPy makes of it, and structs of where that shall be."""
+    """A tree where its name says, what NumPy makes of it, and structs of where that
+    shall be.
+    """
     source, there = (meshes()[end] for end in MAPPED[name])
     arrays = mapped_tree()
-    tree = {path: placed(one, spread(source, one.shape)) for path, one in arrays.items()}
+    tree = {
+        path: placed(one, spread(source, one.shape)) for path, one in arrays.items()
+    }
     keys = jax.random.split(jax.random.key(5), 8)
     # As a computation gives them: on the devices of the source alone.
     data = placed(np.asarray(jax.random.key_data(keys)), NamedSharding(source, P()))
     tree["keys"] = jax.random.wrap_key_data(data)
-    without = TreeMap({path: rule for path, rule in MAP.steps[0].made if path != "keys"})
+    without = TreeMap(
+        {path: rule for path, rule in MAP.steps[0].made if path != "keys"}
+    )
     whole = without.apply(arrays)
     target = {
-        path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=spread(there, one.shape, last=True))
+        path: jax.ShapeDtypeStruct(
+            one.shape, one.dtype, sharding=spread(there, one.shape, last=True)
+        )
         for path, one in whole.items()
     }
-    target["keys"] = jax.ShapeDtypeStruct((4, 2), keys.dtype, sharding=NamedSharding(there, P()))
-    whole["keys"] = np.asarray(jax.random.key_data(keys)).reshape(2, 4, 2).transpose(1, 0, 2)
+    target["keys"] = jax.ShapeDtypeStruct(
+        (4, 2), keys.dtype, sharding=NamedSharding(there, P())
+    )
+    whole["keys"] = (
+        np.asarray(jax.random.key_data(keys)).reshape(2, 4, 2).transpose(1, 0, 2)
+    )
     return tree, target, whole
 
 
@@ -194,7 +253,15 @@ def spread(mesh, shape, last=False):
     """Over all axes along one dimension that divides."""
     dims = [dim for dim, size in enumerate(shape) if size and size % mesh.size == 0]
     chosen = dims[-1 if last else 0] if dims else -1
-    return NamedSharding(mesh, P(*[tuple(mesh.axis_names) if dim == chosen else None for dim in range(len(shape))]))
+    return NamedSharding(
+        mesh,
+        P(
+            *[
+                tuple(mesh.axis_names) if dim == chosen else None
+                for dim in range(len(shape))
+            ]
+        ),
+    )
 
 
 def mapped(name, **options):
@@ -204,7 +271,10 @@ def mapped(name, **options):
     for path, expected in whole.items():
         array = moved[path]
         if path == "keys":
-            same = all(np.array_equal(jax.random.key_data(s.data), expected) for s in array.addressable_shards)
+            same = all(
+                np.array_equal(jax.random.key_data(s.data), expected)
+                for s in array.addressable_shards
+            )
             same &= array.sharding.is_equivalent_to(target[path].sharding, array.ndim)
         else:
             same = right(array, expected, target[path].sharding)
@@ -214,13 +284,23 @@ def mapped(name, **options):
 
 
 def through_maps():
-    result: dict[str, object] = {name: mapped(name, donate=name == "disjoint") for name in MAPPED}
+    result: dict[str, object] = {
+        name: mapped(name, donate=name == "disjoint") for name in MAPPED
+    }
     mesh = meshes()["grid"]
     tree = {"w": placed(values((16, 24)), spread(mesh, (16, 24)))}
-    struct = {"x": jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=spread(mesh, (16, 24)))}
+    struct = {
+        "x": jax.ShapeDtypeStruct(
+            (16, 24), jnp.float32, sharding=spread(mesh, (16, 24))
+        )
+    }
     times = TreeMap({"x": From("w").times(float(jax.process_index() == 1) + 1)})
-    result["other map"], _ = multiprocess_worker.raised(reshard, tree, struct, map=times)
-    result["error"], _ = multiprocess_worker.raised(mapped, "odd", memory_limit_bytes=10)
+    result["other map"], _ = multiprocess_worker.raised(
+        reshard, tree, struct, map=times
+    )
+    result["error"], _ = multiprocess_worker.raised(
+        mapped, "odd", memory_limit_bytes=10
+    )
     # Pieces as they are fit into this.
     result["limited"] = mapped("odd", memory_limit_bytes=1 << 20)
     return result

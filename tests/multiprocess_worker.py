@@ -1,4 +1,6 @@
-"""The program of one process in a job. `_processes.run` starts the processes and gives them their arguments."""
+"""The program of one process in a job. `_processes.run` starts the processes and gives
+them their arguments.
+"""
 
 import functools as ft
 import os
@@ -17,12 +19,28 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
-from shardfx import From, MeshSpec, PathRules, TreeMap, constrain, fsdp, gather, hosts, plan, shard
+from shardfx import (
+    From,
+    MeshSpec,
+    PathRules,
+    TreeMap,
+    constrain,
+    fsdp,
+    gather,
+    hosts,
+    plan,
+    shard,
+)
 
 
 SPEC = MeshSpec({"data": 4, "tensor": 2})
 RULES = PathRules(
-    [("in/w", P("data", "tensor")), ("out/w", P("tensor", "data")), ("/b", fsdp("tensor")), ("steps", P())]
+    [
+        ("in/w", P("data", "tensor")),
+        ("out/w", P("tensor", "data")),
+        ("/b", fsdp("tensor")),
+        ("steps", P()),
+    ]
 )
 BATCH_RULES = PathRules([(".*", P("data"))])
 STEP_SIZE = 0.1
@@ -31,15 +49,24 @@ STEP_SIZE = 0.1
 def params():
     rng = np.random.default_rng(0)
     return {
-        "in": {"w": rng.normal(size=(16, 32)).astype(np.float32), "b": np.zeros(32, np.float32)},
-        "out": {"w": rng.normal(size=(32, 8)).astype(np.float32), "b": np.zeros(8, np.float32)},
+        "in": {
+            "w": rng.normal(size=(16, 32)).astype(np.float32),
+            "b": np.zeros(32, np.float32),
+        },
+        "out": {
+            "w": rng.normal(size=(32, 8)).astype(np.float32),
+            "b": np.zeros(8, np.float32),
+        },
     }
 
 
 def batches():
     rng = np.random.default_rng(1)
     return [
-        {"x": rng.normal(size=(24, 16)).astype(np.float32), "y": rng.normal(size=(24, 8)).astype(np.float32)}
+        {
+            "x": rng.normal(size=(24, 16)).astype(np.float32),
+            "y": rng.normal(size=(24, 8)).astype(np.float32),
+        }
         for _ in range(2)
     ]
 
@@ -52,7 +79,9 @@ def loss(params, batch, mask, batch_plan):
 
 
 def planned(mesh, tree=None, rules=RULES):
-    return plan(tree or params(), mesh, paths=rules, unmatched="replicate", unused="allow")
+    return plan(
+        tree or params(), mesh, paths=rules, unmatched="replicate", unused="allow"
+    )
 
 
 def planned_batch(mesh):
@@ -74,16 +103,22 @@ def is_last():
 
 
 def local_rows(batch, batch_plan, mesh, rows=None):
-    """What this process would load: its chunk of each array, by its place in the host grid."""
+    """What this process would load: its chunk of each array, by its place in the host
+    grid.
+    """
     grid, out = hosts.grid_of(mesh), {}
     for name, array in batch.items():
-        chunk = hosts.local_chunk(array.shape, batch_plan[name].spec, grid, jax.process_index())
+        chunk = hosts.local_chunk(
+            array.shape, batch_plan[name].spec, grid, jax.process_index()
+        )
         out[name] = array[chunk.slices][:rows]
     return out
 
 
 def train(mesh):
-    """Two steps of Adam, the second on a ragged batch, from host arrays and back to them."""
+    """Two steps of Adam, the second on a ragged batch, from host arrays and back to
+    them.
+    """
     optimizer = optax.adam(STEP_SIZE)
     params_plan = planned(mesh)
     state_plan = shardfx.follow(optimizer.init, params_plan)
@@ -100,27 +135,48 @@ def train(mesh):
     losses = []
     for number, batch in enumerate(batches()):
         # The last process of several runs short of rows in the second batch.
-        local = local_rows(batch, batch_plan, mesh, rows=-2 if number == 1 and is_last() else None)
+        local = local_rows(
+            batch, batch_plan, mesh, rows=-2 if number == 1 and is_last() else None
+        )
         arrays, mask = hosts.global_batch(local, batch_plan, pad=0)
         model, state, value = run(model, state, arrays, mask)
         losses.append(float(value))
     moments: Any = state
-    return gather(model), gather(moments[0].mu), losses, params_plan.digest, state_plan.digest, batch_plan.digest
+    return (
+        gather(model),
+        gather(moments[0].mu),
+        losses,
+        params_plan.digest,
+        state_plan.digest,
+        batch_plan.digest,
+    )
 
 
 def agreement(mesh):
-    """What `assert_same_plan` says about equal plans and maps, then about pairs of which the last process has one."""
-    mine, same, twice = planned(mesh), TreeMap({"out/w": "w"}), TreeMap({"out/w": From("w").times(2.0)})
+    """What `assert_same_plan` says about equal plans and maps, then about pairs of
+    which the last process has one.
+    """
+    mine, same, twice = (
+        planned(mesh),
+        TreeMap({"out/w": "w"}),
+        TreeMap({"out/w": From("w").times(2.0)}),
+    )
     hosts.assert_same_plan(mine)
     hosts.assert_same_plan(same)
     pairs = {
-        "spec": (mine, planned(mesh, rules=PathRules([("out/w", P("tensor")), *RULES.rules]))),
+        "spec": (
+            mine,
+            planned(mesh, rules=PathRules([("out/w", P("tensor")), *RULES.rules])),
+        ),
         "shape": (mine, planned(mesh, {**params(), "more": np.ones(3)})),
         "devices": (mine, mine.on(Mesh(mesh.devices[::-1], mesh.axis_names))),
         "map": (same, twice),
         "map and plan": (same, mine),
     }
-    return {what: raised(hosts.assert_same_plan, pair[is_last()])[0] for what, pair in pairs.items()}
+    return {
+        what: raised(hosts.assert_same_plan, pair[is_last()])[0]
+        for what, pair in pairs.items()
+    }
 
 
 def alone(mesh):
@@ -134,21 +190,37 @@ def everything():
     mesh = SPEC.build(jax.devices())
     grid = hosts.grid_of(mesh)
     process = jax.process_index()
-    result: dict[str, Any] = {"grid": (dict(grid.axis_sizes), dict(grid.num_chunks), grid.chunk_ids)}
-    # The devices of different processes alternate, so no process has a box, and each lists its rows.
-    mixed = Mesh(mesh.devices.reshape(-1)[np.arange(8).reshape(2, 4).T.reshape(-1)].reshape(8), ("all",))
+    result: dict[str, Any] = {
+        "grid": (dict(grid.axis_sizes), dict(grid.num_chunks), grid.chunk_ids)
+    }
+    # The devices of different processes alternate, so no process has a box, and each
+    # lists its rows.
+    mixed = Mesh(
+        mesh.devices.reshape(-1)[np.arange(8).reshape(2, 4).T.reshape(-1)].reshape(8),
+        ("all",),
+    )
     owned = hosts.owned((16, 3), NamedSharding(mixed, P("all")), process)
     whole = np.arange(48.0, dtype=np.float32).reshape(16, 3)
     scattered_plan = plan({"x": whole}, mixed, paths=PathRules([("x", P("all"))]))
     scattered = np.concatenate([whole[chunk.slices] for chunk in owned])
-    result["scattered"] = (gather(hosts.global_batch({"x": scattered}, scattered_plan))["x"], whole)
+    result["scattered"] = (
+        gather(hosts.global_batch({"x": scattered}, scattered_plan))["x"],
+        whole,
+    )
     order = MeshSpec(SPEC.shape, dcn={"data": jax.process_count()}).order(jax.devices())
-    result["nodes"] = (order.method, [[device.process_index for device in row] for row in order.devices])
+    result["nodes"] = (
+        order.method,
+        [[device.process_index for device in row] for row in order.devices],
+    )
     result["layout"] = hosts.data_layout(24, "data", grid, process)
     batch_plan = planned_batch(mesh)
     arrays = hosts.global_batch(local_rows(batches()[0], batch_plan, mesh), batch_plan)
     result["batch"] = gather(arrays)
-    result["short"], _ = raised(hosts.global_batch, local_rows(batches()[0], batch_plan, mesh, rows=1), batch_plan)
+    result["short"], _ = raised(
+        hosts.global_batch,
+        local_rows(batches()[0], batch_plan, mesh, rows=1),
+        batch_plan,
+    )
     result["gathered"] = gather(shard(params(), planned(mesh)))
     doubled = jax.jit(lambda x: constrain(2 * x, P("data"), batch_plan))(arrays["x"])
     result["constrained"] = (gather(doubled), str(doubled.sharding.spec))
@@ -161,43 +233,80 @@ def everything():
 
 def keep(result):
     """Hands `result` to the test, whatever becomes of this process."""
-    Path(sys.argv[-1], f"{jax.process_index()}.pickle").write_bytes(pickle.dumps(result))
+    Path(sys.argv[-1], f"{jax.process_index()}.pickle").write_bytes(
+        pickle.dumps(result)
+    )
 
 
 def dies(dead=0):
-    """The process `dead` leaves without a word once all are connected; the others run collectives while they can."""
+    """The process `dead` leaves without a word once all are connected; the others run
+    collectives while they can.
+    """
     multihost_utils.sync_global_devices("connected")
     if jax.process_index() == dead:
         os._exit(7)
     batch = np.ones((8, 8), np.float32)
-    x = shard({"x": batch}, plan({"x": batch}, SPEC.fit(jax.device_count()).build(jax.devices()), paths=BATCH_RULES))
+    x = shard(
+        {"x": batch},
+        plan(
+            {"x": batch},
+            SPEC.fit(jax.device_count()).build(jax.devices()),
+            paths=BATCH_RULES,
+        ),
+    )
     for _ in range(10_000):
         gather(x)
 
 
 def matrices():
-    """A function of whole matrices, mapped over sharded ones; for the job of `moving_worker.py`."""
-    tree = {f"w{at}": np.arange(at, at + 8 * 16, dtype=np.float32).reshape(8, 16) for at in range(5)}
-    made = plan(tree, MeshSpec({"fsdp": 8}).build(jax.devices()), paths=PathRules([(".*", fsdp("fsdp"))]))
+    """A function of whole matrices, mapped over sharded ones; for the job of
+    `moving_worker.py`.
+    """
+    tree = {
+        f"w{at}": np.arange(at, at + 8 * 16, dtype=np.float32).reshape(8, 16)
+        for at in range(5)
+    }
+    made = plan(
+        tree,
+        MeshSpec({"fsdp": 8}).build(jax.devices()),
+        paths=PathRules([(".*", fsdp("fsdp"))]),
+    )
     mapped = shardfx.map_matrices(lambda one: one / jnp.linalg.norm(one), made)
     result = jax.jit(mapped, out_shardings=made.shardings)(shard(tree, made))
     for name, one in tree.items():
         for piece in result[name].addressable_shards:
-            np.testing.assert_allclose(piece.data, (one / np.linalg.norm(one))[piece.index], rtol=1e-5)
+            np.testing.assert_allclose(
+                piece.data, (one / np.linalg.norm(one))[piece.index], rtol=1e-5
+            )
     return "right"
 
 
-TASKS: dict[str, Callable[[], Any]] = {task.__name__: task for task in (everything, dies)}
+TASKS: dict[str, Callable[[], Any]] = {
+    task.__name__: task for task in (everything, dies)
+}
 
 
-def main(task, index, count, devices, port, folder, *, heartbeat_seconds=10, shutdown_seconds=20):
+def main(
+    task,
+    index,
+    count,
+    devices,
+    port,
+    folder,
+    *,
+    heartbeat_seconds=10,
+    shutdown_seconds=20,
+):
     jax.config.update("jax_num_cpu_devices", int(devices))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Gloo listens on whatever the host's name resolves to unless it is told a name, and JAX has no option for it.
+    # Gloo listens on whatever the host's name resolves to unless it is told a name, and
+    # JAX has no option for it.
     from jax._src import xla_bridge
 
     bridge = xla_bridge._jax  # pyright: ignore[reportPrivateImportUsage]
-    bridge.make_gloo_tcp_collectives = ft.partial(bridge.make_gloo_tcp_collectives, hostname="127.0.0.1")
+    bridge.make_gloo_tcp_collectives = ft.partial(
+        bridge.make_gloo_tcp_collectives, hostname="127.0.0.1"
+    )
     address = f"127.0.0.1:{port}"
     jax.distributed.initialize(
         coordinator_address=address,

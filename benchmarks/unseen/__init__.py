@@ -1,1 +1,3 @@
-"""Steps and single operations that judge an estimate of traffic: written before it, and without reading its code."""
+"""Steps and single operations that judge an estimate of traffic: written before it, and
+without reading its code.
+"""

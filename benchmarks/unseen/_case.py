@@ -1,4 +1,6 @@
-"""The form of a case, and the few words that all of them share: structs with shardings, and constraints."""
+"""The form of a case, and the few words that all of them share: structs with shardings,
+and constraints.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,9 +20,11 @@ Made = tuple[Any, tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program under one plan: `make(mesh)` gives the jitted function and its arguments' structs.
+    """A program under one plan: `make(mesh)` gives the jitted function and its
+    arguments' structs.
 
-    `cpu` and `v5e` are the mesh shapes, in order, on at most 8 CPU devices and on the 16 chips of v5e:4x4.
+    `cpu` and `v5e` are the mesh shapes, in order, on at most 8 CPU devices and on the
+    16 chips of v5e:4x4.
     """
 
     name: str
@@ -39,8 +43,12 @@ def case(
 def on(mesh: AnyMesh) -> Callable[..., jax.ShapeDtypeStruct]:
     """`at(shape, *spec, dtype=...)`: a struct on `mesh`."""
 
-    def at(shape: tuple[int, ...], *spec: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+    def at(
+        shape: tuple[int, ...], *spec: Any, dtype: Any = jnp.float32
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(mesh, P(*spec))
+        )
 
     return at
 
@@ -51,7 +59,9 @@ def constrain(mesh: AnyMesh, x: Any, *spec: Any) -> Any:
 
 
 def fully_sharded(mesh: AnyMesh, tree: Any, axes: Any, least: int = 1024) -> Any:
-    """The tree's structs, each cut over `axes` in its largest dimension that they divide, small leaves whole."""
+    """The tree's structs, each cut over `axes` in its largest dimension that they
+    divide, small leaves whole.
+    """
     names = (axes,) if isinstance(axes, str) else axes
     count = int(np.prod([mesh.shape[name] for name in names]))
 
@@ -60,13 +70,19 @@ def fully_sharded(mesh: AnyMesh, tree: Any, axes: Any, least: int = 1024) -> Any
         fitting = [dim for dim, size in enumerate(leaf.shape) if size % count == 0]
         if fitting and int(np.prod(leaf.shape)) >= least:
             spec[max(fitting, key=lambda dim: leaf.shape[dim])] = axes
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec)))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec))
+        )
 
     return jax.tree.map(place, tree)
 
 
-def optimizer_state(mesh: AnyMesh, optimizer: optax.GradientTransformation, params: Any) -> Any:
-    """The structs of the optimizer's state: as the parameter where there is one of its shape, else whole."""
+def optimizer_state(
+    mesh: AnyMesh, optimizer: optax.GradientTransformation, params: Any
+) -> Any:
+    """The structs of the optimizer's state: as the parameter where there is one of its
+    shape, else whole.
+    """
     whole = NamedSharding(mesh, P())
 
     def like(leaf: Any, param: Any) -> jax.ShapeDtypeStruct:
@@ -77,7 +93,9 @@ def optimizer_state(mesh: AnyMesh, optimizer: optax.GradientTransformation, para
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
 
     state = jax.eval_shape(optimizer.init, params)
-    return optax.tree.map_params(optimizer, like, state, params, transform_non_params=alone)
+    return optax.tree.map_params(
+        optimizer, like, state, params, transform_non_params=alone
+    )
 
 
 def shardings(tree: Any) -> Any:
@@ -90,4 +108,6 @@ def other_mesh(mesh: AnyMesh, sizes: Mapping[str, int]) -> AnyMesh:
     automatic = (AxisType.Auto,) * len(sizes)
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic)
-    return Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=automatic)
+    return Mesh(
+        mesh.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=automatic
+    )

@@ -1,7 +1,9 @@
-"""Estimates of every case against what compilers made of it: `python -m benchmarks.unseen.judge cpu|v5e [group ...]`.
+"""Estimates of every case against what compilers made of it:
+`python -m benchmarks.unseen.judge cpu|v5e [group ...]`.
 
-The oracle is `benchmarks/results/unseen-*.json`, which `measure` wrote. Cases that are more than a thousandth off are
-listed, largest first, with the bytes of each kind that differ.
+The oracle is `benchmarks/results/unseen-*.json`, which `measure` wrote. Cases that are
+more than a thousandth off are listed, largest first, with the bytes of each kind that
+differ.
 """
 
 import argparse
@@ -24,19 +26,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("platform", choices=("cpu", "v5e"))
     parser.add_argument("groups", nargs="*", default=["open", "sealed", "single"])
-    parser.add_argument("--memory", action="store_true", help="judge `fit` of v5e, not traffic")
-    parser.add_argument("--quiet", action="store_true", help="print the sums of each group alone")
+    parser.add_argument(
+        "--memory", action="store_true", help="judge `fit` of v5e, not traffic"
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="print the sums of each group alone"
+    )
     flags = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     known = json.loads((RESULTS / f"unseen-{flags.platform}.json").read_text())["cases"]
     for group in flags.groups:
         began = time.perf_counter()
         judge = held if flags.memory else sent
-        found = [(case.name, *judge(case, flags.platform, known[case.name])) for case in GROUPS[group]]
+        found = [
+            (case.name, *judge(case, flags.platform, known[case.name]))
+            for case in GROUPS[group]
+        ]
         for name, off, why in sorted(found, key=lambda one: -one[1]):
             if off > 0.001 and not flags.quiet:
                 print(f"{name:46} {100 * off:8.1f} %  {why}")
-        print(f"{group}: {summed([off for _, off, _ in found])}; {time.perf_counter() - began:.0f} s")
+        print(
+            f"{group}: {summed([off for _, off, _ in found])};"
+            f" {time.perf_counter() - began:.0f} s"
+        )
 
 
 def sent(case: Case, platform: str, known: Mapping[str, Any]) -> tuple[float, str]:
@@ -44,22 +56,31 @@ def sent(case: Case, platform: str, known: Mapping[str, Any]) -> tuple[float, st
     step, args = case.make(mesh_of(known))
     found = estimate(step, *args, compiler="cpu" if platform == "cpu" else "tpu")
     ours, theirs = found.by("kind"), known["by_kind"]
-    kinds = [kind for kind in {**ours, **theirs} if ours.get(kind, 0) != theirs.get(kind, 0)]
-    why = ", ".join(f"{kind} {ours.get(kind, 0):,} not {theirs.get(kind, 0):,}" for kind in kinds)
+    kinds = [
+        kind for kind in {**ours, **theirs} if ours.get(kind, 0) != theirs.get(kind, 0)
+    ]
+    why = ", ".join(
+        f"{kind} {ours.get(kind, 0):,} not {theirs.get(kind, 0):,}" for kind in kinds
+    )
     return off_by(found.wire_bytes, known["wire_bytes"]), why
 
 
 def held(case: Case, platform: str, known: Mapping[str, Any]) -> tuple[float, str]:
     """How far off the memory of a case is."""
     step, args = case.make(mesh_of(known))
-    ours, peak = fit(step, *args, chip=platform).peak_bytes, known["memory_bytes"]["peak"]
+    ours, peak = (
+        fit(step, *args, chip=platform).peak_bytes,
+        known["memory_bytes"]["peak"],
+    )
     return off_by(ours, peak), f"{ours:,} not {peak:,}"
 
 
 def mesh_of(known: Mapping[str, Any]) -> AbstractMesh:
     """The mesh of a case, without devices."""
     sizes = known["mesh"]
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
 def off_by(ours: float, theirs: float) -> float:
@@ -72,8 +93,9 @@ def summed(offs: list[float]) -> str:
     ranked = sorted(offs)
     within = sum(off <= 0.01 for off in offs)
     return (
-        f"{len(offs)} cases, median {100 * statistics.median(offs):.2f} %, 90th percentile "
-        f"{100 * ranked[int(0.9 * len(ranked))]:.2f} %, worst {100 * ranked[-1]:.1f} %, {within} within 1 %"
+        f"{len(offs)} cases, median {100 * statistics.median(offs):.2f} %, 90th"
+        f" percentile {100 * ranked[int(0.9 * len(ranked))]:.2f} %, worst"
+        f" {100 * ranked[-1]:.1f} %, {within} within 1 %"
     )
 
 

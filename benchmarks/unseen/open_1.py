@@ -13,7 +13,9 @@ from ._case import AnyMesh, Made, case, constrain, on, optimizer_state, sharding
 
 @case("mlp-column-row-parallel", cpu={"dp": 2, "tp": 4}, v5e={"dp": 4, "tp": 4})
 def mlp_column_row(mesh: AnyMesh) -> Made:
-    """Residual GELU blocks in bfloat16, columns then rows over `tp`, with the hidden layer constrained."""
+    """Residual GELU blocks in bfloat16, columns then rows over `tp`, with the hidden
+    layer constrained.
+    """
     at = on(mesh)
     block = {
         "norm": at((256,), dtype=jnp.bfloat16),
@@ -21,33 +23,64 @@ def mlp_column_row(mesh: AnyMesh) -> Made:
         "up_bias": at((1024,), "tp", dtype=jnp.bfloat16),
         "down": at((1024, 256), "tp", None, dtype=jnp.bfloat16),
     }
-    params = {"blocks": [block] * 3, "head": at((256, 64), None, "tp", dtype=jnp.bfloat16)}
+    params = {
+        "blocks": [block] * 3,
+        "head": at((256, 64), None, "tp", dtype=jnp.bfloat16),
+    }
 
     def loss(params, x, y):
         for p in params["blocks"]:
-            h = x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * p["norm"]
+            h = (
+                x
+                * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+                * p["norm"]
+            )
             h = constrain(mesh, jax.nn.gelu(h @ p["up"] + p["up_bias"]), "dp", "tp")
             x = x + h @ p["down"]
         return jnp.mean(jnp.square((x @ params["head"]).astype(jnp.float32) - y))
 
     def step(params, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
-        return value, jax.tree.map(lambda p, g: p - jnp.bfloat16(1e-2) * g, params, grads)
+        return value, jax.tree.map(
+            lambda p, g: p - jnp.bfloat16(1e-2) * g, params, grads
+        )
 
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(NamedSharding(mesh, P()), shardings(params)))
-    return jitted, (params, at((512, 256), "dp", dtype=jnp.bfloat16), at((512, 64), "dp"))
+    jitted = jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(NamedSharding(mesh, P()), shardings(params)),
+    )
+    return jitted, (
+        params,
+        at((512, 256), "dp", dtype=jnp.bfloat16),
+        at((512, 64), "dp"),
+    )
 
 
-@case("distillation-wide-teacher", cpu={"data": 2, "model": 4}, v5e={"data": 4, "model": 4})
+@case(
+    "distillation-wide-teacher",
+    cpu={"data": 2, "model": 4},
+    v5e={"data": 4, "model": 4},
+)
 def distillation(mesh: AnyMesh) -> Made:
-    """A frozen bfloat16 teacher cut by columns and rows, a whole student, divergence of softened answers and layers."""
+    """A frozen bfloat16 teacher cut by columns and rows, a whole student, divergence of
+    softened answers and layers.
+    """
     at, low = on(mesh), functools.partial(on(mesh), dtype=jnp.bfloat16)
     teacher = {
         "embed": low((2048, 512), None, "model"),
-        "mix": [{"up": low((512, 1024), None, "model"), "down": low((1024, 512), "model")}] * 3,
+        "mix": (
+            [{"up": low((512, 1024), None, "model"), "down": low((1024, 512), "model")}]
+            * 3
+        ),
         "head": low((512, 2048), None, "model"),
     }
-    student = {"embed": at((2048, 128)), "mix": [at((128, 128))] * 2, "match": at((128, 512)), "head": at((128, 2048))}
+    student = {
+        "embed": at((2048, 128)),
+        "mix": [at((128, 128))] * 2,
+        "match": at((128, 512)),
+        "head": at((128, 2048)),
+    }
 
     def teach(p, tokens):
         x = p["embed"][tokens]
@@ -65,10 +98,16 @@ def distillation(mesh: AnyMesh) -> Made:
         hidden, answers = lax.stop_gradient(teach(teacher, tokens))
         features, own = learn(student, tokens)
         soft = jax.nn.log_softmax(answers.astype(jnp.float32) / heat)
-        divergence = jnp.sum(jnp.exp(soft) * (soft - jax.nn.log_softmax(own / heat)), -1).mean()
-        hard = optax.softmax_cross_entropy_with_integer_labels(own[:, :-1], tokens[:, 1:]).mean()
+        divergence = jnp.sum(
+            jnp.exp(soft) * (soft - jax.nn.log_softmax(own / heat)), -1
+        ).mean()
+        hard = optax.softmax_cross_entropy_with_integer_labels(
+            own[:, :-1], tokens[:, 1:]
+        ).mean()
         unit = lambda v: v / (jnp.linalg.norm(v, axis=-1, keepdims=True) + 1e-6)
-        match = jnp.mean((unit(features @ student["match"]) - unit(hidden.astype(jnp.float32))) ** 2)
+        match = jnp.mean(
+            (unit(features @ student["match"]) - unit(hidden.astype(jnp.float32))) ** 2
+        )
         return heat**2 * divergence + hard + match
 
     optimizer = optax.adamw(1e-3)
@@ -78,44 +117,82 @@ def distillation(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state, student)
         return optax.apply_updates(student, updates), state, value
 
-    args = (student, optimizer_state(mesh, optimizer, student), teacher, at((16, 64), "data", dtype=jnp.int32), at(()))
+    args = (
+        student,
+        optimizer_state(mesh, optimizer, student),
+        teacher,
+        at((16, 64), "data", dtype=jnp.int32),
+        at(()),
+    )
     return jax.jit(step, donate_argnums=(0, 1)), args
 
 
-@case("gradients-accumulated-by-scan", cpu={"replica": 2, "fsdp": 4}, v5e={"replica": 4, "fsdp": 4})
+@case(
+    "gradients-accumulated-by-scan",
+    cpu={"replica": 2, "fsdp": 4},
+    v5e={"replica": 4, "fsdp": 4},
+)
 def accumulation(mesh: AnyMesh) -> Made:
-    """Four microbatches by a scan whose carry is the sum of gradients, kept as sharded as the parameters."""
+    """Four microbatches by a scan whose carry is the sum of gradients, kept as sharded
+    as the parameters.
+    """
     at, width = on(mesh), 256
-    layer = {"up": at((width, 1024), "fsdp"), "down": at((1024, width), "fsdp"), "scale": at((width,))}
-    params = {"in": at((128, width), "fsdp"), "layers": [layer] * 3, "out": at((width, 32), "fsdp")}
+    layer = {
+        "up": at((width, 1024), "fsdp"),
+        "down": at((1024, width), "fsdp"),
+        "scale": at((width,)),
+    }
+    params = {
+        "in": at((128, width), "fsdp"),
+        "layers": [layer] * 3,
+        "out": at((width, 32), "fsdp"),
+    }
 
     def loss(params, x, labels):
         x = x @ params["in"]
         for p in params["layers"]:
-            x = x + jax.nn.gelu(jax.nn.standardize(x) * p["scale"] @ p["up"]) @ p["down"]
-        return optax.softmax_cross_entropy_with_integer_labels(x @ params["out"], labels).mean()
+            x = (
+                x
+                + jax.nn.gelu(jax.nn.standardize(x) * p["scale"] @ p["up"]) @ p["down"]
+            )
+        return optax.softmax_cross_entropy_with_integer_labels(
+            x @ params["out"], labels
+        ).mean()
 
     optimizer = optax.adamw(1e-3)
 
     def step(params, state, x, labels):
         def micro(total, batch):
             value, grads = jax.value_and_grad(loss)(params, *batch)
-            grads = jax.tree.map(lambda g, p: constrain(mesh, g, *p.sharding.spec), grads, structs)
+            grads = jax.tree.map(
+                lambda g, p: constrain(mesh, g, *p.sharding.spec), grads, structs
+            )
             return jax.tree.map(jnp.add, total, grads), value
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         grads, values = lax.scan(micro, zeros, (x, labels))
-        updates, state = optimizer.update(jax.tree.map(lambda g: g / 4, grads), state, params)
+        updates, state = optimizer.update(
+            jax.tree.map(lambda g: g / 4, grads), state, params
+        )
         return optax.apply_updates(params, updates), state, values.mean()
 
     structs, data = params, (None, ("replica", "fsdp"))
     args = (params, optimizer_state(mesh, optimizer, params), at((4, 64, 128), *data))
-    return jax.jit(step, donate_argnums=(0, 1)), (*args, at((4, 64), *data, dtype=jnp.int32))
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        *args,
+        at((4, 64), *data, dtype=jnp.int32),
+    )
 
 
-@case("decoder-window-context-parallel", cpu={"data": 2, "seq": 4}, v5e={"data": 4, "seq": 4})
+@case(
+    "decoder-window-context-parallel",
+    cpu={"data": 2, "seq": 4},
+    v5e={"data": 4, "seq": 4},
+)
 def decoder_window(mesh: AnyMesh) -> Made:
-    """The sequence cut over `seq`, tokens merged with the batch for dense layers, keys gathered for a local window."""
+    """The sequence cut over `seq`, tokens merged with the batch for dense layers, keys
+    gathered for a local window.
+    """
     at, bf16, width, heads = on(mesh), jnp.bfloat16, 192, 6
     p = {
         "embed": at((1024, width), dtype=bf16),
@@ -133,10 +210,14 @@ def decoder_window(mesh: AnyMesh) -> Made:
             q, k, v = jnp.unstack(jnp.einsum("nd,dchk->cnhk", flat, p["qkv"]))
             q, k, v = (t.reshape(batch, length, heads, -1) for t in (q, k, v))
             k, v = (constrain(mesh, t, "data", None) for t in (k, v))
-            scores = jnp.einsum("bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32)
+            scores = jnp.einsum(
+                "bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32
+            )
             distance = jnp.arange(length)[:, None] - jnp.arange(length)
             scores = jnp.where((distance >= 0) & (distance < 64), scores, -1e9)
-            mixed = jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores).astype(bf16), v)
+            mixed = jnp.einsum(
+                "bhqs,bshk->bqhk", jax.nn.softmax(scores).astype(bf16), v
+            )
             flat = flat + mixed.reshape(batch * length, width) @ p["o"]
             flat = flat + jax.nn.relu(flat @ p["up"]) ** 2 @ p["down"]
             x = flat.reshape(batch, length, width)
@@ -148,12 +229,23 @@ def decoder_window(mesh: AnyMesh) -> Made:
         return jnp.sum(each * weights) / jnp.sum(weights)
 
     tokens = at((4, 256), "data", "seq", dtype=jnp.int32)
-    return jax.jit(jax.value_and_grad(loss)), (p, tokens, tokens, at((4, 256), "data", "seq"))
+    return jax.jit(jax.value_and_grad(loss)), (
+        p,
+        tokens,
+        tokens,
+        at((4, 256), "data", "seq"),
+    )
 
 
-@case("generate-fori-loop-whole-cache", cpu={"data": 4, "model": 2}, v5e={"data": 4, "model": 4})
+@case(
+    "generate-fori-loop-whole-cache",
+    cpu={"data": 4, "model": 2},
+    v5e={"data": 4, "model": 4},
+)
 def generate(mesh: AnyMesh) -> Made:
-    """A prompt is read at once, then twelve tokens by a `fori_loop`, with a repetition penalty by scatter."""
+    """A prompt is read at once, then twelve tokens by a `fori_loop`, with a repetition
+    penalty by scatter.
+    """
     at, width, length, vocabulary = on(mesh), 128, 48, 1024
     cut = mesh.axis_names[1] if len(mesh.axis_names) > 1 else None
     params = {
@@ -165,9 +257,17 @@ def generate(mesh: AnyMesh) -> Made:
     }
 
     def attend(params, x, keys, values, seen):
-        q, keys, values = (t.reshape(*t.shape[:-1], 4, -1) for t in (x @ params["q"], keys, values))
+        q, keys, values = (
+            t.reshape(*t.shape[:-1], 4, -1) for t in (x @ params["q"], keys, values)
+        )
         scores = jnp.where(seen, jnp.einsum("bqhk,bshk->bhqs", q, keys), -1e9)
-        return x + jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), values).reshape(x.shape) @ params["o"]
+        return (
+            x
+            + jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), values).reshape(
+                x.shape
+            )
+            @ params["o"]
+        )
 
     def generate(params, prompt):
         batch, read = prompt.shape
@@ -176,7 +276,11 @@ def generate(mesh: AnyMesh) -> Made:
         values = jnp.zeros((batch, length, width)).at[:, :read].set(x @ params["v"])
         x = attend(params, x, keys, values, jnp.tri(read, length, dtype=bool))
         tokens = jnp.zeros((batch, length), jnp.int32).at[:, :read].set(prompt)
-        counts = jnp.zeros((batch, vocabulary)).at[jnp.arange(batch)[:, None], prompt].add(1.0)
+        counts = (
+            jnp.zeros((batch, vocabulary))
+            .at[jnp.arange(batch)[:, None], prompt]
+            .add(1.0)
+        )
 
         def body(i, carry):
             tokens, keys, values, counts, last = carry
@@ -184,57 +288,101 @@ def generate(mesh: AnyMesh) -> Made:
             tokens = tokens.at[:, i].set(token.astype(jnp.int32))
             counts = counts.at[jnp.arange(batch), token].add(1.0)
             x = params["embed"][token][:, None]
-            keys, values = keys.at[:, i].set((x @ params["k"])[:, 0]), values.at[:, i].set((x @ params["v"])[:, 0])
+            keys, values = (
+                keys.at[:, i].set((x @ params["k"])[:, 0]),
+                values.at[:, i].set((x @ params["v"])[:, 0]),
+            )
             last = attend(params, x, keys, values, jnp.arange(length) <= i)[:, 0]
             return tokens, keys, values, counts, last
 
-        return lax.fori_loop(read, read + 12, body, (tokens, keys, values, counts, x[:, -1]))[0]
+        return lax.fori_loop(
+            read, read + 12, body, (tokens, keys, values, counts, x[:, -1])
+        )[0]
 
     return jax.jit(generate), (params, at((16, 24), "data", dtype=jnp.int32))
 
 
 @case("gan-two-optimizers", cpu={"data": 8}, v5e={"data": 16})
 def gan(mesh: AnyMesh) -> Made:
-    """A generator and a critic with optimizers of their own, a gradient penalty by a gradient in the loss."""
+    """A generator and a critic with optimizers of their own, a gradient penalty by a
+    gradient in the loss.
+    """
     at = on(mesh)
-    generator = {"dense": at((64, 4 * 4 * 128)), "up": [at((4, 4, 128, 64)), at((4, 4, 64, 32))]}
+    generator = {
+        "dense": at((64, 4 * 4 * 128)),
+        "up": [at((4, 4, 128, 64)), at((4, 4, 64, 32))],
+    }
     generator["last"] = at((3, 3, 32, 3))
-    critic = {"convolutions": [at((4, 4, 3, 32)), at((4, 4, 32, 64))], "dense": at((4 * 4 * 64, 1))}
+    critic = {
+        "convolutions": [at((4, 4, 3, 32)), at((4, 4, 32, 64))],
+        "dense": at((4 * 4 * 64, 1)),
+    }
     numbers = ("NHWC", "HWIO", "NHWC")
 
     def make(p, z):
         x = jax.nn.relu(z @ p["dense"]).reshape(-1, 4, 4, 128)
         for w in p["up"]:
-            x = jax.nn.relu(lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=numbers))
-        return jnp.tanh(lax.conv(x.transpose(0, 3, 1, 2), p["last"].transpose(3, 2, 0, 1), (1, 1), "SAME"))
+            x = jax.nn.relu(
+                lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=numbers)
+            )
+        return jnp.tanh(
+            lax.conv(
+                x.transpose(0, 3, 1, 2), p["last"].transpose(3, 2, 0, 1), (1, 1), "SAME"
+            )
+        )
 
     def judge(p, x):
         x = x.transpose(0, 2, 3, 1)
         for w in p["convolutions"]:
-            x = jax.nn.leaky_relu(lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=numbers), 0.2)
+            x = jax.nn.leaky_relu(
+                lax.conv_general_dilated(
+                    x, w, (2, 2), "SAME", dimension_numbers=numbers
+                ),
+                0.2,
+            )
         return (x.reshape(x.shape[0], -1) @ p["dense"])[:, 0]
 
     def critic_loss(critic, generator, real, z, mix):
         fake = make(generator, z)
-        between = mix[:, None, None, None] * real + (1 - mix[:, None, None, None]) * fake
+        between = (
+            mix[:, None, None, None] * real + (1 - mix[:, None, None, None]) * fake
+        )
         slopes = jax.vmap(jax.grad(lambda x: judge(critic, x[None])[0]))(between)
         norms = jnp.sqrt(jnp.sum(slopes**2, (1, 2, 3)) + 1e-12)
-        return judge(critic, fake).mean() - judge(critic, real).mean() + 10 * jnp.mean((norms - 1) ** 2)
+        return (
+            judge(critic, fake).mean()
+            - judge(critic, real).mean()
+            + 10 * jnp.mean((norms - 1) ** 2)
+        )
 
     ours, theirs = optax.adam(1e-4, b1=0.0), optax.adam(4e-4, b1=0.0)
 
     def step(generator, critic, state, real, key):
         a, b, c = jax.random.split(key, 3)
-        z, again = jax.random.normal(a, (real.shape[0], 64)), jax.random.normal(b, (real.shape[0], 64))
-        grads = jax.grad(critic_loss)(critic, generator, real, z, jax.random.uniform(c, real.shape[:1]))
+        z, again = (
+            jax.random.normal(a, (real.shape[0], 64)),
+            jax.random.normal(b, (real.shape[0], 64)),
+        )
+        grads = jax.grad(critic_loss)(
+            critic, generator, real, z, jax.random.uniform(c, real.shape[:1])
+        )
         updates, second = theirs.update(grads, state[1])
         critic = optax.apply_updates(critic, updates)
         grads = jax.grad(lambda g: -judge(critic, make(g, again)).mean())(generator)
         updates, first = ours.update(grads, state[0])
         return optax.apply_updates(generator, updates), critic, (first, second)
 
-    state = (optimizer_state(mesh, ours, generator), optimizer_state(mesh, theirs, critic))
-    args = (generator, critic, state, at((64, 3, 16, 16), "data"), at((2,), dtype=jnp.uint32))
+    state = (
+        optimizer_state(mesh, ours, generator),
+        optimizer_state(mesh, theirs, critic),
+    )
+    args = (
+        generator,
+        critic,
+        state,
+        at((64, 3, 16, 16), "data"),
+        at((2,), dtype=jnp.uint32),
+    )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 
 

@@ -14,11 +14,17 @@ from ._case import AnyMesh, Made, case, on, optimizer_state, shardings
 
 @case("many-tasks-switch-of-losses", cpu={"data": 8}, v5e={"data": 8, "fsdp": 2})
 def many_tasks(mesh: AnyMesh) -> Made:
-    """A shared trunk, three heads, the third of the losses chosen by a `switch`, weights by learned uncertainty."""
+    """A shared trunk, three heads, the third of the losses chosen by a `switch`,
+    weights by learned uncertainty.
+    """
     at, width, batch = on(mesh), 256, tuple(mesh.axis_names)
     cut = "fsdp" if "fsdp" in mesh.axis_names else "data"
     params = {
-        "trunk": [at((128, width), cut), at((width, width), cut), at((width, width), cut)],
+        "trunk": [
+            at((128, width), cut),
+            at((width, width), cut),
+            at((width, width), cut),
+        ],
         "classes": at((width, 64), cut),
         "box": at((width, 4), cut),
         "embed": at((width, 128), cut),
@@ -28,7 +34,9 @@ def many_tasks(mesh: AnyMesh) -> Made:
     def metric(z, labels):
         same = labels[:, None] == labels
         near = z @ z.T
-        return -jnp.mean(jnp.where(same, jax.nn.log_sigmoid(near), jax.nn.log_sigmoid(-near)))
+        return -jnp.mean(
+            jnp.where(same, jax.nn.log_sigmoid(near), jax.nn.log_sigmoid(-near))
+        )
 
     def spread(z, labels):
         covariance = (z - z.mean(0)).T @ (z - z.mean(0)) / z.shape[0]
@@ -40,11 +48,18 @@ def many_tasks(mesh: AnyMesh) -> Made:
     def loss(params, x, labels, boxes, which):
         for w in params["trunk"]:
             x = jax.nn.swish(x @ w)
-        classes = optax.softmax_cross_entropy_with_integer_labels(x @ params["classes"], labels).mean()
+        classes = optax.softmax_cross_entropy_with_integer_labels(
+            x @ params["classes"], labels
+        ).mean()
         box = optax.huber_loss(x @ params["box"], boxes).mean()
-        third = lax.switch(which, (metric, spread, entropy), x @ params["embed"], labels)
+        third = lax.switch(
+            which, (metric, spread, entropy), x @ params["embed"], labels
+        )
         losses = jnp.stack([classes, box, third])
-        return jnp.sum(losses * jnp.exp(-params["uncertainty"]) + params["uncertainty"]), losses
+        return (
+            jnp.sum(losses * jnp.exp(-params["uncertainty"]) + params["uncertainty"]),
+            losses,
+        )
 
     optimizer = optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-3))
 
@@ -53,21 +68,47 @@ def many_tasks(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, losses
 
-    inputs = (at((512, 128), batch), at((512,), batch, dtype=jnp.int32), at((512, 4), batch), at((), dtype=jnp.int32))
-    return jax.jit(step, donate_argnums=(0, 1)), (params, optimizer_state(mesh, optimizer, params), *inputs)
+    inputs = (
+        at((512, 128), batch),
+        at((512,), batch, dtype=jnp.int32),
+        at((512, 4), batch),
+        at((), dtype=jnp.int32),
+    )
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        *inputs,
+    )
 
 
-@case("wavenet-dilated-time-cut", cpu={"data": 2, "time": 4}, v5e={"data": 2, "time": 8})
+@case(
+    "wavenet-dilated-time-cut", cpu={"data": 2, "time": 4}, v5e={"data": 2, "time": 8}
+)
 def wavenet(mesh: AnyMesh) -> Made:
-    """Causal gated convolutions of growing dilation over samples that are cut in time; a mixture of logistics' loss."""
+    """Causal gated convolutions of growing dilation over samples that are cut in time;
+    a mixture of logistics' loss.
+    """
     at, width = on(mesh), 64
-    layer = {"gate": at((2, width, 2 * width)), "out": at((1, width, width)), "skip": at((1, width, width))}
-    params = {"embed": at((256, width)), "layers": [layer] * 5, "final": at((width, 256))}
+    layer = {
+        "gate": at((2, width, 2 * width)),
+        "out": at((1, width, width)),
+        "skip": at((1, width, width)),
+    }
+    params = {
+        "embed": at((256, width)),
+        "layers": [layer] * 5,
+        "final": at((width, 256)),
+    }
 
     def causal(x, w, dilation=1):
         reach = (w.shape[0] - 1) * dilation
         return lax.conv_general_dilated(
-            x, w, (1,), [(reach, 0)], rhs_dilation=(dilation,), dimension_numbers=("NWC", "WIO", "NWC")
+            x,
+            w,
+            (1,),
+            [(reach, 0)],
+            rhs_dilation=(dilation,),
+            dimension_numbers=("NWC", "WIO", "NWC"),
         )
 
     def loss(params, samples):
@@ -79,7 +120,9 @@ def wavenet(mesh: AnyMesh) -> Made:
             skips = skips + causal(h, p["skip"])
             x = x + causal(h, p["out"])
         logits = jax.nn.relu(skips) @ params["final"]
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), samples[..., None], -1))
+        return -jnp.mean(
+            jnp.take_along_axis(jax.nn.log_softmax(logits), samples[..., None], -1)
+        )
 
     def step(params, samples):
         value, grads = jax.value_and_grad(loss)(params, samples)
@@ -90,7 +133,9 @@ def wavenet(mesh: AnyMesh) -> Made:
 
 @case("soft-experts-slots", cpu={"data": 4, "expert": 2}, v5e={"data": 4, "expert": 4})
 def soft_moe(mesh: AnyMesh) -> Made:
-    """Each slot is a mean of all tokens of its image, and each token of all slots; experts mapped by `vmap`."""
+    """Each slot is a mean of all tokens of its image, and each token of all slots;
+    experts mapped by `vmap`.
+    """
     at, experts, slots, width = on(mesh), 8, 4, 192
     params = {
         "phi": at((width, experts, slots), None, "expert"),
@@ -107,7 +152,9 @@ def soft_moe(mesh: AnyMesh) -> Made:
         unit = params["phi"] / jnp.linalg.norm(params["phi"], axis=0, keepdims=True)
         logits = params["scale"] * jnp.einsum("btd,des->btes", x, unit)
         dispatch = jax.nn.softmax(logits, axis=1)
-        combine = jax.nn.softmax(logits.reshape(*logits.shape[:2], -1), -1).reshape(logits.shape)
+        combine = jax.nn.softmax(logits.reshape(*logits.shape[:2], -1), -1).reshape(
+            logits.shape
+        )
         inputs = jnp.einsum("btes,btd->ebsd", dispatch, x)
         outputs = jax.vmap(expert)(params["up"], params["down"], inputs)
         return jnp.einsum("btes,ebsd->btd", combine, outputs)
@@ -115,7 +162,9 @@ def soft_moe(mesh: AnyMesh) -> Made:
     def loss(params, x, labels):
         for _ in range(2):
             x = x + layer(params, x)
-        return optax.sigmoid_binary_cross_entropy(x.mean(1) @ params["head"], labels).mean()
+        return optax.sigmoid_binary_cross_entropy(
+            x.mean(1) @ params["head"], labels
+        ).mean()
 
     optimizer = optax.nadam(1e-3)
 
@@ -125,12 +174,21 @@ def soft_moe(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state
 
     state = optimizer_state(mesh, optimizer, params)
-    return jax.jit(step, donate_argnums=(0, 1)), (params, state, at((16, 64, width), "data"), at((16, 40), "data"))
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        params,
+        state,
+        at((16, 64, width), "data"),
+        at((16, 40), "data"),
+    )
 
 
-@case("megatron-by-hand-sequence-parallel", cpu={"dp": 2, "tp": 4}, v5e={"dp": 2, "tp": 8})
+@case(
+    "megatron-by-hand-sequence-parallel", cpu={"dp": 2, "tp": 4}, v5e={"dp": 2, "tp": 8}
+)
 def megatron(mesh: AnyMesh) -> Made:
-    """The whole step inside one `shard_map`: gathers, scattered sums, a reduction of gradients, all written by hand."""
+    """The whole step inside one `shard_map`: gathers, scattered sums, a reduction of
+    gradients, all written by hand.
+    """
     at, width, hidden = on(mesh), 256, 1024
     params = {
         "up": at((2, width, hidden), None, None, "tp"),
@@ -155,21 +213,42 @@ def megatron(mesh: AnyMesh) -> Made:
         return new, lax.pmean(value, ("dp", "tp"))
 
     rows = P("dp", "tp")
-    step = jax.shard_map(local_step, mesh=mesh, in_specs=(specs, rows, rows), out_specs=(specs, P()), check_vma=False)
+    step = jax.shard_map(
+        local_step,
+        mesh=mesh,
+        in_specs=(specs, rows, rows),
+        out_specs=(specs, P()),
+        check_vma=False,
+    )
     x = at((8, 128, width), *rows)
     return jax.jit(step, donate_argnums=0), (params, x, x)
 
 
-@case("nnx-mixer-optimizer-split", cpu={"data": 4, "model": 2}, v5e={"data": 8, "model": 2})
+@case(
+    "nnx-mixer-optimizer-split",
+    cpu={"data": 4, "model": 2},
+    v5e={"data": 8, "model": 2},
+)
 def nnx_mixer(mesh: AnyMesh) -> Made:
-    """A Flax NNX module and its optimizer, split into a graph and a state, merged and updated in the step."""
+    """A Flax NNX module and its optimizer, split into a graph and a state, merged and
+    updated in the step.
+    """
     at = on(mesh)
 
     class Block(nnx.Module):
         def __init__(self, patches, width, rngs):
-            self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)])
-            self.tokens = nnx.List([nnx.Linear(patches, 128, rngs=rngs), nnx.Linear(128, patches, rngs=rngs)])
-            self.channels = nnx.List([nnx.Linear(width, 512, rngs=rngs), nnx.Linear(512, width, rngs=rngs)])
+            self.norms = nnx.List(
+                [nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)]
+            )
+            self.tokens = nnx.List(
+                [
+                    nnx.Linear(patches, 128, rngs=rngs),
+                    nnx.Linear(128, patches, rngs=rngs),
+                ]
+            )
+            self.channels = nnx.List(
+                [nnx.Linear(width, 512, rngs=rngs), nnx.Linear(512, width, rngs=rngs)]
+            )
 
         def __call__(self, x):
             h = self.norms[0](x).swapaxes(1, 2)
@@ -178,7 +257,9 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
 
     class Mixer(nnx.Module):
         def __init__(self, rngs):
-            self.patch = nnx.Conv(3, 128, (8, 8), strides=(8, 8), padding="VALID", rngs=rngs)
+            self.patch = nnx.Conv(
+                3, 128, (8, 8), strides=(8, 8), padding="VALID", rngs=rngs
+            )
             self.blocks = nnx.List([Block(36, 128, rngs) for _ in range(3)])
             self.head = nnx.Linear(128, 20, rngs=rngs)
 
@@ -191,15 +272,22 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
 
     def create():
         model = Mixer(nnx.Rngs(0))
-        return nnx.split((model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)))
+        return nnx.split(
+            (model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param))
+        )
 
     graph, state = nnx.eval_shape(create)
 
     def place(path, leaf):
         name = jax.tree_util.keystr(path)
-        columns, rows = leaf.ndim == 2 and "channels'][0]" in name, leaf.ndim == 2 and "channels'][1]" in name
+        columns, rows = (
+            leaf.ndim == 2 and "channels'][0]" in name,
+            leaf.ndim == 2 and "channels'][1]" in name,
+        )
         spec = (None, "model") if columns else ("model",) if rows else ()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec)))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec))
+        )
 
     state = jax.tree_util.tree_map_with_path(place, nnx.to_pure_dict(state))
 
@@ -209,7 +297,9 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
         model, optimizer = nnx.merge(graph, full)
 
         def loss(model):
-            return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(
+                model(images), labels
+            ).mean()
 
         value, grads = nnx.value_and_grad(loss)(model)
         optimizer.update(model, grads)
@@ -219,9 +309,15 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
     return jax.jit(step, donate_argnums=0), args
 
 
-@case("llama-scan-remat-fsdp-tensor", cpu={"fsdp": 4, "tensor": 2}, v5e={"fsdp": 8, "tensor": 2})
+@case(
+    "llama-scan-remat-fsdp-tensor",
+    cpu={"fsdp": 4, "tensor": 2},
+    v5e={"fsdp": 8, "tensor": 2},
+)
 def llama_scan(mesh: AnyMesh) -> Made:
-    """Layers under one scan with rematerialization, two heads of keys, rotary positions, AdamW, all donated."""
+    """Layers under one scan with rematerialization, two heads of keys, rotary
+    positions, AdamW, all donated.
+    """
     at = functools.partial(on(mesh), dtype=jnp.bfloat16)
     layers, width, heads, kv, size = 4, 256, 8, 2, 32
     params = {
@@ -242,23 +338,37 @@ def llama_scan(mesh: AnyMesh) -> Made:
 
     def norm(x, scale):
         wide = x.astype(jnp.float32)
-        return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)).astype(x.dtype) * scale
+        return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)).astype(
+            x.dtype
+        ) * scale
 
     def rotate(x):
-        angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(0, size, 2) / size)
-        sin, cos = jnp.sin(angles)[:, None].astype(x.dtype), jnp.cos(angles)[:, None].astype(x.dtype)
+        angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (
+            -jnp.arange(0, size, 2) / size
+        )
+        sin, cos = (
+            jnp.sin(angles)[:, None].astype(x.dtype),
+            jnp.cos(angles)[:, None].astype(x.dtype),
+        )
         first, second = jnp.split(x, 2, axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+        return jnp.concatenate(
+            [first * cos - second * sin, second * cos + first * sin], -1
+        )
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def layer(x, p):
         h = norm(x, p["norms"][0])
         q, k, v = (jnp.einsum("bsd,dhk->bshk", h, p[name]) for name in "qkv")
         q = rotate(q).reshape(*q.shape[:2], kv, heads // kv, size)
-        scores = jnp.einsum("bqgrk,bsgk->bgrqs", q, rotate(k)).astype(jnp.float32) * size**-0.5
+        scores = (
+            jnp.einsum("bqgrk,bsgk->bgrqs", q, rotate(k)).astype(jnp.float32)
+            * size**-0.5
+        )
         causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), -1).astype(x.dtype)
-        mixed = jnp.einsum("bgrqs,bsgk->bqgrk", weights, v).reshape(*x.shape[:2], heads, size)
+        mixed = jnp.einsum("bgrqs,bsgk->bqgrk", weights, v).reshape(
+            *x.shape[:2], heads, size
+        )
         x = x + jnp.einsum("bshk,hkd->bsd", mixed, p["o"])
         h = norm(x, p["norms"][1])
         return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
@@ -267,7 +377,9 @@ def llama_scan(mesh: AnyMesh) -> Made:
         x = params["embed"][tokens[:, :-1]]
         x, _ = lax.scan(layer, x, params["layers"])
         logits = (norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
 
     optimizer = optax.adamw(3e-4, weight_decay=0.1)
 
@@ -279,7 +391,11 @@ def llama_scan(mesh: AnyMesh) -> Made:
     state = optimizer_state(mesh, optimizer, params)
     tokens = on(mesh)((16, 129), "fsdp", dtype=jnp.int32)
     out = (shardings(params), shardings(state), NamedSharding(mesh, P()))
-    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out), (params, state, tokens)
+    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out), (
+        params,
+        state,
+        tokens,
+    )
 
 
 CASES = (

@@ -12,9 +12,13 @@ from jax import lax
 from ._case import AnyMesh, Made, case, on, optimizer_state
 
 
-@case("gru-language-hidden-cut", cpu={"data": 2, "model": 4}, v5e={"data": 4, "model": 4})
+@case(
+    "gru-language-hidden-cut", cpu={"data": 2, "model": 4}, v5e={"data": 4, "model": 4}
+)
 def gru(mesh: AnyMesh) -> Made:
-    """A language model of gated units by a scan over time; gates' columns are cut, as is the table's width."""
+    """A language model of gated units by a scan over time; gates' columns are cut, as
+    is the table's width.
+    """
     at, width = on(mesh), 256
     params = {
         "embed": at((2048, width), None, "model"),
@@ -37,7 +41,9 @@ def gru(mesh: AnyMesh) -> Made:
         start = jnp.zeros((tokens.shape[0], width))
         _, hidden = lax.scan(functools.partial(cell, params), start, gates)
         logits = jnp.einsum("tbh,hv->btv", hidden, params["out"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
 
     optimizer = optax.chain(optax.clip(0.25), optax.rmsprop(1e-3))
 
@@ -47,24 +53,42 @@ def gru(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state, value
 
     tokens = at((16, 33), "data", dtype=jnp.int32)
-    return jax.jit(step, donate_argnums=(0, 1)), (params, optimizer_state(mesh, optimizer, params), tokens)
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        tokens,
+    )
 
 
-@case("video-axial-attention", cpu={"frames": 4, "model": 2}, v5e={"frames": 4, "model": 4})
+@case(
+    "video-axial-attention",
+    cpu={"frames": 4, "model": 2},
+    v5e={"frames": 4, "model": 4},
+)
 def video_axial(mesh: AnyMesh) -> Made:
-    """Attention along rows, columns and time in turn, axes moved and merged each time, frames cut over devices."""
+    """Attention along rows, columns and time in turn, axes moved and merged each time,
+    frames cut over devices.
+    """
     at, width, heads = on(mesh), 128, 4
     params = {
-        way: {"qkv": at((width, 3, heads, 32), None, None, "model"), "out": at((heads, 32, width), "model")}
+        way: {
+            "qkv": at((width, 3, heads, 32), None, None, "model"),
+            "out": at((heads, 32, width), "model"),
+        }
         for way in ("rows", "columns", "time")
     }
-    params["mlp"] = {"up": at((width, 512), None, "model"), "down": at((512, width), "model")}
+    params["mlp"] = {
+        "up": at((width, 512), None, "model"),
+        "down": at((512, width), "model"),
+    }
 
     def along(p, x, axis):
         moved = jnp.moveaxis(x, axis, -2)
         flat = moved.reshape(-1, moved.shape[-2], width)
         q, k, v = jnp.split(jnp.einsum("ntd,dchk->nthck", flat, p["qkv"]), 3, axis=3)
-        mixed = jax.vmap(one_head, (2, 2, 2), 2)(q[..., 0, :], k[..., 0, :], v[..., 0, :])
+        mixed = jax.vmap(one_head, (2, 2, 2), 2)(
+            q[..., 0, :], k[..., 0, :], v[..., 0, :]
+        )
         out = jnp.einsum("nthk,hkd->ntd", mixed, p["out"]).reshape(moved.shape)
         return jnp.moveaxis(out, -2, axis)
 
@@ -86,15 +110,30 @@ def video_axial(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state, value
 
     spec = (None, "frames")
-    args = (params, optimizer_state(mesh, optimizer, params), at((2, 16, 12, 12, width), *spec))
-    return jax.jit(step, donate_argnums=(0, 1)), (*args, at((2, 16, 12, 12), *spec, dtype=jnp.bool_))
+    args = (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        at((2, 16, 12, 12, width), *spec),
+    )
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        *args,
+        at((2, 16, 12, 12), *spec, dtype=jnp.bool_),
+    )
 
 
-@case("ppo-advantages-and-minibatches", cpu={"environments": 8}, v5e={"environments": 16})
+@case(
+    "ppo-advantages-and-minibatches", cpu={"environments": 8}, v5e={"environments": 16}
+)
 def ppo(mesh: AnyMesh) -> Made:
-    """Advantages by a reverse scan, a permutation of all samples, and a scan over epochs of clipped updates."""
+    """Advantages by a reverse scan, a permutation of all samples, and a scan over
+    epochs of clipped updates.
+    """
     at, time, count = on(mesh), 32, 64
-    params = {"body": [at((48, 256)), at((256, 256))], "policy": at((256, 12)), "value": at((256, 1))}
+    params = {
+        "body": [at((48, 256)), at((256, 256))],
+        "policy": at((256, 12)),
+        "value": at((256, 1)),
+    }
 
     def forward(params, x):
         for w in params["body"]:
@@ -103,11 +142,15 @@ def ppo(mesh: AnyMesh) -> Made:
 
     def loss(params, batch):
         logits, values = forward(params, batch["seen"])
-        logs = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["actions"][:, None], -1)[:, 0]
+        logs = jnp.take_along_axis(
+            jax.nn.log_softmax(logits), batch["actions"][:, None], -1
+        )[:, 0]
         ratio = jnp.exp(logs - batch["logs"])
         gain = (batch["gains"] - batch["gains"].mean()) / (batch["gains"].std() + 1e-8)
         surrogate = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain).mean()
-        entropy = -jnp.sum(jax.nn.softmax(logits) * jax.nn.log_softmax(logits), -1).mean()
+        entropy = -jnp.sum(
+            jax.nn.softmax(logits) * jax.nn.log_softmax(logits), -1
+        ).mean()
         return jnp.mean((values - batch["returns"]) ** 2) - surrogate - 0.01 * entropy
 
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-4))
@@ -117,7 +160,12 @@ def ppo(mesh: AnyMesh) -> Made:
 
         def back(gain, at_time):
             reward, done, value, after = at_time
-            gain = reward + 0.99 * after * (1 - done) - value + 0.95 * 0.99 * (1 - done) * gain
+            gain = (
+                reward
+                + 0.99 * after * (1 - done)
+                - value
+                + 0.95 * 0.99 * (1 - done) * gain
+            )
             return gain, gain
 
         after = jnp.concatenate([values[1:], values[-1:]])
@@ -143,15 +191,33 @@ def ppo(mesh: AnyMesh) -> Made:
 
     spec = (None, "environments")
     rollout = {name: at((time, count), *spec) for name in ("rewards", "done", "logs")}
-    rollout |= {"seen": at((time, count, 48), *spec), "actions": at((time, count), *spec, dtype=jnp.int32)}
+    rollout |= {
+        "seen": at((time, count, 48), *spec),
+        "actions": at((time, count), *spec, dtype=jnp.int32),
+    }
     key = at((2,), dtype=jnp.uint32)
-    return jax.jit(step, donate_argnums=(0, 1)), (params, optimizer_state(mesh, optimizer, params), rollout, key)
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        rollout,
+        key,
+    )
 
 
-@case("lora-frozen-bf16-base", cpu={"fsdp": 4, "tensor": 2}, v5e={"fsdp": 4, "tensor": 4})
+@case(
+    "lora-frozen-bf16-base", cpu={"fsdp": 4, "tensor": 2}, v5e={"fsdp": 4, "tensor": 4}
+)
 def lora(mesh: AnyMesh) -> Made:
-    """Gradients of adapters alone; the base is bfloat16, fully sharded, scanned, and never changes."""
-    at, low, width, layers, rank = on(mesh), functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 3, 8
+    """Gradients of adapters alone; the base is bfloat16, fully sharded, scanned, and
+    never changes.
+    """
+    at, low, width, layers, rank = (
+        on(mesh),
+        functools.partial(on(mesh), dtype=jnp.bfloat16),
+        256,
+        3,
+        8,
+    )
     base = {
         "qkv": low((layers, width, 3 * width), None, "fsdp", "tensor"),
         "out": low((layers, width, width), None, "tensor", "fsdp"),
@@ -159,7 +225,10 @@ def lora(mesh: AnyMesh) -> Made:
         "down": low((layers, 1024, width), None, "tensor", "fsdp"),
     }
     ends = {name: leaf.shape[1:] for name, leaf in base.items()}
-    adapters = {name: {"a": at((layers, i, rank)), "b": at((layers, rank, o))} for name, (i, o) in ends.items()}
+    adapters = {
+        name: {"a": at((layers, i, rank)), "b": at((layers, rank, o))}
+        for name, (i, o) in ends.items()
+    }
     table = low((2048, width), "tensor", "fsdp")
 
     def dense(x, w, adapter):
@@ -168,7 +237,9 @@ def lora(mesh: AnyMesh) -> Made:
 
     def layer(x, p):
         base, adapters = p
-        q, k, v = jnp.split(dense(jax.nn.standardize(x), base["qkv"], adapters["qkv"]), 3, -1)
+        q, k, v = jnp.split(
+            dense(jax.nn.standardize(x), base["qkv"], adapters["qkv"]), 3, -1
+        )
         q, k, v = (t.reshape(*t.shape[:2], 8, -1) for t in (q, k, v))
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
         x = x + dense(mixed, base["out"], adapters["out"])
@@ -178,7 +249,9 @@ def lora(mesh: AnyMesh) -> Made:
     def loss(adapters, base, table, tokens):
         x, _ = lax.scan(layer, table[tokens[:, :-1]], (base, adapters))
         logits = (x @ table.T).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
 
     optimizer = optax.adam(1e-3)
 
@@ -188,12 +261,17 @@ def lora(mesh: AnyMesh) -> Made:
         return optax.apply_updates(adapters, updates), state, value
 
     args = (adapters, optimizer_state(mesh, optimizer, adapters), base, table)
-    return jax.jit(step, donate_argnums=(0, 1)), (*args, at((16, 65), "fsdp", dtype=jnp.int32))
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        *args,
+        at((16, 65), "fsdp", dtype=jnp.int32),
+    )
 
 
 @case("vit-fused-qkv-equinox", cpu={"data": 4, "model": 2}, v5e={"data": 4, "model": 4})
 def vit_equinox(mesh: AnyMesh) -> Made:
-    """Equinox modules written for one image and mapped over the batch, with one matrix for queries, keys and values."""
+    """Equinox modules written for one image and mapped over the batch, with one matrix
+    for queries, keys and values.
+    """
     width, heads, at = 192, 4, on(mesh)
 
     class Block(eqx.Module):
@@ -237,13 +315,17 @@ def vit_equinox(mesh: AnyMesh) -> Made:
             return self.head(x[0])
 
     model = eqx.filter_eval_shape(Vit, jax.random.key(0))
-    arrays, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    arrays, static = eqx.partition(
+        model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    )
 
     def place(path, leaf):
         name = jax.tree_util.keystr(path)
         columns = ".qkv" in name or ".mlp.layers[0]" in name
         rows = leaf.ndim == 2 and (".out" in name or ".mlp.layers[1]" in name)
-        return at(leaf.shape, *(("model",) if columns else (None, "model") if rows else ()))
+        return at(
+            leaf.shape, *(("model",) if columns else (None, "model") if rows else ())
+        )
 
     def loss(arrays, images, labels):
         logits = jax.vmap(eqx.combine(arrays, static))(images)
@@ -251,10 +333,17 @@ def vit_equinox(mesh: AnyMesh) -> Made:
 
     def step(arrays, images, labels):
         value, grads = eqx.filter_value_and_grad(loss)(arrays, images, labels)
-        return eqx.apply_updates(arrays, jax.tree.map(lambda g: -1e-3 * g, grads)), value
+        return (
+            eqx.apply_updates(arrays, jax.tree.map(lambda g: -1e-3 * g, grads)),
+            value,
+        )
 
     placed = jax.tree_util.tree_map_with_path(place, arrays)
-    return jax.jit(step), (placed, at((16, 3, 64, 64), "data"), at((16,), "data", dtype=jnp.int32))
+    return jax.jit(step), (
+        placed,
+        at((16, 3, 64, 64), "data"),
+        at((16,), "data", dtype=jnp.int32),
+    )
 
 
 CASES = (

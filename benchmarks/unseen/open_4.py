@@ -15,20 +15,30 @@ from ._case import AnyMesh, Made, case, constrain, on, optimizer_state, sharding
 
 @case("lattice-boltzmann-rolls", cpu={"x": 4, "y": 2}, v5e={"x": 4, "y": 4})
 def lattice_boltzmann(mesh: AnyMesh) -> Made:
-    """Twenty steps of a fluid on a grid cut both ways: nine directions rolled, collided, and bounced off a wall."""
+    """Twenty steps of a fluid on a grid cut both ways: nine directions rolled,
+    collided, and bounced off a wall.
+    """
     at, weights = on(mesh), np.array([4 / 9] + [1 / 9] * 4 + [1 / 36] * 4, np.float32)
-    ways = np.array([(0, 0), (1, 0), (0, 1), (-1, 0), (0, -1), (1, 1), (-1, 1), (-1, -1), (1, -1)])
+    ways = np.array(
+        [(0, 0), (1, 0), (0, 1), (-1, 0), (0, -1), (1, 1), (-1, 1), (-1, -1), (1, -1)]
+    )
     opposite = np.array([0, 3, 4, 1, 2, 7, 8, 5, 6])
 
     def advance(_, carry):
         density, wall = carry
-        moved = jnp.stack([jnp.roll(density[i], tuple(way), (0, 1)) for i, way in enumerate(ways)])
+        moved = jnp.stack(
+            [jnp.roll(density[i], tuple(way), (0, 1)) for i, way in enumerate(ways)]
+        )
         moved = jnp.where(wall, moved[opposite], moved)
         mass = moved.sum(0)
         speed = jnp.tensordot(ways.T.astype(np.float32), moved, 1) / mass
         along = jnp.tensordot(ways.astype(np.float32), speed, 1)
         square = jnp.sum(speed**2, 0)
-        rest = mass * weights[:, None, None] * (1 + 3 * along + 4.5 * along**2 - 1.5 * square)
+        rest = (
+            mass
+            * weights[:, None, None]
+            * (1 + 3 * along + 4.5 * along**2 - 1.5 * square)
+        )
         return moved - (moved - rest) / 0.6, wall
 
     def simulate(density, wall):
@@ -36,12 +46,19 @@ def lattice_boltzmann(mesh: AnyMesh) -> Made:
         return density, jnp.max(jnp.abs(density.sum(0) - 1))
 
     grid = at((9, 128, 256), None, "x", "y")
-    return jax.jit(simulate, donate_argnums=0), (grid, at((128, 256), "x", "y", dtype=jnp.bool_))
+    return jax.jit(simulate, donate_argnums=0), (
+        grid,
+        at((128, 256), "x", "y", dtype=jnp.bool_),
+    )
 
 
-@case("equilibrium-custom-vjp", cpu={"data": 4, "model": 2}, v5e={"data": 4, "model": 4})
+@case(
+    "equilibrium-custom-vjp", cpu={"data": 4, "model": 2}, v5e={"data": 4, "model": 4}
+)
 def equilibrium(mesh: AnyMesh) -> Made:
-    """A fixed point by a loop, and its gradient by another loop in a `custom_vjp`; bfloat16 weights."""
+    """A fixed point by a loop, and its gradient by another loop in a `custom_vjp`;
+    bfloat16 weights.
+    """
     at, width = on(mesh), 256
     params = {
         "in": at((64, width), None, "model", dtype=jnp.bfloat16),
@@ -70,19 +87,31 @@ def equilibrium(mesh: AnyMesh) -> Made:
     solve.defvjp(forward, backward)
 
     def loss(params, x, labels):
-        logits = (solve(params["mix"], x @ params["in"]) @ params["out"]).astype(jnp.float32)
+        logits = (solve(params["mix"], x @ params["in"]) @ params["out"]).astype(
+            jnp.float32
+        )
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     def step(params, x, labels):
         value, grads = jax.value_and_grad(loss)(params, x, labels)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    return jax.jit(step), (params, at((256, 64), "data", dtype=jnp.bfloat16), at((256,), "data", dtype=jnp.int32))
+    return jax.jit(step), (
+        params,
+        at((256, 64), "data", dtype=jnp.bfloat16),
+        at((256,), "data", dtype=jnp.int32),
+    )
 
 
-@case("mamba-selective-associative-scan", cpu={"data": 2, "inner": 4}, v5e={"data": 2, "inner": 8})
+@case(
+    "mamba-selective-associative-scan",
+    cpu={"data": 2, "inner": 4},
+    v5e={"data": 2, "inner": 8},
+)
 def mamba(mesh: AnyMesh) -> Made:
-    """A selective state space by an associative scan over time; its inner channels are cut; a depthwise convolution."""
+    """A selective state space by an associative scan over time; its inner channels are
+    cut; a depthwise convolution.
+    """
     at, width, inner, states = on(mesh), 128, 256, 8
     p = {
         "in": at((width, 2, inner), None, None, "inner"),
@@ -97,7 +126,12 @@ def mamba(mesh: AnyMesh) -> Made:
     def mix(p, x):
         h, gate = jnp.unstack(jnp.einsum("btd,dci->cbti", x, p["in"]))
         h = lax.conv_general_dilated(
-            h, p["conv"], (1,), [(3, 0)], dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=inner
+            h,
+            p["conv"],
+            (1,),
+            [(3, 0)],
+            dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=inner,
         )
         h = jax.nn.silu(h)
         b, c, low = jnp.split(h @ p["select"], [states, 2 * states], axis=-1)
@@ -123,17 +157,31 @@ def mamba(mesh: AnyMesh) -> Made:
 
 @case("clip-two-towers", cpu={"data": 8}, v5e={"data": 16})
 def clip(mesh: AnyMesh) -> Made:
-    """Images and captions against each other over the whole batch, a learned temperature; towers in bfloat16."""
+    """Images and captions against each other over the whole batch, a learned
+    temperature; towers in bfloat16.
+    """
     at = on(mesh)
     params = {
-        "image": {"patch": at((768, 256)), "mix": at((16, 64)), "unmix": at((64, 16)), "out": at((256, 128))},
-        "text": {"embed": at((4096, 256)), "wide": at((256, 512)), "narrow": at((512, 256)), "out": at((256, 128))},
+        "image": {
+            "patch": at((768, 256)),
+            "mix": at((16, 64)),
+            "unmix": at((64, 16)),
+            "out": at((256, 128)),
+        },
+        "text": {
+            "embed": at((4096, 256)),
+            "wide": at((256, 512)),
+            "narrow": at((512, 256)),
+            "out": at((256, 128)),
+        },
         "temperature": at(()),
     }
 
     def image_tower(p, pixels):
         x = pixels.astype(jnp.bfloat16) @ p["patch"].astype(jnp.bfloat16)
-        x = x + jnp.einsum("btd,tm,mu->bud", x, p["mix"].astype(x.dtype), p["unmix"].astype(x.dtype))
+        x = x + jnp.einsum(
+            "btd,tm,mu->bud", x, p["mix"].astype(x.dtype), p["unmix"].astype(x.dtype)
+        )
         return x.mean(1) @ p["out"].astype(x.dtype)
 
     def text_tower(p, tokens):
@@ -143,8 +191,13 @@ def clip(mesh: AnyMesh) -> Made:
         return x[jnp.arange(x.shape[0]), last] @ p["out"].astype(x.dtype)
 
     def loss(params, pixels, tokens):
-        unit = lambda v: v / jnp.linalg.norm(v.astype(jnp.float32), axis=-1, keepdims=True)
-        images, texts = unit(image_tower(params["image"], pixels)), unit(text_tower(params["text"], tokens))
+        unit = lambda v: (
+            v / jnp.linalg.norm(v.astype(jnp.float32), axis=-1, keepdims=True)
+        )
+        images, texts = (
+            unit(image_tower(params["image"], pixels)),
+            unit(text_tower(params["text"], tokens)),
+        )
         logits = jnp.exp(params["temperature"]) * images @ texts.T
         labels = jnp.arange(logits.shape[0])
         across = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -158,13 +211,26 @@ def clip(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    args = (params, optimizer_state(mesh, optimizer, params), at((256, 16, 768), "data"))
-    return jax.jit(step, donate_argnums=(0, 1)), (*args, at((256, 24), "data", dtype=jnp.int32))
+    args = (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        at((256, 16, 768), "data"),
+    )
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        *args,
+        at((256, 24), "data", dtype=jnp.int32),
+    )
 
 
-@case("switch-experts-dense-dispatch", cpu={"data": 2, "expert": 4}, v5e={"data": 2, "expert": 8})
+@case(
+    "switch-experts-dense-dispatch",
+    cpu={"data": 2, "expert": 4},
+    v5e={"data": 2, "expert": 8},
+)
 def switch_moe(mesh: AnyMesh) -> Made:
-    """One expert for each token by one-hot dispatch and combine with a capacity, and the balancing loss; bfloat16."""
+    """One expert for each token by one-hot dispatch and combine with a capacity, and
+    the balancing loss; bfloat16.
+    """
     at, experts, width, hidden = on(mesh), 8, 128, 256
     params = {
         "router": at((width, experts)),
@@ -195,15 +261,24 @@ def switch_moe(mesh: AnyMesh) -> Made:
 
     def step(params, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
-        return jax.tree.map(lambda p, g: p - (0.01 * g).astype(p.dtype), params, grads), value
+        return (
+            jax.tree.map(lambda p, g: p - (0.01 * g).astype(p.dtype), params, grads),
+            value,
+        )
 
     x = at((16, 64, width), ("data", "expert"), dtype=jnp.bfloat16)
     return jax.jit(step, donate_argnums=0), (params, x, x)
 
 
-@case("ring-attention-by-shard-map", cpu={"data": 2, "context": 4}, v5e={"data": 2, "context": 8})
+@case(
+    "ring-attention-by-shard-map",
+    cpu={"data": 2, "context": 4},
+    v5e={"data": 2, "context": 8},
+)
 def ring_attention(mesh: AnyMesh) -> Made:
-    """Keys and values go around a ring while a running softmax is kept; the dense layers outside are plain JAX."""
+    """Keys and values go around a ring while a running softmax is kept; the dense
+    layers outside are plain JAX.
+    """
     at, width, heads, count = on(mesh), 128, 4, mesh.shape["context"]
     params = {
         "qkv": at((width, 3, heads, 32)),
@@ -212,7 +287,13 @@ def ring_attention(mesh: AnyMesh) -> Made:
     }
     spec = P("data", "context")
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(spec, spec, spec),
+        out_specs=spec,
+        check_vma=False,
+    )
     def ring(q, k, v):
         here, length = lax.axis_index("context"), q.shape[1]
 
@@ -228,10 +309,22 @@ def ring_attention(mesh: AnyMesh) -> Made:
             total = total * old[..., None] + jnp.einsum("bhqs,bshk->bhqk", weights, v)
             norm = norm * old + weights.sum(-1)
             step = [(j, (j + 1) % count) for j in range(count)]
-            return lax.ppermute(k, "context", step), lax.ppermute(v, "context", step), total, norm, new
+            return (
+                lax.ppermute(k, "context", step),
+                lax.ppermute(v, "context", step),
+                total,
+                norm,
+                new,
+            )
 
         shape = (q.shape[0], heads, length)
-        start = (k, v, jnp.zeros((*shape, q.shape[-1])), jnp.zeros(shape), jnp.full(shape, -1e9))
+        start = (
+            k,
+            v,
+            jnp.zeros((*shape, q.shape[-1])),
+            jnp.zeros(shape),
+            jnp.full(shape, -1e9),
+        )
         _, _, total, norm, _ = lax.fori_loop(0, count, turn, start)
         return (total / norm[..., None]).swapaxes(1, 2)
 
@@ -245,10 +338,19 @@ def ring_attention(mesh: AnyMesh) -> Made:
     return jax.jit(jax.value_and_grad(loss)), (params, x, x)
 
 
-@case("decoder-on-two-by-three", cpu={"data": 2, "model": 3}, v5e={"data": 4, "model": 4})
+@case(
+    "decoder-on-two-by-three", cpu={"data": 2, "model": 3}, v5e={"data": 4, "model": 4}
+)
 def decoder_six(mesh: AnyMesh) -> Made:
-    """Twelve heads on six devices, a vocabulary of 3000 whose rows are cut, latent keys and values; bfloat16."""
-    at, width, heads, latent = functools.partial(on(mesh), dtype=jnp.bfloat16), 192, 12, 48
+    """Twelve heads on six devices, a vocabulary of 3000 whose rows are cut, latent keys
+    and values; bfloat16.
+    """
+    at, width, heads, latent = (
+        functools.partial(on(mesh), dtype=jnp.bfloat16),
+        192,
+        12,
+        48,
+    )
     layer = {
         "q": at((width, heads, 16), None, "model"),
         "squeeze": at((width, latent)),
@@ -266,21 +368,35 @@ def decoder_six(mesh: AnyMesh) -> Made:
         for p in params["layers"]:
             h = jax.nn.standardize(x)
             small = h @ p["squeeze"]
-            q, (k, v) = jnp.einsum("btd,dhk->bthk", h, p["q"]), jnp.einsum("btl,clhk->cbthk", small, p["expand"])
-            scores = jnp.einsum("bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32)
-            weights = jax.nn.softmax(jnp.where(mask, scores * 0.25, -1e9)).astype(x.dtype)
+            q, (k, v) = (
+                jnp.einsum("btd,dhk->bthk", h, p["q"]),
+                jnp.einsum("btl,clhk->cbthk", small, p["expand"]),
+            )
+            scores = jnp.einsum(
+                "bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32
+            )
+            weights = jax.nn.softmax(jnp.where(mask, scores * 0.25, -1e9)).astype(
+                x.dtype
+            )
             x = x + jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, p["out"])
             h = jax.nn.standardize(x)
             x = x + (jax.nn.gelu(h @ p["gate"]) * (h @ p["value"])) @ p["down"]
-        logits = jnp.einsum("btd,vd->btv", x, params["embed"], preferred_element_type=jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        logits = jnp.einsum(
+            "btd,vd->btv", x, params["embed"], preferred_element_type=jnp.float32
+        )
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
 
     def step(params, tokens):
         value, grads = jax.value_and_grad(loss)(params, tokens)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
     out = (shardings(params), NamedSharding(mesh, P()))
-    return jax.jit(step, donate_argnums=0, out_shardings=out), (params, on(mesh)((12, 61), "data", dtype=jnp.int32))
+    return jax.jit(step, donate_argnums=0, out_shardings=out), (
+        params,
+        on(mesh)((12, 61), "data", dtype=jnp.int32),
+    )
 
 
 CASES = (

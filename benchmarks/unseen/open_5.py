@@ -12,28 +12,41 @@ from jax import lax
 from ._case import AnyMesh, Made, case, on, optimizer_state
 
 
-@case("resnet-nchw-spatial-group-norm", cpu={"data": 2, "rows": 4}, v5e={"data": 4, "rows": 4})
+@case(
+    "resnet-nchw-spatial-group-norm",
+    cpu={"data": 2, "rows": 4},
+    v5e={"data": 4, "rows": 4},
+)
 def resnet_nchw(mesh: AnyMesh) -> Made:
-    """Channels first, images cut by height so that convolutions exchange their borders, norms over groups, bfloat16."""
+    """Channels first, images cut by height so that convolutions exchange their borders,
+    norms over groups, bfloat16.
+    """
     at = functools.partial(on(mesh), dtype=jnp.bfloat16)
     params = {
         "stem": at((32, 3, 3, 3)),
         "blocks": [
-            {"a": at((o, i, 3, 3)), "b": at((o, o, 3, 3)), "skip": at((o, i, 1, 1))} for i, o in ((32, 64), (64, 64))
+            {"a": at((o, i, 3, 3)), "b": at((o, o, 3, 3)), "skip": at((o, i, 1, 1))}
+            for i, o in ((32, 64), (64, 64))
         ],
         "head": at((64, 50)),
     }
     numbers = ("NCHW", "OIHW", "NCHW")
 
     def convolve(x, w, stride=1):
-        return lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=numbers)
+        return lax.conv_general_dilated(
+            x, w, (stride, stride), "SAME", dimension_numbers=numbers
+        )
 
     def norm(x):
         batch, channels, height, wide = x.shape
         groups = x.reshape(batch, 8, channels // 8, height, wide).astype(jnp.float32)
         mean = groups.mean((2, 3, 4), keepdims=True)
         spread = jnp.square(groups - mean).mean((2, 3, 4), keepdims=True)
-        return ((groups - mean) * lax.rsqrt(spread + 1e-5)).reshape(x.shape).astype(x.dtype)
+        return (
+            ((groups - mean) * lax.rsqrt(spread + 1e-5))
+            .reshape(x.shape)
+            .astype(x.dtype)
+        )
 
     def loss(params, images, labels):
         x = jax.nn.relu(norm(convolve(images, params["stem"])))
@@ -41,24 +54,45 @@ def resnet_nchw(mesh: AnyMesh) -> Made:
             stride = 1 + position
             h = jax.nn.relu(norm(convolve(x, p["a"], stride)))
             x = jax.nn.relu(norm(convolve(h, p["b"])) + convolve(x, p["skip"], stride))
-        x = lax.reduce_window(x, np.zeros((), x.dtype), lax.add, (1, 1, 2, 2), (1, 1, 2, 2), "VALID") / 4
+        x = (
+            lax.reduce_window(
+                x, np.zeros((), x.dtype), lax.add, (1, 1, 2, 2), (1, 1, 2, 2), "VALID"
+            )
+            / 4
+        )
         logits = (x.mean((2, 3)) @ params["head"]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     def step(params, images, labels):
         value, grads = jax.value_and_grad(loss)(params, images, labels)
-        return jax.tree.map(lambda p, g: (p - 0.05 * g).astype(p.dtype), params, grads), value
+        return (
+            jax.tree.map(lambda p, g: (p - 0.05 * g).astype(p.dtype), params, grads),
+            value,
+        )
 
-    images, labels = at((8, 3, 64, 64), "data", None, "rows"), on(mesh)((8,), "data", dtype=jnp.int32)
+    images, labels = (
+        at((8, 3, 64, 64), "data", None, "rows"),
+        on(mesh)((8,), "data", dtype=jnp.int32),
+    )
     return jax.jit(step, donate_argnums=0), (params, images, labels)
 
 
-@case("mixed-precision-loss-scaling", cpu={"data": 4, "fsdp": 2}, v5e={"data": 4, "fsdp": 4})
+@case(
+    "mixed-precision-loss-scaling",
+    cpu={"data": 4, "fsdp": 2},
+    v5e={"data": 4, "fsdp": 4},
+)
 def loss_scaling(mesh: AnyMesh) -> Made:
-    """Float32 masters and bfloat16 compute, a loss scale that a `cond` halves, and skips the update, on overflow."""
+    """Float32 masters and bfloat16 compute, a loss scale that a `cond` halves, and
+    skips the update, on overflow.
+    """
     at, width, both = on(mesh), 384, ("data", "fsdp")
     hidden = [{"w": at((width, width), "fsdp"), "b": at((width,))} for _ in range(4)]
-    masters = {"in": at((96, width), None, "fsdp"), "hidden": hidden, "out": at((width, 96), "fsdp")}
+    masters = {
+        "in": at((96, width), None, "fsdp"),
+        "hidden": hidden,
+        "out": at((width, 96), "fsdp"),
+    }
     optimizer = optax.adamw(1e-3, b2=0.95)
 
     def loss(masters, x, y, scale):
@@ -72,61 +106,98 @@ def loss_scaling(mesh: AnyMesh) -> Made:
     def step(masters, state, scale, x, y):
         value, grads = jax.value_and_grad(loss)(masters, x, y, scale)
         grads = jax.tree.map(lambda g: g / scale, grads)
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+        finite = jnp.all(
+            jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
+        )
 
         def update():
             updates, new = optimizer.update(grads, state, masters)
             return optax.apply_updates(masters, updates), new, scale * 1.001
 
-        return *lax.cond(finite, update, lambda: (masters, state, scale / 2)), value / scale
+        return (
+            *lax.cond(finite, update, lambda: (masters, state, scale / 2)),
+            value / scale,
+        )
 
-    args = (masters, optimizer_state(mesh, optimizer, masters), at(()), at((256, 96), both), at((256, 96), both))
+    args = (
+        masters,
+        optimizer_state(mesh, optimizer, masters),
+        at(()),
+        at((256, 96), both),
+        at((256, 96), both),
+    )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 
 
 @case("graph-network-edges-cut", cpu={"graph": 8}, v5e={"graph": 16})
 def graph_network(mesh: AnyMesh) -> Made:
-    """Messages along edges that are cut over all devices, summed by segments into nodes that are whole everywhere."""
+    """Messages along edges that are cut over all devices, summed by segments into nodes
+    that are whole everywhere.
+    """
     at, nodes, edges, width = on(mesh), 2000, 8192, 64
     layer = {"message": at((3 * width, width)), "update": at((2 * width, width))}
-    params = {"encode": at((32, width)), "edge": at((8, width)), "layers": [layer] * 3, "decode": at((width, 1))}
+    params = {
+        "encode": at((32, width)),
+        "edge": at((8, width)),
+        "layers": [layer] * 3,
+        "decode": at((width, 1)),
+    }
 
     def forward(params, graph):
         h, e = graph["nodes"] @ params["encode"], graph["edges"] @ params["edge"]
         senders, receivers = graph["senders"], graph["receivers"]
         degree = jax.ops.segment_sum(jnp.ones(edges), receivers, nodes)[:, None] + 1
         for p in params["layers"]:
-            message = jax.nn.relu(jnp.concatenate([h[senders], h[receivers], e], -1) @ p["message"])
+            message = jax.nn.relu(
+                jnp.concatenate([h[senders], h[receivers], e], -1) @ p["message"]
+            )
             total = jax.ops.segment_sum(message, receivers, num_segments=nodes) / degree
             h = h + jnp.tanh(jnp.concatenate([h, total], -1) @ p["update"])
             e = e + message
         return jnp.sum(h @ params["decode"])
 
     def loss(params, graph):
-        energy, slope = jax.value_and_grad(lambda x: forward(params, {**graph, "nodes": x}))(graph["nodes"])
+        energy, slope = jax.value_and_grad(
+            lambda x: forward(params, {**graph, "nodes": x})
+        )(graph["nodes"])
         return (energy - graph["energy"]) ** 2 + jnp.mean(slope**2)
 
     ids = functools.partial(at, dtype=jnp.int32)
-    graph = {"nodes": at((nodes, 32)), "edges": at((edges, 8), "graph"), "energy": at(())}
+    graph = {
+        "nodes": at((nodes, 32)),
+        "edges": at((edges, 8), "graph"),
+        "energy": at(()),
+    }
     graph |= {"senders": ids((edges,), "graph"), "receivers": ids((edges,), "graph")}
     return jax.jit(jax.value_and_grad(loss)), (params, graph)
 
 
-@case("retrieval-sparse-rows-top-k", cpu={"users": 4, "items": 2}, v5e={"users": 4, "items": 4})
+@case(
+    "retrieval-sparse-rows-top-k",
+    cpu={"users": 4, "items": 2},
+    v5e={"users": 4, "items": 4},
+)
 def retrieval(mesh: AnyMesh) -> Made:
-    """Rows of a cut table are updated alone, by scatter; then the hundred best of all items are found for each user."""
+    """Rows of a cut table are updated alone, by scatter; then the hundred best of all
+    items are found for each user.
+    """
     at, items, width = on(mesh), 8192, 64
     tower = {"history": at((2 * width, 256)), "out": at((256, width))}
 
     def embed(tower, rows, weights):
         mean = jnp.einsum("bhd,bh->bd", rows, weights) / weights.sum(-1, keepdims=True)
-        return jax.nn.relu(jnp.concatenate([mean, rows.max(1)], -1) @ tower["history"]) @ tower["out"]
+        return (
+            jax.nn.relu(jnp.concatenate([mean, rows.max(1)], -1) @ tower["history"])
+            @ tower["out"]
+        )
 
     def step(tower, table, history, weights, bought):
         def loss(tower, rows, positives):
             users = embed(tower, rows, weights)
             logits = users @ positives.T
-            return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(users.shape[0])).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits, jnp.arange(users.shape[0])
+            ).mean()
 
         gathered = table[history], table[bought]
         grads = jax.grad(loss, argnums=(0, 1, 2))(tower, *gathered)
@@ -134,17 +205,41 @@ def retrieval(mesh: AnyMesh) -> Made:
         table = table.at[history].add(-0.1 * grads[1]).at[bought].add(-0.1 * grads[2])
         scores = embed(tower, table[history], weights) @ table.T
         best, found = lax.top_k(scores, 100)
-        return tower, table, best, found, jnp.mean(jnp.any(found == bought[:, None], -1))
+        return (
+            tower,
+            table,
+            best,
+            found,
+            jnp.mean(jnp.any(found == bought[:, None], -1)),
+        )
 
     ids = functools.partial(at, dtype=jnp.int32)
-    args = (tower, at((items, width), "items"), ids((256, 20), "users"), at((256, 20), "users"), ids((256,), "users"))
+    args = (
+        tower,
+        at((items, width), "items"),
+        ids((256, 20), "users"),
+        at((256, 20), "users"),
+        ids((256,), "users"),
+    )
     return jax.jit(step, donate_argnums=(0, 1)), args
 
 
-@case("decode-dynamic-update-slice", cpu={"data": 2, "tensor": 4}, v5e={"data": 4, "tensor": 4})
+@case(
+    "decode-dynamic-update-slice",
+    cpu={"data": 2, "tensor": 4},
+    v5e={"data": 4, "tensor": 4},
+)
 def decode_slice(mesh: AnyMesh) -> Made:
-    """One token for each sequence: a scan over layers that carries the cache, written at one position; bfloat16."""
-    at, layers, width, heads, length = functools.partial(on(mesh), dtype=jnp.bfloat16), 4, 256, 8, 128
+    """One token for each sequence: a scan over layers that carries the cache, written
+    at one position; bfloat16.
+    """
+    at, layers, width, heads, length = (
+        functools.partial(on(mesh), dtype=jnp.bfloat16),
+        4,
+        256,
+        8,
+        128,
+    )
     size = width // heads
     params = {
         "embed": at((4096, width), None, "tensor"),
@@ -155,7 +250,10 @@ def decode_slice(mesh: AnyMesh) -> Made:
             "narrow": at((layers, 768, width), None, "tensor"),
         },
     }
-    cache = {name: at((layers, 16, length, heads, size), None, "data", None, "tensor") for name in ("k", "v")}
+    cache = {
+        name: at((layers, 16, length, heads, size), None, "data", None, "tensor")
+        for name in ("k", "v")
+    }
 
     def decode(params, cache, token, position):
         def layer(x, p):
@@ -163,23 +261,44 @@ def decode_slice(mesh: AnyMesh) -> Made:
             q, k, v = jnp.einsum("bd,dchk->cbhk", jax.nn.standardize(x), p["qkv"])
             keys = lax.dynamic_update_slice(keys, k[:, None], (0, position, 0, 0))
             values = lax.dynamic_update_slice(values, v[:, None], (0, position, 0, 0))
-            scores = jnp.einsum("bhk,bshk->bhs", q, keys).astype(jnp.float32) / math.sqrt(size)
+            scores = jnp.einsum("bhk,bshk->bhs", q, keys).astype(
+                jnp.float32
+            ) / math.sqrt(size)
             scores = jnp.where(jnp.arange(length) <= position, scores, -jnp.inf)
-            mixed = jnp.einsum("bhs,bshk->bhk", jax.nn.softmax(scores).astype(x.dtype), values)
+            mixed = jnp.einsum(
+                "bhs,bshk->bhk", jax.nn.softmax(scores).astype(x.dtype), values
+            )
             x = x + jnp.einsum("bhk,hkd->bd", mixed, p["out"])
             return x + jax.nn.silu(x @ p["wide"]) @ p["narrow"], (keys, values)
 
-        x, (keys, values) = lax.scan(layer, params["embed"][token], (params["layers"], cache["k"], cache["v"]))
+        x, (keys, values) = lax.scan(
+            layer, params["embed"][token], (params["layers"], cache["k"], cache["v"])
+        )
         logits = x @ params["embed"].T
-        return {"k": keys, "v": values}, jnp.argmax(logits, -1).astype(jnp.int32), position + 1
+        return (
+            {"k": keys, "v": values},
+            jnp.argmax(logits, -1).astype(jnp.int32),
+            position + 1,
+        )
 
     ids = functools.partial(on(mesh), dtype=jnp.int32)
-    return jax.jit(decode, donate_argnums=1), (params, cache, ids((16,), "data"), ids(()))
+    return jax.jit(decode, donate_argnums=1), (
+        params,
+        cache,
+        ids((16,), "data"),
+        ids(()),
+    )
 
 
-@case("bert-masked-positions-lamb", cpu={"data": 2, "model": 4}, v5e={"data": 8, "model": 2})
+@case(
+    "bert-masked-positions-lamb",
+    cpu={"data": 2, "model": 4},
+    v5e={"data": 8, "model": 2},
+)
 def bert(mesh: AnyMesh) -> Made:
-    """Norms after each layer, segment embeddings, and logits of gathered positions alone; LAMB."""
+    """Norms after each layer, segment embeddings, and logits of gathered positions
+    alone; LAMB.
+    """
     at, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 8
     layer = {
         "query": at((width, heads, 32), None, "model"),
@@ -205,35 +324,63 @@ def bert(mesh: AnyMesh) -> Made:
         return (x - mean) * lax.rsqrt(variance + 1e-12) * p[0] + p[1]
 
     def encode(params, batch):
-        x = params["word"][batch["tokens"]] + params["position"] + params["segment"][batch["segments"]]
+        x = (
+            params["word"][batch["tokens"]]
+            + params["position"]
+            + params["segment"][batch["segments"]]
+        )
         hidden = jnp.where(batch["mask"], 0, -1e9)[:, None, None].astype(x.dtype)
         for p in params["layers"]:
-            q, k, v = (jnp.tensordot(x, p[name], 1) for name in ("query", "key", "value"))
-            weights = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k) / math.sqrt(32) + hidden)
+            q, k, v = (
+                jnp.tensordot(x, p[name], 1) for name in ("query", "key", "value")
+            )
+            weights = jax.nn.softmax(
+                jnp.einsum("bqhk,bshk->bhqs", q, k) / math.sqrt(32) + hidden
+            )
             mixed = jnp.einsum("bhqs,bshk->bqhk", weights, v)
             x = norm(x + jnp.einsum("bqhk,hkd->bqd", mixed, p["out"]), p["norm"][0])
-            x = norm(x + jax.nn.gelu(x @ p["wide"] + p["wide_bias"]) @ p["narrow"], p["norm"][1])
+            x = norm(
+                x + jax.nn.gelu(x @ p["wide"] + p["wide_bias"]) @ p["narrow"],
+                p["norm"][1],
+            )
         return x
 
     def loss(params, batch):
         x = encode(params, batch)
         masked = jnp.take_along_axis(x, batch["positions"][..., None], axis=1)
         logits = jnp.tanh(masked @ params["transform"]) @ params["word"].T
-        words = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["labels"])
+        words = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), batch["labels"]
+        )
         pooled = (x[:, 0] @ params["next"]).astype(jnp.float32)
-        return words.mean() + optax.softmax_cross_entropy_with_integer_labels(pooled, batch["is_next"]).mean()
+        return (
+            words.mean()
+            + optax.softmax_cross_entropy_with_integer_labels(
+                pooled, batch["is_next"]
+            ).mean()
+        )
 
     optimizer = optax.lamb(1e-3)
 
     def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, {"loss": value, "norm": optax.global_norm(grads)}
+        return (
+            optax.apply_updates(params, updates),
+            state,
+            {"loss": value, "norm": optax.global_norm(grads)},
+        )
 
     whole = functools.partial(on(mesh), dtype=jnp.int32)
     batch = {name: whole((16, 128), "data") for name in ("tokens", "segments", "mask")}
-    batch |= {name: whole((16, 20), "data") for name in ("positions", "labels")} | {"is_next": whole((16,), "data")}
-    return jax.jit(step, donate_argnums=(0, 1)), (params, optimizer_state(mesh, optimizer, params), batch)
+    batch |= {name: whole((16, 20), "data") for name in ("positions", "labels")} | {
+        "is_next": whole((16,), "data")
+    }
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        batch,
+    )
 
 
 CASES = (

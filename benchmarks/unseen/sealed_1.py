@@ -10,12 +10,23 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ._case import AnyMesh, Made, case, constrain, fully_sharded, on, optimizer_state, shardings
+from ._case import (
+    AnyMesh,
+    Made,
+    case,
+    constrain,
+    fully_sharded,
+    on,
+    optimizer_state,
+    shardings,
+)
 
 
 @case("zero-one-optimizer-cut-alone", cpu={"data": 8}, v5e={"data": 16})
 def zero_one(mesh: AnyMesh) -> Made:
-    """Whole parameters; moments are cut over the batch's axis by constraints on gradients and `out_shardings`."""
+    """Whole parameters; moments are cut over the batch's axis by constraints on
+    gradients and `out_shardings`.
+    """
     at, width = on(mesh), 256
     layers = {"up": at((4, width, 768)), "down": at((4, 768, width))}
     params = {"embed": at((1024, width)), "layers": layers, "norm": at((4, width))}
@@ -29,15 +40,24 @@ def zero_one(mesh: AnyMesh) -> Made:
 
         stacked = (params["layers"]["up"], params["layers"]["down"], params["norm"])
         x, _ = lax.scan(layer, params["embed"][tokens[:, :-1]], stacked)
-        return optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, tokens[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            x @ params["embed"].T, tokens[:, 1:]
+        ).mean()
 
     def step(params, first, second, count, tokens):
         value, grads = jax.value_and_grad(loss)(params, tokens)
-        grads = jax.tree.map(lambda g, m: lax.with_sharding_constraint(g, m.sharding), grads, moments)
+        grads = jax.tree.map(
+            lambda g, m: lax.with_sharding_constraint(g, m.sharding), grads, moments
+        )
         first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
         second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, second, grads)
         bias = 1 - 0.9 ** (count + 1)
-        params = jax.tree.map(lambda p, m, v: p - 1e-3 * (m / bias) / (jnp.sqrt(v) + 1e-8), params, first, second)
+        params = jax.tree.map(
+            lambda p, m, v: p - 1e-3 * (m / bias) / (jnp.sqrt(v) + 1e-8),
+            params,
+            first,
+            second,
+        )
         return params, first, second, count + 1, value
 
     out = (shardings(params), shardings(moments), shardings(moments), None, None)
@@ -45,10 +65,20 @@ def zero_one(mesh: AnyMesh) -> Made:
     return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out), args
 
 
-@case("beam-search-while-loop", cpu={"data": 4, "model": 2}, v5e={"data": 8, "model": 2})
+@case(
+    "beam-search-while-loop", cpu={"data": 4, "model": 2}, v5e={"data": 8, "model": 2}
+)
 def beam_search(mesh: AnyMesh) -> Made:
-    """Beams of a recurrent decoder: top-k over beams and words, states gathered along beams; ends by its counter."""
-    at, width, beams, words, steps = functools.partial(on(mesh), dtype=jnp.bfloat16), 128, 4, 1000, 10
+    """Beams of a recurrent decoder: top-k over beams and words, states gathered along
+    beams; ends by its counter.
+    """
+    at, width, beams, words, steps = (
+        functools.partial(on(mesh), dtype=jnp.bfloat16),
+        128,
+        4,
+        1000,
+        10,
+    )
     params = {
         "embed": at((words, width), None, "model"),
         "cell": at((2 * width, width), None, "model"),
@@ -63,37 +93,64 @@ def beam_search(mesh: AnyMesh) -> Made:
 
         def body(carry):
             i, states, scores, found = carry
-            last = params["embed"][lax.dynamic_index_in_dim(found, jnp.maximum(i - 1, 0), 2, keepdims=False)]
+            last = params["embed"][
+                lax.dynamic_index_in_dim(
+                    found, jnp.maximum(i - 1, 0), 2, keepdims=False
+                )
+            ]
             states = jnp.tanh(jnp.concatenate([states, last], -1) @ params["cell"])
             logs = jax.nn.log_softmax((states @ params["head"]).astype(jnp.float32))
-            scores, flat = lax.top_k((scores[..., None] + logs).reshape(batch, -1), beams)
+            scores, flat = lax.top_k(
+                (scores[..., None] + logs).reshape(batch, -1), beams
+            )
             parent, word = flat // words, flat % words
             states = jnp.take_along_axis(states, parent[..., None], 1)
             found = jnp.take_along_axis(found, parent[..., None], 1)
-            return i + 1, states, scores, lax.dynamic_update_index_in_dim(found, word, i, 2)
+            return (
+                i + 1,
+                states,
+                scores,
+                lax.dynamic_update_index_in_dim(found, word, i, 2),
+            )
 
         carry = (jnp.int32(0), states, scores, words_so_far)
-        _, _, scores, found = lax.while_loop(lambda carry: carry[0] < steps, body, carry)
+        _, _, scores, found = lax.while_loop(
+            lambda carry: carry[0] < steps, body, carry
+        )
         return found[:, 0], scores[:, 0]
 
     return jax.jit(search), (params, at((16, width), "data"))
 
 
-@case("graph-attention-nodes-cut", cpu={"nodes": 4, "heads": 2}, v5e={"nodes": 8, "heads": 2})
+@case(
+    "graph-attention-nodes-cut",
+    cpu={"nodes": 4, "heads": 2},
+    v5e={"nodes": 8, "heads": 2},
+)
 def graph_attention(mesh: AnyMesh) -> Made:
-    """Attention over neighbours, normalized by segments' maxima and sums; nodes and edges cut alike, heads apart."""
+    """Attention over neighbours, normalized by segments' maxima and sums; nodes and
+    edges cut alike, heads apart.
+    """
     at, nodes, edges, heads, size = on(mesh), 1024, 8192, 4, 32
     ends = {name: at((heads, size), "heads") for name in ("source", "target")}
-    params = [{"w": at((i, heads, size), None, "heads"), **ends} for i in (96, heads * size)]
+    params = [
+        {"w": at((i, heads, size), None, "heads"), **ends} for i in (96, heads * size)
+    ]
 
     def layer(p, x, source, target):
         h = jnp.einsum("nd,dhk->nhk", x, p["w"])
-        score = jnp.sum(h * p["source"], -1)[source] + jnp.sum(h * p["target"], -1)[target]
+        score = (
+            jnp.sum(h * p["source"], -1)[source] + jnp.sum(h * p["target"], -1)[target]
+        )
         score = jax.nn.leaky_relu(score, 0.2)
         largest = jax.ops.segment_max(score, target, nodes, indices_are_sorted=True)
         weight = jnp.exp(score - lax.stop_gradient(largest)[target])
         total = jnp.zeros((nodes, heads)).at[target].add(weight)
-        mixed = jnp.zeros((nodes, heads, size)).at[target].add(weight[..., None] * h[source])
+        mixed = (
+            jnp.zeros((nodes, heads, size))
+            .at[target]
+            .add(weight[..., None] * h[source])
+        )
         return jax.nn.elu(mixed / (total[..., None] + 1e-9)).reshape(nodes, -1)
 
     def loss(params, x, source, target, labels, mask):
@@ -107,13 +164,20 @@ def graph_attention(mesh: AnyMesh) -> Made:
         return jax.tree.map(lambda p, g: p - 5e-3 * g, params, grads), value
 
     ids = functools.partial(at, dtype=jnp.int32)
-    args = (at((nodes, 96), "nodes"), ids((edges,), "nodes"), ids((edges,), "nodes"), ids((nodes,), "nodes"))
+    args = (
+        at((nodes, 96), "nodes"),
+        ids((edges,), "nodes"),
+        ids((edges,), "nodes"),
+        ids((nodes,), "nodes"),
+    )
     return jax.jit(step), (params, *args, at((nodes,), "nodes", dtype=jnp.bool_))
 
 
 @case("experts-all-to-all-by-shard-map", cpu={"ep": 8}, v5e={"ep": 16})
 def all_to_all_moe(mesh: AnyMesh) -> Made:
-    """Each device holds its experts; slots go there and come back by two all-to-alls written by hand; bfloat16."""
+    """Each device holds its experts; slots go there and come back by two all-to-alls
+    written by hand; bfloat16.
+    """
     at, width, hidden, count = on(mesh), 256, 512, mesh.shape["ep"]
     params = {
         "router": at((width, count)),
@@ -127,7 +191,11 @@ def all_to_all_moe(mesh: AnyMesh) -> Made:
         index = jnp.argmax(probabilities, -1)
         chosen = jax.nn.one_hot(index, count, dtype=jnp.int32)
         place = jnp.sum((jnp.cumsum(chosen, 0) - 1) * chosen, -1)
-        slots = jnp.zeros((count, capacity, width), x.dtype).at[index, place].set(x, mode="drop")
+        slots = (
+            jnp.zeros((count, capacity, width), x.dtype)
+            .at[index, place]
+            .set(x, mode="drop")
+        )
         arrived = lax.all_to_all(slots, "ep", 0, 0, tiled=True)
         h = jax.nn.gelu(arrived @ up[0]) @ down[0]
         back = lax.all_to_all(h, "ep", 0, 0, tiled=True)
@@ -144,7 +212,10 @@ def all_to_all_moe(mesh: AnyMesh) -> Made:
 
     def step(params, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
-        return jax.tree.map(lambda p, g: p - (0.01 * g).astype(p.dtype), params, grads), value
+        return (
+            jax.tree.map(lambda p, g: p - (0.01 * g).astype(p.dtype), params, grads),
+            value,
+        )
 
     x = at((2048, width), "ep", dtype=jnp.bfloat16)
     return jax.jit(step, donate_argnums=0), (params, x, x)
@@ -152,9 +223,15 @@ def all_to_all_moe(mesh: AnyMesh) -> Made:
 
 @case("byol-two-views-target-average", cpu={"data": 8}, v5e={"data": 16})
 def byol(mesh: AnyMesh) -> Made:
-    """Two augmented views, a predictor against a slowly moving target, batch norms over all devices; LARS."""
+    """Two augmented views, a predictor against a slowly moving target, batch norms over
+    all devices; LARS.
+    """
     at = on(mesh)
-    net = {"stem": at((5, 5, 3, 32)), "next": at((3, 3, 32, 64)), "project": [at((64, 512)), at((512, 128))]}
+    net = {
+        "stem": at((5, 5, 3, 32)),
+        "next": at((3, 3, 32, 64)),
+        "project": [at((64, 512)), at((512, 128))],
+    }
     params = {"online": net, "predict": [at((128, 512)), at((512, 128))]}
 
     def batch_norm(x):
@@ -166,7 +243,13 @@ def byol(mesh: AnyMesh) -> Made:
 
     def embed(p, x):
         for w, stride in ((p["stem"], 2), (p["next"], 2)):
-            x = lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = lax.conv_general_dilated(
+                x,
+                w,
+                (stride, stride),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
             x = jax.nn.relu(batch_norm(x))
         return mlp(p["project"], x.mean((1, 2)))
 
@@ -174,33 +257,51 @@ def byol(mesh: AnyMesh) -> Made:
         flip, jitter = jax.random.split(key)
         flipped = jax.random.bernoulli(flip, 0.5, (images.shape[0], 1, 1, 1))
         images = jnp.where(flipped, images[:, :, ::-1], images)
-        return images * jax.random.uniform(jitter, (images.shape[0], 1, 1, 3), minval=0.6, maxval=1.4)
+        return images * jax.random.uniform(
+            jitter, (images.shape[0], 1, 1, 3), minval=0.6, maxval=1.4
+        )
 
     def loss(params, target, first, second):
         unit = lambda v: v / jnp.linalg.norm(v, axis=-1, keepdims=True)
         total = 0.0
         for one, two in ((first, second), (second, first)):
             guess = unit(mlp(params["predict"], embed(params["online"], one)))
-            total += jnp.mean(2 - 2 * jnp.sum(guess * lax.stop_gradient(unit(embed(target, two))), -1))
+            total += jnp.mean(
+                2 - 2 * jnp.sum(guess * lax.stop_gradient(unit(embed(target, two))), -1)
+            )
         return total
 
     optimizer = optax.lars(0.2, weight_decay=1e-6)
 
     def step(params, target, state, images, key):
         a, b = jax.random.split(key)
-        value, grads = jax.value_and_grad(loss)(params, target, augment(a, images), augment(b, images))
+        value, grads = jax.value_and_grad(loss)(
+            params, target, augment(a, images), augment(b, images)
+        )
         updates, state = optimizer.update(grads, state, params)
         params = jax.tree.map(jnp.add, params, updates)
-        target = jax.tree.map(lambda t, p: 0.996 * t + 0.004 * p, target, params["online"])
+        target = jax.tree.map(
+            lambda t, p: 0.996 * t + 0.004 * p, target, params["online"]
+        )
         return params, target, state, value
 
-    args = (params, net, optimizer_state(mesh, optimizer, params), at((64, 32, 32, 3), "data"))
-    return jax.jit(step, donate_argnums=(0, 1, 2)), (*args, at((), dtype=jax.random.key(0).dtype))
+    args = (
+        params,
+        net,
+        optimizer_state(mesh, optimizer, params),
+        at((64, 32, 32, 3), "data"),
+    )
+    return jax.jit(step, donate_argnums=(0, 1, 2)), (
+        *args,
+        at((), dtype=jax.random.key(0).dtype),
+    )
 
 
 @case("recommender-embedding-bags", cpu={"chips": 8}, v5e={"chips": 16})
 def recommender(mesh: AnyMesh) -> Made:
-    """Many tables cut by rows, several ids from each summed, pairwise products of all features; Adagrad."""
+    """Many tables cut by rows, several ids from each summed, pairwise products of all
+    features; Adagrad.
+    """
     at, width = on(mesh), 32
     params = {
         "tables": [at((rows, width), "chips") for rows in (4096, 16384, 1024, 8192)],
@@ -211,7 +312,10 @@ def recommender(mesh: AnyMesh) -> Made:
     def forward(params, dense, ids, counts):
         x = jax.nn.relu(jax.nn.relu(dense @ params["bottom"][0]) @ params["bottom"][1])
         held = jnp.arange(ids.shape[-1]) < counts[..., None]
-        bags = [jnp.sum(table[ids[:, i]] * held[:, i, :, None], axis=1) for i, table in enumerate(params["tables"])]
+        bags = [
+            jnp.sum(table[ids[:, i]] * held[:, i, :, None], axis=1)
+            for i, table in enumerate(params["tables"])
+        ]
         features = jnp.stack([x, *bags], axis=1)
         products = jnp.einsum("bid,bjd->bij", features, features)
         rows, columns = np.tril_indices(features.shape[1], -1)
@@ -219,7 +323,9 @@ def recommender(mesh: AnyMesh) -> Made:
         return (jax.nn.relu(h @ params["top"][0]) @ params["top"][1])[:, 0]
 
     def loss(params, dense, ids, counts, clicked):
-        return optax.sigmoid_binary_cross_entropy(forward(params, dense, ids, counts), clicked).mean()
+        return optax.sigmoid_binary_cross_entropy(
+            forward(params, dense, ids, counts), clicked
+        ).mean()
 
     optimizer = optax.adagrad(0.01)
 
@@ -228,14 +334,25 @@ def recommender(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(params, updates), state, value
 
-    batch = (at((512, 13), "chips"), at((512, 4, 5), "chips", dtype=jnp.int32), at((512, 4), "chips", dtype=jnp.int32))
-    args = (params, optimizer_state(mesh, optimizer, params), *batch, at((512,), "chips"))
+    batch = (
+        at((512, 13), "chips"),
+        at((512, 4, 5), "chips", dtype=jnp.int32),
+        at((512, 4), "chips", dtype=jnp.int32),
+    )
+    args = (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        *batch,
+        at((512,), "chips"),
+    )
     return jax.jit(step, donate_argnums=(0, 1)), args
 
 
 @case("gpt2-vocabulary-50257", cpu={"data": 4, "model": 2}, v5e={"data": 4, "model": 4})
 def gpt2(mesh: AnyMesh) -> Made:
-    """Unrolled blocks in bfloat16, a fused QKV; a tied table of 50257 rows, whose logits are cut unevenly."""
+    """Unrolled blocks in bfloat16, a fused QKV; a tied table of 50257 rows, whose
+    logits are cut unevenly.
+    """
     at, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 128, 4
     block = {
         "qkv": at((width, 3 * width), None, "model"),
@@ -245,7 +362,11 @@ def gpt2(mesh: AnyMesh) -> Made:
         "down": at((4 * width, width), "model", None),
         "norms": at((4, width)),
     }
-    params = {"wte": at((50257, width), None, "model"), "wpe": at((64, width)), "blocks": (block, block)}
+    params = {
+        "wte": at((50257, width), None, "model"),
+        "wpe": at((64, width)),
+        "blocks": (block, block),
+    }
 
     def norm(x, scale, bias):
         return jax.nn.standardize(x, axis=-1) * scale + bias
@@ -253,10 +374,16 @@ def gpt2(mesh: AnyMesh) -> Made:
     def attention(p, x):
         batch, length, _ = x.shape
         q, k, v = jnp.split(x @ p["qkv"] + p["qkv_bias"], 3, axis=-1)
-        q, k, v = (t.reshape(batch, length, heads, -1).swapaxes(1, 2) for t in (q, k, v))
+        q, k, v = (
+            t.reshape(batch, length, heads, -1).swapaxes(1, 2) for t in (q, k, v)
+        )
         scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
-        scores = jnp.where(jnp.tri(length, dtype=bool), scores, jnp.finfo(scores.dtype).min)
-        return (jax.nn.softmax(scores) @ v).swapaxes(1, 2).reshape(batch, length, -1) @ p["out"]
+        scores = jnp.where(
+            jnp.tri(length, dtype=bool), scores, jnp.finfo(scores.dtype).min
+        )
+        return (jax.nn.softmax(scores) @ v).swapaxes(1, 2).reshape(
+            batch, length, -1
+        ) @ p["out"]
 
     def loss(params, tokens):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -265,7 +392,9 @@ def gpt2(mesh: AnyMesh) -> Made:
             n = p["norms"]
             x = x + attention(p, norm(x, n[0], n[1]))
             x = x + jax.nn.gelu(norm(x, n[2], n[3]) @ p["up"]) @ p["down"]
-        logits = constrain(mesh, x @ params["wte"].T, "data", None, "model").astype(jnp.float32)
+        logits = constrain(mesh, x @ params["wte"].T, "data", None, "model").astype(
+            jnp.float32
+        )
         picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
@@ -273,7 +402,10 @@ def gpt2(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, tokens)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
-    return jax.jit(step, donate_argnums=0), (params, at((8, 65), "data", dtype=jnp.int32))
+    return jax.jit(step, donate_argnums=0), (
+        params,
+        at((8, 65), "data", dtype=jnp.int32),
+    )
 
 
 CASES = (

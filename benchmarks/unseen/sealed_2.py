@@ -9,17 +9,41 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from ._case import AnyMesh, Made, case, constrain, on, optimizer_state, other_mesh, shardings
+from ._case import (
+    AnyMesh,
+    Made,
+    case,
+    constrain,
+    on,
+    optimizer_state,
+    other_mesh,
+    shardings,
+)
 
 
-@case("shard-map-over-another-mesh", cpu={"data": 4, "model": 2}, v5e={"data": 4, "model": 4})
+@case(
+    "shard-map-over-another-mesh",
+    cpu={"data": 4, "model": 2},
+    v5e={"data": 4, "model": 4},
+)
 def other_mesh_sums(mesh: AnyMesh) -> Made:
-    """A step on one mesh, with a norm that a `shard_map` over other axes of the same devices takes by `psum`."""
+    """A step on one mesh, with a norm that a `shard_map` over other axes of the same
+    devices takes by `psum`.
+    """
     at, width, half = on(mesh), 256, math.prod(mesh.shape.values()) // 2
-    params = {"up": at((width, 1024), None, "model"), "down": at((1024, width), "model"), "scale": at((width,))}
+    params = {
+        "up": at((width, 1024), None, "model"),
+        "down": at((1024, width), "model"),
+        "scale": at((width,)),
+    }
     across = other_mesh(mesh, {"x": 2, "y": half})
 
-    @functools.partial(jax.shard_map, mesh=across, in_specs=(P("y", "x"), P("x")), out_specs=P("y", "x"))
+    @functools.partial(
+        jax.shard_map,
+        mesh=across,
+        in_specs=(P("y", "x"), P("x")),
+        out_specs=P("y", "x"),
+    )
     def norm(x, scale):
         total = lax.psum(jnp.sum(x * x, -1, keepdims=True), "x")
         return x * lax.rsqrt(total / width + 1e-6) * scale
@@ -35,10 +59,21 @@ def other_mesh_sums(mesh: AnyMesh) -> Made:
     return jax.jit(step), (params, at((512, width), "data"), at((512, width), "data"))
 
 
-@case("dropout-keys-for-each-layer", cpu={"data": 4, "tensor": 2}, v5e={"data": 4, "tensor": 4})
+@case(
+    "dropout-keys-for-each-layer",
+    cpu={"data": 4, "tensor": 2},
+    v5e={"data": 4, "tensor": 4},
+)
 def dropout(mesh: AnyMesh) -> Made:
-    """Dropout in attention, residuals and whole layers, one key split for a scan; bfloat16, float32 softmax."""
-    at, layers, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 3, 256, 8
+    """Dropout in attention, residuals and whole layers, one key split for a scan;
+    bfloat16, float32 softmax.
+    """
+    at, layers, width, heads = (
+        functools.partial(on(mesh), dtype=jnp.bfloat16),
+        3,
+        256,
+        8,
+    )
     params = {
         "q": at((layers, width, width), None, None, "tensor"),
         "k": at((layers, width, width), None, None, "tensor"),
@@ -49,15 +84,24 @@ def dropout(mesh: AnyMesh) -> Made:
     }
 
     def drop(key, x, rate):
-        return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
+        return jnp.where(
+            jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0
+        ).astype(x.dtype)
 
     def layer(x, inputs):
         p, key = inputs
         a, b, c, d = jax.random.split(key, 4)
         batch, length, _ = x.shape
-        q, k, v = (jnp.dot(x, p[name]).reshape(batch, length, heads, -1).transpose(0, 2, 1, 3) for name in "qkv")
-        weights = jax.nn.softmax((q @ k.mT).astype(jnp.float32) / math.sqrt(width // heads)).astype(x.dtype)
-        mixed = (drop(a, weights, 0.1) @ v).transpose(0, 2, 1, 3).reshape(x.shape) @ p["o"]
+        q, k, v = (
+            jnp.dot(x, p[name]).reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
+            for name in "qkv"
+        )
+        weights = jax.nn.softmax(
+            (q @ k.mT).astype(jnp.float32) / math.sqrt(width // heads)
+        ).astype(x.dtype)
+        mixed = (drop(a, weights, 0.1) @ v).transpose(0, 2, 1, 3).reshape(x.shape) @ p[
+            "o"
+        ]
         h = x + drop(b, mixed, 0.1)
         h = h + drop(c, jax.nn.relu(h @ p["up"]) @ p["down"], 0.1)
         keep = jax.random.bernoulli(d, 0.9, (batch, 1, 1))
@@ -74,14 +118,29 @@ def dropout(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(params, updates), state, value
 
-    inputs = (at((16, 48, width), "data"), on(mesh)((16, 48, width), "data"), at((), dtype=jax.random.key(0).dtype))
-    return jax.jit(step, donate_argnums=(0, 1)), (params, optimizer_state(mesh, optimizer, params), *inputs)
+    inputs = (
+        at((16, 48, width), "data"),
+        on(mesh)((16, 48, width), "data"),
+        at((), dtype=jax.random.key(0).dtype),
+    )
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        *inputs,
+    )
 
 
 @case("palm-parallel-block-one-key-head", cpu={"tp": 8}, v5e={"tp": 16})
 def palm(mesh: AnyMesh) -> Made:
-    """Attention and SwiGLU side by side in each block, one head of keys that all devices hold; bfloat16."""
-    at, width, heads, size = functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 16, 16
+    """Attention and SwiGLU side by side in each block, one head of keys that all
+    devices hold; bfloat16.
+    """
+    at, width, heads, size = (
+        functools.partial(on(mesh), dtype=jnp.bfloat16),
+        256,
+        16,
+        16,
+    )
     params = {
         "embed": at((2048, width), "tp"),
         "q": at((2, width, heads * size), None, None, "tp"),
@@ -93,21 +152,33 @@ def palm(mesh: AnyMesh) -> Made:
     }
 
     def block(x, p):
-        h = x / (jnp.linalg.norm(x, axis=-1, keepdims=True) / math.sqrt(width) + 1e-6) * p["scales"]
+        h = (
+            x
+            / (jnp.linalg.norm(x, axis=-1, keepdims=True) / math.sqrt(width) + 1e-6)
+            * p["scales"]
+        )
         q = (h @ p["q"]).reshape(*h.shape[:-1], heads, size)
         k, v = jnp.split(h @ p["kv"], 2, -1)
         scores = jnp.einsum("bthd,bsd->bhts", q, k) / math.sqrt(size)
         scores = 30.0 * jnp.tanh(scores / 30.0)
         mask = jnp.arange(x.shape[1])[:, None] >= jnp.arange(x.shape[1])
-        attended = jnp.einsum("bhts,bsd->bthd", jax.nn.softmax(jnp.where(mask, scores, -1e9)), v)
+        attended = jnp.einsum(
+            "bhts,bsd->bthd", jax.nn.softmax(jnp.where(mask, scores, -1e9)), v
+        )
         gate, up = jnp.moveaxis(jnp.einsum("btd,dgf->btgf", h, p["wide"]), 2, 0)
-        return x + attended.reshape(*x.shape[:2], -1) @ p["out"] + (jax.nn.swish(gate) * up) @ p["narrow"]
+        return (
+            x
+            + attended.reshape(*x.shape[:2], -1) @ p["out"]
+            + (jax.nn.swish(gate) * up) @ p["narrow"]
+        )
 
     def loss(params, tokens):
         x = params["embed"][tokens] * math.sqrt(width)
         for layer in range(2):
             x = block(x, {k: v[layer] for k, v in params.items() if k != "embed"})
-        logits = jnp.einsum("btd,vd->btv", x, params["embed"])[:, :-1].astype(jnp.float32)
+        logits = jnp.einsum("btd,vd->btv", x, params["embed"])[:, :-1].astype(
+            jnp.float32
+        )
         labels = jax.nn.one_hot(tokens[:, 1:], 2048)
         z = jax.nn.logsumexp(logits, -1)
         return jnp.mean(z - jnp.sum(logits * labels, -1)) + 1e-4 * jnp.mean(z**2)
@@ -115,16 +186,32 @@ def palm(mesh: AnyMesh) -> Made:
     def step(params, tokens):
         grads = jax.grad(loss)(params, tokens)
         scale = jnp.minimum(1.0, 1.0 / optax.global_norm(grads))
-        return jax.tree.map(lambda p, g: p - (1e-2 * scale * g).astype(p.dtype), params, grads)
+        return jax.tree.map(
+            lambda p, g: p - (1e-2 * scale * g).astype(p.dtype), params, grads
+        )
 
     return jax.jit(step), (params, at((8, 64), dtype=jnp.int32))
 
 
-@case("pipeline-of-stages-by-shifts", cpu={"stage": 4, "data": 2}, v5e={"stage": 4, "data": 4})
+@case(
+    "pipeline-of-stages-by-shifts",
+    cpu={"stage": 4, "data": 2},
+    v5e={"stage": 4, "data": 4},
+)
 def pipeline(mesh: AnyMesh) -> Made:
-    """Stages along a cut dimension, mapped by `vmap`; a scan shifts microbatches from each to the next; bfloat16."""
-    at, width, stages, micro = functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 4, 6
-    params = {"up": at((stages, 2, width, 512), "stage"), "down": at((stages, 2, 512, width), "stage")}
+    """Stages along a cut dimension, mapped by `vmap`; a scan shifts microbatches from
+    each to the next; bfloat16.
+    """
+    at, width, stages, micro = (
+        functools.partial(on(mesh), dtype=jnp.bfloat16),
+        256,
+        4,
+        6,
+    )
+    params = {
+        "up": at((stages, 2, width, 512), "stage"),
+        "down": at((stages, 2, 512, width), "stage"),
+    }
 
     def stage(p, x):
         def layer(x, p):
@@ -134,7 +221,9 @@ def pipeline(mesh: AnyMesh) -> Made:
 
     def forward(params, batches):
         state = jnp.zeros((stages, *batches.shape[1:]), batches.dtype)
-        padded = jnp.concatenate([batches, jnp.zeros((stages - 1, *batches.shape[1:]), batches.dtype)])
+        padded = jnp.concatenate(
+            [batches, jnp.zeros((stages - 1, *batches.shape[1:]), batches.dtype)]
+        )
 
         def tick(state, fresh):
             state = jnp.concatenate([fresh[None], state[:-1]])
@@ -145,7 +234,9 @@ def pipeline(mesh: AnyMesh) -> Made:
         return lax.scan(tick, state, padded)[1][stages - 1 :]
 
     def loss(params, batches, targets):
-        return jnp.mean(jnp.square((forward(params, batches) - targets).astype(jnp.float32)))
+        return jnp.mean(
+            jnp.square((forward(params, batches) - targets).astype(jnp.float32))
+        )
 
     def step(params, batches, targets):
         value, grads = jax.value_and_grad(loss)(params, batches, targets)
@@ -155,9 +246,15 @@ def pipeline(mesh: AnyMesh) -> Made:
     return jax.jit(step, donate_argnums=0), (params, batches, batches)
 
 
-@case("decode-ragged-positions-nucleus", cpu={"batch": 4, "heads": 2}, v5e={"batch": 8, "heads": 2})
+@case(
+    "decode-ragged-positions-nucleus",
+    cpu={"batch": 4, "heads": 2},
+    v5e={"batch": 8, "heads": 2},
+)
 def decode_nucleus(mesh: AnyMesh) -> Made:
-    """Each sequence writes at its own position by `.at[].set`; top-k, then nucleus by sorting and summing; sampled."""
+    """Each sequence writes at its own position by `.at[].set`; top-k, then nucleus by
+    sorting and summing; sampled.
+    """
     at, width, kv, size, length = on(mesh), 128, 2, 32, 96
     params = {
         "embed": at((2048, width)),
@@ -180,22 +277,41 @@ def decode_nucleus(mesh: AnyMesh) -> Made:
         x = x + jnp.einsum("bghs,bsgk,gkd->bd", weights, cache[1], params["o"].sum(1))
         best, ids = lax.top_k(x @ params["head"], 64)
         order = jnp.argsort(-best, axis=-1)
-        best, ids = jnp.take_along_axis(best, order, -1), jnp.take_along_axis(ids, order, -1)
+        best, ids = (
+            jnp.take_along_axis(best, order, -1),
+            jnp.take_along_axis(ids, order, -1),
+        )
         before = jnp.cumsum(jax.nn.softmax(best), -1) - jax.nn.softmax(best)
         drawn = jax.random.categorical(key, jnp.where(before < 0.9, best, -jnp.inf))
         return cache, jnp.take_along_axis(ids, drawn[:, None], -1)[:, 0], positions + 1
 
     ids = functools.partial(at, dtype=jnp.int32)
-    args = (params, cache, ids((32,), "batch"), ids((32,), "batch"), at((), dtype=jax.random.key(0).dtype))
-    out = (cache.sharding, NamedSharding(mesh, P("batch")), NamedSharding(mesh, P("batch")))
+    args = (
+        params,
+        cache,
+        ids((32,), "batch"),
+        ids((32,), "batch"),
+        at((), dtype=jax.random.key(0).dtype),
+    )
+    out = (
+        cache.sharding,
+        NamedSharding(mesh, P("batch")),
+        NamedSharding(mesh, P("batch")),
+    )
     return jax.jit(decode, donate_argnums=1, out_shardings=out), args
 
 
 @case("sequence-to-heads-by-constraints", cpu={"seq": 8}, v5e={"data": 2, "seq": 8})
 def ulysses(mesh: AnyMesh) -> Made:
-    """The sequence is cut outside attention, the heads inside: constraints that ask for all-to-alls; bfloat16."""
+    """The sequence is cut outside attention, the heads inside: constraints that ask for
+    all-to-alls; bfloat16.
+    """
     at, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 8
-    layer = {"qkv": at((width, 3 * width), "seq"), "out": at((width, width), "seq"), "up": at((width, 512), "seq")}
+    layer = {
+        "qkv": at((width, 3 * width), "seq"),
+        "out": at((width, width), "seq"),
+        "up": at((width, 512), "seq"),
+    }
     layer |= {"down": at((512, width), "seq")}
     data = "data" if "data" in mesh.axis_names else None
 
@@ -206,9 +322,14 @@ def ulysses(mesh: AnyMesh) -> Made:
         scores = jnp.einsum("bqhk,bshk->bhqs", q, k).astype(jnp.float32)
         slopes = 2.0 ** -(jnp.arange(heads) + 1.0)
         distance = jnp.arange(length) - jnp.arange(length)[:, None]
-        weights = jax.nn.softmax(scores + slopes[:, None, None] * jnp.minimum(distance, 0), where=distance <= 0)
+        weights = jax.nn.softmax(
+            scores + slopes[:, None, None] * jnp.minimum(distance, 0),
+            where=distance <= 0,
+        )
         mixed = jnp.einsum("bhqs,bshk->bqhk", weights.astype(x.dtype), v)
-        return constrain(mesh, mixed.reshape(batch, length, width), data, "seq") @ p["out"]
+        return (
+            constrain(mesh, mixed.reshape(batch, length, width), data, "seq") @ p["out"]
+        )
 
     @jax.checkpoint
     def block(p, x):
@@ -226,12 +347,20 @@ def ulysses(mesh: AnyMesh) -> Made:
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
     x = at((2, 512, width), data, "seq")
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings((layer, layer)), None)), ((layer, layer), x, x)
+    return jax.jit(
+        step, donate_argnums=0, out_shardings=(shardings((layer, layer)), None)
+    ), ((layer, layer), x, x)
 
 
-@case("fourier-operator-complex-weights", cpu={"data": 4, "modes": 2}, v5e={"data": 4, "modes": 4})
+@case(
+    "fourier-operator-complex-weights",
+    cpu={"data": 4, "modes": 2},
+    v5e={"data": 4, "modes": 4},
+)
 def fourier_operator(mesh: AnyMesh) -> Made:
-    """Two-dimensional transforms, complex weights for the low modes that are cut over channels, and back."""
+    """Two-dimensional transforms, complex weights for the low modes that are cut over
+    channels, and back.
+    """
     at, width, modes, side = on(mesh), 32, 8, 32
     layer = {
         "low": at((width, width, modes, modes), None, "modes", dtype=jnp.complex64),
@@ -244,7 +373,13 @@ def fourier_operator(mesh: AnyMesh) -> Made:
         waves = jnp.fft.rfft2(x, axes=(2, 3))
         low = jnp.einsum("bixy,ioxy->boxy", waves[:, :, :modes, :modes], p["low"])
         high = jnp.einsum("bixy,ioxy->boxy", waves[:, :, -modes:, :modes], p["high"])
-        mixed = jnp.zeros_like(waves).at[:, :, :modes, :modes].set(low).at[:, :, -modes:, :modes].set(high)
+        mixed = (
+            jnp.zeros_like(waves)
+            .at[:, :, :modes, :modes]
+            .set(low)
+            .at[:, :, -modes:, :modes]
+            .set(high)
+        )
         return jnp.fft.irfft2(mixed, s=(side, side), axes=(2, 3))
 
     def loss(params, fields, targets):
@@ -253,7 +388,9 @@ def fourier_operator(mesh: AnyMesh) -> Made:
             x = jax.nn.gelu(spectral(p, x) + jnp.einsum("bixy,io->boxy", x, p["local"]))
         out = jnp.einsum("bwxy,wc->bxyc", x, params["project"])
         error = jnp.linalg.norm((out - targets).reshape(out.shape[0], -1), axis=-1)
-        return jnp.mean(error / jnp.linalg.norm(targets.reshape(out.shape[0], -1), axis=-1))
+        return jnp.mean(
+            error / jnp.linalg.norm(targets.reshape(out.shape[0], -1), axis=-1)
+        )
 
     def step(params, fields, targets):
         value, grads = jax.value_and_grad(loss)(params, fields, targets)

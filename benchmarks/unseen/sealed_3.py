@@ -13,10 +13,21 @@ from ._case import AnyMesh, Made, case, fully_sharded, on, optimizer_state, shar
 
 @case("lstm-bidirectional-tagger", cpu={"data": 8}, v5e={"data": 16})
 def lstm(mesh: AnyMesh) -> Made:
-    """Two directions, the second by flipping time, padding masked inside the scan, whole bfloat16 weights."""
+    """Two directions, the second by flipping time, padding masked inside the scan,
+    whole bfloat16 weights.
+    """
     at, width = functools.partial(on(mesh), dtype=jnp.bfloat16), 128
-    direction = {"x": at((width, 4 * width)), "h": at((width, 4 * width)), "b": at((4 * width,))}
-    params = {"embed": at((5000, width)), "forward": direction, "backward": direction, "tags": at((2 * width, 17))}
+    direction = {
+        "x": at((width, 4 * width)),
+        "h": at((width, 4 * width)),
+        "b": at((4 * width,)),
+    }
+    params = {
+        "embed": at((5000, width)),
+        "forward": direction,
+        "backward": direction,
+        "tags": at((2 * width, 17)),
+    }
 
     def run(p, xs, mask):
         def cell(carry, step):
@@ -35,8 +46,12 @@ def lstm(mesh: AnyMesh) -> Made:
         mask = jnp.arange(tokens.shape[1])[:, None] < lengths
         x = params["embed"][tokens].swapaxes(0, 1)
         forward = run(params["forward"], x, mask)
-        backward = jnp.flip(run(params["backward"], jnp.flip(x, 0), jnp.flip(mask, 0)), 0)
-        logits = (jnp.concatenate([forward, backward], -1) @ params["tags"]).astype(jnp.float32)
+        backward = jnp.flip(
+            run(params["backward"], jnp.flip(x, 0), jnp.flip(mask, 0)), 0
+        )
+        logits = (jnp.concatenate([forward, backward], -1) @ params["tags"]).astype(
+            jnp.float32
+        )
         each = optax.softmax_cross_entropy_with_integer_labels(logits, tags.T)
         return jnp.sum(each * mask) / jnp.sum(mask)
 
@@ -45,19 +60,32 @@ def lstm(mesh: AnyMesh) -> Made:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     ids = functools.partial(at, dtype=jnp.int32)
-    return jax.jit(step, donate_argnums=0), (params, ids((32, 40), "data"), ids((32, 40), "data"), ids((32,), "data"))
+    return jax.jit(step, donate_argnums=0), (
+        params,
+        ids((32, 40), "data"),
+        ids((32, 40), "data"),
+        ids((32,), "data"),
+    )
 
 
 @case("radiance-field-rays", cpu={"rays": 8}, v5e={"rays": 16})
 def radiance_field(mesh: AnyMesh) -> Made:
-    """Two passes over rays mapped by `vmap`: even samples, then some where the first found density."""
+    """Two passes over rays mapped by `vmap`: even samples, then some where the first
+    found density.
+    """
     at, width = on(mesh), 128
     net = {"hidden": [at((63, width)), at((width, width)), at((width, width))]}
     net |= {"density": at((width, 1)), "color": at((width, 3))}
 
     def field(p, points):
         bands = points[..., None] * 2.0 ** jnp.arange(10)
-        x = jnp.concatenate([points, *(f(bands).reshape(*points.shape[:-1], -1) for f in (jnp.sin, jnp.cos))], -1)
+        x = jnp.concatenate(
+            [
+                points,
+                *(f(bands).reshape(*points.shape[:-1], -1) for f in (jnp.sin, jnp.cos)),
+            ],
+            -1,
+        )
         for w in p["hidden"]:
             x = jax.nn.relu(x @ w)
         return jax.nn.softplus(x @ p["density"])[..., 0], jax.nn.sigmoid(x @ p["color"])
@@ -73,7 +101,12 @@ def radiance_field(mesh: AnyMesh) -> Made:
         coarse, weights = render(params["coarse"], origin, direction, even)
         share = jnp.cumsum(lax.stop_gradient(weights) + 1e-5)
         index = jnp.searchsorted(share / share[-1], jnp.linspace(0, 0.99, 32))
-        fine, _ = render(params["fine"], origin, direction, jnp.sort(jnp.concatenate([even, even[index] + 0.05])))
+        fine, _ = render(
+            params["fine"],
+            origin,
+            direction,
+            jnp.sort(jnp.concatenate([even, even[index] + 0.05])),
+        )
         return coarse[0], fine[0]
 
     def loss(params, origins, directions, colors, key):
@@ -91,12 +124,23 @@ def radiance_field(mesh: AnyMesh) -> Made:
 
     rays = [at((512, 3), "rays")] * 3
     key = at((), dtype=jax.random.key(0).dtype)
-    return jax.jit(step, donate_argnums=(0, 1)), (params, optimizer_state(mesh, optimizer, params), *rays, key)
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        *rays,
+        key,
+    )
 
 
-@case("conformer-on-three-by-two", cpu={"data": 3, "model": 2}, v5e={"data": 8, "model": 2})
+@case(
+    "conformer-on-three-by-two",
+    cpu={"data": 3, "model": 2},
+    v5e={"data": 8, "model": 2},
+)
 def conformer(mesh: AnyMesh) -> Made:
-    """Speech: strided convolutions, depthwise ones between attention and feedforward, a loss of alignments."""
+    """Speech: strided convolutions, depthwise ones between attention and feedforward, a
+    loss of alignments.
+    """
     at, width, heads = on(mesh), 144, 4
     layer = {
         "first": [at((width, 576), None, "model"), at((576, width), "model")],
@@ -106,14 +150,23 @@ def conformer(mesh: AnyMesh) -> Made:
         "depthwise": at((7, 1, width)),
         "second": [at((width, 576), None, "model"), at((576, width), "model")],
     }
-    params = {"front": [at((3, 80, width)), at((3, width, width))], "layers": [layer] * 2, "words": at((width, 42))}
+    params = {
+        "front": [at((3, 80, width)), at((3, width, width))],
+        "layers": [layer] * 2,
+        "words": at((width, 42)),
+    }
 
     def feedforward(ws, x):
         return 0.5 * jax.nn.swish(jax.nn.standardize(x) @ ws[0]) @ ws[1]
 
     def convolve(x, w, stride=1, groups=1):
         return lax.conv_general_dilated(
-            x, w, (stride,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=groups
+            x,
+            w,
+            (stride,),
+            "SAME",
+            dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=groups,
         )
 
     def loss(params, frames, frame_lengths, labels, label_lengths):
@@ -122,15 +175,21 @@ def conformer(mesh: AnyMesh) -> Made:
             x = jax.nn.relu(convolve(x, w, 2))
         for p in params["layers"]:
             x = x + feedforward(p["first"], x)
-            q, k, v = jnp.unstack(jnp.einsum("btd,dchk->btchk", jax.nn.standardize(x), p["qkv"]), axis=2)
+            q, k, v = jnp.unstack(
+                jnp.einsum("btd,dchk->btchk", jax.nn.standardize(x), p["qkv"]), axis=2
+            )
             weights = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k) / 6)
             x = x + jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, p["out"])
             value, gate = jnp.split(x @ p["pointwise"], 2, -1)
-            x = x + jax.nn.swish(convolve(value * jax.nn.sigmoid(gate), p["depthwise"], groups=width))
+            x = x + jax.nn.swish(
+                convolve(value * jax.nn.sigmoid(gate), p["depthwise"], groups=width)
+            )
             x = x + feedforward(p["second"], x)
         logits = x @ params["words"]
         late = (jnp.arange(x.shape[1]) >= frame_lengths[:, None]).astype(jnp.float32)
-        gone = (jnp.arange(labels.shape[1]) >= label_lengths[:, None]).astype(jnp.float32)
+        gone = (jnp.arange(labels.shape[1]) >= label_lengths[:, None]).astype(
+            jnp.float32
+        )
         return optax.ctc_loss(logits, late, labels, gone).mean()
 
     def step(params, *batch):
@@ -138,20 +197,38 @@ def conformer(mesh: AnyMesh) -> Made:
         return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), value
 
     ids = functools.partial(at, dtype=jnp.int32)
-    batch = (at((24, 160, 80), "data"), ids((24,), "data"), ids((24, 12), "data"), ids((24,), "data"))
+    batch = (
+        at((24, 160, 80), "data"),
+        ids((24,), "data"),
+        ids((24, 12), "data"),
+        ids((24,), "data"),
+    )
     return jax.jit(step), (params, *batch)
 
 
-@case("vq-vae-codebook-average", cpu={"data": 4, "codes": 2}, v5e={"data": 8, "codes": 2})
+@case(
+    "vq-vae-codebook-average", cpu={"data": 4, "codes": 2}, v5e={"data": 8, "codes": 2}
+)
 def vq_vae(mesh: AnyMesh) -> Made:
-    """The nearest of cut codes by argmin, gradients straight through, codes moved by averages of what chose them."""
+    """The nearest of cut codes by argmin, gradients straight through, codes moved by
+    averages of what chose them.
+    """
     at, codes, width = on(mesh), 512, 64
-    params = {"encode": [at((256, 192)), at((192, width))], "decode": [at((width, 192)), at((192, 256))]}
-    book = {"codes": at((codes, width), "codes"), "counts": at((codes,), "codes"), "sums": at((codes, width), "codes")}
+    params = {
+        "encode": [at((256, 192)), at((192, width))],
+        "decode": [at((width, 192)), at((192, 256))],
+    }
+    book = {
+        "codes": at((codes, width), "codes"),
+        "counts": at((codes,), "codes"),
+        "sums": at((codes, width), "codes"),
+    }
 
     def loss(params, codes, x):
         z = jax.nn.relu(x @ params["encode"][0]) @ params["encode"][1]
-        distances = jnp.sum(z**2, -1, keepdims=True) - 2 * z @ codes.T + jnp.sum(codes**2, -1)
+        distances = (
+            jnp.sum(z**2, -1, keepdims=True) - 2 * z @ codes.T + jnp.sum(codes**2, -1)
+        )
         index = jnp.argmin(distances, -1)
         chosen = codes[index]
         through = z + lax.stop_gradient(chosen - z)
@@ -162,7 +239,9 @@ def vq_vae(mesh: AnyMesh) -> Made:
     optimizer = optax.adam(3e-4)
 
     def step(params, state, book, x):
-        (value, (z, index)), grads = jax.value_and_grad(loss, has_aux=True)(params, book["codes"], x)
+        (value, (z, index)), grads = jax.value_and_grad(loss, has_aux=True)(
+            params, book["codes"], x
+        )
         hot = jax.nn.one_hot(index, codes).reshape(-1, codes)
         counts = 0.99 * book["counts"] + 0.01 * hot.sum(0)
         sums = 0.99 * book["sums"] + 0.01 * hot.T @ z.reshape(-1, width)
@@ -171,13 +250,20 @@ def vq_vae(mesh: AnyMesh) -> Made:
         book = {"codes": sums / smooth[:, None], "counts": counts, "sums": sums}
         return optax.apply_updates(params, updates), state, book, value
 
-    args = (params, optimizer_state(mesh, optimizer, params), book, at((32, 49, 256), "data"))
+    args = (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        book,
+        at((32, 49, 256), "data"),
+    )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 
 
 @case("experts-sorted-ragged-dot", cpu={"fsdp": 8}, v5e={"fsdp": 16})
 def ragged_moe(mesh: AnyMesh) -> Made:
-    """Two experts for each token, tokens sorted by expert and multiplied by `ragged_dot`; experts' widths are cut."""
+    """Two experts for each token, tokens sorted by expert and multiplied by
+    `ragged_dot`; experts' widths are cut.
+    """
     at, experts, width, hidden = on(mesh), 6, 128, 256
     params = {
         "router": at((width, experts)),
@@ -191,12 +277,16 @@ def ragged_moe(mesh: AnyMesh) -> Made:
         order = jnp.argsort(chosen.reshape(-1))
         counts = jnp.bincount(chosen.reshape(-1), length=experts)
         rows = x[order // 2]
-        h = jax.nn.silu(lax.ragged_dot(rows, params["gate"], counts)) * lax.ragged_dot(rows, params["up"], counts)
+        h = jax.nn.silu(lax.ragged_dot(rows, params["gate"], counts)) * lax.ragged_dot(
+            rows, params["up"], counts
+        )
         y = lax.ragged_dot(h, params["down"], counts)[jnp.argsort(order)]
         return jnp.einsum("tkd,tk->td", y.reshape(-1, 2, width), weights)
 
     def loss(params, x, y):
-        return jnp.mean((layer(params, x.reshape(-1, width)).reshape(x.shape) + x - y) ** 2)
+        return jnp.mean(
+            (layer(params, x.reshape(-1, width)).reshape(x.shape) + x - y) ** 2
+        )
 
     x = at((16, 32, width), "fsdp")
     return jax.jit(jax.grad(loss), out_shardings=shardings(params)), (params, x, x)
@@ -204,7 +294,9 @@ def ragged_moe(mesh: AnyMesh) -> Made:
 
 @case("t5-adafactor-fsdp", cpu={"fsdp": 8}, v5e={"fsdp": 16})
 def t5_adafactor(mesh: AnyMesh) -> Made:
-    """An encoder and a decoder with bucketed position biases and cross attention, trained by Adafactor."""
+    """An encoder and a decoder with bucketed position biases and cross attention,
+    trained by Adafactor.
+    """
     width, heads = 128, 4
     attend = {name: jnp.zeros((width, width)) for name in ("q", "k", "v", "o")}
     dense = {"wi": jnp.zeros((width, 512)), "wo": jnp.zeros((512, width))}
@@ -212,7 +304,17 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
         "embed": jnp.zeros((2048, width)),
         "bias": jnp.zeros((2, 32, heads)),
         "encoder": [{"self": attend, "mlp": dense, "norm": jnp.ones((2, width))}] * 2,
-        "decoder": [{"self": attend, "cross": attend, "mlp": dense, "norm": jnp.ones((3, width))}] * 2,
+        "decoder": (
+            [
+                {
+                    "self": attend,
+                    "cross": attend,
+                    "mlp": dense,
+                    "norm": jnp.ones((3, width)),
+                }
+            ]
+            * 2
+        ),
     }
     params = fully_sharded(mesh, shapes, "fsdp")
 
@@ -227,12 +329,19 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
 
     def position_bias(table, length, causal):
         offset = jnp.arange(length)[None] - jnp.arange(length)[:, None]
-        buckets = jnp.clip(jnp.sign(offset) * jnp.log2(jnp.abs(offset) + 1).astype(jnp.int32) + 16, 0, 31)
+        buckets = jnp.clip(
+            jnp.sign(offset) * jnp.log2(jnp.abs(offset) + 1).astype(jnp.int32) + 16,
+            0,
+            31,
+        )
         bias = jnp.moveaxis(table[buckets], -1, 0)
         return jnp.where(offset > 0, -1e9, bias) if causal else bias
 
     def loss(params, inputs, targets):
-        x, y = params["embed"][inputs], params["embed"][jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]]
+        x, y = (
+            params["embed"][inputs],
+            params["embed"][jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]],
+        )
         bias = position_bias(params["bias"][0], inputs.shape[1], False)
         for p in params["encoder"]:
             h = norm(x, p["norm"][0])
@@ -256,7 +365,12 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state
 
     at = functools.partial(on(mesh), dtype=jnp.int32)
-    return step, (params, optimizer_state(mesh, optimizer, params), at((16, 48), "fsdp"), at((16, 32), "fsdp"))
+    return step, (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        at((16, 48), "fsdp"),
+        at((16, 32), "fsdp"),
+    )
 
 
 CASES = (

@@ -16,7 +16,9 @@ from ._case import AnyMesh, Made, case, fully_sharded, on, optimizer_state, shar
 
 @case("equinox-tabular-fully-sharded", cpu={"fsdp": 8}, v5e={"fsdp": 16})
 def equinox_tabular(mesh: AnyMesh) -> Made:
-    """Equinox modules with dropout and frozen numeric embeddings; every parameter cut in its largest dimension."""
+    """Equinox modules with dropout and frozen numeric embeddings; every parameter cut
+    in its largest dimension.
+    """
 
     class Tabular(eqx.Module):
         numbers: jax.Array
@@ -30,45 +32,84 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
         def __init__(self, key):
             keys = jax.random.split(key, 8)
             self.numbers = jax.random.normal(keys[0], (24, 96))
-            self.words = [eqx.nn.Embedding(640, 96, key=k) for k in jax.random.split(keys[1], 8)]
-            self.attention = [eqx.nn.MultiheadAttention(4, 96, dropout_p=0.1, key=k) for k in keys[2:4]]
+            self.words = [
+                eqx.nn.Embedding(640, 96, key=k) for k in jax.random.split(keys[1], 8)
+            ]
+            self.attention = [
+                eqx.nn.MultiheadAttention(4, 96, dropout_p=0.1, key=k)
+                for k in keys[2:4]
+            ]
             self.feedforward = [eqx.nn.MLP(96, 96, 256, 1, key=k) for k in keys[4:6]]
             self.norm, self.head = eqx.nn.RMSNorm(96), eqx.nn.Linear(96, 1, key=keys[6])
             self.dropout = eqx.nn.Dropout(0.2)
 
         def __call__(self, numbers, words, *, key):
             wave = numbers[:, None] * lax.stop_gradient(self.numbers)
-            x = jnp.concatenate([wave, jnp.stack([e(i) for e, i in zip(self.words, words, strict=True)])])
-            for attend, feed, k in zip(self.attention, self.feedforward, jax.random.split(key), strict=True):
+            x = jnp.concatenate(
+                [
+                    wave,
+                    jnp.stack([e(i) for e, i in zip(self.words, words, strict=True)]),
+                ]
+            )
+            for attend, feed, k in zip(
+                self.attention, self.feedforward, jax.random.split(key), strict=True
+            ):
                 h = jax.vmap(self.norm)(x)
-                x = x + self.dropout(attend(h, h, h, key=k), key=jax.random.fold_in(k, 1))
+                x = x + self.dropout(
+                    attend(h, h, h, key=k), key=jax.random.fold_in(k, 1)
+                )
                 x = x + jax.vmap(feed)(jax.vmap(self.norm)(x))
             return self.head(x.mean(0))[0]
 
     model = eqx.filter_eval_shape(Tabular, jax.random.key(0))
-    arrays, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    arrays, static = eqx.partition(
+        model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    )
     arrays, at = fully_sharded(mesh, arrays, "fsdp"), on(mesh)
     optimizer = optax.adam(1e-3)
 
     def loss(arrays, numbers, words, goal, key):
         model = eqx.combine(arrays, static)
-        guess = jax.vmap(lambda n, w, k: model(n, w, key=k))(numbers, words, jax.random.split(key, numbers.shape[0]))
+        guess = jax.vmap(lambda n, w, k: model(n, w, key=k))(
+            numbers, words, jax.random.split(key, numbers.shape[0])
+        )
         return jnp.mean(optax.losses.log_cosh(guess, goal))
 
     def step(arrays, state, numbers, words, goal, key):
-        value, grads = eqx.filter_value_and_grad(loss)(arrays, numbers, words, goal, key)
+        value, grads = eqx.filter_value_and_grad(loss)(
+            arrays, numbers, words, goal, key
+        )
         updates, state = optimizer.update(grads, state)
         return eqx.apply_updates(arrays, updates), state, value
 
-    inputs = (at((64, 24), "fsdp"), at((64, 8), "fsdp", dtype=jnp.int32), at((64,), "fsdp"))
-    args = (arrays, optimizer_state(mesh, optimizer, arrays), *inputs, at((), dtype=jax.random.key(0).dtype))
+    inputs = (
+        at((64, 24), "fsdp"),
+        at((64, 8), "fsdp", dtype=jnp.int32),
+        at((64,), "fsdp"),
+    )
+    args = (
+        arrays,
+        optimizer_state(mesh, optimizer, arrays),
+        *inputs,
+        at((), dtype=jax.random.key(0).dtype),
+    )
     return jax.jit(step, donate_argnums=(0, 1)), args
 
 
-@case("retention-chunks-by-scan", cpu={"data": 4, "heads": 2}, v5e={"data": 4, "heads": 4})
+@case(
+    "retention-chunks-by-scan", cpu={"data": 4, "heads": 2}, v5e={"data": 4, "heads": 4}
+)
 def retention(mesh: AnyMesh) -> Made:
-    """Linear attention with decays, a scan over chunks that carries a state for each head; bfloat16, Lion."""
-    at, width, heads, size, chunk = functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 8, 32, 16
+    """Linear attention with decays, a scan over chunks that carries a state for each
+    head; bfloat16, Lion.
+    """
+    at, width, heads, size, chunk = (
+        functools.partial(on(mesh), dtype=jnp.bfloat16),
+        256,
+        8,
+        32,
+        16,
+    )
     layer = {
         "qkv": at((3, width, heads, size), None, None, "heads"),
         "gate": at((width, heads, size), None, "heads"),
@@ -79,23 +120,38 @@ def retention(mesh: AnyMesh) -> Made:
 
     def retain(p, x):
         q, k, v = jnp.einsum("btd,cdhk->cbhtk", x, p["qkv"])
-        chunks = [jnp.moveaxis(t.reshape(*t.shape[:2], -1, chunk, size), 2, 0) for t in (q, k, v)]
+        chunks = [
+            jnp.moveaxis(t.reshape(*t.shape[:2], -1, chunk, size), 2, 0)
+            for t in (q, k, v)
+        ]
         offset = np.arange(chunk)[:, None] - np.arange(chunk)
-        inside = np.where(offset >= 0, decay[:, None, None] ** offset, 0).astype(np.float32)
+        inside = np.where(offset >= 0, decay[:, None, None] ** offset, 0).astype(
+            np.float32
+        )
         arrived = (decay[:, None] ** (np.arange(chunk) + 1)).astype(np.float32)
         left = (decay[:, None] ** (chunk - 1 - np.arange(chunk))).astype(np.float32)
 
         def one(state, qkv):
             q, k, v = (t.astype(jnp.float32) for t in qkv)
-            near = jnp.einsum("bhqs,bhsv->bhqv", jnp.einsum("bhqk,bhsk->bhqs", q, k) * inside, v)
+            near = jnp.einsum(
+                "bhqs,bhsv->bhqv", jnp.einsum("bhqk,bhsk->bhqs", q, k) * inside, v
+            )
             far = jnp.einsum("bhqk,bhkv->bhqv", q * arrived[..., None], state)
-            state = state * (decay**chunk)[:, None, None] + jnp.einsum("bhsk,bhsv->bhkv", k * left[..., None], v)
+            state = state * (decay**chunk)[:, None, None] + jnp.einsum(
+                "bhsk,bhsv->bhkv", k * left[..., None], v
+            )
             return state, (near + far).astype(x.dtype)
 
         start = jnp.zeros((x.shape[0], heads, size, size))
         _, mixed = lax.scan(one, start, tuple(chunks))
-        mixed = jnp.moveaxis(mixed, 0, 2).reshape(x.shape[0], heads, x.shape[1], size).swapaxes(1, 2)
-        mixed = jax.nn.standardize(mixed) * jax.nn.silu(jnp.einsum("btd,dhk->bthk", x, p["gate"]))
+        mixed = (
+            jnp.moveaxis(mixed, 0, 2)
+            .reshape(x.shape[0], heads, x.shape[1], size)
+            .swapaxes(1, 2)
+        )
+        mixed = jax.nn.standardize(mixed) * jax.nn.silu(
+            jnp.einsum("btd,dhk->bthk", x, p["gate"])
+        )
         return jnp.einsum("bthk,hkd->btd", mixed, p["out"])
 
     def loss(params, tokens):
@@ -103,7 +159,9 @@ def retention(mesh: AnyMesh) -> Made:
         for p in params["layers"]:
             x = x + retain(p, x)
         logits = (x @ params["embed"].T)[:, :-1].astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
 
     optimizer = optax.lion(1e-4)
 
@@ -118,7 +176,9 @@ def retention(mesh: AnyMesh) -> Made:
 
 @case("dit-adaptive-norm-noise-ema", cpu={"data": 8}, v5e={"data": 8, "fsdp": 2})
 def dit(mesh: AnyMesh) -> Made:
-    """Diffusion on patches with norms that follow the time and class, noise drawn in the step, and averaged weights."""
+    """Diffusion on patches with norms that follow the time and class, noise drawn in
+    the step, and averaged weights.
+    """
     width, heads, both = 192, 6, tuple(mesh.axis_names)
     block = {
         "adaptive": jnp.zeros((width, 6 * width)),
@@ -141,31 +201,49 @@ def dit(mesh: AnyMesh) -> Made:
 
     def denoise(params, latents, time, label):
         batch, side, _, channels = latents.shape
-        x = latents.reshape(batch, side // 2, 2, side // 2, 2, channels).transpose(0, 1, 3, 2, 4, 5)
+        x = latents.reshape(batch, side // 2, 2, side // 2, 2, channels).transpose(
+            0, 1, 3, 2, 4, 5
+        )
         x = x.reshape(batch, (side // 2) ** 2, -1) @ params["patch"]
         angles = time[:, None] * jnp.exp(-jnp.arange(128) * (math.log(10000) / 128))
         waves = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
-        condition = jax.nn.silu(waves @ params["time"][0]) @ params["time"][1] + params["class"][label]
+        condition = (
+            jax.nn.silu(waves @ params["time"][0]) @ params["time"][1]
+            + params["class"][label]
+        )
 
         def layer(x, p):
-            s1, c1, g1, s2, c2, g2 = jnp.split(jax.nn.silu(condition) @ p["adaptive"], 6, axis=-1)
+            s1, c1, g1, s2, c2, g2 = jnp.split(
+                jax.nn.silu(condition) @ p["adaptive"], 6, axis=-1
+            )
             q, k, v = jnp.einsum("btd,dchk->cbthk", modulate(x, s1, c1), p["qkv"])
             mixed = jax.nn.dot_product_attention(q, k, v)
             x = x + g1[:, None] * jnp.einsum("bthk,hkd->btd", mixed, p["out"])
-            return x + g2[:, None] * (jax.nn.gelu(modulate(x, s2, c2) @ p["wide"]) @ p["narrow"]), None
+            return (
+                x
+                + g2[:, None]
+                * (jax.nn.gelu(modulate(x, s2, c2) @ p["wide"]) @ p["narrow"]),
+                None,
+            )
 
         x, _ = lax.scan(layer, x, params["blocks"])
-        x = (jax.nn.standardize(x) @ params["final"]).reshape(batch, side // 2, side // 2, 2, 2, channels)
+        x = (jax.nn.standardize(x) @ params["final"]).reshape(
+            batch, side // 2, side // 2, 2, 2, channels
+        )
         return x.transpose(0, 1, 3, 2, 4, 5).reshape(latents.shape)
 
     def loss(params, latents, labels, key):
         a, b, c = jax.random.split(key, 3)
         time = jax.random.randint(a, labels.shape, 0, 1000)
-        kept = jnp.cumprod(1 - jnp.linspace(1e-4, 2e-2, 1000))[time][:, None, None, None]
+        kept = jnp.cumprod(1 - jnp.linspace(1e-4, 2e-2, 1000))[time][
+            :, None, None, None
+        ]
         noise = jax.random.normal(b, latents.shape)
         labels = jnp.where(jax.random.bernoulli(c, 0.1, labels.shape), 100, labels)
         noised = jnp.sqrt(kept) * latents + jnp.sqrt(1 - kept) * noise
-        return jnp.mean((denoise(params, noised, time.astype(jnp.float32), labels) - noise) ** 2)
+        return jnp.mean(
+            (denoise(params, noised, time.astype(jnp.float32), labels) - noise) ** 2
+        )
 
     optimizer = optax.adam(1e-4)
 
@@ -176,62 +254,113 @@ def dit(mesh: AnyMesh) -> Made:
         return params, optax.incremental_update(params, average, 1e-3), state, value
 
     at, state = on(mesh), optimizer_state(mesh, optimizer, params)
-    out = (shardings(params), shardings(params), shardings(state), NamedSharding(mesh, P()))
-    inputs = (at((32, 16, 16, 4), both), at((32,), both, dtype=jnp.int32), at((2,), dtype=jnp.uint32))
-    return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out), (params, params, state, *inputs)
+    out = (
+        shardings(params),
+        shardings(params),
+        shardings(state),
+        NamedSharding(mesh, P()),
+    )
+    inputs = (
+        at((32, 16, 16, 4), both),
+        at((32,), both, dtype=jnp.int32),
+        at((2,), dtype=jnp.uint32),
+    )
+    return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out), (
+        params,
+        params,
+        state,
+        *inputs,
+    )
 
 
 @case("resnet-nhwc-batch-norm", cpu={"data": 8}, v5e={"data": 16})
 def resnet_nhwc(mesh: AnyMesh) -> Made:
-    """Bottleneck blocks with batch statistics over the whole batch and running averages, Nesterov momentum."""
+    """Bottleneck blocks with batch statistics over the whole batch and running
+    averages, Nesterov momentum.
+    """
     at = on(mesh)
 
     def unit(size, inward, outward):
-        return {"w": at((size, size, inward, outward)), "scale": at((outward,)), "bias": at((outward,))}
+        return {
+            "w": at((size, size, inward, outward)),
+            "scale": at((outward,)),
+            "bias": at((outward,)),
+        }
 
     blocks = [(64, 64, 1), (64, 128, 2), (128, 128, 1)]
     params = {
         "stem": unit(7, 3, 64),
         "blocks": [
-            {"a": unit(1, i, o // 2), "b": unit(3, o // 2, o // 2), "c": unit(1, o // 2, o), "skip": unit(1, i, o)}
+            {
+                "a": unit(1, i, o // 2),
+                "b": unit(3, o // 2, o // 2),
+                "c": unit(1, o // 2, o),
+                "skip": unit(1, i, o),
+            }
             for i, o, _ in blocks
         ],
         "head": at((128, 100)),
     }
     is_unit = lambda node: isinstance(node, dict) and "scale" in node
     running = jax.tree.map(
-        lambda node: {"mean": node["scale"], "var": node["scale"]} if is_unit(node) else (), params, is_leaf=is_unit
+        lambda node: (
+            {"mean": node["scale"], "var": node["scale"]} if is_unit(node) else ()
+        ),
+        params,
+        is_leaf=is_unit,
     )
 
     def convolve(p, stats, x, stride=1):
-        x = lax.conv_general_dilated(x, p["w"], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = lax.conv_general_dilated(
+            x,
+            p["w"],
+            (stride, stride),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
         mean, var = jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2))
-        new = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
+        new = {
+            "mean": 0.9 * stats["mean"] + 0.1 * mean,
+            "var": 0.9 * stats["var"] + 0.1 * var,
+        }
         return (x - mean) * lax.rsqrt(var + 1e-5) * p["scale"] + p["bias"], new
 
     def forward(params, stats, images):
         x, stem = convolve(params["stem"], stats["stem"], images, 2)
-        x = lax.reduce_window(jax.nn.relu(x), -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        x = lax.reduce_window(
+            jax.nn.relu(x), -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"
+        )
         new_blocks = []
-        for p, s, (_, _, stride) in zip(params["blocks"], stats["blocks"], blocks, strict=True):
+        for p, s, (_, _, stride) in zip(
+            params["blocks"], stats["blocks"], blocks, strict=True
+        ):
             h, a = convolve(p["a"], s["a"], x)
             h, b = convolve(p["b"], s["b"], jax.nn.relu(h), stride)
             h, c = convolve(p["c"], s["c"], jax.nn.relu(h))
             x, skip = convolve(p["skip"], s["skip"], x, stride)
             x = jax.nn.relu(x + h)
             new_blocks.append({"a": a, "b": b, "c": c, "skip": skip})
-        return x.mean((1, 2)) @ params["head"], {"stem": stem, "blocks": new_blocks, "head": ()}
+        return x.mean((1, 2)) @ params["head"], {
+            "stem": stem,
+            "blocks": new_blocks,
+            "head": (),
+        }
 
     def loss(params, stats, images, labels):
         logits, stats = forward(params, stats, images)
         smooth = optax.smooth_labels(jax.nn.one_hot(labels, 100), 0.1)
         decay = sum(jnp.sum(p**2) for p in jax.tree.leaves(params) if p.ndim > 1)
-        return optax.softmax_cross_entropy(logits, smooth).mean() + 1e-4 * decay, (stats, logits)
+        return optax.softmax_cross_entropy(logits, smooth).mean() + 1e-4 * decay, (
+            stats,
+            logits,
+        )
 
     optimizer = optax.sgd(0.1, momentum=0.9, nesterov=True)
 
     def step(params, stats, state, images, labels):
-        grads, (stats, logits) = jax.grad(loss, has_aux=True)(params, stats, images, labels)
+        grads, (stats, logits) = jax.grad(loss, has_aux=True)(
+            params, stats, images, labels
+        )
         updates, state = optimizer.update(grads, state)
         accuracy = jnp.mean(jnp.argmax(logits, -1) == labels)
         return optax.apply_updates(params, updates), stats, state, accuracy
@@ -243,7 +372,9 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
 
 @case("dueling-dqn-replay", cpu={"data": 4, "model": 2}, v5e={"data": 8, "model": 2})
 def dqn(mesh: AnyMesh) -> Made:
-    """A cut buffer that new frames are written into and samples gathered from; a target replaced under a `cond`."""
+    """A cut buffer that new frames are written into and samples gathered from; a target
+    replaced under a `cond`.
+    """
     at, size, batch = on(mesh), 2048, 256
     params = {
         "frames": at((128, 512), None, "model"),
@@ -258,7 +389,9 @@ def dqn(mesh: AnyMesh) -> Made:
     }
 
     def values(p, x):
-        h = jax.nn.relu(jax.nn.relu(x.astype(jnp.float32) / 255 @ p["frames"]) @ p["hidden"])
+        h = jax.nn.relu(
+            jax.nn.relu(x.astype(jnp.float32) / 255 @ p["frames"]) @ p["hidden"]
+        )
         gain = h @ p["gain"]
         return h @ p["value"] + gain - gain.mean(-1, keepdims=True)
 
@@ -272,15 +405,26 @@ def dqn(mesh: AnyMesh) -> Made:
 
     def step(params, target, buffer, fresh, count, key):
         start = (count * 32) % size
-        buffer = jax.tree.map(lambda b, f: lax.dynamic_update_slice_in_dim(b, f, start, 0), buffer, fresh)
+        buffer = jax.tree.map(
+            lambda b, f: lax.dynamic_update_slice_in_dim(b, f, start, 0), buffer, fresh
+        )
         index = jax.random.randint(key, (batch,), 0, size)
         grads = jax.grad(loss)(params, target, buffer, index)
         params = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
         target = lax.cond(count % 100 == 0, lambda: params, lambda: target)
         return params, target, buffer, count + 1
 
-    fresh = jax.tree.map(lambda leaf: at((32, *leaf.shape[1:]), dtype=leaf.dtype), buffer)
-    args = (params, params, buffer, fresh, at((), dtype=jnp.int32), at((2,), dtype=jnp.uint32))
+    fresh = jax.tree.map(
+        lambda leaf: at((32, *leaf.shape[1:]), dtype=leaf.dtype), buffer
+    )
+    args = (
+        params,
+        params,
+        buffer,
+        fresh,
+        at((), dtype=jnp.int32),
+        at((2,), dtype=jnp.uint32),
+    )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 
 

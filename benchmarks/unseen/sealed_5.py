@@ -15,20 +15,37 @@ from ._case import AnyMesh, Made, case, on, optimizer_state
 
 @case("swin-shifted-windows", cpu={"data": 2, "rows": 4}, v5e={"data": 4, "rows": 4})
 def swin(mesh: AnyMesh) -> Made:
-    """Attention in windows of pictures cut by rows, rolled by half a window, merged two by two; bfloat16."""
+    """Attention in windows of pictures cut by rows, rolled by half a window, merged two
+    by two; bfloat16.
+    """
     at, width, window = functools.partial(on(mesh), dtype=jnp.bfloat16), 96, 4
-    block = {"qkv": at((width, 3, 3, 32)), "out": at((3, 32, width)), "bias": at((3, 16, 16))}
+    block = {
+        "qkv": at((width, 3, 3, 32)),
+        "out": at((3, 32, width)),
+        "bias": at((3, 16, 16)),
+    }
     block |= {"up": at((width, 384)), "down": at((384, width))}
-    params = {"patch": at((48, width)), "blocks": [block] * 2, "merge": at((4 * width, 192)), "head": at((192, 30))}
+    params = {
+        "patch": at((48, width)),
+        "blocks": [block] * 2,
+        "merge": at((4 * width, 192)),
+        "head": at((192, 30)),
+    }
 
     def attend(p, x):
         batch, height, wide, _ = x.shape
-        tiles = x.reshape(batch, height // window, window, wide // window, window, width)
+        tiles = x.reshape(
+            batch, height // window, window, wide // window, window, width
+        )
         tiles = tiles.transpose(0, 1, 3, 2, 4, 5).reshape(-1, window * window, width)
         q, k, v = jnp.einsum("ntd,dchk->cnhtk", tiles, p["qkv"])
-        weights = jax.nn.softmax((q @ k.mT).astype(jnp.float32) / math.sqrt(32) + p["bias"])
+        weights = jax.nn.softmax(
+            (q @ k.mT).astype(jnp.float32) / math.sqrt(32) + p["bias"]
+        )
         tiles = jnp.einsum("nhts,nhsk,hkd->ntd", weights.astype(x.dtype), v, p["out"])
-        tiles = tiles.reshape(batch, height // window, wide // window, window, window, width)
+        tiles = tiles.reshape(
+            batch, height // window, wide // window, window, window, width
+        )
         return tiles.transpose(0, 1, 3, 2, 4, 5).reshape(x.shape)
 
     def loss(params, patches, labels):
@@ -47,13 +64,23 @@ def swin(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, patches, labels)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
-    args = (params, at((8, 64, 32, 48), "data", "rows"), on(mesh)((8,), "data", dtype=jnp.int32))
+    args = (
+        params,
+        at((8, 64, 32, 48), "data", "rows"),
+        on(mesh)((8,), "data", dtype=jnp.int32),
+    )
     return jax.jit(step, donate_argnums=0), args
 
 
-@case("unet-nhwc-channels-cut", cpu={"data": 4, "channels": 2}, v5e={"data": 8, "channels": 2})
+@case(
+    "unet-nhwc-channels-cut",
+    cpu={"data": 4, "channels": 2},
+    v5e={"data": 8, "channels": 2},
+)
 def unet(mesh: AnyMesh) -> Made:
-    """Two levels down and up, transposed convolutions, skips concatenated over cut channels; bfloat16 compute."""
+    """Two levels down and up, transposed convolutions, skips concatenated over cut
+    channels; bfloat16 compute.
+    """
     at = on(mesh)
 
     def kernel(size, i, o):
@@ -70,18 +97,32 @@ def unet(mesh: AnyMesh) -> Made:
 
     def convolve(x, w, stride=1):
         return lax.conv_general_dilated(
-            x, w.astype(x.dtype), (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            x,
+            w.astype(x.dtype),
+            (stride, stride),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
 
     def forward(params, x, sigma):
-        x = convolve(x.astype(jnp.bfloat16), params["first"]) + sigma[:, None, None, None].astype(jnp.bfloat16)
+        x = convolve(x.astype(jnp.bfloat16), params["first"]) + sigma[
+            :, None, None, None
+        ].astype(jnp.bfloat16)
         skips = []
         for w in params["down"]:
             skips.append(x)
             x = jax.nn.silu(convolve(x, w, 2))
         x = jax.nn.silu(convolve(x, params["middle"]))
-        for up, merge, skip in zip(params["up"], params["merge"], reversed(skips), strict=True):
-            x = lax.conv_transpose(x, up.astype(x.dtype), (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        for up, merge, skip in zip(
+            params["up"], params["merge"], reversed(skips), strict=True
+        ):
+            x = lax.conv_transpose(
+                x,
+                up.astype(x.dtype),
+                (2, 2),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
             if x.shape[-1] != skip.shape[-1]:
                 skip = jnp.tile(skip, (1, 1, 1, x.shape[-1] // skip.shape[-1]))
             x = jax.nn.silu(convolve(jnp.concatenate([x, skip], -1), merge))
@@ -90,7 +131,10 @@ def unet(mesh: AnyMesh) -> Made:
     def loss(params, clean, sigma, key):
         noise = jax.random.normal(key, clean.shape) * sigma[:, None, None, None]
         weight = 1 / jnp.square(sigma)
-        return jnp.mean(weight * jnp.square(forward(params, clean + noise, sigma) - clean).mean((1, 2, 3)))
+        return jnp.mean(
+            weight
+            * jnp.square(forward(params, clean + noise, sigma) - clean).mean((1, 2, 3))
+        )
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
@@ -99,15 +143,30 @@ def unet(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    inputs = (at((16, 32, 32, 3), "data"), at((16,), "data"), at((2,), dtype=jnp.uint32))
-    return jax.jit(step, donate_argnums=(0, 1)), (params, optimizer_state(mesh, optimizer, params), *inputs)
+    inputs = (
+        at((16, 32, 32, 3), "data"),
+        at((16,), "data"),
+        at((2,), dtype=jnp.uint32),
+    )
+    return jax.jit(step, donate_argnums=(0, 1)), (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        *inputs,
+    )
 
 
 @case("siglip-ring-of-permutes", cpu={"ring": 8}, v5e={"ring": 16})
 def siglip(mesh: AnyMesh) -> Made:
-    """The sigmoid loss of pairs; texts go around a ring by `ppermute` inside a scan, so no device holds them all."""
+    """The sigmoid loss of pairs; texts go around a ring by `ppermute` inside a scan, so
+    no device holds them all.
+    """
     at, count = on(mesh), mesh.shape["ring"]
-    params = {"image": at((512, 128)), "text": at((384, 128)), "scale": at(()), "shift": at(())}
+    params = {
+        "image": at((512, 128)),
+        "text": at((384, 128)),
+        "scale": at(()),
+        "shift": at(()),
+    }
 
     def local(params, images, texts):
         unit = lambda v: v * lax.rsqrt(jnp.sum(v * v, -1, keepdims=True) + 1e-8)
@@ -118,13 +177,18 @@ def siglip(mesh: AnyMesh) -> Made:
             logits = jnp.exp(params["scale"]) * x @ y.T + params["shift"]
             sign = jnp.where(step == 0, 2 * jnp.eye(x.shape[0]) - 1, -1.0)
             total = total - jnp.sum(jax.nn.log_sigmoid(sign * logits))
-            return (total, lax.ppermute(y, "ring", [(i, (i + 1) % count) for i in range(count)])), None
+            return (
+                total,
+                lax.ppermute(y, "ring", [(i, (i + 1) % count) for i in range(count)]),
+            ), None
 
         start = lax.pcast(jnp.zeros(()), "ring", to="varying")
         (total, _), _ = lax.scan(turn, (start, y), jnp.arange(count))
         return lax.psum(total, "ring") / (count * x.shape[0])
 
-    loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("ring"), P("ring")), out_specs=P())
+    loss = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("ring"), P("ring")), out_specs=P()
+    )
 
     def step(params, images, texts):
         value, grads = jax.value_and_grad(loss)(params, images, texts)
@@ -135,7 +199,9 @@ def siglip(mesh: AnyMesh) -> Made:
 
 @case("mlp-momentum-data-parallel", cpu={"batch": 8}, v5e={"batch": 16})
 def mlp_momentum(mesh: AnyMesh) -> Made:
-    """A classifier as in the JAX tutorial: a list of pairs, SGD with momentum written by hand."""
+    """A classifier as in the JAX tutorial: a list of pairs, SGD with momentum written
+    by hand.
+    """
     at, sizes = on(mesh), (784, 512, 256, 10)
     params = [(at((i, o)), at((o,))) for i, o in itertools.pairwise(sizes)]
 
@@ -146,7 +212,9 @@ def mlp_momentum(mesh: AnyMesh) -> Made:
         return jax.nn.log_softmax(x @ w + b)
 
     def loss(params, images, labels):
-        return -jnp.mean(jnp.take_along_axis(predict(params, images), labels[:, None], axis=1))
+        return -jnp.mean(
+            jnp.take_along_axis(predict(params, images), labels[:, None], axis=1)
+        )
 
     def update(params, velocity, images, labels):
         value, grads = jax.value_and_grad(loss)(params, images, labels)
@@ -159,7 +227,9 @@ def mlp_momentum(mesh: AnyMesh) -> Made:
 
 @case("int8-weights-scores", cpu={"data": 2, "model": 4}, v5e={"data": 2, "model": 8})
 def int8_scores(mesh: AnyMesh) -> Made:
-    """Scores of whole sequences by weights of eight bits with a scale for each column; activations quantized too."""
+    """Scores of whole sequences by weights of eight bits with a scale for each column;
+    activations quantized too.
+    """
     at, width = on(mesh), 256
     layers = [
         {
@@ -175,16 +245,26 @@ def int8_scores(mesh: AnyMesh) -> Made:
     def dense(x, w, scale):
         step = jnp.max(jnp.abs(x), -1, keepdims=True) / 127 + 1e-8
         whole = jnp.round(x / step).astype(jnp.int8)
-        product = lax.dot_general(whole, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+        product = lax.dot_general(
+            whole,
+            w,
+            (((x.ndim - 1,), (0,)), ((), ())),
+            preferred_element_type=jnp.int32,
+        )
         return product.astype(jnp.float32) * step * scale
 
     def scores(params, tokens):
-        x = params["table"][tokens].astype(jnp.float32) * params["table_scale"][tokens][..., None]
+        x = (
+            params["table"][tokens].astype(jnp.float32)
+            * params["table_scale"][tokens][..., None]
+        )
         for p in params["layers"]:
             h = jax.nn.relu(dense(x, p["up"], p["up_scale"]))
             x = x + dense(h, p["down"], p["down_scale"])
         logits = dense(x, params["table"].T, params["table_scale"])[:, :-1]
-        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
+        picked = jnp.take_along_axis(
+            jax.nn.log_softmax(logits), tokens[:, 1:, None], -1
+        )
         return picked.sum((1, 2))
 
     return jax.jit(scores), (params, at((16, 64), "data", dtype=jnp.int32))

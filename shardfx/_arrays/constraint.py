@@ -1,4 +1,6 @@
-"""`constrain`: sets the sharding of an intermediate array, by logical names or by a spec, inside `jit` and outside."""
+"""`constrain`: sets the sharding of an intermediate array, by logical names or by a
+spec, inside `jit` and outside.
+"""
 
 import math
 from collections.abc import Sequence
@@ -22,19 +24,24 @@ from .given import sharding_of
 
 
 def is_tracing() -> bool:
-    """Whether JAX is tracing, as inside `jax.jit`, where no array can be put on devices."""
+    """Whether JAX is tracing, as inside `jax.jit`, where no array can be put on
+    devices.
+    """
     return isinstance(jax.device_put(np.zeros((), bool)), Tracer)
 
 
 def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(leaves, shardings)
-    return [_placed_across(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    return [
+        _placed_across(leaf, sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
 
 
 def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
-    """Places the array `leaf` on a mesh whose devices belong to several processes. Either `leaf` is a global array, or
-    every process passes the same whole array.
+    """Places the array `leaf` on a mesh whose devices belong to several processes.
+    Either `leaf` is a global array, or every process passes the same whole array.
     """
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
@@ -43,7 +50,9 @@ def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     whole = np.asarray(leaf)
     # Without a dtype, a process that owns no device of the sharding could not know it.
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
+    return jax.make_array_from_callback(
+        whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype
+    )
 
 
 @overload
@@ -79,39 +88,50 @@ def constrain(
     unmatched: Policy = "raise",
     explain: bool = False,
 ) -> Any:
-    """Sets the sharding of an intermediate array, by logical names or by a spec, corrected to the array's shape.
+    """Sets the sharding of an intermediate array, by logical names or by a spec,
+    corrected to the array's shape.
 
-    The same call works outside and inside `jax.jit`, for Auto, Explicit and mixed axis types, with and without
-    `jax.set_mesh`. Inside `jax.shard_map`, Manual axes are left out of the spec.
+    The same call works outside and inside `jax.jit`, for Auto, Explicit and mixed axis
+    types, with and without `jax.set_mesh`. Inside `jax.shard_map`, Manual axes are left
+    out of the spec.
 
     **Arguments:**
 
     - `x`: an array.
-    - `names_or_spec`: a tuple with a logical name for each dimension, for which the rules in the plan's `axes` give
-        mesh axes. An `...` in the tuple stands for all dimensions that are not sharded. Or a PartitionSpec, whose
-        missing last entries count as `None`. `None` in place of both leaves `x` as it is.
-    - `plan`: a plan with the mesh, the rules from names to mesh axes (`axes`), and the `mode` of the rules, such as
+    - `names_or_spec`: a tuple with a logical name for each dimension, for which the
+      rules in the plan's `axes` give
+        mesh axes. An `...` in the tuple stands for all dimensions that are not sharded.
+        Or a PartitionSpec, whose missing last entries count as `None`. `None` in place
+        of both leaves `x` as it is.
+    - `plan`: a plan with the mesh, the rules from names to mesh axes (`axes`), and the
+      `mode` of the rules, such as
         "decode", in which names are resolved. The array need not be one of its leaves.
-    - `strict`: whether to raise if two names have one mesh axis, or the size of a dimension is not divisible. If not,
+    - `strict`: whether to raise if two names have one mesh axis, or the size of a
+      dimension is not divisible. If not,
         such axes are dropped. By default the plan's own `strict` holds.
-    - `unmatched`: "raise": an error for a name without a rule in the plan, and for a mesh axis in a spec that neither
-        the mesh nor `AxisRules(..., axes=...)` knows. "replicate": such names and axes are left out.
+    - `unmatched`: "raise": an error for a name without a rule in the plan, and for a
+      mesh axis in a spec that neither
+        the mesh nor `AxisRules(..., axes=...)` knows. "replicate": such names and axes
+        are left out.
     - `explain`: whether to return the [`shardfx.Decision`][] too.
 
     **Returns:**
 
-    `x` with this sharding. `PartitionSpec()` replicates `x`. For an UNCONSTRAINED dimension, the compiler chooses.
-    Inside `jit`, Explicit axes shard a dimension before Auto axes. With `explain=True`, a pair of the array and the
-    Decision.
+    `x` with this sharding. `PartitionSpec()` replicates `x`. For an UNCONSTRAINED
+    dimension, the compiler chooses. Inside `jit`, Explicit axes shard a dimension
+    before Auto axes. With `explain=True`, a pair of the array and the Decision.
 
     **Raises:**
 
     - `RuleError` for names if the plan has no `axes`.
     - `UnmatchedError` for a name without a rule.
-    - `SpecError` if there are more or fewer names than dimensions, for an unknown mesh axis, and under `strict` if an
+    - `SpecError` if there are more or fewer names than dimensions, for an unknown mesh
+      axis, and under `strict` if an
         axis would be dropped.
-    - `PlanMismatchError` if `x` is on another mesh. For a plan without devices, also if the constraint would have no
-        effect: outside `jit`, and if no argument of the compiled function is on the mesh.
+    - `PlanMismatchError` if `x` is on another mesh. For a plan without devices, also if
+      the constraint would have no
+        effect: outside `jit`, and if no argument of the compiled function is on the
+        mesh.
 
     !!! Example
 
@@ -135,23 +155,34 @@ def constrain(
     """
     if not isinstance(x, jax.Array | np.ndarray):
         raise LeafTypeError(
-            f"`constrain` takes one array, not {type(x).__name__}; map it over a tree with `jax.tree.map`."
+            f"`constrain` takes one array, not {type(x).__name__}; map it over a tree"
+            " with `jax.tree.map`."
         )
     check_plan("plan", plan)
     if names_or_spec is None:
         return (x, Decision(PartitionSpec())) if explain else x
     if not isinstance(x, Tracer) and is_tracing():
-        x = jax.device_put(x)  # a constant of the traced function, which becomes a traced value
+        x = jax.device_put(
+            x
+        )  # a constant of the traced function, which becomes a traced value
     mesh = _mesh_of(x, plan)
-    free = {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+    free = {
+        name: kind
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind != AxisType.Manual
+    }
     sizes = MeshSpec([(name, mesh.shape[name]) for name in free], axis_types=free)
     strict = plan.strict if strict is None else strict
     found = decision_for(names_or_spec, x.shape, plan.content, sizes, strict, unmatched)
     if isinstance(x, Tracer):
         found = _in_order(found, free, strict)
-        # The type of a value may have a mesh because the function closes over an array on it. The program may still run
-        # on one device.
-        if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and jax.sharding.get_abstract_mesh().empty:
+        # The type of a value may have a mesh because the function closes over an array
+        # on it. The program may still run on one device.
+        if (
+            isinstance(mesh, AbstractMesh)
+            and not mesh.manual_axes
+            and jax.sharding.get_abstract_mesh().empty
+        ):
             x = _meant_for.bind(x, sizes=tuple(mesh.shape.items()))
         for kind, constraint in (
             (AxisType.Explicit, jax.sharding.reshard),
@@ -166,10 +197,11 @@ def constrain(
 
 
 def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:
-    """The decision `found`, with the mesh axes of each dimension in JAX's order inside `jit`: Explicit axes before Auto
-    axes.
+    """The decision `found`, with the mesh axes of each dimension in JAX's order inside
+    `jit`: Explicit axes before Auto axes.
 
-    `kinds` has the type of each mesh axis. Raises `SpecError` under `strict` if the order changes.
+    `kinds` has the type of each mesh axis. Raises `SpecError` under `strict` if the
+    order changes.
     """
     entries = []
     for dim, entry in enumerate(entries_of(found.spec)):
@@ -177,18 +209,21 @@ def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Deci
         first = sorted(axes, key=lambda axis: kinds[axis] != AxisType.Explicit)
         if strict and first != [*axes]:
             raise SpecError(
-                f"dim {dim} is to be cut by {axes}, of which JAX puts Explicit axes first inside `jit`; write "
-                f"{tuple(first)}, or give all axes of the mesh one type."
+                f"dim {dim} is to be cut by {axes}, of which JAX puts Explicit axes"
+                f" first inside `jit`; write {tuple(first)}, or give all axes of the"
+                " mesh one type."
             )
         entries.append(tuple(first) if axes else entry)
     return Decision(trimmed(entries, found.spec), found.reasons)
 
 
 def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
-    """The mesh on which `x` is constrained: its own, or the plan's mesh if `x` has none.
+    """The mesh on which `x` is constrained: its own, or the plan's mesh if `x` has
+    none.
 
-    Outside `jit`, a plan's mesh with devices has priority over the mesh of `x`. Inside `jit`, raises
-    `PlanMismatchError` if the names or sizes of the axes of the two meshes differ.
+    Outside `jit`, a plan's mesh with devices has priority over the mesh of `x`. Inside
+    `jit`, raises `PlanMismatchError` if the names or sizes of the axes of the two
+    meshes differ.
     """
     planned = plan.content.any_mesh
     sharding = sharding_of(x)
@@ -198,17 +233,21 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
         return planned if plan.jax_mesh is not None else sharding.mesh
     if [*sharding.mesh.shape.items()] != [*planned.shape.items()]:
         raise PlanMismatchError(
-            f"the array lies on a mesh {MeshSpec.of(sharding.mesh)}, but the plan is for {plan.mesh}; use the plan "
-            "that its step was compiled with, or `reshard` it first."
+            f"the array lies on a mesh {MeshSpec.of(sharding.mesh)}, but the plan is"
+            f" for {plan.mesh}; use the plan that its step was compiled with, or"
+            " `reshard` it first."
         )
-    # Types within `jit` have no devices. With the plan's own mesh, JAX compares its devices with the program's.
-    is_typed_so = plan.jax_mesh is not None and sharding.mesh == plan.jax_mesh.abstract_mesh
+    # Types within `jit` have no devices. With the plan's own mesh, JAX compares its
+    # devices with the program's.
+    is_typed_so = (
+        plan.jax_mesh is not None and sharding.mesh == plan.jax_mesh.abstract_mesh
+    )
     return planned if is_typed_so else sharding.mesh
 
 
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
-    """The spec without the mesh axes that are not in `axes`. All `axes` have the type `kind`. Unless it is Auto,
-    UNCONSTRAINED entries become `None`.
+    """The spec without the mesh axes that are not in `axes`. All `axes` have the type
+    `kind`. Unless it is Auto, UNCONSTRAINED entries become `None`.
     """
     parts = []
     for entry in entries_of(spec):
@@ -222,9 +261,9 @@ def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> Partition
 def _constrained_outside(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Any:
     if not isinstance(mesh, Mesh):
         raise PlanMismatchError(
-            "outside `jit`, an array can only be constrained on devices. This one, of type "
-            f"{type(x).__name__} and shape {x.shape}, lies on no mesh of them, and the plan has none; use "
-            "`plan.on(plan.mesh.build(jax.devices()))`."
+            "outside `jit`, an array can only be constrained on devices. This one, of"
+            f" type {type(x).__name__} and shape {x.shape}, lies on no mesh of them,"
+            " and the plan has none; use `plan.on(plan.mesh.build(jax.devices()))`."
         )
     memory_kind = x.sharding.memory_kind if isinstance(x, jax.Array) else None
     sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
@@ -240,18 +279,23 @@ _meant_for = Primitive("meant_for")
 def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
     """Lowers the primitive `_meant_for`, whose result is its operand `x`.
 
-    `ctx` is JAX's context of the lowering. `sizes` has the name and size of each axis of the mesh on which `x` is
-    constrained. Raises `PlanMismatchError` if the program is for another number of devices than this mesh has.
+    `ctx` is JAX's context of the lowering. `sizes` has the name and size of each axis
+    of the mesh on which `x` is constrained. Raises `PlanMismatchError` if the program
+    is for another number of devices than this mesh has.
     """
     match ctx.module_context.axis_context:
-        # Without devices, as in an export, and inside `shard_map`, there is nothing to compare.
-        case object(num_devices=int(count)) if count != math.prod(size for _, size in sizes):
+        # Without devices, as in an export, and inside `shard_map`, there is nothing to
+        # compare.
+        case object(num_devices=int(count)) if count != math.prod(
+            size for _, size in sizes
+        ):
             mesh = ",".join(f"{name}={size}" for name, size in sizes)
             raise PlanMismatchError(
-                f"an array of shape {ctx.avals_in[0].shape} is constrained on a mesh {mesh} without devices, in a "
-                f"program for {plural(count, 'device')}, where that does nothing: no argument lies on the mesh. Use "
-                "`plan.on(plan.mesh.build(jax.devices()))`, and place the arguments first; pass arrays that the "
-                "function closes over as arguments."
+                f"an array of shape {ctx.avals_in[0].shape} is constrained on a mesh"
+                f" {mesh} without devices, in a program for {plural(count, 'device')},"
+                " where that does nothing: no argument lies on the mesh. Use"
+                " `plan.on(plan.mesh.build(jax.devices()))`, and place the arguments"
+                " first; pass arrays that the function closes over as arguments."
             )
     return [x]
 
@@ -259,5 +303,7 @@ def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list
 _meant_for.def_impl(lambda x, *, sizes: x)
 _meant_for.def_abstract_eval(lambda x, *, sizes: x)
 mlir.register_lowering(_meant_for, _lowered)
-ad.deflinear2(_meant_for, lambda cotangent, x, *, sizes: [_meant_for.bind(cotangent, sizes=sizes)])
+ad.deflinear2(
+    _meant_for, lambda cotangent, x, *, sizes: [_meant_for.bind(cotangent, sizes=sizes)]
+)
 batching.defvectorized(_meant_for)

@@ -1,9 +1,10 @@
-"""Reads the arguments `in_shardings`, `out_shardings` and `donate` of `filter_jit`: the entry of each argument, and the
-sharding of each array.
+"""Reads the arguments `in_shardings`, `out_shardings` and `donate` of `filter_jit`: the
+entry of each argument, and the sharding of each array.
 
-An entry is a plan, a sharding, `None`, or a tree of these. The key of an argument is its position, or its name if the
-function takes it by name only. In a table by key, the type `int` stands for any position, as in `*args`, and the type
-`str` for any name, as in `**kwargs`.
+An entry is a plan, a sharding, `None`, or a tree of these. The key of an argument is
+its position, or its name if the function takes it by name only. In a table by key, the
+type `int` stands for any position, as in `*args`, and the type `str` for any name, as
+in `**kwargs`.
 """
 
 import inspect
@@ -24,15 +25,37 @@ from ..topology import MeshSpec
 
 
 Donate = (
-    bool | Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | int | str | Sequence[int | str]
+    bool
+    | Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
+    | int
+    | str
+    | Sequence[int | str]
 )
 # A value for each argument, by its key.
 Table: TypeAlias = dict[Any, Any]
 # The key of each parameter's argument, by the parameter's name.
 Keys: TypeAlias = dict[Any, Any]
-# Values that are passed by mistake instead of a sharding. JAX accepts other entries too, such as layouts.
-_NO_ENTRIES = (str, int, float, MeshSpec, AxisRules, PathRules, LeafPlan, Decision, PartitionSpec)
-_NO_ENTRIES += (Mesh, AbstractMesh, jax.Device, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+# Values that are passed by mistake instead of a sharding. JAX accepts other entries
+# too, such as layouts.
+_NO_ENTRIES = (
+    str,
+    int,
+    float,
+    MeshSpec,
+    AxisRules,
+    PathRules,
+    LeafPlan,
+    Decision,
+    PartitionSpec,
+)
+_NO_ENTRIES += (
+    Mesh,
+    AbstractMesh,
+    jax.Device,
+    jax.Array,
+    np.ndarray,
+    jax.ShapeDtypeStruct,
+)
 
 
 def _is_entry(node: object) -> bool:
@@ -40,47 +63,60 @@ def _is_entry(node: object) -> bool:
 
 
 def _is_mistaken(node: object) -> bool:
-    """Whether `node`, a value in `in_shardings` or `out_shardings`, is a mistake, such as a tuple of logical names."""
+    """Whether `node`, a value in `in_shardings` or `out_shardings`, is a mistake, such
+    as a tuple of logical names.
+    """
     if not isinstance(node, tuple | list):
         return isinstance(node, _NO_ENTRIES)
     return {str} <= set(map(type, node)) <= {str, type(None), type(...)}
 
 
 def shardings_in(form: object, what: str) -> list[Any]:
-    """A list of `None` and each distinct sharding in `form`. The shardings in a plan count too.
+    """A list of `None` and each distinct sharding in `form`. The shardings in a plan
+    count too.
 
-    `form` is the value of `in_shardings` or of `out_shardings`, and `what` is the name of that argument. Raises
-    `PlanMismatchError` if `form` holds a value that is no sharding, such as a PartitionSpec, which has no mesh.
+    `form` is the value of `in_shardings` or of `out_shardings`, and `what` is the name
+    of that argument. Raises `PlanMismatchError` if `form` holds a value that is no
+    sharding, such as a PartitionSpec, which has no mesh.
     """
     found = {None: None}
-    for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
+    for entry in jax.tree.leaves(
+        form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)
+    ):
         if _is_mistaken(entry):
             raise PlanMismatchError(
-                f"`{what}` holds {' '.join(repr(entry).split()):.80}, of type {type(entry).__name__}, which is no "
-                "sharding; give a plan, `plan.sharding(names)`, `NamedSharding(plan.jax_mesh, spec)`, a tree of "
-                "these, or `None` to take an array as it comes."
+                f"`{what}` holds {' '.join(repr(entry).split()):.80}, of type"
+                f" {type(entry).__name__}, which is no sharding; give a plan,"
+                " `plan.sharding(names)`, `NamedSharding(plan.jax_mesh, spec)`, a tree"
+                " of these, or `None` to take an array as it comes."
             )
-        found |= dict.fromkeys(entry.content.row_shardings if isinstance(entry, ShardPlan) else [entry])
+        found |= dict.fromkeys(
+            entry.content.row_shardings if isinstance(entry, ShardPlan) else [entry]
+        )
     return [*found]
 
 
 def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> list[Any]:
-    """The sharding that `form` gives to each leaf of `tree`; `None` for a leaf to which it gives none.
+    """The sharding that `form` gives to each leaf of `tree`; `None` for a leaf to which
+    it gives none.
 
-    Raises `PlanMismatchError` if `form` is no prefix of `tree`, or if an array does not fit its plan or sharding.
+    Raises `PlanMismatchError` if `form` is no prefix of `tree`, or if an array does not
+    fit its plan or sharding.
 
     **Arguments:**
 
     - `form`: a plan, a sharding, `None`, or a tree of these that is a prefix of `tree`.
     - `what`: the tree's name in messages.
-    - `shapes`: whether the shapes and dtypes of arrays are compared with those in the plans. Paths always are.
+    - `shapes`: whether the shapes and dtypes of arrays are compared with those in the
+      plans. Paths always are.
     """
     entries, structure = jax.tree_util.tree_flatten_with_path(form, is_leaf=_is_entry)
     try:
         parts = structure.flatten_up_to(tree)
     except ValueError as error:
         raise PlanMismatchError(
-            f"the entry of `in_shardings` or `out_shardings` for {what} is no prefix of it: {error}"
+            f"the entry of `in_shardings` or `out_shardings` for {what} is no prefix of"
+            f" it: {error}"
         ) from error
     found: list[Any] = []
     for (path, entry), part in zip(entries, parts, strict=True):
@@ -94,21 +130,26 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
         try:
             index = (rows_of if shapes else aligned)(entry.content, flatten(part))
         except PlanMismatchError as error:
-            raise PlanMismatchError(f"{what} is not the tree that its plan is for: {error}") from error
+            raise PlanMismatchError(
+                f"{what} is not the tree that its plan is for: {error}"
+            ) from error
         table = [*entry.content.row_shardings, None]
         return [table[i] for i in index]
     if shapes and isinstance(entry, NamedSharding):
         flat = flatten(part)
-        for path, leaf in it.compress(zip(flat.paths, flat.leaves, strict=True), flat.is_array):
+        for path, leaf in it.compress(
+            zip(flat.paths, flat.leaves, strict=True), flat.is_array
+        ):
             try:
                 entry.check_compatible_aval(leaf.shape)
                 entry.shard_shape(leaf.shape)
             except ValueError as error:
                 leaf_name = f"its leaf `{path}`" if path else "it"
                 raise PlanMismatchError(
-                    f"the sharding of {what} does not fit {leaf_name}, {leaf.dtype}{list(leaf.shape)}: the spec "
-                    f"is {entry.spec} on a mesh {dict(entry.mesh.shape)}; "
-                    f"`correct({entry.spec}, {tuple(leaf.shape)}, mesh)` gives one that fits."
+                    f"the sharding of {what} does not fit {leaf_name},"
+                    f" {leaf.dtype}{list(leaf.shape)}: the spec is {entry.spec} on a"
+                    f" mesh {dict(entry.mesh.shape)}; `correct({entry.spec},"
+                    f" {tuple(leaf.shape)}, mesh)` gives one that fits."
                 ) from error
     return [entry] * len(jax.tree.leaves(part))
 
@@ -122,7 +163,9 @@ def parameter_keys(signature: inspect.Signature) -> Keys:
 
 
 def at_key(table: Table, key: object) -> Any:
-    """The value for one argument: that of its own key, else that for any position or any name, else `None`."""
+    """The value for one argument: that of its own key, else that for any position or
+    any name, else `None`.
+    """
     return table.get(key, table.get(type(key)))
 
 
@@ -130,38 +173,52 @@ def _positional(keys: Keys) -> list[str]:
     return [name for name, key in keys.items() if isinstance(key, int)]
 
 
-def arguments(keys: Keys, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[Any, str, Any]]:
-    """The key, the name and the value of each argument of a call. Keyword arguments are in sorted order.
+def arguments(
+    keys: Keys, args: Sequence[object], kwargs: dict[str, object]
+) -> list[tuple[Any, str, Any]]:
+    """The key, the name and the value of each argument of a call. Keyword arguments are
+    in sorted order.
 
     The name is the parameter's, or "xs/0" for the first argument of `*xs`.
     """
     names = _positional(keys)
     variadic = next((name for name, key in keys.items() if key is int), "")
     names += [f"{variadic}/{at}" for at in range(len(args) - len(names))]
-    return [*zip(it.count(), names, args), *[(key, key, kwargs[key]) for key in sorted(kwargs)]]  # noqa: B905
+    return [
+        *zip(it.count(), names, args),
+        *[(key, key, kwargs[key]) for key in sorted(kwargs)],
+    ]  # noqa: B905
 
 
 def entries_by_key(in_shardings: object, keys: Keys, name: str) -> Table:
     """The entry of `in_shardings` for each argument.
 
-    `in_shardings` is a tuple by position, a dict by parameter name, or one entry for all arguments. `name` is the
-    function's name in messages. Raises `PlanMismatchError` for an entry whose parameter the function does not have.
+    `in_shardings` is a tuple by position, a dict by parameter name, or one entry for
+    all arguments. `name` is the function's name in messages. Raises `PlanMismatchError`
+    for an entry whose parameter the function does not have.
     """
     if isinstance(in_shardings, dict):
-        unknown = [key for key in in_shardings if key not in keys and str not in keys.values()]
+        unknown = [
+            key for key in in_shardings if key not in keys and str not in keys.values()
+        ]
         if not unknown:
-            return {keys.get(key, key): entry for key, entry in (dict.fromkeys(keys) | in_shardings).items()}
+            return {
+                keys.get(key, key): entry
+                for key, entry in (dict.fromkeys(keys) | in_shardings).items()
+            }
         if len(unknown) < len(in_shardings):
             raise PlanMismatchError(
-                f"`{unknown[0]}` is no parameter of {name}({', '.join(keys)}), which `in_shardings` names; name "
-                "parameters, or give a tuple, one entry for each."
+                f"`{unknown[0]}` is no parameter of {name}({', '.join(keys)}), which"
+                " `in_shardings` names; name parameters, or give a tuple, one entry"
+                " for each."
             )
     elif isinstance(in_shardings, tuple | list):
         names = _positional(keys)
         if len(in_shardings) > len(names) and int not in keys.values():
             raise PlanMismatchError(
-                f"`in_shardings` has {len(in_shardings)} entries, but there are {len(names)} positional "
-                f"parameters ({', '.join(names)}); give one for each, or name parameters in a dict."
+                f"`in_shardings` has {len(in_shardings)} entries, but there are"
+                f" {len(names)} positional parameters ({', '.join(names)}); give one"
+                " for each, or name parameters in a dict."
             )
         return dict(enumerate(in_shardings))
     # One entry for all arguments, which may be a dict.
@@ -169,22 +226,39 @@ def entries_by_key(in_shardings: object, keys: Keys, name: str) -> Table:
 
 
 def donated_by_key(donate: Any, keys: Keys) -> Table:
-    """A table that says for each argument whether it is donated. An argument that the table lacks is not donated.
+    """A table that says for each argument whether it is donated. An argument that the
+    table lacks is not donated.
 
-    `donate` is the argument of `filter_jit`. Raises `ValueError` if it has a name or a position that no positional
-    parameter has.
+    `donate` is the argument of `filter_jit`. Raises `ValueError` if it has a name or a
+    position that no positional parameter has.
     """
-    if isinstance(donate, bool) or donate in ("none", "all", "all-except-first", "warn", "warn-except-first"):
+    if isinstance(donate, bool) or donate in (
+        "none",
+        "all",
+        "all-except-first",
+        "warn",
+        "warn-except-first",
+    ):
         every = donate not in (False, "none")
-        kept = {0: False} if isinstance(donate, str) and donate.endswith("-except-first") else {}
+        kept = (
+            {0: False}
+            if isinstance(donate, str) and donate.endswith("-except-first")
+            else {}
+        )
         return {int: every, str: every} | kept
     names, is_variadic = _positional(keys), int in keys.values()
     chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
     for one in chosen:
-        known = isinstance(one, int) and not isinstance(one, bool) and 0 <= one and (is_variadic or one < len(names))
+        known = (
+            isinstance(one, int)
+            and not isinstance(one, bool)
+            and 0 <= one
+            and (is_variadic or one < len(names))
+        )
         if one not in names and not known:
             raise ValueError(
-                f"`donate` names {one!r}, which is no positional parameter ({', '.join(names)}); use those, their "
-                'positions, True or "all", "all-except-first", False or "none".'
+                f"`donate` names {one!r}, which is no positional parameter"
+                f' ({", ".join(names)}); use those, their positions, True or "all",'
+                ' "all-except-first", False or "none".'
             )
     return {keys.get(one, one): True for one in chosen}

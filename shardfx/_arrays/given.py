@@ -1,7 +1,8 @@
-"""Checks that no array of a call was deleted, is donated twice, or has another sharding than its entry.
+"""Checks that no array of a call was deleted, is donated twice, or has another sharding
+than its entry.
 
-The entry of an array is the sharding that `in_shardings` gives it. Without these checks, some bad calls of a program on
-several CPU devices end the process.
+The entry of an array is the sharding that `in_shardings` gives it. Without these
+checks, some bad calls of a program on several CPU devices end the process.
 """
 
 import functools as ft
@@ -18,15 +19,18 @@ from ..topology import MeshSpec
 
 
 class Given(NamedTuple):
-    """One array that a call passes to a jitted function, or that the function itself holds.
+    """One array that a call passes to a jitted function, or that the function itself
+    holds.
 
     **Arguments:**
 
-    - `name`, `path`: the name of the array in messages, and its path, such as "params/layers/0/w".
+    - `name`, `path`: the name of the array in messages, and its path, such as
+      "params/layers/0/w".
     - `array`: an array, a tracer or a ShapeDtypeStruct.
     - `wanted`: the sharding that `in_shardings` gives it; `None` if it gives none.
     - `is_donated`: whether the argument that holds the array is donated.
-    - `argument`: the position of the argument that holds the array; `None` for an array that the function holds.
+    - `argument`: the position of the argument that holds the array; `None` for an array
+      that the function holds.
     """
 
     name: str
@@ -43,50 +47,60 @@ class Given(NamedTuple):
 
     @property
     def own(self) -> Sharding | None:
-        """The sharding that the array is committed to; `None` if JAX may place the array anywhere."""
+        """The sharding that the array is committed to; `None` if JAX may place the
+        array anywhere.
+        """
         return struct_of(self.array).sharding
 
 
 def is_placed(kind: type) -> bool:
-    """Whether values of the type `kind` are JAX arrays with buffers. Tracers have no buffers."""
+    """Whether values of the type `kind` are JAX arrays with buffers. Tracers have no
+    buffers.
+    """
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
 
 
 def check_given(given: Iterable[Given]) -> None:
-    """Raises `PlanMismatchError` if an array was deleted, if it has another sharding than its entry, or if it is passed
-    twice and donated.
+    """Raises `PlanMismatchError` if an array was deleted, if it has another sharding
+    than its entry, or if it is passed twice and donated.
     """
     seen: dict[int, Given] = {}
     for one in given:
         if _is_elsewhere(one):
             raise PlanMismatchError(
-                f"{one.text} lies by {one.own}{_listed(one.own)}, but its entry of `in_shardings` is "
-                f"{one.wanted}{_listed(one.wanted)}. Move it first: `shard(tree, plan)`, or `reshard(tree, plan)`; or "
-                "leave the entry out, to take the argument as it comes."
+                f"{one.text} lies by {one.own}{_listed(one.own)}, but its entry of"
+                f" `in_shardings` is {one.wanted}{_listed(one.wanted)}. Move it first:"
+                " `shard(tree, plan)`, or `reshard(tree, plan)`; or leave the entry"
+                " out, to take the argument as it comes."
             )
         if not is_placed(type(one.array)):
             continue
         if one.array.is_deleted():
             raise PlanMismatchError(
-                f"{one.text} was deleted, or donated to an earlier call, which may have written over it. Use what that "
-                "call returned, or leave the argument out of `donate`."
+                f"{one.text} was deleted, or donated to an earlier call, which may have"
+                " written over it. Use what that call returned, or leave the argument"
+                " out of `donate`."
             )
         first = seen.setdefault(id(one.array), one)
         donated = [each.is_donated for each in (first, one)]
         # JAX copies an array that is not committed, and the program donates the copy.
         if first is not one and any(donated) and one.own is not None:
             raise PlanMismatchError(
-                f"{first.name} and {one.text} are one array, and {'both are' if all(donated) else 'one of them is'} "
-                "donated: the program could write over what it still reads. Copy one of them first: "
-                "`jax.tree.map(jax.numpy.copy, tree)`; or leave the argument out of `donate`."
+                f"{first.name} and {one.text} are one array, and"
+                f" {'both are' if all(donated) else 'one of them is'} donated: the"
+                " program could write over what it still reads. Copy one of them"
+                " first: `jax.tree.map(jax.numpy.copy, tree)`; or leave the argument"
+                " out of `donate`."
             )
 
 
 def _is_elsewhere(one: Given) -> bool:
-    """Whether an array has another sharding than `in_shardings` gives it, or devices in another order.
+    """Whether an array has another sharding than `in_shardings` gives it, or devices in
+    another order.
 
-    A replicated array may be passed where `in_shardings` has one device, since JAX then moves it. If two shardings
-    differ in devices only, JAX moves the array at the first call and fails at the next call.
+    A replicated array may be passed where `in_shardings` has one device, since JAX then
+    moves it. If two shardings differ in devices only, JAX moves the array at the first
+    call and fails at the next call.
     """
     own, wanted = one.own, one.wanted
     if own is None or not isinstance(wanted, Sharding):
@@ -98,31 +112,49 @@ def _is_elsewhere(one: Given) -> bool:
 
 
 def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
-    """Raises `PlanMismatchError` if two shardings have different devices, or the same devices in another order.
+    """Raises `PlanMismatchError` if two shardings have different devices, or the same
+    devices in another order.
 
-    `name` is the function's name in messages. `shardings` has two keys, "in_shardings" and "out_shardings", with the
-    shardings in these arguments of `filter_jit`.
+    `name` is the function's name in messages. `shardings` has two keys, "in_shardings"
+    and "out_shardings", with the shardings in these arguments of `filter_jit`.
     """
-    pairs = [(what, one) for what, found in shardings.items() for one in found if _in_order(one)]
+    pairs = [
+        (what, one)
+        for what, found in shardings.items()
+        for one in found
+        if _in_order(one)
+    ]
     for what, sharding in pairs[1:]:
         if _in_order(sharding) != _in_order(pairs[0][1]):
             raise PlanMismatchError(
-                f"an entry of `{what}` of `{name}` is{_listed(sharding)}, and an entry of `{pairs[0][0]}` of `{name}` "
-                f"is{_listed(pairs[0][1])}; a compiled function runs on one set of devices in one order. Where plans "
-                "are on several meshes, give each a function of its own, and `reshard` between them."
+                f"an entry of `{what}` of `{name}` is{_listed(sharding)}, and an entry"
+                f" of `{pairs[0][0]}` of `{name}` is{_listed(pairs[0][1])}; a compiled"
+                " function runs on one set of devices in one order. Where plans are on"
+                " several meshes, give each a function of its own, and `reshard`"
+                " between them."
             )
 
 
 @ft.lru_cache(maxsize=64)
 def _in_order(sharding: object) -> tuple[Any, ...]:
-    """The devices of a sharding, in the order that a program uses; empty for an abstract mesh, and for no sharding."""
+    """The devices of a sharding, in the order that a program uses; empty for an
+    abstract mesh, and for no sharding.
+    """
     if isinstance(sharding, NamedSharding):
-        return tuple(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else ()
-    return tuple(sorted(sharding.device_set, key=lambda one: one.id)) if isinstance(sharding, Sharding) else ()
+        return (
+            tuple(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else ()
+        )
+    return (
+        tuple(sorted(sharding.device_set, key=lambda one: one.id))
+        if isinstance(sharding, Sharding)
+        else ()
+    )
 
 
 def _listed(sharding: object) -> str:
-    """The devices of a sharding as a text, such as " on devices [0, 1]"; "" if it has none."""
+    """The devices of a sharding as a text, such as " on devices [0, 1]"; "" if it has
+    none.
+    """
     ids = [device.id for device in _in_order(sharding)]
     listed = f"{ids}" if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ...]"
     return f" on {'device' if len(ids) == 1 else 'devices'} {listed}" if ids else ""
@@ -130,17 +162,23 @@ def _listed(sharding: object) -> str:
 
 def is_abstract(sharding: object) -> bool:
     """Whether a sharding is on an abstract mesh, which has no devices."""
-    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+    return isinstance(sharding, NamedSharding) and isinstance(
+        sharding.mesh, AbstractMesh
+    )
 
 
 @ft.lru_cache(maxsize=4096)
 def has_same_shards(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether every device holds the same part of an array of `shape` under both shardings.
+    """Whether every device holds the same part of an array of `shape` under both
+    shardings.
 
-    On a mesh without devices, positions in the mesh stand for devices. The result is False if the memory kinds, or the
-    `unreduced` or `reduced` axes of the specs, differ.
+    On a mesh without devices, positions in the mesh stand for devices. The result is
+    False if the memory kinds, or the `unreduced` or `reduced` axes of the specs,
+    differ.
     """
-    if memory_kind(found) != memory_kind(wanted) or _reductions(found) != _reductions(wanted):
+    if memory_kind(found) != memory_kind(wanted) or _reductions(found) != _reductions(
+        wanted
+    ):
         return False
     if found == wanted:
         return True
@@ -157,29 +195,47 @@ def memory_kind(sharding: Sharding) -> str | None:
 
 def _reductions(sharding: Sharding) -> tuple[frozenset[str], ...]:
     is_named = isinstance(sharding, NamedSharding)
-    return (sharding.spec.unreduced, sharding.spec.reduced) if is_named else (frozenset(), frozenset())
+    return (
+        (sharding.spec.unreduced, sharding.spec.reduced)
+        if is_named
+        else (frozenset(), frozenset())
+    )
 
 
 def sharding_of(leaf: object) -> Sharding | None:
-    """The sharding of an array or a ShapeDtypeStruct; for a tracer, that of its type; `None` for other leaves."""
+    """The sharding of an array or a ShapeDtypeStruct; for a tracer, that of its type;
+    `None` for other leaves.
+    """
     if isinstance(leaf, Tracer):
         return jax.typeof(leaf).sharding
     return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
 
 
 def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """The ShapeDtypeStruct of an array, with `sharding`; if that is `None`, with the one the array is committed to."""
-    if sharding is None and not isinstance(leaf, Tracer) and getattr(leaf, "committed", True):
+    """The ShapeDtypeStruct of an array, with `sharding`; if that is `None`, with the
+    one the array is committed to.
+    """
+    if (
+        sharding is None
+        and not isinstance(leaf, Tracer)
+        and getattr(leaf, "committed", True)
+    ):
         sharding = getattr(leaf, "sharding", None)
     weak = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak
+    )
 
 
 def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The ShapeDtypeStruct of an array. Its sharding is on an abstract mesh, or `None` if the array's has no mesh."""
+    """The ShapeDtypeStruct of an array. Its sharding is on an abstract mesh, or `None`
+    if the array's has no mesh.
+    """
     found = struct_of(leaf)
     own = found.sharding
     if not isinstance(own, NamedSharding) or own.mesh.empty:
         return found.update(sharding=None)
-    abstract = NamedSharding(MeshSpec.of(own.mesh).abstract(), own.spec, memory_kind=memory_kind(own))
+    abstract = NamedSharding(
+        MeshSpec.of(own.mesh).abstract(), own.spec, memory_kind=memory_kind(own)
+    )
     return found if is_abstract(own) else found.update(sharding=abstract)

@@ -1,4 +1,6 @@
-"""`filter_jit`: compiles a function under plans, with one `jax.jit` for each list of its arguments' shardings."""
+"""`filter_jit`: compiles a function under plans, with one `jax.jit` for each list of
+its arguments' shardings.
+"""
 
 import dataclasses
 import functools as ft
@@ -18,8 +20,25 @@ from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.tree import is_array_type, tree_paths
 from .._plan import ShardPlan
 from ..topology import MeshSpec
-from .entries import Donate, arguments, at_key, donated_by_key, entries_by_key, parameter_keys, shardings_in, spread
-from .given import Given, check_given, is_abstract, is_placed, raise_apart, struct_of, without_devices
+from .entries import (
+    Donate,
+    arguments,
+    at_key,
+    donated_by_key,
+    entries_by_key,
+    parameter_keys,
+    shardings_in,
+    spread,
+)
+from .given import (
+    Given,
+    check_given,
+    is_abstract,
+    is_placed,
+    raise_apart,
+    struct_of,
+    without_devices,
+)
 from .partition import Parted, Static, node_data
 from .stages import Lowered, Traced, TracedArray
 
@@ -28,14 +47,19 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 
-# The number of argument structures that one function remembers. JAX caches the programs.
+# The number of argument structures that one function remembers. JAX caches the
+# programs.
 _FORMS = 128
 _ARRAY = jax.ShapeDtypeStruct((), np.float32)
 
 
 @overload
 def filter_jit(
-    fn: Callable[P, R], *, in_shardings: Any = None, out_shardings: Any = None, donate: Donate = "none"
+    fn: Callable[P, R],
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate: Donate = "none",
 ) -> "Jitted[P, R]": ...
 
 
@@ -52,44 +76,55 @@ def filter_jit(
     out_shardings: object = None,
     donate: Donate = "none",
 ) -> Any:
-    """Compiles a function of any trees under plans: arrays are traced and sharded, and all other values are static.
+    """Compiles a function of any trees under plans: arrays are traced and sharded, and
+    all other values are static.
 
     **Arguments:**
 
     - `fn`: a function of any trees. Without `fn`, a decorator is returned.
-    - `in_shardings`: the shardings of the arguments: a tuple with an entry for each positional parameter (the last
-        entries may be left out), a dict by parameter name, or one entry for all parameters. An entry is a
-        [`shardfx.ShardPlan`][], a `Sharding`, a tree of these or a prefix of such a tree, or `None`, which leaves the
-        sharding to JAX.
+    - `in_shardings`: the shardings of the arguments: a tuple with an entry for each
+      positional parameter (the last
+        entries may be left out), a dict by parameter name, or one entry for all
+        parameters. An entry is a [`shardfx.ShardPlan`][], a `Sharding`, a tree of these
+        or a prefix of such a tree, or `None`, which leaves the sharding to JAX.
     - `out_shardings`: such an entry for the results of `fn`.
-    - `donate`: the arguments whose buffers the program may reuse: True or "all", False or "none", "all-except-first",
-        or the positions or names of parameters. JAX warns if a donated buffer fits no output. Equinox's "warn" and
-        "warn-except-first" mean "all" and "all-except-first" here.
+    - `donate`: the arguments whose buffers the program may reuse: True or "all", False
+      or "none", "all-except-first",
+        or the positions or names of parameters. JAX warns if a donated buffer fits no
+        output. Equinox's "warn" and "warn-except-first" mean "all" and
+        "all-except-first" here.
 
     **Returns:**
 
-    A function with the signature of `fn`. Keyword arguments are bound to positions, so that they are sharded too. Its
-    `.trace(...)` and `.lower(...)` take arguments or ShapeDtypeStructs, and return the stages that `jax.jit` returns.
-    `.compile()` of a lowered function returns a function with the signature of `fn` again, for the same static
-    arguments. The tree `plan.structs` has no functions. To lower for a module that holds some, pass
-    `equinox.combine(plan.structs, model)`.
+    A function with the signature of `fn`. Keyword arguments are bound to positions, so
+    that they are sharded too. Its `.trace(...)` and `.lower(...)` take arguments or
+    ShapeDtypeStructs, and return the stages that `jax.jit` returns. `.compile()` of a
+    lowered function returns a function with the signature of `fn` again, for the same
+    static arguments. The tree `plan.structs` has no functions. To lower for a module
+    that holds some, pass `equinox.combine(plan.structs, model)`.
 
     Functions whose plans have no devices can be traced and lowered:
-    `.trace(plan.structs).lower(lowering_platforms=("tpu",))`. The result of `.trace` lists the arrays that the function
-    takes and returns, with their paths and shardings.
+    `.trace(plan.structs).lower(lowering_platforms=("tpu",))`. The result of `.trace`
+    lists the arrays that the function takes and returns, with their paths and
+    shardings.
 
-    Static arguments are compared by value and by type: 1, 1.0 and True give three programs. Where the tree of a plan
-    had functions, an argument may have `None`, as after `equinox.partition`.
+    Static arguments are compared by value and by type: 1, 1.0 and True give three
+    programs. Where the tree of a plan had functions, an argument may have `None`, as
+    after `equinox.partition`.
 
     **Raises:**
 
-    - `PlanMismatchError` from `filter_jit` itself: for a PartitionSpec, which has no mesh (`jax.set_mesh` is not used),
+    - `PlanMismatchError` from `filter_jit` itself: for a PartitionSpec, which has no
+      mesh (`jax.set_mesh` is not used),
         and for shardings on different sets of devices.
-    - `PlanMismatchError` at tracing: if the arguments or results differ from the trees of their plans in paths, shapes
+    - `PlanMismatchError` at tracing: if the arguments or results differ from the trees
+      of their plans in paths, shapes
         or dtypes, or if an argument has another sharding than its entry.
-    - `PlanMismatchError` at a call: if a plan has no devices; if an array was deleted; if a donated array is given
-        twice; or if an argument with an entry is missing while an argument with arrays has no entry. If the function
-        donates nothing, only the first array of each sharding is checked for deletion.
+    - `PlanMismatchError` at a call: if a plan has no devices; if an array was deleted;
+      if a donated array is given
+        twice; or if an argument with an entry is missing while an argument with arrays
+        has no entry. If the function donates nothing, only the first array of each
+        sharding is checked for deletion.
     - `LeafTypeError` for a static argument that cannot be hashed.
 
     !!! Example
@@ -119,26 +154,37 @@ def filter_jit(
         assert apply(model, jnp.ones((8, 16))).shape == (8, 16)
         ```
     """
-    made = ft.partial(Jitted, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate)
+    made = ft.partial(
+        Jitted, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate
+    )
     return made if fn is None else made(fn)
 
 
 @dataclasses.dataclass(eq=False)
 class _Form:
-    """What one structure of arguments needs: its `jax.jit`, and the arrays to check at each call.
+    """What one structure of arguments needs: its `jax.jit`, and the arrays to check at
+    each call.
 
     **Arguments:**
 
-    - `treedef`, `kinds`: the structure of the function and its arguments, and the type of each leaf.
-    - `run`: the jitted function. It takes a static argument (all values that are no arrays) and then every array.
-    - `is_array`: for each leaf of the function and its arguments, whether it is an array.
+    - `treedef`, `kinds`: the structure of the function and its arguments, and the type
+      of each leaf.
+    - `run`: the jitted function. It takes a static argument (all values that are no
+      arrays) and then every array.
+    - `is_array`: for each leaf of the function and its arguments, whether it is an
+      array.
     - `statics`: the positions of the leaves that are no arrays.
-    - `has_data`: whether structures that are equal may hold different static data, such as fields 1 and True.
-    - `watched`: the positions, among the arrays, of the first array of each sharding in `in_shardings`. They are
-        checked because JAX does not compare the devices of an array with the same sharding as an earlier one.
+    - `has_data`: whether structures that are equal may hold different static data, such
+      as fields 1 and True.
+    - `watched`: the positions, among the arrays, of the first array of each sharding in
+      `in_shardings`. They are
+        checked because JAX does not compare the devices of an array with the same
+        sharding as an earlier one.
     - `is_donating`: whether an array is donated.
-    - `alive`: the positions of the arrays to check for deletion: all if one is donated, else `watched`.
-    - `last`: the static values of the last call, and its static argument; one tuple, so that threads do not mix them.
+    - `alive`: the positions of the arrays to check for deletion: all if one is donated,
+      else `watched`.
+    - `last`: the static values of the last call, and its static argument; one tuple, so
+      that threads do not mix them.
     - `shardings`: the shardings that the arrays of `watched` had at the last call.
     """
 
@@ -158,13 +204,20 @@ class _Form:
 class Jitted(Generic[P, R]):
     """The function that [`shardfx.filter_jit`][] returns, with the signature of `fn`.
 
-    There is one `jax.jit` for each list of the arguments' shardings. Its static argument holds the structure of the
-    arguments and all values that are not traced. The jitted function returns a list of arrays for each sharding in
-    `out_shardings`, because the structure of the results is not known before tracing. If there are no `out_shardings`
-    and all results are arrays, it returns the tree of results.
+    There is one `jax.jit` for each list of the arguments' shardings. Its static
+    argument holds the structure of the arguments and all values that are not traced.
+    The jitted function returns a list of arrays for each sharding in `out_shardings`,
+    because the structure of the results is not known before tracing. If there are no
+    `out_shardings` and all results are arrays, it returns the tree of results.
     """
 
-    def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
+    def __init__(
+        self,
+        fn: Callable[P, R],
+        in_shardings: object,
+        out_shardings: object,
+        donate: Donate,
+    ):
         self._fn: Callable[..., R] = fn
         self._signature = inspect.signature(fn)
         arrays, self._rest = eqx.partition(fn, _is_array)
@@ -177,21 +230,36 @@ class Jitted(Generic[P, R]):
         self._results = shardings["out_shardings"]
         self._is_abstract = any(map(is_abstract, it.chain(*shardings.values())))
         self._keys = parameter_keys(self._signature)
-        self._in, self._out = entries_by_key(in_shardings, self._keys, self._name), out_shardings
+        self._in, self._out = (
+            entries_by_key(in_shardings, self._keys, self._name),
+            out_shardings,
+        )
         self._donated = donated_by_key(donate, self._keys)
         # With this number of positional arguments a call needs no `Signature.bind`.
-        self._arity = len(self._keys) if [*self._keys.values()] == [*range(len(self._keys))] else None
-        self._form, self._jit = ft.lru_cache(_FORMS)(self._form_of), ft.lru_cache(_FORMS)(self._jit_of)
+        self._arity = (
+            len(self._keys)
+            if [*self._keys.values()] == [*range(len(self._keys))]
+            else None
+        )
+        self._form, self._jit = (
+            ft.lru_cache(_FORMS)(self._form_of),
+            ft.lru_cache(_FORMS)(self._jit_of),
+        )
         self._last: _Form | None = None
-        # JAX keeps the static argument of each program, and finds a program faster if equal ones are one object.
-        self._statics: weakref.WeakValueDictionary[Any, Static] = weakref.WeakValueDictionary()
+        # JAX keeps the static argument of each program, and finds a program faster if
+        # equal ones are one object.
+        self._statics: weakref.WeakValueDictionary[Any, Static] = (
+            weakref.WeakValueDictionary()
+        )
         ft.update_wrapper(self, fn, updated=())
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> "Jitted[P, R]": ...
 
     @overload
-    def __get__(self: "Jitted[Concatenate[Any, Q], R]", instance: object, owner: Any = None) -> Callable[Q, R]: ...
+    def __get__(
+        self: "Jitted[Concatenate[Any, Q], R]", instance: object, owner: Any = None
+    ) -> Callable[Q, R]: ...
 
     def __get__(self, instance: Any, owner: object = None) -> Any:
         return self if instance is None else ft.partial(self, instance)
@@ -199,8 +267,10 @@ class Jitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._is_abstract:
             raise PlanMismatchError(
-                f"`{self._name}` was called, and a plan or sharding of its `in_shardings` or `out_shardings` has no "
-                "devices. It can be traced and lowered; to call it use `plan.on(plan.mesh.build(jax.devices()))`."
+                f"`{self._name}` was called, and a plan or sharding of its"
+                " `in_shardings` or `out_shardings` has no devices. It can be traced"
+                " and lowered; to call it use"
+                " `plan.on(plan.mesh.build(jax.devices()))`."
             )
         run, static, arrays = self._ready(args, kwargs)
         try:
@@ -216,31 +286,63 @@ class Jitted(Generic[P, R]):
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: object, **kwargs: object) -> Traced[P, R]:
-        """Traces the function for arguments or ShapeDtypeStructs. The plans need no devices."""
+        """Traces the function for arguments or ShapeDtypeStructs. The plans need no
+        devices.
+        """
         form, static, arrays = self._bound(args, kwargs)
-        given = self._given(*static.tree(map(without_devices if self._is_abstract else struct_of, arrays)))
+        given = self._given(
+            *static.tree(
+                map(without_devices if self._is_abstract else struct_of, arrays)
+            )
+        )
         traced = form.run.trace(static, *[one.array for one in given])
         taken = tuple(
-            TracedArray(one.path, struct_of(one.array, one.wanted), one.is_donated, one.argument, f"arrays[{at}]")
+            TracedArray(
+                one.path,
+                struct_of(one.array, one.wanted),
+                one.is_donated,
+                one.argument,
+                f"arrays[{at}]",
+            )
             for at, one in enumerate(given)
         )
         # The mesh of the first plan.
-        plans = jax.tree.leaves([[*self._in.values()], self._out], is_leaf=lambda node: isinstance(node, ShardPlan))
-        mesh: MeshSpec | None = next((one.mesh for one in plans if isinstance(one, ShardPlan)), None)
-        return Traced(ft.partial(self._run_compiled, static), traced, taken, self._returned(traced.out_info), mesh)
+        plans = jax.tree.leaves(
+            [[*self._in.values()], self._out],
+            is_leaf=lambda node: isinstance(node, ShardPlan),
+        )
+        mesh: MeshSpec | None = next(
+            (one.mesh for one in plans if isinstance(one, ShardPlan)), None
+        )
+        return Traced(
+            ft.partial(self._run_compiled, static),
+            traced,
+            taken,
+            self._returned(traced.out_info),
+            mesh,
+        )
 
-    def _run_compiled(self, lowered: Static, compiled: jax.stages.Compiled, args: object, kwargs: object) -> Any:
+    def _run_compiled(
+        self,
+        lowered: Static,
+        compiled: jax.stages.Compiled,
+        args: object,
+        kwargs: object,
+    ) -> Any:
         _, static, arrays = self._ready(args, kwargs)
         if static != lowered:
             raise PlanMismatchError(
-                f"`{self._name}` was compiled for other arguments: they differ in their structure, or in what is no "
-                f"array ({lowered.values!r:.60} then, {static.values!r:.60} now); lower it with what you call it with."
+                f"`{self._name}` was compiled for other arguments: they differ in their"
+                f" structure, or in what is no array ({lowered.values!r:.60} then,"
+                f" {static.values!r:.60} now); lower it with what you call it with."
             )
         out = compiled(*arrays)
         return out.rest.tree(*out.lists) if type(out) is Parted else out
 
     def _bound(self, args: Any, kwargs: Any) -> tuple[_Form, Static, Sequence[Any]]:
-        """The `_Form` for the structure of a call, its static argument (all that is no array), and its arrays."""
+        """The `_Form` for the structure of a call, its static argument (all that is no
+        array), and its arrays.
+        """
         if kwargs or len(args) != self._arity:
             try:
                 found = self._signature.bind(*args, **kwargs)
@@ -255,21 +357,31 @@ class Jitted(Generic[P, R]):
         values = [leaves[at] for at in form.statics]
         parts = values + node_data(treedef) if form.has_data else values
         known, static = form.last
-        if static is None or len(parts) != len(known) or not all(map(operator.is_, parts, known)):
+        if (
+            static is None
+            or len(parts) != len(known)
+            or not all(map(operator.is_, parts, known))
+        ):
             static = self._interned(Static(treedef, form.is_array, values), parts)
             form.last = parts, static
         return form, static, [*it.compress(leaves, form.is_array)] if values else leaves
 
     def _ready(self, args: Any, kwargs: Any) -> tuple[Any, Static, Sequence[Any]]:
-        """The jitted function for a call, and what to pass to it: the static argument and the arrays.
+        """The jitted function for a call, and what to pass to it: the static argument
+        and the arrays.
 
-        Raises `PlanMismatchError` if an array was deleted, is misplaced, or is passed twice and donated.
+        Raises `PlanMismatchError` if an array was deleted, is misplaced, or is passed
+        twice and donated.
         """
         form, static, arrays = self._bound(args, kwargs)
         alive = [arrays[at] for at in form.alive]
         shardings = [arrays[at].sharding for at in form.watched]
         is_twice = form.is_donating and len({*map(id, alive)}) < len(alive)
-        if is_twice or shardings != form.shardings or True in [one.is_deleted() for one in alive]:
+        if (
+            is_twice
+            or shardings != form.shardings
+            or True in [one.is_deleted() for one in alive]
+        ):
             self._given(*static.tree(arrays))
             form.shardings = shardings
         return form.run, static, arrays
@@ -279,7 +391,11 @@ class Jitted(Generic[P, R]):
         tree = Static(treedef, is_array, it.repeat("")).tree(it.repeat(_ARRAY))
         given = self._given(*tree, shapes=False)
         self._check_taken(*tree[1:])
-        placed = [at for at, kind in enumerate(it.compress(kinds, is_array)) if is_placed(kind)]
+        placed = [
+            at
+            for at, kind in enumerate(it.compress(kinds, is_array))
+            if is_placed(kind)
+        ]
         watched = [*{given[at].wanted: at for at in reversed(placed)}.values()]
         donated = tuple(one.is_donated for one in given)
         return _Form(
@@ -288,40 +404,51 @@ class Jitted(Generic[P, R]):
             self._jit(tuple(one.wanted for one in given), donated),
             is_array,
             statics=[at for at, one in enumerate(is_array) if not one],
-            has_data=any(type(one).__eq__ is not object.__eq__ for one in node_data(treedef)),
+            has_data=any(
+                type(one).__eq__ is not object.__eq__ for one in node_data(treedef)
+            ),
             watched=watched,
             is_donating=any(donated),
             alive=placed if any(donated) else watched,
         )
 
     def _jit_of(self, shardings: tuple[Any, ...], donated: tuple[bool, ...]) -> Any:
-        """The jitted function for arrays with these shardings. `donated` says whether each array is donated."""
+        """The jitted function for arrays with these shardings. `donated` says whether
+        each array is donated.
+        """
 
         def traced(static: Static, *arrays: object) -> Any:
             return self._traced(static, arrays)
 
         # The name that profiles show.
-        traced.__name__ = traced.__qualname__ = getattr(self._fn, "__name__", type(self._fn).__name__)
+        traced.__name__ = traced.__qualname__ = getattr(
+            self._fn, "__name__", type(self._fn).__name__
+        )
         return jax.jit(
             traced,
             static_argnums=0,
             in_shardings=shardings,
-            out_shardings=Parted(self._results, None) if len(self._results) > 1 else None,
+            out_shardings=(
+                Parted(self._results, None) if len(self._results) > 1 else None
+            ),
             donate_argnums=[*it.compress(it.count(1), donated)],
         )
 
     def _interned(self, static: Static, parts: Sequence[Any]) -> Static:
-        """The static argument of an earlier call that equals `static`; `static` if there is none.
+        """The static argument of an earlier call that equals `static`; `static` if
+        there is none.
 
-        `parts` has the values in `static` and the static data of its structure, such as static fields of modules.
-        Raises `LeafTypeError` if one of them cannot be hashed.
+        `parts` has the values in `static` and the static data of its structure, such as
+        static fields of modules. Raises `LeafTypeError` if one of them cannot be
+        hashed.
         """
         try:
             return self._statics.setdefault(static.key(parts), static)
         except TypeError as error:
             raise LeafTypeError(
-                f"an argument of `{self._name}` holds a value that is no array and cannot be hashed ({error}), so it "
-                "can be neither traced nor static; make it an array or something hashable."
+                f"an argument of `{self._name}` holds a value that is no array and"
+                f" cannot be hashed ({error}), so it can be neither traced nor static;"
+                " make it an array or something hashable."
             ) from error
 
     def _traced(self, static: Static, arrays: Sequence[object]) -> Any:
@@ -332,60 +459,110 @@ class Jitted(Generic[P, R]):
         numbers = {key: at for at, key in enumerate(["statics", *self._results])}
         order = [
             numbers[sharding if _is_array(leaf) else "statics"]
-            for leaf, sharding in zip(leaves, spread(self._out, out, f"what `{self._name}` returns"), strict=True)
+            for leaf, sharding in zip(
+                leaves,
+                spread(self._out, out, f"what `{self._name}` returns"),
+                strict=True,
+            )
         ]
-        statics, *lists = [[*it.compress(leaves, [at == number for at in order])] for number in numbers.values()]
-        return out if len(lists) == 1 and not statics else Parted(lists, Static(treedef, order, statics))
+        statics, *lists = [
+            [*it.compress(leaves, [at == number for at in order])]
+            for number in numbers.values()
+        ]
+        return (
+            out
+            if len(lists) == 1 and not statics
+            else Parted(lists, Static(treedef, order, statics))
+        )
 
-    def _given(self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = True) -> list[Given]:
+    def _given(
+        self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = True
+    ) -> list[Given]:
         """A description of each array that the function or its arguments hold.
 
-        `fn` has the arrays of the function itself. Raises `PlanMismatchError` if the paths of arrays differ from those
-        in the plans, if `shapes` is True and their shapes or dtypes differ, or if an array was deleted, has another
-        sharding than its entry, or is passed twice and donated.
+        `fn` has the arrays of the function itself. Raises `PlanMismatchError` if the
+        paths of arrays differ from those in the plans, if `shapes` is True and their
+        shapes or dtypes differ, or if an array was deleted, has another sharding than
+        its entry, or is passed twice and donated.
         """
         found = []
         trees = [(None, self._name, fn), *arguments(self._keys, args, kwargs)]
         for argument, (key, name, tree) in enumerate(trees, -1):
-            what = f"`{name}`" if key is None else f"argument {_shown(key)} of `{self._name}`"
+            what = (
+                f"`{name}`"
+                if key is None
+                else f"argument {_shown(key)} of `{self._name}`"
+            )
             leaves, treedef = jax.tree.flatten(tree)
             wanted = spread(at_key(self._in, key), tree, what, shapes=shapes)
-            for path, leaf, sharding in zip(tree_paths(treedef), leaves, wanted, strict=True):
+            for path, leaf, sharding in zip(
+                tree_paths(treedef), leaves, wanted, strict=True
+            ):
                 if _is_array(leaf):
-                    text, path = (f"`{path}` of {what}", f"{name}/{path}") if path else (what, name)
+                    text, path = (
+                        (f"`{path}` of {what}", f"{name}/{path}")
+                        if path
+                        else (what, name)
+                    )
                     is_donated = bool(at_key(self._donated, key))
-                    found.append(Given(text, path, leaf, sharding, is_donated, None if key is None else argument))
+                    found.append(
+                        Given(
+                            text,
+                            path,
+                            leaf,
+                            sharding,
+                            is_donated,
+                            None if key is None else argument,
+                        )
+                    )
         check_given(found)
         return found
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
-        """Raises `PlanMismatchError` if a parameter with an entry of `in_shardings` gets no argument while an argument
-        with arrays has no entry. Then `in_shardings` probably names the wrong parameter.
+        """Raises `PlanMismatchError` if a parameter with an entry of `in_shardings`
+        gets no argument while an argument with arrays has no entry. Then `in_shardings`
+        probably names the wrong parameter.
 
-        `args` and `kwargs` are the arguments of a call, with `_ARRAY` in the place of each array.
+        `args` and `kwargs` are the arguments of a call, with `_ARRAY` in the place of
+        each array.
         """
         given = {key: tree for key, _, tree in arguments(self._keys, args, kwargs)}
-        missing = [key for key in self._in if self._in[key] is not None and key not in (int, str, *given)]
-        bare = [key for key in given if at_key(self._in, key) is None and _ARRAY in jax.tree.leaves(given[key])]
+        missing = [
+            key
+            for key in self._in
+            if self._in[key] is not None and key not in (int, str, *given)
+        ]
+        bare = [
+            key
+            for key in given
+            if at_key(self._in, key) is None and _ARRAY in jax.tree.leaves(given[key])
+        ]
         if missing and bare:
             raise PlanMismatchError(
-                f"`in_shardings` has an entry for argument {_shown(missing[0])} of `{self._name}{self._signature}`, "
-                f"which this call lacks, and none for argument {_shown(bare[0])}, which it has. Pass arguments by "
-                "position for a tuple, by name for a dict, or name them in the signature, which `functools.wraps` "
-                "keeps for decorators."
+                f"`in_shardings` has an entry for argument {_shown(missing[0])} of"
+                f" `{self._name}{self._signature}`, which this call lacks, and none for"
+                f" argument {_shown(bare[0])}, which it has. Pass arguments by position"
+                " for a tuple, by name for a dict, or name them in the signature,"
+                " which `functools.wraps` keeps for decorators."
             )
 
     def _explain(self, error: Exception, static: Static, arrays: Sequence[Any]) -> None:
-        """Raises `PlanMismatchError` if the arguments of a call caused `error`, which the program raised.
+        """Raises `PlanMismatchError` if the arguments of a call caused `error`, which
+        the program raised.
 
         `static` and `arrays` are the static argument and the arrays of that call.
         """
         given = self._given(*static.tree(arrays))
         if "incompatible devices" in str(error):
-            text = re.sub(r"arrays\[(\d+)\] of [^ ]*", lambda found: given[int(found[1])].name, f"{error}")
+            text = re.sub(
+                r"arrays\[(\d+)\] of [^ ]*",
+                lambda found: given[int(found[1])].name,
+                f"{error}",
+            )
             raise PlanMismatchError(
-                f"`{self._name}` runs on one set of devices in one order. Place its arguments, `shard(tree, plan)`; "
-                f"use plans on one mesh inside one function, and `reshard` between functions. JAX says: {text}"
+                f"`{self._name}` runs on one set of devices in one order. Place its"
+                " arguments, `shard(tree, plan)`; use plans on one mesh inside one"
+                f" function, and `reshard` between functions. JAX says: {text}"
             ) from error
 
     def _returned(self, out: Any) -> tuple[TracedArray, ...]:
@@ -394,12 +571,21 @@ class Jitted(Generic[P, R]):
         `out` is what the traced program returns, with ShapeDtypeStructs for arrays.
         """
         if type(out) is not Parted:
-            pairs = zip(tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True)
+            pairs = zip(
+                tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True
+            )
             return tuple(TracedArray(path, struct_of(leaf)) for path, leaf in pairs)
         found = []
-        for number, (leaves, sharding) in enumerate(zip(out.lists, self._results, strict=True), 1):
-            paths = it.compress(tree_paths(out.rest.treedef), [at == number for at in out.rest.order])
-            found += [TracedArray(path, struct_of(leaf, sharding)) for path, leaf in zip(paths, leaves, strict=True)]
+        for number, (leaves, sharding) in enumerate(
+            zip(out.lists, self._results, strict=True), 1
+        ):
+            paths = it.compress(
+                tree_paths(out.rest.treedef), [at == number for at in out.rest.order]
+            )
+            found += [
+                TracedArray(path, struct_of(leaf, sharding))
+                for path, leaf in zip(paths, leaves, strict=True)
+            ]
         return tuple(found)
 
 

@@ -10,7 +10,16 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
 from .._ground.spec import array_bytes, canonical, entries_of
-from .._ground.text import array_text, between_numbers, bytes_text, html_table, joined_exactly, plural, spec_text, table
+from .._ground.text import (
+    array_text,
+    between_numbers,
+    bytes_text,
+    html_table,
+    joined_exactly,
+    plural,
+    spec_text,
+    table,
+)
 from .._ground.tree import flatten
 from .._plan import ShardPlan, canonical_dtype, check_plan
 from .given import has_same_shards, memory_kind
@@ -29,9 +38,11 @@ class MisplacedArray:
     **Arguments:**
 
     - `path`: the path of the array in the tree.
-    - `asked`, `found`: the dtype, shape, spec and memory kind of the planned and of the live array, as texts; "nothing"
+    - `asked`, `found`: the dtype, shape, spec and memory kind of the planned and of the
+      live array, as texts; "nothing"
         for a missing array.
-    - `excess_bytes`: the bytes by which a shard is larger than the planned shard; 0 if it is not larger.
+    - `excess_bytes`: the bytes by which a shard is larger than the planned shard; 0 if
+      it is not larger.
     - `fix`: how to correct the array, as a text.
     """
 
@@ -43,7 +54,8 @@ class MisplacedArray:
 
 
 class Misplaced(tuple[MisplacedArray, ...]):
-    """A tuple of [`shardfx._arrays.MisplacedArray`][]s, which `print`, a console and a notebook show as a table.
+    """A tuple of [`shardfx._arrays.MisplacedArray`][]s, which `print`, a console and a
+    notebook show as a table.
 
     The tuple is empty, and so false, if every array is as planned.
     """
@@ -56,36 +68,59 @@ class Misplaced(tuple[MisplacedArray, ...]):
         return sum(row.excess_bytes for row in self)
 
     def __str__(self) -> str:
-        return "\n".join([*(table(self._table(), right={"too much"}) if self else ()), self._below()])
+        return "\n".join(
+            [*(table(self._table(), right={"too much"}) if self else ()), self._below()]
+        )
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return html_table(self._table() if self else (), right={"too much"}, below=[self._below()])
+        return html_table(
+            self._table() if self else (), right={"too much"}, below=[self._below()]
+        )
 
     def _below(self) -> str:
         if not self:
             return "every array lies as the plan says"
-        return f"{plural(len(self), 'array')} misplaced, {bytes_text(self.excess_bytes)} too much on each device"
+        return (
+            f"{plural(len(self), 'array')} misplaced, {bytes_text(self.excess_bytes)}"
+            " too much on each device"
+        )
 
     def _table(self) -> list[tuple[str, ...]]:
         groups: dict[tuple[Any, ...], list[MisplacedArray]] = {}
         for row in self:
-            key = between_numbers(row.path), row.asked, row.found, row.excess_bytes, row.fix
+            key = (
+                between_numbers(row.path),
+                row.asked,
+                row.found,
+                row.excess_bytes,
+                row.fix,
+            )
             groups.setdefault(key, []).append(row)
         rows: list[tuple[str, ...]] = [_HEADER]
         for (_, asked, found, excess, fix), alike in groups.items():
             for path, count in joined_exactly([row.path for row in alike]):
-                rows.append((path, asked, found, bytes_text(excess * count) if excess else "-", fix))
+                rows.append(
+                    (
+                        path,
+                        asked,
+                        found,
+                        bytes_text(excess * count) if excess else "-",
+                        fix,
+                    )
+                )
         return rows
 
 
 def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
-    """The arrays of a live tree whose shardings, shapes, dtypes or memory kinds are not those of their plan.
+    """The arrays of a live tree whose shardings, shapes, dtypes or memory kinds are not
+    those of their plan.
 
-    Two shardings are equal if every device holds the same part of the array. The names of mesh axes and the order of
-    devices do not matter. If the plan has no devices, positions in its mesh stand for devices. Inside `jax.jit`, the
-    sharding of an array on Explicit axes is read from its type.
+    Two shardings are equal if every device holds the same part of the array. The names
+    of mesh axes and the order of devices do not matter. If the plan has no devices,
+    positions in its mesh stand for devices. Inside `jax.jit`, the sharding of an array
+    on Explicit axes is read from its type.
 
     **Arguments:**
 
@@ -94,12 +129,14 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
 
     **Returns:**
 
-    A [`shardfx._arrays.Misplaced`][], with the most excess bytes first. It has the arrays with another sharding, shape,
-    dtype or memory kind, and the arrays that are missing or not in the plan. It is false if there are none.
+    A [`shardfx._arrays.Misplaced`][], with the most excess bytes first. It has the
+    arrays with another sharding, shape, dtype or memory kind, and the arrays that are
+    missing or not in the plan. It is false if there are none.
 
     **Raises:**
 
-    `LeafTypeError` for a traced array on Auto axes, whose sharding the compiler has not chosen yet.
+    `LeafTypeError` for a traced array on Auto axes, whose sharding the compiler has not
+    chosen yet.
 
     !!! Example
 
@@ -120,27 +157,42 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     """
     check_plan("plan", plan)
     content, flat = plan.content, flatten(tree)
-    asked = [(one, row.shape, row.dtype) for one, row in zip(content.row_shardings, content.rows, strict=True)]
+    asked = [
+        (one, row.shape, row.dtype)
+        for one, row in zip(content.row_shardings, content.rows, strict=True)
+    ]
     index, missing = content.index, ()
     if flat.paths != content.path_tree.paths:
         numbers, present = dict(content.numbered), set(flat.paths)
         index = [numbers.get(path, -1) for path in flat.paths]
-        missing = [(path, i) for path, i in content.numbered if i >= 0 and path not in present]
+        missing = [
+            (path, i) for path, i in content.numbered if i >= 0 and path not in present
+        ]
     found = []
-    for path, leaf, is_array, i in zip(flat.paths, flat.leaves, flat.is_array, index, strict=True):
+    for path, leaf, is_array, i in zip(
+        flat.paths, flat.leaves, flat.is_array, index, strict=True
+    ):
         if i >= 0 or is_array:
             here = (_sharding(path, leaf), leaf.shape, leaf.dtype) if is_array else None
             verdict = _verdict(here, asked[i] if i >= 0 else None)
             if verdict is not None:
                 found.append(MisplacedArray(path, *verdict))
-    found += [MisplacedArray(path, *verdict) for path, i in missing if (verdict := _verdict(None, asked[i]))]
+    found += [
+        MisplacedArray(path, *verdict)
+        for path, i in missing
+        if (verdict := _verdict(None, asked[i]))
+    ]
     return Misplaced(sorted(found, key=lambda row: -row.excess_bytes))
 
 
 def _sharding(path: str, leaf: Any) -> Sharding | None:
     if isinstance(leaf, np.ndarray | np.generic):
         return None
-    return known_sharding((jax.tree_util.DictKey(path),), leaf) if isinstance(leaf, Tracer) else leaf.sharding
+    return (
+        known_sharding((jax.tree_util.DictKey(path),), leaf)
+        if isinstance(leaf, Tracer)
+        else leaf.sharding
+    )
 
 
 # The sharding, the shape and the dtype of an array.
@@ -148,12 +200,16 @@ _Described = tuple[Sharding | None, tuple[int, ...], Any]
 
 
 @ft.lru_cache(maxsize=4096)
-def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, str, int, str] | None:
-    """The planned and the found array as texts, the bytes by which the shard found is larger than the planned one, and
-    how to correct the array; `None` if the array is as planned.
+def _verdict(
+    found: _Described | None, asked: _Described | None
+) -> tuple[str, str, int, str] | None:
+    """The planned and the found array as texts, the bytes by which the shard found is
+    larger than the planned one, and how to correct the array; `None` if the array is as
+    planned.
 
-    `found` and `asked` are the sharding, shape and dtype of the live and of the planned array. `found` is `None` if the
-    array is missing, and `asked` is `None` if the plan has no such array.
+    `found` and `asked` are the sharding, shape and dtype of the live and of the planned
+    array. `found` is `None` if the array is missing, and `asked` is `None` if the plan
+    has no such array.
     """
     texts = _text(asked), _text(found)
     if found is None or asked is None:
@@ -168,7 +224,9 @@ def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, s
 
 
 def _held(described: _Described) -> int:
-    """The bytes of one shard of an array with this sharding, shape and dtype; 0 for an array without a sharding."""
+    """The bytes of one shard of an array with this sharding, shape and dtype; 0 for an
+    array without a sharding.
+    """
     sharding, shape, dtype = described
     return 0 if sharding is None else array_bytes(sharding.shard_shape(shape), dtype)
 
@@ -183,4 +241,6 @@ def _text(described: _Described | None) -> str:
     if not isinstance(sharding, NamedSharding):
         return f"{text} on {plural(len(sharding.device_set), 'device')}"
     text += f" {spec_text(entries_of(canonical(sharding.spec)))}"
-    return text if memory_kind(sharding) is None else f"{text} in {sharding.memory_kind}"
+    return (
+        text if memory_kind(sharding) is None else f"{text} in {sharding.memory_kind}"
+    )

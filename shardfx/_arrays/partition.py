@@ -1,6 +1,8 @@
-"""The values of a call that `filter_jit` does not trace, as one static argument of `jax.jit`.
+"""The values of a call that `filter_jit` does not trace, as one static argument of
+`jax.jit`.
 
-The values are compared by value and by type, since 1, 1.0 and True are equal but give different programs.
+The values are compared by value and by type, since 1, 1.0 and True are equal but give
+different programs.
 """
 
 import dataclasses
@@ -13,7 +15,8 @@ import jax
 def mark(value: object) -> Hashable:
     """A key that holds what `==` ignores: the type of `value`, and the sign of a zero.
 
-    It also holds this for the values in containers and dataclasses. Two NaNs have equal keys, although NaN != NaN.
+    It also holds this for the values in containers and dataclasses. Two NaNs have equal
+    keys, although NaN != NaN.
     """
     kind = type(value)
     if isinstance(value, float | complex):
@@ -22,17 +25,25 @@ def mark(value: object) -> Hashable:
     if isinstance(value, tuple | list):
         return kind, tuple(map(mark, value))
     if isinstance(value, dict):
-        return kind, frozenset([(key, mark(key), mark(one)) for key, one in value.items()])
+        return kind, frozenset(
+            [(key, mark(key), mark(one)) for key, one in value.items()]
+        )
     if isinstance(value, set | frozenset):
         return kind, frozenset([(one, mark(one)) for one in value])
     if dataclasses.is_dataclass(kind):
         # An attribute may be unset.
-        return kind, *[mark(getattr(value, one.name, None)) for one in dataclasses.fields(kind) if one.compare]
+        return kind, *[
+            mark(getattr(value, one.name, None))
+            for one in dataclasses.fields(kind)
+            if one.compare
+        ]
     return kind
 
 
 def node_data(treedef: Any) -> list[Any]:
-    """The static data of the inner nodes of a tree: static fields of modules, and dict keys that are not strings."""
+    """The static data of the inner nodes of a tree: static fields of modules, and dict
+    keys that are not strings.
+    """
     found: list[Any] = []
     nodes = [treedef]
     for node in nodes:
@@ -48,13 +59,16 @@ def node_data(treedef: Any) -> list[Any]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """The values of a tree that are not traced, and the structure of the tree, as a static argument or result.
+    """The values of a tree that are not traced, and the structure of the tree, as a
+    static argument or result.
 
     **Arguments:**
 
-    - `treedef`: the structure of the tree. Two structures that are equal may hold different static data, such as 1 and
+    - `treedef`: the structure of the tree. Two structures that are equal may hold
+      different static data, such as 1 and
         True.
-    - `order`: for each leaf, the index of the list that has it: 0 for `values`, and 1, 2, ... for the lists of arrays
+    - `order`: for each leaf, the index of the list that has it: 0 for `values`, and 1,
+      2, ... for the lists of arrays
         from which the method `tree` makes the tree again.
     - `values`: the leaves that are not traced.
     """
@@ -64,16 +78,23 @@ class Static:
     values: Iterable[Any]
 
     def key(self, parts: Sequence[Any]) -> Hashable:
-        """A key. Static arguments with equal keys lead to the same program for the same arrays.
+        """A key. Static arguments with equal keys lead to the same program for the same
+        arrays.
 
-        `parts` has the values and the inner nodes' static data, such as static fields. Their types are in the key too.
+        `parts` has the values and the inner nodes' static data, such as static fields.
+        Their types are in the key too.
         """
         # NaN does not equal itself.
-        compared = [None if isinstance(one, float | complex) and one != one else one for one in self.values]
+        compared = [
+            None if isinstance(one, float | complex) and one != one else one
+            for one in self.values
+        ]
         return self.order, tuple(compared), mark(parts), self.treedef
 
     def tree(self, *lists: Iterable[Any]) -> Any:
-        """The tree. Its arrays come from `lists`, the lists 1, 2, ... of `order`, each in the order of the leaves."""
+        """The tree. Its arrays come from `lists`, the lists 1, 2, ... of `order`, each
+        in the order of the leaves.
+        """
         left = [*map(iter, (self.values, *lists))]
         return self.treedef.unflatten([next(left[at]) for at in self.order])
 
@@ -83,8 +104,10 @@ class Parted(NamedTuple):
 
     **Arguments:**
 
-    - `lists`: one list of arrays for each sharding in `out_shardings`; the first is for arrays without one.
-    - `rest`: a `Static` with the results that are no arrays, and the structure of all results.
+    - `lists`: one list of arrays for each sharding in `out_shardings`; the first is for
+      arrays without one.
+    - `rest`: a `Static` with the results that are no arrays, and the structure of all
+      results.
     """
 
     lists: Any

@@ -1,5 +1,5 @@
-"""Puts arrays on the devices of a plan, gathers arrays to the host, reads their shardings, and clears the caches of the
-package.
+"""Puts arrays on the devices of a plan, gathers arrays to the host, reads their
+shardings, and clears the caches of the package.
 """
 
 import functools as ft
@@ -34,17 +34,22 @@ def shard(tree: T, plan: ShardPlan) -> T: ...
 
 
 def shard(tree: object, plan: ShardPlan) -> PyTree:
-    """Puts every array of a tree on the devices of the plan, sharded as planned, on one process or many.
+    """Puts every array of a tree on the devices of the plan, sharded as planned, on one
+    process or many.
 
-    Inside `jax.jit`, where arrays cannot be moved, `shard` constrains every array, as [`shardfx.constrain`][] does.
+    Inside `jax.jit`, where arrays cannot be moved, `shard` constrains every array, as
+    [`shardfx.constrain`][] does.
 
     **Arguments:**
 
-    - `tree`: the planned tree, of JAX or NumPy arrays. Leaves that are no arrays may be missing in it. On many
-        processes, a NumPy array and an array of one process must be the whole array, equal on all processes; each
-        process copies its shards from it. On CPUs the result may share memory with a NumPy array, as with
-        `jax.device_put`: pass `array.copy()` if you fill the array again.
-    - `plan`: the plan of the tree, on a mesh of devices. Inside `jax.jit` the plan may have no devices if an argument
+    - `tree`: the planned tree, of JAX or NumPy arrays. Leaves that are no arrays may be
+      missing in it. On many
+        processes, a NumPy array and an array of one process must be the whole array,
+        equal on all processes; each process copies its shards from it. On CPUs the
+        result may share memory with a NumPy array, as with `jax.device_put`: pass
+        `array.copy()` if you fill the array again.
+    - `plan`: the plan of the tree, on a mesh of devices. Inside `jax.jit` the plan may
+      have no devices if an argument
         of the compiled function is on its mesh.
 
     **Returns:**
@@ -53,7 +58,8 @@ def shard(tree: object, plan: ShardPlan) -> PyTree:
 
     **Raises:**
 
-    `PlanMismatchError` if the tree is not the planned one or the plan has no devices. No array has been moved then.
+    `PlanMismatchError` if the tree is not the planned one or the plan has no devices.
+    No array has been moved then.
 
     !!! Example
 
@@ -74,8 +80,16 @@ def shard(tree: object, plan: ShardPlan) -> PyTree:
         return jax.tree.unflatten(flat.treedef, _constrained(flat, plan))
     shardings = shardings_of_leaves(plan, flat)
     leaves = list(flat.leaves)
-    moved = [at for at, shaped in enumerate(flat.is_array) if shaped and shardings[at] is not None]
-    for at, array in zip(moved, placed([leaves[at] for at in moved], [shardings[at] for at in moved]), strict=True):
+    moved = [
+        at
+        for at, shaped in enumerate(flat.is_array)
+        if shaped and shardings[at] is not None
+    ]
+    for at, array in zip(
+        moved,
+        placed([leaves[at] for at in moved], [shardings[at] for at in moved]),
+        strict=True,
+    ):
         leaves[at] = array
     return jax.tree.unflatten(flat.treedef, leaves)
 
@@ -97,8 +111,9 @@ def gather(tree: object) -> PyTree:
 
     **Returns:**
 
-    The tree with NumPy arrays in the place of JAX arrays. PRNG keys, which NumPy cannot hold, are JAX arrays on one
-    device. Leaves that are no arrays are returned unchanged.
+    The tree with NumPy arrays in the place of JAX arrays. PRNG keys, which NumPy cannot
+    hold, are JAX arrays on one device. Leaves that are no arrays are returned
+    unchanged.
 
     **Raises:**
 
@@ -117,14 +132,18 @@ def gather(tree: object) -> PyTree:
 
 
 def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
-    """The leaves of a traced tree. Each array is constrained to its sharding in the plan."""
+    """The leaves of a traced tree. Each array is constrained to its sharding in the
+    plan.
+    """
     leaves = list(flat.leaves)
     for at, number in enumerate(rows_of(plan.content, flat)):
         if number >= 0:
             row = plan.content.rows[number]
             leaves[at] = constrain(leaves[at], row.spec, plan, strict=True)
             if row.memory_kind is not None:
-                sharding = named_sharding(plan.content.any_mesh, row.spec, row.memory_kind)
+                sharding = named_sharding(
+                    plan.content.any_mesh, row.spec, row.memory_kind
+                )
                 leaves[at] = jax.device_put(leaves[at], sharding)
     return leaves
 
@@ -132,16 +151,19 @@ def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
 def _gathered_leaf(path: Any, leaf: object) -> Any:
     if isinstance(leaf, Tracer):
         raise LeafTypeError(
-            f"{_name(path)}, {leaf.dtype}{list(leaf.shape)}, is traced: inside `jax.jit` "
-            "it has no values that could be brought to the host. Gather what the function returns; to have an array "
-            "whole on every device inside, use `constrain(x, PartitionSpec(), plan)`."
+            f"{_name(path)}, {leaf.dtype}{list(leaf.shape)}, is traced: inside"
+            " `jax.jit` it has no values that could be brought to the host. Gather"
+            " what the function returns; to have an array whole on every device"
+            " inside, use `constrain(x, PartitionSpec(), plan)`."
         )
     return _gathered(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _gathered(leaf: jax.Array) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_gathered(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(
+            _gathered(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
+        )
     if leaf.is_fully_addressable or leaf.is_fully_replicated:
         return np.asarray(leaf)
     return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
@@ -151,11 +173,13 @@ _CACHED, _JITTED = type(ft.lru_cache(len)), type(jax.jit(len))
 
 
 def clear_caches() -> None:
-    """Clears all caches of the package, and with them the references to devices, meshes and programs.
+    """Clears all caches of the package, and with them the references to devices, meshes
+    and programs.
 
-    Call `clear_caches` after devices were lost, or between tests: the package then keeps no device alive. JAX has
-    caches of its own, which `jax.clear_caches()` clears; they hold the programs of [`shardfx.filter_jit`][]. Results do
-    not change, since plans and programs are made again if they are needed.
+    Call `clear_caches` after devices were lost, or between tests: the package then
+    keeps no device alive. JAX has caches of its own, which `jax.clear_caches()` clears;
+    they hold the programs of [`shardfx.filter_jit`][]. Results do not change, since
+    plans and programs are made again if they are needed.
 
     !!! Example
 
@@ -168,7 +192,11 @@ def clear_caches() -> None:
         ```
     """
     package = __name__.partition(".")[0]
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == package]
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == package
+    ]
     for thing in [thing for module in modules for thing in vars(module).values()]:
         if isinstance(thing, _CACHED):
             thing.cache_clear()
@@ -177,21 +205,25 @@ def clear_caches() -> None:
 
 
 def specs_of(tree: object) -> Any:
-    """The PartitionSpec of every array of a tree, in canonical form (without trailing `None`s and one-element tuples).
+    """The PartitionSpec of every array of a tree, in canonical form (without trailing
+    `None`s and one-element tuples).
 
     **Arguments:**
 
-    - `tree`: any tree of arrays or ShapeDtypeStructs. Inside `jax.jit`, traced arrays must be on Explicit axes.
+    - `tree`: any tree of arrays or ShapeDtypeStructs. Inside `jax.jit`, traced arrays
+      must be on Explicit axes.
 
     **Returns:**
 
-    The tree with a PartitionSpec for each array, and `None` for leaves that are no arrays. NumPy arrays, structs
-    without a sharding and arrays of rank 0 have `PartitionSpec()`.
+    The tree with a PartitionSpec for each array, and `None` for leaves that are no
+    arrays. NumPy arrays, structs without a sharding and arrays of rank 0 have
+    `PartitionSpec()`.
 
     **Raises:**
 
-    `LeafTypeError` for a JAX array on one device, or one that is sharded without a mesh, since it has no PartitionSpec;
-    and for a traced array on Auto axes, whose sharding the compiler chooses.
+    `LeafTypeError` for a JAX array on one device, or one that is sharded without a
+    mesh, since it has no PartitionSpec; and for a traced array on Auto axes, whose
+    sharding the compiler chooses.
     """
 
     def spec(path: object, leaf: object) -> PartitionSpec | None:
@@ -200,10 +232,15 @@ def specs_of(tree: object) -> Any:
             return canonical(sharding.spec)
         if isinstance(leaf, jax.Array) and leaf.ndim:
             raise LeafTypeError(
-                f"{_name(path)}, shape {leaf.shape}, lies on "
-                f"{sharding}, which has no PartitionSpec; place it with `shard(tree, plan)`, or use `shardings_of`."
+                f"{_name(path)}, shape {leaf.shape}, lies on {sharding}, which has no"
+                " PartitionSpec; place it with `shard(tree, plan)`, or use"
+                " `shardings_of`."
             )
-        return PartitionSpec() if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else None
+        return (
+            PartitionSpec()
+            if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+            else None
+        )
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -213,7 +250,8 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
 
     **Arguments:**
 
-    - `tree`: any tree; its leaves may be arrays, ShapeDtypeStructs, Shardings or PartitionSpecs.
+    - `tree`: any tree; its leaves may be arrays, ShapeDtypeStructs, Shardings or
+      PartitionSpecs.
     - `mesh`: the mesh of the PartitionSpecs in the tree; needed only if there are any.
 
     **Returns:**
@@ -222,14 +260,18 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
 
     **Raises:**
 
-    `PlanMismatchError` for a PartitionSpec without `mesh`. `LeafTypeError` for a traced array on Auto axes.
+    `PlanMismatchError` for a PartitionSpec without `mesh`. `LeafTypeError` for a traced
+    array on Auto axes.
     """
 
     def sharding(path: object, leaf: object) -> Sharding | None:
         if not isinstance(leaf, PartitionSpec):
             return leaf if isinstance(leaf, Sharding) else known_sharding(path, leaf)
         if mesh is None:
-            raise PlanMismatchError(f"the tree holds the bare spec {leaf}; pass the mesh that it is for: `mesh=`.")
+            raise PlanMismatchError(
+                f"the tree holds the bare spec {leaf}; pass the mesh that it is for:"
+                " `mesh=`."
+            )
         return NamedSharding(mesh, leaf)
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
@@ -238,18 +280,23 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
 def known_sharding(path: object, leaf: object) -> Sharding | None:
     """The sharding of an array or ShapeDtypeStruct; `None` if it has none.
 
-    Raises `LeafTypeError`, which names the leaf's `path`, for a traced array on Auto axes: the compiler chooses its
-    sharding.
+    Raises `LeafTypeError`, which names the leaf's `path`, for a traced array on Auto
+    axes: the compiler chooses its sharding.
     """
     sharding = sharding_of(leaf)
     if isinstance(leaf, Tracer) and leaf.ndim and isinstance(sharding, NamedSharding):
         mesh = sharding.mesh
-        autos = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
+        autos = [
+            name
+            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind == AxisType.Auto
+        ]
         if any(mesh.shape[name] > 1 for name in autos):
             raise LeafTypeError(
-                f"{_name(path)}, shape {leaf.shape}, is traced on a "
-                f"mesh with the Auto axes {tuple(autos)}: the compiler chooses how they cut it, and has not yet. Look "
-                "at what the compiled function returns; or use Explicit axes, which are in the type."
+                f"{_name(path)}, shape {leaf.shape}, is traced on a mesh with the Auto"
+                f" axes {tuple(autos)}: the compiler chooses how they cut it, and has"
+                " not yet. Look at what the compiled function returns; or use Explicit"
+                " axes, which are in the type."
             )
     return sharding
 

@@ -1,8 +1,9 @@
 """The stages of a function of `filter_jit`: traced, lowered, compiled.
 
-Each stage also has the attributes of the stage that `jax.jit` returns, such as `as_text()` and `memory_analysis()`. Its
-`argument_paths` has the path of each array that the function takes, by the array's name in the program's text, such as
-"arrays[0]". Its `_call` runs a compiled stage of `jax.jit` on the arguments of a call.
+Each stage also has the attributes of the stage that `jax.jit` returns, such as
+`as_text()` and `memory_analysis()`. Its `argument_paths` has the path of each array
+that the function takes, by the array's name in the program's text, such as "arrays[0]".
+Its `_call` runs a compiled stage of `jax.jit` on the arguments of a call.
 """
 
 import dataclasses
@@ -24,13 +25,17 @@ class TracedArray:
 
     **Arguments:**
 
-    - `path`: the name of the argument, and the path of the array within it, such as "params/layers/0/w". For a result,
+    - `path`: the name of the argument, and the path of the array within it, such as
+      "params/layers/0/w". For a result,
         the path within the results of the function.
-    - `struct`: the shape and dtype, and the sharding if `in_shardings`, `out_shardings` or the argument has one.
+    - `struct`: the shape and dtype, and the sharding if `in_shardings`, `out_shardings`
+      or the argument has one.
     - `is_donated`: whether the program may reuse the buffer of the array.
-    - `argument`: the position of the argument that holds the array; `None` for results, and for arrays that the
+    - `argument`: the position of the argument that holds the array; `None` for results,
+      and for arrays that the
         function itself holds.
-    - `name`: the name of the array in the program's text, such as "arrays[0]"; "" for results.
+    - `name`: the name of the array in the program's text, such as "arrays[0]"; "" for
+      results.
     """
 
     path: str
@@ -49,7 +54,8 @@ class Traced(Generic[P, R]):
     - `arrays`: the arrays that the function takes, one for each input of the jaxpr.
     - `results`: the arrays that the function returns, one for each output of the jaxpr.
     - `traced`: the object that `jax.jit(...).trace` returned.
-    - `mesh`: the mesh of the first plan in `in_shardings` and `out_shardings`, as a MeshSpec, which also says how the
+    - `mesh`: the mesh of the first plan in `in_shardings` and `out_shardings`, as a
+      MeshSpec, which also says how the
         mesh spans TPU slices; `None` without plans.
     """
 
@@ -69,16 +75,23 @@ class Traced(Generic[P, R]):
 
     @property
     def argument_paths(self) -> dict[str, str]:
-        """The path of each array that the function takes, by the name of the array in the program's text."""
+        """The path of each array that the function takes, by the name of the array in
+        the program's text.
+        """
         return {one.name: one.path for one in self.arrays}
 
-    def lower(self, *, lowering_platforms: Sequence[str] | None = None) -> "Lowered[P, R]":
-        """Lowers the function for the given platforms, or for the platform of its devices.
+    def lower(
+        self, *, lowering_platforms: Sequence[str] | None = None
+    ) -> "Lowered[P, R]":
+        """Lowers the function for the given platforms, or for the platform of its
+        devices.
 
         If the plans of the function have no devices, `lowering_platforms` is needed.
         """
         named = None if lowering_platforms is None else tuple(lowering_platforms)
-        return Lowered(self._call, self.traced.lower(lowering_platforms=named), self.argument_paths)
+        return Lowered(
+            self._call, self.traced.lower(lowering_platforms=named), self.argument_paths
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -92,14 +105,22 @@ class Lowered(Generic[P, R]):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.lowered, name)
 
-    def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled[P, R]":
-        """Compiles the function for its devices. `compiler_options` has options of XLA, by name."""
-        return Compiled(self._call, self.lowered.compile(compiler_options), self.argument_paths)
+    def compile(
+        self, compiler_options: dict[str, Any] | None = None
+    ) -> "Compiled[P, R]":
+        """Compiles the function for its devices. `compiler_options` has options of XLA,
+        by name.
+        """
+        return Compiled(
+            self._call, self.lowered.compile(compiler_options), self.argument_paths
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Compiled(Generic[P, R]):
-    """A function of `filter_jit` that is compiled for certain shapes and certain static arguments."""
+    """A function of `filter_jit` that is compiled for certain shapes and certain static
+    arguments.
+    """
 
     _call: Any
     compiled: jax.stages.Compiled

@@ -1,4 +1,6 @@
-"""Loads the objects that command-line arguments name: models, rules, optimizers, keyword arguments, TPU slices."""
+"""Loads the objects that command-line arguments name: models, rules, optimizers,
+keyword arguments, TPU slices.
+"""
 
 import ast
 import difflib
@@ -16,7 +18,15 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, checkpoint, chips, presets
+from shardfx import (
+    AxisRules,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    checkpoint,
+    chips,
+    presets,
+)
 from shardfx.errors import ChipError, MeshError, PlanFormatError
 
 from .._ground.text import printable
@@ -28,7 +38,8 @@ Rules = tuple[PathRules | None, AxisRules | None]
 
 
 class LoadedModel(NamedTuple):
-    """A model, checkpoint or plan that a command-line argument names. All arrays of its tree are ShapeDtypeStructs.
+    """A model, checkpoint or plan that a command-line argument names. All arrays of its
+    tree are ShapeDtypeStructs.
 
     `plan` is `None` unless the argument names a stored plan.
     """
@@ -37,32 +48,54 @@ class LoadedModel(NamedTuple):
     plan: ShardPlan | None = None
 
 
-def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stack_experts: bool = False) -> LoadedModel:
-    """Returns the tree of a named model, checkpoint or plan. Raises `UsageError` if there is none or loading fails.
+def load_model(
+    name: str,
+    arguments: Mapping[str, object] | None = None,
+    *,
+    stack_experts: bool = False,
+) -> LoadedModel:
+    """Returns the tree of a named model, checkpoint or plan. Raises `UsageError` if
+    there is none or loading fails.
 
-    - `name`: a path of a checkpoint or a plan's JSON; `MODULE:CALLABLE`, which is traced with
-        `equinox.filter_eval_shape`; or the name of a published model. An existing path has priority.
-    - `arguments`: keyword arguments for the callable, or numbers of the published model to change, such as `layers`.
-    - `stack_experts`: whether the experts of a layer of a published model are one array.
+    - `name`: a path of a checkpoint or a plan's JSON; `MODULE:CALLABLE`, which is
+      traced with
+        `equinox.filter_eval_shape`; or the name of a published model. An existing path
+        has priority.
+    - `arguments`: keyword arguments for the callable, or numbers of the published model
+      to change, such as `layers`.
+    - `stack_experts`: whether the experts of a layer of a published model are one
+      array.
     """
     if not os.path.exists(name) and name in presets.models.names():
         named = {"stack_experts": stack_experts, **(arguments or {})}
-        return LoadedModel(calling(f"`{name}`", lambda: presets.models.tree(name, **named)))
+        return LoadedModel(
+            calling(f"`{name}`", lambda: presets.models.tree(name, **named))
+        )
     if os.path.exists(name) or ":" not in name:
         if arguments:
-            hint = "are for a callable or a published model; name one as MODULE:CALLABLE, or as llama3-8b"
+            hint = (
+                "are for a callable or a published model; name one as MODULE:CALLABLE,"
+                " or as llama3-8b"
+            )
             raise UsageError(f"--kwargs {hint}, not {name!r}")
         return _file(name)
     made = attribute(name)
     if callable(made) and not isinstance(made, eqx.Module):
         made = calling(f"`{name}`", lambda: _evaluated(made, arguments or {}))
     elif arguments:
-        raise UsageError(f"--kwargs are for a callable, but `{name}` is {made!r:.60}; leave them out")
+        raise UsageError(
+            f"--kwargs are for a callable, but `{name}` is {made!r:.60}; leave them out"
+        )
     elif isinstance(made, ShardPlan):
         return LoadedModel(made.structs, made)
     elif not calling(f"reading `{name}`", lambda: jax.tree.leaves(made)):
-        raise UsageError(f"`{name}` is {made!r:.60}; name a callable that makes the model, or a tree of arrays.")
-    return LoadedModel(calling(f"reading `{name}`", lambda: jax.tree.map(_struct, made)))
+        raise UsageError(
+            f"`{name}` is {made!r:.60}; name a callable that makes the model, or a tree"
+            " of arrays."
+        )
+    return LoadedModel(
+        calling(f"reading `{name}`", lambda: jax.tree.map(_struct, made))
+    )
 
 
 def _struct(leaf: Any) -> Any:
@@ -75,16 +108,27 @@ def _file(path: str) -> LoadedModel:
         if made is not None:
             return LoadedModel(jax.tree.map(_struct, made.structs), made)
     try:
-        return LoadedModel(calling(f"reading {path!r}", lambda: checkpoint.structs(checkpoint.read_index(path))))
+        return LoadedModel(
+            calling(
+                f"reading {path!r}",
+                lambda: checkpoint.structs(checkpoint.read_index(path)),
+            )
+        )
     except UsageError as error:
         hint = _near_models(path)
         if hint and not os.path.exists(path):
-            raise UsageError(f"there is no file and no published model {path!r}{hint}") from error
+            raise UsageError(
+                f"there is no file and no published model {path!r}{hint}"
+            ) from error
         module = path.removesuffix(".py").rstrip("/").replace("/", ".")
-        if (os.path.isfile(path) and not path.endswith(".py")) or not all(map(str.isidentifier, module.split("."))):
+        if (os.path.isfile(path) and not path.endswith(".py")) or not all(
+            map(str.isidentifier, module.split("."))
+        ):
             raise
         told = str(error).rstrip(".")
-        raise UsageError(f"{told}. A model is named as MODULE:CALLABLE, as in `{module}:make`") from error
+        raise UsageError(
+            f"{told}. A model is named as MODULE:CALLABLE, as in `{module}:make`"
+        ) from error
 
 
 def _plan(path: str) -> ShardPlan | None:
@@ -100,38 +144,52 @@ def _plan(path: str) -> ShardPlan | None:
 
 
 def _near_models(name: str) -> str:
-    """Returns a text such as "; did you mean 'llama3-8b'?" with the published models whose names are similar to `name`.
+    """Returns a text such as "; did you mean 'llama3-8b'?" with the published models
+    whose names are similar to `name`.
 
-    Names from Hugging Face have an owner before the last "/", which is ignored: `meta-llama/Llama-3.1-8B`.
+    Names from Hugging Face have an owner before the last "/", which is ignored:
+    `meta-llama/Llama-3.1-8B`.
     """
     short = name.rstrip("/").rpartition("/")[2].lower()
     return near(short, presets.models.names(), cutoff=0.75)
 
 
 def load_rules(name: str, model: str) -> Rules:
-    """Returns the rules that `name` describes. Raises `UsageError` if there are none or loading fails.
+    """Returns the rules that `name` describes. Raises `UsageError` if there are none or
+    loading fails.
 
-    - `name`: path rules as text, recognised by "->"; a strategy for a published model, such as "fsdp_tp"; a rule
-        set in `shardfx.presets`, such as "llama"; or `MODULE:NAME` of PathRules, AxisRules, both in a tuple, or a
-        function without arguments that makes them. Strategies and rule sets take arguments: "fsdp_tp:tensor=model",
+    - `name`: path rules as text, recognised by "->"; a strategy for a published model,
+      such as "fsdp_tp"; a rule
+        set in `shardfx.presets`, such as "llama"; or `MODULE:NAME` of PathRules,
+        AxisRules, both in a tuple, or a function without arguments that makes them.
+        Strategies and rule sets take arguments: "fsdp_tp:tensor=model",
         "llama:head_dim=64".
     - `model`: the name of the model. A strategy needs a published model.
     """
     if "->" in name:
         return calling("reading --rules", lambda: PathRules.parse(name)), None
     first, _, given = name.partition(":")
-    # A user's module may have the name of a rule set: if it exists, `llama:RULES` is the name RULES in it.
-    if not given or "=" in given or importlib.util.find_spec(first.partition(".")[0] or "_") is None:
+    # A user's module may have the name of a rule set: if it exists, `llama:RULES` is
+    # the name RULES in it.
+    if (
+        not given
+        or "=" in given
+        or importlib.util.find_spec(first.partition(".")[0] or "_") is None
+    ):
         if first in presets.models.strategies():
             return _strategy(name, first, given, model), None
         if first in rule_set_names():
-            made = calling(f"--rules {name}", lambda: vars(presets)[first](**_arguments(name, given)))
+            made = calling(
+                f"--rules {name}",
+                lambda: vars(presets)[first](**_arguments(name, given)),
+            )
             return _sorted(made, f"rules {first!r}")
     if ":" not in name:
         hint = near(name, (*presets.models.strategies(), *rule_set_names()))
         raise UsageError(
-            f"--rules {name!r} is neither MODULE:NAME nor a text like 'attention->fsdp.tensor, .*->fsdp(fsdp)', and "
-            f"no ready set has this name{hint}"
+            f"--rules {name!r} is neither MODULE:NAME nor a text like"
+            " 'attention->fsdp.tensor, .*->fsdp(fsdp)', and no ready set has this"
+            f" name{hint}"
         )
     found = attribute(name)
     if callable(found):
@@ -140,23 +198,30 @@ def load_rules(name: str, model: str) -> Rules:
 
 
 def load_optimizer(name: str) -> Callable[..., Any]:
-    """Returns the `init` function of the optimizer `name`, for `shardfx.follow`. Raises `UsageError` if there is none.
+    """Returns the `init` function of the optimizer `name`, for `shardfx.follow`. Raises
+    `UsageError` if there is none.
 
-    The name is `MODULE:NAME` of an optimizer with the interface of optax, or of a function that makes one. The function
-    needs no arguments or only `learning_rate`, which does not change the shapes of the state.
+    The name is `MODULE:NAME` of an optimizer with the interface of optax, or of a
+    function that makes one. The function needs no arguments or only `learning_rate`,
+    which does not change the shapes of the state.
     """
     found = attribute(name)
     if "init" not in dir(found) and callable(found):
         found: Any = calling(f"`{name}()`", lambda: _optimizer(found))
     if "init" not in dir(found):
         raise UsageError(
-            f"`{name}` is {found!r:.60}; it must be an optimizer, with `init` and `update`, as optax makes them"
+            f"`{name}` is {found!r:.60}; it must be an optimizer, with `init` and"
+            " `update`, as optax makes them"
         )
     return found.init
 
 
 def _optimizer(make: Callable[..., object]) -> Any:
-    return make(learning_rate=1e-3) if "learning_rate" in inspect.signature(make).parameters else make()
+    return (
+        make(learning_rate=1e-3)
+        if "learning_rate" in inspect.signature(make).parameters
+        else make()
+    )
 
 
 def _strategy(text: str, how: str, arguments: str, model: str) -> PathRules:
@@ -165,45 +230,74 @@ def _strategy(text: str, how: str, arguments: str, model: str) -> PathRules:
             hint = _near_models(model) or "; a model is named as MODULE:CALLABLE"
             raise UsageError(f"there is no file and no published model {model!r}{hint}")
         raise UsageError(
-            f"--rules {text} is for a published model, as llama3-8b (`shardfx models` lists them), not for {model!r}; "
-            "name rules as MODULE:NAME or as a text, or a ready set, as in --rules llama"
+            f"--rules {text} is for a published model, as llama3-8b (`shardfx models`"
+            f" lists them), not for {model!r}; name rules as MODULE:NAME or as a text,"
+            " or a ready set, as in --rules llama"
         )
-    return calling(f"--rules {text}", lambda: presets.models.rules_for(model, how, **_arguments(text, arguments)))
+    return calling(
+        f"--rules {text}",
+        lambda: presets.models.rules_for(model, how, **_arguments(text, arguments)),
+    )
 
 
 def _arguments(text: str, arguments: str) -> dict[str, Any]:
-    """Parses the `arguments` of a rule set, such as "head_dim=64,fsdp=data". Raises `UsageError`, which shows `text`,
-    the value of --rules, if it cannot.
+    """Parses the `arguments` of a rule set, such as "head_dim=64,fsdp=data". Raises
+    `UsageError`, which shows `text`, the value of --rules, if it cannot.
     """
-    found = {key: value for key, _, value in (part.partition("=") for part in arguments.split(",") if part)}
+    found = {
+        key: value
+        for key, _, value in (
+            part.partition("=") for part in arguments.split(",") if part
+        )
+    }
     if not all(found.values()):
-        raise UsageError(f"--rules {text!r:.200} is not of the form NAME or NAME:key=value,..., as llama:head_dim=64")
-    return {key: int(value) if value.isdecimal() else value for key, value in found.items()}
+        raise UsageError(
+            f"--rules {text!r:.200} is not of the form NAME or NAME:key=value,..., as"
+            " llama:head_dim=64"
+        )
+    return {
+        key: int(value) if value.isdecimal() else value for key, value in found.items()
+    }
 
 
 def _sorted(found: object, what: str) -> Rules:
     pieces = found if isinstance(found, tuple | list) else (found,)
     paths = [piece for piece in pieces if isinstance(piece, PathRules)]
     axes = [piece for piece in pieces if isinstance(piece, AxisRules)]
-    if len(paths) > 1 or len(axes) > 1 or not pieces or len(paths) + len(axes) < len(pieces):
-        raise UsageError(f"{what} is {found!r:.80}; it must be PathRules, AxisRules, or one of each in a tuple")
+    if (
+        len(paths) > 1
+        or len(axes) > 1
+        or not pieces
+        or len(paths) + len(axes) < len(pieces)
+    ):
+        raise UsageError(
+            f"{what} is {found!r:.80}; it must be PathRules, AxisRules, or one of each"
+            " in a tuple"
+        )
     return next(iter(paths), None), next(iter(axes), None)
 
 
 def made_of(name: str, cls: type, what: str) -> Any:
-    """Returns the object `MODULE:NAME` if it is an instance of `cls`; otherwise calls it and returns the result.
+    """Returns the object `MODULE:NAME` if it is an instance of `cls`; otherwise calls
+    it and returns the result.
 
-    Raises `UsageError` if neither is an instance of `cls`. In the message, `what` is a phrase for such an instance.
+    Raises `UsageError` if neither is an instance of `cls`. In the message, `what` is a
+    phrase for such an instance.
     """
     found = attribute(name)
-    found = calling(f"`{name}()`", found) if callable(found) and not isinstance(found, cls) else found
+    found = (
+        calling(f"`{name}()`", found)
+        if callable(found) and not isinstance(found, cls)
+        else found
+    )
     if not isinstance(found, cls):
         raise UsageError(f"`{name}` is {found!r:.60}; it must be {what}")
     return found
 
 
 def attribute(name: str) -> Any:
-    """Imports a module and returns an object in it. `name` is `package.module:name`, with "." between attributes.
+    """Imports a module and returns an object in it. `name` is `package.module:name`,
+    with "." between attributes.
 
     Raises `UsageError` if there is no such module or object, or if the import fails.
     """
@@ -211,27 +305,48 @@ def attribute(name: str) -> Any:
     if module_name.endswith(".py") and os.path.isfile(module_name):
         folder, file = os.path.split(module_name)
         where = f", in the directory {folder!r}" if folder else ""
-        raise UsageError(f"{module_name!r} is a file; name its module, `{file[:-3]}:{attribute or 'NAME'}`{where}")
-    if not attribute or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
-        raise UsageError(f"{name!r} is not of the form MODULE:NAME, as in `my_package.model:make`")
+        raise UsageError(
+            f"{module_name!r} is a file; name its module,"
+            f" `{file[:-3]}:{attribute or 'NAME'}`{where}"
+        )
+    if not attribute or not all(
+        part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]
+    ):
+        raise UsageError(
+            f"{name!r} is not of the form MODULE:NAME, as in `my_package.model:make`"
+        )
     # `python -m` puts the current directory into `sys.path`, a console script does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    if calling(f"finding `{module_name}`", lambda: importlib.util.find_spec(module_name)) is None:
-        raise UsageError(f"there is no module `{module_name}` in this directory or in the installed packages")
-    module = calling(f"importing `{module_name}`", lambda: importlib.import_module(module_name))
+    if (
+        calling(
+            f"finding `{module_name}`", lambda: importlib.util.find_spec(module_name)
+        )
+        is None
+    ):
+        raise UsageError(
+            f"there is no module `{module_name}` in this directory or in the installed"
+            " packages"
+        )
+    module = calling(
+        f"importing `{module_name}`", lambda: importlib.import_module(module_name)
+    )
     found: Any = module
     for part in attribute.split("."):
         if part not in dir(found):
             names = tuple(name for name in dir(found) if not name.startswith("_"))
-            hint = near(part, names) or f"; it has {', '.join(names[:8]) or 'nothing public'}"
+            hint = (
+                near(part, names)
+                or f"; it has {', '.join(names[:8]) or 'nothing public'}"
+            )
             raise UsageError(f"module `{module_name}` has no `{attribute}`{hint}")
         found = getattr(found, part)
     return found
 
 
 def _evaluated(function: Callable[..., object], arguments: Mapping[str, Any]) -> Any:
-    """Returns the result of `function(**arguments)` as ShapeDtypeStructs, without running it.
+    """Returns the result of `function(**arguments)` as ShapeDtypeStructs, without
+    running it.
 
     A parameter `key` that `arguments` lacks gets a PRNG key.
     """
@@ -243,64 +358,106 @@ def _evaluated(function: Callable[..., object], arguments: Mapping[str, Any]) ->
 def literals(text: str | None, flag: str) -> dict[str, Any]:
     """Parses keyword arguments whose values are Python literals: `depth=4, name="x"`.
 
-    Raises `UsageError` with the text if it cannot be parsed. `flag` is the flag with this text, for messages.
+    Raises `UsageError` with the text if it cannot be parsed. `flag` is the flag with
+    this text, for messages.
     """
     try:
         call = ast.parse(f"call({text or ''}\n)", mode="eval").body
-        # A closing bracket in the text could end the call early: then the expression is not a single call.
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
-            found = {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
+        # A closing bracket in the text could end the call early: then the expression is
+        # not a single call.
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and not call.args
+        ):
+            found = {
+                one.arg: ast.literal_eval(one.value)
+                for one in call.keywords
+                if one.arg is not None
+            }
             if len(found) == len(call.keywords):
                 return found
         cause = None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         cause = error
-    form = f"NAME=VALUE, ..., with numbers, strings in quotes, bools or None, as in --{flag} 'depth=4, name=\"small\"'"
+    form = (
+        "NAME=VALUE, ..., with numbers, strings in quotes, bools or None, as in"
+        f" --{flag} 'depth=4, name=\"small\"'"
+    )
     raise UsageError(f"--{flag} {text!r:.200} is not of the form {form}") from cause
 
 
 def near(name: str, known: tuple[str, ...], cutoff: float = 0.6) -> str:
-    """Returns "; did you mean 'x' or 'y'?" with the names in `known` most similar to `name`; "" if there are none.
+    """Returns "; did you mean 'x' or 'y'?" with the names in `known` most similar to
+    `name`; "" if there are none.
 
-    `cutoff` is the least ratio of `difflib`, from 0 to 1, for which two names count as similar.
+    `cutoff` is the least ratio of `difflib`, from 0 to 1, for which two names count as
+    similar.
     """
     lower = {one.lower(): one for one in known}
-    found = [lower[one] for one in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=cutoff)]
+    found = [
+        lower[one]
+        for one in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=cutoff)
+    ]
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def rule_set_names() -> tuple[str, ...]:
-    """Returns the names of the rule sets in `shardfx.presets`: the functions that return PathRules or AxisRules."""
-    functions = {name: one for name, one in vars(presets).items() if inspect.isfunction(one)}
+    """Returns the names of the rule sets in `shardfx.presets`: the functions that
+    return PathRules or AxisRules.
+    """
+    functions = {
+        name: one for name, one in vars(presets).items() if inspect.isfunction(one)
+    }
     return tuple(
-        name for name, one in sorted(functions.items()) if one.__annotations__["return"] in (PathRules, AxisRules)
+        name
+        for name, one in sorted(functions.items())
+        if one.__annotations__["return"] in (PathRules, AxisRules)
     )
 
 
 def parse_slice(text: str) -> chips.Slice:
-    """Returns the TPU slice with a name such as "tpu:v5p:8x8x8". Raises `UsageError` for a text that names none."""
+    """Returns the TPU slice with a name such as "tpu:v5p:8x8x8". Raises `UsageError`
+    for a text that names none.
+    """
     try:
         made = chips.parse_slice(text)
     except (MeshError, ChipError) as error:
         raise UsageError(f"--target: {error}") from error
     if not made.chip.torus_dims:
-        raise UsageError(f"--target {text!r:.60}: a switch joins its chips, so there is no order to choose")
+        raise UsageError(
+            f"--target {text!r:.60}: a switch joins its chips, so there is no order to"
+            " choose"
+        )
     return made
 
 
 def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
-    """Returns a text about the order in which `mesh` arranges the devices of the TPU slice `target`, with the mean
-    number of links between neighbours on each mesh axis.
+    """Returns a text about the order in which `mesh` arranges the devices of the TPU
+    slice `target`, with the mean number of links between neighbours on each mesh axis.
     """
-    places = itertools.product(*map(range, reversed(target.extents)), range(target.chip.devices_per_chip))
-    # Stand-ins with the attributes of JAX's devices, whose coordinates have three dimensions.
-    same = {"platform": "tpu", "device_kind": target.chip.kinds[0], "process_index": 0, "slice_index": 0}
+    places = itertools.product(
+        *map(range, reversed(target.extents)), range(target.chip.devices_per_chip)
+    )
+    # Stand-ins with the attributes of JAX's devices, whose coordinates have three
+    # dimensions.
+    same = {
+        "platform": "tpu",
+        "device_kind": target.chip.kinds[0],
+        "process_index": 0,
+        "slice_index": 0,
+    }
     devices = [
-        types.SimpleNamespace(id=number, coords=(*reversed(place), 0)[:3], core_on_chip=core, **same)
+        types.SimpleNamespace(
+            id=number, coords=(*reversed(place), 0)[:3], core_on_chip=core, **same
+        )
         for number, (*place, core) in enumerate(places)
     ]
     order = mesh.order(devices)
     hops = zip(mesh.axis_names, order.mean_hops or (), strict=False)
     told = ", ".join(f"{name} {mean:.2f}" for name, mean in hops)
-    first = f"On {target.name}: {target.devices:,} devices, ordered by {order.method}; mean hops: {told}."
+    first = (
+        f"On {target.name}: {target.devices:,} devices, ordered by {order.method}; mean"
+        f" hops: {told}."
+    )
     return "\n".join(map(printable, [first, *order.reasons]))

@@ -1,4 +1,6 @@
-"""The command-line arguments that several verbs share. They name a model, a mesh, rules or a training step."""
+"""The command-line arguments that several verbs share. They name a model, a mesh, rules
+or a training step.
+"""
 
 import contextlib
 import dataclasses
@@ -13,7 +15,16 @@ import jax
 from shardfx import MeshSpec, ShardPlan, chips, cost, follow, lint, plan, presets
 from shardfx._see import Findings
 
-from ._load import LoadedModel, attribute, literals, load_model, load_optimizer, load_rules, near, parse_slice
+from ._load import (
+    LoadedModel,
+    attribute,
+    literals,
+    load_model,
+    load_optimizer,
+    load_rules,
+    near,
+    parse_slice,
+)
 from ._screen import working
 from ._usage import UsageError, calling
 
@@ -23,7 +34,9 @@ MOST_DEVICES = 512
 
 
 class LoadedStep(NamedTuple):
-    """A training step, its arguments as ShapeDtypeStructs with shardings, and the mesh of these shardings."""
+    """A training step, its arguments as ShapeDtypeStructs with shardings, and the mesh
+    of these shardings.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -31,13 +44,14 @@ class LoadedStep(NamedTuple):
 
 
 def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> LoadedStep:
-    """Calls the function `MODULE:FUNCTION` that a user names, and returns the training step and the arguments that it
-    makes.
+    """Calls the function `MODULE:FUNCTION` that a user names, and returns the training
+    step and the arguments that it makes.
 
-    The function returns the step and a tuple of its arguments: trees of ShapeDtypeStructs with shardings, such as
-    `plan.structs`, or values that are not arrays. `kwargs` are the function's keyword arguments as text. `mesh` is the
-    value of its parameter `mesh`; `None` to pass no mesh. Raises `UsageError` if there is no such function, if it
-    fails, or if it returns something else.
+    The function returns the step and a tuple of its arguments: trees of
+    ShapeDtypeStructs with shardings, such as `plan.structs`, or values that are not
+    arrays. `kwargs` are the function's keyword arguments as text. `mesh` is the value
+    of its parameter `mesh`; `None` to pass no mesh. Raises `UsageError` if there is no
+    such function, if it fails, or if it returns something else.
     """
     if isinstance(mesh, str):
         mesh = calling("reading --mesh", ft.partial(MeshSpec.parse, mesh))
@@ -45,32 +59,54 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
     return LoadedStep(function, args, _mesh_of(name, args) if mesh is None else mesh)
 
 
-def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Calls the user's function `name`, `MODULE:FUNCTION`, without a mesh, and returns the step and the arguments that
-    it makes. Their ShapeDtypeStructs have no shardings. `kwargs` are the function's keyword arguments as text.
+def load_bare_step(
+    name: str, kwargs: str | None
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Calls the user's function `name`, `MODULE:FUNCTION`, without a mesh, and returns
+    the step and the arguments that it makes. Their ShapeDtypeStructs have no shardings.
+    `kwargs` are the function's keyword arguments as text.
     """
     function, args = _made(name, kwargs, None)
-    bare = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    bare = lambda leaf: (
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+        else leaf
+    )
     return function, jax.tree.map(bare, args)
 
 
-def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tuple[Any, ...]]:
-    """Calls the user's function `name`, and returns the step and the arguments that it makes. `kwargs` are its
-    keyword arguments as text, and `mesh` is the value of its parameter `mesh`. Raises `UsageError` if it returns
-    anything else.
+def _made(
+    name: str, kwargs: str | None, mesh: MeshSpec | None
+) -> tuple[Any, tuple[Any, ...]]:
+    """Calls the user's function `name`, and returns the step and the arguments that it
+    makes. `kwargs` are its keyword arguments as text, and `mesh` is the value of its
+    parameter `mesh`. Raises `UsageError` if it returns anything else.
     """
     found = attribute(name)
     if not callable(found):
-        raise UsageError(f"`{name}` is {found!r:.60}; name a function that returns a step and its arguments")
+        raise UsageError(
+            f"`{name}` is {found!r:.60}; name a function that returns a step and its"
+            " arguments"
+        )
     parameters = calling(f"`{name}`", lambda: inspect.signature(found)).parameters
     given = literals(kwargs, "kwargs")
     if "mesh" in parameters and mesh is not None:
         given["mesh"] = mesh
     if "mesh" not in parameters and mesh is not None:
-        raise UsageError(f"`{name}` takes no `mesh`, so its plans have their own; leave out --mesh")
+        raise UsageError(
+            f"`{name}` takes no `mesh`, so its plans have their own; leave out --mesh"
+        )
     made = calling(f"`{name}`", lambda: found(**given))
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
-        form = "a step and a tuple of its arguments, as in `return train_step, (params_plan.structs, batch)`"
+    if not (
+        isinstance(made, tuple)
+        and len(made) == 2
+        and callable(made[0])
+        and isinstance(made[1], tuple)
+    ):
+        form = (
+            "a step and a tuple of its arguments, as in `return train_step,"
+            " (params_plan.structs, batch)`"
+        )
         raise UsageError(f"`{name}` must return {form}, not {made!r:.60}")
     return made
 
@@ -82,73 +118,101 @@ def chip_of(name: str) -> chips.Chip:
 def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
     """Returns the traffic of a step: its collectives and the bytes that they send.
 
-    `how` is "estimate" for an estimate, "compile" for the traffic of the compiled step, or "compare" for a comparison
-    of both. The step is compiled for the TPU slice `target`, such as "tpu:v5e:4x4", or else for emulated CPU devices.
+    `how` is "estimate" for an estimate, "compile" for the traffic of the compiled step,
+    or "compare" for a comparison of both. The step is compiled for the TPU slice
+    `target`, such as "tpu:v5e:4x4", or else for emulated CPU devices.
     """
-    given = {"compiler": "cpu" if how == "compare" and target is None else "tpu", "mesh": step.mesh}
+    given = {
+        "compiler": "cpu" if how == "compare" and target is None else "tpu",
+        "mesh": step.mesh,
+    }
     guess = ft.partial(cost.estimate, step.function, *step.args, **given)
     if how == "estimate":
         return calling("estimating the step's traffic", guess)
-    sent = calling("reading the program", lambda: cost.traffic(compiled(step, target), step.mesh))
-    return sent if how == "compile" else calling("comparing", lambda: cost.compare(guess(), sent))
+    sent = calling(
+        "reading the program", lambda: cost.traffic(compiled(step, target), step.mesh)
+    )
+    return (
+        sent
+        if how == "compile"
+        else calling("comparing", lambda: cost.compare(guess(), sent))
+    )
 
 
 def fit_of(step: LoadedStep, chip: chips.Chip, program: object = None) -> cost.Fit:
-    """Returns the memory that a step needs on a chip. `program` is the compiled step; if `None`, the memory is
-    estimated.
+    """Returns the memory that a step needs on a chip. `program` is the compiled step;
+    if `None`, the memory is estimated.
     """
     with working("counting memory"):
         given = {"compiled": program, "chip": chip, "mesh": step.mesh}
-        return calling("counting memory", lambda: cost.fit(step.function, *step.args, **given))
+        return calling(
+            "counting memory", lambda: cost.fit(step.function, *step.args, **given)
+        )
 
 
 def compiled(step: LoadedStep, target: str | None = None) -> Any:
-    """Compiles a step for the TPU slice `target`, such as "tpu:v5e:4x4", or else for emulated CPU devices.
+    """Compiles a step for the TPU slice `target`, such as "tpu:v5e:4x4", or else for
+    emulated CPU devices.
 
-    A TPU slice need not exist here. Raises `UsageError` if JAX has started with fewer devices, the step does not
-    compile, or no compiler for the target is installed.
+    A TPU slice need not exist here. Raises `UsageError` if JAX has started with fewer
+    devices, the step does not compile, or no compiler for the target is installed.
     """
     if target is None:
         emulate(step.mesh.size, f"the mesh {step.mesh} has")
     given = {"target": target or "cpu", "mesh": step.mesh}
-    return calling("compiling the step", lambda: cost.compile_for(step.function, *step.args, **given))
+    return calling(
+        "compiling the step",
+        lambda: cost.compile_for(step.function, *step.args, **given),
+    )
 
 
 def emulate(count: int, what: str = "the target has") -> None:
-    """Makes JAX start with `count` emulated CPU devices. In error messages, `what` stands before this number.
+    """Makes JAX start with `count` emulated CPU devices. In error messages, `what`
+    stands before this number.
 
-    Raises `UsageError` if `count` exceeds `MOST_DEVICES`, or JAX has started with fewer devices.
+    Raises `UsageError` if `count` exceeds `MOST_DEVICES`, or JAX has started with fewer
+    devices.
     """
     if count > MOST_DEVICES:
-        hint = f"at most {MOST_DEVICES} can be emulated; `shardfx traffic --how estimate` needs none"
+        hint = (
+            f"at most {MOST_DEVICES} can be emulated; `shardfx traffic --how estimate`"
+            " needs none"
+        )
         raise UsageError(f"{what} {count:,} devices; {hint}")
     # JAX reads these when it starts a backend; afterwards a change raises RuntimeError.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     if len(jax.devices()) < count:
-        raise UsageError(f"JAX has started with {len(jax.devices())} devices, and {what} {count}")
+        raise UsageError(
+            f"JAX has started with {len(jax.devices())} devices, and {what} {count}"
+        )
 
 
 def _mesh_of(name: str, structs: object) -> MeshSpec:
     found = {
         MeshSpec.of(leaf.sharding.mesh): None
         for leaf in jax.tree.leaves(structs)
-        if isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(leaf.sharding, jax.NamedSharding)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+        and isinstance(leaf.sharding, jax.NamedSharding)
     }
     if len(found) != 1:
-        meshes = f"several meshes, {' and '.join(map(str, found))}" if found else "no mesh"
+        meshes = (
+            f"several meshes, {' and '.join(map(str, found))}" if found else "no mesh"
+        )
         raise UsageError(f"the arguments of `{name}` are on {meshes}; plan them on one")
     return next(iter(found))
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """The command-line arguments that name a model, a mesh and rules, before they are parsed.
+    """The command-line arguments that name a model, a mesh and rules, before they are
+    parsed.
 
-    Each field has the value of the option of its name; `model` is the argument MODEL. `kwargs` has keyword arguments
-    for the model, `devices` is the number of devices, and `target` the name of a TPU slice. `how` has the keyword
-    arguments of `shardfx.plan` that need no parsing, such as `strict`.
+    Each field has the value of the option of its name; `model` is the argument MODEL.
+    `kwargs` has keyword arguments for the model, `devices` is the number of devices,
+    and `target` the name of a TPU slice. `how` has the keyword arguments of
+    `shardfx.plan` that need no parsing, such as `strict`.
     """
 
     model: str | None
@@ -166,7 +230,8 @@ class PlanOptions:
 class Inputs:
     """The parsed command-line arguments that name a model, a mesh and rules.
 
-    `rules` has the arguments of `shardfx.plan` other than the tree and the mesh. `target` is the TPU slice of --target.
+    `rules` has the arguments of `shardfx.plan` other than the tree and the mesh.
+    `target` is the TPU slice of --target.
     """
 
     model: LoadedModel
@@ -176,27 +241,73 @@ class Inputs:
 
 
 _OPTIONS = (
-    click.option("--mesh", metavar="MESH", help="As in data=64,fsdp=16,tensor=8; one size may be -1."),
+    click.option(
+        "--mesh",
+        metavar="MESH",
+        help="As in data=64,fsdp=16,tensor=8; one size may be -1.",
+    ),
     click.option(
         "--rules",
         metavar="RULES",
-        help="For a published model: dp, fsdp, tp, fsdp_tp, ep. For others: a ready set, as in llama:head_dim=64; "
-        "MODULE:NAME of PathRules, AxisRules, a pair of both, or a function that makes them; or path rules as a text, "
-        "'attention|mlp->fsdp.tensor, .*->fsdp(fsdp)'.",
+        help=(
+            "For a published model: dp, fsdp, tp, fsdp_tp, ep. For others: a ready set,"
+            " as in llama:head_dim=64; MODULE:NAME of PathRules, AxisRules, a pair of"
+            " both, or a function that makes them; or path rules as a text,"
+            " 'attention|mlp->fsdp.tensor, .*->fsdp(fsdp)'."
+        ),
     ),
-    click.option("--kwargs", metavar="NAME=VALUE,...", help="For the model, as in 'layers=4, hidden=1024'."),
-    click.option("--dtype", metavar="DTYPE", help="Of a published model's arrays, as float32."),
-    click.option("--optimizer", metavar="MODULE:NAME", help="Plan its state too, as in optax:adamw."),
-    click.option("--mode", metavar="MODE", help="In which AxisRules are read, as in decode."),
-    click.option("--target", metavar="tpu:KIND:AxBxC", help="A TPU slice, as in tpu:v5p:8x8x8; fills a size of -1."),
-    click.option("--devices", type=click.IntRange(1), help="How many devices fill a size of -1."),
-    click.option("--min-bytes", type=click.IntRange(0), default=0, help="Replicate arrays of fewer bytes."),
     click.option(
-        "--unmatched", type=click.Choice(["raise", "replicate"]), default="raise", help="Arrays without a rule."
+        "--kwargs",
+        metavar="NAME=VALUE,...",
+        help="For the model, as in 'layers=4, hidden=1024'.",
     ),
-    click.option("--unused", type=click.Choice(["raise", "allow"]), default="raise", help="Rules that never apply."),
-    click.option("--strict", is_flag=True, help="Fail where an array cannot be sharded as its rule asks."),
-    click.option("--refine", is_flag=True, help="Split mesh axes of which a dimension can take a part."),
+    click.option(
+        "--dtype", metavar="DTYPE", help="Of a published model's arrays, as float32."
+    ),
+    click.option(
+        "--optimizer",
+        metavar="MODULE:NAME",
+        help="Plan its state too, as in optax:adamw.",
+    ),
+    click.option(
+        "--mode", metavar="MODE", help="In which AxisRules are read, as in decode."
+    ),
+    click.option(
+        "--target",
+        metavar="tpu:KIND:AxBxC",
+        help="A TPU slice, as in tpu:v5p:8x8x8; fills a size of -1.",
+    ),
+    click.option(
+        "--devices", type=click.IntRange(1), help="How many devices fill a size of -1."
+    ),
+    click.option(
+        "--min-bytes",
+        type=click.IntRange(0),
+        default=0,
+        help="Replicate arrays of fewer bytes.",
+    ),
+    click.option(
+        "--unmatched",
+        type=click.Choice(["raise", "replicate"]),
+        default="raise",
+        help="Arrays without a rule.",
+    ),
+    click.option(
+        "--unused",
+        type=click.Choice(["raise", "allow"]),
+        default="raise",
+        help="Rules that never apply.",
+    ),
+    click.option(
+        "--strict",
+        is_flag=True,
+        help="Fail where an array cannot be sharded as its rule asks.",
+    ),
+    click.option(
+        "--refine",
+        is_flag=True,
+        help="Split mesh axes of which a dimension can take a part.",
+    ),
 )
 _HOW = ("mode", "min_bytes", "unmatched", "unused", "strict", "refine")
 # The text about the argument MODEL in the help of every verb that has one.
@@ -205,13 +316,18 @@ MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llam
     that was written as JSON."""
 
 
-def takes_plan_options(*, model_is_needed: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that adds the command-line arguments of `PlanOptions` to a verb (a command), which gets them
-    as one value. With `model_is_needed`, the argument MODEL may not be left out.
+def takes_plan_options(
+    *, model_is_needed: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator that adds the command-line arguments of `PlanOptions` to a
+    verb (a command), which gets them as one value. With `model_is_needed`, the argument
+    MODEL may not be left out.
     """
     names = [field.name for field in dataclasses.fields(PlanOptions)][:-1]
     shown = "MODEL" if model_is_needed else "[MODEL]"
-    model = click.argument("model", type=click.Path(), required=model_is_needed, metavar=shown)
+    model = click.argument(
+        "model", type=click.Path(), required=model_is_needed, metavar=shown
+    )
 
     def decorated(function: Callable[..., object]) -> Callable[..., Any]:
         @ft.wraps(function)
@@ -230,44 +346,65 @@ def takes_plan_options(*, model_is_needed: bool = True) -> Callable[[Callable[..
 
 
 def inputs_of(options: PlanOptions) -> Inputs:
-    """Parses the options and loads the model and the rules. Raises `UsageError` for a missing or invalid argument.
+    """Parses the options and loads the model and the rules. Raises `UsageError` for a
+    missing or invalid argument.
 
-    If the options have no mesh and no rules, MODEL must name a stored plan, which has both.
+    If the options have no mesh and no rules, MODEL must name a stored plan, which has
+    both.
     """
     if options.model is None:
-        raise UsageError("Missing argument 'MODEL'; name one, as in llama3-8b or my_model:make")
+        raise UsageError(
+            "Missing argument 'MODEL'; name one, as in llama3-8b or my_model:make"
+        )
     if options.mesh is None and options.rules is None:
         model = load_model(options.model)
         if model.plan is not None:
             return Inputs(model, model.plan.mesh, {}, None)
     if options.mesh is None:
-        raise UsageError("Missing option '--mesh'; give one, as in --mesh data=64,fsdp=16,tensor=8")
+        raise UsageError(
+            "Missing option '--mesh'; give one, as in --mesh data=64,fsdp=16,tensor=8"
+        )
     if options.rules is None:
-        raise UsageError("Missing option '--rules'; give some, as in --rules '.*->fsdp(fsdp)'")
+        raise UsageError(
+            "Missing option '--rules'; give some, as in --rules '.*->fsdp(fsdp)'"
+        )
     target = None if options.target is None else parse_slice(options.target)
-    mesh = calling("reading --mesh", lambda: _mesh(options, None if target is None else target.devices))
+    mesh = calling(
+        "reading --mesh",
+        lambda: _mesh(options, None if target is None else target.devices),
+    )
     name = options.model
     if options.dtype is not None and name not in presets.models.names():
-        raise UsageError(f"--dtype is for a published model, as llama3-8b, not for {name!r}; leave it out")
+        raise UsageError(
+            f"--dtype is for a published model, as llama3-8b, not for {name!r}; leave"
+            " it out"
+        )
     paths, axes = load_rules(options.rules, name)
-    kwargs = literals(options.kwargs, "kwargs") | ({} if options.dtype is None else {"dtype": options.dtype})
+    kwargs = literals(options.kwargs, "kwargs") | (
+        {} if options.dtype is None else {"dtype": options.dtype}
+    )
     with working(f"reading {name}"):
-        model = load_model(name, kwargs, stack_experts=options.rules.partition(":")[0] == "ep")
+        model = load_model(
+            name, kwargs, stack_experts=options.rules.partition(":")[0] == "ep"
+        )
     return Inputs(model, mesh, {"paths": paths, "axes": axes, **options.how}, target)
 
 
 def plan_of(options: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
-    """Returns a plan of the model by the rules, and of its optimizer's state if the options name an optimizer.
+    """Returns a plan of the model by the rules, and of its optimizer's state if the
+    options name an optimizer.
 
-    If MODEL names a stored plan, and the options have no mesh and no rules, it is the stored plan. `inputs` are the
-    parsed options, if they were parsed before. Raises `UsageError` if an argument is missing or invalid, or planning
-    fails.
+    If MODEL names a stored plan, and the options have no mesh and no rules, it is the
+    stored plan. `inputs` are the parsed options, if they were parsed before. Raises
+    `UsageError` if an argument is missing or invalid, or planning fails.
     """
     inputs = inputs or inputs_of(options)
     if inputs.model.plan is not None and options.rules is None:
         return inputs.model.plan
     _require_known(options, inputs)
-    made = calling("planning", lambda: plan(inputs.model.tree, inputs.mesh, **inputs.rules))
+    made = calling(
+        "planning", lambda: plan(inputs.model.tree, inputs.mesh, **inputs.rules)
+    )
     if options.optimizer is None:
         return made
     init = load_optimizer(options.optimizer)
@@ -276,7 +413,9 @@ def plan_of(options: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
 
 
 def findings_of(options: PlanOptions, inputs: Inputs) -> Findings:
-    """Returns the findings of `lint` for the model, and for the state of its optimizer if the options name one."""
+    """Returns the findings of `lint` for the model, and for the state of its optimizer
+    if the options name one.
+    """
     with working("checking the rules"):
         if inputs.model.plan is not None and options.rules is None:
             return lint(inputs.model.plan)
@@ -285,7 +424,9 @@ def findings_of(options: PlanOptions, inputs: Inputs) -> Findings:
             return found
         # `found` has the findings about the model already.
         joined = lint(plan_of(options, inputs))
-        return Findings([*found, *[one for one in joined if one.code == "optimizer-state"]])
+        return Findings(
+            [*found, *[one for one in joined if one.code == "optimizer-state"]]
+        )
 
 
 # The default mesh axes of the strategies for published models.
@@ -293,20 +434,28 @@ _STRATEGY_AXES = ("data", "fsdp", "tensor", "expert")
 
 
 def _require_known(options: PlanOptions, inputs: Inputs) -> None:
-    """Raises `UsageError` if the rules are a strategy, such as "fsdp_tp", and the mesh has an unknown axis.
+    """Raises `UsageError` if the rules are a strategy, such as "fsdp_tp", and the mesh
+    has an unknown axis.
 
-    Known axes are those that the strategy uses, and `data`, `fsdp`, `tensor` and `expert`. Any other is probably
-    misspelled.
+    Known axes are those that the strategy uses, and `data`, `fsdp`, `tensor` and
+    `expert`. Any other is probably misspelled.
     """
-    if options.rules is None or options.rules.partition(":")[0] not in presets.models.strategies():
+    if (
+        options.rules is None
+        or options.rules.partition(":")[0] not in presets.models.strategies()
+    ):
         return
     used = inputs.rules["paths"].axes
     known = tuple(dict.fromkeys((*used, *_STRATEGY_AXES)))
     for axis, size in inputs.mesh.shape.items():
         if size > 1 and axis not in known:
-            hint = near(axis, known) or f"; for another name write --rules {options.rules}:{used[-1]}={axis}"
+            hint = (
+                near(axis, known)
+                or f"; for another name write --rules {options.rules}:{used[-1]}={axis}"
+            )
             raise UsageError(
-                f"--mesh {options.mesh} has the axis {axis!r}, and --rules {options.rules} uses {', '.join(used)}{hint}"
+                f"--mesh {options.mesh} has the axis {axis!r}, and --rules"
+                f" {options.rules} uses {', '.join(used)}{hint}"
             )
 
 
@@ -314,9 +463,13 @@ def _mesh(options: PlanOptions, device_count: int | None) -> MeshSpec:
     mesh = MeshSpec.parse(options.mesh or "")
     if device_count is not None and options.devices not in (None, device_count):
         raise UsageError(
-            f"--target {options.target} has {device_count} devices, not {options.devices}; leave out --devices"
+            f"--target {options.target} has {device_count} devices, not"
+            f" {options.devices}; leave out --devices"
         )
     count = device_count or options.devices
     if count is None and -1 in mesh.axis_sizes:
-        raise UsageError(f"--mesh {options.mesh} has a size of -1; say what fills it with --devices N or --target")
+        raise UsageError(
+            f"--mesh {options.mesh} has a size of -1; say what fills it with --devices"
+            " N or --target"
+        )
     return mesh if count is None else mesh.fit(count)

@@ -1,4 +1,6 @@
-"""Writes the output of verbs: coloured text, JSON, progress on a terminal, and exit codes."""
+"""Writes the output of verbs: coloured text, JSON, progress on a terminal, and exit
+codes.
+"""
 
 import contextlib
 import dataclasses
@@ -42,17 +44,24 @@ _COLOURS = (
 
 
 def terminal_width() -> int | None:
-    """Returns the number of the terminal's columns; `None`, which means no limit, if stdout is not a terminal."""
-    return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
+    """Returns the number of the terminal's columns; `None`, which means no limit, if
+    stdout is not a terminal.
+    """
+    return (
+        os.get_terminal_size(sys.stdout.fileno()).columns
+        if sys.stdout.isatty()
+        else None
+    )
 
 
 def show(text: str) -> None:
-    """Prints a text of several lines, such as a table of the library. The names of the library's arguments are
-    replaced by flags: `strict=True` by `--strict`.
+    """Prints a text of several lines, such as a table of the library. The names of the
+    library's arguments are replaced by flags: `strict=True` by `--strict`.
     """
     text = encodable(in_flags(text), sys.stdout.encoding)
     if sys.stdout.isatty():
-        # Tables fit the terminal already. The terminal itself wraps a row that does not.
+        # Tables fit the terminal already. The terminal itself wraps a row that does
+        # not.
         console = Console(highlight=False, markup=False, emoji=False)
         console.print(coloured(wrapped(text, terminal_width())), soft_wrap=True)
     else:
@@ -66,10 +75,14 @@ def coloured(text: str) -> Text:
     return made
 
 
-def answer(json_file: str | None, text: Callable[[], str], data: Callable[[], Any]) -> None:
-    """Prints a result as text, or writes it as JSON, or both. `text` and `data` make the two forms of the result.
+def answer(
+    json_file: str | None, text: Callable[[], str], data: Callable[[], Any]
+) -> None:
+    """Prints a result as text, or writes it as JSON, or both. `text` and `data` make
+    the two forms of the result.
 
-    `json_file` is the value of the flag --json: a file, "-" to print JSON only, or `None` for no JSON.
+    `json_file` is the value of the flag --json: a file, "-" to print JSON only, or
+    `None` for no JSON.
     """
     if json_file != "-":
         show(text())
@@ -82,24 +95,34 @@ def write(text: str, file: str) -> None:
     if file == "-":
         print(text)
         return
-    calling(f"writing {file!r}", lambda: pathlib.Path(file).write_text(text + "\n", encoding="utf-8"))
+    calling(
+        f"writing {file!r}",
+        lambda: pathlib.Path(file).write_text(text + "\n", encoding="utf-8"),
+    )
 
 
 def require_writable(*files: str | None) -> None:
-    """Raises `UsageError` before the work begins if an output file cannot be written, or if more than one is "-"."""
+    """Raises `UsageError` before the work begins if an output file cannot be written,
+    or if more than one is "-".
+    """
     if files.count("-") > 1:
-        raise UsageError('two results would be printed as one; give a file for all but one "-"')
+        raise UsageError(
+            'two results would be printed as one; give a file for all but one "-"'
+        )
     for file in files:
         if file is not None and file != "-":
             is_new = not os.path.lexists(file)
-            calling(f"writing {file!r}", ft.partial(pathlib.Path(file).open, "a")).close()
+            calling(
+                f"writing {file!r}", ft.partial(pathlib.Path(file).open, "a")
+            ).close()
             if is_new:
                 os.remove(file)
 
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """A context manager that shows the message `what` in the terminal if its block takes longer than a second.
+    """A context manager that shows the message `what` in the terminal if its block
+    takes longer than a second.
 
     Its value is a function that replaces the message.
     """
@@ -118,15 +141,17 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def as_json(value: object) -> str:
-    """Returns a result as JSON text in ASCII. Other characters, including lone surrogates, are escaped."""
+    """Returns a result as JSON text in ASCII. Other characters, including lone
+    surrogates, are escaped.
+    """
     return json.dumps(data_of(value), indent=2)
 
 
 def data_of(value: object) -> Any:
     """Converts a result of the library to dicts, lists, strings, numbers and `None`.
 
-    A dataclass or named tuple becomes a dict of its fields, a PartitionSpec a list with an entry for each dimension, a
-    dtype its name.
+    A dataclass or named tuple becomes a dict of its fields, a PartitionSpec a list with
+    an entry for each dimension, a dtype its name.
     """
     if value is None or isinstance(value, str | bool | int | float):
         return value
@@ -137,7 +162,10 @@ def data_of(value: object) -> Any:
     if isinstance(value, PartitionSpec):
         return [data_of(entry) for entry in entries_of(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: data_of(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: data_of(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
         return {str(key): data_of(held) for key, held in value.items()}
     if isinstance(value, tuple) and "_fields" in dir(value):
@@ -150,7 +178,8 @@ def data_of(value: object) -> Any:
 class Verb(click.Command):
     """A click command whose exit code is the number that its function returns, or 0.
 
-    If the function raises a UsageError, one line is printed on stderr, and the exit code is 2.
+    If the function raises a UsageError, one line is printed on stderr, and the exit
+    code is 2.
     """
 
     def invoke(self, ctx: click.Context) -> int:
@@ -162,21 +191,32 @@ class Verb(click.Command):
         except (UsageError, OSError) as error:
             what = ""
             if isinstance(error, OSError):
-                # At its exit the interpreter would flush the rest of the text and fail again.
+                # At its exit the interpreter would flush the rest of the text and fail
+                # again.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 what = "printing failed: "
-            if isinstance(error, BrokenPipeError):  # the reader, such as `head`, closed the pipe
+            if isinstance(
+                error, BrokenPipeError
+            ):  # the reader, such as `head`, closed the pipe
                 return 0
-            print(shown(f"{ctx.command_path}: error: {what}{error}", sys.stderr.encoding), file=sys.stderr)
+            print(
+                shown(f"{ctx.command_path}: error: {what}{error}", sys.stderr.encoding),
+                file=sys.stderr,
+            )
             return 2
 
 
-def verb(*, examples: Sequence[str], exits: str = "0") -> Callable[[Callable[..., Any]], click.Command]:
+def verb(
+    *, examples: Sequence[str], exits: str = "0"
+) -> Callable[[Callable[..., Any]], click.Command]:
     """Returns a decorator that makes a function a verb (a command) of the same name.
 
-    `examples` are command lines that the help shows and that a test runs. `exits` is the text of the help about exit
-    codes, before "2 for bad input".
+    `examples` are command lines that the help shows and that a test runs. `exits` is
+    the text of the help about exit codes, before "2 for bad input".
     """
     lines = "\n".join(f"  {example}" for example in examples)
-    epilog = f"\b\nexamples:\n{lines}\n\nExit code: {exits}; 2 for bad input, after one line on stderr."
+    epilog = (
+        f"\b\nexamples:\n{lines}\n\nExit code: {exits}; 2 for bad input, after one line"
+        " on stderr."
+    )
     return click.command(cls=Verb, epilog=epilog)

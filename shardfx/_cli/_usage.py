@@ -1,4 +1,6 @@
-"""Turns errors into one line on stderr. User code is run so that its errors become such a line, too."""
+"""Turns errors into one line on stderr. User code is run so that its errors become such
+a line, too.
+"""
 
 import pathlib
 import re
@@ -14,32 +16,50 @@ from .._ground.text import printable
 _Result = TypeVar("_Result")
 
 # The package's own errors: their messages are complete, so no context is added to them.
-OURS = tuple(kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception))
+OURS = tuple(
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, Exception)
+)
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 2000
-_ARGUMENT = re.compile(r"`(unmatched|unused|mode|min_bytes|strict|refine|step)=([^`]*)`")
-_INSTALLED = (*sysconfig.get_paths().values(), str(pathlib.Path(__file__).parent.parent))
+_ARGUMENT = re.compile(
+    r"`(unmatched|unused|mode|min_bytes|strict|refine|step)=([^`]*)`"
+)
+_INSTALLED = (
+    *sysconfig.get_paths().values(),
+    str(pathlib.Path(__file__).parent.parent),
+)
 
 
 class UsageError(ValueError):
-    """The error of an argument on the command line, or of a file or object that it names. Its message has one line."""
+    """The error of an argument on the command line, or of a file or object that it
+    names. Its message has one line.
+    """
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the first three lines of an error's message as one line. Lines that only mark positions are left out."""
+    """Returns the first three lines of an error's message as one line. Lines that only
+    mark positions are left out.
+    """
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line.strip(" ^~")]
     text = ""
     for line in lines[:_SHOWN_LINES]:
         text += line if not text else f" {line}" if text[-1] in ".,:" else f"; {line}"
-    return text + (f" (and {len(lines) - _SHOWN_LINES} lines more)" if len(lines) > _SHOWN_LINES else "")
+    return text + (
+        f" (and {len(lines) - _SHOWN_LINES} lines more)"
+        if len(lines) > _SHOWN_LINES
+        else ""
+    )
 
 
 def shown(text: str, encoding: str | None) -> str:
-    """Returns `text` as a terminal can display it: user input may have control characters or very long names.
+    """Returns `text` as a terminal can display it: user input may have control
+    characters or very long names.
 
-    Characters that cannot be displayed, or that `encoding` lacks, become escape sequences. The middle of a very long
-    text is left out.
+    Characters that cannot be displayed, or that `encoding` lacks, become escape
+    sequences. The middle of a very long text is left out.
     """
     text = printable(text)
     if len(text) > _SHOWN_CHARACTERS:
@@ -48,13 +68,17 @@ def shown(text: str, encoding: str | None) -> str:
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """Returns `text` with an escape sequence for each character that the encoding lacks."""
+    """Returns `text` with an escape sequence for each character that the encoding
+    lacks.
+    """
     name = encoding or "utf-8"
     return text.encode(name, "backslashreplace").decode(name)
 
 
 def in_flags(text: str) -> str:
-    """Returns `text` with arguments of `shardfx.plan` replaced by flags: `strict=True` becomes `--strict`."""
+    """Returns `text` with arguments of `shardfx.plan` replaced by flags: `strict=True`
+    becomes `--strict`.
+    """
 
     def flag(found: re.Match[str]) -> str:
         value = found[2].strip("\"'")
@@ -65,10 +89,12 @@ def in_flags(text: str) -> str:
 
 
 def calling(what: str, function: Callable[[], _Result]) -> _Result:
-    """Calls a function that may run user code, and turns its errors into a `UsageError` with the same message.
+    """Calls a function that may run user code, and turns its errors into a `UsageError`
+    with the same message.
 
-    For an error of another library or of user code, the message also has its type and the line of user code that raised
-    it. Such a message begins with `what`, a phrase such as "importing `my_model`".
+    For an error of another library or of user code, the message also has its type and
+    the line of user code that raised it. Such a message begins with `what`, a phrase
+    such as "importing `my_model`".
     """
     try:
         return function()
@@ -78,15 +104,26 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
         raise UsageError(in_flags(one_line(error))) from error
     # A user's module may also raise SystemExit, by `exit()` at its top level.
     except (Exception, SystemExit) as error:
-        # JAX's C++ code turns an error that it meets while it flattens a tree into a SystemError.
-        cause = error.__cause__ if isinstance(error, SystemError) and error.__cause__ else error
-        raise UsageError(f"{what} failed{_place(cause)}: {type(cause).__name__}: {one_line(cause)}") from cause
+        # JAX's C++ code turns an error that it meets while it flattens a tree into a
+        # SystemError.
+        cause = (
+            error.__cause__
+            if isinstance(error, SystemError) and error.__cause__
+            else error
+        )
+        raise UsageError(
+            f"{what} failed{_place(cause)}: {type(cause).__name__}: {one_line(cause)}"
+        ) from cause
 
 
 def _place(error: BaseException) -> str:
-    """Returns the last line of user code that ran before the error, as " in FILE, line N"; "" if there is none."""
+    """Returns the last line of user code that ran before the error, as " in FILE, line
+    N"; "" if there is none.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f" in {error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<", *_INSTALLED))]
+    own = [
+        frame for frame in frames if not frame.filename.startswith(("<", *_INSTALLED))
+    ]
     return f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""

@@ -1,7 +1,8 @@
-"""The demo: trains a byte-level transformer under a plan, and then on one device without a plan, on the same batches.
+"""The demo: trains a byte-level transformer under a plan, and then on one device
+without a plan, on the same batches.
 
-It uses only the public names of `shardfx`, as a user's program does. The model declares its sharding only through the
-logical names of fields and activations.
+It uses only the public names of `shardfx`, as a user's program does. The model declares
+its sharding only through the logical names of fields and activations.
 """
 
 import math
@@ -43,8 +44,8 @@ KV_HEADS = 2
 HEAD_DIM = 16
 HIDDEN = 384
 
-# Parameters are stored sharded over fsdp and tensor, and gathered over fsdp to compute. Units keep heads from being
-# split.
+# Parameters are stored sharded over fsdp and tensor, and gathered over fsdp to compute.
+# Units keep heads from being split.
 AXIS_RULES = AxisRules(
     [
         ("batch", ("data", "fsdp")),
@@ -65,8 +66,9 @@ _ROWS, _KV_ROWS = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 
 
 class Layer(eqx.Module):
-    """A transformer layer: grouped-query attention with rotary positions, in which each key and value head serves
-    several query heads, then a gated feed-forward block. Each has a norm before it and a residual connection.
+    """A transformer layer: grouped-query attention with rotary positions, in which each
+    key and value head serves several query heads, then a gated feed-forward block. Each
+    has a norm before it and a residual connection.
     """
 
     attention_norm: Float[Array, "*layers embed"] = field(names=("norm",))
@@ -81,21 +83,38 @@ class Layer(eqx.Module):
 
     def __init__(self, key: PRNGKeyArray):
         keys = iter(jax.random.split(key, 7))
-        weights = lambda rows, columns: jax.random.normal(next(keys), (rows, columns)) / math.sqrt(rows)
+        weights = lambda rows, columns: (
+            jax.random.normal(next(keys), (rows, columns)) / math.sqrt(rows)
+        )
         self.attention_norm, self.mlp_norm = jnp.ones(WIDTH), jnp.ones(WIDTH)
         self.query, self.out = weights(WIDTH, _ROWS), weights(_ROWS, WIDTH)
         self.key, self.value = weights(WIDTH, _KV_ROWS), weights(WIDTH, _KV_ROWS)
-        self.gate, self.up, self.down = weights(WIDTH, HIDDEN), weights(WIDTH, HIDDEN), weights(HIDDEN, WIDTH)
+        self.gate, self.up, self.down = (
+            weights(WIDTH, HIDDEN),
+            weights(WIDTH, HIDDEN),
+            weights(HIDDEN, WIDTH),
+        )
 
-    def __call__(self, x: Float[Array, "b s embed"], plan: ShardPlan | None) -> Float[Array, "b s embed"]:
+    def __call__(
+        self, x: Float[Array, "b s embed"], plan: ShardPlan | None
+    ) -> Float[Array, "b s embed"]:
         x = x + self.attention(_normed(x, self.attention_norm), plan)
         normed = _normed(x, self.mlp_norm)
-        gate, up = (_project(normed, one, "hidden", plan) for one in (self.gate, self.up))
-        return x + _project(jax.nn.silu(gate) * up, self.down, None, plan, over="hidden")
+        gate, up = (
+            _project(normed, one, "hidden", plan) for one in (self.gate, self.up)
+        )
+        return x + _project(
+            jax.nn.silu(gate) * up, self.down, None, plan, over="hidden"
+        )
 
-    def attention(self, x: Float[Array, "b s embed"], plan: ShardPlan | None) -> Float[Array, "b s embed"]:
+    def attention(
+        self, x: Float[Array, "b s embed"], plan: ShardPlan | None
+    ) -> Float[Array, "b s embed"]:
         query = _rotate(_heads(_project(x, self.query, "heads", plan), HEADS))
-        key, value = (_heads(_project(x, one, "kv_heads", plan), KV_HEADS) for one in (self.key, self.value))
+        key, value = (
+            _heads(_project(x, one, "kv_heads", plan), KV_HEADS)
+            for one in (self.key, self.value)
+        )
         key, value = _per_query_head(_rotate(key), plan), _per_query_head(value, plan)
         scores = _einsum("bqhd,bthd->bhqt", query, key) / math.sqrt(HEAD_DIM)
         causal = jnp.tril(jnp.ones(scores.shape[-2:], dtype=bool))
@@ -108,7 +127,8 @@ class Transformer(eqx.Module):
     """A language model that maps bytes to logits of the next byte."""
 
     embedding: Float[Array, "vocab embed"] = field(names=("vocab", "embed"))
-    # One Layer whose arrays have a leading dimension over layers, so that `scan` can run over it.
+    # One Layer whose arrays have a leading dimension over layers, so that `scan` can
+    # run over it.
     layers: Layer = field(stacked=("layers",))
     norm: Float[Array, " embed"] = field(names=("norm",))
     unembedding: Float[Array, "embed vocab"] = field(names=("embed", "vocab"))
@@ -125,79 +145,123 @@ class Transformer(eqx.Module):
     ) -> Float[Array, "batch sequence vocab"]:
         """Returns, for every position, the logits of the byte that follows it.
 
-        The mesh and rules of `plan` shard the activations; with `None` they are not constrained.
+        The mesh and rules of `plan` shard the activations; with `None` they are not
+        constrained.
         """
-        # With 256 byte values, a product with one-hot rows is as cheap as a lookup, and shards like any matrix product.
-        rows = _constrain(jax.nn.one_hot(tokens, VOCAB), ("batch", "sequence", None), plan)
+        # With 256 byte values, a product with one-hot rows is as cheap as a lookup, and
+        # shards like any matrix product.
+        rows = _constrain(
+            jax.nn.one_hot(tokens, VOCAB), ("batch", "sequence", None), plan
+        )
         x = _project(rows, self.embedding, None, plan)
         x, _ = jax.lax.scan(lambda x, layer: (layer(x, plan), None), x, self.layers)
         return _project(_normed(x, self.norm), self.unembedding, "vocab", plan)
 
 
-def loss(model: Transformer, text: Int[Array, "batch length"], plan: ShardPlan | None = None) -> Float[Array, ""]:
-    """Returns the mean cross-entropy, in nats per byte, of all bytes of `text` but the first. Each byte is predicted
-    from the bytes before it. `plan` shards the activations; `None` leaves them free.
+def loss(
+    model: Transformer, text: Int[Array, "batch length"], plan: ShardPlan | None = None
+) -> Float[Array, ""]:
+    """Returns the mean cross-entropy, in nats per byte, of all bytes of `text` but the
+    first. Each byte is predicted from the bytes before it. `plan` shards the
+    activations; `None` leaves them free.
     """
     logits = model(text[:, :-1], plan)
-    targets = _constrain(jax.nn.one_hot(text[:, 1:], VOCAB), ("batch", "sequence", "vocab"), plan)
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * targets, axis=-1))
+    targets = _constrain(
+        jax.nn.one_hot(text[:, 1:], VOCAB), ("batch", "sequence", "vocab"), plan
+    )
+    return jnp.mean(
+        jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * targets, axis=-1)
+    )
 
 
-def _project(x: Array, weight: Array, name: str | None, plan: ShardPlan | None, over: str | None = None) -> Array:
+def _project(
+    x: Array,
+    weight: Array,
+    name: str | None,
+    plan: ShardPlan | None,
+    over: str | None = None,
+) -> Array:
     """Returns `x @ weight`, whose last dimension has the logical name `name`.
 
-    The weight is first gathered over the mesh axis fsdp. `over` is the logical name of the dimension that the product
-    sums over. A dimension without a name (`None`) is not sharded. `plan` has the mesh and the rules; with `None`
-    nothing is sharded.
+    The weight is first gathered over the mesh axis fsdp. `over` is the logical name of
+    the dimension that the product sums over. A dimension without a name (`None`) is not
+    sharded. `plan` has the mesh and the rules; with `None` nothing is sharded.
     """
     weight, names = _constrain(weight, (over, name), plan), ("batch", "sequence", name)
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:
         return _constrain(_einsum("bsd,de->bse", x, weight), names, plan)
-    # Under Explicit axes, a contraction over a sharded dimension needs the sharding of its result.
+    # Under Explicit axes, a contraction over a sharded dimension needs the sharding of
+    # its result.
     spec = plan.sharding(names, (*x.shape[:-1], weight.shape[-1])).spec
-    return _einsum("bsd,de->bse", x, weight, out_sharding=NamedSharding(jax.typeof(x).sharding.mesh, spec))
+    return _einsum(
+        "bsd,de->bse",
+        x,
+        weight,
+        out_sharding=NamedSharding(jax.typeof(x).sharding.mesh, spec),
+    )
 
 
 def _heads(x: Float[Array, "b s rows"], heads: int) -> Float[Array, "b s heads d"]:
     return x.reshape(*x.shape[:2], heads, HEAD_DIM)
 
 
-def _per_query_head(x: Float[Array, "b s kv_heads d"], plan: ShardPlan | None) -> Float[Array, "b s heads d"]:
-    """Returns key or value heads with one head for each query head, sharded like the query heads. A head that several
-    query heads share is repeated.
+def _per_query_head(
+    x: Float[Array, "b s kv_heads d"], plan: ShardPlan | None
+) -> Float[Array, "b s heads d"]:
+    """Returns key or value heads with one head for each query head, sharded like the
+    query heads. A head that several query heads share is repeated.
     """
     batch, length, *_ = x.shape
-    group = jnp.broadcast_to(x[:, :, :, None], (batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM))
-    return _heads(_constrain(group.reshape(batch, length, _ROWS), ("batch", "sequence", "heads"), plan), HEADS)
+    group = jnp.broadcast_to(
+        x[:, :, :, None], (batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+    )
+    return _heads(
+        _constrain(
+            group.reshape(batch, length, _ROWS), ("batch", "sequence", "heads"), plan
+        ),
+        HEADS,
+    )
 
 
-def _constrain(x: Array, names: tuple[str | None, ...], plan: ShardPlan | None) -> Array:
+def _constrain(
+    x: Array, names: tuple[str | None, ...], plan: ShardPlan | None
+) -> Array:
     return x if plan is None else constrain(x, names, plan)
 
 
 def _einsum(equation: str, *operands: Array, **kwargs: Any) -> Array:
-    # At default precision, accelerators round the factors, and the rounding depends on the shard.
-    return jnp.einsum(equation, *operands, precision=jax.lax.Precision.HIGHEST, **kwargs)
+    # At default precision, accelerators round the factors, and the rounding depends on
+    # the shard.
+    return jnp.einsum(
+        equation, *operands, precision=jax.lax.Precision.HIGHEST, **kwargs
+    )
 
 
-def _normed(x: Float[Array, "b s embed"], scale: Float[Array, " embed"]) -> Float[Array, "b s embed"]:
-    """Returns `x` divided by its root mean square over the last dimension, times `scale`."""
+def _normed(
+    x: Float[Array, "b s embed"], scale: Float[Array, " embed"]
+) -> Float[Array, "b s embed"]:
+    """Returns `x` divided by its root mean square over the last dimension, times
+    `scale`.
+    """
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
 
 
 def _rotate(x: Float[Array, "b s heads d"]) -> Float[Array, "b s heads d"]:
-    """Returns `x` with rotary positions. Pairs of elements, one from each half of a head, are rotated by angles that
-    grow with the position.
+    """Returns `x` with rotary positions. Pairs of elements, one from each half of a
+    head, are rotated by angles that grow with the position.
     """
     frequencies = 10_000 ** (-jnp.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
     angles = jnp.arange(x.shape[1])[:, None, None] * frequencies
     left, right = jnp.split(x, 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return jnp.concatenate(
+        [left * cos - right * sin, right * cos + left * sin], axis=-1
+    )
 
 
 def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
-    """Returns the first `max_bytes` of the source files of Python's standard library, in order of their paths.
+    """Returns the first `max_bytes` of the source files of Python's standard library,
+    in order of their paths.
 
     Every run of one Python installation returns the same bytes.
     """
@@ -213,18 +277,25 @@ def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
 def batch(
     text: UInt8[np.ndarray, " bytes"], step: int, *, size: int, length: int, seed: int
 ) -> Int[np.ndarray, "size length"]:
-    """Returns `size` random windows of `length` bytes of `text`. They depend only on `seed` and `step`."""
-    starts = np.random.default_rng((seed, step)).integers(0, text.size - length, size=size)
+    """Returns `size` random windows of `length` bytes of `text`. They depend only on
+    `seed` and `step`.
+    """
+    starts = np.random.default_rng((seed, step)).integers(
+        0, text.size - length, size=size
+    )
     return text[starts[:, None] + np.arange(length)].astype(np.int32)
 
 
-# The allowed difference of losses, in nats. Float32 sums in another order differ in the last bits, and training
-# amplifies this. Over the default 100 steps the losses were seen to differ by 5e-6.
+# The allowed difference of losses, in nats. Float32 sums in another order differ in the
+# last bits, and training amplifies this. Over the default 100 steps the losses were
+# seen to differ by 5e-6.
 TOLERANCE = 1e-4
 
 
 class Run(NamedTuple):
-    """The settings of a training run. A batch has `batch_size` windows of text, each with `length` predicted bytes."""
+    """The settings of a training run. A batch has `batch_size` windows of text, each
+    with `length` predicted bytes.
+    """
 
     steps: int = 100
     batch_size: int = 16
@@ -242,8 +313,9 @@ class DemoPlans(NamedTuple):
 
 
 def default_mesh(device_count: int, axis_types: AxisType = AxisType.Auto) -> MeshSpec:
-    """Returns a mesh of `device_count` devices with the axes data, fsdp and tensor, all of the type `axis_types`. The
-    sizes of fsdp and tensor are 2 if the number of devices allows it, and all other devices are along data.
+    """Returns a mesh of `device_count` devices with the axes data, fsdp and tensor, all
+    of the type `axis_types`. The sizes of fsdp and tensor are 2 if the number of
+    devices allows it, and all other devices are along data.
     """
     tensor = KV_HEADS if device_count % KV_HEADS == 0 else 1
     fsdp = 2 if device_count % (2 * tensor) == 0 else 1
@@ -253,13 +325,23 @@ def default_mesh(device_count: int, axis_types: AxisType = AxisType.Auto) -> Mes
 
 def make_optimizer(run: Run) -> optax.GradientTransformation:
     """Returns AdamW with clipping of the gradient's norm, a warm-up and a cosine decay."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, run.learning_rate, max(run.steps // 10, 1), run.steps + 1)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, run.learning_rate, max(run.steps // 10, 1), run.steps + 1
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01)
+    )
 
 
 def make_plans(mesh: Any, run: Run) -> DemoPlans:
-    """Plans model, optimizer state and batch from shapes alone, for a MeshSpec or for a jax Mesh."""
-    model = plan(eqx.filter_eval_shape(lambda: Transformer(key=jax.random.key(0))), mesh, axes=AXIS_RULES)
+    """Plans model, optimizer state and batch from shapes alone, for a MeshSpec or for a
+    jax Mesh.
+    """
+    model = plan(
+        eqx.filter_eval_shape(lambda: Transformer(key=jax.random.key(0))),
+        mesh,
+        axes=AXIS_RULES,
+    )
     text = jax.ShapeDtypeStruct((run.batch_size, run.length + 1), jnp.int32)
     return DemoPlans(
         model=model,
@@ -268,32 +350,51 @@ def make_plans(mesh: Any, run: Run) -> DemoPlans:
     )
 
 
-def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | None) -> Callable:
-    """Returns the function of one training step. `model_plan` constrains the activations; `None` leaves them free."""
+def make_step(
+    optimizer: optax.GradientTransformation, model_plan: ShardPlan | None
+) -> Callable:
+    """Returns the function of one training step. `model_plan` constrains the
+    activations; `None` leaves them free.
+    """
 
-    def train_step(model: Transformer, state: optax.OptState, text: Int[Array, "batch length"]) -> tuple:
+    def train_step(
+        model: Transformer, state: optax.OptState, text: Int[Array, "batch length"]
+    ) -> tuple:
         value, gradients = eqx.filter_value_and_grad(loss)(model, text, model_plan)
-        updates, state = optimizer.update(gradients, state, eqx.filter(model, eqx.is_array))
+        updates, state = optimizer.update(
+            gradients, state, eqx.filter(model, eqx.is_array)
+        )
         return eqx.apply_updates(model, updates), state, value
 
     return train_step
 
 
-def start_sharded(plans: DemoPlans, run: Run) -> tuple[Any, Transformer, optax.OptState]:
-    """Returns the jitted step, the model and the optimizer state. Each array is made directly in the shards of its
-    plan.
+def start_sharded(
+    plans: DemoPlans, run: Run
+) -> tuple[Any, Transformer, optax.OptState]:
+    """Returns the jitted step, the model and the optimizer state. Each array is made
+    directly in the shards of its plan.
     """
     optimizer, (model, state, _) = make_optimizer(run), plans
     step = filter_jit(
-        make_step(optimizer, model), in_shardings=tuple(plans), out_shardings=(model, state, None), donate=(0, 1)
+        make_step(optimizer, model),
+        in_shardings=tuple(plans),
+        out_shardings=(model, state, None),
+        donate=(0, 1),
     )
-    made = filter_jit(lambda key: Transformer(key=key), out_shardings=model)(jax.random.key(run.seed))
-    init = filter_jit(lambda model: optimizer.init(model), in_shardings=(model,), out_shardings=state)
+    made = filter_jit(lambda key: Transformer(key=key), out_shardings=model)(
+        jax.random.key(run.seed)
+    )
+    init = filter_jit(
+        lambda model: optimizer.init(model), in_shardings=(model,), out_shardings=state
+    )
     return step, made, init(made)
 
 
 def start_unsharded(run: Run) -> tuple[Callable, Transformer, optax.OptState]:
-    """Returns the jitted step, the model and the optimizer state, made only with Equinox, on JAX's first device."""
+    """Returns the jitted step, the model and the optimizer state, made only with
+    Equinox, on JAX's first device.
+    """
     optimizer = make_optimizer(run)
     step = eqx.filter_jit(make_step(optimizer, None), donate="all")
     model = eqx.filter_jit(lambda key: Transformer(key=key))(jax.random.key(run.seed))
@@ -310,56 +411,84 @@ def train(
 ) -> list[float]:
     """Runs the training steps and returns their losses.
 
-    - `started`: the result of `start_sharded` or `start_unsharded`; its arrays are donated.
+    - `started`: the result of `start_sharded` or `start_unsharded`; its arrays are
+      donated.
     - `place`: puts a batch onto the devices of the step.
-    - `show`: a name. With it, a line is printed for the first step and after each tenth of the steps.
+    - `show`: a name. With it, a line is printed for the first step and after each tenth
+      of the steps.
     """
     step, model, state = started
     losses, begin = [], time.perf_counter()
     for number in range(1, run.steps + 1):
-        tokens = batch(text, number - 1, size=run.batch_size, length=run.length + 1, seed=run.seed)
+        tokens = batch(
+            text, number - 1, size=run.batch_size, length=run.length + 1, seed=run.seed
+        )
         model, state, value = step(model, state, place(tokens))
-        # Waiting for each step keeps emulated devices from queueing more collectives than the runtime can hold.
+        # Waiting for each step keeps emulated devices from queueing more collectives
+        # than the runtime can hold.
         losses.append(float(value))
         if number == 1:
             begin = time.perf_counter()  # the first step compiles
         if show and number - 1 in _tenths(run.steps):
-            rate = (number - 1) * run.batch_size * run.length / (time.perf_counter() - begin)
+            rate = (
+                (number - 1)
+                * run.batch_size
+                * run.length
+                / (time.perf_counter() - begin)
+            )
             speed = f"{rate:>9,.0f} tokens/s" if number > 1 else " compiled"
-            print(f"{show:>10}  step {number:>4}/{run.steps}  loss {value:.4f}  {speed}", flush=True)
+            print(
+                f"{show:>10}  step {number:>4}/{run.steps}  loss {value:.4f}  {speed}",
+                flush=True,
+            )
     return losses
 
 
 def _tenths(steps: int) -> list[int]:
-    """Returns the indices of the first step, of the last step, and of every tenth of the steps."""
+    """Returns the indices of the first step, of the last step, and of every tenth of
+    the steps.
+    """
     every = max(steps // 10, 1)
     return sorted({0, steps - 1, *range(every - 1, steps, every)})
 
 
-def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None) -> bool:
-    """Trains twice, with and without a plan, and prints the plan, the progress and both loss curves.
+def show(
+    mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None
+) -> bool:
+    """Trains twice, with and without a plan, and prints the plan, the progress and both
+    loss curves.
 
-    Returns whether both runs have the same losses, within `TOLERANCE`, and `check_step` finds no difference. `width` is
-    the maximum width of the plan's table in characters.
+    Returns whether both runs have the same losses, within `TOLERANCE`, and `check_step`
+    finds no difference. `width` is the maximum width of the plan's table in characters.
     """
     begin, text = time.perf_counter(), stdlib_text()
     plans = make_plans(mesh.build(devices), run)
     model, optimizer, texts = plans
-    kind = f"{'emulated ' if devices[0].platform == 'cpu' else ''}{devices[0].device_kind}"
-    print(f"{len(devices)} x {kind}, as the mesh {mesh}.\n\nThe plan of the model:\n\n{report(model, width=width)}\n")
+    kind = (
+        f"{'emulated ' if devices[0].platform == 'cpu' else ''}{devices[0].device_kind}"
+    )
+    print(
+        f"{len(devices)} x {kind}, as the mesh {mesh}.\n\nThe plan of the"
+        f" model:\n\n{report(model, width=width)}\n"
+    )
     started = start_sharded(plans, run)
     wrong = [*misplaced(started[1], model), *misplaced(started[2], optimizer)]
     print(
-        f"The optimizer's state follows it: {len(optimizer.leaves)} arrays, {optimizer.bytes_per_device:,} bytes per "
-        f"device.\nA batch, {list(texts.leaves[0].shape)}, is sharded as {texts.leaves[0].spec}.\n\n"
-        "Parameters and optimizer state were made in shards: no device ever held a whole one.\n"
-        f"Each holds {model.bytes_per_device:,} and {optimizer.bytes_per_device:,} bytes of them, "
-        f"{f'NOT as planned: {wrong}' if wrong else 'as planned'}.\n"
-        f"Training on {text.size:,} bytes of Python's standard library, batches of {run.batch_size} x {run.length}.\n"
+        f"The optimizer's state follows it: {len(optimizer.leaves)} arrays,"
+        f" {optimizer.bytes_per_device:,} bytes per device.\nA batch,"
+        f" {list(texts.leaves[0].shape)}, is sharded as"
+        f" {texts.leaves[0].spec}.\n\nParameters and optimizer state were made in"
+        " shards: no device ever held a whole one.\nEach holds"
+        f" {model.bytes_per_device:,} and {optimizer.bytes_per_device:,} bytes of them,"
+        f" {f'NOT as planned: {wrong}' if wrong else 'as planned'}.\nTraining on"
+        f" {text.size:,} bytes of Python's standard library, batches of"
+        f" {run.batch_size} x {run.length}.\n"
     )
     tokens = batch(text, 0, size=run.batch_size, length=run.length + 1, seed=run.seed)
     checked = testing.check_step(*started, shard(tokens, texts))
-    sharded = train(started, text, run, place=lambda tokens: shard(tokens, texts), show="sharded")
+    sharded = train(
+        started, text, run, place=lambda tokens: shard(tokens, texts), show="sharded"
+    )
     del started
     print("\nThe same on one of the devices, without a plan, with Equinox alone:\n")
     unsharded = train(start_unsharded(run), text, run, show="one device")
@@ -368,10 +497,19 @@ def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None 
     print(f"\n{'step':>6}  {'sharded':>9}  {'one device':>10}  {'difference':>10}")
     for at in _tenths(run.steps):
         bar = "#" * round(30 * sharded[at] / max(sharded))
-        print(f"{at + 1:>6}  {sharded[at]:>9.5f}  {unsharded[at]:>10.5f}  {differences[at]:>10.1e}  {bar}")
+        print(
+            f"{at + 1:>6}  {sharded[at]:>9.5f}  {unsharded[at]:>10.5f} "
+            f" {differences[at]:>10.1e}  {bar}"
+        )
     agree = max(differences) <= TOLERANCE
-    print(f"\nLargest difference over {run.steps} steps: {max(differences):.1e} nats (allowed: {TOLERANCE:.0e}).")
+    print(
+        f"\nLargest difference over {run.steps} steps: {max(differences):.1e} nats"
+        f" (allowed: {TOLERANCE:.0e})."
+    )
     print("The curves are the same up to rounding." if agree else "THE CURVES DIFFER.")
-    print(f"One step under the plan, beside one device in float64 (`check_step`):\n{checked}")
+    print(
+        "One step under the plan, beside one device in float64"
+        f" (`check_step`):\n{checked}"
+    )
     print(f"{time.perf_counter() - begin:.0f} s in all.")
     return agree and bool(checked)

@@ -1,5 +1,5 @@
-"""The entry point of `python -m shardfx`. It imports only Python's standard library, so that it runs without click and
-rich and can report that they are missing.
+"""The entry point of `python -m shardfx`. It imports only Python's standard library, so
+that it runs without click and rich and can report that they are missing.
 """
 
 import sys
@@ -12,8 +12,9 @@ _INSTALL = "install it with: pip install 'shardfx[cli]'"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line with `arguments`, by default those of `sys.argv`.
 
-    Returns the exit code: 0 for success; 1 if a check failed (findings, a plan that does not fit, losses that differ);
-    2 for bad input, after one line on stderr; 130 after Ctrl-C.
+    Returns the exit code: 0 for success; 1 if a check failed (findings, a plan that
+    does not fit, losses that differ); 2 for bad input, after one line on stderr; 130
+    after Ctrl-C.
     """
     try:
         from .group import run
@@ -26,5 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         library = (error.name or "").partition(".")[0]
         if library not in ("click", "rich"):
             raise
-        print(f"shardfx: error: the command line needs {library}; {_INSTALL}", file=sys.stderr)
+        print(
+            f"shardfx: error: the command line needs {library}; {_INSTALL}",
+            file=sys.stderr,
+        )
         return 2

@@ -1,5 +1,5 @@
-"""The command group `shardfx`, which imports a verb's module when the verb is called, and the handling of errors in the
-command line itself.
+"""The command group `shardfx`, which imports a verb's module when the verb is called,
+and the handling of errors in the command line itself.
 """
 
 import importlib
@@ -15,22 +15,47 @@ import shardfx
 from ._usage import shown
 
 
-# For each verb the module that has it, and its help. A verb's module is imported only when the verb is called: help,
-# completion and the version then need no import of JAX, which takes a second.
+# For each verb the module that has it, and its help. A verb's module is imported only
+# when the verb is called: help, completion and the version then need no import of JAX,
+# which takes a second.
 _VERBS = {
     "chips": ("lists", "List accelerators: memory, arithmetic, links."),
-    "clean": ("checkpoints", "List or remove the incomplete checkpoints of killed saves."),
-    "convert": ("checkpoints", "Convert a checkpoint: change names, shapes, dtypes, files."),
-    "demo": ("training", "Train a small transformer under a plan, and again without one."),
+    "clean": (
+        "checkpoints",
+        "List or remove the incomplete checkpoints of killed saves.",
+    ),
+    "convert": (
+        "checkpoints",
+        "Convert a checkpoint: change names, shapes, dtypes, files.",
+    ),
+    "demo": (
+        "training",
+        "Train a small transformer under a plan, and again without one.",
+    ),
     "diff": ("plans", "Compare two plans: the differences, and the cost of moving."),
-    "explain": ("plans", "Say why one array is sharded as it is, and what would change it."),
-    "fit": ("steps", "Say whether a step fits a chip, and which changes would make it fit."),
+    "explain": (
+        "plans",
+        "Say why one array is sharded as it is, and what would change it.",
+    ),
+    "fit": (
+        "steps",
+        "Say whether a step fits a chip, and which changes would make it fit.",
+    ),
     "lint": ("plans", "List the mistakes in a model's rules, with a fix for each."),
     "models": ("lists", "List the published models."),
-    "plan": ("plans", "Print how every array of a model is sharded on a mesh, and why."),
-    "report": ("plans", "Write a plan as one HTML page: a map of bytes, findings, a table."),
+    "plan": (
+        "plans",
+        "Print how every array of a model is sharded on a mesh, and why.",
+    ),
+    "report": (
+        "plans",
+        "Write a plan as one HTML page: a map of bytes, findings, a table.",
+    ),
     "search": ("steps", "Choose a mesh and rules for a step by their estimated cost."),
-    "traffic": ("steps", "List the collectives of a step, and the lines that cause them."),
+    "traffic": (
+        "steps",
+        "List the collectives of a step, and the lines that cause them.",
+    ),
     "why": ("steps", "Show how a step's arrays are sharded, and why."),
 }
 _COMPLETION = """\b
@@ -40,7 +65,9 @@ completion in a shell, here for bash; zsh and fish have their own word:
 
 
 class _Verbs(click.Group):
-    """A click group of the verbs in `_VERBS`. It imports a verb's module when the verb is called."""
+    """A click group of the verbs in `_VERBS`. It imports a verb's module when the verb
+    is called.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_VERBS)
@@ -48,14 +75,25 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _VERBS:
             return None
-        return getattr(importlib.import_module(f".verbs.{_VERBS[cmd_name][0]}", __package__), cmd_name)
+        return getattr(
+            importlib.import_module(f".verbs.{_VERBS[cmd_name][0]}", __package__),
+            cmd_name,
+        )
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _VERBS.items()])
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [CompletionItem(name, help=text) for name, (_, text) in _VERBS.items() if name.startswith(incomplete)]
+    def shell_complete(
+        self, ctx: click.Context, incomplete: str
+    ) -> list[CompletionItem]:
+        found = [
+            CompletionItem(name, help=text)
+            for name, (_, text) in _VERBS.items()
+            if name.startswith(incomplete)
+        ]
         return found + click.Command.shell_complete(self, ctx, incomplete)
 
 
@@ -72,7 +110,9 @@ def shardfx_() -> None:
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Runs a command line and returns the exit code of the verb; 2 if the command line cannot be parsed."""
+    """Runs a command line and returns the exit code of the verb; 2 if the command line
+    cannot be parsed.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if sys.stdout is None:  # a shell's `>&-` closes it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
@@ -84,5 +124,8 @@ def run(arguments: Sequence[str] | None) -> int:
         context = error.ctx if isinstance(error, click.UsageError) else None
         path = "shardfx" if context is None else context.command_path
         message = " ".join(error.format_message().split()).rstrip(".")
-        print(shown(f"{path}: error: {message}; see {path} --help", sys.stderr.encoding), file=sys.stderr)
+        print(
+            shown(f"{path}: error: {message}; see {path} --help", sys.stderr.encoding),
+            file=sys.stderr,
+        )
         return 2

@@ -1,10 +1,12 @@
-"""Maps from the leaves of one tree to the leaves of another, and the strided copies that carry them out.
+"""Maps from the leaves of one tree to the leaves of another, and the strided copies
+that carry them out.
 
-The folder may import the ground values. The folder never touches a file or a device, and never chooses a sharding: the
-folders that read, write and move arrays call it for pieces, and carry the pieces out.
+The folder may import the ground values. The folder never touches a file or a device,
+and never chooses a sharding: the folders that read, write and move arrays call it for
+pieces, and carry the pieces out.
 
-A map makes the leaves of its target from the leaves of its source. The docstring of `pieces.py` explains pieces, and
-that of `patterns.py` path patterns.
+A map makes the leaves of its target from the leaves of its source. The docstring of
+`pieces.py` explains pieces, and that of `patterns.py` path patterns.
 """
 
 from .apply import StridedCopy, gathered, is_dense, scattered, strided_copy, transposed

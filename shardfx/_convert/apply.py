@@ -1,8 +1,8 @@
 """Maps applied to whole arrays in memory, and strided copies between arrays in JAX.
 
-A map has one or more steps, each with its rules. A `Made` is a leaf that a map makes: its shape, its dtype, and the
-pieces (strided copies) that fill it. A factor is one loop of a strided copy: the number of iterations, and the step of
-one in elements.
+A map has one or more steps, each with its rules. A `Made` is a leaf that a map makes:
+its shape, its dtype, and the pieces (strided copies) that fill it. A factor is one loop
+of a strided copy: the number of iterations, and the step of one in elements.
 """
 
 import functools as ft
@@ -21,15 +21,27 @@ from .binding import bound_steps, places, structs_of, tree_structs
 from .casts import cast_array
 from .evaluate import ON_SHAPES, evaluated, leaf_made
 from .expression import Rules
-from .pieces import NOWHERE, Arithmetic, Factor, Made, Piece, along, changed, extended, hull, swapped
+from .pieces import (
+    NOWHERE,
+    Arithmetic,
+    Factor,
+    Made,
+    Piece,
+    along,
+    changed,
+    extended,
+    hull,
+    swapped,
+)
 from .values import constant, fill
 
 
 def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
-    """Applies the operation `op` of an expression, such as `"transpose"`, to its operands `parts`.
+    """Applies the operation `op` of an expression, such as `"transpose"`, to its
+    operands `parts`.
 
-    `xp` is `numpy` or `jax.numpy`, the library of the operands. Their shapes must have been checked. `args` are the
-    operation's other arguments.
+    `xp` is `numpy` or `jax.numpy`, the library of the operands. Their shapes must have
+    been checked. `args` are the operation's other arguments.
     """
     x: Any = parts[0] if parts else None
     match op, *args:
@@ -42,7 +54,9 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
         case "stacked", dim:
             return xp.stack(parts, axis=dim)
         case "concat", dim, shards:
-            pieces = zip(*[xp.split(part, shards, axis=dim) for part in parts], strict=True)
+            pieces = zip(
+                *[xp.split(part, shards, axis=dim) for part in parts], strict=True
+            )
             return xp.concatenate([*it.chain.from_iterable(pieces)], axis=dim)
         case "at", index, dim:
             return x[(slice(None),) * (dim % x.ndim) + (index,)]
@@ -50,11 +64,19 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
             return x[(slice(None),) * (dim % x.ndim) + (slice(start, stop),)]
         case "repeat", count, dim, unit:
             dim %= x.ndim
-            units = x.reshape(*x.shape[:dim], x.shape[dim] // unit, unit, *x.shape[dim + 1 :])
-            return xp.repeat(units, count, axis=dim).reshape(*x.shape[:dim], x.shape[dim] * count, *x.shape[dim + 1 :])
+            units = x.reshape(
+                *x.shape[:dim], x.shape[dim] // unit, unit, *x.shape[dim + 1 :]
+            )
+            return xp.repeat(units, count, axis=dim).reshape(
+                *x.shape[:dim], x.shape[dim] * count, *x.shape[dim + 1 :]
+            )
         case "pad_to", size, dim, value:
             dim %= x.ndim
-            more = xp.full((*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :]), value, x.dtype)
+            more = xp.full(
+                (*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :]),
+                value,
+                x.dtype,
+            )
             return xp.concatenate([x, more], axis=dim)
         case "cast", dtype:
             return cast_array(x, jnp.dtype(dtype))
@@ -70,11 +92,16 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
 def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
     """Makes the target of a map from the arrays of `tree`, for `TreeMap.apply`.
 
-    `like` is a tree with the structure, shapes and dtypes of the target. If it is `None`, the result is a dict by path.
+    `like` is a tree with the structure, shapes and dtypes of the target. If it is
+    `None`, the result is a dict by path.
     """
     flat = flatten(tree)
     arrays = {
-        path: leaf for path, leaf, is_array in zip(flat.paths, flat.leaves, flat.is_array, strict=True) if is_array
+        path: leaf
+        for path, leaf, is_array in zip(
+            flat.paths, flat.leaves, flat.is_array, strict=True
+        )
+        if is_array
     }
     target = None if like is None else tree_structs(like)
     made = bound_steps(steps, structs_of(arrays, arrays.values()), target)
@@ -86,7 +113,10 @@ def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
     if like is None:
         return found
     there = flatten(like)
-    leaves = [found[path] if path in found else leaf for path, leaf in zip(there.paths, there.leaves, strict=True)]
+    leaves = [
+        found[path] if path in found else leaf
+        for path, leaf in zip(there.paths, there.leaves, strict=True)
+    ]
     return jax.tree.unflatten(there.treedef, leaves)
 
 
@@ -94,10 +124,14 @@ def _is_in_jax(arrays: Mapping[str, object]) -> bool:
     return any(isinstance(one, jax.Array) for one in arrays.values())
 
 
-def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mapping[str, Made]) -> dict[str, Any]:
-    """Makes the leaves of the target from whole arrays, one step of the map after the other.
+def _by_rules(
+    steps: Sequence[Rules], arrays: Mapping[str, object], made: Mapping[str, Made]
+) -> dict[str, Any]:
+    """Makes the leaves of the target from whole arrays, one step of the map after the
+    other.
 
-    `arrays` are the leaves of the source by path. `made` has the shape and dtype of each leaf of the target.
+    `arrays` are the leaves of the source by path. `made` has the shape and dtype of
+    each leaf of the target.
     """
     xp = jnp if _is_in_jax(arrays) else np
     leaves, structs = dict(arrays), structs_of(arrays, arrays.values())
@@ -107,17 +141,33 @@ def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mappin
         found, run = {}, ft.partial(on_arrays, xp)
         for path, rule, binding in places(step, structs, target, []):
             value = evaluated(rule, binding, leaves, leaves.__getitem__, run)
-            found[path] = cast_array(value, target[path].dtype) if value.dtype != target[path].dtype else value
-        leaves, structs = {path: found[path] for path in target}, structs_of(target, target.values())
+            found[path] = (
+                cast_array(value, target[path].dtype)
+                if value.dtype != target[path].dtype
+                else value
+            )
+        leaves, structs = (
+            {path: found[path] for path in target},
+            structs_of(target, target.values()),
+        )
     return leaves
 
 
 def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
-    """A leaf of the target, copied with NumPy piece by piece. `arrays` are the leaves of the source by path."""
+    """A leaf of the target, copied with NumPy piece by piece. `arrays` are the leaves
+    of the source by path.
+    """
     out = np.zeros(made.shape, made.dtype)
     whole = tuple((0, size) for size in made.shape)
     for piece in made.pieces:
-        fill(out, whole, piece, lambda path, box: np.asarray(arrays[path])[(..., *[slice(*ends) for ends in box])])
+        fill(
+            out,
+            whole,
+            piece,
+            lambda path, box: np.asarray(arrays[path])[
+                (..., *[slice(*ends) for ends in box])
+            ],
+        )
     return out
 
 
@@ -131,15 +181,29 @@ def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
     names = [piece.value.path for piece in made.pieces if piece.value.path is not None]
     bits = {name: jax.random.key_data(arrays[name]) for name in names}
     more = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), made.dtype))
-    data = _filled([extended(one, more.shape) for one in made.pieces], (*made.shape, *more.shape), more.dtype, bits)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(arrays[names[0]]) if names else None)
+    data = _filled(
+        [extended(one, more.shape) for one in made.pieces],
+        (*made.shape, *more.shape),
+        more.dtype,
+        bits,
+    )
+    return jax.random.wrap_key_data(
+        data, impl=jax.random.key_impl(arrays[names[0]]) if names else None
+    )
 
 
-def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: DType, arrays: Mapping[str, object]) -> jax.Array:
+def _filled(
+    pieces: Sequence[Piece],
+    shape: tuple[int, ...],
+    dtype: DType,
+    arrays: Mapping[str, object],
+) -> jax.Array:
     out = jnp.zeros(shape, dtype)
     for piece in pieces:
         copy = strided_copy(piece)
-        here, there = (tuple(slice(*ends) for ends in hull(one)) for one in (swapped(piece), piece))
+        here, there = (
+            tuple(slice(*ends) for ends in hull(one)) for one in (swapped(piece), piece)
+        )
         path, scale = piece.value.path, piece.value.scale
         values = constant(piece) if path is None else arrays[path]
         if scale is not None:
@@ -147,26 +211,36 @@ def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: DType, array
         values = gathered(jnp.asarray(values)[here], copy.source)
         for to in () if path is None else piece.value.casts:
             values = changed(values, to)
-        made = scattered(out[there], copy.target, transposed(values, copy).astype(dtype), 0)
-        out = made if len(pieces) == 1 and made.shape == shape else out.at[there].set(made)
+        made = scattered(
+            out[there], copy.target, transposed(values, copy).astype(dtype), 0
+        )
+        out = (
+            made
+            if len(pieces) == 1 and made.shape == shape
+            else out.at[there].set(made)
+        )
     return out
 
 
-# A factor (one loop of a strided copy) along a dimension: its number of iterations, and the elements that one moves by.
+# A factor (one loop of a strided copy) along a dimension: its number of iterations, and
+# the elements that one moves by.
 BoxFactor = tuple[int, int]
-# For each dimension of a box its size, and the factors along it, the longest step first.
+# For each dimension of a box its size, and the factors along it, the longest step
+# first.
 BoxFactors = tuple[tuple[int, tuple[BoxFactor, ...]], ...]
 
 
 class StridedCopy(NamedTuple):
-    """A strided copy from one box to another: a piece without the names of its arrays and its positions in them.
+    """A strided copy from one box to another: a piece without the names of its arrays
+    and its positions in them.
 
     Pieces with equal strided copies run the same compiled program.
 
     **Arguments:**
 
     - `source`, `target`: the factors of either box.
-    - `order`: for each factor of the target, the index of the same factor of the source, or `NOWHERE` for a factor that
+    - `order`: for each factor of the target, the index of the same factor of the
+      source, or `NOWHERE` for a factor that
         repeats the source.
     - `casts`: the operations on the elements, in order.
     """
@@ -184,10 +258,15 @@ def strided_copy(piece: Piece) -> StridedCopy:
     # A factor is the same loop on both sides, with source and target exchanged.
     numbers = {(f.target_dim, f.target_step): number for number, f in enumerate(source)}
     order = tuple(
-        NOWHERE if f.source_dim == NOWHERE else numbers[f.source_dim, f.source_step] for own in targets for f in own
+        NOWHERE if f.source_dim == NOWHERE else numbers[f.source_dim, f.source_step]
+        for own in targets
+        for f in own
     )
     return StridedCopy(
-        _plain(hull(swapped(piece)), sources), _plain(hull(piece), targets), order, tuple(piece.value.casts)
+        _plain(hull(swapped(piece)), sources),
+        _plain(hull(piece), targets),
+        order,
+        tuple(piece.value.casts),
     )
 
 
@@ -195,13 +274,19 @@ def _box_factors(piece: Piece) -> list[list[Factor]]:
     return [along(piece, dim) for dim in range(len(piece.target))]
 
 
-def _plain(box: Sequence[tuple[int, int]], factors: Sequence[Sequence[Factor]]) -> BoxFactors:
+def _plain(
+    box: Sequence[tuple[int, int]], factors: Sequence[Sequence[Factor]]
+) -> BoxFactors:
     sizes = [stop - start for start, stop in box]
-    return tuple((size, tuple((f.size, f.target_step) for f in own)) for size, own in zip(sizes, factors, strict=True))
+    return tuple(
+        (size, tuple((f.size, f.target_step) for f in own))
+        for size, own in zip(sizes, factors, strict=True)
+    )
 
 
 def is_dense(size: int, factors: Sequence[BoxFactor]) -> bool:
-    """Whether the factors along a dimension of size `size` reach every element, in order.
+    """Whether the factors along a dimension of size `size` reach every element, in
+    order.
 
     For size 6, ((2, 3), (3, 1)) do, and ((3, 2),) does not.
     """
@@ -214,14 +299,17 @@ def is_dense(size: int, factors: Sequence[BoxFactor]) -> bool:
 
 
 def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
-    """A strided gather: the elements of `x` that the factors reach, as an array with one dimension per factor.
+    """A strided gather: the elements of `x` that the factors reach, as an array with
+    one dimension per factor.
 
     A factor of size 3 with step 2 reaches the elements 0, 2 and 4.
     """
     axis = 0
     for size, own in factors:
         if is_dense(size, own):
-            x = x.reshape(*x.shape[:axis], *[count for count, _ in own], *x.shape[axis + 1 :])
+            x = x.reshape(
+                *x.shape[:axis], *[count for count, _ in own], *x.shape[axis + 1 :]
+            )
             axis += len(own)
             continue
         for count, step in own:
@@ -234,15 +322,18 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
 
 
 def _below(own: Sequence[BoxFactor], step: int) -> int:
-    """The number of elements from the first to the last that the factors in `own` with a step below `step` reach.
+    """The number of elements from the first to the last that the factors in `own` with
+    a step below `step` reach.
 
-    For the factors ((2, 6), (3, 2)) and the step 6: the second one reaches 0, 2 and 4, so the result is 5.
+    For the factors ((2, 6), (3, 2)) and the step 6: the second one reaches 0, 2 and 4,
+    so the result is 5.
     """
     return 1 + sum((count - 1) * each for count, each in own if each < step)
 
 
 def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
-    """The array `x` with dimension `axis` reshaped to `count` rows of `step` elements. Zeros fill the last row.
+    """The array `x` with dimension `axis` reshaped to `count` rows of `step` elements.
+    Zeros fill the last row.
 
     For [1, 2, 3, 4, 5] with 2 rows of 3: [[1, 2, 3], [4, 5, 0]].
     """
@@ -252,28 +343,38 @@ def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
 
 
 def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
-    """Transposes the array `piece`, which `gathered` returned for `copy.source`, to the order of the target's factors.
+    """Transposes the array `piece`, which `gathered` returned for `copy.source`, to the
+    order of the target's factors.
 
     It is broadcast along factors that repeat the source.
     """
     piece = piece.transpose([number for number in copy.order if number != NOWHERE])
     counts = [count for _, own in copy.target for count, _ in own]
-    shape = [1 if number == NOWHERE else count for number, count in zip(copy.order, counts, strict=True)]
+    shape = [
+        1 if number == NOWHERE else count
+        for number, count in zip(copy.order, counts, strict=True)
+    ]
     return jnp.broadcast_to(piece.reshape(shape), counts)
 
 
-def scattered(box: jax.Array, factors: BoxFactors, piece: jax.Array, axis: int) -> jax.Array:
-    """A strided scatter: a copy of `box` in which the elements of `piece` replace those that the factors reach.
+def scattered(
+    box: jax.Array, factors: BoxFactors, piece: jax.Array, axis: int
+) -> jax.Array:
+    """A strided scatter: a copy of `box` in which the elements of `piece` replace those
+    that the factors reach.
 
-    The first `axis` dimensions are the same in both arrays. `factors` are those of the other dimensions of `box`. For
-    each factor, in this order, `piece` has one further dimension. For a dimension of size 6 with the factor (3, 2),
-    `piece` has the new elements 0, 2 and 4.
+    The first `axis` dimensions are the same in both arrays. `factors` are those of the
+    other dimensions of `box`. For each factor, in this order, `piece` has one further
+    dimension. For a dimension of size 6 with the factor (3, 2), `piece` has the new
+    elements 0, 2 and 4.
     """
     if all(is_dense(size, own) for size, own in factors):
         return piece.reshape(box.shape)
     (size, own), rest = factors[0], factors[1:]
     if is_dense(size, own):
-        merged = piece.reshape(*piece.shape[:axis], size, *piece.shape[axis + len(own) :])
+        merged = piece.reshape(
+            *piece.shape[:axis], size, *piece.shape[axis + len(own) :]
+        )
         return scattered(box, rest, merged, axis + 1)
     (count, step), below = own[0], own[1:]
     rows = _rows(box, axis, count, step)

@@ -10,8 +10,9 @@ import numpy as np
 def cast_array(x: Any, to: Any) -> Any:
     """A NumPy or JAX array cast to another dtype.
 
-    Floats become integers as in JAX: fractions are cut off, values out of range become the nearest integer of the
-    dtype, and NaN becomes 0. For such values, the result of NumPy's own `astype` depends on the machine.
+    Floats become integers as in JAX: fractions are cut off, values out of range become
+    the nearest integer of the dtype, and NaN becomes 0. For such values, the result of
+    NumPy's own `astype` depends on the machine.
     """
     if isinstance(x, np.ndarray | np.generic) and is_rounded(x.dtype, to):
         return _whole(np.asarray(x), np.dtype(to))
@@ -20,7 +21,9 @@ def cast_array(x: Any, to: Any) -> Any:
 
 @ft.lru_cache(maxsize=256)
 def is_rounded(stored: Any, to: Any) -> bool:
-    return bool(jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(to, jnp.integer))
+    return bool(
+        jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(to, jnp.integer)
+    )
 
 
 def _whole(x: np.ndarray, to: np.dtype) -> np.ndarray:

@@ -1,6 +1,8 @@
-"""Evaluates expressions of a map: to pieces, from the shapes of leaves, or to arrays, from arrays.
+"""Evaluates expressions of a map: to pieces, from the shapes of leaves, or to arrays,
+from arrays.
 
-A target array is a `Made`: its shape, its dtype, and the pieces (strided copies) that fill it.
+A target array is a `Made`: its shape, its dtype, and the pieces (strided copies) that
+fill it.
 """
 
 import functools as ft
@@ -44,61 +46,88 @@ def evaluated(
 ) -> Any:
     """Evaluates the expression `made` with the values `binding` of its placeholders.
 
-    `leaves` are the leaves of the source by path, and `leaf` returns the value of a leaf, given its path. `run` returns
-    the value of an operation, given its name, the values of its operands and its other arguments. If the values are
-    arrays, `run` is `on_arrays`; if they are target arrays with pieces, it is `on_shapes`.
+    `leaves` are the leaves of the source by path, and `leaf` returns the value of a
+    leaf, given its path. `run` returns the value of an operation, given its name, the
+    values of its operands and its other arguments. If the values are arrays, `run` is
+    `on_arrays`; if they are target arrays with pieces, it is `on_shapes`.
     """
     if made.op == "leaf":
         return leaf(resolved(made.args[0], binding, leaves))
     if made.op == "stack":
         over, dim = made.args[:2]
-        bindings = [{**binding, over: number} for number in count_of(made, binding, leaves)]
-        return run("stacked", [evaluated(made.of[0], one, leaves, leaf, run) for one in bindings], dim)
+        bindings = [
+            {**binding, over: number} for number in count_of(made, binding, leaves)
+        ]
+        return run(
+            "stacked",
+            [evaluated(made.of[0], one, leaves, leaf, run) for one in bindings],
+            dim,
+        )
     parts = [evaluated(part, binding, leaves, leaf, run) for part in made.of]
-    args = (_index(made.args[0], binding), made.args[1]) if made.op == "at" else made.args
+    args = (
+        (_index(made.args[0], binding), made.args[1]) if made.op == "at" else made.args
+    )
     return run(made.op, parts, *args)
 
 
 def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
-    """The path of a leaf, from a path with placeholders: `layers/3/w` for `layers/{i}/w` and i = 3.
+    """The path of a leaf, from a path with placeholders: `layers/3/w` for
+    `layers/{i}/w` and i = 3.
 
     Raises `MapError` if the path is not in `leaves`.
     """
     path = pattern(text).filled(binding)
     if path is None:
         missing = [name for name in pattern(text).names if name not in binding]
-        hint = f"`{{{missing[0]}}}` has no value" if missing else "a sum in it has a name that is no number"
-        raise MapError(f"`{text}` names no leaf: {hint}; write it into the target's path too, or use `.stack(...)`.")
+        hint = (
+            f"`{{{missing[0]}}}` has no value"
+            if missing
+            else "a sum in it has a name that is no number"
+        )
+        raise MapError(
+            f"`{text}` names no leaf: {hint}; write it into the target's path too, or"
+            " use `.stack(...)`."
+        )
     if path not in leaves:
         raise MapError(f"the source has no `{path}`{near(path, leaves)}")
     return path
 
 
 def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> range:
-    """The numbers 0, 1, 2, ... that a `stack` expression iterates over, as many as its `count`.
+    """The numbers 0, 1, 2, ... that a `stack` expression iterates over, as many as its
+    `count`.
 
-    Without a count, they end before the first number for which the source has no leaf. `binding` has the values of the
-    other placeholders, and `leaves` the leaves of the source by path.
+    Without a count, they end before the first number for which the source has no leaf.
+    `binding` has the values of the other placeholders, and `leaves` the leaves of the
+    source by path.
     """
     over, first = made.args[0], counted_leaf(made)
     if len(made.args) > 2:
         return range(made.args[2])
     if first is None:
         raise MapError(
-            f"`.stack({over!r})` iterates over nothing: no path in {made.of[0]} has `{{{over}}}`; write it into one, "
-            f"or give a count: `.stack({over!r}, count=...)`."
+            f"`.stack({over!r})` iterates over nothing: no path in {made.of[0]} has"
+            f" `{{{over}}}`; write it into one, or give a count: `.stack({over!r},"
+            " count=...)`."
         )
     number, binding = 0, {**dict.fromkeys(_inner_stacks(made.of[0]), 0), **binding}
-    while (path := pattern(first).filled({**binding, over: number})) is not None and path in leaves:
+    while (
+        path := pattern(first).filled({**binding, over: number})
+    ) is not None and path in leaves:
         number += 1
     if not number:
         path = pattern(first).filled({**binding, over: 0}) or first
-        raise MapError(f"`.stack({over!r})` finds nothing: the source has no `{path}`{near(path, leaves)}")
+        raise MapError(
+            f"`.stack({over!r})` finds nothing: the source has no"
+            f" `{path}`{near(path, leaves)}"
+        )
     return range(number)
 
 
 def _inner_stacks(made: From) -> list[str]:
-    """The names of the placeholders that `stack` operations inside an expression iterate over."""
+    """The names of the placeholders that `stack` operations inside an expression
+    iterate over.
+    """
     own = [made.args[0]] if made.op == "stack" else []
     return [*own, *[name for part in made.of for name in _inner_stacks(part)]]
 
@@ -107,13 +136,15 @@ def _index(index: int | str, binding: Binding) -> int:
     found = index if isinstance(index, int) else sum_of(index).value(binding)
     if not isinstance(found, int):
         raise MapError(
-            f"`.at({index!r})` needs a number, and the value of `{index}` is {found!r}; number the target's path."
+            f"`.at({index!r})` needs a number, and the value of `{index}` is {found!r};"
+            " number the target's path."
         )
     return found
 
 
 def dim_of(dim: int, rank: int, op: str) -> int:
-    """Dimension `dim` of an array of rank `rank` as a non-negative number, for the operation `op`.
+    """Dimension `dim` of an array of rank `rank` as a non-negative number, for the
+    operation `op`.
 
     Raises `MapError` if the array lacks it.
     """
@@ -133,7 +164,10 @@ def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
     if len(free) == 1 and known and count % known == 0:
         found[free[0]] = count // known
     if any(size < 0 for size in found) or math.prod(found) != count:
-        raise MapError(f"{what} of {count} elements into sizes {tuple(sizes)}, whose product is another number.")
+        raise MapError(
+            f"{what} of {count} elements into sizes {tuple(sizes)}, whose product is"
+            " another number."
+        )
     return tuple(found)
 
 
@@ -145,22 +179,37 @@ def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ..
 
 
 def leaf_made(path: str, struct: Struct | Made) -> Made:
-    """A target array that is a copy of the leaf `path` of the source. `struct` has the leaf's shape and dtype."""
-    return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
+    """A target array that is a copy of the leaf `path` of the source. `struct` has the
+    leaf's shape and dtype.
+    """
+    return Made(
+        tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape))
+    )
 
 
 def filled_with(value: Any, shape: tuple[int, ...], dtype: DType) -> Made:
     """A target array of which each element is `value`."""
     check_number(value, dtype, f"an array of shape {shape}")
     factors = [Factor(size, NOWHERE, 0, dim, 1) for dim, size in enumerate(shape)]
-    return Made(shape, dtype, made_of(Value(None, value, None, (dtype,)), (), (0,) * len(shape), factors))
+    return Made(
+        shape,
+        dtype,
+        made_of(Value(None, value, None, (dtype,)), (), (0,) * len(shape), factors),
+    )
 
 
 def _transpose(parts: Sequence[Made], *order: int) -> Made:
     (made,), rank = parts, len(parts[0].shape)
-    order = tuple(dim_of(dim, rank, "transpose") for dim in order) if order else tuple(reversed(range(rank)))
+    order = (
+        tuple(dim_of(dim, rank, "transpose") for dim in order)
+        if order
+        else tuple(reversed(range(rank)))
+    )
     if sorted(order) != list(range(rank)):
-        raise MapError(f"`transpose{order}` is no order of the {rank} dimensions of shape {made.shape}.")
+        raise MapError(
+            f"`transpose{order}` is no order of the {rank} dimensions of shape"
+            f" {made.shape}."
+        )
     return _placed(made, order, tuple(made.shape[dim] for dim in order))
 
 
@@ -172,7 +221,11 @@ def _split(parts: Sequence[Made], dim: int, *sizes: int) -> Made:
         raise MapError(f"`split` of dim {dim} of shape {made.shape} needs sizes.")
     pieces = list(made.pieces)
     for at in range(1, len(sizes)):
-        pieces = [part for piece in pieces for part in split(piece, dim + at - 1, math.prod(sizes[at:]))]
+        pieces = [
+            part
+            for piece in pieces
+            for part in split(piece, dim + at - 1, math.prod(sizes[at:]))
+        ]
     return Made(_shape_after(made.shape, dim, *sizes), made.dtype, tuple(pieces))
 
 
@@ -180,11 +233,18 @@ def _merge(parts: Sequence[Made], dim: int, count: int) -> Made:
     (made,), rank = parts, len(parts[0].shape)
     dim = dim_of(dim, rank, "merge")
     if not 1 <= count <= rank - dim:
-        raise MapError(f"`merge` of {count} dimensions from dim {dim} on, and shape {made.shape} has {rank}.")
+        raise MapError(
+            f"`merge` of {count} dimensions from dim {dim} on, and shape {made.shape}"
+            f" has {rank}."
+        )
     pieces, sizes = made.pieces, made.shape[dim : dim + count]
     for at in range(count - 1):
         pieces = tuple(merged(piece, dim, sizes[at + 1]) for piece in pieces)
-    return Made((*made.shape[:dim], math.prod(sizes), *made.shape[dim + count :]), made.dtype, pieces)
+    return Made(
+        (*made.shape[:dim], math.prod(sizes), *made.shape[dim + count :]),
+        made.dtype,
+        pieces,
+    )
 
 
 def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
@@ -192,23 +252,31 @@ def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
     sizes = sizes_of(sizes, math.prod(made.shape), f"`reshape` of shape {made.shape}")
     if 0 in sizes:
         return Made(sizes, made.dtype, ())
-    flat = _merge(parts, 0, len(made.shape)) if made.shape else _placed(made, [None], (1,))
+    flat = (
+        _merge(parts, 0, len(made.shape)) if made.shape else _placed(made, [None], (1,))
+    )
     return _split([flat], 0, *sizes) if sizes else _placed(flat, [], ())
 
 
 def _placed(made: Made, order: Sequence[int | None], shape: tuple[int, ...]) -> Made:
     """A target array with its dimensions reordered to the shape `shape`.
 
-    `order` has an old dimension for each new one, or `None` for an inserted dimension of size 1.
+    `order` has an old dimension for each new one, or `None` for an inserted dimension
+    of size 1.
     """
-    return Made(shape, made.dtype, tuple(renumbered(piece, order) for piece in made.pieces))
+    return Made(
+        shape, made.dtype, tuple(renumbered(piece, order) for piece in made.pieces)
+    )
 
 
 def _stacked(parts: Sequence[Made], dim: int) -> Made:
     first = _alike(parts, "stack", None)
     rank = len(first.shape) + 1
     dim = dim_of(dim, rank, "stack")
-    order, shape = (*range(dim), None, *range(dim, rank - 1)), (*first.shape[:dim], len(parts), *first.shape[dim:])
+    order, shape = (
+        (*range(dim), None, *range(dim, rank - 1)),
+        (*first.shape[:dim], len(parts), *first.shape[dim:]),
+    )
     pieces: list[Piece] = []
     for number, part in enumerate(parts):
         by = (0,) * dim + (number,) + (0,) * (rank - dim - 1)
@@ -220,7 +288,9 @@ def _concat(parts: Sequence[Made], dim: int, shards: int) -> Made:
     if shards != 1:
         rank = len(parts[0].shape) if parts else 0
         at = dim_of(dim, rank, "concat")
-        apart = [_split([part], at, shards, _share(part.shape, at, shards)) for part in parts]
+        apart = [
+            _split([part], at, shards, _share(part.shape, at, shards)) for part in parts
+        ]
         return _merge([_concat(apart, at + 1, 1)], at, 2)
     first = _alike(parts, "concat", dim)
     dim, reached, pieces = dim_of(dim, len(first.shape), "concat"), 0, []
@@ -233,7 +303,10 @@ def _concat(parts: Sequence[Made], dim: int, shards: int) -> Made:
 
 def _share(shape: tuple[int, ...], dim: int, shards: int) -> int:
     if dim >= len(shape) or shards < 1 or shape[dim] % shards:
-        raise MapError(f"`concat` in {shards} shards along dim {dim}, which does not divide shape {shape}.")
+        raise MapError(
+            f"`concat` in {shards} shards along dim {dim}, which does not divide shape"
+            f" {shape}."
+        )
     return shape[dim] // shards
 
 
@@ -244,12 +317,18 @@ def _alike(parts: Sequence[Made], op: str, dim: int | None) -> Made:
     if dim is not None:
         rank = len(parts[0].shape)
         at = dim_of(dim, rank, op)
-        shapes = {(len(part.shape), *part.shape[:at], *part.shape[at + 1 :]) for part in parts}
+        shapes = {
+            (len(part.shape), *part.shape[:at], *part.shape[at + 1 :]) for part in parts
+        }
     dtypes = list(dict.fromkeys(str(part.dtype) for part in parts))
     if len(shapes) > 1:
-        raise MapError(f"`{op}` of different shapes, {sorted({part.shape for part in parts})}.")
+        raise MapError(
+            f"`{op}` of different shapes, {sorted({part.shape for part in parts})}."
+        )
     if len(dtypes) > 1:
-        raise MapError(f"`{op}` of different dtypes, {' and '.join(dtypes)}; cast them first.")
+        raise MapError(
+            f"`{op}` of different dtypes, {' and '.join(dtypes)}; cast them first."
+        )
     return parts[0]
 
 
@@ -257,9 +336,13 @@ def _at(parts: Sequence[Made], index: int, dim: int) -> Made:
     (made,), rank = parts, len(parts[0].shape)
     dim = dim_of(dim, rank, "at")
     if not -made.shape[dim] <= index < made.shape[dim]:
-        raise MapError(f"`at({index})` is out of range along dim {dim} of shape {made.shape}.")
+        raise MapError(
+            f"`at({index})` is out of range along dim {dim} of shape {made.shape}."
+        )
     one = _slice(parts, index % made.shape[dim], index % made.shape[dim] + 1, dim)
-    return _placed(one, [at for at in range(rank) if at != dim], _shape_after(made.shape, dim))
+    return _placed(
+        one, [at for at in range(rank) if at != dim], _shape_after(made.shape, dim)
+    )
 
 
 def _slice(parts: Sequence[Made], start: int, stop: int | None, dim: int) -> Made:
@@ -267,9 +350,16 @@ def _slice(parts: Sequence[Made], start: int, stop: int | None, dim: int) -> Mad
     dim = dim_of(dim, len(made.shape), "slice")
     low, high, _ = slice(start, stop).indices(made.shape[dim])
     if low > high or (stop is not None and stop > made.shape[dim]):
-        raise MapError(f"`slice({start}, {stop})` is out of range along dim {dim} of shape {made.shape}.")
+        raise MapError(
+            f"`slice({start}, {stop})` is out of range along dim {dim} of shape"
+            f" {made.shape}."
+        )
     back = tuple(-low * (at == dim) for at in range(len(made.shape)))
-    pieces = tuple(shifted(part, back) for piece in made.pieces for part in cut(piece, dim, low, high))
+    pieces = tuple(
+        shifted(part, back)
+        for piece in made.pieces
+        for part in cut(piece, dim, low, high)
+    )
     return Made(_shape_after(made.shape, dim, high - low), made.dtype, pieces)
 
 
@@ -277,22 +367,44 @@ def _repeat(parts: Sequence[Made], count: int, dim: int, unit: int) -> Made:
     (made,) = parts
     dim = dim_of(dim, len(made.shape), "repeat")
     if unit < 1 or count < 0 or made.shape[dim] % unit:
-        raise MapError(f"`repeat` of units of {unit} along dim {dim}, which do not divide shape {made.shape}.")
+        raise MapError(
+            f"`repeat` of units of {unit} along dim {dim}, which do not divide shape"
+            f" {made.shape}."
+        )
     if unit != 1:
         return _merge([_repeat([_split(parts, dim, -1, unit)], count, dim, 1)], dim, 2)
     pieces = []
     for piece in made.pieces:
-        target = (*piece.target[:dim], piece.target[dim] * count, *piece.target[dim + 1 :])
-        factors = [f._replace(target_step=f.target_step * count) if f.target_dim == dim else f for f in piece.factors]
-        pieces += made_of(piece.value, piece.source, target, [*factors, Factor(count, NOWHERE, 0, dim, 1)])
-    return Made(_shape_after(made.shape, dim, made.shape[dim] * count), made.dtype, tuple(pieces))
+        target = (
+            *piece.target[:dim],
+            piece.target[dim] * count,
+            *piece.target[dim + 1 :],
+        )
+        factors = [
+            f._replace(target_step=f.target_step * count) if f.target_dim == dim else f
+            for f in piece.factors
+        ]
+        pieces += made_of(
+            piece.value,
+            piece.source,
+            target,
+            [*factors, Factor(count, NOWHERE, 0, dim, 1)],
+        )
+    return Made(
+        _shape_after(made.shape, dim, made.shape[dim] * count),
+        made.dtype,
+        tuple(pieces),
+    )
 
 
 def _pad_to(parts: Sequence[Made], size: int, dim: int, value: object) -> Made:
     (made,) = parts
     dim = dim_of(dim, len(made.shape), "pad_to")
     if size < made.shape[dim]:
-        raise MapError(f"`pad_to({size})` along dim {dim} of shape {made.shape}, which is more; `slice` makes it less.")
+        raise MapError(
+            f"`pad_to({size})` along dim {dim} of shape {made.shape}, which is more;"
+            " `slice` makes it less."
+        )
     more = _shape_after(made.shape, dim, size - made.shape[dim])
     if size == made.shape[dim]:
         return made
@@ -303,47 +415,75 @@ def cast(made: Made, to: Any) -> Made:
     """A target array cast to the dtype `to`."""
     if made.dtype == to:
         return made
-    if jnp.issubdtype(made.dtype, jax.dtypes.extended) or jnp.issubdtype(to, jax.dtypes.extended):
+    if jnp.issubdtype(made.dtype, jax.dtypes.extended) or jnp.issubdtype(
+        to, jax.dtypes.extended
+    ):
         raise MapError(
-            f"{made.dtype} cannot be cast to {to}: a PRNG key means something only to its own implementation."
+            f"{made.dtype} cannot be cast to {to}: a PRNG key means something only to"
+            " its own implementation."
         )
-    if jnp.issubdtype(made.dtype, jnp.complexfloating) and not jnp.issubdtype(to, jnp.complexfloating):
-        raise MapError(f"{made.dtype} cannot be cast to {to}, which has no imaginary part.")
+    if jnp.issubdtype(made.dtype, jnp.complexfloating) and not jnp.issubdtype(
+        to, jnp.complexfloating
+    ):
+        raise MapError(
+            f"{made.dtype} cannot be cast to {to}, which has no imaginary part."
+        )
     return _then(made, to, to)
 
 
 def _then(made: Made, step: Operation, dtype: DType) -> Made:
-    """The target array `made` after one more operation `step` on its elements, which results in `dtype`."""
-    pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step))) for piece in made.pieces]
+    """The target array `made` after one more operation `step` on its elements, which
+    results in `dtype`.
+    """
+    pieces = [
+        piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step)))
+        for piece in made.pieces
+    ]
     return Made(made.shape, dtype, tuple(pieces))
 
 
 def _counted(sign: Literal["*", "+"], parts: Sequence[Made], number: float) -> Made:
     (made,) = parts
     if not jnp.issubdtype(made.dtype, jnp.floating):
-        raise MapError(f"{made.dtype} takes no arithmetic with {number!r}: cast it to a floating-point dtype first.")
+        raise MapError(
+            f"{made.dtype} takes no arithmetic with {number!r}: cast it to a"
+            " floating-point dtype first."
+        )
     return _then(made, Arithmetic(sign, number), made.dtype)
 
 
 def _scale(parts: Sequence[Made], *block: int) -> Made:
     made, by = parts
     for part in parts:
-        if not jnp.issubdtype(part.dtype, jnp.floating) and not jnp.issubdtype(part.dtype, jnp.integer):
-            raise MapError(f"{part.dtype} is not multiplied in float32; scale integers and floating-point numbers.")
-    blocks = tuple(-(-size // each) for size, each in zip(made.shape, block, strict=False) if each > 0)
+        if not jnp.issubdtype(part.dtype, jnp.floating) and not jnp.issubdtype(
+            part.dtype, jnp.integer
+        ):
+            raise MapError(
+                f"{part.dtype} is not multiplied in float32; scale integers and"
+                " floating-point numbers."
+            )
+    blocks = tuple(
+        -(-size // each)
+        for size, each in zip(made.shape, block, strict=False)
+        if each > 0
+    )
     if len(block) != len(made.shape) or by.shape != blocks:
         raise MapError(
-            f"blocks of {block} of shape {made.shape} take scales of shape {blocks}, and these have {by.shape}."
+            f"blocks of {block} of shape {made.shape} take scales of shape {blocks},"
+            f" and these have {by.shape}."
         )
     if not made.pieces or not by.pieces:
         return Made(made.shape, jnp.dtype("float32"), ())
     scale = Scale(str(by.pieces[0].value.path), block)
-    pieces: list[Piece] = [piece._replace(value=piece.value._replace(scale=scale)) for piece in made.pieces]
+    pieces: list[Piece] = [
+        piece._replace(value=piece.value._replace(scale=scale)) for piece in made.pieces
+    ]
     return Made(made.shape, jnp.dtype("float32"), tuple(pieces))
 
 
 def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
-    """Applies the operation `op` of an expression, such as `"transpose"`, to the target arrays `parts`.
+    """Applies the operation `op` of an expression, such as `"transpose"`, to the target
+    arrays `parts`.
 
     `args` are the operation's other arguments.
     """
@@ -351,7 +491,9 @@ def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
 
 
 ON_SHAPES: Mapping[str, Callable[..., Made]] = {
-    "constant": lambda _, value, shape, dtype: filled_with(value, tuple(shape), jnp.dtype(dtype)),
+    "constant": lambda _, value, shape, dtype: filled_with(
+        value, tuple(shape), jnp.dtype(dtype)
+    ),
     "transpose": _transpose,
     "split": _split,
     "merge": _merge,

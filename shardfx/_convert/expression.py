@@ -1,4 +1,6 @@
-"""Expressions of a map: operations on leaves of the source, as immutable values, and the rules that use them."""
+"""Expressions of a map: operations on leaves of the source, as immutable values, and
+the rules that use them.
+"""
 
 import dataclasses
 import math
@@ -16,9 +18,10 @@ from .._ground.spec import DType, dtype_named
 from .patterns import pattern, sum_of
 
 
-# For each operation the number of its operands, or `None` for any number, and the kind of each other argument. The name
-# of an argument is before its kind, if the argument is passed by name. The last argument may be repeated or left out if
-# it has a star, and left out if it has a question mark.
+# For each operation the number of its operands, or `None` for any number, and the kind
+# of each other argument. The name of an argument is before its kind, if the argument is
+# passed by name. The last argument may be repeated or left out if it has a star, and
+# left out if it has a question mark.
 SIGNATURES: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
     {
         "leaf": (0, "path"),
@@ -43,9 +46,11 @@ SIGNATURES: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
 
 
 def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
-    """The name and the kind of each argument of the operation `op`, if it is called with `count` arguments.
+    """The name and the kind of each argument of the operation `op`, if it is called
+    with `count` arguments.
 
-    A positional argument has the name "". The kind is a key of `_KINDS`, which checks the argument.
+    A positional argument has the name "". The kind is a key of `_KINDS`, which checks
+    the argument.
     """
     words = SIGNATURES[op][1].split()
     last = words[-1]
@@ -53,11 +58,15 @@ def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
         words = [*words[:-1], *[last[:-1]] * (count - len(words) + 1)]
     elif last.endswith("?"):
         words = [*words[:-1], *[last[:-1]] * (count - len(words) + 1 > 0)]
-    return [(word.partition(":")[0] if ":" in word else "", word.rpartition(":")[2]) for word in words]
+    return [
+        (word.partition(":")[0] if ":" in word else "", word.rpartition(":")[2])
+        for word in words
+    ]
 
 
 def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
-    """The arguments of the operation `op` as plain Python values; `parts` is the number of its operands.
+    """The arguments of the operation `op` as plain Python values; `parts` is the number
+    of its operands.
 
     Raises `MapError` for arguments that the operation cannot take.
     """
@@ -65,7 +74,10 @@ def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
     if count is not None and parts != count:
         raise MapError(f"`{op}` takes {count} expressions, not {parts}.")
     if len(words) != len(args):
-        raise MapError(f"`{op}` takes {len(words)} arguments, not {len(args)}: {tuple(args)!r:.80}.")
+        raise MapError(
+            f"`{op}` takes {len(words)} arguments, not {len(args)}:"
+            f" {tuple(args)!r:.80}."
+        )
     found = []
     for (_, word), value in zip(words, args, strict=True):
         text, read = _KINDS[word]
@@ -78,18 +90,29 @@ def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
 def _number(value: Any) -> int | float | None:
     number = value.item() if isinstance(value, np.generic) else value
     # Python raises for larger integers where a float is needed.
-    is_one = isinstance(number, float) or (isinstance(number, int) and abs(number) < 2**1023)
+    is_one = isinstance(number, float) or (
+        isinstance(number, int) and abs(number) < 2**1023
+    )
     return number if is_one else None
 
 
 def _finite(value: object) -> float | None:
     number = _number(value)
-    return None if number is None or isinstance(number, bool) or not math.isfinite(number) else float(number)
+    return (
+        None
+        if number is None or isinstance(number, bool) or not math.isfinite(number)
+        else float(number)
+    )
 
 
 def _int(value: object, least: float = -math.inf) -> int | None:
-    # NumPy's integers become Python's, since JSON cannot hold them. A bool is an int in Python, but no size.
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
+    # NumPy's integers become Python's, since JSON cannot hold them. A bool is an int in
+    # Python, but no size.
+    if (
+        isinstance(value, bool | np.bool_)
+        or not isinstance(value, int | np.integer)
+        or value < least
+    ):
         return None
     return operator.index(value)
 
@@ -99,7 +122,9 @@ def _text(value: Any) -> str | None:
 
 
 def _sizes(value: object) -> tuple[Any, ...] | None:
-    sizes = [_int(size, 0) for size in value] if isinstance(value, tuple | list) else [None]
+    sizes = (
+        [_int(size, 0) for size in value] if isinstance(value, tuple | list) else [None]
+    )
     return None if None in sizes else tuple(sizes)
 
 
@@ -112,8 +137,8 @@ def _dtype(value: Any) -> str | None:
     return None if value is None or dtype_named(name) is None else name
 
 
-# For each kind of argument a description of valid values, and a function that converts one. It returns `None` for other
-# values.
+# For each kind of argument a description of valid values, and a function that converts
+# one. It returns `None` for other values.
 _KINDS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = MappingProxyType(
     {
         "path": ("the path of a leaf", _text),
@@ -123,11 +148,16 @@ _KINDS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = MappingProxyType
         ),
         "index": (
             "a whole number, or a sum of placeholders, as '6*i+2'",
-            lambda value: value if isinstance(value, str) and sum_of(value) else _int(value),
+            lambda value: (
+                value if isinstance(value, str) and sum_of(value) else _int(value)
+            ),
         ),
         "number": ("a number", _number),
         "finite": ("a finite number", _finite),
-        "factor": ("a finite number that is not 0", lambda value: _finite(value) or None),
+        "factor": (
+            "a finite number that is not 0",
+            lambda value: _finite(value) or None,
+        ),
         "sizes": ("the sizes of an array", _sizes),
         "dtype": ("a dtype", _dtype),
         "int": ("a whole number", _int),
@@ -139,14 +169,26 @@ _KINDS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = MappingProxyType
 
 
 def check_number(value: Any, dtype: DType, what: str) -> None:
-    """Raises `MapError`, with a text that begins with `what`, if an array of dtype `dtype` cannot hold `value`."""
+    """Raises `MapError`, with a text that begins with `what`, if an array of dtype
+    `dtype` cannot hold `value`.
+    """
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        raise MapError(f"{what}: PRNG keys cannot be made of a number; stack or concat keys instead.")
+        raise MapError(
+            f"{what}: PRNG keys cannot be made of a number; stack or concat keys"
+            " instead."
+        )
     is_bool = jnp.issubdtype(dtype, jnp.bool_)
     if is_bool or jnp.issubdtype(dtype, jnp.integer):
-        low, high = (0, 1) if is_bool else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
+        low, high = (
+            (0, 1)
+            if is_bool
+            else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
+        )
         if not (low <= value <= high and int(value) == value):
-            raise MapError(f"{what}: {value!r} is no whole number from {low} to {high}, as an array of {dtype} holds.")
+            raise MapError(
+                f"{what}: {value!r} is no whole number from {low} to {high}, as an"
+                f" array of {dtype} holds."
+            )
 
 
 # The default of an argument that is passed by name.
@@ -155,16 +197,19 @@ _DEFAULTS = {"dim": 0, "count": None, "shards": 1, "unit": 1, "value": 0}
 
 @dataclasses.dataclass(frozen=True, init=False)
 class From:
-    """An expression of a [`shardfx.TreeMap`][]: a leaf of the source, and operations that make a leaf of the target.
+    """An expression of a [`shardfx.TreeMap`][]: a leaf of the source, and operations
+    that make a leaf of the target.
 
-    Each method returns a new expression. Negative dimensions count from the end. `op` is the name of the operation,
-    "leaf" for a leaf alone; `of` has its operands, and `args` its other arguments.
+    Each method returns a new expression. Negative dimensions count from the end. `op`
+    is the name of the operation, "leaf" for a leaf alone; `of` has its operands, and
+    `args` its other arguments.
 
     **Arguments:**
 
-    - `path`: the path of the leaf, such as `model.layers.{i}.mlp.up_proj.weight`. `{i}` is a placeholder. It has the
-        value that it has in the target's path, or the values that `stack` gives it. A placeholder may contain a sum:
-        `{6*i+2}`.
+    - `path`: the path of the leaf, such as `model.layers.{i}.mlp.up_proj.weight`. `{i}`
+      is a placeholder. It has the
+        value that it has in the target's path, or the values that `stack` gives it. A
+        placeholder may contain a sum: `{6*i+2}`.
 
     !!! Example
 
@@ -185,18 +230,25 @@ class From:
 
     def __init__(self, path: str):
         if not isinstance(path, str):
-            raise MapError(f"`From` takes the path of a leaf, not {path!r:.80}; give `From('layers/{{i}}/weight')`.")
+            raise MapError(
+                f"`From` takes the path of a leaf, not {path!r:.80}; give"
+                " `From('layers/{i}/weight')`."
+            )
         _set(self, "leaf", (), (path,))
 
     @property
     def path(self) -> str:
-        """The path of the leaf, with its placeholders. Raises `MapError` for an expression with operations."""
+        """The path of the leaf, with its placeholders. Raises `MapError` for an
+        expression with operations.
+        """
         if self.op != "leaf":
             raise MapError(f"{self} is made of leaves, and has no path of its own.")
         return self.args[0]
 
     @staticmethod
-    def constant(value: float | int | bool, shape: Sequence[int], dtype: object) -> "From":
+    def constant(
+        value: float | int | bool, shape: Sequence[int], dtype: object
+    ) -> "From":
         """An array filled with one number, without any leaf of the source."""
         return _new("constant", (), (value, tuple(shape), dtype))
 
@@ -208,14 +260,17 @@ class From:
 
         - `parts`: the expressions, such as query, key and value.
         - `dim`: the dimension.
-        - `shards`: the number of equal chunks of each array, which are interleaved. With 2, query, key and value become
-            `[q0 k0 v0 q1 k1 v1]`: sharded over 2 devices, each device has its own chunks of all three.
+        - `shards`: the number of equal chunks of each array, which are interleaved.
+          With 2, query, key and value become
+            `[q0 k0 v0 q1 k1 v1]`: sharded over 2 devices, each device has its own
+            chunks of all three.
         """
         return _new("concat", tuple(parts), (dim, shards))
 
     @staticmethod
     def stacked(parts: Sequence["From"], *, dim: int = 0) -> "From":
-        """The arrays of several expressions, which have one shape, stacked along a new dimension.
+        """The arrays of several expressions, which have one shape, stacked along a new
+        dimension.
 
         `stack` is shorter for leaves whose paths differ only in a number.
         """
@@ -223,7 +278,9 @@ class From:
 
     @property
     def T(self) -> "From":  # noqa: N802
-        """The array with its dimensions in reverse order, such as `[in, out]` for torch's `[out, in]`."""
+        """The array with its dimensions in reverse order, such as `[in, out]` for
+        torch's `[out, in]`.
+        """
         return _new("transpose", (self,), ())
 
     def transpose(self, *order: int) -> "From":
@@ -234,11 +291,14 @@ class From:
         return _new("transpose", (self,), order)
 
     def reshape(self, *sizes: int) -> "From":
-        """The array with another shape and the same elements in row-major order; one size may be -1."""
+        """The array with another shape and the same elements in row-major order; one
+        size may be -1.
+        """
         return _new("reshape", (self,), sizes)
 
     def split(self, dim: int, *sizes: int) -> "From":
-        """The array with dimension `dim` split into several of these sizes; one size may be -1.
+        """The array with dimension `dim` split into several of these sizes; one size
+        may be -1.
 
         `split(0, -1, 128)` makes heads of width 128.
         """
@@ -249,29 +309,38 @@ class From:
         return _new("merge", (self,), (dim, count))
 
     def stack(self, over: str, *, dim: int = 0, count: int | None = None) -> "From":
-        """The arrays for the values 0, 1, 2, ... of a placeholder, stacked along a new dimension.
+        """The arrays for the values 0, 1, 2, ... of a placeholder, stacked along a new
+        dimension.
 
-        `over` is the placeholder's name, such as "i" for `{i}` in the path. The stack has `count` arrays. Without a
-        count, it ends before the first value for which the source has no leaf.
+        `over` is the placeholder's name, such as "i" for `{i}` in the path. The stack
+        has `count` arrays. Without a count, it ends before the first value for which
+        the source has no leaf.
         """
-        return _new("stack", (self,), (over, dim) if count is None else (over, dim, count))
+        return _new(
+            "stack", (self,), (over, dim) if count is None else (over, dim, count)
+        )
 
     def at(self, index: int | str, *, dim: int = 0) -> "From":
         """The entry at one index of a dimension, without this dimension.
 
-        The index is a number, or a sum of placeholders such as `{i}`. For a target's path with the layer `{i}`, the
-        index `"i"` takes each layer out of a stacked array, and `"6*i+2"` takes every sixth layer.
+        The index is a number, or a sum of placeholders such as `{i}`. For a target's
+        path with the layer `{i}`, the index `"i"` takes each layer out of a stacked
+        array, and `"6*i+2"` takes every sixth layer.
         """
         return _new("at", (self,), (index, dim))
 
     def slice(self, start: int, stop: int | None, *, dim: int = 0) -> "From":
-        """The entries from `start` to `stop` along a dimension, as in Python. `None` is the end."""
+        """The entries from `start` to `stop` along a dimension, as in Python. `None` is
+        the end.
+        """
         return _new("slice", (self,), (start, stop, dim))
 
     def repeat(self, count: int, *, dim: int = 0, unit: int = 1) -> "From":
-        """The array with each block of `unit` entries along a dimension repeated `count` times.
+        """The array with each block of `unit` entries along a dimension repeated
+        `count` times.
 
-        With 2, [a, b] becomes [a, a, b, b]. Key heads are repeated if there are more devices than heads.
+        With 2, [a, b] becomes [a, a, b, b]. Key heads are repeated if there are more
+        devices than heads.
         """
         return _new("repeat", (self,), (count, dim, unit))
 
@@ -282,30 +351,34 @@ class From:
     def cast(self, dtype: object) -> "From":
         """The array cast to another dtype, as by JAX's `astype` on every platform.
 
-        From floating-point numbers to integers, fractions are cut off, and numbers out of range become the smallest or
-        the largest integer.
+        From floating-point numbers to integers, fractions are cut off, and numbers out
+        of range become the smallest or the largest integer.
         """
         return _new("cast", (self,), (dtype,))
 
     def times(self, number: float | int) -> "From":
         """The array multiplied by a number in float32 and rounded to its dtype.
 
-        An inverse map divides and rounds again; powers of two are exact in both directions. Use it for weights that
-        include a scale: `times(width**-0.5)` for a query projection divided by the square root of the head width.
+        An inverse map divides and rounds again; powers of two are exact in both
+        directions. Use it for weights that include a scale: `times(width**-0.5)` for a
+        query projection divided by the square root of the head width.
         """
         return _new("times", (self,), (number,))
 
     def plus(self, number: float | int) -> "From":
         """The array plus a number, computed in float32 and rounded to its dtype.
 
-        An inverse map subtracts and rounds again. Use it for norm weights that are stored minus one, as in Gemma.
+        An inverse map subtracts and rounds again. Use it for norm weights that are
+        stored minus one, as in Gemma.
         """
         return _new("plus", (self,), (number,))
 
     def scale(self, by: "From | str", *, block: Sequence[int]) -> "From":
-        """The array multiplied in float32 by one scale for each block of its elements, as quantised weights have.
+        """The array multiplied in float32 by one scale for each block of its elements,
+        as quantised weights have.
 
-        This expression and `by` must be leaves without operations. Apply other operations to the result.
+        This expression and `by` must be leaves without operations. Apply other
+        operations to the result.
 
         **Arguments:**
 
@@ -314,7 +387,10 @@ class From:
         """
         by = From(by) if isinstance(by, str) else by
         if self.op != "leaf" or by.op != "leaf":
-            raise MapError(f"{self} cannot be scaled by {by}: scale leaves as they are stored, and do the rest after.")
+            raise MapError(
+                f"{self} cannot be scaled by {by}: scale leaves as they are stored, and"
+                " do the rest after."
+            )
         return _new("scale", (self, by), tuple(block))
 
     def __str__(self) -> str:
@@ -331,7 +407,10 @@ def _set(made: From, op: str, of: tuple[From, ...], args: tuple[object, ...]) ->
 def _new(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:
     for part in of:
         if not isinstance(part, From):
-            raise MapError(f"`{op}` takes `From` values, not {part!r:.80}; write `From({part!r:.80})`.")
+            raise MapError(
+                f"`{op}` takes `From` values, not {part!r:.80}; write"
+                f" `From({part!r:.80})`."
+            )
     made = object.__new__(From)
     _set(made, op, of, checked(op, len(of), args))
     return made
@@ -350,7 +429,9 @@ def _written(made: From) -> str:
     if made.op in ("concat", "stacked"):
         return f"From.{made.op}([{', '.join(map(_written, made.of))}]{''.join(f', {arg}' for arg in args)})"
     if made.op == "scale":
-        return f"{_written(made.of[0])}.scale({_written(made.of[1])}, block={made.args!r})"
+        return (
+            f"{_written(made.of[0])}.scale({_written(made.of[1])}, block={made.args!r})"
+        )
     if made.op == "transpose" and not made.args:
         return f"{_written(made.of[0])}.T"
     return f"{_written(made.of[0])}.{made.op}({', '.join(args)})"
@@ -362,11 +443,16 @@ def to_data(made: From) -> list[Any]:
 
 
 def from_data(data: object) -> From:
-    """The expression from the nested lists of `to_data`. Raises `MapError` for other data."""
+    """The expression from the nested lists of `to_data`. Raises `MapError` for other
+    data.
+    """
     match data:
         case [str() as name, list() as args, list() as of] if name in SIGNATURES:
             return _new(name, tuple(map(from_data, of)), _tuples(args))
-    raise MapError(f"{data!r:.80} is no expression of a TreeMap; write maps with `TreeMap.to_json`.")
+    raise MapError(
+        f"{data!r:.80} is no expression of a TreeMap; write maps with"
+        " `TreeMap.to_json`."
+    )
 
 
 def _plain(value: object) -> Any:
@@ -378,31 +464,49 @@ def _tuples(value: object) -> Any:
 
 
 def leaves_of(made: From) -> list[str]:
-    """The paths of the leaves that an expression reads, in order, with their placeholders."""
-    return [made.args[0]] if made.op == "leaf" else [path for part in made.of for path in leaves_of(part)]
+    """The paths of the leaves that an expression reads, in order, with their
+    placeholders.
+    """
+    return (
+        [made.args[0]]
+        if made.op == "leaf"
+        else [path for part in made.of for path in leaves_of(part)]
+    )
 
 
 def counted_leaf(stack: From) -> str | None:
-    """The first path in a `stack` expression that has the placeholder over which it iterates, or `None`.
+    """The first path in a `stack` expression that has the placeholder over which it
+    iterates, or `None`.
 
     For `From("layers/{i}/w").stack("i")`: `layers/{i}/w`.
     """
-    return next((leaf for leaf in leaves_of(stack.of[0]) if stack.args[0] in pattern(leaf).names), None)
+    return next(
+        (
+            leaf
+            for leaf in leaves_of(stack.of[0])
+            if stack.args[0] in pattern(leaf).names
+        ),
+        None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The rules of one step of a `TreeMap`. A map has several steps if it is composed of others.
+    """The rules of one step of a `TreeMap`. A map has several steps if it is composed
+    of others.
 
     A path pattern is a path with placeholders, such as `{i}` in `layers/{i}/weight`.
 
     **Arguments:**
 
-    - `made`: pairs of a path pattern of the target, and the expression that makes the leaves with such paths.
-    - `drop`: path patterns of leaves that are left out on purpose. The source must have them.
+    - `made`: pairs of a path pattern of the target, and the expression that makes the
+      leaves with such paths.
+    - `drop`: path patterns of leaves that are left out on purpose. The source must have
+      them.
     - `casts`: whether results are cast to the dtypes of the target.
     - `rest`: path patterns of leaves that are not used. The source need not have them.
-    - `inverted`: whether the step goes the other way. The rules are still as they were written, with a target that they
+    - `inverted`: whether the step goes the other way. The rules are still as they were
+      written, with a target that they
         make of a source. But the step makes their source from their target.
     """
 

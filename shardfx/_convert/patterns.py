@@ -10,9 +10,11 @@ from .._ground.errors import MapError
 from .._ground.text import between_numbers, printable
 
 
-# The values of the placeholders of a path pattern, by name: `{"i": 3}` for `{i}` in `layers/{i}/weight`.
+# The values of the placeholders of a path pattern, by name: `{"i": 3}` for `{i}` in
+# `layers/{i}/weight`.
 Binding = Mapping[str, str | int]
-# Comparing two names takes time in the product of their lengths, and there may be millions of names.
+# Comparing two names takes time in the product of their lengths, and there may be
+# millions of names.
 _COMPARED_NAMES = 2000
 _COMPARED_CHARACTERS = 200
 _FIELD = re.compile(r"\{([^{}]*)\}")
@@ -33,20 +35,28 @@ class Sum:
     @ft.cached_property
     def name(self) -> str | None:
         """The name, if the placeholder has only a name, as in `{i}`; else `None`."""
-        return self.terms[0][1] if len(self.terms) == 1 and self.terms[0][0] == 1 and not self.rest else None
+        return (
+            self.terms[0][1]
+            if len(self.terms) == 1 and self.terms[0][0] == 1 and not self.rest
+            else None
+        )
 
     def value(self, binding: Binding) -> str | int | None:
-        """The value of the sum; `None` if a name has no value, or a text where the sum needs a number."""
+        """The value of the sum; `None` if a name has no value, or a text where the sum
+        needs a number.
+        """
         if self.name is not None:
             return binding.get(self.name)
         found = [(count, binding.get(name)) for count, name in self.terms]
         if not all(isinstance(value, int) for _, value in found):
             return None
-        return self.rest + sum(count * value for count, value in found if isinstance(value, int))
+        return self.rest + sum(
+            count * value for count, value in found if isinstance(value, int)
+        )
 
     def solved(self, value: str | int) -> tuple[str, str | int] | None:
-        """The only name of the sum, and the value of this name for which the sum is `value`: ("i", 2) for `6*i+2` and
-        14.
+        """The only name of the sum, and the value of this name for which the sum is
+        `value`: ("i", 2) for `6*i+2` and 14.
 
         The result is `None` if there is no such value, or if the sum has several names.
         """
@@ -55,19 +65,24 @@ class Sum:
         if len(self.terms) != 1 or not isinstance(value, int):
             return None
         (count, name), over = self.terms[0], value - self.rest
-        return (name, over // count) if count and over >= 0 and over % count == 0 else None
+        return (
+            (name, over // count) if count and over >= 0 and over % count == 0 else None
+        )
 
 
 @ft.lru_cache(maxsize=4096)
 def sum_of(text: str) -> Sum:
-    """Parses the text inside the braces of a placeholder, such as `i`, `i+1` or `6*i+j+2`."""
+    """Parses the text inside the braces of a placeholder, such as `i`, `i+1` or
+    `6*i+j+2`.
+    """
     terms, rest = [], 0
     for part in text.split("+"):
         found = _TERM.fullmatch(part)
         if found is None or (found[4] and found[1]):
             raise MapError(
-                f"`{{{text}}}` cannot be read: braces hold a name, or a sum as in `{{6*i+2}}`, without a minus; "
-                "`{name*}` matches any text, also with slashes."
+                f"`{{{text}}}` cannot be read: braces hold a name, or a sum as in"
+                " `{6*i+2}`, without a minus; `{name*}` matches any text, also"
+                " with slashes."
             )
         if found[2]:
             terms.append((int(found[1] or 1), found[2]))
@@ -83,7 +98,8 @@ class Pattern:
     **Arguments:**
 
     - `text`: the pattern as it was written.
-    - `parts`: alternately the text between placeholders and the sum in a placeholder; text is first and last.
+    - `parts`: alternately the text between placeholders and the sum in a placeholder;
+      text is first and last.
     - `regex`: a regular expression that all matching paths match.
     """
 
@@ -93,11 +109,22 @@ class Pattern:
 
     @ft.cached_property
     def names(self) -> tuple[str, ...]:
-        """The names in the placeholders of the pattern, without duplicates. For `{i}/{i+j}`: ("i", "j")."""
-        return tuple(dict.fromkeys(name for one in self.parts if isinstance(one, Sum) for _, name in one.terms))
+        """The names in the placeholders of the pattern, without duplicates. For
+        `{i}/{i+j}`: ("i", "j").
+        """
+        return tuple(
+            dict.fromkeys(
+                name
+                for one in self.parts
+                if isinstance(one, Sum)
+                for _, name in one.terms
+            )
+        )
 
     def filled(self, binding: Binding) -> str | None:
-        """The path with these values of the placeholders; `None` if a placeholder has no value."""
+        """The path with these values of the placeholders; `None` if a placeholder has
+        no value.
+        """
         done = []
         for part in self.parts:
             value = part if isinstance(part, str) else part.value(binding)
@@ -107,7 +134,8 @@ class Pattern:
         return "".join(done)
 
     def matched(self, path: str) -> dict[str, str | int] | None:
-        """The values of the placeholders in a path: i = 3 for `layers/{i}/weight` and `layers/3/weight`.
+        """The values of the placeholders in a path: i = 3 for `layers/{i}/weight` and
+        `layers/3/weight`.
 
         The result is `None` if the path does not match the pattern.
         """
@@ -127,7 +155,11 @@ class Pattern:
 
 def _number_or_text(text: str) -> str | int:
     # "007" stays text: the number 7 would be written in another way.
-    return int(text) if text.isascii() and text.isdigit() and str(int(text[:18] or 0)) == text else text
+    return (
+        int(text)
+        if text.isascii() and text.isdigit() and str(int(text[:18] or 0)) == text
+        else text
+    )
 
 
 @ft.lru_cache(maxsize=4096)
@@ -136,25 +168,43 @@ def pattern(text: str) -> Pattern:
     pieces = _FIELD.split(text)
     if any("{" in piece or "}" in piece for piece in pieces):
         raise MapError(f"the path `{text}` has a brace without its other half.")
-    parts = tuple(piece if at % 2 == 0 else sum_of(piece) for at, piece in enumerate(pieces))
+    parts = tuple(
+        piece if at % 2 == 0 else sum_of(piece) for at, piece in enumerate(pieces)
+    )
     regex = [
-        re.escape(piece) if at % 2 == 0 else "(.+)" if piece.endswith("*") else "([^/.]+)"
+        (
+            re.escape(piece)
+            if at % 2 == 0
+            else "(.+)"
+            if piece.endswith("*")
+            else "([^/.]+)"
+        )
         for at, piece in enumerate(pieces)
     ]
     return Pattern(text, parts, re.compile("".join(regex), re.DOTALL))
 
 
 def near(path: str, names: Iterable[str], what: str = "") -> str:
-    shown = " or ".join(f"`{printable(name)}`" for name in near_names(path, names, 2, 0.6))
+    shown = " or ".join(
+        f"`{printable(name)}`" for name in near_names(path, names, 2, 0.6)
+    )
     return f"; near {what + ' ' if what else ''}{shown}" if shown else ""
 
 
 def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
-    """The `most` names that are most similar to `path`, with a similarity from `cutoff` to 1, in bounded time."""
+    """The `most` names that are most similar to `path`, with a similarity from `cutoff`
+    to 1, in bounded time.
+    """
     if len(path) > _COMPARED_CHARACTERS:
         return []
     found = [name for name in names if len(name) <= _COMPARED_CHARACTERS]
     if len(found) > _COMPARED_NAMES:
         template = "".join(between_numbers(path))
-        found = [name for name in found if name[-4:] == path[-4:] or "".join(between_numbers(name)) == template]
-    return difflib.get_close_matches(path, found[:_COMPARED_NAMES], n=most, cutoff=cutoff)
+        found = [
+            name
+            for name in found
+            if name[-4:] == path[-4:] or "".join(between_numbers(name)) == template
+        ]
+    return difflib.get_close_matches(
+        path, found[:_COMPARED_NAMES], n=most, cutoff=cutoff
+    )

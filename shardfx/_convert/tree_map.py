@@ -23,21 +23,26 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True, init=False)
 class TreeMap:
-    """A map that makes each leaf of one tree, the target, from leaves of another tree, the source.
+    """A map that makes each leaf of one tree, the target, from leaves of another tree,
+    the source.
 
-    `load`, `save` and `reshard` take it. A map has one rule per kind of weight. A placeholder such as `{i}` in a
-    target's path matches a part of the path, and has the same value in the paths of the source. A map does not contain
-    shardings. Maps can be hashed, compared, printed as they were written, and stored as JSON.
+    `load`, `save` and `reshard` take it. A map has one rule per kind of weight. A
+    placeholder such as `{i}` in a target's path matches a part of the path, and has the
+    same value in the paths of the source. A map does not contain shardings. Maps can be
+    hashed, compared, printed as they were written, and stored as JSON.
 
     **Arguments:**
 
-    - `rules`: a dict from a path of the target, such as `layers/{i}/mlp/up`, to the expression that makes the leaf: a
-        [`shardfx.From`][], or the path of a leaf that is copied unchanged. `{name}` matches text without `/` and `.`;
-        `{name*}` matches any text.
-    - `drop`: paths of leaves of the source that are not used, with placeholders. A leaf of the source that is neither
+    - `rules`: a dict from a path of the target, such as `layers/{i}/mlp/up`, to the
+      expression that makes the leaf: a
+        [`shardfx.From`][], or the path of a leaf that is copied unchanged. `{name}`
+        matches text without `/` and `.`; `{name*}` matches any text.
+    - `drop`: paths of leaves of the source that are not used, with placeholders. A leaf
+      of the source that is neither
         used nor dropped is an error, and so is a dropped path that the source lacks.
     - `rest`: paths of leaves that are not used, and that the source need not have.
-    - `casts`: whether leaves are cast to the dtypes of the target. Otherwise a different dtype is an error.
+    - `casts`: whether leaves are cast to the dtypes of the target. Otherwise a
+      different dtype is an error.
 
     !!! Example
 
@@ -78,20 +83,27 @@ class TreeMap:
             value = From(given) if isinstance(given, str) else given
             if not isinstance(path, str) or not isinstance(value, From):
                 raise MapError(
-                    f"a rule maps the path of a target to a `From` or to a path, not {path!r:.80} to {given!r:.80}."
+                    "a rule maps the path of a target to a `From` or to a path, not"
+                    f" {path!r:.80} to {given!r:.80}."
                 )
             for text in (path, *leaves_of(value)):
                 pattern(text)
             made.append((path, value))
-        dropped, others = ((one,) if isinstance(one, str) else tuple(one) for one in (drop, rest))
+        dropped, others = (
+            (one,) if isinstance(one, str) else tuple(one) for one in (drop, rest)
+        )
         for text in (*dropped, *others):
             pattern(text)
-        object.__setattr__(self, "steps", (Rules(tuple(made), dropped, bool(casts), False, others),))
+        object.__setattr__(
+            self, "steps", (Rules(tuple(made), dropped, bool(casts), False, others),)
+        )
 
     @ft.cached_property
     def digest(self) -> str:
         """A checksum of the map. Equal maps have equal checksums on every process."""
-        return hashlib.sha256(self.to_json().encode("utf-8", "surrogatepass")).hexdigest()
+        return hashlib.sha256(
+            self.to_json().encode("utf-8", "surrogatepass")
+        ).hexdigest()
 
     @ft.cached_property
     def _hash(self) -> int:
@@ -107,16 +119,19 @@ class TreeMap:
 
     @property
     def rules(self) -> dict[str, From]:
-        """The rules as they were written: a new dict from a path of the target to its expression.
+        """The rules as they were written: a new dict from a path of the target to its
+        expression.
 
-        `TreeMap({**map.rules, "head": From("embed").T}, drop=map.drop)` is the map with one rule replaced. Raises
-        `MapError` for an inverse map, and for one that `then` made.
+        `TreeMap({**map.rules, "head": From("embed").T}, drop=map.drop)` is the map with
+        one rule replaced. Raises `MapError` for an inverse map, and for one that `then`
+        made.
         """
         return dict(self._one_step().made)
 
     @property
     def drop(self) -> tuple[str, ...]:
-        """The paths of leaves of the source that the map leaves out on purpose. The source must have them.
+        """The paths of leaves of the source that the map leaves out on purpose. The
+        source must have them.
 
         Raises `MapError` for an inverse map, and for one that `then` made.
         """
@@ -132,18 +147,31 @@ class TreeMap:
 
     def _one_step(self) -> Rules:
         if len(self.steps) != 1 or self.steps[0].inverted:
-            what = "is inverted" if len(self.steps) == 1 else f"is {len(self.steps)} maps, one after the other"
-            raise MapError(f"this map {what}, and has no rules of its own; take those of the maps that it is made of.")
+            what = (
+                "is inverted"
+                if len(self.steps) == 1
+                else f"is {len(self.steps)} maps, one after the other"
+            )
+            raise MapError(
+                f"this map {what}, and has no rules of its own; take those of the maps"
+                " that it is made of."
+            )
         return self.steps[0]
 
     def inverse(self) -> "TreeMap":
         """The inverse map, from this map's target to its source.
 
-        The inverse map keeps the first of repeated values, removes padding, and casts back to the dtypes of the source.
-        A leaf has no inverse if this map slices it without keeping the rest, or scales it. Applying the inverse map
-        then raises `MapError`.
+        The inverse map keeps the first of repeated values, removes padding, and casts
+        back to the dtypes of the source. A leaf has no inverse if this map slices it
+        without keeping the rest, or scales it. Applying the inverse map then raises
+        `MapError`.
         """
-        return of_steps([dataclasses.replace(step, inverted=not step.inverted) for step in reversed(self.steps)])
+        return of_steps(
+            [
+                dataclasses.replace(step, inverted=not step.inverted)
+                for step in reversed(self.steps)
+            ]
+        )
 
     def then(self, other: "TreeMap") -> "TreeMap":
         """This map followed by another one, as one map without intermediate arrays."""
@@ -152,19 +180,23 @@ class TreeMap:
         return of_steps([*self.steps, *other.steps])
 
     def apply(self, tree: object, like: object = None) -> PyTree:
-        """Makes the target from the whole arrays of the source, in JAX if any is a JAX array or traced, else in NumPy.
+        """Makes the target from the whole arrays of the source, in JAX if any is a JAX
+        array or traced, else in NumPy.
 
-        `load`, `save` and `reshard` give bitwise the same arrays. Use [`shardfx.reshard`][] for large sharded trees.
+        `load`, `save` and `reshard` give bitwise the same arrays. Use
+        [`shardfx.reshard`][] for large sharded trees.
 
         **Arguments:**
 
         - `tree`: the source.
-        - `like`: a tree with the structure, shapes and dtypes of the target. Without it, the target's paths and shapes
+        - `like`: a tree with the structure, shapes and dtypes of the target. Without
+          it, the target's paths and shapes
             are inferred from the source.
 
         **Returns:**
 
-        A tree with the structure of `like`; without `like`, a dict from paths to arrays.
+        A tree with the structure of `like`; without `like`, a dict from paths to
+        arrays.
 
         **Raises:**
 
@@ -198,16 +230,22 @@ class TreeMap:
             data = json.loads(text)
             version = data["version"]
             if version != _VERSION or isinstance(version, bool):
-                raise MapError(f"a TreeMap of version {version!r:.20}; this reads version {_VERSION}.")
+                raise MapError(
+                    f"a TreeMap of version {version!r:.20}; this reads version"
+                    f" {_VERSION}."
+                )
             made = [_step_of(step) for step in data["steps"]]
         except MapError:
             raise
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise MapError(
-                f"this is no TreeMap's JSON ({type(error).__name__}: {error}); write it with `TreeMap.to_json`."
+                f"this is no TreeMap's JSON ({type(error).__name__}: {error}); write it"
+                " with `TreeMap.to_json`."
             ) from error
         if not made:
-            raise MapError("a TreeMap without a step; write maps with `TreeMap.to_json`.")
+            raise MapError(
+                "a TreeMap without a step; write maps with `TreeMap.to_json`."
+            )
         return of_steps(made)
 
     def __str__(self) -> str:
@@ -219,32 +257,52 @@ class TreeMap:
 
 def _step_of(data: Any) -> Rules:
     """A step of a map, from its part of the map's JSON."""
-    for name, kind in (("rules", list), ("drop", list), ("rest", list), ("casts", bool), ("inverted", bool)):
+    for name, kind in (
+        ("rules", list),
+        ("drop", list),
+        ("rest", list),
+        ("casts", bool),
+        ("inverted", bool),
+    ):
         if not isinstance(data.get(name, []), kind):
             raise TypeError(f"`{name}` is {data.get(name)!r:.80}")
-    rules, options = data["rules"], {name: data[name] for name in ("drop", "rest", "casts") if name in data}
+    rules, options = (
+        data["rules"],
+        {name: data[name] for name in ("drop", "rest", "casts") if name in data},
+    )
     made = {path: from_data(one) for path, one in rules}
     if len(made) != len(rules):
         raise ValueError("two rules make the same leaf")
-    return dataclasses.replace(TreeMap(made, **options).steps[0], inverted=data["inverted"])
+    return dataclasses.replace(
+        TreeMap(made, **options).steps[0], inverted=data["inverted"]
+    )
 
 
-def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Mapping[str, Made]:
-    """The leaves that a map makes, from the shapes and dtypes of both trees by path, in the target's order.
+def bound(
+    map: TreeMap,
+    source: Mapping[str, Struct],
+    target: Mapping[str, Struct] | None = None,
+) -> Mapping[str, Made]:
+    """The leaves that a map makes, from the shapes and dtypes of both trees by path, in
+    the target's order.
 
-    Without a target, its leaves are inferred from the source. Raises `MapError` with all leaves that have no
-    rule or several rules, and with all leaves of the wrong shape.
+    Without a target, its leaves are inferred from the source. Raises `MapError` with
+    all leaves that have no rule or several rules, and with all leaves of the wrong
+    shape.
     """
     return bound_steps(map.steps, source, target)
 
 
 @ft.lru_cache(maxsize=4)
 def bound_before(
-    map: TreeMap, source: tuple[tuple[str, Struct], ...], target: tuple[tuple[str, Struct], ...]
+    map: TreeMap,
+    source: tuple[tuple[str, Struct], ...],
+    target: tuple[tuple[str, Struct], ...],
 ) -> Mapping[str, Made]:
     """The result of `bound`, from a cache of the last few calls.
 
-    `source` and `target` have pairs of a path and a leaf. Unlike dicts, such tuples can be hashed.
+    `source` and `target` have pairs of a path and a leaf. Unlike dicts, such tuples can
+    be hashed.
     """
     return bound(map, dict(source), dict(target))
 

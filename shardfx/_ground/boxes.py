@@ -1,4 +1,6 @@
-"""Boxes. A box is the index range of a shard in its array: a start and a stop for each dimension."""
+"""Boxes. A box is the index range of a shard in its array: a start and a stop for each
+dimension.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,13 +13,16 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .spec import entries_of, entry_axes
 
 
-# A half-open index range of an array: `(start, stop)` for each dimension. `((0, 4), (8, 16))` is `array[0:4, 8:16]`.
+# A half-open index range of an array: `(start, stop)` for each dimension.
+# `((0, 4), (8, 16))` is `array[0:4, 8:16]`.
 Box = tuple[tuple[int, int], ...]
 
 
 def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     """The box that `index` selects from an array of `shape`."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+    return tuple(
+        part.indices(size)[:2] for part, size in zip(index, shape, strict=True)
+    )
 
 
 def shard_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
@@ -27,7 +32,10 @@ def shard_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
     """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return dict(enumerate(_in_mesh_order(sharding, shape)))
-    return {device: as_box(index or (), shape) for device, index in sharding.devices_indices_map(shape).items()}
+    return {
+        device: as_box(index or (), shape)
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
 
 
 def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
@@ -43,7 +51,9 @@ def volume(box: Box) -> int:
 
 def common(one: Box, other: Box) -> Box | None:
     """The intersection of two boxes, or `None` if it is empty."""
-    found = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)])
+    found = tuple(
+        [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+    )
     return found if all([start < stop for start, stop in found]) else None
 
 
@@ -52,24 +62,37 @@ def slices(part: Box, box: Box) -> tuple[Any, ...]:
 
     The index ends with an ellipsis, so that it selects a view at rank 0 too.
     """
-    found = [slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True)]
+    found = [
+        slice(start - low, stop - low)
+        for (start, stop), (low, _) in zip(part, box, strict=True)
+    ]
     return (*found, ...)
 
 
 def first_with(box: Box, shards: Sequence[Box]) -> int | None:
     """The position of the first box in `shards` that contains all of `box`, or `None`."""
-    return next((number for number, own in enumerate(shards) if common(box, own) == box), None)
+    return next(
+        (number for number, own in enumerate(shards) if common(box, own) == box), None
+    )
 
 
-def read_box(box: Box, shards: Sequence[Box], data: Callable[[int], np.ndarray]) -> np.ndarray | None:
-    """The elements of a box: a view of one shard if a shard contains the box, else a copy from several shards.
+def read_box(
+    box: Box, shards: Sequence[Box], data: Callable[[int], np.ndarray]
+) -> np.ndarray | None:
+    """The elements of a box: a view of one shard if a shard contains the box, else a
+    copy from several shards.
 
-    `data(i)` returns the elements of `shards[i]`. The result is `None` if the shards do not cover the box.
+    `data(i)` returns the elements of `shards[i]`. The result is `None` if the shards do
+    not cover the box.
     """
     number = first_with(box, shards)
     if number is not None:
         return data(number)[slices(box, shards[number])]
-    parts = {own: (both, at) for at, own in enumerate(shards) if (both := common(own, box)) is not None}
+    parts = {
+        own: (both, at)
+        for at, own in enumerate(shards)
+        if (both := common(own, box)) is not None
+    }
     if sum(volume(both) for both, _ in parts.values()) < volume(box):
         return None
     made = np.empty([stop - start for start, stop in box], data(0).dtype)
@@ -79,19 +102,32 @@ def read_box(box: Box, shards: Sequence[Box], data: Callable[[int], np.ndarray])
 
 
 def array_of(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, boxes: Sequence[Box], memory: Sequence[np.ndarray]
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: Sharding,
+    boxes: Sequence[Box],
+    memory: Sequence[np.ndarray],
 ) -> jax.Array:
     """A `jax.Array` of this shape, dtype and sharding, made from NumPy arrays.
 
-    `boxes` are the distinct boxes of this process's shards, and `memory` has the elements of each. On CPUs the result
-    uses the memory of these arrays.
+    `boxes` are the distinct boxes of this process's shards, and `memory` has the
+    elements of each. On CPUs the result uses the memory of these arrays.
     """
     if not memory:  # this process has no device of the sharding; JAX would still call back for a replicated array
-        return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-    buffers = {tuple([start for start, _ in box]): own for box, own in zip(boxes, memory, strict=True)}
+        return jax.make_array_from_single_device_arrays(
+            shape, sharding, [], dtype=dtype
+        )
+    buffers = {
+        tuple([start for start, _ in box]): own
+        for box, own in zip(boxes, memory, strict=True)
+    }
 
     def shard(index: Any) -> np.ndarray:
-        return memory[0] if len(memory) == 1 else buffers[tuple([part.start or 0 for part in index])]
+        return (
+            memory[0]
+            if len(memory) == 1
+            else buffers[tuple([part.start or 0 for part in index])]
+        )
 
     return jax.make_array_from_callback(shape, sharding, shard, dtype=dtype)
 
@@ -99,7 +135,13 @@ def array_of(
 def _in_mesh_order(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:
     sharding.shard_shape(shape)  # raises where the sharding does not fit
     sizes, entries = dict(sharding.mesh.shape), entries_of(sharding.spec)
-    where = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
+    where = dict(
+        zip(
+            sizes,
+            np.indices(tuple(sizes.values())).reshape(len(sizes), -1),
+            strict=True,
+        )
+    )
     columns = []
     for dim, size in enumerate(shape):
         number, count = np.zeros(sharding.mesh.size, np.int64), 1

@@ -8,24 +8,33 @@ from typing import Any
 import numpy as np
 
 
-# The least number of elements of a block along the dimension that is contiguous in the target. If a cache line holds
-# more elements than that, a block has as many elements as a cache line.
+# The least number of elements of a block along the dimension that is contiguous in the
+# target. If a cache line holds more elements than that, a block has as many elements as
+# a cache line.
 _BLOCK = 16
 # A copy of a smaller block takes longer than the block saves.
 _LEAST_PER_BLOCK = 2048
-# The second-level cache of a core has lines of 64 bytes. Lines whose addresses are equal modulo 64 KiB share one set,
-# which has 8 to 16 places.
+# The second-level cache of a core has lines of 64 bytes. Lines whose addresses are
+# equal modulo 64 KiB share one set, which has 8 to 16 places.
 _LINE_BYTES, _SETS_BYTES, _PLACES = 64, 1 << 16, 8
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies `source` into `target`, in blocks if their memory orders differ and blocks are faster."""
+    """Copies `source` into `target`, in blocks if their memory orders differ and blocks
+    are faster.
+    """
     is_alike = target.ndim == source.ndim
-    copy_along(target, source, block_dim(target.shape, target.strides, source.strides) if is_alike else None)
+    copy_along(
+        target,
+        source,
+        block_dim(target.shape, target.strides, source.strides) if is_alike else None,
+    )
 
 
 def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
-    """Copies `source` into `target` in blocks along the dimension `dim`, or in one step if `dim` is `None`."""
+    """Copies `source` into `target` in blocks along the dimension `dim`, or in one step
+    if `dim` is `None`.
+    """
     if dim is None:
         np.copyto(target, source, casting="unsafe")
         return
@@ -35,30 +44,41 @@ def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
         np.copyto(target[block], source[block], casting="unsafe")
 
 
-def block_dim(shape: Sequence[int], target_strides: Sequence[int], source_strides: Sequence[int]) -> int | None:
-    """The dimension along which a copy in blocks is faster than one step, or `None`. Strides are in bytes.
+def block_dim(
+    shape: Sequence[int], target_strides: Sequence[int], source_strides: Sequence[int]
+) -> int | None:
+    """The dimension along which a copy in blocks is faster than one step, or `None`.
+    Strides are in bytes.
 
-    NumPy fills the target row by row. If the source is transposed, each element of a row lies in another cache line of
-    the source, and the next row needs the same lines again. A long row needs more lines than the cache holds, so the
-    lines have left the cache by then. The rows of a block are so short that their lines stay. A copy of 16-bit numbers
-    is then 5 times as fast.
+    NumPy fills the target row by row. If the source is transposed, each element of a
+    row lies in another cache line of the source, and the next row needs the same lines
+    again. A long row needs more lines than the cache holds, so the lines have left the
+    cache by then. The rows of a block are so short that their lines stay. A copy of
+    16-bit numbers is then 5 times as fast.
     """
     count = math.prod(shape)
     if len(shape) < 2 or count < 8 * _LEAST_PER_BLOCK:
         return None
-    row, column = _contiguous_dim(shape, target_strides), _contiguous_dim(shape, source_strides)
+    row, column = (
+        _contiguous_dim(shape, target_strides),
+        _contiguous_dim(shape, source_strides),
+    )
     if row is None or column is None or row == column or shape[row] < 2 * _BLOCK:
         return None
     # Lines that are 2048 bytes apart use only every 32nd set of the cache.
     apart = max(_LINE_BYTES, math.gcd(source_strides[row], _SETS_BYTES))
     if shape[row] * apart <= _PLACES * _SETS_BYTES:
         return None
-    is_worth_it = shape[column] >= _BLOCK and count // shape[row] * _BLOCK >= _LEAST_PER_BLOCK
+    is_worth_it = (
+        shape[column] >= _BLOCK and count // shape[row] * _BLOCK >= _LEAST_PER_BLOCK
+    )
     return row if is_worth_it else None
 
 
 def _contiguous_dim(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The dimension with the smallest positive stride, of those with more than one element; `None` if there is none."""
+    """The dimension with the smallest positive stride, of those with more than one
+    element; `None` if there is none.
+    """
     long = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] > 0]
     return min(long, key=lambda dim: strides[dim], default=None)
 
@@ -71,13 +91,24 @@ def of_numpy(nbytes: int) -> np.ndarray:
 
 
 def buffers(
-    pairs: Sequence[tuple[tuple[int, ...], Any]], allocate: Callable[[int], np.ndarray] = of_numpy
+    pairs: Sequence[tuple[tuple[int, ...], Any]],
+    allocate: Callable[[int], np.ndarray] = of_numpy,
 ) -> list[np.ndarray]:
-    """An uninitialised NumPy array for each pair of a shape and a dtype, all in one allocation.
+    """An uninitialised NumPy array for each pair of a shape and a dtype, all in one
+    allocation.
 
-    `allocate` takes a number of bytes and returns an array of that many bytes, which need not be aligned.
+    `allocate` takes a number of bytes and returns an array of that many bytes, which
+    need not be aligned.
     """
-    sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in pairs]
+    sizes = [
+        -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        for shape, dtype in pairs
+    ]
     memory = allocate(sum(sizes) + _ALIGNMENT)
-    starts = it.accumulate(sizes, initial=-memory.__array_interface__["data"][0] % _ALIGNMENT)
-    return [np.ndarray(shape, dtype, memory, start) for (shape, dtype), start in zip(pairs, starts, strict=False)]
+    starts = it.accumulate(
+        sizes, initial=-memory.__array_interface__["data"][0] % _ALIGNMENT
+    )
+    return [
+        np.ndarray(shape, dtype, memory, start)
+        for (shape, dtype), start in zip(pairs, starts, strict=False)
+    ]

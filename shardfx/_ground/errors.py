@@ -2,13 +2,17 @@
 
 
 class MeshError(ValueError):
-    """A mesh, or an axis of one, that is invalid or does not fit its devices or processes."""
+    """A mesh, or an axis of one, that is invalid or does not fit its devices or
+    processes.
+    """
 
 
 class RuleError(ValueError):
-    """A rule, or a set of rules, that is malformed, cyclic or contradictory, or a mode for which no rules exist.
+    """A rule, or a set of rules, that is malformed, cyclic or contradictory, or a mode
+    for which no rules exist.
 
-    A mode is a name, such as "train" or "decode", for further rules that come before the others.
+    A mode is a name, such as "train" or "decode", for further rules that come before
+    the others.
     """
 
 
@@ -17,7 +21,9 @@ class SpecError(ValueError):
 
 
 class UnmatchedError(ValueError):
-    """Leaves that no rule covers, or a logical name that has no rule although it needs one."""
+    """Leaves that no rule covers, or a logical name that has no rule although it needs
+    one.
+    """
 
 
 class PlanMismatchError(ValueError):
@@ -25,7 +31,9 @@ class PlanMismatchError(ValueError):
 
 
 class PlanFormatError(ValueError):
-    """A plan's JSON that is truncated, of another version, or edited into something invalid."""
+    """A plan's JSON that is truncated, of another version, or edited into something
+    invalid.
+    """
 
 
 class UnknownPathError(ValueError, LookupError):
@@ -33,31 +41,46 @@ class UnknownPathError(ValueError, LookupError):
 
 
 class LeafTypeError(TypeError):
-    """A leaf of a type that the function cannot plan, move or read, or an argument of a wrong type."""
+    """A leaf of a type that the function cannot plan, move or read, or an argument of a
+    wrong type.
+    """
 
 
 class ProgramError(ValueError):
-    """A compiled program that cannot be read, because its text is truncated or has an unknown collective."""
+    """A compiled program that cannot be read, because its text is truncated or has an
+    unknown collective.
+    """
 
 
 class OutOfMemoryError(ProgramError):
-    """A program that its compiler refuses because it needs more memory than a device has.
+    """A program that its compiler refuses because it needs more memory than a device
+    has.
 
-    `needed_bytes` and `limit_bytes` are bytes per device, read from the compiler's message; `None` if the message lacks
-    the number. `needed_bytes` may count temporaries only.
+    `needed_bytes` and `limit_bytes` are bytes per device, read from the compiler's
+    message; `None` if the message lacks the number. `needed_bytes` may count
+    temporaries only.
     """
 
-    def __init__(self, message: str, needed_bytes: int | None = None, limit_bytes: int | None = None):
+    def __init__(
+        self,
+        message: str,
+        needed_bytes: int | None = None,
+        limit_bytes: int | None = None,
+    ):
         super().__init__(message)
         self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
 
 
 class ChipError(ValueError, LookupError):
-    """An unknown accelerator, or one without a value that the function needs, such as a bandwidth."""
+    """An unknown accelerator, or one without a value that the function needs, such as a
+    bandwidth.
+    """
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, hostile or incomplete, or that lacks an array of the plan."""
+    """A checkpoint that is damaged, hostile or incomplete, or that lacks an array of
+    the plan.
+    """
 
 
 class MapError(ValueError):
@@ -65,7 +88,8 @@ class MapError(ValueError):
 
 
 class MoveError(RuntimeError):
-    """A move of a tree that failed before all arrays had arrived, or that needs more memory than the limit allows.
+    """A move of a tree that failed before all arrays had arrived, or that needs more
+    memory than the limit allows.
 
     `moved` holds the arrays that arrived, by path.
     """
@@ -76,18 +100,30 @@ class MoveError(RuntimeError):
 
 
 class SyncError(RuntimeError):
-    """A transfer between jobs that stopped or was refused. The receiver keeps all of its previous weights."""
+    """A transfer between jobs that stopped or was refused. The receiver keeps all of
+    its previous weights.
+    """
 
 
 # Tracebacks then show the public name of a class, such as `shardfx.errors.MeshError`.
-for _kind in (kind for kind in tuple(globals().values()) if isinstance(kind, type) and kind.__module__ == __name__):
+for _kind in (
+    kind
+    for kind in tuple(globals().values())
+    if isinstance(kind, type) and kind.__module__ == __name__
+):
     _kind.__module__ = "shardfx.errors"
 
 
-def check_type(what: str, value: object, expected: type, error: type[Exception], fix: str) -> None:
-    """Raises `error` unless `value`, the argument named `what`, is an instance of `expected`.
+def check_type(
+    what: str, value: object, expected: type, error: type[Exception], fix: str
+) -> None:
+    """Raises `error` unless `value`, the argument named `what`, is an instance of
+    `expected`.
 
     The message ends with `fix`, advice to the user.
     """
     if not isinstance(value, expected):
-        raise error(f"`{what}` must be of type {expected.__name__}, not {type(value).__name__}; {fix}.")
+        raise error(
+            f"`{what}` must be of type {expected.__name__}, not {type(value).__name__};"
+            f" {fix}."
+        )

@@ -1,4 +1,6 @@
-"""Barriers and messages between the processes of a job, made with JAX's coordination service, without devices."""
+"""Barriers and messages between the processes of a job, made with JAX's coordination
+service, without devices.
+"""
 
 import math
 import re
@@ -11,14 +13,22 @@ import jax
 
 def coordination() -> Any:
     """JAX's client of the coordination service; `None` if the service does not run."""
-    # JAX has no public way to its service; Orbax and others take this one, which is the same in JAX 0.9 to 0.12.
+    # JAX has no public way to its service; Orbax and others take this one, which is the
+    # same in JAX 0.9 to 0.12.
     from jax._src import distributed
 
     return distributed.global_state.client
 
 
-def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[int] | None = None) -> str:
-    """Waits at a barrier, and returns the processes that do not arrive in time as text like "processes 1, 3", or "".
+def absent(
+    client: Any,
+    name: str,
+    seconds: float,
+    me: int,
+    processes: Sequence[int] | None = None,
+) -> str:
+    """Waits at a barrier, and returns the processes that do not arrive in time as text
+    like "processes 1, 3", or "".
 
     **Arguments:**
 
@@ -26,7 +36,8 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
     - `name`: the name of the barrier. Later barriers may have the same name.
     - `seconds`: the longest time that a process waits for the others.
     - `me`: the number of this process.
-    - `processes`: the numbers of the processes to wait for; by default all processes of the job.
+    - `processes`: the numbers of the processes to wait for; by default all processes of
+      the job.
 
     **Raises:**
 
@@ -39,9 +50,16 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
             return ""
         except jax.errors.JaxRuntimeError as error:
             text = str(error)
-            late = re.findall(r"^(?:\S*task[:/])?(\d+)$", text.partition("timed out task names:")[2], re.MULTILINE)
-            # After a missed barrier, the late process and those waiting at the next one get this error.
-            if time.monotonic() < until and (str(me) in late or text.startswith("INTERNAL: Barrier")):
+            late = re.findall(
+                r"^(?:\S*task[:/])?(\d+)$",
+                text.partition("timed out task names:")[2],
+                re.MULTILINE,
+            )
+            # After a missed barrier, the late process and those waiting at the next one
+            # get this error.
+            if time.monotonic() < until and (
+                str(me) in late or text.startswith("INTERNAL: Barrier")
+            ):
                 continue
             if not text.startswith("DEADLINE_EXCEEDED"):
                 raise
@@ -51,18 +69,24 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
 def exchanged(
     client: Any, name: str, text: str, seconds: float, me: int, processes: Sequence[int]
 ) -> tuple[dict[int, str], str]:
-    """Sends `text` to the other processes. Returns the texts of all processes by their numbers, and the late processes.
+    """Sends `text` to the other processes. Returns the texts of all processes by their
+    numbers, and the late processes.
 
-    The late processes are text like "processes 1, 3", or "" if all arrive in time. Their texts may be missing. `client`
-    is the result of `coordination`, and `name` the name of the exchange. `me` is the number of this process, and
-    `processes` has the numbers of all processes that take part. They wait for each other at two barriers, at most
-    `seconds` at each. Raises `JaxRuntimeError` if the coordination service fails.
+    The late processes are text like "processes 1, 3", or "" if all arrive in time.
+    Their texts may be missing. `client` is the result of `coordination`, and `name` the
+    name of the exchange. `me` is the number of this process, and `processes` has the
+    numbers of all processes that take part. They wait for each other at two barriers,
+    at most `seconds` at each. Raises `JaxRuntimeError` if the coordination service
+    fails.
     """
     if len(processes) == 1:
         return {me: text}, ""
     client.key_value_set(f"{name}/{me}", text, True)
     late = absent(client, f"{name}/sent", seconds, me, processes)
-    found = sorted((int(key.rpartition("/")[2]), one) for key, one in client.key_value_dir_get(name))
+    found = sorted(
+        (int(key.rpartition("/")[2]), one)
+        for key, one in client.key_value_dir_get(name)
+    )
     # No process deletes its text, or sends the next one, before all have read it.
     late = late or absent(client, f"{name}/read", seconds, me, processes)
     if not late:
@@ -72,5 +96,7 @@ def exchanged(
 
 def named(processes: Sequence[int]) -> str:
     """The text that names processes by their numbers: "process 3" or "processes 1, 3"."""
-    listed = ", ".join(map(str, processes[:16])) + (", ..." if len(processes) > 16 else "")
+    listed = ", ".join(map(str, processes[:16])) + (
+        ", ..." if len(processes) > 16 else ""
+    )
     return f"process {listed}" if len(processes) == 1 else f"processes {listed}"

@@ -1,5 +1,5 @@
-"""Reasons and decisions. A `Reason` says why an array is sharded over fewer mesh axes than requested, and a `Decision`
-is a PartitionSpec with its reasons.
+"""Reasons and decisions. A `Reason` says why an array is sharded over fewer mesh axes
+than requested, and a `Decision` is a PartitionSpec with its reasons.
 """
 
 import dataclasses
@@ -15,25 +15,39 @@ _REFINE = ", or split the mesh axis (`refine=True`)"
 class Code(enum.Enum):
     """The possible causes for a dimension that is not sharded as requested.
 
-    The value of a code is the template of a [`shardfx.Reason`][]'s message: values replace its `{...}`, and it ends
-    with advice to the user.
+    The value of a code is the template of a [`shardfx.Reason`][]'s message: values
+    replace its `{...}`, and it ends with advice to the user.
     """
 
     __module__ = "shardfx"
 
-    unmatched = "no rule covers {what}, so it is replicated; add a rule for it (target `None` if that is what you want)"
-    blocked = (
-        "{what} wanted mesh axes that a dimension with priority already uses; add a later rule with another "
-        "target as a fallback, or move its rule up"
+    unmatched = (
+        "no rule covers {what}, so it is replicated; add a rule for it (target `None`"
+        " if that is what you want)"
     )
-    absent = "the mesh has no {what}; add the axis to the mesh, or drop it from the rule"
-    duplicate = "{what} is already used by an earlier dimension; map one of the two to another axis"
-    indivisible = "size {size} is not divisible by {what}; {pad}use axes whose product divides {whole}"
+    blocked = (
+        "{what} wanted mesh axes that a dimension with priority already uses; add a"
+        " later rule with another target as a fallback, or move its rule up"
+    )
+    absent = (
+        "the mesh has no {what}; add the axis to the mesh, or drop it from the rule"
+    )
+    duplicate = (
+        "{what} is already used by an earlier dimension; map one of the two to another"
+        " axis"
+    )
+    indivisible = (
+        "size {size} is not divisible by {what}; {pad}use axes whose product divides"
+        " {whole}"
+    )
     unit = (
         "{size} elements are {units} of {unit}, and {what} would cut inside a unit; "
         "use axes whose product divides {count}" + _REFINE
     )
-    small = "the array has {size} bytes, fewer than the {limit} asked for; lower `min_bytes` to shard it"
+    small = (
+        "the array has {size} bytes, fewer than the {limit} asked for; lower"
+        " `min_bytes` to shard it"
+    )
     rank = "{what}; give one entry per dimension, at most"
     scalar = "an array of rank 0 has nothing to shard; no rule is needed"
 
@@ -48,8 +62,10 @@ class Reason:
     **Arguments:**
 
     - `code`: the cause, one of the codes of [`shardfx.Code`][].
-    - `dim`: the dimension that is not sharded as requested, or `None` for the array as a whole.
-    - `axes`: the mesh axes (or logical names) that were requested and dropped, in order.
+    - `dim`: the dimension that is not sharded as requested, or `None` for the array as
+      a whole.
+    - `axes`: the mesh axes (or logical names) that were requested and dropped, in
+      order.
     - `message`: the cause as a sentence, with the actual values and advice to the user.
     """
 
@@ -71,7 +87,8 @@ class Decision:
     **Arguments:**
 
     - `spec`: the spec in canonical form: no trailing `None`, no one-element tuples.
-    - `reasons`: the reasons in the order of the dimensions; empty if the spec is the requested one.
+    - `reasons`: the reasons in the order of the dimensions; empty if the spec is the
+      requested one.
     """
 
     __module__ = "shardfx"
@@ -80,11 +97,18 @@ class Decision:
     reasons: tuple[Reason, ...] = ()
 
 
-def reason_for(code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: object) -> Reason:
-    """The reason whose message is the template of `code` with `values` in place of its `{...}`."""
+def reason_for(
+    code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: object
+) -> Reason:
+    """The reason whose message is the template of `code` with `values` in place of its
+    `{...}`.
+    """
     return Reason(code, dim, axes, code.value.format(**values))
 
 
 def refined_reasons(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
     """The reasons, without the advice to split a mesh axis in their messages."""
-    return tuple(dataclasses.replace(why, message=why.message.removesuffix(_REFINE)) for why in reasons)
+    return tuple(
+        dataclasses.replace(why, message=why.message.removesuffix(_REFINE))
+        for why in reasons
+    )

@@ -1,7 +1,8 @@
 """Algebra of PartitionSpecs over plain axis sizes, without meshes, devices or arrays.
 
-Along an unreduced mesh axis of a spec, devices hold partial results: the array is their sum, maximum or minimum. Along
-a reduced axis, they hold the result, and its gradient is unreduced.
+Along an unreduced mesh axis of a spec, devices hold partial results: the array is their
+sum, maximum or minimum. Along a reduced axis, they hold the result, and its gradient is
+unreduced.
 """
 
 import functools as ft
@@ -22,9 +23,11 @@ from .errors import SpecError
 DType: TypeAlias = Any
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
-# JAX 0.9 has no `spec.partitions`; later versions refuse to iterate over a spec with unreduced axes.
+# JAX 0.9 has no `spec.partitions`; later versions refuse to iterate over a spec with
+# unreduced axes.
 _HAS_PARTITIONS = "partitions" in dir(PartitionSpec)
-# In JAX 0.11 and later a spec can be unreduced by maximum or minimum; before, always by sum.
+# In JAX 0.11 and later a spec can be unreduced by maximum or minimum; before, always by
+# sum.
 _HAS_KINDS = "unreduced_kind" in dir(PartitionSpec)
 
 
@@ -34,13 +37,17 @@ def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
 
 
 def entries_at(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
-    """The entries of a PartitionSpec for an array of rank `rank`. Dimensions that the spec leaves out have `None`."""
+    """The entries of a PartitionSpec for an array of rank `rank`. Dimensions that the
+    spec leaves out have `None`.
+    """
     entries = entries_of(spec)[:rank]
     return (*entries, *[None] * (rank - len(entries)))
 
 
 def entry_axes(entry: object) -> tuple[str, ...]:
-    """The mesh axes that one entry of a PartitionSpec names, in order. `None` and UNCONSTRAINED name no axes."""
+    """The mesh axes that one entry of a PartitionSpec names, in order. `None` and
+    UNCONSTRAINED name no axes.
+    """
     if entry is None or entry is UNCONSTRAINED:
         return ()
     if isinstance(entry, str):
@@ -48,13 +55,15 @@ def entry_axes(entry: object) -> tuple[str, ...]:
     if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
         return tuple(entry)
     raise SpecError(
-        f"{entry!r} is no entry of a PartitionSpec; it must be a mesh axis, a tuple of mesh axes, `None` or "
-        "`PartitionSpec.UNCONSTRAINED`."
+        f"{entry!r} is no entry of a PartitionSpec; it must be a mesh axis, a tuple of"
+        " mesh axes, `None` or `PartitionSpec.UNCONSTRAINED`."
     )
 
 
 def canonical_entry(entry: object) -> Any:
-    """`entry` in its shortest form: `None` for `()`, and the element for a tuple of one element."""
+    """`entry` in its shortest form: `None` for `()`, and the element for a tuple of one
+    element.
+    """
     if entry is UNCONSTRAINED:
         return entry
     axes = entry_axes(entry)
@@ -62,7 +71,8 @@ def canonical_entry(entry: object) -> Any:
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
-    """`spec` without trailing `None`s and one-element tuples, so that equal shardings compare equal.
+    """`spec` without trailing `None`s and one-element tuples, so that equal shardings
+    compare equal.
 
     !!! Example
 
@@ -76,7 +86,9 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
     return trimmed(entries_of(spec), spec)
 
 
-def trimmed(entries: Iterable[object], like: PartitionSpec | None = None) -> PartitionSpec:
+def trimmed(
+    entries: Iterable[object], like: PartitionSpec | None = None
+) -> PartitionSpec:
     """The PartitionSpec of `entries` without trailing `None`s.
 
     With `like`, the result has the unreduced and reduced axes of `like`.
@@ -85,52 +97,88 @@ def trimmed(entries: Iterable[object], like: PartitionSpec | None = None) -> Par
     while short and short[-1] is None:
         short.pop()
     if like is not None and (like.unreduced or like.reduced):
-        return with_reductions(short, like.unreduced, like.reduced, unreduced_kind(like))
+        return with_reductions(
+            short, like.unreduced, like.reduced, unreduced_kind(like)
+        )
     return PartitionSpec(*short)
 
 
 def unreduced_kind(spec: PartitionSpec) -> str:
-    """The reduction that the values along the unreduced axes of a spec still need: "sum", "max" or "min"."""
+    """The reduction that the values along the unreduced axes of a spec still need:
+    "sum", "max" or "min".
+    """
     kind = spec.unreduced_kind if _HAS_KINDS else None  # pyright: ignore[reportAttributeAccessIssue]
     return "sum" if kind is None else kind.name
 
 
 def with_reductions(
-    entries: Iterable[object], unreduced: Iterable[str], reduced: Iterable[str], kind: str
+    entries: Iterable[object],
+    unreduced: Iterable[str],
+    reduced: Iterable[str],
+    kind: str,
 ) -> PartitionSpec:
-    """The PartitionSpec of `entries` with these unreduced and reduced axes. `kind` is "sum", "max" or "min"."""
-    given: dict[str, Any] = {"unreduced": frozenset(unreduced), "reduced": frozenset(reduced)}
+    """The PartitionSpec of `entries` with these unreduced and reduced axes. `kind` is
+    "sum", "max" or "min".
+    """
+    given: dict[str, Any] = {
+        "unreduced": frozenset(unreduced),
+        "reduced": frozenset(reduced),
+    }
     if given["unreduced"] and kind != "sum":
         if not _HAS_KINDS:
-            raise SpecError(f"a spec leaves out a {kind}, which JAX {jax.__version__} cannot say; use 0.11 or later.")
+            raise SpecError(
+                f"a spec leaves out a {kind}, which JAX {jax.__version__} cannot say;"
+                " use 0.11 or later."
+            )
         given["unreduced_kind"] = jax.sharding.UnreducedKind[kind]  # pyright: ignore[reportAttributeAccessIssue]
     return PartitionSpec(*entries, **given)
 
 
 def constrained(spec: PartitionSpec) -> PartitionSpec:
-    """`spec` with `None` in place of UNCONSTRAINED entries, which JAX refuses at `device_put` and at jit boundaries."""
+    """`spec` with `None` in place of UNCONSTRAINED entries, which JAX refuses at
+    `device_put` and at jit boundaries.
+    """
     if not any(entry is UNCONSTRAINED for entry in entries_of(spec)):
         return spec
-    return trimmed([None if entry is UNCONSTRAINED else entry for entry in entries_of(spec)], spec)
+    return trimmed(
+        [None if entry is UNCONSTRAINED else entry for entry in entries_of(spec)], spec
+    )
 
 
-def shard_counts(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The number of shards along each of `rank` dimensions under `spec`, on a mesh with the axis sizes `sizes`."""
-    counts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in entries_of(spec)]
+def shard_counts(
+    spec: PartitionSpec, rank: int, sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The number of shards along each of `rank` dimensions under `spec`, on a mesh with
+    the axis sizes `sizes`.
+    """
+    counts = [
+        math.prod(sizes[axis] for axis in entry_axes(entry))
+        for entry in entries_of(spec)
+    ]
     return tuple(counts[:rank] + [1] * (rank - len(counts)))
 
 
-def shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of one device's shard of an array of `shape` under `spec`, on a mesh with the axis sizes `sizes`.
+def shard_shape(
+    shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape of one device's shard of an array of `shape` under `spec`, on a mesh
+    with the axis sizes `sizes`.
 
     The spec must divide the shape evenly.
     """
-    return tuple(size // count for size, count in zip(shape, shard_counts(spec, len(shape), sizes), strict=True))
+    return tuple(
+        size // count
+        for size, count in zip(
+            shape, shard_counts(spec, len(shape), sizes), strict=True
+        )
+    )
 
 
 @ft.lru_cache(maxsize=256)
 def bits(dtype: DType) -> int:
-    """The number of bits that one element of `dtype` takes on a device: 4 for `int4`, 64 for a threefry PRNG key."""
+    """The number of bits that one element of `dtype` takes on a device: 4 for `int4`,
+    64 for a threefry PRNG key.
+    """
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return math.prod(data.shape) * data.dtype.itemsize * 8
@@ -142,12 +190,17 @@ def bits(dtype: DType) -> int:
     return dtype.itemsize * 8
 
 
-_DTYPE = re.compile(r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]_\w+)|complex(64|128)")
+_DTYPE = re.compile(
+    r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]_\w+)|complex(64|128)"
+)
 
 
 def dtype_named(name: str) -> DType | None:
-    """The dtype named `name`, if arrays on devices can have it in this version of JAX; else `None`."""
-    # NumPy also takes aliases of other types ("a", "O", "datetime64"), and evaluates parts of a text.
+    """The dtype named `name`, if arrays on devices can have it in this version of JAX;
+    else `None`.
+    """
+    # NumPy also takes aliases of other types ("a", "O", "datetime64"), and evaluates
+    # parts of a text.
     try:
         return jnp.dtype(name) if _DTYPE.fullmatch(name) else None
     except TypeError:
@@ -155,5 +208,7 @@ def dtype_named(name: str) -> DType | None:
 
 
 def array_bytes(shape: tuple[int, ...], dtype: object) -> int:
-    """The bytes that XLA allocates for a whole array. Elements of fewer than 8 bits are packed."""
+    """The bytes that XLA allocates for a whole array. Elements of fewer than 8 bits are
+    packed.
+    """
     return -(-math.prod(shape) * bits(dtype) // 8)

@@ -1,7 +1,8 @@
-"""Formats results as text and HTML: tables, sizes, dtypes and shapes, and one path for many paths that differ only in
-numbers.
+"""Formats results as text and HTML: tables, sizes, dtypes and shapes, and one path for
+many paths that differ only in numbers.
 
-Names can come from untrusted files, so every name is passed through `printable` before it is shown.
+Names can come from untrusted files, so every name is passed through `printable` before
+it is shown.
 """
 
 import html
@@ -12,8 +13,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import Any, TypeVar
 
 
-# A number between separators: the 12 of `layers/12/w` and of `h.12.attn`, but not the 12 of `fc12`. Numbers of more
-# digits count as names: no layer has such a number, and Python refuses to convert thousands of digits.
+# A number between separators: the 12 of `layers/12/w` and of `h.12.attn`, but not the
+# 12 of `fc12`. Numbers of more digits count as names: no layer has such a number, and
+# Python refuses to convert thousands of digits.
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])[0-9]{1,18}(?![A-Za-z0-9])")
 _SHOWN_RUNS = 3
 _Item = TypeVar("_Item")
@@ -21,21 +23,32 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with escape sequences for control characters, direction marks and lone surrogates."""
+    """`text` on one line, with escape sequences for control characters, direction marks
+    and lone surrogates.
+    """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
-    """A count with its noun: "1 array", "2 arrays". `many` is the plural if it does not end in "s"."""
+    """A count with its noun: "1 array", "2 arrays". `many` is the plural if it does not
+    end in "s".
+    """
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def quoted(name: str, limit: int = 160) -> str:
     """`repr(name)`, without its middle if it is longer than `limit` characters."""
     text = repr(name)
-    return text if len(text) <= limit else f"{text[: limit // 3]}...{text[-(limit - limit // 3) :]}"
+    return (
+        text
+        if len(text) <= limit
+        else f"{text[: limit // 3]}...{text[-(limit - limit // 3) :]}"
+    )
 
 
 def between_numbers(path: str) -> tuple[str, ...]:
@@ -46,8 +59,12 @@ def between_numbers(path: str) -> tuple[str, ...]:
     return tuple(_NUMBER.split(path))
 
 
-def together(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Groups items by the result of `key`. The groups are in the order of their first items."""
+def together(
+    items: Iterable[_Item], key: Callable[[_Item], _Key]
+) -> dict[_Key, list[_Item]]:
+    """Groups items by the result of `key`. The groups are in the order of their first
+    items.
+    """
     found: dict[_Key, list[_Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -55,7 +72,9 @@ def together(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key,
 
 
 def joined(paths: Sequence[str]) -> str:
-    """One text with number ranges for paths that differ only in numbers: `layers/{0..31}/attn/q_proj/weight`."""
+    """One text with number ranges for paths that differ only in numbers:
+    `layers/{0..31}/attn/q_proj/weight`.
+    """
     if len(paths) == 1:
         return paths[0]
     columns = zip(*[map(int, _NUMBER.findall(path)) for path in paths], strict=True)
@@ -64,10 +83,12 @@ def joined(paths: Sequence[str]) -> str:
 
 
 def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
-    """Texts for paths that differ only in numbers, each with the number of paths that it stands for.
+    """Texts for paths that differ only in numbers, each with the number of paths that
+    it stands for.
 
-    A text stands for every combination of the numbers in its ranges: `layers/{0..3}/experts/{0..7}/w` for 32 paths.
-    Unlike the text of `joined`, these texts name all paths and no others.
+    A text stands for every combination of the numbers in its ranges:
+    `layers/{0..3}/experts/{0..7}/w` for 32 paths. Unlike the text of `joined`, these
+    texts name all paths and no others.
     """
     if len(paths) == 1:
         return [(paths[0], 1)]
@@ -77,20 +98,32 @@ def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
         again += [path] if path in first else []
         first[path] = None
     rows = [tuple(_NUMBER.findall(path)) for path in first]
-    found = [(_with_ranges(paths[0], product), len(product)) for product in _products(rows, 0)]
+    found = [
+        (_with_ranges(paths[0], product), len(product))
+        for product in _products(rows, 0)
+    ]
     return found + (joined_exactly(again) if again else [])
 
 
 def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
     columns = [list(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
-    texts = iter([one[0] if len(one) == 1 else _ranges(sorted(map(int, one)), len(one)) for one in columns])
+    texts = iter(
+        [
+            one[0] if len(one) == 1 else _ranges(sorted(map(int, one)), len(one))
+            for one in columns
+        ]
+    )
     return _NUMBER.sub(lambda _: next(texts), path)
 
 
-def _products(rows: Sequence[tuple[str, ...]], at: int) -> Iterator[Sequence[tuple[str, ...]]]:
-    """Divides rows of numbers into groups. Each group has every combination of its numbers in the columns from `at` on.
+def _products(
+    rows: Sequence[tuple[str, ...]], at: int
+) -> Iterator[Sequence[tuple[str, ...]]]:
+    """Divides rows of numbers into groups. Each group has every combination of its
+    numbers in the columns from `at` on.
 
-    For example, (0, 5), (0, 6), (1, 5), (1, 6) are one group, and (0, 5), (1, 6) are two, if `at` is 0.
+    For example, (0, 5), (0, 6), (1, 5), (1, 6) are one group, and (0, 5), (1, 6) are
+    two, if `at` is 0.
     """
     if at == len(rows[0]):
         yield rows
@@ -102,7 +135,9 @@ def _products(rows: Sequence[tuple[str, ...]], at: int) -> Iterator[Sequence[tup
     for number, own in by_number.items():
         # A range would lose the zeros of `007`.
         plain = None if str(int(number)) == number else number
-        parts.setdefault((plain, frozenset(row[:at] + row[at + 1 :] for row in own)), []).extend(own)
+        parts.setdefault(
+            (plain, frozenset(row[:at] + row[at + 1 :] for row in own)), []
+        ).extend(own)
     for part in parts.values():
         yield from _products(part, at + 1)
 
@@ -111,8 +146,14 @@ def _ranges(numbers: list[int], most: int = _SHOWN_RUNS) -> str:
     if len(numbers) == 1:
         return str(numbers[0])
     starts = [n for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
-    stops = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or n + 1 != numbers[i + 1]]
-    runs = [str(a) if a == b else f"{a}..{b}" for a, b in zip(starts, stops, strict=True)]
+    stops = [
+        n
+        for i, n in enumerate(numbers)
+        if i == len(numbers) - 1 or n + 1 != numbers[i + 1]
+    ]
+    runs = [
+        str(a) if a == b else f"{a}..{b}" for a, b in zip(starts, stops, strict=True)
+    ]
     if len(runs) > most:
         runs = [*runs[: most - 1], "..", runs[-1]]
     return "{" + ",".join(runs) + "}"
@@ -128,11 +169,13 @@ def table(
     width: int | None = None,
     spare: Sequence[str] = (),
 ) -> list[str]:
-    """The lines of a table under the header `rows[0]`. The columns named in `right` are right-aligned.
+    """The lines of a table under the header `rows[0]`. The columns named in `right` are
+    right-aligned.
 
-    If a line is longer than `width`, the columns named in `spare` are dropped, one after the other. If it is still too
-    long, the paths of the first column are divided: the path of the layer becomes a heading above the rest. No path is
-    shortened. Cells may hold any text, because it is made printable.
+    If a line is longer than `width`, the columns named in `spare` are dropped, one
+    after the other. If it is still too long, the paths of the first column are divided:
+    the path of the layer becomes a heading above the rest. No path is shortened. Cells
+    may hold any text, because it is made printable.
     """
     rows = [tuple(map(printable, row)) for row in rows]
     if width is None:
@@ -147,7 +190,10 @@ def table(
     parted = [_parted(row[0]) for row in rows[1:]]
     # If the rest of a path is still too long, it has a line of its own.
     own = [len(tail) > room for _, tail in parted]
-    shown = [("" if long else tail, *row[1:]) for (_, tail), long, row in zip(parted, own, rows[1:], strict=True)]
+    shown = [
+        ("" if long else tail, *row[1:])
+        for (_, tail), long, row in zip(parted, own, rows[1:], strict=True)
+    ]
     header, *lines = _lines([rows[0], *shown], right)
     found, last = [header], ""
     for (heading, tail), long, line in zip(parted, own, lines, strict=True):
@@ -167,18 +213,24 @@ def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
 def _lines(rows: Sequence[tuple[str, ...]], right: Collection[str]) -> list[str]:
     aligned = [str.rjust if name in right else str.ljust for name in rows[0]]
     columns = list(zip(aligned, _widths(rows), strict=True))
-    cells = [[align(cell, size) for (align, size), cell in zip(columns, row, strict=True)] for row in rows]
+    cells = [
+        [align(cell, size) for (align, size), cell in zip(columns, row, strict=True)]
+        for row in rows
+    ]
     return [(_GAP * " ").join(line).rstrip() for line in cells]
 
 
-# The two parts of a path: up to the first numbers in braces, as in `layers/{0..31}/`, and the rest.
+# The two parts of a path: up to the first numbers in braces, as in `layers/{0..31}/`,
+# and the rest.
 _LAYER = re.compile(r"(.*?\{[0-9][^}]*\}[/.])(.+)")
 
 
 def _parted(path: str) -> tuple[str, str]:
-    """Divides a path into a heading, which is the path of the layer, and the indented rest.
+    """Divides a path into a heading, which is the path of the layer, and the indented
+    rest.
 
-    `layers/{0..31}/attn/w` has the heading `layers/{0..31}/`. A path without a layer has the heading "".
+    `layers/{0..31}/attn/w` has the heading `layers/{0..31}/`. A path without a layer
+    has the heading "".
     """
     found = _LAYER.fullmatch(path)
     return ("", path) if found is None else (found[1], _GAP * " " + found[2])
@@ -192,7 +244,10 @@ def wrapped(text: str, width: int | None) -> str:
     """`text` with its long lines wrapped to `width`. Rows of tables are not wrapped."""
     if width is None:
         return text
-    lines = [_wrapped(line, width) if len(line) > width else line for line in text.split("\n")]
+    lines = [
+        _wrapped(line, width) if len(line) > width else line
+        for line in text.split("\n")
+    ]
     return "\n".join(lines)
 
 
@@ -200,11 +255,19 @@ def _wrapped(line: str, width: int) -> str:
     indent = line[: len(line) - len(line.lstrip())]
     if _COLUMNS.search(line.lstrip()):
         return line
-    return textwrap.fill(line, width, subsequent_indent=indent + "    ", break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=indent + "    ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 class Shown(str):
-    """A string whose `repr` is its text, so that a console or notebook shows it as `print` does."""
+    """A string whose `repr` is its text, so that a console or notebook shows it as
+    `print` does.
+    """
 
     __slots__ = ()
 
@@ -213,15 +276,23 @@ class Shown(str):
 
 
 def first_lines(self: object) -> str:
-    """The first 40 lines of `str(self)`, for the `__repr__` of results whose text can be long."""
+    """The first 40 lines of `str(self)`, for the `__repr__` of results whose text can
+    be long.
+    """
     lines = str(self).splitlines()
-    return "\n".join(lines if len(lines) <= 40 else [*lines[:39], f"... {len(lines) - 39} lines more; print it."])
+    return "\n".join(
+        lines
+        if len(lines) <= 40
+        else [*lines[:39], f"... {len(lines) - 39} lines more; print it."]
+    )
 
 
 def spec_text(partitions: Sequence[object]) -> str:
-    """The entries of a PartitionSpec, or of an array's logical names, as text such as `data+model,-`.
+    """The entries of a PartitionSpec, or of an array's logical names, as text such as
+    `data+model,-`.
 
-    "," separates dimensions, "+" joins the axes of one dimension, and "-" is a dimension without an axis.
+    "," separates dimensions, "+" joins the axes of one dimension, and "-" is a
+    dimension without an axis.
     """
     return ",".join(map(entry_text, partitions)) or "-"
 
@@ -251,22 +322,32 @@ def array_text(dtype: Any, shape: Sequence[int]) -> str:
     return f"{_KINDS.get(kind, kind)}{name[len(kind) :]}[{','.join(map(str, shape))}]"
 
 
-def html_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = (), below: Sequence[str] = ()) -> str:
-    """An HTML table under the header `rows[0]`, for a `_repr_html_`. Without rows the result has no table.
+def html_table(
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Collection[str] = (),
+    below: Sequence[str] = (),
+) -> str:
+    """An HTML table under the header `rows[0]`, for a `_repr_html_`. Without rows the
+    result has no table.
 
-    The columns named in `right` are right-aligned. Each text of `below` is a paragraph under the table. Cells may hold
-    any text, because it is made printable and escaped.
+    The columns named in `right` are right-aligned. Each text of `below` is a paragraph
+    under the table. Cells may hold any text, because it is made printable and escaped.
     """
     lines = [f"<p>{_escaped(text)}</p>" for text in below]
     if rows:
         sides = ["right" if name in right else "left" for name in rows[0]]
-        body = [_html_row("td" if at else "th", row, sides) for at, row in enumerate(rows)]
+        body = [
+            _html_row("td" if at else "th", row, sides) for at, row in enumerate(rows)
+        ]
         lines = ["<table>", *body, "</table>", *lines]
     return "\n".join(lines)
 
 
 def html_text(self: object) -> str:
-    """The text of a result as preformatted HTML, for the `_repr_html_` of results that are more than one table."""
+    """The text of a result as preformatted HTML, for the `_repr_html_` of results that
+    are more than one table.
+    """
     return "<pre>" + "\n".join(map(_escaped, str(self).splitlines())) + "</pre>"
 
 
@@ -276,5 +357,8 @@ def _escaped(text: str) -> str:
 
 def _html_row(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:
     pairs = zip(cells, sides, strict=True)
-    inner = "".join(f'<{tag} style="text-align: {side}">{_escaped(cell)}</{tag}>' for cell, side in pairs)
+    inner = "".join(
+        f'<{tag} style="text-align: {side}">{_escaped(cell)}</{tag}>'
+        for cell, side in pairs
+    )
     return f"<tr>{inner}</tr>"

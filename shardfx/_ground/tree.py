@@ -1,8 +1,10 @@
-"""Flattens a tree into columns: for each leaf its path, and the logical names that modules declare for it.
+"""Flattens a tree into columns: for each leaf its path, and the logical names that
+modules declare for it.
 
-The columns depend only on the tree's structure. They are built once per distinct subtree, because real models repeat
-the same layer or expert hundreds of times. The columns of the last few structures are cached, because a model is
-planned, placed, saved and loaded with one structure.
+The columns depend only on the tree's structure. They are built once per distinct
+subtree, because real models repeat the same layer or expert hundreds of times. The
+columns of the last few structures are cached, because a model is planned, placed, saved
+and loaded with one structure.
 """
 
 import collections
@@ -26,8 +28,11 @@ from .errors import LeafTypeError, RuleError, UnknownPathError
 
 _ARRAYS = (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 METADATA = "shardfx"
-# `.name`, `['key']`, `["key"]`, `[0]` and `[<flat index 0>]`, as `jax.tree_util.keystr` writes them.
-_MARKER = re.compile(r"""\.(\w+)|\['(.*?)'\]|\["(.*?)"\]|\[(?:<flat index )?(.*?)>?\]""")
+# `.name`, `['key']`, `["key"]`, `[0]` and `[<flat index 0>]`, as `jax.tree_util.keystr`
+# writes them.
+_MARKER = re.compile(
+    r"""\.(\w+)|\['(.*?)'\]|\["(.*?)"\]|\[(?:<flat index )?(.*?)>?\]"""
+)
 _ZEROS = str.maketrans("123456789", "000000000")
 
 # JAX exports its `PyTreeDef` as a value, which no checker takes for a type.
@@ -37,8 +42,9 @@ TreeDef: TypeAlias = Any
 class Flat(NamedTuple):
     """A flattened tree: columns with one entry per leaf, in JAX's order.
 
-    `templates` has the paths with every digit replaced by 0. `names` has the logical names that a module declares for a
-    leaf, or `None`. `stacked` has the number of leading dimensions that a module declares as stacked layers.
+    `templates` has the paths with every digit replaced by 0. `names` has the logical
+    names that a module declares for a leaf, or `None`. `stacked` has the number of
+    leading dimensions that a module declares as stacked layers.
     """
 
     leaves: list[Any]
@@ -51,10 +57,12 @@ class Flat(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The columns of a subtree. Paths are relative to it, and templates are paths with every digit replaced by 0.
+    """The columns of a subtree. Paths are relative to it, and templates are paths with
+    every digit replaced by 0.
 
-    `names` has the logical names that a module declares for a leaf, or `None`. `stacked` has the number of leading
-    dimensions that a module declares as stacked layers.
+    `names` has the logical names that a module declares for a leaf, or `None`.
+    `stacked` has the number of leading dimensions that a module declares as stacked
+    layers.
     """
 
     paths: list[str]
@@ -64,7 +72,9 @@ class _Columns(NamedTuple):
 
 
 def flatten(tree: PyTree, *, takes_specs: bool = False) -> Flat:
-    """Flattens a tree. Raises `LeafTypeError` if a leaf is a PartitionSpec or a sharding, unless `takes_specs`."""
+    """Flattens a tree. Raises `LeafTypeError` if a leaf is a PartitionSpec or a
+    sharding, unless `takes_specs`.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     columns = _columns_of(treedef)
     kinds = {kind: is_array_type(kind) for kind in set(map(type, leaves))}
@@ -81,11 +91,15 @@ def tree_paths(treedef: TreeDef) -> tuple[str, ...]:
     return _columns_of(treedef)[0]
 
 
-def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], head: str) -> list[int]:
-    """The index of the array with the path `where`, or the indices of all arrays whose paths match `where` as a regex.
+def leaves_at(
+    where: str, paths: Sequence[str], is_array: Sequence[bool], head: str
+) -> list[int]:
+    """The index of the array with the path `where`, or the indices of all arrays whose
+    paths match `where` as a regex.
 
-    `paths` and `is_array` have an entry for each leaf of the tree. Raises `UnknownPathError` if there is no such array,
-    with a message that begins with `head`, and `RuleError` if the regex does not compile.
+    `paths` and `is_array` have an entry for each leaf of the tree. Raises
+    `UnknownPathError` if there is no such array, with a message that begins with
+    `head`, and `RuleError` if the regex does not compile.
     """
     arrays = [at for at, shaped in enumerate(is_array) if shaped]
     found = [at for at in arrays if paths[at] == where]
@@ -94,17 +108,26 @@ def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], head: 
     try:
         pattern = re.compile(where)
     except re.error as error:
-        raise RuleError(f"{where!r} is the path of no array, and no regex that compiles: {error}") from error
+        raise RuleError(
+            f"{where!r} is the path of no array, and no regex that compiles: {error}"
+        ) from error
     found = [at for at in arrays if pattern.search(paths[at])]
     if not found:
         near = near_paths(where, [paths[at] for at in arrays])
-        raise UnknownPathError(f"{head} has this path, or one that the regex matches{near}")
+        raise UnknownPathError(
+            f"{head} has this path, or one that the regex matches{near}"
+        )
     return found
 
 
 def near_paths(path: str, known: Collection[str]) -> str:
-    """The end of an error message: "; did you mean `a/w`?" if a path in `known` is similar to `path`, else "."."""
-    near = difflib.get_close_matches(path, known, n=3, cutoff=0.5) or [one for one in known if path in one][:3]
+    """The end of an error message: "; did you mean `a/w`?" if a path in `known` is
+    similar to `path`, else ".".
+    """
+    near = (
+        difflib.get_close_matches(path, known, n=3, cutoff=0.5)
+        or [one for one in known if path in one][:3]
+    )
     return f"; did you mean {' or '.join(f'`{one}`' for one in near)}?" if near else "."
 
 
@@ -118,21 +141,24 @@ def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, PartitionSpec | Sharding):
             raise LeafTypeError(
-                f"leaf `{path}` is {leaf!r}, but a plan is made from arrays or ShapeDtypeStructs; "
-                "pass the model's own tree, and the specs as `paths=PathRules([...])`."
+                f"leaf `{path}` is {leaf!r}, but a plan is made from arrays or"
+                " ShapeDtypeStructs; pass the model's own tree, and the specs as"
+                " `paths=PathRules([...])`."
             )
 
 
 def _columns_of(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
     """Four columns of a tree with this structure. Each one has an entry for each leaf.
 
-    They are the paths, the paths with every digit replaced by 0, the logical names that modules declare, and the
-    numbers of leading dimensions that modules declare as stacked layers.
+    They are the paths, the paths with every digit replaced by 0, the logical names that
+    modules declare, and the numbers of leading dimensions that modules declare as
+    stacked layers.
     """
     try:
         return _remembered(treedef)
     except ValueError:
-        # Treedefs cannot be compared if a static field of a module is a NumPy array, for example.
+        # Treedefs cannot be compared if a static field of a module is a NumPy array,
+        # for example.
         return _walked(treedef)
 
 
@@ -147,7 +173,9 @@ _remembered = ft.lru_cache(maxsize=8)(_walked)
 
 
 def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
-    """The columns of a subtree, from `seen` if they are there. Each path begins with "/"."""
+    """The columns of a subtree, from `seen` if they are there. Each path begins with
+    "/".
+    """
     found = seen.get(treedef)
     if found is None:
         found = seen[treedef] = _Columns([], [], [], [])
@@ -156,12 +184,18 @@ def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
 
 
 def _append(
-    treedef: TreeDef, prefix: str, template: str, out: _Columns, seen: dict[TreeDef, _Columns], slash: str
+    treedef: TreeDef,
+    prefix: str,
+    template: str,
+    out: _Columns,
+    seen: dict[TreeDef, _Columns],
+    slash: str,
 ) -> None:
     """Appends the columns of the leaves below `treedef` to `out`.
 
-    `prefix` is the path of `treedef`, and `template` is this path with every digit replaced by 0. `slash` follows both:
-    it is "/", or "" at the root of a tree. `seen` has the columns of the subtrees that occurred before.
+    `prefix` is the path of `treedef`, and `template` is this path with every digit
+    replaced by 0. `slash` follows both: it is "/", or "" at the root of a tree. `seen`
+    has the columns of the subtrees that occurred before.
     """
     data = treedef.node_data()
     if data is None:
@@ -172,12 +206,16 @@ def _append(
         return
     declared = _declared(data[0])
     children = treedef.children()
-    # A subtree that occurs once is walked with its full prefix, so that each of its paths is built once. A repeated
-    # subtree, such as a layer or an expert, is walked once, and its columns are copied under each prefix. Hashing a
-    # treedef is the slow step: it is done once per child.
+    # A subtree that occurs once is walked with its full prefix, so that each of its
+    # paths is built once. A repeated subtree, such as a layer or an expert, is walked
+    # once, and its columns are copied under each prefix. Hashing a treedef is the slow
+    # step: it is done once per child.
     kinds: dict[TreeDef, int] = {}
     numbers = [kinds.setdefault(child, len(kinds)) for child in children]
-    counts, empty = collections.Counter(numbers), [not kind.num_leaves for kind in kinds]
+    counts, empty = (
+        collections.Counter(numbers),
+        [not kind.num_leaves for kind in kinds],
+    )
     keys = _keys(treedef, data, len(children))
     below: dict[int, _Columns] = {}
     copies: dict[tuple[str, int], list[str]] = {}
@@ -192,32 +230,52 @@ def _append(
         if columns is None:
             columns = below[number] = _columns(child, seen)
         out.paths.extend(map(path.__add__, columns.paths))
-        # All paths that differ only in digits have one template string, which Python hashes once.
+        # All paths that differ only in digits have one template string, which Python
+        # hashes once.
         same = copies.get((zeros, number))
         if same is None:
             same = copies[zeros, number] = list(map(zeros.__add__, columns.templates))
         out.templates.extend(same)
         own = declared.get(key)
-        out.names.extend(columns.names if own is None else _declared_names(own, columns.names))
-        out.stacked.extend(columns.stacked if own is None else [len(own[1]) + count for count in columns.stacked])
+        out.names.extend(
+            columns.names if own is None else _declared_names(own, columns.names)
+        )
+        out.stacked.extend(
+            columns.stacked
+            if own is None
+            else [len(own[1]) + count for count in columns.stacked]
+        )
 
 
-def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> list[Any]:
+def _declared_names(
+    declared: tuple[Any, tuple[Any, ...]], below: list[Any]
+) -> list[Any]:
     outer, stacked = declared
     inner = [outer if names is None else names for names in below]
-    # `()` means that no dimension is sharded. After stacked names, `...` means the same for the other dimensions.
-    return [names if names is None else (*stacked, *(names or (...,))) for names in inner] if stacked else inner
+    # `()` means that no dimension is sharded. After stacked names, `...` means the same
+    # for the other dimensions.
+    return (
+        [names if names is None else (*stacked, *(names or (...,))) for names in inner]
+        if stacked
+        else inner
+    )
 
 
 @ft.lru_cache(maxsize=1024)
 def _declared(cls: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """The logical names that the dataclass `cls` declares for its attributes, by the attribute's name.
+    """The logical names that the dataclass `cls` declares for its attributes, by the
+    attribute's name.
 
-    A value is a pair: the logical names, and the names of the leading dimensions along which layers are stacked.
+    A value is a pair: the logical names, and the names of the leading dimensions along
+    which layers are stacked.
     """
     if not dataclasses.is_dataclass(cls):
         return {}
-    return {field.name: field.metadata[METADATA] for field in dataclasses.fields(cls) if METADATA in field.metadata}
+    return {
+        field.name: field.metadata[METADATA]
+        for field in dataclasses.fields(cls)
+        if METADATA in field.metadata
+    }
 
 
 def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
@@ -228,18 +286,20 @@ def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
         return [str(index) for index in range(count)]
     if kind is eqx.nn.State:
         return [_state_key(marker, index) for index, marker in enumerate(aux)]
-    # Only an instance knows the keys of its children. JAX demands that unflattening accepts any leaves.
+    # Only an instance knows the keys of its children. JAX demands that unflattening
+    # accepts any leaves.
     node = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     keyed, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [jtu.keystr(path, simple=True) for path, _ in keyed]
 
 
 def _state_key(marker: object, index: int) -> str:
-    """The key of one entry of an `eqx.nn.State`: the path of the entry in the model, such as "norms.0.batch_counter".
+    """The key of one entry of an `eqx.nn.State`: the path of the entry in the model,
+    such as "norms.0.batch_counter".
 
-    `marker` is the class and path that `eqx.nn.make_with_state` stores with the entry, "Model.norms[0].batch_counter".
-    The key is one segment of a path, so it contains no "/". In a State made by hand the marker may be no text; the key
-    is then `index`.
+    `marker` is the class and path that `eqx.nn.make_with_state` stores with the entry,
+    "Model.norms[0].batch_counter". The key is one segment of a path, so it contains no
+    "/". In a State made by hand the marker may be no text; the key is then `index`.
     """
     if not isinstance(marker, str):
         return str(index)

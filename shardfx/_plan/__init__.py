@@ -1,7 +1,9 @@
-"""Makes sharding plans: matches rules to the arrays of a tree, resolves logical names, and corrects specs to shapes.
+"""Makes sharding plans: matches rules to the arrays of a tree, resolves logical names,
+and corrects specs to shapes.
 
-No other folder decides how an array is sharded. This one may import `_rules`, `topology` and `_ground`. It never reads
-the values of an array and never asks for a device, so it can plan for a mesh of devices that this machine lacks.
+No other folder decides how an array is sharded. This one may import `_rules`,
+`topology` and `_ground`. It never reads the values of an array and never asks for a
+device, so it can plan for a mesh of devices that this machine lacks.
 """
 
 from .compared import OTHER_TREES, Pair, differences, pairs, plan_lines, report
@@ -20,7 +22,15 @@ from .complaints import (
 from .content import Content, Group, aligned, rows_of
 from .decide import Request, correct, shard_over
 from .following import corresponding, follow
-from .leaf import MEMORY_KINDS, LeafPlan, PathTree, Row, canonical_dtype, kinds_matcher, named_sharding
+from .leaf import (
+    MEMORY_KINDS,
+    LeafPlan,
+    PathTree,
+    Row,
+    canonical_dtype,
+    kinds_matcher,
+    named_sharding,
+)
 from .names import field, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, drafted, plan

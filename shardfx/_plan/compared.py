@@ -1,4 +1,6 @@
-"""Shows plans as text: `report` as a table, `differences` as a line for each difference between two plans."""
+"""Shows plans as text: `report` as a table, `differences` as a line for each difference
+between two plans.
+"""
 
 import dataclasses
 import re
@@ -12,8 +14,9 @@ from .shard_plan import ShardPlan, check_plan
 
 
 def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """Returns a line for each difference between two plans; empty exactly if their digests are equal. A line is such as
-    "leaf `w`: spec is P('data',) in one, P() in the other". The leaves have the order of `a`.
+    """Returns a line for each difference between two plans; empty exactly if their
+    digests are equal. A line is such as "leaf `w`: spec is P('data',) in one, P() in
+    the other". The leaves have the order of `a`.
     """
     check_plan("a", a)
     check_plan("b", b)
@@ -22,24 +25,43 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
     lines = [*plan_lines(a, b)]
     for path, before, after, fields in pairs(a, b):
         if before is None or after is None:
-            lines.append(f"leaf `{path}` is only in {'one' if after is None else 'the other'} plan")
+            lines.append(
+                f"leaf `{path}` is only in {'one' if after is None else 'the other'}"
+                " plan"
+            )
         for name in fields:
-            lines.append(f"leaf `{path}`: {name} is {vars(before)[name]} in one, {vars(after)[name]} in the other")
+            lines.append(
+                f"leaf `{path}`: {name} is {vars(before)[name]} in one,"
+                f" {vars(after)[name]} in the other"
+            )
     return tuple(lines) or (OTHER_TREES,)
 
 
-OTHER_TREES = "the trees are built of other containers, or their leaves are in another order"
+OTHER_TREES = (
+    "the trees are built of other containers, or their leaves are in another order"
+)
 
 
 def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """Returns a line for each property of the whole plan that differs: the mesh, `axes`, their mode, or `strict`."""
+    """Returns a line for each property of the whole plan that differs: the mesh,
+    `axes`, their mode, or `strict`.
+    """
     texts = {"mesh": "the mesh", "mode": "the mode", "axes": "axes", "strict": "strict"}
-    values = [(what, vars(a.content)[name], vars(b.content)[name]) for name, what in texts.items()]
-    return tuple(f"{what} is {one} in one plan, {other} in the other" for what, one, other in values if one != other)
+    values = [
+        (what, vars(a.content)[name], vars(b.content)[name])
+        for name, what in texts.items()
+    ]
+    return tuple(
+        f"{what} is {one} in one plan, {other} in the other"
+        for what, one, other in values
+        if one != other
+    )
 
 
 class Pair(NamedTuple):
-    """An array in two plans: its LeafPlan in each, `None` if the plan lacks the array, and the fields that differ."""
+    """An array in two plans: its LeafPlan in each, `None` if the plan lacks the array,
+    and the fields that differ.
+    """
 
     path: str
     before: LeafPlan | None
@@ -48,29 +70,41 @@ class Pair(NamedTuple):
 
 
 def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
-    """Yields a `Pair` for each array of either plan: first those of `a` in order, then those that only `b` has."""
+    """Yields a `Pair` for each array of either plan: first those of `a` in order, then
+    those that only `b` has.
+    """
     there, here = b.content.by_path, a.content.by_path
     names = [field.name for field in dataclasses.fields(LeafPlan)]
     for leaf in a.leaves:
         other = there.get(leaf.path)
         same = other is None or leaf == other
-        yield Pair(leaf.path, leaf, other, () if same else tuple(n for n in names if vars(leaf)[n] != vars(other)[n]))
-    yield from (Pair(path, None, leaf, ()) for path, leaf in there.items() if path not in here)
+        yield Pair(
+            leaf.path,
+            leaf,
+            other,
+            () if same else tuple(n for n in names if vars(leaf)[n] != vars(other)[n]),
+        )
+    yield from (
+        Pair(path, None, leaf, ()) for path, leaf in there.items() if path not in here
+    )
 
 
 def report(plan: ShardPlan, *, width: int | None = None) -> str:
-    """Returns the plan as a table: for each array its shape, spec, bytes per device, and the reasons for the spec.
+    """Returns the plan as a table: for each array its shape, spec, bytes per device,
+    and the reasons for the spec.
 
     **Arguments:**
 
     - `plan`: the plan.
-    - `width`: the maximum width of a line, in characters. If the table is wider, the rules are shortened, and the
+    - `width`: the maximum width of a line, in characters. If the table is wider, the
+      rules are shortened, and the
         common beginning of paths becomes a heading. `None` is no limit.
 
     **Returns:**
 
-    A `str` that a notebook shows as `print` would. The table has one line for each array, or for all equal arrays of
-    repeated layers. Below it are each reason once, the totals, and the largest arrays that every device holds whole.
+    A `str` that a notebook shows as `print` would. The table has one line for each
+    array, or for all equal arrays of repeated layers. Below it are each reason once,
+    the totals, and the largest arrays that every device holds whole.
 
     !!! Example
 
@@ -94,23 +128,38 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     """
     check_plan("plan", plan)
     rows, paragraphs = facts_of(plan.content)
-    return Shown("\n\n".join(["\n".join(_table(rows, width)), *[wrapped(text, width) for text in paragraphs]]))
+    return Shown(
+        "\n\n".join(
+            [
+                "\n".join(_table(rows, width)),
+                *[wrapped(text, width) for text in paragraphs],
+            ]
+        )
+    )
 
 
-# Regexes of the parts of the last column, "why", that a narrower and narrower table shows: all; the marks of reasons,
-# the rule's number and the memory kind; the marks and the memory kind.
+# Regexes of the parts of the last column, "why", that a narrower and narrower table
+# shows: all; the marks of reasons, the rule's number and the memory kind; the marks and
+# the memory kind.
 _SHOWN = (r".+", r"^(?:\[\d+\])*|paths\[\d+\]|in \w+$", r"^(?:\[\d+\])*|in \w+$")
 
 
 def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
-    """Returns the lines of the table of a plan, whose header is `rows[0]`, in at most `width` characters if possible.
+    """Returns the lines of the table of a plan, whose header is `rows[0]`, in at most
+    `width` characters if possible.
 
-    If they are wider, the last column (the rule and the reasons) is shortened and then dropped. After that, the column
-    with the number of arrays is dropped.
+    If they are wider, the last column (the rule and the reasons) is shortened and then
+    dropped. After that, the column with the number of arrays is dropped.
     """
     shown = rows
     for kept in _SHOWN:
-        shown = [rows[0], *[(*row[:-1], " ".join(filter(None, re.findall(kept, row[-1])))) for row in rows[1:]]]
+        shown = [
+            rows[0],
+            *[
+                (*row[:-1], " ".join(filter(None, re.findall(kept, row[-1]))))
+                for row in rows[1:]
+            ],
+        ]
         lines = table(shown, right=NUMBERS)
         if width is None or max(map(len, lines)) <= width:
             return lines

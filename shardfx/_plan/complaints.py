@@ -1,5 +1,5 @@
-"""Finds mistakes in a draft of a plan. Some functions return the mistakes as data, and others raise an error with all
-mistakes of one sort.
+"""Finds mistakes in a draft of a plan. Some functions return the mistakes as data, and
+others raise an error with all mistakes of one sort.
 """
 
 import collections
@@ -30,12 +30,15 @@ from .leaf import Row
 
 
 class Draft(NamedTuple):
-    """The plans of all arrays of a tree. `plan` then raises errors for mistakes in them, and `lint` lists the mistakes.
+    """The plans of all arrays of a tree. `plan` then raises errors for mistakes in
+    them, and `lint` lists the mistakes.
 
     - `flat`: the leaves of the tree, their paths and their logical names.
     - `paths`, `kinds`: the path rules, and the memory kinds by path.
-    - `declared`: the mesh axes that the rules declare with `axes=`, so that the mesh may lack them.
-    - `numbers`: for each leaf the index of its plan in `rows`; -1 if the leaf is not an array; `-2 - n` if planning it
+    - `declared`: the mesh axes that the rules declare with `axes=`, so that the mesh
+      may lack them.
+    - `numbers`: for each leaf the index of its plan in `rows`; -1 if the leaf is not an
+      array; `-2 - n` if planning it
         failed with the error `errors[n]`.
     - `rows`: the plans, one for all arrays that are planned alike.
     - `errors`: pairs of a leaf's path and its error.
@@ -52,16 +55,28 @@ class Draft(NamedTuple):
     errors: list[tuple[str, Any]]
 
     def arrays(self, chosen: Container[int]) -> Iterator[tuple[str, int, Row]]:
-        """Yields the path, the index in `rows` and the plan of each array whose index in `rows` is in `chosen`."""
-        return ((path, i, self.rows[i]) for i, path in zip(self.numbers, self.flat.paths, strict=True) if i in chosen)
+        """Yields the path, the index in `rows` and the plan of each array whose index
+        in `rows` is in `chosen`.
+        """
+        return (
+            (path, i, self.rows[i])
+            for i, path in zip(self.numbers, self.flat.paths, strict=True)
+            if i in chosen
+        )
 
 
 _SHOWN = 40
 
 
-def _refuse(error: type[Exception], head: str, lines: Sequence[str], cause: Exception | None = None) -> None:
-    """Raises `error` unless `lines`, one for each mistake, is empty. The message is `head` and the first 40 lines.
-    `cause` is the exception from which the error is raised.
+def _refuse(
+    error: type[Exception],
+    head: str,
+    lines: Sequence[str],
+    cause: Exception | None = None,
+) -> None:
+    """Raises `error` unless `lines`, one for each mistake, is empty. The message is
+    `head` and the first 40 lines. `cause` is the exception from which the error is
+    raised.
     """
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
@@ -69,56 +84,90 @@ def _refuse(error: type[Exception], head: str, lines: Sequence[str], cause: Exce
 
 
 def raise_errors(errors: list[tuple[str, Any]]) -> None:
-    """Raises one error that lists `errors`, pairs of a leaf's path and its error. It has the type of the first."""
+    """Raises one error that lists `errors`, pairs of a leaf's path and its error. It
+    has the type of the first.
+    """
     if errors:
-        head = f"{plural(len(errors), 'leaf', 'leaves, or groups of alike ones,')} cannot be planned:"
-        # Where a rule is a user's function, the cause is the exception that the function raised.
-        cause = next((one.__cause__ for _, one in errors if one.__cause__ is not None), None)
-        _refuse(type(errors[0][1]), head, [f"  leaf `{path}`: {error}" for path, error in errors], cause)
+        head = (
+            f"{plural(len(errors), 'leaf', 'leaves, or groups of alike ones,')} cannot"
+            " be planned:"
+        )
+        # Where a rule is a user's function, the cause is the exception that the
+        # function raised.
+        cause = next(
+            (one.__cause__ for _, one in errors if one.__cause__ is not None), None
+        )
+        _refuse(
+            type(errors[0][1]),
+            head,
+            [f"  leaf `{path}`: {error}" for path, error in errors],
+            cause,
+        )
 
 
 def raise_empty(tree: object, flat: Flat, paths: object) -> None:
-    """Raises `LeafTypeError` if a tree has no arrays, such as a class or a function passed instead of a model.
+    """Raises `LeafTypeError` if a tree has no arrays, such as a class or a function
+    passed instead of a model.
 
-    An empty container is accepted if `paths`, the path rules, is `None`: its plan serves to shard activations only.
+    An empty container is accepted if `paths`, the path rules, is `None`: its plan
+    serves to shard activations only.
     """
     if not any(flat.is_array) and (flat.leaves or tree is None or paths is not None):
-        first = f", and its leaf `{flat.paths[0]}` is of type {type(flat.leaves[0]).__name__}" if flat.leaves else ""
+        first = (
+            f", and its leaf `{flat.paths[0]}` is of type"
+            f" {type(flat.leaves[0]).__name__}"
+            if flat.leaves
+            else ""
+        )
         raise LeafTypeError(
-            f"the tree has no arrays: it is of type {type(tree).__name__}{first}; pass the model's own tree of arrays "
-            "or `jax.ShapeDtypeStruct`s, such as `eqx.filter_eval_shape(make, ...)` gives for a class or function "
-            '`make`. If there may be none, pass `unused="allow"`.'
+            f"the tree has no arrays: it is of type {type(tree).__name__}{first}; pass"
+            " the model's own tree of arrays or `jax.ShapeDtypeStruct`s, such as"
+            " `eqx.filter_eval_shape(make, ...)` gives for a class or function `make`."
+            ' If there may be none, pass `unused="allow"`.'
         )
 
 
 def raise_repeated(flat: Flat) -> None:
-    """Raises `RuleError` if two arrays have one path, because a rule could not distinguish them."""
+    """Raises `RuleError` if two arrays have one path, because a rule could not
+    distinguish them.
+    """
     if len(set(flat.paths)) == len(flat.paths):
         return
-    counts = collections.Counter(path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped)
+    counts = collections.Counter(
+        path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped
+    )
     for path in (path for path, count in counts.items() if count > 1):
         raise RuleError(
-            f"two arrays of the tree have the path `{path}`: a key that holds a slash, or a node that names two of "
-            "its children alike. Rename one of them, so that rules can tell them apart."
+            f"two arrays of the tree have the path `{path}`: a key that holds a slash,"
+            " or a node that names two of its children alike. Rename one of them, so"
+            " that rules can tell them apart."
         )
 
 
 def uncovered(draft: Draft) -> list[tuple[str, Row]]:
-    """Returns the path and the plan of each array that no rule covers, the largest array first."""
-    open_rows = {i for i, row in enumerate(draft.rows) if row.rule is None and row.shape}
-    found = [(path, row) for path, _, row in (draft.arrays(open_rows) if open_rows else ())]
+    """Returns the path and the plan of each array that no rule covers, the largest
+    array first.
+    """
+    open_rows = {
+        i for i, row in enumerate(draft.rows) if row.rule is None and row.shape
+    }
+    found = [
+        (path, row) for path, _, row in (draft.arrays(open_rows) if open_rows else ())
+    ]
     return sorted(found, key=lambda leaf: -array_bytes(leaf[1].shape, leaf[1].dtype))
 
 
 def raise_unmatched(draft: Draft) -> None:
-    """Raises `UnmatchedError` if no rule covers some arrays. For each of these, the message has the path rule whose
-    regex is most similar to the path.
+    """Raises `UnmatchedError` if no rule covers some arrays. For each of these, the
+    message has the path rule whose regex is most similar to the path.
     """
     found, patterns = uncovered(draft), [pattern for pattern, _ in draft.paths.rules]
     if not found:
         return
     lines = [
-        f"  `{path}`: {row.dtype}{list(row.shape)}, {array_bytes(row.shape, row.dtype)} bytes" for path, row in found
+        f"  `{path}`: {row.dtype}{list(row.shape)}, {array_bytes(row.shape, row.dtype)}"
+        " bytes"
+        for path, row in found
     ]
     for at, (path, _) in enumerate(found[:_SHOWN]):
         if close := difflib.get_close_matches(path, patterns, n=1, cutoff=0.0):
@@ -126,27 +175,46 @@ def raise_unmatched(draft: Draft) -> None:
     # The names that modules declare are read only if `axes` is given.
     names = draft.axes is None and any(names is not None for names in draft.flat.names)
     head = (
-        f"no rule covers {len(found)} of {sum(draft.flat.is_array)} leaves; add path rules or names for them, end "
-        'the path rules with `(".*", fsdp(...))`, or pass `unmatched="replicate"`. '
-        + ("The names that fields of the tree declare need `axes=AxisRules(...)`. " if names else "")
+        f"no rule covers {len(found)} of {sum(draft.flat.is_array)} leaves; add path"
+        ' rules or names for them, end the path rules with `(".*", fsdp(...))`, or'
+        ' pass `unmatched="replicate"`. '
+        + (
+            "The names that fields of the tree declare need `axes=AxisRules(...)`. "
+            if names
+            else ""
+        )
         + "Largest first:"
     )
     _refuse(UnmatchedError, head, lines)
 
 
 def unknown_units(axes: AxisRules) -> tuple[str, ...]:
-    """Returns the logical names that `axes.units` mentions and that have no rule in `axes`."""
+    """Returns the logical names that `axes.units` mentions and that have no rule in
+    `axes`.
+    """
     return tuple(name for name, _ in axes.units if name not in axes.names)
 
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
-    """Returns a dict from the index of a plan in `rows` to its logical names that have no rule in `axes`."""
-    by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
-    return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
+    """Returns a dict from the index of a plan in `rows` to its logical names that have
+    no rule in `axes`.
+    """
+    by_name = [
+        (i, row)
+        for i, row in enumerate(rows)
+        if row.names is not None and _axes_of(Code.unmatched, row)
+    ]
+    return {
+        i: found
+        for i, row in by_name
+        if (found := unknown_names(row.names or (), axes))
+    }
 
 
 def raise_unknown(draft: Draft) -> None:
-    """Raises `UnmatchedError` if an array, or `units` of the axis rules, has a logical name that no rule is about."""
+    """Raises `UnmatchedError` if an array, or `units` of the axis rules, has a logical
+    name that no rule is about.
+    """
     axes = draft.axes
     if axes is None:
         return
@@ -158,20 +226,38 @@ def raise_unknown(draft: Draft) -> None:
         for path, i, row in draft.arrays(unknown)
     ]
     for name in [*units, *(name for names in unknown.values() for name in names)][:1]:
-        fix = f"declare a name that is to be replicated with `axes.extend([({name!r}, None)])`"
+        fix = (
+            f"declare a name that is to be replicated with `axes.extend([({name!r},"
+            " None)])`"
+        )
         if name in draft.mesh.axis_names:
-            fix = f"{name!r} is a mesh axis: for mesh axes give PartitionSpecs by path, `paths=PathRules([...])`"
-        head = f"no rule of `axes` is about these logical names. The rules have {axes.names}; {fix}, or pass "
+            fix = (
+                f"{name!r} is a mesh axis: for mesh axes give PartitionSpecs by path,"
+                " `paths=PathRules([...])`"
+            )
+        head = (
+            "no rule of `axes` is about these logical names. The rules have"
+            f" {axes.names}; {fix}, or pass "
+        )
         _refuse(UnmatchedError, head + '`unmatched="replicate"`:', lines)
 
 
 def absent_axes(draft: Draft) -> dict[str, str]:
-    """Returns the mesh axes that rules name and the mesh lacks, each with a text that names the first rule or leaf that
-    uses the axis. Axes that the rules declare with `axes=` are left out.
+    """Returns the mesh axes that rules name and the mesh lacks, each with a text that
+    names the first rule or leaf that uses the axis. Axes that the rules declare with
+    `axes=` are left out.
     """
     pairs = () if draft.axes is None else axes_in(draft.axes)
-    wrong = {axis: f"the rule of {name!r}" for name, axis in reversed(pairs) if axis not in draft.mesh.axis_names}
-    by_path = [(i, row) for i, row in enumerate(draft.rows) if row.reasons and row.names is None]
+    wrong = {
+        axis: f"the rule of {name!r}"
+        for name, axis in reversed(pairs)
+        if axis not in draft.mesh.axis_names
+    }
+    by_path = [
+        (i, row)
+        for i, row in enumerate(draft.rows)
+        if row.reasons and row.names is None
+    ]
     asked = {i: found for i, row in by_path if (found := _axes_of(Code.absent, row))}
     for path, i, row in draft.arrays(asked) if asked else ():
         for axis in asked[i]:
@@ -180,32 +266,48 @@ def absent_axes(draft: Draft) -> dict[str, str]:
 
 
 def raise_absent(draft: Draft) -> None:
-    """Raises `RuleError` if rules name a mesh axis that the mesh lacks and that they do not declare with `axes=`."""
+    """Raises `RuleError` if rules name a mesh axis that the mesh lacks and that they do
+    not declare with `axes=`.
+    """
     wrong, mesh = absent_axes(draft), draft.mesh
-    lines = [f"  {user} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, user in wrong.items()]
+    lines = [
+        f"  {user} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}"
+        for axis, user in wrong.items()
+    ]
     head = (
-        f"the mesh {mesh} lacks mesh axes that the rules use. If they are for other meshes, declare them, "
-        f"`AxisRules(..., axes={tuple(wrong)})` or `PathRules(..., axes={tuple(wrong)})`; or give the mesh the axis "
-        'with size 1; or pass `unmatched="replicate"`:'
+        f"the mesh {mesh} lacks mesh axes that the rules use. If they are for other"
+        f" meshes, declare them, `AxisRules(..., axes={tuple(wrong)})` or"
+        f" `PathRules(..., axes={tuple(wrong)})`; or give the mesh the axis with size"
+        ' 1; or pass `unmatched="replicate"`:'
     )
     _refuse(RuleError, head, lines)
 
 
-def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None) -> dict[str, None]:
-    """Returns the mesh axes that path rules, axis rules, or the specs requested in `rows` name, as keys.
+def axes_used(
+    rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None
+) -> dict[str, None]:
+    """Returns the mesh axes that path rules, axis rules, or the specs requested in
+    `rows` name, as keys.
 
-    `rules` has pairs of a regex and its target. If a target is a function, only the requested specs show its axes.
+    `rules` has pairs of a regex and its target. If a target is a function, only the
+    requested specs show its axes.
     """
     targets = [*(target for _, target in rules), *(row.requested for row in rows)]
     used = [axis for target in targets for axis in axes_of_target(target)]
-    return dict.fromkeys([*used, *(() if axes is None else (axis for _, axis in axes_in(axes)))])
+    return dict.fromkeys(
+        [*used, *(() if axes is None else (axis for _, axis in axes_in(axes)))]
+    )
 
 
-def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:
-    """Returns the mesh axes that are probably misspelled, each with the similar name that is probably meant.
+def misspelled_axes(
+    mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]
+) -> dict[str, str]:
+    """Returns the mesh axes that are probably misspelled, each with the similar name
+    that is probably meant.
 
-    `declared` and `used` are the axes that the rules declare with `axes=` and that they use. For example, the mesh has
-    the axis `tensr`, which is in neither, and lacks `tensor`, which is in `used`: the result is {"tensr": "tensor"}.
+    `declared` and `used` are the axes that the rules declare with `axes=` and that they
+    use. For example, the mesh has the axis `tensr`, which is in neither, and lacks
+    `tensor`, which is in `used`: the result is {"tensr": "tensor"}.
     """
     known = {*declared, *used}
     lacking = sorted(known.difference(mesh.axis_names))
@@ -214,24 +316,31 @@ def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]
 
 
 def raise_misspelled(draft: Draft) -> None:
-    """Raises `RuleError` if the name of a mesh axis is probably a misspelling of an axis that the rules use."""
+    """Raises `RuleError` if the name of a mesh axis is probably a misspelling of an
+    axis that the rules use.
+    """
     if not draft.declared and draft.axes is None:
         return
     mesh, used = draft.mesh, axes_used(draft.rows, draft.paths.rules, draft.axes)
     for axis, meant in misspelled_axes(mesh, draft.declared, used).items():
-        sizes = {meant if name == axis else name: size for name, size in mesh.shape.items()}
+        sizes = {
+            meant if name == axis else name: size for name, size in mesh.shape.items()
+        }
         raise RuleError(
-            f"no rule uses the mesh axis {axis!r} of size {mesh.shape[axis]}, and the mesh {mesh} lacks {meant!r}, "
-            f"which the rules use: did you mean `MeshSpec({sizes!r})`? If {axis!r} is for the batch alone, declare "
-            f"it: `PathRules(..., axes=({axis!r},))`."
+            f"no rule uses the mesh axis {axis!r} of size {mesh.shape[axis]}, and the"
+            f" mesh {mesh} lacks {meant!r}, which the rules use: did you mean"
+            f" `MeshSpec({sizes!r})`? If {axis!r} is for the batch alone, declare it:"
+            f" `PathRules(..., axes=({axis!r},))`."
         )
 
 
 class Unused(NamedTuple):
-    """A path rule that shards no array, because no path matches it or because other rules come first.
+    """A path rule that shards no array, because no path matches it or because other
+    rules come first.
 
-    `number` is the rule's index. If the regex matches no path, `nearest` is the most similar path. Otherwise `arrays`
-    are the paths that it matches, and `deciders` has a text for each of the rules that shard these arrays.
+    `number` is the rule's index. If the regex matches no path, `nearest` is the most
+    similar path. Otherwise `arrays` are the paths that it matches, and `deciders` has a
+    text for each of the rules that shard these arrays.
     """
 
     number: int
@@ -246,10 +355,14 @@ class Unused(NamedTuple):
             return f"matches no path of the tree; the nearest path is `{self.nearest}`"
         first, *others = self.arrays
         more = f" and {len(others)} more" if others else ""
-        return f"is shadowed: all that it matches (`{first}`{more}) goes to {' and '.join(self.deciders)}"
+        return (
+            f"is shadowed: all that it matches (`{first}`{more}) goes to"
+            f" {' and '.join(self.deciders)}"
+        )
 
 
-# Strings that are no path of any tree: only a regex that matches every path matches them.
+# Strings that are no path of any tree: only a regex that matches every path matches
+# them.
 _PROBES = ("\0", "\0/\0")
 
 
@@ -260,16 +373,25 @@ def unused_rules(
     decided: Sequence[Any] | None = None,
     by: str = "",
 ) -> Iterator[Unused]:
-    """Yields the path rules that shard no array. The keys of `used` are the indices of the rules that shard arrays.
+    """Yields the path rules that shard no array. The keys of `used` are the indices of
+    the rules that shard arrays.
 
-    Rules that are no mistake are left out: an `optional` rule, a last rule that matches all paths, and a rule that
-    matches only leaves that are not arrays. If the tree has no leaves, as the state of plain SGD, all are left out.
+    Rules that are no mistake are left out: an `optional` rule, a last rule that matches
+    all paths, and a rule that matches only leaves that are not arrays. If the tree has
+    no leaves, as the state of plain SGD, all are left out.
 
-    `decided` has one entry per leaf, such as its logical names. Path rules do not apply to a leaf whose entry is not
-    `None`. `by` is the phrase in messages for what shards such a leaf instead.
+    `decided` has one entry per leaf, such as its logical names. Path rules do not apply
+    to a leaf whose entry is not `None`. `by` is the phrase in messages for what shards
+    such a leaf instead.
     """
-    unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
-    patterns = tuple(re.compile(regex) for regex, _ in rules) if unused and flat.leaves else ()
+    unused = [
+        n
+        for n, (_, target) in enumerate(rules)
+        if n not in used and not isinstance(target, Optional)
+    ]
+    patterns = (
+        tuple(re.compile(regex) for regex, _ in rules) if unused and flat.leaves else ()
+    )
 
     def decider(at: int) -> str:
         if decided is not None and decided[at] is not None:
@@ -282,35 +404,55 @@ def unused_rules(
         matches = [at for at, path in enumerate(flat.paths) if search(path)]
         arrays = [at for at in matches if flat.is_array[at]]
         if not matches:
-            yield Unused(number, difflib.get_close_matches(regex, flat.paths, n=1, cutoff=0.0)[0], (), ())
+            yield Unused(
+                number,
+                difflib.get_close_matches(regex, flat.paths, n=1, cutoff=0.0)[0],
+                (),
+                (),
+            )
         elif arrays and not (number == len(rules) - 1 and all(map(search, _PROBES))):
             deciders = tuple(dict.fromkeys(map(decider, arrays)))
-            yield Unused(number, None, tuple([flat.paths[at] for at in arrays]), deciders)
+            yield Unused(
+                number, None, tuple([flat.paths[at] for at in arrays]), deciders
+            )
 
 
-def raise_unused(what: str, rules: Matcher, flat: Flat, decided: Sequence[Any] | None = None, by: str = "") -> None:
-    """Raises `RuleError` if a path rule in `rules` shards no array. `what` is the word for a rule in the message.
+def raise_unused(
+    what: str,
+    rules: Matcher,
+    flat: Flat,
+    decided: Sequence[Any] | None = None,
+    by: str = "",
+) -> None:
+    """Raises `RuleError` if a path rule in `rules` shards no array. `what` is the word
+    for a rule in the message.
 
-    Path rules do not apply to a leaf whose entry in `decided`, such as its logical names, is not `None`. `by` is the
-    phrase in the message for what shards such a leaf.
+    Path rules do not apply to a leaf whose entry in `decided`, such as its logical
+    names, is not `None`. `by` is the phrase in the message for what shards such a leaf.
     """
     found = unused_rules(rules.rules, rules.used, flat, decided, by)
     head = (
-        "rules that never apply are mostly mistakes. Correct them, take them out, mark those that other trees need "
-        'with `optional(target)`, or pass `unused="allow"`:'
+        "rules that never apply are mostly mistakes. Correct them, take them out, mark"
+        " those that other trees need with `optional(target)`, or pass"
+        ' `unused="allow"`:'
     )
-    texts = [f"  {what} {why.number}, the regex {rules.rules[why.number][0]!r}, {why.text}." for why in found]
+    texts = [
+        f"  {what} {why.number}, the regex {rules.rules[why.number][0]!r}, {why.text}."
+        for why in found
+    ]
     _refuse(RuleError, head, texts)
 
 
 def _axes_of(code: Code, row: Row) -> list[str]:
-    """Returns the mesh axes or logical names in those reasons of the plan `row` that have the code `code`."""
+    """Returns the mesh axes or logical names in those reasons of the plan `row` that
+    have the code `code`.
+    """
     return [axis for why in row.reasons if why.code is code for axis in why.axes]
 
 
 def raise_strict(arrays: Iterable[tuple[str, Row]], advice: str = "") -> None:
-    """Raises `SpecError` if an array is not sharded as its rule requests. `arrays` has pairs of a path and a plan.
-    `advice` is added to the first line of the message.
+    """Raises `SpecError` if an array is not sharded as its rule requests. `arrays` has
+    pairs of a path and a plan. `advice` is added to the first line of the message.
     """
     lines = [
         f"  leaf `{path}`, shape {row.shape}: {why}"
@@ -318,4 +460,8 @@ def raise_strict(arrays: Iterable[tuple[str, Row]], advice: str = "") -> None:
         for why in row.reasons
         if why.code is not Code.scalar
     ]
-    _refuse(SpecError, f"`strict=True`, and these leaves are not sharded as asked{advice}:", lines)
+    _refuse(
+        SpecError,
+        f"`strict=True`, and these leaves are not sharded as asked{advice}:",
+        lines,
+    )

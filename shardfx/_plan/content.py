@@ -1,5 +1,5 @@
-"""`Content`, the data of a ShardPlan. Arrays that are planned alike share one `Row`, and every leaf of the tree has the
-index of its row.
+"""`Content`, the data of a ShardPlan. Arrays that are planned alike share one `Row`,
+and every leaf of the tree has the index of its row.
 """
 
 import collections
@@ -23,15 +23,18 @@ from . import plan_json
 from .leaf import LeafPlan, PathTree, Row, canonical_dtype, named_sharding
 
 
-# For each leaf of a tree, the index of its plan in a list of Rows; -1 for a leaf that is no array.
+# For each leaf of a tree, the index of its plan in a list of Rows; -1 for a leaf that
+# is no array.
 RowIndices = Sequence[int]
 
 
 class Group(NamedTuple):
-    """Arrays that are planned alike and whose paths differ only in numbers, such as those of repeated layers.
+    """Arrays that are planned alike and whose paths differ only in numbers, such as
+    those of repeated layers.
 
-    `row` is the plan of each array, with the index `number` in `Content.rows`. `bytes` are the bytes of all these
-    arrays, and `bytes_per_device` those of their shards on one device.
+    `row` is the plan of each array, with the index `number` in `Content.rows`. `bytes`
+    are the bytes of all these arrays, and `bytes_per_device` those of their shards on
+    one device.
     """
 
     paths: tuple[str, ...]
@@ -42,16 +45,20 @@ class Group(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The path of the array, or one text with number ranges for all paths: `layers/{0..31}/attn/q_proj/weight`."""
+        """The path of the array, or one text with number ranges for all paths:
+        `layers/{0..31}/attn/q_proj/weight`.
+        """
         return joined(self.paths)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Content:
-    """The data of a plan. Plans with equal digests are equal, so JAX does not recompile a function for an equal plan.
-    `rows` holds one plan for all arrays that are planned alike, and `index` the row of each leaf. `jax_mesh` is the
-    mesh of devices, `None` for a plan without devices. `mode` is the mode of the rules `axes`, such as "decode", in
-    which logical names are resolved; `None` for the rules without a mode. `strict` forbids to drop requested mesh axes.
+    """The data of a plan. Plans with equal digests are equal, so JAX does not recompile
+    a function for an equal plan. `rows` holds one plan for all arrays that are planned
+    alike, and `index` the row of each leaf. `jax_mesh` is the mesh of devices, `None`
+    for a plan without devices. `mode` is the mode of the rules `axes`, such as
+    "decode", in which logical names are resolved; `None` for the rules without a mode.
+    `strict` forbids to drop requested mesh axes.
     """
 
     mesh: MeshSpec
@@ -69,7 +76,11 @@ class Content:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Content) and self.digest == other.digest and self.jax_mesh == other.jax_mesh
+        return (
+            isinstance(other, Content)
+            and self.digest == other.digest
+            and self.jax_mesh == other.jax_mesh
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -82,9 +93,14 @@ class Content:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The sentinels in an Equinox treedef do not survive pickling. Flattening the unpickled tree makes new ones.
+        # The sentinels in an Equinox treedef do not survive pickling. Flattening the
+        # unpickled tree makes new ones.
         tree, order = self.path_tree.indices, self.path_tree.order
-        devices = None if self.jax_mesh is None else [(d.platform, d.id) for d in self.jax_mesh.devices.flat]
+        devices = (
+            None
+            if self.jax_mesh is None
+            else [(d.platform, d.id) for d in self.jax_mesh.devices.flat]
+        )
         return _unpickled, (self.to_json(), tree, order, devices)
 
     @property
@@ -101,7 +117,8 @@ class Content:
 
     def _payload(self) -> dict[str, Any]:
         """Returns the plan as a JSON value, without its digest."""
-        # `strict` is left out unless true, so that the text and digest of older plans stay the same.
+        # `strict` is left out unless true, so that the text and digest of older plans
+        # stay the same.
         return ({"strict": True} if self.strict else {}) | {
             **plan_json.HEADER,
             "mesh": plan_json.encode_mesh(self.mesh),
@@ -114,18 +131,30 @@ class Content:
 
     @ft.cached_property
     def leaves(self) -> tuple[LeafPlan, ...]:
-        return tuple(LeafPlan(path, *self.rows[i], *self.byte_counts[i]) for path, i in self.numbered if i >= 0)
+        return tuple(
+            LeafPlan(path, *self.rows[i], *self.byte_counts[i])
+            for path, i in self.numbered
+            if i >= 0
+        )
 
     @ft.cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The arrays in the tree's order. Arrays of repeated layers that are planned alike are one group."""
+        """The arrays in the tree's order. Arrays of repeated layers that are planned
+        alike are one group.
+        """
         found: dict[tuple[Any, ...], list[str]] = {}
         for path, number in self.numbered:
             if number >= 0:
                 found.setdefault((between_numbers(path), number), []).append(path)
         sizes = self.byte_counts
         return tuple(
-            Group(tuple(paths), i, self.rows[i], sizes[i][0] * len(paths), sizes[i][1] * len(paths))
+            Group(
+                tuple(paths),
+                i,
+                self.rows[i],
+                sizes[i][0] * len(paths),
+                sizes[i][1] * len(paths),
+            )
             for (_, i), paths in found.items()
         )
 
@@ -136,9 +165,14 @@ class Content:
 
     @ft.cached_property
     def total_bytes(self) -> tuple[int, int]:
-        """The bytes of all whole arrays, and the bytes of the shards that one device holds."""
+        """The bytes of all whole arrays, and the bytes of the shards that one device
+        holds.
+        """
         counts = collections.Counter(self.index)
-        pairs = [(whole * counts[i], shard * counts[i]) for i, (whole, shard) in enumerate(self.byte_counts)]
+        pairs = [
+            (whole * counts[i], shard * counts[i])
+            for i, (whole, shard) in enumerate(self.byte_counts)
+        ]
         return sum(whole for whole, _ in pairs), sum(shard for _, shard in pairs)
 
     @ft.cached_property
@@ -152,7 +186,9 @@ class Content:
 
     @property
     def row_shardings(self) -> list[NamedSharding]:
-        """The sharding of each entry of `rows`, on the plan's devices if it has some, else on an AbstractMesh."""
+        """The sharding of each entry of `rows`, on the plan's devices if it has some,
+        else on an AbstractMesh.
+        """
         mesh = self.any_mesh
         return [named_sharding(mesh, row.spec, row.memory_kind) for row in self.rows]
 
@@ -165,7 +201,9 @@ class Content:
         return self.tree([row.spec for row in self.rows])
 
     def tree(self, values: Sequence[object], other: object = None) -> PyTree:
-        """Returns the planned tree with `values[i]` at arrays with the plan `rows[i]`, and `other` at other leaves."""
+        """Returns the planned tree with `values[i]` at arrays with the plan `rows[i]`,
+        and `other` at other leaves.
+        """
         table = [*values, other]
         return self.path_tree.filled([table[i] for i in self.index])
 
@@ -173,8 +211,12 @@ class Content:
         return dataclasses.replace(self, **changes)
 
 
-def _in_order_of_use(rows: Sequence[Row], index: RowIndices) -> tuple[tuple[Row, ...], RowIndices]:
-    """Returns `rows` without duplicates, in the order in which leaves first use them, and each leaf's index in them."""
+def _in_order_of_use(
+    rows: Sequence[Row], index: RowIndices
+) -> tuple[tuple[Row, ...], RowIndices]:
+    """Returns `rows` without duplicates, in the order in which leaves first use them,
+    and each leaf's index in them.
+    """
     merged: dict[Row, int] = {}
     renumbered = {-1: -1}
     for i in dict.fromkeys(index):
@@ -186,43 +228,68 @@ def _in_order_of_use(rows: Sequence[Row], index: RowIndices) -> tuple[tuple[Row,
 
 
 def read_json(text: str) -> Content:
-    """Parses the data of a plan. Raises `PlanFormatError` if the JSON text is invalid or does not match its digest."""
+    """Parses the data of a plan. Raises `PlanFormatError` if the JSON text is invalid
+    or does not match its digest.
+    """
     try:
         data = plan_json.parsed(text)
         content = Content(*plan_json.decoded(data))
         is_whole = data.get("digest", content.digest) == content.digest
     except PlanFormatError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise PlanFormatError(f"the plan's JSON is invalid: {type(error).__name__}: {error}") from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise PlanFormatError(
+            f"the plan's JSON is invalid: {type(error).__name__}: {error}"
+        ) from error
     if not is_whole:
         raise PlanFormatError(
-            "the plan's JSON was edited: its digest is not that of its content; write it with `plan.to_json()`, or "
-            "take out its `digest` to accept the edit."
+            "the plan's JSON was edited: its digest is not that of its content; write"
+            " it with `plan.to_json()`, or take out its `digest` to accept the edit."
         )
     return content
 
 
-def _unpickled(text: str, tree: object, order: Sequence[int] | None, devices: list[tuple[str, int]] | None) -> Content:
+def _unpickled(
+    text: str,
+    tree: object,
+    order: Sequence[int] | None,
+    devices: list[tuple[str, int]] | None,
+) -> Content:
     content = read_json(text)
     jax_mesh = None if devices is None else _mesh_of_ids(content.mesh, devices)
-    path_tree = dataclasses.replace(content.path_tree, treedef=jax.tree.structure(tree), order=order)
+    path_tree = dataclasses.replace(
+        content.path_tree, treedef=jax.tree.structure(tree), order=order
+    )
     return content.replaced(jax_mesh=jax_mesh, path_tree=path_tree)
 
 
 def _mesh_of_ids(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
-    """Returns the jax Mesh of `mesh` on `devices`, pairs of a platform and an id. Raises `PlanMismatchError` if this
-    process lacks one of these devices.
+    """Returns the jax Mesh of `mesh` on `devices`, pairs of a platform and an id.
+    Raises `PlanMismatchError` if this process lacks one of these devices.
     """
     try:
-        here = {(d.platform, d.id): d for platform in dict(devices) for d in jax.devices(platform)}
+        here = {
+            (d.platform, d.id): d
+            for platform in dict(devices)
+            for d in jax.devices(platform)
+        }
         found = np.array([here[device] for device in devices])
     except (KeyError, RuntimeError) as error:
         raise PlanMismatchError(
-            f"the plan was pickled on devices that this process does not have ({error}); pickle `plan.off()`, and put "
-            "it on the devices here with `plan.on(plan.mesh.build(jax.devices()))`."
+            "the plan was pickled on devices that this process does not have"
+            f" ({error}); pickle `plan.off()`, and put it on the devices here with"
+            " `plan.on(plan.mesh.build(jax.devices()))`."
         ) from error
-    return Mesh(found.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
+    return Mesh(
+        found.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types
+    )
 
 
 def shaped_like(content: Content, like: object) -> Content:
@@ -230,35 +297,49 @@ def shaped_like(content: Content, like: object) -> Content:
     index = rows_of(content, flat)
     if flat.paths == content.path_tree.paths:
         # The structure that was read from JSON stays, so that the digest stays.
-        return content.replaced(path_tree=dataclasses.replace(content.path_tree, treedef=flat.treedef, order=None))
+        return content.replaced(
+            path_tree=dataclasses.replace(
+                content.path_tree, treedef=flat.treedef, order=None
+            )
+        )
     return content.replaced(path_tree=PathTree(flat.paths, flat.treedef), index=index)
 
 
 def rows_of(content: Content, flat: Flat) -> RowIndices:
-    """Returns for each leaf of the tree `flat` the index of its plan in `content.rows`. Raises `PlanMismatchError` if
-    the path, shape or dtype of an array differs from its plan.
+    """Returns for each leaf of the tree `flat` the index of its plan in `content.rows`.
+    Raises `PlanMismatchError` if the path, shape or dtype of an array differs from its
+    plan.
 
-    Leaves that are not arrays, such as the functions of a module, may be missing in the tree or in the plan: the tree
-    `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and `model` fits the plan of that tree.
+    Leaves that are not arrays, such as the functions of a module, may be missing in the
+    tree or in the plan: the tree `equinox.partition(model, equinox.is_array)[0]` fits
+    the plan of `model`, and `model` fits the plan of that tree.
     """
     index = aligned(content, flat)
-    for path, leaf, shaped, i in zip(flat.paths, flat.leaves, flat.is_array, index, strict=True):
+    for path, leaf, shaped, i in zip(
+        flat.paths, flat.leaves, flat.is_array, index, strict=True
+    ):
         if i < 0:
             continue
         row = content.rows[i]
         if shaped and tuple(leaf.shape) == row.shape:
             if leaf.dtype == row.dtype or canonical_dtype(leaf.dtype) == row.dtype:
                 continue
-        given = f"{leaf.dtype}{list(leaf.shape)}" if shaped else f"{type(leaf).__name__} {leaf!r:.60}"
+        given = (
+            f"{leaf.dtype}{list(leaf.shape)}"
+            if shaped
+            else f"{type(leaf).__name__} {leaf!r:.60}"
+        )
         raise PlanMismatchError(
-            f"leaf `{path}` is {given}, but the plan is for {row.dtype}{list(row.shape)}; plan the tree that you use."
+            f"leaf `{path}` is {given}, but the plan is for"
+            f" {row.dtype}{list(row.shape)}; plan the tree that you use."
         )
     return index
 
 
 def aligned(content: Content, flat: Flat) -> RowIndices:
-    """Returns for each leaf of the tree `flat` the index of its plan in `content.rows`. Raises `PlanMismatchError` if
-    the arrays have other paths than in the plan. Shapes and dtypes are not compared.
+    """Returns for each leaf of the tree `flat` the index of its plan in `content.rows`.
+    Raises `PlanMismatchError` if the arrays have other paths than in the plan. Shapes
+    and dtypes are not compared.
     """
     if flat.paths == content.path_tree.paths:
         return content.index
@@ -266,7 +347,9 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
     # `select` gives an array that it leaves out the index -1.
     given = [known.get(path, 0 if shaped else -1) >= 0 for path, shaped in pairs]
     wanted = [pair for pair in content.numbered if pair[1] >= 0]
-    if [path for path, kept in zip(flat.paths, given, strict=True) if kept] != [path for path, _ in wanted]:
+    if [path for path, kept in zip(flat.paths, given, strict=True) if kept] != [
+        path for path, _ in wanted
+    ]:
         _raise_other_tree(content, flat)
     numbers = iter([i for _, i in wanted])
     return [next(numbers) if kept else -1 for kept in given]
@@ -274,45 +357,71 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
 
 def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
     planned = [path for path, i in content.numbered if i >= 0]
-    given = [path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped]
+    given = [
+        path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped
+    ]
     known, present = set(content.path_tree.paths), set(flat.paths)
-    extra, missing = [path for path in given if path not in known], [path for path in planned if path not in present]
+    extra, missing = (
+        [path for path in given if path not in known],
+        [path for path in planned if path not in present],
+    )
     # The path of a tree that is a single array is empty.
-    found = [f"the plan has no {f'`{path}`' if path else 'array alone'}" for path in extra[:1]]
-    found += [f"the tree has no {f'`{path}`' if path else 'array alone'}" for path in missing[:1]]
+    found = [
+        f"the plan has no {f'`{path}`' if path else 'array alone'}"
+        for path in extra[:1]
+    ]
+    found += [
+        f"the tree has no {f'`{path}`' if path else 'array alone'}"
+        for path in missing[:1]
+    ]
     raise PlanMismatchError(
-        f"this tree is not the one that was planned ({plural(len(extra), 'array')} more, {len(missing)} missing): "
-        f"{'; '.join(found) or 'the arrays are in another order'}. Plan the tree that you use."
+        f"this tree is not the one that was planned ({plural(len(extra), 'array')}"
+        f" more, {len(missing)} missing):"
+        f" {'; '.join(found) or 'the arrays are in another order'}. Plan the tree that"
+        " you use."
     )
 
 
 def joined_contents(contents: dict[str, Content]) -> Content:
-    """Returns the data of the plan of a dict of trees. `contents` maps each key to the data of the plan of its tree."""
-    mesh, jax_mesh, mode, axes = (_common(what, contents) for what in ("mesh", "jax_mesh", "mode", "axes"))
+    """Returns the data of the plan of a dict of trees. `contents` maps each key to the
+    data of the plan of its tree.
+    """
+    mesh, jax_mesh, mode, axes = (
+        _common(what, contents) for what in ("mesh", "jax_mesh", "mode", "axes")
+    )
     rows, index, paths = [], [], []
     for name, content in contents.items():
         for path, i in content.path_tree.in_order(list(content.numbered)):
             paths.append(f"{name}/{path}" if path else name)
             index.append(i + len(rows) if i >= 0 else -1)
         rows += content.rows
-    treedef = jax.tree.structure({name: content.path_tree.indices for name, content in contents.items()})
+    treedef = jax.tree.structure(
+        {name: content.path_tree.indices for name, content in contents.items()}
+    )
     strict = any(content.strict for content in contents.values())
-    return Content(mesh, jax_mesh, axes, mode, rows, index, PathTree(tuple(paths), treedef), strict)
+    return Content(
+        mesh, jax_mesh, axes, mode, rows, index, PathTree(tuple(paths), treedef), strict
+    )
 
 
 def _common(what: str, contents: dict[str, Content]) -> Any:
-    """Returns the value of the field `what`, which must be equal in all plans. Raises `PlanMismatchError` if it is not.
-    `contents` maps names of plans, for the message, to plans. For "axes", plans without axis rules do not count.
+    """Returns the value of the field `what`, which must be equal in all plans. Raises
+    `PlanMismatchError` if it is not. `contents` maps names of plans, for the message,
+    to plans. For "axes", plans without axis rules do not count.
     """
     values = {name: vars(content)[what] for name, content in contents.items()}
-    (first, expected), *rest = [pair for pair in values.items() if what != "axes" or pair[1] is not None] or [
-        ("", None)
-    ]
+    (first, expected), *rest = [
+        pair for pair in values.items() if what != "axes" or pair[1] is not None
+    ] or [("", None)]
     for name, value in rest:
         if value != expected:
-            one, two = (str(it.device_ids.tolist()) if isinstance(it, Mesh) else repr(it) for it in (expected, value))
+            one, two = (
+                str(it.device_ids.tolist()) if isinstance(it, Mesh) else repr(it)
+                for it in (expected, value)
+            )
             raise PlanMismatchError(
-                f"`join`: the plans `{first}` and `{name}` differ in `{what}` ({one:.200} and {two:.200}); make both "
-                "for the same mesh, rules and mode, on the same devices or both without (`plan.off()`)."
+                f"`join`: the plans `{first}` and `{name}` differ in `{what}`"
+                f" ({one:.200} and {two:.200}); make both for the same mesh, rules and"
+                " mode, on the same devices or both without (`plan.off()`)."
             )
     return expected

@@ -1,5 +1,5 @@
-"""Decides how one array is sharded. A rule or logical names request a sharding, which is corrected to the mesh and the
-shape and then extended by strategies.
+"""Decides how one array is sharded. A rule or logical names request a sharding, which
+is corrected to the mesh and the shape and then extended by strategies.
 """
 
 import dataclasses
@@ -44,10 +44,12 @@ from .leaf import Row
 
 
 class Request(NamedTuple):
-    """The sharding that a rule or logical names request for an array. It may not fit the mesh and the shape.
+    """The sharding that a rule or logical names request for an array. It may not fit
+    the mesh and the shape.
 
-    `names` is `None` if no logical names request it. `strategies` add axes to `spec` once it is corrected. `rule` says
-    in a plan where the request comes from, such as `paths[0]`. `reasons` say why names got no mesh axis.
+    `names` is `None` if no logical names request it. `strategies` add axes to `spec`
+    once it is corrected. `rule` says in a plan where the request comes from, such as
+    `paths[0]`. `reasons` say why names got no mesh axis.
     """
 
     names: tuple[Any, ...] | None
@@ -63,7 +65,9 @@ NOTHING = Request(None, PartitionSpec(), None, None, (), ())
 
 
 class Axes(NamedTuple):
-    """The sizes of the mesh axes, whether any axis is Auto, and the size in bytes below which arrays are replicated."""
+    """The sizes of the mesh axes, whether any axis is Auto, and the size in bytes below
+    which arrays are replicated.
+    """
 
     sizes: Mapping[str, int]
     has_auto: bool
@@ -87,12 +91,20 @@ def leaf_of(shape: tuple[int, ...], dtype: DType, units: Units | None) -> Leaf:
 
 
 def request_of_target(
-    target: object, path: str, leaf: Any, rule: str, axes: AxisRules | None, mode: str | None, stacked: int = 0
+    target: object,
+    path: str,
+    leaf: Any,
+    rule: str,
+    axes: AxisRules | None,
+    mode: str | None,
+    stacked: int = 0,
 ) -> Request:
-    """Returns the request that `target`, the target of a path rule, makes for the array `leaf` at `path`.
+    """Returns the request that `target`, the target of a path rule, makes for the array
+    `leaf` at `path`.
 
-    `rule` is the rule as text, such as `paths[0]`. `axes` and `mode` resolve logical names in the target. No strategy
-    may shard the first `stacked` dimensions, which index stacked layers.
+    `rule` is the rule as text, such as `paths[0]`. `axes` and `mode` resolve logical
+    names in the target. No strategy may shard the first `stacked` dimensions, which
+    index stacked layers.
     """
     target = bare(target)
     first, *steps = target.steps if isinstance(target, Pipeline) else (target,)
@@ -105,14 +117,19 @@ def request_of_target(
         first, steps = PartitionSpec(), [first, *steps]
     strategies = skipping(steps, range(stacked))
     if isinstance(first, tuple):
-        return request_of_names(first, tuple(leaf.shape), rule, axes, mode, units, strategies)
+        return request_of_names(
+            first, tuple(leaf.shape), rule, axes, mode, units, strategies
+        )
     spec: Any = PartitionSpec() if isinstance(first, Replicate) else first
-    return Request(None, spec, rule, padded_units(units, len(leaf.shape)), strategies, ())
+    return Request(
+        None, spec, rule, padded_units(units, len(leaf.shape)), strategies, ()
+    )
 
 
 def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
-    """Returns the target that a user's function returns for the array `leaf` at `path`. Raises `RuleError` if the
-    function fails, or returns neither a PartitionSpec nor `atomic` of one.
+    """Returns the target that a user's function returns for the array `leaf` at `path`.
+    Raises `RuleError` if the function fails, or returns neither a PartitionSpec nor
+    `atomic` of one.
     """
     try:
         found = function(path, leaf)
@@ -120,12 +137,15 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
         raise
     except Exception as error:  # whatever a user's function raises, it is about this rule and this leaf
         raise RuleError(
-            f"{rule} is a callable that failed for the path {path!r} and shape {tuple(leaf.shape)}: "
-            f"{type(error).__name__}: {str(error)[:300]}"
+            f"{rule} is a callable that failed for the path {path!r} and shape"
+            f" {tuple(leaf.shape)}: {type(error).__name__}: {str(error)[:300]}"
         ) from error
     spec = found.target if isinstance(found, Atomic) else found
     if not isinstance(spec, PartitionSpec):
-        raise RuleError(f"{rule} is a callable that returned {found!r}; it must return a PartitionSpec.")
+        raise RuleError(
+            f"{rule} is a callable that returned {found!r}; it must return a"
+            " PartitionSpec."
+        )
     check_once(spec, f"{rule}, a callable,")
     return found
 
@@ -139,42 +159,64 @@ def request_of_names(
     units: Units | None = None,
     strategies: tuple[Strategy, ...] = (),
 ) -> Request:
-    """Returns the request that the logical names `names` make for an array, as `axes` resolve them in the mode `mode`.
+    """Returns the request that the logical names `names` make for an array, as `axes`
+    resolve them in the mode `mode`.
 
-    `rule` says in a plan where the request comes from. `units` and `strategies` come from a path rule with these
-    names. If `units` is `None`, the units of `axes` are used.
+    `rule` says in a plan where the request comes from. `units` and `strategies` come
+    from a path rule with these names. If `units` is `None`, the units of `axes` are
+    used.
     """
     named = one_per_dim(names, shape)
     if axes is None and all(name is None for name in named):
-        return Request(None, PartitionSpec(), rule, padded_units(units, len(shape)), strategies, ())
+        return Request(
+            None, PartitionSpec(), rule, padded_units(units, len(shape)), strategies, ()
+        )
     if axes is None:
         raise RuleError(
-            f"the names {names_text(names)} need rules that say which mesh axes they use; pass "
-            "`axes=AxisRules([...])`. For mesh axes give PartitionSpecs by path: `paths=PathRules([(regex, spec)])`."
+            f"the names {names_text(names)} need rules that say which mesh axes they"
+            " use; pass `axes=AxisRules([...])`. For mesh axes give PartitionSpecs by"
+            " path: `paths=PathRules([(regex, spec)])`."
         )
     found = resolve(named, axes, mode=mode)
     if strategies:
         # A dimension whose name has the target `None` is never sharded.
-        told, entries = {why.dim for why in found.reasons}, entries_at(found.spec, len(named))
-        open_dims = [dim for dim, name in enumerate(named) if name is None or entries[dim] is not None or dim in told]
+        told, entries = (
+            {why.dim for why in found.reasons},
+            entries_at(found.spec, len(named)),
+        )
+        open_dims = [
+            dim
+            for dim, name in enumerate(named)
+            if name is None or entries[dim] is not None or dim in told
+        ]
         strategies = skipping(strategies, set(range(len(named))).difference(open_dims))
     units = padded_units(units_of(named, axes) if units is None else units, len(shape))
     return Request(named, found.spec, rule, units, strategies, found.reasons)
 
 
-def skipping(strategies: Iterable[Strategy], dims: Iterable[int]) -> tuple[Strategy, ...]:
-    """Returns the strategies with `dims` added to the dimensions that each strategy never shards."""
-    return tuple(dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims}))) for step in strategies)
+def skipping(
+    strategies: Iterable[Strategy], dims: Iterable[int]
+) -> tuple[Strategy, ...]:
+    """Returns the strategies with `dims` added to the dimensions that each strategy
+    never shards.
+    """
+    return tuple(
+        dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims})))
+        for step in strategies
+    )
 
 
 def padded_units(units: Units | None, rank: int) -> Units | None:
-    """Returns `units` with one entry for each of `rank` dimensions; missing entries become 1. Raises `SpecError` if a
-    further entry is not 1.
+    """Returns `units` with one entry for each of `rank` dimensions; missing entries
+    become 1. Raises `SpecError` if a further entry is not 1.
     """
     if units is None:
         return None
     if any(unit > 1 for unit in units[rank:]):
-        raise SpecError(f"the units {units} are for rank {len(units)}, and the array has rank {rank}.")
+        raise SpecError(
+            f"the units {units} are for rank {len(units)}, and the array has rank"
+            f" {rank}."
+        )
     return (*units[:rank], *[1] * (rank - len(units)))
 
 
@@ -184,11 +226,13 @@ def units_at(
     units: Units,
     sizes_of: Callable[[str], Collection[int]] = lambda name: (),
 ) -> Units:
-    """Returns `units` with 1 for each dimension whose size counts units, such as 8 heads.
+    """Returns `units` with 1 for each dimension whose size counts units, such as 8
+    heads.
 
-    For a unit of 128, a size of 1024 is a number of elements, so the unit stays; a size of 8 counts units, so each of
-    them may be on another device. If a size could be either, other arrays decide. `sizes_of` maps a logical name to
-    the sizes that it has in them: with 1024 among these, a size of 1024 is a number of elements.
+    For a unit of 128, a size of 1024 is a number of elements, so the unit stays; a size
+    of 8 counts units, so each of them may be on another device. If a size could be
+    either, other arrays decide. `sizes_of` maps a logical name to the sizes that it has
+    in them: with 1024 among these, a size of 1024 is a number of elements.
     """
 
     def counts(name: Any, size: int, unit: int) -> bool:
@@ -200,18 +244,34 @@ def units_at(
         return size * unit in others
 
     columns = zip(names, shape, units, strict=True)
-    return tuple(1 if counts(name, size, unit) else unit for name, size, unit in columns)
+    return tuple(
+        1 if counts(name, size, unit) else unit for name, size, unit in columns
+    )
 
 
-def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
-    """Returns the plan of an array: the spec of `request` without axes that do not fit, plus its strategies' axes."""
+def row_of(
+    request: Request,
+    shape: tuple[int, ...],
+    dtype: object,
+    mesh: Axes,
+    memory_kind: str | None,
+) -> Row:
+    """Returns the plan of an array: the spec of `request` without axes that do not fit,
+    plus its strategies' axes.
+    """
     names, units = request.names, request.units
     units = units if units is None or names is None else units_at(names, shape, units)
     leaf = leaf_of(shape, dtype, units)
     found = corrected(request.spec, leaf, mesh)
-    reasons = [*request.reasons, *[_with_advice(why, leaf) if names and units else why for why in found.reasons]]
+    reasons = [
+        *request.reasons,
+        *[_with_advice(why, leaf) if names and units else why for why in found.reasons],
+    ]
     least, steps = mesh.min_bytes, request.strategies
-    strategies = tuple(dataclasses.replace(step, min_bytes=max(step.min_bytes, least)) for step in steps)
+    strategies = tuple(
+        dataclasses.replace(step, min_bytes=max(step.min_bytes, least))
+        for step in steps
+    )
     for step in strategies:
         found = apply_strategy(found.spec, leaf, mesh, step)
         reasons += found.reasons
@@ -220,13 +280,15 @@ def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, 
 
 
 def _with_advice(why: Reason, leaf: Leaf) -> Reason:
-    """Returns the reason `why`. If it says that a unit keeps a dimension unsharded, but the size of the dimension may
-    be a number of units, such as 8 heads, its message gets advice.
+    """Returns the reason `why`. If it says that a unit keeps a dimension unsharded, but
+    the size of the dimension may be a number of units, such as 8 heads, its message
+    gets advice.
     """
     if why.code is not Code.unit or why.dim is None:
         return why
     size, unit = leaf.shape[why.dim], leaf.units[why.dim]
-    # A later dimension of the unit's size, as in `(heads, head_dim)`, hints at heads with a dimension of their own.
+    # A later dimension of the unit's size, as in `(heads, head_dim)`, hints at heads
+    # with a dimension of their own.
     if size % unit or unit not in leaf.shape[why.dim + 1 :]:
         return why
     doubt = f", or, if these are {size} units already, a name without a unit"
@@ -243,18 +305,22 @@ def correct(
     dtype: object = None,
     strict: bool = False,
 ) -> Decision:
-    """Makes a PartitionSpec valid for an array on a mesh, and drops as few mesh axes as possible.
+    """Makes a PartitionSpec valid for an array on a mesh, and drops as few mesh axes as
+    possible.
 
-    For each dimension in order, it drops the axes that the mesh lacks and the axes that an earlier dimension uses. Axes
-    of size 1 stay. Of the other axes it keeps the subset with the largest product that divides the dimension; of
-    several such subsets, the one whose axes come first. The function is idempotent.
+    For each dimension in order, it drops the axes that the mesh lacks and the axes that
+    an earlier dimension uses. Axes of size 1 stay. Of the other axes it keeps the
+    subset with the largest product that divides the dimension; of several such subsets,
+    the one whose axes come first. The function is idempotent.
 
     **Arguments:**
 
-    - `spec`: the requested PartitionSpec. Dimensions beyond its end are not sharded. Extra entries must be `None`.
+    - `spec`: the requested PartitionSpec. Dimensions beyond its end are not sharded.
+      Extra entries must be `None`.
     - `shape`: the shape of the array.
     - `mesh`: any mesh; only its axis names, sizes and types are read.
-    - `units`: one int per dimension: a dimension of `n * unit` elements is sharded only between units, such as the
+    - `units`: one int per dimension: a dimension of `n * unit` elements is sharded only
+      between units, such as the
         heads of an attention layer. `None` allows any split.
     - `min_bytes`: arrays of fewer bytes are replicated. Needs `dtype`.
     - `dtype`: the dtype of the array; `None` is enough without `min_bytes`.
@@ -262,12 +328,14 @@ def correct(
 
     **Returns:**
 
-    A [`shardfx.Decision`][]: a spec that JAX accepts for this shape on this mesh, and the reasons why axes were
-    dropped. UNCONSTRAINED dimensions stay if the mesh has an Auto axis; only [`shardfx.constrain`][] accepts them.
+    A [`shardfx.Decision`][]: a spec that JAX accepts for this shape on this mesh, and
+    the reasons why axes were dropped. UNCONSTRAINED dimensions stay if the mesh has an
+    Auto axis; only [`shardfx.constrain`][] accepts them.
 
     **Raises:**
 
-    `SpecError` if the spec does not fit the rank, and under `strict` if anything would be dropped.
+    `SpecError` if the spec does not fit the rank, and under `strict` if anything would
+    be dropped.
 
     !!! Example
 
@@ -283,97 +351,160 @@ def correct(
         ```
     """
     if not isinstance(spec, PartitionSpec):
-        raise SpecError(f"expected a PartitionSpec, not {spec!r}; write `PartitionSpec({spec!r})`, or use `resolve`.")
+        raise SpecError(
+            f"expected a PartitionSpec, not {spec!r}; write `PartitionSpec({spec!r})`,"
+            " or use `resolve`."
+        )
     if min_bytes and dtype is None:
         raise SpecError("`min_bytes` needs the array's dtype: pass `dtype=`.")
-    leaf = leaf_of(tuple(map(int, shape)), dtype, None if units is None else tuple(units))
+    leaf = leaf_of(
+        tuple(map(int, shape)), dtype, None if units is None else tuple(units)
+    )
     if len(leaf.units) != len(leaf.shape) or min(leaf.units, default=1) < 1:
         raise SpecError(
-            f"`units` must hold one positive int for each dimension of shape {leaf.shape}, not {leaf.units}; use 1 "
-            "where any cut will do."
+            "`units` must hold one positive int for each dimension of shape"
+            f" {leaf.shape}, not {leaf.units}; use 1 where any cut will do."
         )
     mesh = MeshSpec.of(mesh)
     decision = corrected(spec, leaf, axes_of(mesh, min_bytes))
     if strict and decision.reasons:
-        raise SpecError(f"{spec} for shape {leaf.shape} on mesh {mesh}: {'; '.join(map(str, decision.reasons))}")
+        raise SpecError(
+            f"{spec} for shape {leaf.shape} on mesh {mesh}:"
+            f" {'; '.join(map(str, decision.reasons))}"
+        )
     return decision
 
 
 def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
-    """Returns `spec` without the axes that do not fit the array `leaf` on a mesh with the axes `axes`, and the reasons;
-    the same as [`shardfx.correct`][], for arguments that are already checked.
+    """Returns `spec` without the axes that do not fit the array `leaf` on a mesh with
+    the axes `axes`, and the reasons; the same as [`shardfx.correct`][], for arguments
+    that are already checked.
     """
     entries, sizes = _fitted(spec, leaf.shape), axes.sizes
-    if axes.min_bytes and (asked := tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))):
+    if axes.min_bytes and (
+        asked := tuple(
+            dict.fromkeys(axis for entry in entries for axis in entry_axes(entry))
+        )
+    ):
         if found := _too_small(leaf, asked, axes.min_bytes):
             return Decision(PartitionSpec(), found)
     used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
     kept, reasons = [], []
-    for dim, (entry, size, unit) in enumerate(zip(entries, leaf.shape, leaf.units, strict=True)):
+    for dim, (entry, size, unit) in enumerate(
+        zip(entries, leaf.shape, leaf.units, strict=True)
+    ):
         if entry is None or (entry is UNCONSTRAINED and axes.has_auto):
             pass
         elif entry in sizes and entry not in used and size % (unit * sizes[entry]) == 0:
-            used[entry] = dim  # by far the most frequent case: a single axis that is unused and divides
+            used[entry] = (
+                dim  # by far the most frequent case: a single axis that is unused and divides
+            )
         elif entry is UNCONSTRAINED:
-            what, entry = "Auto axis that the compiler could choose for UNCONSTRAINED", None
+            what, entry = (
+                "Auto axis that the compiler could choose for UNCONSTRAINED",
+                None,
+            )
             reasons.append(reason_for(Code.absent, dim, (), what=what))
         else:
             axes_asked = entry_axes(entry)
             free, found = _free(axes_asked, dim, sizes, used)
             axes_kept = _divisors(free, size, unit, sizes)
             used.update(dict.fromkeys(axes_kept, dim))
-            reasons += found if axes_kept == free else [*found, _indivisible(free, axes_kept, dim, size, unit, sizes)]
+            reasons += (
+                found
+                if axes_kept == free
+                else [*found, _indivisible(free, axes_kept, dim, size, unit, sizes)]
+            )
             entry = canonical_entry(axes_kept)
         kept.append(entry)
     if not (spec.unreduced or spec.reduced):
         return Decision(trimmed(kept), tuple(reasons))
-    absent = tuple(sorted(axis for axis in (*spec.unreduced, *spec.reduced) if axis not in sizes))
+    absent = tuple(
+        sorted(axis for axis in (*spec.unreduced, *spec.reduced) if axis not in sizes)
+    )
     if absent:
-        reasons.append(reason_for(Code.absent, None, absent, what=f"axis `{'`, `'.join(absent)}`"))
-    unreduced, reduced = ([axis for axis in axes if axis in sizes] for axes in (spec.unreduced, spec.reduced))
-    return Decision(trimmed(kept, with_reductions((), unreduced, reduced, unreduced_kind(spec))), tuple(reasons))
+        reasons.append(
+            reason_for(Code.absent, None, absent, what=f"axis `{'`, `'.join(absent)}`")
+        )
+    unreduced, reduced = (
+        [axis for axis in axes if axis in sizes]
+        for axes in (spec.unreduced, spec.reduced)
+    )
+    return Decision(
+        trimmed(kept, with_reductions((), unreduced, reduced, unreduced_kind(spec))),
+        tuple(reasons),
+    )
 
 
 def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Returns an entry of `spec` for each dimension of `shape`. Raises `SpecError` if a further entry is not `None`."""
+    """Returns an entry of `spec` for each dimension of `shape`. Raises `SpecError` if a
+    further entry is not `None`.
+    """
     entries = entries_of(spec)
     if any(entry is not None for entry in entries[len(shape) :]):
         few = "the first is" if len(shape) == 1 else f"the first {len(shape)} are"
         raise SpecError(
-            f"{spec} has {plural(len(entries), 'entry', 'entries')}, but shape {shape} has "
-            f"{plural(len(shape), 'dimension')}; write `{trimmed(entries[: len(shape)])}` if {few} meant."
+            f"{spec} has {plural(len(entries), 'entry', 'entries')}, but shape {shape}"
+            f" has {plural(len(shape), 'dimension')}; write"
+            f" `{trimmed(entries[: len(shape)])}` if {few} meant."
         )
     return entries if len(entries) == len(shape) else entries_at(spec, len(shape))
 
 
 def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
     size = array_bytes(leaf.shape, leaf.dtype) if min_bytes else 0
-    return (reason_for(Code.small, None, axes, size=size, limit=min_bytes),) if size < min_bytes else ()
+    return (
+        (reason_for(Code.small, None, axes, size=size, limit=min_bytes),)
+        if size < min_bytes
+        else ()
+    )
 
 
 def _free(
-    axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int], used: Container[str]
+    axes: tuple[str, ...],
+    dim: int | None,
+    sizes: Mapping[str, int],
+    used: Container[str],
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """Returns those of `axes` that are free to shard a dimension, and the reasons why others are not: the mesh, whose
-    axes have these `sizes`, lacks them; `used` has them; or they occur twice. The reasons name `dim` if it is known.
+    """Returns those of `axes` that are free to shard a dimension, and the reasons why
+    others are not: the mesh, whose axes have these `sizes`, lacks them; `used` has
+    them; or they occur twice. The reasons name `dim` if it is known.
     """
-    absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
+    absent, taken = (
+        tuple(axis for axis in axes if axis not in sizes),
+        [axis for axis in axes if axis in sizes],
+    )
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
     for axis in free:
         taken.remove(axis)
-    reasons = [reason_for(Code.absent, dim, absent, what=f"axis `{'`, `'.join(absent)}`")] if absent else []
+    reasons = (
+        [reason_for(Code.absent, dim, absent, what=f"axis `{'`, `'.join(absent)}`")]
+        if absent
+        else []
+    )
     if taken:
-        reasons.append(reason_for(Code.duplicate, dim, tuple(taken), what=f"`{'`, `'.join(dict.fromkeys(taken))}`"))
+        reasons.append(
+            reason_for(
+                Code.duplicate,
+                dim,
+                tuple(taken),
+                what=f"`{'`, `'.join(dict.fromkeys(taken))}`",
+            )
+        )
     return free, reasons
 
 
-def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the subset of `axes` with the largest product that divides `size / unit`. Axes of size 1 stay. For size
-    12, unit 1 and axes of sizes 8, 2 and 3 it is the axes of sizes 2 and 3.
+def _divisors(
+    axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Returns the subset of `axes` with the largest product that divides `size / unit`.
+    Axes of size 1 stay. For size 12, unit 1 and axes of sizes 8, 2 and 3 it is the axes
+    of sizes 2 and 3.
     """
     whole = 1 if size % unit else size // unit
-    # All sizes are above 1, so a subset's product exceeds that of each of its prefixes. Of two subsets with equal
-    # products, the first stays first whichever axes are added to both: one candidate per product is enough.
+    # All sizes are above 1, so a subset's product exceeds that of each of its prefixes.
+    # Of two subsets with equal products, the first stays first whichever axes are added
+    # to both: one candidate per product is enough.
     best: dict[int, tuple[int, ...]] = {1: ()}
     for position, axis in enumerate(axes):
         if sizes[axis] == 1:
@@ -384,54 +515,105 @@ def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, i
             if whole % larger == 0 and candidate < best.get(larger, (len(axes),)):
                 best[larger] = candidate
     chosen = best[max(best)]
-    return tuple(axis for position, axis in enumerate(axes) if sizes[axis] == 1 or position in chosen)
+    return tuple(
+        axis
+        for position, axis in enumerate(axes)
+        if sizes[axis] == 1 or position in chosen
+    )
 
 
 def _indivisible(
-    axes: tuple[str, ...], kept: tuple[str, ...], dim: int | None, size: int, unit: int, sizes: Mapping[str, int]
+    axes: tuple[str, ...],
+    kept: tuple[str, ...],
+    dim: int | None,
+    size: int,
+    unit: int,
+    sizes: Mapping[str, int],
 ) -> Reason:
-    """Returns the reason why only `kept` of `axes` shard a dimension of this size and unit. It names `dim` if known."""
+    """Returns the reason why only `kept` of `axes` shard a dimension of this size and
+    unit. It names `dim` if known.
+    """
     dropped = tuple(axis for axis in axes if axis not in kept)
     what = _product([axis for axis in axes if sizes[axis] > 1], sizes)
     if unit > 1 and size % unit:
-        fix = f"use a name without a unit, else correct the unit to one that divides {size}"
-        text = f"size {size} is no whole number of units of {unit}, so nothing may cut it; if it counts units already, "
+        fix = (
+            "use a name without a unit, else correct the unit to one that divides"
+            f" {size}"
+        )
+        text = (
+            f"size {size} is no whole number of units of {unit}, so nothing may cut it;"
+            " if it counts units already, "
+        )
         return Reason(Code.unit, dim, dropped, text + fix)
     count, told = size // unit, plural(size // unit, "unit")
     if unit > 1 and _divisors(axes, size, 1, sizes) != kept:
-        return reason_for(Code.unit, dim, dropped, size=size, units=told, count=count, unit=unit, what=what)
+        return reason_for(
+            Code.unit,
+            dim,
+            dropped,
+            size=size,
+            units=told,
+            count=count,
+            unit=unit,
+            what=what,
+        )
     pad = _advice_to_pad(size, math.prod(sizes[axis] for axis in axes) * unit)
     text = f"{size} ({told} of {unit})" if unit > 1 else size
-    return reason_for(Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count)
+    return reason_for(
+        Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count
+    )
 
 
 def _advice_to_pad(size: int, product: int) -> str:
-    """Returns "pad it to N, or ", where N is the next multiple of `product`; "" if `size` would grow by over 1/64."""
+    """Returns "pad it to N, or ", where N is the next multiple of `product`; "" if
+    `size` would grow by over 1/64.
+    """
     padded = -(-size // product) * product
     # A vocabulary can be padded, a width of 64 cannot.
     return f"pad it to {padded}, or " if (padded - size) * 64 <= size else ""
 
 
-def apply_strategy(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
-    """Returns `spec` with axes of `strategy` added to the unsharded dimension that they divide into the most shards.
+def apply_strategy(
+    spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy
+) -> Decision:
+    """Returns `spec` with axes of `strategy` added to the unsharded dimension that they
+    divide into the most shards.
 
-    If several dimensions tie, the strategy's preference decides. Axes that `spec` uses and axes that the mesh lacks are
-    dropped with a reason. `spec` must be valid for the array and the mesh.
+    If several dimensions tie, the strategy's preference decides. Axes that `spec` uses
+    and axes that the mesh lacks are dropped with a reason. `spec` must be valid for the
+    array and the mesh.
     """
     if found := _too_small(leaf, strategy.axes, strategy.min_bytes):
         return Decision(spec, found)
     sizes, entries = mesh.sizes, [*_fitted(spec, leaf.shape)]
-    free, reasons = _free(strategy.axes, None, sizes, {axis for entry in entries for axis in entry_axes(entry)})
+    free, reasons = _free(
+        strategy.axes,
+        None,
+        sizes,
+        {axis for entry in entries for axis in entry_axes(entry)},
+    )
     open_dims = strategy.open_dims(leaf.shape)
     if not free or (entries and not open_dims):
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
     dim, kept = _best_dim(strategy, free, entries, leaf, sizes, dims)
     if entries and not dims:
-        text = f"no dimension is free for {_product(free, sizes)}: all that may be cut are sharded already"
-        reasons.append(Reason(Code.indivisible, None, free, f"{text}; put the axes into the rule's spec"))
+        text = (
+            f"no dimension is free for {_product(free, sizes)}: all that may be cut are"
+            " sharded already"
+        )
+        reasons.append(
+            Reason(
+                Code.indivisible,
+                None,
+                free,
+                f"{text}; put the axes into the rule's spec",
+            )
+        )
     elif len(kept) < len(free):
-        told = max(dims, key=leaf.shape.__getitem__, default=None) if dim is None else dim
+        told = (
+            max(dims, key=leaf.shape.__getitem__, default=None) if dim is None else dim
+        )
         size, unit = (1, 1) if told is None else (leaf.shape[told], leaf.units[told])
         reasons.append(_indivisible(free, kept, dim, size, unit, sizes))
     if dim is not None:
@@ -439,12 +621,20 @@ def apply_strategy(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strate
     return Decision(trimmed(entries, spec), tuple(reasons))
 
 
-def shard_over(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Strategy) -> Request:
-    """Returns `request` with the unused axes of the strategy `over` added, as ZeRO shards an optimizer's state.
+def shard_over(
+    request: Request,
+    shape: tuple[int, ...],
+    dtype: object,
+    mesh: MeshSpec,
+    over: Strategy,
+) -> Request:
+    """Returns `request` with the unused axes of the strategy `over` added, as ZeRO
+    shards an optimizer's state.
 
-    The axes are added to the dimension that they divide into the most shards. Axes that do not divide this dimension
-    are added to other dimensions in the same manner. A dimension that is already sharded is split further. Axes that
-    divide no dimension are dropped with a reason.
+    The axes are added to the dimension that they divide into the most shards. Axes that
+    do not divide this dimension are added to other dimensions in the same manner. A
+    dimension that is already sharded is split further. Axes that divide no dimension
+    are dropped with a reason.
     """
     leaf, axes, sizes = leaf_of(shape, dtype, request.units), axes_of(mesh), mesh.shape
     if not math.prod(shape):
@@ -452,7 +642,9 @@ def shard_over(request: Request, shape: tuple[int, ...], dtype: object, mesh: Me
     kept = corrected(request.spec, leaf, axes).spec
     entries = [*_fitted(kept, shape)]
     used = {axis for entry in entries for axis in entry_axes(entry)}
-    free = tuple(axis for axis in over.axes if sizes.get(axis, 1) > 1 and axis not in used)
+    free = tuple(
+        axis for axis in over.axes if sizes.get(axis, 1) > 1 and axis not in used
+    )
     if free and (small := _too_small(leaf, free, over.min_bytes)):
         return request._replace(reasons=request.reasons + small)
     dims, added = over.open_dims(shape), ()
@@ -460,9 +652,22 @@ def shard_over(request: Request, shape: tuple[int, ...], dtype: object, mesh: Me
         dim, more = _best_dim(over, free, entries, leaf, sizes, dims)
         if dim is None:
             size, product = max(shape), math.prod(sizes[axis] for axis in free)
-            what = f"{_product(free, sizes)} beside the axes that shard it already, and no other dimension is"
-            values = {"size": size, "what": what, "pad": _advice_to_pad(size, math.lcm(size, product)), "whole": size}
-            request = request._replace(reasons=(*request.reasons, reason_for(Code.indivisible, None, free, **values)))
+            what = (
+                f"{_product(free, sizes)} beside the axes that shard it already, and no"
+                " other dimension is"
+            )
+            values = {
+                "size": size,
+                "what": what,
+                "pad": _advice_to_pad(size, math.lcm(size, product)),
+                "whole": size,
+            }
+            request = request._replace(
+                reasons=(
+                    *request.reasons,
+                    reason_for(Code.indivisible, None, free, **values),
+                )
+            )
             break
         entries[dim] = (*entry_axes(entries[dim]), *more)
         free, added = tuple(axis for axis in free if axis not in more), (*added, *more)
@@ -480,17 +685,26 @@ def _best_dim(
     sizes: Mapping[str, int],
     dims: Iterable[int],
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Returns the dimension in `dims` that `axes` divide into the most shards, and the axes that divide it.
+    """Returns the dimension in `dims` that `axes` divide into the most shards, and the
+    axes that divide it.
 
-    If no axis divides any of `dims`, it returns `None` and no axes. If several tie, an unsharded dimension is
-    preferred, then the one that the strategy prefers, then the first. `entries` are the entries of the array's spec: if
-    they shard a dimension already, the axes must divide its shards.
+    If no axis divides any of `dims`, it returns `None` and no axes. If several tie, an
+    unsharded dimension is preferred, then the one that the strategy prefers, then the
+    first. `entries` are the entries of the array's spec: if they shard a dimension
+    already, the axes must divide its shards.
     """
     choices: list[tuple[Any, ...]] = [(0, None, ())]
     for dim in dims:
-        left = leaf.shape[dim] // math.prod(sizes[axis] for axis in entry_axes(entries[dim]))
+        left = leaf.shape[dim] // math.prod(
+            sizes[axis] for axis in entry_axes(entries[dim])
+        )
         if kept := _divisors(axes, left, leaf.units[dim], sizes):
-            rank = (math.prod(sizes[axis] for axis in kept), entries[dim] is None, strategy.preference(left), -dim)
+            rank = (
+                math.prod(sizes[axis] for axis in kept),
+                entries[dim] is None,
+                strategy.preference(left),
+                -dim,
+            )
             choices.append((rank, dim, kept))
     return max(choices[1:], default=choices[0])[1:]
 

@@ -8,21 +8,31 @@ from .._ground.errors import SpecError
 from .._ground.tree import METADATA
 
 
-def field(*, names: tuple[object, ...] | None = None, stacked: tuple[object, ...] = (), **kwargs: Any) -> Any:
+def field(
+    *,
+    names: tuple[object, ...] | None = None,
+    stacked: tuple[object, ...] = (),
+    **kwargs: Any,
+) -> Any:
     """Returns `equinox.field(...)` for an attribute whose arrays have logical names.
 
     **Arguments:**
 
-    - `names`: the logical names of the attribute's dimensions, one for each, as in [`shardfx.resolve`][]. `...` stands
-        for all dimensions without a name, which are not sharded; `()` means that no dimension is sharded. If the
-        attribute is itself a tree, the names apply to each array in it that declares no names of its own.
-    - `stacked`: names of the leading dimensions that `jax.vmap` adds where layers are stacked. They are prepended to
-        the names of every array below this attribute. Without them, an array with a stacked dimension is an error.
+    - `names`: the logical names of the attribute's dimensions, one for each, as in
+      [`shardfx.resolve`][]. `...` stands
+        for all dimensions without a name, which are not sharded; `()` means that no
+        dimension is sharded. If the attribute is itself a tree, the names apply to each
+        array in it that declares no names of its own.
+    - `stacked`: names of the leading dimensions that `jax.vmap` adds where layers are
+      stacked. They are prepended to
+        the names of every array below this attribute. Without them, an array with a
+        stacked dimension is an error.
     - `kwargs`: passed on to `equinox.field`.
 
     **Returns:**
 
-    A dataclass field. [`shardfx.plan`][] reads the names if its argument `axes` is given.
+    A dataclass field. [`shardfx.plan`][] reads the names if its argument `axes` is
+    given.
 
     **Raises:**
 
@@ -51,6 +61,9 @@ def field(*, names: tuple[object, ...] | None = None, stacked: tuple[object, ...
     """
     for what, given in (("names", names), ("stacked", stacked)):
         if isinstance(given, str):
-            raise SpecError(f"`field({what}={given!r})`: give a tuple, `{what}=({given!r},)`; a string is one name.")
+            raise SpecError(
+                f"`field({what}={given!r})`: give a tuple, `{what}=({given!r},)`; a"
+                " string is one name."
+            )
     metadata = {**kwargs.pop("metadata", {}), METADATA: (names, tuple(stacked))}
     return eqx.field(metadata=metadata, **kwargs)

@@ -1,4 +1,6 @@
-"""Makes the table and the paragraphs of a plan's report, which other files show as text and as HTML."""
+"""Makes the table and the paragraphs of a plan's report, which other files show as text
+and as HTML.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -7,7 +9,15 @@ from jax.sharding import AxisType
 
 from .._ground.reason import Code, Reason
 from .._ground.spec import entries_of
-from .._ground.text import array_text, bytes_text, entry_text, html_table, plural, printable, spec_text
+from .._ground.text import (
+    array_text,
+    bytes_text,
+    entry_text,
+    html_table,
+    plural,
+    printable,
+    spec_text,
+)
 from .content import Content, Group
 
 
@@ -17,32 +27,47 @@ NUMBERS = ("arrays", "bytes/device")
 
 
 def facts_of(content: Content) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Returns the report of a plan: the rows of a table, the header first, and paragraphs.
+    """Returns the report of a plan: the rows of a table, the header first, and
+    paragraphs.
 
-    The paragraphs have each reason once, the totals, and the largest replicated arrays. No text contains control
-    characters, which a terminal would interpret.
+    The paragraphs have each reason once, the totals, and the largest replicated arrays.
+    No text contains control characters, which a terminal would interpret.
     """
     groups = content.groups
     notes: dict[str, int] = {}
     dims: dict[str, set[int | None]] = {}
     for why in (why for group in groups for why in group.row.reasons):
         dims.setdefault(why.message, set()).add(why.dim)
-    table = [_HEADER, *[tuple(map(printable, _cells(group, notes, dims))) for group in groups]]
+    table = [
+        _HEADER,
+        *[tuple(map(printable, _cells(group, notes, dims))) for group in groups],
+    ]
     if all(len(group.paths) == 1 for group in groups):
         table = [(cells[0], *cells[2:]) for cells in table]
-    reasons = "\n".join([printable(f"[{number}] {text}.") for text, number in notes.items()])
-    return table, list(filter(None, [reasons, printable(_totals(content)), printable(_replicated(groups))]))
+    reasons = "\n".join(
+        [printable(f"[{number}] {text}.") for text, number in notes.items()]
+    )
+    return table, list(
+        filter(
+            None, [reasons, printable(_totals(content)), printable(_replicated(groups))]
+        )
+    )
 
 
 def html_of(content: Content) -> str:
-    """Returns the report of a plan as an HTML table with the reasons and totals below it; all text is escaped."""
+    """Returns the report of a plan as an HTML table with the reasons and totals below
+    it; all text is escaped.
+    """
     table, paragraphs = facts_of(content)
     return html_table(table, right=NUMBERS, below="\n".join(paragraphs).splitlines())
 
 
-def _cells(group: Group, notes: dict[str, int], dims: Mapping[str, set[int | None]]) -> tuple[str, ...]:
+def _cells(
+    group: Group, notes: dict[str, int], dims: Mapping[str, set[int | None]]
+) -> tuple[str, ...]:
     row = group.row
-    # The reason "scalar" explains nothing, and a table of optimizer states would show it often.
+    # The reason "scalar" explains nothing, and a table of optimizer states would show
+    # it often.
     reasons = [why for why in row.reasons if why.code is not Code.scalar]
     told = dict.fromkeys(_note(why, len(dims[why.message]) > 1) for why in reasons)
     why = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in told)
@@ -52,39 +77,67 @@ def _cells(group: Group, notes: dict[str, int], dims: Mapping[str, set[int | Non
     if row.memory_kind is not None:
         why += f" in {row.memory_kind}"
     array, spec = array_text(row.dtype, row.shape), spec_text(entries_of(row.spec))
-    return group.where, str(len(group.paths)), array, spec, bytes_text(group.bytes_per_device), why.strip()
+    return (
+        group.where,
+        str(len(group.paths)),
+        array,
+        spec,
+        bytes_text(group.bytes_per_device),
+        why.strip(),
+    )
 
 
 _LIMIT = re.compile(r"fewer than the (\d+) asked for")
 
 
 def _note(why: Reason, is_of_several_dims: bool) -> str:
-    """Returns the text below the table for `why`, the reason why an array is not sharded as requested. Arrays with the
-    same cause get the same text. The text names the dimension, unless the reason applies to several.
+    """Returns the text below the table for `why`, the reason why an array is not
+    sharded as requested. Arrays with the same cause get the same text. The text names
+    the dimension, unless the reason applies to several.
     """
     limit = _LIMIT.search(why.message) if why.code is Code.small else None
     if limit is not None:
-        return f"arrays of fewer than {limit[1]} bytes stay whole; lower `min_bytes` to shard them"
+        return (
+            f"arrays of fewer than {limit[1]} bytes stay whole; lower `min_bytes` to"
+            " shard them"
+        )
     return why.message if is_of_several_dims or why.code is Code.absent else str(why)
 
 
 def _totals(content: Content) -> str:
     mesh, (total, share) = content.mesh, content.total_bytes
     explicit = AxisType.Explicit in mesh.axis_types
-    kinds = f", {'/'.join(dict.fromkeys(kind.name for kind in mesh.axis_types))} axes" if explicit else ""
-    even = f"{share * mesh.size / total:.2f} x an even split" if total else "nothing to hold"
+    kinds = (
+        f", {'/'.join(dict.fromkeys(kind.name for kind in mesh.axis_types))} axes"
+        if explicit
+        else ""
+    )
+    even = (
+        f"{share * mesh.size / total:.2f} x an even split"
+        if total
+        else "nothing to hold"
+    )
     return (
-        f"{plural(sum(i >= 0 for i in content.index), 'array')}, {bytes_text(total)}, on mesh {mesh} "
-        f"({mesh.size:,} devices{kinds}): {bytes_text(share)} per device, {even}."
+        f"{plural(sum(i >= 0 for i in content.index), 'array')}, {bytes_text(total)},"
+        f" on mesh {mesh} ({mesh.size:,} devices{kinds}): {bytes_text(share)} per"
+        f" device, {even}."
     )
 
 
 def _replicated(groups: Iterable[Group]) -> str:
-    whole = [group for group in groups if group.row.shape and not entries_of(group.row.spec)]
+    whole = [
+        group for group in groups if group.row.shape and not entries_of(group.row.spec)
+    ]
     whole.sort(key=lambda group: -group.bytes)
     total = sum(group.bytes for group in whole)
     if not total:
         return ""
-    shown = [f"{group.where} ({bytes_text(group.bytes)})" for group in whole[:_SHOWN_REPLICATED]]
+    shown = [
+        f"{group.where} ({bytes_text(group.bytes)})"
+        for group in whole[:_SHOWN_REPLICATED]
+    ]
     more = [f"{len(whole) - len(shown)} more"] if len(whole) > len(shown) else []
-    return f"Replicated, {bytes_text(total)} on every device: {', '.join([*shown, *more])}."
+    return (
+        f"Replicated, {bytes_text(total)} on every device:"
+        f" {', '.join([*shown, *more])}."
+    )

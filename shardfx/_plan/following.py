@@ -1,5 +1,5 @@
-"""`follow`: plans a tree that a function makes from planned arrays, such as an optimizer's state, gradients,
-statistics, adapters or scales.
+"""`follow`: plans a tree that a function makes from planned arrays, such as an
+optimizer's state, gradients, statistics, adapters or scales.
 """
 
 import contextlib
@@ -20,8 +20,24 @@ from .._ground.spec import canonical, constrained, entries_of, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
 from .._rules import AxisRules, Matcher, PathRules, Strategy, check_rules, fsdp, near
-from .complaints import Draft, raise_absent, raise_errors, raise_repeated, raise_strict, raise_unknown, raise_unused
-from .decide import NOTHING, Axes, Request, axes_of, request_of_target, row_of, shard_over
+from .complaints import (
+    Draft,
+    raise_absent,
+    raise_errors,
+    raise_repeated,
+    raise_strict,
+    raise_unknown,
+    raise_unused,
+)
+from .decide import (
+    NOTHING,
+    Axes,
+    Request,
+    axes_of,
+    request_of_target,
+    row_of,
+    shard_over,
+)
 from .leaf import LeafPlan, PathTree, Row, kinds_matcher
 from .shard_plan import ShardPlan, check_plan
 
@@ -38,46 +54,64 @@ def follow(
     scales: Iterable[tuple[str, str]] = (),
     unused: Literal["raise", "allow"] = "raise",
 ) -> ShardPlan:
-    """Returns the plan of the tree that `init` makes from a planned tree: `follow(optimizer.init, params_plan)`.
+    """Returns the plan of the tree that `init` makes from a planned tree:
+    `follow(optimizer.init, params_plan)`.
 
-    `follow` evaluates `init` over shapes that have the plan's shardings on an abstract mesh with Explicit axes. So JAX
-    itself propagates the sharding of each result: moments, factored statistics, accumulators of any sort.
+    `follow` evaluates `init` over shapes that have the plan's shardings on an abstract
+    mesh with Explicit axes. So JAX itself propagates the sharding of each result:
+    moments, factored statistics, accumulators of any sort.
 
-    Where JAX gives no sharding, `follow` looks for a planned array whose path is contained in the path of the result,
-    at its end or before other names (`param_states/<path>/m`). The result is sharded like that array if it has the same
-    shape, some of its dimensions, or more leading dimensions, such as a history; these are not sharded. Path rules
-    shard other arrays.
+    Where JAX gives no sharding, `follow` looks for a planned array whose path is
+    contained in the path of the result, at its end or before other names
+    (`param_states/<path>/m`). The result is sharded like that array if it has the same
+    shape, some of its dimensions, or more leading dimensions, such as a history; these
+    are not sharded. Path rules shard other arrays.
 
     **Arguments:**
 
-    - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run. Leaves of the tree
-        that are not arrays are opaque objects, or `None` if `init` fails with these, as optimizers do.
+    - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced,
+      never run. Leaves of the tree
+        that are not arrays are opaque objects, or `None` if `init` fails with these, as
+        optimizers do.
     - `plan`: the plan of that tree.
-    - `args`: the other arguments of `init`. For a [`shardfx.ShardPlan`][] among them, `init` gets the tree of the plan.
-    - `over`: mesh axes that shard every array further than the array that it follows, on dimensions that they divide,
-        as in ZeRO. With `fsdp("data", min_bytes=...)`, small arrays are not sharded further.
-    - `paths`: rules for arrays that follow no planned array. To change the sharding of an array that follows one, use
+    - `args`: the other arguments of `init`. For a [`shardfx.ShardPlan`][] among them,
+      `init` gets the tree of the plan.
+    - `over`: mesh axes that shard every array further than the array that it follows,
+      on dimensions that they divide,
+        as in ZeRO. With `fsdp("data", min_bytes=...)`, small arrays are not sharded
+        further.
+    - `paths`: rules for arrays that follow no planned array. To change the sharding of
+      an array that follows one, use
         [`shardfx.ShardPlan.replace`][].
     - `axes`: rules for the logical names in `paths`; `None` for the rules of the plan.
-    - `memory_kinds`: pairs of a regex and a memory kind. The first pair that matches an array's path counts.
-    - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that turn the path of an adapter into the path
-        of its base array: `("lora_[ab]$", "weight")`. Each dimension that the adapter shares with its base is sharded
-        as in the base. The dimension of the rank is not sharded.
-    - `scales`: pairs like those of `adapters`, for the scales of quantised arrays. A dimension of a scale has one
-        element for each block of the base's elements. It is sharded as in the base if each device holds whole blocks.
-    - `unused`: "raise" makes each item of `paths`, `memory_kinds`, `adapters` and `scales` that applies to no array an
+    - `memory_kinds`: pairs of a regex and a memory kind. The first pair that matches an
+      array's path counts.
+    - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that turn the
+      path of an adapter into the path
+        of its base array: `("lora_[ab]$", "weight")`. Each dimension that the adapter
+        shares with its base is sharded as in the base. The dimension of the rank is not
+        sharded.
+    - `scales`: pairs like those of `adapters`, for the scales of quantised arrays. A
+      dimension of a scale has one
+        element for each block of the base's elements. It is sharded as in the base if
+        each device holds whole blocks.
+    - `unused`: "raise" makes each item of `paths`, `memory_kinds`, `adapters` and
+      `scales` that applies to no array an
         error; "allow" accepts it.
 
     **Returns:**
 
-    The plan of the tree that `init` returns. The `rule` of each leaf names the array that it follows. An array that
-    follows none and has no rule is replicated, with a reason.
+    The plan of the tree that `init` returns. The `rule` of each leaf names the array
+    that it follows. An array that follows none and has no rule is replicated, with a
+    reason.
 
     **Raises:**
 
-    Any error of `init`; `RuleError`, `SpecError` and `UnmatchedError` for rules, as [`shardfx.plan`][] does. Under a
-    plan made with `strict=True`, also a `SpecError` that lists all arrays of more than one element that follow no
-    planned array and have no rule, or whose rule does not fit. Axes of `over` that do not fit are never an error.
+    Any error of `init`; `RuleError`, `SpecError` and `UnmatchedError` for rules, as
+    [`shardfx.plan`][] does. Under a plan made with `strict=True`, also a `SpecError`
+    that lists all arrays of more than one element that follow no planned array and have
+    no rule, or whose rule does not fit. Axes of `over` that do not fit are never an
+    error.
 
     !!! Example
 
@@ -97,7 +131,10 @@ def follow(
         ```
     """
     if not callable(init):
-        raise LeafTypeError(f"`init` must be a function, not {type(init).__name__}; pass `optimizer.init`.")
+        raise LeafTypeError(
+            f"`init` must be a function, not {type(init).__name__}; pass"
+            " `optimizer.init`."
+        )
     check_plan("plan", plan)
     check_rules(paths, axes)
     kinds, known = kinds_matcher(memory_kinds), plan.axes if axes is None else axes
@@ -107,18 +144,26 @@ def follow(
     made, refused = _evaluated(init, plan, args)
     flat = flatten(made)
     raise_repeated(flat)
-    follower = _Follower(plan, axes_of(plan.mesh), by_path, bases, known, _axes_over(over, plan), refused)
+    follower = _Follower(
+        plan, axes_of(plan.mesh), by_path, bases, known, _axes_over(over, plan), refused
+    )
     rows, index = [], []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
         index.append(len(rows) if shaped else -1)
         if shaped:
             kind = kinds.first(path)
-            rows.append(follower.row(path, leaf, None if kind is None else kinds.rules[kind][1][0]))
+            rows.append(
+                follower.row(
+                    path, leaf, None if kind is None else kinds.rules[kind][1][0]
+                )
+            )
     raise_errors(follower.errors)
     declared = by_path.declared + (() if known is None else known.axes)
     found = Draft(flat, plan.mesh, by_path, kinds, known, declared, index, rows, [])
     raise_unknown(found)
-    raise_absent(found._replace(axes=axes))  # the plan's own rules were checked for its mesh
+    raise_absent(
+        found._replace(axes=axes)
+    )  # the plan's own rules were checked for its mesh
     if unused == "raise":
         followed = [None if path in follower.open else path for path in flat.paths]
         raise_unused("rule", by_path, flat, followed, "what they follow")
@@ -130,14 +175,22 @@ def follow(
     content = plan.content
     resolving = axes if content.axes is None else content.axes
     path_tree = PathTree(flat.paths, flat.treedef)
-    return ShardPlan(content.replaced(axes=resolving, rows=rows, index=index, path_tree=path_tree))
+    return ShardPlan(
+        content.replaced(axes=resolving, rows=rows, index=index, path_tree=path_tree)
+    )
 
 
 def _matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
-    """Returns path rules from `pairs` of a regex and a replacement. A rule's target is `(replacement,)`. The
-    replacement turns the path of an adapter or a scale into the path of the array that it belongs to.
+    """Returns path rules from `pairs` of a regex and a replacement. A rule's target is
+    `(replacement,)`. The replacement turns the path of an adapter or a scale into the
+    path of the array that it belongs to.
     """
-    return Matcher(PathRules(pair if isinstance(pair, str) else (pair[0], tuple(pair[1:])) for pair in pairs))
+    return Matcher(
+        PathRules(
+            pair if isinstance(pair, str) else (pair[0], tuple(pair[1:]))
+            for pair in pairs
+        )
+    )
 
 
 def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
@@ -148,42 +201,63 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
     for axis in given.axes:
         if axis not in known:
             raise RuleError(
-                f"`over` names mesh axis {axis!r}, but the plan's mesh is {plan.mesh}{near(axis, known)}; use its axes."
+                f"`over` names mesh axis {axis!r}, but the plan's mesh is"
+                f" {plan.mesh}{near(axis, known)}; use its axes."
             )
     return given
 
 
-def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]) -> tuple[Any, str]:
-    """Returns the result of `init(plan, *args)` as ShapeDtypeStructs, and an error of JAX as text.
+def _evaluated(
+    init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]
+) -> tuple[Any, str]:
+    """Returns the result of `init(plan, *args)` as ShapeDtypeStructs, and an error of
+    JAX as text.
 
-    In the call, the tree of arrays that a plan describes replaces `plan`, and each plan in `args`. If JAX can propagate
-    shardings through `init`, the structs have shardings, and the text is "". Otherwise the text says why JAX cannot.
+    In the call, the tree of arrays that a plan describes replaces `plan`, and each plan
+    in `args`. If JAX can propagate shardings through `init`, the structs have
+    shardings, and the text is "". Otherwise the text says why JAX cannot.
     """
     mesh = plan.mesh.abstract()
-    explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+    explicit = AbstractMesh(
+        mesh.axis_sizes,
+        mesh.axis_names,
+        axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
+    )
     given = (plan, *args)
-    # A state that holds the planned tree needs its leaves that are not arrays, such as activation functions. But an
-    # optimizer's `init` accepts only arrays. So `init` is tried with placeholders for these leaves, then with `None`.
-    has_others = any(isinstance(arg, ShardPlan) and -1 in arg.content.index for arg in given)
+    # A state that holds the planned tree needs its leaves that are not arrays, such as
+    # activation functions. But an optimizer's `init` accepts only arrays. So `init` is
+    # tried with placeholders for these leaves, then with `None`.
+    has_others = any(
+        isinstance(arg, ShardPlan) and -1 in arg.content.index for arg in given
+    )
     others = (object(), None) if has_others else (None,)
-    # JAX cannot give shardings to every `init` on an Explicit mesh (an ambiguous contraction, a foreign callback). Then
-    # only paths and shapes decide.
+    # JAX cannot give shardings to every `init` on an Explicit mesh (an ambiguous
+    # contraction, a foreign callback). Then only paths and shapes decide.
     *attempts, last = itertools.product((explicit, None), others)
     refused = ""
     for abstract, other in attempts:
         try:
-            return _shapes(init, given, abstract, other), "" if abstract is explicit else refused
+            return _shapes(init, given, abstract, other), (
+                "" if abstract is explicit else refused
+            )
         except Exception as error:  # JAX's sharding error is not public; the last attempt raises any other error again.
             if abstract is explicit:
-                sentence = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")[:160]
+                sentence = (
+                    str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")[:160]
+                )
                 refused = f"{type(error).__name__}: {sentence}"
     return _shapes(init, given, *last), refused
 
 
-def _shapes(init: Callable[..., object], args: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> PyTree:
-    """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on `mesh` unless it is `None`. In the
-    call, the tree that a plan describes replaces each plan in `args`: structs, with `other` at leaves that are no
-    arrays.
+def _shapes(
+    init: Callable[..., object],
+    args: tuple[object, ...],
+    mesh: AbstractMesh | None,
+    other: object,
+) -> PyTree:
+    """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on
+    `mesh` unless it is `None`. In the call, the tree that a plan describes replaces
+    each plan in `args`: structs, with `other` at leaves that are no arrays.
     """
 
     def struct(row: Row) -> jax.ShapeDtypeStruct:
@@ -191,14 +265,26 @@ def _shapes(init: Callable[..., object], args: tuple[object, ...], mesh: Abstrac
         return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
 
     structs = [
-        arg.content.tree(list(map(struct, arg.content.rows)), other) if isinstance(arg, ShardPlan) else arg
+        (
+            arg.content.tree(list(map(struct, arg.content.rows)), other)
+            if isinstance(arg, ShardPlan)
+            else arg
+        )
         for arg in args
     ]
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
-    with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
-        if all(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(structs)):
-            # `jax.eval_shape` caches its results, Equinox's does not. But it refuses results with leaves that are not
-            # arrays, and turns Python numbers into weakly typed arrays. Equinox's handles both cases.
+    with (
+        contextlib.nullcontext()
+        if mesh is None
+        else jax.sharding.use_abstract_mesh(mesh)
+    ):
+        if all(
+            isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
+            for leaf in jax.tree.leaves(structs)
+        ):
+            # `jax.eval_shape` caches its results, Equinox's does not. But it refuses
+            # results with leaves that are not arrays, and turns Python numbers into
+            # weakly typed arrays. Equinox's handles both cases.
             with contextlib.suppress(TypeError):
                 made = jax.eval_shape(init, *structs)
                 if not any(leaf.weak_type for leaf in jax.tree.leaves(made)):
@@ -208,13 +294,16 @@ def _shapes(init: Callable[..., object], args: tuple[object, ...], mesh: Abstrac
 
 @dataclasses.dataclass
 class _Follower:
-    """The arguments of one call of `follow`, and the errors of the arrays that it has planned.
+    """The arguments of one call of `follow`, and the errors of the arrays that it has
+    planned.
 
-    - `bases`: for "adapters" and "scales", the regexes and replacements that make the path of the base array.
+    - `bases`: for "adapters" and "scales", the regexes and replacements that make the
+      path of the base array.
     - `refused`: why JAX cannot propagate shardings through `init`; "" if it can.
     - `open`: the paths of arrays that follow no planned array.
     - `errors`: pairs of an array's path and the error for it.
-    - `strict`: if the plan is strict, the path and the plan of each array, to be checked. These plans lack the axes of
+    - `strict`: if the plan is strict, the path and the plan of each array, to be
+      checked. These plans lack the axes of
         `over`, because these may be dropped even under `strict`.
     """
 
@@ -234,9 +323,13 @@ class _Follower:
         try:
             request = self.request(path, leaf)
             if self.plan.strict and math.prod(shape) > 1:
-                self.strict.append((path, row_of(request, shape, leaf.dtype, self.mesh, memory_kind)))
+                self.strict.append(
+                    (path, row_of(request, shape, leaf.dtype, self.mesh, memory_kind))
+                )
             if shape and self.over is not None:
-                request = shard_over(request, shape, leaf.dtype, self.plan.mesh, self.over)
+                request = shard_over(
+                    request, shape, leaf.dtype, self.plan.mesh, self.over
+                )
             return row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
         except (SpecError, RuleError) as error:
             self.errors.append((path, error))
@@ -250,7 +343,9 @@ class _Follower:
             number = matcher.first(path)
             if number is not None:
                 name = matcher.patterns[number].sub(matcher.rules[number][1][0], path)
-                return _request_from_base(f"{what}[{number}]", name, shape, self.plan, what == "scales")
+                return _request_from_base(
+                    f"{what}[{number}]", name, shape, self.plan, what == "scales"
+                )
         found = _request_from_source(path, leaf, self.plan)
         if found is not None:
             return found
@@ -258,67 +353,114 @@ class _Follower:
         number = self.paths.first(path)
         if number is not None:
             target, rule = self.paths.rules[number][1], self.paths.text(number)
-            return request_of_target(target, path, leaf, rule, self.axes, self.plan.mode)
+            return request_of_target(
+                target, path, leaf, rule, self.axes, self.plan.mode
+            )
         if self.over is not None:
             return NOTHING
-        why = f" by its path, and JAX cannot follow shardings through `init`: {self.refused}" if self.refused else ""
-        what = f"the array (it follows no planned one{why}; rules for such arrays go into `follow(..., paths=...)`)"
+        why = (
+            " by its path, and JAX cannot follow shardings through `init`:"
+            f" {self.refused}"
+            if self.refused
+            else ""
+        )
+        what = (
+            f"the array (it follows no planned one{why}; rules for such arrays go into"
+            " `follow(..., paths=...)`)"
+        )
         return NOTHING._replace(reasons=(reason_for(Code.unmatched, None, what=what),))
 
 
-# For each dimension of an array, the corresponding dimension of the planned array that it follows; `None` for none.
+# For each dimension of an array, the corresponding dimension of the planned array that
+# it follows; `None` for none.
 Dims = tuple[int | None, ...]
 
 
-def _request_from_base(entry: str, path: str, shape: tuple[int, ...], plan: ShardPlan, in_blocks: bool) -> Request:
-    """Returns the request of an adapter or a scale with the shape `shape`. The planned array at `path` is its base.
+def _request_from_base(
+    entry: str, path: str, shape: tuple[int, ...], plan: ShardPlan, in_blocks: bool
+) -> Request:
+    """Returns the request of an adapter or a scale with the shape `shape`. The planned
+    array at `path` is its base.
 
-    A dimension is sharded as the dimension of the base with the same index, counted from the front or from the back, if
-    their sizes are equal. With `in_blocks`, the size of the base's dimension may also be a multiple: each element of a
-    scale belongs to a block of the base. `entry` names the item of `adapters` or `scales` in messages.
+    A dimension is sharded as the dimension of the base with the same index, counted
+    from the front or from the back, if their sizes are equal. With `in_blocks`, the
+    size of the base's dimension may also be a multiple: each element of a scale belongs
+    to a block of the base. `entry` names the item of `adapters` or `scales` in
+    messages.
     """
     planned = plan.content.by_path
     base = planned.get(path)
     if base is None:
         raise RuleError(
-            f"`{entry}` makes `{path}` of this path, and the plan has no such array{near(path, list(planned))}; give "
-            "the path of the base array."
+            f"`{entry}` makes `{path}` of this path, and the plan has no such"
+            f" array{near(path, list(planned))}; give the path of the base array."
         )
     taken: list[int | None] = []
     for dim, size in enumerate(shape):
-        places = [at for at in (dim, dim - len(shape) + len(base.shape)) if 0 <= at < len(base.shape)]
+        places = [
+            at
+            for at in (dim, dim - len(shape) + len(base.shape))
+            if 0 <= at < len(base.shape)
+        ]
         pairs = [(at, base.shape[at]) for at in places if at not in taken]
-        fits = [at for at, whole in pairs if whole == size or (in_blocks and size > 1 and whole % size == 0)]
+        fits = [
+            at
+            for at, whole in pairs
+            if whole == size or (in_blocks and size > 1 and whole % size == 0)
+        ]
         taken.append(fits[0] if fits else None)
-    return Request(None, _spec_at(base, tuple(taken)), f"{entry} of `{_starred(base.path)}`", None, (), ())
+    return Request(
+        None,
+        _spec_at(base, tuple(taken)),
+        f"{entry} of `{_starred(base.path)}`",
+        None,
+        (),
+        (),
+    )
 
 
 def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
-    """Returns the request of `leaf`, the struct at `path` in the result of `init`: the sharding that JAX propagated.
+    """Returns the request of `leaf`, the struct at `path` in the result of `init`: the
+    sharding that JAX propagated.
 
-    If JAX propagated none, it is the sharding of the planned array that the struct follows by its path. If it follows
-    none, the result is `None`.
+    If JAX propagated none, it is the sharding of the planned array that the struct
+    follows by its path. If it follows none, the result is `None`.
     """
     names = units = namesake = None
     source, dims = _source(path, tuple(leaf.shape), plan)
     if source is not None:
-        names, units, namesake = _at_dims(source.names, dims), _at_dims(source.units, dims, 1), _spec_at(source, dims)
-    if isinstance(leaf.sharding, NamedSharding) and entries_of(canonical(leaf.sharding.spec)):
+        names, units, namesake = (
+            _at_dims(source.names, dims),
+            _at_dims(source.units, dims, 1),
+            _spec_at(source, dims),
+        )
+    if isinstance(leaf.sharding, NamedSharding) and entries_of(
+        canonical(leaf.sharding.spec)
+    ):
         spec, rule = canonical(leaf.sharding.spec), "the sharding that `init` gives it"
-        # The array may be transposed: then its dimensions do not correspond to those of the array in its path.
+        # The array may be transposed: then its dimensions do not correspond to those of
+        # the array in its path.
         same = spec == namesake
-        return Request(names if same else None, spec, rule, units if same else None, (), ())
+        return Request(
+            names if same else None, spec, rule, units if same else None, (), ()
+        )
     if source is None or namesake is None:
         return None
-    return Request(names, namesake, f"path and shape of `{_starred(source.path)}`", units, (), ())
+    return Request(
+        names, namesake, f"path and shape of `{_starred(source.path)}`", units, (), ()
+    )
 
 
-def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, Dims]:
-    """Returns the planned array that an array with this path and shape follows, and which of its dimensions correspond
-    to those of `shape`. If there is none, the result is `(None, ())`.
+def _source(
+    path: str, shape: tuple[int, ...], plan: ShardPlan
+) -> tuple[LeafPlan | None, Dims]:
+    """Returns the planned array that an array with this path and shape follows, and
+    which of its dimensions correspond to those of `shape`. If there is none, the result
+    is `(None, ())`.
 
-    It is the array whose path is the longest suffix of `path`. If there is none, it is an array whose path is inside of
-    `path`: the one that ends last, and of several such ones the longest. Its shape must correspond to `shape`.
+    It is the array whose path is the longest suffix of `path`. If there is none, it is
+    an array whose path is inside of `path`: the one that ends last, and of several such
+    ones the longest. Its shape must correspond to `shape`.
     """
     planned = plan.content.by_path
     parts = path.split("/")
@@ -333,33 +475,51 @@ def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPla
 
 
 def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> Dims | None:
-    """Returns how the dimensions of `shape` correspond to those of an array of the shape `planned`.
+    """Returns how the dimensions of `shape` correspond to those of an array of the
+    shape `planned`.
 
-    `shape` may lack dimensions of `planned`: for `planned` (8, 4), (4,) gives (1,). It may also have more leading
-    dimensions, such as a history: (3, 8, 4) gives (None, 0, 1). Shapes that match in no or several ways give `None`.
+    `shape` may lack dimensions of `planned`: for `planned` (8, 4), (4,) gives (1,). It
+    may also have more leading dimensions, such as a history: (3, 8, 4) gives (None, 0,
+    1). Shapes that match in no or several ways give `None`.
     """
     more = len(shape) - len(planned)
     if more > 0:
-        return (*[None] * more, *range(len(planned))) if planned and shape[more:] == planned else None
+        return (
+            (*[None] * more, *range(len(planned)))
+            if planned and shape[more:] == planned
+            else None
+        )
     choices = itertools.combinations(range(len(planned)), len(shape))
-    kept = [dims for dims in choices if all(planned[dim] == size for dim, size in zip(dims, shape, strict=True))]
+    kept = [
+        dims
+        for dims in choices
+        if all(planned[dim] == size for dim, size in zip(dims, shape, strict=True))
+    ]
     return kept[0] if len(kept) == 1 else None
 
 
-def _at_dims(values: tuple[object, ...] | None, dims: Dims, other: object = None) -> Any:
-    """Returns `values[dim]` for each of `dims`, or `other` if `dim` is `None` or beyond the end of `values`. The result
-    is `None` if `values` is `None`.
+def _at_dims(
+    values: tuple[object, ...] | None, dims: Dims, other: object = None
+) -> Any:
+    """Returns `values[dim]` for each of `dims`, or `other` if `dim` is `None` or beyond
+    the end of `values`. The result is `None` if `values` is `None`.
     """
     if values is None:
         return None
-    return tuple(other if dim is None or dim >= len(values) else values[dim] for dim in dims)
+    return tuple(
+        other if dim is None or dim >= len(values) else values[dim] for dim in dims
+    )
 
 
 def _spec_at(leaf: LeafPlan, dims: Dims) -> PartitionSpec:
-    """Returns the spec of an array with the dimensions `dims` that is sharded like the planned array `leaf`."""
+    """Returns the spec of an array with the dimensions `dims` that is sharded like the
+    planned array `leaf`.
+    """
     return trimmed(_at_dims(entries_of(constrained(leaf.spec)), dims))
 
 
 def _starred(path: str) -> str:
-    """Returns `path` with `*` for its numbers, so that the arrays of repeated layers have equal plans."""
+    """Returns `path` with `*` for its numbers, so that the arrays of repeated layers
+    have equal plans.
+    """
     return "*".join(between_numbers(path))

@@ -1,5 +1,5 @@
-"""The parts of a plan: `LeafPlan` is the plan of one array, `Row` the plan that equal arrays share, and `PathTree` the
-structure of the tree without its arrays.
+"""The parts of a plan: `LeafPlan` is the plan of one array, `Row` the plan that equal
+arrays share, and `PathTree` the structure of the tree without its arrays.
 """
 
 import dataclasses
@@ -18,7 +18,11 @@ from .._ground.text import array_text, printable
 from .._rules import Matcher, PathRules, Units
 
 
-MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")  # of XLA; only the device itself knows which it has
+MEMORY_KINDS = (
+    "device",
+    "pinned_host",
+    "unpinned_host",
+)  # of XLA; only the device itself knows which it has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +31,20 @@ class LeafPlan:
 
     **Arguments:**
 
-    - `path`, `shape`, `dtype`: the path, such as `layers/0/attn/q_proj/weight`, and the whole array's shape and dtype.
+    - `path`, `shape`, `dtype`: the path, such as `layers/0/attn/q_proj/weight`, and the
+      whole array's shape and dtype.
     - `names`: its logical names if they request the sharding, else `None`.
-    - `requested`, `spec`: the spec that the rule requests, and the spec that the array gets, in canonical form.
-    - `rule`: the path rule by index and regex, `names`, or the array that it follows; `None` if no rule covers it.
+    - `requested`, `spec`: the spec that the rule requests, and the spec that the array
+      gets, in canonical form.
+    - `rule`: the path rule by index and regex, `names`, or the array that it follows;
+      `None` if no rule covers it.
     - `reasons`: why `spec` differs from `requested`; see [`shardfx.Reason`][].
-    - `memory_kind`: the memory that holds the shards; `None` for the device's default memory.
-    - `units`: per dimension, the number of elements that no shard may split (a head's width); `None` if all are 1.
-    - `strategies`: the strategies, such as `fsdp(...)`, that added mesh axes after the rule's spec.
+    - `memory_kind`: the memory that holds the shards; `None` for the device's default
+      memory.
+    - `units`: per dimension, the number of elements that no shard may split (a head's
+      width); `None` if all are 1.
+    - `strategies`: the strategies, such as `fsdp(...)`, that added mesh axes after the
+      rule's spec.
     - `bytes`, `bytes_per_device`: the bytes of the whole array, and of one shard.
     """
 
@@ -55,16 +65,25 @@ class LeafPlan:
     bytes_per_device: int
 
     def __repr__(self) -> str:
-        told = [array_text(self.dtype, self.shape), str(self.spec), f"by {self.rule or 'no rule'}"]
+        told = [
+            array_text(self.dtype, self.shape),
+            str(self.spec),
+            f"by {self.rule or 'no rule'}",
+        ]
         told += [] if self.memory_kind is None else [f"in {self.memory_kind}"]
-        told += [f"{self.bytes_per_device} of {self.bytes} bytes per device", *map(str, self.reasons)]
+        told += [
+            f"{self.bytes_per_device} of {self.bytes} bytes per device",
+            *map(str, self.reasons),
+        ]
         return f"LeafPlan({printable(self.path)}: {printable('; '.join(told))})"
 
 
 class Row(NamedTuple):
-    """The plan that equal arrays share: the fields of their LeafPlans, except for the path and the bytes.
+    """The plan that equal arrays share: the fields of their LeafPlans, except for the
+    path and the bytes.
 
-    `rule` is the rule that matched, as text; `requested` is the spec that it requests, and `spec` the corrected one.
+    `rule` is the rule that matched, as text; `requested` is the spec that it requests,
+    and `spec` the corrected one.
     """
 
     shape: tuple[int, ...]
@@ -79,30 +98,41 @@ class Row(NamedTuple):
     strategies: tuple[Any, ...]
 
     def byte_counts(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Returns the bytes of the whole array and of one shard, on a mesh with these axis sizes."""
+        """Returns the bytes of the whole array and of one shard, on a mesh with these
+        axis sizes.
+        """
         shard = shard_shape(self.shape, constrained(self.spec), sizes)
         return array_bytes(self.shape, self.dtype), array_bytes(shard, self.dtype)
 
 
 def kinds_matcher(memory_kinds: Iterable[tuple[str, str]] | None) -> Matcher:
-    """Returns path rules from pairs of a regex and a memory kind of XLA. A target is a tuple with the memory kind."""
+    """Returns path rules from pairs of a regex and a memory kind of XLA. A target is a
+    tuple with the memory kind.
+    """
     pairs = tuple(memory_kinds or ())
     for regex, kind in pairs:
         if kind not in MEMORY_KINDS:
             raise RuleError(
-                f"`memory_kinds` maps {regex!r} to {kind!r}; a memory kind is one of {', '.join(MEMORY_KINDS)}."
+                f"`memory_kinds` maps {regex!r} to {kind!r}; a memory kind is one of"
+                f" {', '.join(MEMORY_KINDS)}."
             )
     return Matcher(PathRules((regex, (kind,)) for regex, kind in pairs))
 
 
 @ft.lru_cache(maxsize=4096)
-def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
-    """Returns the NamedSharding of a planned array. It is cached: building it takes longer than planning the array."""
+def named_sharding(
+    mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None
+) -> NamedSharding:
+    """Returns the NamedSharding of a planned array. It is cached: building it takes
+    longer than planning the array.
+    """
     return NamedSharding(mesh, constrained(spec), memory_kind=memory_kind)
 
 
 def canonical_dtype(dtype: DType) -> DType:
-    """Returns the dtype of a NumPy array of `dtype` on a device, such as float32 for float64 unless x64 is enabled."""
+    """Returns the dtype of a NumPy array of `dtype` on a device, such as float32 for
+    float64 unless x64 is enabled.
+    """
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
@@ -112,9 +142,10 @@ def canonical_dtype(dtype: DType) -> DType:
 class PathTree:
     """The structure of a planned tree with the path of each leaf, without the arrays.
 
-    `order` has for each leaf of `treedef` its index in `paths`; `None` means 0, 1, and so on. A plan read from JSON may
-    have another order, because JAX sorts dict keys. Its `treedef` has dicts in the place of modules, and `structure` is
-    the JSON value with the modules' class names; `None` for a plan of a given tree.
+    `order` has for each leaf of `treedef` its index in `paths`; `None` means 0, 1, and
+    so on. A plan read from JSON may have another order, because JAX sorts dict keys.
+    Its `treedef` has dicts in the place of modules, and `structure` is the JSON value
+    with the modules' class names; `None` for a plan of a given tree.
     """
 
     paths: tuple[str, ...]
@@ -124,25 +155,36 @@ class PathTree:
 
     @ft.cached_property
     def encoded(self) -> object:
-        return _encode_structure(self.treedef, {}) if self.structure is None else self.structure
+        return (
+            _encode_structure(self.treedef, {})
+            if self.structure is None
+            else self.structure
+        )
 
     @property
     def indices(self) -> PyTree:
-        """The tree with a number at each leaf: 0, 1, and so on, in the order of `jax.tree.leaves`."""
+        """The tree with a number at each leaf: 0, 1, and so on, in the order of
+        `jax.tree.leaves`.
+        """
         return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
 
     def in_order(self, values: Sequence[object]) -> Sequence[Any]:
-        """Reorders `values`, one per leaf, from the order of `paths` to the order of the tree."""
+        """Reorders `values`, one per leaf, from the order of `paths` to the order of
+        the tree.
+        """
         return values if self.order is None else [values[i] for i in self.order]
 
     def filled(self, values: Sequence[object]) -> PyTree:
-        """Returns the tree with `values` at its leaves. `values` has the order of `paths`."""
+        """Returns the tree with `values` at its leaves. `values` has the order of
+        `paths`.
+        """
         return jax.tree.unflatten(self.treedef, self.in_order(values))
 
 
 def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
-    """Encodes a treedef as a JSON value: dicts, lists and tuples as such, other nodes by the name of their class.
-    `seen` maps treedefs of subtrees to their JSON values, so that equal subtrees share one value.
+    """Encodes a treedef as a JSON value: dicts, lists and tuples as such, other nodes
+    by the name of their class. `seen` maps treedefs of subtrees to their JSON values,
+    so that equal subtrees share one value.
     """
     data = treedef.node_data()
     if data is None:
@@ -151,20 +193,29 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
         kind, aux = data
         children = [_encode_structure(child, seen) for child in treedef.children()]
         if kind is dict:
-            keys = [key if isinstance(key, str) else {type(key).__name__: repr(key)} for key in aux]
-            seen[treedef] = {"dict": [list(pair) for pair in zip(keys, children, strict=True)]}
+            keys = [
+                key if isinstance(key, str) else {type(key).__name__: repr(key)}
+                for key in aux
+            ]
+            seen[treedef] = {
+                "dict": [list(pair) for pair in zip(keys, children, strict=True)]
+            }
         elif kind is list or kind is tuple:
             seen[treedef] = {kind.__name__: children}
         elif kind is type(None):
             seen[treedef] = None
         else:
-            seen[treedef] = {"node": f"{kind.__module__}.{kind.__qualname__}", "children": children}
+            seen[treedef] = {
+                "node": f"{kind.__module__}.{kind.__qualname__}",
+                "children": children,
+            }
     return seen[treedef]
 
 
 def decode_structure(data: object, paths: list[str]) -> PyTree:
-    """Rebuilds the tree from `data`, its JSON value, with the index in `paths` at each leaf. Nodes of other types than
-    dict, list and tuple, such as modules, become dicts, with keys from `paths`, the paths of the leaves.
+    """Rebuilds the tree from `data`, its JSON value, with the index in `paths` at each
+    leaf. Nodes of other types than dict, list and tuple, such as modules, become dicts,
+    with keys from `paths`, the paths of the leaves.
     """
     index = 0
 
@@ -175,9 +226,12 @@ def decode_structure(data: object, paths: list[str]) -> PyTree:
         if data == "leaf":
             index += 1
             return index - 1
-        ((kind, parts), *_) = data.items()
+        (kind, parts), *_ = data.items()
         if kind in ("list", "tuple"):
-            items = [decoded(part, f"{prefix}{position}/") for position, part in enumerate(parts)]
+            items = [
+                decoded(part, f"{prefix}{position}/")
+                for position, part in enumerate(parts)
+            ]
             return tuple(items) if kind == "tuple" else items
         named: dict[object, Any] = {}
         for position, part in enumerate(parts if kind == "dict" else data["children"]):
@@ -185,9 +239,15 @@ def decode_structure(data: object, paths: list[str]) -> PyTree:
             if kind == "dict":
                 key, part = _decode_key(part[0]), part[1]
             else:  # the attribute under which the node holds its next leaf, from the leaf's path
-                key = path.removeprefix(prefix).split("/")[0] if path.startswith(prefix) else str(position)
+                key = (
+                    path.removeprefix(prefix).split("/")[0]
+                    if path.startswith(prefix)
+                    else str(position)
+                )
             child = decoded(part, f"{prefix}{key}/")
-            if kind == "dict" or index > start:  # no path contains the name of an attribute without leaves
+            if (
+                kind == "dict" or index > start
+            ):  # no path contains the name of an attribute without leaves
                 named[key] = child
         return named
 

@@ -1,5 +1,5 @@
-"""Finds the logical names of each leaf of a tree: from the argument `names`, which may be a prefix of the tree, or from
-the fields of modules.
+"""Finds the logical names of each leaf of a tree: from the argument `names`, which may
+be a prefix of the tree, or from the fields of modules.
 """
 
 import functools as ft
@@ -18,14 +18,17 @@ from .._rules import Atomic, AxisRules, names_text
 
 
 if TYPE_CHECKING:
-    # Equinox tells type checkers that `equinox.field` is a field specifier. They recognise it only by that name.
+    # Equinox tells type checkers that `equinox.field` is a field specifier. They
+    # recognise it only by that name.
     from equinox import field as field
 else:
     from .declared import field as field
 
 
 def _is_names(node: Any) -> bool:
-    """Whether `node`, a part of the argument `names`, holds the names of one array, not a container of such names."""
+    """Whether `node`, a part of the argument `names`, holds the names of one array, not
+    a container of such names.
+    """
     if node is None or isinstance(node, PartitionSpec):
         return True
     return type(node) in (tuple, list) and all(map(_is_name, node))
@@ -34,12 +37,19 @@ def _is_names(node: Any) -> bool:
 def _is_name(entry: object) -> bool:
     if isinstance(entry, tuple | list) and not isinstance(entry, PartitionSpec):
         return bool(entry) and all(isinstance(name, str | Atomic) for name in entry)
-    return entry is None or entry is UNCONSTRAINED or entry is ... or isinstance(entry, str | Atomic)
+    return (
+        entry is None
+        or entry is UNCONSTRAINED
+        or entry is ...
+        or isinstance(entry, str | Atomic)
+    )
 
 
-def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
-    """Returns the logical names of each leaf of `tree`: from the argument `names`; or, where that is `None` and there
-    are `axes`, from the fields of modules.
+def names_of_leaves(
+    names: object, tree: object, flat: Flat, axes: AxisRules | None
+) -> Sequence[Any]:
+    """Returns the logical names of each leaf of `tree`: from the argument `names`; or,
+    where that is `None` and there are `axes`, from the fields of modules.
     """
     if names is None and axes is None:
         return [None] * len(flat.leaves)
@@ -50,32 +60,46 @@ def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | N
     for node, path, shaped in zip(column, flat.paths, flat.is_array, strict=True):
         if shaped and not _is_names(node):
             raise RuleError(
-                f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per dimension, or `None`."
+                f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per"
+                " dimension, or `None`."
             )
-    given = [_hashable(node) if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
+    given = [
+        _hashable(node) if shaped else None
+        for node, shaped in zip(column, flat.is_array, strict=True)
+    ]
     if axes is None:
         return given
-    return [own if node is None else node for node, own in zip(given, flat.names, strict=True)]
+    return [
+        own if node is None else node
+        for node, own in zip(given, flat.names, strict=True)
+    ]
 
 
-def renamed(tree: object, changes: Mapping[str, object], *, names: object = None) -> PyTree:
-    """Replaces some logical names of a tree's arrays, such as the names that another library's modules declare.
+def renamed(
+    tree: object, changes: Mapping[str, object], *, names: object = None
+) -> PyTree:
+    """Replaces some logical names of a tree's arrays, such as the names that another
+    library's modules declare.
 
     **Arguments:**
 
     - `tree`: the tree of arrays.
-    - `changes`: a dict from the path of an array, or a regex that is searched in each path, to new names: a tuple as in
+    - `changes`: a dict from the path of an array, or a regex that is searched in each
+      path, to new names: a tuple as in
         [`shardfx.plan`][], or `None` so that path rules shard the array.
-    - `names`: the names as [`shardfx.plan`][] takes them; `None` for the names that modules declare.
+    - `names`: the names as [`shardfx.plan`][] takes them; `None` for the names that
+      modules declare.
 
     **Returns:**
 
-    A tree of the names of each array, for `plan(..., names=...)`; `None` for an array without names.
+    A tree of the names of each array, for `plan(..., names=...)`; `None` for an array
+    without names.
 
     **Raises:**
 
-    `UnknownPathError` for a key that matches no array; `RuleError` for a regex that does not compile, for names that
-    are no prefix of the tree, and for `None` if a module declares names.
+    `UnknownPathError` for a key that matches no array; `RuleError` for a regex that
+    does not compile, for names that are no prefix of the tree, and for `None` if a
+    module declares names.
 
     !!! Example
 
@@ -90,28 +114,45 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
         ```
     """
     flat = flatten(tree)
-    column = list(flat.names if names is None else names_of_leaves(names, tree, flat, None))
+    column = list(
+        flat.names if names is None else names_of_leaves(names, tree, flat, None)
+    )
     for where, given in changes.items():
         if not _is_names(given):
-            raise RuleError(f"`renamed`: {where!r} gets {given!r}; use a tuple with one name per dimension, or `None`.")
-        for at in leaves_at(where, flat.paths, flat.is_array, f"`renamed({where!r}: ...)`: no array of the tree"):
+            raise RuleError(
+                f"`renamed`: {where!r} gets {given!r}; use a tuple with one name per"
+                " dimension, or `None`."
+            )
+        for at in leaves_at(
+            where,
+            flat.paths,
+            flat.is_array,
+            f"`renamed({where!r}: ...)`: no array of the tree",
+        ):
             if given is None and flat.names[at] is not None:
                 raise RuleError(
-                    f"`renamed`: {where!r} gets None, which leaves `{flat.paths[at]}` the names "
-                    f"{names_text(flat.names[at])} that its module declares; use `()` if it is whole."
+                    f"`renamed`: {where!r} gets None, which leaves `{flat.paths[at]}`"
+                    f" the names {names_text(flat.names[at])} that its module declares;"
+                    " use `()` if it is whole."
                 )
             column[at] = _hashable(given)
     return jax.tree.unflatten(flat.treedef, column)
 
 
 def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
-    """Returns the names of each leaf below `node`, which is at the path `keys`. `names` is the part of the argument
-    `names` for this node. Names at an inner node apply to all its leaves.
+    """Returns the names of each leaf below `node`, which is at the path `keys`. `names`
+    is the part of the argument `names` for this node. Names at an inner node apply to
+    all its leaves.
     """
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
     below = None if parts is None else list(parts[0])
-    given = None if below is None or type(names) is not type(node) else _in_order_of([key for key, _ in below], names)
-    # Names are tuples, too. Where the tree itself has a tuple or list, a tuple with names for each child has priority.
+    given = (
+        None
+        if below is None or type(names) is not type(node)
+        else _in_order_of([key for key, _ in below], names)
+    )
+    # Names are tuples, too. Where the tree itself has a tuple or list, a tuple with
+    # names for each child has priority.
     if _is_names(names) and (given is None or not all(map(_is_names, given))):
         return [names] * len(jax.tree.leaves(node))
     if below is None:
@@ -119,18 +160,27 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
     if given is None:
         where = jtu.keystr(keys, simple=True, separator="/")
         raise RuleError(
-            f"`names` is no prefix of the tree: {f'at `{where}`' if where else 'at its root'} it has {_text(names)}, "
-            f"and the tree has {_text(node)}. At each array it must have a tuple of logical names, or `None` for a "
-            "whole subtree without names."
+            "`names` is no prefix of the tree:"
+            f" {f'at `{where}`' if where else 'at its root'} it has {_text(names)}, and"
+            f" the tree has {_text(node)}. At each array it must have a tuple of"
+            " logical names, or `None` for a whole subtree without names."
         )
     pairs = zip(given, below, strict=True)
-    return [entry for inner, (key, child) in pairs for entry in _broadcast(inner, child, (*keys, key))]
+    return [
+        entry
+        for inner, (key, child) in pairs
+        for entry in _broadcast(inner, child, (*keys, key))
+    ]
 
 
 def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
-    """Returns the children of `names`, a node of a tree, in the order of `keys`; `None` if it has other keys."""
+    """Returns the children of `names`, a node of a tree, in the order of `keys`; `None`
+    if it has other keys.
+    """
     pairs = list(jtu.default_registry.flatten_one_level_with_keys(names)[0])
-    if keys == [key for key, _ in pairs]:  # JAX gives all fields of a NamedTuple the key of the first one
+    if keys == [
+        key for key, _ in pairs
+    ]:  # JAX gives all fields of a NamedTuple the key of the first one
         return [inner for _, inner in pairs]
     # An OrderedDict of the same keys may have them in another order.
     by_key = dict(pairs)
@@ -138,62 +188,105 @@ def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
 
 
 def _text(node: object) -> str:
-    """Describes a node for an error message: its names, or its type and keys, without the values below it."""
+    """Describes a node for an error message: its names, or its type and keys, without
+    the values below it.
+    """
     if _is_names(node):
         return f"the names {names_text(node)}"
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
-    keys = [] if parts is None else [repr(jtu.keystr((key,), simple=True)) for key, _ in parts[0]]
-    return f"a {type(node).__name__}" + (f" with the keys {', '.join(keys[:8])}" if keys else "")
+    keys = (
+        []
+        if parts is None
+        else [repr(jtu.keystr((key,), simple=True)) for key, _ in parts[0]]
+    )
+    return f"a {type(node).__name__}" + (
+        f" with the keys {', '.join(keys[:8])}" if keys else ""
+    )
 
 
 def _hashable(node: Any) -> Any:
     if isinstance(node, PartitionSpec):
-        return (*entries_of(node), ...)  # in JAX, a spec may have fewer entries than the array has dimensions
-    return tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node
+        return (
+            *entries_of(node),
+            ...,
+        )  # in JAX, a spec may have fewer entries than the array has dimensions
+    return (
+        tuple(tuple(e) if isinstance(e, list) else e for e in node)
+        if type(node) in (tuple, list)
+        else node
+    )
 
 
 def raise_tied(tree: object, flat: Flat) -> None:
-    """Raises `RuleError` if an nnx module holds one variable under two paths: training would make both differ."""
+    """Raises `RuleError` if an nnx module holds one variable under two paths: training
+    would make both differ.
+    """
     first: dict[int, str] = {}
     for path, kind, box in _boxes(tree, flat):
         if kind == "Variable" and any(leaf.shape for leaf in jax.tree.leaves(box)):
             other = first.setdefault(id(box), path)
             if other != path:
                 raise RuleError(
-                    f"`{other}` and `{path}` are one variable of an nnx module. A plan is for a tree, in which they "
-                    "would be two arrays, no longer tied: plan `nnx.state(module)`, which holds it once, and put what "
-                    "comes back into the module with `nnx.update(module, state)`."
+                    f"`{other}` and `{path}` are one variable of an nnx module. A plan"
+                    " is for a tree, in which they would be two arrays, no longer"
+                    " tied: plan `nnx.state(module)`, which holds it once, and put"
+                    " what comes back into the module with `nnx.update(module,"
+                    " state)`."
                 )
 
 
 def raise_unread(tree: object, flat: Flat) -> None:
-    """Raises `RuleError` if Flax variables or boxes have logical names, which a plan without `names` does not read."""
+    """Raises `RuleError` if Flax variables or boxes have logical names, which a plan
+    without `names` does not read.
+    """
     named = []
     for path, kind, box in _boxes(tree, flat):
-        metadata = box.get_metadata() if kind == "Variable" else box.metadata if kind == "NNXMeta" else {}
+        metadata = (
+            box.get_metadata()
+            if kind == "Variable"
+            else box.metadata
+            if kind == "NNXMeta"
+            else {}
+        )
         names = box.names if kind == "Partitioned" else metadata.get("out_sharding")
         named += [] if names is None else [(path, names)]
     for path, names in named[:1]:
         raise RuleError(
-            f"`{path}` carries the names {names_text(names)} of Flax, as do {len(named)} of {sum(flat.is_array)} "
-            "arrays, and only the names that `sfx.field` declares are read here. Pass "
-            "`names=shardfx.interop.flax.names_of(tree)`; or `names=jax.tree.map(lambda _: None, tree)`, if rules by "
-            "path are to decide."
+            f"`{path}` carries the names {names_text(names)} of Flax, as do"
+            f" {len(named)} of {sum(flat.is_array)} arrays, and only the names that"
+            " `sfx.field` declares are read here. Pass"
+            " `names=shardfx.interop.flax.names_of(tree)`; or"
+            " `names=jax.tree.map(lambda _: None, tree)`, if rules by path are to"
+            " decide."
         )
 
 
 def _boxes(tree: object, flat: Flat) -> list[tuple[str, str, Any]]:
-    """Returns the path, the class and the value of each Flax box. Flax wraps an array in a box to add metadata."""
-    # A Flax box (`Partitioned`, `Variable`) holds its array in the field `value`. Most trees have no such path.
+    """Returns the path, the class and the value of each Flax box. Flax wraps an array
+    in a box to add metadata.
+    """
+    # A Flax box (`Partitioned`, `Variable`) holds its array in the field `value`. Most
+    # trees have no such path.
     if not any(path.endswith("value") for path in flat.paths):
         return []
-    keyed, _ = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: _box_class(type(node)) is not None)
-    found = [(jtu.keystr(path, simple=True, separator="/"), _box_class(type(node)), node) for path, node in keyed]
+    keyed, _ = jtu.tree_flatten_with_path(
+        tree, is_leaf=lambda node: _box_class(type(node)) is not None
+    )
+    found = [
+        (jtu.keystr(path, simple=True, separator="/"), _box_class(type(node)), node)
+        for path, node in keyed
+    ]
     return [(path, kind, node) for path, kind, node in found if kind is not None]
 
 
 @ft.lru_cache(maxsize=1024)
 def _box_class(cls: type) -> str | None:
-    """Returns which Flax box ("Variable", "Partitioned", "NNXMeta") a class is or derives from; `None` if none."""
-    names = [base.__name__ for base in cls.__mro__ if base.__module__.startswith("flax.")]
-    return next((name for name in names if name in ("Variable", "Partitioned", "NNXMeta")), None)
+    """Returns which Flax box ("Variable", "Partitioned", "NNXMeta") a class is or
+    derives from; `None` if none.
+    """
+    names = [
+        base.__name__ for base in cls.__mro__ if base.__module__.startswith("flax.")
+    ]
+    return next(
+        (name for name in names if name in ("Variable", "Partitioned", "NNXMeta")), None
+    )

@@ -1,7 +1,8 @@
-"""Converts a plan to JSON text and back. The text has a version, and reading it checks every field.
+"""Converts a plan to JSON text and back. The text has a version, and reading it checks
+every field.
 
-The first functions handle the text as a whole. The `encode_` and `decode_` functions below them convert meshes, specs,
-names, rules and dtypes.
+The first functions handle the text as a whole. The `encode_` and `decode_` functions
+below them convert meshes, specs, names, rules and dtypes.
 """
 
 import functools as ft
@@ -16,7 +17,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .._ground.errors import LeafTypeError, MeshError, PlanFormatError
 from .._ground.reason import Code, Reason
-from .._ground.spec import UNCONSTRAINED, DType, dtype_named, entries_of, unreduced_kind, with_reductions
+from .._ground.spec import (
+    UNCONSTRAINED,
+    DType,
+    dtype_named,
+    entries_of,
+    unreduced_kind,
+    with_reductions,
+)
 from .._rules import STRATEGIES, Atomic, AxisRules, Fsdp, Strategy, strategy_of
 from ..topology import MeshSpec
 from .decide import correct
@@ -33,8 +41,9 @@ def written(payload: dict[str, object]) -> str:
 def _fits(value: Any, valid: Any) -> bool:
     """Whether a JSON value is one of the valid values.
 
-    `valid` is `None` or a Python type, where `int` excludes negative numbers. `[type]` is a list of values of this
-    type, and a tuple has alternatives: `([int], None)` is a list of integers from 0, or null.
+    `valid` is `None` or a Python type, where `int` excludes negative numbers. `[type]`
+    is a list of values of this type, and a tuple has alternatives: `([int], None)` is a
+    list of integers from 0, or null.
     """
     if isinstance(valid, tuple):
         return any(_fits(value, one) for one in valid)
@@ -51,38 +60,52 @@ def _require(what: str, value: Any, valid: Any, description: str) -> None:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """Parses the JSON text of a plan. Raises `PlanFormatError` if it is not JSON, not a plan, or of another version."""
+    """Parses the JSON text of a plan. Raises `PlanFormatError` if it is not JSON, not a
+    plan, or of another version.
+    """
     try:
         data = json.loads(text)
-        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()  # raises for NaN, and for a lone surrogate
+        json.dumps(
+            data, ensure_ascii=False, allow_nan=False
+        ).encode()  # raises for NaN, and for a lone surrogate
     except json.JSONDecodeError as error:
         raise PlanFormatError(
-            f"this is no whole JSON text ({error.msg} at character {error.pos} of {len(text)}); was the file truncated?"
+            f"this is no whole JSON text ({error.msg} at character {error.pos} of"
+            f" {len(text)}); was the file truncated?"
         ) from error
     if not isinstance(data, dict) or data.get("format") != HEADER["format"]:
         raise PlanFormatError(
-            f"this JSON is no plan: its `format` is not {HEADER['format']!r}; write plans with `plan.to_json()`."
+            f"this JSON is no plan: its `format` is not {HEADER['format']!r}; write"
+            " plans with `plan.to_json()`."
         )
     if data.get("version") != HEADER["version"]:
         raise PlanFormatError(
-            f"the plan has version {data.get('version')!r}, and this shardfx reads version {HEADER['version']}; "
-            "update shardfx, or write the plan again."
+            f"the plan has version {data.get('version')!r}, and this shardfx reads"
+            f" version {HEADER['version']}; update shardfx, or write the plan again."
         )
     return data
 
 
 def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the arguments of `Content`, without devices, from the parsed JSON of a plan."""
+    """Returns the arguments of `Content`, without devices, from the parsed JSON of a
+    plan.
+    """
     mesh = decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")
     rows = [decode_row(number, row, mesh) for number, row in enumerate(data["rows"])]
     paths, index = [path for path, _ in data["leaves"]], [i for _, i in data["leaves"]]
-    if not _fits(paths, [str]) or not all(type(i) is int and -1 <= i < len(rows) for i in index):
-        raise PlanFormatError("`leaves` must hold pairs of a path and the number of a row")
+    if not _fits(paths, [str]) or not all(
+        type(i) is int and -1 <= i < len(rows) for i in index
+    ):
+        raise PlanFormatError(
+            "`leaves` must hold pairs of a path and the number of a row"
+        )
     order, treedef = jax.tree.flatten(decode_structure(data["structure"], paths))
     if sorted(order) != list(range(len(paths))):
-        raise PlanFormatError(f"`structure` has {len(order)} leaves, but `leaves` has {len(paths)}")
+        raise PlanFormatError(
+            f"`structure` has {len(order)} leaves, but `leaves` has {len(paths)}"
+        )
     mode, strict = data["mode"], data.get("strict", False)
     _require("`mode`", mode, (str, None), "a string or null")
     _require("`strict`", strict, bool, "true or left out")
@@ -92,12 +115,19 @@ def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
 
 def encode_mesh(mesh: MeshSpec) -> object:
     types = [kind.name for kind in mesh.axis_types]
-    return [list(row) for row in zip(mesh.axis_names, mesh.axis_sizes, types, mesh.dcn_sizes, strict=True)]
+    return [
+        list(row)
+        for row in zip(
+            mesh.axis_names, mesh.axis_sizes, types, mesh.dcn_sizes, strict=True
+        )
+    ]
 
 
 def decode_mesh(data: Any) -> MeshSpec:
     if not _fits(data, [list]) or any(len(row) != 4 for row in data):
-        raise PlanFormatError("`mesh` must hold a list [name, size, axis type, slices] for each axis.")
+        raise PlanFormatError(
+            "`mesh` must hold a list [name, size, axis type, slices] for each axis."
+        )
     return MeshSpec(
         [(name, size) for name, size, _, _ in data],
         axis_types={name: AxisType[kind] for name, _, kind, _ in data},
@@ -106,7 +136,9 @@ def decode_mesh(data: Any) -> MeshSpec:
 
 
 def encode_entry(entry: object) -> object:
-    """Encodes one entry of a spec or of logical names, or the target of a rule, as a JSON value."""
+    """Encodes one entry of a spec or of logical names, or the target of a rule, as a
+    JSON value.
+    """
     if entry is UNCONSTRAINED:
         return {"unconstrained": True}
     if isinstance(entry, Atomic):
@@ -116,19 +148,29 @@ def encode_entry(entry: object) -> object:
 
 def decode_entry(data: object) -> Any:
     if isinstance(data, dict):
-        return UNCONSTRAINED if "unconstrained" in data else Atomic(decode_entry(data["atomic"]), data["unit"])
+        return (
+            UNCONSTRAINED
+            if "unconstrained" in data
+            else Atomic(decode_entry(data["atomic"]), data["unit"])
+        )
     if isinstance(data, list):
         return tuple(decode_entry(part) for part in data)
     if data is None or isinstance(data, str):
         return data
-    raise PlanFormatError(f"{data!r} is no entry of a spec; it must be null, a name, or a list of names.")
+    raise PlanFormatError(
+        f"{data!r} is no entry of a spec; it must be null, a name, or a list of names."
+    )
 
 
 def encode_spec(spec: PartitionSpec) -> object:
     entries = [encode_entry(entry) for entry in entries_of(spec)]
     if not (spec.unreduced or spec.reduced):
         return entries
-    written = {"entries": entries, "unreduced": sorted(spec.unreduced), "reduced": sorted(spec.reduced)}
+    written = {
+        "entries": entries,
+        "unreduced": sorted(spec.unreduced),
+        "reduced": sorted(spec.reduced),
+    }
     kind = unreduced_kind(spec)
     return written | ({"kind": kind} if kind != "sum" else {})
 
@@ -138,7 +180,9 @@ def decode_spec(data: Any) -> PartitionSpec:
         entries = [decode_entry(entry) for entry in data["entries"]]
         kind = data.get("kind", "sum")
         if kind not in ("sum", "max", "min"):
-            raise PlanFormatError(f"the kind of a reduction is {kind!r:.60}; it must be sum, max or min.")
+            raise PlanFormatError(
+                f"the kind of a reduction is {kind!r:.60}; it must be sum, max or min."
+            )
         return with_reductions(entries, data["unreduced"], data["reduced"], kind)
     return PartitionSpec(*[decode_entry(entry) for entry in data])
 
@@ -152,7 +196,8 @@ def encode_rules(rules: AxisRules | None) -> object:
         "units": [list(pair) for pair in rules.units],
         "aliases": [list(pair) for pair in rules.aliases],
     }
-    # `axes` is left out if empty, so that the text and digest of older plans stay the same.
+    # `axes` is left out if empty, so that the text and digest of older plans stay the
+    # same.
     return written | ({"axes": list(rules.axes)} if rules.axes else {})
 
 
@@ -174,29 +219,49 @@ def encode_reason(reason: Reason) -> object:
 
 def decode_reason(data: Any) -> Reason:
     code, dim, axes, message = data
-    if not (_fits(dim, (int, None)) and _fits(axes, [str]) and isinstance(message, str)):
-        raise PlanFormatError(f"{data!r} is no reason; it must be [code, dimension or null, list of axes, message].")
+    if not (
+        _fits(dim, (int, None)) and _fits(axes, [str]) and isinstance(message, str)
+    ):
+        raise PlanFormatError(
+            f"{data!r} is no reason; it must be [code, dimension or null, list of axes,"
+            " message]."
+        )
     return Reason(Code[code], dim, tuple(axes), message)
 
 
 def encode_strategy(strategy: Strategy) -> object:
     name = [] if isinstance(strategy, Fsdp) else [type(strategy).__name__.lower()]
-    return [*name, list(strategy.axes), strategy.min_bytes, *([list(strategy.skip)] if strategy.skip else [])]
+    return [
+        *name,
+        list(strategy.axes),
+        strategy.min_bytes,
+        *([list(strategy.skip)] if strategy.skip else []),
+    ]
 
 
 def decode_strategy(data: Any) -> Strategy:
     name, *fields = data if str(data[0]) in STRATEGIES else ["fsdp", *data]
     axes, min_bytes, skip = fields if len(fields) == 3 else [*fields, []]
     if not (_fits(axes, [str]) and _fits(min_bytes, int) and _fits(skip, [int])):
-        raise PlanFormatError(f"{data!r} is no strategy; it must be [list of axes, bytes, list of whole dimensions].")
+        raise PlanFormatError(
+            f"{data!r} is no strategy; it must be [list of axes, bytes, list of whole"
+            " dimensions]."
+        )
     return strategy_of(name, axes, min_bytes, skip)
 
 
 @ft.lru_cache(maxsize=1)
 def _key_dtypes() -> dict[str, DType]:
-    """The dtypes of PRNG keys by their names in JSON. They are found without making a key."""
+    """The dtypes of PRNG keys by their names in JSON. They are found without making a
+    key.
+    """
     kinds = ("threefry2x32", "rbg", "unsafe_rbg")
-    return {f"key<{kind}>": jax.eval_shape(lambda kind=kind: jax.random.key(0, impl=kind)).dtype for kind in kinds}
+    return {
+        f"key<{kind}>": (
+            jax.eval_shape(lambda kind=kind: jax.random.key(0, impl=kind)).dtype
+        )
+        for kind in kinds
+    }
 
 
 @ft.lru_cache(maxsize=256)
@@ -207,7 +272,8 @@ def encode_dtype(dtype: DType) -> str:
         if known == dtype:
             return name
     raise LeafTypeError(
-        f"dtype {dtype} has no name in a plan's JSON; PRNG keys of {', '.join(_key_dtypes())} have one."
+        f"dtype {dtype} has no name in a plan's JSON; PRNG keys of"
+        f" {', '.join(_key_dtypes())} have one."
     )
 
 
@@ -222,8 +288,9 @@ def decode_dtype(name: str) -> DType:
 class _Field(NamedTuple):
     """The JSON form of a field of an array's plan.
 
-    `valid` has the valid JSON values: `[int]` for lists of integers from 0, a tuple for alternatives. `description`
-    says this in words, for messages. `decode` makes the field's value from a JSON value, `encode` the reverse.
+    `valid` has the valid JSON values: `[int]` for lists of integers from 0, a tuple for
+    alternatives. `description` says this in words, for messages. `decode` makes the
+    field's value from a JSON value, `encode` the reverse.
     """
 
     valid: Any
@@ -240,22 +307,37 @@ _ROW = {
     "requested": _SPEC,
     "spec": _SPEC,
     "rule": _Field((str, None), "a string or null"),
-    "reasons": _Field(list, "a list", lambda v: tuple(map(decode_reason, v)), lambda v: [*map(encode_reason, v)]),
+    "reasons": _Field(
+        list,
+        "a list",
+        lambda v: tuple(map(decode_reason, v)),
+        lambda v: [*map(encode_reason, v)],
+    ),
     "memory_kind": _Field((str, None), "a string or null"),
-    "units": _Field(([int], None), "null or a list of positive integers", lambda v: None if v is None else tuple(v)),
+    "units": _Field(
+        ([int], None),
+        "null or a list of positive integers",
+        lambda v: None if v is None else tuple(v),
+    ),
     "strategies": _Field(
-        list, "a list", lambda v: tuple(map(decode_strategy, v)), lambda v: [*map(encode_strategy, v)]
+        list,
+        "a list",
+        lambda v: tuple(map(decode_strategy, v)),
+        lambda v: [*map(encode_strategy, v)],
     ),
 }
 
 
 def encode_row(row: Row) -> dict[str, Any]:
-    return {name: field.encode(value) for (name, field), value in zip(_ROW.items(), row, strict=True)}
+    return {
+        name: field.encode(value)
+        for (name, field), value in zip(_ROW.items(), row, strict=True)
+    }
 
 
 def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
-    """Decodes and checks the plan of an array from `data`, a JSON object. Its spec must be valid on `mesh`. `number` is
-    the plan's index in the JSON, for messages.
+    """Decodes and checks the plan of an array from `data`, a JSON object. Its spec must
+    be valid on `mesh`. `number` is the plan's index in the JSON, for messages.
     """
     _require(f"row {number}", data, dict, "an object")
     if missing := [name for name in _ROW if name not in data]:
@@ -264,13 +346,19 @@ def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
         _require(f"row {number}: `{name}`", data[name], field.valid, field.description)
     row = Row(**{name: field.decode(data[name]) for name, field in _ROW.items()})
     if row.memory_kind not in (None, *MEMORY_KINDS):
-        raise PlanFormatError(f"memory kind {row.memory_kind!r} is none of {', '.join(MEMORY_KINDS)}.")
+        raise PlanFormatError(
+            f"memory kind {row.memory_kind!r} is none of {', '.join(MEMORY_KINDS)}."
+        )
     if row.names and len(row.names) != len(row.shape):
         raise PlanFormatError(
-            f"row {number}: shape {row.shape} needs one name for each dimension, not {row.names!r:.60}."
+            f"row {number}: shape {row.shape} needs one name for each dimension, not"
+            f" {row.names!r:.60}."
         )
     valid = correct(row.spec, row.shape, mesh, units=row.units)
     if valid.spec != row.spec:
         reason = valid.reasons[0]
-        raise PlanFormatError(f"the spec {row.spec} is invalid for shape {row.shape} on mesh {mesh}: {reason}.")
+        raise PlanFormatError(
+            f"the spec {row.spec} is invalid for shape {row.shape} on mesh {mesh}:"
+            f" {reason}."
+        )
     return row

@@ -1,4 +1,6 @@
-"""The function `plan`. For each array it matches a rule, resolves logical names, and corrects the spec to the shape."""
+"""The function `plan`. For each array it matches a rule, resolves logical names, and
+corrects the spec to the shape.
+"""
 
 import dataclasses
 import functools as ft
@@ -30,7 +32,17 @@ from .complaints import (
     raise_unused,
 )
 from .content import Content
-from .decide import NOTHING, Axes, Request, axes_of, corrected, leaf_of, request_of_names, request_of_target, row_of
+from .decide import (
+    NOTHING,
+    Axes,
+    Request,
+    axes_of,
+    corrected,
+    leaf_of,
+    request_of_names,
+    request_of_target,
+    row_of,
+)
 from .leaf import PathTree, Row, canonical_dtype, kinds_matcher
 from .names import names_of_leaves, raise_tied
 from .replanning import refined
@@ -52,35 +64,51 @@ def plan(
     strict: bool = False,
     refine: bool = False,
 ) -> ShardPlan:
-    """Plans how every array of a tree is sharded on a mesh. Nothing is allocated, and no device is needed.
+    """Plans how every array of a tree is sharded on a mesh. Nothing is allocated, and
+    no device is needed.
 
     **Arguments:**
 
-    - `tree`: any tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves, such as functions of modules, are skipped.
-    - `mesh`: a MeshSpec, a jax Mesh, or an AbstractMesh. A plan for a jax Mesh also holds its devices.
-    - `paths`: rules that map a leaf's path to its sharding. They are not applied to a leaf that has logical names.
-    - `names`: a tree, or prefix of one, of logical names. Each leaf is a tuple with one entry per dimension as in
-        [`shardfx.resolve`][], or `None`. `...` stands for all dimensions that have no name; these are not sharded.
-        Where `names`, or a leaf of it, is `None`, the plan reads the names that modules declare with
-        [`shardfx.field`][], if `axes` is given.
+    - `tree`: any tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves, such as
+      functions of modules, are skipped.
+    - `mesh`: a MeshSpec, a jax Mesh, or an AbstractMesh. A plan for a jax Mesh also
+      holds its devices.
+    - `paths`: rules that map a leaf's path to its sharding. They are not applied to a
+      leaf that has logical names.
+    - `names`: a tree, or prefix of one, of logical names. Each leaf is a tuple with one
+      entry per dimension as in
+        [`shardfx.resolve`][], or `None`. `...` stands for all dimensions that have no
+        name; these are not sharded. Where `names`, or a leaf of it, is `None`, the plan
+        reads the names that modules declare with [`shardfx.field`][], if `axes` is
+        given.
     - `axes`: rules that map logical names to mesh axes.
-    - `mode`: the mode of `axes` in which names are resolved; `None` for the rules without a mode.
+    - `mode`: the mode of `axes` in which names are resolved; `None` for the rules
+      without a mode.
     - `min_bytes`: arrays of fewer bytes in total are replicated.
-    - `memory_kinds`: pairs of a regex and a memory kind, such as `("opt/.*mu", "pinned_host")`. An array gets the
+    - `memory_kinds`: pairs of a regex and a memory kind, such as
+      `("opt/.*mu", "pinned_host")`. An array gets the
         memory kind of the first pair whose regex matches its path.
-    - `unmatched`: "raise" makes three things an error: an array that neither names nor a path rule covers, a logical
-        name without a rule in `axes`, and a mesh axis of a rule that the mesh lacks, unless `AxisRules(..., axes=...)`
-        or `PathRules(..., axes=...)` declares it. "replicate" replicates such dimensions, with a reason.
-    - `unused`: "raise" makes a tree without arrays an error, and each rule of `paths` or pair of `memory_kinds` that
-        applies to no array: no path matches it, or earlier rules match all of its paths. A last rule that matches every
-        path is exempt, and a rule whose target is [`shardfx.optional`][]. "allow" accepts all of these.
-    - `strict`: raise if an axis of a rule's sharding would be dropped because it does not fit. [`shardfx.constrain`][]
-        with this plan does the same. With `refine`, an array that uses only some sub-axes of a mesh axis still counts
-        as one that does not fit.
-    - `refine`: split a mesh axis into sub-axes if a dimension can use only some of its size. For example, 8 kv heads on
-        `tensor=16` become sharded 8 ways over `tensor_0=8` and replicated over `tensor_1=2`. The plan's mesh and rules
-        then name the sub-axes, and so must a PartitionSpec for [`shardfx.constrain`][]: `("tensor_0", "tensor_1")`
-        instead of `"tensor"`. The order of the devices and the layout of all other arrays stay the same.
+    - `unmatched`: "raise" makes three things an error: an array that neither names nor
+      a path rule covers, a logical
+        name without a rule in `axes`, and a mesh axis of a rule that the mesh lacks,
+        unless `AxisRules(..., axes=...)` or `PathRules(..., axes=...)` declares it.
+        "replicate" replicates such dimensions, with a reason.
+    - `unused`: "raise" makes a tree without arrays an error, and each rule of `paths`
+      or pair of `memory_kinds` that
+        applies to no array: no path matches it, or earlier rules match all of its
+        paths. A last rule that matches every path is exempt, and a rule whose target is
+        [`shardfx.optional`][]. "allow" accepts all of these.
+    - `strict`: raise if an axis of a rule's sharding would be dropped because it does
+      not fit. [`shardfx.constrain`][]
+        with this plan does the same. With `refine`, an array that uses only some
+        sub-axes of a mesh axis still counts as one that does not fit.
+    - `refine`: split a mesh axis into sub-axes if a dimension can use only some of its
+      size. For example, 8 kv heads on
+        `tensor=16` become sharded 8 ways over `tensor_0=8` and replicated over
+        `tensor_1=2`. The plan's mesh and rules then name the sub-axes, and so must a
+        PartitionSpec for [`shardfx.constrain`][]: `("tensor_0", "tensor_1")` instead of
+        `"tensor"`. The order of the devices and the layout of all other arrays stay the
+        same.
 
     **Returns:**
 
@@ -88,9 +116,10 @@ def plan(
 
     **Raises:**
 
-    `UnmatchedError` with all the arrays that no rule covers, largest first, or with the logical names that have no
-    rule; `RuleError` for rules that cannot be applied or never apply, and for two arrays with one path; `SpecError`
-    with all the arrays whose spec or names do not fit their rank; `LeafTypeError` for a tree without arrays.
+    `UnmatchedError` with all the arrays that no rule covers, largest first, or with the
+    logical names that have no rule; `RuleError` for rules that cannot be applied or
+    never apply, and for two arrays with one path; `SpecError` with all the arrays whose
+    spec or names do not fit their rank; `LeafTypeError` for a tree without arrays.
 
     !!! Example
 
@@ -111,9 +140,14 @@ def plan(
         print(made["embed"].reasons[0])
         ```
     """
-    for what, policy, known in (("unmatched", unmatched, "replicate"), ("unused", unused, "allow")):
+    for what, policy, known in (
+        ("unmatched", unmatched, "replicate"),
+        ("unused", unused, "allow"),
+    ):
         if policy not in ("raise", known):
-            raise RuleError(f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{known}".')
+            raise RuleError(
+                f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{known}".'
+            )
     check_rules(paths, axes)
     flat = flatten(tree)
     if unused == "raise":
@@ -121,7 +155,16 @@ def plan(
     raise_repeated(flat)
     raise_tied(tree, flat)
     leaf_names = names_of_leaves(names, tree, flat, axes)
-    found = drafted(flat, leaf_names, mesh, paths, axes, mode, min_bytes, kinds_matcher(memory_kinds))
+    found = drafted(
+        flat,
+        leaf_names,
+        mesh,
+        paths,
+        axes,
+        mode,
+        min_bytes,
+        kinds_matcher(memory_kinds),
+    )
     raise_errors(found.errors)
     if unmatched == "raise":
         raise_unmatched(found)
@@ -133,18 +176,25 @@ def plan(
         raise_unused("`memory_kinds` entry", found.kinds, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     path_tree = PathTree(flat.paths, flat.treedef)
-    content = Content(found.mesh, jax_mesh, axes, mode, found.rows, found.numbers, path_tree, strict)
+    content = Content(
+        found.mesh, jax_mesh, axes, mode, found.rows, found.numbers, path_tree, strict
+    )
     if refine:
         content = refined(content, min_bytes)
-        rows = [row._replace(reasons=refined_reasons(row.reasons)) for row in content.rows]
+        rows = [
+            row._replace(reasons=refined_reasons(row.reasons)) for row in content.rows
+        ]
         content = content.replaced(rows=rows)
     if strict:
         split = (
-            f". `refine=True` has split the mesh into {content.mesh}. If they may be replicated over the rest, plan on "
-            "that mesh, made with `MeshSpec.split`, by rules that name the parts; or leave `strict` out"
+            f". `refine=True` has split the mesh into {content.mesh}. If they may be"
+            " replicated over the rest, plan on that mesh, made with `MeshSpec.split`,"
+            " by rules that name the parts; or leave `strict` out"
         )
         advice = "" if content.mesh == found.mesh else split
-        raise_strict([(path, content.rows[i]) for path, i in content.numbered if i >= 0], advice)
+        raise_strict(
+            [(path, content.rows[i]) for path, i in content.numbered if i >= 0], advice
+        )
     return ShardPlan(content)
 
 
@@ -162,37 +212,48 @@ def drafted(
     min_bytes: int,
     kinds: Matcher,
 ) -> Draft:
-    """Plans each array of a tree, and collects the errors of the leaves that cannot be planned instead of raising them.
+    """Plans each array of a tree, and collects the errors of the leaves that cannot be
+    planned instead of raising them.
 
-    `leaf_names` has the logical names of each leaf, or `None`. The rules `axes` resolve names in the mode `mode`;
-    `None` for the rules without a mode. Arrays of fewer than `min_bytes` bytes are replicated. The targets of the path
-    rules `kinds` are memory kinds.
+    `leaf_names` has the logical names of each leaf, or `None`. The rules `axes` resolve
+    names in the mode `mode`; `None` for the rules without a mode. Arrays of fewer than
+    `min_bytes` bytes are replicated. The targets of the path rules `kinds` are memory
+    kinds.
     """
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     by_path = Matcher(PathRules(()) if paths is None else paths)
     planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, kinds)
     numbers: dict[object, int] = {None: -1}
     index, errors = [], []
-    for key in _keys(flat.paths if by_path.needs_paths or kinds.needs_paths else flat.templates, flat, leaf_names):
+    for key in _keys(
+        flat.paths if by_path.needs_paths or kinds.needs_paths else flat.templates,
+        flat,
+        leaf_names,
+    ):
         number = numbers.get(key)
         if number is None:
             at = len(index)
             try:
-                number = planner.number(flat.paths[at], flat.leaves[at], leaf_names[at], flat.stacked[at])
+                number = planner.number(
+                    flat.paths[at], flat.leaves[at], leaf_names[at], flat.stacked[at]
+                )
             except (SpecError, RuleError, LeafTypeError) as error:
                 number = -2 - len(errors)
                 errors.append((flat.paths[at], error))
             numbers[key] = number
         index.append(number)
     declared = (*by_path.declared, *(() if axes is None else axes.axes))
-    return Draft(flat, mesh_spec, by_path, kinds, axes, declared, index, planner.rows, errors)
+    return Draft(
+        flat, mesh_spec, by_path, kinds, axes, declared, index, planner.rows, errors
+    )
 
 
 class _SharedRequest:
     """A request for all arrays of one rank with the same rule or names.
 
-    The mesh axes that do not divide a shape must be dropped from the request. But its axes divide most shapes, and for
-    these the spec is computed only once. Without this, planning a tree of 10,000 shapes takes 1.7 times as long.
+    The mesh axes that do not divide a shape must be dropped from the request. But its
+    axes divide most shapes, and for these the spec is computed only once. Without this,
+    planning a tree of 10,000 shapes takes 1.7 times as long.
     """
 
     def __init__(self, request: Request, rank: int, mesh: Axes):
@@ -201,8 +262,9 @@ class _SharedRequest:
 
     @ft.cached_property
     def even(self) -> tuple[Decision, tuple[int, ...]]:
-        """The spec, with its reasons, of arrays whose sizes the mesh axes divide; and for each dimension, the number
-        that must divide its size for this, such as 8 for a mesh axis of size 8.
+        """The spec, with its reasons, of arrays whose sizes the mesh axes divide; and
+        for each dimension, the number that must divide its size for this, such as 8 for
+        a mesh axis of size 8.
         """
         # Every number divides a size of 0, so correction drops no axis as indivisible.
         leaf = leaf_of((0,) * self.rank, None, self.request.units)
@@ -210,21 +272,36 @@ class _SharedRequest:
         counts = shard_counts(found.spec, self.rank, self.mesh.sizes)
         return found, tuple(map(operator.mul, counts, leaf.units))
 
-    def row(self, shape: tuple[int, ...], dtype: object, memory_kind: str | None) -> Row:
+    def row(
+        self, shape: tuple[int, ...], dtype: object, memory_kind: str | None
+    ) -> Row:
         own = self.request
         if not self.by_size_alone or any(map(operator.mod, shape, self.even[1])):
             return row_of(own, shape, dtype, self.mesh, memory_kind)
         found = self.even[0]
         reasons = own.reasons + found.reasons
-        return Row(shape, dtype, own.names, own.spec, found.spec, own.rule, reasons, memory_kind, own.units, ())
+        return Row(
+            shape,
+            dtype,
+            own.names,
+            own.spec,
+            found.spec,
+            own.rule,
+            reasons,
+            memory_kind,
+            own.units,
+            (),
+        )
 
 
 @dataclasses.dataclass
 class _Planner:
-    """The arguments of one call of `plan`, and the requests and plans of the arrays that it has planned so far.
+    """The arguments of one call of `plan`, and the requests and plans of the arrays
+    that it has planned so far.
 
-    `paths` and `kinds` are rules from paths to shardings, and to memory kinds. `shared` has the requests by rule or
-    names. `numbers` has the indices of the plans in `rows`, by rule or names, memory kind, shape and dtype.
+    `paths` and `kinds` are rules from paths to shardings, and to memory kinds. `shared`
+    has the requests by rule or names. `numbers` has the indices of the plans in `rows`,
+    by rule or names, memory kind, shape and dtype.
     """
 
     mesh: Axes
@@ -239,13 +316,24 @@ class _Planner:
     def number(self, path: str, leaf: Any, names: object, stacked: int) -> int:
         """Returns the index in `rows` of the plan of the array `leaf` at `path`.
 
-        The array is planned unless an earlier array has the same rule or names, shape, dtype and memory kind. The first
-        `stacked` dimensions of `leaf` index stacked layers.
+        The array is planned unless an earlier array has the same rule or names, shape,
+        dtype and memory kind. The first `stacked` dimensions of `leaf` index stacked
+        layers.
         """
         kind = self.kinds.first(path)
         rule = self.paths.first(path) if names is None else None
-        shape, dtype, called = tuple(leaf.shape), _dtype(leaf), rule is not None and self.paths.called[rule]
-        asks = (rule, names, len(shape), stacked, (path, shape, dtype) if called else None)
+        shape, dtype, called = (
+            tuple(leaf.shape),
+            _dtype(leaf),
+            rule is not None and self.paths.called[rule],
+        )
+        asks = (
+            rule,
+            names,
+            len(shape),
+            stacked,
+            (path, shape, dtype) if called else None,
+        )
         found = self.numbers.get((asks, kind, shape, dtype))
         if found is None:
             memory_kind = None if kind is None else self.kinds.rules[kind][1][0]
@@ -260,29 +348,46 @@ class _Planner:
             self.rows.append(row)
         return found
 
-    def request(self, path: str, leaf: Any, names: Any, number: int | None, stacked: int) -> Request:
+    def request(
+        self, path: str, leaf: Any, names: Any, number: int | None, stacked: int
+    ) -> Request:
         if names is not None:
-            return request_of_names(names, tuple(leaf.shape), "names", self.axes, self.mode)
+            return request_of_names(
+                names, tuple(leaf.shape), "names", self.axes, self.mode
+            )
         rule = None if number is None else self.paths.text(number)
         if not leaf.shape:
             return NOTHING._replace(rule=rule, reasons=(reason_for(Code.scalar, None),))
         if number is None or rule is None:
-            return NOTHING._replace(reasons=(reason_for(Code.unmatched, None, what="the array"),))
-        return request_of_target(self.paths.rules[number][1], path, leaf, rule, self.axes, self.mode, stacked)
+            return NOTHING._replace(
+                reasons=(reason_for(Code.unmatched, None, what="the array"),)
+            )
+        return request_of_target(
+            self.paths.rules[number][1], path, leaf, rule, self.axes, self.mode, stacked
+        )
 
 
-def _keys(paths: Sequence[str], flat: Flat, leaf_names: Sequence[object]) -> Iterable[Any]:
-    """Returns for each leaf a key with everything that its plan depends on; `None` for a leaf that is no array.
+def _keys(
+    paths: Sequence[str], flat: Flat, leaf_names: Sequence[object]
+) -> Iterable[Any]:
+    """Returns for each leaf a key with everything that its plan depends on; `None` for
+    a leaf that is no array.
 
-    Leaves with equal keys are planned once. `paths` has the paths of the leaves, with every digit replaced by 0 if no
-    rule can distinguish digits.
+    Leaves with equal keys are planned once. `paths` has the paths of the leaves, with
+    every digit replaced by 0 if no rule can distinguish digits.
     """
     if all(flat.is_array):
-        shapes, dtypes = [leaf.shape for leaf in flat.leaves], [leaf.dtype for leaf in flat.leaves]
+        shapes, dtypes = (
+            [leaf.shape for leaf in flat.leaves],
+            [leaf.dtype for leaf in flat.leaves],
+        )
         return zip(paths, shapes, dtypes, leaf_names, flat.stacked, strict=True)
-    columns = zip(paths, flat.leaves, leaf_names, flat.stacked, flat.is_array, strict=True)
+    columns = zip(
+        paths, flat.leaves, leaf_names, flat.stacked, flat.is_array, strict=True
+    )
     return [
-        (path, leaf.shape, leaf.dtype, names, count) if shaped else None for path, leaf, names, count, shaped in columns
+        (path, leaf.shape, leaf.dtype, names, count) if shaped else None
+        for path, leaf, names, count, shaped in columns
     ]
 
 
@@ -291,5 +396,8 @@ def _dtype(leaf: Any) -> DType:
     if not isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype
     if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:
-        raise LeafTypeError(f"a NumPy array of dtype {leaf.dtype} cannot be put on a device; take it out of the tree.")
+        raise LeafTypeError(
+            f"a NumPy array of dtype {leaf.dtype} cannot be put on a device; take it"
+            " out of the tree."
+        )
     return canonical_dtype(leaf.dtype)

@@ -1,5 +1,5 @@
-"""Plans the same arrays by the same rules on another mesh: one with other devices, or one whose axes are split into
-sub-axes.
+"""Plans the same arrays by the same rules on another mesh: one with other devices, or
+one whose axes are split into sub-axes.
 """
 
 import collections
@@ -12,7 +12,15 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._ground.reason import Code
-from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, trimmed, unreduced_kind, with_reductions
+from .._ground.spec import (
+    canonical_entry,
+    entries_at,
+    entries_of,
+    entry_axes,
+    trimmed,
+    unreduced_kind,
+    with_reductions,
+)
 from .._rules import AxisRules, resolve
 from ..topology import MeshSpec
 from .content import Content
@@ -22,17 +30,20 @@ from .shard_plan import ShardPlan
 
 
 def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
-    """Plans the same arrays by the same rules for another mesh: fewer devices after a loss, more after a recovery.
+    """Plans the same arrays by the same rules for another mesh: fewer devices after a
+    loss, more after a recovery.
 
     **Arguments:**
 
     - `plan`: any plan, such as one read back from JSON.
-    - `mesh`: the new mesh. Specs lose the axes that it lacks and the axes that no longer divide a dimension. Axes that
+    - `mesh`: the new mesh. Specs lose the axes that it lacks and the axes that no
+      longer divide a dimension. Axes that
         did not fit on the old mesh are tried again.
 
     **Returns:**
 
-    The new plan. [`shardfx.diff`][] shows the changes; `reshard(state, new_plan)` moves the arrays.
+    The new plan. [`shardfx.diff`][] shows the changes; `reshard(state, new_plan)` moves
+    the arrays.
 
     !!! Example
 
@@ -67,61 +78,90 @@ def _is_small(row: Row) -> bool:
 
 
 def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
-    """Returns the plan of an array on the mesh axes `axes`, from `row`, its plan in `content`, which is for another
-    mesh. The sharding that its rule requests stays the same, except for `changes`, new values of fields of `Request`.
+    """Returns the plan of an array on the mesh axes `axes`, from `row`, its plan in
+    `content`, which is for another mesh. The sharding that its rule requests stays the
+    same, except for `changes`, new values of fields of `Request`.
     """
-    # The reasons that the rule gave stay; the reasons from the correction to the old mesh are dropped.
-    reasons = tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
+    # The reasons that the rule gave stay; the reasons from the correction to the old
+    # mesh are dropped.
+    reasons = tuple(
+        why for why in row.reasons if why.code in (Code.scalar, Code.unmatched)
+    )
     if row.names is not None and content.axes is not None:
         reasons = resolve(row.names, content.axes, mode=content.mode).reasons
-    request = Request(row.names, row.requested, row.rule, row.units, row.strategies, reasons)
-    return row_of(request._replace(**changes), row.shape, row.dtype, axes, row.memory_kind)
+    request = Request(
+        row.names, row.requested, row.rule, row.units, row.strategies, reasons
+    )
+    return row_of(
+        request._replace(**changes), row.shape, row.dtype, axes, row.memory_kind
+    )
 
 
 def refined(content: Content, min_bytes: int) -> Content:
-    """Returns the plan on a mesh with some axes split into sub-axes, so that arrays can be sharded further.
+    """Returns the plan on a mesh with some axes split into sub-axes, so that arrays can
+    be sharded further.
 
-    A sub-axis helps if its size divides a dimension and the size of the whole axis does not. Arrays of fewer than
-    `min_bytes` bytes stay replicated.
+    A sub-axis helps if its size divides a dimension and the size of the whole axis does
+    not. Arrays of fewer than `min_bytes` bytes stay replicated.
     """
     counts = collections.Counter(content.index)
-    sub_axes = [{} if _is_small(row) else _useful_sub_axes(row, content.mesh.shape) for row in content.rows]
-    # For each mesh axis and size of a sub-axis of it, the bytes that the sub-axis saves on each device.
-    saved: dict[str, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+    sub_axes = [
+        {} if _is_small(row) else _useful_sub_axes(row, content.mesh.shape)
+        for row in content.rows
+    ]
+    # For each mesh axis and size of a sub-axis of it, the bytes that the sub-axis saves
+    # on each device.
+    saved: dict[str, collections.Counter[int]] = collections.defaultdict(
+        collections.Counter
+    )
     for number, found in enumerate(sub_axes):
         for axis, part in found.items():
-            saved[axis][part] += content.byte_counts[number][1] * (part - 1) // part * counts[number]
+            saved[axis][part] += (
+                content.byte_counts[number][1] * (part - 1) // part * counts[number]
+            )
     mesh, parts = _refined_mesh(content.mesh, saved)
     if not parts:
         return content
     sizes, rows = axes_of(mesh, min_bytes), []
     for row, useful in zip(content.rows, sub_axes, strict=True):
-        steps = tuple(dataclasses.replace(step, axes=_renamed_axes(step.axes, parts)) for step in row.strategies)
+        steps = tuple(
+            dataclasses.replace(step, axes=_renamed_axes(step.axes, parts))
+            for step in row.strategies
+        )
         requested, same = _renamed(row.requested, parts), _renamed(row.spec, parts)
         again = row_on(row, content, sizes, spec=requested, strategies=steps)
         # Only an array that can use a sub-axis may change its layout.
         stays = not useful and again.spec != same
-        rows.append(row._replace(spec=same, requested=requested, strategies=steps) if stays else again)
+        rows.append(
+            row._replace(spec=same, requested=requested, strategies=steps)
+            if stays
+            else again
+        )
     jax_mesh = None if content.jax_mesh is None else mesh.build(content.jax_mesh)
     axes = None if content.axes is None else _renamed_rules(content.axes, parts)
     return content.replaced(mesh=mesh, jax_mesh=jax_mesh, axes=axes, rows=rows)
 
 
 def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns, for each mesh axis that an array requests and does not get, the size of a sub-axis that it can use.
+    """Returns, for each mesh axis that an array requests and does not get, the size of
+    a sub-axis that it can use.
 
-    For example, a dimension of size 8 cannot be sharded over an axis of size 16, but over a sub-axis of size 8. Axes
-    without such a sub-axis are left out. `sizes` has the sizes of the mesh axes.
+    For example, a dimension of size 8 cannot be sharded over an axis of size 16, but
+    over a sub-axis of size 8. Axes without such a sub-axis are left out. `sizes` has
+    the sizes of the mesh axes.
     """
     used = {axis for entry in entries_of(row.spec) for axis in entry_axes(entry)}
     kept = entries_at(row.spec, len(row.shape))
     units = row.units or (1,) * len(row.shape)
     counts = [
-        (1 if size % unit else size // unit) // math.prod(sizes[axis] for axis in entry_axes(entry))
+        (1 if size % unit else size // unit)
+        // math.prod(sizes[axis] for axis in entry_axes(entry))
         for size, unit, entry in zip(row.shape, units, kept, strict=True)
     ]
     found: dict[str, int] = {}
-    for count, entry in zip(counts, entries_at(row.requested, len(row.shape)), strict=True):
+    for count, entry in zip(
+        counts, entries_at(row.requested, len(row.shape)), strict=True
+    ):
         for axis in entry_axes(entry):
             part = math.gcd(count, sizes.get(axis, 1))
             if axis not in used and axis not in found and part > 1:
@@ -138,26 +178,43 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
 def _refined_mesh(
     mesh: MeshSpec, saved: Mapping[str, Mapping[int, int]]
 ) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
-    """Returns the mesh with some axes split into sub-axes, and the names of the sub-axes of each split axis.
+    """Returns the mesh with some axes split into sub-axes, and the names of the
+    sub-axes of each split axis.
 
-    `saved` maps each axis to a dict from the size of a sub-axis to the bytes that it saves on each device. An axis
-    `tensor` of size 16 with a sub-axis of size 8 becomes `tensor_0` of size 8 and `tensor_1` of size 2; the order of
-    the devices does not change. Two sizes of which none divides the other, such as 4 and 6, cannot both be used: the
-    one that saves fewer bytes is reduced to a divisor that fits.
+    `saved` maps each axis to a dict from the size of a sub-axis to the bytes that it
+    saves on each device. An axis `tensor` of size 16 with a sub-axis of size 8 becomes
+    `tensor_0` of size 8 and `tensor_1` of size 2; the order of the devices does not
+    change. Two sizes of which none divides the other, such as 4 and 6, cannot both be
+    used: the one that saves fewer bytes is reduced to a divisor that fits.
     """
     parts: dict[str, tuple[str, ...]] = {}
-    for axis, size, slices in zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True):
+    for axis, size, slices in zip(
+        mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True
+    ):
         wanted = saved.get(axis, {})
-        # Divisors of `size`, each dividing the next; the ratio of two neighbours is the size of a sub-axis.
+        # Divisors of `size`, each dividing the next; the ratio of two neighbours is the
+        # size of a sub-axis.
         chain = [1, size]
         for part in sorted(wanted, key=lambda part: (-wanted[part], part)):
-            # A size that is incompatible with the chain is reduced to its largest divisor that fits. A sub-axis
-            # must lie within one slice or consist of whole slices.
-            fitting = [n for n in range(1, part + 1) if part % n == 0 and (n % slices == 0 or slices % n == 0)]
-            best = max(n for n in fitting if all(n % other == 0 or other % n == 0 for other in chain))
+            # A size that is incompatible with the chain is reduced to its largest
+            # divisor that fits. A sub-axis must lie within one slice or consist of
+            # whole slices.
+            fitting = [
+                n
+                for n in range(1, part + 1)
+                if part % n == 0 and (n % slices == 0 or slices % n == 0)
+            ]
+            best = max(
+                n
+                for n in fitting
+                if all(n % other == 0 or other % n == 0 for other in chain)
+            )
             chain = sorted({*chain, best})
         if len(chain) > 2:
-            stem, factors = axis, [large // small for small, large in itertools.pairwise(chain)]
+            stem, factors = (
+                axis,
+                [large // small for small, large in itertools.pairwise(chain)],
+            )
             while any(f"{stem}_{i}" in mesh.axis_names for i in range(len(factors))):
                 stem += "_"
             parts[axis] = tuple(f"{stem}_{i}" for i in range(len(factors)))
@@ -170,20 +227,43 @@ def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRu
         return [(name, _renamed_entry(target, parts)) for name, target in rules]
 
     modes = {mode: by_part(rules) for mode, rules in axes.modes}
-    return dataclasses.replace(axes, rules=by_part(axes.rules), modes=modes, axes=_renamed_axes(axes.axes, parts))
+    return dataclasses.replace(
+        axes,
+        rules=by_part(axes.rules),
+        modes=modes,
+        axes=_renamed_axes(axes.axes, parts),
+    )
 
 
-def _renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
-    """Returns `spec` on the mesh with split axes, in the same layout. `parts` maps a split axis to its sub-axes."""
+def _renamed(
+    spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]
+) -> PartitionSpec:
+    """Returns `spec` on the mesh with split axes, in the same layout. `parts` maps a
+    split axis to its sub-axes.
+    """
     entries = [_renamed_entry(entry, parts) for entry in entries_of(spec)]
-    unreduced, reduced = (_renamed_axes(sorted(axes), parts) for axes in (spec.unreduced, spec.reduced))
-    return trimmed(entries, with_reductions((), unreduced, reduced, unreduced_kind(spec)))
+    unreduced, reduced = (
+        _renamed_axes(sorted(axes), parts) for axes in (spec.unreduced, spec.reduced)
+    )
+    return trimmed(
+        entries, with_reductions((), unreduced, reduced, unreduced_kind(spec))
+    )
 
 
 def _renamed_entry(entry: object, parts: Mapping[str, tuple[str, ...]]) -> Any:
-    return canonical_entry(_renamed_axes(entry, parts)) if isinstance(entry, str | tuple) else entry
+    return (
+        canonical_entry(_renamed_axes(entry, parts))
+        if isinstance(entry, str | tuple)
+        else entry
+    )
 
 
-def _renamed_axes(entry: object, parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the mesh axes of an entry of a spec, with each split axis replaced by its sub-axes."""
-    return tuple(part for axis in entry_axes(entry) for part in parts.get(axis, (axis,)))
+def _renamed_axes(
+    entry: object, parts: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Returns the mesh axes of an entry of a spec, with each split axis replaced by its
+    sub-axes.
+    """
+    return tuple(
+        part for axis in entry_axes(entry) for part in parts.get(axis, (axis,))
+    )

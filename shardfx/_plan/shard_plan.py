@@ -1,4 +1,6 @@
-"""`ShardPlan`, the immutable plan that users hold, and `Target`, a tree of arrays that a loader reads from a file."""
+"""`ShardPlan`, the immutable plan that users hold, and `Target`, a tree of arrays that
+a loader reads from a file.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +11,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
+from .._ground.errors import (
+    LeafTypeError,
+    MeshError,
+    PlanMismatchError,
+    RuleError,
+    UnknownPathError,
+    check_type,
+)
 from .._ground.reason import Decision
 from .._ground.text import plural, printable
 from .._ground.tree import Flat, flatten, near_paths
@@ -22,16 +31,20 @@ from .single import decision_for, replaced, require_constrained
 
 
 class ShardPlan(eqx.Module):
-    """A plan: for every array of a tree its PartitionSpec, the reason for it, and its bytes per device.
+    """A plan: for every array of a tree its PartitionSpec, the reason for it, and its
+    bytes per device.
 
     Made by [`shardfx.plan`][].
 
-    A plan is a value: it can be printed, stored, compared, hashed, and closed over. It can be an argument of a jitted
-    function; an equal plan, such as one read back from JSON, does not cause a recompilation. It can be pickled; if it
-    has devices, the unpickling process must have devices with the same ids ([`shardfx.ShardPlan.off`][]).
+    A plan is a value: it can be printed, stored, compared, hashed, and closed over. It
+    can be an argument of a jitted function; an equal plan, such as one read back from
+    JSON, does not cause a recompilation. It can be pickled; if it has devices, the
+    unpickling process must have devices with the same ids
+    ([`shardfx.ShardPlan.off`][]).
 
-    A plan is indexed by path: `plan["layers/0/w"]` is a [`shardfx.LeafPlan`][], `"layers/0/w" in plan` says whether
-    there is such an array, `for path in plan` iterates over the paths, and `len(plan)` counts the arrays.
+    A plan is indexed by path: `plan["layers/0/w"]` is a [`shardfx.LeafPlan`][],
+    `"layers/0/w" in plan` says whether there is such an array, `for path in plan`
+    iterates over the paths, and `len(plan)` counts the arrays.
     """
 
     __module__ = "shardfx"
@@ -45,22 +58,30 @@ class ShardPlan(eqx.Module):
 
     @property
     def jax_mesh(self) -> Mesh | None:
-        """The jax Mesh of the plan's devices; `None` if the plan has no devices. See [`shardfx.ShardPlan.on`][]."""
+        """The jax Mesh of the plan's devices; `None` if the plan has no devices. See
+        [`shardfx.ShardPlan.on`][].
+        """
         return self.content.jax_mesh
 
     @property
     def axes(self) -> AxisRules | None:
-        """The rules that resolve logical names in [`shardfx.constrain`][]; `None` if the plan was made without them."""
+        """The rules that resolve logical names in [`shardfx.constrain`][]; `None` if
+        the plan was made without them.
+        """
         return self.content.axes
 
     @property
     def mode(self) -> str | None:
-        """The mode of `axes`, such as "decode", whose rules come before the others; `None` for no such rules."""
+        """The mode of `axes`, such as "decode", whose rules come before the others;
+        `None` for no such rules.
+        """
         return self.content.mode
 
     @property
     def strict(self) -> bool:
-        """Whether the plan was made with `strict=True`. Then [`shardfx.constrain`][] is strict too."""
+        """Whether the plan was made with `strict=True`. Then [`shardfx.constrain`][] is
+        strict too.
+        """
         return self.content.strict
 
     @property
@@ -70,19 +91,30 @@ class ShardPlan(eqx.Module):
 
     @property
     def specs(self) -> PyTree:
-        """The tree with a PartitionSpec at each array, and `None` at leaves that are not arrays."""
+        """The tree with a PartitionSpec at each array, and `None` at leaves that are
+        not arrays.
+        """
         return self.content.specs
 
     @property
     def shardings(self) -> PyTree:
-        """The tree with a NamedSharding at each array: on the plan's jax Mesh, or on an AbstractMesh if it has none."""
+        """The tree with a NamedSharding at each array: on the plan's jax Mesh, or on an
+        AbstractMesh if it has none.
+        """
         return self.content.shardings
 
     @property
     def structs(self) -> PyTree:
-        """The tree with a `jax.ShapeDtypeStruct` at each array, with the array's shape, dtype and planned sharding."""
+        """The tree with a `jax.ShapeDtypeStruct` at each array, with the array's shape,
+        dtype and planned sharding.
+        """
         pairs = zip(self.content.rows, self.content.row_shardings, strict=True)
-        return self.content.tree([jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=one) for row, one in pairs])
+        return self.content.tree(
+            [
+                jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=one)
+                for row, one in pairs
+            ]
+        )
 
     @property
     def bytes_total(self) -> int:
@@ -91,12 +123,16 @@ class ShardPlan(eqx.Module):
 
     @property
     def bytes_per_device(self) -> int:
-        """The bytes of the shards that each device holds; every device holds the same number."""
+        """The bytes of the shards that each device holds; every device holds the same
+        number.
+        """
         return self.content.total_bytes[1]
 
     @property
     def digest(self) -> str:
-        """The sha256 of the plan's JSON without its digest, in hex: the same on every process."""
+        """The sha256 of the plan's JSON without its digest, in hex: the same on every
+        process.
+        """
         return self.content.digest
 
     def __contains__(self, path: object) -> bool:
@@ -115,17 +151,23 @@ class ShardPlan(eqx.Module):
         known = self.content.by_path
         found = known.get(path) if isinstance(path, str) else None
         if found is None:
-            raise UnknownPathError(f"the plan has no leaf `{path}`{near_paths(str(path), known)}")
+            raise UnknownPathError(
+                f"the plan has no leaf `{path}`{near_paths(str(path), known)}"
+            )
         if self.content.path_tree.paths.count(path) > 1:
-            raise UnknownPathError(f"several leaves have the path `{path}`; read them from `plan.leaves`.")
+            raise UnknownPathError(
+                f"several leaves have the path `{path}`; read them from `plan.leaves`."
+            )
         return found
 
     def on(self, jax_mesh: Mesh) -> "ShardPlan":
-        """Returns the same plan on a mesh of devices, so that `plan.shardings` can be used with arrays.
+        """Returns the same plan on a mesh of devices, so that `plan.shardings` can be
+        used with arrays.
 
         **Arguments:**
 
-        - `jax_mesh`: a mesh with the plan's axes, sizes and axis types; `plan.mesh.build(devices)` makes one.
+        - `jax_mesh`: a mesh with the plan's axes, sizes and axis types;
+          `plan.mesh.build(devices)` makes one.
 
         **Returns:**
 
@@ -133,7 +175,8 @@ class ShardPlan(eqx.Module):
 
         **Raises:**
 
-        `PlanMismatchError` if the mesh has other axes, sizes or axis types; `MeshError` if `jax_mesh` is not a Mesh.
+        `PlanMismatchError` if the mesh has other axes, sizes or axis types; `MeshError`
+        if `jax_mesh` is not a Mesh.
         """
         fix = "make one of devices with `plan.on(plan.mesh.build(devices))`"
         check_type("jax_mesh", jax_mesh, Mesh, MeshError, fix)
@@ -141,18 +184,21 @@ class ShardPlan(eqx.Module):
         same = mesh.shape == self.mesh.shape and mesh.axis_names == self.mesh.axis_names
         if not same or mesh.axis_types != self.mesh.axis_types:
             raise PlanMismatchError(
-                f"the plan is for the mesh {self.mesh!r}, not for {mesh!r}; make the mesh with "
-                "`plan.mesh.build(devices)`, or plan again for this one. (`jax.make_mesh` makes Explicit axes, "
-                "`jax.sharding.Mesh` Auto ones.)"
+                f"the plan is for the mesh {self.mesh!r}, not for {mesh!r}; make the"
+                " mesh with `plan.mesh.build(devices)`, or plan again for this one."
+                " (`jax.make_mesh` makes Explicit axes, `jax.sharding.Mesh` Auto"
+                " ones.)"
             )
         return ShardPlan(self.content.replaced(jax_mesh=jax_mesh))
 
     def off(self) -> "ShardPlan":
-        """Returns the same plan without devices: to store, to send to another process, or to put on other devices.
+        """Returns the same plan without devices: to store, to send to another process,
+        or to put on other devices.
 
         **Returns:**
 
-        A plan with the same digest whose `jax_mesh` is `None`; [`shardfx.ShardPlan.on`][] puts it on devices.
+        A plan with the same digest whose `jax_mesh` is `None`;
+        [`shardfx.ShardPlan.on`][] puts it on devices.
 
         !!! Example
 
@@ -177,11 +223,13 @@ class ShardPlan(eqx.Module):
 
         **Arguments:**
 
-        - `plans`: plans for the same mesh, each passed by the key that its tree has in the dict.
+        - `plans`: plans for the same mesh, each passed by the key that its tree has in
+          the dict.
 
         **Returns:**
 
-        The plan of `{"params": ..., "opt": ...}` for `ShardPlan.join(params=..., opt=...)`.
+        The plan of `{"params": ..., "opt": ...}` for
+        `ShardPlan.join(params=..., opt=...)`.
 
         **Raises:**
 
@@ -194,7 +242,9 @@ class ShardPlan(eqx.Module):
             )
         for name, plan in plans.items():
             check_plan(name, plan)
-        return ShardPlan(joined_contents({name: plans[name].content for name in sorted(plans)}))
+        return ShardPlan(
+            joined_contents({name: plans[name].content for name in sorted(plans)})
+        )
 
     @overload
     def sharding(
@@ -225,31 +275,39 @@ class ShardPlan(eqx.Module):
         unmatched: Literal["raise", "replicate"] = "raise",
         explain: bool = False,
     ) -> NamedSharding | tuple[NamedSharding, Decision]:
-        """Returns the sharding of a batch or activation, for `jax.device_put`, `jax.jit` and [`shardfx.filter_jit`][].
+        """Returns the sharding of a batch or activation, for `jax.device_put`,
+        `jax.jit` and [`shardfx.filter_jit`][].
 
         [`shardfx.constrain`][] gives the same sharding to an array of this shape.
 
         **Arguments:**
 
-        - `names_or_spec`: a PartitionSpec, or logical names for the plan's `axes`, one per dimension or with `...`.
-        - `shape`: the shape of the array, to which the sharding is corrected. With `None` the sharding is for arrays of
-            any shape whose sizes it divides, and dimensions beyond the end of the names are not sharded. If a name has
-            units ([`shardfx.atomic`][]), such as attention heads, the sizes of its mesh axes must divide the number of
-            units that the plan's arrays have of it.
-        - `strict`: raise if a mesh axis would be dropped; `None` for the plan's own `strict`.
-        - `unmatched`: "raise" makes two things an error: a name without a rule, and a mesh axis of a spec that the mesh
+        - `names_or_spec`: a PartitionSpec, or logical names for the plan's `axes`, one
+          per dimension or with `...`.
+        - `shape`: the shape of the array, to which the sharding is corrected. With
+          `None` the sharding is for arrays of
+            any shape whose sizes it divides, and dimensions beyond the end of the names
+            are not sharded. If a name has units ([`shardfx.atomic`][]), such as
+            attention heads, the sizes of its mesh axes must divide the number of units
+            that the plan's arrays have of it.
+        - `strict`: raise if a mesh axis would be dropped; `None` for the plan's own
+          `strict`.
+        - `unmatched`: "raise" makes two things an error: a name without a rule, and a
+          mesh axis of a spec that the mesh
             lacks and the rules do not declare. "replicate" ignores such names and axes.
         - `explain`: return the decision as well.
 
         **Returns:**
 
-        A NamedSharding on the plan's jax Mesh if it has one, else on an AbstractMesh. With `explain=True`, a pair of
-        the sharding and the [`shardfx.Decision`][], which holds a reason for each axis that was dropped.
+        A NamedSharding on the plan's jax Mesh if it has one, else on an AbstractMesh.
+        With `explain=True`, a pair of the sharding and the [`shardfx.Decision`][],
+        which holds a reason for each axis that was dropped.
 
         **Raises:**
 
-        The errors of [`shardfx.constrain`][]. `SpecError` also for a dimension that is UNCONSTRAINED, since JAX has no
-        such sharding outside a compiled function; and where, without a shape, a shard might split a unit.
+        The errors of [`shardfx.constrain`][]. `SpecError` also for a dimension that is
+        UNCONSTRAINED, since JAX has no such sharding outside a compiled function; and
+        where, without a shape, a shard might split a unit.
 
         !!! Example
 
@@ -267,18 +325,23 @@ class ShardPlan(eqx.Module):
         """
         sizes = None if shape is None else tuple(int(size) for size in shape)
         strict = self.strict if strict is None else strict
-        found = decision_for(names_or_spec, sizes, self.content, self.mesh, strict, unmatched)
+        found = decision_for(
+            names_or_spec, sizes, self.content, self.mesh, strict, unmatched
+        )
         require_constrained(names_or_spec, found.spec)
         made = named_sharding(self.content.any_mesh, found.spec, None)
         return (made, found) if explain else made
 
     def replace(self, where: str, target: object) -> "ShardPlan":
-        """Returns the plan with another sharding for some arrays, checked and corrected as in [`shardfx.plan`][].
+        """Returns the plan with another sharding for some arrays, checked and corrected
+        as in [`shardfx.plan`][].
 
         **Arguments:**
 
-        - `where`: the path of an array; or, if no array has that path, a regex that is searched in each path.
-        - `target`: a PartitionSpec, or any other target of a rule in [`shardfx.PathRules`][].
+        - `where`: the path of an array; or, if no array has that path, a regex that is
+          searched in each path.
+        - `target`: a PartitionSpec, or any other target of a rule in
+          [`shardfx.PathRules`][].
 
         **Returns:**
 
@@ -286,8 +349,9 @@ class ShardPlan(eqx.Module):
 
         **Raises:**
 
-        `UnknownPathError` if `where` matches no array; `RuleError`, `SpecError` or `UnmatchedError` if the target
-        cannot be applied, has a mesh axis or logical name that is unknown, or does not fit and the plan is strict.
+        `UnknownPathError` if `where` matches no array; `RuleError`, `SpecError` or
+        `UnmatchedError` if the target cannot be applied, has a mesh axis or logical
+        name that is unknown, or does not fit and the plan is strict.
 
         !!! Example
 
@@ -305,7 +369,8 @@ class ShardPlan(eqx.Module):
         return ShardPlan(replaced(self.content, where, target))
 
     def select(self, regex: str) -> "ShardPlan":
-        """Returns the plan of the same tree with only the arrays whose path `regex` matches.
+        """Returns the plan of the same tree with only the arrays whose path `regex`
+        matches.
 
         **Arguments:**
 
@@ -323,12 +388,15 @@ class ShardPlan(eqx.Module):
         index = [i if pattern.search(path) else -1 for path, i in self.content.numbered]
         if max(index, default=-1) < 0:
             raise RuleError(
-                f"`select({regex!r})` matches no path of the plan; paths look like `{next(iter(self), '')}`."
+                f"`select({regex!r})` matches no path of the plan; paths look like"
+                f" `{next(iter(self), '')}`."
             )
         return ShardPlan(self.content.replaced(index=index))
 
     def to_json(self) -> str:
-        """Returns the plan as JSON text with a format version and its digest, without the devices of a jax Mesh."""
+        """Returns the plan as JSON text with a format version and its digest, without
+        the devices of a jax Mesh.
+        """
         return self.content.to_json()
 
     @staticmethod
@@ -338,26 +406,29 @@ class ShardPlan(eqx.Module):
         **Arguments:**
 
         - `text`: the JSON.
-        - `like`: the planned tree, of arrays or ShapeDtypeStructs. Without it, dicts, lists and tuples keep their
+        - `like`: the planned tree, of arrays or ShapeDtypeStructs. Without it, dicts,
+          lists and tuples keep their
             types, and nodes of other types, such as modules, become dicts.
 
         **Returns:**
 
-        A plan equal to the written one. If `like` differs from the planned tree in leaves that are not arrays (`None`
-        where the planned tree had functions, for example), it is the plan of `like`, with another digest.
+        A plan equal to the written one. If `like` differs from the planned tree in
+        leaves that are not arrays (`None` where the planned tree had functions, for
+        example), it is the plan of `like`, with another digest.
 
         **Raises:**
 
-        `PlanFormatError` if the text is truncated, of another version, or was edited into something invalid;
-        `PlanMismatchError` if `like` is another tree.
+        `PlanFormatError` if the text is truncated, of another version, or was edited
+        into something invalid; `PlanMismatchError` if `like` is another tree.
         """
         content = read_json(text)
         return ShardPlan(content if like is None else shaped_like(content, like))
 
     def __repr__(self) -> str:
         return (
-            f"ShardPlan({plural(len(self), 'array')}, mesh {self.mesh}, {self.bytes_total} bytes, "
-            f"{self.bytes_per_device} per device{'' if self.jax_mesh is None else ', on devices'})"
+            f"ShardPlan({plural(len(self), 'array')}, mesh {self.mesh},"
+            f" {self.bytes_total} bytes, {self.bytes_per_device} per"
+            f" device{'' if self.jax_mesh is None else ', on devices'})"
         )
 
     def _repr_html_(self) -> str:
@@ -367,17 +438,25 @@ class ShardPlan(eqx.Module):
 
 def check_plan(what: str, value: object) -> None:
     """Raises `LeafTypeError` unless `value`, the argument named `what`, is a plan."""
-    check_type(what, value, ShardPlan, LeafTypeError, "pass what `shardfx.plan(tree, mesh, ...)` returns")
+    check_type(
+        what,
+        value,
+        ShardPlan,
+        LeafTypeError,
+        "pass what `shardfx.plan(tree, mesh, ...)` returns",
+    )
 
 
 def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
-    """Returns the sharding of each leaf of a planned tree on the plan's devices; `None` for leaves that are not arrays.
-    Raises `PlanMismatchError` if the arrays are not the planned ones, or the plan has no devices.
+    """Returns the sharding of each leaf of a planned tree on the plan's devices; `None`
+    for leaves that are not arrays. Raises `PlanMismatchError` if the arrays are not the
+    planned ones, or the plan has no devices.
     """
     index = rows_of(plan.content, flat)
     if plan.jax_mesh is None:
         raise PlanMismatchError(
-            f"the plan is for the mesh {plan.mesh} and has no devices; use `plan.on(plan.mesh.build(jax.devices()))`."
+            f"the plan is for the mesh {plan.mesh} and has no devices; use"
+            " `plan.on(plan.mesh.build(jax.devices()))`."
         )
     table = [*plan.content.row_shardings, None]
     return [table[i] for i in index]
@@ -385,10 +464,12 @@ def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A tree of arrays to load: a ShapeDtypeStruct with a sharding for each, and the values of the other leaves.
+    """A tree of arrays to load: a ShapeDtypeStruct with a sharding for each, and the
+    values of the other leaves.
 
-    `arrays` has, for each array, its path, and a ShapeDtypeStruct or an array with a sharding. `others` has, for each
-    other leaf, its index among all leaves, its path, and its value: `None` if a plan is the source, as it holds none.
+    `arrays` has, for each array, its path, and a ShapeDtypeStruct or an array with a
+    sharding. `others` has, for each other leaf, its index among all leaves, its path,
+    and its value: `None` if a plan is the source, as it holds none.
     """
 
     arrays: list[tuple[str, Any]]
@@ -396,32 +477,54 @@ class Target:
     treedef: Any
 
     def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> PyTree:
-        """Returns the tree with `values` at its arrays, in order. `kept` maps indices of other leaves to new values."""
+        """Returns the tree with `values` at its arrays, in order. `kept` maps indices
+        of other leaves to new values.
+        """
         left = iter(values)
         others = {**{at: value for at, _, value in self.others}, **kept}
-        leaves = [others[at] if at in others else next(left) for at in range(self.treedef.num_leaves)]
+        leaves = [
+            others[at] if at in others else next(left)
+            for at in range(self.treedef.num_leaves)
+        ]
         return jax.tree.unflatten(self.treedef, leaves)
 
 
 def target_of(plan: object, what: str) -> Target:
-    """Returns the tree to load into. `plan` is a ShardPlan or a tree of ShapeDtypeStructs with shardings, else this
-    raises `PlanMismatchError`. `what` is the name of the calling function, for the message.
+    """Returns the tree to load into. `plan` is a ShardPlan or a tree of
+    ShapeDtypeStructs with shardings, else this raises `PlanMismatchError`. `what` is
+    the name of the calling function, for the message.
     """
     if isinstance(plan, ShardPlan):
         path_tree, structs = plan.content.path_tree, iter(jax.tree.leaves(plan.structs))
-        pairs, treedef = path_tree.in_order(list(plan.content.numbered)), path_tree.treedef
-        rows = [(path, next(structs) if number >= 0 else None, number >= 0) for path, number in pairs]
+        pairs, treedef = (
+            path_tree.in_order(list(plan.content.numbered)),
+            path_tree.treedef,
+        )
+        rows = [
+            (path, next(structs) if number >= 0 else None, number >= 0)
+            for path, number in pairs
+        ]
     else:
         flat = flatten(plan)
-        rows, treedef = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True)), flat.treedef
+        rows, treedef = (
+            list(zip(flat.paths, flat.leaves, flat.is_array, strict=True)),
+            flat.treedef,
+        )
         # A tree without any array is a mistake, such as a file's name.
         for path, leaf, _ in [row for row in rows if row[2]] or rows:
-            if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or leaf.sharding is None:
+            if (
+                not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
+                or leaf.sharding is None
+            ):
                 raise PlanMismatchError(
-                    f"`{what}` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s with shardings; leaf "
-                    f"`{printable(path)}` ({type(leaf).__name__}) has none. Make a plan with "
-                    "`shardfx.plan(tree, mesh, ...)`."
+                    f"`{what}` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s"
+                    f" with shardings; leaf `{printable(path)}` ({type(leaf).__name__})"
+                    " has none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
                 )
     arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]
-    others = [(at, path, leaf) for at, (path, leaf, is_array) in enumerate(rows) if not is_array]
+    others = [
+        (at, path, leaf)
+        for at, (path, leaf, is_array) in enumerate(rows)
+        if not is_array
+    ]
     return Target(arrays, others, treedef)

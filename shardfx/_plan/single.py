@@ -1,5 +1,5 @@
-"""Decides the sharding of one array under an existing plan: of a batch, of an activation, or of a planned array that
-gets another target.
+"""Decides the sharding of one array under an existing plan: of a batch, of an
+activation, or of a planned array that gets another target.
 """
 
 import math
@@ -14,11 +14,28 @@ from .._ground.reason import Code, Decision, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
 from .._ground.tree import leaves_at
-from .._rules import AxisRules, PathRules, Units, check_known, near, one_per_dim, resolve, units_of
+from .._rules import (
+    AxisRules,
+    PathRules,
+    Units,
+    check_known,
+    near,
+    one_per_dim,
+    resolve,
+    units_of,
+)
 from ..topology import MeshSpec
 from .complaints import raise_errors
 from .content import Content
-from .decide import axes_of, correct, padded_units, request_of_target, row_of, skipping, units_at
+from .decide import (
+    axes_of,
+    correct,
+    padded_units,
+    request_of_target,
+    row_of,
+    skipping,
+    units_at,
+)
 from .leaf import Row
 
 
@@ -26,28 +43,52 @@ Policy: TypeAlias = Literal["raise", "replicate"]
 
 
 def decision_for(
-    names_or_spec: Any, shape: tuple[int, ...] | None, plan: Content, mesh: MeshSpec, strict: bool, unmatched: Policy
+    names_or_spec: Any,
+    shape: tuple[int, ...] | None,
+    plan: Content,
+    mesh: MeshSpec,
+    strict: bool,
+    unmatched: Policy,
 ) -> Decision:
-    """Returns the spec of a batch or an activation under a plan, with a reason for each difference from the request.
+    """Returns the spec of a batch or an activation under a plan, with a reason for each
+    difference from the request.
 
-    `shape` is `None` for any shape that the sharding divides. Axes of the plan's mesh that `mesh` lacks, such as Manual
-    ones, are dropped without a reason. `strict` makes each reason a `SpecError`. `unmatched="raise"` makes a name
-    without a rule an `UnmatchedError`, and any other axis that the mesh lacks and no rule declares a `SpecError`.
+    `shape` is `None` for any shape that the sharding divides. Axes of the plan's mesh
+    that `mesh` lacks, such as Manual ones, are dropped without a reason. `strict` makes
+    each reason a `SpecError`. `unmatched="raise"` makes a name without a rule an
+    `UnmatchedError`, and any other axis that the mesh lacks and no rule declares a
+    `SpecError`.
     """
     if unmatched not in ("raise", "replicate"):
-        raise RuleError(f'`unmatched={unmatched!r}` is no policy for an array; use "raise" or "replicate".')
+        raise RuleError(
+            f'`unmatched={unmatched!r}` is no policy for an array; use "raise" or'
+            ' "replicate".'
+        )
     if isinstance(names_or_spec, PartitionSpec):
         asked, units = Decision(names_or_spec), None
         if shape is not None and len(entries_of(names_or_spec)) > len(shape):
-            count, rank = len(entries_of(names_or_spec)), plural(len(shape), "dimension")
-            fix = "Inside `jax.vmap` an array lacks the mapped dimension: pass `jax.vmap(..., spmd_axis_name=...)`."
-            raise SpecError(f"{names_or_spec} has {count} entries, but shape {shape} has {rank}. {fix}")
+            count, rank = (
+                len(entries_of(names_or_spec)),
+                plural(len(shape), "dimension"),
+            )
+            fix = (
+                "Inside `jax.vmap` an array lacks the mapped dimension: pass"
+                " `jax.vmap(..., spmd_axis_name=...)`."
+            )
+            raise SpecError(
+                f"{names_or_spec} has {count} entries, but shape {shape} has {rank}."
+                f" {fix}"
+            )
         named = ()
     else:
         named, asked, units = _resolved(names_or_spec, shape, plan, unmatched)
     held_back = [axis for axis in plan.mesh.axis_names if axis not in mesh.axis_names]
     entries = [
-        entry if entry is UNCONSTRAINED else tuple(axis for axis in entry_axes(entry) if axis not in held_back)
+        (
+            entry
+            if entry is UNCONSTRAINED
+            else tuple(axis for axis in entry_axes(entry) if axis not in held_back)
+        )
         for entry in entries_of(asked.spec)
     ]
     spec = trimmed(entries, asked.spec)
@@ -55,108 +96,172 @@ def decision_for(
         units = units or (1,) * len(entries_of(spec))
         if not isinstance(names_or_spec, PartitionSpec):
             _require_whole_units(tuple(names_or_spec), spec, units, plan, mesh)
-        shape = tuple(mesh.size * unit for unit in units)  # every set of mesh axes divides these sizes
+        shape = tuple(
+            mesh.size * unit for unit in units
+        )  # every set of mesh axes divides these sizes
         named = ()
     elif units is not None:
         units = units_at(named, shape, units, lambda name: _sizes_of(name, plan))
-    found = correct(spec, shape, mesh, units=None if units is None else padded_units(units, len(shape)))
+    found = correct(
+        spec,
+        shape,
+        mesh,
+        units=None if units is None else padded_units(units, len(shape)),
+    )
     if units is not None and named:
         _refuse_ambiguous_unit(named, shape, units, found.reasons, plan)
-    # `plan` has checked the rules, which may name axes of other meshes. A spec is written for this mesh.
+    # `plan` has checked the rules, which may name axes of other meshes. A spec is
+    # written for this mesh.
     if isinstance(names_or_spec, PartitionSpec) and unmatched == "raise":
         check_absent(found.reasons, mesh, plan.axes)
     reasons = (*asked.reasons, *found.reasons)
     if strict and reasons:
-        raise SpecError(f"`strict=True`, and {names_or_spec} would not shard as asked: {'; '.join(map(str, reasons))}")
+        raise SpecError(
+            f"`strict=True`, and {names_or_spec} would not shard as asked:"
+            f" {'; '.join(map(str, reasons))}"
+        )
     return Decision(found.spec, reasons)
 
 
 def _require_whole_units(
-    names: tuple[object, ...], spec: PartitionSpec, units: Units, plan: Content, mesh: MeshSpec
+    names: tuple[object, ...],
+    spec: PartitionSpec,
+    units: Units,
+    plan: Content,
+    mesh: MeshSpec,
 ) -> None:
-    """Raises `SpecError` if a shard of an array of unknown shape could split a unit of a name in `names`. The mesh axes
-    in `spec` must divide the number of units in every array of the plan with this name; there must be one.
+    """Raises `SpecError` if a shard of an array of unknown shape could split a unit of
+    a name in `names`. The mesh axes in `spec` must divide the number of units in every
+    array of the plan with this name; there must be one.
     """
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
-        axes = () if entry is UNCONSTRAINED else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
-        shards, sizes = math.prod(mesh.shape[axis] for axis in axes), _sizes_of(name, plan)
-        if unit > 1 and shards > 1 and (not sizes or any(size % (unit * shards) for size in sizes)):
+        axes = (
+            ()
+            if entry is UNCONSTRAINED
+            else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
+        )
+        shards, sizes = (
+            math.prod(mesh.shape[axis] for axis in axes),
+            _sizes_of(name, plan),
+        )
+        if (
+            unit > 1
+            and shards > 1
+            and (not sizes or any(size % (unit * shards) for size in sizes))
+        ):
             counts = " or ".join(map(str, sorted({size // unit for size in sizes})))
-            known = f"the plan's arrays have {counts}" if counts else "no array of the plan has it"
+            known = (
+                f"the plan's arrays have {counts}"
+                if counts
+                else "no array of the plan has it"
+            )
             raise SpecError(
-                f"{name!r} is made of units of {unit}, and {' x '.join(f'`{axis}`' for axis in axes)} ({shards}) may "
-                f"cut inside one: {known}. Say how large the array is: `plan.sharding(names, shape)`."
+                f"{name!r} is made of units of {unit}, and"
+                f" {' x '.join(f'`{axis}`' for axis in axes)} ({shards}) may cut inside"
+                f" one: {known}. Say how large the array is: `plan.sharding(names,"
+                " shape)`."
             )
 
 
 def _sizes_of(name: object, plan: Content) -> list[int]:
     """Returns the sizes of all dimensions with this logical name in the plan's arrays."""
-    return [size for row in plan.rows for given, size in zip(row.names or (), row.shape, strict=False) if given == name]
+    return [
+        size
+        for row in plan.rows
+        for given, size in zip(row.names or (), row.shape, strict=False)
+        if given == name
+    ]
 
 
 def _refuse_ambiguous_unit(
-    names: tuple[object, ...], shape: tuple[int, ...], units: Units, reasons: Iterable[Reason], plan: Content
+    names: tuple[object, ...],
+    shape: tuple[int, ...],
+    units: Units,
+    reasons: Iterable[Reason],
+    plan: Content,
 ) -> None:
-    """Raises `SpecError` for a dimension that a unit keeps whole, as `reasons` say, if its size may count units:
-    no array of the plan has this size by its name, and the unit does not divide it or is a later dimension's size.
+    """Raises `SpecError` for a dimension that a unit keeps whole, as `reasons` say, if
+    its size may count units: no array of the plan has this size by its name, and the
+    unit does not divide it or is a later dimension's size.
     """
-    for dim in [why.dim for why in reasons if why.code is Code.unit and why.dim is not None]:
+    for dim in [
+        why.dim for why in reasons if why.code is Code.unit and why.dim is not None
+    ]:
         name, size, unit = names[dim], shape[dim], units[dim]
         if not isinstance(name, str) or size in _sizes_of(name, plan):
             continue
         if size % unit or unit in shape[dim + 1 :]:
             raise SpecError(
-                f"dim {dim} of shape {shape} has {size} elements by the name {name!r}, which is made of units of "
-                f"{unit}, and no array of the plan has this size. If the dimension counts units, use a name without a "
-                f"unit, `axes.extend([({name + '_apart'!r}, axis)])`; if it is fused, correct the unit, or write a "
-                "PartitionSpec."
+                f"dim {dim} of shape {shape} has {size} elements by the name {name!r},"
+                f" which is made of units of {unit}, and no array of the plan has this"
+                " size. If the dimension counts units, use a name without a unit,"
+                f" `axes.extend([({name + '_apart'!r}, axis)])`; if it is fused,"
+                " correct the unit, or write a PartitionSpec."
             )
 
 
 def require_constrained(requested: object, spec: PartitionSpec) -> None:
-    """Raises `SpecError` if a dimension of `spec` is UNCONSTRAINED, since only the compiler could choose its sharding.
-    `requested` is what the user passed, for the message.
+    """Raises `SpecError` if a dimension of `spec` is UNCONSTRAINED, since only the
+    compiler could choose its sharding. `requested` is what the user passed, for the
+    message.
     """
     free = [dim for dim, entry in enumerate(entries_of(spec)) if entry is UNCONSTRAINED]
     if free:
         raise SpecError(
-            f"{requested} leaves dim {free[0]} to the compiler (UNCONSTRAINED), which no sharding at `device_put` or "
-            "at the boundary of `jit` can say; write `None` there if it is to be whole, or use `constrain` inside "
-            "the function."
+            f"{requested} leaves dim {free[0]} to the compiler (UNCONSTRAINED), which"
+            " no sharding at `device_put` or at the boundary of `jit` can say; write"
+            " `None` there if it is to be whole, or use `constrain` inside the"
+            " function."
         )
 
 
-def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | None) -> None:
-    """Raises `SpecError` if `reasons` say that a spec lost an axis that `mesh` lacks and that `axes` do not declare."""
+def check_absent(
+    reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | None
+) -> None:
+    """Raises `SpecError` if `reasons` say that a spec lost an axis that `mesh` lacks
+    and that `axes` do not declare.
+    """
     declared = () if axes is None else axes.axes
-    for axis in (axis for why in reasons if why.code is Code.absent for axis in why.axes):
+    for axis in (
+        axis for why in reasons if why.code is Code.absent for axis in why.axes
+    ):
         if axis not in declared:
             raise SpecError(
-                f"the plan's mesh {mesh} has no axis {axis!r}{near(axis, mesh.axis_names)}. Use one of its axes; if "
-                f"{axis!r} is one of other meshes, declare it with `AxisRules(..., axes=({axis!r},))`."
+                f"the plan's mesh {mesh} has no axis"
+                f" {axis!r}{near(axis, mesh.axis_names)}. Use one of its axes; if"
+                f" {axis!r} is one of other meshes, declare it with `AxisRules(...,"
+                f" axes=({axis!r},))`."
             )
 
 
 def _resolved(
     names: Any, shape: tuple[int, ...] | None, plan: Content, unmatched: Policy
 ) -> tuple[tuple[Any, ...], Decision, Units | None]:
-    """Returns an array's logical names with one entry per dimension, the spec that they resolve to, and their units.
-    `shape` is `None` if it is not known. `unmatched="raise"` makes a name without a rule an `UnmatchedError`.
+    """Returns an array's logical names with one entry per dimension, the spec that they
+    resolve to, and their units. `shape` is `None` if it is not known.
+    `unmatched="raise"` makes a name without a rule an `UnmatchedError`.
     """
     if isinstance(names, Sharding):
-        raise SpecError(f"a plan has its own mesh; pass `sharding.spec`, or use `reshard(x, sharding)`, for {names}.")
+        raise SpecError(
+            "a plan has its own mesh; pass `sharding.spec`, or use `reshard(x,"
+            f" sharding)`, for {names}."
+        )
     if plan.axes is None:
         raise RuleError(
-            f"the plan has no `axes` to resolve the names {names} with; plan with `axes=AxisRules([...])`, or "
-            "pass a PartitionSpec."
+            f"the plan has no `axes` to resolve the names {names} with; plan with"
+            " `axes=AxisRules([...])`, or pass a PartitionSpec."
         )
     if isinstance(names, tuple | list) and shape is not None:
         names = one_per_dim(names, shape)
     elif isinstance(names, tuple | list):
-        # For arrays of any rank, dimensions beyond the end of the names are not sharded anyway.
+        # For arrays of any rank, dimensions beyond the end of the names are not sharded
+        # anyway.
         names = tuple(names[:-1] if names and names[-1] is ... else names)
         if any(name is ... for name in names):
-            raise SpecError(f"which dimensions `...` stands for in {names} depends on the rank; pass `shape=`.")
+            raise SpecError(
+                f"which dimensions `...` stands for in {names} depends on the rank;"
+                " pass `shape=`."
+            )
     found = resolve(names, plan.axes, mode=plan.mode)
     if unmatched == "raise":
         check_known(names, plan.axes)
@@ -167,15 +272,21 @@ _BY_HAND = "replaced by hand"
 
 
 def replaced(content: Content, where: str, target: object) -> Content:
-    """Returns the plan with `target` for the array at `where`: a path, or a regex that is searched in each path."""
+    """Returns the plan with `target` for the array at `where`: a path, or a regex that
+    is searched in each path.
+    """
     ((_, checked),) = PathRules([(re.escape(where), target)]).rules
     is_array = [number >= 0 for number in content.index]
     paths = content.path_tree.paths
-    chosen = leaves_at(where, paths, is_array, f"`replace({where!r}, ...)`: no array of the plan")
+    chosen = leaves_at(
+        where, paths, is_array, f"`replace({where!r}, ...)`: no array of the plan"
+    )
     rows, index, errors = list(content.rows), list(content.index), []
     for at in chosen:
         try:
-            rows.append(_row(content, paths[at], content.rows[content.index[at]], checked))
+            rows.append(
+                _row(content, paths[at], content.rows[content.index[at]], checked)
+            )
         except (RuleError, SpecError, UnmatchedError) as error:
             errors.append((paths[at], error))
         index[at] = len(rows) - 1
@@ -186,9 +297,13 @@ def replaced(content: Content, where: str, target: object) -> Content:
 def _row(content: Content, path: str, row: Row, target: object) -> Row:
     mesh = content.mesh
     request = request_of_target(target, path, row, _BY_HAND, content.axes, content.mode)
-    if request.units is None and request.names is None:  # units stay indivisible under another spec
+    if (
+        request.units is None and request.names is None
+    ):  # units stay indivisible under another spec
         request = request._replace(units=row.units)
-    whole = {dim for step in row.strategies for dim in step.skip}  # another strategy skips the same dimensions
+    whole = {
+        dim for step in row.strategies for dim in step.skip
+    }  # another strategy skips the same dimensions
     request = request._replace(strategies=skipping(request.strategies, whole))
     if request.names is not None and content.axes is not None:
         check_known(request.names, content.axes)
@@ -196,5 +311,8 @@ def _row(content: Content, path: str, row: Row, target: object) -> Row:
     check_absent(made.reasons, mesh, content.axes)
     cut = [why for why in made.reasons if why.code is not Code.scalar]
     if content.strict and cut:
-        raise SpecError(f"the plan is strict, and {target} would be cut down: {'; '.join(map(str, cut))}")
+        raise SpecError(
+            f"the plan is strict, and {target} would be cut down:"
+            f" {'; '.join(map(str, cut))}"
+        )
     return made

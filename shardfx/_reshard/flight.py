@@ -1,8 +1,8 @@
-"""The execution of moves: how many arrays move at a time, in which chunks, which buffers are deleted, and the state
-after an error.
+"""The execution of moves: how many arrays move at a time, in which chunks, which
+buffers are deleted, and the state after an error.
 
-`limit_bytes` is the most bytes in one memory besides the shards of source and target; `None` for no limit. With
-`donate`, source arrays are deleted once they have been read.
+`limit_bytes` is the most bytes in one memory besides the shards of source and target;
+`None` for no limit. With `donate`, source arrays are deleted once they have been read.
 """
 
 import collections
@@ -28,8 +28,9 @@ from .shardings import labelled, leaf_name
 # The errors of a move if memory runs out, a copy fails, or another process is gone.
 _FAILURES = (RuntimeError, ValueError, TypeError, MemoryError)
 _IN_FLIGHT_BYTES = 256 << 20
-# Each program in flight holds threads of the CPU's runtime, which gives up when too many wait for each other; programs
-# that wait for other processes can block all of them.
+# Each program in flight holds threads of the CPU's runtime, which gives up when too
+# many wait for each other; programs that wait for other processes can block all of
+# them.
 _IN_FLIGHT_COUNT = 32
 _MOST_ASSEMBLED_ON_CPU = 2
 
@@ -43,15 +44,19 @@ class Job:
     **Arguments:**
 
     - `path_of`: a function from the number of an array of the target to its path.
-    - `moves`: for each move, the arrays that it moves: pairs of the number of the target's array and the source's
+    - `moves`: for each move, the arrays that it moves: pairs of the number of the
+      target's array and the source's
         array.
-    - `placements`: the NumPy arrays to put on devices. Each entry is the number of the target's array, the NumPy array,
+    - `placements`: the NumPy arrays to put on devices. Each entry is the number of the
+      target's array, the NumPy array,
         and the sharding.
-    - `assemblies`: the arrays to assemble from parts of other arrays. Each entry is the number of the target's array,
+    - `assemblies`: the arrays to assemble from parts of other arrays. Each entry is the
+      number of the target's array,
         the paths of the source's arrays, and the plan that says which parts go where.
     - `arrays`: the source's arrays that assemblies read, by path.
     - `kept`: the `id` of each array of the source that is in the result unchanged.
-    - `copies`: whether shards on CPU devices may be copied in host memory, which these devices share.
+    - `copies`: whether shards on CPU devices may be copied in host memory, which these
+      devices share.
     """
 
     path_of: Callable[[int], str]
@@ -64,25 +69,35 @@ class Job:
 
 
 def require_memory(job: Job, limit_bytes: int) -> None:
-    """Raises `MoveError` if some array of a job needs more than `limit_bytes`, even in its smallest chunks."""
+    """Raises `MoveError` if some array of a job needs more than `limit_bytes`, even in
+    its smallest chunks.
+    """
     needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
     needed += [(assembly, at, 1) for at, _, assembly in job.assemblies]
-    short = [(one.least_bytes, at, count, one) for one, at, count in needed if one.least_bytes > limit_bytes]
+    short = [
+        (one.least_bytes, at, count, one)
+        for one, at, count in needed
+        if one.least_bytes > limit_bytes
+    ]
     if not short:
         return
     need, at, _, one = max(short, key=lambda one: one[0])
     others = sum(count for _, _, count, _ in short) - 1
     raise MoveError(
-        f"{leaf_name(job.path_of(at))}, {one.dtype}{list(one.shape)}, needs {need} bytes beside its source and target, "
-        f"even in the smallest parts; `memory_limit_bytes={limit_bytes}` is too little for it"
-        f"{f' and {others} more' if others else ''}. Nothing was moved; pass `memory_limit_bytes={need}` or more."
+        f"{leaf_name(job.path_of(at))}, {one.dtype}{list(one.shape)}, needs {need}"
+        " bytes beside its source and target, even in the smallest parts;"
+        f" `memory_limit_bytes={limit_bytes}` is too little for"
+        f" it{f' and {others} more' if others else ''}. Nothing was moved; pass"
+        f" `memory_limit_bytes={need}` or more."
     )
 
 
 def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
     """Runs a job, and returns the arrays that it made, by their numbers in the target."""
     order = list(job.moves.items())
-    if donate:  # moves that shrink arrays go first, so that those that grow find the room
+    if (
+        donate
+    ):  # moves that shrink arrays go first, so that those that grow find the room
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
     at = -1
     with ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move") as pool:
@@ -107,26 +122,48 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
 
 
 class _Flight:
-    """The state of a running job, which makes the target's arrays in order, a bounded number at a time. The threads of
-    `pool` copy.
+    """The state of a running job, which makes the target's arrays in order, a bounded
+    number at a time. The threads of `pool` copy.
     """
 
-    def __init__(self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor):
+    def __init__(
+        self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor
+    ):
         self.made: dict[int, jax.Array] = {}
         self.donate, self.window = donate, Window(limit_bytes)
         self._job, self._limit_bytes, self._pool = job, limit_bytes, pool
-        # How many more times each array of the source is read. An array that is in a tree twice is moved once.
+        # How many more times each array of the source is read. An array that is in a
+        # tree twice is moved once.
         self._left = collections.Counter(
-            one for places in job.moves.values() for one in {id(leaf): None for _, leaf in places}
+            one
+            for places in job.moves.values()
+            for one in {id(leaf): None for _, leaf in places}
         )
-        self._left.update(id(job.arrays[name]) for _, names, _ in job.assemblies for name in names)
-        # An array that stays shares its buffers with the result, so no other leaf may donate it.
-        idle = (id(leaf) for move, places in job.moves.items() if move.idle for _, leaf in places)
+        self._left.update(
+            id(job.arrays[name]) for _, names, _ in job.assemblies for name in names
+        )
+        # An array that stays shares its buffers with the result, so no other leaf may
+        # donate it.
+        idle = (
+            id(leaf)
+            for move, places in job.moves.items()
+            if move.idle
+            for _, leaf in places
+        )
         self._kept = {*job.kept, *idle}
         # The array whose copies run in other threads.
-        self._started: tuple[int, tuple[str, ...], Assembly, Callable[[], jax.Array]] | None = None
+        self._started: (
+            tuple[int, tuple[str, ...], Assembly, Callable[[], jax.Array]] | None
+        ) = None
         most_bytes = max([0, *[assembly.most_bytes for *_, assembly in job.assemblies]])
-        self._context = Context(job.arrays, self._moved, limit_bytes, most_bytes, pool, LocalShards(job.arrays))
+        self._context = Context(
+            job.arrays,
+            self._moved,
+            limit_bytes,
+            most_bytes,
+            pool,
+            LocalShards(job.arrays),
+        )
 
     def _moved(self, x: object, sharding: Sharding) -> jax.Array:
         if not isinstance(x, jax.Array):
@@ -135,24 +172,35 @@ class _Flight:
         return carry_out(move, x, limit_bytes=self._limit_bytes, pool=self._pool)
 
     def move(self, move: Move, leaf: jax.Array) -> jax.Array:
-        """Moves `leaf` as `move` says. Its buffers are donated if no later move or assembly reads it."""
+        """Moves `leaf` as `move` says. Its buffers are donated if no later move or
+        assembly reads it.
+        """
         self.window.make_room(move.extra_bytes)
         self._left[id(leaf)] -= 1
-        give_up = self.donate and not self._left[id(leaf)] and id(leaf) not in self._kept
-        made = carry_out(move, leaf, donate=give_up, limit_bytes=self._limit_bytes, pool=self._pool)
-        # A copy by the host is finished when it is returned, and so is no move at all. A copy between memories needs no
-        # further memory, but too many at once would queue without bound.
+        give_up = (
+            self.donate and not self._left[id(leaf)] and id(leaf) not in self._kept
+        )
+        made = carry_out(
+            move, leaf, donate=give_up, limit_bytes=self._limit_bytes, pool=self._pool
+        )
+        # A copy by the host is finished when it is returned, and so is no move at all.
+        # A copy between memories needs no further memory, but too many at once would
+        # queue without bound.
         if not move.idle and (move.assembly is None or move.assembly.method != "host"):
-            self.window.add(made, move.target_bytes if move.how == "memory kind" else move.extra_bytes)
+            self.window.add(
+                made,
+                move.target_bytes if move.how == "memory kind" else move.extra_bytes,
+            )
             if move.how == "steps" and move.crosses_cpu:
                 self.window.drain()
         return made
 
     def assemble(self, at: int, names: tuple[str, ...], assembly: Assembly) -> None:
-        """Starts to assemble the target's array number `at` from the arrays with the paths `names`. Waits until the
-        array that was started before is finished. Waits for this one too if sources are donated, or if it is not copied
-        on CPUs. So at most two arrays are copied at a time. More would take more memory, which the kernel provides
-        slowly.
+        """Starts to assemble the target's array number `at` from the arrays with the
+        paths `names`. Waits until the array that was started before is finished. Waits
+        for this one too if sources are donated, or if it is not copied on CPUs. So at
+        most two arrays are copied at a time. More would take more memory, which the
+        kernel provides slowly.
         """
         started = at, names, assembly, start_assembly(assembly, names, self._context)
         self.finish_copies()
@@ -161,7 +209,9 @@ class _Flight:
             self.finish_copies()
 
     def finish(self) -> None:
-        """Waits for all arrays that other threads assemble. Deletes donated arrays that nothing reads any more."""
+        """Waits for all arrays that other threads assemble. Deletes donated arrays that
+        nothing reads any more.
+        """
         self.finish_copies()
         if self.donate:
             self.window.drain()
@@ -169,7 +219,9 @@ class _Flight:
                 self._give_up(leaf)
 
     def finish_copies(self) -> None:
-        """Waits for the array that other threads assemble. Deletes donated arrays that nothing reads any more."""
+        """Waits for the array that other threads assemble. Deletes donated arrays that
+        nothing reads any more.
+        """
         if self._started is None:
             return
         (at, names, assembly, there), self._started = self._started, None
@@ -178,7 +230,11 @@ class _Flight:
             made = jax.random.wrap_key_data(made, impl=jax.random.key_impl(like))
         self.made[at] = made
         if not self.donate:
-            self.window.add(made, 0, _MOST_ASSEMBLED_ON_CPU if _is_on_cpu(assembly) else _IN_FLIGHT_COUNT)
+            self.window.add(
+                made,
+                0,
+                _MOST_ASSEMBLED_ON_CPU if _is_on_cpu(assembly) else _IN_FLIGHT_COUNT,
+            )
             return
         jax.block_until_ready(made)
         for name in names:
@@ -189,7 +245,11 @@ class _Flight:
                 self._give_up(leaf)
 
     def _give_up(self, leaf: object) -> None:
-        if isinstance(leaf, jax.Array) and not self._left[id(leaf)] and id(leaf) not in self._kept:
+        if (
+            isinstance(leaf, jax.Array)
+            and not self._left[id(leaf)]
+            and id(leaf) not in self._kept
+        ):
             leaf.delete()
 
 
@@ -198,8 +258,9 @@ def _is_on_cpu(assembly: Assembly) -> bool:
 
 
 class Window:
-    """The arrays in flight: dispatched, but not yet computed by the devices. Their number is bounded, and so are the
-    bytes that computing them takes: by `limit_bytes`, or by a fixed limit if it is `None`.
+    """The arrays in flight: dispatched, but not yet computed by the devices. Their
+    number is bounded, and so are the bytes that computing them takes: by `limit_bytes`,
+    or by a fixed limit if it is `None`.
     """
 
     def __init__(self, limit_bytes: int | None):
@@ -208,8 +269,8 @@ class Window:
         self.bytes = 0
 
     def add(self, array: jax.Array, nbytes: int, most: int = _IN_FLIGHT_COUNT) -> None:
-        """Adds an array that was dispatched and takes `nbytes` to compute. Then waits for the oldest arrays until at
-        most `most` are left.
+        """Adds an array that was dispatched and takes `nbytes` to compute. Then waits
+        for the oldest arrays until at most `most` are left.
         """
         self.pending.append((array, nbytes))
         self.bytes += nbytes
@@ -217,8 +278,13 @@ class Window:
             self._wait()
 
     def make_room(self, nbytes: int) -> None:
-        """Waits until a further array, which takes `nbytes` to compute, may be in flight."""
-        while self.pending and (self.bytes + nbytes > self.limit_bytes or len(self.pending) >= _IN_FLIGHT_COUNT):
+        """Waits until a further array, which takes `nbytes` to compute, may be in
+        flight.
+        """
+        while self.pending and (
+            self.bytes + nbytes > self.limit_bytes
+            or len(self.pending) >= _IN_FLIGHT_COUNT
+        ):
             self._wait()
 
     def drain(self) -> None:
@@ -239,13 +305,22 @@ def _move_error(job: Job, at: int, flight: _Flight, error: Exception) -> MoveErr
     for done, array in flight.made.items():
         with contextlib.suppress(RuntimeError):  # it was not computed
             moved[job.path_of(done)] = jax.block_until_ready(array)
-    total = len(job.placements) + sum(map(len, job.moves.values())) + len(job.assemblies)
-    listed = ", ".join(f"`{path}`" if path else leaf_name(path) for path in list(moved)[:8])
+    total = (
+        len(job.placements) + sum(map(len, job.moves.values())) + len(job.assemblies)
+    )
+    listed = ", ".join(
+        f"`{path}`" if path else leaf_name(path) for path in list(moved)[:8]
+    )
     listed += ", ..." if len(moved) > 8 else ""
-    kept = "the sources of these were donated" if flight.donate else "the tree itself is untouched"
+    kept = (
+        "the sources of these were donated"
+        if flight.donate
+        else "the tree itself is untouched"
+    )
     return MoveError(
-        f"stopped at {leaf_name(job.path_of(at))} ({type(error).__name__}: {str(error).splitlines()[0][:300]}) after "
-        f"{len(moved)} of {total} leaves: {listed or 'none'}; {kept}, and they are in the error's `moved`.",
+        f"stopped at {leaf_name(job.path_of(at))} ({type(error).__name__}:"
+        f" {str(error).splitlines()[0][:300]}) after {len(moved)} of {total} leaves:"
+        f" {listed or 'none'}; {kept}, and they are in the error's `moved`.",
         moved,
     )
 
@@ -258,20 +333,29 @@ def carry_out(
     limit_bytes: int | None = None,
     pool: ThreadPoolExecutor | None = None,
 ) -> jax.Array:
-    """Moves one live array to exactly the sharding `move.dst`. It does not wait until the devices have computed the
-    result. If the whole array needs more than `limit_bytes`, which must be at least `move.least_bytes`, it moves in
-    chunks. The threads of `pool` copy; without it, the calling thread does.
+    """Moves one live array to exactly the sharding `move.dst`. It does not wait until
+    the devices have computed the result. If the whole array needs more than
+    `limit_bytes`, which must be at least `move.least_bytes`, it moves in chunks. The
+    threads of `pool` copy; without it, the calling thread does.
     """
     if x.dtype != move.dtype:  # typed PRNG keys: their data move
-        data = carry_out(move, jax.random.key_data(x), donate=donate, limit_bytes=limit_bytes)
+        data = carry_out(
+            move, jax.random.key_data(x), donate=donate, limit_bytes=limit_bytes
+        )
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if move.idle:
         return labelled(x, move.dst)
     if move.how == "steps":
-        return labelled(program_of(move, donate, move.chunks_within(limit_bytes))(x), move.dst)
+        return labelled(
+            program_of(move, donate, move.chunks_within(limit_bytes))(x), move.dst
+        )
     if move.assembly is not None:
-        return labelled(_assembled(move, move.assembly, x, donate, limit_bytes, pool), move.dst)
-    if not move.dst.addressable_devices:  # JAX's own device_put asserts that it has something to put
+        return labelled(
+            _assembled(move, move.assembly, x, donate, limit_bytes, pool), move.dst
+        )
+    if (
+        not move.dst.addressable_devices
+    ):  # JAX's own device_put asserts that it has something to put
         return labelled(x, move.dst)
     result = jax.device_put(x, move.dst)
     if donate:  # JAX itself cannot donate across memory kinds; the copy keeps what it reads until it is done
@@ -280,17 +364,36 @@ def carry_out(
 
 
 def _assembled(
-    move: Move, assembly: Assembly, x: jax.Array, donate: bool, limit_bytes: int | None, pool: ThreadPoolExecutor | None
+    move: Move,
+    assembly: Assembly,
+    x: jax.Array,
+    donate: bool,
+    limit_bytes: int | None,
+    pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    if x.weak_type and not move.lost and all(end.is_fully_addressable for end in (move.src, move.dst)):
-        return jax.device_put(x, move.dst, donate=donate)  # an array assembled from shards has no weak type
+    if (
+        x.weak_type
+        and not move.lost
+        and all(end.is_fully_addressable for end in (move.src, move.dst))
+    ):
+        return jax.device_put(
+            x, move.dst, donate=donate
+        )  # an array assembled from shards has no weak type
     is_copied = assembly.method == "host"
-    shards = LocalShards({"": x}, keeps_replicas=is_copied and (donate or bool(move.lost)))
+    shards = LocalShards(
+        {"": x}, keeps_replicas=is_copied and (donate or bool(move.lost))
+    )
     if donate and is_copied and not assembly.is_remote:
-        return assemble_and_delete(assembly.struct, assembly.targets, assembly.host_copies, shards, pool)
+        return assemble_and_delete(
+            assembly.struct, assembly.targets, assembly.host_copies, shards, pool
+        )
     if not is_copied and limit_bytes is not None:
         limit_bytes -= move.copy_bytes
-    made = start_assembly(assembly, ("",), Context({"": x}, None, limit_bytes, assembly.most_bytes, pool, shards))()
+    made = start_assembly(
+        assembly,
+        ("",),
+        Context({"": x}, None, limit_bytes, assembly.most_bytes, pool, shards),
+    )()
     if donate:
         jax.block_until_ready(made)
         x.delete()

@@ -1,8 +1,10 @@
-"""`map_matrices`: applies a function to each whole matrix of a tree of sharded matrices, on one owner device each.
+"""`map_matrices`: applies a function to each whole matrix of a tree of sharded
+matrices, on one owner device each.
 
-Each device sends one row of elements to each owner: its shards of the owner's matrices, concatenated. An owner
-therefore receives one row from each device. The same columns of all rows hold the shards of one matrix. A *stack*
-is the matrices of equal shape, dtype and sharding.
+Each device sends one row of elements to each owner: its shards of the owner's matrices,
+concatenated. An owner therefore receives one row from each device. The same columns of
+all rows hold the shards of one matrix. A *stack* is the matrices of equal shape, dtype
+and sharding.
 """
 
 import dataclasses
@@ -29,7 +31,8 @@ from .traced import move_traced
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MappedMatrices:
-    """The function that [`shardfx.map_matrices`][] returns, from a tree to a tree of the same structure.
+    """The function that [`shardfx.map_matrices`][] returns, from a tree to a tree of
+    the same structure.
 
     **Arguments:**
 
@@ -44,18 +47,27 @@ class MappedMatrices:
     _state: Callable[[Any], Any] | None
 
     def __call__(self, tree: object, states: PyTree = None) -> PyTree:
-        """Returns the tree with the mapped function applied to every matrix. If `map_matrices` was given a `state`,
-        the call takes the states of all matrices too, as `init` returns them, and returns the tree and the new states.
+        """Returns the tree with the mapped function applied to every matrix. If
+        `map_matrices` was given a `state`, the call takes the states of all matrices
+        too, as `init` returns them, and returns the tree and the new states.
         """
         flat = flatten(tree)
         rows_of(self.plan.content, flat)
-        leaves, places = [*flat.leaves], [at for at, is_array in enumerate(flat.is_array) if is_array]
+        leaves, places = (
+            [*flat.leaves],
+            [at for at, is_array in enumerate(flat.is_array) if is_array],
+        )
         mesh = _mesh_of(self.plan, [leaves[at] for at in places])
         new_states = {}
         for at, other in self._others.items():
-            leaves[places[at]] = leaves[places[at]] if other is None else other(leaves[places[at]])
+            leaves[places[at]] = (
+                leaves[places[at]] if other is None else other(leaves[places[at]])
+            )
         for exchange in self.exchanges:
-            own = {one.name: None if self._state is None else states[one.name] for one in exchange.stacks}
+            own = {
+                one.name: None if self._state is None else states[one.name]
+                for one in exchange.stacks
+            }
             arrays = [leaves[places[part.at]] for part in exchange.arrays]
             results, kept = _map_exchange(self._fn, exchange, arrays, own, mesh)
             new_states |= kept
@@ -65,31 +77,49 @@ class MappedMatrices:
         return result if self._state is None else (result, new_states)
 
     def init(self) -> dict[str, Any]:
-        """Returns the initial states of all matrices, made by the function that `map_matrices` took as `state`.
+        """Returns the initial states of all matrices, made by the function that
+        `map_matrices` took as `state`.
 
-        A stack has the matrices of one shape, dtype and sharding. The dict maps the name of each stack to the states of
-        its matrices, stacked along a new first dimension. Where this object is `mapped`, the owner devices make them
-        by `jax.jit(mapped.init, out_shardings=mapped.states.shardings)()`. Raises `LeafTypeError` if `map_matrices` was
-        given no `state`.
+        A stack has the matrices of one shape, dtype and sharding. The dict maps the
+        name of each stack to the states of its matrices, stacked along a new first
+        dimension. Where this object is `mapped`, the owner devices make them by
+        `jax.jit(mapped.init, out_shardings=mapped.states.shardings)()`. Raises
+        `LeafTypeError` if `map_matrices` was given no `state`.
         """
         if self._state is None:
-            raise LeafTypeError("these matrices have no states; pass `map_matrices(..., state=init)`.")
+            raise LeafTypeError(
+                "these matrices have no states; pass `map_matrices(..., state=init)`."
+            )
         init, made = self._state, {}
         for exchange, number, stack in self._stacks():
-            slots, first = exchange.starts(number).size * exchange.size(exchange.lead_axes), stack.arrays[0]
-            made[stack.name] = jax.vmap(lambda _, one=first: init(jnp.zeros(one.matrix, one.dtype)))(jnp.zeros(slots))
+            slots, first = (
+                exchange.starts(number).size * exchange.size(exchange.lead_axes),
+                stack.arrays[0],
+            )
+            made[stack.name] = jax.vmap(
+                lambda _, one=first: init(jnp.zeros(one.matrix, one.dtype))
+            )(jnp.zeros(slots))
         return made
 
     @property
     def states(self) -> ShardPlan:
-        """The plan of the states that `init` returns. Each state is on the owner device of its matrix."""
+        """The plan of the states that `init` returns. Each state is on the owner device
+        of its matrix.
+        """
         shapes = jax.eval_shape(self.init)
         mesh = self.plan.mesh if self.plan.jax_mesh is None else self.plan.jax_mesh
-        rules = [(f"^{one.name}(/|$)", PartitionSpec((*by.lead_axes, *by.axes))) for by, _, one in self._stacks()]
+        rules = [
+            (f"^{one.name}(/|$)", PartitionSpec((*by.lead_axes, *by.axes)))
+            for by, _, one in self._stacks()
+        ]
         return plan_of(shapes, mesh, paths=PathRules(rules), strict=True)
 
     def _stacks(self) -> list[tuple[OwnerExchange, int, Stack]]:
-        return [(by, number, one) for by in self.exchanges for number, one in enumerate(by.stacks)]
+        return [
+            (by, number, one)
+            for by in self.exchanges
+            for number, one in enumerate(by.stacks)
+        ]
 
 
 def map_matrices(
@@ -101,36 +131,46 @@ def map_matrices(
     state: Callable[[Any], Any] | None = None,
     memory_limit_bytes: int | None = None,
 ) -> MappedMatrices:
-    """A function that applies `fn` to every whole matrix of a tree, each on one device, for use inside a jitted step.
+    """A function that applies `fn` to every whole matrix of a tree, each on one device,
+    for use inside a jitted step.
 
-    Muon, Shampoo and clipping by a spectral norm compute on whole matrices. If the matrices are sharded, XLA gathers
-    every matrix on every device, and each device computes all of them. This function sends each matrix to one owner
-    device by an all-to-all. The owners compute about equally much, since large matrices are assigned first. Another
-    all-to-all sends the results back. Matrices of different shapes and shardings share an all-to-all if that sends
-    fewer bytes.
+    Muon, Shampoo and clipping by a spectral norm compute on whole matrices. If the
+    matrices are sharded, XLA gathers every matrix on every device, and each device
+    computes all of them. This function sends each matrix to one owner device by an
+    all-to-all. The owners compute about equally much, since large matrices are assigned
+    first. Another all-to-all sends the results back. Matrices of different shapes and
+    shardings share an all-to-all if that sends fewer bytes.
 
-    Arguments and results have the plan's shardings. An array of two dimensions is a matrix. Leading dimensions count
-    matrices if the plan's names call them layers, stages, blocks or experts. Vectors and scalars stay unchanged. No
-    matrix is divided: if there are fewer matrices than owners, some owners have none.
+    Arguments and results have the plan's shardings. An array of two dimensions is a
+    matrix. Leading dimensions count matrices if the plan's names call them layers,
+    stages, blocks or experts. Vectors and scalars stay unchanged. No matrix is divided:
+    if there are fewer matrices than owners, some owners have none.
 
-    A [`shardfx.TreeMap`][] named `map` can split arrays that concatenate several matrices (q, k and v in one). With
-    `mapped` for a plan of the split tree, call `map.inverse().apply(mapped(map.apply(tree)), like=tree)`.
+    A [`shardfx.TreeMap`][] named `map` can split arrays that concatenate several
+    matrices (q, k and v in one). With `mapped` for a plan of the split tree, call
+    `map.inverse().apply(mapped(map.apply(tree)), like=tree)`.
 
     **Arguments:**
 
-    - `fn`: a function from a matrix to a matrix of the same shape and dtype; with `state`, from a matrix and its state
+    - `fn`: a function from a matrix to a matrix of the same shape and dtype; with
+      `state`, from a matrix and its state
         to a matrix and a state.
     - `plan`: the plan of the tree.
-    - `over`: the mesh axes along which matrices are spread over owner devices. By default these are all axes that shard
+    - `over`: the mesh axes along which matrices are spread over owner devices. By
+      default these are all axes that shard
         a matrix, and the axes of the logical name "batch".
-    - `where`: a dict from regexes to values. The first regex that matches a part of an array's path decides. The value
-        `(many, rows)` says that the first `many` dimensions count matrices, the next `rows` dimensions are rows, and
-        the others are columns. A value that is a function is applied to the whole array, and must keep the sharding.
-        `None` leaves the array unchanged.
-    - `state`: a function from a matrix to its initial state. `map_matrices` then returns a function that takes a tree
-        and the states, and returns both. Its `.init()` makes the states, and its `.states` is their plan. Each state
-        stays on the owner device of its matrix.
-    - `memory_limit_bytes`: the most bytes per device for the elements that it sends and receives at a time and for one
+    - `where`: a dict from regexes to values. The first regex that matches a part of an
+      array's path decides. The value
+        `(many, rows)` says that the first `many` dimensions count matrices, the next
+        `rows` dimensions are rows, and the others are columns. A value that is a
+        function is applied to the whole array, and must keep the sharding. `None`
+        leaves the array unchanged.
+    - `state`: a function from a matrix to its initial state. `map_matrices` then
+      returns a function that takes a tree
+        and the states, and returns both. Its `.init()` makes the states, and its
+        `.states` is their plan. Each state stays on the owner device of its matrix.
+    - `memory_limit_bytes`: the most bytes per device for the elements that it sends and
+      receives at a time and for one
         whole matrix. A low limit takes more all-to-alls.
 
     **Returns:**
@@ -139,9 +179,10 @@ def map_matrices(
 
     **Raises:**
 
-    `SpecError` for an array of more than two dimensions if neither `where` nor its names say which of them count
-    matrices; `LeafTypeError` for matrices of integers or of complex numbers; `RuleError` for a regex that decides about
-    no array; `MoveError` if `memory_limit_bytes` is too low for some matrix. The returned function raises
+    `SpecError` for an array of more than two dimensions if neither `where` nor its
+    names say which of them count matrices; `LeafTypeError` for matrices of integers or
+    of complex numbers; `RuleError` for a regex that decides about no array; `MoveError`
+    if `memory_limit_bytes` is too low for some matrix. The returned function raises
     `PlanMismatchError` for a tree that is not the plan's.
 
     !!! Example
@@ -166,10 +207,14 @@ def map_matrices(
 
 
 def _mesh_of(plan: ShardPlan, arrays: Sequence[object]) -> Any:
-    """The mesh of the first of `arrays` whose type has a mesh with Explicit axes. If there is none, the plan's mesh."""
+    """The mesh of the first of `arrays` whose type has a mesh with Explicit axes. If
+    there is none, the plan's mesh.
+    """
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
-        if not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types):
+        if not mesh.empty and any(
+            kind == AxisType.Explicit for kind in mesh.axis_types
+        ):
             return mesh
     return plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh
 
@@ -180,35 +225,59 @@ def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
 
 
 def _map_exchange(
-    fn: Callable[..., object], exchange: OwnerExchange, arrays: Sequence[Any], states: PyTree, mesh: Any
+    fn: Callable[..., object],
+    exchange: OwnerExchange,
+    arrays: Sequence[Any],
+    states: PyTree,
+    mesh: Any,
 ) -> tuple[list[Any], Any]:
-    """Applies `fn` to the matrices in `arrays`, which one all-to-all sends. `states` has the states of each stack by
-    the stack's name, `None` for a stack without states. `mesh` is the mesh of the arrays. Returns the results and the
-    new states.
+    """Applies `fn` to the matrices in `arrays`, which one all-to-all sends. `states`
+    has the states of each stack by the stack's name, `None` for a stack without states.
+    `mesh` is the mesh of the arrays. Returns the results and the new states.
     """
     parts = exchange.arrays
     here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
     specs = [part.spec(part.sent_entries) for part in parts]
     there = [NamedSharding(mesh, spec) for spec in specs]
-    whole = [jnp.reshape(one, (*part.many, *part.rest)) for one, part in zip(arrays, parts, strict=True)]
+    whole = [
+        jnp.reshape(one, (*part.many, *part.rest))
+        for one, part in zip(arrays, parts, strict=True)
+    ]
 
     def run(arrays: list[Any], states: dict[str, object]) -> Any:
         held, made = exchanged(exchange, packed(exchange, arrays)), {}
         for number, stack in enumerate(exchange.stacks):
-            held, made[stack.name] = _scan(fn, exchange, number, held, states[stack.name])
+            held, made[stack.name] = _scan(
+                fn, exchange, number, held, states[stack.name]
+            )
         return unpacked(exchange, exchanged(exchange, held)), made
 
     owners = PartitionSpec((*exchange.lead_axes, *exchange.axes))
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs, owners), out_specs=(specs, owners), check_vma=False)
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(specs, owners),
+        out_specs=(specs, owners),
+        check_vma=False,
+    )
     results, states = mapped([*map(_moved, whole, here, there)], states)
     back = map(_moved, results, there, here)
-    return [jnp.reshape(one, array.shape) for one, array in zip(back, arrays, strict=True)], states
+    return [
+        jnp.reshape(one, array.shape) for one, array in zip(back, arrays, strict=True)
+    ], states
 
 
-def _scan(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
-    """Applies `fn` to each matrix of the stack `number` that this device owns. `owned` has the rows that the device
-    received, and `states` the states of these matrices, if any. Returns the rows with the results in the place of the
-    matrices, and the new states.
+def _scan(
+    fn: Callable[..., Any],
+    exchange: OwnerExchange,
+    number: int,
+    owned: Any,
+    states: PyTree,
+) -> tuple[Any, Any]:
+    """Applies `fn` to each matrix of the stack `number` that this device owns. `owned`
+    has the rows that the device received, and `states` the states of these matrices, if
+    any. Returns the rows with the results in the place of the matrices, and the new
+    states.
     """
     starts, stack = exchange.starts(number), exchange.stacks[number]
 
@@ -226,31 +295,52 @@ def _scan(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: A
             )
             if not eqx.tree_equal(wanted, found):
                 raise LeafTypeError(
-                    f"`fn` makes {found} of {wanted}, each a shape and a dtype; return the same shapes, dtypes and "
-                    "structure, for example with `.astype(matrix.dtype)`."
+                    f"`fn` makes {found} of {wanted}, each a shape and a dtype; return"
+                    " the same shapes, dtypes and structure, for example with"
+                    " `.astype(matrix.dtype)`."
                 )
             made, new = (made, None) if state is None else made
-            return jax.lax.dynamic_update_slice_in_dim(owned, split(exchange, stack, made), start, axis=1), new
+            return (
+                jax.lax.dynamic_update_slice_in_dim(
+                    owned, split(exchange, stack, made), start, axis=1
+                ),
+                new,
+            )
 
         # `fn` does not run for a slot without a matrix.
-        return called() if starts.min() >= 0 else jax.lax.cond(start >= 0, called, lambda: (owned, state))
+        return (
+            called()
+            if starts.min() >= 0
+            else jax.lax.cond(start >= 0, called, lambda: (owned, state))
+        )
 
     is_same = (starts == starts[0]).all()
-    row = jnp.asarray(starts[0]) if is_same else jnp.asarray(starts)[jax.lax.axis_index(exchange.axes)]
+    row = (
+        jnp.asarray(starts[0])
+        if is_same
+        else jnp.asarray(starts)[jax.lax.axis_index(exchange.axes)]
+    )
     return jax.lax.scan(turn, owned, (row, states))
 
 
 def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
-    """The rows that one device sends in the all-to-all, one row for each owner. `arrays` are the device's shards. A row
-    holds the shards of all matrices of that owner, one after the other, and zeros up to the length of the longest row.
+    """The rows that one device sends in the all-to-all, one row for each owner.
+    `arrays` are the device's shards. A row holds the shards of all matrices of that
+    owner, one after the other, and zeros up to the length of the longest row.
     """
     column, unit = iter(arrays), exchange.unit
     shards = [
-        jnp.concatenate([next(column).reshape(-1, *one.shard_shape) for _ in one.arrays]) for one in exchange.stacks
+        jnp.concatenate(
+            [next(column).reshape(-1, *one.shard_shape) for _ in one.arrays]
+        )
+        for one in exchange.stacks
     ]
     made, order = [], []
     for owners, held in _owner_groups(exchange):
-        blocks = [_rows(shards[at], own.ravel()).reshape(len(owners), -1, *unit) for at, own in held]
+        blocks = [
+            _rows(shards[at], own.ravel()).reshape(len(owners), -1, *unit)
+            for at, own in held
+        ]
         left = exchange.width - sum(block.shape[1] for block in blocks)
         blocks.append(jnp.zeros((len(owners), left, *unit), shards[0].dtype))
         made.append(jnp.concatenate(blocks, axis=1))
@@ -259,38 +349,61 @@ def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
-    """The shards of all arrays on a device, from the rows that the owner devices send back. The inverse of `packed`."""
+    """The shards of all arrays on a device, from the rows that the owner devices send
+    back. The inverse of `packed`.
+    """
     shards: list[list[jax.Array]] = [[] for _ in exchange.stacks]
     order: list[list[int]] = [[] for _ in exchange.stacks]
     for owners, held in _owner_groups(exchange):
         ends = np.cumsum([own.shape[1] * exchange.stacks[at].width for at, own in held])
         blocks = jnp.split(_rows(rows, owners), ends.tolist(), axis=1)
-        for (at, own), block in zip(held, blocks, strict=False):  # the last one is padding
+        for (at, own), block in zip(
+            held, blocks, strict=False
+        ):  # the last one is padding
             shards[at].append(block.reshape(own.size, *exchange.stacks[at].shard_shape))
             order[at] += own.ravel().tolist()
     made = []
     for stack, own, numbers in zip(exchange.stacks, shards, order, strict=True):
-        shapes = [(part.many[0] // exchange.size(part.lead_axes), *part.many[1:]) for part in stack.arrays]
+        shapes = [
+            (part.many[0] // exchange.size(part.lead_axes), *part.many[1:])
+            for part in stack.arrays
+        ]
         ends = np.cumsum([*map(math.prod, shapes)])[:-1].tolist()
         parts = jnp.split(_rows(jnp.concatenate(own), np.argsort(numbers)), ends)
-        made += [one.reshape(*shape, *stack.shard_shape) for one, shape in zip(parts, shapes, strict=True)]
+        made += [
+            one.reshape(*shape, *stack.shard_shape)
+            for one, shape in zip(parts, shapes, strict=True)
+        ]
     return made
 
 
-def _owner_groups(exchange: OwnerExchange) -> Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]]:
+def _owner_groups(
+    exchange: OwnerExchange,
+) -> Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]]:
     """Groups the owner devices that own equally many matrices of each stack.
 
-    For each group it yields the numbers of its owners and a list with an entry for each stack: the number of the stack,
-    and an array of shape `(owners, matrices)` with the indices in the stack of the matrices that each owner has.
+    For each group it yields the numbers of its owners and a list with an entry for each
+    stack: the number of the stack, and an array of shape `(owners, matrices)` with the
+    indices in the stack of the matrices that each owner has.
     """
     stacks_of = lambda owner: tuple(stack for stack, _ in exchange.owned[owner])
     for stacks, owners in together(range(len(exchange.owned)), stacks_of).items():
-        held = np.array([exchange.owned[owner] for owner in owners], int).reshape(len(owners), -1, 2)
-        yield np.array(owners), [(stack, held[:, held[0, :, 0] == stack, 1]) for stack in dict.fromkeys(stacks)]
+        held = np.array([exchange.owned[owner] for owner in owners], int).reshape(
+            len(owners), -1, 2
+        )
+        yield (
+            np.array(owners),
+            [
+                (stack, held[:, held[0, :, 0] == stack, 1])
+                for stack in dict.fromkeys(stacks)
+            ],
+        )
 
 
 def _rows(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
-    """The rows of the array `rows` at the indices `numbers`: by a slice if these are consecutive, else by a gather."""
+    """The rows of the array `rows` at the indices `numbers`: by a slice if these are
+    consecutive, else by a gather.
+    """
     first, count = int(numbers[0]), len(numbers)
     if not np.array_equal(numbers, np.arange(first, first + count)):
         return rows[numbers]
@@ -298,39 +411,63 @@ def _rows(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
 
 
 def exchanged(exchange: OwnerExchange, rows: jax.Array) -> jax.Array:
-    """The rows that a device has after an all-to-all of `rows`, in which row `i` goes to owner device `i`."""
-    return jax.lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True) if len(exchange.owned) > 1 else rows
+    """The rows that a device has after an all-to-all of `rows`, in which row `i` goes
+    to owner device `i`.
+    """
+    return (
+        jax.lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True)
+        if len(exchange.owned) > 1
+        else rows
+    )
 
 
 def assembled(exchange: OwnerExchange, stack: Stack, shards: jax.Array) -> jax.Array:
-    """A whole matrix of `stack`, from the shards that its owner received from all devices: the inverse of `split`."""
+    """A whole matrix of `stack`, from the shards that its owner received from all
+    devices: the inverse of `split`.
+    """
     every, grid, order = _grid(exchange, stack)
     # Of the replicas of a shard, the first one is taken.
-    shards = shards.reshape(*every, *stack.shard_shape)[tuple(slice(size) for size in grid)]
+    shards = shards.reshape(*every, *stack.shard_shape)[
+        tuple(slice(size) for size in grid)
+    ]
     return shards.transpose(order).reshape(stack.arrays[0].matrix)
 
 
 def split(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array:
-    """The shards of a whole matrix of `stack`, as one row for each device: the inverse of `assembled`."""
+    """The shards of a whole matrix of `stack`, as one row for each device: the inverse
+    of `assembled`.
+    """
     every, grid, order = _grid(exchange, stack)
-    shards = matrix.reshape([(*grid, *stack.shard_shape)[at] for at in order]).transpose(np.argsort(order))
+    shards = matrix.reshape(
+        [(*grid, *stack.shard_shape)[at] for at in order]
+    ).transpose(np.argsort(order))
     shards = jnp.broadcast_to(shards, (*every, *stack.shard_shape))
     return shards.reshape(len(exchange.owned), -1, *exchange.unit)
 
 
-def _grid(exchange: OwnerExchange, stack: Stack) -> tuple[list[int], list[int], list[int]]:
-    """Says how the shards of a matrix of `stack`, one from each device, form the matrix. Returns three lists:
+def _grid(
+    exchange: OwnerExchange, stack: Stack
+) -> tuple[list[int], list[int], list[int]]:
+    """Says how the shards of a matrix of `stack`, one from each device, form the
+    matrix. Returns three lists:
 
-    1. The size of each mesh axis along which owner devices lie. The shards are first reshaped to these sizes, followed
+    1. The size of each mesh axis along which owner devices lie. The shards are first
+       reshaped to these sizes, followed
         by the shape of a shard.
-    2. How many shards to keep along each of these axes: its size, or 1 if the axis does not shard the matrix. All
+    2. How many shards to keep along each of these axes: its size, or 1 if the axis does
+       not shard the matrix. All
         devices along such an axis have the same shard.
-    3. The order of dimensions for `transpose`. It brings the mesh axes that shard a dimension in front of this
+    3. The order of dimensions for `transpose`. It brings the mesh axes that shard a
+       dimension in front of this
         dimension, so that a last reshape gives the matrix.
     """
     axes, entries = exchange.axes, stack.arrays[0].sent_entries
     used = {axis for own in entries for axis in own}
     every = [exchange.sizes[axis] for axis in axes]
     grid = [size if axis in used else 1 for axis, size in zip(axes, every, strict=True)]
-    order = [at for dim, own in enumerate(entries) for at in (*map(axes.index, own), len(axes) + dim)]
+    order = [
+        at
+        for dim, own in enumerate(entries)
+        for at in (*map(axes.index, own), len(axes) + dim)
+    ]
     return every, grid, [at for at in range(len(axes)) if at not in order] + order

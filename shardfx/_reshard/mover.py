@@ -1,7 +1,9 @@
-"""`reshard`: the move of a tree of arrays, from its arguments to a job that the execution runs.
+"""`reshard`: the move of a tree of arrays, from its arguments to a job that the
+execution runs.
 
-Three arguments recur. `lost` are devices whose shards are not to be read. `copies` says whether shards on CPU devices
-may be copied in host memory, which these devices share. `path_of` returns the path of the leaf with a given number.
+Three arguments recur. `lost` are devices whose shards are not to be read. `copies` says
+whether shards on CPU devices may be copied in host memory, which these devices share.
+`path_of` returns the path of the leaf with a given number.
 """
 
 import contextlib
@@ -20,14 +22,28 @@ from jaxtyping import PyTree
 
 from .._convert import TreeMap
 from .._ground.boxes import volume
-from .._ground.errors import LeafTypeError, MapError, MeshError, MoveError, PlanMismatchError, check_type
+from .._ground.errors import (
+    LeafTypeError,
+    MapError,
+    MeshError,
+    MoveError,
+    PlanMismatchError,
+    check_type,
+)
 from .._ground.processes import coordination, exchanged
 from .._ground.tree import Flat, flatten
 from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
 from .flight import Job, require_memory, run_job
 from .move import Move, balanced, move_of
 from .pieces.assembly import MovedLeaf, TargetArray, target_arrays
-from .shardings import has_devices, is_array, named, naming, require_movable, require_reduced
+from .shardings import (
+    has_devices,
+    is_array,
+    named,
+    naming,
+    require_movable,
+    require_reduced,
+)
 from .traced import move_traced_leaves
 
 
@@ -35,8 +51,9 @@ T = TypeVar("T")
 
 
 class MoveOptions(TypedDict, total=False):
-    """The keyword arguments of `reshard`. `src` has the shardings of traced arrays. `memory_limit_bytes` bounds the
-    bytes besides the shards of source and target. With `donate`, the source's arrays are deleted once they are read.
+    """The keyword arguments of `reshard`. `src` has the shardings of traced arrays.
+    `memory_limit_bytes` bounds the bytes besides the shards of source and target. With
+    `donate`, the source's arrays are deleted once they are read.
     """
 
     src: Any
@@ -46,15 +63,21 @@ class MoveOptions(TypedDict, total=False):
 
 
 @overload
-def reshard(tree: Any, dst: Any, *, map: TreeMap, **options: Unpack[MoveOptions]) -> Any: ...
+def reshard(
+    tree: Any, dst: Any, *, map: TreeMap, **options: Unpack[MoveOptions]
+) -> Any: ...
 
 
 @overload
-def reshard(tree: np.ndarray, dst: Any, *, map: None = None, **options: Unpack[MoveOptions]) -> jax.Array: ...
+def reshard(
+    tree: np.ndarray, dst: Any, *, map: None = None, **options: Unpack[MoveOptions]
+) -> jax.Array: ...
 
 
 @overload
-def reshard(tree: T, dst: Any, *, map: None = None, **options: Unpack[MoveOptions]) -> T: ...
+def reshard(
+    tree: T, dst: Any, *, map: None = None, **options: Unpack[MoveOptions]
+) -> T: ...
 
 
 def reshard(
@@ -67,50 +90,67 @@ def reshard(
     donate: bool = False,
     lost: Iterable[object] = (),
 ) -> PyTree:
-    """Moves the arrays of a tree to other shardings: other specs, meshes, devices, processes or memory.
+    """Moves the arrays of a tree to other shardings: other specs, meshes, devices,
+    processes or memory.
 
-    Live arrays move in groups: all leaves of one shape, dtype and pair of shardings (before and after) share a program.
-    Leaves that already have their sharding are not touched. The bytes of arrays that devices have yet to compute are
-    bounded. If the devices stay the same, an array moves by the collectives that [`shardfx.plan_reshard`][] shows. To
-    other devices, and between CPU devices of this process, each shard is assembled from the shards that overlap it. No
-    device ever holds a whole array unless its sharding asks for it.
+    Live arrays move in groups: all leaves of one shape, dtype and pair of shardings
+    (before and after) share a program. Leaves that already have their sharding are not
+    touched. The bytes of arrays that devices have yet to compute are bounded. If the
+    devices stay the same, an array moves by the collectives that
+    [`shardfx.plan_reshard`][] shows. To other devices, and between CPU devices of this
+    process, each shard is assembled from the shards that overlap it. No device ever
+    holds a whole array unless its sharding asks for it.
 
-    Inside `jax.jit` (and `grad`, `checkpoint`, `scan`) traced arrays are moved over the devices of the program. The
-    result of such a function has the sharding of `out_shardings`; without them XLA may gather it.
+    Inside `jax.jit` (and `grad`, `checkpoint`, `scan`) traced arrays are moved over the
+    devices of the program. The result of such a function has the sharding of
+    `out_shardings`; without them XLA may gather it.
 
-    With several processes, each process that owns a device of the source or the target must call this, with trees of
-    one structure. An array on other processes' devices has no addressable shards here, before or after the move.
+    With several processes, each process that owns a device of the source or the target
+    must call this, with trees of one structure. An array on other processes' devices
+    has no addressable shards here, before or after the move.
 
     **Arguments:**
 
-    - `tree`: any tree. Leaves that are no arrays come back as they are; NumPy arrays are put on the devices. On CPUs
-        the result may share memory with a NumPy array, as with `jax.device_put`: pass `array.copy()` if you fill it
-        again.
-    - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of shardings. Arrays below a `None`
+    - `tree`: any tree. Leaves that are no arrays come back as they are; NumPy arrays
+      are put on the devices. On CPUs
+        the result may share memory with a NumPy array, as with `jax.device_put`: pass
+        `array.copy()` if you fill it again.
+    - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of
+      shardings. Arrays below a `None`
         do not move.
-    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from the arrays of `tree`, if the two trees differ.
-        Then `dst` is a plan, or a tree of structs with shardings. A device receives each element that it needs once.
-    - `src`: the shardings of traced arrays, in the forms of `dst`. It is needed only inside `jit` under Auto axes.
-    - `memory_limit_bytes`: bytes that may be used beside the source's and the target's shards, per device (CPU devices
-        share one memory). One group moves at a time, and an array that needs more moves in chunks of its shards. If the
-        smallest chunks need more, the error states the least limit that works. Inside `jit` the limit has no effect.
-    - `donate`: gives up the arrays of `tree`, each as soon as it was read. If every device keeps its shard of an array,
+    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from the arrays of
+      `tree`, if the two trees differ.
+        Then `dst` is a plan, or a tree of structs with shardings. A device receives
+        each element that it needs once.
+    - `src`: the shardings of traced arrays, in the forms of `dst`. It is needed only
+      inside `jit` under Auto axes.
+    - `memory_limit_bytes`: bytes that may be used beside the source's and the target's
+      shards, per device (CPU devices
+        share one memory). One group moves at a time, and an array that needs more moves
+        in chunks of its shards. If the smallest chunks need more, the error states the
+        least limit that works. Inside `jit` the limit has no effect.
+    - `donate`: gives up the arrays of `tree`, each as soon as it was read. If every
+      device keeps its shard of an array,
         the result shares the array's buffers and the array is not deleted.
-    - `lost`: jax devices whose shards are not to be read; replicas elsewhere take their place.
+    - `lost`: jax devices whose shards are not to be read; replicas elsewhere take their
+      place.
 
     **Returns:**
 
-    The tree, with each array committed to its sharding in `dst`. The array has JAX's default layout in memory: a custom
-    layout (`jax.experimental.layout.Format`) is lost.
+    The tree, with each array committed to its sharding in `dst`. The array has JAX's
+    default layout in memory: a custom layout (`jax.experimental.layout.Format`) is
+    lost.
 
     **Raises:**
 
-    Before anything is moved: `MapError` with all problems of a map that does not fit; `PlanMismatchError` if `dst` is
-    for another tree or has no devices; `SpecError` if a sharding does not divide its array, or if one with unreduced
-    axes is not the array's own; `LeafTypeError` for dtypes that JAX moves wrongly, and for a `lost` or a limit of
-    another type; `MeshError` if the move is impossible, or if elements are only on `lost` devices; `MoveError` if
-    `memory_limit_bytes` is less than some array needs in the smallest chunks. During the move: `MoveError`, which names
-    and holds the arrays that have moved.
+    Before anything is moved: `MapError` with all problems of a map that does not fit;
+    `PlanMismatchError` if `dst` is for another tree or has no devices; `SpecError` if a
+    sharding does not divide its array, or if one with unreduced axes is not the array's
+    own; `LeafTypeError` for dtypes that JAX moves wrongly, and for a `lost` or a limit
+    of another type; `MeshError` if the move is impossible, or if elements are only on
+    `lost` devices; `MoveError` if `memory_limit_bytes` is less than some array needs in
+    the smallest chunks. During the move: `MoveError`, which names and holds the arrays
+    that have moved.
 
     !!! Example
 
@@ -129,7 +169,15 @@ def reshard(
         assert moved["w"].addressable_shards[0].data.shape == (24, 4)
         ```
     """
-    return resharded(tree, dst, src=src, map=map, memory_limit_bytes=memory_limit_bytes, donate=donate, lost=lost)
+    return resharded(
+        tree,
+        dst,
+        src=src,
+        map=map,
+        memory_limit_bytes=memory_limit_bytes,
+        donate=donate,
+        lost=lost,
+    )
 
 
 def resharded(
@@ -143,16 +191,29 @@ def resharded(
     lost: Iterable[object] = (),
     copies: bool = True,
 ) -> PyTree:
-    """Does what `reshard` does. With `copies=False`, for tests, CPU devices count as having separate memories."""
+    """Does what `reshard` does. With `copies=False`, for tests, CPU devices count as
+    having separate memories.
+    """
     lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
     flat = flatten(tree, takes_specs=True)
     if map is not None:
         if lost or src is not None:
-            raise LeafTypeError("`reshard` with a map takes neither `src` nor `lost`; move the tree as it is first.")
+            raise LeafTypeError(
+                "`reshard` with a map takes neither `src` nor `lost`; move the tree as"
+                " it is first."
+            )
         arrays, target, plans = map_move(flat, dst, map, copies)
         leaves = [arrays[one.sources[0]] if one.sources else None for one in plans]
-        plain = [(at, leaves[at], one.leaf.sharding) for at, one in enumerate(plans) if one.assembly is None]
-        others = [(at, one.sources, one.assembly) for at, one in enumerate(plans) if one.assembly is not None]
+        plain = [
+            (at, leaves[at], one.leaf.sharding)
+            for at, one in enumerate(plans)
+            if one.assembly is None
+        ]
+        others = [
+            (at, one.sources, one.assembly)
+            for at, one in enumerate(plans)
+            if one.assembly is not None
+        ]
         job = job_of(plain, lambda at: plans[at].leaf.path, copies=copies)
         job = dataclasses.replace(job, arrays=arrays, assemblies=others)
         return target.filled(_moved(job, leaves, limit_bytes, donate), {})
@@ -161,17 +222,24 @@ def resharded(
         sources = [None] * len(wanted) if src is None else targets(src, flat, "src")
         moved = move_traced_leaves(flat.leaves, sources, wanted, path_of)
     else:
-        job = job_of(list(zip(range(len(wanted)), flat.leaves, wanted, strict=True)), path_of, lost, copies)
+        job = job_of(
+            list(zip(range(len(wanted)), flat.leaves, wanted, strict=True)),
+            path_of,
+            lost,
+            copies,
+        )
         moved = _moved(job, flat.leaves, limit_bytes, donate)
     return jax.tree.unflatten(flat.treedef, moved)
 
 
 def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
-    """Returns the sharding of each leaf of the tree `flat`; `None` for a leaf that is no array or does not move.
+    """Returns the sharding of each leaf of the tree `flat`; `None` for a leaf that is
+    no array or does not move.
 
-    `form` is a plan with devices, a sharding, or a tree (or prefix) whose leaves are shardings, ShapeDtypeStructs with
-    shardings, or `None`. `what` is the name of this argument, for messages. Raises `PlanMismatchError` if the form is
-    for another tree, and `LeafTypeError` if it holds anything else.
+    `form` is a plan with devices, a sharding, or a tree (or prefix) whose leaves are
+    shardings, ShapeDtypeStructs with shardings, or `None`. `what` is the name of this
+    argument, for messages. Raises `PlanMismatchError` if the form is for another tree,
+    and `LeafTypeError` if it holds anything else.
     """
     if isinstance(form, ShardPlan):
         return shardings_of_leaves(form, flat)
@@ -181,14 +249,22 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
         entries = flat.treedef.flatten_up_to(form)
     except ValueError:
         entries = _broadcast(form, jax.tree.unflatten(flat.treedef, flat.leaves), what)
-    found = [entry.sharding if isinstance(entry, jax.ShapeDtypeStruct | jax.Array) else entry for entry in entries]
+    found = [
+        entry.sharding if isinstance(entry, jax.ShapeDtypeStruct | jax.Array) else entry
+        for entry in entries
+    ]
     for at, one in enumerate(found):
         if one is not None and not isinstance(one, Sharding):
             path, kind = flat.paths[at], type(one).__name__
-            where = f"`{what}` holds a {kind} at `{path}`" if path else f"`{what}` is a {kind}"
+            where = (
+                f"`{what}` holds a {kind} at `{path}`"
+                if path
+                else f"`{what}` is a {kind}"
+            )
             raise LeafTypeError(
-                f"{where}, {one!r:.80}, which is no sharding; use `NamedSharding(mesh, spec)`, the `.sharding` of a "
-                "`Format`, or a plan: `plan(tree, mesh, ...)`."
+                f"{where}, {one!r:.80}, which is no sharding; use `NamedSharding(mesh,"
+                " spec)`, the `.sharding` of a `Format`, or a plan: `plan(tree, mesh,"
+                " ...)`."
             )
     return found
 
@@ -198,48 +274,73 @@ def _broadcast(form: object, tree: object, what: str) -> list[Any]:
         whole = jax.tree.broadcast(form, tree, is_leaf=lambda node: node is None)
     except ValueError as error:
         raise PlanMismatchError(
-            f"`{what}` is no prefix of the tree: {str(error).splitlines()[0]}; give a plan of this tree, one sharding, "
-            "or a tree of shardings of its structure."
+            f"`{what}` is no prefix of the tree: {str(error).splitlines()[0]}; give a"
+            " plan of this tree, one sharding, or a tree of shardings of its"
+            " structure."
         ) from error
     return jax.tree.leaves(whole, is_leaf=lambda node: node is None)
 
 
 def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
-    """Returns the argument `lost` of `reshard` as a tuple. Raises `LeafTypeError` if it is no iterable of devices."""
+    """Returns the argument `lost` of `reshard` as a tuple. Raises `LeafTypeError` if it
+    is no iterable of devices.
+    """
     fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
     check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
     found = tuple(lost)
     for device in found:
         if not isinstance(device, jax.Device):
-            raise LeafTypeError(f"`lost` holds {device!r:.80}, of type {type(device).__name__}, not a device; {fix}")
+            raise LeafTypeError(
+                f"`lost` holds {device!r:.80}, of type {type(device).__name__}, not a"
+                f" device; {fix}"
+            )
     return found
 
 
-def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool) -> list[Any]:
-    """Runs the moves of a job, and returns the leaves with the moved arrays in place of the old ones. Its transfers are
-    explicit, like those of `jax.device_put`, so `jax.transfer_guard("disallow")` lets them pass. It overrides
-    `jax.disable_jit`, since operations that run one at a time would not move arrays.
+def _moved(
+    job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool
+) -> list[Any]:
+    """Runs the moves of a job, and returns the leaves with the moved arrays in place of
+    the old ones. Its transfers are explicit, like those of `jax.device_put`, so
+    `jax.transfer_guard("disallow")` lets them pass. It overrides `jax.disable_jit`,
+    since operations that run one at a time would not move arrays.
     """
     if limit_bytes is not None:
         require_memory(job, limit_bytes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.disable_jit(False))
         for direction in ("host_to_device", "device_to_device", "device_to_host"):
-            if getattr(jax.config, f"jax_transfer_guard_{direction}") in ("disallow", "log"):
-                stack.enter_context(getattr(jax, f"transfer_guard_{direction}")("allow"))
+            if getattr(jax.config, f"jax_transfer_guard_{direction}") in (
+                "disallow",
+                "log",
+            ):
+                stack.enter_context(
+                    getattr(jax, f"transfer_guard_{direction}")("allow")
+                )
         made = run_job(job, limit_bytes, donate)
     return [made.get(at, leaf) for at, leaf in enumerate(leaves)]
 
 
 def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
-    fix = "give a number of bytes, such as `memory_limit_bytes=1 << 30`, or `None` for no limit"
+    fix = (
+        "give a number of bytes, such as `memory_limit_bytes=1 << 30`, or `None` for no"
+        " limit"
+    )
     try:
-        limit_bytes = None if memory_limit_bytes is None else operator.index(memory_limit_bytes)
+        limit_bytes = (
+            None if memory_limit_bytes is None else operator.index(memory_limit_bytes)
+        )
     except TypeError as error:
-        given = f"{memory_limit_bytes!r:.80} of type {type(memory_limit_bytes).__name__}"
-        raise LeafTypeError(f"`memory_limit_bytes` must be a whole number, not {given}; {fix}.") from error
+        given = (
+            f"{memory_limit_bytes!r:.80} of type {type(memory_limit_bytes).__name__}"
+        )
+        raise LeafTypeError(
+            f"`memory_limit_bytes` must be a whole number, not {given}; {fix}."
+        ) from error
     if limit_bytes is not None and limit_bytes < 0:
-        raise MoveError(f"`memory_limit_bytes={limit_bytes}` is negative. Nothing was moved; {fix}.")
+        raise MoveError(
+            f"`memory_limit_bytes={limit_bytes}` is negative. Nothing was moved; {fix}."
+        )
     return limit_bytes
 
 
@@ -252,8 +353,9 @@ def job_of(
     lost: tuple[Any, ...] = (),
     copies: bool = True,
 ) -> Job:
-    """Decides the move of every leaf before any leaf moves. `rows` has three values for each leaf: its number, the
-    leaf, and its target sharding, which is `None` for a leaf that does not move.
+    """Decides the move of every leaf before any leaf moves. `rows` has three values for
+    each leaf: its number, the leaf, and its target sharding, which is `None` for a leaf
+    that does not move.
     """
     known: dict[object, Move] = {}
     job = Job(path_of, {}, [], [], {}, set(), copies)
@@ -276,17 +378,22 @@ def job_of(
         else:
             job.moves.setdefault(known[key], []).append((at, leaf))
     chosen = balanced({move: len(places) for move, places in job.moves.items()})
-    return dataclasses.replace(job, moves={chosen[move]: places for move, places in job.moves.items()})
+    return dataclasses.replace(
+        job, moves={chosen[move]: places for move, places in job.moves.items()}
+    )
 
 
-def _move(leaf: jax.Array, target: Sharding, lost: tuple[object, ...], copies: bool) -> Move:
+def _move(
+    leaf: jax.Array, target: Sharding, lost: tuple[object, ...], copies: bool
+) -> Move:
     move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost, copies)
     if move.assembly is not None and move.assembly.parts.missing:
         missing = move.assembly.parts.missing
         first = ", ".join(f"{start}:{stop}" for start, stop in missing[0])
         raise MeshError(
-            f"{sum(map(volume, missing))} of {math.prod(move.shape)} elements are on lost devices only, the first of "
-            f"them [{first}]; load it from a checkpoint."
+            f"{sum(map(volume, missing))} of {math.prod(move.shape)} elements are on"
+            f" lost devices only, the first of them [{first}]; load it from a"
+            " checkpoint."
         )
     return move
 
@@ -294,14 +401,16 @@ def _move(leaf: jax.Array, target: Sharding, lost: tuple[object, ...], copies: b
 def _require_devices(target: Sharding) -> None:
     if not has_devices(target):
         raise MeshError(
-            f"the target {named(target).spec} lies on the mesh {dict(named(target).mesh.shape)} without devices; use "
-            "`plan.on(plan.mesh.build(jax.devices()))`, or a NamedSharding on a `jax.sharding.Mesh`."
+            f"the target {named(target).spec} lies on the mesh"
+            f" {dict(named(target).mesh.shape)} without devices; use"
+            " `plan.on(plan.mesh.build(jax.devices()))`, or a NamedSharding on a"
+            " `jax.sharding.Mesh`."
         )
 
 
 class MapMove(NamedTuple):
-    """The move of a tree into another tree: the source's arrays by path, the tree that is made, and for each of its
-    arrays the plan for assembling it.
+    """The move of a tree into another tree: the source's arrays by path, the tree that
+    is made, and for each of its arrays the plan for assembling it.
     """
 
     arrays: Mapping[str, Any]
@@ -310,38 +419,56 @@ class MapMove(NamedTuple):
 
 
 def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
-    """Decides how a `TreeMap` makes every array of `dst`, a plan or a tree of structs with shardings, from the tree
-    `flat`. No array has moved when it returns. Raises `MapError` if the map does not fit the two trees.
+    """Decides how a `TreeMap` makes every array of `dst`, a plan or a tree of structs
+    with shardings, from the tree `flat`. No array has moved when it returns. Raises
+    `MapError` if the map does not fit the two trees.
     """
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
         raise LeafTypeError(
-            "`reshard(..., map=...)` moves live arrays, and this tree is traced; inside `jit` use "
-            "`map.apply(tree, like)`, and constrain the result."
+            "`reshard(..., map=...)` moves live arrays, and this tree is traced; inside"
+            " `jit` use `map.apply(tree, like)`, and constrain the result."
         )
     rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
     arrays = {path: leaf for path, leaf, is_one in rows if is_one}
     for path, leaf in arrays.items():
         if not is_array(leaf):
-            raise LeafTypeError(f"leaf `{path}` is a {type(leaf).__name__}, which holds no values to move.")
+            raise LeafTypeError(
+                f"leaf `{path}` is a {type(leaf).__name__}, which holds no values to"
+                " move."
+            )
     target = target_of(dst, "reshard")
-    shardings = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in arrays.values()]
+    shardings = [
+        leaf.sharding if isinstance(leaf, jax.Array) else None
+        for leaf in arrays.values()
+    ]
     shardings += [leaf.sharding for _, leaf in target.arrays]
     every = [*arrays.items(), *target.arrays]
-    leaves = [MovedLeaf(path, tuple(x.shape), x.dtype, end) for (path, x), end in zip(every, shardings, strict=True)]
+    leaves = [
+        MovedLeaf(path, tuple(x.shape), x.dtype, end)
+        for (path, x), end in zip(every, shardings, strict=True)
+    ]
     sources, targets = tuple(leaves[: len(arrays)]), tuple(leaves[len(arrays) :])
     for path, leaf in target.arrays:
         with naming(str, path):
             _require_devices(leaf.sharding)
     if jax.process_count() > 1:
         ends = {end for end in shardings if end is not None}
-        require_same_map(map, tuple(sorted({device.process_index for end in ends for device in end.device_set})))
+        require_same_map(
+            map,
+            tuple(
+                sorted(
+                    {device.process_index for end in ends for device in end.device_set}
+                )
+            ),
+        )
     return MapMove(arrays, target, target_arrays(map, sources, targets, copies))
 
 
 @ft.lru_cache(maxsize=64)
 def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
-    """Raises `MapError` unless all of `processes`, which move a tree together, have the same map. They compare it
-    through JAX's coordination service, if there is one. A process that waits too long for the others raises it too.
+    """Raises `MapError` unless all of `processes`, which move a tree together, have the
+    same map. They compare it through JAX's coordination service, if there is one. A
+    process that waits too long for the others raises it too.
     """
     client, me = coordination(), jax.process_index()
     if client is None or me not in processes:
@@ -350,12 +477,16 @@ def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
     found, late = exchanged(client, name, map.digest, _WAIT_SECONDS, me, processes)
     if late:
         raise MapError(
-            f"the processes {list(processes)} compare a map before they first move by it, and {late} did not come "
-            f"within {_WAIT_SECONDS} s; call `reshard` with this map on all of them. Nothing was moved."
+            f"the processes {list(processes)} compare a map before they first move by"
+            f" it, and {late} did not come within {_WAIT_SECONDS} s; call `reshard`"
+            " with this map on all of them. Nothing was moved."
         )
-    other = next((process for process, digest in found.items() if digest != map.digest), None)
+    other = next(
+        (process for process, digest in found.items() if digest != map.digest), None
+    )
     if other is not None:
         raise MapError(
-            f"process {me} and process {other} move by different maps; make the map from the same numbers on every "
-            "process: `hosts.assert_same_plan(map)` says where they differ. Nothing was moved."
+            f"process {me} and process {other} move by different maps; make the map"
+            " from the same numbers on every process: `hosts.assert_same_plan(map)`"
+            " says where they differ. Nothing was moved."
         )

@@ -1,8 +1,9 @@
-"""Chooses an owner device for each matrix of a plan, and the groups of matrices that share an all-to-all, before any
-tracing.
+"""Chooses an owner device for each matrix of a plan, and the groups of matrices that
+share an all-to-all, before any tracing.
 
-A *stack* is the matrices of equal shape, dtype and sharding. A *unit* is a block of elements in which sent elements are
-counted: a device's shard of a matrix, or a part of it.
+A *stack* is the matrices of equal shape, dtype and sharding. A *unit* is a block of
+elements in which sent elements are counted: a device's shard of a matrix, or a part of
+it.
 """
 
 import heapq
@@ -23,18 +24,23 @@ from .._ground.text import together
 from .._plan import LeafPlan, ShardPlan
 
 
-# The number of leading dimensions that count matrices, and the number of dimensions after them that are rows.
+# The number of leading dimensions that count matrices, and the number of dimensions
+# after them that are rows.
 MatrixDims = tuple[int, int]
 # A function that is applied to a whole array; `None` leaves the array unchanged.
 ArrayFn = Callable[[Any], Any] | None
-# From a regex of paths to what is done with an array: it is divided into matrices, or a function is applied to it.
+# From a regex of paths to what is done with an array: it is divided into matrices, or a
+# function is applied to it.
 Where = Mapping[str, MatrixDims | ArrayFn]
 # Names of leading dimensions that count matrices.
-_COUNTED = frozenset({"layers", "layer", "stages", "stage", "blocks", "experts", "expert"})
+_COUNTED = frozenset(
+    {"layers", "layer", "stages", "stage", "blocks", "experts", "expert"}
+)
 
 
 class Matrices(NamedTuple):
-    """The matrices of one array. Each index into its leading dimensions gives one matrix.
+    """The matrices of one array. Each index into its leading dimensions gives one
+    matrix.
 
     **Arguments:**
 
@@ -42,7 +48,8 @@ class Matrices(NamedTuple):
     - `many`, `rest`: the sizes of its leading dimensions, and of its other dimensions.
     - `lead_axes`: the mesh axes that shard the first leading dimension.
     - `entries`: for each other dimension, the mesh axes that shard it in the plan.
-    - `sent_entries`: for each other dimension, the mesh axes that shard it just before the all-to-all.
+    - `sent_entries`: for each other dimension, the mesh axes that shard it just before
+      the all-to-all.
     - `matrix`: the number of rows and the number of columns.
     - `dtype`: the dtype of the array.
     """
@@ -62,13 +69,20 @@ class Matrices(NamedTuple):
         return math.prod(self.many)
 
     def spec(self, entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-        """The array's PartitionSpec. `entries` has the mesh axes that shard each dimension after the leading ones."""
-        return PartitionSpec(self.lead_axes or None, *[None] * (len(self.many) - 1), *(own or None for own in entries))
+        """The array's PartitionSpec. `entries` has the mesh axes that shard each
+        dimension after the leading ones.
+        """
+        return PartitionSpec(
+            self.lead_axes or None,
+            *[None] * (len(self.many) - 1),
+            *(own or None for own in entries),
+        )
 
 
 class Stack(NamedTuple):
-    """Matrices of equal shape, dtype and sharding, which the `arrays` hold. `shard_shape` is the shape of one device's
-    shard of a matrix, and `width` the number of units in it.
+    """Matrices of equal shape, dtype and sharding, which the `arrays` hold.
+    `shard_shape` is the shape of one device's shard of a matrix, and `width` the number
+    of units in it.
     """
 
     arrays: tuple[Matrices, ...]
@@ -83,15 +97,19 @@ class Stack(NamedTuple):
 
 
 class OwnerExchange(NamedTuple):
-    """Stacks of matrices of one dtype that one all-to-all sends to their owner devices, which compute them.
+    """Stacks of matrices of one dtype that one all-to-all sends to their owner devices,
+    which compute them.
 
     **Arguments:**
 
     - `stacks`: the stacks.
-    - `lead_axes`: the mesh axes that shard the dimension which counts matrices. Matrices do not move along these axes.
+    - `lead_axes`: the mesh axes that shard the dimension which counts matrices.
+      Matrices do not move along these axes.
     - `axes`: the mesh axes along which the owner devices lie.
-    - `unit`: the shape of a unit, a block of elements: a device's shard of a matrix, or a part of it.
-    - `owned`: for each owner the matrices that it computes, in order. Each is given by the number of its stack and its
+    - `unit`: the shape of a unit, a block of elements: a device's shard of a matrix, or
+      a part of it.
+    - `owned`: for each owner the matrices that it computes, in order. Each is given by
+      the number of its stack and its
         index in the stack.
     - `sizes`: the sizes of the mesh axes.
     """
@@ -114,18 +132,22 @@ class OwnerExchange(NamedTuple):
     @property
     def width(self) -> int:
         """The number of units that each device sends to each owner, padding included."""
-        return max(sum(self.stacks[stack].width for stack, _ in own) for own in self.owned)
+        return max(
+            sum(self.stacks[stack].width for stack, _ in own) for own in self.owned
+        )
 
     def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
-        """Where each matrix of the stack `number` begins, in units, in the row that a device sends to the matrix's
-        owner. There is a row for each owner, with a position for each of its matrices of the stack, and -1 in the
-        remaining places.
+        """Where each matrix of the stack `number` begins, in units, in the row that a
+        device sends to the matrix's owner. There is a row for each owner, with a
+        position for each of its matrices of the stack, and -1 in the remaining places.
         """
         rows: list[list[int]] = []
         for own in self.owned:
             stacks = [stack for stack, _ in own]
             starts = np.cumsum([0, *[self.stacks[stack].width for stack in stacks]])
-            rows.append([int(starts[at]) for at, stack in enumerate(stacks) if stack == number])
+            rows.append(
+                [int(starts[at]) for at, stack in enumerate(stacks) if stack == number]
+            )
         slots = max(map(len, rows))
         return np.array([[*row, *[-1] * (slots - len(row))] for row in rows])
 
@@ -133,33 +155,56 @@ class OwnerExchange(NamedTuple):
 def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
 ) -> tuple[tuple[OwnerExchange, ...], dict[int, ArrayFn]]:
-    """Returns the all-to-alls that send the matrices of a plan to their owner devices, and a dict for the arrays that
-    `where` does not divide into matrices: from the number of the array to the function or `None` in `where`.
+    """Returns the all-to-alls that send the matrices of a plan to their owner devices,
+    and a dict for the arrays that `where` does not divide into matrices: from the
+    number of the array to the function or `None` in `where`.
 
-    `over` are the mesh axes along which owners lie; `None` for the axes that shard a matrix, and those of the logical
-    name "batch". A value of `where` is `(many, rows)` (the first `many` dimensions count matrices, the next `rows` are
-    rows), a function of the array, or `None`. `limit` is the most bytes per device; `None` for no limit.
+    `over` are the mesh axes along which owners lie; `None` for the axes that shard a
+    matrix, and those of the logical name "batch". A value of `where` is `(many, rows)`
+    (the first `many` dimensions count matrices, the next `rows` are rows), a function
+    of the array, or `None`. `limit` is the most bytes per device; `None` for no limit.
     """
     found, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
     if over is None:
-        used = {axis for one in found for axes in (one.lead_axes, *one.entries) for axis in axes}
+        used = {
+            axis
+            for one in found
+            for axes in (one.lead_axes, *one.entries)
+            for axis in axes
+        }
         rules = () if plan.axes is None else plan.axes.rules
-        batch = next((entry_axes(target) for name, target in rules if name == "batch"), ())
+        batch = next(
+            (entry_axes(target) for name, target in rules if name == "batch"), ()
+        )
         over = [axis for axis in sizes if axis in used or axis in batch]
     elif unknown := [axis for axis in over if axis not in sizes]:
-        raise SpecError(f"`over` has {unknown[0]!r}, and the mesh has the axes {', '.join(sizes)}; name some of these.")
-    # Matrices with the largest products are assigned first, so that small ones even out the load of the owners.
+        raise SpecError(
+            f"`over` has {unknown[0]!r}, and the mesh has the axes {', '.join(sizes)};"
+            " name some of these."
+        )
+    # Matrices with the largest products are assigned first, so that small ones even out
+    # the load of the owners.
     order = sorted(found, key=lambda one: (-_cost(one), one.at))
     made: list[OwnerExchange] = []
-    for (_, lead_axes), arrays in together(order, lambda one: (one.dtype, one.lead_axes)).items():
-        owners = _Owners(lead_axes, tuple(axis for axis in over if axis not in lead_axes), sizes)
+    for (_, lead_axes), arrays in together(
+        order, lambda one: (one.dtype, one.lead_axes)
+    ).items():
+        owners = _Owners(
+            lead_axes, tuple(axis for axis in over if axis not in lead_axes), sizes
+        )
         own = owners.grouped([*map(owners.sharded, arrays)])
-        made += [owners.exchange(some) for group in own for some in owners.limited(group, limit)]
+        made += [
+            owners.exchange(some)
+            for group in own
+            for some in owners.limited(group, limit)
+        ]
     return tuple(made), others
 
 
-def _matrices_of_plan(plan: ShardPlan, where: Where) -> tuple[list[Matrices], dict[int, ArrayFn]]:
+def _matrices_of_plan(
+    plan: ShardPlan, where: Where
+) -> tuple[list[Matrices], dict[int, ArrayFn]]:
     unused: dict[str | None, None] = dict.fromkeys(where)
     found: list[Matrices] = []
     others: dict[int, ArrayFn] = {}
@@ -175,23 +220,26 @@ def _matrices_of_plan(plan: ShardPlan, where: Where) -> tuple[list[Matrices], di
             others[at] = asked
     if unused:
         raise RuleError(
-            f"`where`: {next(iter(unused))!r} decides about no array of the plan; correct it, or take it out."
+            f"`where`: {next(iter(unused))!r} decides about no array of the plan;"
+            " correct it, or take it out."
         )
     return found, others
 
 
 def _dims(leaf: LeafPlan) -> MatrixDims:
-    """The number of leading dimensions of an array that count matrices, and 1, the number of dimensions that are rows.
-    Raises `SpecError` if an array of more than two dimensions has no names that say which of them count matrices.
+    """The number of leading dimensions of an array that count matrices, and 1, the
+    number of dimensions that are rows. Raises `SpecError` if an array of more than two
+    dimensions has no names that say which of them count matrices.
     """
     many = len(leaf.shape) - 2
     names = (leaf.names or ())[:many]
     if many and (len(names) < many or any(name not in _COUNTED for name in names)):
         raise SpecError(
-            f"`{leaf.path}` has the shape {leaf.shape}, and nothing says which of its dimensions are a matrix; pass "
-            f"`where={{{leaf.path!r}: ({many}, 1)}}` for {math.prod(leaf.shape[:many])} matrices of "
-            f"{leaf.shape[-2]} x {leaf.shape[-1]}, (0, {len(leaf.shape) - 1}) for one with all "
-            "dimensions but the last as rows, or None to leave it as it is."
+            f"`{leaf.path}` has the shape {leaf.shape}, and nothing says which of its"
+            f" dimensions are a matrix; pass `where={{{leaf.path!r}: ({many}, 1)}}` for"
+            f" {math.prod(leaf.shape[:many])} matrices of {leaf.shape[-2]} x"
+            f" {leaf.shape[-1]}, (0, {len(leaf.shape) - 1}) for one with all dimensions"
+            " but the last as rows, or None to leave it as it is."
         )
     return many, 1
 
@@ -200,42 +248,59 @@ def _matrices(at: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
     many, rows = dims
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise LeafTypeError(
-            f"`{leaf.path}` is of dtype {leaf.dtype}, and only matrices of real floating-point numbers are mapped; "
-            f"leave it as it is: `where={{{leaf.path!r}: None}}`."
+            f"`{leaf.path}` is of dtype {leaf.dtype}, and only matrices of real"
+            " floating-point numbers are mapped; leave it as it is:"
+            f" `where={{{leaf.path!r}: None}}`."
         )
     if many < 0 or rows < 1 or many + rows >= len(leaf.shape):
         raise SpecError(
-            f"`{leaf.path}` has the shape {leaf.shape}, which ({many}, {rows}) does not make matrices of: leading "
-            "dimensions that count, then at least one for rows, and at least one for columns."
+            f"`{leaf.path}` has the shape {leaf.shape}, which ({many}, {rows}) does not"
+            " make matrices of: leading dimensions that count, then at least one for"
+            " rows, and at least one for columns."
         )
-    entries = [entry_axes(entry) for entry, _ in it.zip_longest(entries_of(leaf.spec), leaf.shape)]
+    entries = [
+        entry_axes(entry)
+        for entry, _ in it.zip_longest(entries_of(leaf.spec), leaf.shape)
+    ]
     lead, rest = leaf.shape[:many], leaf.shape[many:]
     if any(entries[1:many]):
         raise SpecError(
-            f"`{leaf.path}`: `{leaf.spec}` cuts a second dimension that counts matrices; cut the first alone."
+            f"`{leaf.path}`: `{leaf.spec}` cuts a second dimension that counts"
+            " matrices; cut the first alone."
         )
     matrix = math.prod(rest[:rows]), math.prod(rest[rows:])
     own = tuple(entries[many:])
-    return Matrices(at, lead or (1,), rest, entries[0] if many else (), own, own, matrix, leaf.dtype)
+    return Matrices(
+        at, lead or (1,), rest, entries[0] if many else (), own, own, matrix, leaf.dtype
+    )
 
 
 def _cost(array: Matrices) -> float:
-    """The multiplications in `M @ M.T` or `M.T @ M`, whichever has fewer, for a matrix `M` of `array`."""
+    """The multiplications in `M @ M.T` or `M.T @ M`, whichever has fewer, for a matrix
+    `M` of `array`.
+    """
     rows, columns = array.matrix
     return float(rows) * columns * min(rows, columns)
 
 
 def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
-    """Groups arrays by the shape of their matrices, and by the sharding of the matrices during the all-to-all."""
+    """Groups arrays by the shape of their matrices, and by the sharding of the matrices
+    during the all-to-all.
+    """
     return together(arrays, lambda one: (one.rest, one.matrix, one.sent_entries))
 
 
 class _Owners:
-    """Assigns matrices to owner devices along the mesh axes `axes`. Matrices do not move along the axes `lead_axes`.
-    `sizes` has the size of each mesh axis.
+    """Assigns matrices to owner devices along the mesh axes `axes`. Matrices do not
+    move along the axes `lead_axes`. `sizes` has the size of each mesh axis.
     """
 
-    def __init__(self, lead_axes: tuple[str, ...], axes: tuple[str, ...], sizes: Mapping[str, int]):
+    def __init__(
+        self,
+        lead_axes: tuple[str, ...],
+        axes: tuple[str, ...],
+        sizes: Mapping[str, int],
+    ):
         self.lead_axes, self.axes, self.sizes = lead_axes, axes, sizes
         self.owners = self.size(axes)
         self.loads = [0.0] * self.owners
@@ -244,34 +309,60 @@ class _Owners:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def count(self, array: Matrices) -> int:
-        """The number of matrices of `array` that one group of owners computes. Owners with the same coordinates along
-        `lead_axes` are a group.
+        """The number of matrices of `array` that one group of owners computes. Owners
+        with the same coordinates along `lead_axes` are a group.
         """
         return array.number // self.size(self.lead_axes)
 
     def sharded(self, one: Matrices) -> Matrices:
-        """Returns `one` with other `sent_entries`, which shard it over as many of the owners' axes as possible."""
+        """Returns `one` with other `sent_entries`, which shard it over as many of the
+        owners' axes as possible.
+        """
         entries = [[axis for axis in own if axis in self.axes] for own in one.entries]
         for axis in self.axes:
-            dims = (dim for dim, size in enumerate(one.rest) if size % self.size((*entries[dim], axis)) == 0)
-            if not any(axis in own for own in entries) and (dim := next(dims, None)) is not None:
+            dims = (
+                dim
+                for dim, size in enumerate(one.rest)
+                if size % self.size((*entries[dim], axis)) == 0
+            )
+            if (
+                not any(axis in own for own in entries)
+                and (dim := next(dims, None)) is not None
+            ):
                 entries[dim].append(axis)
         return one._replace(sent_entries=tuple(map(tuple, entries)))
 
     def shard_shape(self, one: Matrices) -> tuple[int, ...]:
-        return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.sent_entries, strict=True))
+        return tuple(
+            size // self.size(axes)
+            for size, axes in zip(one.rest, one.sent_entries, strict=True)
+        )
 
     def exchange(self, arrays: Sequence[Matrices]) -> OwnerExchange:
-        """The all-to-all of `arrays`, with an owner for each of their matrices. The matrices are assigned one by one,
-        those with the largest shards first. Each goes to the owner that receives the fewest elements so far, and among
-        such owners to the one with the least to compute.
+        """The all-to-all of `arrays`, with an owner for each of their matrices. The
+        matrices are assigned one by one, those with the largest shards first. Each goes
+        to the owner that receives the fewest elements so far, and among such owners to
+        the one with the least to compute.
         """
-        widest = sorted(arrays, key=lambda one: (-math.prod(self.shard_shape(one)), -_cost(one)))
-        alike = [(tuple(same), self.shard_shape(same[0])) for same in _by_shape(widest).values()]
+        widest = sorted(
+            arrays, key=lambda one: (-math.prod(self.shard_shape(one)), -_cost(one))
+        )
+        alike = [
+            (tuple(same), self.shard_shape(same[0]))
+            for same in _by_shape(widest).values()
+        ]
         shapes = {shape for _, shape in alike}
-        # The largest unit that divides all shards, since compilers copy whole rows with less work than elements.
-        unit = shapes.pop() if len(shapes) == 1 else (math.gcd(*(shape[-1] for shape in shapes)),)
-        stacks = tuple(Stack(same, shape, math.prod(shape) // math.prod(unit)) for same, shape in alike)
+        # The largest unit that divides all shards, since compilers copy whole rows with
+        # less work than elements.
+        unit = (
+            shapes.pop()
+            if len(shapes) == 1
+            else (math.gcd(*(shape[-1] for shape in shapes)),)
+        )
+        stacks = tuple(
+            Stack(same, shape, math.prod(shape) // math.prod(unit))
+            for same, shape in alike
+        )
         owned: list[list[tuple[int, int]]] = [[] for _ in range(self.owners)]
         waiting = [(0, load, owner) for owner, load in enumerate(self.loads)]
         heapq.heapify(waiting)
@@ -280,24 +371,38 @@ class _Owners:
                 width, load, owner = waiting[0]
                 owned[owner].append((number, matrix))
                 self.loads[owner] = load + _cost(stack.arrays[0])
-                heapq.heapreplace(waiting, (width + stack.width, self.loads[owner], owner))
-        return OwnerExchange(stacks, self.lead_axes, self.axes, unit, tuple(map(tuple, owned)), self.sizes)
+                heapq.heapreplace(
+                    waiting, (width + stack.width, self.loads[owner], owner)
+                )
+        return OwnerExchange(
+            stacks,
+            self.lead_axes,
+            self.axes,
+            unit,
+            tuple(map(tuple, owned)),
+            self.sizes,
+        )
 
     def sent_elements(self, arrays: Sequence[Matrices]) -> int:
-        """The number of elements that each device sends to each owner if one all-to-all sends all of `arrays`."""
+        """The number of elements that each device sends to each owner if one all-to-all
+        sends all of `arrays`.
+        """
         if not arrays:
             return 0
         made = _Owners(self.lead_axes, self.axes, self.sizes).exchange(arrays)
         return made.width * math.prod(made.unit)
 
     def grouped(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
-        """Yields groups of arrays, each with an all-to-all of its own. Arrays share an all-to-all if each device then
-        sends fewer elements. That is so if some owners have no large matrix: small matrices then take the place of
-        padding. Otherwise separate all-to-alls take less memory.
+        """Yields groups of arrays, each with an all-to-all of its own. Arrays share an
+        all-to-all if each device then sends fewer elements. That is so if some owners
+        have no large matrix: small matrices then take the place of padding. Otherwise
+        separate all-to-alls take less memory.
         """
         left, least = _by_shape(arrays), self.sent_elements(arrays)
         for kind, own in [*left.items()]:
-            others = [one for other, parts in left.items() if other != kind for one in parts]
+            others = [
+                one for other, parts in left.items() if other != kind for one in parts
+            ]
             if (rest := self.sent_elements(others)) + self.sent_elements(own) <= least:
                 yield own
                 del left[kind]
@@ -305,18 +410,22 @@ class _Owners:
         if left:
             yield [one for parts in left.values() for one in parts]
 
-    def limited(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
-        """Yields groups of `arrays`, each with its own all-to-all, that take at most `limit` bytes on a device: the
-        elements that it sends, those that it receives, and one whole matrix. `None` sets no limit. Raises `MoveError`
-        if a single array needs more.
+    def limited(
+        self, arrays: Sequence[Matrices], limit: int | None
+    ) -> Iterator[Sequence[Matrices]]:
+        """Yields groups of `arrays`, each with its own all-to-all, that take at most
+        `limit` bytes on a device: the elements that it sends, those that it receives,
+        and one whole matrix. `None` sets no limit. Raises `MoveError` if a single array
+        needs more.
         """
         some: list[Matrices] = []
         most = math.inf if limit is None else limit
         for one in arrays:
             if (need := self.needed_bytes([one])) > most:
                 raise MoveError(
-                    f"`memory_limit_bytes={limit}`: {self.count(one)} matrices of {one.matrix[0]} x {one.matrix[1]} on "
-                    f"{self.owners} owners need {need} bytes; allow as much, or name more axes in `over`."
+                    f"`memory_limit_bytes={limit}`: {self.count(one)} matrices of"
+                    f" {one.matrix[0]} x {one.matrix[1]} on {self.owners} owners need"
+                    f" {need} bytes; allow as much, or name more axes in `over`."
                 )
             if some and self.needed_bytes([*some, one]) > most:
                 yield some
@@ -325,5 +434,7 @@ class _Owners:
         yield some
 
     def needed_bytes(self, arrays: Sequence[Matrices]) -> int:
-        elements = 2 * self.owners * self.sent_elements(arrays) + max(math.prod(one.matrix) for one in arrays)
+        elements = 2 * self.owners * self.sent_elements(arrays) + max(
+            math.prod(one.matrix) for one in arrays
+        )
         return elements * np.dtype(arrays[0].dtype).itemsize

@@ -1,4 +1,6 @@
-"""Moves inside `jit` and other transformations, as a JAX primitive that is lowered to the planned steps."""
+"""Moves inside `jit` and other transformations, as a JAX primitive that is lowered to
+the planned steps.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,87 +16,119 @@ from .._ground.errors import MeshError, SpecError
 from .._ground.spec import bits, canonical, entries_of, entry_axes
 from .flight import carry_out
 from .move import move_of
-from .shardings import is_array, is_explicit, layouts, naming, placed, plain_spec, require_movable, same_order
+from .shardings import (
+    is_array,
+    is_explicit,
+    layouts,
+    naming,
+    placed,
+    plain_spec,
+    require_movable,
+    same_order,
+)
 from .steps.programs import program
 from .steps.redistribution import redistribute
 
 
 def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
-    """Moves a traced array to the sharding `dst`, inside `jit` or another transformation.
+    """Moves a traced array to the sharding `dst`, inside `jit` or another
+    transformation.
 
-    `x` is a traced value, or an array that is a constant of the program. In a gradient, the result's cotangent moves
-    from `dst` to `src`. `dst` must have the program's devices in the program's order. `src` is the sharding of `x`. It
-    is needed if the mesh of `x` has Auto axes; with Explicit axes the type of `x` says it. If `src` is not the actual
-    sharding of `x`, XLA first moves `x` to `src`.
+    `x` is a traced value, or an array that is a constant of the program. In a gradient,
+    the result's cotangent moves from `dst` to `src`. `dst` must have the program's
+    devices in the program's order. `src` is the sharding of `x`. It is needed if the
+    mesh of `x` has Auto axes; with Explicit axes the type of `x` says it. If `src` is
+    not the actual sharding of `x`, XLA first moves `x` to `src`.
 
     **Raises:**
 
-    `LeafTypeError` for dtypes that JAX itself moves wrongly (int2, uint2); `SpecError` if `src` is needed and missing,
-    a sharding does not divide the shape, or one mesh has Explicit axes and the other Auto axes; `MeshError` if the two
-    meshes have different devices or device orders, or if `src` is on another abstract mesh than `jax.set_mesh` has set.
+    `LeafTypeError` for dtypes that JAX itself moves wrongly (int2, uint2); `SpecError`
+    if `src` is needed and missing, a sharding does not divide the shape, or one mesh
+    has Explicit axes and the other Auto axes; `MeshError` if the two meshes have
+    different devices or device orders, or if `src` is on another abstract mesh than
+    `jax.set_mesh` has set.
     """
     require_movable(x.shape, x.dtype, dst)
     own = jax.typeof(x).sharding
     if any(kind == AxisType.Manual for kind in own.mesh.axis_types):
         raise SpecError(
-            f"an array of shape {x.shape} is one device's shard inside `shard_map`, and cannot be resharded there; "
-            "reshard the whole array outside."
+            f"an array of shape {x.shape} is one device's shard inside `shard_map`, and"
+            " cannot be resharded there; reshard the whole array outside."
         )
     constant = not isinstance(x, Tracer)
     if is_explicit(own):
         src = own
     elif constant:
-        src = x.sharding if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) else None
+        src = (
+            x.sharding
+            if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
+            else None
+        )
     if constant and src is None:  # the program holds the whole array on every device
         return placed(jnp.asarray(x), dst)
     if src is None:
         raise SpecError(
-            f"a traced array of shape {x.shape} does not say its sharding (its mesh has Auto axes); "
-            "pass `src=` with its sharding."
+            f"a traced array of shape {x.shape} does not say its sharding (its mesh has"
+            " Auto axes); pass `src=` with its sharding."
         )
     if is_explicit(src) != is_explicit(dst):
         raise SpecError(
-            f"the array's mesh {src.mesh.axis_names} has {'Explicit' if is_explicit(src) else 'Auto'} axes and the "
-            f"target's mesh {dst.mesh.axis_names} has {'Explicit' if is_explicit(dst) else 'Auto'} ones; inside `jit` "
-            "both must be of one kind: make the meshes with the same `axis_types`, or reshard outside."
+            f"the array's mesh {src.mesh.axis_names} has"
+            f" {'Explicit' if is_explicit(src) else 'Auto'} axes and the target's mesh"
+            f" {dst.mesh.axis_names} has {'Explicit' if is_explicit(dst) else 'Auto'}"
+            " ones; inside `jit` both must be of one kind: make the meshes with the"
+            " same `axis_types`, or reshard outside."
         )
     if not same_order(src, dst):
         raise MeshError(
-            f"the meshes {src.mesh.axis_names} and {dst.mesh.axis_names} list their devices in different orders, "
-            "which JAX does not allow in one `jit`; reshard outside, or build both with one device order."
+            f"the meshes {src.mesh.axis_names} and {dst.mesh.axis_names} list their"
+            " devices in different orders, which JAX does not allow in one `jit`;"
+            " reshard outside, or build both with one device order."
         )
     if src.spec.unreduced or dst.spec.unreduced:  # a sum, which is more than a move
         return jax.sharding.reshard(x, dst)
     here, there = _on_devices(src, dst), _on_devices(dst, src)
     _require_one_type(there, here)
     _require_names(here)
-    redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, here, there))  # raised here rather than at compile time
+    redistribute(
+        x.shape, bits(x.dtype), *layouts(x.ndim, here, there)
+    )  # raised here rather than at compile time
     if src.spec.reduced:
         x = placed(x, here)
     moved = _move.bind(x, src=here, dst=there)
-    if len({*there.mesh.axis_types}) > 1:  # types say nothing about Auto axes, which the target leaves unsharded
-        moved = jax.lax.with_sharding_constraint(moved, NamedSharding(there.mesh, PartitionSpec()))
-    # A name for a value that is the same on all devices of an axis. Only gradients use it: their sum over that axis is
-    # due.
+    if (
+        len({*there.mesh.axis_types}) > 1
+    ):  # types say nothing about Auto axes, which the target leaves unsharded
+        moved = jax.lax.with_sharding_constraint(
+            moved, NamedSharding(there.mesh, PartitionSpec())
+        )
+    # A name for a value that is the same on all devices of an axis. Only gradients use
+    # it: their sum over that axis is due.
     return placed(moved, dst) if dst.spec.reduced else moved
 
 
 def move_traced_leaves(
-    leaves: Sequence[Any], sources: Sequence[Any], targets: Sequence[Any], path_of: Callable[[int], str]
+    leaves: Sequence[Any],
+    sources: Sequence[Any],
+    targets: Sequence[Any],
+    path_of: Callable[[int], str],
 ) -> list[Any]:
-    """Moves the arrays among the leaves of a traced tree from their shardings `sources` to `targets`. A source is
-    `None` if the array's type has the sharding, and a target is `None` for a leaf that does not move. `path_of` returns
-    the path of the leaf with a given number, for messages.
+    """Moves the arrays among the leaves of a traced tree from their shardings `sources`
+    to `targets`. A source is `None` if the array's type has the sharding, and a target
+    is `None` for a leaf that does not move. `path_of` returns the path of the leaf with
+    a given number, for messages.
     """
     results = list(leaves)
-    for at, (leaf, source, target) in enumerate(zip(leaves, sources, targets, strict=True)):
+    for at, (leaf, source, target) in enumerate(
+        zip(leaves, sources, targets, strict=True)
+    ):
         if target is None or not is_array(leaf):
             continue
         with naming(path_of, at):
             if not isinstance(target, NamedSharding):
                 raise SpecError(
-                    f"inside `jit` an array can only move to a NamedSharding, not to {target}; use "
-                    "`NamedSharding(mesh, spec)`."
+                    "inside `jit` an array can only move to a NamedSharding, not to"
+                    f" {target}; use `NamedSharding(mesh, spec)`."
                 )
             results[at] = move_traced(leaf, target, source)
         if target.memory_kind != NamedSharding(target.mesh, target.spec).memory_kind:
@@ -103,18 +137,27 @@ def move_traced_leaves(
 
 
 def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
-    """Returns the sharding `end` with its spec in the shortest form. If `end` is on an abstract mesh and `other` is
-    not, its mesh gets the devices of `other`.
+    """Returns the sharding `end` with its spec in the shortest form. If `end` is on an
+    abstract mesh and `other` is not, its mesh gets the devices of `other`.
     """
     mesh = end.mesh
-    if not isinstance(mesh, Mesh) and isinstance(other.mesh, Mesh) and mesh.size == other.mesh.size:
-        mesh = Mesh(other.mesh.devices.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
+    if (
+        not isinstance(mesh, Mesh)
+        and isinstance(other.mesh, Mesh)
+        and mesh.size == other.mesh.size
+    ):
+        mesh = Mesh(
+            other.mesh.devices.reshape(mesh.axis_sizes),
+            mesh.axis_names,
+            axis_types=mesh.axis_types,
+        )
     return NamedSharding(mesh, plain_spec(end.spec))
 
 
 def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
-    """Raises `SpecError` if the mesh of `dst` has both Explicit and Auto axes, and neither a type nor a constraint can
-    express the move. That is so if `dst` shards the array over an Auto axis, or if `src` is on another mesh.
+    """Raises `SpecError` if the mesh of `dst` has both Explicit and Auto axes, and
+    neither a type nor a constraint can express the move. That is so if `dst` shards the
+    array over an Auto axis, or if `src` is on another mesh.
     """
     kinds = dict(zip(dst.mesh.axis_names, dst.mesh.axis_types, strict=True))
     if len({*kinds.values()}) < 2:
@@ -123,21 +166,29 @@ def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
     used = {axis for entry in entries_of(dst.spec) for axis in entry_axes(entry)}
     if src.mesh.abstract_mesh != dst.mesh.abstract_mesh or used & {*auto}:
         raise SpecError(
-            f"inside `jit` an array cannot move to {dst.spec} on a mesh of mixed axis types, {kinds}: types say how "
-            "Explicit axes shard it, and nothing says it of Auto ones; give all axes of the mesh one type, or reshard "
-            "outside."
+            f"inside `jit` an array cannot move to {dst.spec} on a mesh of mixed axis"
+            f" types, {kinds}: types say how Explicit axes shard it, and nothing says"
+            " it of Auto ones; give all axes of the mesh one type, or reshard outside."
         )
 
 
 def _require_names(src: NamedSharding) -> None:
-    """Raises `MeshError` if `src` is on an abstract mesh of Auto axes, and `jax.set_mesh` has set another mesh."""
+    """Raises `MeshError` if `src` is on an abstract mesh of Auto axes, and
+    `jax.set_mesh` has set another mesh.
+    """
     around = jax.sharding.get_abstract_mesh()
-    if isinstance(src.mesh, Mesh) or is_explicit(src) or around.empty or around == src.mesh:
+    if (
+        isinstance(src.mesh, Mesh)
+        or is_explicit(src)
+        or around.empty
+        or around == src.mesh
+    ):
         return
     raise MeshError(
-        f"`src` lies on the mesh {dict(src.mesh.shape)} without devices, and `jax.set_mesh` has set "
-        f"{dict(around.shape)}, whose devices the program runs on; give `src` or `dst` on a `jax.sharding.Mesh`: "
-        "`NamedSharding(mesh, spec)`."
+        f"`src` lies on the mesh {dict(src.mesh.shape)} without devices, and"
+        f" `jax.set_mesh` has set {dict(around.shape)}, whose devices the program runs"
+        " on; give `src` or `dst` on a `jax.sharding.Mesh`: `NamedSharding(mesh,"
+        " spec)`."
     )
 
 
@@ -145,10 +196,13 @@ _move = jex.core.Primitive("shardfx_move")
 
 
 def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
-    """Evaluates the move eagerly, as in a gradient without `jit`. The array moves from its own sharding, not `src`."""
+    """Evaluates the move eagerly, as in a gradient without `jit`. The array moves from
+    its own sharding, not `src`.
+    """
     if not isinstance(dst.mesh, Mesh):
         raise MeshError(
-            f"outside of `jit` {dst} has no devices to move an array of shape {x.shape} to; give a jax Mesh."
+            f"outside of `jit` {dst} has no devices to move an array of shape {x.shape}"
+            " to; give a jax Mesh."
         )
     if not isinstance(x, jax.Array):
         return jax.device_put(x, dst)
@@ -157,31 +211,49 @@ def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
 
 def _lowering(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
     ends = layouts(x.ndim, src, dst)
-    return program(x, src, dst, redistribute(x.shape, bits(x.dtype), *ends).steps, ends[0])
+    return program(
+        x, src, dst, redistribute(x.shape, bits(x.dtype), *ends).steps, ends[0]
+    )
 
 
 def _abstract_eval(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
     if not is_explicit(dst):
         return x
     entries = (*entries_of(dst.spec), *[None] * (x.ndim - len(entries_of(dst.spec))))
-    return x.update(sharding=NamedSharding(dst.mesh.abstract_mesh, PartitionSpec(*entries)))
+    return x.update(
+        sharding=NamedSharding(dst.mesh.abstract_mesh, PartitionSpec(*entries))
+    )
 
 
-def _transpose(cotangent: object, _: object, *, src: NamedSharding, dst: NamedSharding) -> list[Any]:
+def _transpose(
+    cotangent: object, _: object, *, src: NamedSharding, dst: NamedSharding
+) -> list[Any]:
     return [_move.bind(cotangent, src=dst, dst=src)]
 
 
-def _batch(axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSharding) -> tuple[Any, int | None]:
+def _batch(
+    axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSharding
+) -> tuple[Any, int | None]:
     (x,), (dim,) = args, dims
     if dim is None:
         return _move.bind(x, src=src, dst=dst), None
     names = axis.spmd_name or axis.explicit_mesh_axis or ()
-    return _move.bind(x, src=_batched(src, x.ndim, dim, names), dst=_batched(dst, x.ndim, dim, names)), dim
+    return (
+        _move.bind(
+            x,
+            src=_batched(src, x.ndim, dim, names),
+            dst=_batched(dst, x.ndim, dim, names),
+        ),
+        dim,
+    )
 
 
-def _batched(end: NamedSharding, rank: int, dim: int, names: tuple[str, ...]) -> NamedSharding:
-    """Returns the sharding `end` with an entry for the dimension `dim`, which `vmap` has added to an array of now
-    `rank` dimensions. The mesh axes `names`, which `vmap` asks for, shard this dimension if the mesh of `end` has them.
+def _batched(
+    end: NamedSharding, rank: int, dim: int, names: tuple[str, ...]
+) -> NamedSharding:
+    """Returns the sharding `end` with an entry for the dimension `dim`, which `vmap`
+    has added to an array of now `rank` dimensions. The mesh axes `names`, which `vmap`
+    asks for, shard this dimension if the mesh of `end` has them.
     """
     entries = [*entries_of(end.spec), *[None] * (rank - 1 - len(entries_of(end.spec)))]
     entries.insert(dim, names if names and {*names} <= {*end.mesh.axis_names} else None)

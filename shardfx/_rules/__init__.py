@@ -1,10 +1,20 @@
-"""Rules that map logical names and paths to mesh axes, and the resolution of logical names.
+"""Rules that map logical names and paths to mesh axes, and the resolution of logical
+names.
 
-This folder may import `_ground` only. It never uses devices or the values of arrays. Whether a requested spec fits the
-mesh and the shape is decided in `_plan`.
+This folder may import `_ground` only. It never uses devices or the values of arrays.
+Whether a requested spec fits the mesh and the shape is decided in `_plan`.
 """
 
-from .axis_rules import AxisRules, Rule, RulesLike, Target, alias_chain, axes_in, near, nearest
+from .axis_rules import (
+    AxisRules,
+    Rule,
+    RulesLike,
+    Target,
+    alias_chain,
+    axes_in,
+    near,
+    nearest,
+)
 from .path_rules import (
     Matcher,
     PathRules,

@@ -21,11 +21,13 @@ RulesLike: TypeAlias = Mapping[str, Target] | Iterable[Any]
 class AxisRules(eqx.Module):
     """The mesh axes that each logical axis name may use, in order of priority.
 
-    A mode, such as "decode", is a name for additional rules. If names are resolved in it, its rules come first.
+    A mode, such as "decode", is a name for additional rules. If names are resolved in
+    it, its rules come first.
 
-    AxisRules are immutable and hashable, and compare with `==`. A jitted function can close over them or take them as
-    an argument. Every method returns new AxisRules. The fields are the constructor's arguments as tuples of pairs, such
-    as (alias, logical name) in `aliases`; `axes` is a tuple of names.
+    AxisRules are immutable and hashable, and compare with `==`. A jitted function can
+    close over them or take them as an argument. Every method returns new AxisRules. The
+    fields are the constructor's arguments as tuples of pairs, such as (alias, logical
+    name) in `aliases`; `axes` is a tuple of names.
 
     !!! Example
 
@@ -67,55 +69,87 @@ class AxisRules(eqx.Module):
     ):
         """**Arguments:**
 
-        - `rules`: `(logical name, target)` pairs, the ones with priority first. A target is a mesh axis, a tuple of
-            mesh axes, `None` (replicate) or `PartitionSpec.UNCONSTRAINED`. A name may occur several times: its later
-            rules are fallbacks. No rule after `None` is used, so `prepend([(name, None)])` overrides all of its rules.
-        - `modes`: mapping from a mode, such as "train" or "decode", to rules that come before `rules` in that mode. A
-            name that a mode does not mention behaves as in `rules`; a name that the mode maps to `None` is replicated.
-        - `units`: mapping from a logical name to the number of elements that no shard may split, such as `head_dim`.
-        - `aliases`: mapping from an alias to the logical name whose rules the alias has in every mode.
-        - `axes`: the mesh axes that a mesh may lack, so that one set of rules serves several meshes. [`shardfx.plan`][]
-            raises for any other axis that its mesh lacks, because that axis is probably misspelled.
+        - `rules`: `(logical name, target)` pairs, the ones with priority first. A
+          target is a mesh axis, a tuple of
+            mesh axes, `None` (replicate) or `PartitionSpec.UNCONSTRAINED`. A name may
+            occur several times: its later rules are fallbacks. No rule after `None` is
+            used, so `prepend([(name, None)])` overrides all of its rules.
+        - `modes`: mapping from a mode, such as "train" or "decode", to rules that come
+          before `rules` in that mode. A
+            name that a mode does not mention behaves as in `rules`; a name that the
+            mode maps to `None` is replicated.
+        - `units`: mapping from a logical name to the number of elements that no shard
+          may split, such as `head_dim`.
+        - `aliases`: mapping from an alias to the logical name whose rules the alias has
+          in every mode.
+        - `axes`: the mesh axes that a mesh may lack, so that one set of rules serves
+          several meshes. [`shardfx.plan`][]
+            raises for any other axis that its mesh lacks, because that axis is probably
+            misspelled.
 
         **Raises:**
 
-        `RuleError` for a rule that is no pair; for a target of another type, or one that repeats a mesh axis; for a
-        unit that is no positive integer; for an axis that is no name; for circular aliases.
+        `RuleError` for a rule that is no pair; for a target of another type, or one
+        that repeats a mesh axis; for a unit that is no positive integer; for an axis
+        that is no name; for circular aliases.
         """
         self.rules = _rules(rules, "rules")
         by_mode = _pairs(modes or (), "modes")
-        self.modes = tuple((mode, _rules(given, f"mode {mode!r}")) for mode, given in by_mode)
+        self.modes = tuple(
+            (mode, _rules(given, f"mode {mode!r}")) for mode, given in by_mode
+        )
         self.units = tuple(_pairs(units or (), "units"))
         self.aliases = tuple(_pairs(aliases or (), "aliases"))
         self.axes = declared_axes(axes)
 
     def __check_init__(self):
-        for what, pairs in (("modes", self.modes), ("units", self.units), ("aliases", self.aliases)):
+        for what, pairs in (
+            ("modes", self.modes),
+            ("units", self.units),
+            ("aliases", self.aliases),
+        ):
             if twice := repeated([key for key, _ in pairs]):
                 raise RuleError(f"`{what}` gives {twice[0]!r} twice; give it once.")
         for name, unit in self.units:
             if not isinstance(unit, int) or isinstance(unit, bool) or unit < 1:
-                raise RuleError(f"`units[{name!r}]` is {unit!r}; a unit is a positive number of elements.")
+                raise RuleError(
+                    f"`units[{name!r}]` is {unit!r}; a unit is a positive number of"
+                    " elements."
+                )
         for name, of in self.aliases:
             if not name or not isinstance(of, str):
-                raise RuleError(f"{name!r} cannot be an alias of {of!r}; both are logical names, and not empty.")
+                raise RuleError(
+                    f"{name!r} cannot be an alias of {of!r}; both are logical names,"
+                    " and not empty."
+                )
             if name in dict(self.rules):
-                raise RuleError(f"{name!r} is to be an alias of {of!r}, but has rules; use `rules.without({name!r})`.")
+                raise RuleError(
+                    f"{name!r} is to be an alias of {of!r}, but has rules; use"
+                    f" `rules.without({name!r})`."
+                )
             alias_chain(name, self)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every logical name that has a rule or is an alias, in order of first appearance."""
-        return tuple(dict.fromkeys(name for name, _ in (*all_rules(self), *self.aliases)))
+        """Every logical name that has a rule or is an alias, in order of first
+        appearance.
+        """
+        return tuple(
+            dict.fromkeys(name for name, _ in (*all_rules(self), *self.aliases))
+        )
 
-    def extend(self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[Any] = ()) -> "AxisRules":
+    def extend(
+        self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[Any] = ()
+    ) -> "AxisRules":
         """New AxisRules with `rules` after these, as fallbacks with less priority.
 
         **Arguments:**
 
         - `rules`: pairs of a logical name and a target, as in `AxisRules(...)`.
-        - `modes`: mapping from a mode, which may be new, to rules. They come after the mode's present rules.
-        - `axes`: more mesh axes that a mesh may lack without an error, besides those in these AxisRules.
+        - `modes`: mapping from a mode, which may be new, to rules. They come after the
+          mode's present rules.
+        - `axes`: more mesh axes that a mesh may lack without an error, besides those in
+          these AxisRules.
 
         **Returns:**
 
@@ -132,14 +166,18 @@ class AxisRules(eqx.Module):
         """
         return _stacked(self, AxisRules(rules, modes=modes, axes=axes))
 
-    def prepend(self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[Any] = ()) -> "AxisRules":
+    def prepend(
+        self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[Any] = ()
+    ) -> "AxisRules":
         """New AxisRules with `rules` before these, so that `rules` override them.
 
         **Arguments:**
 
         - `rules`: pairs of a logical name and a target, as in `AxisRules(...)`.
-        - `modes`: mapping from a mode, which may be new, to rules. They come before the mode's present rules.
-        - `axes`: more mesh axes that a mesh may lack without an error, besides those in these AxisRules.
+        - `modes`: mapping from a mode, which may be new, to rules. They come before the
+          mode's present rules.
+        - `axes`: more mesh axes that a mesh may lack without an error, besides those in
+          these AxisRules.
 
         **Returns:**
 
@@ -163,7 +201,8 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `names`: logical names or aliases. An alias of a removed name stays, for rules that the name may get later.
+        - `names`: logical names or aliases. An alias of a removed name stays, for rules
+          that the name may get later.
 
         **Returns:**
 
@@ -185,7 +224,9 @@ class AxisRules(eqx.Module):
         known = (*self.names, *(name for name, _ in self.units))
         for name in names:
             if name not in known:
-                raise RuleError(f"`without({name!r})`: no rule has that name{near(name, known)}.")
+                raise RuleError(
+                    f"`without({name!r})`: no rule has that name{near(name, known)}."
+                )
         return dataclasses.replace(
             self,
             rules=_drop(self.rules, names),
@@ -195,12 +236,14 @@ class AxisRules(eqx.Module):
         )
 
     def drop(self, *numbers: int, mode: str | None = None) -> "AxisRules":
-        """New AxisRules without the rules at these positions. [`shardfx.lint`][] reports rules that can never apply.
+        """New AxisRules without the rules at these positions. [`shardfx.lint`][]
+        reports rules that can never apply.
 
         **Arguments:**
 
         - `numbers`: positions of rules, counted from 0.
-        - `mode`: the mode in whose rules the positions are; `None` for the rules without a mode.
+        - `mode`: the mode in whose rules the positions are; `None` for the rules
+          without a mode.
 
         **Returns:**
 
@@ -221,16 +264,22 @@ class AxisRules(eqx.Module):
         """
         given = rules_of_mode(self, mode)
         check_positions(len(given), numbers, "drop")
-        return self._with_rules(mode, [rule for at, rule in enumerate(given) if at not in numbers])
+        return self._with_rules(
+            mode, [rule for at, rule in enumerate(given) if at not in numbers]
+        )
 
-    def replace(self, number: int, target: Target, *, mode: str | None = None) -> "AxisRules":
+    def replace(
+        self, number: int, target: Target, *, mode: str | None = None
+    ) -> "AxisRules":
         """New AxisRules with another target for the rule at one position.
 
         **Arguments:**
 
         - `number`: the position of the rule, counted from 0.
-        - `target`: a mesh axis, a tuple of mesh axes, `None` (replicate) or `PartitionSpec.UNCONSTRAINED`.
-        - `mode`: the mode in whose rules the position is; `None` for the rules without a mode.
+        - `target`: a mesh axis, a tuple of mesh axes, `None` (replicate) or
+          `PartitionSpec.UNCONSTRAINED`.
+        - `mode`: the mode in whose rules the position is; `None` for the rules without
+          a mode.
 
         **Returns:**
 
@@ -238,7 +287,8 @@ class AxisRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` for an unknown mode, a position without a rule, or an invalid target.
+        `RuleError` for an unknown mode, a position without a rule, or an invalid
+        target.
 
         !!! Example
 
@@ -255,13 +305,16 @@ class AxisRules(eqx.Module):
         return self._with_rules(mode, given)
 
     def with_alias(self, name: str, of: str) -> "AxisRules":
-        """New AxisRules in which `name` has the rules and the unit of `of`, in every mode.
+        """New AxisRules in which `name` has the rules and the unit of `of`, in every
+        mode.
 
-        If an array has several names with the same rules, `of` has priority, then its aliases in the order of addition.
+        If an array has several names with the same rules, `of` has priority, then its
+        aliases in the order of addition.
 
         **Arguments:**
 
-        - `name`: the new name. It may have rules of its own only in modes, where they come before the rules of `of`.
+        - `name`: the new name. It may have rules of its own only in modes, where they
+          come before the rules of `of`.
         - `of`: a logical name or another alias. Its rules may be added later.
 
         **Returns:**
@@ -285,16 +338,19 @@ class AxisRules(eqx.Module):
         return dataclasses.replace(self, aliases=(*self.aliases, (name, of)))
 
     def merge(self, other: "AxisRules") -> "AxisRules":
-        """The union of two sets of rules, with their fallbacks. Rules that contradict each other are an error.
+        """The union of two sets of rules, with their fallbacks. Rules that contradict
+        each other are an error.
 
         **Arguments:**
 
-        - `other`: the rules to add. If both sets have rules for a name in one mode, the targets of one set must be a
+        - `other`: the rules to add. If both sets have rules for a name in one mode, the
+          targets of one set must be a
             prefix of the targets of the other. The longer list is used.
 
         **Returns:**
 
-        New AxisRules: the rules of this set in their order, then the rules that only `other` has.
+        New AxisRules: the rules of this set in their order, then the rules that only
+        `other` has.
 
         **Raises:**
 
@@ -313,7 +369,10 @@ class AxisRules(eqx.Module):
         one, two = dict(self.modes), dict(other.modes)
         return AxisRules(
             _merged(self.rules, other.rules, "rules"),
-            modes={mode: _merged(one.get(mode, ()), two.get(mode, ()), f"mode {mode!r}") for mode in {**one, **two}},
+            modes={
+                mode: _merged(one.get(mode, ()), two.get(mode, ()), f"mode {mode!r}")
+                for mode in {**one, **two}
+            },
             units=_agreed(self.units, other.units, "unit of"),
             aliases=_agreed(self.aliases, other.aliases, "alias"),
             axes=self.axes + other.axes,
@@ -321,11 +380,13 @@ class AxisRules(eqx.Module):
 
     @classmethod
     def last_wins(cls, rules: RulesLike) -> "AxisRules":
-        """AxisRules in which the last of several pairs with one name counts, as in a dictionary.
+        """AxisRules in which the last of several pairs with one name counts, as in a
+        dictionary.
 
         **Arguments:**
 
-        - `rules`: pairs of a logical name and a target. A name has the position of its first pair and the target of its
+        - `rules`: pairs of a logical name and a target. A name has the position of its
+          first pair and the target of its
             last pair.
 
         **Returns:**
@@ -344,33 +405,51 @@ class AxisRules(eqx.Module):
         return cls(dict(_rules(rules, "rules")))
 
     def _with_rules(self, mode: str | None, rules: list[Rule]) -> "AxisRules":
-        changed = {"rules": rules} if mode is None else {"modes": {**dict(self.modes), mode: rules}}
+        changed = (
+            {"rules": rules}
+            if mode is None
+            else {"modes": {**dict(self.modes), mode: rules}}
+        )
         return dataclasses.replace(self, **changed)
 
 
 def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
-    """The rules of `mode` alone; for `None` the rules without a mode. Raises `RuleError` for an unknown mode."""
+    """The rules of `mode` alone; for `None` the rules without a mode. Raises
+    `RuleError` for an unknown mode.
+    """
     modes = dict(rules.modes)
     if mode is not None and mode not in modes:
         raise RuleError(
-            f"mode {mode!r} is unknown; these rules have {tuple(modes)}{near(mode, tuple(modes))}. "
-            f"Add it with `rules.extend(modes={{{mode!r}: []}})`, or leave `mode` out."
+            f"mode {mode!r} is unknown; these rules have"
+            f" {tuple(modes)}{near(mode, tuple(modes))}. Add it with"
+            f" `rules.extend(modes={{{mode!r}: []}})`, or leave `mode` out."
         )
     return rules.rules if mode is None else modes[mode]
 
 
 def check_positions(count: int, numbers: tuple[int, ...], what: str) -> None:
-    """Raises `RuleError` unless each of `numbers` is an index of one of `count` rules. `what` is the method's name, for
-    the message.
+    """Raises `RuleError` unless each of `numbers` is an index of one of `count` rules.
+    `what` is the method's name, for the message.
     """
     for number in numbers:
         if not 0 <= number < count:
-            raise RuleError(f"`{what}({number})`: rules are numbered from 0, and these {count} have no rule {number}.")
+            raise RuleError(
+                f"`{what}({number})`: rules are numbered from 0, and these {count} have"
+                f" no rule {number}."
+            )
 
 
 def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:
-    """Pairs of a logical name and a mesh axis that the name may use in some mode, in the order of the rules."""
-    return tuple(dict.fromkeys((name, axis) for name, target in all_rules(rules) for axis in entry_axes(target)))
+    """Pairs of a logical name and a mesh axis that the name may use in some mode, in
+    the order of the rules.
+    """
+    return tuple(
+        dict.fromkeys(
+            (name, axis)
+            for name, target in all_rules(rules)
+            for axis in entry_axes(target)
+        )
+    )
 
 
 def all_rules(rules: AxisRules) -> tuple[Rule, ...]:
@@ -379,11 +458,15 @@ def all_rules(rules: AxisRules) -> tuple[Rule, ...]:
 
 
 def declared_axes(axes: Iterable[object]) -> tuple[Any, ...]:
-    """The names of mesh axes in `axes` without duplicates. Raises `RuleError` if one is no string or is empty."""
+    """The names of mesh axes in `axes` without duplicates. Raises `RuleError` if one is
+    no string or is empty.
+    """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if not isinstance(name, str) or not name:
-            raise RuleError(f"`axes` holds {name!r}; it declares mesh axes by their names.")
+            raise RuleError(
+                f"`axes` holds {name!r}; it declares mesh axes by their names."
+            )
     return tuple(dict.fromkeys(names))
 
 
@@ -393,7 +476,8 @@ def check_axis_rules(what: str, value: object) -> None:
 
 
 def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
-    """`name`, the name that it is an alias of, and so on, up to a name that is no alias.
+    """`name`, the name that it is an alias of, and so on, up to a name that is no
+    alias.
 
     Raises `RuleError` if the aliases form a circle.
     """
@@ -403,14 +487,23 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
         chain = (*chain, aliases[chain[-1]])
         if chain[-1] in chain[:-1]:
             circle = " -> ".join(repr(link) for link in chain)
-            raise RuleError(f"the aliases go in a circle: {circle}; let one of them name a mesh axis.")
+            raise RuleError(
+                f"the aliases go in a circle: {circle}; let one of them name a mesh"
+                " axis."
+            )
     return chain
 
 
 def near(name: str, known: Sequence[str]) -> str:
-    """The text "(did you mean ...?)" with the names in `known` that look like `name`; "" if there are none."""
+    """The text "(did you mean ...?)" with the names in `known` that look like `name`;
+    "" if there are none.
+    """
     close = nearest(name, known)
-    return f" (did you mean {' or '.join(repr(match) for match in close)}?)" if close else ""
+    return (
+        f" (did you mean {' or '.join(repr(match) for match in close)}?)"
+        if close
+        else ""
+    )
 
 
 def nearest(name: str, known: Sequence[str]) -> list[str]:
@@ -422,25 +515,41 @@ def _pairs(given: Any, what: str) -> list[tuple[str, Any]]:
     pairs = given.items() if isinstance(given, Mapping) else given
     checked = []
     for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise RuleError(f"`{what}`: {pair!r} is no pair that begins with a name; write (name, value).")
+        if (
+            not isinstance(pair, tuple | list)
+            or len(pair) != 2
+            or not isinstance(pair[0], str)
+        ):
+            raise RuleError(
+                f"`{what}`: {pair!r} is no pair that begins with a name; write (name,"
+                " value)."
+            )
         checked.append((pair[0], pair[1]))
     return checked
 
 
 def _rules(given: object, what: str) -> tuple[Rule, ...]:
-    return tuple((name, _target(name, target, what)) for name, target in _pairs(given, what))
+    return tuple(
+        (name, _target(name, target, what)) for name, target in _pairs(given, what)
+    )
 
 
 def _target(name: str, target: object, what: str) -> Target:
-    several = isinstance(target, list | tuple) and all(isinstance(axis, str) for axis in target)
-    if not (several or target is None or target is UNCONSTRAINED or isinstance(target, str)):
+    several = isinstance(target, list | tuple) and all(
+        isinstance(axis, str) for axis in target
+    )
+    if not (
+        several or target is None or target is UNCONSTRAINED or isinstance(target, str)
+    ):
         raise RuleError(
-            f"`{what}`: ({name!r}, {target!r}) has no valid target; use a mesh axis, a tuple of mesh axes, "
-            "`None` or `PartitionSpec.UNCONSTRAINED`."
+            f"`{what}`: ({name!r}, {target!r}) has no valid target; use a mesh axis, a"
+            " tuple of mesh axes, `None` or `PartitionSpec.UNCONSTRAINED`."
         )
     if twice := repeated(entry_axes(target)):
-        raise RuleError(f"`{what}`: ({name!r}, {target!r}) uses mesh axis `{twice[0]}` twice; use it once.")
+        raise RuleError(
+            f"`{what}`: ({name!r}, {target!r}) uses mesh axis `{twice[0]}` twice; use"
+            " it once."
+        )
     return canonical_entry(target)
 
 
@@ -464,21 +573,26 @@ def _stacked(first: AxisRules, second: AxisRules) -> AxisRules:
     )
 
 
-def _merged(one: tuple[Rule, ...], two: tuple[Rule, ...], what: str) -> tuple[Rule, ...]:
+def _merged(
+    one: tuple[Rule, ...], two: tuple[Rule, ...], what: str
+) -> tuple[Rule, ...]:
     known: dict[str, list[Target]] = {}
     for name, target in one:
         known.setdefault(name, []).append(target)
     added = []
     for name, target in two:
-        # Each rule of `two` is paired with the next rule of the same name in `one`, until `one` has no more.
+        # Each rule of `two` is paired with the next rule of the same name in `one`,
+        # until `one` has no more.
         left = known.get(name)
         if not left:
             added.append((name, target))
         elif left.pop(0) != target:
-            mine, theirs = ([to for key, to in rules if key == name] for rules in (one, two))
+            mine, theirs = (
+                [to for key, to in rules if key == name] for rules in (one, two)
+            )
             raise RuleError(
-                f"`merge`: {what} map {name!r} to {mine} on one side and to {theirs} on the other; "
-                f"use `without({name!r})` on the side that should give way."
+                f"`merge`: {what} map {name!r} to {mine} on one side and to {theirs} on"
+                f" the other; use `without({name!r})` on the side that should give way."
             )
     return one + tuple(added)
 
@@ -488,7 +602,8 @@ def _agreed(one: tuple[Any, ...], two: tuple[Any, ...], what: str) -> dict[str, 
     for name, value in two:
         if merged.setdefault(name, value) != value:
             raise RuleError(
-                f"`merge`: the {what} {name!r} is {merged[name]!r} on one side and {value!r} on the other; "
-                f"use `without({name!r})` on the side that should give way."
+                f"`merge`: the {what} {name!r} is {merged[name]!r} on one side and"
+                f" {value!r} on the other; use `without({name!r})` on the side that"
+                " should give way."
             )
     return merged

@@ -1,7 +1,8 @@
-"""Ordered rules that map a regex to a PartitionSpec, logical names or a strategy. The first rule whose regex matches a
-leaf's path says how the leaf is sharded.
+"""Ordered rules that map a regex to a PartitionSpec, logical names or a strategy. The
+first rule whose regex matches a leaf's path says how the leaf is sharded.
 
-The functions at the end of the file parse the compact form of rules, `"attention|mlp->data.model, .*->fsdp(data)"`.
+The functions at the end of the file parse the compact form of rules,
+`"attention|mlp->data.model, .*->fsdp(data)"`.
 """
 
 import functools as ft
@@ -33,10 +34,12 @@ from .strategies import (
 
 
 class PathRules(eqx.Module):
-    """Ordered rules that map the paths of leaves to shardings. The first rule that matches a leaf's path is used.
+    """Ordered rules that map the paths of leaves to shardings. The first rule that
+    matches a leaf's path is used.
 
-    A path joins dict keys, attribute names and indices by "/", as in `layers/0/attn/q_proj/weight`. A rule matches if
-    `re.search` finds its regex in the path. `axes` are the mesh axes that a mesh may lack without an error.
+    A path joins dict keys, attribute names and indices by "/", as in
+    `layers/0/attn/q_proj/weight`. A rule matches if `re.search` finds its regex in the
+    path. `axes` are the mesh axes that a mesh may lack without an error.
 
     !!! Example
 
@@ -63,17 +66,20 @@ class PathRules(eqx.Module):
     def __init__(self, rules: Iterable[object], *, axes: Iterable[object] = ()):
         """**Arguments:**
 
-        - `rules`: pairs of a regex and a target, or a mapping. A target is a PartitionSpec; a tuple of logical names; a
-            strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these combined with `|`; any of them in
-            [`shardfx.atomic`][] or [`shardfx.optional`][]; or a callable `(path, leaf) -> PartitionSpec`, which may
-            also return `atomic(PartitionSpec, units)`. Dimensions beyond the end of a PartitionSpec are not sharded. A
-            tuple has one name per dimension; `...` stands for all unsharded dimensions. `()` and `None` replicate.
+        - `rules`: pairs of a regex and a target, or a mapping. A target is a
+          PartitionSpec; a tuple of logical names; a
+            strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these
+            combined with `|`; any of them in [`shardfx.atomic`][] or
+            [`shardfx.optional`][]; or a callable `(path, leaf) -> PartitionSpec`, which
+            may also return `atomic(PartitionSpec, units)`. Dimensions beyond the end of
+            a PartitionSpec are not sharded. A tuple has one name per dimension; `...`
+            stands for all unsharded dimensions. `()` and `None` replicate.
         - `axes`: the mesh axes that a mesh may lack; see [`shardfx.AxisRules`][].
 
         **Raises:**
 
-        `RuleError` for a rule that is no pair, a regex that does not compile, or an invalid target. It has the index of
-        the rule.
+        `RuleError` for a rule that is no pair, a regex that does not compile, or an
+        invalid target. It has the index of the rule.
         """
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         self.rules = tuple(_checked(index, rule) for index, rule in enumerate(pairs))
@@ -100,13 +106,16 @@ class PathRules(eqx.Module):
         """
         return PathRules([*rules, *self.rules], axes=self.axes)
 
-    def extend(self, rules: Iterable[object] = (), *, axes: Iterable[object] = ()) -> "PathRules":
+    def extend(
+        self, rules: Iterable[object] = (), *, axes: Iterable[object] = ()
+    ) -> "PathRules":
         """New PathRules with `rules` after these, for paths that none of these matches.
 
         **Arguments:**
 
         - `rules`: pairs of a regex and a target, as in `PathRules(...)`.
-        - `axes`: more mesh axes that a mesh may lack without an error, besides those in these PathRules.
+        - `axes`: more mesh axes that a mesh may lack without an error, besides those in
+          these PathRules.
 
         **Returns:**
 
@@ -124,7 +133,8 @@ class PathRules(eqx.Module):
         return PathRules([*self.rules, *rules], axes=(*self.axes, *declared_axes(axes)))
 
     def drop(self, *numbers: int) -> "PathRules":
-        """New PathRules without the rules at these positions. [`shardfx.lint`][] reports rules that never apply.
+        """New PathRules without the rules at these positions. [`shardfx.lint`][]
+        reports rules that never apply.
 
         **Arguments:**
 
@@ -148,7 +158,10 @@ class PathRules(eqx.Module):
             ```
         """
         check_positions(len(self.rules), numbers, "drop")
-        return PathRules([rule for at, rule in enumerate(self.rules) if at not in numbers], axes=self.axes)
+        return PathRules(
+            [rule for at, rule in enumerate(self.rules) if at not in numbers],
+            axes=self.axes,
+        )
 
     def replace(self, number: int, target: object) -> "PathRules":
         """New PathRules with another target for the rule at one position.
@@ -156,7 +169,8 @@ class PathRules(eqx.Module):
         **Arguments:**
 
         - `number`: the position of the rule, counted from 0.
-        - `target`: a PartitionSpec, a tuple of logical names, a strategy, or another target of `PathRules(...)`.
+        - `target`: a PartitionSpec, a tuple of logical names, a strategy, or another
+          target of `PathRules(...)`.
 
         **Returns:**
 
@@ -177,16 +191,21 @@ class PathRules(eqx.Module):
             ```
         """
         check_positions(len(self.rules), (number,), "replace")
-        changed = [(regex, target if at == number else was) for at, (regex, was) in enumerate(self.rules)]
+        changed = [
+            (regex, target if at == number else was)
+            for at, (regex, was) in enumerate(self.rules)
+        ]
         return PathRules(changed, axes=self.axes)
 
     @classmethod
     def parse(cls, text: str) -> "PathRules":
-        """Parses the compact form of rules, `"attention|mlp->data.model, .*->fsdp(data)"`.
+        """Parses the compact form of rules,
+        `"attention|mlp->data.model, .*->fsdp(data)"`.
 
-        Rules are separated by commas. Left of `->` is a regex. Right of it are mesh axes: "." separates dimensions, "+"
-        joins several axes on one dimension, `None` is a replicated dimension. The right side may also be `replicate`,
-        or `fsdp(axis)`, alone or after `|`.
+        Rules are separated by commas. Left of `->` is a regex. Right of it are mesh
+        axes: "." separates dimensions, "+" joins several axes on one dimension, `None`
+        is a replicated dimension. The right side may also be `replicate`, or
+        `fsdp(axis)`, alone or after `|`.
 
         **Arguments:**
 
@@ -211,7 +230,12 @@ class PathRules(eqx.Module):
             assert rules.rules[0][0] == "attn|mlp"
             ```
         """
-        return cls([_parse_rule(text, start, stop) for start, stop in _split(text, 0, len(text), ",")])
+        return cls(
+            [
+                _parse_rule(text, start, stop)
+                for start, stop in _split(text, 0, len(text), ",")
+            ]
+        )
 
 
 def match(tree: object, rules: PathRules) -> PyTree:
@@ -224,8 +248,9 @@ def match(tree: object, rules: PathRules) -> PyTree:
 
     **Returns:**
 
-    A tree of the same structure. At each array it has the index of the first matching rule; at arrays without a
-    matching rule and at leaves that are no arrays it has `None`.
+    A tree of the same structure. At each array it has the index of the first matching
+    rule; at arrays without a matching rule and at leaves that are no arrays it has
+    `None`.
 
     !!! Example
 
@@ -243,14 +268,15 @@ def match(tree: object, rules: PathRules) -> PyTree:
     check_rules(rules, what="rules")
     flat, patterns = flatten(tree), compiled(rules)
     indices = [
-        first_match(path, patterns) if shaped else None for path, shaped in zip(flat.paths, flat.is_array, strict=True)
+        first_match(path, patterns) if shaped else None
+        for path, shaped in zip(flat.paths, flat.is_array, strict=True)
     ]
     return jax.tree.unflatten(flat.treedef, indices)
 
 
 def check_rules(paths: object, axes: object = None, what: str = "paths") -> None:
-    """Raises `RuleError` unless `paths` is PathRules or `None`, and `axes` is AxisRules or `None`. `what` is the name
-    of the argument `paths` in the message.
+    """Raises `RuleError` unless `paths` is PathRules or `None`, and `axes` is AxisRules
+    or `None`. `what` is the name of the argument `paths` in the message.
     """
     if paths is not None:
         fix = 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
@@ -265,48 +291,63 @@ def compiled(rules: PathRules) -> tuple[re.Pattern[str], ...]:
 
 
 def first_match(path: str, patterns: tuple[re.Pattern[str], ...]) -> int | None:
-    """The index of the first regex that matches somewhere in `path`; `None` if none does."""
+    """The index of the first regex that matches somewhere in `path`; `None` if none
+    does.
+    """
     for index, pattern in enumerate(patterns):
         if pattern.search(path):
             return index
     return None
 
 
-# Elements of a regex that can distinguish digits: a digit, a character by its name, and a group that must occur again.
-# The ends of a range are characters too: a range without a digit at either end contains all ten digits or none.
+# Elements of a regex that can distinguish digits: a digit, a character by its name, and
+# a group that must occur again. The ends of a range are characters too: a range without
+# a digit at either end contains all ten digits or none.
 _TELLS_DIGITS = re.compile(r"\d|\\N|\(\?P=")
 _ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
 
 
 @ft.lru_cache(maxsize=1024)
 def is_digit_blind(regex: str) -> bool:
-    """Whether a regex cannot distinguish digits: of paths that differ only in digits, it matches all or none. The paths
-    of repeated layers are then matched once. The result may be `False` for a regex that is hard to analyse.
+    """Whether a regex cannot distinguish digits: of paths that differ only in digits,
+    it matches all or none. The paths of repeated layers are then matched once. The
+    result may be `False` for a regex that is hard to analyse.
     """
     return not _TELLS_DIGITS.search(_ALL_DIGITS.sub("", regex))
 
 
 class Matcher:
-    """Compiled path rules, with `used`, the indices of the rules that have matched a path. `needs_paths` is false if no
-    rule distinguishes paths that differ only in digits. Such paths may share a plan.
+    """Compiled path rules, with `used`, the indices of the rules that have matched a
+    path. `needs_paths` is false if no rule distinguishes paths that differ only in
+    digits. Such paths may share a plan.
     """
 
     def __init__(self, rules: PathRules):
-        self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)
+        self.rules, self.declared, self.patterns = (
+            rules.rules,
+            rules.axes,
+            compiled(rules),
+        )
         self.called = [is_callable(target) for _, target in rules.rules]
 
-        self.needs_paths = any(self.called) or not all(is_digit_blind(regex) for regex, _ in rules.rules)
+        self.needs_paths = any(self.called) or not all(
+            is_digit_blind(regex) for regex, _ in rules.rules
+        )
         self.used: dict[int, None] = {}
 
     def first(self, path: str) -> int | None:
-        """The index of the first rule that matches `path`; `None` if no rule matches. The rule is recorded as used."""
+        """The index of the first rule that matches `path`; `None` if no rule matches.
+        The rule is recorded as used.
+        """
         number = first_match(path, self.patterns)
         if number is not None:
             self.used[number] = None
         return number
 
     def text(self, number: int) -> str:
-        """The name, in a plan, of the rule with the index `number`, such as "paths[0] embed"."""
+        """The name, in a plan, of the rule with the index `number`, such as "paths[0]
+        embed".
+        """
         return f"paths[{number}] {self.rules[number][0]}"
 
 
@@ -318,16 +359,20 @@ def is_callable(target: object) -> bool:
 
 
 def _checked(index: int, rule: object) -> tuple[str, Any]:
-    if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
-        raise RuleError(f"rule {index} is {rule!r}; a path rule is a pair of a regex and a target.")
+    if not (
+        isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
+    ):
+        raise RuleError(
+            f"rule {index} is {rule!r}; a path rule is a pair of a regex and a target."
+        )
     pattern, target = rule
     try:
         re.compile(pattern)
     except re.error as error:
         position = error.pos or 0
         raise RuleError(
-            f"rule {index}: the regex does not compile: {error.msg} at position {position}:\n"
-            f"    {pattern}\n    {' ' * position}^"
+            f"rule {index}: the regex does not compile: {error.msg} at position"
+            f" {position}:\n    {pattern}\n    {' ' * position}^"
         ) from error
     return pattern, _checked_target(index, pattern, target)
 
@@ -345,39 +390,56 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
         _check_names(index, pattern, inner)
     elif isinstance(inner, PartitionSpec):
         check_once(inner, f"rule {index} ({pattern!r})")
-    elif not isinstance(inner, PartitionSpec | Strategy | Replicate | Pipeline) and not callable(inner):
+    elif not isinstance(
+        inner, PartitionSpec | Strategy | Replicate | Pipeline
+    ) and not callable(inner):
         raise RuleError(
-            f"rule {index} ({pattern!r}) has the target {target!r}; it must be a PartitionSpec, a tuple of logical "
-            "names, `fsdp(...)`, `replicate`, or a callable `(path, leaf) -> PartitionSpec`. "
-            f"For one mesh axis write `PartitionSpec({target!r})`."
+            f"rule {index} ({pattern!r}) has the target {target!r}; it must be a"
+            " PartitionSpec, a tuple of logical names, `fsdp(...)`, `replicate`, or a"
+            " callable `(path, leaf) -> PartitionSpec`. For one mesh axis write"
+            f" `PartitionSpec({target!r})`."
         )
     return target
 
 
 def check_once(spec: PartitionSpec, head: str) -> None:
-    """Raises `RuleError` if a spec has a mesh axis twice, which JAX does not accept. `head` begins the message."""
+    """Raises `RuleError` if a spec has a mesh axis twice, which JAX does not accept.
+    `head` begins the message.
+    """
     used = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
     if twice := repeated(used):
-        raise RuleError(f"{head} has the target {spec}, which uses mesh axis `{twice[0]}` twice; use it once.")
+        raise RuleError(
+            f"{head} has the target {spec}, which uses mesh axis `{twice[0]}` twice;"
+            " use it once."
+        )
 
 
 def _check_names(index: int, pattern: str, names: tuple[object, ...]) -> None:
     for name in names:
         members = name if isinstance(name, tuple) else () if name is ... else (name,)
-        if not all(member is None or member is UNCONSTRAINED or isinstance(member, str | Atomic) for member in members):
+        if not all(
+            member is None
+            or member is UNCONSTRAINED
+            or isinstance(member, str | Atomic)
+            for member in members
+        ):
             raise RuleError(
-                f"rule {index} ({pattern!r}): {name!r} in {names!r} is no logical name; use a string, `None`, "
-                "`...`, UNCONSTRAINED, `atomic(name, unit)`, or a tuple of names."
+                f"rule {index} ({pattern!r}): {name!r} in {names!r} is no logical name;"
+                " use a string, `None`, `...`, UNCONSTRAINED, `atomic(name, unit)`, or"
+                " a tuple of names."
             )
 
 
 def _malformed(text: str, position: int, what: str) -> RuleError:
-    return RuleError(f"{what} at position {position}:\n    {text}\n    {' ' * position}^")
+    return RuleError(
+        f"{what} at position {position}:\n    {text}\n    {' ' * position}^"
+    )
 
 
 def _split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, int]]:
-    """The start and stop of each part into which `separator` divides `text[start:stop]`. Separators inside of brackets
-    and after a backslash do not divide the text.
+    """The start and stop of each part into which `separator` divides
+    `text[start:stop]`. Separators inside of brackets and after a backslash do not
+    divide the text.
     """
     depth, pieces, begin, position = 0, [], start, start
     while position < stop:
@@ -398,11 +460,23 @@ def _split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, 
 def _parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
     sides = _split(text, start, stop, "->")
     if len(sides) != 2:
-        found = "no `->` outside of brackets" if len(sides) == 1 else "more than one `->`"
-        raise _malformed(text, start if len(sides) == 1 else sides[1][1], f"a rule has {found}; write `regex->axes`,")
+        found = (
+            "no `->` outside of brackets" if len(sides) == 1 else "more than one `->`"
+        )
+        raise _malformed(
+            text,
+            start if len(sides) == 1 else sides[1][1],
+            f"a rule has {found}; write `regex->axes`,",
+        )
     pattern = text[slice(*sides[0])].strip()
-    if not pattern or not all(text[slice(*piece)].strip() for piece in _split(text, *sides[0], "|")):
-        raise _malformed(text, sides[0][0], "an empty alternative would match every path; write `.*` if that is meant,")
+    if not pattern or not all(
+        text[slice(*piece)].strip() for piece in _split(text, *sides[0], "|")
+    ):
+        raise _malformed(
+            text,
+            sides[0][0],
+            "an empty alternative would match every path; write `.*` if that is meant,",
+        )
     steps = [_parse_step(text, *piece) for piece in _split(text, *sides[1], "|")]
     return pattern, ft.reduce(pipeline, steps) if len(steps) > 1 else steps[0]
 
@@ -413,19 +487,29 @@ def _parse_step(text: str, start: int, stop: int) -> Any:
         return replicate
     name, bracket, axes = token.removesuffix(")").partition("(")
     if name in STRATEGIES and bracket and token.endswith(")"):
-        return strategy_of(name, [_parse_axis(text, start, axis) for axis in re.split(r"[,+]", axes)])
-    return PartitionSpec(*[_parse_entry(text, *piece) for piece in _split(text, start, stop, ".")])
+        return strategy_of(
+            name, [_parse_axis(text, start, axis) for axis in re.split(r"[,+]", axes)]
+        )
+    return PartitionSpec(
+        *[_parse_entry(text, *piece) for piece in _split(text, start, stop, ".")]
+    )
 
 
 def _parse_entry(text: str, start: int, stop: int) -> Any:
     if text[start:stop].strip() == "None":
         return None
-    return tuple(_parse_axis(text, begin, text[begin:end]) for begin, end in _split(text, start, stop, "+"))
+    return tuple(
+        _parse_axis(text, begin, text[begin:end])
+        for begin, end in _split(text, start, stop, "+")
+    )
 
 
 def _parse_axis(text: str, position: int, axis: str) -> str:
     if not re.fullmatch(r"\w+", axis.strip()):
         raise _malformed(
-            text, position, f"{axis.strip()!r} is no mesh axis; write axes as in `data.model` or `data+fsdp`,"
+            text,
+            position,
+            f"{axis.strip()!r} is no mesh axis; write axes as in `data.model` or"
+            " `data+fsdp`,",
         )
     return axis.strip()

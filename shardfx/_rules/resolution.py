@@ -1,6 +1,7 @@
 """Resolves logical names to a PartitionSpec. No other module interprets AxisRules.
 
-A mode, such as "decode", is a name for rules that apply only in this mode, before the rules without a mode.
+A mode, such as "decode", is a name for rules that apply only in this mode, before the
+rules without a mode.
 """
 
 import dataclasses
@@ -16,7 +17,17 @@ from .._ground.errors import RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code, Decision, Reason, reason_for
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
-from .axis_rules import AxisRules, Rule, Target, alias_chain, all_rules, check_axis_rules, near, repeated, rules_of_mode
+from .axis_rules import (
+    AxisRules,
+    Rule,
+    Target,
+    alias_chain,
+    all_rules,
+    check_axis_rules,
+    near,
+    repeated,
+    rules_of_mode,
+)
 from .strategies import Atomic, Units
 
 
@@ -31,31 +42,37 @@ def resolve(
     mode: str | None = None,
     unmatched: Policy = "replicate",
 ) -> Decision:
-    """The PartitionSpec that `rules` give to an array whose dimensions have these logical names.
+    """The PartitionSpec that `rules` give to an array whose dimensions have these
+    logical names.
 
-    Rules are read in order. A rule applies if its name is among `names`, the name has no target yet, and none of the
-    rule's mesh axes is in use. So the order of the rules decides which dimension gets an axis, not the order of the
-    dimensions. This is the algorithm of `flax.linen.logical_to_mesh_axes`.
+    Rules are read in order. A rule applies if its name is among `names`, the name has
+    no target yet, and none of the rule's mesh axes is in use. So the order of the rules
+    decides which dimension gets an axis, not the order of the dimensions. This is the
+    algorithm of `flax.linen.logical_to_mesh_axes`.
 
     **Arguments:**
 
-    - `names`: one entry per dimension: a logical name, `None`, `PartitionSpec.UNCONSTRAINED`, or a tuple of names,
-        whose axes are joined on the dimension in their order. `atomic(name, unit)` counts as `name`: a unit matters
-        only where an array's size is known.
+    - `names`: one entry per dimension: a logical name, `None`,
+      `PartitionSpec.UNCONSTRAINED`, or a tuple of names,
+        whose axes are joined on the dimension in their order. `atomic(name, unit)`
+        counts as `name`: a unit matters only where an array's size is known.
     - `rules`: the rules.
-    - `mode`: one of the modes of `rules`, whose rules come first; `None` for the rules without a mode alone.
-    - `unmatched`: the treatment of a name without any rule. "replicate": it gets `None`, with a reason. "keep": it
-        becomes a mesh axis itself, and rules that request this axis are not applied. "unconstrained": the compiler
-        chooses its sharding. "raise": an error.
+    - `mode`: one of the modes of `rules`, whose rules come first; `None` for the rules
+      without a mode alone.
+    - `unmatched`: the treatment of a name without any rule. "replicate": it gets
+      `None`, with a reason. "keep": it
+        becomes a mesh axis itself, and rules that request this axis are not applied.
+        "unconstrained": the compiler chooses its sharding. "raise": an error.
 
     **Returns:**
 
-    A [`shardfx.Decision`][]: the spec, and a reason for each name that got no axis although a rule requests one.
+    A [`shardfx.Decision`][]: the spec, and a reason for each name that got no axis
+    although a rule requests one.
 
     **Raises:**
 
-    `RuleError` for rules of another type and for an unknown mode or policy, `SpecError` for a name that occurs twice or
-    an invalid entry, `UnmatchedError` with "raise".
+    `RuleError` for rules of another type and for an unknown mode or policy, `SpecError`
+    for a name that occurs twice or an invalid entry, `UnmatchedError` with "raise".
 
     !!! Example
 
@@ -75,18 +92,23 @@ def resolve(
 
 
 def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> Units | None:
-    """The units of an array's dimensions, from `atomic` entries and from the `units` of `rules`; `None` if all are 1.
-    The unit of a name is also the unit of its aliases. The unit of a dimension with several names is the least common
-    multiple of theirs.
+    """The units of an array's dimensions, from `atomic` entries and from the `units` of
+    `rules`; `None` if all are 1. The unit of a name is also the unit of its aliases.
+    The unit of a dimension with several names is the least common multiple of theirs.
     """
-    return None if _is_plain(names) and not rules.units else _units_of(_entries(names), rules)
+    return (
+        None
+        if _is_plain(names) and not rules.units
+        else _units_of(_entries(names), rules)
+    )
 
 
 def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, ...]:
     """The names of an array with one entry for each dimension of `shape`.
 
-    `...` in `names` stands for all dimensions without a name, and `()` means that no dimension has a name. Dimensions
-    without a name are replicated. Raises `SpecError` for names of another length: padding would shift them unnoticed.
+    `...` in `names` stands for all dimensions without a name, and `()` means that no
+    dimension has a name. Dimensions without a name are replicated. Raises `SpecError`
+    for names of another length: padding would shift them unnoticed.
     """
     entries, rank = tuple(names), len(shape)
     if not entries:
@@ -94,16 +116,21 @@ def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, .
     dots = [at for at, entry in enumerate(entries) if entry is ...]
     if len(dots) > 1:
         text = names_text(entries)
-        raise SpecError(f"the names {text} hold `...` {len(dots)} times; it can stand for dimensions in one place.")
+        raise SpecError(
+            f"the names {text} hold `...` {len(dots)} times; it can stand for"
+            " dimensions in one place."
+        )
     missing = rank - len(entries) + len(dots)
     if dots and missing >= 0:
         return (*entries[: dots[0]], *[None] * missing, *entries[dots[0] + 1 :])
     if missing:
         count = plural(len(entries) - len(dots), "logical name")
         raise SpecError(
-            f"{count} {names_text(entries)} for an array of rank {rank}, shape {shape}; give one per dimension, and "
-            "`...` for the dimensions that are whole. Where `jax.vmap` adds a dimension, `field(stacked=...)` names "
-            "it; where it maps over one, leave the name out and pass `jax.vmap(..., spmd_axis_name=...)`."
+            f"{count} {names_text(entries)} for an array of rank {rank}, shape {shape};"
+            " give one per dimension, and `...` for the dimensions that are whole."
+            " Where `jax.vmap` adds a dimension, `field(stacked=...)` names it; where"
+            " it maps over one, leave the name out and pass `jax.vmap(...,"
+            " spmd_axis_name=...)`."
         )
     return entries
 
@@ -116,25 +143,34 @@ def names_text(names: object) -> str:
     return f"({inner},)" if len(names) == 1 else f"({inner})"
 
 
-def unknown_names(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple[str, ...]:
+def unknown_names(
+    names: Sequence[object] | PartitionSpec, rules: AxisRules
+) -> tuple[str, ...]:
     """The logical names in `names` that have no rule in any mode."""
     return tuple(slot.name for slot in _unruled(names, rules))
 
 
 def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> None:
-    """Raises `UnmatchedError` if a name has no rule in any mode, because the name is then probably misspelled."""
+    """Raises `UnmatchedError` if a name has no rule in any mode, because the name is
+    then probably misspelled.
+    """
     _raise_unmatched(_unruled(names, rules), rules)
 
 
-def _unruled(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> "list[_Slot]":
+def _unruled(
+    names: Sequence[object] | PartitionSpec, rules: AxisRules
+) -> "list[_Slot]":
     ruled = {name for name, _ in all_rules(rules)}
-    return [slot for slot in _slots(_entries(names), rules) if ruled.isdisjoint(slot.chain)]
+    return [
+        slot for slot in _slots(_entries(names), rules) if ruled.isdisjoint(slot.chain)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """One logical name of an array, and the dimension that has it. `chain` is the name, then the name that it is an
-    alias of, and so on. Rules for each of these names apply.
+    """One logical name of an array, and the dimension that has it. `chain` is the name,
+    then the name that it is an alias of, and so on. Rules for each of these names
+    apply.
     """
 
     name: str
@@ -144,9 +180,14 @@ class _Slot:
 
 # A model has only a few dozen different tuples of names, each of them many times.
 @ft.lru_cache(maxsize=4096)
-def _resolve(entries: tuple[object, ...], rules: AxisRules, mode: str | None, unmatched: str) -> Decision:
+def _resolve(
+    entries: tuple[object, ...], rules: AxisRules, mode: str | None, unmatched: str
+) -> Decision:
     if unmatched not in ("replicate", "keep", "unconstrained", "raise"):
-        raise RuleError(f'`unmatched={unmatched!r}`: use "replicate", "keep", "unconstrained" or "raise".')
+        raise RuleError(
+            f'`unmatched={unmatched!r}`: use "replicate", "keep", "unconstrained" or'
+            ' "raise".'
+        )
     active = _active(rules, mode)
     slots = _slots(entries, rules)
     ruled = {name for name, _ in active}
@@ -156,14 +197,20 @@ def _resolve(entries: tuple[object, ...], rules: AxisRules, mode: str | None, un
     targets: dict[str, Target] = {}
     users: dict[str, _Slot] = {}
     if unmatched == "keep":
-        # The last of two aliases of one axis comes first here, so that the first alias overwrites it.
+        # The last of two aliases of one axis comes first here, so that the first alias
+        # overwrites it.
         users = {slot.chain[-1]: slot for slot in reversed(orphans)}
         targets = {slot.name: axis for axis, slot in users.items()}
     elif unmatched == "unconstrained":
         targets = {slot.name: UNCONSTRAINED for slot in orphans}
     _assign(active, len(rules.rules), mode, slots, targets, users)
     spec = trimmed([_entry(entry, targets) for entry in entries])
-    reasons = [why for slot in slots if targets.get(slot.name) is None for why in _reasons(slot, active, users)]
+    reasons = [
+        why
+        for slot in slots
+        if targets.get(slot.name) is None
+        for why in _reasons(slot, active, users)
+    ]
     return Decision(spec, tuple(sorted(reasons, key=lambda why: why.dim or 0)))
 
 
@@ -174,12 +221,16 @@ class Attempt:
     **Arguments:**
 
     - `name`, `dim`: the logical name, and its dimension.
-    - `mode`: the mode that has the rule, such as "decode"; `None` if the rule is in `AxisRules.rules`.
-    - `number`: the index of the rule among the rules of `mode`, or in `AxisRules.rules`.
+    - `mode`: the mode that has the rule, such as "decode"; `None` if the rule is in
+      `AxisRules.rules`.
+    - `number`: the index of the rule among the rules of `mode`, or in
+      `AxisRules.rules`.
     - `rule`: the rule.
-    - `outcome`: "applied"; "blocked", if another name already uses one of the rule's mesh axes; "settled", if an
+    - `outcome`: "applied"; "blocked", if another name already uses one of the rule's
+      mesh axes; "settled", if an
         earlier rule has given the name a target.
-    - `taken`: the mesh axes of the rule that are already in use, each with the name and the dimension that use it.
+    - `taken`: the mesh axes of the rule that are already in use, each with the name and
+      the dimension that use it.
     """
 
     name: str
@@ -191,8 +242,12 @@ class Attempt:
     taken: tuple[tuple[str, str, int], ...]
 
 
-def attempts(names: Sequence[object] | PartitionSpec, rules: AxisRules, mode: str | None) -> tuple[Attempt, ...]:
-    """The rules that [`shardfx.resolve`][] tries for the names of an array, each with its outcome, in order."""
+def attempts(
+    names: Sequence[object] | PartitionSpec, rules: AxisRules, mode: str | None
+) -> tuple[Attempt, ...]:
+    """The rules that [`shardfx.resolve`][] tries for the names of an array, each with
+    its outcome, in order.
+    """
     slots = _slots(_entries(names), rules)
     return tuple(_assign(_active(rules, mode), len(rules.rules), mode, slots, {}, {}))
 
@@ -205,11 +260,13 @@ def _assign(
     targets: dict[str, Target],
     users: dict[str, _Slot],
 ) -> list[Attempt]:
-    """Gives each logical name the target of the first rule whose mesh axes are free. Returns the outcome of each rule.
+    """Gives each logical name the target of the first rule whose mesh axes are free.
+    Returns the outcome of each rule.
 
-    `active` are the rules of `mode` followed by the `base` rules without a mode. The function adds the target of each
-    name to `targets`; names that are already in `targets` keep theirs. It adds each mesh axis in use to `users`, with
-    the name that uses the axis.
+    `active` are the rules of `mode` followed by the `base` rules without a mode. The
+    function adds the target of each name to `targets`; names that are already in
+    `targets` keep theirs. It adds each mesh axis in use to `users`, with the name that
+    uses the axis.
     """
     found, own = [], len(active) - base
     for number, (name, target) in enumerate(active):
@@ -217,30 +274,68 @@ def _assign(
         for slot in slots:
             if name in slot.chain:
                 axes = entry_axes(target)
-                taken = tuple((axis, users[axis].name, users[axis].dim) for axis in axes if axis in users)
-                outcome = "settled" if slot.name in targets else "blocked" if taken else "applied"
-                found.append(Attempt(slot.name, slot.dim, *place, (name, target), outcome, taken))
+                taken = tuple(
+                    (axis, users[axis].name, users[axis].dim)
+                    for axis in axes
+                    if axis in users
+                )
+                outcome = (
+                    "settled"
+                    if slot.name in targets
+                    else "blocked"
+                    if taken
+                    else "applied"
+                )
+                found.append(
+                    Attempt(slot.name, slot.dim, *place, (name, target), outcome, taken)
+                )
                 if outcome == "applied":
                     targets[slot.name] = target
                     users.update((axis, slot) for axis in axes)
     return found
 
 
-def _reasons(slot: _Slot, active: tuple[Rule, ...], users: dict[str, _Slot]) -> list[Reason]:
-    """The reason why the logical name of `slot` got no mesh axis; empty if rules for the name request none.
+def _reasons(
+    slot: _Slot, active: tuple[Rule, ...], users: dict[str, _Slot]
+) -> list[Reason]:
+    """The reason why the logical name of `slot` got no mesh axis; empty if rules for
+    the name request none.
 
-    Either no rule has the name, or other names use the mesh axes that its rules request. `active` are the rules in the
-    order in which they are tried. `users` has the name that uses each mesh axis.
+    Either no rule has the name, or other names use the mesh axes that its rules
+    request. `active` are the rules in the order in which they are tried. `users` has
+    the name that uses each mesh axis.
     """
     targets = [target for name, target in active if name in slot.chain]
     if not targets:
-        return [reason_for(Code.unmatched, slot.dim, (slot.name,), what=f"logical name `{slot.name}`")]
+        return [
+            reason_for(
+                Code.unmatched,
+                slot.dim,
+                (slot.name,),
+                what=f"logical name `{slot.name}`",
+            )
+        ]
     wanted = itertools.takewhile(lambda target: target is not None, targets)
-    axes = tuple(dict.fromkeys(axis for target in wanted for axis in entry_axes(target)))
-    taken = ", ".join(
-        f"`{axis}` is used by `{users[axis].name}` on dim {users[axis].dim}" for axis in axes if axis in users
+    axes = tuple(
+        dict.fromkeys(axis for target in wanted for axis in entry_axes(target))
     )
-    return [reason_for(Code.blocked, slot.dim, axes, what=f"logical name `{slot.name}` ({taken})")] if axes else []
+    taken = ", ".join(
+        f"`{axis}` is used by `{users[axis].name}` on dim {users[axis].dim}"
+        for axis in axes
+        if axis in users
+    )
+    return (
+        [
+            reason_for(
+                Code.blocked,
+                slot.dim,
+                axes,
+                what=f"logical name `{slot.name}` ({taken})",
+            )
+        ]
+        if axes
+        else []
+    )
 
 
 def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
@@ -248,38 +343,47 @@ def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
         return entry
     targets = [assigned.get(name) for name in _members(entry)]
     axes = tuple(axis for target in targets for axis in entry_axes(target))
-    # An axis that a rule requests has priority over a name that leaves the choice to the compiler.
+    # An axis that a rule requests has priority over a name that leaves the choice to
+    # the compiler.
     return UNCONSTRAINED if not axes and UNCONSTRAINED in targets else axes
 
 
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
-    """The logical names of an array, in the order in which a rule gives them mesh axes. `entries` has one entry per
-    dimension, such as a name or a tuple of names. Names that are no aliases come first, in the order of their
-    dimensions; then aliases, in the order in which `rules` declare them. Raises `SpecError` if a name occurs twice.
+    """The logical names of an array, in the order in which a rule gives them mesh axes.
+    `entries` has one entry per dimension, such as a name or a tuple of names. Names
+    that are no aliases come first, in the order of their dimensions; then aliases, in
+    the order in which `rules` declare them. Raises `SpecError` if a name occurs twice.
     """
-    placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
+    placed = [
+        (name, dim) for dim, entry in enumerate(entries) for name in _members(entry)
+    ]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]
     if twice := repeated([slot.name for slot in slots]):
         raise SpecError(
-            f"logical name `{twice[0]}` occurs twice in {entries}; one mesh axis cannot shard two "
-            "dimensions, so give the second a name of its own (`rules.with_alias(...)` makes one), or `None`."
+            f"logical name `{twice[0]}` occurs twice in {entries}; one mesh axis cannot"
+            " shard two dimensions, so give the second a name of its own"
+            " (`rules.with_alias(...)` makes one), or `None`."
         )
     order = {name: i for i, (name, _) in enumerate(rules.aliases)}
     return tuple(sorted(slots, key=lambda slot: order.get(slot.name, -1)))
 
 
 def _entries(names: Any) -> tuple[Any, ...]:
-    """The names of an array as a hashable tuple. Raises `SpecError` unless they are a sequence of valid entries."""
+    """The names of an array as a hashable tuple. Raises `SpecError` unless they are a
+    sequence of valid entries.
+    """
     if _is_plain(names):
         return names
     if isinstance(names, PartitionSpec):
         names = entries_of(names)
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise SpecError(
-            f"the names of an array are a tuple with one entry per dimension, not {names!r}; "
-            f"write `({names!r},)` for an array of rank 1."
+            "the names of an array are a tuple with one entry per dimension, not"
+            f" {names!r}; write `({names!r},)` for an array of rank 1."
         )
-    entries = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in names)
+    entries = tuple(
+        tuple(entry) if isinstance(entry, list) else entry for entry in names
+    )
     for entry in entries:
         _members(entry)  # raises for an invalid entry, such as a list in a tuple
     return entries
@@ -291,9 +395,13 @@ def _is_plain(names: object) -> bool:
 
 
 def members_of(names: Any) -> tuple[str, ...]:
-    """Every logical name in the names of an array, in order. The result is empty if `names` is `None`."""
+    """Every logical name in the names of an array, in order. The result is empty if
+    `names` is `None`.
+    """
     given = () if names is None else names
-    return tuple(name for entry in given if entry is not ... for name in _members(entry))
+    return tuple(
+        name for entry in given if entry is not ... for name in _members(entry)
+    )
 
 
 def _members(entry: Any) -> tuple[str, ...]:
@@ -301,12 +409,17 @@ def _members(entry: Any) -> tuple[str, ...]:
     if entry is None or entry is UNCONSTRAINED:
         return ()
     members = entry if isinstance(entry, tuple) else (entry,)
-    names = tuple(member.target if isinstance(member, Atomic) else member for member in members if member is not None)
+    names = tuple(
+        member.target if isinstance(member, Atomic) else member
+        for member in members
+        if member is not None
+    )
     if not all(isinstance(name, str) for name in names):
         raise SpecError(
-            f"{entry!r} is no entry of an array's names; use a logical name, a flat tuple of names, `None`, "
-            "`PartitionSpec.UNCONSTRAINED` or `atomic(name, unit)`. Names with `...` need an array's rank: "
-            "`plan.sharding(names, shape)`."
+            f"{entry!r} is no entry of an array's names; use a logical name, a flat"
+            " tuple of names, `None`, `PartitionSpec.UNCONSTRAINED` or `atomic(name,"
+            " unit)`. Names with `...` need an array's rank: `plan.sharding(names,"
+            " shape)`."
         )
     return names
 
@@ -317,23 +430,36 @@ def _units_of(entries: tuple[object, ...], rules: AxisRules) -> Units | None:
     found = []
     for entry in entries:
         members = entry if isinstance(entry, tuple) else (entry,)
-        own = [cast(int, member.unit) for member in members if isinstance(member, Atomic)]
-        named = [units.get(name, 1) for member in _members(entry) for name in alias_chain(member, rules)]
+        own = [
+            cast(int, member.unit) for member in members if isinstance(member, Atomic)
+        ]
+        named = [
+            units.get(name, 1)
+            for member in _members(entry)
+            for name in alias_chain(member, rules)
+        ]
         found.append(math.lcm(*own, *named))
     return tuple(found) if any(unit > 1 for unit in found) else None
 
 
 @ft.lru_cache(maxsize=256)
 def _active(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
-    """The rules of a mode, followed by the rules without a mode, in the order in which they are tried."""
+    """The rules of a mode, followed by the rules without a mode, in the order in which
+    they are tried.
+    """
     return rules.rules if mode is None else rules_of_mode(rules, mode) + rules.rules
 
 
 def _raise_unmatched(orphans: "list[_Slot]", rules: AxisRules) -> None:
-    lines = [f"`{slot.name}` (dim {slot.dim}){near(slot.name, rules.names)}" for slot in orphans]
+    lines = [
+        f"`{slot.name}` (dim {slot.dim}){near(slot.name, rules.names)}"
+        for slot in orphans
+    ]
     if lines:
         raise UnmatchedError(
-            f"no rule for the logical names {', '.join(lines)}. The rules have {rules.names}; "
-            f'add one with `rules.extend([({orphans[0].name!r}, None)])`, or pass `unmatched="replicate"`. For mesh '
+            f"no rule for the logical names {', '.join(lines)}. The rules have"
+            f" {rules.names}; "
+            f"add one with `rules.extend([({orphans[0].name!r}, None)])`, or pass"
+            ' `unmatched="replicate"`. For mesh '
             "axes use a PartitionSpec."
         )

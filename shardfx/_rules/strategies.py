@@ -1,5 +1,5 @@
-"""Strategies that shard an array by its shape, such as `fsdp(...)`, and targets of rules that combine or modify other
-targets.
+"""Strategies that shard an array by its shape, such as `fsdp(...)`, and targets of
+rules that combine or modify other targets.
 """
 
 import dataclasses
@@ -12,15 +12,16 @@ from .._ground.errors import RuleError, SpecError
 from .._ground.spec import entries_of, entry_axes
 
 
-# For each dimension of an array, the number of elements that no shard may split, such as the width of an attention
-# head; 1 if a shard may end at any element.
+# For each dimension of an array, the number of elements that no shard may split, such
+# as the width of an attention head; 1 if a shard may end at any element.
 Units: TypeAlias = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Atomic:
-    """A target with `unit`, the number of elements that no shard may split; made by [`shardfx.atomic`][]. `unit` is an
-    int for a logical name, else a tuple with one int per dimension.
+    """A target with `unit`, the number of elements that no shard may split; made by
+    [`shardfx.atomic`][]. `unit` is an int for a logical name, else a tuple with one int
+    per dimension.
     """
 
     target: Any
@@ -32,12 +33,15 @@ class Atomic:
 
 
 def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
-    """A target under which a dimension of `n * unit` elements is sharded only between units.
+    """A target under which a dimension of `n * unit` elements is sharded only between
+    units.
 
     **Arguments:**
 
-    - `target`: a logical name, as an entry of a leaf's names, or the target of a path rule: a spec or a tuple of names.
-    - `unit`: the number of elements in a unit. For a name, an int, such as `head_dim` for fused heads. For the target
+    - `target`: a logical name, as an entry of a leaf's names, or the target of a path
+      rule: a spec or a tuple of names.
+    - `unit`: the number of elements in a unit. For a name, an int, such as `head_dim`
+      for fused heads. For the target
         of a path rule, a tuple with one int per dimension; 1 allows any split.
 
     **Returns:**
@@ -46,7 +50,8 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
 
     **Raises:**
 
-    `SpecError` for a unit smaller than 1, for a name with a tuple as unit, and for another target with an int as unit.
+    `SpecError` for a unit smaller than 1, for a name with a tuple as unit, and for
+    another target with an int as unit.
 
     !!! Example
 
@@ -61,21 +66,31 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
     sizes = unit if isinstance(unit, tuple) else (unit,)
     if whole != isinstance(unit, tuple):
         raise SpecError(
-            f"`atomic({target!r}, {unit!r})`: a name takes one int, a whole spec or tuple of names takes a tuple "
-            "of ints, one per dimension."
+            f"`atomic({target!r}, {unit!r})`: a name takes one int, a whole spec or"
+            " tuple of names takes a tuple of ints, one per dimension."
         )
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes):
-        raise SpecError(f"`atomic({target!r}, {unit!r})`: a unit is a positive number of elements.")
+    if not all(
+        isinstance(size, int) and not isinstance(size, bool) and size >= 1
+        for size in sizes
+    ):
+        raise SpecError(
+            f"`atomic({target!r}, {unit!r})`: a unit is a positive number of elements."
+        )
     return Atomic(target, unit)
 
 
 def pipeline(left: object, right: object) -> "Pipeline":
     """A Pipeline of the targets on both sides of `|`, the left side first."""
-    steps = tuple(step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,)))
+    steps = tuple(
+        step
+        for side in (left, right)
+        for step in (side.steps if isinstance(side, Pipeline) else (side,))
+    )
     if any(not isinstance(step, Strategy) for step in steps[1:]):
         raise RuleError(
-            f"{' | '.join(map(repr, steps))}: only the first target may be a spec, names, `replicate` or a callable; "
-            "the ones after `|` refine it, as `fsdp(...)` does."
+            f"{' | '.join(map(repr, steps))}: only the first target may be a spec,"
+            " names, `replicate` or a callable; the ones after `|` refine it, as"
+            " `fsdp(...)` does."
         )
     return Pipeline(steps)
 
@@ -86,10 +101,12 @@ def _piped(right: object, left: object) -> "Pipeline":
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A strategy that shards an array by its shape. After another target of a rule, it adds mesh axes to that sharding.
+    """A strategy that shards an array by its shape. After another target of a rule, it
+    adds mesh axes to that sharding.
 
-    `axes` are the mesh axes to shard over. Arrays of fewer than `min_bytes` bytes are not changed. The dimensions
-    `skip`, in ascending order, are never sharded. Its name in text, JSON and code is that of its class in lower case.
+    `axes` are the mesh axes to shard over. Arrays of fewer than `min_bytes` bytes are
+    not changed. The dimensions `skip`, in ascending order, are never sharded. Its name
+    in text, JSON and code is that of its class in lower case.
     """
 
     axes: tuple[str, ...]
@@ -99,14 +116,16 @@ class Strategy:
     __or__, __ror__ = pipeline, _piped
 
     def open_dims(self, shape: Sequence[int]) -> list[int]:
-        """The dimensions that the strategy may shard, whether or not a target before it has sharded them. The strategy
-        shards the one of them that its axes divide into the most shards.
+        """The dimensions that the strategy may shard, whether or not a target before it
+        has sharded them. The strategy shards the one of them that its axes divide into
+        the most shards.
         """
         return [dim for dim in range(len(shape)) if dim not in self.skip]
 
     def preference(self, size: int) -> int:
-        """Ranks dimensions that the strategy's axes divide into equally many shards: the highest preference is sharded.
-        `size` is the dimension's size in the shard that a target before the strategy leaves on a device.
+        """Ranks dimensions that the strategy's axes divide into equally many shards:
+        the highest preference is sharded. `size` is the dimension's size in the shard
+        that a target before the strategy leaves on a device.
         """
         return size
 
@@ -125,20 +144,38 @@ class Strategy:
 
 
 class Fsdp(Strategy):
-    """The strategy that shards the largest free dimension that its axes divide; made by [`shardfx.fsdp`][]."""
+    """The strategy that shards the largest free dimension that its axes divide; made by
+    [`shardfx.fsdp`][].
+    """
 
 
 # The classes of all strategies, by the name that each has in text, JSON and code.
 STRATEGIES: Final[dict[str, type[Strategy]]] = {"fsdp": Fsdp}
 
 
-def strategy_of(name: str, axes: str | Iterable[str], min_bytes: int = 0, skip: int | Iterable[int] = ()) -> Strategy:
-    """Makes the strategy that `STRATEGIES` lists under `name`; raises `RuleError` for invalid arguments."""
+def strategy_of(
+    name: str,
+    axes: str | Iterable[str],
+    min_bytes: int = 0,
+    skip: int | Iterable[int] = (),
+) -> Strategy:
+    """Makes the strategy that `STRATEGIES` lists under `name`; raises `RuleError` for
+    invalid arguments.
+    """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    if not axes or len(set(axes)) < len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
-        raise RuleError(f"`{name}({axes!r})` needs the name of one mesh axis, or of several different ones.")
+    if (
+        not axes
+        or len(set(axes)) < len(axes)
+        or not all(isinstance(axis, str) and axis for axis in axes)
+    ):
+        raise RuleError(
+            f"`{name}({axes!r})` needs the name of one mesh axis, or of several"
+            " different ones."
+        )
     if min_bytes < 0:
-        raise RuleError(f"`{name}(..., min_bytes={min_bytes})`: a number of bytes is not negative.")
+        raise RuleError(
+            f"`{name}(..., min_bytes={min_bytes})`: a number of bytes is not negative."
+        )
     dims = (skip,) if isinstance(skip, int) else tuple(skip)
     if any(isinstance(dim, bool) or dim < 0 for dim in dims):
         fix = "dimensions are numbered from 0, as in `skip=0` or `skip=(0, 1)`."
@@ -148,7 +185,9 @@ def strategy_of(name: str, axes: str | Iterable[str], min_bytes: int = 0, skip: 
 
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """The target under which every device holds the whole array; its one instance is [`shardfx.replicate`][]."""
+    """The target under which every device holds the whole array; its one instance is
+    [`shardfx.replicate`][].
+    """
 
     __or__, __ror__ = pipeline, _piped
 
@@ -178,8 +217,9 @@ class Optional:
 def optional(target: object) -> Optional:
     """A target for a path rule that may match no array of a tree.
 
-    [`shardfx.plan`][] raises if a path rule shards no array, since this is usually a mistake. `optional` exempts a rule
-    from this check, for example in a set of rules for several models.
+    [`shardfx.plan`][] raises if a path rule shards no array, since this is usually a
+    mistake. `optional` exempts a rule from this check, for example in a set of rules
+    for several models.
 
     **Arguments:**
 
@@ -210,7 +250,9 @@ def bare(target: object) -> Any:
 
 
 def axes_of_target(target: object) -> tuple[str, ...]:
-    """The mesh axes that the target of a path rule names; none for logical names and callables."""
+    """The mesh axes that the target of a path rule names; none for logical names and
+    callables.
+    """
     if isinstance(target, Optional | Atomic):
         return axes_of_target(target.target)
     if isinstance(target, Pipeline):
@@ -222,12 +264,16 @@ def axes_of_target(target: object) -> tuple[str, ...]:
     return ()
 
 
-def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[int] = ()) -> Strategy:
-    """The strategy of fully sharded data parallelism: shard the largest free dimension that the axes divide.
+def fsdp(
+    axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[int] = ()
+) -> Strategy:
+    """The strategy of fully sharded data parallelism: shard the largest free dimension
+    that the axes divide.
 
-    A dimension is not free if a rule of `AxisRules` replicates its name, or if it indexes stacked layers: a `lax.scan`
-    over a sharded dimension gathers the arrays of all layers at once. `field(stacked=...)` declares such dimensions in
-    a module, `skip` names them for all other trees.
+    A dimension is not free if a rule of `AxisRules` replicates its name, or if it
+    indexes stacked layers: a `lax.scan` over a sharded dimension gathers the arrays of
+    all layers at once. `field(stacked=...)` declares such dimensions in a module,
+    `skip` names them for all other trees.
 
     **Arguments:**
 
@@ -237,12 +283,14 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[
 
     **Returns:**
 
-    A target for [`shardfx.PathRules`][]. After another target, `P(None, "tensor") | fsdp("data")`, it adds its axes to
-    a dimension that the other target leaves unsharded.
+    A target for [`shardfx.PathRules`][]. After another target,
+    `P(None, "tensor") | fsdp("data")`, it adds its axes to a dimension that the other
+    target leaves unsharded.
 
     **Raises:**
 
-    `RuleError` without an axis, for an axis that occurs twice, and for a negative number in `min_bytes` or `skip`.
+    `RuleError` without an axis, for an axis that occurs twice, and for a negative
+    number in `min_bytes` or `skip`.
 
     !!! Example
 

@@ -1,8 +1,9 @@
 """Explains, checks and compares plans, and shows them as an HTML page.
 
-This room may import the rooms whose results it shows: plans, rules, the planner of moves, costs, chips. It never
-decides how an array is sharded: its texts come from the plan, or from the lists of mistakes from which the planner
-makes its errors. It never touches an array or a device.
+This room may import the rooms whose results it shows: plans, rules, the planner of
+moves, costs, chips. It never decides how an array is sharded: its texts come from the
+plan, or from the lists of mistakes from which the planner makes its errors. It never
+touches an array or a device.
 """
 
 from .._rules import Attempt as Attempt

@@ -1,5 +1,5 @@
-"""The difference between two plans: the arrays that differ, the mesh axes that shard another dimension, and the cost of
-moving the arrays from one plan to the other.
+"""The difference between two plans: the arrays that differ, the mesh axes that shard
+another dimension, and the cost of moving the arrays from one plan to the other.
 """
 
 import dataclasses
@@ -20,7 +20,16 @@ from .._ground.text import (
     printable,
     spec_text,
 )
-from .._plan import OTHER_TREES, LeafPlan, Pair, PathTree, ShardPlan, check_plan, pairs, plan_lines
+from .._plan import (
+    OTHER_TREES,
+    LeafPlan,
+    Pair,
+    PathTree,
+    ShardPlan,
+    check_plan,
+    pairs,
+    plan_lines,
+)
 from .._reshard import LeafMove, plan_reshard
 
 
@@ -31,7 +40,8 @@ class AxisMove:
     **Arguments:**
 
     - `axis`: the mesh axis.
-    - `src`, `dst`: the dimension that the axis shards in the first plan and in the second; `None` if it shards no
+    - `src`, `dst`: the dimension that the axis shards in the first plan and in the
+      second; `None` if it shards no
         dimension.
     """
 
@@ -49,20 +59,26 @@ class AxisMove:
 
 @dataclasses.dataclass(frozen=True)
 class LeafDiff:
-    """Arrays that differ in the same way between two plans. Equal arrays of repeated layers are one `LeafDiff`.
+    """Arrays that differ in the same way between two plans. Equal arrays of repeated
+    layers are one `LeafDiff`.
 
     **Arguments:**
 
-    - `path`: the array's path, or one text with number ranges for the paths of all arrays:
+    - `path`: the array's path, or one text with number ranges for the paths of all
+      arrays:
         `layers/{0..31}/attn/q_proj/weight`.
     - `paths`: the path of each array.
-    - `before`, `after`: the LeafPlan of the first array in the first plan and in the second; `None` if the plan lacks
+    - `before`, `after`: the LeafPlan of the first array in the first plan and in the
+      second; `None` if the plan lacks
         the array.
     - `fields`: the names of the fields of [`shardfx.LeafPlan`][] that differ.
     - `axes`: the mesh axes that shard another dimension, one `AxisMove` each.
-    - `move`: the move of the first array from one plan to the other, as in [`shardfx.plan_reshard`][]. `None` if
-        nothing can be moved: the array is in one plan only, has another shape or dtype, or has unreduced axes.
-    - `wire_bytes`: the bytes that enter a device to move all these arrays, as the mean over devices.
+    - `move`: the move of the first array from one plan to the other, as in
+      [`shardfx.plan_reshard`][]. `None` if
+        nothing can be moved: the array is in one plan only, has another shape or dtype,
+        or has unreduced axes.
+    - `wire_bytes`: the bytes that enter a device to move all these arrays, as the mean
+      over devices.
     """
 
     path: str
@@ -81,10 +97,11 @@ class LeafDiff:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The names of the collectives that move an array of this group from the first plan's sharding to the second's,
-        such as "all-gather".
+        """The names of the collectives that move an array of this group from the first
+        plan's sharding to the second's, such as "all-gather".
 
-        If no collectives move it, the only item says how it moves, such as "relabel" (see [`shardfx.plan_reshard`][]).
+        If no collectives move it, the only item says how it moves, such as "relabel"
+        (see [`shardfx.plan_reshard`][]).
         """
         if self.move is None:
             return ()
@@ -93,15 +110,18 @@ class LeafDiff:
 
 @dataclasses.dataclass(frozen=True)
 class Diff:
-    """The difference between two plans; made by [`shardfx.diff`][]. `print` and a notebook show it. A Diff is true if
-    the plans differ.
+    """The difference between two plans; made by [`shardfx.diff`][]. `print` and a
+    notebook show it. A Diff is true if the plans differ.
 
     **Arguments:**
 
-    - `plans`: texts, one for each of the arguments `mesh`, `mode`, `axes` and `strict` of [`shardfx.plan`][] that had
+    - `plans`: texts, one for each of the arguments `mesh`, `mode`, `axes` and `strict`
+      of [`shardfx.plan`][] that had
         different values for the two plans.
-    - `leaves`: the differences between arrays. Arrays that differ in the same way are one `LeafDiff`.
-    - `bytes_per_device`: bytes per device of all arrays, in the first plan and in the second.
+    - `leaves`: the differences between arrays. Arrays that differ in the same way are
+      one `LeafDiff`.
+    - `bytes_per_device`: bytes per device of all arrays, in the first plan and in the
+      second.
     """
 
     __module__ = "shardfx"
@@ -112,14 +132,20 @@ class Diff:
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes that enter a device to move all arrays from the first plan to the second, the mean over devices."""
+        """The bytes that enter a device to move all arrays from the first plan to the
+        second, the mean over devices.
+        """
         return sum(leaf.wire_bytes for leaf in self.leaves)
 
     def __bool__(self) -> bool:
         return bool(self.plans or self.leaves)
 
     def __str__(self) -> str:
-        parts = ["\n".join(map(printable, self.plans)), *map(_paragraph, self.leaves), _totals(self)]
+        parts = [
+            "\n".join(map(printable, self.plans)),
+            *map(_paragraph, self.leaves),
+            _totals(self),
+        ]
         return "\n\n".join(part for part in parts if part)
 
     __repr__ = first_lines
@@ -130,7 +156,8 @@ class Diff:
 
 
 def diff(a: ShardPlan, b: ShardPlan) -> Diff:
-    """The difference between two plans, array by array, and the cost of moving a state from one to the other.
+    """The difference between two plans, array by array, and the cost of moving a state
+    from one to the other.
 
     **Arguments:**
 
@@ -138,8 +165,8 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
 
     **Returns:**
 
-    A `Diff`, false exactly if both plans have the same `digest`. If the meshes differ, it also has the arrays that must
-    move although their LeafPlans are equal.
+    A `Diff`, false exactly if both plans have the same `digest`. If the meshes differ,
+    it also has the arrays that must move although their LeafPlans are equal.
 
     !!! Example
 
@@ -165,9 +192,15 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
     numbers = [dict(plan.content.numbered) for plan in (a, b)]
     groups: dict[object, list[Pair]] = {}
     for pair in pairs(a, b):
-        move, in_both = moves.get(pair.path), pair.before is not None and pair.after is not None
+        move, in_both = (
+            moves.get(pair.path),
+            pair.before is not None and pair.after is not None,
+        )
         if pair.fields or not in_both or (move is not None and not move.idle):
-            key = (between_numbers(pair.path), *[rows.get(pair.path) for rows in numbers])
+            key = (
+                between_numbers(pair.path),
+                *[rows.get(pair.path) for rows in numbers],
+            )
             groups.setdefault(key, []).append(pair)
     leaves = []
     for alike in groups.values():
@@ -175,24 +208,43 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
         paths = tuple(pair.path for pair in alike)
         axes = () if before is None or after is None else _axis_moves(before, after)
         wire = sum(moves[path].wire_bytes for path in paths if path in moves)
-        leaves.append(LeafDiff(joined(paths), paths, before, after, fields, axes, moves.get(paths[0]), wire))
+        leaves.append(
+            LeafDiff(
+                joined(paths),
+                paths,
+                before,
+                after,
+                fields,
+                axes,
+                moves.get(paths[0]),
+                wire,
+            )
+        )
     return Diff(plans if plans or leaves else (OTHER_TREES,), tuple(leaves), totals)
 
 
 def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
     src, dst = (
-        {axis: dim for dim, entry in enumerate(entries_of(leaf.spec)) for axis in entry_axes(entry)}
+        {
+            axis: dim
+            for dim, entry in enumerate(entries_of(leaf.spec))
+            for axis in entry_axes(entry)
+        }
         for leaf in (before, after)
     )
-    moved = [AxisMove(axis, src.get(axis), dst.get(axis)) for axis in dict.fromkeys([*src, *dst])]
+    moved = [
+        AxisMove(axis, src.get(axis), dst.get(axis))
+        for axis in dict.fromkeys([*src, *dst])
+    ]
     return tuple(move for move in moved if move.src != move.dst)
 
 
 def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
-    """The moves of arrays from plan `a` to plan `b`, by path, as `plan_reshard` finds them.
+    """The moves of arrays from plan `a` to plan `b`, by path, as `plan_reshard` finds
+    them.
 
-    An array is included if both plans have it with one shape and dtype, and its spec, its memory kind or the mesh
-    differs.
+    An array is included if both plans have it with one shape and dtype, and its spec,
+    its memory kind or the mesh differs.
     """
     there = b.content.by_path
     common = [
@@ -200,14 +252,20 @@ def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
         for leaf in a.leaves
         if (other := there.get(leaf.path)) is not None
         and (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
-        and (a.mesh != b.mesh or (leaf.spec, leaf.memory_kind) != (other.spec, other.memory_kind))
+        and (
+            a.mesh != b.mesh
+            or (leaf.spec, leaf.memory_kind) != (other.spec, other.memory_kind)
+        )
     ]
     return _planned(a, b, common)
 
 
 def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, LeafMove]:
     try:
-        return {move.path: move for move in plan_reshard(_of_paths(a, paths), _of_paths(b, paths)).leaves}
+        return {
+            move.path: move
+            for move in plan_reshard(_of_paths(a, paths), _of_paths(b, paths)).leaves
+        }
     except (SpecError, MeshError, LeafTypeError):
         # An array that JAX cannot move does not stop the others.
         alone = [_planned(a, b, [path]) for path in paths] if len(paths) > 1 else []
@@ -218,17 +276,41 @@ def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
     """A plan of only the arrays at `paths`, as a flat tree in this order."""
     numbers = dict(plan.content.numbered)
     path_tree = PathTree(tuple(paths), jax.tree.structure([*paths]))
-    return ShardPlan(plan.content.replaced(index=[numbers[path] for path in paths], path_tree=path_tree))
+    return ShardPlan(
+        plan.content.replaced(
+            index=[numbers[path] for path in paths], path_tree=path_tree
+        )
+    )
 
 
-_HEADER = ("path", "arrays", "shape", "before", "after", "bytes/device", "what", "wire/device", "how")
+_HEADER = (
+    "path",
+    "arrays",
+    "shape",
+    "before",
+    "after",
+    "bytes/device",
+    "what",
+    "wire/device",
+    "how",
+)
 _NUMBERS = {"arrays", "bytes/device", "wire/device"}
 
 
 def _cells(row: LeafDiff) -> tuple[str, ...]:
-    shapes = [array_text(leaf.dtype, leaf.shape) for leaf in (row.before, row.after) if leaf is not None]
-    specs = ["(none)" if leaf is None else spec_text(entries_of(leaf.spec)) for leaf in (row.before, row.after)]
-    sizes = [bytes_text(leaf.bytes_per_device * row.count) if leaf else "-" for leaf in (row.before, row.after)]
+    shapes = [
+        array_text(leaf.dtype, leaf.shape)
+        for leaf in (row.before, row.after)
+        if leaf is not None
+    ]
+    specs = [
+        "(none)" if leaf is None else spec_text(entries_of(leaf.spec))
+        for leaf in (row.before, row.after)
+    ]
+    sizes = [
+        bytes_text(leaf.bytes_per_device * row.count) if leaf else "-"
+        for leaf in (row.before, row.after)
+    ]
     return (
         row.path,
         str(row.count),
@@ -242,17 +324,35 @@ def _cells(row: LeafDiff) -> tuple[str, ...]:
 
 
 def _paragraph(row: LeafDiff) -> str:
-    path, count, shape, before, after, size, what, wire, how = map(printable, _cells(row))
+    path, count, shape, before, after, size, what, wire, how = map(
+        printable, _cells(row)
+    )
     told = [f"{path}: {f'{count} x ' if row.count > 1 else ''}{shape}"]
     told.append(before if before == after else f"{before} -> {after}")
     told[-1] += f": {what}" if what != "-" else ""
     told.append(f"{size} per device")
-    told[-1] += f"; {wire} enter each device: {how}" if row.wire_bytes else f"; {how}" if row.move else ""
+    told[-1] += (
+        f"; {wire} enter each device: {how}"
+        if row.wire_bytes
+        else f"; {how}"
+        if row.move
+        else ""
+    )
     return "\n    ".join(told)
 
 
-# Fields of a LeafPlan that other columns of the table show, or that follow from such fields.
-_SHOWN = {"path", "shape", "dtype", "spec", "bytes", "bytes_per_device", "requested", "reasons"}
+# Fields of a LeafPlan that other columns of the table show, or that follow from such
+# fields.
+_SHOWN = {
+    "path",
+    "shape",
+    "dtype",
+    "spec",
+    "bytes",
+    "bytes_per_device",
+    "requested",
+    "reasons",
+}
 
 
 def _what(row: LeafDiff) -> str:
@@ -261,8 +361,13 @@ def _what(row: LeafDiff) -> str:
     told = [*map(str, row.axes)]
     for name in [name for name in row.fields if name not in _SHOWN]:
         values = [vars(leaf)[name] for leaf in (row.before, row.after)]
-        told.append(f"{name}: {' -> '.join(spec_text(one) if isinstance(one, tuple) else str(one) for one in values)}")
-    told = told or [f"{name} differs" for name in row.fields if name in ("requested", "reasons")]
+        told.append(
+            f"{name}:"
+            f" {' -> '.join(spec_text(one) if isinstance(one, tuple) else str(one) for one in values)}"
+        )
+    told = told or [
+        f"{name} differs" for name in row.fields if name in ("requested", "reasons")
+    ]
     return ", ".join(told) or "-"
 
 
@@ -273,6 +378,7 @@ def _totals(found: Diff) -> str:
     count = sum(leaf.count for leaf in found.leaves)
     sizes = before if before == after else f"{before} -> {after}"
     return (
-        f"{plural(count, 'array differs or moves', 'arrays differ or move')}, {sizes} per device.\n"
-        f"To get from one plan to the other {bytes_text(found.wire_bytes)} enter each device."
+        f"{plural(count, 'array differs or moves', 'arrays differ or move')}, {sizes}"
+        " per device.\nTo get from one plan to the other"
+        f" {bytes_text(found.wire_bytes)} enter each device."
     )

@@ -1,4 +1,6 @@
-"""The result of `lint`: `Finding` is one mistake, and `Findings` a tuple of them that prints as a table."""
+"""The result of `lint`: `Finding` is one mistake, and `Findings` a tuple of them that
+prints as a table.
+"""
 
 import collections
 import dataclasses
@@ -13,25 +15,41 @@ from .._ground.text import bytes_text, html_table, plural, printable
 Severity: TypeAlias = Literal["error", "warning", "info"]
 SEVERITIES: Final = ("error", "warning", "info")
 
-# Every code with a description of one line, which the documentation shows and a test checks.
+# Every code with a description of one line, which the documentation shows and a test
+# checks.
 CODES: Final = MappingProxyType(
     {
-        "unplannable": "a leaf that `plan` cannot plan: names or a spec of another rank, a rule that cannot be applied",
-        "invalid": "an argument that `plan` refuses: names that do not fit the tree, an unknown mode or memory kind",
+        "unplannable": (
+            "a leaf that `plan` cannot plan: names or a spec of another rank, a rule"
+            " that cannot be applied"
+        ),
+        "invalid": (
+            "an argument that `plan` refuses: names that do not fit the tree, an"
+            " unknown mode or memory kind"
+        ),
         "unmatched": "a leaf that no rule covers",
         "unknown-name": "a logical name, or one with a unit, that no rule is about",
-        "absent-axis": "a mesh axis of a rule that the mesh lacks, and that nobody declares",
+        "absent-axis": (
+            "a mesh axis of a rule that the mesh lacks, and that nobody declares"
+        ),
         "unused-axis": "a mesh axis that no rule uses",
         "unused-rule": "a path rule, or a memory kind, that matches no leaf",
-        "shadowed-rule": "a path rule whose leaves all go to earlier rules or to their names",
-        "dead-rule": "an axis rule that can never apply, because an earlier one of its name applies whenever it could",
+        "shadowed-rule": (
+            "a path rule whose leaves all go to earlier rules or to their names"
+        ),
+        "dead-rule": (
+            "an axis rule that can never apply, because an earlier one of its name"
+            " applies whenever it could"
+        ),
         "replicated": "a large leaf that every device holds whole",
         "corrected": "a leaf that is cut less than its rule asks for",
         "cut-head": "a dimension that is cut inside an attention head",
         "contradicted-name": "one logical name for sizes that cannot be one axis",
         "uneven-layers": "layers of one stack that are sharded differently",
-        "optimizer-state": "a state of an optimizer that is sharded less than its parameter, or otherwise, or less "
-        "than the others",
+        "optimizer-state": (
+            "a state of an optimizer that is sharded less than its parameter, or"
+            " otherwise, or less than the others"
+        ),
     }
 )
 
@@ -43,11 +61,14 @@ class Finding:
     **Arguments:**
 
     - `code`: the check that found the mistake, see the table of [`shardfx.lint`][].
-    - `severity`: "error": `plan` raises for it. "warning": most likely a mistake. "info": worth a look.
-    - `where`: the leaf's path, with number ranges for equal leaves of repeated layers; or the rule, name or mesh axis.
+    - `severity`: "error": `plan` raises for it. "warning": most likely a mistake.
+      "info": worth a look.
+    - `where`: the leaf's path, with number ranges for equal leaves of repeated layers;
+      or the rule, name or mesh axis.
     - `bytes`: the bytes that the mistake costs each device; 0 if they are not known.
     - `message`: the mistake, in a sentence with the actual values.
-    - `fix`: code that resolves the finding: statements that change the variables named like `lint`'s arguments. `lint`
+    - `fix`: code that resolves the finding: statements that change the variables named
+      like `lint`'s arguments. `lint`
         does not try them.
     """
 
@@ -99,7 +120,10 @@ class Findings(tuple[Finding, ...]):
         """
         for code in codes:
             if code not in CODES:
-                raise ValueError(f"`without({code!r})`: the codes of findings are {', '.join(CODES)}.")
+                raise ValueError(
+                    f"`without({code!r})`: the codes of findings are"
+                    f" {', '.join(CODES)}."
+                )
         return Findings(found for found in self if found.code not in codes)
 
     def __str__(self) -> str:
@@ -111,7 +135,10 @@ class Findings(tuple[Finding, ...]):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = [_HEADER, *[(*_cells(found), found.message, found.fix) for found in self[:_SHOWN]]]
+        rows = [
+            _HEADER,
+            *[(*_cells(found), found.message, found.fix) for found in self[:_SHOWN]],
+        ]
         below = [text for text in (_more(self), _summary(self)) if text]
         return html_table(rows if self else (), right=_NUMBERS, below=below)
 
@@ -122,26 +149,48 @@ _WIDTH, _SHOWN = 80, 100
 
 
 def findings_of(found: Iterable[Finding]) -> Findings:
-    """Sorts findings by the bytes that the mistake costs, the most first, and then by severity, the worst first.
-    Findings that are equal in both keep their order.
+    """Sorts findings by the bytes that the mistake costs, the most first, and then by
+    severity, the worst first. Findings that are equal in both keep their order.
     """
-    return Findings(sorted(dict.fromkeys(found), key=lambda one: (-one.bytes, SEVERITIES.index(one.severity))))
+    return Findings(
+        sorted(
+            dict.fromkeys(found),
+            key=lambda one: (-one.bytes, SEVERITIES.index(one.severity)),
+        )
+    )
 
 
 def _cells(found: Finding) -> tuple[str, ...]:
-    return (found.severity, found.code, bytes_text(found.bytes) if found.bytes else "-", found.where)
+    return (
+        found.severity,
+        found.code,
+        bytes_text(found.bytes) if found.bytes else "-",
+        found.where,
+    )
 
 
 def _paragraph(found: Finding) -> list[str]:
     severity, code, size, where = map(printable, _cells(found))
-    head = f"{severity} {code}: {where}" + (f" ({size} per device)" if found.bytes else "")
-    message = textwrap.wrap(printable(found.message), _WIDTH, break_on_hyphens=False, break_long_words=False)
+    head = f"{severity} {code}: {where}" + (
+        f" ({size} per device)" if found.bytes else ""
+    )
+    message = textwrap.wrap(
+        printable(found.message), _WIDTH, break_on_hyphens=False, break_long_words=False
+    )
     fix = [printable(line) for line in found.fix.split("\n")]
-    return [head, *[f"    {line}" for line in message], *[f"    fix: {line}" for line in fix if line]]
+    return [
+        head,
+        *[f"    {line}" for line in message],
+        *[f"    fix: {line}" for line in fix if line],
+    ]
 
 
 def _more(found: Findings) -> str:
-    return f"and {len(found) - _SHOWN} more; `for finding in findings` has them all" if len(found) > _SHOWN else ""
+    return (
+        f"and {len(found) - _SHOWN} more; `for finding in findings` has them all"
+        if len(found) > _SHOWN
+        else ""
+    )
 
 
 def _summary(found: Findings) -> str:
@@ -149,5 +198,9 @@ def _summary(found: Findings) -> str:
         return "no findings"
     counts = collections.Counter(one.severity for one in found)
     many = {"info": "info"}
-    told = [plural(counts[severity], severity, many.get(severity)) for severity in SEVERITIES if counts[severity]]
+    told = [
+        plural(counts[severity], severity, many.get(severity))
+        for severity in SEVERITIES
+        if counts[severity]
+    ]
     return f"{plural(len(found), 'finding')}: {', '.join(told)}"

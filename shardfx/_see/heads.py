@@ -1,4 +1,5 @@
-"""Checks of attention layers: finds dimensions that are sharded within an attention head.
+"""Checks of attention layers: finds dimensions that are sharded within an attention
+head.
 
 A `Group` is arrays that are planned alike and whose paths differ only in numbers.
 """
@@ -18,16 +19,20 @@ _ROLES = {
     **dict.fromkeys(("q", "q_proj", "query", "wq", "to_q", "q_lin", "query_proj"), "q"),
     **dict.fromkeys(("k", "k_proj", "key", "wk", "to_k", "k_lin", "key_proj"), "k"),
     **dict.fromkeys(("v", "v_proj", "value", "wv", "to_v", "v_lin", "value_proj"), "v"),
-    **dict.fromkeys(("o", "o_proj", "out", "wo", "to_out", "out_lin", "out_proj", "output_proj"), "o"),
+    **dict.fromkeys(
+        ("o", "o_proj", "out", "wo", "to_out", "out_lin", "out_proj", "output_proj"),
+        "o",
+    ),
 }
 _NORM = re.compile(r"(q|k|query|key)_(norm|layernorm)")
-# Most large models have heads of this width. No width is assumed for models that are narrower than `_NARROW`.
+# Most large models have heads of this width. No width is assumed for models that are
+# narrower than `_NARROW`.
 _USUAL, _NARROW = 128, 1024
 
 
 class _Width(NamedTuple):
-    """The number `unit` of elements of an attention head, the severity of findings that rely on this number, and a
-    phrase `why` that says where it comes from.
+    """The number `unit` of elements of an attention head, the severity of findings that
+    rely on this number, and a phrase `why` that says where it comes from.
     """
 
     unit: int
@@ -38,20 +43,25 @@ class _Width(NamedTuple):
 def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
     """Findings for dimensions that are sharded within an attention head.
 
-    The width of a head is `head_dim`. If it is `None`, it is the number of elements that a rule keeps together in an
-    array of the same layer, else the size of a norm of the queries or keys. If none is known, the usual width 128 is
-    assumed for wide queries with narrower keys. The findings are then of severity "info".
+    The width of a head is `head_dim`. If it is `None`, it is the number of elements
+    that a rule keeps together in an array of the same layer, else the size of a norm of
+    the queries or keys. If none is known, the usual width 128 is assumed for wide
+    queries with narrower keys. The findings are then of severity "info".
     """
     layers: dict[tuple[str, ...], dict[str, list[tuple[str, Group]]]] = {}
     norms: dict[tuple[str, ...], Group] = {}
     for group in subject.content.groups:
-        parts = tuple("0" if part.isdigit() else part for part in re.split("[/.]", group.paths[0]))
+        parts = tuple(
+            "0" if part.isdigit() else part for part in re.split("[/.]", group.paths[0])
+        )
         for at, part in enumerate(parts):
             if _NORM.fullmatch(part):
                 norms.setdefault(parts[:at], group)
         at = max((at for at, part in enumerate(parts) if part in _ROLES), default=None)
         if at is not None:
-            own = layers.setdefault(parts[:at], {}).setdefault("/".join(parts[at + 1 :]), [])
+            own = layers.setdefault(parts[:at], {}).setdefault(
+                "/".join(parts[at + 1 :]), []
+            )
             own.append((_ROLES[parts[at]], group))
     for layer, suffixes in layers.items():
         for suffix, found in suffixes.items():
@@ -62,7 +72,9 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
                 # The heads and the elements of a head are separate dimensions.
                 yield from _cut_elements(subject, found)
                 continue
-            dim = _head_dimension(suffix, [shapes[role] for role in "qkv" if role in shapes])
+            dim = _head_dimension(
+                suffix, [shapes[role] for role in "qkv" if role in shapes]
+            )
             if dim is None:
                 continue
             known = [group for _, group in (*found, *suffixes.get("bias", ()))]
@@ -75,46 +87,72 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
                 if role == "o":
                     # The weights of the output have the opposite order.
                     at = 2 * len(query) - 3 - dim
-                    if len(query) != len(output) or len(query) < 2 or output[at] != query[dim]:
+                    if (
+                        len(query) != len(output)
+                        or len(query) < 2
+                        or output[at] != query[dim]
+                    ):
                         continue
                 yield from _cut(subject, group, at, width)
 
 
-def _cut_elements(subject: Subject, found: Sequence[tuple[str, Group]]) -> Iterator[Finding]:
-    """A finding for each array in which the elements of a head are sharded, although the dimension of the heads could
-    be sharded instead.
+def _cut_elements(
+    subject: Subject, found: Sequence[tuple[str, Group]]
+) -> Iterator[Finding]:
+    """A finding for each array in which the elements of a head are sharded, although
+    the dimension of the heads could be sharded instead.
 
-    `found` has the arrays of one layer, each with its role ("q", "k", "v" or "o"). In these arrays the heads and the
-    elements of a head are separate dimensions.
+    `found` has the arrays of one layer, each with its role ("q", "k", "v" or "o"). In
+    these arrays the heads and the elements of a head are separate dimensions.
     """
     dims = [len(group.row.shape) - (2 if role == "o" else 1) for role, group in found]
     pairs = [(group, dim) for (_, group), dim in zip(found, dims, strict=True)]
-    if len({group.row.names and group.row.names[dim - len(group.row.shape)] for group, dim in pairs}) > 1:
+    if (
+        len(
+            {
+                group.row.names and group.row.names[dim - len(group.row.shape)]
+                for group, dim in pairs
+            }
+        )
+        > 1
+    ):
         return  # names in the wrong order, which another check reports
     for group, dim in pairs:
         row, rank = group.row, len(group.row.shape)
-        counts, heads = shard_counts(row.spec, rank, subject.content.mesh.shape), row.shape[dim - 1]
+        counts, heads = (
+            shard_counts(row.spec, rank, subject.content.mesh.shape),
+            row.shape[dim - 1],
+        )
         if counts[dim] > 1 and counts[dim - 1] == 1 and heads % counts[dim] == 0:
             message = (
-                f"dim {dim} of size {row.shape[dim]} is the elements of one head, and is cut into {counts[dim]} "
-                f"pieces; dim {dim - 1} of {heads} heads is whole, and could be cut so"
+                f"dim {dim} of size {row.shape[dim]} is the elements of one head, and"
+                f" is cut into {counts[dim]} pieces; dim {dim - 1} of {heads} heads is"
+                " whole, and could be cut so"
             )
             entries = [*entries_at(row.spec, rank)]
             entries[dim - 1], entries[dim] = entries[dim], None
-            fix = subject.fix(group, _without(row.names or (None,) * rank, dim), trimmed(entries))
+            fix = subject.fix(
+                group, _without(row.names or (None,) * rank, dim), trimmed(entries)
+            )
             yield Finding("cut-head", "warning", group.where, 0, message, fix)
 
 
 def _head_dimension(suffix: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
-    """The dimension that contains the heads in the projections of queries, keys and values; `None` if it is not known.
+    """The dimension that contains the heads in the projections of queries, keys and
+    values; `None` if it is not known.
 
-    It is the one in which the `shapes` of the projections differ. If they are equal, it is the last one for a bias or a
-    path that ends in "kernel" or "bias", and the last but one for "weight". `suffix` is the end of the path, after the
-    name of the projection.
+    It is the one in which the `shapes` of the projections differ. If they are equal, it
+    is the last one for a bias or a path that ends in "kernel" or "bias", and the last
+    but one for "weight". `suffix` is the end of the path, after the name of the
+    projection.
     """
     if len(shapes) < 2 or len({len(shape) for shape in shapes}) != 1 or not shapes[0]:
         return None
-    differ = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
+    differ = [
+        dim
+        for dim, sizes in enumerate(zip(*shapes, strict=True))
+        if len(set(sizes)) > 1
+    ]
     rank = len(shapes[0])
     if differ or rank > 3:
         return differ[0] if len(differ) == 1 else None
@@ -122,17 +160,32 @@ def _head_dimension(suffix: str, shapes: Sequence[tuple[int, ...]]) -> int | Non
     return rank - 1 if last else rank - 2 if suffix.endswith("weight") else None
 
 
-def _width(known: Sequence[Group], sizes: Sequence[int], norm: Group | None, head_dim: int | None) -> _Width | None:
+def _width(
+    known: Sequence[Group],
+    sizes: Sequence[int],
+    norm: Group | None,
+    head_dim: int | None,
+) -> _Width | None:
     if head_dim is not None:
         return _Width(head_dim, "warning", "`head_dim` says so")
     for group in known:
         unit = max(group.row.units or (1,))
         if unit > 1:
-            return _Width(unit, "warning", f"the rules of `{group.where}` keep so many together")
+            return _Width(
+                unit, "warning", f"the rules of `{group.where}` keep so many together"
+            )
     if norm is not None and len(norm.row.shape) == 1 and norm.row.shape[0] < max(sizes):
         return _Width(norm.row.shape[0], "warning", f"as `{norm.where}` has")
-    if min(sizes) < max(sizes) and max(sizes) >= _NARROW and not any(size % _USUAL for size in sizes):
-        return _Width(_USUAL, "info", "as most models have them; pass `head_dim=` if these are narrower")
+    if (
+        min(sizes) < max(sizes)
+        and max(sizes) >= _NARROW
+        and not any(size % _USUAL for size in sizes)
+    ):
+        return _Width(
+            _USUAL,
+            "info",
+            "as most models have them; pass `head_dim=` if these are narrower",
+        )
     return None
 
 
@@ -143,13 +196,21 @@ def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Fi
     if size % unit or count == 1 or (size // unit) % count == 0:
         return
     message = (
-        f"dim {dim} of size {size} is cut into {count} pieces of {size // count} elements, inside heads of {unit} "
-        f"({width.why})"
+        f"dim {dim} of size {size} is cut into {count} pieces of {size // count}"
+        f" elements, inside heads of {unit} ({width.why})"
     )
     units = tuple(unit if at == dim else 1 for at in range(rank))
-    fix = subject.fix(group, _without(row.names or (), dim), atomic(trimmed(entries_of(row.requested)[:rank]), units))
+    fix = subject.fix(
+        group,
+        _without(row.names or (), dim),
+        atomic(trimmed(entries_of(row.requested)[:rank]), units),
+    )
     name = None if row.names is None or not subject.is_named(group) else row.names[dim]
-    if isinstance(name, str) and subject.axes is not None and name not in dict(subject.axes.units):
+    if (
+        isinstance(name, str)
+        and subject.axes is not None
+        and name not in dict(subject.axes.units)
+    ):
         fix = f"axes = axes.merge(AxisRules(units={{{name!r}: {unit}}}))"
     yield Finding("cut-head", width.severity, group.where, 0, message, fix)
 

@@ -1,4 +1,6 @@
-"""Shows a plan as one HTML page, which loads nothing from a network or from another file, and as plain data."""
+"""Shows a plan as one HTML page, which loads nothing from a network or from another
+file, and as plain data.
+"""
 
 import base64
 import collections
@@ -15,8 +17,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .._ground.reason import Code
-from .._ground.spec import UNCONSTRAINED, constrained, entries_of, entry_axes, shard_shape
-from .._ground.text import array_text, bytes_text, entry_text, plural, printable, spec_text
+from .._ground.spec import (
+    UNCONSTRAINED,
+    constrained,
+    entries_of,
+    entry_axes,
+    shard_shape,
+)
+from .._ground.text import (
+    array_text,
+    bytes_text,
+    entry_text,
+    plural,
+    printable,
+    spec_text,
+)
 from .._plan import Group, Row, ShardPlan, check_plan
 from ..chips import Chip, find
 from ..cost import ArrayRow, Fit, Offender, Traffic
@@ -37,12 +52,14 @@ def report_data(
     fit: Fit | None = None,
     chip: str | Chip | None = None,
 ) -> dict[str, Any]:
-    """The content of a report as plain data that `json.dumps` takes: dicts, lists, strings and numbers.
+    """The content of a report as plain data that `json.dumps` takes: dicts, lists,
+    strings and numbers.
 
-    It takes the arguments of [`shardfx.html_report`][]: a `title`, `findings` of `lint`, the `traffic` and the memory
-    `fit` of a step, and the `chip` whose memory the plan is compared with. In the result, `rows` has one entry for each
-    array, or for equal arrays of repeated layers. `memory` has the bytes per device of each part of the tree, or of
-    each group of arrays in `fit`. Texts are not escaped for HTML.
+    It takes the arguments of [`shardfx.html_report`][]: a `title`, `findings` of
+    `lint`, the `traffic` and the memory `fit` of a step, and the `chip` whose memory
+    the plan is compared with. In the result, `rows` has one entry for each array, or
+    for equal arrays of repeated layers. `memory` has the bytes per device of each part
+    of the tree, or of each group of arrays in `fit`. Texts are not escaped for HTML.
 
     !!! Example
 
@@ -62,7 +79,11 @@ def report_data(
     check_plan("plan", plan)
     rows = plan.content.groups
     known = fit.chip if chip is None and fit is not None else chip
-    hardware = None if known is None else {name: getattr(find(known), name) for name in _OF_CHIP}
+    hardware = (
+        None
+        if known is None
+        else {name: getattr(find(known), name) for name in _OF_CHIP}
+    )
     found, totals = tuple(findings), _totals(plan, rows)
     return {
         "format": FORMAT,
@@ -82,16 +103,27 @@ def report_data(
 
 
 def _mesh(mesh: MeshSpec) -> dict[str, object]:
-    columns = zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, mesh.axis_types, strict=True)
+    columns = zip(
+        mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, mesh.axis_types, strict=True
+    )
     axes = [
         {"name": name, "size": int(size), "slices": int(slices), "type": kind.name}
         for name, size, slices, kind in columns
     ]
-    return {"text": str(mesh), "devices": int(mesh.size), "slices": math.prod(mesh.dcn_sizes), "axes": axes}
+    return {
+        "text": str(mesh),
+        "devices": int(mesh.size),
+        "slices": math.prod(mesh.dcn_sizes),
+        "axes": axes,
+    }
 
 
 def _totals(plan: ShardPlan, rows: Sequence[Group]) -> dict[str, object]:
-    whole = [row for row in rows if row.bytes_per_device == row.bytes] if plan.mesh.size > 1 else []
+    whole = (
+        [row for row in rows if row.bytes_per_device == row.bytes]
+        if plan.mesh.size > 1
+        else []
+    )
     return {
         "arrays": sum(len(row.paths) for row in rows),
         "bytes": plan.bytes_total,
@@ -102,32 +134,48 @@ def _totals(plan: ShardPlan, rows: Sequence[Group]) -> dict[str, object]:
     }
 
 
-# A plan is shown as doubtful, or as bad, from this many times the bytes of an even split.
+# A plan is shown as doubtful, or as bad, from this many times the bytes of an even
+# split.
 _DOUBTFUL, _BAD = 1.5, 4.0
 
 
 def _verdict(
-    totals: dict[str, Any], findings: Sequence[Finding], fit: Fit | None, chip: dict[str, Any] | None
+    totals: dict[str, Any],
+    findings: Sequence[Finding],
+    fit: Fit | None,
+    chip: dict[str, Any] | None,
 ) -> dict[str, str]:
-    """The quality of a plan: its `level`, "good", "warn" or "bad", and a `text` of one line.
+    """The quality of a plan: its `level`, "good", "warn" or "bad", and a `text` of one
+    line.
 
-    `totals` has the sums over all arrays of the plan, such as `bytes_per_device`. `findings` are those of `lint`, and
-    `fit` is the memory of a step. `chip` has the name and the memory of the accelerator; `None` if it is not known.
+    `totals` has the sums over all arrays of the plan, such as `bytes_per_device`.
+    `findings` are those of `lint`, and `fit` is the memory of a step. `chip` has the
+    name and the memory of the accelerator; `None` if it is not known.
     """
     less, even = totals["corrected_arrays"], totals["even_bytes_per_device"]
     ratio = totals["bytes_per_device"] / even if even else 1.0
-    errors, warnings = (sum(one.severity == severity for one in findings) for severity in ("error", "warning"))
+    errors, warnings = (
+        sum(one.severity == severity for one in findings)
+        for severity in ("error", "warning")
+    )
     held = totals["bytes_per_device"] if fit is None else fit.peak_bytes
     is_full = chip is not None and held > chip["usable_hbm_bytes_per_device"]
     told = [
-        f"{plural(less, 'array')} got less than asked" if less else "every array got what its rule asked for",
+        (
+            f"{plural(less, 'array')} got less than asked"
+            if less
+            else "every array got what its rule asked for"
+        ),
         f"{ratio:.3g} times an even split",
         plural(errors, "error") if errors else "",
         plural(warnings, "warning") if warnings else "",
         f"it does not fit {chip['name']}" if is_full and chip is not None else "",
     ]
     level = "warn" if less or warnings or ratio >= _DOUBTFUL else "good"
-    return {"level": "bad" if errors or is_full or ratio >= _BAD else level, "text": ", ".join(filter(None, told))}
+    return {
+        "level": "bad" if errors or is_full or ratio >= _BAD else level,
+        "text": ", ".join(filter(None, told)),
+    }
 
 
 def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
@@ -137,15 +185,22 @@ def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
         "arrays": len(row.paths),
         "array": array_text(leaf.dtype, leaf.shape),
         "shape": list(leaf.shape),
-        "shard_shape": list(shard_shape(leaf.shape, constrained(leaf.spec), mesh.shape)),
-        "names": None if leaf.names is None else [entry_text(name) for name in leaf.names],
+        "shard_shape": list(
+            shard_shape(leaf.shape, constrained(leaf.spec), mesh.shape)
+        ),
+        "names": (
+            None if leaf.names is None else [entry_text(name) for name in leaf.names]
+        ),
         "requested": _axes(leaf, leaf.requested),
         "spec": _axes(leaf, leaf.spec),
         "lost": [dim for dim, axes in enumerate(_lost(leaf)) if axes],
         "less": _is_less(leaf),
         "strategies": [step.text for step in leaf.strategies],
         "rule": leaf.rule,
-        "reasons": [{**vars(why), "code": why.code.name, "axes": list(why.axes)} for why in leaf.reasons],
+        "reasons": [
+            {**vars(why), "code": why.code.name, "axes": list(why.axes)}
+            for why in leaf.reasons
+        ],
         "memory_kind": leaf.memory_kind,
         "bytes": row.bytes,
         "bytes_per_device": row.bytes_per_device,
@@ -153,13 +208,19 @@ def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
 
 
 def _lost(leaf: Row) -> list[list[str]]:
-    """For each dimension of the array, the mesh axes that its rule requests and that do not shard it."""
+    """For each dimension of the array, the mesh axes that its rule requests and that do
+    not shard it.
+    """
     asked, given = _axes(leaf, leaf.requested), _axes(leaf, leaf.spec)
     pairs = zip(asked[: len(given)], given, strict=True)
-    return [[axis for axis in wanted or [] if axis not in (got or [])] for wanted, got in pairs]
+    return [
+        [axis for axis in wanted or [] if axis not in (got or [])]
+        for wanted, got in pairs
+    ]
 
 
-# The reasons why a strategy, which requests no particular dimension, could not shard an array.
+# The reasons why a strategy, which requests no particular dimension, could not shard an
+# array.
 _CUT_SHORT = (Code.indivisible, Code.unit, Code.duplicate)
 
 
@@ -168,33 +229,59 @@ def _is_less(leaf: Row) -> bool:
 
 
 def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
-    """For each dimension of the array, the mesh axes that shard it under `spec`; `None` if it is UNCONSTRAINED."""
-    entries = [None if entry is UNCONSTRAINED else list(entry_axes(entry)) for entry in entries_of(spec)]
+    """For each dimension of the array, the mesh axes that shard it under `spec`; `None`
+    if it is UNCONSTRAINED.
+    """
+    entries = [
+        None if entry is UNCONSTRAINED else list(entry_axes(entry))
+        for entry in entries_of(spec)
+    ]
     return [*entries, *[[] for _ in range(len(leaf.shape) - len(entries))]]
 
 
 def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
-    """The bytes per device of each part of the tree, or with `fit` of each group of arrays of the step.
+    """The bytes per device of each part of the tree, or with `fit` of each group of
+    arrays of the step.
 
-    `rows` has the arrays of the tree; a `Group` is equal arrays of repeated layers. A part of the tree is all arrays
-    whose paths have the same first segment, such as `params`. Bytes in host memory are separate entries.
+    `rows` has the arrays of the tree; a `Group` is equal arrays of repeated layers. A
+    part of the tree is all arrays whose paths have the same first segment, such as
+    `params`. Bytes in host memory are separate entries.
     """
     sums = collections.Counter[tuple[str, str | None]]()
     if fit is None:
         for row in rows:
-            sums[row.where.partition("/")[0], row.row.memory_kind] += row.bytes_per_device
+            sums[row.where.partition("/")[0], row.row.memory_kind] += (
+                row.bytes_per_device
+            )
         found = sums.most_common()
     else:
         found = [((row.group, None), row.bytes) for row in fit.rows if row.bytes]
-        found += [((row.group, "pinned_host"), row.host_bytes) for row in fit.rows if row.host_bytes]
-    return [{"group": group, "memory_kind": kind, "bytes_per_device": count} for (group, kind), count in found]
+        found += [
+            ((row.group, "pinned_host"), row.host_bytes)
+            for row in fit.rows
+            if row.host_bytes
+        ]
+    return [
+        {"group": group, "memory_kind": kind, "bytes_per_device": count}
+        for (group, kind), count in found
+    ]
 
 
 def _fit(fit: Fit) -> dict[str, object]:
     changes = [dataclasses.asdict(change) for change in fit.changes]
-    told = {"how": fit.how, "peak_bytes": fit.peak_bytes, "fits": fit.fits, "changes": changes}
-    told |= {"batch": fit.batch, "largest_batch": fit.largest_batch, "notes": list(fit.notes)}
-    # The bytes in memory over the operations of the step, as the maximum of each of equally long intervals.
+    told = {
+        "how": fit.how,
+        "peak_bytes": fit.peak_bytes,
+        "fits": fit.fits,
+        "changes": changes,
+    }
+    told |= {
+        "batch": fit.batch,
+        "largest_batch": fit.largest_batch,
+        "notes": list(fit.notes),
+    }
+    # The bytes in memory over the operations of the step, as the maximum of each of
+    # equally long intervals.
     length, count = len(fit.timeline), min(len(fit.timeline), _MOST_POINTS)
     ends = [length * at // max(count, 1) for at in range(count + 1)]
     points = [max(fit.timeline[a:b]) for a, b in it.pairwise(ends)]
@@ -206,33 +293,55 @@ _MOST_POINTS = 300
 
 
 _SUMS = ("devices", "wire_bytes", "dcn_bytes", "unsure_bytes")
-_SENT = ("kind", "windowed", "wire_bytes", "dcn_bytes", "calls", "dtype", "group_size", "leaf", "note")
+_SENT = (
+    "kind",
+    "windowed",
+    "wire_bytes",
+    "dcn_bytes",
+    "calls",
+    "dtype",
+    "group_size",
+    "leaf",
+    "note",
+)
 
 
 def _traffic(traffic: Traffic) -> dict[str, object]:
     rows = []
     for row in traffic.rows:
         place = row.source and f"{row.source.file}:{row.source.line}"
-        told = {name: getattr(row, name) for name in _SENT} | {"axes": list(row.axes), "source": place}
+        told = {name: getattr(row, name) for name in _SENT} | {
+            "axes": list(row.axes),
+            "source": place,
+        }
         rows.append({**told, "function": row.source and row.source.function})
     return {**{name: getattr(traffic, name) for name in _SUMS}, "rows": rows}
 
 
-# The number of lines shown before and after a line that makes arrays, and of shardings shown for this line.
+# The number of lines shown before and after a line that makes arrays, and of shardings
+# shown for this line.
 _AROUND, _LAYOUTS = 2, 2
 
 
 def step_data(fit: Fit) -> dict[str, object] | None:
-    """A dict of `moment`, the arrays that a step has in memory when it uses most memory, and `source`, the source lines
-    that make arrays. It is `None` if `fit` does not know the shardings of a step.
+    """A dict of `moment`, the arrays that a step has in memory when it uses most
+    memory, and `source`, the source lines that make arrays. It is `None` if `fit` does
+    not know the shardings of a step.
     """
     known = fit.shardings
-    return known and {"moment": [_held(one) for one in fit.moment if one.bytes], "source": _source(known.rows)}
+    return known and {
+        "moment": [_held(one) for one in fit.moment if one.bytes],
+        "source": _source(known.rows),
+    }
 
 
 def _held(one: Offender) -> dict[str, object]:
     line = one.source and linecache.getline(one.source.file, one.source.line).strip()
-    axes = [list(entry_axes(entry)) for entry in entries_of(one.spec)] if one.spec is not None else []
+    axes = (
+        [list(entry_axes(entry)) for entry in entries_of(one.spec)]
+        if one.spec is not None
+        else []
+    )
     by = [f"{own.axis}: {own.by or '?'}" for own in one.origins]
     chain = [frame.place for own in one.origins for frame in own.chain]
     return {
@@ -251,29 +360,54 @@ def _held(one: Offender) -> dict[str, object]:
 
 
 def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
-    """A dict for each source file: its name, and the lines that make some of the arrays `rows` or are next to such a
-    line. Each line has its number, its text, and the arrays that it makes.
+    """A dict for each source file: its name, and the lines that make some of the arrays
+    `rows` or are next to such a line. Each line has its number, its text, and the
+    arrays that it makes.
     """
     made: dict[str, dict[int, dict[str, None]]] = {}
     for row in rows:
         if row.source is not None:
-            told = f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
-            made.setdefault(row.source.file, {}).setdefault(row.source.line, {})[told] = None
-    return [{"file": file, "lines": _lines(file, lines)} for file, lines in made.items() if linecache.getlines(file)]
+            told = (
+                f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
+            )
+            made.setdefault(row.source.file, {}).setdefault(row.source.line, {})[
+                told
+            ] = None
+    return [
+        {"file": file, "lines": _lines(file, lines)}
+        for file, lines in made.items()
+        if linecache.getlines(file)
+    ]
 
 
 def _lines(file: str, made: dict[int, dict[str, None]]) -> list[dict[str, object]]:
     text = linecache.getlines(file)
     near = {at + by for at in made for by in range(-_AROUND, _AROUND + 1)}
     return [
-        {"number": at, "text": text[at - 1].rstrip("\n"), "makes": list(made.get(at, {}))[:_LAYOUTS]}
+        {
+            "number": at,
+            "text": text[at - 1].rstrip("\n"),
+            "makes": list(made.get(at, {}))[:_LAYOUTS],
+        }
         for at in sorted(near)
         if 0 < at <= len(text)
     ]
 
 
 # One script in several readable files; each may use those before it.
-_SCRIPTS = ("ground", "axes", "details", "treemap", "table", "mesh", "memory", "findings", "traffic", "step", "page")
+_SCRIPTS = (
+    "ground",
+    "axes",
+    "details",
+    "treemap",
+    "table",
+    "mesh",
+    "memory",
+    "findings",
+    "traffic",
+    "step",
+    "page",
+)
 
 
 def html_report(
@@ -285,9 +419,11 @@ def html_report(
     fit: Fit | None = None,
     chip: str | Chip | None = None,
 ) -> str:
-    """The plan as one HTML page: a map of the bytes per device, the mesh, the memory, and a table to search.
+    """The plan as one HTML page: a map of the bytes per device, the mesh, the memory,
+    and a table to search.
 
-    The page needs no network and no other file, contains only ASCII characters, and is below 2 MB for every plan.
+    The page needs no network and no other file, contains only ASCII characters, and is
+    below 2 MB for every plan.
 
     **Arguments:**
 
@@ -295,10 +431,12 @@ def html_report(
     - `title`: a title, such as the model's name.
     - `findings`: the findings of [`shardfx.lint`][].
     - `traffic`: the traffic of a step under the plan, from [`shardfx.cost.traffic`][].
-    - `fit`: the memory of a step under the plan, from [`shardfx.cost.fit`][]. The page then shows it instead of the
-        memory of the plan's arrays. A second map shows the arrays in memory when the step uses most memory, with the
-        lines of your source that make them.
-    - `chip`: a [`shardfx.chips.Chip`][] or its name, whose memory the plan is compared with; by default that of `fit`,
+    - `fit`: the memory of a step under the plan, from [`shardfx.cost.fit`][]. The page
+      then shows it instead of the
+        memory of the plan's arrays. A second map shows the arrays in memory when the
+        step uses most memory, with the lines of your source that make them.
+    - `chip`: a [`shardfx.chips.Chip`][] or its name, whose memory the plan is compared
+      with; by default that of `fit`,
         if there is one.
 
     **Returns:**
@@ -321,16 +459,29 @@ def html_report(
         assert "four layers" in page
         ```
     """
-    data = report_data(plan, title=title, findings=findings, traffic=traffic, fit=fit, chip=chip)
+    data = report_data(
+        plan, title=title, findings=findings, traffic=traffic, fit=fit, chip=chip
+    )
     return page_of(data)
 
 
 def page_of(data: Mapping[str, Any]) -> str:
     style, template = _read("report.css"), _read("report.html")
-    script = "\n".join(["'use strict';", "(() => {", *[_read(f"{name}.js") for name in _SCRIPTS], "})();"])
+    script = "\n".join(
+        [
+            "'use strict';",
+            "(() => {",
+            *[_read(f"{name}.js") for name in _SCRIPTS],
+            "})();",
+        ]
+    )
     parts = {
-        # Only this script and this style can run, and nothing can be fetched, whatever the names contain.
-        "policy": f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'",
+        # Only this script and this style can run, and nothing can be fetched, whatever
+        # the names contain.
+        "policy": (
+            f"default-src 'none'; script-src '{_hash(script)}'; style-src"
+            f" '{_hash(style)}'; base-uri 'none'"
+        ),
         "title": _text(data["title"] or "Sharding plan"),
         "summary": _text(_summary(data)),
         "level": data["verdict"]["level"],
@@ -341,12 +492,19 @@ def page_of(data: Mapping[str, Any]) -> str:
     }
     # One pass over the template: inserted text is not searched again.
     pieces = template.split("{{")
-    filled = [parts[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:])]
+    filled = [
+        parts[name] + rest
+        for name, _, rest in (piece.partition("}}") for piece in pieces[1:])
+    ]
     return "".join([pieces[0], *filled])
 
 
 def _read(name: str) -> str:
-    return importlib.resources.files("shardfx._see").joinpath("page", name).read_text(encoding="utf-8")
+    return (
+        importlib.resources.files("shardfx._see")
+        .joinpath("page", name)
+        .read_text(encoding="utf-8")
+    )
 
 
 def _hash(text: str) -> str:
@@ -360,8 +518,9 @@ def _text(text: str) -> str:
 def _summary(data: Mapping[str, Any]) -> str:
     totals, mesh = data["totals"], data["mesh"]
     return (
-        f"{totals['arrays']:,} arrays, {bytes_text(totals['bytes'])}, on mesh {mesh['text']} "
-        f"({mesh['devices']:,} devices): {bytes_text(totals['bytes_per_device'])} per device."
+        f"{totals['arrays']:,} arrays, {bytes_text(totals['bytes'])}, on mesh"
+        f" {mesh['text']} ({mesh['devices']:,} devices):"
+        f" {bytes_text(totals['bytes_per_device'])} per device."
     )
 
 
@@ -373,33 +532,50 @@ _WHOLE = ("format", "title", "digest", "verdict", "mesh", "totals", "chip", "fit
 
 
 def embedded(value: object) -> str:
-    """A value as ASCII JSON without the characters `<`, `>` and `&`, so that it cannot end a script in HTML."""
+    """A value as ASCII JSON without the characters `<`, `>` and `&`, so that it cannot
+    end a script in HTML.
+    """
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
 def packed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of `report_data` in a compact form of bounded size, with all text made printable.
+    """The data of `report_data` in a compact form of bounded size, with all text made
+    printable.
 
-    Each distinct plan of an array is stored once, in `kinds`. An entry of `rows` has four values: the number of
-    characters that its path shares with the path before it, the rest of its path, the number of arrays, and the index
-    of their plan in `kinds`. After the path `layers/0/w`, the path `layers/0/up` is `[9, "up", 1, 0]`. If there are too
-    many entries, those with the fewest bytes per device are dropped, and `more` has their sums. If there are too many
-    findings or collectives, the last ones are dropped.
+    Each distinct plan of an array is stored once, in `kinds`. An entry of `rows` has
+    four values: the number of characters that its path shares with the path before it,
+    the rest of its path, the number of arrays, and the index of their plan in `kinds`.
+    After the path `layers/0/w`, the path `layers/0/up` is `[9, "up", 1, 0]`. If there
+    are too many entries, those with the fewest bytes per device are dropped, and `more`
+    has their sums. If there are too many findings or collectives, the last ones are
+    dropped.
     """
     traffic = data["traffic"]
-    rows, left = _within(_ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"])
+    rows, left = _within(
+        _ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"]
+    )
     findings, more_findings = _within(_LIST_CHARACTERS, _shown(data["findings"]))
     if traffic is not None:
         kept, more = _within(_LIST_CHARACTERS, _shown(traffic["rows"]))
         traffic = {**traffic, "rows": kept, "more": len(more)}
-    sums = {name: sum(row[name] for row in left) for name in ("arrays", "bytes", "bytes_per_device")}
+    sums = {
+        name: sum(row[name] for row in left)
+        for name in ("arrays", "bytes", "bytes_per_device")
+    }
     step = data["step"]
     if step is not None:
-        held, _ = _within(_LIST_CHARACTERS, _shown(step["moment"]), weight=lambda row: row["bytes_per_device"])
+        held, _ = _within(
+            _LIST_CHARACTERS,
+            _shown(step["moment"]),
+            weight=lambda row: row["bytes_per_device"],
+        )
         each = _LIST_CHARACTERS // max(1, len(step["source"]))
         pairs = [(one, _within(each, _shown(one["lines"]))) for one in step["source"]]
-        source = [{"file": printable(one["file"]), "lines": kept, "more": len(more)} for one, (kept, more) in pairs]
+        source = [
+            {"file": printable(one["file"]), "lines": kept, "more": len(more)}
+            for one, (kept, more) in pairs
+        ]
         step = {"moment": held, "source": source}
     others = {name: _shown(data[name]) for name in _WHOLE}
     return {
@@ -415,7 +591,9 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: object) -> Any:
-    """A copy of a value in which every string is printable, so that no name can reverse or break the text."""
+    """A copy of a value in which every string is printable, so that no name can reverse
+    or break the text.
+    """
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
@@ -431,12 +609,18 @@ def _within(
     pack: Callable[[Sequence[Any]], Any] = list,
     weight: Callable[[Any], int] | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Keeps as many of `rows` as fit into `characters` of JSON. `pack` turns the kept rows into the value for JSON.
+    """Keeps as many of `rows` as fit into `characters` of JSON. `pack` turns the kept
+    rows into the value for JSON.
 
-    Rows with more `weight` are kept first; without `weight`, the first rows are. Returns the value and the other rows.
+    Rows with more `weight` are kept first; without `weight`, the first rows are.
+    Returns the value and the other rows.
     """
     numbers = range(len(rows))
-    ranked = numbers if weight is None else sorted(numbers, key=lambda number: -weight(rows[number]))
+    ranked = (
+        numbers
+        if weight is None
+        else sorted(numbers, key=lambda number: -weight(rows[number]))
+    )
     count = len(rows)
     while True:
         kept = sorted(ranked[:count])
@@ -451,21 +635,38 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     kinds: dict[str, int] = {}
     lines, before = [], ""
     for row in rows:
-        kind = {name: value for name, value in row.items() if name not in ("path", "arrays")}
+        kind = {
+            name: value for name, value in row.items() if name not in ("path", "arrays")
+        }
         for name in ("bytes", "bytes_per_device"):
             kind[name] //= row["arrays"]
         path = printable(row["path"])
         prefix = os.path.commonprefix([before, path])
-        common = len(prefix) if prefix.isascii() else 0  # JavaScript counts other characters differently
-        lines.append([common, path[common:], row["arrays"], kinds.setdefault(json.dumps(kind), len(kinds))])
+        common = (
+            len(prefix) if prefix.isascii() else 0
+        )  # JavaScript counts other characters differently
+        lines.append(
+            [
+                common,
+                path[common:],
+                row["arrays"],
+                kinds.setdefault(json.dumps(kind), len(kinds)),
+            ]
+        )
         before = path
     return {"kinds": [_shown(json.loads(kind)) for kind in kinds], "rows": lines}
 
 
 def _largest(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first `_MOST_GROUPS` of `groups`, and one entry with the sum of the bytes of the others, if there are any."""
+    """The first `_MOST_GROUPS` of `groups`, and one entry with the sum of the bytes of
+    the others, if there are any.
+    """
     if len(groups) <= _MOST_GROUPS + 1:
         return list(groups)
     rest = sum(group["bytes_per_device"] for group in groups[_MOST_GROUPS:])
-    others = {"group": f"{len(groups) - _MOST_GROUPS} others", "memory_kind": None, "bytes_per_device": rest}
+    others = {
+        "group": f"{len(groups) - _MOST_GROUPS} others",
+        "memory_kind": None,
+        "bytes_per_device": rest,
+    }
     return [*groups[:_MOST_GROUPS], others]

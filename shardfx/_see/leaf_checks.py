@@ -1,5 +1,6 @@
-"""Checks of planned arrays: finds arrays that are replicated, or sharded less than their rules request, or not like
-similar arrays. A `Group` is arrays that are planned alike and whose paths differ only in numbers.
+"""Checks of planned arrays: finds arrays that are replicated, or sharded less than
+their rules request, or not like similar arrays. A `Group` is arrays that are planned
+alike and whose paths differ only in numbers.
 """
 
 import itertools
@@ -22,12 +23,20 @@ from .subject import Subject, code_of, rule_of
 def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
     """A finding for each array of at least `limit` bytes that every device holds whole."""
     content = subject.content
-    if content.mesh.size == 1 or not any(entries_of(row.requested) or row.strategies for row in content.rows):
+    if content.mesh.size == 1 or not any(
+        entries_of(row.requested) or row.strategies for row in content.rows
+    ):
         return  # rules that shard nothing at all are those of data parallelism
     for group in content.groups:
         row, (size, shard) = group.row, content.byte_counts[group.number]
-        # If the array could not be sharded as requested, `corrected` reports it, with the reason.
-        if size < limit or size != shard or row.rule is None or any(why.code in _CUT for why in row.reasons):
+        # If the array could not be sharded as requested, `corrected` reports it, with
+        # the reason.
+        if (
+            size < limit
+            or size != shard
+            or row.rule is None
+            or any(why.code in _CUT for why in row.reasons)
+        ):
             continue
         message = f"every device holds all {bytes_text(size)} of it, as {_asks(group)}"
         fix = _sharded(subject, group) or f"replicated_bytes = {size + 1}"
@@ -40,8 +49,8 @@ def _asks(group: Group) -> str:
 
 
 def _sharded(subject: Subject, group: Group) -> str | None:
-    """Code that shards the arrays of `group` over a mesh axis; `None` if no mesh axis divides a dimension, or if the
-    arrays are replicated because they are small.
+    """Code that shards the arrays of `group` over a mesh axis; `None` if no mesh axis
+    divides a dimension, or if the arrays are replicated because they are small.
     """
     row, mode = group.row, subject.mode
     places = subject.divisible(row.shape, row.units)
@@ -51,12 +60,18 @@ def _sharded(subject: Subject, group: Group) -> str | None:
         return subject.rule_fix(group.paths, subject.target_for(row.shape, row.units))
     for dim, axis in places:
         if row.names and isinstance(name := row.names[dim], str):
-            rule = f"[({name!r}, {axis!r})]"  # no axis is in use in this array, so the rule is not blocked
-            return f"axes = axes.prepend({rule if mode is None else f'modes={{{mode!r}: {rule}}}'})"
+            rule = (  # no axis is in use in this array, so the rule is not blocked
+                f"[({name!r}, {axis!r})]"
+            )
+            return (
+                "axes ="
+                f" axes.prepend({rule if mode is None else f'modes={{{mode!r}: {rule}}}'})"
+            )
     return None
 
 
-# The reasons why a leaf is sharded less than its rule requests, except for reasons that the user has accepted.
+# The reasons why a leaf is sharded less than its rule requests, except for reasons that
+# the user has accepted.
 _CUT = (Code.indivisible, Code.unit, Code.duplicate)
 _OF_SIZE = (Code.indivisible, Code.unit)
 
@@ -64,9 +79,10 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 def corrected(subject: Subject) -> Iterator[Finding]:
     """Findings for arrays that are sharded less than their rule requests.
 
-    An array is found if a requested mesh axis does not divide a dimension, would split a unit, or already shards
-    another dimension. With `lint(strict=True)`, an array is found if the plan has any reason for it. Scalars are never
-    found. Three or more arrays that one mesh axis does not divide are one finding.
+    An array is found if a requested mesh axis does not divide a dimension, would split
+    a unit, or already shards another dimension. With `lint(strict=True)`, an array is
+    found if the plan has any reason for it. Scalars are never found. Three or more
+    arrays that one mesh axis does not divide are one finding.
     """
     content = subject.content
     if not any(row.reasons for row in content.rows):
@@ -81,14 +97,20 @@ def corrected(subject: Subject) -> Iterator[Finding]:
         if reasons:
             axes = {axis for why in reasons for axis in why.axes}
             is_size = len(axes) == 1 and all(why.code in _OF_SIZE for why in reasons)
-            # Units may be declared for meshes that have more devices along an axis than there are units.
+            # Units may be declared for meshes that have more devices along an axis than
+            # there are units.
             foreseen = all(why.code is Code.unit for why in reasons)
             severity = "error" if subject.strict else "info" if foreseen else "warning"
-            causes.setdefault((severity, *axes) if is_size else group, []).append(_Short(group, reasons, severity))
+            causes.setdefault((severity, *axes) if is_size else group, []).append(
+                _Short(group, reasons, severity)
+            )
     for shorts in causes.values():
         if len(shorts) < _TOGETHER:
             for one in shorts:
-                message = f"cut less than {_asks(one.group)} for: {'; '.join(map(str, one.reasons))}"
+                message = (
+                    f"cut less than {_asks(one.group)} for:"
+                    f" {'; '.join(map(str, one.reasons))}"
+                )
                 yield _finding(subject, one.group.where, message, [one])
         else:
             axis = shorts[0].reasons[0].axes[0]
@@ -97,18 +119,25 @@ def corrected(subject: Subject) -> Iterator[Finding]:
             what = f"{arrays} are not divisible by {axis_text} as asked"
             if all(why.code is Code.unit for one in shorts for why in one.reasons):
                 what = f"{axis_text} would cut inside units of {arrays}"
-            shown = [f"`{one.group.where}` {one.group.row.shape}" for one in shorts[:_SHOWN]]
+            shown = [
+                f"`{one.group.where}` {one.group.row.shape}" for one in shorts[:_SHOWN]
+            ]
             shown += [f"{len(shorts) - _SHOWN} more"] if len(shorts) > _SHOWN else []
-            yield _finding(subject, f"mesh axis {axis!r}", f"{what}: {', '.join(shown)}", shorts)
+            yield _finding(
+                subject, f"mesh axis {axis!r}", f"{what}: {', '.join(shown)}", shorts
+            )
 
 
-# If at least this many arrays, or groups of similar arrays, are sharded less over one mesh axis, they are one finding.
+# If at least this many arrays, or groups of similar arrays, are sharded less over one
+# mesh axis, they are one finding.
 _TOGETHER = 3
 _SHOWN = 3
 
 
 class _Short(NamedTuple):
-    """Arrays that are sharded less than their rule requests, the reasons, and the severity of a finding about them."""
+    """Arrays that are sharded less than their rule requests, the reasons, and the
+    severity of a finding about them.
+    """
 
     group: Group
     reasons: tuple[Reason, ...]
@@ -120,61 +149,100 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
         return tuple(why for why in row.reasons if why.code is not Code.scalar)
     found = [why for why in row.reasons if why.code in _CUT]
     if subject.refine:
-        # The mesh has been split so that the dimension is sharded over all axes that divide it: no more is possible.
-        whole = [dim for dim, entry in enumerate(entries_at(row.spec, len(row.shape))) if not entry_axes(entry)]
+        # The mesh has been split so that the dimension is sharded over all axes that
+        # divide it: no more is possible.
+        whole = [
+            dim
+            for dim, entry in enumerate(entries_at(row.spec, len(row.shape)))
+            if not entry_axes(entry)
+        ]
         found = [why for why in found if why.dim is None or why.dim in whole]
     return tuple(found)
 
 
-def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -> Finding:
-    """The finding about the arrays in `shorts`. Its bytes are those that the requested sharding would save on each
-    device. `where` and `message` become its fields.
+def _finding(
+    subject: Subject, where: str, message: str, shorts: list[_Short]
+) -> Finding:
+    """The finding about the arrays in `shorts`. Its bytes are those that the requested
+    sharding would save on each device. `where` and `message` become its fields.
     """
     content, sizes, lost = subject.content, subject.content.mesh.shape, 0
     for row, group in ((one.group.row, one.group) for one in shorts):
-        axes = [axis for target in (row.requested, *row.strategies) for axis in axes_of_target(target)]
+        axes = [
+            axis
+            for target in (row.requested, *row.strategies)
+            for axis in axes_of_target(target)
+        ]
         asked = math.prod(sizes.get(axis, 1) for axis in dict.fromkeys(axes))
         whole, shard = content.byte_counts[group.number]
         lost += max(0, shard - -(-whole // asked)) * len(group.paths)
-    return Finding("corrected", shorts[0].severity, where, lost, message, _as_it_is(subject, shorts))
+    return Finding(
+        "corrected",
+        shorts[0].severity,
+        where,
+        lost,
+        message,
+        _as_it_is(subject, shorts),
+    )
 
 
 def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
-    """Code that resolves the finding about the arrays in `shorts`: `refine = True` if splitting mesh axes shards the
-    arrays further, else rules that request the present sharding.
+    """Code that resolves the finding about the arrays in `shorts`: `refine = True` if
+    splitting mesh axes shards the arrays further, else rules that request the present
+    sharding.
     """
     content, lines, targets = subject.content, dict[str, None](), dict[Any, list[str]]()
     for group, reasons, _ in shorts:
         row = group.row
         if not (subject.strict or subject.refine or subject.is_plan):
             better = subject.refined.index[content.index.index(group.number)]
-            if subject.refined.byte_counts[better][1] < content.byte_counts[group.number][1]:
+            if (
+                subject.refined.byte_counts[better][1]
+                < content.byte_counts[group.number][1]
+            ):
                 return "refine = True"
         if not subject.is_named(group):
-            is_whole = not entries_of(row.spec) and not any(why.code is Code.small for why in reasons)
+            is_whole = not entries_of(row.spec) and not any(
+                why.code is Code.small for why in reasons
+            )
             target = subject.target_for(row.shape, row.units) if is_whole else row.spec
             targets.setdefault(target, []).extend(group.paths)
         elif subject.strict and not all(why.code in _CUT for why in reasons):
             lines["strict = False"] = None
         else:
-            # A dimension that is sharded over some of its axes gets a name of its own, with these axes.
+            # A dimension that is sharded over some of its axes gets a name of its own,
+            # with these axes.
             names, entries = [*(row.names or ())], entries_at(row.spec, len(row.shape))
             for dim in dict.fromkeys(why.dim for why in reasons if why.dim is not None):
                 kept = canonical_entry(entry_axes(entries[dim]))
                 names[dim] = f"{names[dim]}_{row.shape[dim]}" if kept else None
-                if kept and subject.axes is not None and names[dim] not in subject.axes.names:
-                    lines[f"axes = axes.extend([({names[dim]!r}, {code_of(kept)})])"] = None
+                if (
+                    kept
+                    and subject.axes is not None
+                    and names[dim] not in subject.axes.names
+                ):
+                    lines[
+                        f"axes = axes.extend([({names[dim]!r}, {code_of(kept)})])"
+                    ] = None
             lines[subject.names_fix(group.paths, tuple(names))] = None
-    return "\n".join([*lines, *[subject.rule_fix(paths, target) for target, paths in targets.items()]])
+    return "\n".join(
+        [
+            *lines,
+            *[subject.rule_fix(paths, target) for target, paths in targets.items()],
+        ]
+    )
 
 
 class _State(NamedTuple):
     """Equal leaves of an optimizer's state, and the parameter to which they belong.
 
-    - `root`, `group`: the first segment of the leaves' paths, such as `opt`, and the leaves.
+    - `root`, `group`: the first segment of the leaves' paths, such as `opt`, and the
+      leaves.
     - `param`: the plan of the parameter.
-    - `follows`: the spec that the leaves would have if they were sharded like the parameter.
-    - `is_whole`: whether the leaves have all dimensions of the parameter, as moments do. ZeRO-1 can shard such leaves.
+    - `follows`: the spec that the leaves would have if they were sharded like the
+      parameter.
+    - `is_whole`: whether the leaves have all dimensions of the parameter, as moments
+      do. ZeRO-1 can shard such leaves.
     """
 
     root: str
@@ -189,21 +257,34 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
 
     A leaf is found in three cases:
 
-    - It has fewer shards than its parameter, or a mesh axis shards a dimension of the parameter and not of the leaf.
-    - A mesh axis shards other leaves of the state in addition to their parameters' axes, and could shard this leaf.
-    - A mesh axis shards no leaf of the state and no parameter, and ZeRO-1 could shard the leaf over it. This case is
-      reported only if it costs each device at least `limit` bytes.
+    - It has fewer shards than its parameter, or a mesh axis shards a dimension of the
+      parameter and not of the leaf.
+    - A mesh axis shards other leaves of the state in addition to their parameters'
+      axes, and could shard this leaf.
+    - A mesh axis shards no leaf of the state and no parameter, and ZeRO-1 could shard
+      the leaf over it. This case is reported only if it costs each device at least
+      `limit` bytes.
     """
     sizes, states = subject.content.mesh.shape, _states(subject)
     for state in states:
         spec, follows = state.group.row.spec, state.follows
-        shards, asked = (math.prod(sizes[axis] for axis in axes_of_target(one)) for one in (spec, follows))
+        shards, asked = (
+            math.prod(sizes[axis] for axis in axes_of_target(one))
+            for one in (spec, follows)
+        )
         if shards < asked:
-            message = f"it is sharded over {_told(spec)}, its parameter over {_told(follows)}"
+            message = (
+                f"it is sharded over {_told(spec)}, its parameter over {_told(follows)}"
+            )
             message += "" if state.is_whole else " in the dimensions that it has of it"
         elif state.is_whole and not _covers(spec, follows):
-            shown = [f"P({', '.join(map(repr, entries_of(one)))})" for one in (spec, follows)]
-            message = f"it lies as {shown[0]}, its parameter as {shown[1]}: each step moves one to the other. "
+            shown = [
+                f"P({', '.join(map(repr, entries_of(one)))})" for one in (spec, follows)
+            ]
+            message = (
+                f"it lies as {shown[0]}, its parameter as {shown[1]}: each step moves"
+                " one to the other. "
+            )
             message += "Was it planned from another model's plan?"
         else:
             continue
@@ -211,58 +292,102 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
     # Statistics of rows and columns are small: they only follow their parameter.
     states = [state for state in states if state.is_whole]
     for axis, size in sizes.items():
-        left = [state for state in states if axis not in axes_of_target(state.group.row.spec)]
-        message = f"every device along `{axis}` holds the same states: nothing is sharded over it, as ZeRO-1 would"
+        left = [
+            state
+            for state in states
+            if axis not in axes_of_target(state.group.row.spec)
+        ]
+        message = (
+            f"every device along `{axis}` holds the same states: nothing is sharded"
+            " over it, as ZeRO-1 would"
+        )
         least = limit
         if any(
-            axis in axes_of_target(state.group.row.spec) and axis not in axes_of_target(state.param.spec)
+            axis in axes_of_target(state.group.row.spec)
+            and axis not in axes_of_target(state.param.spec)
             for state in states
         ):
             left = [state for state in left if not state.group.row.reasons]
             message, least = f"other states are sharded over `{axis}`, these are not", 0
-        elif size == 1 or len(left) < len(states) or any(axis in axes_of_target(state.param.spec) for state in states):
+        elif (
+            size == 1
+            or len(left) < len(states)
+            or any(axis in axes_of_target(state.param.spec) for state in states)
+        ):
             continue
         found = list(_shardable_over(subject, left, axis))
         if found:
-            finding = _of_states(subject, found[0][0].where if len(found) == 1 else left[0].root, message, found)
+            finding = _of_states(
+                subject,
+                found[0][0].where if len(found) == 1 else left[0].root,
+                message,
+                found,
+            )
             yield from [finding] if finding.bytes >= least else []
 
 
 _MOMENTS = {"m", "v"}
 # The names by which libraries call optimizer states and copies of parameters.
-_CALLED = re.compile(r"(opt|ema|mom|adam|exp_avg|accum|slots?$|trace$|veloc|param_states$|mu$|nu$|m$|v$)")
+_CALLED = re.compile(
+    r"(opt|ema|mom|adam|exp_avg|accum|slots?$|trace$|veloc|param_states$|mu$|nu$|m$|v$)"
+)
 
 
 def _states(subject: Subject) -> list[_State]:
     """The leaves of the optimizer's state, each with its parameter.
 
-    A branch of the tree is all arrays whose paths have the same first segment. The branch with the parameters is the
-    one whose paths occur most often at the end of paths in other branches.
+    A branch of the tree is all arrays whose paths have the same first segment. The
+    branch with the parameters is the one whose paths occur most often at the end of
+    paths in other branches.
     """
-    branches = together(subject.content.groups, lambda group: group.paths[0].partition("/")[0])
-    # A single letter may be a module as well as a moment (values next to queries, for example). Moments
-    # always occur together.
-    likely = {root: own for root, own in branches.items() if root not in _MOMENTS or _MOMENTS <= branches.keys()}
+    branches = together(
+        subject.content.groups, lambda group: group.paths[0].partition("/")[0]
+    )
+    # A single letter may be a module as well as a moment (values next to queries, for
+    # example). Moments always occur together.
+    likely = {
+        root: own
+        for root, own in branches.items()
+        if root not in _MOMENTS or _MOMENTS <= branches.keys()
+    }
     best: list[_State] = []
     for root, params in branches.items() if len(branches) > 1 else ():
-        known = {path.removeprefix(f"{root}/"): group.row for group in params for path in group.paths}
-        found = [_state(other, group, known) for other in likely if other != root for group in likely[other]]
+        known = {
+            path.removeprefix(f"{root}/"): group.row
+            for group in params
+            for path in group.paths
+        }
+        found = [
+            _state(other, group, known)
+            for other in likely
+            if other != root
+            for group in likely[other]
+        ]
         best = max(best, [state for state in found if state is not None], key=len)
     return best
 
 
 def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
-    """The leaves in `group` with their parameter; `None` if they are not in an optimizer's state.
+    """The leaves in `group` with their parameter; `None` if they are not in an
+    optimizer's state.
 
-    `root` is the first segment of the leaves' paths. `known` has the plans of the parameters by path. A parameter is
-    found by the end of the leaves' paths: `opt/mu/w` and `opt/w/v_row` belong to the parameter `w`.
+    `root` is the first segment of the leaves' paths. `known` has the plans of the
+    parameters by path. A parameter is found by the end of the leaves' paths: `opt/mu/w`
+    and `opt/w/v_row` belong to the parameter `w`.
     """
     parts, shape = group.paths[0].split("/"), group.row.shape
     for at in range(1, len(parts)):
         if not any(map(_CALLED.match, parts[:at])):
             continue
-        for param in (known.get("/".join(parts[at:])), known.get("/".join(parts[at:-1]))):
-            dims = None if param is None or not shape else corresponding(param.shape, shape)
+        for param in (
+            known.get("/".join(parts[at:])),
+            known.get("/".join(parts[at:-1])),
+        ):
+            dims = (
+                None
+                if param is None or not shape
+                else corresponding(param.shape, shape)
+            )
             if param is not None and dims is not None:
                 entries = entries_at(param.spec, len(param.shape))
                 spec = trimmed([None if dim is None else entries[dim] for dim in dims])
@@ -271,27 +396,40 @@ def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
 
 
 def _covers(spec: PartitionSpec, base: PartitionSpec) -> bool:
-    """Whether each dimension is sharded under `spec` over all the mesh axes that shard it under `base`."""
+    """Whether each dimension is sharded under `spec` over all the mesh axes that shard
+    it under `base`.
+    """
     pairs = itertools.zip_longest(entries_of(spec), entries_of(base))
-    return all(set(entry_axes(theirs)) <= set(entry_axes(ours)) for ours, theirs in pairs)
+    return all(
+        set(entry_axes(theirs)) <= set(entry_axes(ours)) for ours, theirs in pairs
+    )
 
 
 def _told(spec: PartitionSpec) -> str:
     return " and ".join(f"`{axis}`" for axis in axes_of_target(spec)) or "nothing"
 
 
-def _shardable_over(subject: Subject, states: list[_State], axis: str) -> Iterator[tuple[Group, PartitionSpec]]:
-    """Yields the leaves in `states` that can also be sharded over the mesh axis `axis`, each with its new spec."""
+def _shardable_over(
+    subject: Subject, states: list[_State], axis: str
+) -> Iterator[tuple[Group, PartitionSpec]]:
+    """Yields the leaves in `states` that can also be sharded over the mesh axis `axis`,
+    each with its new spec.
+    """
     for group in [state.group for state in states]:
         row = group.row
         request = Request(None, row.spec, None, row.units, (), ())
-        spec = shard_over(request, row.shape, row.dtype, subject.content.mesh, fsdp(axis)).spec
+        spec = shard_over(
+            request, row.shape, row.dtype, subject.content.mesh, fsdp(axis)
+        ).spec
         if spec != row.spec and not any(why.code is Code.small for why in row.reasons):
             yield group, spec
 
 
-def _of_states(subject: Subject, where: str, message: str, specs: list[tuple[Group, PartitionSpec]]) -> Finding:
-    """One finding for leaves of an optimizer's state. `specs` has these leaves, each with the spec it should get.
+def _of_states(
+    subject: Subject, where: str, message: str, specs: list[tuple[Group, PartitionSpec]]
+) -> Finding:
+    """One finding for leaves of an optimizer's state. `specs` has these leaves, each
+    with the spec it should get.
 
     `where` and `message` become fields of the Finding.
     """
@@ -305,9 +443,11 @@ def _of_states(subject: Subject, where: str, message: str, specs: list[tuple[Gro
 
 
 def uneven_layers(subject: Subject) -> Iterator[Finding]:
-    """Findings for arrays that are sharded differently from the same array of most other layers.
+    """Findings for arrays that are sharded differently from the same array of most
+    other layers.
 
-    The arrays of repeated layers are compared if they have one shape and dtype, and paths that differ only in numbers.
+    The arrays of repeated layers are compared if they have one shape and dtype, and
+    paths that differ only in numbers.
     """
     sizes = subject.content.byte_counts
     stacks = together(subject.content.groups, _stack)
@@ -315,23 +455,38 @@ def uneven_layers(subject: Subject) -> Iterator[Finding]:
         by_spec = together(groups, lambda group: group.row.spec)
         if len(by_spec) == 1:
             continue
-        # The spec of most layers is taken as intended; of equally many, the one with fewer bytes per device.
-        most = max(by_spec.values(), key=lambda same: (_count(same), -sizes[same[0].number][1]))
+        # The spec of most layers is taken as intended; of equally many, the one with
+        # fewer bytes per device.
+        most = max(
+            by_spec.values(), key=lambda same: (_count(same), -sizes[same[0].number][1])
+        )
         like = most[0]
-        for group in (group for same in by_spec.values() if same is not most for group in same):
-            more = max(0, sizes[group.number][1] - sizes[like.number][1]) * len(group.paths)
+        for group in (
+            group for same in by_spec.values() if same is not most for group in same
+        ):
+            more = max(0, sizes[group.number][1] - sizes[like.number][1]) * len(
+                group.paths
+            )
             message = (
-                f"sharded as {spec_text(entries_of(group.row.spec))} by {rule_of(group)}, while {_count(most)} of the "
-                f"same stack (`{like.where}`) are sharded as {spec_text(entries_of(like.row.spec))} by {rule_of(like)}"
+                f"sharded as {spec_text(entries_of(group.row.spec))} by"
+                f" {rule_of(group)}, while {_count(most)} of the same stack"
+                f" (`{like.where}`) are sharded as"
+                f" {spec_text(entries_of(like.row.spec))} by {rule_of(like)}"
             )
             fix = subject.fix(group, like.row.names, like.row.spec)
             yield Finding("uneven-layers", "warning", group.where, more, message, fix)
 
 
 def _stack(group: Group) -> object:
-    # A number at the end of a path is no layer: the rows and columns of a square matrix are `w/0` and `w/1`.
+    # A number at the end of a path is no layer: the rows and columns of a square matrix
+    # are `w/0` and `w/1`.
     last = group.paths[0].rpartition("/")[2]
-    return between_numbers(group.paths[0]), last if last.isdigit() else "", group.row.shape, group.row.dtype
+    return (
+        between_numbers(group.paths[0]),
+        last if last.isdigit() else "",
+        group.row.shape,
+        group.row.dtype,
+    )
 
 
 def _count(groups: list[Group]) -> int:

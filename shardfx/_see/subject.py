@@ -1,5 +1,6 @@
-"""`Subject`, the input of every check: the plans of the leaves and the rules that made them. It also writes the code of
-fixes. A `Group` is arrays that are planned alike and whose paths differ only in numbers.
+"""`Subject`, the input of every check: the plans of the leaves and the rules that made
+them. It also writes the code of fixes. A `Group` is arrays that are planned alike and
+whose paths differ only in numbers.
 """
 
 import collections
@@ -31,7 +32,9 @@ from .._rules import (
 
 
 def code_of(value: object) -> str:
-    """The Python code of a rule's target, or of a part of it. For a callable it is the `repr`."""
+    """The Python code of a rule's target, or of a part of it. For a callable it is the
+    `repr`.
+    """
     match value:
         case PartitionSpec():
             return f"PartitionSpec({', '.join(map(code_of, entries_of(value)))})"
@@ -52,10 +55,12 @@ def code_of(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """The input of a check: the plan in `content`, and the arguments of `lint`. Its methods write the code of fixes.
+    """The input of a check: the plan in `content`, and the arguments of `lint`. Its
+    methods write the code of fixes.
 
-    `flat` has the leaves of the tree, and `leaf_names` their logical names. For a finished plan, `is_plan` is true,
-    `paths` is `None`, and `flat` and `leaf_names` are empty.
+    `flat` has the leaves of the tree, and `leaf_names` their logical names. For a
+    finished plan, `is_plan` is true, `paths` is `None`, and `flat` and `leaf_names` are
+    empty.
     """
 
     content: Content
@@ -75,41 +80,60 @@ class Subject:
 
     @ft.cached_property
     def refined(self) -> Content:
-        """The plan on a mesh whose axes are split, as `plan(..., refine=True)` splits them."""
+        """The plan on a mesh whose axes are split, as `plan(..., refine=True)` splits
+        them.
+        """
         return refined(self.content, self.min_bytes)
 
     def lost(self, shape: tuple[int, ...], dtype: object) -> int:
-        """The bytes that each device would save if a replicated array were sharded over all devices."""
+        """The bytes that each device would save if a replicated array were sharded over
+        all devices.
+        """
         whole = array_bytes(shape, dtype)
         return whole - -(-whole // self.content.mesh.size)
 
-    def divisible(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> list[tuple[int, str]]:
-        """Pairs of the index of a dimension of an array and a mesh axis that divides it, the largest axes first.
+    def divisible(
+        self, shape: tuple[int, ...], units: tuple[int, ...] | None = None
+    ) -> list[tuple[int, str]]:
+        """Pairs of the index of a dimension of an array and a mesh axis that divides
+        it, the largest axes first.
 
-        `units` has an entry for each dimension: the number of elements that no shard may split. `None` means 1 for all.
-        Dimension 0 of an array of rank 3 or more is left out, because it may index stacked layers.
+        `units` has an entry for each dimension: the number of elements that no shard
+        may split. `None` means 1 for all. Dimension 0 of an array of rank 3 or more is
+        left out, because it may index stacked layers.
         """
         stacked = int(len(shape) > 2)
         counts = [
-            size // unit if size % unit == 0 else 1 for size, unit in zip(shape, units or [1] * len(shape), strict=True)
+            size // unit if size % unit == 0 else 1
+            for size, unit in zip(shape, units or [1] * len(shape), strict=True)
         ]
         sizes = sorted(self.content.mesh.shape.items(), key=lambda item: -item[1])
         dims = range(stacked, len(shape))
         return [
-            (dim, axis) for axis, size in sizes for dim in dims if size > 1 and shape[dim] and not counts[dim] % size
+            (dim, axis)
+            for axis, size in sizes
+            for dim in dims
+            if size > 1 and shape[dim] and not counts[dim] % size
         ]
 
-    def target_for(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Any:
-        """The target `fsdp(axis)` of a path rule, with the largest mesh axis that divides a dimension of `shape`; if
-        there is none, `replicate`. `units` has for each dimension the number of elements that no shard may split.
+    def target_for(
+        self, shape: tuple[int, ...], units: tuple[int, ...] | None = None
+    ) -> Any:
+        """The target `fsdp(axis)` of a path rule, with the largest mesh axis that
+        divides a dimension of `shape`; if there is none, `replicate`. `units` has for
+        each dimension the number of elements that no shard may split.
         """
         skip = (0,) if len(shape) > 2 else ()
-        return next((fsdp(axis, skip=skip) for _, axis in self.divisible(shape, units)), replicate)
+        return next(
+            (fsdp(axis, skip=skip) for _, axis in self.divisible(shape, units)),
+            replicate,
+        )
 
     def regex(self, paths: Sequence[str]) -> str:
         r"""A regex that matches these paths of the tree and no others.
 
-        It has `\d+` for numbers if `paths` has all paths of the tree that differ only in these numbers.
+        It has `\d+` for numbers if `paths` has all paths of the tree that differ only
+        in these numbers.
         """
         found = []
         for parts, own in together(paths, between_numbers).items():
@@ -121,35 +145,52 @@ class Subject:
 
     @ft.cached_property
     def _like_paths(self) -> collections.Counter[tuple[str, ...]]:
-        """Counts the leaves whose paths differ only in numbers. The keys are the parts of a path between its numbers:
-        `("layers/", "/w")` for `layers/0/w`.
+        """Counts the leaves whose paths differ only in numbers. The keys are the parts
+        of a path between its numbers: `("layers/", "/w")` for `layers/0/w`.
         """
         return collections.Counter(map(between_numbers, self.content.path_tree.paths))
 
     def is_named(self, group: Group) -> bool:
-        """Whether these leaves have logical names, which take precedence over path rules."""
+        """Whether these leaves have logical names, which take precedence over path
+        rules.
+        """
         return group.row.rule == "names" and not self.is_plan
 
     def fix(self, group: Group, names: object, target: object) -> str:
-        """Code that gives the leaves in `group` the logical names `names`, if names decide how they are sharded.
-        Otherwise the code makes `target` the target of their path rule.
+        """Code that gives the leaves in `group` the logical names `names`, if names
+        decide how they are sharded. Otherwise the code makes `target` the target of
+        their path rule.
         """
-        return self.names_fix(group.paths, names) if self.is_named(group) else self.rule_fix(group.paths, target)
+        return (
+            self.names_fix(group.paths, names)
+            if self.is_named(group)
+            else self.rule_fix(group.paths, target)
+        )
 
     def names_fix(self, paths: Sequence[str], names: object) -> str:
         """Code that gives the leaves at `paths` the logical names `names`."""
-        return f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
+        return (
+            f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}},"
+            " names=names)"
+        )
 
-    def rule_fix(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:
-        """Code that makes `target` the target of the path rule for the leaves at `paths`.
+    def rule_fix(
+        self, paths: Sequence[str], target: object, *, last: bool = False
+    ) -> str:
+        """Code that makes `target` the target of the path rule for the leaves at
+        `paths`.
 
-        If one rule shards all these leaves and no others, the code replaces its target, because a new rule would leave
-        the old one unused. Otherwise the code adds a rule before all other rules, or after them if `last`.
+        If one rule shards all these leaves and no others, the code replaces its target,
+        because a new rule would leave the old one unused. Otherwise the code adds a
+        rule before all other rules, or after them if `last`.
         """
-        ((number, wide), *others) = self.rules_for(paths).items()
+        (number, wide), *others = self.rules_for(paths).items()
         if self.paths is not None and number is not None and not wide and not others:
             is_optional = isinstance(self.paths.rules[number][1], Optional)
-            return f"paths = paths.replace({number}, {code_of(optional(target) if is_optional else target)})"
+            return (
+                f"paths = paths.replace({number},"
+                f" {code_of(optional(target) if is_optional else target)})"
+            )
         rule = f"{self.regex(paths)!r}, {code_of(target)}"
         if self.is_plan:
             return f"tree = tree.replace({rule})"
@@ -158,7 +199,8 @@ class Subject:
         return f"paths = paths.{'extend' if last else 'prepend'}([({rule})])"
 
     def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:
-        """The path rules that shard the leaves at `paths`, each with whether it shards other leaves too.
+        """The path rules that shard the leaves at `paths`, each with whether it shards
+        other leaves too.
 
         The keys are the indices of the rules; `None` stands for leaves without a rule.
         """
@@ -167,15 +209,24 @@ class Subject:
         return {number: counts[number] > count for number, count in own.items()}
 
     @ft.cached_property
-    def _deciding(self) -> tuple[dict[str, int | None], collections.Counter[int | None]]:
-        """For each leaf without logical names, by its path, the index of the first path rule that matches it; `None` if
-        no rule does. The second result has the number of leaves by this index.
+    def _deciding(
+        self,
+    ) -> tuple[dict[str, int | None], collections.Counter[int | None]]:
+        """For each leaf without logical names, by its path, the index of the first path
+        rule that matches it; `None` if no rule does. The second result has the number
+        of leaves by this index.
         """
         columns = zip(self.flat.paths, self.leaf_names, self.flat.is_array, strict=True)
-        found = {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}
+        found = {
+            path: first_match(path, self.patterns)
+            for path, names, shaped in columns
+            if shaped and names is None
+        }
         return found, collections.Counter(found.values())
 
 
 def rule_of(group: Group) -> str:
-    """The text that stands in messages for the rule that shards these arrays; "its names" if names decide."""
+    """The text that stands in messages for the rule that shards these arrays; "its
+    names" if names decide.
+    """
     return "its names" if group.row.rule == "names" else str(group.row.rule)

@@ -1,8 +1,10 @@
-"""A step: a function and its arguments, traced once, and the programs that compilers make of it without a device.
+"""A step: a function and its arguments, traced once, and the programs that compilers
+make of it without a device.
 
-There are two such programs: the program of one device, made by XLA's own partitioner, and a list of operations with
-Shardy's factors. The room may import the ground values, plans and meshes. It never runs a step, never needs the devices
-of a mesh, and never changes the user's process: XLA runs in a separate process.
+There are two such programs: the program of one device, made by XLA's own partitioner,
+and a list of operations with Shardy's factors. The room may import the ground values,
+plans and meshes. It never runs a step, never needs the devices of a mesh, and never
+changes the user's process: XLA runs in a separate process.
 """
 
 from .factors import Operation, Program, StepValue

@@ -1,7 +1,8 @@
 """A StableHLO module, as JAX lowers it, as one flat list of operations with factors.
 
-A function is inlined at every call. The body of a loop is inlined once, and its operations count once per iteration. A
-value that a loop carries unchanged is one value inside and outside of the loop.
+A function is inlined at every call. The body of a loop is inlined once, and its
+operations count once per iteration. A value that a loop carries unchanged is one value
+inside and outside of the loop.
 """
 
 import dataclasses
@@ -26,7 +27,14 @@ from .factors import (
     opaque,
     without_rule,
 )
-from .lowered import ArraySharding, Module, Op, argument_shardings, maker, result_shardings
+from .lowered import (
+    ArraySharding,
+    Module,
+    Op,
+    argument_shardings,
+    maker,
+    result_shardings,
+)
 
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
@@ -36,7 +44,9 @@ _Known = dict[ir.Value, int]
 
 
 def program_of(module: Module) -> Program:
-    """The operations of a module's function `main`, each with its Shardy sharding rule. The module is not changed."""
+    """The operations of a module's function `main`, each with its Shardy sharding rule.
+    The module is not changed.
+    """
     with module.context:
         whole = module.operation.clone()
         passmanager.PassManager.parse(PASS).run(whole)
@@ -66,14 +76,19 @@ def _integer(constant: Op) -> int | None:
     value = _value(constant.results[0].type)
     if value.shape or value.dtype.kind not in "iu":
         return None
-    return int(ir.IntegerAttr(ir.DenseElementsAttr(constant.attributes["value"]).get_splat_value()).value)
+    return int(
+        ir.IntegerAttr(
+            ir.DenseElementsAttr(constant.attributes["value"]).get_splat_value()
+        ).value
+    )
 
 
 class _Walk:
     """Lists the operations of a module, from `main` on, with their sharding rules.
 
-    In its methods, an array is a number. `ins` and `outs` are the operands and results of an operation `op`, `times` is
-    the number of times that it runs in one step, and `known` has the numbers of MLIR values.
+    In its methods, an array is a number. `ins` and `outs` are the operands and results
+    of an operation `op`, `times` is the number of times that it runs in one step, and
+    `known` has the numbers of MLIR values.
     """
 
     def __init__(self, functions: dict[str, Op]):
@@ -83,7 +98,8 @@ class _Walk:
         self.notes: dict[str, int] = {}
         # The locations of the calls around the operation that is being read.
         self.calls: list[ir.Location] = []
-        # For the number of a value: the integer if it is known; the loop counter from which it is computed.
+        # For the number of a value: the integer if it is known; the loop counter from
+        # which it is computed.
         self.literals: dict[int, int] = {}
         self.counters: dict[int, int] = {}
 
@@ -93,27 +109,41 @@ class _Walk:
         arguments = self.new(block.arguments, argument_shardings(main))
         results = self.inline(block, arguments, {}, 1.0)
         operations = _used(self.operations, results)
-        return Program(self.values, operations, tuple(arguments), tuple(results), self.notes)
+        return Program(
+            self.values, operations, tuple(arguments), tuple(results), self.notes
+        )
 
-    def new(self, values: Sequence[ir.Value], sharding: Sequence[ArraySharding | None] = ()) -> list[int]:
-        """Adds MLIR values to the program, with their shardings if they are known, and returns their numbers."""
+    def new(
+        self, values: Sequence[ir.Value], sharding: Sequence[ArraySharding | None] = ()
+    ) -> list[int]:
+        """Adds MLIR values to the program, with their shardings if they are known, and
+        returns their numbers.
+        """
         pairs = itertools.zip_longest(values, sharding)
-        return [self.add(dataclasses.replace(_value(value.type), sharding=own)) for value, own in pairs]
+        return [
+            self.add(dataclasses.replace(_value(value.type), sharding=own))
+            for value, own in pairs
+        ]
 
     def add(self, value: StepValue) -> int:
         self.values.append(value)
         return len(self.values) - 1
 
     def locations(self, op: Op) -> tuple[ir.Location, ...]:
-        """The location of an operation, followed by the locations of the calls around it."""
+        """The location of an operation, followed by the locations of the calls around
+        it.
+        """
         return (op.location, *reversed(self.calls))
 
     def note(self, words: str) -> None:
         self.notes[words] = self.notes.get(words, 0) + 1
 
-    def inline(self, block: ir.Block, arguments: Sequence[int], outer: _Known, times: float) -> list[int]:
-        """Adds the operations of an MLIR block, and returns the numbers of the block's results. `arguments` are the
-        numbers of the block's arguments. `outer` has the numbers of the values around the block.
+    def inline(
+        self, block: ir.Block, arguments: Sequence[int], outer: _Known, times: float
+    ) -> list[int]:
+        """Adds the operations of an MLIR block, and returns the numbers of the block's
+        results. `arguments` are the numbers of the block's arguments. `outer` has the
+        numbers of the values around the block.
         """
         known = outer | dict(zip(block.arguments, arguments, strict=True))
         *body, last = (inner.operation for inner in block.operations)
@@ -122,10 +152,14 @@ class _Walk:
         return [known[value] for value in last.operands]
 
     def step(self, op: Op, known: _Known, times: float) -> Sequence[int]:
-        """Adds an operation, or the operations that it calls, and returns the numbers of its results."""
+        """Adds an operation, or the operations that it calls, and returns the numbers
+        of its results.
+        """
         name, ins = op.name.rpartition(".")[2], [known[value] for value in op.operands]
         if name in _CALLS:
-            called = self.functions[ir.FlatSymbolRefAttr(op.attributes[_CALLS[name]]).value]
+            called = self.functions[
+                ir.FlatSymbolRefAttr(op.attributes[_CALLS[name]]).value
+            ]
             self.calls.append(op.location)
             results = self.inline(called.regions[0].blocks[0], ins, {}, times)
             self.calls.pop()
@@ -138,9 +172,12 @@ class _Walk:
         outs = self.new(op.results, result_shardings(op))
         if name in ("case", "if"):
             for region in op.regions:
-                # The program does not show which branch runs, so all branches count equally.
+                # The program does not show which branch runs, so all branches count
+                # equally.
                 part = times / len(op.regions)
-                for value, out in zip(self.inline(region.blocks[0], (), known, part), outs, strict=True):
+                for value, out in zip(
+                    self.inline(region.blocks[0], (), known, part), outs, strict=True
+                ):
                     self.identity("carry", (value,), part, op, out)
         elif name == "manual_computation":
             self.shard_map(op, ins, outs, known, times)
@@ -152,11 +189,21 @@ class _Walk:
             self.plain(op, name, ins, outs, times)
         return outs
 
-    def plain(self, op: Op, name: str, ins: Sequence[int], outs: Sequence[int], times: float) -> None:
-        """Adds an operation with nothing to inline. If it has regions, they only combine two elements, as in a sum."""
-        taken, made = ([self.values[number] for number in numbers] for numbers in (ins, outs))
+    def plain(
+        self, op: Op, name: str, ins: Sequence[int], outs: Sequence[int], times: float
+    ) -> None:
+        """Adds an operation with nothing to inline. If it has regions, they only
+        combine two elements, as in a sum.
+        """
+        taken, made = (
+            [self.values[number] for number in numbers] for numbers in (ins, outs)
+        )
         shapes = [value.shape for value in taken], [value.shape for value in made]
-        factors = of_rule(op.attributes[RULE]) if RULE in op.attributes else without_rule(op, op.name, *shapes)
+        factors = (
+            of_rule(op.attributes[RULE])
+            if RULE in op.attributes
+            else without_rule(op, op.name, *shapes)
+        )
         flops = flops_of(name, op, factors, *shapes) if factors else 0.0
         if name == "iota" or _is_free(name, taken, None if flops else factors):
             for out, value in zip(outs, made, strict=True):
@@ -164,48 +211,99 @@ class _Walk:
             if all(value.free for value in taken):
                 return
         if name == "sharding_constraint":
-            self.note("the step constrains arrays over a mesh of its own: that is not priced")
+            self.note(
+                "the step constrains arrays over a mesh of its own: that is not priced"
+            )
         if factors is None:
-            what = ir.StringAttr(op.attributes["call_target_name"]).value if name == "custom_call" else name
-            self.note(f"`{what}` is not known: its operands and results have no factor in common")
+            what = (
+                ir.StringAttr(op.attributes["call_target_name"]).value
+                if name == "custom_call"
+                else name
+            )
+            self.note(
+                f"`{what}` is not known: its operands and results have no factor in"
+                " common"
+            )
         self.count(ins, outs)
         first = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(ins))
-        counted = tuple((dim, self.counters[at]) for dim, at in enumerate(ins[first:]) if at in self.counters)
+        counted = tuple(
+            (dim, self.counters[at])
+            for dim, at in enumerate(ins[first:])
+            if at in self.counters
+        )
         windows = op.attributes["dimension_numbers"] if name == "convolution" else None
-        name, factors = ("opaque", opaque(*shapes)) if factors is None else (name, factors)
+        name, factors = (
+            ("opaque", opaque(*shapes)) if factors is None else (name, factors)
+        )
         self.operations.append(
-            Operation(name, tuple(ins), tuple(outs), factors, times, flops, self.locations(op), counted, windows)
+            Operation(
+                name,
+                tuple(ins),
+                tuple(outs),
+                factors,
+                times,
+                flops,
+                self.locations(op),
+                counted,
+                windows,
+            )
         )
 
     def count(self, ins: Sequence[int], outs: Sequence[int]) -> None:
-        """Records an operation's result as a loop counter if it is an integer that is computed from a loop counter and
-        known integers only.
+        """Records an operation's result as a loop counter if it is an integer that is
+        computed from a loop counter and known integers only.
         """
-        scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
+        scalar = (
+            len(outs) == 1
+            and not self.values[outs[0]].shape
+            and self.values[outs[0]].dtype.kind in "iu"
+        )
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
-        known = all(value in self.literals or value in self.counters for value in numbers)
+        known = all(
+            value in self.literals or value in self.counters for value in numbers
+        )
         loops = [self.counters[value] for value in numbers if value in self.counters]
         if scalar and known and loops:
             self.counters[outs[0]] = loops[0]
 
-    def identity(self, name: str, ins: tuple[int, ...], times: float, op: Op, out: int | None = None) -> int:
-        """Adds an operation `name`, such as "carry", that returns an array unchanged, with the source lines of `op`.
-        Returns the number of its result, which is `out` if that is given.
+    def identity(
+        self,
+        name: str,
+        ins: tuple[int, ...],
+        times: float,
+        op: Op,
+        out: int | None = None,
+    ) -> int:
+        """Adds an operation `name`, such as "carry", that returns an array unchanged,
+        with the source lines of `op`. Returns the number of its result, which is `out`
+        if that is given.
         """
         if out is None:
             out = self.add(dataclasses.replace(self.values[ins[0]], free=False))
         factors = identity(self.values[ins[0]].shape, len(ins) + 1)
-        self.operations.append(Operation(name, ins, (out,), factors, times, 0.0, self.locations(op)))
+        self.operations.append(
+            Operation(name, ins, (out,), factors, times, 0.0, self.locations(op))
+        )
         return out
 
-    def loop(self, op: Op, ins: Sequence[int], known: _Known, times: float) -> list[int]:
+    def loop(
+        self, op: Op, ins: Sequence[int], known: _Known, times: float
+    ) -> list[int]:
         test, body = (region.blocks[0] for region in op.regions)
-        changed = [value != given for value, given in zip(_returned(body), body.arguments, strict=True)]
+        changed = [
+            value != given
+            for value, given in zip(_returned(body), body.arguments, strict=True)
+        ]
         pairs = zip(changed, ins, strict=True)
-        begun = [self.identity("carry", (value,), times, op) if new else value for new, value in pairs]
+        begun = [
+            self.identity("carry", (value,), times, op) if new else value
+            for new, value in pairs
+        ]
         for value, sharding in zip(begun, result_shardings(op), strict=False):
             if sharding is not None:
-                self.values[value] = dataclasses.replace(self.values[value], sharding=sharding)
+                self.values[value] = dataclasses.replace(
+                    self.values[value], sharding=sharding
+                )
         trips, counter = self.trips(test, body, ins, known)
         if trips is None:
             self.note("the trips of a loop are not in the program: it counts once")
@@ -218,16 +316,25 @@ class _Walk:
             self.identity("return", (last, first), many, op) if new else first
             for new, last, first in zip(changed, ended, begun, strict=True)
         ]
-        read = tuple(value for new, value in zip(changed, ins, strict=True) if not new and self.values[value].shape)
-        self.operations.append(Operation("use", read, (), Factors((), (), ()), times, 0.0, self.locations(op)))
+        read = tuple(
+            value
+            for new, value in zip(changed, ins, strict=True)
+            if not new and self.values[value].shape
+        )
+        self.operations.append(
+            Operation(
+                "use", read, (), Factors((), (), ()), times, 0.0, self.locations(op)
+            )
+        )
         return results
 
     def trips(
         self, test: ir.Block, body: ir.Block, ins: Sequence[int], known: _Known
     ) -> tuple[float | None, int | None]:
-        """The number of iterations of a loop that counts up to a known number, and the position of its counter among
-        the values that the loop carries. Each is `None` if it is unknown. `test` and `body` are the blocks of the
-        loop's condition and body, and `ins` are the initial values.
+        """The number of iterations of a loop that counts up to a known number, and the
+        position of its counter among the values that the loop carries. Each is `None`
+        if it is unknown. `test` and `body` are the blocks of the loop's condition and
+        body, and `ins` are the initial values.
         """
         given, ended = dict(zip(test.arguments, ins, strict=True)), _returned(body)
 
@@ -238,12 +345,19 @@ class _Walk:
             return None if made is None else _integer(made)
 
         asked = maker(_returned(test)[0], "compare")
-        if asked is None or "LT" not in str(asked.attributes["comparison_direction"]) or asked.operands[0] not in given:
+        if (
+            asked is None
+            or "LT" not in str(asked.attributes["comparison_direction"])
+            or asked.operands[0] not in given
+        ):
             return None, None
         first, bound = asked.operands
         order: list[ir.Value] = [*given]
         at = order.index(first)
-        if bound in given and ended[order.index(bound)] != body.arguments[order.index(bound)]:
+        if (
+            bound in given
+            and ended[order.index(bound)] != body.arguments[order.index(bound)]
+        ):
             return None, at
         counter = body.arguments[at]
         added = maker(ended[at], "add")
@@ -255,48 +369,90 @@ class _Walk:
             return None, at
         return float(max(0, math.ceil((stop - start) / step))), at
 
-    def shard_map(self, op: Op, ins: Sequence[int], outs: Sequence[int], known: _Known, times: float) -> None:
-        """Adds the operations of a `shard_map`, whose body computes on shards of the operands."""
-        self.note("a `shard_map` shards arrays over a mesh of its own: that is not priced")
+    def shard_map(
+        self,
+        op: Op,
+        ins: Sequence[int],
+        outs: Sequence[int],
+        known: _Known,
+        times: float,
+    ) -> None:
+        """Adds the operations of a `shard_map`, whose body computes on shards of the
+        operands.
+        """
+        self.note(
+            "a `shard_map` shards arrays over a mesh of its own: that is not priced"
+        )
         block = op.regions[0].blocks[0]
         inner = self.new(block.arguments)
-        pairs = [(self.values[a].shape, self.values[b].shape) for a, b in zip(ins, inner, strict=True)]
-        shards = max((math.prod(a) / max(1, math.prod(b)) for a, b in pairs), default=1.0)
+        pairs = [
+            (self.values[a].shape, self.values[b].shape)
+            for a, b in zip(ins, inner, strict=True)
+        ]
+        shards = max(
+            (math.prod(a) / max(1, math.prod(b)) for a, b in pairs), default=1.0
+        )
         self.shard_boundary(ins, inner, times, op)
-        self.shard_boundary(self.inline(block, inner, known, times * shards), outs, times, op)
+        self.shard_boundary(
+            self.inline(block, inner, known, times * shards), outs, times, op
+        )
 
-    def shard_boundary(self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op) -> None:
-        """Adds an operation for each array that enters or leaves the body of a `shard_map`, from the whole array to its
-        shard or back. If the two have different shapes, they have no factor in common. `op` is the `shard_map`.
+    def shard_boundary(
+        self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op
+    ) -> None:
+        """Adds an operation for each array that enters or leaves the body of a
+        `shard_map`, from the whole array to its shard or back. If the two have
+        different shapes, they have no factor in common. `op` is the `shard_map`.
         """
         for value, out in zip(ins, outs, strict=True):
             shapes = [self.values[value].shape], [self.values[out].shape]
-            factors = elementwise(*shapes) if shapes[0] == shapes[1] else opaque(*shapes)
-            self.operations.append(Operation("opaque", (value,), (out,), factors, times, 0.0, self.locations(op)))
+            factors = (
+                elementwise(*shapes) if shapes[0] == shapes[1] else opaque(*shapes)
+            )
+            self.operations.append(
+                Operation(
+                    "opaque", (value,), (out,), factors, times, 0.0, self.locations(op)
+                )
+            )
 
 
 def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bool:
-    """Whether every device can compute any shard of an operation's result, since the operands are constants or scalars.
-    `factors` is the operation's sharding rule, if it is known.
+    """Whether every device can compute any shard of an operation's result, since the
+    operands are constants or scalars. `factors` is the operation's sharding rule, if it
+    is known.
     """
     if name == "broadcast_in_dim" and not ins[0].shape:
         return True
     is_plain = factors is not None and not factors.reduction and not factors.replicated
-    return is_plain and any(value.free for value in ins) and all(value.free or not value.shape for value in ins)
+    return (
+        is_plain
+        and any(value.free for value in ins)
+        and all(value.free or not value.shape for value in ins)
+    )
 
 
 def _used(operations: list[Operation], results: Sequence[int]) -> list[Operation]:
-    """The operations on which the step's results depend, also inside loops. Compilers remove all other operations."""
+    """The operations on which the step's results depend, also inside loops. Compilers
+    remove all other operations.
+    """
     live, kept = set(results), [False] * len(operations)
     before = -1
     while before != len(live):
         before = len(live)
         for number in range(len(operations) - 1, -1, -1):
             made = operations[number]
-            # The next iteration of a loop reads this iteration's results instead of the initial values.
+            # The next iteration of a loop reads this iteration's results instead of the
+            # initial values.
             read = (*made.outs, made.ins[1]) if made.name == "return" else made.outs
             if not kept[number] and not live.isdisjoint(read):
                 kept[number] = True
                 live.update(made.ins)
-    ended = (dataclasses.replace(made, ins=tuple(filter(live.__contains__, made.ins))) for made in operations)
-    return [made for made, keep in zip(ended, kept, strict=True) if keep or (made.name == "use" and made.ins)]
+    ended = (
+        dataclasses.replace(made, ins=tuple(filter(live.__contains__, made.ins)))
+        for made in operations
+    )
+    return [
+        made
+        for made, keep in zip(ended, kept, strict=True)
+        if keep or (made.name == "use" and made.ins)
+    ]

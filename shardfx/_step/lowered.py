@@ -1,4 +1,6 @@
-"""A step's StableHLO module: its parameters, mesh and source lines, and the same module under other shardings."""
+"""A step's StableHLO module: its parameters, mesh and source lines, and the same module
+under other shardings.
+"""
 
 import functools as ft
 import io
@@ -19,7 +21,8 @@ from .._ground.text import printable
 Dims = tuple[tuple[str, ...], ...]
 # MLIR returns an operation as an object of its dialect's class, or of a general class.
 Op: TypeAlias = ir.Operation | ir.OpView
-# A StableHLO module, as `lowered.compiler_ir("stablehlo")` returns it, or its operation.
+# A StableHLO module, as `lowered.compiler_ir("stablehlo")` returns it, or its
+# operation.
 Module: TypeAlias = ir.Module | Op
 _OF_LOOPS = "sdy.result_sharding_origins"
 _MANUAL = "sdy.manual_computation"
@@ -28,10 +31,12 @@ _LOCATION = re.compile(r'^loc\("(.*?)"\)?', re.DOTALL)
 
 
 class ArraySharding(NamedTuple):
-    """The sharding of an array that Shardy propagated, and the origin of each of its mesh axes.
+    """The sharding of an array that Shardy propagated, and the origin of each of its
+    mesh axes.
 
-    An origin is Shardy's name of the argument, result or constraint from which the axis comes. A sub-axis has Shardy's
-    notation: "fsdp:(1)2" is the major-most sub-axis of size 2.
+    An origin is Shardy's name of the argument, result or constraint from which the axis
+    comes. A sub-axis has Shardy's notation: "fsdp:(1)2" is the major-most sub-axis of
+    size 2.
     """
 
     dims: Dims
@@ -41,12 +46,15 @@ class ArraySharding(NamedTuple):
 class Parameter(NamedTuple):
     """One array that a lowered module takes or returns.
 
-    - `name`: its name in the text of compiled programs, "params['w']"; empty for results.
+    - `name`: its name in the text of compiled programs, "params['w']"; empty for
+      results.
     - `shape`: the shape of the whole array.
-    - `dims`: the mesh axes that shard each dimension; `None` if the compiler may choose them.
+    - `dims`: the mesh axes that shard each dimension; `None` if the compiler may choose
+      them.
     - `donated`: whether a result may reuse its memory.
     - `on_host`: whether it is in host memory.
-    - `path`: its path, which starts with the name of the step's parameter: "params/layers/0/w"; empty for results.
+    - `path`: its path, which starts with the name of the step's parameter:
+      "params/layers/0/w"; empty for results.
     """
 
     name: str
@@ -58,7 +66,9 @@ class Parameter(NamedTuple):
 
 
 def operations(module: Module) -> Iterator[Op]:
-    """Yields the operations inside a module or an operation, with nested ones, in the order of the text."""
+    """Yields the operations inside a module or an operation, with nested ones, in the
+    order of the text.
+    """
     for region in module.operation.regions:
         for block in region.blocks:
             for op in block.operations:
@@ -67,19 +77,29 @@ def operations(module: Module) -> Iterator[Op]:
 
 
 def maker(value: ir.Value, name: str) -> Op | None:
-    """The operation that makes the value, if its name without the dialect is `name`, such as "add"; else `None`."""
+    """The operation that makes the value, if its name without the dialect is `name`,
+    such as "add"; else `None`.
+    """
     made = None if isinstance(value.owner, ir.Block) else value.owner
     return made if made is not None and made.name.rpartition(".")[2] == name else None
 
 
 def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """The arrays that the module takes, and those that it returns. JAX has removed arguments that nothing reads."""
+    """The arrays that the module takes, and those that it returns. JAX has removed
+    arguments that nothing reads.
+    """
     main = _main(module)
     arguments = main.regions[0].blocks[0].arguments
     told = _attrs(main, "arg_attrs")
-    taken = [_parameter(_name(one.location), one.type, attrs) for one, attrs in zip(arguments, told, strict=True)]
+    taken = [
+        _parameter(_name(one.location), one.type, attrs)
+        for one, attrs in zip(arguments, told, strict=True)
+    ]
     types = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
-    made = [_parameter("", kind, attrs) for kind, attrs in zip(types, _attrs(main, "res_attrs"), strict=True)]
+    made = [
+        _parameter("", kind, attrs)
+        for kind, attrs in zip(types, _attrs(main, "res_attrs"), strict=True)
+    ]
     return tuple(taken), tuple(made)
 
 
@@ -95,11 +115,15 @@ def meshes(module: Module) -> dict[str, dict[str, int]]:
 
 
 def mesh_of_arguments(module: Module) -> str | None:
-    """The name of the mesh in the first sharding of an argument or result; `None` if none of them has a sharding."""
+    """The name of the mesh in the first sharding of an argument or result; `None` if
+    none of them has a sharding.
+    """
     main = _main(module)
     for attrs in (*_attrs(main, "arg_attrs"), *_attrs(main, "res_attrs")):
         if "sdy.sharding" in attrs:
-            found = _REFERENCE.match(str(sdy.TensorShardingAttr(attrs["sdy.sharding"]).mesh_or_ref))
+            found = _REFERENCE.match(
+                str(sdy.TensorShardingAttr(attrs["sdy.sharding"]).mesh_or_ref)
+            )
             return found[1] if found else None
     return None
 
@@ -112,104 +136,178 @@ def bytecode(module: Module) -> bytes:
 
 
 def resharded(
-    module: Module, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
+    module: Module,
+    mesh: Mapping[str, int],
+    arguments: Sequence[Dims | None],
+    results: Sequence[Dims | None],
 ) -> bytes:
-    """The bytecode of the module on another mesh, with other shardings of its arguments and results. `mesh` has the
-    sizes of the mesh axes. The compiler chooses a sharding that is `None`. Raises `ProgramError` if operations inside
-    the step constrain arrays over a mesh that is not `mesh`.
+    """The bytecode of the module on another mesh, with other shardings of its arguments
+    and results. `mesh` has the sizes of the mesh axes. The compiler chooses a sharding
+    that is `None`. Raises `ProgramError` if operations inside the step constrain arrays
+    over a mesh that is not `mesh`.
     """
     # Typed keys have an empty mesh, which counts as none.
     known = {name: sizes for name, sizes in meshes(module).items() if sizes}
-    # Constraints name axes, so another mesh with the same axes may have other sizes. The body of a `shard_map` has
-    # local shapes.
+    # Constraints name axes, so another mesh with the same axes may have other sizes.
+    # The body of a `shard_map` has local shapes.
     same = next((name for name, sizes in known.items() if [*sizes] == [*mesh]), None)
     inside = _sharded_inside(module)
-    if inside and known and (same is None or len(known) > 1 or (known[same] != dict(mesh) and _MANUAL in inside)):
+    if (
+        inside
+        and known
+        and (
+            same is None
+            or len(known) > 1
+            or (known[same] != dict(mesh) and _MANUAL in inside)
+        )
+    ):
         raise ProgramError(
-            f"the step constrains its arrays over a mesh of its own, {known}, so it cannot be laid out on "
-            f"{dict(mesh)}; take the constraints out, or let them follow the mesh."
+            f"the step constrains its arrays over a mesh of its own, {known}, so it"
+            f" cannot be laid out on {dict(mesh)}; take the constraints out, or let"
+            " them follow the mesh."
         )
     clone = module.operation.clone()
     with clone.context, ir.Location.unknown(clone.context):
         block = clone.regions[0].blocks[0]
         integer = ir.IntegerType.get_signless(32)
-        clone.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(integer, math.prod(mesh.values()))
+        clone.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(
+            integer, math.prod(mesh.values())
+        )
         name = same or "_".join(["mesh", *known])
-        own = sdy.MeshAttr.get([sdy.MeshAxisAttr.get(axis, size) for axis, size in mesh.items()])
+        own = sdy.MeshAttr.get(
+            [sdy.MeshAxisAttr.get(axis, size) for axis, size in mesh.items()]
+        )
         for op in block:
-            if op.operation.name == "sdy.mesh" and ir.StringAttr(op.attributes["sym_name"]).value == name:
+            if (
+                op.operation.name == "sdy.mesh"
+                and ir.StringAttr(op.attributes["sym_name"]).value == name
+            ):
                 op.attributes["mesh"] = own
         if same is None:
             with ir.InsertionPoint.at_block_begin(block):
                 sdy.MeshOp(name, own)
         main = _main(clone)
         for attribute, dims in (("arg_attrs", arguments), ("res_attrs", results)):
-            told = [_with_sharding(attrs, name, own) for attrs, own in zip(_attrs(main, attribute), dims, strict=True)]
-            main.attributes[attribute] = ir.ArrayAttr.get([ir.DictAttr.get(one) for one in told])
+            told = [
+                _with_sharding(attrs, name, own)
+                for attrs, own in zip(_attrs(main, attribute), dims, strict=True)
+            ]
+            main.attributes[attribute] = ir.ArrayAttr.get(
+                [ir.DictAttr.get(one) for one in told]
+            )
         return bytecode(clone)
 
 
 def _main(module: Module) -> Op:
     for op in module.operation.regions[0].blocks[0]:
-        if op.operation.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main":
+        if (
+            op.operation.name == "func.func"
+            and ir.StringAttr(op.attributes["sym_name"]).value == "main"
+        ):
             return op.operation
     raise ProgramError("the lowered module has no function `main`.")
 
 
 def _attrs(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
-    """The attributes of each argument ("arg_attrs") or result ("res_attrs") of the function `main`, as dicts."""
+    """The attributes of each argument ("arg_attrs") or result ("res_attrs") of the
+    function `main`, as dicts.
+    """
     if attribute not in main.attributes:
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
         return [{} for _ in (kind.inputs if attribute == "arg_attrs" else kind.results)]
-    return [{one.name: one.attr for one in ir.DictAttr(attrs)} for attrs in ir.ArrayAttr(main.attributes[attribute])]
+    return [
+        {one.name: one.attr for one in ir.DictAttr(attrs)}
+        for attrs in ir.ArrayAttr(main.attributes[attribute])
+    ]
 
 
-def _parameter(name: str, kind: ir.Type, attrs: Mapping[str, ir.Attribute]) -> Parameter:
+def _parameter(
+    name: str, kind: ir.Type, attrs: Mapping[str, ir.Attribute]
+) -> Parameter:
     sharding = attrs.get("sdy.sharding")
     dims = None if sharding is None else _dims(sharding)
     donated = bool({"tf.aliasing_output", "jax.buffer_donor"} & {*attrs})
-    memory = ir.StringAttr(attrs["mhlo.memory_kind"]).value if "mhlo.memory_kind" in attrs else "device"
-    return Parameter(name, tuple(ir.RankedTensorType(kind).shape), dims, donated, memory != "device")
+    memory = (
+        ir.StringAttr(attrs["mhlo.memory_kind"]).value
+        if "mhlo.memory_kind" in attrs
+        else "device"
+    )
+    return Parameter(
+        name, tuple(ir.RankedTensorType(kind).shape), dims, donated, memory != "device"
+    )
 
 
 def _dims(sharding: ir.Attribute) -> Dims:
     cut = sdy.TensorShardingAttr(sharding).dimension_shardings
-    return tuple(tuple(sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(one).axes) for one in cut)
+    return tuple(
+        tuple(
+            sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(one).axes
+        )
+        for one in cut
+    )
 
 
 def argument_shardings(function: Op) -> list[ArraySharding | None]:
     """The shardings of a function's arguments in a module after Shardy's propagation."""
     told = _attrs(function, "arg_attrs")
-    return [_sharding(one.get("sdy.sharding"), one.get("sdy.sharding_origins")) for one in told]
+    return [
+        _sharding(one.get("sdy.sharding"), one.get("sdy.sharding_origins"))
+        for one in told
+    ]
 
 
 def result_shardings(operation: Op) -> list[ArraySharding | None]:
     """The shardings of an operation's results in a module after Shardy's propagation."""
     attributes = operation.attributes
-    origins = attributes["sdy.sharding_origins"] if "sdy.sharding_origins" in attributes else None
+    origins = (
+        attributes["sdy.sharding_origins"]
+        if "sdy.sharding_origins" in attributes
+        else None
+    )
     if operation.name == "sdy.sharding_constraint":
-        name = ir.StringAttr(attributes["sdy.sharding_origin_name"]).value if origins is not None else ""
+        name = (
+            ir.StringAttr(attributes["sdy.sharding_origin_name"]).value
+            if origins is not None
+            else ""
+        )
         return [_sharding(attributes["sharding"], origins, name)]
     if "sdy.sharding" not in attributes:
         return []
-    shardings = list(sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings)
+    shardings = list(
+        sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings
+    )
     if _OF_LOOPS in attributes:
         told = list(ir.ArrayAttr(attributes[_OF_LOOPS]))
-        if len(told) != len(shardings):  # before JAX 0.12, only sharded values have origins
+        if len(told) != len(
+            shardings
+        ):  # before JAX 0.12, only sharded values have origins
             left = iter(told)
             told = [next(left, None) if any(_dims(one)) else None for one in shardings]
         return [_sharding(one, own) for one, own in zip(shardings, told, strict=True)]
     each = [None] * len(shardings) if origins is None else ir.ArrayAttr(origins)
-    return [_sharding(sharding, own) for sharding, own in zip(shardings, each, strict=True)]
+    return [
+        _sharding(sharding, own) for sharding, own in zip(shardings, each, strict=True)
+    ]
 
 
-def _sharding(sharding: ir.Attribute | None, origins: ir.Attribute | None, name: str = "") -> ArraySharding | None:
+def _sharding(
+    sharding: ir.Attribute | None, origins: ir.Attribute | None, name: str = ""
+) -> ArraySharding | None:
     if sharding is None:
         return None
-    told = {} if origins is None else {one.name: ir.StringAttr(one.attr).value for one in ir.DictAttr(origins)}
+    told = (
+        {}
+        if origins is None
+        else {one.name: ir.StringAttr(one.attr).value for one in ir.DictAttr(origins)}
+    )
     cut = sdy.TensorShardingAttr(sharding).dimension_shardings
-    dims = tuple(tuple(map(_axis_text, sdy.DimensionShardingAttr(one).axes)) for one in cut)
-    return ArraySharding(dims, {axis: name if one == "self" and name else one for axis, one in told.items()})
+    dims = tuple(
+        tuple(map(_axis_text, sdy.DimensionShardingAttr(one).axes)) for one in cut
+    )
+    return ArraySharding(
+        dims,
+        {axis: name if one == "self" and name else one for axis, one in told.items()},
+    )
 
 
 def _axis_text(axis: ir.Attribute) -> str:
@@ -227,15 +325,27 @@ def _name(location: ir.Location) -> str:
     return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
 
-def _with_sharding(attrs: Mapping[str, ir.Attribute], mesh: str, dims: Dims | None) -> dict[str, ir.Attribute]:
-    """The attributes of an argument, with the sharding `dims` over the mesh named `mesh`. Input-output aliasing becomes
-    plain donation, since aliasing depends on the old sharding.
+def _with_sharding(
+    attrs: Mapping[str, ir.Attribute], mesh: str, dims: Dims | None
+) -> dict[str, ir.Attribute]:
+    """The attributes of an argument, with the sharding `dims` over the mesh named
+    `mesh`. Input-output aliasing becomes plain donation, since aliasing depends on the
+    old sharding.
     """
-    kept = {name: one for name, one in attrs.items() if name not in ("sdy.sharding", "tf.aliasing_output")}
+    kept = {
+        name: one
+        for name, one in attrs.items()
+        if name not in ("sdy.sharding", "tf.aliasing_output")
+    }
     if "tf.aliasing_output" in attrs:
         kept["jax.buffer_donor"] = ir.BoolAttr.get(True)
     if dims is not None:
-        cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True) for axes in dims]
+        cut = [
+            sdy.DimensionShardingAttr.get(
+                [sdy.AxisRefAttr.get(axis) for axis in axes], True
+            )
+            for axes in dims
+        ]
         kept["sdy.sharding"] = sdy.TensorShardingAttr.get(mesh, cut)
     return kept
 
@@ -245,7 +355,9 @@ def _sharded_inside(module: Module) -> set[str]:
     found: set[str] = set()
     for op in operations(module):
         names = [name if isinstance(name, str) else name.name for name in op.attributes]
-        if op.name not in ("func.func", "sdy.mesh") and any("shard" in name for name in names):
+        if op.name not in ("func.func", "sdy.mesh") and any(
+            "shard" in name for name in names
+        ):
             found.add(op.name)
     return found
 
@@ -262,12 +374,18 @@ class Frame(NamedTuple):
     @property
     def place(self) -> str:
         """The file's name without its folder, and the line number: "train.py:41"."""
-        return printable(f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}")
+        return printable(
+            f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}"
+        )
 
 
-# Frames of these packages are not the user's own program; the demo counts as a user's program.
-_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\](?!_cli[/\\]demo)|^<frozen")
-# The text of an MLIR location: `"function"("file":line:column)`, and the name stack before the calls.
+# Frames of these packages are not the user's own program; the demo counts as a user's
+# program.
+_LIBRARY = re.compile(
+    r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\](?!_cli[/\\]demo)|^<frozen"
+)
+# The text of an MLIR location: `"function"("file":line:column)`, and the name stack
+# before the calls.
 _FRAME = re.compile(r'"([^"]*)"\("([^"]+)":(\d+)')
 _STACK = re.compile(r'loc\("([^"]*)"')
 
@@ -276,42 +394,68 @@ _STACK = re.compile(r'loc\("([^"]*)"')
 def lines_of(locations: tuple[ir.Location, ...]) -> tuple[Frame, ...]:
     """The source lines of an operation and of the calls around it, the innermost first."""
     found = (_FRAME.findall(str(location)) for location in locations)
-    return tuple(Frame(file, int(line), function) for frames in found for function, file, line in frames)
+    return tuple(
+        Frame(file, int(line), function)
+        for frames in found
+        for function, file, line in frames
+    )
 
 
 def name_stacks(locations: tuple[ir.Location, ...]) -> tuple[str, ...]:
-    """JAX's name stacks of an operation and of the calls around it, such as `jit(step)/while/body/dot_general`."""
+    """JAX's name stacks of an operation and of the calls around it, such as
+    `jit(step)/while/body/dot_general`.
+    """
     found = (_STACK.match(str(location)) for location in locations)
     return tuple(one[1] for one in found if one)
 
 
 def is_library(frame: Frame) -> bool:
-    """Whether a source line belongs to an installed library or to shardfx, and not to the user's own program."""
+    """Whether a source line belongs to an installed library or to shardfx, and not to
+    the user's own program.
+    """
     return _LIBRARY.search(frame.file) is not None
 
 
 def own_line(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost source line of the user's own program; the innermost line of all if there is no such line."""
-    return next((frame for frame in stack if not is_library(frame)), next(iter(stack), None))
+    """The innermost source line of the user's own program; the innermost line of all if
+    there is no such line.
+    """
+    return next(
+        (frame for frame in stack if not is_library(frame)), next(iter(stack), None)
+    )
 
 
 def place_text(source: Frame | None) -> str:
     """A source line and its function as text for a table; "-" for `None`."""
     if source is None:
         return "-"
-    return f"{source.place} {printable(source.function)}" if source.function else source.place
+    return (
+        f"{source.place} {printable(source.function)}"
+        if source.function
+        else source.place
+    )
 
 
 def opened(given: object) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr and the constants of a `ClosedJaxpr`. A `Jaxpr` is returned unchanged, without constants."""
-    return (given.jaxpr, given.consts) if isinstance(given, jex.ClosedJaxpr) else (given, ())
+    """The jaxpr and the constants of a `ClosedJaxpr`. A `Jaxpr` is returned unchanged,
+    without constants.
+    """
+    return (
+        (given.jaxpr, given.consts)
+        if isinstance(given, jex.ClosedJaxpr)
+        else (given, ())
+    )
 
 
 def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation of a jaxpr for the operands `ins`, and returns its results. The operations get the
-    equation's own name stack and source line.
+    """Evaluates one equation of a jaxpr for the operands `ins`, and returns its
+    results. The operations get the equation's own name stack and source line.
     """
-    known = {atom: array for atom, array in zip(equation.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
+    known = {
+        atom: array
+        for atom, array in zip(equation.invars, ins, strict=True)
+        if not isinstance(atom, jex.Literal)
+    }
     alone = jaxpr.replace(
         constvars=[],
         invars=[*known],
@@ -324,14 +468,20 @@ def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> lis
 
 
 def carry_of(scan: Any) -> tuple[int, int]:
-    """For the jaxpr equation of a scan: the index of the carry's first array among the operands, and the number of
-    arrays in the carry.
+    """For the jaxpr equation of a scan: the index of the carry's first array among the
+    operands, and the number of arrays in the carry.
     """
-    # The names of a scan's parameters differ between versions of JAX. Arrays that are scanned over have one more
-    # dimension outside of the body.
+    # The names of a scan's parameters differ between versions of JAX. Arrays that are
+    # scanned over have one more dimension outside of the body.
     inner = opened(scan.params["jaxpr"])[0]
-    taken = sum(a.aval.shape == b.aval.shape for a, b in zip(scan.invars, inner.invars, strict=True))
-    carried = sum(a.aval.shape == b.aval.shape for a, b in zip(scan.outvars, inner.outvars, strict=True))
+    taken = sum(
+        a.aval.shape == b.aval.shape
+        for a, b in zip(scan.invars, inner.invars, strict=True)
+    )
+    carried = sum(
+        a.aval.shape == b.aval.shape
+        for a, b in zip(scan.outvars, inner.outvars, strict=True)
+    )
     return taken - carried, carried
 
 
@@ -339,4 +489,6 @@ def frames_of(equation: jex.JaxprEqn) -> tuple[Frame, ...]:
     """The source lines of an equation and of the calls around it, the innermost first."""
     traceback = equation.source_info.traceback
     frames = () if traceback is None else traceback.frames
-    return tuple(Frame(one.file_name, one.line_num, one.function_name) for one in frames)
+    return tuple(
+        Frame(one.file_name, one.line_num, one.function_name) for one in frames
+    )

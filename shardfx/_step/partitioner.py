@@ -1,7 +1,9 @@
-"""XLA's own partitioner: makes the program of one device from a module as JAX lowers it, without the devices.
+"""XLA's own partitioner: makes the program of one device from a module as JAX lowers
+it, without the devices.
 
-The partitioner runs in a second process (`worker.py`), since XLA can abort its process. The second process also stops
-XLA after the partitioner: all passes take up to 100 times as long.
+The partitioner runs in a second process (`worker.py`), since XLA can abort its process.
+The second process also stops XLA after the partitioner: all passes take up to 100 times
+as long.
 """
 
 import functools as ft
@@ -21,10 +23,16 @@ from .._ground.errors import MeshError, ProgramError
 from .lowered import Dims
 
 
-# A CPU client starts threads for each device. 8,192 devices take 3 s; 65,536 need more threads than a machine has.
+# A CPU client starts threads for each device. 8,192 devices take 3 s; 65,536 need more
+# threads than a machine has.
 MOST_DEVICES = 8192
-# The passes of XLA's pipeline after which the text can be requested; after the last, a program for CPUs is final.
-_PARTITIONED, _UNPROPAGATED, _FINISHED = "after_spmd-partitioning", "before_shardy-xla", "after_optimizations"
+# The passes of XLA's pipeline after which the text can be requested; after the last, a
+# program for CPUs is final.
+_PARTITIONED, _UNPROPAGATED, _FINISHED = (
+    "after_spmd-partitioning",
+    "before_shardy-xla",
+    "after_optimizations",
+)
 _SECONDS = 600.0
 _WORKER = Path(__file__).with_name("worker.py")
 
@@ -41,54 +49,80 @@ def partitioned(
 
     **Arguments:**
 
-    - `module`: StableHLO bytecode as JAX lowers it, with `devices` as its `mhlo.num_partitions`.
+    - `module`: StableHLO bytecode as JAX lowers it, with `devices` as its
+      `mhlo.num_partitions`.
     - `devices`: the number of devices that run the program, at most 8,192.
     - `options`: debug options of XLA, such as `xla_disable_hlo_passes`.
-    - `finished`: whether to return the program after all passes of the CPU's compiler instead.
+    - `finished`: whether to return the program after all passes of the CPU's compiler
+      instead.
     - `seconds`: the longest time that XLA may take.
 
     **Raises:**
 
-    `ProgramError` with XLA's own message if XLA cannot partition the program; `MeshError` for more than 8,192 devices.
+    `ProgramError` with XLA's own message if XLA cannot partition the program;
+    `MeshError` for more than 8,192 devices.
     """
     dumped = _FINISHED if finished else _PARTITIONED
-    request = {"devices": devices, "options": dict(options), "seconds": seconds, "dumped": dumped}
+    request = {
+        "devices": devices,
+        "options": dict(options),
+        "seconds": seconds,
+        "dumped": dumped,
+    }
     return _asked(module, request | {"propagated": None}).decode()
 
 
 def propagated(
-    module: bytes, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
+    module: bytes,
+    mesh: Mapping[str, int],
+    arguments: Sequence[Dims | None],
+    results: Sequence[Dims | None],
 ) -> bytes:
-    """The StableHLO bytecode of a module, with the sharding that XLA's Shardy pass chooses for each array. `mesh` has
-    the sizes of the mesh axes. Shardy may choose the shardings of arguments and results that are `None`. Raises
-    `ProgramError` with Shardy's own message if Shardy fails.
+    """The StableHLO bytecode of a module, with the sharding that XLA's Shardy pass
+    chooses for each array. `mesh` has the sizes of the mesh axes. Shardy may choose the
+    shardings of arguments and results that are `None`. Raises `ProgramError` with
+    Shardy's own message if Shardy fails.
     """
     asked = {"mesh": dict(mesh), "arguments": arguments, "results": results}
-    request = {"devices": math.prod(mesh.values()), "options": {}, "seconds": _SECONDS, "dumped": _UNPROPAGATED}
+    request = {
+        "devices": math.prod(mesh.values()),
+        "options": {},
+        "seconds": _SECONDS,
+        "dumped": _UNPROPAGATED,
+    }
     return _asked(module, request | {"propagated": asked})
 
 
 def _asked(module: bytes, request: dict[str, Any]) -> bytes:
     if (count := request["devices"]) > MOST_DEVICES:
-        raise MeshError(f"XLA's CPU client has at most {MOST_DEVICES:,} devices, and the mesh has {count:,}; use less.")
+        raise MeshError(
+            f"XLA's CPU client has at most {MOST_DEVICES:,} devices, and the mesh has"
+            f" {count:,}; use less."
+        )
     worker = _worker(os.getpid())
     if not worker.is_alive:
         _worker.cache_clear()
         worker = _worker(os.getpid())
     text, error = worker.ask(module, request)
     if error:
-        raise ProgramError(f"XLA cannot partition this step for {count} devices: {error:.2000}")
+        raise ProgramError(
+            f"XLA cannot partition this step for {count} devices: {error:.2000}"
+        )
     return text
 
 
 class _Worker:
-    """The process in which XLA runs, for one thread at a time. It ends with this object, and with Python."""
+    """The process in which XLA runs, for one thread at a time. It ends with this
+    object, and with Python.
+    """
 
     def __init__(self):
         self._lock = threading.Lock()
         # `-P`: modules must not be imported from its folder.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         self._end = weakref.finalize(self, _end, self._process, os.getpid())
 
@@ -97,15 +131,20 @@ class _Worker:
         return self._end.alive and self._process.poll() is None
 
     def ask(self, module: bytes, request: dict[str, object]) -> tuple[bytes, str]:
-        """The answer to a request about `module`, and an error text. One of them is empty. `request` has the entries
-        that `main` in `worker.py` reads, such as "devices" and "options".
+        """The answer to a request about `module`, and an error text. One of them is
+        empty. `request` has the entries that `main` in `worker.py` reads, such as
+        "devices" and "options".
         """
         source, sink = self._process.stdout, self._process.stdin
         assert source is not None and sink is not None
         with self._lock:
             is_answered = False
             try:
-                sink.write(json.dumps(request | {"size": len(module)}).encode() + b"\n" + module)
+                sink.write(
+                    json.dumps(request | {"size": len(module)}).encode()
+                    + b"\n"
+                    + module
+                )
                 sink.flush()
                 answer = json.loads(source.readline())
                 text = source.read(answer["size"])
@@ -114,14 +153,17 @@ class _Worker:
             except (OSError, ValueError) as error:
                 return b"", f"the process that asks XLA ended ({error})"
             finally:
-                # An unread answer, for example after Ctrl-C, would be read as the answer to the next request.
+                # An unread answer, for example after Ctrl-C, would be read as the
+                # answer to the next request.
                 if not is_answered:
                     self._end()
 
 
 @ft.lru_cache(maxsize=1)
 def _worker(_process_id: int) -> _Worker:
-    """The process that partitions modules for the Python process with this id. A forked child starts its own."""
+    """The process that partitions modules for the Python process with this id. A forked
+    child starts its own.
+    """
     return _Worker()
 
 

@@ -1,10 +1,13 @@
-"""Shardy's sharding of each array of a step, and the origin of each of its mesh axes; `worker.py` runs this file.
+"""Shardy's sharding of each array of a step, and the origin of each of its mesh axes;
+`worker.py` runs this file.
 
-XLA runs Shardy on StableHLO that was converted from HLO. There, Shardy can choose between equally good shardings
-differently than on the module that JAX lowers. So this file converts XLA's HLO as it is right before XLA's own Shardy
-pass (`xla/service/spmd/shardy/shardy_xla_pass.cc`), and runs the same propagation on it. The option
-`debug-sharding-origins` writes, beside each sharding, the argument, result or constraint from which each mesh axis
-comes. The option can abort a process, so a forked child runs it. After an abort, the shardings have no origins.
+XLA runs Shardy on StableHLO that was converted from HLO. There, Shardy can choose
+between equally good shardings differently than on the module that JAX lowers. So this
+file converts XLA's HLO as it is right before XLA's own Shardy pass
+(`xla/service/spmd/shardy/shardy_xla_pass.cc`), and runs the same propagation on it. The
+option `debug-sharding-origins` writes, beside each sharding, the argument, result or
+constraint from which each mesh axis comes. The option can abort a process, so a forked
+child runs it. After an abort, the shardings have no origins.
 
 This file imports jaxlib, but neither JAX nor shardfx.
 """
@@ -27,8 +30,13 @@ _PASSES = (
     "sdy-user-priority-propagate{debug-sharding-origins=%s}",
     "func.func(sdy-sink-data-flow-edges{sink-debug-sharding-origins=%s})",
 )
-_CONSTRAINT, _INTO, _OUT = "Sharding", "xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"
-# The shardings of a custom call: `<@mesh, [{"a"}, {}]>`, or from JAX 0.12 on `mesh['a'=2], [{'a'}, {}]`.
+_CONSTRAINT, _INTO, _OUT = (
+    "Sharding",
+    "xla.sdy.GlobalToLocalShape",
+    "xla.sdy.LocalToGlobalShape",
+)
+# The shardings of a custom call: `<@mesh, [{"a"}, {}]>`, or from JAX 0.12 on
+# `mesh['a'=2], [{'a'}, {}]`.
 _SAID = ("xla.sdy.sharding", "xla.sdy.in_shardings", "xla.sdy.out_shardings")
 _DIMS = re.compile(r"(?:<@\w+, |mesh\[[^\]]*\], )\[([^\]]*)\]")
 _MESH = "mesh"
@@ -37,9 +45,11 @@ _READER = getattr(_CLIENT, "hlo", None) or _CLIENT._xla  # the form in JAX 0.9
 
 
 def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
-    """The bytecode of the StableHLO module with a sharding on each operation, and an error text. One of them is empty.
-    `hlo` is the text of the program. `request["mesh"]` has the size of each mesh axis. `request["arguments"]` and
-    `request["results"]` have, for each array, the mesh axes of each dimension, or `None` if Shardy may choose them.
+    """The bytecode of the StableHLO module with a sharding on each operation, and an
+    error text. One of them is empty. `hlo` is the text of the program.
+    `request["mesh"]` has the size of each mesh axis. `request["arguments"]` and
+    `request["results"]` have, for each array, the mesh axes of each dimension, or
+    `None` if Shardy may choose them.
     """
     error = ""
     for origins in ("true", "false"):
@@ -58,8 +68,9 @@ def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def _run(hlo: bytes, request: dict[str, object], origins: str, file: Any) -> None:
-    """Runs Shardy on the program with the text `hlo`, under the mesh and shardings in `request`. Writes the module or
-    an error text to `file`, and ends the process. `origins` says whether Shardy writes origins: "true" or "false".
+    """Runs Shardy on the program with the text `hlo`, under the mesh and shardings in
+    `request`. Writes the module or an error text to `file`, and ends the process.
+    `origins` says whether Shardy writes origins: "true" or "false".
     """
     status = 1
     try:
@@ -94,25 +105,43 @@ def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
     for op in [op for op in block if op.operation.name == "sdy.mesh"]:
         op.operation.erase()
     with ir.InsertionPoint.at_block_begin(block):
-        axes = [sdy.MeshAxisAttr.get(axis, size) for axis, size in request["mesh"].items()]
+        axes = [
+            sdy.MeshAxisAttr.get(axis, size) for axis, size in request["mesh"].items()
+        ]
         sdy.MeshOp(_MESH, sdy.MeshAttr.get(axes))
-    main = next(op.operation for op in block if op.operation.name == "func.func" and str(op.name) == '"main"')
-    for name, arrays in (("arg_attrs", request["arguments"]), ("res_attrs", request["results"])):
-        main.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(_sharded(dims)) for dims in arrays])
+    main = next(
+        op.operation
+        for op in block
+        if op.operation.name == "func.func" and str(op.name) == '"main"'
+    )
+    for name, arrays in (
+        ("arg_attrs", request["arguments"]),
+        ("res_attrs", request["results"]),
+    ):
+        main.attributes[name] = ir.ArrayAttr.get(
+            [ir.DictAttr.get(_sharded(dims)) for dims in arrays]
+        )
     for call in _custom_calls(module):
         _with_constraints(_without_tuple(call))
     for one in _PASSES:
-        passmanager.PassManager.parse(f"builtin.module({one.replace('%s', origins)})").run(module.operation)
+        passmanager.PassManager.parse(
+            f"builtin.module({one.replace('%s', origins)})"
+        ).run(module.operation)
     return module
 
 
 def _sharded(dims: Any) -> dict[str, Any]:
-    """The attributes of an argument or result. `dims` has the mesh axes of each dimension. If it is `None`, Shardy may
-    choose them, and there are no attributes.
+    """The attributes of an argument or result. `dims` has the mesh axes of each
+    dimension. If it is `None`, Shardy may choose them, and there are no attributes.
     """
     if dims is None:
         return {}
-    cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True) for axes in dims]
+    cut = [
+        sdy.DimensionShardingAttr.get(
+            [sdy.AxisRefAttr.get(axis) for axis in axes], True
+        )
+        for axes in dims
+    ]
     return {"sdy.sharding": sdy.TensorShardingAttr.get(_MESH, cut)}
 
 
@@ -129,7 +158,9 @@ def _custom_calls(module: Any) -> list[Any]:
 
 
 def _without_tuple(call: Any) -> Any:
-    """Replaces a custom call that returns a tuple by one with several results, since Shardy takes no tuples."""
+    """Replaces a custom call that returns a tuple by one with several results, since
+    Shardy takes no tuples.
+    """
     kinds = [result.type for result in call.results]
     if len(kinds) != 1 or not isinstance(kinds[0], ir.TupleType):
         return call
@@ -138,7 +169,12 @@ def _without_tuple(call: Any) -> Any:
     names = [one if isinstance(one, str) else one.name for one in call.attributes]
     attributes = {name: call.attributes[name] for name in names if name != "xla_shape"}
     made = ir.Operation.create(
-        call.name, types, list(call.operands), attributes, loc=call.location, ip=ir.InsertionPoint(call)
+        call.name,
+        types,
+        list(call.operands),
+        attributes,
+        loc=call.location,
+        ip=ir.InsertionPoint(call),
     )
     for use in list(call.results[0].uses):
         element = use.owner
@@ -163,7 +199,9 @@ def _with_constraints(call: Any) -> None:
         return
     # From JAX 0.12 on, the arguments of a `shard_map` have their own constraints.
     for at, dims in enumerate(said):
-        call.operands[at] = _constraint(call.operands[at], dims, before, call.location).results[0]
+        call.operands[at] = _constraint(
+            call.operands[at], dims, before, call.location
+        ).results[0]
     if target == _CONSTRAINT:
         call.results[0].replace_all_uses_with(call.operands[0])
         call.erase()
@@ -172,13 +210,20 @@ def _with_constraints(call: Any) -> None:
 def _constraint(value: Any, dims: str, at: Any, location: Any) -> Any:
     attribute = ir.Attribute.parse(f"#sdy.sharding<@{_MESH}, [{dims}]>")
     made = ir.Operation.create(
-        "sdy.sharding_constraint", [value.type], [value], {"sharding": attribute}, loc=location, ip=at
+        "sdy.sharding_constraint",
+        [value.type],
+        [value],
+        {"sharding": attribute},
+        loc=location,
+        ip=at,
     )
     return made.operation
 
 
 def _shardings_in(call: Any) -> list[str]:
-    """The shardings in the attributes of a custom call. Each is a text with the mesh axes of each dimension."""
+    """The shardings in the attributes of a custom call. Each is a text with the mesh
+    axes of each dimension.
+    """
     texts = []
     if "mhlo.frontend_attributes" in call.attributes:
         told = ir.DictAttr(call.attributes["mhlo.frontend_attributes"])

@@ -1,4 +1,6 @@
-"""A step and its arguments, traced once, to be partitioned for any platform, mesh and shardings."""
+"""A step and its arguments, traced once, to be partitioned for any platform, mesh and
+shardings.
+"""
 
 import dataclasses
 import functools as ft
@@ -15,7 +17,16 @@ from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError
 from .._ground.tree import flatten
 from .._plan import ShardPlan
 from ..topology import MeshSpec
-from .lowered import Dims, Module, Parameter, bytecode, mesh_of_arguments, meshes, parameters, resharded
+from .lowered import (
+    Dims,
+    Module,
+    Parameter,
+    bytecode,
+    mesh_of_arguments,
+    meshes,
+    parameters,
+    resharded,
+)
 from .partitioner import partitioned, propagated
 from .rewrites import rewritten
 
@@ -24,12 +35,18 @@ Platform = Literal["tpu", "gpu", "cpu"]
 # The platforms, by JAX's names for lowering.
 _PLATFORMS: Mapping[Platform, str] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
 # After the partitioner, the TPU's compiler merges fewer gathers than the CPU's does.
-_OPTIONS: Mapping[Platform, Mapping[str, str]] = {"tpu": {"xla_disable_hlo_passes": "cse"}, "gpu": {}, "cpu": {}}
+_OPTIONS: Mapping[Platform, Mapping[str, str]] = {
+    "tpu": {"xla_disable_hlo_passes": "cse"},
+    "gpu": {},
+    "cpu": {},
+}
 
 
 @runtime_checkable
 class _JaxTraced(Protocol):
-    """The traced step that the `trace` method of a function from `jax.jit` or `shardfx.filter_jit` returns."""
+    """The traced step that the `trace` method of a function from `jax.jit` or
+    `shardfx.filter_jit` returns.
+    """
 
     jaxpr: Any
 
@@ -45,8 +62,9 @@ class JaxJitted(Protocol):
 
 @runtime_checkable
 class EquinoxJitted(Protocol):
-    """The jitted function that `equinox.filter_jit` returns. Its own `lower` takes no `jax.ShapeDtypeStruct`.
-    `donate_first` says whether it donates its first argument, and `donate_rest` whether it donates the others.
+    """The jitted function that `equinox.filter_jit` returns. Its own `lower` takes no
+    `jax.ShapeDtypeStruct`. `donate_first` says whether it donates its first argument,
+    and `donate_rest` whether it donates the others.
     """
 
     __wrapped__: Any
@@ -56,8 +74,9 @@ class EquinoxJitted(Protocol):
 
 @runtime_checkable
 class _NamedTrace(Protocol):
-    """The traced step that `trace` of a function from `shardfx.filter_jit` returns. `arrays` has the name and the path
-    of each array, `traced` is JAX's traced step, and `mesh` is the mesh of the plans in its shardings, if it has any.
+    """The traced step that `trace` of a function from `shardfx.filter_jit` returns.
+    `arrays` has the name and the path of each array, `traced` is JAX's traced step, and
+    `mesh` is the mesh of the plans in its shardings, if it has any.
     """
 
     traced: Any
@@ -67,12 +86,15 @@ class _NamedTrace(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """A step that is traced once, to be partitioned for any platform, mesh and shardings; made by `step_of`.
+    """A step that is traced once, to be partitioned for any platform, mesh and
+    shardings; made by `step_of`.
 
     - `traced`: the result of `jax.jit(f).trace(...)`.
     - `args`: the arguments of the step.
-    - `paths`: the path of each array, by its name in the text of programs; empty if paths follow from JAX's names.
-    - `given_mesh`: the mesh that the caller passed, or the mesh of the caller's plans; `None` without either.
+    - `paths`: the path of each array, by its name in the text of programs; empty if
+      paths follow from JAX's names.
+    - `given_mesh`: the mesh that the caller passed, or the mesh of the caller's plans;
+      `None` without either.
     """
 
     traced: Any
@@ -86,7 +108,9 @@ class Step:
 
     @ft.cached_property
     def jax_mesh(self) -> MeshSpec | Mesh | AbstractMesh:
-        """The mesh that the caller passed, or that of the arguments. Only a Mesh shows the slice of each device."""
+        """The mesh that the caller passed, or that of the arguments. Only a Mesh shows
+        the slice of each device.
+        """
         if self.given_mesh is not None:
             return self.given_mesh
         for leaf in jax.tree.leaves(self.args):
@@ -96,15 +120,18 @@ class Step:
         name = mesh_of_arguments(module)
         if name is None:
             raise MeshError(
-                "the step has no mesh: none of its arguments has a sharding; pass structs with shardings, as "
-                "`plan.structs` are, or a step by `jax.jit(step, in_shardings=plan.shardings)`."
+                "the step has no mesh: none of its arguments has a sharding; pass"
+                " structs with shardings, as `plan.structs` are, or a step by"
+                " `jax.jit(step, in_shardings=plan.shardings)`."
             )
         return MeshSpec(meshes(module)[name])
 
     def lowered(self, platform: Platform) -> Any:
         """The step as JAX lowers it for a platform; cached."""
         if platform not in self._lowered:
-            self._lowered[platform] = self.traced.lower(lowering_platforms=(_PLATFORMS[platform],))
+            self._lowered[platform] = self.traced.lower(
+                lowering_platforms=(_PLATFORMS[platform],)
+            )
         return self._lowered[platform]
 
     def module(self, platform: Platform) -> Module:
@@ -112,14 +139,18 @@ class Step:
 
     @ft.cached_property
     def arguments(self) -> tuple[Parameter, ...]:
-        """The arrays that the program takes, in the order of its parameters. If the user jitted the function, JAX drops
-        the arguments that no operation reads.
+        """The arrays that the program takes, in the order of its parameters. If the
+        user jitted the function, JAX drops the arguments that no operation reads.
         """
-        return tuple(one._replace(path=self.path(one.name)) for one in self.parameters[0])
+        return tuple(
+            one._replace(path=self.path(one.name)) for one in self.parameters[0]
+        )
 
     @ft.cached_property
     def parameters(self) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-        """The arrays that the program takes and the arrays that it returns. They are the same for each platform."""
+        """The arrays that the program takes and the arrays that it returns. They are
+        the same for each platform.
+        """
         return parameters(self.module(self._any))
 
     @property
@@ -139,8 +170,8 @@ class Step:
 
     @ft.cached_property
     def leaves(self) -> dict[str, str]:
-        """The path of each array within its argument, by its name in the program. An argument that is one array has its
-        own name as path.
+        """The path of each array within its argument, by its name in the program. An
+        argument that is one array has its own name as path.
         """
         paths = {one.name: self.path(one.name) for one in self.parameters[0]}
         return {name: path.partition("/")[2] or path for name, path in paths.items()}
@@ -154,23 +185,30 @@ class Step:
         results: Sequence[Dims | None] | None = None,
         module: Module | None = None,
     ) -> str:
-        """The HLO text of one device's program after XLA's partitioner; for CPUs, after all passes of the compiler.
+        """The HLO text of one device's program after XLA's partitioner; for CPUs, after
+        all passes of the compiler.
 
         **Arguments:**
 
         - `platform`: the platform for which the step is lowered.
-        - `mesh`, `arguments`, `results`: another mesh, and other shardings of `Step.arguments` and of the results. The
+        - `mesh`, `arguments`, `results`: another mesh, and other shardings of
+          `Step.arguments` and of the results. The
             step is not traced or lowered again.
-        - `module`: a StableHLO module for this platform, to use instead of the step's own.
+        - `module`: a StableHLO module for this platform, to use instead of the step's
+          own.
 
         **Raises:**
 
-        `ProgramError` if XLA refuses the program, or if the step constrains its arrays over another mesh than `mesh`;
-        `MeshError` for more than 8,192 devices.
+        `ProgramError` if XLA refuses the program, or if the step constrains its arrays
+        over another mesh than `mesh`; `MeshError` for more than 8,192 devices.
         """
         module = self.module(platform) if module is None else module
         mesh = self.mesh if mesh is None else mesh
-        if arguments is None and results is None and dict(mesh.shape) == dict(self.mesh.shape):
+        if (
+            arguments is None
+            and results is None
+            and dict(mesh.shape) == dict(self.mesh.shape)
+        ):
             text = bytecode(module)
         else:
             taken, made = self.parameters
@@ -179,50 +217,72 @@ class Step:
             text = resharded(module, dict(mesh.shape), arguments, results)
         if platform == "tpu":
             text = rewritten(text, module.context)
-        return partitioned(text, mesh.size, _OPTIONS[platform], finished=platform == "cpu")
+        return partitioned(
+            text, mesh.size, _OPTIONS[platform], finished=platform == "cpu"
+        )
 
     def propagated(self, platform: Platform, *, module: Any = None) -> Any:
-        """The step's StableHLO module after Shardy's propagation, with the sharding of each array and the origins of
-        its mesh axes. `module` replaces the step's own module.
+        """The step's StableHLO module after Shardy's propagation, with the sharding of
+        each array and the origins of its mesh axes. `module` replaces the step's own
+        module.
         """
         module = self.module(platform) if module is None else module
         taken, made = ([one.dims for one in arrays] for arrays in self.parameters)
         with module.context:
-            return ir.Module.parse(propagated(bytecode(module), dict(self.mesh.shape), taken, made))
+            return ir.Module.parse(
+                propagated(bytecode(module), dict(self.mesh.shape), taken, made)
+            )
 
 
-def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Step:
-    """A traced step, from a function and its arguments or from a step that is traced already.
+def step_of(
+    step: object,
+    args: Sequence[object],
+    mesh: MeshSpec | Mesh | AbstractMesh | None = None,
+) -> Step:
+    """A traced step, from a function and its arguments or from a step that is traced
+    already.
 
     **Arguments:**
 
-    - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or `filter_jit`, with its shardings and
+    - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or
+      `filter_jit`, with its shardings and
         donation; or the result of its `.trace`, without `args`.
-    - `args`: arrays or structs in any trees. Leaves that are not arrays become constants of the program.
-    - `mesh`: the mesh of the step. It has the number of slices along each axis, which no argument's sharding has.
+    - `args`: arrays or structs in any trees. Leaves that are not arrays become
+      constants of the program.
+    - `mesh`: the mesh of the step. It has the number of slices along each axis, which
+      no argument's sharding has.
 
     **Raises:**
 
-    `LeafTypeError` for a step that is no function; `PlanMismatchError` for a plan that is passed as an argument of the
-    step; any error that `step` raises when it is traced.
+    `LeafTypeError` for a step that is no function; `PlanMismatchError` for a plan that
+    is passed as an argument of the step; any error that `step` raises when it is
+    traced.
     """
     for at, arg in enumerate(args):
         if any(map(_is_plan, jax.tree.leaves(arg, is_leaf=_is_plan))):
             raise PlanMismatchError(
-                f"argument {at} is a plan, and a step takes arrays or structs; pass `plan.structs`, whose shardings "
-                "are the plan's, or `filter_jit(step, in_shardings=plans)` with the arguments."
+                f"argument {at} is a plan, and a step takes arrays or structs; pass"
+                " `plan.structs`, whose shardings are the plan's, or `filter_jit(step,"
+                " in_shardings=plans)` with the arguments."
             )
     mesh = _mesh_of_devices(args) if mesh is None else mesh
     args = jax.tree.map(_without_devices, tuple(args))
     if isinstance(step, _JaxTraced):
         if args:
-            raise LeafTypeError("`step` is traced already; pass it alone, without arguments.")
+            raise LeafTypeError(
+                "`step` is traced already; pass it alone, without arguments."
+            )
         return _named(step, (), mesh)
     function: Any = step
     if not callable(step):
-        raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
+        raise LeafTypeError(
+            f"`step` must be a function, not {type(step).__name__}; pass the function"
+            " that is jitted."
+        )
     if isinstance(step, EquinoxJitted):
-        return _traced(step.__wrapped__, args, mesh, (step.donate_first, step.donate_rest))
+        return _traced(
+            step.__wrapped__, args, mesh, (step.donate_first, step.donate_rest)
+        )
     if isinstance(step, JaxJitted):
         made = step.trace(*args)
         if isinstance(made, _JaxTraced):
@@ -231,23 +291,41 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
 
 
 def _mesh_of_devices(args: Sequence[object]) -> Mesh | None:
-    """The mesh of the first array whose mesh has devices; `None` if there is no such array."""
-    meshes = (one.mesh for leaf in jax.tree.leaves(args) if (one := _sharding_of(leaf)) is not None)
+    """The mesh of the first array whose mesh has devices; `None` if there is no such
+    array.
+    """
+    meshes = (
+        one.mesh
+        for leaf in jax.tree.leaves(args)
+        if (one := _sharding_of(leaf)) is not None
+    )
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
 def _sharding_of(leaf: object) -> NamedSharding | None:
-    sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
-    return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+    sharding = (
+        leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+    )
+    return (
+        sharding
+        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty
+        else None
+    )
 
 
 def _without_devices(leaf: Any) -> object:
-    """The `jax.ShapeDtypeStruct` of an array on the abstract mesh of its sharding, so that lowering needs no device."""
+    """The `jax.ShapeDtypeStruct` of an array on the abstract mesh of its sharding, so
+    that lowering needs no device.
+    """
     sharding = _sharding_of(leaf)
     if sharding is None or not isinstance(sharding.mesh, Mesh):
         return leaf
-    abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=sharding.memory_kind)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=abstract, weak_type=leaf.weak_type)
+    abstract = NamedSharding(
+        sharding.mesh.abstract_mesh, sharding.spec, memory_kind=sharding.memory_kind
+    )
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=abstract, weak_type=leaf.weak_type
+    )
 
 
 def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
@@ -258,17 +336,23 @@ def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
 
 
 def _traced(
-    fn: Callable[..., object], args: Sequence[object], mesh: Any, donated: tuple[bool, bool] = (False, False)
+    fn: Callable[..., object],
+    args: Sequence[object],
+    mesh: Any,
+    donated: tuple[bool, bool] = (False, False),
 ) -> Step:
-    """Traces `fn`. Leaves that are not arrays become constants of the program, as in `equinox.filter_jit`. `donated`
-    says whether the first argument is donated, and whether the others are.
+    """Traces `fn`. Leaves that are not arrays become constants of the program, as in
+    `equinox.filter_jit`. `donated` says whether the first argument is donated, and
+    whether the others are.
     """
     flats = [flatten(arg) for arg in args]
     words = argument_names(fn, len(args))
     found = [
         (leaf, f"{word}/{path}" if path else word, donated[min(at, 1)])
         for at, (flat, word) in enumerate(zip(flats, words, strict=True))
-        for leaf, path, is_array in zip(flat.leaves, flat.paths, flat.is_array, strict=True)
+        for leaf, path, is_array in zip(
+            flat.leaves, flat.paths, flat.is_array, strict=True
+        )
         if is_array
     ]
 
@@ -283,8 +367,15 @@ def _traced(
 
     run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
     gone = tuple(at for at, (_, _, is_gone) in enumerate(found) if is_gone)
-    traced = jax.jit(run, keep_unused=True, donate_argnums=gone).trace(*(leaf for leaf, _, _ in found))
-    return Step(traced, tuple(args), {f"arrays[{at}]": path for at, (_, path, _) in enumerate(found)}, mesh)
+    traced = jax.jit(run, keep_unused=True, donate_argnums=gone).trace(
+        *(leaf for leaf, _, _ in found)
+    )
+    return Step(
+        traced,
+        tuple(args),
+        {f"arrays[{at}]": path for at, (_, path, _) in enumerate(found)},
+        mesh,
+    )
 
 
 def _is_plan(node: object) -> bool:
@@ -309,5 +400,7 @@ def argument_names(fn: Callable[..., object], count: int) -> list[str]:
 
 
 def _path_of(name: str) -> str:
-    """The path of an array from JAX's name for it: `params['layers'][0].w` is `params/layers/0/w`."""
+    """The path of an array from JAX's name for it: `params['layers'][0].w` is
+    `params/layers/0/w`.
+    """
     return re.sub(r"['\"]?\]", "", re.sub(r"\[['\"]?|\.", "/", name))

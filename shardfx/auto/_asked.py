@@ -16,13 +16,22 @@ from jaxtyping import PyTree
 from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, RuleError
 from .._ground.tree import Flat, flatten
-from .._step import JaxJitted, Platform, Step, argument_names, opened, program_of, step_of
+from .._step import (
+    JaxJitted,
+    Platform,
+    Step,
+    argument_names,
+    opened,
+    program_of,
+    step_of,
+)
 from ..chips._chip import extents_of
 from ._program import Tied
 
 
-# The numbers of the CPU devices that JAX emulates on one machine, for comparison only: all bandwidths are low, and a
-# collective is a function call in which threads wait for each other.
+# The numbers of the CPU devices that JAX emulates on one machine, for comparison only:
+# all bandwidths are low, and a collective is a function call in which threads wait for
+# each other.
 EMULATED = chips.Chip(
     name="cpu",
     hbm_bytes=2**34,
@@ -40,8 +49,10 @@ EMULATED = chips.Chip(
 class SearchOptions(NamedTuple):
     """The devices of a search: `total` devices of the kind `chip`, in `slices` slices.
 
-    - `target`, `targets`: the two parts of the text by which the caller names slices: "tpu:v5e:2x4" and 3 for
-        "tpu:v5e:2x4*3". `target` is `None` if no text names a slice, and `targets` is 1 if no text says a number.
+    - `target`, `targets`: the two parts of the text by which the caller names slices:
+      "tpu:v5e:2x4" and 3 for
+        "tpu:v5e:2x4*3". `target` is `None` if no text names a slice, and `targets` is 1
+        if no text says a number.
     - `extents`: the number of chips of one slice along each dimension of its torus.
     """
 
@@ -53,95 +64,137 @@ class SearchOptions(NamedTuple):
     extents: tuple[int, ...] = ()
 
 
-def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -> SearchOptions:
-    """The devices of a search. `devices` is their number, a slice such as "tpu:v5e:2x4", emulated CPU devices such as
-    "cpu:8", or JAX's devices. `chip` is their kind; `None` if `devices` shows it. `slices` is the number of slices if
+def asked_for(
+    devices: object, chip: str | chips.Chip | None, slices: int = 1
+) -> SearchOptions:
+    """The devices of a search. `devices` is their number, a slice such as
+    "tpu:v5e:2x4", emulated CPU devices such as "cpu:8", or JAX's devices. `chip` is
+    their kind; `None` if `devices` shows it. `slices` is the number of slices if
     `devices` does not say it. Raises `MeshError` for other values.
     """
-    found = re.fullmatch(r"(.*)\*([1-9]\d*)", devices) if isinstance(devices, str) else None
+    found = (
+        re.fullmatch(r"(.*)\*([1-9]\d*)", devices) if isinstance(devices, str) else None
+    )
     text, times = (found[1], int(found[2])) if found else (devices, 1)
     if found and slices not in (1, times):
-        raise MeshError(f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave `slices` out.")
+        raise MeshError(
+            f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave"
+            " `slices` out."
+        )
     found = _hardware(text, chip)
     total, many_slices = found.total * times, max(slices, times)
     if many_slices < 1 or total % many_slices:
-        raise MeshError(f"`slices={slices}` does not divide {total} devices; each slice has equally many.")
+        raise MeshError(
+            f"`slices={slices}` does not divide {total} devices; each slice has equally"
+            " many."
+        )
     extents = found.extents if times == many_slices and found.extents else ()
     extents = extents or extents_of(found.chip, total // many_slices)
-    return found._replace(total=total, slices=many_slices, targets=times, extents=extents)
+    return found._replace(
+        total=total, slices=many_slices, targets=times, extents=extents
+    )
 
 
 def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
-    """The number of devices, their kind, and the name of one slice. `devices` is a number, a text such as "cpu:8" or
-    "tpu:v5e:2x4", or JAX's devices. Only the text of a slice gives a name, else it is `None`. `chip` is the kind;
-    `None` if `devices` shows it.
+    """The number of devices, their kind, and the name of one slice. `devices` is a
+    number, a text such as "cpu:8" or "tpu:v5e:2x4", or JAX's devices. Only the text of
+    a slice gives a name, else it is `None`. `chip` is the kind; `None` if `devices`
+    shows it.
     """
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
     if isinstance(devices, str):
         if found := re.fullmatch(r"cpu:([1-9]\d*)", devices):
-            return SearchOptions(int(found[1]), EMULATED if chip is None else chips.find(chip))
+            return SearchOptions(
+                int(found[1]), EMULATED if chip is None else chips.find(chip)
+            )
         made = chips.parse_slice(devices)
         kind = made.chip if chip is None else chips.find(chip)
-        return SearchOptions(made.chips * kind.devices_per_chip, kind, made.name, extents=made.extents)
+        return SearchOptions(
+            made.chips * kind.devices_per_chip, kind, made.name, extents=made.extents
+        )
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         if chip is None:
-            raise MeshError(f'`devices={devices}` does not say which chip; add one, as `chip="v5e"`.')
+            raise MeshError(
+                f"`devices={devices}` does not say which chip; add one, as"
+                ' `chip="v5e"`.'
+            )
         return SearchOptions(devices, chips.find(chip))
     if not isinstance(devices, Sequence) or not devices:
         raise MeshError(
-            f'`devices={devices!r:.80}` is neither a number, a slice nor devices; write `devices=8, chip="v5e"`, '
-            '`devices="tpu:v5e:2x4"`, or `devices=jax.devices()`.'
+            f"`devices={devices!r:.80}` is neither a number, a slice nor devices; write"
+            ' `devices=8, chip="v5e"`, `devices="tpu:v5e:2x4"`, or'
+            " `devices=jax.devices()`."
         )
     kind = EMULATED if devices[0].platform == "cpu" else devices[0].device_kind
     return SearchOptions(len(devices), chips.find(kind if chip is None else chip))
 
 
 def require_options(keep: object, closely: object, verify: object) -> None:
-    """Raises `RuleError` unless `keep` and `closely` are positive and `verify` is "compile", "run" or `None`."""
-    are_counts = all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in (keep, closely))
+    """Raises `RuleError` unless `keep` and `closely` are positive and `verify` is
+    "compile", "run" or `None`.
+    """
+    are_counts = all(
+        isinstance(one, int) and not isinstance(one, bool) and one > 0
+        for one in (keep, closely)
+    )
     if not are_counts or verify not in (None, "compile", "run"):
         raise RuleError(
-            f"`keep={keep!r:.40}` and `closely={closely!r:.40}` must be numbers of candidates, 1 or more, and "
-            f'`verify={verify!r:.40}` must be "compile", "run" or None; write `keep=5, closely=12, verify="compile"`. '
+            f"`keep={keep!r:.40}` and `closely={closely!r:.40}` must be numbers of"
+            " candidates, 1 or more, and "
+            f'`verify={verify!r:.40}` must be "compile", "run" or None; write `keep=5,'
+            ' closely=12, verify="compile"`. '
             "The devices to compile for are those of `devices`."
         )
 
 
 def require_arrays(args: Sequence[PyTree]) -> None:
     """Raises `LeafTypeError` if none of `args`, the arguments of a step, has an array."""
-    if any(eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) for leaf in jax.tree.leaves(args)):
+    if any(
+        eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray)
+        for leaf in jax.tree.leaves(args)
+    ):
         return
     found = ", ".join(type(arg).__name__ for arg in args) or "nothing"
     raise LeafTypeError(
-        f"the arguments of the step hold no arrays ({found}); pass arrays, or structs of them: "
-        "`jax.ShapeDtypeStruct((64, 128), jnp.float32)`, or `eqx.filter_eval_shape(make, key)` for a model."
+        f"the arguments of the step hold no arrays ({found}); pass arrays, or structs"
+        " of them: `jax.ShapeDtypeStruct((64, 128), jnp.float32)`, or"
+        " `eqx.filter_eval_shape(make, key)` for a model."
     )
 
 
 def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
-    """A context manager that adds the shapes of `args`, a step's arguments, as a note to errors raised inside it."""
+    """A context manager that adds the shapes of `args`, a step's arguments, as a note
+    to errors raised inside it.
+    """
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
-            shapes = "; ".join(eqx.tree_pformat(arg, width=10**6, struct_as_array=True)[:300] for arg in args)
-            error.add_note(f"`search` traced the step with arguments of these shapes, without running it: {shapes}")
+            shapes = "; ".join(
+                eqx.tree_pformat(arg, width=10**6, struct_as_array=True)[:300]
+                for arg in args
+            )
+            error.add_note(
+                "`search` traced the step with arguments of these shapes, without"
+                f" running it: {shapes}"
+            )
 
     stack = contextlib.ExitStack()
     stack.push(note)
     return stack
 
 
-# The platforms for which a step is lowered, the first that can: names must not depend on the chip. Kernels for GPUs
-# lower only for GPUs.
+# The platforms for which a step is lowered, the first that can: names must not depend
+# on the chip. Kernels for GPUs lower only for GPUs.
 _PLATFORMS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
 
 class StepArray(NamedTuple):
     """An array of rank `rank` that a step takes, in its argument number `which`.
 
-    `path` is the name of the argument and the path within, such as `model/layers/mlp/gate`. `names` are the logical
-    names that the field of an Equinox module declares, else `None`.
+    `path` is the name of the argument and the path within, such as
+    `model/layers/mlp/gate`. `names` are the logical names that the field of an Equinox
+    module declares, else `None`.
     """
 
     which: int
@@ -155,7 +208,8 @@ class TracedStep:
     """A step, traced without shardings, with its arguments.
 
     - `tied`: the lowered program, with the equivalence classes of its dimensions.
-    - `flats`, `structs`, `words`: for each argument, its leaves with their paths, the argument as a tree of
+    - `flats`, `structs`, `words`: for each argument, its leaves with their paths, the
+      argument as a tree of
         `jax.ShapeDtypeStruct`s, and its name.
     - `arrays`: all arrays of the arguments, in the order of the program's arguments.
     """
@@ -169,58 +223,99 @@ class TracedStep:
 
     @property
     def out(self) -> PyTree:
-        """The step's result as a tree of `jax.ShapeDtypeStruct`s, with `None` for leaves that are no arrays."""
+        """The step's result as a tree of `jax.ShapeDtypeStruct`s, with `None` for
+        leaves that are no arrays.
+        """
         return self.step.traced.out_info
 
 
 def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     """Traces and lowers the step for the shapes of its arguments, without running it."""
     if not callable(step):
-        raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
+        raise LeafTypeError(
+            f"`step` must be a function, not {type(step).__name__}; pass the function"
+            " that is jitted."
+        )
     flats = tuple(map(flatten, args))
     structs = structs_of(args)
-    # The shardings of a jitted step would be constraints inside of it, so the function that it jits is traced.
+    # The shardings of a jitted step would be constraints inside of it, so the function
+    # that it jits is traced.
     inner = inspect.unwrap(step, stop=lambda one: not isinstance(one, JaxJitted))
     made = step_of(lambda *args: inner(*args), structs)
     words = tuple(argument_names(step, len(args)))
     arrays = tuple(
-        StepArray(which, f"{words[which]}/{path}" if path else words[which], names, np.ndim(leaf))
+        StepArray(
+            which,
+            f"{words[which]}/{path}" if path else words[which],
+            names,
+            np.ndim(leaf),
+        )
         for which, flat in enumerate(flats)
-        for leaf, path, names, shaped in zip(flat.leaves, flat.paths, flat.names, flat.is_array, strict=True)
+        for leaf, path, names, shaped in zip(
+            flat.leaves, flat.paths, flat.names, flat.is_array, strict=True
+        )
         if shaped
     )
     program = program_of(_module(made))
     if count := _count(made.traced.jaxpr, "custom_partitioning"):
-        program.notes["a `custom_partitioning` shards as its own rule says, and is read as what it computes"] = count
+        program.notes[
+            "a `custom_partitioning` shards as its own rule says, and is read as what"
+            " it computes"
+        ] = count
     return TracedStep(Tied(program), flats, words, arrays, structs, made)
 
 
 def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
-    """The number of equations of the primitive `name` in a jaxpr and in the jaxprs of its calls and loops."""
+    """The number of equations of the primitive `name` in a jaxpr and in the jaxprs of
+    its calls and loops.
+    """
     inner, _ = opened(jaxpr)
     found = sum(equation.primitive.name == name for equation in inner.eqns)
     params = [param for equation in inner.eqns for param in equation.params.values()]
-    held = (one for param in params for one in (param if isinstance(param, tuple) else (param,)))
-    return found + sum(_count(one, name) for one in held if isinstance(one, jex.ClosedJaxpr | jex.Jaxpr))
+    held = (
+        one
+        for param in params
+        for one in (param if isinstance(param, tuple) else (param,))
+    )
+    return found + sum(
+        _count(one, name)
+        for one in held
+        if isinstance(one, jex.ClosedJaxpr | jex.Jaxpr)
+    )
 
 
 def _module(step: Step) -> Any:
     for platform in _PLATFORMS[:-1]:
         try:
             return step.module(platform)
-        # JAX's errors for an operation that has no lowering for a platform. The error of the last platform is raised.
+        # JAX's errors for an operation that has no lowering for a platform. The error
+        # of the last platform is raised.
         except (NotImplementedError, ValueError):
             continue
     return step.module(_PLATFORMS[-1])
 
 
 def structs_of(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-    """The arguments of a step with each array replaced by its `jax.ShapeDtypeStruct`, without sharding."""
+    """The arguments of a step with each array replaced by its `jax.ShapeDtypeStruct`,
+    without sharding.
+    """
     flats = list(map(flatten, args))
-    arrays = [leaf for flat in flats for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True) if shaped]
+    arrays = [
+        leaf
+        for flat in flats
+        for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True)
+        if shaped
+    ]
     made = iter(jax.eval_shape(lambda leaves: leaves, arrays))
 
     def struct(leaf: object, shaped: bool) -> object:
-        return jax.ShapeDtypeStruct((one := next(made)).shape, one.dtype) if shaped else leaf
+        return (
+            jax.ShapeDtypeStruct((one := next(made)).shape, one.dtype)
+            if shaped
+            else leaf
+        )
 
-    return tuple(jax.tree.unflatten(flat.treedef, map(struct, flat.leaves, flat.is_array)) for flat in flats)
+    return tuple(
+        jax.tree.unflatten(flat.treedef, map(struct, flat.leaves, flat.is_array))
+        for flat in flats
+    )

@@ -32,22 +32,33 @@ class Candidate:
     **Arguments:**
 
     - `mesh`, `rules`: the mesh, and the rules from logical names to its axes.
-    - `assignments`: pairs of a mesh axis and the logical names that it shards, in the axis's order of preference.
+    - `assignments`: pairs of a mesh axis and the logical names that it shards, in the
+      axis's order of preference.
     - `plans`: a plan for each argument of the step.
-    - `seconds`: the seconds of one step, measured after a run; else `compute_seconds`, plus the `exposed_seconds` of
-        collectives that computation waits for, plus the `hidden_seconds` of others as far as they do not overlap.
-    - `memory_bytes`, `limit_bytes`: the bytes that the step takes on one device, and the bytes that it may take.
-    - `by`: the origin of these numbers. "estimate": the program of one device from XLA's own partitioner. "compile":
+    - `seconds`: the seconds of one step, measured after a run; else `compute_seconds`,
+      plus the `exposed_seconds` of
+        collectives that computation waits for, plus the `hidden_seconds` of others as
+        far as they do not overlap.
+    - `memory_bytes`, `limit_bytes`: the bytes that the step takes on one device, and
+      the bytes that it may take.
+    - `by`: the origin of these numbers. "estimate": the program of one device from
+      XLA's own partitioner. "compile":
         the compiled program. "run": `seconds` is measured.
     - `traffic`: the collectives of the step, with their bytes and mesh axes.
-    - `constrained`: whether the step is faster if [`shardfx.auto.constrain_step`][] constrains its intermediate values.
+    - `constrained`: whether the step is faster if [`shardfx.auto.constrain_step`][]
+      constrains its intermediate values.
         Then all numbers, and `code()`, describe the constrained step.
-    - `donated`: the numbers of the arguments that the step donates. If the step does not fit otherwise, also the
+    - `donated`: the numbers of the arguments that the step donates. If the step does
+      not fit otherwise, also the
         arguments for which it returns an updated value.
-    - `results`: for each result the number of the argument that has the same shardings, or `None`.
-    - `state_over`, `states`: the mesh axes that shard the optimizer's state in addition to the axes of its parameters
-        (ZeRO-1), and the numbers of the arguments with this state. `plans` has these axes, `rules` do not.
-    - `reasons`: one text for each of the next two candidates, with its additional seconds and bytes. If no candidate
+    - `results`: for each result the number of the argument that has the same shardings,
+      or `None`.
+    - `state_over`, `states`: the mesh axes that shard the optimizer's state in addition
+      to the axes of its parameters
+        (ZeRO-1), and the numbers of the arguments with this state. `plans` has these
+        axes, `rules` do not.
+    - `reasons`: one text for each of the next two candidates, with its additional
+      seconds and bytes. If no candidate
         fits in memory, a text that says so.
     - `notes`: one text for each kind of operation that was not understood.
     - `comparison`: the differences between the compiled and the partitioned program.
@@ -83,7 +94,9 @@ class Candidate:
 
     @property
     def unsure_bytes(self) -> int:
-        """The bytes by which the compiled program may differ from `wire_bytes`; see [`shardfx.cost.Traffic`][]."""
+        """The bytes by which the compiled program may differ from `wire_bytes`; see
+        [`shardfx.cost.Traffic`][].
+        """
         return self.traffic.unsure_bytes
 
     @property
@@ -93,24 +106,33 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """A text with the mesh axes and the logical names that each shards: `data=4 (batch), tensor=2 (heads, mlp)`."""
+        """A text with the mesh axes and the logical names that each shards:
+        `data=4 (batch), tensor=2 (heads, mlp)`.
+        """
         assignments = dict(self.assignments)
-        axes = [f"{axis}={size} ({', '.join(assignments[axis])})" for axis, size in self.mesh.shape.items()]
+        axes = [
+            f"{axis}={size} ({', '.join(assignments[axis])})"
+            for axis, size in self.mesh.shape.items()
+        ]
         zero = [f"ZeRO-1 over {' x '.join(self.state_over)}"] if self.state_over else []
         return ", ".join([*axes, *zero, *(["constrained"] if self.constrained else [])])
 
     def code(self) -> str:
-        """The text of a Python module with the mesh, the rules, and everything else that the numbers depend on.
+        """The text of a Python module with the mesh, the rules, and everything else
+        that the numbers depend on.
 
-        The module defines two functions. `plans_of(step, *args)` returns the plans of this candidate.
-        `jitted(step, plans)` returns the jitted step, with constraints, donation and the shardings of the results.
+        The module defines two functions. `plans_of(step, *args)` returns the plans of
+        this candidate. `jitted(step, plans)` returns the jitted step, with constraints,
+        donation and the shardings of the results.
         """
         return _code_of(self)
 
     def explain(self) -> str:
-        """All collectives of the step as text, with their bytes, mesh axes and source lines.
+        """All collectives of the step as text, with their bytes, mesh axes and source
+        lines.
 
-        After `verify`, the text includes the differences between the compiled program and the estimate.
+        After `verify`, the text includes the differences between the compiled program
+        and the estimate.
         """
         compared = [] if self.comparison is None else [str(self.comparison)]
         return "\n".join([self._head(), str(self.traffic), *self._below(), *compared])
@@ -124,22 +146,40 @@ class Candidate:
     _repr_html_ = html_text
 
     def _head(self) -> str:
-        sending = f"{ms(self.exposed_seconds)} and {ms(self.hidden_seconds)} beside computation"
-        parts = f" (computation {ms(self.compute_seconds)}, sending {sending})" if self.by != "run" else ""
+        sending = (
+            f"{ms(self.exposed_seconds)} and {ms(self.hidden_seconds)} beside"
+            " computation"
+        )
+        parts = (
+            f" (computation {ms(self.compute_seconds)}, sending {sending})"
+            if self.by != "run"
+            else ""
+        )
         return (
-            f"{self.title}: {ms(self.seconds)} a step{parts}, "
-            f"{bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)}, {_HOW[self.by]}"
+            f"{self.title}: {ms(self.seconds)} a step{parts},"
+            f" {bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)},"
+            f" {_HOW[self.by]}"
         )
 
     def _below(self) -> list[str]:
         told = [f"note: {note}" for note in self.notes]
         if self.donated:
-            donated = "it fits where results take over the memory of arguments: `jitted` in `code()` donates "
+            donated = (
+                "it fits where results take over the memory of arguments: `jitted` in"
+                " `code()` donates "
+            )
             told.insert(0, donated + ", ".join(map(str, self.donated)))
         if self.state_over:
             over = self.state_over[0] if len(self.state_over) == 1 else self.state_over
-            cut = f"the optimizer's state is cut over {' x '.join(self.state_over)} too, the parameters are not"
-            told.insert(0, f"ZeRO-1: {cut}: `shardfx.follow(optimizer.init, params_plan, over={over!r})`")
+            cut = (
+                f"the optimizer's state is cut over {' x '.join(self.state_over)} too,"
+                " the parameters are not"
+            )
+            told.insert(
+                0,
+                f"ZeRO-1: {cut}: `shardfx.follow(optimizer.init, params_plan,"
+                f" over={over!r})`",
+            )
         return [*told, *self.reasons]
 
 
@@ -153,9 +193,12 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -> Iterator[Candidate]:
-    """Yields the candidates of `found` that are no duplicates of earlier ones or of `known`. Two candidates are
-    duplicates if they divide all arguments into the same shards.
+def without_twins(
+    found: Iterable[Candidate], known: Iterable[Candidate] = ()
+) -> Iterator[Candidate]:
+    """Yields the candidates of `found` that are no duplicates of earlier ones or of
+    `known`. Two candidates are duplicates if they divide all arguments into the same
+    shards.
     """
     seen = {_shard_counts(one) for one in known}
     for one in found:
@@ -165,20 +208,30 @@ def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -
 
 
 def _shard_counts(one: Candidate) -> object:
-    """The slices that each mesh axis spans, and the number of shards of each dimension of each argument of the step."""
+    """The slices that each mesh axis spans, and the number of shards of each dimension
+    of each argument of the step.
+    """
     leaves = (leaf for made in one.plans for leaf in made.leaves)
-    return one.mesh.dcn_sizes, tuple(tuple(one.mesh.axis_size(entry_axes(e)) for e in leaf.spec) for leaf in leaves)
+    return one.mesh.dcn_sizes, tuple(
+        tuple(one.mesh.axis_size(entry_axes(e)) for e in leaf.spec) for leaf in leaves
+    )
 
 
 def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
-    """Yields, for each of `others`, a text that compares its seconds, traffic and memory with those of `mine`."""
+    """Yields, for each of `others`, a text that compares its seconds, traffic and
+    memory with those of `mine`.
+    """
     for other in others:
         computation = _more(other.compute_seconds - mine.compute_seconds, mine.seconds)
         told = [_more(other.seconds - mine.seconds, mine.seconds)]
         told += [f"{computation} of it computation"] if computation != _AS_FAST else []
         pairs = (
             (bytes_text(other.wire_bytes), bytes_text(mine.wire_bytes), " sent"),
-            (bytes_text(other.memory_bytes), bytes_text(mine.memory_bytes), " a device"),
+            (
+                bytes_text(other.memory_bytes),
+                bytes_text(mine.memory_bytes),
+                " a device",
+            ),
         )
         told += [f"{its}{what}" for its, own, what in pairs if its != own]
         yield f"{other.title}: {', '.join(told)}"
@@ -188,8 +241,14 @@ _AS_FAST = "as fast"
 
 
 def _more(seconds: float, of: float) -> str:
-    """A difference in seconds as text: "3 ms more", or "as fast" for at most a thousandth of the seconds `of`."""
-    return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}" if abs(seconds) > 1e-3 * of else _AS_FAST
+    """A difference in seconds as text: "3 ms more", or "as fast" for at most a
+    thousandth of the seconds `of`.
+    """
+    return (
+        f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}"
+        if abs(seconds) > 1e-3 * of
+        else _AS_FAST
+    )
 
 
 _HEADS = frozenset("heads kv_heads query_groups mlp hidden vocab".split())
@@ -198,7 +257,9 @@ _RANKS = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
 
 
 def axis_name(order: Sequence[str]) -> str:
-    """The usual name of a mesh axis, such as "fsdp". `order` are the logical names that it shards, by preference."""
+    """The usual name of a mesh axis, such as "fsdp". `order` are the logical names that
+    it shards, by preference.
+    """
     if order[0] == "batch":
         return "data" if len(order) == 1 else "fsdp"
     if order[0] in ("experts", "sequence"):
@@ -211,25 +272,37 @@ def mesh_and_rules(
 ) -> tuple[MeshSpec, AxisRules, tuple[str, ...]] | None:
     """The mesh, the rules, and the names of the mesh axes of the estimate `found`.
 
-    `orders` has, for each mesh axis, the logical names that it shards, in its order of preference. Rules list the names
-    in one order. If the orders of two mesh axes contradict each other, the result is `None`. `known` are all names of
-    the step; names that no mesh axis shards get a rule with the target `None`.
+    `orders` has, for each mesh axis, the logical names that it shards, in its order of
+    preference. Rules list the names in one order. If the orders of two mesh axes
+    contradict each other, the result is `None`. `known` are all names of the step;
+    names that no mesh axis shards get a rule with the target `None`.
     """
     called = [axis_name(order) for order in orders]
     counts = [called[: at + 1].count(name) for at, name in enumerate(called)]
-    axes = tuple(name if count == 1 else f"{name}_{count}" for name, count in zip(called, counts, strict=True))
-    inner = sorted(range(len(axes)), key=lambda at: (-found.slices[at], _RANKS.get(called[at], 4), at))
+    axes = tuple(
+        name if count == 1 else f"{name}_{count}"
+        for name, count in zip(called, counts, strict=True)
+    )
+    inner = sorted(
+        range(len(axes)),
+        key=lambda at: (-found.slices[at], _RANKS.get(called[at], 4), at),
+    )
     mesh = MeshSpec(
         {axes[at]: found.sizes[at] for at in inner},
-        dcn={axes[at]: found.slices[at] for at in inner if found.slices[at] > 1} or None,
+        dcn={axes[at]: found.slices[at] for at in inner if found.slices[at] > 1}
+        or None,
     )
     ranked = _in_order(orders)
     if ranked is None:
         return None
     entries: list[tuple[str, object]] = []
     for name in ranked:
-        # The mesh axis that prefers the name least is innermost: rules try tuples without it next.
-        having = sorted((at for at in inner if name in orders[at]), key=lambda at: orders[at].index(name))
+        # The mesh axis that prefers the name least is innermost: rules try tuples
+        # without it next.
+        having = sorted(
+            (at for at in inner if name in orders[at]),
+            key=lambda at: orders[at].index(name),
+        )
         least = len(having) if all(orders[at][0] == name for at in having) else 1
         for count in range(len(having), least - 1, -1):
             some = itertools.combinations([axes[at] for at in having], count)
@@ -239,8 +312,9 @@ def mesh_and_rules(
 
 
 def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
-    """Merges orders of names into one order that keeps each of them; `None` if they contradict each other. For (a, b)
-    and (b, c): (a, b, c). For (a, b) and (b, a): `None`.
+    """Merges orders of names into one order that keeps each of them; `None` if they
+    contradict each other. For (a, b) and (b, c): (a, b, c). For (a, b) and (b, a):
+    `None`.
     """
     left, found = [list(order) for order in orders], list[str]()
     while any(left):
@@ -254,23 +328,51 @@ def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
 
 
 def _code_of(one: Candidate) -> str:
-    mesh, assignments, over = one.mesh, dict(one.assignments), " x ".join(one.state_over)
+    mesh, assignments, over = (
+        one.mesh,
+        dict(one.assignments),
+        " x ".join(one.state_over),
+    )
     told = [
-        f"{ms(one.seconds)} a step {_HOW[one.by]}, {bytes_text(one.memory_bytes)} a device.",
-        *(f"{axis}={size} cuts {', '.join(assignments[axis])}." for axis, size in mesh.shape.items()),
+        (
+            f"{ms(one.seconds)} a step {_HOW[one.by]}, {bytes_text(one.memory_bytes)} a"
+            " device."
+        ),
+        *(
+            f"{axis}={size} cuts {', '.join(assignments[axis])}."
+            for axis, size in mesh.shape.items()
+        ),
         *([f"ZeRO-1: {over} cuts the optimizer's state, too."] if over else []),
         *(f"Not {reason}." for reason in one.reasons[:1] if one.fits),
     ]
-    rules = [f"        ({_text(name)}, {_text(target)}),\n" for name, target in one.rules.rules]
+    rules = [
+        f"        ({_text(name)}, {_text(target)}),\n"
+        for name, target in one.rules.rules
+    ]
     follows = [
-        f"    plans[{which}] = follow(lambda state: state, plans[{which}], over={_text(one.state_over)})\n"
+        f"    plans[{which}] = follow(lambda state: state, plans[{which}],"
+        f" over={_text(one.state_over)})\n"
         for which in (one.states if over else ())
     ]
-    constrains = "    step = constrain_step(step, plans[0].jax_mesh or MESH, RULES)\n" if one.constrained else ""
-    spans = {name: span for name, span in zip(mesh.axis_names, mesh.dcn_sizes, strict=True) if span > 1}
-    outs = ", ".join("None" if which is None else f"plans[{which}]" for which in one.results)
+    constrains = (
+        "    step = constrain_step(step, plans[0].jax_mesh or MESH, RULES)\n"
+        if one.constrained
+        else ""
+    )
+    spans = {
+        name: span
+        for name, span in zip(mesh.axis_names, mesh.dcn_sizes, strict=True)
+        if span > 1
+    }
+    outs = ", ".join(
+        "None" if which is None else f"plans[{which}]" for which in one.results
+    )
     outs = f"({outs})" if len(one.results) > 1 else outs
-    outs = f", out_shardings={outs}" if any(which is not None for which in one.results) else ""
+    outs = (
+        f", out_shardings={outs}"
+        if any(which is not None for which in one.results)
+        else ""
+    )
     donate = f", donate={_text(one.donated)}" if one.donated else ""
     head = "\n# ".join(told)
     return f'''\
@@ -306,4 +408,8 @@ def _text(value: object) -> str:
     if isinstance(value, tuple):
         inner = ", ".join(map(_text, value))
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | dict) else repr(value)
+    return (
+        json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str | dict)
+        else repr(value)
+    )

@@ -1,7 +1,8 @@
-"""The logical axes of a step's arguments, found from its operations: dimensions that must be sharded alike get one
-name.
+"""The logical axes of a step's arguments, found from its operations: dimensions that
+must be sharded alike get one name.
 
-A logical axis is an equivalence class of dimensions (`_program.py`), or the classes at one position of equal layers.
+A logical axis is an equivalence class of dimensions (`_program.py`), or the classes at
+one position of equal layers.
 """
 
 import dataclasses
@@ -20,11 +21,13 @@ _COPIES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArgumentDim:
-    """A dimension of an array that the step takes, or a sub-dimension: a factor of a dimension that a reshape splits.
+    """A dimension of an array that the step takes, or a sub-dimension: a factor of a
+    dimension that a reshape splits.
 
     - `argument`: the number of the array among all arrays of the step's arguments.
     - `dim`: the number of the dimension within the array.
-    - `at`, `of`: the index of the sub-dimension, major-most first, and their number; 0 and 1 for a whole dimension.
+    - `at`, `of`: the index of the sub-dimension, major-most first, and their number; 0
+      and 1 for a whole dimension.
     """
 
     argument: int
@@ -35,8 +38,9 @@ class ArgumentDim:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LogicalAxis:
-    """The dimensions of a step's arguments that get one name. Each of the dimensions `places` has `size` elements.
-    `roots` are their equivalence classes; empty after a merge into another logical axis.
+    """The dimensions of a step's arguments that get one name. Each of the dimensions
+    `places` has `size` elements. `roots` are their equivalence classes; empty after a
+    merge into another logical axis.
     """
 
     roots: list[Root]
@@ -48,7 +52,8 @@ class LogicalAxis:
 class Classes:
     """The logical axes of a step's arguments. `_name_axes.py` names them.
 
-    - `dims`: for each array and each of its dimensions, the equivalence classes of the sub-dimensions.
+    - `dims`: for each array and each of its dimensions, the equivalence classes of the
+      sub-dimensions.
     - `axes`: all logical axes. An axis that was merged into another has no classes.
     - `of_root`: the number of the logical axis of each class.
     - `main`: the number of the argument that is the model.
@@ -74,11 +79,18 @@ class Classes:
                 self.of_root[root] = len(self.axes)
                 self.axes.append(LogicalAxis([root], self.tied.sizes[root], []))
             self.of(root).places.append(place)
-        # Dimensions at the same position of layers that differ only in their number have one name.
+        # Dimensions at the same position of layers that differ only in their number
+        # have one name.
         keys: dict[object, int] = {}
         alike = [between_numbers(array.path) for array in traced.arrays]
         for place, root in placed:
-            key = (alike[place.argument], place.dim, place.at, place.of, self.tied.sizes[root])
+            key = (
+                alike[place.argument],
+                place.dim,
+                place.at,
+                place.of,
+                self.tied.sizes[root],
+            )
             self.tie(self.of_root[keys.setdefault(key, root)], self.of_root[root])
         self.main, self.model = _model_arguments(traced)
 
@@ -87,44 +99,66 @@ class Classes:
         return self.axes[self.of_root[root]]
 
     def flat(self, array: int) -> list[LogicalAxis]:
-        """The logical axes of all sub-dimensions of the array with the number `array`, in order. A dimension that no
-        reshape splits has one sub-dimension.
+        """The logical axes of all sub-dimensions of the array with the number `array`,
+        in order. A dimension that no reshape splits has one sub-dimension.
         """
         return [self.of(root) for roots in self.dims[array] for root in roots]
 
     def kept(self, roots: Sequence[Root]) -> int:
-        """The number of a dimension's major-most sub-dimensions that may be sharded. No shard splits the other ones.
+        """The number of a dimension's major-most sub-dimensions that may be sharded. No
+        shard splits the other ones.
 
-        `roots` are the classes of the sub-dimensions. The minor-most of several is not sharded, since it counts as the
-        width of one head. A batch dimension of a matrix product is the exception.
+        `roots` are the classes of the sub-dimensions. The minor-most of several is not
+        sharded, since it counts as the width of one head. A batch dimension of a matrix
+        product is the exception.
         """
         count = len(roots)
         # If slices separate queries, keys and values, each of the three is a unit.
-        taken = next((at + 1 for at, root in enumerate(roots[:-1]) if root in self.marked["sliced"]), count)
-        return min(taken, count - (count > 1 and roots[-1] not in self.marked["batched"]))
+        taken = next(
+            (
+                at + 1
+                for at, root in enumerate(roots[:-1])
+                if root in self.marked["sliced"]
+            ),
+            count,
+        )
+        return min(
+            taken, count - (count > 1 and roots[-1] not in self.marked["batched"])
+        )
 
     def names_of(self, array: int) -> tuple[object, ...]:
-        """The logical names of the dimensions of the array with the number `array`, for `plan(..., names=...)`. A name
-        that an earlier dimension has becomes `None`.
+        """The logical names of the dimensions of the array with the number `array`, for
+        `plan(..., names=...)`. A name that an earlier dimension has becomes `None`.
         """
         used, found = set[str](), list[object]()
         for roots in self.dims[array]:
             count = self.kept(roots)
-            names = [name for name in dict.fromkeys(self.of(root).name for root in roots[:count]) if name not in used]
+            names = [
+                name
+                for name in dict.fromkeys(self.of(root).name for root in roots[:count])
+                if name not in used
+            ]
             used.update(names)
             unit = math.prod(self.tied.sizes[root] for root in roots[count:])
-            entries = [*names[:-1], *(Atomic(name, unit) if unit > 1 else name for name in names[-1:])]
-            found.append(tuple(entries) if len(entries) > 1 else next(iter(entries), None))
+            entries = [
+                *names[:-1],
+                *(Atomic(name, unit) if unit > 1 else name for name in names[-1:]),
+            ]
+            found.append(
+                tuple(entries) if len(entries) > 1 else next(iter(entries), None)
+            )
         return tuple(found)
 
     def tie(self, first: int, second: int) -> bool:
-        """Merges the logical axes with the numbers `first` and `second`, unless their sizes differ or an array has
-        both. Returns whether they are now one axis.
+        """Merges the logical axes with the numbers `first` and `second`, unless their
+        sizes differ or an array has both. Returns whether they are now one axis.
         """
         if first == second:
             return True
         a, b = self.axes[first], self.axes[second]
-        if a.size != b.size or {p.argument for p in a.places} & {p.argument for p in b.places}:
+        if a.size != b.size or {p.argument for p in a.places} & {
+            p.argument for p in b.places
+        }:
             return False
         a.roots += b.roots
         a.places += b.places
@@ -134,7 +168,9 @@ class Classes:
         return True
 
     def tie_names(self) -> None:
-        """Merges logical axes with equal names. If two cannot be merged, the second gets a number, as in `mlp_2`."""
+        """Merges logical axes with equal names. If two cannot be merged, the second
+        gets a number, as in `mlp_2`.
+        """
         known: dict[str, list[int]] = {}
         for number, axis in enumerate(self.axes):
             if axis.roots:
@@ -144,15 +180,21 @@ class Classes:
             for number in numbers:
                 if not any(self.tie(other, number) for other in kept):
                     kept.append(number)
-                    self.axes[number].name = name if len(kept) == 1 else f"{name}_{len(kept)}"
+                    self.axes[number].name = (
+                        name if len(kept) == 1 else f"{name}_{len(kept)}"
+                    )
 
     @property
     def own(self) -> set[Root]:
         """The classes of all dimensions of the model and its optimizer."""
-        return {root for axis in self.axes if self.in_model(axis) for root in axis.roots}
+        return {
+            root for axis in self.axes if self.in_model(axis) for root in axis.roots
+        }
 
     def in_model(self, axis: LogicalAxis) -> list[ArgumentDim]:
-        """The dimensions of a logical axis that belong to arrays of the model or of its optimizer."""
+        """The dimensions of a logical axis that belong to arrays of the model or of its
+        optimizer.
+        """
         return [place for place in axis.places if place.argument in self.model]
 
     def live(self) -> list[LogicalAxis]:
@@ -161,15 +203,20 @@ class Classes:
 
 
 def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
-    """The number of the argument that is the model, and the numbers of all arrays of the model and its optimizer.
+    """The number of the argument that is the model, and the numbers of all arrays of
+    the model and its optimizer.
 
-    The first argument with many arrays is the model. Another argument is a part of it if, in most of its arrays,
-    all dimensions are equivalent to dimensions of the model. Examples are an optimizer's moments, and the frozen base
-    of adapters (as in LoRA). A batch of data has a dimension that is equivalent to none of the model.
+    The first argument with many arrays is the model. Another argument is a part of it
+    if, in most of its arrays, all dimensions are equivalent to dimensions of the model.
+    Examples are an optimizer's moments, and the frozen base of adapters (as in LoRA). A
+    batch of data has a dimension that is equivalent to none of the model.
     """
     counts = [sum(flat.is_array) for flat in traced.flats]
     # An optimizer may hold several arrays for each array of the model.
-    model = next((which for which, count in enumerate(counts) if _COPIES * count >= max(counts)), 0)
+    model = next(
+        (which for which, count in enumerate(counts) if _COPIES * count >= max(counts)),
+        0,
+    )
     owned: set[int] = set()
     of: dict[int, list[set[int]]] = {}
     for value, array in zip(traced.tied.program.arguments, traced.arrays, strict=True):
@@ -177,21 +224,34 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
         of.setdefault(array.which, []).append(dims)
         if array.which == model:
             owned |= dims
-    members = {which for which, each in of.items() if 2 * sum(dims <= owned for dims in each) > len(each)}
-    return model, {argument for argument, array in enumerate(traced.arrays) if array.which in members}
+    members = {
+        which
+        for which, each in of.items()
+        if 2 * sum(dims <= owned for dims in each) > len(each)
+    }
+    return model, {
+        argument
+        for argument, array in enumerate(traced.arrays)
+        if array.which in members
+    }
 
 
 _FAR = 400
 
 
 def residual(tied: Tied, own: set[Root]) -> set[Root]:
-    """The classes of the dimensions of residual streams. A residual stream is `x` in a sum `x + f(x)`, where `f` has a
-    matrix product. A sum whose dimensions are all in `own`, the classes of the model's dimensions, updates parameters
-    instead.
+    """The classes of the dimensions of residual streams. A residual stream is `x` in a
+    sum `x + f(x)`, where `f` has a matrix product. A sum whose dimensions are all in
+    `own`, the classes of the model's dimensions, updates parameters instead.
     """
     operations = tied.program.operations
     maker = {out: made for made in operations for out in made.outs}
-    spread = {out for made in operations if made.name == "broadcast_in_dim" for out in made.outs}
+    spread = {
+        out
+        for made in operations
+        if made.name == "broadcast_in_dim"
+        for out in made.outs
+    }
     found: set[int] = set()
     for made in operations:
         if made.name != "add" or not spread.isdisjoint(made.ins):
@@ -206,8 +266,9 @@ def residual(tied: Tied, own: set[Root]) -> set[Root]:
 
 
 def _is_made_of(value: int, source: int, maker: dict[int, Operation]) -> bool:
-    """Whether `value` is computed from `source` through a matrix product. The search goes back at most 400 operations.
-    `maker` maps each value of the program to the operation that makes it.
+    """Whether `value` is computed from `source` through a matrix product. The search
+    goes back at most 400 operations. `maker` maps each value of the program to the
+    operation that makes it.
     """
     left, seen = [(value, False)], {(value, False)}
     while left and len(seen) < _FAR:
@@ -218,7 +279,11 @@ def _is_made_of(value: int, source: int, maker: dict[int, Operation]) -> bool:
         by_product |= made.flops > 0
         if by_product and source in made.ins:
             return True
-        new = [(before, by_product) for before in made.ins if (before, by_product) not in seen]
+        new = [
+            (before, by_product)
+            for before in made.ins
+            if (before, by_product) not in seen
+        ]
         left += new
         seen.update(new)
     return False

@@ -1,8 +1,10 @@
-"""A step whose intermediate values are constrained to the shardings that a search assumed.
+"""A step whose intermediate values are constrained to the shardings that a search
+assumed.
 
-The step's jaxpr is evaluated twice in the same order. The first evaluation puts each equation in a name scope with its
-number. The locations of lowered operations contain the number, which gives the sharding of each operation to its
-equation. The second evaluation constrains the results of the equations.
+The step's jaxpr is evaluated twice in the same order. The first evaluation puts each
+equation in a name scope with its number. The locations of lowered operations contain
+the number, which gives the sharding of each operation to its equation. The second
+evaluation constrains the results of the equations.
 """
 
 import functools as ft
@@ -29,34 +31,46 @@ from ._name_axes import named_classes
 from ._program import Root
 
 
-# Calls whose programs are inlined, with the parameter that holds the program; and equations that contain programs.
-_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+# Calls whose programs are inlined, with the parameter that holds the program; and
+# equations that contain programs.
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+}
 _NESTED = ("scan", "while", "cond", "checkpoint", "remat", "remat2")
 _TAG = "shardfx-equation-"
 _TAGS = re.compile(_TAG + r"(\d+)")
-# The index of a sharded sub-dimension, its place in the mesh axis's order of preference, and the mesh axis.
+# The index of a sharded sub-dimension, its place in the mesh axis's order of
+# preference, and the mesh axis.
 _Sharded = tuple[int, int, str]
 
 
-def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., PyTree]:
-    """The step, with its intermediate values constrained to the shardings that follow from rules for its arguments.
+def constrain_step(
+    step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: AxisRules
+) -> Callable[..., PyTree]:
+    """The step, with its intermediate values constrained to the shardings that follow
+    from rules for its arguments.
 
-    A plan gives the shardings of the arguments. The compiler chooses those of all intermediate values, and often sends
-    several times more bytes than necessary. This function names the step's dimensions as [`shardfx.auto.name_axes`][]
-    does, and propagates the logical axes that the rules give each mesh axis through the operations as
-    [`shardfx.auto.search`][] does. Then it constrains the results of the operations. The step needs no change and
-    computes the same values.
+    A plan gives the shardings of the arguments. The compiler chooses those of all
+    intermediate values, and often sends several times more bytes than necessary. This
+    function names the step's dimensions as [`shardfx.auto.name_axes`][] does, and
+    propagates the logical axes that the rules give each mesh axis through the
+    operations as [`shardfx.auto.search`][] does. Then it constrains the results of the
+    operations. The step needs no change and computes the same values.
 
     **Arguments:**
 
     - `step`: the whole function that is jitted.
     - `mesh`: a `jax.sharding.Mesh`, or a MeshSpec if the arguments are on devices.
-    - `rules`: rules for the logical names that `name_axes` finds, such as the rules of a [`shardfx.auto.Candidate`][].
+    - `rules`: rules for the logical names that `name_axes` finds, such as the rules of
+      a [`shardfx.auto.Candidate`][].
 
     **Returns:**
 
-    A function of the same arguments, for `jax.jit`. It is traced again for arguments of other shapes. Do not
-    differentiate it: pass a step that contains the gradient.
+    A function of the same arguments, for `jax.jit`. It is traced again for arguments of
+    other shapes. Do not differentiate it: pass a step that contains the gradient.
 
     **Raises:**
 
@@ -86,11 +100,16 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
         ```
     """
     spec = MeshSpec.of(mesh)
-    other = [name for name, kind in zip(spec.axis_names, spec.axis_types, strict=True) if kind != AxisType.Auto]
+    other = [
+        name
+        for name, kind in zip(spec.axis_names, spec.axis_types, strict=True)
+        if kind != AxisType.Auto
+    ]
     if other:
         raise MeshError(
-            f"`constrain_step` constrains arrays along Auto axes, and {', '.join(map(repr, other))} are not; "
-            "build the mesh without `axis_types`, or constrain the step yourself."
+            "`constrain_step` constrains arrays along Auto axes, and"
+            f" {', '.join(map(repr, other))} are not; build the mesh without"
+            " `axis_types`, or constrain the step yourself."
         )
     where = mesh if isinstance(mesh, Mesh) else spec.abstract()
 
@@ -100,32 +119,58 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 
         def run(walker: _Walker, *args: PyTree) -> PyTree:
             flats = map(flatten, args)
-            leaves = [leaf for flat in flats for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True) if shaped]
-            return eqx.combine(jax.tree.unflatten(jax.tree.structure(out), walker.run(*opened(closed), leaves)), rest)
+            leaves = [
+                leaf
+                for flat in flats
+                for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True)
+                if shaped
+            ]
+            return eqx.combine(
+                jax.tree.unflatten(
+                    jax.tree.structure(out), walker.run(*opened(closed), leaves)
+                ),
+                rest,
+            )
 
         classes = named_classes(
-            trace(ft.wraps(step)(ft.partial(run, _Walker(lambda _number, _name, outs: outs))), *args)
+            trace(
+                ft.wraps(step)(
+                    ft.partial(run, _Walker(lambda _number, _name, outs: outs))
+                ),
+                *args,
+            )
         )
         assignments = assignments_of_rules(rules, classes)
         layouts = Layouts(classes, spec.size)
-        chosen = {axis: layouts.under(assignments[axis]) for axis in spec.axis_names if axis in assignments}
+        chosen = {
+            axis: layouts.under(assignments[axis])
+            for axis in spec.axis_names
+            if axis in assignments
+        }
         return run(_Walker(_Constrainer(layouts, chosen, where)), *args)
 
     return constrained
 
 
 class _Walker:
-    """Evaluates a jaxpr, each equation in a name scope with the equation's number. The function `change`
-    takes the equation's number, the name of its primitive, and its results, and returns other results.
+    """Evaluates a jaxpr, each equation in a name scope with the equation's number. The
+    function `change` takes the equation's number, the name of its primitive, and its
+    results, and returns other results.
     """
 
     def __init__(self, change: Callable[[int, str, Sequence[Any]], Sequence[Any]]):
         self.change = change
         self.count = 0
 
-    def run(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        """Evaluates a jaxpr, with `change` applied to the results of each equation. Returns the jaxpr's results."""
-        arrays: dict[object, Any] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True))
+    def run(
+        self, jaxpr: jex.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]
+    ) -> list[Any]:
+        """Evaluates a jaxpr, with `change` applied to the results of each equation.
+        Returns the jaxpr's results.
+        """
+        arrays: dict[object, Any] = dict(
+            zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True)
+        )
 
         def read(atom: object) -> Any:
             return atom.val if isinstance(atom, jex.Literal) else arrays[atom]
@@ -138,59 +183,92 @@ class _Walker:
                 outs = self.run(*opened(equation.params[_INLINED[name]]), ins)
             else:
                 if name in _NESTED:
-                    params = {key: self.anew(given) for key, given in equation.params.items()}
+                    params = {
+                        key: self.anew(given) for key, given in equation.params.items()
+                    }
                     equation = equation.replace(params=params)
                 with jax.named_scope(f"{_TAG}{number}"):
                     outs = applied(jaxpr, equation, ins)
-            arrays.update(zip(equation.outvars, self.change(number, name, outs), strict=True))
+            arrays.update(
+                zip(equation.outvars, self.change(number, name, outs), strict=True)
+            )
         return list(map(read, jaxpr.outvars))
 
     def anew(self, given: object) -> Any:
-        """The parameter `given` of an equation, with its jaxprs traced again so that `change` sees their equations."""
+        """The parameter `given` of an equation, with its jaxprs traced again so that
+        `change` sees their equations.
+        """
         if type(given) is tuple:
             return tuple(map(self.anew, given))
         if not isinstance(given, jex.ClosedJaxpr | jex.Jaxpr):
             return given
         jaxpr, consts = opened(given)
-        structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
+        structs = [
+            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars
+        ]
         made = jax.make_jaxpr(lambda *arrays: self.run(jaxpr, consts, arrays))(*structs)
         return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
 
 
 class _Constrainer:
-    """Constrains the results of equations. An equation lowers to operations, and a search gives these shardings."""
+    """Constrains the results of equations. An equation lowers to operations, and a
+    search gives these shardings.
+    """
 
-    def __init__(self, layouts: Layouts, chosen: Mapping[str, AssignedLayout], mesh: Mesh | AbstractMesh):
+    def __init__(
+        self,
+        layouts: Layouts,
+        chosen: Mapping[str, AssignedLayout],
+        mesh: Mesh | AbstractMesh,
+    ):
         self.layouts, self.chosen, self.mesh = layouts, chosen, mesh
         self.operations: dict[int, list[Operation]] = {}
         for made in layouts.program.operations:
-            tags = next(filter(None, map(_TAGS.findall, name_stacks(made.location))), None)
+            tags = next(
+                filter(None, map(_TAGS.findall, name_stacks(made.location))), None
+            )
             if tags:
                 self.operations.setdefault(int(tags[-1]), []).append(made)
 
     def __call__(self, number: int, name: str, outs: Sequence[Any]) -> Sequence[Any]:
-        """Constrains `outs`, the results of equation `number`, whose primitive is `name`. The sharding of `outs[i]` is
-        that of the equation's last lowered operation whose result has this shape.
+        """Constrains `outs`, the results of equation `number`, whose primitive is
+        `name`. The sharding of `outs[i]` is that of the equation's last lowered
+        operation whose result has this shape.
         """
         values = self.layouts.program.values
-        left = [value for made in self.operations.get(number, ()) for value in made.outs]
+        left = [
+            value for made in self.operations.get(number, ()) for value in made.outs
+        ]
         found = list(outs)
         for at in reversed(range(len(outs))):
-            value = next((value for value in reversed(left) if values[value].shape == jnp.shape(outs[at])), None)
+            value = next(
+                (
+                    value
+                    for value in reversed(left)
+                    if values[value].shape == jnp.shape(outs[at])
+                ),
+                None,
+            )
             if value is None or values[value].free:
                 continue
             left.remove(value)
-            if name == "gather" and any(value in made.unreduced for made in self.chosen.values()):
-                # XLA's partitioner fails if a lookup in a sharded dimension is to be sharded along the same axis too:
-                # "Slice dim size 128 greater than dynamic slice dimension: 64".
-                found[at] = self.constrained(found[at], self.spec(value, whole_if_unreduced=True))
+            if name == "gather" and any(
+                value in made.unreduced for made in self.chosen.values()
+            ):
+                # XLA's partitioner fails if a lookup in a sharded dimension is to be
+                # sharded along the same axis too: "Slice dim size 128 greater than
+                # dynamic slice dimension: 64".
+                found[at] = self.constrained(
+                    found[at], self.spec(value, whole_if_unreduced=True)
+                )
             found[at] = self.constrained(found[at], self.spec(value))
         return found
 
     def spec(self, value: int, *, whole_if_unreduced: bool = False) -> PartitionSpec:
-        """The PartitionSpec with the mesh axes over which the search shards each dimension of a value of the program.
-        With `whole_if_unreduced`, it lacks the mesh axes over which an operation leaves the value unreduced, as a sum
-        whose parts are on several devices.
+        """The PartitionSpec with the mesh axes over which the search shards each
+        dimension of a value of the program. With `whole_if_unreduced`, it lacks the
+        mesh axes over which an operation leaves the value unreduced, as a sum whose
+        parts are on several devices.
         """
         dims = self.layouts.roots[value]
         flat = [(dim, at) for dim, roots in enumerate(dims) for at in range(len(roots))]
@@ -200,23 +278,33 @@ class _Constrainer:
             if position >= 0 and not (whole_if_unreduced and value in made.unreduced):
                 dim, at = flat[position]
                 used = [number for number in made.assignment if number in made.used]
-                # The mesh axis that prefers the sub-dimension least is innermost, as in the rules of a candidate.
-                found[dim].append((at, used.index(self.layouts.flat[value][position][0]), axis))
+                # The mesh axis that prefers the sub-dimension least is innermost, as in
+                # the rules of a candidate.
+                found[dim].append(
+                    (at, used.index(self.layouts.flat[value][position][0]), axis)
+                )
         return PartitionSpec(*map(self.entry, dims, found))
 
     def entry(self, roots: Sequence[Root], given: Sequence[_Sharded]) -> object:
-        """The entry of a spec for a dimension, whose sub-dimensions have the classes `roots`.
+        """The entry of a spec for a dimension, whose sub-dimensions have the classes
+        `roots`.
 
-        `given` has a triple for each mesh axis that shards a sub-dimension: the index of the sub-dimension, a number
-        that orders the axes of one sub-dimension, and the axis. The entry is UNCONSTRAINED if no spec expresses this:
-        in a spec, each mesh axis shards the parts that earlier axes leave, so that a minor sub-dimension is sharded
-        only after the major ones are sharded completely.
+        `given` has a triple for each mesh axis that shards a sub-dimension: the index
+        of the sub-dimension, a number that orders the axes of one sub-dimension, and
+        the axis. The entry is UNCONSTRAINED if no spec expresses this: in a spec, each
+        mesh axis shards the parts that earlier axes leave, so that a minor
+        sub-dimension is sharded only after the major ones are sharded completely.
         """
         cut = sorted(given, key=lambda one: one[:2])
         sizes = [self.layouts.tied.sizes[root] for root in roots]
-        counts = [math.prod(self.mesh.shape[axis] for at, _, axis in cut if at == part) for part in range(len(roots))]
+        counts = [
+            math.prod(self.mesh.shape[axis] for at, _, axis in cut if at == part)
+            for part in range(len(roots))
+        ]
         last = max((at for at, *_ in cut), default=0)
-        if any(counts[at] != sizes[at] for at in range(last)) or (cut and sizes[last] % counts[last]):
+        if any(counts[at] != sizes[at] for at in range(last)) or (
+            cut and sizes[last] % counts[last]
+        ):
             return PartitionSpec.UNCONSTRAINED
         return tuple(axis for *_, axis in cut) or None
 

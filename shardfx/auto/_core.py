@@ -1,29 +1,37 @@
-"""The estimated seconds and memory of all meshes of up to four axes, as one compiled function of arrays.
+"""The estimated seconds and memory of all meshes of up to four axes, as one compiled
+function of arrays.
 
-**Candidates.** An axis assignment is the logical axes that one mesh axis shards, in order of preference
-(`_layouts.py`). A candidate is a set of at most four assignments, with a mesh axis size for each, whose product is the
-number of devices. With 256 devices, 42 assignments have 4 million candidates, the largest number that is estimated. So
-the estimate of a candidate must not look at the operations of the step again.
+**Candidates.** An axis assignment is the logical axes that one mesh axis shards, in
+order of preference (`_layouts.py`). A candidate is a set of at most four assignments,
+with a mesh axis size for each, whose product is the number of devices. With 256
+devices, 42 assignments have 4 million candidates, the largest number that is estimated.
+So the estimate of a candidate must not look at the operations of the step again.
 
-**Cost terms.** If the assignments `a` and `b` of the set {a, b, c, d} shard a matrix product, one device does `flops /
-(size_a * size_b)` of it. All work, bytes or traffic that the same assignments divide is added up beforehand, to one
-cost term. A term has `divides`, one bool for each assignment. A large step has some hundred terms.
+**Cost terms.** If the assignments `a` and `b` of the set {a, b, c, d} shard a matrix
+product, one device does `flops / (size_a * size_b)` of it. All work, bytes or traffic
+that the same assignments divide is added up beforehand, to one cost term. A term has
+`divides`, one bool for each assignment. A large step has some hundred terms.
 
-**Masks.** The mask of a term within a set of four assignments is its `divides` for these four, read as a binary number
-below 2**4. Only the mask determines the divisor of the term, so for each set the terms with equal masks are summed:
+**Masks.** The mask of a term within a set of four assignments is its `divides` for
+these four, read as a binary number below 2**4. Only the mask determines the divisor of
+the term, so for each set the terms with equal masks are summed:
 
-    sums[set, mask, quantity] = sum over terms of (term has the mask) * quantity[term]          `_masks`, an einsum
-    power[sizes, mask] = 1 / product of size[assignment] for those in the mask                  `has`, exp2(-log2)
-    total[set, sizes, quantity] = sum over masks of power[sizes, mask] * sums[set, mask, quantity]
+    sums[set, mask, quantity] = sum over terms of (term has the mask) * quantity[term]
+    `_masks`, an einsum power[sizes, mask] = 1 / product of size[assignment] for those
+    in the mask                  `has`, exp2(-log2) total[set, sizes, quantity] = sum
+    over masks of power[sizes, mask] * sums[set, mask, quantity]
 
-The last line is a product of matrices: a candidate and quantity cost 16 multiplications, however large the step is.
+The last line is a product of matrices: a candidate and quantity cost 16
+multiplications, however large the step is.
 
-**An example.** Assignment 0 divides a term of 100 operations; assignments 0 and 1 divide a term of 60. In the set {0,
-1} the first has the mask 0b01, the second 0b11. With the sizes (4, 2) the divisors of the masks 0b00, 0b01, 0b10 and
-0b11 are 1, 4, 2 and 8. So a device does 100 / 4 + 60 / 8 = 32.5 operations.
+**An example.** Assignment 0 divides a term of 100 operations; assignments 0 and 1
+divide a term of 60. In the set {0, 1} the first has the mask 0b01, the second 0b11.
+With the sizes (4, 2) the divisors of the masks 0b00, 0b01, 0b10 and 0b11 are 1, 4, 2
+and 8. So a device does 100 / 4 + 60 / 8 = 32.5 operations.
 
-**Omissions.** Each assignment is estimated as if the step were constrained to it, with its own collectives. The memory
-traffic of single operations is not counted. The estimate only prunes: XLA partitions the candidates that survive.
+**Omissions.** Each assignment is estimated as if the step were constrained to it, with
+its own collectives. The memory traffic of single operations is not counted. The
+estimate only prunes: XLA partitions the candidates that survive.
 """
 
 import dataclasses
@@ -44,7 +52,8 @@ from ..chips._chip import average_network, extents_of
 from ._layouts import AssignedLayout, Layouts
 
 
-# A value that is used this many operations after the one that makes it is stored in between.
+# A value that is used this many operations after the one that makes it is stored in
+# between.
 _LONG = 40
 # The results of these operations reuse the memory of an operand.
 _IN_PLACE = ("carry", "dynamic_update_slice")
@@ -55,32 +64,53 @@ CostTerms = dict[str, np.ndarray]
 
 
 def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
-    """The cost terms of a step as arrays. `made` has the step's shardings and collectives under each axis assignment.
+    """The cost terms of a step as arrays. `made` has the step's shardings and
+    collectives under each axis assignment.
 
-    All amounts are those of the unsharded step. The shape of each array is in parentheses; "axes" in it are
-    the logical axes that any assignment shards.
+    All amounts are those of the unsharded step. The shape of each array is in
+    parentheses; "axes" in it are the logical axes that any assignment shards.
 
     - `divides` (terms, assignments): whether the assignment divides the term.
-    - `shared` (terms, 3): the term's floating-point operations; bytes of arguments and results; bytes of arguments and
+    - `shared` (terms, 3): the term's floating-point operations; bytes of arguments and
+      results; bytes of arguments and
         temporaries.
-    - `divides_sent` (assignments, sent terms, assignments): whether the last assignment divides a term of the bytes
+    - `divides_sent` (assignments, sent terms, assignments): whether the last assignment
+      divides a term of the bytes
         that the collectives of the first assignment send.
-    - `sent` (assignments, sent terms, 2): the bytes of this term that a device receives, before the factor
-        (1 - 1 / size): in collectives that computation waits for, and in collectives that overlap with computation.
+    - `sent` (assignments, sent terms, 2): the bytes of this term that a device
+      receives, before the factor
+        (1 - 1 / size): in collectives that computation waits for, and in collectives
+        that overlap with computation.
     - `calls` (assignments): the number of collectives of the assignment.
     - `limits` (axes, assignments): whether the assignment shards the logical axis.
-    - `sizes`, `least` (axes): the size of the logical axis, and the smallest allowed number of its shards.
+    - `sizes`, `least` (axes): the size of the logical axis, and the smallest allowed
+      number of its shards.
     """
     program, count = layouts.program, len(made)
     values = program.values
-    cut = np.array([[position >= 0 for position in layout.positions] for layout in made]).T
+    cut = np.array(
+        [[position >= 0 for position in layout.positions] for layout in made]
+    ).T
     shared = np.array([layout.divided for layout in made]).T
-    stored = [*program.arguments, *program.results], [*program.arguments, *_temporaries(program)]
-    rows = [(shared[number], 0, made.flops * made.times) for number, made in enumerate(program.operations)]
-    rows += [(cut[value], column, values[value].bytes) for column, own in enumerate(stored, 1) for value in own]
-    # A value has data if it has a dimension that no parameter has. Computation waits for its collectives.
+    stored = (
+        [*program.arguments, *program.results],
+        [*program.arguments, *_temporaries(program)],
+    )
+    rows = [
+        (shared[number], 0, made.flops * made.times)
+        for number, made in enumerate(program.operations)
+    ]
+    rows += [
+        (cut[value], column, values[value].bytes)
+        for column, own in enumerate(stored, 1)
+        for value in own
+    ]
+    # A value has data if it has a dimension that no parameter has. Computation waits
+    # for its collectives.
     own = layouts.classes.own
-    has_data = [any(root not in own for dim in dims for root in dim) for dims in layouts.roots]
+    has_data = [
+        any(root not in own for dim in dims for root in dim) for dims in layouts.roots
+    ]
     moving: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(made):
         for event in layout.events:
@@ -90,12 +120,18 @@ def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
         events: list[tuple[np.ndarray, int, float]] = []
         for event in layout.events:
             mask = cut[event.value].copy()
-            # If several axes gather or sum an array, the first one moves only shards of the later ones.
+            # If several axes gather or sum an array, the first one moves only shards of
+            # the later ones.
             for other in moving[event.value, event.operation]:
                 mask[other] = other > number
-            # An all-to-all moves one shard; the other collectives move whole shards of the other assignments.
+            # An all-to-all moves one shard; the other collectives move whole shards of
+            # the other assignments.
             mask[number] = event.kind == "all-to-all"
-            amount = values[event.value].bytes * event.times * (2 if event.kind == "all-reduce" else 1)
+            amount = (
+                values[event.value].bytes
+                * event.times
+                * (2 if event.kind == "all-reduce" else 1)
+            )
             events.append((mask, int(not has_data[event.value]), amount))
         sent.append(_added(events, count, 2))
     masks, columns = _added(rows, count, 3)
@@ -105,18 +141,30 @@ def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
         "shared": columns,
         "divides_sent": _stacked([masks for masks, _ in sent]),
         "sent": _stacked([amounts for _, amounts in sent]),
-        "calls": np.array([sum(event.times for event in layout.events) for layout in made], float),
-        "limits": np.array([[number in layout.used for layout in made] for number in used]).reshape(-1, count),
-        "sizes": np.array([layouts.classes.axes[number].size for number in used], dtype=np.int64),
+        "calls": np.array(
+            [sum(event.times for event in layout.events) for layout in made], float
+        ),
+        "limits": (
+            np.array(
+                [[number in layout.used for layout in made] for number in used]
+            ).reshape(-1, count)
+        ),
+        "sizes": np.array(
+            [layouts.classes.axes[number].size for number in used], dtype=np.int64
+        ),
         "least": np.ones(len(used), np.int64),
     }
 
 
-def _added(rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sums the amounts that the same axis assignments divide. Each of `rows` is a mask, a column, and an amount.
+def _added(
+    rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums the amounts that the same axis assignments divide. Each of `rows` is a mask,
+    a column, and an amount.
 
-    A mask says for each of `count` assignments whether it divides the amount. Returns the distinct masks as an array
-    (masks, count), and the sums as an array (masks, columns).
+    A mask says for each of `count` assignments whether it divides the amount. Returns
+    the distinct masks as an array (masks, count), and the sums as an array (masks,
+    columns).
     """
     found: dict[bytes, np.ndarray] = {}
     for mask, column, amount in rows:
@@ -126,13 +174,18 @@ def _added(rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: i
 
 
 def _temporaries(program: Program) -> list[int]:
-    """The numbers of the values, without arguments, that are live where the unsharded step takes the most memory."""
+    """The numbers of the values, without arguments, that are live where the unsharded
+    step takes the most memory.
+    """
     operations = program.operations
     born: dict[int, int] = {}
     dies = dict.fromkeys(program.results, len(operations))
     for number, operation in enumerate(operations):
         born |= {value: number for value in operation.outs if value not in born}
-        dies |= {value: max(number, dies.get(value, 0)) for value in (*operation.outs, *operation.ins)}
+        dies |= {
+            value: max(number, dies.get(value, 0))
+            for value in (*operation.outs, *operation.ins)
+        }
     kept = [
         value
         for value, number in born.items()
@@ -150,9 +203,13 @@ def _temporaries(program: Program) -> list[int]:
 
 
 def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
-    """Stacks matrices of different heights along a new first dimension. Rows of zeros make the heights equal."""
+    """Stacks matrices of different heights along a new first dimension. Rows of zeros
+    make the heights equal.
+    """
     most = max(len(array) for array in arrays)
-    return np.stack([np.pad(array, ((0, most - len(array)), (0, 0))) for array in arrays])
+    return np.stack(
+        [np.pad(array, ((0, most - len(array)), (0, 0))) for array in arrays]
+    )
 
 
 def cut_by(made: list[AssignedLayout]) -> list[int]:
@@ -161,13 +218,15 @@ def cut_by(made: list[AssignedLayout]) -> list[int]:
 
 
 def padded(terms: CostTerms) -> CostTerms:
-    """The arrays of `cost_terms`, padded with terms, assignments and logical axes that change no estimate.
+    """The arrays of `cost_terms`, padded with terms, assignments and logical axes that
+    change no estimate.
 
-    With this padding most searches of a process have arrays of equal shapes, and share one compiled program. Counts
-    become float32, since only their leading digits matter.
+    With this padding most searches of a process have arrays of equal shapes, and share
+    one compiled program. Counts become float32, since only their leading digits matter.
     """
     more_terms, few = -len(terms["shared"]) % 32, -terms["sent"].shape[1] % 16
-    # The last assignment shards nothing. It fills up sets with fewer than four assignments.
+    # The last assignment shards nothing. It fills up sets with fewer than four
+    # assignments.
     more, axes = 1 + (-1 - len(terms["calls"])) % 80, -len(terms["sizes"]) % 16
     widths = {
         "divides": (more_terms, more),
@@ -179,22 +238,30 @@ def padded(terms: CostTerms) -> CostTerms:
         "sizes": (axes,),
         "least": (axes,),
     }
-    # A size that int32 cannot hold becomes a smaller one that the same numbers of devices divide.
-    sizes = [size if size < 2**31 else 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7) for size in terms["sizes"].tolist()]
+    # A size that int32 cannot hold becomes a smaller one that the same numbers of
+    # devices divide.
+    sizes = [
+        size if size < 2**31 else 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7)
+        for size in terms["sizes"].tolist()
+    ]
     kinds = {"f": np.float32, "b": np.bool_, "i": np.int32}
     arrays = {
         name: np.pad(array, [(0, n) for n in widths[name]])
         for name, array in {**terms, "sizes": np.array(sizes)}.items()
     }
-    return {name: array.astype(kinds[array.dtype.kind]) for name, array in arrays.items()}
+    return {
+        name: array.astype(kinds[array.dtype.kind]) for name, array in arrays.items()
+    }
 
 
-# JAX's module or NumPy's: the same code is compiled for many candidates, and runs uncompiled for few.
+# JAX's module or NumPy's: the same code is compiled for many candidates, and runs
+# uncompiled for few.
 _Array = Array | np.ndarray
 # The arrays of `cost_terms` or the rates of `rates_of`, by name.
 Numbers = Mapping[str, Any]
 AXES = 4
-# The number of candidates, and of sets, in one call: their arrays should fit in the cache.
+# The number of candidates, and of sets, in one call: their arrays should fit in the
+# cache.
 _BLOCK, _SETS = 2**16, 2048
 _ALL = 2**22
 
@@ -203,11 +270,14 @@ _ALL = 2**22
 class CostModel:
     """The assumptions of a time estimate that no data sheet of a chip states.
 
-    - `compute`: the fraction of the chip's peak operations per second that matrix products reach.
+    - `compute`: the fraction of the chip's peak operations per second that matrix
+      products reach.
     - `memory`: the fraction of the memory's bandwidth that operations reach.
     - `network`: the fraction of the links' bandwidth that collectives reach.
-    - `overlap`: the fraction of the computation with which collectives of parameters and gradients can overlap.
-    - `call_seconds`: the fixed seconds of each collective, in addition to the seconds of its bytes.
+    - `overlap`: the fraction of the computation with which collectives of parameters
+      and gradients can overlap.
+    - `call_seconds`: the fixed seconds of each collective, in addition to the seconds
+      of its bytes.
     """
 
     compute: float = 0.55
@@ -218,10 +288,19 @@ class CostModel:
 
 
 def axis_sizes(devices: int, axes: int) -> Int[np.ndarray, "sizes axes"]:
-    """All tuples of `axes` mesh axis sizes above 1 whose product is the number of devices."""
+    """All tuples of `axes` mesh axis sizes above 1 whose product is the number of
+    devices.
+    """
     divisors = [size for size in range(2, devices + 1) if devices % size == 0]
-    firsts = [(first, math.prod(first)) for first in itertools.product(divisors, repeat=axes - 1)]
-    found = [(*first, devices // size) for first, size in firsts if size < devices and devices % size == 0]
+    firsts = [
+        (first, math.prod(first))
+        for first in itertools.product(divisors, repeat=axes - 1)
+    ]
+    found = [
+        (*first, devices // size)
+        for first, size in firsts
+        if size < devices and devices % size == 0
+    ]
     return np.array(found, np.int32).reshape(-1, axes)
 
 
@@ -236,20 +315,25 @@ def best_of_block(
     *,
     keep: int,
 ) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 2"]]:
-    """The fastest candidates of a block of sets of axis assignments, at most one per set.
+    """The fastest candidates of a block of sets of axis assignments, at most one per
+    set.
 
-    `arrays` come from `padded`, `machine` from `rates_of`. Each row of `sets` has the numbers of its assignments. The
-    rows of `sizes` and `slices` are the possible tuples of mesh axis sizes, and the slices that each axis spans. The
-    sets after the first `real` are padding.
+    `arrays` come from `padded`, `machine` from `rates_of`. Each row of `sets` has the
+    numbers of its assignments. The rows of `sizes` and `slices` are the possible tuples
+    of mesh axis sizes, and the slices that each axis spans. The sets after the first
+    `real` are padding.
 
-    The result has, for each of `keep` candidates, the index of its set, the index of its sizes, and its seconds and
-    bytes per device. A candidate that does not fit in memory has infinite seconds.
+    The result has, for each of `keep` candidates, the index of its set, the index of
+    its sizes, and its seconds and bytes per device. A candidate that does not fit in
+    memory has infinite seconds.
     """
     seconds, memory = costs(arrays, machine, sets, sizes, slices)
     is_real = (jnp.arange(len(sets)) < real)[:, None]
     seconds = jnp.where(is_real & (memory <= machine["limit"]), seconds, jnp.inf)
     fastest = jnp.argmin(seconds, axis=1)[:, None]
-    best = jnp.concatenate([jnp.take_along_axis(part, fastest, axis=1) for part in (seconds, memory)], -1)
+    best = jnp.concatenate(
+        [jnp.take_along_axis(part, fastest, axis=1) for part in (seconds, memory)], -1
+    )
     _, at = jax.lax.top_k(-best[:, 0], min(keep, len(sets)))
     return at, fastest[at, 0], best[at]
 
@@ -261,15 +345,18 @@ def costs(
     sizes: Int[_Array, "sizes axes"],
     slices: Int[_Array, "sizes axes"],
 ) -> tuple[Float[_Array, "block sizes"], Float[_Array, "block sizes"]]:
-    """The estimated seconds and bytes per device, for each set of axis assignments with each tuple of mesh axis sizes.
+    """The estimated seconds and bytes per device, for each set of axis assignments with
+    each tuple of mesh axis sizes.
 
-    `arrays` come from `cost_terms`, `machine` from `rates_of`. Each row of `sets` has the numbers of the assignments in
-    a set. Each row of `sizes` and `slices` has the sizes of the mesh axes, and the slices that they span.
+    `arrays` come from `cost_terms`, `machine` from `rates_of`. Each row of `sets` has
+    the numbers of the assignments in a set. Each row of `sizes` and `slices` has the
+    sizes of the mesh axes, and the slices that they span.
 
-    Computation takes the longer of two times: its operations at the chip's rate, and its bytes at the memory's
-    bandwidth. It waits for collectives of activations, and overlaps in part with those of parameters and gradients.
-    Sizes that do not divide a dimension, or break a limit of the user, have infinite seconds. With NumPy arrays nothing
-    is compiled, which is faster for few candidates.
+    Computation takes the longer of two times: its operations at the chip's rate, and
+    its bytes at the memory's bandwidth. It waits for collectives of activations, and
+    overlaps in part with those of parameters and gradients. Sizes that do not divide a
+    dimension, or break a limit of the user, have infinite seconds. With NumPy arrays
+    nothing is compiled, which is faster for few candidates.
     """
     xp: Any = jnp if isinstance(sets, jax.Array) else np
     axes = sets.shape[-1]
@@ -279,54 +366,87 @@ def costs(
     masks = _masks(xp.moveaxis(arrays["divides"][:, sets], 0, 1), axes)
     shared = xp.einsum("brk,rq->bkq", masks, arrays["shared"])
     # The same for the terms of what each assignment sends.
-    bits = xp.take_along_axis(arrays["divides_sent"][sets], sets[:, None, None, :], axis=3)
+    bits = xp.take_along_axis(
+        arrays["divides_sent"][sets], sets[:, None, None, :], axis=3
+    )
     sent = xp.einsum("bjrk,bjrt->bkjt", _masks(bits, axes), arrays["sent"][sets])
     power = xp.exp2(-(xp.log2(sizes.astype(np.float32)) @ has.T.astype(np.float32)))
     flops, moved, memory = xp.einsum("sk,bkq->qbs", power, shared)
     compute = xp.maximum(flops / machine["flops"], moved / machine["hbm"])
     per_byte = _seconds_per_byte(xp, machine, sizes, slices)
-    exposed, hidden = (xp.einsum("sk,bkjt->tjbs", power, sent) * per_byte[:, None]).sum(1)
-    called = machine["call_seconds"] * (arrays["calls"][sets] @ (sizes > 1).T.astype(np.float32))
-    seconds = compute + exposed + called + xp.maximum(0.0, hidden - machine["overlap"] * compute)
-    # The number of shards must divide each dimension, and be no less than the limits ask for.
+    exposed, hidden = (xp.einsum("sk,bkjt->tjbs", power, sent) * per_byte[:, None]).sum(
+        1
+    )
+    called = machine["call_seconds"] * (
+        arrays["calls"][sets] @ (sizes > 1).T.astype(np.float32)
+    )
+    seconds = (
+        compute
+        + exposed
+        + called
+        + xp.maximum(0.0, hidden - machine["overlap"] * compute)
+    )
+    # The number of shards must divide each dimension, and be no less than the limits
+    # ask for.
     cuts = xp.prod(xp.where(has, sizes[:, None, :], 1), axis=-1)
-    broken = (arrays["sizes"][:, None, None] % cuts != 0) | (cuts < arrays["least"][:, None, None])
+    broken = (arrays["sizes"][:, None, None] % cuts != 0) | (
+        cuts < arrays["least"][:, None, None]
+    )
     limits = _masks(xp.moveaxis(arrays["limits"][:, sets], 0, 1), axes)
     is_allowed = xp.einsum("bck,csk->bs", limits, broken.astype(np.float32)) == 0
     return xp.where(is_allowed, seconds, np.inf), memory
 
 
-def _masks(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any masks"]:
-    """The mask of each term as a one-hot vector of length `2**axes`: bit `i` is 1 if assignment `i` divides the term.
+def _masks(
+    divides: Bool[_Array, "*any axes"], axes: int
+) -> Float[_Array, "*any masks"]:
+    """The mask of each term as a one-hot vector of length `2**axes`: bit `i` is 1 if
+    assignment `i` divides the term.
 
-    For `axes = 2`: a term that only assignment 1 divides has the mask 0b10 and the vector [0, 0, 1, 0]. The last
-    dimension of `divides` has one bool for each assignment of a set.
+    For `axes = 2`: a term that only assignment 1 divides has the mask 0b10 and the
+    vector [0, 0, 1, 0]. The last dimension of `divides` has one bool for each
+    assignment of a set.
     """
     codes = (divides.astype(np.int32) * 2 ** np.arange(axes, dtype=np.int32)).sum(-1)
     return (codes[..., None] == np.arange(2**axes)).astype(np.float32)
 
 
 def _seconds_per_byte(
-    xp: Any, machine: Numbers, sizes: Int[_Array, "sizes axes"], slices: Int[_Array, "sizes axes"]
+    xp: Any,
+    machine: Numbers,
+    sizes: Int[_Array, "sizes axes"],
+    slices: Int[_Array, "sizes axes"],
 ) -> Float[_Array, "axes sizes"]:
-    """The seconds per byte of a collective over each mesh axis. In a ring of n devices, (n - 1) / n of a byte is sent.
+    """The seconds per byte of a collective over each mesh axis. In a ring of n devices,
+    (n - 1) / n of a byte is sent.
 
-    On a torus, an axis has links in proportion to the logarithm of its size. Switched chips, such as GPUs, form islands
-    of chips with fast links; as many devices of each axis as possible are in one island. Bytes between slices pass
-    through the hosts' network. `xp` is NumPy or `jax.numpy`, and `machine` comes from `rates_of`. Each row of `sizes`
-    and `slices` has the sizes of the mesh axes, and the slices that they span.
+    On a torus, an axis has links in proportion to the logarithm of its size. Switched
+    chips, such as GPUs, form islands of chips with fast links; as many devices of each
+    axis as possible are in one island. Bytes between slices pass through the hosts'
+    network. `xp` is NumPy or `jax.numpy`, and `machine` comes from `rates_of`. Each row
+    of `sizes` and `slices` has the sizes of the mesh axes, and the slices that they
+    span.
     """
     inner, whole = (sizes // slices).T.astype(np.float32), sizes.T.astype(np.float32)
     total = xp.prod(inner, axis=0)
     share = machine["dims"] * xp.log2(inner) / xp.maximum(xp.log2(total), 1.0)
-    bandwidth = xp.where(machine["dims"] > 0, machine["link"] * xp.maximum(share, 0.5), machine["link"])
+    bandwidth = xp.where(
+        machine["dims"] > 0, machine["link"] * xp.maximum(share, 0.5), machine["link"]
+    )
     near = xp.minimum(machine["island"], inner)
     return (1 - 1 / near) / bandwidth + (1 - near / whole) / near / machine["dcn"]
 
 
-def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, extents: Sequence[int] = ()) -> Numbers:
-    """The rates of one device under the assumptions `model`, as numbers for `costs`. A step may take `limit_bytes` of
-    memory. `extents` are the chips along each dimension of a slice; empty for the usual slice of `devices` devices.
+def rates_of(
+    chip: Chip,
+    devices: int,
+    model: CostModel,
+    limit_bytes: float,
+    extents: Sequence[int] = (),
+) -> Numbers:
+    """The rates of one device under the assumptions `model`, as numbers for `costs`. A
+    step may take `limit_bytes` of memory. `extents` are the chips along each dimension
+    of a slice; empty for the usual slice of `devices` devices.
     """
     link, dims, island = average_network(chip, extents or extents_of(chip, devices))
     numbers = {
@@ -335,7 +455,11 @@ def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, ext
         "link": link * model.network,
         "dims": dims,
         "island": island,
-        "dcn": max(float(chip.dcn_bytes_per_second), 1.0) / chip.devices_per_chip * model.network,
+        "dcn": (
+            max(float(chip.dcn_bytes_per_second), 1.0)
+            / chip.devices_per_chip
+            * model.network
+        ),
         "overlap": model.overlap,
         "call_seconds": model.call_seconds,
         "limit": limit_bytes,
@@ -345,8 +469,8 @@ def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, ext
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The estimated seconds and memory of a candidate. Per mesh axis, `assignments` has the number of its axis
-    assignment, `sizes` its size, `slices` the slices it spans.
+    """The estimated seconds and memory of a candidate. Per mesh axis, `assignments` has
+    the number of its axis assignment, `sizes` its size, `slices` the slices it spans.
     """
 
     assignments: tuple[int, ...]
@@ -356,28 +480,57 @@ class Estimate:
     memory_bytes: float
 
 
-def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, keep: int = 256) -> list[Estimate]:
-    """The `keep` fastest sets of up to four axis assignments, each with its fastest mesh axis sizes, the fastest first.
+def find(
+    terms: CostTerms,
+    machine: Numbers,
+    devices: int,
+    slices: int = 1,
+    *,
+    keep: int = 256,
+) -> list[Estimate]:
+    """The `keep` fastest sets of up to four axis assignments, each with its fastest
+    mesh axis sizes, the fastest first.
 
-    `terms` come from `cost_terms`, `machine` from `rates_of`. All sets are estimated with all sizes for `devices`
-    devices. If these are more than 2**22 candidates, the last assignments are left out.
+    `terms` come from `cost_terms`, `machine` from `rates_of`. All sets are estimated
+    with all sizes for `devices` devices. If these are more than 2**22 candidates, the
+    last assignments are left out.
     """
-    by_count = [sizes_and_slices(devices, number, slices) for number in range(1, AXES + 1)]
+    by_count = [
+        sizes_and_slices(devices, number, slices) for number in range(1, AXES + 1)
+    ]
     assignments = assignment_count(terms, by_count)
     room = -(-max(len(sizes) for sizes, _ in by_count) // 8) * 8 or 8
-    arrays, block, nothing = padded(terms), min(_SETS, max(1, _BLOCK // room)), len(terms["calls"])
+    arrays, block, nothing = (
+        padded(terms),
+        min(_SETS, max(1, _BLOCK // room)),
+        len(terms["calls"]),
+    )
     found: list[Estimate] = []
     for number, given in enumerate(by_count, start=1):
-        sets = itertools.combinations(range(assignments), number) if len(given[0]) else iter(())
+        sets = (
+            itertools.combinations(range(assignments), number)
+            if len(given[0])
+            else iter(())
+        )
         # Axes and sizes are padded, so that one program serves all searches.
-        wide = [np.pad(one, ((0, 0), (0, AXES - number)), constant_values=1) for one in given]
-        sizes, between = (np.concatenate([one, np.repeat(one[:1], room - len(one), axis=0)]) for one in wide)
+        wide = [
+            np.pad(one, ((0, 0), (0, AXES - number)), constant_values=1)
+            for one in given
+        ]
+        sizes, between = (
+            np.concatenate([one, np.repeat(one[:1], room - len(one), axis=0)])
+            for one in wide
+        )
         while rows := [*itertools.islice(sets, block)]:
             made = np.full((block, AXES), nothing, np.int32)
             made[: len(rows), :number] = rows
-            priced = best_of_block(arrays, machine, made, sizes, between, np.int32(len(rows)), keep=keep)
+            priced = best_of_block(
+                arrays, machine, made, sizes, between, np.int32(len(rows)), keep=keep
+            )
             least = found[-1].seconds if len(found) == keep else math.inf
-            for at, which, cost in zip(*(np.asarray(one).tolist() for one in priced), strict=True):
+            for at, which, cost in zip(
+                *(np.asarray(one).tolist() for one in priced), strict=True
+            ):
                 if cost[0] < least:
                     parts = made[at], sizes[which], between[which]
                     own: list[Any] = [tuple(part[:number].tolist()) for part in parts]
@@ -386,13 +539,21 @@ def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, k
     return found
 
 
-def assignment_count(terms: CostTerms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
-    """The largest number of axis assignments, at most that of `terms`, whose sets have at most 2**22 candidates.
-    `by_count` has a pair for one mesh axis, for two, and so on: the tuples of sizes, and the slices that each axis
-    spans.
+def assignment_count(
+    terms: CostTerms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> int:
+    """The largest number of axis assignments, at most that of `terms`, whose sets have
+    at most 2**22 candidates. `by_count` has a pair for one mesh axis, for two, and so
+    on: the tuples of sizes, and the slices that each axis spans.
     """
     count = len(terms["calls"])
-    while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count, start=1)) > _ALL:
+    while (
+        sum(
+            math.comb(count, number) * len(sizes)
+            for number, (sizes, _) in enumerate(by_count, start=1)
+        )
+        > _ALL
+    ):
         count -= 1
     return count
 
@@ -400,11 +561,14 @@ def assignment_count(terms: CostTerms, by_count: Sequence[tuple[np.ndarray, np.n
 def sizes_and_slices(
     devices: int, axes: int, slices: int
 ) -> tuple[Int[np.ndarray, "sizes axes"], Int[np.ndarray, "sizes axes"]]:
-    """All tuples of `axes` mesh axis sizes whose product is the number of devices, and the slices that each axis spans.
-    One axis spans all slices. Each other axis spans one slice.
+    """All tuples of `axes` mesh axis sizes whose product is the number of devices, and
+    the slices that each axis spans. One axis spans all slices. Each other axis spans
+    one slice.
     """
     sizes = axis_sizes(devices, axes)
     if slices == 1:
         return sizes, np.ones_like(sizes)
     rows, spanning = np.nonzero(sizes % slices == 0)
-    return sizes[rows], np.where(np.arange(axes) == spanning[:, None], slices, 1).astype(np.int32)
+    return sizes[rows], np.where(
+        np.arange(axes) == spanning[:, None], slices, 1
+    ).astype(np.int32)

@@ -1,12 +1,14 @@
-"""The shardings and collectives of a whole step under one axis assignment: the logical axes that one mesh axis shards,
-in order of preference.
+"""The shardings and collectives of a whole step under one axis assignment: the logical
+axes that one mesh axis shards, in order of preference.
 
-The mesh axis shards each array along the first logical axis of the assignment that the array has. It shards the work of
-each operation along the first one that the operation has. Operands with another sharding are resharded. Sums over a
-sharded dimension stay unreduced until an operation needs the reduced value.
+The mesh axis shards each array along the first logical axis of the assignment that the
+array has. It shards the work of each operation along the first one that the operation
+has. Operands with another sharding are resharded. Sums over a sharded dimension stay
+unreduced until an operation needs the reduced value.
 
-A sub-dimension is a factor of a dimension that a reshape splits. Dimensions that must be sharded alike are an
-equivalence class; a logical axis is one or several classes. Values, operations and logical axes are given by number.
+A sub-dimension is a factor of a dimension that a reshape splits. Dimensions that must
+be sharded alike are an equivalence class; a logical axis is one or several classes.
+Values, operations and logical axes are given by number.
 """
 
 import dataclasses
@@ -24,25 +26,37 @@ from ._program import whole
 
 
 WHOLE, UNREDUCED = -1, -2
-_GATHER, _SCATTER, _REDUCE, _EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
+_GATHER, _SCATTER, _REDUCE, _EXCHANGE = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+)
 # Operations that may run on an unreduced operand if the other operand is a scalar.
 _SCALED = frozenset("multiply divide".split())
 # Operations that add, reorder or cast: they may run on unreduced operands.
-_LINEAR = frozenset("add subtract negate convert copy reduce_precision sharding_constraint transpose reshape".split())
+_LINEAR = frozenset(
+    "add subtract negate convert copy reduce_precision sharding_constraint transpose"
+    " reshape".split()
+)
 _PRODUCTS = frozenset("dot_general convolution ragged_dot".split())
 
 
 # The logical axes that a mesh axis shards, by number, in its order of preference.
 Assignment = tuple[int, ...]
-# The sharding of a value: the index of its sharded sub-dimension, `WHOLE`, or `UNREDUCED`.
+# The sharding of a value: the index of its sharded sub-dimension, `WHOLE`, or
+# `UNREDUCED`.
 _State = int
-# Whether the mesh axis divides an operation, and the shardings of its operands and results.
+# Whether the mesh axis divides an operation, and the shardings of its operands and
+# results.
 _Effect = tuple[bool, tuple[_State, ...], tuple[_State, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """A collective of the step, such as an "all-gather" of `value` for `operation`. A step runs it `times` times."""
+    """A collective of the step, such as an "all-gather" of `value` for `operation`. A
+    step runs it `times` times.
+    """
 
     kind: str
     value: int
@@ -52,10 +66,12 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssignedLayout:
-    """The shardings of a step under an axis assignment, and the collectives that they need.
+    """The shardings of a step under an axis assignment, and the collectives that they
+    need.
 
     - `events`: the collectives.
-    - `positions`: for each value, the index of its sharded sub-dimension; `WHOLE` for a replicated value.
+    - `positions`: for each value, the index of its sharded sub-dimension; `WHOLE` for a
+      replicated value.
     - `divided`: for each operation, whether the mesh axis divides its work.
     - `used`: the logical axes that are sharded.
     - `unreduced`: the values that an operation leaves unreduced.
@@ -70,14 +86,18 @@ class AssignedLayout:
 
 
 class _Labelled(NamedTuple):
-    """An operation with a label for each sub-dimension of its operands and results, such as the letters of an `einsum`.
+    """An operation with a label for each sub-dimension of its operands and results,
+    such as the letters of an `einsum`.
 
-    Sub-dimensions that must be sharded alike have equal labels: the operation's Shardy sharding rule has the same
-    factor for them. Equal operations of equal layers compare equal.
+    Sub-dimensions that must be sharded alike have equal labels: the operation's Shardy
+    sharding rule has the same factor for them. Equal operations of equal layers compare
+    equal.
 
-    - `ins`, `outs`: the labels of each operand and each result; -1 for a dimension that cannot be sharded.
+    - `ins`, `outs`: the labels of each operand and each result; -1 for a dimension that
+      cannot be sharded.
     - `shardable`: pairs of a label that a mesh axis may shard, and its logical axis.
-    - `minor`: the labels of sub-dimensions that are not the major-most of their dimension.
+    - `minor`: the labels of sub-dimensions that are not the major-most of their
+      dimension.
     - `bytes`: the bytes of each operand; 0 for scalars and values made of constants.
     """
 
@@ -90,15 +110,21 @@ class _Labelled(NamedTuple):
 
 
 class Layouts:
-    """A program with the logical axes of its dimensions. `under` shards it by any axis assignment.
+    """A program with the logical axes of its dimensions. `under` shards it by any axis
+    assignment.
 
-    - `numbers`: a dict from each equivalence class that a mesh axis may shard to the number of its logical axis.
-    - `minor`: the logical axes that are a minor sub-dimension of some argument's dimension. Only an assignment with one
-        of them shards minor sub-dimensions. Then other mesh axes must shard the major ones completely.
+    - `numbers`: a dict from each equivalence class that a mesh axis may shard to the
+      number of its logical axis.
+    - `minor`: the logical axes that are a minor sub-dimension of some argument's
+      dimension. Only an assignment with one
+        of them shards minor sub-dimensions. Then other mesh axes must shard the major
+        ones completely.
     - `roots`: the equivalence classes of each dimension of each value.
-    - `flat`: for each sub-dimension of each value, its logical axis and its index within the dimension. The axis is -1
+    - `flat`: for each sub-dimension of each value, its logical axis and its index
+      within the dimension. The axis is -1
         if no mesh axis may shard it.
-    - `labelled`, `kind`: the distinct operations with labels, and for each operation its index in `labelled`.
+    - `labelled`, `kind`: the distinct operations with labels, and for each operation
+      its index in `labelled`.
     """
 
     def __init__(self, classes: Classes, devices: int):
@@ -113,14 +139,25 @@ class Layouts:
         self.minor = {
             number
             for number, logical in enumerate(classes.axes)
-            if any(0 < place.at < classes.kept(classes.dims[place.argument][place.dim]) for place in logical.places)
+            if any(
+                0 < place.at < classes.kept(classes.dims[place.argument][place.dim])
+                for place in logical.places
+            )
         }
         self.roots = self.tied.roots
         self.flat = [
-            [(self.numbers.get(root, -1), at) for dim in dims for at, root in enumerate(dim)] for dims in self.roots
+            [
+                (self.numbers.get(root, -1), at)
+                for dim in dims
+                for at, root in enumerate(dim)
+            ]
+            for dims in self.roots
         ]
         kinds: dict[_Labelled, int] = {}
-        self.kind = [kinds.setdefault(_labelled(self, made), len(kinds)) for made in self.program.operations]
+        self.kind = [
+            kinds.setdefault(_labelled(self, made), len(kinds))
+            for made in self.program.operations
+        ]
         self.labelled = list(kinds)
 
     def under(self, assignment: Assignment) -> AssignedLayout:
@@ -129,12 +166,16 @@ class Layouts:
 
 
 def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
-    """The operation `made` with a label for each sub-dimension of its operands and results. A dimension with several
-    sub-dimensions gets several labels for one factor of the operation's Shardy sharding rule.
+    """The operation `made` with a label for each sub-dimension of its operands and
+    results. A dimension with several sub-dimensions gets several labels for one factor
+    of the operation's Shardy sharding rule.
     """
     if made.name == "use":
         return _Labelled(made.name, (), (), (), frozenset(), ())
-    sides = [*zip(made.ins, made.factors.ins, strict=True), *zip(made.outs, made.factors.outs, strict=True)]
+    sides = [
+        *zip(made.ins, made.factors.ins, strict=True),
+        *zip(made.outs, made.factors.outs, strict=True),
+    ]
     roots: dict[int, list[int]] = {}
     for value, dims in sides:
         for own, dim in zip(layouts.roots[value], dims, strict=True):
@@ -146,24 +187,42 @@ def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
     found: list[tuple[int, ...]] = []
     for value, dims in sides:
         labels: list[int] = []
-        for size, own, dim in zip(layouts.program.values[value].shape, layouts.roots[value], dims, strict=True):
-            keys = [(factor, at) for factor in dim for at in range(len(roots.get(factor, ())))]
-            if [roots[factor][at] for factor, at in keys] != own or whole(made, dim, size):
+        for size, own, dim in zip(
+            layouts.program.values[value].shape, layouts.roots[value], dims, strict=True
+        ):
+            keys = [
+                (factor, at)
+                for factor in dim
+                for at in range(len(roots.get(factor, ())))
+            ]
+            if [roots[factor][at] for factor, at in keys] != own or whole(
+                made, dim, size
+            ):
                 labels += [-1] * len(own)
                 continue
             labels += [numbers.setdefault(key, len(numbers)) for key in keys]
             minor.update(labels[len(labels) - len(own) + 1 :])
             pairs = zip(keys, own, strict=True)
-            shardable |= {numbers[key]: layouts.numbers[root] for key, root in pairs if root in layouts.numbers}
+            shardable |= {
+                numbers[key]: layouts.numbers[root]
+                for key, root in pairs
+                if root in layouts.numbers
+            }
         found.append(tuple(labels))
     values = [layouts.program.values[value] for value in made.ins]
-    counts = tuple(0.0 if value.free or not value.shape else value.bytes for value in values)
+    counts = tuple(
+        0.0 if value.free or not value.shape else value.bytes for value in values
+    )
     ins, outs = tuple(found[: len(values)]), tuple(found[len(values) :])
-    return _Labelled(made.name, ins, outs, tuple(shardable.items()), frozenset(minor), counts)
+    return _Labelled(
+        made.name, ins, outs, tuple(shardable.items()), frozenset(minor), counts
+    )
 
 
 class _Propagation:
-    """Propagates shardings under one axis assignment through a program, operation by operation."""
+    """Propagates shardings under one axis assignment through a program, operation by
+    operation.
+    """
 
     def __init__(self, layouts: Layouts, assignment: Assignment):
         self.layouts, self.assignment = layouts, assignment
@@ -182,21 +241,35 @@ class _Propagation:
         program = self.layouts.program
         for value in program.arguments:
             self.set(value, self.preferred(value))
-        divided = tuple([self.is_divided(number, made) for number, made in enumerate(program.operations)])
-        # A result has the sharding of the argument that it replaces, such as the weight that it updates.
+        divided = tuple(
+            [
+                self.is_divided(number, made)
+                for number, made in enumerate(program.operations)
+            ]
+        )
+        # A result has the sharding of the argument that it replaces, such as the weight
+        # that it updates.
         for value in program.results:
             if self.state[value] == UNREDUCED:
-                self.move(value, self.preferred(value), 1.0, len(program.operations) - 1)
+                self.move(
+                    value, self.preferred(value), 1.0, len(program.operations) - 1
+                )
         sets = frozenset(self.used), frozenset(self.unreduced)
-        return AssignedLayout(self.assignment, tuple(self.events), tuple(self.positions), divided, *sets)
+        return AssignedLayout(
+            self.assignment, tuple(self.events), tuple(self.positions), divided, *sets
+        )
 
     def preferred(self, value: int) -> _State:
-        """The index of the sub-dimension of a value that the assignment prefers to shard; `WHOLE` if there is none."""
+        """The index of the sub-dimension of a value that the assignment prefers to
+        shard; `WHOLE` if there is none.
+        """
         flat = self.layouts.flat[value]
         for wanted in self.assignment:
             for position, (number, at) in enumerate(flat):
                 before = flat[position - at : position]
-                if number == wanted and (not at or (self.minor and all(known >= 0 for known, _ in before))):
+                if number == wanted and (
+                    not at or (self.minor and all(known >= 0 for known, _ in before))
+                ):
                     return position
         return WHOLE
 
@@ -204,23 +277,34 @@ class _Propagation:
         self.state[value] = state
         if state == UNREDUCED:
             self.unreduced.add(value)
-        # An unreduced value gets the sharding that the assignment prefers when it is reduced.
-        cut = self.positions[value] = self.preferred(value) if state == UNREDUCED else state
+        # An unreduced value gets the sharding that the assignment prefers when it is
+        # reduced.
+        cut = self.positions[value] = (
+            self.preferred(value) if state == UNREDUCED else state
+        )
         if cut >= 0:
             self.used.add(self.layouts.flat[value][cut][0])
 
     def is_divided(self, number: int, made: Operation) -> bool:
-        """Adds the collectives that the operands of operation `made` need, and sets the shardings of its results.
-        Returns whether the mesh axis divides the operation's work.
+        """Adds the collectives that the operands of operation `made` need, and sets the
+        shardings of its results. Returns whether the mesh axis divides the operation's
+        work.
         """
-        if made.name == "use" or all(self.layouts.program.values[value].free for value in made.outs):
+        if made.name == "use" or all(
+            self.layouts.program.values[value].free for value in made.outs
+        ):
             return False
         if made.name in ("carry", "return"):
             self.hand_on(number, made)
             return False
-        kind, states = self.layouts.kind[number], tuple(self.state[value] for value in made.ins)
+        kind, states = (
+            self.layouts.kind[number],
+            tuple(self.state[value] for value in made.ins),
+        )
         if (kind, states) not in self.effects:
-            self.effects[kind, states] = self.effect(self.layouts.labelled[kind], states)
+            self.effects[kind, states] = self.effect(
+                self.layouts.labelled[kind], states
+            )
         is_divided, ins, outs = self.effects[kind, states]
         for value, wanted in zip(made.ins, ins, strict=True):
             self.move(value, wanted, made.times, number)
@@ -229,21 +313,29 @@ class _Propagation:
         return is_divided
 
     def hand_on(self, number: int, made: Operation) -> None:
-        """Reshards a loop-carried value at the operation `made`, which is the start or the end of a loop.
+        """Reshards a loop-carried value at the operation `made`, which is the start or
+        the end of a loop.
 
-        At the start of the loop the value gets the sharding that the assignment prefers. At the end of the body it gets
-        back the sharding from the start of the body.
+        At the start of the loop the value gets the sharding that the assignment
+        prefers. At the end of the body it gets back the sharding from the start of the
+        body.
         """
-        wanted = self.state[made.ins[1]] if made.name == "return" else self.preferred(made.outs[0])
-        # A reshape in the body may split a dimension that is one outside of the loop. Such a value is replicated.
+        wanted = (
+            self.state[made.ins[1]]
+            if made.name == "return"
+            else self.preferred(made.outs[0])
+        )
+        # A reshape in the body may split a dimension that is one outside of the loop.
+        # Such a value is replicated.
         if made.name == "carry" and wanted >= len(self.layouts.flat[made.ins[0]]):
             wanted = WHOLE
         self.move(made.ins[0], wanted, made.times, number)
         self.set(made.outs[0], wanted)
 
     def effect(self, made: _Labelled, states: tuple[_State, ...]) -> _Effect:
-        """Whether the mesh axis divides the operation `made`, the shardings that its operands must get, and the ones of
-        its results. `states` are the shardings of the operands before the operation.
+        """Whether the mesh axis divides the operation `made`, the shardings that its
+        operands must get, and the ones of its results. `states` are the shardings of
+        the operands before the operation.
         """
         if UNREDUCED in states and _stays_unreduced(made, states):
             return False, states, (UNREDUCED,) * len(made.outs)
@@ -251,79 +343,113 @@ class _Propagation:
         unreduced = label is not None and any(label in labels for labels in made.ins)
         outs = [_position(labels, label) for labels in made.outs]
         made_of = tuple(UNREDUCED if at == WHOLE and unreduced else at for at in outs)
-        return label is not None, tuple(_position(labels, label) for labels in made.ins), made_of
+        return (
+            label is not None,
+            tuple(_position(labels, label) for labels in made.ins),
+            made_of,
+        )
 
     def label(self, made: _Labelled, states: tuple[_State, ...]) -> int | None:
-        """The label of `made` along which the mesh axis divides the operation; `None` if it is not divided.
+        """The label of `made` along which the mesh axis divides the operation; `None`
+        if it is not divided.
 
-        It is a label of the logical axis that the assignment prefers most. Of several such labels, it is the one for
-        which the fewest bytes of operands are resharded. `states` are the shardings of the operands.
+        It is a label of the logical axis that the assignment prefers most. Of several
+        such labels, it is the one for which the fewest bytes of operands are resharded.
+        `states` are the shardings of the operands.
         """
 
         def moved(label: int) -> float:
             sides = zip(made.ins, states, made.bytes, strict=True)
-            return math.fsum(count for labels, state, count in sides if state not in (WHOLE, _position(labels, label)))
+            return math.fsum(
+                count
+                for labels, state, count in sides
+                if state not in (WHOLE, _position(labels, label))
+            )
 
         def is_worth_it(label: int) -> bool:
             """Whether to divide the operation along a label.
 
-            An operation whose result has the label is always divided, and so is a matrix product or a convolution.
-            Another operation reduces over the label. It is divided only if an operand is sharded along it.
+            An operation whose result has the label is always divided, and so is a
+            matrix product or a convolution. Another operation reduces over the label.
+            It is divided only if an operand is sharded along it.
             """
             if any(label in labels for labels in made.outs) or made.name in _PRODUCTS:
                 return True
-            return any(label in labels and state != WHOLE for labels, state in zip(made.ins, states, strict=True))
+            return any(
+                label in labels and state != WHOLE
+                for labels, state in zip(made.ins, states, strict=True)
+            )
 
         places = {
             label: self.rank[number]
             for label, number in made.shardable
-            if number in self.rank and (self.minor or label not in made.minor) and is_worth_it(label)
+            if number in self.rank
+            and (self.minor or label not in made.minor)
+            and is_worth_it(label)
         }
-        return min(places, key=lambda label: (places[label], moved(label)), default=None)
+        return min(
+            places, key=lambda label: (places[label], moved(label)), default=None
+        )
 
     def move(self, value: int, wanted: _State, times: float, operation: int) -> None:
         state = self.state[value]
         if state in (wanted, WHOLE):
             return
         if state == UNREDUCED:
-            self.events.append(Event(_REDUCE if wanted == WHOLE else _SCATTER, value, times, operation))
+            self.events.append(
+                Event(_REDUCE if wanted == WHOLE else _SCATTER, value, times, operation)
+            )
             self.set(value, wanted)
             return
         if (value, wanted) not in self.copies:
             self.copies.add((value, wanted))
-            self.events.append(Event(_GATHER if wanted == WHOLE else _EXCHANGE, value, times, operation))
+            self.events.append(
+                Event(
+                    _GATHER if wanted == WHOLE else _EXCHANGE, value, times, operation
+                )
+            )
 
 
 def _stays_unreduced(made: _Labelled, states: tuple[_State, ...]) -> bool:
-    """Whether an operation may read unreduced operands and return an unreduced result, because it is linear in them.
-    `states` are the shardings of the operands.
+    """Whether an operation may read unreduced operands and return an unreduced result,
+    because it is linear in them. `states` are the shardings of the operands.
     """
     if made.name in _LINEAR:
         return all(state == UNREDUCED for state in states)
     others = [at for at, state in enumerate(states) if state != UNREDUCED]
     first = made.name == "multiply" or states[0] == UNREDUCED
-    return made.name in _SCALED and first and len(others) == 1 and not made.bytes[others[0]]
+    return (
+        made.name in _SCALED
+        and first
+        and len(others) == 1
+        and not made.bytes[others[0]]
+    )
 
 
 def _position(labels: tuple[int, ...], label: int | None) -> int:
     return labels.index(label) if label in labels else WHOLE
 
 
-# The dimensions that tensor parallelism shards in Megatron, T5X and MaxText, in the order in which an axis prefers
-# them.
+# The dimensions that tensor parallelism shards in Megatron, T5X and MaxText, in the
+# order in which an axis prefers them.
 _TENSOR = ("experts", "heads", "kv_heads", "mlp", "hidden", "vocab", "classes")
 _NEVER = ("layers", "embed", "norm", "positions", "head_dim", "query_groups")
-# The number of sets of logical axes that assignments are made of: the sets with the most bytes.
+# The number of sets of logical axes that assignments are made of: the sets with the
+# most bytes.
 _SETS = 9
 
 
 def assignments_of_rules(
     rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()
 ) -> dict[str, Assignment]:
-    """The axis assignment of each mesh axis under given rules, in the order of the rules. The logical axes `never` are
-    not sharded, whatever the rules say.
+    """The axis assignment of each mesh axis under given rules, in the order of the
+    rules. The logical axes `never` are not sharded, whatever the rules say.
     """
-    known = {one.name: number for number, one in enumerate(classes.axes) if one.roots and number not in never}
+    known = {
+        one.name: number
+        for number, one in enumerate(classes.axes)
+        if one.roots and number not in never
+    }
     orders: dict[str, dict[int, None]] = {}
     for name, target in rules.rules:
         for axis in entry_axes(target) if name in known else ():
@@ -334,59 +460,102 @@ def assignments_of_rules(
 def seeds(
     layouts: Layouts, never: frozenset[int] = frozenset()
 ) -> tuple[list[tuple[Assignment, ...]], list[tuple[Assignment, ...]]]:
-    """Well-known sharding strategies for the logical axes that the step has, without `never`: usual ones, and others.
+    """Well-known sharding strategies for the logical axes that the step has, without
+    `never`: usual ones, and others.
 
-    A strategy is one axis assignment per mesh axis. The usual ones are data parallelism, fully sharded data
-    parallelism, tensor parallelism, expert parallelism, and pairs of these. The others shard sequences too.
-    Together they include the rules of T5X, MaxText and Megatron.
+    A strategy is one axis assignment per mesh axis. The usual ones are data
+    parallelism, fully sharded data parallelism, tensor parallelism, expert parallelism,
+    and pairs of these. The others shard sequences too. Together they include the rules
+    of T5X, MaxText and Megatron.
     """
-    classes, free = layouts.classes, sorted({*layouts.numbers.values()} - never, reverse=True)
+    classes, free = (
+        layouts.classes,
+        sorted({*layouts.numbers.values()} - never, reverse=True),
+    )
     known = {classes.axes[number].name: number for number in free}
 
     def strategies(*named: tuple[tuple[str, ...], ...]) -> list[tuple[Assignment, ...]]:
-        """The strategies `named`, with each name replaced by its logical axis, without duplicates. Names that the step
-        lacks are left out. A strategy is left out if the step has none of the names for one of its mesh axes.
+        """The strategies `named`, with each name replaced by its logical axis, without
+        duplicates. Names that the step lacks are left out. A strategy is left out if
+        the step has none of the names for one of its mesh axes.
         """
-        found = (tuple(tuple(dict.fromkeys(known[n] for n in one if n in known)) for one in each) for each in named)
+        found = (
+            tuple(
+                tuple(dict.fromkeys(known[n] for n in one if n in known))
+                for one in each
+            )
+            for each in named
+        )
         return list(dict.fromkeys(one for one in found if all(one)))
 
-    own = [name for name, n in known.items() if classes.in_model(classes.axes[n]) and name not in (*_TENSOR, *_NEVER)]
-    batch, stored, sequence, experts = ("batch",), ("batch", "embed"), ("sequence",), ("experts",)
+    own = [
+        name
+        for name, n in known.items()
+        if classes.in_model(classes.axes[n]) and name not in (*_TENSOR, *_NEVER)
+    ]
+    batch, stored, sequence, experts = (
+        ("batch",),
+        ("batch", "embed"),
+        ("sequence",),
+        ("experts",),
+    )
     cut = (*_TENSOR[1:], *sorted(own))
     pairs = itertools.product((stored, batch), (cut, experts))
     usual = strategies((batch,), (stored,), (cut,), (experts,), *pairs)
     whole, cut_too = (*stored, *_TENSOR, *own), (*cut, *sequence)
     pairs = itertools.product((stored, batch), (cut_too, sequence))
-    others = strategies((whole,), (cut_too,), (sequence,), *pairs, (stored, experts, cut), (batch, sequence, cut))
+    others = strategies(
+        (whole,),
+        (cut_too,),
+        (sequence,),
+        *pairs,
+        (stored, experts, cut),
+        (batch, sequence, cut),
+    )
     return usual, [strategy for strategy in others if strategy not in usual]
 
 
-def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[Assignment]:
-    """Yields the axis assignments to try, simple ones first, without the logical axes `never`. Each assignment
-    concatenates one to three sets of logical axes that one mesh axis can shard together.
+def assignments_of(
+    layouts: Layouts, never: frozenset[int] = frozenset()
+) -> Iterator[Assignment]:
+    """Yields the axis assignments to try, simple ones first, without the logical axes
+    `never`. Each assignment concatenates one to three sets of logical axes that one
+    mesh axis can shard together.
     """
     weights = Counter[int]()
     for value, flat in zip(layouts.program.values, layouts.flat, strict=True):
-        weights.update(dict.fromkeys({number for number, _ in flat if number >= 0}, value.bytes))
-    sets = _sets(layouts, [number for number, _ in weights.most_common() if number not in never])[:_SETS]
-    # Triples are two sets of the data and one of the parameters, or one of the data and two of the parameters.
+        weights.update(
+            dict.fromkeys({number for number, _ in flat if number >= 0}, value.bytes)
+        )
+    sets = _sets(
+        layouts, [number for number, _ in weights.most_common() if number not in never]
+    )[:_SETS]
+    # Triples are two sets of the data and one of the parameters, or one of the data and
+    # two of the parameters.
     classes = layouts.classes
-    data = [group for group in sets if not any(classes.in_model(classes.axes[number]) for number in group)]
+    data = [
+        group
+        for group in sets
+        if not any(classes.in_model(classes.axes[number]) for number in group)
+    ]
     model = [group for group in sets if group not in data]
     triples = [(a, b, c) for a in model for b in data for c in model if a != c]
     triples += [(a, b, c) for a in data for b in data for c in model if a != b]
-    for order in itertools.chain(((group,) for group in sets), itertools.permutations(sets, 2), triples):
+    for order in itertools.chain(
+        ((group,) for group in sets), itertools.permutations(sets, 2), triples
+    ):
         flat = tuple(itertools.chain(*order))
         if len(set(flat)) == len(flat):
             yield flat
 
 
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
-    """The largest sets of the logical axes `numbers` that one mesh axis can shard together: no array has two axes of
-    one set.
+    """The largest sets of the logical axes `numbers` that one mesh axis can shard
+    together: no array has two axes of one set.
 
-    The size of the mesh axis must divide the sizes of all logical axes in the set. So a logical axis with few factors
-    of 2 in its size limits the set. Smaller sets without such axes follow the largest ones.
+    The size of the mesh axis must divide the sizes of all logical axes in the set. So a
+    logical axis with few factors of 2 in its size limits the set. Smaller sets without
+    such axes follow the largest ones.
     """
     beside: dict[int, set[int]] = {}
     for flat in layouts.flat:

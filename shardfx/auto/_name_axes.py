@@ -1,4 +1,5 @@
-"""Logical names for the dimensions of any step's arguments, derived from the step's operations and the arrays' paths.
+"""Logical names for the dimensions of any step's arguments, derived from the step's
+operations and the arrays' paths.
 
 Dimensions that must be sharded alike are a logical axis, and get one name.
 """
@@ -29,7 +30,9 @@ def named_classes(traced: TracedStep) -> Classes:
 
 _VOCAB = re.compile(r"vocab|emb|wte|lm_head|logits|unembed|tok|shared", re.IGNORECASE)
 _POSITIONS = re.compile(r"pos|wpe", re.IGNORECASE)
-_MLP = re.compile(r"mlp|ffn|ff|feed|gate|up_|down|\bw[io]\b|hidden|swiglu", re.IGNORECASE)
+_MLP = re.compile(
+    r"mlp|ffn|ff|feed|gate|up_|down|\bw[io]\b|hidden|swiglu", re.IGNORECASE
+)
 _EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
 _ROUTERS = re.compile(r"gate|rout|switch", re.IGNORECASE)
 _DULL = frozenset("weight kernel w params bias scale value".split())
@@ -56,13 +59,16 @@ class _Namer:
         self.looked_up()
         # Convolutions slide along a window, and no axis should shard it.
         for axis in self.unnamed("windows"):
-            axis.name = "window" if len(self.classes.in_model(axis)) == len(axis.places) else ""
+            axis.name = (
+                "window" if len(self.classes.in_model(axis)) == len(axis.places) else ""
+            )
         self.width()
         self.by_path()
 
     def unnamed(self, mark: str | None = None) -> list[LogicalAxis]:
-        """The logical axes without a name. With `mark`, a key of `Tied.marked`, only those with a class of this mark:
-        for "scanned", the axes that loops iterate over.
+        """The logical axes without a name. With `mark`, a key of `Tied.marked`, only
+        those with a class of this mark: for "scanned", the axes that loops iterate
+        over.
         """
         found = [axis for axis in self.classes.live() if not axis.name]
         return [axis for axis in found if mark is None or self.is_marked(axis, mark)]
@@ -71,24 +77,35 @@ class _Namer:
         return not self.classes.marked[mark].isdisjoint(axis.roots)
 
     def paths(self, places: Iterable[ArgumentDim]) -> list[str]:
-        return list(dict.fromkeys(self.traced.arrays[place.argument].path for place in places))
+        return list(
+            dict.fromkeys(self.traced.arrays[place.argument].path for place in places)
+        )
 
     def rank(self, place: ArgumentDim) -> int:
         return len(self.classes.dims[place.argument])
 
     def declared(self) -> None:
-        """Names logical axes by the names that fields of Equinox modules declare for the dimensions of their arrays."""
+        """Names logical axes by the names that fields of Equinox modules declare for
+        the dimensions of their arrays.
+        """
         for axis in self.unnamed():
             for place in axis.places:
                 names = self.traced.arrays[place.argument].names
-                if names is None or ... in names or len(names) != self.rank(place) or place.of > 1:
+                if (
+                    names is None
+                    or ... in names
+                    or len(names) != self.rank(place)
+                    or place.of > 1
+                ):
                     continue
                 name = names[place.dim]
                 name = name.target if isinstance(name, Atomic) else name
                 axis.name = axis.name or (name if isinstance(name, str) else "")
 
     def key_words(self) -> None:
-        """Names the last dimension of raw PRNG keys `key_words`. No mesh axis shards it."""
+        """Names the last dimension of raw PRNG keys `key_words`. No mesh axis shards
+        it.
+        """
         values, arguments = self.tied.program.values, self.tied.program.arguments
         for axis in self.unnamed():
             if axis.size in _KEY_WORDS and all(
@@ -100,54 +117,80 @@ class _Namer:
                 axis.name = "key_words"
 
     def data(self) -> None:
-        """Names the dimensions of the data: `batch` first, then the dimensions of images, or a sequence and features. A
-        dimension that a loop iterates over does not count, such as the layers of a key-value cache.
+        """Names the dimensions of the data: `batch` first, then the dimensions of
+        images, or a sequence and features. A dimension that a loop iterates over does
+        not count, such as the layers of a key-value cache.
         """
         images = self.images()
         for axis in self.unnamed():
             own = self.classes.in_model(axis)
-            places = [place for place in axis.places if place.argument not in self.classes.model]
+            places = [
+                place
+                for place in axis.places
+                if place.argument not in self.classes.model
+            ]
             positions = all(map(_POSITIONS.search, self.paths(own)))
             if not places or not (positions or images.get(axis) == "channels"):
                 continue
-            first = max(places, key=lambda place: (len(self.data_dims(place)), -place.dim))
+            first = max(
+                places, key=lambda place: (len(self.data_dims(place)), -place.dim)
+            )
             dims = self.data_dims(first)
             at = dims.index(first.dim)
-            if all(self.data_dims(place)[:1] == [place.dim] and place.at == 0 for place in places):
+            if all(
+                self.data_dims(place)[:1] == [place.dim] and place.at == 0
+                for place in places
+            ):
                 axis.name = "batch"
             elif axis in images:
                 axis.name = images[axis]
             elif not at or (own and self.is_marked(axis, "batched")):
                 continue
-            elif (at < len(dims) - 1 or len(dims) == 2) and images.keys().isdisjoint(self.classes.flat(first.argument)):
+            elif (at < len(dims) - 1 or len(dims) == 2) and images.keys().isdisjoint(
+                self.classes.flat(first.argument)
+            ):
                 axis.name = "sequence"
             elif len(dims) == 3:
                 axis.name = "features"
 
     def data_dims(self, place: ArgumentDim) -> list[int]:
-        """The numbers of all dimensions of the array to which `place` belongs, without those named "layers"."""
-        named = [{self.classes.of(root).name for root in roots} for roots in self.classes.dims[place.argument]]
+        """The numbers of all dimensions of the array to which `place` belongs, without
+        those named "layers".
+        """
+        named = [
+            {self.classes.of(root).name for root in roots}
+            for roots in self.classes.dims[place.argument]
+        ]
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 
     def images(self) -> dict[LogicalAxis, str]:
-        """The names of the dimensions along which convolutions run: "channels", and "height" or other spatial ones."""
+        """The names of the dimensions along which convolutions run: "channels", and
+        "height" or other spatial ones.
+        """
         classes = self.classes
-        found = {classes.of(root): "channels" for root in classes.marked["channels"] if root in classes.of_root}
+        found = {
+            classes.of(root): "channels"
+            for root in classes.marked["channels"]
+            if root in classes.of_root
+        }
         for root, (at, count) in self.tied.spatial.items():
             if root in classes.of_root and count in _SPATIAL:
                 found[classes.of(root)] = _SPATIAL[count][at]
         return found
 
     def looked_up(self) -> None:
-        """Names the dimensions of tables from which entries are looked up. The name is `vocab` if tokens index them,
-        `classes` if labels do, and `positions` for position embeddings.
+        """Names the dimensions of tables from which entries are looked up. The name is
+        `vocab` if tokens index them, `classes` if labels do, and `positions` for
+        position embeddings.
         """
         found, vocabs = list[LogicalAxis](), set[int]()
         for axis in self.unnamed("looked_up"):
             paths = self.paths(self.classes.in_model(axis))
             are_positions = any(map(_POSITIONS.search, paths))
             is_named = any(map(_VOCAB.search, paths)) and not are_positions
-            if is_named or (paths and axis.size >= _SMALL_VOCAB and self.is_marked(axis, "tokens")):
+            if is_named or (
+                paths and axis.size >= _SMALL_VOCAB and self.is_marked(axis, "tokens")
+            ):
                 vocabs.add(axis.size)
             axis.name = "positions" if are_positions else ""
             found += [axis] if paths and not are_positions else []
@@ -156,25 +199,41 @@ class _Namer:
             axis.name = "vocab" if axis.size in vocabs else "classes"
 
     def heads(self) -> None:
-        """Names the batch dimensions of matrix products, and `head_dim`, the dimension after heads.
+        """Names the batch dimensions of matrix products, and `head_dim`, the dimension
+        after heads.
 
-        A batch dimension is `experts` if its arrays' paths say so, or if one operand is a weight and nothing shows
-        attention. Otherwise it is `heads`, or `kv_heads` and `query_groups` if query heads share keys.
+        A batch dimension is `experts` if its arrays' paths say so, or if one operand is
+        a weight and nothing shows attention. Otherwise it is `heads`, or `kv_heads` and
+        `query_groups` if query heads share keys.
         """
         classes, of = self.classes, self.classes.of
         found = [axis for axis in self.unnamed("batched") if classes.in_model(axis)]
         kept = [roots[: classes.kept(roots)] for dims in classes.dims for roots in dims]
-        kept = [[*map(of, roots)] for roots in kept if len(roots) > 1 and of(roots[0]) in found]
-        shared, behind = {axes[0] for axes in kept}, {axis for axes in kept for axis in axes[1:]}
+        kept = [
+            [*map(of, roots)]
+            for roots in kept
+            if len(roots) > 1 and of(roots[0]) in found
+        ]
+        shared, behind = (
+            {axes[0] for axes in kept},
+            {axis for axes in kept for axis in axes[1:]},
+        )
         of_weights, named = self.batches_of_weights(), set[LogicalAxis]()
-        for axis in [*found, *(axis for axis in self.unnamed() if axis in behind and axis not in found)]:
+        for axis in [
+            *found,
+            *(axis for axis in self.unnamed() if axis in behind and axis not in found),
+        ]:
             paths = self.paths(classes.in_model(axis))
-            attends = any("att" in path.lower() for path in paths) or any(place.of > 1 for place in axis.places)
+            attends = any("att" in path.lower() for path in paths) or any(
+                place.of > 1 for place in axis.places
+            )
             if axis in behind:
                 axis.name = "query_groups"
             elif axis in shared:
                 axis.name = "kv_heads"
-            elif any(map(_EXPERTS.search, paths)) or not (attends or axis not in of_weights):
+            elif any(map(_EXPERTS.search, paths)) or not (
+                attends or axis not in of_weights
+            ):
                 axis.name = "experts"
                 continue
             else:
@@ -184,48 +243,74 @@ class _Namer:
         for argument in range(len(classes.dims)):
             flat = classes.flat(argument)
             for before, after in zip(flat, flat[1:], strict=False):
-                if before in named and not after.name and self.is_marked(after, "contracted"):
+                if (
+                    before in named
+                    and not after.name
+                    and self.is_marked(after, "contracted")
+                ):
                     after.name = "head_dim"
 
     def batches_of_weights(self) -> set[LogicalAxis]:
-        """The logical axes of the batch dimensions of weights. A weight is an operand of a matrix product whose
-        dimensions are all equivalent to dimensions of the model.
+        """The logical axes of the batch dimensions of weights. A weight is an operand
+        of a matrix product whose dimensions are all equivalent to dimensions of the
+        model.
         """
         tied, own, found = self.tied, self.classes.own, set[LogicalAxis]()
         for made in tied.program.operations:
             over = batched(made)
-            for value, dims in zip(made.ins, made.factors.ins, strict=True) if over else ():
+            for value, dims in (
+                zip(made.ins, made.factors.ins, strict=True) if over else ()
+            ):
                 roots = tied.roots_of(value)
                 if len(roots) > 1 and roots <= own:
-                    wide = (part for part, dim in zip(tied.roots[value], dims, strict=True) if dim[0] in over)
-                    found.update(self.classes.of(root) for part in wide for root in part)
+                    wide = (
+                        part
+                        for part, dim in zip(tied.roots[value], dims, strict=True)
+                        if dim[0] in over
+                    )
+                    found.update(
+                        self.classes.of(root) for part in wide for root in part
+                    )
         return found
 
     def routers(self) -> None:
-        """Names the dimension of router scores `experts` if its size is the number of experts. The size decides, since
-        no operation shows that the two dimensions correspond.
+        """Names the dimension of router scores `experts` if its size is the number of
+        experts. The size decides, since no operation shows that the two dimensions
+        correspond.
         """
         sizes = {axis.size for axis in self.classes.live() if axis.name == "experts"}
         for axis in self.unnamed():
             places = self.classes.in_model(axis)
-            if axis.size in sizes and places and all(self.rank(place) <= 3 and place.of == 1 for place in places):
-                chosen = self.is_marked(axis, "chosen") or self.is_marked(axis, "looked_up")
+            if (
+                axis.size in sizes
+                and places
+                and all(self.rank(place) <= 3 and place.of == 1 for place in places)
+            ):
+                chosen = self.is_marked(axis, "chosen") or self.is_marked(
+                    axis, "looked_up"
+                )
                 if chosen or any(map(_ROUTERS.search, self.paths(places))):
                     axis.name = "experts"
 
     def width(self) -> None:
-        """Names a dimension of a residual stream `embed` if matrix products contract it and several arrays of the model
-        have it. A model with several towers has several such streams. If tables have a `vocab` dimension, and their
-        other dimensions are one logical axis, this is named `embed` too.
+        """Names a dimension of a residual stream `embed` if matrix products contract it
+        and several arrays of the model have it. A model with several towers has several
+        such streams. If tables have a `vocab` dimension, and their other dimensions are
+        one logical axis, this is named `embed` too.
         """
         sums = residual(self.tied, self.classes.own)
         found = [
             axis
             for axis in self.unnamed("contracted")
-            if not sums.isdisjoint(axis.roots) and len({place.argument for place in self.classes.in_model(axis)}) > 1
+            if not sums.isdisjoint(axis.roots)
+            and len({place.argument for place in self.classes.in_model(axis)}) > 1
         ]
         flats = map(self.classes.flat, range(len(self.classes.dims)))
-        tables = [flat for flat in flats if len(flat) == 2 and "vocab" in [axis.name for axis in flat]]
+        tables = [
+            flat
+            for flat in flats
+            if len(flat) == 2 and "vocab" in [axis.name for axis in flat]
+        ]
         beside = {axis for flat in tables for axis in flat if not axis.name}
         for axis in [*found, *(beside if len(beside) == 1 else ())]:
             axis.name = "embed"
@@ -245,20 +330,33 @@ class _Namer:
                 axis.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
 
     def is_between_widths(self, axis: LogicalAxis) -> bool:
-        """Whether a logical axis, such as `mlp`, is the inner dimension of a block: matrix products contract it, and it
-        is at several positions in arrays that have `embed`.
+        """Whether a logical axis, such as `mlp`, is the inner dimension of a block:
+        matrix products contract it, and it is at several positions in arrays that have
+        `embed`.
         """
-        places = [place for place in self.classes.in_model(axis) or axis.places if place.of == 1]
-        wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}
+        places = [
+            place
+            for place in self.classes.in_model(axis) or axis.places
+            if place.of == 1
+        ]
+        wide = {
+            p.dim
+            for p in places
+            if "embed" in [other.name for other in self.classes.flat(p.argument)]
+        }
         return len(wide) > 1 and self.is_marked(axis, "contracted")
 
 
 def _short(path: str, words: tuple[str, ...]) -> str:
-    """An identifier made of the last part of a path. Parts that are common, such as `weight`, or in `words`, the names
-    of the step's arguments, are skipped.
+    """An identifier made of the last part of a path. Parts that are common, such as
+    `weight`, or in `words`, the names of the step's arguments, are skipped.
     """
-    parts = [part for part in path.split("/") if part not in _DULL and part not in words] or path.split("/")
-    name = re.sub(r"\W+", "_", "_".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])).strip("_")
+    parts = [
+        part for part in path.split("/") if part not in _DULL and part not in words
+    ] or path.split("/")
+    name = re.sub(
+        r"\W+", "_", "_".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])
+    ).strip("_")
     return name if name and not name[0].isdigit() else f"a{name}"
 
 
@@ -267,8 +365,10 @@ class NamedAxis:
     """A logical axis: dimensions of a step's arguments that must be sharded alike.
 
     - `name`, `size`: the logical name and the size of the dimensions.
-    - `places`: the dimensions, as `model/layers/mlp/gate[2]`. Arrays whose paths differ only in numbers have one entry.
-    - `joins`: the operations that tie these dimensions together, as pairs of a primitive and a source line.
+    - `places`: the dimensions, as `model/layers/mlp/gate[2]`. Arrays whose paths differ
+      only in numbers have one entry.
+    - `joins`: the operations that tie these dimensions together, as pairs of a
+      primitive and a source line.
     """
 
     __module__ = "shardfx.auto"
@@ -281,11 +381,14 @@ class NamedAxis:
 
 @dataclasses.dataclass(frozen=True)
 class NamedAxes:
-    """The logical axes of a step, as [`shardfx.auto.name_axes`][] returns them. `str(...)` is a table of them.
+    """The logical axes of a step, as [`shardfx.auto.name_axes`][] returns them.
+    `str(...)` is a table of them.
 
-    - `names`: one tree of names for each argument of the step, for `plan(args[i], ..., names=found.names[i])`.
+    - `names`: one tree of names for each argument of the step, for
+      `plan(args[i], ..., names=found.names[i])`.
     - `axes`: the logical axes.
-    - `notes`: one text for each kind of operation that is not understood, so that it relates no dimensions.
+    - `notes`: one text for each kind of operation that is not understood, so that it
+      relates no dimensions.
     """
 
     __module__ = "shardfx.auto"
@@ -304,21 +407,31 @@ class NamedAxes:
     def __str__(self) -> str:
         rows = [("axis", "size", "where", "tied by")]
         rows += [
-            (axis.name, str(axis.size), _some(axis.places), _some([f"{what} {where}" for what, where in axis.joins]))
+            (
+                axis.name,
+                str(axis.size),
+                _some(axis.places),
+                _some([f"{what} {where}" for what, where in axis.joins]),
+            )
             for axis in self.axes
         ]
-        return "\n".join([*table(rows, right={"size"}), *(f"note: {note}" for note in self.notes)])
+        return "\n".join(
+            [*table(rows, right={"size"}), *(f"note: {note}" for note in self.notes)]
+        )
 
     __repr__ = first_lines
     _repr_html_ = html_text
 
 
 def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
-    """Finds the logical axes of a step's arguments: dimensions that must be sharded alike get one name.
+    """Finds the logical axes of a step's arguments: dimensions that must be sharded
+    alike get one name.
 
-    The step is traced, not run. Two dimensions get one name if an operation pairs them, as an addition, a contraction
-    or a loop does. If a reshape splits a dimension into heads and head widths, its name is that of the heads, and the
-    head width is the unit that no shard splits. A name that a field of a module declares holds for its logical axis.
+    The step is traced, not run. Two dimensions get one name if an operation pairs them,
+    as an addition, a contraction or a loop does. If a reshape splits a dimension into
+    heads and head widths, its name is that of the heads, and the head width is the unit
+    that no shard splits. A name that a field of a module declares holds for its logical
+    axis.
 
     An operation that is not understood relates no dimensions, and `notes` reports it.
 
@@ -329,8 +442,9 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
 
     **Returns:**
 
-    A [`shardfx.auto.NamedAxes`][]. Names such as "batch", "embed", "mlp" or "heads" are given if a dimension's
-    operations or path show them; otherwise the names are made from paths.
+    A [`shardfx.auto.NamedAxes`][]. Names such as "batch", "embed", "mlp" or "heads" are
+    given if a dimension's operations or path show them; otherwise the names are made
+    from paths.
 
     **Raises:**
 
@@ -364,16 +478,25 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
 
 
 def notes_of(classes: Classes) -> tuple[str, ...]:
-    """A text for each kind of operation of the step that the search does not understand."""
+    """A text for each kind of operation of the step that the search does not
+    understand.
+    """
     notes = classes.tied.program.notes
-    return tuple(words if count == 1 else f"{words} ({count} times)" for words, count in notes.items())
+    return tuple(
+        words if count == 1 else f"{words} ({count} times)"
+        for words, count in notes.items()
+    )
 
 
 def names_trees(classes: Classes) -> tuple[PyTree, ...]:
-    """For each argument of the step, the tree with each array replaced by the names of its dimensions."""
+    """For each argument of the step, the tree with each array replaced by the names of
+    its dimensions.
+    """
     found = iter(map(classes.names_of, range(len(classes.dims))))
     return tuple(
-        jax.tree.unflatten(flat.treedef, [next(found) if shaped else None for shaped in flat.is_array])
+        jax.tree.unflatten(
+            flat.treedef, [next(found) if shaped else None for shaped in flat.is_array]
+        )
         for flat in classes.traced.flats
     )
 
@@ -381,18 +504,28 @@ def names_trees(classes: Classes) -> tuple[PyTree, ...]:
 def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:
     arrays, tied, roots = classes.traced.arrays, classes.tied, set(axis.roots)
     alike: dict[tuple[object, str], list[str]] = {}
-    # The moments of an optimizer have the axes of the parameters; they are listed only if nothing else is.
-    own = [place for place in axis.places if arrays[place.argument].which == classes.main]
+    # The moments of an optimizer have the axes of the parameters; they are listed only
+    # if nothing else is.
+    own = [
+        place for place in axis.places if arrays[place.argument].which == classes.main
+    ]
     data = [place for place in axis.places if place.argument not in classes.model]
     for place in own + data or axis.places:
         path = arrays[place.argument].path
         part = f".{place.at}" if place.of > 1 else ""
-        alike.setdefault((between_numbers(path), f"[{place.dim}{part}]"), []).append(path)
+        alike.setdefault((between_numbers(path), f"[{place.dim}{part}]"), []).append(
+            path
+        )
     places = tuple(joined(sorted(paths)) + dim for (_, dim), paths in alike.items())
-    # The operations in which two operands with the axis meet, products and lookups first.
+    # The operations in which two operands with the axis meet, products and lookups
+    # first.
     joins: dict[tuple[str, str], None] = {}
-    for made in sorted(tied.program.operations, key=lambda made: not made.factors.reduction):
-        having = sum(not roots.isdisjoint(tied.roots_of(value)) for value in {*made.ins})
+    for made in sorted(
+        tied.program.operations, key=lambda made: not made.factors.reduction
+    ):
+        having = sum(
+            not roots.isdisjoint(tied.roots_of(value)) for value in {*made.ins}
+        )
         if having > 1 and made.name not in ("carry", "return", "use"):
             frame = own_line(lines_of(made.location))
             joins[made.name, "-" if frame is None else frame.place] = None
@@ -400,4 +533,6 @@ def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:
 
 
 def _some(texts: Sequence[str], most: int = 4) -> str:
-    return ", ".join(texts[:most]) + (f", and {len(texts) - most} more" if len(texts) > most else "")
+    return ", ".join(texts[:most]) + (
+        f", and {len(texts) - most} more" if len(texts) > most else ""
+    )

@@ -1,9 +1,11 @@
-"""Equivalence classes of the dimensions in a program: an operation makes two dimensions equivalent if it must see them
-sharded alike.
+"""Equivalence classes of the dimensions in a program: an operation makes two dimensions
+equivalent if it must see them sharded alike.
 
-The contracted dimensions of the two operands of a `dot_general` are an example. A reshape may split a dimension into
-factors, its sub-dimensions: `heads * head_dim` into `heads` and `head_dim`. Each of these has a class of its own.
-A factor in the Shardy sharding rule of an operation is a number. Dimensions with one factor must be sharded alike.
+The contracted dimensions of the two operands of a `dot_general` are an example. A
+reshape may split a dimension into factors, its sub-dimensions: `heads * head_dim` into
+`heads` and `head_dim`. Each of these has a class of its own. A factor in the Shardy
+sharding rule of an operation is a number. Dimensions with one factor must be sharded
+alike.
 """
 
 import math
@@ -19,8 +21,9 @@ Root = int
 
 
 class UnionFind:
-    """A union-find over the dimensions of a program. Its sets are the equivalence classes. A node is the number of a
-    dimension or a sub-dimension. The children of a node are its sub-dimensions.
+    """A union-find over the dimensions of a program. Its sets are the equivalence
+    classes. A node is the number of a dimension or a sub-dimension. The children of a
+    node are its sub-dimensions.
     """
 
     def __init__(self):
@@ -42,17 +45,23 @@ class UnionFind:
         return node
 
     def roots(self, node: int) -> list[Root]:
-        """The classes of the sub-dimensions of `node`, major-most first. A dimension of size 1 has none."""
+        """The classes of the sub-dimensions of `node`, major-most first. A dimension of
+        size 1 has none.
+        """
         node = self.find(node)
         if node in self._children:
-            return [root for child in self._children[node] for root in self.roots(child)]
+            return [
+                root for child in self._children[node] for root in self.roots(child)
+            ]
         return [node] if self.sizes[node] > 1 else []
 
     def align(self, left: Sequence[int], right: Sequence[int]) -> None:
-        """Merges the classes of the dimensions of an array before a reshape, `left`, and after it, `right`.
+        """Merges the classes of the dimensions of an array before a reshape, `left`,
+        and after it, `right`.
 
-        If two dimensions have different sizes, the larger one is split. For the shapes (12,) and (4, 3), the 12 is
-        split into 4 and 3, which are merged with the new dimensions. If neither size divides the other, merging stops.
+        If two dimensions have different sizes, the larger one is split. For the shapes
+        (12,) and (4, 3), the 12 is split into 4 and 3, which are merged with the new
+        dimensions. If neither size divides the other, merging stops.
         """
         ours, theirs = list(reversed(left)), list(reversed(right))
         while ours and theirs:
@@ -63,8 +72,11 @@ class UnionFind:
                     theirs.pop()
             elif self.sizes[b] == 1:
                 theirs.pop()
-            elif self.sizes[a] == self.sizes[b] and not (a in self._children and b in self._children):
-                # The node that is split represents both, so that its children are found.
+            elif self.sizes[a] == self.sizes[b] and not (
+                a in self._children and b in self._children
+            ):
+                # The node that is split represents both, so that its children are
+                # found.
                 root, other = (b, a) if b in self._children else (a, b)
                 self._parent[other] = root
                 ours.pop()
@@ -73,10 +85,12 @@ class UnionFind:
                 return
 
     def _opened(self, stack: list[int], node: int, other: int) -> bool:
-        """Replaces `node`, the last one of `stack`, by its children, the first child last. Returns whether it did.
+        """Replaces `node`, the last one of `stack`, by its children, the first child
+        last. Returns whether it did.
 
-        It does not if `other` is larger. A node without children is split first: a node of size 12 into 4 and 3, if
-        `other` has size 4. It stays if the size of `other` is no divisor of 12.
+        It does not if `other` is larger. A node without children is split first: a node
+        of size 12 into 4 and 3, if `other` has size 4. It stays if the size of `other`
+        is no divisor of 12.
         """
         size, least = self.sizes[node], self.sizes[other]
         if node not in self._children and size > least and size % least == 0:
@@ -90,28 +104,36 @@ class UnionFind:
 
 # Operations that read neighbours: a stride does not split a dimension.
 _WINDOWED = ("convolution", "reduce_window", "select_and_scatter")
-_MARKS = "scanned looked_up tokens batched contracted sliced chosen channels windows".split()
+_MARKS = (
+    "scanned looked_up tokens batched contracted sliced chosen channels windows".split()
+)
 
 
 class Tied:
     """A program and the equivalence classes of its dimensions.
 
-    Two dimensions are equivalent if they have the same factor in the Shardy sharding rule of some operation.
+    Two dimensions are equivalent if they have the same factor in the Shardy sharding
+    rule of some operation.
 
     - `roots`: the classes of each dimension of each value, major-most first.
     - `sizes`: the size of each class.
-    - `marked`: a dict from each quoted word to a set of classes. Loops iterate over "scanned" classes. Gathers look up
-        entries along "looked_up" classes, and along "tokens" classes if the indices are sequences. "batched" and
-        "contracted" classes are dimensions of matrix products. Slices keep a range of "sliced" classes. Top-k runs
-        along "chosen" classes. "channels" and "windows" are dimensions of convolutions.
-    - `spatial`: a dict from the class of a spatial dimension of a convolution to two numbers: its index among the
+    - `marked`: a dict from each quoted word to a set of classes. Loops iterate over
+      "scanned" classes. Gathers look up
+        entries along "looked_up" classes, and along "tokens" classes if the indices are
+        sequences. "batched" and "contracted" classes are dimensions of matrix products.
+        Slices keep a range of "sliced" classes. Top-k runs along "chosen" classes.
+        "channels" and "windows" are dimensions of convolutions.
+    - `spatial`: a dict from the class of a spatial dimension of a convolution to two
+      numbers: its index among the
         spatial dimensions, and their number.
     """
 
     def __init__(self, program: Program):
         self.program, self.union = program, UnionFind()
         self.sizes = self.union.sizes
-        self.dims = [tuple(map(self.union.new, value.shape)) for value in program.values]
+        self.dims = [
+            tuple(map(self.union.new, value.shape)) for value in program.values
+        ]
         self.marks: dict[str, list[int]] = {kind: [] for kind in _MARKS}
         self.slid: dict[int, tuple[int, int]] = {}
         loops: dict[tuple[int, int], int] = {}
@@ -121,13 +143,21 @@ class Tied:
             _mark(self, made, _tie(self, made))
             for dim, loop in made.counted:
                 node = self.dims[made.ins[0]][dim]
-                # Arrays that one loop iterates over have one length, and share that dimension.
-                self.union.align([loops.setdefault((loop, self.sizes[node]), node)], [node])
+                # Arrays that one loop iterates over have one length, and share that
+                # dimension.
+                self.union.align(
+                    [loops.setdefault((loop, self.sizes[node]), node)], [node]
+                )
                 self.marks["scanned"].append(node)
         roots = self.union.roots
         self.roots = [[*map(roots, dims)] for dims in self.dims]
-        self.marked = {kind: {root for node in found for root in roots(node)} for kind, found in self.marks.items()}
-        self.spatial = {root: place for node, place in self.slid.items() for root in roots(node)[:1]}
+        self.marked = {
+            kind: {root for node in found for root in roots(node)}
+            for kind, found in self.marks.items()
+        }
+        self.spatial = {
+            root: place for node, place in self.slid.items() for root in roots(node)[:1]
+        }
 
     def roots_of(self, value: int) -> set[Root]:
         """The classes of all dimensions of a value."""
@@ -135,8 +165,9 @@ class Tied:
 
 
 def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
-    """Whether no mesh axis can shard a dimension, because operation `made` needs all its elements or reads only some.
-    `dim` are the factors of the dimension in the operation's Shardy sharding rule, and `size` is its size.
+    """Whether no mesh axis can shard a dimension, because operation `made` needs all
+    its elements or reads only some. `dim` are the factors of the dimension in the
+    operation's Shardy sharding rule, and `size` is its size.
     """
     factors = made.factors
     short = math.prod(factors.sizes[factor] for factor in dim) != size
@@ -145,8 +176,9 @@ def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
 
 
 def _tie(found: Tied, made: Operation) -> dict[object, int]:
-    """Merges the classes of dimensions with one factor in the sharding rule of `made`. Returns a dict from each factor
-    to its node. If a factor must be replicated, the key is a pair: the factor, and the index of the operand or result.
+    """Merges the classes of dimensions with one factor in the sharding rule of `made`.
+    Returns a dict from each factor to its node. If a factor must be replicated, the key
+    is a pair: the factor, and the index of the operand or result.
     """
     sizes, union = made.factors.sizes, found.union
     first: dict[object, int] = {}
@@ -158,24 +190,32 @@ def _tie(found: Tied, made: Operation) -> dict[object, int]:
                 if size == 1 or not dim:
                     continue
                 if len(dim) == 1 and sizes[dim[0]] == size:
-                    # A sorted or updated dimension is the same in the operand and the result at the same position.
+                    # A sorted or updated dimension is the same in the operand and the
+                    # result at the same position.
                     key = (dim[0], at) if dim[0] in made.factors.replicated else dim[0]
                     if first.setdefault(key, node) != node:
                         union.align([first[key]], [node])
                 elif not whole(made, dim, size):
                     fused.append((node, dim))
     for node, dim in fused:
-        union.align([node], [first.setdefault(one, union.new(sizes[one])) for one in dim])
+        union.align(
+            [node], [first.setdefault(one, union.new(sizes[one])) for one in dim]
+        )
     return first
 
 
 def batched(made: Operation) -> tuple[int, ...]:
-    """The factors of the batch dimensions of a `dot_general`, or of the groups of a `ragged_dot`; else none."""
+    """The factors of the batch dimensions of a `dot_general`, or of the groups of a
+    `ragged_dot`; else none.
+    """
     if made.name == "ragged_dot":
         return tuple(factor for dim in made.factors.ins[2] for factor in dim)
     if made.name != "dot_general":
         return ()
-    left, right, out = ({f for dim in dims for f in dim} for dims in (*made.factors.ins, *made.factors.outs))
+    left, right, out = (
+        {f for dim in dims for f in dim}
+        for dims in (*made.factors.ins, *made.factors.outs)
+    )
     return tuple(sorted(left & right & out))
 
 
@@ -189,8 +229,14 @@ def _mark(found: Tied, made: Operation, first: dict[object, int]) -> None:
         mark("batched", groups)
         mark("contracted", factors.reduction.difference(groups))
     elif made.name == "gather" or (made.name == "scatter" and len(made.ins) == 3):
-        given = {factor for side in made.factors.ins[2:] for dim in side for factor in dim}
-        own = factors.reduction if made.name == "gather" else [one for dim in factors.ins[0] for one in dim]
+        given = {
+            factor for side in made.factors.ins[2:] for dim in side for factor in dim
+        }
+        own = (
+            factors.reduction
+            if made.name == "gather"
+            else [one for dim in factors.ins[0] for one in dim]
+        )
         looked_up = [factor for factor in own if factor not in given]
         mark("looked_up", looked_up)
         # Indices with more dimensions than the batch are the tokens of sequences.
@@ -201,7 +247,10 @@ def _mark(found: Tied, made: Operation, first: dict[object, int]) -> None:
     elif made.name == "top_k":
         found.marks["chosen"].append(found.dims[made.ins[0]][-1])
     elif made.name == "slice":
-        pairs = zip(*(found.program.values[value].shape for value in (*made.ins, *made.outs)), strict=True)
+        pairs = zip(
+            *(found.program.values[value].shape for value in (*made.ins, *made.outs)),
+            strict=True,
+        )
         cut = [dim for dim, (before, after) in enumerate(pairs) if before != after]
         found.marks["sliced"] += [found.dims[made.ins[0]][dim] for dim in cut]
     elif made.windows is not None:
@@ -213,7 +262,8 @@ def _mark_convolution(found: Tied, made: Operation) -> None:
     image, kernel = (found.dims[value] for value in made.ins)
     known = {root for node in found.slid for root in found.union.roots(node)}
     channels = image[numbers.input_feature_dimension]
-    # The first convolution of an array shows its dimensions, since that of a gradient uses batches as channels.
+    # The first convolution of an array shows its dimensions, since that of a gradient
+    # uses batches as channels.
     if known.isdisjoint(found.union.roots(channels)):
         found.marks["channels"].append(channels)
     found.marks["contracted"].append(kernel[numbers.kernel_input_feature_dimension])

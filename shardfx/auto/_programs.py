@@ -1,4 +1,6 @@
-"""The traffic, time and memory of a candidate, from its partitioned or compiled program, and measured times."""
+"""The traffic, time and memory of a candidate, from its partitioned or compiled
+program, and measured times.
+"""
 
 import dataclasses
 import functools as ft
@@ -43,8 +45,9 @@ from ._core import CostModel
 
 @dataclasses.dataclass(frozen=True)
 class _ProgramCosts:
-    """The traffic, the work and the memory of one device's program. `held` has the bytes of memory in two cases: the
-    step donates the arguments that it was jitted to donate, or every argument that it can.
+    """The traffic, the work and the memory of one device's program. `held` has the
+    bytes of memory in two cases: the step donates the arguments that it was jitted to
+    donate, or every argument that it can.
     """
 
     sent: Traffic
@@ -52,25 +55,34 @@ class _ProgramCosts:
     held: tuple[int | float, int | float]
 
 
-# Multiplications per cycle of a core's matrix units. The clock rate of a chip follows from them and its peak.
+# Multiplications per cycle of a core's matrix units. The clock rate of a chip follows
+# from them and its peak.
 _UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 
 
-def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, model: CostModel) -> Candidate:
-    """The candidate with the traffic and work of its program, and an estimate of the seconds of one step.
+def timed(
+    one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, model: CostModel
+) -> Candidate:
+    """The candidate with the traffic and work of its program, and an estimate of the
+    seconds of one step.
 
-    Computation takes the longer of two times: the floating-point operations at the peak rate, and the memory traffic at
-    the memory's bandwidth. If a compiled program reports its cycles, they give the time instead. Communication takes
-    [`shardfx.cost.seconds`][], and some microseconds per collective. Collectives of parameters and gradients overlap
-    with a part of the computation; collectives of activations do not.
+    Computation takes the longer of two times: the floating-point operations at the peak
+    rate, and the memory traffic at the memory's bandwidth. If a compiled program
+    reports its cycles, they give the time instead. Communication takes
+    [`shardfx.cost.seconds`][], and some microseconds per collective. Collectives of
+    parameters and gradients overlap with a part of the computation; collectives of
+    activations do not.
     """
     per_device = model.compute / chip.devices_per_chip
     compute = max(
         work.flops / (float(chip.flops("bfloat16")) * per_device),
-        work.bytes / (float(chip.hbm_bytes_per_second) / chip.devices_per_chip * model.memory),
+        work.bytes
+        / (float(chip.hbm_bytes_per_second) / chip.devices_per_chip * model.memory),
     )
     if work.cycles and chip.name in _UNITS:
-        compute = work.cycles / (float(chip.flops("bfloat16")) / (2 * _UNITS[chip.name]))
+        compute = work.cycles / (
+            float(chip.flops("bfloat16")) / (2 * _UNITS[chip.name])
+        )
     taken = {"exposed": 0.0, "hidden": 0.0}
     for row in seconds(sent, chip, one.mesh).rows:
         calls = 1 if row.traffic.calls is None else row.traffic.calls
@@ -78,7 +90,9 @@ def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, mod
         taken[kind] += row.seconds / model.network + calls * model.call_seconds
     return dataclasses.replace(
         one,
-        seconds=compute + taken["exposed"] + max(0.0, taken["hidden"] - model.overlap * compute),
+        seconds=compute
+        + taken["exposed"]
+        + max(0.0, taken["hidden"] - model.overlap * compute),
         compute_seconds=compute,
         exposed_seconds=taken["exposed"],
         hidden_seconds=taken["hidden"],
@@ -87,14 +101,26 @@ def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, mod
 
 
 class LoweredStep:
-    """A step that is traced and lowered once, to be partitioned by XLA for many candidates."""
+    """A step that is traced and lowered once, to be partitioned by XLA for many
+    candidates.
+    """
 
-    def __init__(self, step: Callable[..., object], traced: TracedStep, chip: chips.Chip, model: CostModel):
+    def __init__(
+        self,
+        step: Callable[..., object],
+        traced: TracedStep,
+        chip: chips.Chip,
+        model: CostModel,
+    ):
         self.step, self.args, self.words = step, traced.structs, traced.words
-        self.leaves = {f"arrays[{at}]": array.path for at, array in enumerate(traced.arrays)}
+        self.leaves = {
+            f"arrays[{at}]": array.path for at, array in enumerate(traced.arrays)
+        }
         self.results = results_of(self.args, traced.out)
         self.chip, self.model = chip, model
-        self.platform: Platform = "tpu" if chip.torus_dims else "cpu" if chip == EMULATED else "gpu"
+        self.platform: Platform = (
+            "tpu" if chip.torus_dims else "cpu" if chip == EMULATED else "gpu"
+        )
         self.plain = traced.step
 
     @ft.cached_property
@@ -102,30 +128,62 @@ class LoweredStep:
         """The numbers of the arguments that the step donates."""
         if isinstance(self.step, types.FunctionType):
             return ()
-        words = [arg.path.split("/")[:2] for arg in step_of(self.step, self.args).arguments if arg.donated]
-        known = [word.replace("[", "/").replace("]", "").split("/") for word in self.words]
-        return tuple(at for at, word in enumerate(known) if any(one[: len(word)] == word for one in words))
+        words = [
+            arg.path.split("/")[:2]
+            for arg in step_of(self.step, self.args).arguments
+            if arg.donated
+        ]
+        known = [
+            word.replace("[", "/").replace("]", "").split("/") for word in self.words
+        ]
+        return tuple(
+            at
+            for at, word in enumerate(known)
+            if any(one[: len(word)] == word for one in words)
+        )
 
     @ft.cached_property
     def donatable(self) -> tuple[int, ...]:
-        """The numbers of the arguments that the step donates, or for which it returns an updated value."""
-        return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
+        """The numbers of the arguments that the step donates, or for which it returns
+        an updated value.
+        """
+        return tuple(
+            sorted(
+                {
+                    *self.donated,
+                    *(which for which, _ in self.results if which is not None),
+                }
+            )
+        )
 
     def states(self, classes: Classes) -> tuple[int, ...]:
-        """The numbers of the arguments that are an optimizer's state. The arrays of such an argument have only
-        dimensions of the model, and the step returns an updated value for it.
+        """The numbers of the arguments that are an optimizer's state. The arrays of
+        such an argument have only dimensions of the model, and the step returns an
+        updated value for it.
         """
-        members = {classes.traced.arrays[argument].which for argument in classes.model} - {classes.main}
-        return tuple(sorted(members & {which for which, _ in self.results if which is not None}))
+        members = {
+            classes.traced.arrays[argument].which for argument in classes.model
+        } - {classes.main}
+        return tuple(
+            sorted(members & {which for which, _ in self.results if which is not None})
+        )
 
     def partitioned(self, one: Candidate, *, constrained: bool = False) -> Candidate:
-        """The candidate `one` with the estimated time, the traffic and the memory of its partitioned program. With
-        `constrained`, `constrain_step` constrains the step. Raises `ProgramError` if XLA refuses the program.
+        """The candidate `one` with the estimated time, the traffic and the memory of
+        its partitioned program. With `constrained`, `constrain_step` constrains the
+        step. Raises `ProgramError` if XLA refuses the program.
         """
-        step, changed = self.plain, constrain_step(self.step, one.mesh, one.rules) if constrained else None
+        step, changed = (
+            self.plain,
+            constrain_step(self.step, one.mesh, one.rules) if constrained else None,
+        )
         if changed is not None:
             step = step_of(lambda *args: changed(*args), self.args)
-        read = self._extrapolated(step, one) if one.mesh.size > DIRECT else self._read(step, one, one.mesh)
+        read = (
+            self._extrapolated(step, one)
+            if one.mesh.size > DIRECT
+            else self._read(step, one, one.mesh)
+        )
         fits = read.held[0] <= one.limit_bytes
         return dataclasses.replace(
             timed(one, read.sent, read.work, self.chip, self.model),
@@ -137,7 +195,9 @@ class LoweredStep:
         )
 
     def _extrapolated(self, step: Step, one: Candidate) -> _ProgramCosts:
-        """The costs of the candidate `one` on a large mesh, from the programs that XLA makes for smaller meshes."""
+        """The costs of the candidate `one` on a large mesh, from the programs that XLA
+        makes for smaller meshes.
+        """
         read: dict[tuple[int, ...], _ProgramCosts] = {}
 
         def rows_on(mesh: MeshSpec) -> Sequence[TrafficRow]:
@@ -145,7 +205,9 @@ class LoweredStep:
             return read[mesh.axis_sizes].sent.rows
 
         def numbers_on(sizes: tuple[int, ...]) -> np.ndarray:
-            return np.array([read[sizes].work.flops, read[sizes].work.bytes, *read[sizes].held])
+            return np.array(
+                [read[sizes].work.flops, read[sizes].work.bytes, *read[sizes].held]
+            )
 
         sent = extrapolated(one.mesh, LARGEST, rows_on)
         sizes, *others = read
@@ -156,41 +218,76 @@ class LoweredStep:
             times = math.log2(one.mesh.axis_sizes[axis] / sizes[axis])
             found = found * (numbers_on(other) / np.where(first, first, 1)) ** times
         flops, moved, *held = found.tolist()
-        return _ProgramCosts(sent, dataclasses.replace(read[sizes].work, flops=flops, bytes=moved), (held[0], held[1]))
+        return _ProgramCosts(
+            sent,
+            dataclasses.replace(read[sizes].work, flops=flops, bytes=moved),
+            (held[0], held[1]),
+        )
 
     def _read(self, step: Step, one: Candidate, mesh: MeshSpec) -> _ProgramCosts:
-        """The costs of the program into which XLA partitions `step` for `mesh`, with arguments sharded as in `one`."""
+        """The costs of the program into which XLA partitions `step` for `mesh`, with
+        arguments sharded as in `one`.
+        """
         arguments, results = step.parameters
-        dims = [[tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves] for plan in one.plans]
-        out = [[None] * count if which is None else dims[which] for which, count in self.results]
+        dims = [
+            [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
+            for plan in one.plans
+        ]
+        out = [
+            [None] * count if which is None else dims[which]
+            for which, count in self.results
+        ]
         text = step.partitioned(
-            self.platform, mesh=mesh, arguments=_filled(dims, arguments), results=_filled(out, results)
+            self.platform,
+            mesh=mesh,
+            arguments=_filled(dims, arguments),
+            results=_filled(out, results),
         )
         partitioned = parse_hlo(text)
-        module = as_compiled(partitioned, self.platform, without=() if mesh == one.mesh else SIZED)
+        module = as_compiled(
+            partitioned, self.platform, without=() if mesh == one.mesh else SIZED
+        )
         sent = read(module, mesh, self.leaves)
         tpu = self.platform == "tpu"
 
         def held(donated: Sequence[int]) -> int:
-            """The peak bytes of one device if results reuse the memory of the `donated` arguments."""
-            flags = [which in donated for which, plan in enumerate(one.plans) for _ in plan.leaves]
-            return device_memory(module, donated=flags, tile=self.chip.tile, tpu=tpu).peak_bytes
+            """The peak bytes of one device if results reuse the memory of the `donated`
+            arguments.
+            """
+            flags = [
+                which in donated
+                for which, plan in enumerate(one.plans)
+                for _ in plan.leaves
+            ]
+            return device_memory(
+                module, donated=flags, tile=self.chip.tile, tpu=tpu
+            ).peak_bytes
 
         least = held(self.donated)
         is_enough = least <= one.limit_bytes and mesh == one.mesh
-        return _ProgramCosts(sent, work_of(partitioned, tpu=tpu), (least, least if is_enough else held(self.donatable)))
+        return _ProgramCosts(
+            sent,
+            work_of(partitioned, tpu=tpu),
+            (least, least if is_enough else held(self.donatable)),
+        )
 
 
-def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
-    """Pairs each result of a step with an argument that has the same structure, shapes and dtypes, if there is one.
-    The result gets the shardings of this argument. No two results get one argument.
+def results_of(
+    args: Sequence[PyTree], made: PyTree
+) -> tuple[tuple[int | None, int], ...]:
+    """Pairs each result of a step with an argument that has the same structure, shapes
+    and dtypes, if there is one. The result gets the shardings of this argument. No two
+    results get one argument.
 
-    `made` is all that the step returns. If it is a tuple that equals no argument in these respects, each element is a
-    result, else `made` is the only one. Returns for each the index of its argument or `None`, and its number of arrays.
+    `made` is all that the step returns. If it is a tuple that equals no argument in
+    these respects, each element is a result, else `made` is the only one. Returns for
+    each the index of its argument or `None`, and its number of arrays.
     """
 
     def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
-        leaves, treedef = jax.tree.flatten(eqx.filter(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)))
+        leaves, treedef = jax.tree.flatten(
+            eqx.filter(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+        )
         return treedef, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
 
     kinds = [kind_of(arg) for arg in args]
@@ -199,24 +296,39 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
     found: list[tuple[int | None, int]] = []
     for part in made:
         kind, taken = kind_of(part), {which for which, _ in found}
-        which = next((at for at, own in enumerate(kinds) if own == kind and own[1] and at not in taken), None)
+        which = next(
+            (
+                at
+                for at, own in enumerate(kinds)
+                if own == kind and own[1] and at not in taken
+            ),
+            None,
+        )
         found.append((which, len(kind[1])))
     return tuple(found)
 
 
-def _filled(dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]) -> list[Dims | None]:
-    """The mesh axes of each dimension of each array, with `()` for trailing dimensions that a spec leaves out.
+def _filled(
+    dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]
+) -> list[Dims | None]:
+    """The mesh axes of each dimension of each array, with `()` for trailing dimensions
+    that a spec leaves out.
 
-    `dims` has a sequence for each argument of the step, with an entry for each array in it: the mesh axes of each
-    dimension, or `None` if the compiler may choose the sharding. `own` are the arrays in the same order.
+    `dims` has a sequence for each argument of the step, with an entry for each array in
+    it: the mesh axes of each dimension, or `None` if the compiler may choose the
+    sharding. `own` are the arrays in the same order.
     """
     pairs = zip(itertools.chain(*dims), own, strict=True)
-    return [None if dim is None else (*dim, *[()] * (len(one.shape) - len(dim))) for dim, one in pairs]
+    return [
+        None if dim is None else (*dim, *[()] * (len(one.shape) - len(dim)))
+        for dim, one in pairs
+    ]
 
 
 def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
-    """The candidate under ZeRO-1: the mesh axes of the batch also shard `states`, the arguments with optimizer state.
-    The result is `None` if these axes cannot shard them further.
+    """The candidate under ZeRO-1: the mesh axes of the batch also shard `states`, the
+    arguments with optimizer state. The result is `None` if these axes cannot shard them
+    further.
     """
     axes = tuple(axis for axis, names in one.assignments if names[0] == "batch")
     if not states or not axes or one.state_over:
@@ -224,27 +336,42 @@ def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
     plans = list(one.plans)
     for which in states:
         plans[which] = follow(lambda state: state, plans[which], over=axes)
-    saved = sum(one.plans[which].bytes_per_device - plans[which].bytes_per_device for which in states)
+    saved = sum(
+        one.plans[which].bytes_per_device - plans[which].bytes_per_device
+        for which in states
+    )
     if not saved:
         return None
     return dataclasses.replace(
-        one, plans=tuple(plans), memory_bytes=one.memory_bytes - saved, state_over=axes, states=states
+        one,
+        plans=tuple(plans),
+        memory_bytes=one.memory_bytes - saved,
+        state_over=axes,
+        states=states,
     )
 
 
 # Receives a line of text for each program.
 Tell = Callable[[str], None]
-# The number of rounds in which candidates run in turn, and the number of timed steps in each turn.
+# The number of rounds in which candidates run in turn, and the number of timed steps in
+# each turn.
 _ROUNDS, _STEPS = 3, 3
 
 
 def measured(
-    lowered: LoweredStep, ones: Sequence[Candidate], devices: Sequence[object], tell: Tell, *, runs: bool
+    lowered: LoweredStep,
+    ones: Sequence[Candidate],
+    devices: Sequence[object],
+    tell: Tell,
+    *,
+    runs: bool,
 ) -> list[Candidate]:
-    """The candidates with the traffic, memory and time of their programs, compiled for `devices`.
+    """The candidates with the traffic, memory and time of their programs, compiled for
+    `devices`.
 
-    Candidates that fit in memory come first, the fastest first. With `runs`, candidates that fit also run on the
-    devices, in turn, and get the median seconds of their steps; the others are left out, unless none fits.
+    Candidates that fit in memory come first, the fastest first. With `runs`, candidates
+    that fit also run on the devices, in turn, and get the median seconds of their
+    steps; the others are left out, unless none fits.
     """
     looked: list[tuple[Candidate, Any]] = []
     for number, one in enumerate(ones, start=1):
@@ -252,17 +379,27 @@ def measured(
         mesh = one.mesh.build(devices)
         try:
             if runs:
-                program = jitted(lowered, one, [plan.on(mesh) for plan in one.plans]).lower(*lowered.args).compile()
+                program = (
+                    jitted(lowered, one, [plan.on(mesh) for plan in one.plans])
+                    .lower(*lowered.args)
+                    .compile()
+                )
             else:
-                program = compile_for(jitted(lowered, one, one.plans), *lowered.args, target=mesh)
+                program = compile_for(
+                    jitted(lowered, one, one.plans), *lowered.args, target=mesh
+                )
         except OutOfMemoryError as error:
             held = max(error.needed_bytes or 0, one.limit_bytes + 1)
-            looked.append((dataclasses.replace(one, by="compile", memory_bytes=held), None))
+            looked.append(
+                (dataclasses.replace(one, by="compile", memory_bytes=held), None)
+            )
             continue
         sent, work = traffic(program, one.mesh), work_of(parse_hlo(program.as_text()))
         made = timed(one, sent, work, lowered.chip, lowered.model)
         held, comparison = memory_of(program).needed_bytes, compare(one.traffic, sent)
-        made = dataclasses.replace(made, by="compile", memory_bytes=held, comparison=comparison)
+        made = dataclasses.replace(
+            made, by="compile", memory_bytes=held, comparison=comparison
+        )
         looked.append((made, program))
     kept = [(one, program) for one, program in looked if one.fits]
     if not runs or not kept:
@@ -271,19 +408,27 @@ def measured(
 
 
 def _ran(
-    lowered: LoweredStep, kept: Sequence[tuple[Candidate, Any]], devices: Sequence[object], tell: Tell
+    lowered: LoweredStep,
+    kept: Sequence[tuple[Candidate, Any]],
+    devices: Sequence[object],
+    tell: Tell,
 ) -> list[Candidate]:
-    """Runs the candidates of `kept`, pairs of a candidate and its compiled program, in turn. Returns the candidates
-    with the median seconds of a step, the fastest first.
+    """Runs the candidates of `kept`, pairs of a candidate and its compiled program, in
+    turn. Returns the candidates with the median seconds of a step, the fastest first.
     """
     taken: list[list[float]] = [[] for _ in kept]
     order = list(range(len(kept)))
     for turn in range(_ROUNDS):
         for number in order if turn % 2 else reversed(order):
-            tell(f"running candidate {number + 1} of {len(kept)}, round {turn + 1} of {_ROUNDS}")
+            tell(
+                f"running candidate {number + 1} of {len(kept)}, round {turn + 1} of"
+                f" {_ROUNDS}"
+            )
             taken[number] += _timed(lowered.args, devices, *kept[number])
         # Only the faster half can still contain the fastest.
-        order = sorted(order, key=lambda number: statistics.median(taken[number]))[: max(2, (len(order) + 1) // 2)]
+        order = sorted(order, key=lambda number: statistics.median(taken[number]))[
+            : max(2, (len(order) + 1) // 2)
+        ]
     found = [
         dataclasses.replace(one, by="run", seconds=statistics.median(times))
         for (one, _), times in zip(kept, taken, strict=True)
@@ -291,36 +436,56 @@ def _ran(
     return sorted(found, key=rank)
 
 
-def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | None) -> tuple[Any, ...]:
-    """The devices to compile for: `given`, or JAX's own devices if it is `None`. Under `verify="compile"`, if the
-    caller named a slice and libtpu is installed, the devices of this slice replace JAX's own.
+def devices_for(
+    verify: str, asked: SearchOptions, given: Sequence[object] | None
+) -> tuple[Any, ...]:
+    """The devices to compile for: `given`, or JAX's own devices if it is `None`. Under
+    `verify="compile"`, if the caller named a slice and libtpu is installed, the devices
+    of this slice replace JAX's own.
     """
     count, target = asked.total, asked.target
     if given is not None:
         return tuple(given)
-    if verify == "compile" and target is not None and importlib.util.find_spec("libtpu"):
+    if (
+        verify == "compile"
+        and target is not None
+        and importlib.util.find_spec("libtpu")
+    ):
         return tpu.devices_of(target, num_slices=asked.targets)
     known = jax.devices()
     if len(known) < count:
         raise MeshError(
-            f'`verify="{verify}"` needs {count} devices, and there are {len(known)}; emulate them with '
-            f'`jax.config.update("jax_num_cpu_devices", {count})` before JAX is used, or give those of a slice: '
-            '`devices=shardfx.interop.tpu.devices_of("tpu:v5e:4x4")`.'
+            f'`verify="{verify}"` needs {count} devices, and there are {len(known)};'
+            f' emulate them with `jax.config.update("jax_num_cpu_devices", {count})`'
+            " before JAX is used, or give those of a slice:"
+            ' `devices=shardfx.interop.tpu.devices_of("tpu:v5e:4x4")`.'
         )
     return tuple(known[:count])
 
 
 def jitted(lowered: LoweredStep, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
-    """The step, jitted as in the code of the candidate `one`, with the shardings of `plans`, one for each argument."""
+    """The step, jitted as in the code of the candidate `one`, with the shardings of
+    `plans`, one for each argument.
+    """
     mesh = plans[0].jax_mesh or one.mesh
-    step = constrain_step(lowered.step, mesh, one.rules) if one.constrained else lowered.step
+    step = (
+        constrain_step(lowered.step, mesh, one.rules)
+        if one.constrained
+        else lowered.step
+    )
     results = tuple(None if which is None else plans[which] for which in one.results)
     out = results[0] if len(results) == 1 else results
-    return filter_jit(step, in_shardings=tuple(plans), out_shardings=out, donate=one.donated)
+    return filter_jit(
+        step, in_shardings=tuple(plans), out_shardings=out, donate=one.donated
+    )
 
 
-def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, program: Any) -> list[float]:
-    """The seconds of several runs of `program`, the compiled program of `one`. Each run gets new arrays for `args`."""
+def _timed(
+    args: Sequence[PyTree], devices: Sequence[object], one: Candidate, program: Any
+) -> list[float]:
+    """The seconds of several runs of `program`, the compiled program of `one`. Each run
+    gets new arrays for `args`.
+    """
     plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
     taken = []
     for turn in range(_STEPS + 1):
@@ -334,16 +499,25 @@ def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, pr
 
 
 def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
-    """The argument `arg` with arrays of a constant in the place of its `jax.ShapeDtypeStruct`s, sharded by the plan."""
-    structs, rest = eqx.partition(arg, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
+    """The argument `arg` with arrays of a constant in the place of its
+    `jax.ShapeDtypeStruct`s, sharded by the plan.
+    """
+    structs, rest = eqx.partition(
+        arg, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    )
     make = filter_jit(lambda: jax.tree.map(_value, structs), out_shardings=plan)
     return eqx.combine(make(), rest)
 
 
 def _value(struct: Any) -> jax.Array:
     if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
-        made = (jax.random.key(0, impl=kind) for kind in ("threefry2x32", "rbg", "unsafe_rbg"))
-        return jnp.broadcast_to(next(key for key in made if key.dtype == struct.dtype), struct.shape)
+        made = (
+            jax.random.key(0, impl=kind)
+            for kind in ("threefry2x32", "rbg", "unsafe_rbg")
+        )
+        return jnp.broadcast_to(
+            next(key for key in made if key.dtype == struct.dtype), struct.shape
+        )
     if jnp.issubdtype(struct.dtype, jnp.inexact):
         return jnp.full(struct.shape, 0.01, struct.dtype)
     return jnp.zeros(struct.shape, struct.dtype)

@@ -1,8 +1,9 @@
-"""The search space of a step: axis assignments, their cost terms, and candidates made of the best of them.
+"""The search space of a step: axis assignments, their cost terms, and candidates made
+of the best of them.
 
-An axis assignment is the logical axes that one mesh axis shards, in order of preference. A strategy is a tuple of
-numbers of assignments, one per mesh axis. A cost term is a sum of work, bytes or traffic that the same assignments
-divide.
+An axis assignment is the logical axes that one mesh axis shards, in order of
+preference. A strategy is a tuple of numbers of assignments, one per mesh axis. A cost
+term is a sum of work, bytes or traffic that the same assignments divide.
 """
 
 import dataclasses
@@ -20,8 +21,27 @@ from .._rules import AxisRules, near as near_name
 from ._asked import SearchOptions
 from ._candidate import Candidate, axis_name, mesh_and_rules, without_twins
 from ._classes import Classes
-from ._core import AXES, CostModel, CostTerms, Estimate, Numbers, axis_sizes, cost_terms, costs, cut_by, find, rates_of
-from ._layouts import AssignedLayout, Assignment, Layouts, assignments_of, assignments_of_rules, seeds
+from ._core import (
+    AXES,
+    CostModel,
+    CostTerms,
+    Estimate,
+    Numbers,
+    axis_sizes,
+    cost_terms,
+    costs,
+    cut_by,
+    find,
+    rates_of,
+)
+from ._layouts import (
+    AssignedLayout,
+    Assignment,
+    Layouts,
+    assignments_of,
+    assignments_of_rules,
+    seeds,
+)
 from ._name_axes import names_trees, notes_of
 
 
@@ -38,11 +58,14 @@ class Limits:
 
     - `never`: logical names that no mesh axis shards.
     - `always`: logical names that some mesh axis must shard.
-    - `least`: pairs of a logical name and the smallest number of its shards, such as `(("batch", 8),)`.
+    - `least`: pairs of a logical name and the smallest number of its shards, such as
+      `(("batch", 8),)`.
     - `free_bytes`: bytes of a device's memory that must stay free.
-    - `axes`: mesh axes that must exist, by the names that a search gives them ("data", "fsdp", "tensor", "context",
+    - `axes`: mesh axes that must exist, by the names that a search gives them ("data",
+      "fsdp", "tensor", "context",
         "expert"): a name, or a pair of a name and a size.
-    - `rules`: rules whose mesh axes are kept as they are, so that only their sizes are chosen.
+    - `rules`: rules whose mesh axes are kept as they are, so that only their sizes are
+      chosen.
 
     !!! Example
 
@@ -65,36 +88,59 @@ class Limits:
     def __post_init__(self):
         both = sorted({*self.never} & {*self.always, *(name for name, _ in self.least)})
         if both:
-            raise RuleError(f"`limits` wants {both[0]!r} sharded, and `never` forbids it; take it out of one of them.")
+            raise RuleError(
+                f"`limits` wants {both[0]!r} sharded, and `never` forbids it; take it"
+                " out of one of them."
+            )
         for name, shards in self.least:
             if shards < 1:
-                raise RuleError(f"`least` wants {shards} shards of {name!r}; give 1 or more.")
+                raise RuleError(
+                    f"`least` wants {shards} shards of {name!r}; give 1 or more."
+                )
         if self.free_bytes < 0:
-            raise RuleError(f"`free_bytes` is {self.free_bytes}; 0 leaves all memory to the step.")
+            raise RuleError(
+                f"`free_bytes` is {self.free_bytes}; 0 leaves all memory to the step."
+            )
         for name, size in self.wanted_axes:
             if size is not None and size < 2:
-                raise RuleError(f"`axes` wants {name!r} of size {size}; give 2 or more.")
+                raise RuleError(
+                    f"`axes` wants {name!r} of size {size}; give 2 or more."
+                )
 
     @property
     def wanted_axes(self) -> tuple[tuple[str, int | None], ...]:
-        """Pairs of a mesh axis that must exist and its size; the size is `None` where `axes` gives none."""
+        """Pairs of a mesh axis that must exist and its size; the size is `None` where
+        `axes` gives none.
+        """
         return tuple((one, None) if isinstance(one, str) else one for one in self.axes)
 
 
 class Space:
-    """The search space of a step: the axis assignments within the user's limits, with the step's cost terms.
+    """The search space of a step: the axis assignments within the user's limits, with
+    the step's cost terms.
 
     - `args`: the arguments of the step as `jax.ShapeDtypeStruct`s without shardings.
-    - `made`: for each axis assignment, by its number, the shardings and collectives of the step under it.
-    - `usual`: the strategies from the caller's rules, and the usual ones, such as data parallelism.
+    - `made`: for each axis assignment, by its number, the shardings and collectives of
+      the step under it.
+    - `usual`: the strategies from the caller's rules, and the usual ones, such as data
+      parallelism.
     - `known`: other well-known strategies.
     - `limit_bytes`: the memory that the step may take on one device.
     """
 
-    def __init__(self, classes: Classes, asked: SearchOptions, limits: Limits, also: Sequence[AxisRules] = ()):
+    def __init__(
+        self,
+        classes: Classes,
+        asked: SearchOptions,
+        limits: Limits,
+        also: Sequence[AxisRules] = (),
+    ):
         self.classes, self.hardware, self.limits = classes, asked, limits
         self.devices, self.slices = asked.total, asked.slices
-        self.limit_bytes = asked.chip.usable_hbm_bytes // asked.chip.devices_per_chip - limits.free_bytes
+        self.limit_bytes = (
+            asked.chip.usable_hbm_bytes // asked.chip.devices_per_chip
+            - limits.free_bytes
+        )
         self.args, self.names = classes.traced.structs, names_trees(classes)
         self.layouts = Layouts(classes, self.devices)
         self.made: list[AssignedLayout] = []
@@ -102,69 +148,119 @@ class Space:
 
         @ft.lru_cache(maxsize=2 * _ASSIGNMENTS)
         def number(assignment: Assignment) -> int | None:
-            """The number of an axis assignment, which it gets on first use; `None` for one that shards nothing."""
+            """The number of an axis assignment, which it gets on first use; `None` for
+            one that shards nothing.
+            """
             made = self.layouts.under(assignment)
             if not made.used:
                 return None
-            found = keys.setdefault((made.events, made.positions, made.divided), len(self.made))
+            found = keys.setdefault(
+                (made.events, made.positions, made.divided), len(self.made)
+            )
             self.made += [made] if found == len(self.made) else []
             return found
 
-        def numbered(strategies: Iterable[Iterable[Assignment]]) -> list[tuple[int, ...]]:
-            """The distinct strategies as sorted numbers of axis assignments, without assignments that shard nothing. A
-            strategy is left out if it has no assignment, more than four, or the same one twice.
+        def numbered(
+            strategies: Iterable[Iterable[Assignment]],
+        ) -> list[tuple[int, ...]]:
+            """The distinct strategies as sorted numbers of axis assignments, without
+            assignments that shard nothing. A strategy is left out if it has no
+            assignment, more than four, or the same one twice.
             """
-            found = [tuple(sorted(n for one in each if (n := number(one)) is not None)) for each in strategies]
-            return list(dict.fromkeys(one for one in found if 0 < len(one) <= AXES and len(set(one)) == len(one)))
+            found = [
+                tuple(sorted(n for one in each if (n := number(one)) is not None))
+                for each in strategies
+            ]
+            return list(
+                dict.fromkeys(
+                    one
+                    for one in found
+                    if 0 < len(one) <= AXES and len(set(one)) == len(one)
+                )
+            )
 
         never = frozenset(numbers_of(limits.never, classes).values())
         # The words of a raw key, and the windows of convolutions, are never sharded.
         called = [logical.name for logical in classes.axes]
         whole = never | {
-            n for n, name in enumerate(called) if name == "key_words" or name.partition("_")[0] == "window"
+            n
+            for n, name in enumerate(called)
+            if name == "key_words" or name.partition("_")[0] == "window"
         }
         usual, known = seeds(self.layouts, whole) if limits.rules is None else ([], [])
-        by_rules = [assignments_of_rules(rules, classes, never).values() for rules in also]
+        by_rules = [
+            assignments_of_rules(rules, classes, never).values() for rules in also
+        ]
         self.usual = numbered([*by_rules, *usual])
         self.known = [one for one in numbered(known) if one not in self.usual]
         own = assignments_of(self.layouts, whole)
-        for assignment in own if limits.rules is None else assignments_of_rules(limits.rules, classes, never).values():
+        for assignment in (
+            own
+            if limits.rules is None
+            else assignments_of_rules(limits.rules, classes, never).values()
+        ):
             if len(self.made) < _ASSIGNMENTS:
                 number(assignment)
         self.terms = _limited(self) if self.made else {}
 
     def machine(self, limit: int | float = math.inf) -> Numbers:
-        """The rates of one device of the search, which has at most `limit` bytes of memory."""
-        return rates_of(self.hardware.chip, self.devices, MODEL, float(limit), self.hardware.extents)
+        """The rates of one device of the search, which has at most `limit` bytes of
+        memory.
+        """
+        return rates_of(
+            self.hardware.chip, self.devices, MODEL, float(limit), self.hardware.extents
+        )
 
     def names_of(self, layout: AssignedLayout) -> tuple[str, ...]:
-        """The logical names that one mesh axis shards under `layout`, in its order of preference."""
-        return tuple(self.classes.axes[number].name for number in layout.assignment if number in layout.used)
+        """The logical names that one mesh axis shards under `layout`, in its order of
+        preference.
+        """
+        return tuple(
+            self.classes.axes[number].name
+            for number in layout.assignment
+            if number in layout.used
+        )
 
 
 def fastest(space: Space, keep: int) -> list[Candidate]:
-    """The `keep` candidates with the least estimated time that fit in memory, or else with the least memory. Raises
-    `SpecError` if no mesh within the limits divides the step's dimensions.
+    """The `keep` candidates with the least estimated time that fit in memory, or else
+    with the least memory. Raises `SpecError` if no mesh within the limits divides the
+    step's dimensions.
     """
     made = list(various(space, _found(space, space.limit_bytes), keep))
     if not made:
-        made = list(various(space, sorted(_found(space), key=lambda one: one.memory_bytes), min(keep, 8)))
+        made = list(
+            various(
+                space,
+                sorted(_found(space), key=lambda one: one.memory_bytes),
+                min(keep, 8),
+            )
+        )
     if not made:
-        sizes = ", ".join(f"{logical.name}={logical.size}" for logical in space.classes.live())
+        sizes = ", ".join(
+            f"{logical.name}={logical.size}" for logical in space.classes.live()
+        )
         raise SpecError(
-            f"no mesh of {space.devices} devices divides the step's dimensions within the limits ({sizes}); "
-            f"{_culprits(space)}."
+            f"no mesh of {space.devices} devices divides the step's dimensions within"
+            f" the limits ({sizes}); {_culprits(space)}."
         )
     return made
 
 
 def _found(space: Space, limit: int | float = math.inf) -> list[Estimate]:
-    return find(space.terms, space.machine(limit), space.devices, space.slices) if space.made else []
+    return (
+        find(space.terms, space.machine(limit), space.devices, space.slices)
+        if space.made
+        else []
+    )
 
 
-def by_hand(space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0) -> Iterator[Candidate]:
-    """Yields one candidate for each strategy, with the mesh axis sizes that have the least estimated time. Sizes that
-    fit in memory come first. `place` is 0 for the best sizes of each strategy, 1 for the second best.
+def by_hand(
+    space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0
+) -> Iterator[Candidate]:
+    """Yields one candidate for each strategy, with the mesh axis sizes that have the
+    least estimated time. Sizes that fit in memory come first. `place` is 0 for the best
+    sizes of each strategy, 1 for the second best.
     """
     for strategy in strategies:
         ranked = sorted(
@@ -175,28 +271,41 @@ def by_hand(space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0)
 
 
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
-    """Yields neighbours of the candidate `one`: the size of one mesh axis is halved, and that of another is doubled.
-    The other axis may be new, with size 2. Its axis assignment then comes from a well-known strategy of one mesh axis.
+    """Yields neighbours of the candidate `one`: the size of one mesh axis is halved,
+    and that of another is doubled. The other axis may be new, with size 2. Its axis
+    assignment then comes from a well-known strategy of one mesh axis.
     """
-    known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
+    known = {
+        space.names_of(made): number
+        for number, made in reversed([*enumerate(space.made)])
+    }
     own = {known[names]: one.mesh.shape[axis] for axis, names in one.assignments}
     if len(own) < len(one.assignments):
         return  # two axes shard the same names in the same order
-    missing = [one[0] for one in (*space.usual, *space.known) if len(one) == 1 and one[0] not in own]
+    missing = [
+        one[0]
+        for one in (*space.usual, *space.known)
+        if len(one) == 1 and one[0] not in own
+    ]
     sizes = {**own, **dict.fromkeys(missing, 1)}
     found: list[Estimate] = []
     for source, target in itertools.product(own, sizes):
         if sizes[source] % 2 == 0 and source != target:
             changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
             used = tuple(assignment for assignment, size in changed.items() if size > 1)
-            found += _estimates(space, used, np.array([[changed[one] for one in used]])) if len(used) <= AXES else []
+            found += (
+                _estimates(space, used, np.array([[changed[one] for one in used]]))
+                if len(used) <= AXES
+                else []
+            )
     yield from various(space, found, len(found))
 
 
 def _limited(space: Space) -> CostTerms:
-    """The arrays of `cost_terms` with the user's limits. The array `least` gets the smallest numbers of shards. The
-    arrays `limits`, `sizes` and `least` get one more row for each mesh axis that must exist. Raises `SpecError` if no
-    mesh axis can shard a wanted name, `RuleError` for a mesh axis that no assignment has.
+    """The arrays of `cost_terms` with the user's limits. The array `least` gets the
+    smallest numbers of shards. The arrays `limits`, `sizes` and `least` get one more
+    row for each mesh axis that must exist. Raises `SpecError` if no mesh axis can shard
+    a wanted name, `RuleError` for a mesh axis that no assignment has.
     """
     limits, terms = space.limits, cost_terms(space.layouts, space.made)
     wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
@@ -204,34 +313,49 @@ def _limited(space: Space) -> CostTerms:
     for name, number in numbers_of(tuple(wanted), space.classes).items():
         if number not in used:
             raise SpecError(
-                f"`limits` wants {name!r} sharded, and no mesh axis of {space.devices} devices within the other limits "
-                f"divides its size {space.classes.axes[number].size}; pad it, let `rules` shard it, take it out of "
-                "`never`, or do not want it."
+                f"`limits` wants {name!r} sharded, and no mesh axis of {space.devices}"
+                " devices within the other limits divides its size"
+                f" {space.classes.axes[number].size}; pad it, let `rules` shard it,"
+                " take it out of `never`, or do not want it."
             )
         terms["least"][used.index(number)] = wanted[name]
-    # A required mesh axis is one more row, with the assignments of its name. An axis of any size has size 0 in the row,
-    # since every number divides 0.
+    # A required mesh axis is one more row, with the assignments of its name. An axis of
+    # any size has size 0 in the row, since every number divides 0.
     called = [axis_name(space.names_of(layout)) for layout in space.made]
     for name, size in limits.wanted_axes:
         if name not in called:
             raise RuleError(
-                f"`limits` wants a mesh axis {name!r}, and no assignment of this step is called "
-                f"so{near_name(name, tuple(dict.fromkeys(called)))}; there are {', '.join(sorted({*called}))}."
+                f"`limits` wants a mesh axis {name!r}, and no assignment of this step"
+                f" is called so{near_name(name, tuple(dict.fromkeys(called)))}; there"
+                f" are {', '.join(sorted({*called}))}."
             )
-        row = {"limits": [name == one for one in called], "sizes": size or 0, "least": size or 2}
-        terms |= {key: np.concatenate([terms[key], [value]]) for key, value in row.items()}
+        row = {
+            "limits": [name == one for one in called],
+            "sizes": size or 0,
+            "least": size or 2,
+        }
+        terms |= {
+            key: np.concatenate([terms[key], [value]]) for key, value in row.items()
+        }
     return terms
 
 
 def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
-    """The number of the logical axis with each of these names. Raises `RuleError` for a name that the step lacks."""
-    known = {logical.name: number for number, logical in enumerate(classes.axes) if logical.roots}
+    """The number of the logical axis with each of these names. Raises `RuleError` for a
+    name that the step lacks.
+    """
+    known = {
+        logical.name: number
+        for number, logical in enumerate(classes.axes)
+        if logical.roots
+    }
     for name in names:
         if name not in known:
             raise RuleError(
-                f"`limits` names {name!r}, which no dimension of the step's arguments "
-                f"has{near_name(name, tuple(known))}; there are {', '.join(sorted(known))}. `name_axes(step, ...)` "
-                "shows where each is."
+                f"`limits` names {name!r}, which no dimension of the step's arguments"
+                f" has{near_name(name, tuple(known))}; there are"
+                f" {', '.join(sorted(known))}. `name_axes(step, ...)` shows where"
+                " each is."
             )
     return {name: known[name] for name in names}
 
@@ -241,13 +365,25 @@ def _culprits(space: Space) -> str:
     limits, loosened = space.limits, list[tuple[str, Limits]]()
     for field in dataclasses.fields(limits):
         value = getattr(limits, field.name)
-        for one in value if isinstance(value, tuple) else [value] if value != field.default else []:
-            left = tuple(other for other in value if other != one) if isinstance(value, tuple) else field.default
+        for one in (
+            value
+            if isinstance(value, tuple)
+            else [value]
+            if value != field.default
+            else []
+        ):
+            left = (
+                tuple(other for other in value if other != one)
+                if isinstance(value, tuple)
+                else field.default
+            )
             text = field.name if isinstance(one, AxisRules) else f"{field.name}={one!r}"
             loosened.append((text, dataclasses.replace(limits, **{field.name: left})))
 
     def has_any(other: Limits) -> bool:
-        """Whether a mesh of the devices exists within the limits `other`, however much memory it takes."""
+        """Whether a mesh of the devices exists within the limits `other`, however much
+        memory it takes.
+        """
         try:
             return bool(_found(Space(space.classes, space.hardware, other)))
         except (SpecError, RuleError):
@@ -256,60 +392,90 @@ def _culprits(space: Space) -> str:
     if singly := [text for text, other in loosened if has_any(other)]:
         return f"without `{'`, or without `'.join(singly)}` there is one"
     if has_any(Limits()):
-        return f"all of the limits together leave none: {', '.join(text for text, _ in loosened)}"
+        return (
+            "all of the limits together leave none:"
+            f" {', '.join(text for text, _ in loosened)}"
+        )
     return "pad one, or use another number of devices"
 
 
-def _estimates(space: Space, strategy: tuple[int, ...], sizes: np.ndarray) -> list[Estimate]:
-    """The estimates of a strategy for each tuple of mesh axis sizes in `sizes` that divides its dimensions. The mesh
-    axis that spans the slices is the first one whose size the number of slices divides.
+def _estimates(
+    space: Space, strategy: tuple[int, ...], sizes: np.ndarray
+) -> list[Estimate]:
+    """The estimates of a strategy for each tuple of mesh axis sizes in `sizes` that
+    divides its dimensions. The mesh axis that spans the slices is the first one whose
+    size the number of slices divides.
     """
     can = sizes % space.slices == 0
     sizes, first = sizes[can.any(axis=1)], can[can.any(axis=1)].argmax(axis=1)
     spans = np.where(np.arange(len(strategy)) == first[:, None], space.slices, 1)
-    seconds, memory = costs(space.terms, space.machine(), np.array([strategy]), sizes, spans)
-    rows = zip(*(part.tolist() for part in (sizes, spans, seconds[0], memory[0])), strict=True)
-    return [Estimate(strategy, tuple(size), tuple(span), *cost) for size, span, *cost in rows if math.isfinite(cost[0])]
+    seconds, memory = costs(
+        space.terms, space.machine(), np.array([strategy]), sizes, spans
+    )
+    rows = zip(
+        *(part.tolist() for part in (sizes, spans, seconds[0], memory[0])), strict=True
+    )
+    return [
+        Estimate(strategy, tuple(size), tuple(span), *cost)
+        for size, span, *cost in rows
+        if math.isfinite(cost[0])
+    ]
 
 
 def various(space: Space, found: Iterable[Estimate], keep: int) -> Iterator[Candidate]:
-    """Yields up to `keep` candidates, made of the estimates in `found` in their order. Skips an estimate that no rules
-    express, and one that shards the arguments as an earlier candidate does.
+    """Yields up to `keep` candidates, made of the estimates in `found` in their order.
+    Skips an estimate that no rules express, and one that shards the arguments as an
+    earlier candidate does.
     """
     made = (_candidate(space, one) for one in found)
     return itertools.islice(without_twins(one for one in made if one is not None), keep)
 
 
-def _agrees(space: Space, one: Estimate, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
-    """Whether `plans`, one for each argument of the step, shard the arguments as the estimate `one` assumes. `axes` are
-    the names of the estimate's mesh axes.
+def _agrees(
+    space: Space, one: Estimate, plans: Sequence[ShardPlan], axes: tuple[str, ...]
+) -> bool:
+    """Whether `plans`, one for each argument of the step, shard the arguments as the
+    estimate `one` assumes. `axes` are the names of the estimate's mesh axes.
     """
     specs = [leaf.spec for made in plans for leaf in made.leaves]
     for value, spec in zip(space.layouts.program.arguments, specs, strict=True):
-        dims = [dim for dim, roots in enumerate(space.layouts.roots[value]) for _ in roots]
+        dims = [
+            dim for dim, roots in enumerate(space.layouts.roots[value]) for _ in roots
+        ]
         wanted: dict[int, set[str]] = {}
         for assignment, axis in zip(one.assignments, axes, strict=True):
             position = space.made[assignment].positions[value]
             if position >= 0:
                 wanted.setdefault(dims[position], set()).add(axis)
-        if wanted != {dim: set(entry_axes(entry)) for dim, entry in enumerate(spec) if entry is not None}:
+        if wanted != {
+            dim: set(entry_axes(entry))
+            for dim, entry in enumerate(spec)
+            if entry is not None
+        }:
             return False
     return True
 
 
 def _candidate(space: Space, one: Estimate) -> Candidate | None:
-    """The candidate of an estimate, with plans and rules; `None` if no rules shard the arguments as assumed."""
+    """The candidate of an estimate, with plans and rules; `None` if no rules shard the
+    arguments as assumed.
+    """
     orders = [space.names_of(space.made[number]) for number in one.assignments]
-    built = mesh_and_rules(orders, one, (logical.name for logical in space.classes.live()))
+    built = mesh_and_rules(
+        orders, one, (logical.name for logical in space.classes.live())
+    )
     if built is None:
         return None
     mesh, rules, axes = built
     if any(
-        mesh.shape.get(name) not in ({size} if size else mesh.axis_sizes) for name, size in space.limits.wanted_axes
+        mesh.shape.get(name) not in ({size} if size else mesh.axis_sizes)
+        for name, size in space.limits.wanted_axes
     ):
         return None
     pairs = zip(space.args, space.names, strict=True)
-    plans = tuple(plan(arg, mesh, names=names, axes=rules, unused="allow") for arg, names in pairs)
+    plans = tuple(
+        plan(arg, mesh, names=names, axes=rules, unused="allow") for arg, names in pairs
+    )
     if not _agrees(space, one, plans, axes):
         return None
     return Candidate(

@@ -1,7 +1,7 @@
 """Checkpoints, read and written shard by shard: safetensors, Orbax, zarr, eformer.
 
-This room may import `_plan` and the rooms below it. It never trusts a file: sizes and names are checked before
-the bytes of an array are read.
+This room may import `_plan` and the rooms below it. It never trusts a file: sizes and
+names are checked before the bytes of an array are read.
 """
 
 from ._entry import (
@@ -13,6 +13,10 @@ from ._entry import (
 from ._index import Index as Index, read_index as read_index, structs as structs
 from ._load import load as load
 from ._manager import Manager as Manager
-from ._reads import ProcessReads as ProcessReads, ReadPlan as ReadPlan, plan_reads as plan_reads
+from ._reads import (
+    ProcessReads as ProcessReads,
+    ReadPlan as ReadPlan,
+    plan_reads as plan_reads,
+)
 from ._save import save as save, saved_plan as saved_plan
 from ._staging import LeftOver as LeftOver, left_over as left_over

@@ -1,9 +1,10 @@
-"""The coordination of the processes that make one save, through JAX's coordination service and without any program on
-devices.
+"""The coordination of the processes that make one save, through JAX's coordination
+service and without any program on devices.
 
-The processes go through rounds. In each round, every process sends its arguments, its progress or its error to the
-others, and waits for theirs, at most 20 seconds, so that a dead process is noticed. All processes read the same
-messages, and so all of them come to the same decision. Once everything is written, the first process alone commits the
+The processes go through rounds. In each round, every process sends its arguments, its
+progress or its error to the others, and waits for theirs, at most 20 seconds, so that a
+dead process is noticed. All processes read the same messages, and so all of them come
+to the same decision. Once everything is written, the first process alone commits the
 save (gives the files their final name), and the others wait for its result.
 """
 
@@ -33,58 +34,80 @@ _LINGER_SECONDS = 20.0
 
 
 def holders_of(tree: object) -> tuple[int, ...]:
-    """The numbers of the processes that save a tree: those that own devices of its JAX arrays.
+    """The numbers of the processes that save a tree: those that own devices of its JAX
+    arrays.
 
     If it has no JAX array, all processes save it.
     """
     everyone = tuple(range(jax.process_count()))
     if len(everyone) == 1:
         return everyone
-    shardings = dict.fromkeys(leaf.sharding for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
-    holders = {device.process_index for sharding in shardings for device in sharding.device_set}
+    shardings = dict.fromkeys(
+        leaf.sharding for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)
+    )
+    holders = {
+        device.process_index for sharding in shardings for device in sharding.device_set
+    }
     return tuple(sorted(holders)) or everyone
 
 
 class SaveProcesses:
     """The processes of one save. All of them call the same methods in the same order.
 
-    It is used in a `with` statement. If the block raises an error, the other processes receive it. In its methods,
-    `futures` are the work of this process: each one returns the number of bytes that it wrote, or `None`. `advance` is
-    called with each number, for a progress line.
+    It is used in a `with` statement. If the block raises an error, the other processes
+    receive it. In its methods, `futures` are the work of this process: each one returns
+    the number of bytes that it wrote, or `None`. `advance` is called with each number,
+    for a progress line.
 
     **Arguments:**
 
     - `what`: the target of the save, for messages.
-    - `me`, `members`: the number of this process, and the numbers of all processes that save.
-    - `client`: JAX's client of its coordination service; `None` if the service does not run.
+    - `me`, `members`: the number of this process, and the numbers of all processes that
+      save.
+    - `client`: JAX's client of its coordination service; `None` if the service does not
+      run.
     - `wait_seconds`: seconds that this process waits for the others to call `save`.
 
     **Raises:**
 
-    `CheckpointError` if this process is not one of `members`, or if several processes save without the service. The
-    methods raise it on all processes if one of them fails, or does not answer in time.
+    `CheckpointError` if this process is not one of `members`, or if several processes
+    save without the service. The methods raise it on all processes if one of them
+    fails, or does not answer in time.
     """
 
-    def __init__(self, what: str, me: int, members: tuple[int, ...], client: Any, wait_seconds: float):
+    def __init__(
+        self,
+        what: str,
+        me: int,
+        members: tuple[int, ...],
+        client: Any,
+        wait_seconds: float,
+    ):
         if me not in members:
             raise CheckpointError(
-                f"process {me} owns no device of the arrays that it is to save to {what}; they lie on "
-                f"{named(members)}: call `save` there alone."
+                f"process {me} owns no device of the arrays that it is to save to"
+                f" {what}; they lie on {named(members)}: call `save` there alone."
             )
         if len(members) > 1 and client is None:
             raise CheckpointError(
-                f"the arrays lie on several of {jax.process_count()} processes, which agree on a save through JAX's "
-                "coordination service, and it does not run; call `jax.distributed.initialize()` when the program "
-                "starts."
+                f"the arrays lie on several of {jax.process_count()} processes, which"
+                " agree on a save through JAX's coordination service, and it does not"
+                " run; call `jax.distributed.initialize()` when the program starts."
             )
         self.what, self.me, self.members, self._first = what, me, members, min(members)
         self.is_first = me == self._first
-        self._client, self._name, self._seconds = client, f"shardfx.save/{digest_of(map(str, members))}", wait_seconds
-        self._silence = (
-            f"did not come within {wait_seconds:g} s to save {what}, though the arrays lie there too; call `save` on "
-            "every process that holds some of them, or give a longer `wait_seconds`. Nothing was written."
+        self._client, self._name, self._seconds = (
+            client,
+            f"shardfx.save/{digest_of(map(str, members))}",
+            wait_seconds,
         )
-        # Ctrl-C interrupts a wait for this thread, and the thread's exchange still completes.
+        self._silence = (
+            f"did not come within {wait_seconds:g} s to save {what}, though the arrays"
+            " lie there too; call `save` on every process that holds some of them, or"
+            " give a longer `wait_seconds`. Nothing was written."
+        )
+        # Ctrl-C interrupts a wait for this thread, and the thread's exchange still
+        # completes.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "shardfx-save-rounds")
         # Whether the others know the end of the save, or cannot be told.
         self._is_over = False
@@ -92,56 +115,88 @@ class SaveProcesses:
     def __enter__(self) -> "SaveProcesses":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
         if error is not None and not self._is_over:
             sent = self._thread.submit(self._round, {"error": _text(error)})
             # If the service has failed too, the earlier error says more.
-            with contextlib.suppress(CheckpointError, TimeoutError, jax.errors.JaxRuntimeError):
+            with contextlib.suppress(
+                CheckpointError, TimeoutError, jax.errors.JaxRuntimeError
+            ):
                 sent.result(_LINGER_SECONDS)
         self._thread.shutdown(wait=False)
 
     def compare(self, facts: Mapping[str, str], lines: Sequence[str]) -> str:
-        """Compares the arguments of all processes. Returns a random text, the same on all of them, which no other save
-        has.
+        """Compares the arguments of all processes. Returns a random text, the same on
+        all of them, which no other save has.
 
-        `facts` has the arguments of this process, as text, by name. Its entry "leaves" is the digest of `lines`, which
-        describe one array each. Raises `CheckpointError` with the first argument that differs. If that is "leaves",
-        the message has the first of `lines` that differs.
+        `facts` has the arguments of this process, as text, by name. Its entry "leaves"
+        is the digest of `lines`, which describe one array each. Raises
+        `CheckpointError` with the first argument that differs. If that is "leaves", the
+        message has the first of `lines` that differs.
         """
-        notes = self._run(self._first_round, {"facts": dict(facts), "token": secrets.token_hex(8)})
-        for name in dict.fromkeys(it.chain.from_iterable(note["facts"] for note in notes.values())):
+        notes = self._run(
+            self._first_round, {"facts": dict(facts), "token": secrets.token_hex(8)}
+        )
+        for name in dict.fromkeys(
+            it.chain.from_iterable(note["facts"] for note in notes.values())
+        ):
             groups: dict[str, list[int]] = {}
             for process, note in notes.items():
-                groups.setdefault(note["facts"].get(name, "nothing"), []).append(process)
+                groups.setdefault(note["facts"].get(name, "nothing"), []).append(
+                    process
+                )
             if len(groups) > 1:
                 raise self._differing(name, groups, lines)
         return notes[self._first]["token"]
 
-    def _differing(self, name: str, groups: Mapping[str, Sequence[int]], lines: Sequence[str]) -> CheckpointError:
+    def _differing(
+        self, name: str, groups: Mapping[str, Sequence[int]], lines: Sequence[str]
+    ) -> CheckpointError:
         values, fix = tuple(groups), "give all of them the same"
         if name in ("plan", "map"):
             fix = f"`hosts.assert_same_plan({name})` says where they differ"
         if name == "leaves":
             # The first lines that differ say more than the digests of all.
             firsts = [processes[0] for processes in groups.values()]
-            notes = self._run(self._round, {"lines": lines if self.me in firsts else []})
-            rows = it.zip_longest(*[notes[process]["lines"] for process in firsts], fillvalue="nothing more")
+            notes = self._run(
+                self._round, {"lines": lines if self.me in firsts else []}
+            )
+            rows = it.zip_longest(
+                *[notes[process]["lines"] for process in firsts],
+                fillvalue="nothing more",
+            )
             values = next(row for row in rows if len(set(row)) > 1)
-        listed = ", ".join(f"{one} on {named(where)}" for one, where in zip(values, groups.values(), strict=True))
-        return self._over(f"the processes save with different `{name}`: {listed}; {fix}. Nothing was written.")
+        listed = ", ".join(
+            f"{one} on {named(where)}"
+            for one, where in zip(values, groups.values(), strict=True)
+        )
+        return self._over(
+            f"the processes save with different `{name}`: {listed}; {fix}. Nothing was"
+            " written."
+        )
 
     def wait(
-        self, futures: Iterable[concurrent.futures.Future[Any]], advance: Callable[[int], None] = lambda _: None
+        self,
+        futures: Iterable[concurrent.futures.Future[Any]],
+        advance: Callable[[int], None] = lambda _: None,
     ) -> int:
-        """Waits until all processes have finished their work. Returns the number of bytes that they wrote in total."""
+        """Waits until all processes have finished their work. Returns the number of
+        bytes that they wrote in total.
+        """
         left, wrote = set(futures), 0
         while True:
-            done, left = concurrent.futures.wait(left, _ROUND_SECONDS, concurrent.futures.FIRST_EXCEPTION)
+            done, left = concurrent.futures.wait(
+                left, _ROUND_SECONDS, concurrent.futures.FIRST_EXCEPTION
+            )
             for future in done:
                 nbytes = future.result() or 0
                 advance(nbytes)
                 wrote += nbytes
-            notes = self._run(self._round, {"is_busy": bool(left), "wrote": wrote}).values()
+            notes = self._run(
+                self._round, {"is_busy": bool(left), "wrote": wrote}
+            ).values()
             if not any(note["is_busy"] for note in notes):
                 return sum(note["wrote"] for note in notes)
 
@@ -157,18 +212,21 @@ class SaveProcesses:
         total_bytes: int,
         commit: Callable[[], None],
     ) -> None:
-        """Waits until all processes have written their bytes. Then the first process alone calls `commit`.
+        """Waits until all processes have written their bytes. Then the first process
+        alone calls `commit`.
 
-        `total_bytes` is the size of all arrays. Raises `CheckpointError` if all processes together wrote fewer bytes,
-        and if `commit` fails.
+        `total_bytes` is the size of all arrays. Raises `CheckpointError` if all
+        processes together wrote fewer bytes, and if `commit` fails.
         """
         wrote_bytes = self.wait(futures, advance)
         if wrote_bytes < total_bytes:
             raise self._over(
-                f"the processes wrote {wrote_bytes} of {total_bytes} bytes to {self.what}, as nobody holds the first "
-                "replica of some array; place the arrays alike on all of them. Nothing was changed there."
+                f"the processes wrote {wrote_bytes} of {total_bytes} bytes to"
+                f" {self.what}, as nobody holds the first replica of some array; place"
+                " the arrays alike on all of them. Nothing was changed there."
             )
-        # From here on, only the first process decides: an error or a death elsewhere causes no loss.
+        # From here on, only the first process decides: an error or a death elsewhere
+        # causes no loss.
         self._is_over = True
         if self.is_first:
             done = self._thread.submit(self._commit, commit)
@@ -185,32 +243,49 @@ class SaveProcesses:
         finally:
             error = sys.exception()
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._result("" if error is None else self._failed(self.me, _text(error)))
+                self._result(
+                    "" if error is None else self._failed(self.me, _text(error))
+                )
 
     def _result(self, failed: str = "") -> str:
-        """Tells all processes how the commit ended: the text of its error, or "" if it succeeded. Returns the text.
+        """Tells all processes how the commit ended: the text of its error, or "" if it
+        succeeded. Returns the text.
 
-        The first process, which commits, passes the text as `failed`. The other processes pass nothing.
+        The first process, which commits, passes the text as `failed`. The other
+        processes pass nothing.
         """
         found, _ = self._sent("result", failed)
         return found.get(
             self._first,
-            f"{named([self._first])} gave no sign of life for {_SILENT_SECONDS:g} s after everything was written to "
-            f"{self.what}: it has died, or hangs. If the new checkpoint is there, it is complete.",
+            f"{named([self._first])} gave no sign of life for {_SILENT_SECONDS:g} s"
+            f" after everything was written to {self.what}: it has died, or hangs. If"
+            " the new checkpoint is there, it is complete.",
         )
 
     def _first_round(self, note: Mapping[str, Any]) -> dict[int, Any]:
         notes = self._round(note)
-        # With a name for this save alone, a process that hangs and joins a round late cannot meet a later save.
-        self._name, self._seconds = f"{self._name}/{notes[self._first]['token']}", _SILENT_SECONDS
+        # With a name for this save alone, a process that hangs and joins a round late
+        # cannot meet a later save.
+        self._name, self._seconds = (
+            f"{self._name}/{notes[self._first]['token']}",
+            _SILENT_SECONDS,
+        )
         self._silence = (
-            f"gave no sign of life for {_SILENT_SECONDS:g} s while saving to {self.what}: it has died, or hangs. "
-            "Nothing was changed there; save again with processes that live."
+            f"gave no sign of life for {_SILENT_SECONDS:g} s while saving to"
+            f" {self.what}: it has died, or hangs. Nothing was changed there; save"
+            " again with processes that live."
         )
         return notes
 
     def _sent(self, name: str, text: str) -> tuple[dict[int, str], str]:
-        return exchanged(self._client, f"{self._name}/{name}", text, self._seconds, self.me, self.members)
+        return exchanged(
+            self._client,
+            f"{self._name}/{name}",
+            text,
+            self._seconds,
+            self.me,
+            self.members,
+        )
 
     def _round(self, note: Mapping[str, Any]) -> dict[int, Any]:
         found, late = self._sent("round", json.dumps(note))
@@ -228,12 +303,16 @@ class SaveProcesses:
         except jax.errors.JaxRuntimeError as error:
             first = str(error).partition("\n")[0]
             raise self._over(
-                f"JAX's coordination service does not answer ({first:.200}): its process, the one with number 0, has "
-                "ended, or the network fails; start the job again."
+                f"JAX's coordination service does not answer ({first:.200}): its"
+                " process, the one with number 0, has ended, or the network fails;"
+                " start the job again."
             ) from error
 
     def _failed(self, process: int, why: str) -> str:
-        return f"saving to {self.what} failed on process {process}, with {why}; nothing was changed there."
+        return (
+            f"saving to {self.what} failed on process {process}, with {why}; nothing"
+            " was changed there."
+        )
 
     def _over(self, text: str) -> CheckpointError:
         self._is_over = True
@@ -241,19 +320,26 @@ class SaveProcesses:
 
 
 def _text(error: BaseException) -> str:
-    return (type(error).__name__ + (f": {error}"[:1000] if str(error) else "")).removesuffix(".")
+    return (
+        type(error).__name__ + (f": {error}"[:1000] if str(error) else "")
+    ).removesuffix(".")
 
 
 def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
-    """A line of text for each array, with its path, dtype and shape, for the processes to compare.
+    """A line of text for each array, with its path, dtype and shape, for the processes
+    to compare.
 
-    `leaves` has pairs of a path and an array. An array that is spread over processes also has its sharding in the line.
+    `leaves` has pairs of a path and an array. An array that is spread over processes
+    also has its sharding in the line.
     """
     lines = []
     for path, value in leaves:
         # A value that is complete on every process may be on other devices on each.
         is_spread = isinstance(value, jax.Array) and not value.is_fully_addressable
-        lines.append(f"leaf `{path}` is {_described(value.dtype, value.shape, value.sharding if is_spread else None)}")
+        lines.append(
+            f"leaf `{path}` is"
+            f" {_described(value.dtype, value.shape, value.sharding if is_spread else None)}"
+        )
     return lines
 
 
@@ -264,12 +350,20 @@ def _described(dtype: DType, shape: tuple[int, ...], sharding: Any) -> str:
     if sharding is None:
         return text
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return f"{text} in {sharding} on devices {sorted(device.id for device in sharding.device_set)}"
+        return (
+            f"{text} in {sharding} on devices"
+            f" {sorted(device.id for device in sharding.device_set)}"
+        )
     # The text of a mesh does not say where each device is on it.
     order = digest_of(str(device.id) for device in sharding.mesh.devices.flat)[:8]
-    return f"{text} in {sharding.spec} on mesh {dict(sharding.mesh.shape)} with device order {order}"
+    return (
+        f"{text} in {sharding.spec} on mesh {dict(sharding.mesh.shape)} with device"
+        f" order {order}"
+    )
 
 
 def digest_of(lines: Iterable[str]) -> str:
     """The first 16 hexadecimal digits of the SHA-256 digest of `lines`."""
-    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return hashlib.sha256(
+        "\n".join(lines).encode("utf-8", "surrogatepass")
+    ).hexdigest()[:16]

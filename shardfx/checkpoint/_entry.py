@@ -1,4 +1,6 @@
-"""One array of a checkpoint as an index lists it, in a file or in a store of chunks, and casts of its values."""
+"""One array of a checkpoint as an index lists it, in a file or in a store of chunks,
+and casts of its values.
+"""
 
 import dataclasses
 import functools as ft
@@ -17,12 +19,15 @@ from .._ground.text import quoted
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileArray:
-    """One array of a checkpoint whose bytes are contiguous in a file, as in safetensors.
+    """One array of a checkpoint whose bytes are contiguous in a file, as in
+    safetensors.
 
     **Arguments:**
 
-    - `path`: the name of the array in the checkpoint, such as `layers/0/weight` or `model.layers.0.weight`.
-    - `shape`, `dtype`: the shape and dtype of the array in JAX. `dtype` is `None` if JAX lacks it.
+    - `path`: the name of the array in the checkpoint, such as `layers/0/weight` or
+      `model.layers.0.weight`.
+    - `shape`, `dtype`: the shape and dtype of the array in JAX. `dtype` is `None` if
+      JAX lacks it.
     - `file`: the real path of the file.
     - `stored`: the name of the dtype in the checkpoint.
     - `offset`: the position of the array's first byte in the file.
@@ -45,18 +50,21 @@ class FileArray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreArray:
-    """One array of a checkpoint that is stored in chunks: a zarr directory, or a part of an OCDBT database.
+    """One array of a checkpoint that is stored in chunks: a zarr directory, or a part
+    of an OCDBT database.
 
     **Arguments:**
 
     - `path`: the name of the array in the checkpoint.
-    - `shape`, `dtype`: the shape and dtype of the array in JAX. `dtype` is `None` if JAX lacks it.
+    - `shape`, `dtype`: the shape and dtype of the array in JAX. `dtype` is `None` if
+      JAX lacks it.
     - `file`: the real path of the directory of the array or of the database.
     - `stored`: the name of the dtype in the checkpoint.
     - `chunks`: the shape of a chunk, which is the smallest part that can be read.
     - `driver`: the name of the tensorstore driver that reads the array.
     - `key`: the array's key in the database; `None` for a zarr directory.
-    - `group`: the prefix under which an eformer index of version 2 lists the array; `None` in other checkpoints.
+    - `group`: the prefix under which an eformer index of version 2 lists the array;
+      `None` in other checkpoints.
     """
 
     __module__ = "shardfx.checkpoint"
@@ -73,18 +81,22 @@ class StoreArray:
 
     @property
     def nbytes(self) -> int | None:
-        """The number of bytes of the array, uncompressed; `None` if JAX lacks its dtype."""
+        """The number of bytes of the array, uncompressed; `None` if JAX lacks its
+        dtype.
+        """
         return _nbytes(self.shape, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedArray:
-    """One array that an eformer index lists and whose directory holds no array. It can be planned, but not loaded.
+    """One array that an eformer index lists and whose directory holds no array. It can
+    be planned, but not loaded.
 
     **Arguments:**
 
     - `path`: the name of the array in the index.
-    - `shape`, `dtype`: the shape and dtype of the array in the index; `None` if the index has none.
+    - `shape`, `dtype`: the shape and dtype of the array in the index; `None` if the
+      index has none.
     - `file`: the real path of the directory.
     - `stored`: the name of the dtype in the index.
     - `group`: the prefix under which the index lists the array.
@@ -101,7 +113,9 @@ class ListedArray:
 
     @property
     def nbytes(self) -> int | None:
-        """The number of bytes of the array; `None` if the index lacks its shape or dtype."""
+        """The number of bytes of the array; `None` if the index lacks its shape or
+        dtype.
+        """
         return None if self.shape is None else _nbytes(self.shape, self.dtype)
 
 
@@ -110,7 +124,9 @@ ArrayEntry = FileArray | StoreArray | ListedArray
 
 
 def itemsize(dtype: object) -> int:
-    """The number of bytes of one element on the host: 1 for `int4`, 8 for a threefry PRNG key."""
+    """The number of bytes of one element on the host: 1 for `int4`, 8 for a threefry
+    PRNG key.
+    """
     return -(-bits(dtype) // 8)
 
 
@@ -128,20 +144,26 @@ def may_change(stored: Any, to: Any) -> bool:
         least, most = int(jnp.iinfo(stored).min), int(jnp.iinfo(stored).max)
         if jnp.issubdtype(to, jnp.integer):
             return not jnp.iinfo(to).min <= least <= most <= jnp.iinfo(to).max
-        return bool(jnp.issubdtype(to, jnp.floating)) and max(-least, most) > 2 ** (jnp.finfo(to).nmant + 1)
-    return bool(jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(to, jnp.integer))
+        return bool(jnp.issubdtype(to, jnp.floating)) and max(-least, most) > 2 ** (
+            jnp.finfo(to).nmant + 1
+        )
+    return bool(
+        jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(to, jnp.integer)
+    )
 
 
 def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
     """Casts `values` to the dtype of `view`, and writes them into `view`.
 
-    Raises `CheckpointError`, with the array's name `name`, if a cast from or to an integer dtype changes a value.
+    Raises `CheckpointError`, with the array's name `name`, if a cast from or to an
+    integer dtype changes a value.
     """
     if view.dtype == values.dtype:
         copy(as_bits(view), as_bits(values))
         return
     is_checked = may_change(values.dtype, view.dtype) and values.size > 0
-    # As in JAX, a value too large for a smaller floating-point dtype becomes infinite without an error.
+    # As in JAX, a value too large for a smaller floating-point dtype becomes infinite
+    # without an error.
     with np.errstate(over="ignore", invalid="ignore"):
         if is_checked and jnp.issubdtype(view.dtype, jnp.integer):
             _require_range(view.dtype, values, name)
@@ -149,8 +171,9 @@ def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
         changed = _changed(view, values) if is_checked else None
     if changed is not None and changed.any():
         raise CheckpointError(
-            f"array {quoted(name)} holds {values[changed][0]}, which is no number of {view.dtype}; plan a dtype that "
-            "has it. Nothing is rounded to an integer, and no integer is rounded."
+            f"array {quoted(name)} holds {values[changed][0]}, which is no number of"
+            f" {view.dtype}; plan a dtype that has it. Nothing is rounded to an"
+            " integer, and no integer is rounded."
         )
 
 
@@ -161,22 +184,27 @@ def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
     # With this comparison NaN is out of range, since each comparison with it is false.
     if not (least <= low and high <= most):
         raise CheckpointError(
-            f"array {quoted(name)} holds {high if least <= low else low}, and {dtype} goes from {least} to "
-            f"{most}; plan a wider dtype for it. 64-bit ones need "
-            '`jax.config.update("jax_enable_x64", True)`.'
+            f"array {quoted(name)} holds {high if least <= low else low}, and {dtype}"
+            f" goes from {least} to {most}; plan a wider dtype for it. 64-bit ones need"
+            ' `jax.config.update("jax_enable_x64", True)`.'
         )
 
 
 def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
-    """A mask of the elements of `values` that differ from their casts, which are in `view`.
+    """A mask of the elements of `values` that differ from their casts, which are in
+    `view`.
 
-    It is `None` for casts between integers, for which the range of the values is checked instead.
+    It is `None` for casts between integers, for which the range of the values is
+    checked instead.
     """
     if jnp.issubdtype(values.dtype, jnp.floating):
         return np.asarray(values.astype(np.float64) != view.astype(np.float64))
     if jnp.issubdtype(view.dtype, jnp.integer):
         return None
-    # If the integer dtype lacks the number, the result of the cast back depends on the machine.
+    # If the integer dtype lacks the number, the result of the cast back depends on the
+    # machine.
     floats = view.astype(np.float64)
     top = 2.0 ** int(jnp.iinfo(values.dtype).max).bit_length()
-    return np.asarray(~((floats >= -top) & (floats < top)) | (floats.astype(values.dtype) != values))
+    return np.asarray(
+        ~((floats >= -top) & (floats < top)) | (floats.astype(values.dtype) != values)
+    )

@@ -1,4 +1,6 @@
-"""Safe access to the files of an untrusted checkpoint: regular files below one directory, and nothing else."""
+"""Safe access to the files of an untrusted checkpoint: regular files below one
+directory, and nothing else.
+"""
 
 import contextlib
 import dataclasses
@@ -14,7 +16,8 @@ from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 
 
-# A number with twice as many digits may be too large for a double, and contains a block of digits only.
+# A number with twice as many digits may be too large for a double, and contains a block
+# of digits only.
 _BLOCK = 150
 # An escaped surrogate; two that form a pair are one character after parsing.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -26,49 +29,63 @@ class ChangedError(CheckpointError):
 
 @dataclasses.dataclass(frozen=True)
 class FilePlace:
-    """A checkpoint's directory, and the other directories that its links may lead to, as real paths without links.
+    """A checkpoint's directory, and the other directories that its links may lead to,
+    as real paths without links.
 
-    It records each opened file by device, inode, size and time of change. Every file must stay unchanged until the
-    checkpoint has been read, because the content of one file decides how others are read.
+    It records each opened file by device, inode, size and time of change. Every file
+    must stay unchanged until the checkpoint has been read, because the content of one
+    file decides how others are read.
     """
 
     directory: str
     roots: tuple[str, ...]
-    seen: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    seen: dict[str, tuple[int, ...]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def root_of(self, real: str) -> str | None:
         """The directory of `roots` that contains the path `real`, or `None`."""
-        return next((root for root in self.roots if os.path.commonpath([root, real]) == root), None)
+        return next(
+            (root for root in self.roots if os.path.commonpath([root, real]) == root),
+            None,
+        )
 
     def require_same(self, real: str, found: os.stat_result) -> None:
-        """Raises `ChangedError` if the file at the path `real` has changed since it was first opened.
+        """Raises `ChangedError` if the file at the path `real` has changed since it was
+        first opened.
 
-        `found` is the state of the file now. At the first call for a path, it is recorded.
+        `found` is the state of the file now. At the first call for a path, it is
+        recorded.
         """
         stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
         if self.seen.setdefault(real, stamp) != stamp:
             raise ChangedError(
-                f"checkpoint file {quoted(real)} was replaced or written to since its header was read; nothing "
-                "was loaded. Read the index again once the writer is done."
+                f"checkpoint file {quoted(real)} was replaced or written to since its"
+                " header was read; nothing was loaded. Read the index again once the"
+                " writer is done."
             )
 
 
 def place(directory: str, root: str | os.PathLike[str] | None) -> FilePlace:
-    """The `FilePlace` of the checkpoint in a directory. The checkpoint's symbolic links may also lead to `root`."""
+    """The `FilePlace` of the checkpoint in a directory. The checkpoint's symbolic links
+    may also lead to `root`.
+    """
     own = os.path.realpath(directory)
     return FilePlace(own, (own,) if root is None else (own, os.path.realpath(root)))
 
 
 def inside(where: FilePlace, name: str) -> str:
-    """The real path of `name`, a relative path that a checkpoint mentions, without symbolic links.
+    """The real path of `name`, a relative path that a checkpoint mentions, without
+    symbolic links.
 
-    Raises `CheckpointError` for an absolute path, one with `..` or a NUL byte, and a link that leaves the roots of
-    `where`.
+    Raises `CheckpointError` for an absolute path, one with `..` or a NUL byte, and a
+    link that leaves the roots of `where`.
     """
     if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
         raise CheckpointError(
-            f"checkpoint {where.directory!r} names the file {quoted(name)}, which is not a relative path below the "
-            "directory; nothing outside it is opened. Correct the index, or load a checkpoint that you trust."
+            f"checkpoint {where.directory!r} names the file {quoted(name)}, which is"
+            " not a relative path below the directory; nothing outside it is opened."
+            " Correct the index, or load a checkpoint that you trust."
         )
     return _resolved(where, os.path.join(where.directory, name), name)
 
@@ -77,19 +94,22 @@ def _resolved(where: FilePlace, path: str, name: str) -> str:
     real = os.path.realpath(path)
     if where.root_of(real) is None:
         raise CheckpointError(
-            f"checkpoint {where.directory!r}: {quoted(name)} is a symbolic link that leaves the directory, to "
-            f"{quoted(real)}; nothing outside is opened. If you trust it, allow the directory that holds its target: "
-            f"`root={quoted(os.path.dirname(real))}`."
+            f"checkpoint {where.directory!r}: {quoted(name)} is a symbolic link that"
+            f" leaves the directory, to {quoted(real)}; nothing outside is opened. If"
+            " you trust it, allow the directory that holds its target:"
+            f" `root={quoted(os.path.dirname(real))}`."
         )
     return real
 
 
 @contextlib.contextmanager
 def opened(where: FilePlace, real: str) -> Iterator[int]:
-    """A context with a descriptor for reading the regular file `real`, opened without following any link.
+    """A context with a descriptor for reading the regular file `real`, opened without
+    following any link.
 
-    The path is opened one directory after the other, so that a link that replaces a directory is refused too. On
-    entry and on exit, the context raises `ChangedError` if the file has changed since it was first opened.
+    The path is opened one directory after the other, so that a link that replaces a
+    directory is refused too. On entry and on exit, the context raises `ChangedError` if
+    the file has changed since it was first opened.
     """
     descriptor = _open(where.root_of(real) or where.directory, real)
     try:
@@ -101,7 +121,9 @@ def opened(where: FilePlace, real: str) -> Iterator[int]:
 
 
 def require_seen_unchanged(where: FilePlace) -> None:
-    """Raises `ChangedError` if a file that was opened has changed, and `CheckpointError` if one is missing."""
+    """Raises `ChangedError` if a file that was opened has changed, and
+    `CheckpointError` if one is missing.
+    """
     for real in list(where.seen):
         try:
             where.require_same(real, os.stat(real))
@@ -126,7 +148,9 @@ def _open(root: str, real: str) -> int:
     except FileNotFoundError:
         raise _missing(real) from None
     except OSError as error:
-        raise CheckpointError(f"checkpoint file {quoted(real)} cannot be opened: {error.strerror}.") from error
+        raise CheckpointError(
+            f"checkpoint file {quoted(real)} cannot be opened: {error.strerror}."
+        ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise _irregular(real)
@@ -134,10 +158,11 @@ def _open(root: str, real: str) -> int:
 
 
 def require_plain_tree(where: FilePlace, real: str) -> None:
-    """Raises `CheckpointError` if the directory `real` contains anything but files and directories, such as a pipe.
+    """Raises `CheckpointError` if the directory `real` contains anything but files and
+    directories, such as a pipe.
 
-    Links must lead to files or directories in the roots of `where`. tensorstore opens files itself: it follows
-    every link, and waits for ever at a pipe.
+    Links must lead to files or directories in the roots of `where`. tensorstore opens
+    files itself: it follows every link, and waits for ever at a pipe.
     """
     seen, pending = {real}, [real]
     while pending:
@@ -145,44 +170,69 @@ def require_plain_tree(where: FilePlace, real: str) -> None:
             for entry in found:
                 path = entry.path
                 if entry.is_symlink():
-                    path = _resolved(where, path, os.path.relpath(path, where.directory))
+                    path = _resolved(
+                        where, path, os.path.relpath(path, where.directory)
+                    )
                     if not os.path.exists(path):
                         raise _missing(path)
-                if os.path.isdir(path) if entry.is_symlink() else entry.is_dir(follow_symlinks=False):
+                if (
+                    os.path.isdir(path)
+                    if entry.is_symlink()
+                    else entry.is_dir(follow_symlinks=False)
+                ):
                     if path not in seen:
                         seen.add(path)
                         pending.append(path)
-                elif not (os.path.isfile(path) if entry.is_symlink() else entry.is_file(follow_symlinks=False)):
+                elif not (
+                    os.path.isfile(path)
+                    if entry.is_symlink()
+                    else entry.is_file(follow_symlinks=False)
+                ):
                     raise _irregular(path)
 
 
 def _missing(real: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint file {quoted(real)} is missing; copy it there, or point to a whole checkpoint.")
+    return CheckpointError(
+        f"checkpoint file {quoted(real)} is missing; copy it there, or point to a whole"
+        " checkpoint."
+    )
 
 
 def _irregular(real: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint file {quoted(real)} is no regular file; a checkpoint holds plain files only.")
+    return CheckpointError(
+        f"checkpoint file {quoted(real)} is no regular file; a checkpoint holds plain"
+        " files only."
+    )
 
 
 def parsed_json(data: bytes, where: str) -> Any:
     """The content of JSON text in UTF-8. `where` names the text in errors.
 
-    Duplicate names, NaN, unpaired surrogates and nesting that exhausts the stack raise `CheckpointError`.
+    Duplicate names, NaN, unpaired surrogates and nesting that exhausts the stack raise
+    `CheckpointError`.
     """
     try:
         text = data.decode("utf-8")
         parse_int = _whole if _may_hold_odd_integers(data) else int
-        hooks = {"parse_constant": _finite, "parse_float": _finite, "parse_int": parse_int}
+        hooks = {
+            "parse_constant": _finite,
+            "parse_float": _finite,
+            "parse_int": parse_int,
+        }
         content = json.loads(text, object_pairs_hook=_unique, **hooks)
         if _SURROGATE.search(data):
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except RecursionError:
-        raise CheckpointError(f"{where} is nested too deeply to be a checkpoint's JSON.") from None
+        raise CheckpointError(
+            f"{where} is nested too deeply to be a checkpoint's JSON."
+        ) from None
     except ValueError as error:
-        # Python's text of the value would escape the character that a terminal cannot show.
+        # Python's text of the value would escape the character that a terminal cannot
+        # show.
         reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error
         raise CheckpointError(
-            f"{where} is no valid JSON: {reason}. The file is damaged, or of another format."
+            f"{where} is no valid JSON: {reason}. The file is damaged, or of another"
+            " format."
         ) from None
     return content
 
@@ -204,17 +254,21 @@ def _finite(text: str) -> float:
 
 
 def _may_hold_odd_integers(data: bytes) -> bool:
-    """Whether JSON text may contain `-0` or a very long integer, which need a check of each integer.
+    """Whether JSON text may contain `-0` or a very long integer, which need a check of
+    each integer.
 
     That check takes longer than parsing, so most texts are parsed without it.
     """
-    return b"-0" in data or any(data[at : at + _BLOCK].isdigit() for at in range(0, len(data), _BLOCK))
+    return b"-0" in data or any(
+        data[at : at + _BLOCK].isdigit() for at in range(0, len(data), _BLOCK)
+    )
 
 
 def _whole(text: str) -> int | float:
     """The number that an integer in JSON text stands for.
 
-    As in other JSON readers, -0 is a float. A number that is too large for a double is an error.
+    As in other JSON readers, -0 is a float. A number that is too large for a double is
+    an error.
     """
     if text == "-0":
         return -0.0
@@ -224,23 +278,36 @@ def _whole(text: str) -> int | float:
 
 
 def member(content: object, *names: str) -> Any:
-    """The value in nested JSON objects under the given names, one name per level; `None` if a name is missing."""
+    """The value in nested JSON objects under the given names, one name per level;
+    `None` if a name is missing.
+    """
     for name in names:
         content = content.get(name) if isinstance(content, dict) else None
     return content
 
 
 def is_sizes(values: object) -> bool:
-    """Whether `values` is a possible shape of a NumPy array: a list of at most 64 integers from 0 to 2**63 - 1."""
-    return isinstance(values, list) and len(values) <= 64 and all([type(v) is int and 0 <= v < 2**63 for v in values])
+    """Whether `values` is a possible shape of a NumPy array: a list of at most 64
+    integers from 0 to 2**63 - 1.
+    """
+    return (
+        isinstance(values, list)
+        and len(values) <= 64
+        and all([type(v) is int and 0 <= v < 2**63 for v in values])
+    )
 
 
 def read_json(where: FilePlace, real: str, limit_bytes: int = 100_000_000) -> Any:
-    """The content of the JSON file `real`. A file of more than `limit_bytes` bytes raises `CheckpointError`."""
+    """The content of the JSON file `real`. A file of more than `limit_bytes` bytes
+    raises `CheckpointError`.
+    """
     with opened(where, real) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit_bytes:
-            raise CheckpointError(f"{real!r} has {size} bytes, more than the {limit_bytes} allowed for an index.")
+            raise CheckpointError(
+                f"{real!r} has {size} bytes, more than the {limit_bytes} allowed for an"
+                " index."
+            )
         data = read_at(descriptor, size + 1, 0)
     return parsed_json(data, repr(real))
 

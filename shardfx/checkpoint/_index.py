@@ -35,10 +35,12 @@ _MOST_PARTS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """The arrays of a checkpoint, read from its headers alone. [`shardfx.checkpoint.read_index`][] makes an index.
+    """The arrays of a checkpoint, read from its headers alone.
+    [`shardfx.checkpoint.read_index`][] makes an index.
 
-    `print` shows an index as a table, with repeated layers in one row. `index["norm"]` is the entry of an array: its
-    shape, dtype and file. `"norm" in index`, `for path in index` and `len(index)` work as for a dict of paths.
+    `print` shows an index as a table, with repeated layers in one row. `index["norm"]`
+    is the entry of an array: its shape, dtype and file. `"norm" in index`,
+    `for path in index` and `len(index)` work as for a dict of paths.
 
     **Arguments:**
 
@@ -55,7 +57,9 @@ class Index:
     directory: str
     entries: tuple[ArrayEntry, ...]
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    place: FilePlace = dataclasses.field(default_factory=lambda: FilePlace("", ()), repr=False, compare=False)
+    place: FilePlace = dataclasses.field(
+        default_factory=lambda: FilePlace("", ()), repr=False, compare=False
+    )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.by_path)
@@ -75,8 +79,14 @@ class Index:
     def unknown(self, path: str) -> UnknownPathError:
         """The error for a path that the index lacks, with similar paths that it has."""
         near = near_names(path, self.by_path, 3, 0.5)
-        hint = f"; did you mean {' or '.join(map(quoted, near))}?" if near else f"; it has {some(self.by_path)}."
-        return UnknownPathError(f"checkpoint {self.directory!r} has no array {quoted(path)}{hint}")
+        hint = (
+            f"; did you mean {' or '.join(map(quoted, near))}?"
+            if near
+            else f"; it has {some(self.by_path)}."
+        )
+        return UnknownPathError(
+            f"checkpoint {self.directory!r} has no array {quoted(path)}{hint}"
+        )
 
     @ft.cached_property
     def by_path(self) -> dict[str, ArrayEntry]:
@@ -85,19 +95,31 @@ class Index:
 
     @property
     def bytes_total(self) -> int:
-        """The number of bytes of all arrays, uncompressed. An array without a known shape or dtype counts as 0."""
+        """The number of bytes of all arrays, uncompressed. An array without a known
+        shape or dtype counts as 0.
+        """
         return sum(entry.nbytes or 0 for entry in self.entries)
 
     def tree(self, prefix: str | None = None) -> dict[str, Any]:
-        """The entries as nested dicts, one level for each "/" in a path; with `prefix`, only the entries below it."""
+        """The entries as nested dicts, one level for each "/" in a path; with `prefix`,
+        only the entries below it.
+        """
         return _nested(_below(self, prefix))
 
     def __str__(self) -> str:
         groups: dict[object, list[ArrayEntry]] = {}
         for entry in self.entries:
-            groups.setdefault((between_numbers(entry.path), entry.shape, entry.stored), []).append(entry)
-        rows, rest = list(groups.values())[:_SHOWN_ROWS], list(groups.values())[_SHOWN_ROWS:]
-        lines = table([("path", "arrays", "shape", "bytes"), *map(_row, rows)], right={"arrays", "bytes"})
+            groups.setdefault(
+                (between_numbers(entry.path), entry.shape, entry.stored), []
+            ).append(entry)
+        rows, rest = (
+            list(groups.values())[:_SHOWN_ROWS],
+            list(groups.values())[_SHOWN_ROWS:],
+        )
+        lines = table(
+            [("path", "arrays", "shape", "bytes"), *map(_row, rows)],
+            right={"arrays", "bytes"},
+        )
         more = [f"... {sum(map(len, rest)):,} arrays more"] if rest else []
         size = f"{plural(len(self.entries), 'array')}, {bytes_text(self.bytes_total)}"
         total = f"{size}, in {self.format} at {self.directory!r}"
@@ -110,24 +132,35 @@ class Index:
 def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:
     first, nbytes = entries[0], "?"
     if first.shape is not None and first.nbytes is not None:
-        array, nbytes = array_text(first.dtype, first.shape), bytes_text(first.nbytes * len(entries))
+        array, nbytes = (
+            array_text(first.dtype, first.shape),
+            bytes_text(first.nbytes * len(entries)),
+        )
     else:
-        array = printable(f"{first.stored}[{'?' if first.shape is None else ','.join(map(str, first.shape))}]")
+        array = printable(
+            f"{first.stored}[{'?' if first.shape is None else ','.join(map(str, first.shape))}]"
+        )
     path = printable(joined([entry.path for entry in entries]))
     if len(path) > _SHOWN_CHARACTERS:
         path = f"{path[:30]}...{path[33 - _SHOWN_CHARACTERS :]}"
     return path, str(len(entries)), array, nbytes
 
 
-def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None) -> Index:
-    """The content of a checkpoint from its headers alone. No weight is read, and no device is needed.
+def read_index(
+    path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None
+) -> Index:
+    """The content of a checkpoint from its headers alone. No weight is read, and no
+    device is needed.
 
     **Arguments:**
 
-    - `path`: a safetensors file; the index of a sharded set (`model.safetensors.index.json`); or a directory with
-        either of them, with an eformer `tensorstore_index.json`, with an Orbax checkpoint, with an OCDBT database, or
-        with zarr arrays. A directory is checked for these in this order.
-    - `root`: a further directory that symbolic links in the checkpoint may lead to. The cache of the Hugging Face
+    - `path`: a safetensors file; the index of a sharded set
+      (`model.safetensors.index.json`); or a directory with
+        either of them, with an eformer `tensorstore_index.json`, with an Orbax
+        checkpoint, with an OCDBT database, or with zarr arrays. A directory is checked
+        for these in this order.
+    - `root`: a further directory that symbolic links in the checkpoint may lead to. The
+      cache of the Hugging Face
         hub is such a case: its snapshots are links to `../../blobs`.
 
     **Returns:**
@@ -136,8 +169,8 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
 
     **Raises:**
 
-    `CheckpointError`, with the file, if a file is missing, truncated or damaged, or if its path leads out of the
-    directory.
+    `CheckpointError`, with the file, if a file is missing, truncated or damaged, or if
+    its path leads out of the directory.
 
     !!! Example
 
@@ -164,29 +197,44 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
         return _read_directory(where, path, names)
     if not os.path.isfile(path):
         raise _nothing_at(path)
-    where, name = place(os.path.dirname(os.path.abspath(path)), root), os.path.basename(path)
+    where, name = (
+        place(os.path.dirname(os.path.abspath(path)), root),
+        os.path.basename(path),
+    )
     # The caller named this file, so its link may lead anywhere.
     real = os.path.realpath(path)
-    trusted = FilePlace(where.directory, (*where.roots, os.path.dirname(real)), where.seen)
+    trusted = FilePlace(
+        where.directory, (*where.roots, os.path.dirname(real)), where.seen
+    )
     if name.endswith(".json"):
         return _read_set(where, trusted, real)
     return _of_files(trusted, [real])
 
 
 def require_local(path: str) -> str:
-    """`path`, unless it is a URL such as `gs://bucket/step-1`, which raises `CheckpointError`."""
+    """`path`, unless it is a URL such as `gs://bucket/step-1`, which raises
+    `CheckpointError`.
+    """
     if "://" in path:
         raise CheckpointError(
-            f"{path!r} is an address, and checkpoints are read from and saved to file systems of this machine alone; "
-            "copy it to a directory (`gcloud storage cp -r`, `aws s3 cp --recursive`, `hf download`), or mount it."
+            f"{path!r} is an address, and checkpoints are read from and saved to file"
+            " systems of this machine alone; copy it to a directory (`gcloud storage"
+            " cp -r`, `aws s3 cp --recursive`, `hf download`), or mount it."
         )
     return path
 
 
 def _nothing_at(path: str) -> CheckpointError:
     is_on_hub = path.count("/") == 1 and all(path.split("/")) and path[0] not in "./~"
-    hub = f" A model of the Hugging Face hub is downloaded first: `hf download {path}`." if is_on_hub else ""
-    return CheckpointError(f"there is no checkpoint at {path!r}; give a directory, or a .safetensors file.{hub}")
+    hub = (
+        f" A model of the Hugging Face hub is downloaded first: `hf download {path}`."
+        if is_on_hub
+        else ""
+    )
+    return CheckpointError(
+        f"there is no checkpoint at {path!r}; give a directory, or a .safetensors"
+        f" file.{hub}"
+    )
 
 
 def _read_directory(where: FilePlace, path: str, names: list[str]) -> Index:
@@ -195,7 +243,10 @@ def _read_directory(where: FilePlace, path: str, names: list[str]) -> Index:
     if "model.safetensors" in weights:
         return _of_files(where, [inside(where, "model.safetensors")])
     if len(indices) > 1:
-        raise CheckpointError(f"{path!r} holds several safetensors sets, {some(indices)}; name one of these files.")
+        raise CheckpointError(
+            f"{path!r} holds several safetensors sets, {some(indices)}; name one of"
+            " these files."
+        )
     if indices:
         return _read_set(where, where, inside(where, indices[0]))
     if stores.EFORMER_INDEX in names:
@@ -210,10 +261,15 @@ def _read_directory(where: FilePlace, path: str, names: list[str]) -> Index:
     entries = stores.zarr_entries(where)
     if not entries:
         steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
-        hint = f" It holds {some(steps)}: if these are steps of a run, name one." if steps else ""
+        hint = (
+            f" It holds {some(steps)}: if these are steps of a run, name one."
+            if steps
+            else ""
+        )
         raise CheckpointError(
-            f"{path!r} holds no checkpoint: no .safetensors file, no {stores.EFORMER_INDEX}, no Orbax "
-            f"{stores.ORBAX_METADATA}, no {stores.OCDBT_MANIFEST} and no zarr array.{hint}"
+            f"{path!r} holds no checkpoint: no .safetensors file, no"
+            f" {stores.EFORMER_INDEX}, no Orbax {stores.ORBAX_METADATA}, no"
+            f" {stores.OCDBT_MANIFEST} and no zarr array.{hint}"
         )
     return _indexed("zarr", where, entries)
 
@@ -225,35 +281,51 @@ def _indexed(kind: str, where: FilePlace, entries: tuple[ArrayEntry, ...]) -> In
         # eformer may list one array under two prefixes.
         if _location(other) != _location(entry):
             raise CheckpointError(
-                f"checkpoint {where.directory!r} has two arrays with the path {quoted(entry.path)}, in "
-                f"{quoted(_location(other))} and in {quoted(_location(entry))}; a path names one array. Rename one of "
-                "them where the checkpoint is made."
+                f"checkpoint {where.directory!r} has two arrays with the path"
+                f" {quoted(entry.path)}, in {quoted(_location(other))} and in"
+                f" {quoted(_location(entry))}; a path names one array. Rename one of"
+                " them where the checkpoint is made."
             )
     return Index(kind, where.directory, entries, place=where)
 
 
 def _location(entry: ArrayEntry) -> str:
-    return entry.key if isinstance(entry, StoreArray) and entry.key is not None else entry.file
+    return (
+        entry.key
+        if isinstance(entry, StoreArray) and entry.key is not None
+        else entry.file
+    )
 
 
 def _read_set(where: FilePlace, trusted: FilePlace, real: str) -> Index:
     content = read_json(trusted, real)
     weight_map = member(content, "weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
         raise CheckpointError(
-            f"{real!r} has no `weight_map` from tensor names to file names, so it indexes no safetensors; give the "
-            "checkpoint's directory. A plan's JSON is read by `ShardPlan.from_json(text)`."
+            f"{real!r} has no `weight_map` from tensor names to file names, so it"
+            " indexes no safetensors; give the checkpoint's directory. A plan's JSON"
+            " is read by `ShardPlan.from_json(text)`."
         )
     files = {name: inside(where, name) for name in dict.fromkeys(weight_map.values())}
-    headers = {name: safetensors.read_header(where, file) for name, file in files.items()}
-    found = {name: {array.path: array for array in header.arrays} for name, header in headers.items()}
+    headers = {
+        name: safetensors.read_header(where, file) for name, file in files.items()
+    }
+    found = {
+        name: {array.path: array for array in header.arrays}
+        for name, header in headers.items()
+    }
     for name, file in weight_map.items():
         if name not in found[file]:
             raise CheckpointError(
-                f"{real!r} says that tensor {quoted(name)} is in {quoted(file)}, but that file does not hold it."
+                f"{real!r} says that tensor {quoted(name)} is in {quoted(file)}, but"
+                " that file does not hold it."
             )
     entries = tuple(found[file][name] for name, file in weight_map.items())
-    return Index("safetensors", where.directory, entries, _joined(headers.values()), where)
+    return Index(
+        "safetensors", where.directory, entries, _joined(headers.values()), where
+    )
 
 
 def _of_files(where: FilePlace, files: list[str]) -> Index:
@@ -263,33 +335,43 @@ def _of_files(where: FilePlace, files: list[str]) -> Index:
         other = arrays.setdefault(array.path, array)
         if other is not array:
             raise CheckpointError(
-                f"tensor {quoted(array.path)} is in {other.file!r} and in {array.file!r}; name one of the files, or "
-                "add the `model.safetensors.index.json` of the set."
+                f"tensor {quoted(array.path)} is in {other.file!r} and in"
+                f" {array.file!r}; name one of the files, or add the"
+                " `model.safetensors.index.json` of the set."
             )
-    return Index("safetensors", where.directory, tuple(arrays.values()), _joined(headers), where)
+    return Index(
+        "safetensors", where.directory, tuple(arrays.values()), _joined(headers), where
+    )
 
 
 def _joined(headers: Iterable[safetensors.Header]) -> dict[str, str]:
-    return {name: value for header in headers for name, value in header.metadata.items()}
+    return {
+        name: value for header in headers for name, value in header.metadata.items()
+    }
 
 
-def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None) -> dict[str, Any]:
-    """The checkpoint's arrays as a tree of `jax.ShapeDtypeStruct`s for [`shardfx.plan`][], from headers alone.
+def structs(
+    index: Index | str | os.PathLike[str], *, prefix: str | None = None
+) -> dict[str, Any]:
+    """The checkpoint's arrays as a tree of `jax.ShapeDtypeStruct`s for
+    [`shardfx.plan`][], from headers alone.
 
     **Arguments:**
 
     - `index`: an Index from `read_index`, or the path of a checkpoint.
-    - `prefix`: only the arrays below `prefix/` are returned, by their path relative to `prefix`. In an eformer index
+    - `prefix`: only the arrays below `prefix/` are returned, by their path relative to
+      `prefix`. In an eformer index
         of version 2, these are the arrays that it lists under this prefix.
 
     **Returns:**
 
-    Nested dicts, one level for each "/" in a path. A name without a slash, as most safetensors have, is a key of the
-    top level.
+    Nested dicts, one level for each "/" in a path. A name without a slash, as most
+    safetensors have, is a key of the top level.
 
     **Raises:**
 
-    `CheckpointError` for an array whose shape or dtype is not in the checkpoint, or whose dtype JAX lacks.
+    `CheckpointError` for an array whose shape or dtype is not in the checkpoint, or
+    whose dtype JAX lacks.
 
     !!! Example
 
@@ -308,7 +390,9 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
         ```
     """
     index = index if isinstance(index, Index) else read_index(index)
-    return _nested([(path, struct(entry, index)) for path, entry in _below(index, prefix)])
+    return _nested(
+        [(path, struct(entry, index)) for path, entry in _below(index, prefix)]
+    )
 
 
 def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
@@ -319,41 +403,56 @@ def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
     if entry.shape is None or entry.dtype is None:
         stored = f"dtype that JAX has (it is stored as {printable(entry.stored)})"
         what = "shape" if entry.shape is None else stored
-        raise CheckpointError(f"array {quoted(entry.path)} of checkpoint {index.directory!r} has no known {what}.")
+        raise CheckpointError(
+            f"array {quoted(entry.path)} of checkpoint {index.directory!r} has no known"
+            f" {what}."
+        )
     return jax.ShapeDtypeStruct(entry.shape, entry.dtype)
 
 
 def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
-    """The entries below `prefix`, each with its path relative to `prefix`; all entries if it is `None`.
+    """The entries below `prefix`, each with its path relative to `prefix`; all entries
+    if it is `None`.
 
     Raises `CheckpointError` if there is no entry.
     """
     if prefix is None:
         return [(entry.path, entry) for entry in index.entries]
-    groups = [(None if isinstance(entry, FileArray) else entry.group, entry) for entry in index.entries]
+    groups = [
+        (None if isinstance(entry, FileArray) else entry.group, entry)
+        for entry in index.entries
+    ]
     chosen = [
         (entry.path.removeprefix(f"{prefix}/"), entry)
         for group, entry in groups
         if group == prefix or (group is None and entry.path.startswith(f"{prefix}/"))
     ]
     if not chosen:
-        known = dict.fromkeys(group or entry.path.split("/")[0] for group, entry in groups)
-        raise CheckpointError(f"Prefix {prefix!r} not found. Available: [{some(known)}], in {index.directory!r}.")
+        known = dict.fromkeys(
+            group or entry.path.split("/")[0] for group, entry in groups
+        )
+        raise CheckpointError(
+            f"Prefix {prefix!r} not found. Available: [{some(known)}], in"
+            f" {index.directory!r}."
+        )
     return chosen
 
 
 def _nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
-    """Nested dicts from pairs of a path and a value: `{"a": {"b": x}}` for `("a/b", x)`. No value may be a dict.
+    """Nested dicts from pairs of a path and a value: `{"a": {"b": x}}` for
+    `("a/b", x)`. No value may be a dict.
 
-    Raises `CheckpointError` for a path that is both a leaf and a branch (`a` beside `a/b`), or too deep for a tree.
+    Raises `CheckpointError` for a path that is both a leaf and a branch (`a` beside
+    `a/b`), or too deep for a tree.
     """
     tree: dict[str, Any] = {}
     for path, value in pairs:
         parts = path.split("/", _MOST_PARTS)
         if len(parts) > _MOST_PARTS:
             raise CheckpointError(
-                f"array {quoted(path)} has more than {_MOST_PARTS} parts between slashes; no tree is that deep. Load "
-                "it by a plan of your own, with `map=`."
+                f"array {quoted(path)} has more than {_MOST_PARTS} parts between"
+                " slashes; no tree is that deep. Load it by a plan of your own, with"
+                " `map=`."
             )
         node = tree
         for part in parts[:-1]:
@@ -368,12 +467,19 @@ def _nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
 
 def _collision(path: str, paths: Sequence[str]) -> CheckpointError:
     if paths.count(path) > 1:
-        return CheckpointError(f"the checkpoint has two arrays {quoted(path)}; a path names one array.")
+        return CheckpointError(
+            f"the checkpoint has two arrays {quoted(path)}; a path names one array."
+        )
     above = [other for other in paths if path.startswith(f"{other}/")]
-    leaf, branch = (above[0], path) if above else (path, next(one for one in paths if one.startswith(f"{path}/")))
+    leaf, branch = (
+        (above[0], path)
+        if above
+        else (path, next(one for one in paths if one.startswith(f"{path}/")))
+    )
     return CheckpointError(
-        f"the checkpoint has an array {quoted(leaf)} and an array {quoted(branch)} below it; a tree cannot hold both. "
-        "Rename one of them, or read one with `prefix=`."
+        f"the checkpoint has an array {quoted(leaf)} and an array {quoted(branch)}"
+        " below it; a tree cannot hold both. Rename one of them, or read one with"
+        " `prefix=`."
     )
 
 
@@ -381,4 +487,6 @@ def some(paths: Iterable[str]) -> str:
     """The first five of the paths as text, and the number of the others."""
     names = list(paths)
     shown = ", ".join(map(quoted, names[:5]))
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "no arrays"
+    return (
+        f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "no arrays"
+    )

@@ -1,8 +1,9 @@
-"""The arrays that `save` writes: a tree's arrays, or arrays that a map makes of them. PRNG keys are written as key
-data.
+"""The arrays that `save` writes: a tree's arrays, or arrays that a map makes of them.
+PRNG keys are written as key data.
 
-`is_first` tells a process whether it is the first of those that save. The first process alone writes NumPy arrays, and
-elements that a map fills with a constant, since all processes have them.
+`is_first` tells a process whether it is the first of those that save. The first process
+alone writes NumPy arrays, and elements that a map fills with a constant, since all
+processes have them.
 """
 
 import dataclasses
@@ -55,8 +56,10 @@ class Leaves:
 
     **Arguments:**
 
-    - `arrays`: the path and the value of each array; the value of an array of PRNG keys is its key data.
-    - `kinds`: the dtype's name by the array's path, only for dtypes that safetensors cannot name.
+    - `arrays`: the path and the value of each array; the value of an array of PRNG keys
+      is its key data.
+    - `kinds`: the dtype's name by the array's path, only for dtypes that safetensors
+      cannot name.
     - `numbers`: the Python numbers by path.
     """
 
@@ -66,7 +69,9 @@ class Leaves:
 
 
 def plan_of_arrays(tree: object) -> ShardPlan | None:
-    """The plan with the shardings of a tree's arrays; `None` unless the arrays are on one mesh."""
+    """The plan with the shardings of a tree's arrays; `None` unless the arrays are on
+    one mesh.
+    """
     flat = flatten(tree)
     known = {
         path: leaf.sharding
@@ -89,7 +94,12 @@ def leaves_to_save(tree: object, own: ShardPlan | None) -> Leaves:
     Raises `LeafTypeError` or `CheckpointError` for a leaf that `load` could not read.
     """
     if own is None:  # a plan says which leaves are arrays
-        own = plan(tree, MeshSpec({"device": 1}), paths=PathRules([(".*", PartitionSpec())]), unused="allow")
+        own = plan(
+            tree,
+            MeshSpec({"device": 1}),
+            paths=PathRules([(".*", PartitionSpec())]),
+            unused="allow",
+        )
     flat = flatten(tree)
     index = rows_of(own.content, flat)
     found = [
@@ -97,39 +107,61 @@ def leaves_to_save(tree: object, own: ShardPlan | None) -> Leaves:
         for path, leaf, i in zip(flat.paths, flat.leaves, index, strict=True)
         if i >= 0
     ]
-    kept = {path: leaf for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_number(leaf)}
+    kept = {
+        path: leaf
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if is_number(leaf)
+    }
     for path, leaf, row in found:
         _check_leaf(path, leaf, row.dtype)
     twice = [path for path, *_ in found if path in kept]
     if twice:
         raise CheckpointError(
-            f"two leaves have the path `{printable(twice[0])}`; a checkpoint needs one name for each array."
+            f"two leaves have the path `{printable(twice[0])}`; a checkpoint needs one"
+            " name for each array."
         )
-    arrays = [(path, jax.random.key_data(leaf) if prng.is_key(leaf.dtype) else leaf) for path, leaf, _ in found]
-    kinds = {path: encode_dtype(leaf.dtype) for path, leaf, _ in found if leaf.dtype not in safetensors.NAMES}
+    arrays = [
+        (path, jax.random.key_data(leaf) if prng.is_key(leaf.dtype) else leaf)
+        for path, leaf, _ in found
+    ]
+    kinds = {
+        path: encode_dtype(leaf.dtype)
+        for path, leaf, _ in found
+        if leaf.dtype not in safetensors.NAMES
+    }
     return Leaves(arrays, kinds, kept)
 
 
 def _check_leaf(path: str, leaf: object, planned: object) -> None:
     name = printable(path)
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        raise LeafTypeError(f"leaf `{name}` is a {type(leaf).__name__}, which holds no values to save.")
+        raise LeafTypeError(
+            f"leaf `{name}` is a {type(leaf).__name__}, which holds no values to save."
+        )
     if path == safetensors.METADATA:
         raise CheckpointError(
-            f"a leaf cannot be saved as `{path}`: safetensors keeps what it says about a file under this name, and "
-            "nothing could read the file. Rename it, or put it into a dict."
+            f"a leaf cannot be saved as `{path}`: safetensors keeps what it says about"
+            " a file under this name, and nothing could read the file. Rename it, or"
+            " put it into a dict."
         )
     if path.encode("utf-8", "ignore").decode() != path:
-        raise CheckpointError(f"leaf `{name}`: its path holds half of a character, which no file can; rename it.")
+        raise CheckpointError(
+            f"leaf `{name}`: its path holds half of a character, which no file can;"
+            " rename it."
+        )
     if prng.is_key(leaf.dtype):
         return
     if safetensors.stored_name(leaf.dtype) is None:
-        raise LeafTypeError(f"leaf `{name}` is {leaf.dtype}, which safetensors cannot hold; cast it before saving.")
+        raise LeafTypeError(
+            f"leaf `{name}` is {leaf.dtype}, which safetensors cannot hold; cast it"
+            " before saving."
+        )
     if leaf.dtype != planned:
         raise LeafTypeError(
-            f"leaf `{name}` is {leaf.dtype} in NumPy and {planned} in the plan, which was made without 64-bit dtypes, "
-            f"so `load` could not give it back under this plan. Save `leaf.astype({str(planned)!r})` if its values "
-            'fit, or plan after `jax.config.update("jax_enable_x64", True)`.'
+            f"leaf `{name}` is {leaf.dtype} in NumPy and {planned} in the plan, which"
+            " was made without 64-bit dtypes, so `load` could not give it back under"
+            f" this plan. Save `leaf.astype({str(planned)!r})` if its values fit, or"
+            ' plan after `jax.config.update("jax_enable_x64", True)`.'
         )
 
 
@@ -137,7 +169,8 @@ def _check_leaf(path: str, leaf: object, planned: object) -> None:
 class Output:
     """An array of which this process holds or computes only the boxes that it writes.
 
-    `pieces` is a function of `is_first` that yields these boxes. Their values are cast to `dtype` afterwards.
+    `pieces` is a function of `is_first` that yields these boxes. Their values are cast
+    to `dtype` afterwards.
     """
 
     shape: tuple[int, ...]
@@ -145,7 +178,9 @@ class Output:
     pieces: Callable[[bool], Iterator[BoxValues]]
 
 
-def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Iterator[BoxValues]:
+def _pieces_of(
+    made: Made, sources: Mapping[str, object], is_first: bool
+) -> Iterator[BoxValues]:
     """Yields the boxes that this process writes of `made`, an array that a map makes.
 
     `sources` has the arrays from which the map makes it, by path.
@@ -153,7 +188,12 @@ def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Ite
     for piece in made.pieces:
         if piece.value.path is None:
             for part in dense(piece) if is_first else ():
-                yield hull(part), np.broadcast_to(constant(part), [stop - start for start, stop in hull(part)])
+                yield (
+                    hull(part),
+                    np.broadcast_to(
+                        constant(part), [stop - start for start, stop in hull(part)]
+                    ),
+                )
             continue
         for box, memory in shards_of(sources[piece.value.path], is_first):
             for part in within(swapped(piece), box):
@@ -164,15 +204,22 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[BoxValues]:
     for landing in strided_boxes(part, box):
         values = box_view(memory, landing)
         casts = part.value.casts
-        # A cast that is the last operation is done when the value is written, unless it would be refused there.
+        # A cast that is the last operation is done when the value is written, unless it
+        # would be refused there.
         for at, to in enumerate(casts, 1):
-            if at < len(casts) or isinstance(to, Arithmetic) or may_change(values.dtype, to):
+            if (
+                at < len(casts)
+                or isinstance(to, Arithmetic)
+                or may_change(values.dtype, to)
+            ):
                 values = changed(values, to)
         yield landing.source, values
 
 
 def host_copy(value: Any) -> Output:
-    """A copy in host memory of the boxes of an array that this process writes. The array may then be deleted."""
+    """A copy in host memory of the boxes of an array that this process writes. The
+    array may then be deleted.
+    """
     parts = [(box, np.array(memory)) for box, memory in shards_of(value, True)]
     everywhere = not isinstance(value, jax.Array)
     pieces = lambda is_first: iter(parts if is_first or not everywhere else ())
@@ -180,7 +227,8 @@ def host_copy(value: Any) -> Output:
 
 
 def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
-    """Yields the boxes of `value` that this process writes: a JAX array, a NumPy array, or an `Output`.
+    """Yields the boxes of `value` that this process writes: a JAX array, a NumPy array,
+    or an `Output`.
 
     An `Output` is an array of which the process has only these boxes.
     """
@@ -189,7 +237,10 @@ def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
         return
     if not isinstance(value, jax.Array):
         if is_first:
-            yield tuple((0, size) for size in value.shape), np.ascontiguousarray(value).reshape(value.shape)
+            yield (
+                tuple((0, size) for size in value.shape),
+                np.ascontiguousarray(value).reshape(value.shape),
+            )
         return
     first = _first_replicas(value.sharding, tuple(value.shape))
     for shard in value.addressable_shards:
@@ -198,10 +249,13 @@ def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
             yield box, np.ascontiguousarray(shard.data)
 
 
-# A model has many arrays of few kinds, and `Shard.replica_id` is computed anew at each access.
+# A model has many arrays of few kinds, and `Shard.replica_id` is computed anew at each
+# access.
 @ft.lru_cache(maxsize=256)
 def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """By device, the box of its shard. Of the devices that hold the same box, only the first is included."""
+    """By device, the box of its shard. Of the devices that hold the same box, only the
+    first is included.
+    """
     devices: dict[Box, Any] = {}
     for device, box in shard_boxes(sharding, shape).items():
         devices.setdefault(box, device)
@@ -211,20 +265,25 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
 def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
     """The arrays that `map` makes of the arrays in `leaves`.
 
-    `like` is a tree with the shapes and dtypes of the arrays to make. If it is `None`, they follow from the map.
+    `like` is a tree with the shapes and dtypes of the arrays to make. If it is `None`,
+    they follow from the map.
     """
     source = {}
     for path, value in leaves.arrays:
         keys = prng.key_named(leaves.kinds.get(path))
-        rank = value.ndim if keys is None else value.ndim - len(prng.bits_of(keys).shape)
-        source[path] = Struct(tuple(value.shape[:rank]), np.dtype(value.dtype) if keys is None else keys)
+        rank = (
+            value.ndim if keys is None else value.ndim - len(prng.bits_of(keys).shape)
+        )
+        source[path] = Struct(
+            tuple(value.shape[:rank]), np.dtype(value.dtype) if keys is None else keys
+        )
     made = bound(map, source, None if like is None else tree_structs(like))
     arrays, kinds, found = dict(leaves.arrays), {}, []
     for path, one in made.items():
         if any(piece.value.scale is not None for piece in one.pieces):
             raise LeafTypeError(
-                f"`{printable(path)}` is scaled, which takes two arrays at a time; use `reshard(tree, plan, map=...)` "
-                "first, and save what comes out."
+                f"`{printable(path)}` is scaled, which takes two arrays at a time; use"
+                " `reshard(tree, plan, map=...)` first, and save what comes out."
             )
         if one.dtype not in safetensors.NAMES:
             kinds[path] = encode_dtype(one.dtype)
@@ -233,6 +292,11 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
             pieces = tuple([extended(piece, bits.shape) for piece in one.pieces])
             one = Made((*one.shape, *bits.shape), np.dtype(bits.dtype), pieces)
         elif safetensors.stored_name(one.dtype) is None:
-            raise LeafTypeError(f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold; cast it.")
-        found.append((path, Output(one.shape, one.dtype, ft.partial(_pieces_of, one, arrays))))
+            raise LeafTypeError(
+                f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold;"
+                " cast it."
+            )
+        found.append(
+            (path, Output(one.shape, one.dtype, ft.partial(_pieces_of, one, arrays)))
+        )
     return Leaves(found, kinds, {})

@@ -1,4 +1,6 @@
-"""Checkpoints of a training run: the latest few steps are kept, and written while training goes on."""
+"""Checkpoints of a training run: the latest few steps are kept, and written while
+training goes on.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -26,16 +28,19 @@ _STEP = re.compile(r"step-(\d+)")
 class Manager:
     """Saves a training run in the background, and keeps the latest steps.
 
-    `save` copies the data of this process in memory, so that the next training step may donate the arrays, and writes
-    the copy in a thread as [`shardfx.checkpoint.save`][] does. Each step is a directory such as `step-100`, which
-    exists completely or not at all. All processes make a manager of the same directory, on a shared file system, and
-    make the same calls.
+    `save` copies the data of this process in memory, so that the next training step may
+    donate the arrays, and writes the copy in a thread as [`shardfx.checkpoint.save`][]
+    does. Each step is a directory such as `step-100`, which exists completely or not at
+    all. All processes make a manager of the same directory, on a shared file system,
+    and make the same calls.
 
     **Arguments:**
 
     - `directory`: the directory of the run. It is created if it does not exist.
-    - `keep`: the number of steps to keep; `None` for all. The oldest steps are removed when a new step is complete.
-    - `wait_seconds`: seconds that the processes of a save wait for a process that has not called `save` yet.
+    - `keep`: the number of steps to keep; `None` for all. The oldest steps are removed
+      when a new step is complete.
+    - `wait_seconds`: seconds that the processes of a save wait for a process that has
+      not called `save` yet.
 
     !!! Example
 
@@ -63,9 +68,18 @@ class Manager:
 
     __module__ = "shardfx.checkpoint"
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3, wait_seconds: float = 25.0):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        wait_seconds: float = 25.0,
+    ):
         if keep is not None and keep < 1:
-            raise CheckpointError(f"`keep={keep}` would keep no checkpoint; give 1 or more, or `None` for all.")
+            raise CheckpointError(
+                f"`keep={keep}` would keep no checkpoint; give 1 or more, or `None` for"
+                " all."
+            )
         self.directory, self.keep = os.path.abspath(os.fspath(directory)), keep
         self._wait_seconds = wait_seconds
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "shardfx-manager")
@@ -74,7 +88,9 @@ class Manager:
     def __enter__(self) -> "Manager":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def path(self, step: int) -> str:
@@ -84,35 +100,49 @@ class Manager:
     def steps(self) -> tuple[int, ...]:
         """The numbers of the complete steps, in order."""
         names = os.listdir(self.directory) if os.path.isdir(self.directory) else []
-        return tuple(sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name))))
+        return tuple(
+            sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name)))
+        )
 
     def latest(self) -> int | None:
         """The number of the last complete step; `None` if no step is complete."""
         return max(self.steps(), default=None)
 
     def save(self, step: int, tree: object, plan: ShardPlan | None = None) -> None:
-        """Waits for the previous save, copies a tree to this process's memory, and starts to write it in a thread.
+        """Waits for the previous save, copies a tree to this process's memory, and
+        starts to write it in a thread.
 
         **Arguments:**
 
         - `step`: the number of the step.
         - `tree`: the tree to save, of JAX or NumPy arrays.
-        - `plan`: the tree's plan. Without it, the arrays' own shardings are saved as a plan, if they are on one mesh.
+        - `plan`: the tree's plan. Without it, the arrays' own shardings are saved as a
+          plan, if they are on one mesh.
 
         **Raises:**
 
-        The error of the previous save if it failed, or the errors of [`shardfx.checkpoint.save`][] for a tree that
-        cannot be saved. If writing this step fails, the next call of `save`, `load`, `wait` or `close` raises.
+        The error of the previous save if it failed, or the errors of
+        [`shardfx.checkpoint.save`][] for a tree that cannot be saved. If writing this
+        step fails, the next call of `save`, `load`, `wait` or `close` raises.
         """
         self.wait()
         holders = holders_of(tree)
         try:
             content = content_of(tree, plan, None, None)
             arrays = [(path, host_copy(value)) for path, value in content.leaves.arrays]
-            content = dataclasses.replace(content, leaves=dataclasses.replace(content.leaves, arrays=arrays))
+            content = dataclasses.replace(
+                content, leaves=dataclasses.replace(content.leaves, arrays=arrays)
+            )
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
-            # The other processes wait for this one, and get the reason why it does not write.
-            write(self.path(step), holders, ft.partial(_raise, error), self._wait_seconds, progress=False)
+            # The other processes wait for this one, and get the reason why it does not
+            # write.
+            write(
+                self.path(step),
+                holders,
+                ft.partial(_raise, error),
+                self._wait_seconds,
+                progress=False,
+            )
             raise
         self._under_way = self._pool.submit(self._write, step, holders, content)
 
@@ -121,20 +151,24 @@ class Manager:
 
         **Arguments:**
 
-        - `plan`: a plan on devices, or a tree of arrays or structs with the wanted shardings, such as the last state.
+        - `plan`: a plan on devices, or a tree of arrays or structs with the wanted
+          shardings, such as the last state.
         - `step`: the number of the step; `None` for the latest.
-        - `options`: further keyword arguments of [`shardfx.checkpoint.load`][], such as `dtype="plan"`.
+        - `options`: further keyword arguments of [`shardfx.checkpoint.load`][], such as
+          `dtype="plan"`.
 
         **Raises:**
 
-        `CheckpointError` if there is no such step. The error of the previous save if it failed, and the errors of
-        [`shardfx.checkpoint.load`][].
+        `CheckpointError` if there is no such step. The error of the previous save if it
+        failed, and the errors of [`shardfx.checkpoint.load`][].
         """
         self.wait()
         step = self.latest() if step is None else step
         if step not in self.steps():
             listed = ", ".join(map(str, self.steps()[-8:])) or "no step"
-            raise CheckpointError(f"{self.directory!r} has no step {step}; it has {listed}.")
+            raise CheckpointError(
+                f"{self.directory!r} has no step {step}; it has {listed}."
+            )
         return load(self.path(step), plan, **options)
 
     def wait(self) -> None:
@@ -144,18 +178,33 @@ class Manager:
             under_way.result()
 
     def close(self) -> None:
-        """Waits until the last save is on disk, and ends the thread. Raises the error of the save if it failed."""
+        """Waits until the last save is on disk, and ends the thread. Raises the error
+        of the save if it failed.
+        """
         try:
             self.wait()
         finally:
             self._pool.shutdown()
 
-    def _write(self, step: int, holders: tuple[int, ...], content: SavedContent) -> None:
-        is_first = write(self.path(step), holders, lambda: content, self._wait_seconds, progress=False)
+    def _write(
+        self, step: int, holders: tuple[int, ...], content: SavedContent
+    ) -> None:
+        is_first = write(
+            self.path(step),
+            holders,
+            lambda: content,
+            self._wait_seconds,
+            progress=False,
+        )
         if is_first and self.keep is not None:
-            for old in [one for one in self.steps() if one != step][: -self.keep + 1 or None]:
-                # A process that is killed here leaves a directory that `left_over` finds, and no partial checkpoint.
-                gone = os.path.join(self.directory, f".step-{old}.partial-{secrets.token_hex(8)}")
+            for old in [one for one in self.steps() if one != step][
+                : -self.keep + 1 or None
+            ]:
+                # A process that is killed here leaves a directory that `left_over`
+                # finds, and no partial checkpoint.
+                gone = os.path.join(
+                    self.directory, f".step-{old}.partial-{secrets.token_hex(8)}"
+                )
                 os.rename(self.path(old), gone)
                 remove_partial(gone)
 

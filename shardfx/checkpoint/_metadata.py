@@ -1,4 +1,5 @@
-"""The metadata of a file: which integer arrays are the key data of PRNG keys, and the Python numbers in a state.
+"""The metadata of a file: which integer arrays are the key data of PRNG keys, and the
+Python numbers in a state.
 
 An entry describes one array of a checkpoint in its index.
 """
@@ -31,7 +32,9 @@ def is_key(dtype: DType) -> bool:
 
 @ft.lru_cache(maxsize=64)
 def bits_of(dtype: object) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of the key data of one PRNG key, such as two uint32 for threefry."""
+    """The shape and dtype of the key data of one PRNG key, such as two uint32 for
+    threefry.
+    """
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
 
 
@@ -41,7 +44,9 @@ def implementation(dtype: object) -> str:
 
 
 def key_named(name: object) -> DType:
-    """The dtype of PRNG keys with the given name, such as `key<threefry2x32>`; `None` if JAX has no such dtype."""
+    """The dtype of PRNG keys with the given name, such as `key<threefry2x32>`; `None`
+    if JAX has no such dtype.
+    """
     if not isinstance(name, str) or not name.startswith(_PREFIX):
         return None
     try:
@@ -51,7 +56,8 @@ def key_named(name: object) -> DType:
 
 
 def of_bits(entry: FileArray, dtype: object) -> FileArray:
-    """The entry of an array of PRNG keys of dtype `dtype`, from the entry of its key data.
+    """The entry of an array of PRNG keys of dtype `dtype`, from the entry of its key
+    data.
 
     An entry whose shape is not that of key data is returned unchanged.
     """
@@ -62,11 +68,15 @@ def of_bits(entry: FileArray, dtype: object) -> FileArray:
 
 
 def as_bits(entry: object) -> Any:
-    """For the entry of an array of PRNG keys, the entry of its key data. Other entries are returned unchanged."""
+    """For the entry of an array of PRNG keys, the entry of its key data. Other entries
+    are returned unchanged.
+    """
     if not isinstance(entry, FileArray) or not is_key(entry.dtype):
         return entry
     one = bits_of(entry.dtype)
-    return dataclasses.replace(entry, shape=(*entry.shape, *one.shape), dtype=np.dtype(one.dtype))
+    return dataclasses.replace(
+        entry, shape=(*entry.shape, *one.shape), dtype=np.dtype(one.dtype)
+    )
 
 
 NUMBERS_KEY = "shardfx.numbers"
@@ -76,12 +86,16 @@ _WIDE = 2**63
 
 
 def is_number(leaf: object) -> bool:
-    """Whether a leaf is a Python number of a built-in type; an enumeration member is not."""
+    """Whether a leaf is a Python number of a built-in type; an enumeration member is
+    not.
+    """
     return type(leaf) in (bool, int, float, complex)
 
 
 def to_text(numbers: Mapping[str, object]) -> str:
-    """The text that stores Python numbers in a file's metadata. `numbers` has each number by its path in the state."""
+    """The text that stores Python numbers in a file's metadata. `numbers` has each
+    number by its path in the state.
+    """
     rows: dict[str, list[str]] = {}
     for path, value in numbers.items():
         text = hex(value) if type(value) is int and abs(value) >= _WIDE else repr(value)
@@ -90,9 +104,11 @@ def to_text(numbers: Mapping[str, object]) -> str:
 
 
 def from_metadata(metadata: Mapping[str, str], directory: str) -> dict[str, Any] | None:
-    """The Python numbers of a checkpoint by path; `None` if `save` did not write the checkpoint.
+    """The Python numbers of a checkpoint by path; `None` if `save` did not write the
+    checkpoint.
 
-    `metadata` is that of the checkpoint's files, and `directory` its directory, for errors.
+    `metadata` is that of the checkpoint's files, and `directory` its directory, for
+    errors.
     """
     text = metadata.get(NUMBERS_KEY)
     if text is None:
@@ -100,7 +116,9 @@ def from_metadata(metadata: Mapping[str, str], directory: str) -> dict[str, Any]
     where = f"`{NUMBERS_KEY}` in {directory!r}"
     rows = parsed_json(text.encode(), where)
     if not isinstance(rows, dict):
-        raise CheckpointError(f"{where} must map paths to numbers; the file is damaged.")
+        raise CheckpointError(
+            f"{where} must map paths to numbers; the file is damaged."
+        )
     return {path: _number(row, path, where) for path, row in rows.items()}
 
 
@@ -113,4 +131,6 @@ def _number(row: object, path: str, where: str) -> Any:
                 return int(text, 0) if kind == "int" else _KINDS[kind](text)
             except (ValueError, KeyError):
                 pass
-    raise CheckpointError(f"{where} has no number for {quoted(path)}; the file is damaged.")
+    raise CheckpointError(
+        f"{where} has no number for {quoted(path)}; the file is damaged."
+    )

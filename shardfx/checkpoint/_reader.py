@@ -1,4 +1,6 @@
-"""Reads and writes of byte ranges between files and host memory, without a copy where the order of bytes allows it."""
+"""Reads and writes of byte ranges between files and host memory, without a copy where
+the order of bytes allows it.
+"""
 
 import contextlib
 import ctypes
@@ -22,7 +24,8 @@ from ._files import FilePlace, opened
 from ._spans import Part, Span, spans
 
 
-# Shorter gaps between the bytes that a process needs are read too, since skipping them takes ten times as long.
+# Shorter gaps between the bytes that a process needs are read too, since skipping them
+# takes ten times as long.
 GAP_BYTES = 64
 # The largest span that is copied, and the largest that is read in place, in bytes.
 COPY_BYTES = 4 * 1024 * 1024
@@ -36,16 +39,18 @@ _uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_s
 
 
 def memory_to_fill(nbytes: int) -> np.ndarray:
-    # NumPy asks for huge pages. The first access to one costs three times as much on virtual machines whose host takes
-    # back large free blocks. From `malloc`, a process that loads again gets memory that it has used before.
+    # NumPy asks for huge pages. The first access to one costs three times as much on
+    # virtual machines whose host takes back large free blocks. From `malloc`, a process
+    # that loads again gets memory that it has used before.
     return np.frombuffer(_uninitialised(None, nbytes), np.uint8)
 
 
 class Bytes(NamedTuple):
-    """A contiguous range of an open file, and the memory that it is read into or written from.
+    """A contiguous range of an open file, and the memory that it is read into or
+    written from.
 
-    `memory` has arrays of bytes that together have the size of the range, in its order. `entry` is the array that is
-    read, for errors.
+    `memory` has arrays of bytes that together have the size of the range, in its order.
+    `entry` is the array that is read, for errors.
     """
 
     descriptor: int
@@ -56,7 +61,9 @@ class Bytes(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The read of one span of the array `entry`. `targets` has the memory to fill for each box of the array."""
+    """The read of one span of the array `entry`. `targets` has the memory to fill for
+    each box of the array.
+    """
 
     entry: FileArray
     span: Span
@@ -65,13 +72,17 @@ class Read(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The open files of one load: their descriptors by path, and a temporary array of bytes for each thread."""
+    """The open files of one load: their descriptors by path, and a temporary array of
+    bytes for each thread.
+    """
 
     descriptors: dict[str, int]
     scratch: queue.SimpleQueue[np.ndarray]
 
     def read(self, reads: Sequence[Read]) -> int:
-        """Reads bytes from files into the memory of `reads`, and returns the number of bytes."""
+        """Reads bytes from files into the memory of `reads`, and returns the number of
+        bytes.
+        """
         scratch = self.scratch.get()
         try:
             for run in runs_of(self._in_place(reads, scratch)):
@@ -81,20 +92,41 @@ class Files:
         return sum([read.span.nbytes for read in reads])
 
     def _in_place(self, reads: Sequence[Read], scratch: np.ndarray) -> Iterator[Bytes]:
-        """Yields the byte ranges without gaps that can be read directly into their targets. Reads all others itself.
+        """Yields the byte ranges without gaps that can be read directly into their
+        targets. Reads all others itself.
 
-        A range whose elements have another order or dtype in their targets is read into `scratch` first, and copied.
+        A range whose elements have another order or dtype in their targets is read into
+        `scratch` first, and copied.
         """
         for entry, span, targets in reads:
             views = [targets[part.number][part.index] for part in span.parts]
-            descriptor, offset = self.descriptors[entry.file], entry.offset + span.offset
-            if not span.is_direct or not all([v.dtype == entry.dtype and v.flags.c_contiguous for v in views]):
-                memory = scratch if span.nbytes <= len(scratch) else np.empty(span.nbytes, np.uint8)
+            descriptor, offset = (
+                self.descriptors[entry.file],
+                entry.offset + span.offset,
+            )
+            if not span.is_direct or not all(
+                [v.dtype == entry.dtype and v.flags.c_contiguous for v in views]
+            ):
+                memory = (
+                    scratch
+                    if span.nbytes <= len(scratch)
+                    else np.empty(span.nbytes, np.uint8)
+                )
                 _read_runs(descriptor, offset, memory, span, entry)
                 for view, part in zip(views, span.parts, strict=True):
-                    fill(view, part_in(memory, entry.dtype, part, span.strides), entry.path)
+                    fill(
+                        view,
+                        part_in(memory, entry.dtype, part, span.strides),
+                        entry.path,
+                    )
             elif span.runs == 1:
-                yield Bytes(descriptor, offset, span.run_bytes, [flat(view) for view in views], entry)
+                yield Bytes(
+                    descriptor,
+                    offset,
+                    span.run_bytes,
+                    [flat(view) for view in views],
+                    entry,
+                )
             else:
                 # A direct span of several runs has one part.
                 _read_runs(descriptor, offset, flat(views[0]), span, entry)
@@ -107,25 +139,38 @@ def open_files(where: FilePlace, names: Iterable[str], threads: int) -> Iterator
     for _ in range(threads):
         scratch.put(np.empty(COPY_BYTES, np.uint8))
     with contextlib.ExitStack() as stack:
-        yield Files({name: stack.enter_context(opened(where, name)) for name in names}, scratch)
+        yield Files(
+            {name: stack.enter_context(opened(where, name)) for name in names}, scratch
+        )
 
 
 # A model has many layers of the same shapes.
 @ft.lru_cache(maxsize=256)
 def spans_of(
-    shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES
+    shape: tuple[int, ...],
+    itemsize: int,
+    boxes: tuple[Box, ...],
+    in_place: bool,
+    gap_bytes: int = GAP_BYTES,
 ) -> tuple[Span, ...]:
-    """The spans, of bounded size, to read or write for `boxes` of an array. Gaps of fewer than `gap_bytes` are read
-    too.
+    """The spans, of bounded size, to read or write for `boxes` of an array. Gaps of
+    fewer than `gap_bytes` are read too.
 
-    `in_place` is whether the boxes have the dtype and the order of the file, so that no bytes are copied.
+    `in_place` is whether the boxes have the dtype and the order of the file, so that no
+    bytes are copied.
     """
-    limits = {"run_bytes": RUN_BYTES if in_place else COPY_BYTES, "copy_bytes": COPY_BYTES}
+    limits = {
+        "run_bytes": RUN_BYTES if in_place else COPY_BYTES,
+        "copy_bytes": COPY_BYTES,
+    }
     return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
 
 
-def part_in(memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]) -> np.ndarray:
-    """The elements of one part of a span, as a view of `memory`, which holds the span's bytes.
+def part_in(
+    memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]
+) -> np.ndarray:
+    """The elements of one part of a span, as a view of `memory`, which holds the span's
+    bytes.
 
     `dtype` is the dtype of the elements, and `strides` are those of the span.
     """
@@ -138,13 +183,18 @@ def flat(view: np.ndarray) -> np.ndarray:
 
 
 def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
-    """Yields groups of byte ranges that are adjacent in a file. One system call reads or writes a group."""
+    """Yields groups of byte ranges that are adjacent in a file. One system call reads
+    or writes a group.
+    """
     run: list[Bytes] = []
     buffers = nbytes = 0
     for piece in pieces:
         if run:
             end = run[-1].offset + run[-1].nbytes
-            is_full = buffers + len(piece.memory) > _MOST_BUFFERS or nbytes + piece.nbytes > RUN_BYTES
+            is_full = (
+                buffers + len(piece.memory) > _MOST_BUFFERS
+                or nbytes + piece.nbytes > RUN_BYTES
+            )
             if is_full or piece.offset != end or piece.descriptor != run[-1].descriptor:
                 yield run
                 run, buffers, nbytes = [], 0, 0
@@ -155,7 +205,8 @@ def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
 
 
 def transfer(call: Callable[..., int], run: Sequence[Bytes]) -> int:
-    """Reads or writes adjacent byte ranges by `call`, which is `os.preadv` or `os.pwritev`.
+    """Reads or writes adjacent byte ranges by `call`, which is `os.preadv` or
+    `os.pwritev`.
 
     Returns the number of bytes, which is smaller at the end of the file.
     """
@@ -176,13 +227,17 @@ def _read(run: Sequence[Bytes]) -> None:
     for piece in run:
         if piece.offset + piece.nbytes > end and piece.entry is not None:
             raise CheckpointError(
-                f"{piece.entry.file!r} ends at byte {end}, within array {quoted(piece.entry.path)}; it was cut off "
-                "since its header was read. Copy the whole file."
+                f"{piece.entry.file!r} ends at byte {end}, within array"
+                f" {quoted(piece.entry.path)}; it was cut off since its header was"
+                " read. Copy the whole file."
             )
 
 
-def _read_runs(descriptor: int, offset: int, memory: np.ndarray, span: Span, entry: FileArray) -> None:
-    """Reads the runs of `span` into `memory`, with one system call for each. The first run begins at `offset`.
+def _read_runs(
+    descriptor: int, offset: int, memory: np.ndarray, span: Span, entry: FileArray
+) -> None:
+    """Reads the runs of `span` into `memory`, with one system call for each. The first
+    run begins at `offset`.
 
     `entry` is the array that is read, for errors.
     """
@@ -203,7 +258,9 @@ class Progress:
         self._begin = self._shown = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Adds `nbytes` to the finished bytes, and rewrites the line at most ten times a second."""
+        """Adds `nbytes` to the finished bytes, and rewrites the line at most ten times
+        a second.
+        """
         self._done_bytes += nbytes
         now = time.monotonic()
         if self._show and now - self._shown > 0.1:
@@ -219,7 +276,7 @@ class Progress:
         rate = self._done_bytes / max(now - self._begin, 1e-9) / 1e9
         filled = 24 * self._done_bytes // max(self._total_bytes, 1)
         sys.stderr.write(
-            f"\r{self._verb} [{'#' * filled:<24}] {self._done_bytes / 1e9:.2f} of {self._total_bytes / 1e9:.2f} GB, "
-            f"{rate:.2f} GB/s"
+            f"\r{self._verb} [{'#' * filled:<24}] {self._done_bytes / 1e9:.2f} of"
+            f" {self._total_bytes / 1e9:.2f} GB, {rate:.2f} GB/s"
         )
         sys.stderr.flush()

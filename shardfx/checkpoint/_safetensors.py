@@ -1,4 +1,5 @@
-"""The safetensors format: a length, a JSON header and a buffer. A header is checked before it is used.
+"""The safetensors format: a length, a JSON header and a buffer. A header is checked
+before it is used.
 
 The buffer has the bytes of all tensors, one after the other.
 """
@@ -27,31 +28,45 @@ from ._metadata import key_named, of_bits
 # The format's own limit for the header.
 HEADER_LIMIT_BYTES = 100_000_000
 _FIELDS = {"dtype", "shape", "data_offsets"}
-# The depth to which the format's library reads JSON: the header and a tensor's entry are the first two levels.
+# The depth to which the format's library reads JSON: the header and a tensor's entry
+# are the first two levels.
 _MOST_NESTED = 127
 
 _NAMED = (
-    "BOOL bool, U8 uint8, I8 int8, U16 uint16, I16 int16, U32 uint32, I32 int32, U64 uint64, I64 int64, F16 float16, "
-    "BF16 bfloat16, F32 float32, F64 float64, C64 complex64, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, "
-    "F8_E8M0 float8_e8m0fnu, F8_E4M3FNUZ float8_e4m3fnuz, F8_E5M2FNUZ float8_e5m2fnuz"
+    "BOOL bool, U8 uint8, I8 int8, U16 uint16, I16 int16, U32 uint32, I32 int32, U64"
+    " uint64, I64 int64, F16 float16, BF16 bfloat16, F32 float32, F64 float64, C64"
+    " complex64, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, F8_E8M0 float8_e8m0fnu,"
+    " F8_E4M3FNUZ float8_e4m3fnuz, F8_E5M2FNUZ float8_e5m2fnuz"
 )
 NAMES = {jnp.dtype(name): stored for stored, name in map(str.split, _NAMED.split(", "))}
 # By the name in the file: the bits of an element, and the JAX dtype if there is one.
-DTYPES: dict[str, tuple[int, Any]] = {stored: (8 * dtype.itemsize, dtype) for dtype, stored in NAMES.items()}
+DTYPES: dict[str, tuple[int, Any]] = {
+    stored: (8 * dtype.itemsize, dtype) for dtype, stored in NAMES.items()
+}
 # Several elements are packed in a byte, which no JAX array on the host can do.
 DTYPES |= {"F6_E2M3": (6, None), "F6_E3M2": (6, None), "F4": (4, None)}
-# Other one-byte dtypes are stored as U8, PRNG keys as U32; the file's metadata names their dtypes.
+# Other one-byte dtypes are stored as U8, PRNG keys as U32; the file's metadata names
+# their dtypes.
 DTYPES_KEY = "shardfx.dtypes"
 METADATA = "__metadata__"
 OTHER = {
     np.dtype(name).name: np.dtype(name)
-    for name in (jnp.int4, jnp.uint4, jnp.float8_e4m3b11fnuz, jnp.float8_e3m4, jnp.float8_e4m3, jnp.float4_e2m1fn)
+    for name in (
+        jnp.int4,
+        jnp.uint4,
+        jnp.float8_e4m3b11fnuz,
+        jnp.float8_e3m4,
+        jnp.float8_e4m3,
+        jnp.float4_e2m1fn,
+    )
 }
 
 
 @ft.lru_cache(maxsize=64)
 def stored_name(dtype: DType) -> str | None:
-    """The name of a dtype in the safetensors format; `None` if safetensors cannot store it."""
+    """The name of a dtype in the safetensors format; `None` if safetensors cannot store
+    it.
+    """
     dtype = np.dtype(dtype)
     return NAMES.get(dtype, "U8" if dtype.name in OTHER else None)
 
@@ -70,25 +85,34 @@ def read_header(where: FilePlace, real: str) -> Header:
         length = int.from_bytes(read_at(descriptor, 8, 0), "little")
         if length > min(HEADER_LIMIT_BYTES, size - 8):
             raise CheckpointError(
-                f"safetensors file {real!r} of {size} bytes claims a header of {length} bytes; the file is truncated, "
-                f"damaged, or of another format (a header has at most {HEADER_LIMIT_BYTES} bytes)."
+                f"safetensors file {real!r} of {size} bytes claims a header of {length}"
+                " bytes; the file is truncated, damaged, or of another format (a"
+                f" header has at most {HEADER_LIMIT_BYTES} bytes)."
             )
         return parse_header(read_at(descriptor, length, 8), size - 8 - length, real)
 
 
 def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
-    """The header of `file` from its JSON text `data`. `buffer_bytes` is the number of bytes after the header.
+    """The header of `file` from its JSON text `data`. `buffer_bytes` is the number of
+    bytes after the header.
 
-    Raises `CheckpointError` for anything that the format forbids: duplicate names, unknown dtypes, invalid or
-    inconsistent shapes and offsets, and tensors that overlap, lie outside of the buffer or leave gaps in it.
+    Raises `CheckpointError` for anything that the format forbids: duplicate names,
+    unknown dtypes, invalid or inconsistent shapes and offsets, and tensors that
+    overlap, lie outside of the buffer or leave gaps in it.
     """
     content = parsed_json(data, f"the header of {file!r}")
     if not isinstance(content, dict):
-        raise CheckpointError(f"the header of {file!r} is no JSON object; the file is of another format.")
+        raise CheckpointError(
+            f"the header of {file!r} is no JSON object; the file is of another format."
+        )
     metadata = content.pop(METADATA, None)
     metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"`__metadata__` in the header of {file!r} must map strings to strings.")
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise CheckpointError(
+            f"`__metadata__` in the header of {file!r} must map strings to strings."
+        )
     base = 8 + len(data)
     arrays = [_array(name, entry, base, file) for name, entry in content.items()]
     ends = {name: base + entry["data_offsets"][1] for name, entry in content.items()}
@@ -97,49 +121,63 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
     reached = base
     for array in arrays:
         if array.offset != reached:
-            problem = "overlaps the one before it" if array.offset < reached else "leaves a hole before it"
+            problem = (
+                "overlaps the one before it"
+                if array.offset < reached
+                else "leaves a hole before it"
+            )
             raise CheckpointError(
-                f"tensor {quoted(array.path)} in {file!r} starts at byte {array.offset - base} of the buffer and "
-                f"{problem}, which ends at {reached - base}; the file is damaged or forged."
+                f"tensor {quoted(array.path)} in {file!r} starts at byte"
+                f" {array.offset - base} of the buffer and {problem}, which ends at"
+                f" {reached - base}; the file is damaged or forged."
             )
         reached = ends[array.path]
     if reached != base + buffer_bytes:
         raise CheckpointError(
-            f"the tensors of {file!r} take {reached - base} bytes, but {buffer_bytes} follow the header; the file is "
-            "truncated or damaged."
+            f"the tensors of {file!r} take {reached - base} bytes, but {buffer_bytes}"
+            " follow the header; the file is truncated or damaged."
         )
     return Header(_renamed(arrays, metadata), metadata)
 
 
 def _array(name: str, entry: object, base: int, file: str) -> FileArray:
-    """The array `name` from `entry`, its JSON in the header of `file`. Unknown fields of the entry are ignored.
+    """The array `name` from `entry`, its JSON in the header of `file`. Unknown fields
+    of the entry are ignored.
 
-    `base` is the buffer's position in the file. Raises `CheckpointError` for an invalid entry.
+    `base` is the buffer's position in the file. Raises `CheckpointError` for an invalid
+    entry.
     """
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
-        raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
+        raise CheckpointError(
+            f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and"
+            " `data_offsets`."
+        )
     if len(entry) > len(_FIELDS) and _depth(entry) + 1 > _MOST_NESTED:
         raise CheckpointError(
-            f"tensor {quoted(name)} in {file!r} has a field nested more than {_MOST_NESTED} deep, which the format's "
-            "library does not read; the file is damaged or forged."
+            f"tensor {quoted(name)} in {file!r} has a field nested more than"
+            f" {_MOST_NESTED} deep, which the format's library does not read; the file"
+            " is damaged or forged."
         )
     stored, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(stored, str) or stored not in DTYPES:
         raise CheckpointError(
-            f"tensor {quoted(name)} in {file!r} has the dtype {_short(stored)}, which is none of {', '.join(DTYPES)}."
+            f"tensor {quoted(name)} in {file!r} has the dtype {_short(stored)}, which"
+            f" is none of {', '.join(DTYPES)}."
         )
     if not is_sizes(shape) or not is_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
-            f"tensor {quoted(name)} in {file!r} has shape {_short(shape)} and offsets {_short(offsets)}; both must be "
-            "lists of at most 64 non-negative integers below 2**63, the offsets two."
+            f"tensor {quoted(name)} in {file!r} has shape {_short(shape)} and offsets"
+            f" {_short(offsets)}; both must be lists of at most 64 non-negative"
+            " integers below 2**63, the offsets two."
         )
     begin, end = offsets
     bits_each, dtype = DTYPES[stored]
     expected_bits = _count(shape) * bits_each
     if expected_bits != 8 * (end - begin):
         raise CheckpointError(
-            f"tensor {quoted(name)} in {file!r} has dtype {stored} and shape {_short(shape)}, which needs "
-            f"{-(-expected_bits // 8)} bytes, but the offsets [{begin}, {end}]; the file is damaged or forged."
+            f"tensor {quoted(name)} in {file!r} has dtype {stored} and shape"
+            f" {_short(shape)}, which needs {-(-expected_bits // 8)} bytes, but the"
+            f" offsets [{begin}, {end}]; the file is damaged or forged."
         )
     return FileArray(name, tuple(shape), dtype, file, stored, base + begin)
 
@@ -148,21 +186,31 @@ def _depth(value: object) -> int:
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
     return depth
 
 
 def _count(shape: list[int]) -> int:
-    """The number of elements of a shape. But if the product of some first sizes exceeds 64 bits, it is that product.
+    """The number of elements of a shape. But if the product of some first sizes exceeds
+    64 bits, it is that product.
 
-    For the shape [2**62, 4, 0] the result is 2**64, so that the check of the array's size fails.
+    For the shape [2**62, 4, 0] the result is 2**64, so that the check of the array's
+    size fails.
     """
     partial = list(it.accumulate(shape, operator.mul, initial=1))
     return max(partial) if max(partial) >= 2**64 else partial[-1]
 
 
-def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
-    """The arrays. Some get a dtype of one byte or of PRNG keys, which `metadata[DTYPES_KEY]` names by their path."""
+def _renamed(
+    arrays: list[FileArray], metadata: dict[str, str]
+) -> tuple[FileArray, ...]:
+    """The arrays. Some get a dtype of one byte or of PRNG keys, which
+    `metadata[DTYPES_KEY]` names by their path.
+    """
     if DTYPES_KEY not in metadata:
         return tuple(arrays)
     named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")
@@ -182,17 +230,30 @@ def _short(value: object) -> str:
     return text if len(text) < 80 else f"{text[:80]}..."
 
 
-def write_header(tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """The bytes before a file's buffer, and each array's offset in the file. `tensors` are pairs of name and array."""
+def write_header(
+    tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]
+) -> tuple[bytes, list[int]]:
+    """The bytes before a file's buffer, and each array's offset in the file. `tensors`
+    are pairs of name and array.
+    """
     content: dict[str, Any] = {METADATA: metadata} if metadata else {}
     reached, starts = 0, []
     for name, value in tensors:
         starts.append(reached)
         reached += math.prod(value.shape) * value.dtype.itemsize
-        row = {"dtype": stored_name(value.dtype), "shape": value.shape, "data_offsets": [starts[-1], reached]}
+        row = {
+            "dtype": stored_name(value.dtype),
+            "shape": value.shape,
+            "data_offsets": [starts[-1], reached],
+        }
         content[name] = row
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % 64)
     if len(text) > HEADER_LIMIT_BYTES:
-        raise CheckpointError(f"a safetensors header of {len(text)} bytes is over the format's limit; use more files.")
-    return len(text).to_bytes(8, "little") + text, [8 + len(text) + start for start in starts]
+        raise CheckpointError(
+            f"a safetensors header of {len(text)} bytes is over the format's limit; use"
+            " more files."
+        )
+    return len(text).to_bytes(8, "little") + text, [
+        8 + len(text) + start for start in starts
+    ]

@@ -1,8 +1,8 @@
-"""Saving: shards are written in parallel under a temporary name, which is renamed to the target when all of them are
-complete.
+"""Saving: shards are written in parallel under a temporary name, which is renamed to
+the target when all of them are complete.
 
-`is_first` tells a process whether it is the first of those that save. It alone writes NumPy arrays and the constants of
-a map, which all processes have.
+`is_first` tells a process whether it is the first of those that save. It alone writes
+NumPy arrays and the constants of a map, which all processes have.
 """
 
 import concurrent.futures
@@ -31,7 +31,16 @@ from ._files import inside, place, read_json
 from ._index import read_index, require_local
 from ._leaves import Leaves, exported, leaves_to_save, plan_of_arrays, shards_of
 from ._metadata import NUMBERS_KEY, to_text
-from ._reader import COPY_BYTES, Bytes, Progress, flat, part_in, runs_of, spans_of, transfer
+from ._reader import (
+    COPY_BYTES,
+    Bytes,
+    Progress,
+    flat,
+    part_in,
+    runs_of,
+    spans_of,
+    transfer,
+)
 from ._spans import grouped
 from ._staging import PLAN, Headers, begin, commit, remove_partial
 
@@ -45,7 +54,9 @@ _WAIT_SECONDS = 25.0
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """One array to write: its name, its value, its file, and the offset of its first byte in the file."""
+    """One array to write: its name, its value, its file, and the offset of its first
+    byte in the file.
+    """
 
     name: str
     value: Any
@@ -67,41 +78,57 @@ def save(
 ) -> None:
     """Writes the arrays of a tree as safetensors, with their plan.
 
-    All files are written under a temporary name beside `path`, flushed to the disk, and renamed at the end. Until then
-    an older file at `path` stays unchanged, also after an error. If two saves to a new `path` run at the same time, one
-    of them gets an error.
+    All files are written under a temporary name beside `path`, flushed to the disk, and
+    renamed at the end. Until then an older file at `path` stays unchanged, also after
+    an error. If two saves to a new `path` run at the same time, one of them gets an
+    error.
 
-    Every process that owns a device of the arrays must call `save` with the same arguments, and `path` must be on a
-    shared file system. If several devices hold the same shard, the process of the first of them writes it. An error in
-    one process is raised in all of them.
+    Every process that owns a device of the arrays must call `save` with the same
+    arguments, and `path` must be on a shared file system. If several devices hold the
+    same shard, the process of the first of them writes it. An error in one process is
+    raised in all of them.
 
     **Arguments:**
 
-    - `path`: the directory to make, which must not exist; or a file that ends in `.safetensors`.
-    - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all processes. If it holds NumPy
-        arrays only, every process must call `save`. PRNG keys are saved with the name of their implementation. Python's
-        numbers, such as a step counter, are saved in the file's metadata. Functions and strings are not saved.
-    - `plan`: the tree's plan. The arrays are written in the shardings that they have, even if the plan has others.
-        Without `plan`, the arrays' own shardings are saved as a plan, if they are on one mesh.
-    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of another layout, such as that of Hugging Face's libraries,
-        from the tree's arrays. The results are written under the names of that layout, without a plan. Each process
-        writes the values of its own shards.
-    - `like`: for an inverse map: a tree of structs of the arrays to write, such as `checkpoint.structs(index)` of the
+    - `path`: the directory to make, which must not exist; or a file that ends in
+      `.safetensors`.
+    - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all
+      processes. If it holds NumPy
+        arrays only, every process must call `save`. PRNG keys are saved with the name
+        of their implementation. Python's numbers, such as a step counter, are saved in
+        the file's metadata. Functions and strings are not saved.
+    - `plan`: the tree's plan. The arrays are written in the shardings that they have,
+      even if the plan has others.
+        Without `plan`, the arrays' own shardings are saved as a plan, if they are on
+        one mesh.
+    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of another layout, such as
+      that of Hugging Face's libraries,
+        from the tree's arrays. The results are written under the names of that layout,
+        without a plan. Each process writes the values of its own shards.
+    - `like`: for an inverse map: a tree of structs of the arrays to write, such as
+      `checkpoint.structs(index)` of the
         checkpoint that was read.
-    - `overwrite`: whether to replace an existing file. A directory cannot be replaced: save to a new name, then remove
+    - `overwrite`: whether to replace an existing file. A directory cannot be replaced:
+      save to a new name, then remove
         the old directory.
-    - `file_bytes`: the size above which the arrays of a directory are divided into several files.
-    - `progress`: whether to show a progress line on stderr; `None` shows it if stderr is a terminal.
-    - `wait_seconds`: seconds that the processes wait for a process that has not called `save` yet. A process that
+    - `file_bytes`: the size above which the arrays of a directory are divided into
+      several files.
+    - `progress`: whether to show a progress line on stderr; `None` shows it if stderr
+      is a terminal.
+    - `wait_seconds`: seconds that the processes wait for a process that has not called
+      `save` yet. A process that
         fails or dies later is noticed within 30 seconds.
 
     **Raises:**
 
     - `MapError` with all problems of a map that does not fit.
     - `PlanMismatchError` if the tree is not the planned one.
-    - `LeafTypeError` for a dtype that safetensors cannot hold, for leaves that a map scales, or for a dtype that `load`
-        could not return under this plan, such as NumPy's int64 where the plan has int32.
-    - `CheckpointError` if `path` exists, or with the number of another process that failed, died, did not call `save`,
+    - `LeafTypeError` for a dtype that safetensors cannot hold, for leaves that a map
+      scales, or for a dtype that `load`
+        could not return under this plan, such as NumPy's int64 where the plan has
+        int32.
+    - `CheckpointError` if `path` exists, or with the number of another process that
+      failed, died, did not call `save`,
         or has other arguments.
     - `OSError` with the path if the disk is full or cannot be written.
 
@@ -124,7 +151,9 @@ def save(
         ```
     """
     content = ft.partial(content_of, tree, plan, map, like)
-    write(path, holders_of(tree), content, wait_seconds, progress, overwrite, file_bytes)
+    write(
+        path, holders_of(tree), content, wait_seconds, progress, overwrite, file_bytes
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +164,8 @@ class SavedContent:
 
     - `leaves`: the arrays and Python numbers.
     - `lines`: a description of each array, for the processes to compare.
-    - `given`: digests for the processes to compare, under the names "map", "leaves" and "plan".
+    - `given`: digests for the processes to compare, under the names "map", "leaves" and
+      "plan".
     - `plan`: the plan of the written arrays, if there is one.
     - `metadata`: the metadata for the headers of all files.
     """
@@ -147,19 +177,28 @@ class SavedContent:
     metadata: Mapping[str, str]
 
 
-def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object) -> SavedContent:
-    """The content of a save of `tree`: its arrays, or with `map`, the arrays that the map makes of them.
+def content_of(
+    tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object
+) -> SavedContent:
+    """The content of a save of `tree`: its arrays, or with `map`, the arrays that the
+    map makes of them.
 
     **Arguments:**
 
     - `tree`: a tree of JAX or NumPy arrays.
-    - `plan`: the tree's plan; `None` for the plan with the arrays' own shardings, if they are on one mesh.
+    - `plan`: the tree's plan; `None` for the plan with the arrays' own shardings, if
+      they are on one mesh.
     - `map`: the map, or `None`. The content has no plan if a map is given.
-    - `like`: a tree with the shapes and dtypes of the arrays that the map makes; `None` if they follow from the map.
+    - `like`: a tree with the shapes and dtypes of the arrays that the map makes; `None`
+      if they follow from the map.
     """
     if plan is not None:
         check_type(
-            "plan", plan, ShardPlan, LeafTypeError, "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan"
+            "plan",
+            plan,
+            ShardPlan,
+            LeafTypeError,
+            "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan",
         )
     own = plan_of_arrays(tree) if plan is None else plan
     leaves = leaves_to_save(tree, own)
@@ -186,32 +225,55 @@ def write(
     overwrite: bool = False,
     file_bytes: int = _FILE_BYTES,
 ) -> bool:
-    """Writes the result of `content` to `path`, together with the other processes in `holders`.
+    """Writes the result of `content` to `path`, together with the other processes in
+    `holders`.
 
-    Returns whether this process is the first of them. `wait_seconds` is the time that they wait for each other at the
-    start. `overwrite` allows to replace a file. Each file of a directory has arrays of at most `file_bytes` bytes, or
-    one larger array. `progress` is whether to show a progress line; `None` shows it if stderr is a terminal.
+    Returns whether this process is the first of them. `wait_seconds` is the time that
+    they wait for each other at the start. `overwrite` allows to replace a file. Each
+    file of a directory has arrays of at most `file_bytes` bytes, or one larger array.
+    `progress` is whether to show a progress line; `None` shows it if stderr is a
+    terminal.
     """
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
     me, client = jax.process_index(), coordination()
-    with contextlib.ExitStack() as afterwards, SaveProcesses(what, me, holders, client, wait_seconds) as processes:
+    with (
+        contextlib.ExitStack() as afterwards,
+        SaveProcesses(what, me, holders, client, wait_seconds) as processes,
+    ):
         path = os.path.abspath(require_local(os.fspath(path)))
         found, is_file = content(), path.endswith(".safetensors")
-        given = {"path": repr(path), "overwrite": repr(bool(overwrite)), "file_bytes": repr(file_bytes)}
+        given = {
+            "path": repr(path),
+            "overwrite": repr(bool(overwrite)),
+            "file_bytes": repr(file_bytes),
+        }
         token = processes.compare(given | dict(found.given), found.lines)
-        staging = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{token}")
+        staging = os.path.join(
+            os.path.dirname(path), f".{os.path.basename(path)}.partial-{token}"
+        )
         text = None if found.plan is None else found.plan.to_json()
-        extra = dict(found.metadata) | ({PLAN_KEY: text} if is_file and text is not None else {})
-        headers, tensors = _layout(found.leaves, staging, extra, None if is_file else file_bytes)
+        extra = dict(found.metadata) | (
+            {PLAN_KEY: text} if is_file and text is not None else {}
+        )
+        headers, tensors = _layout(
+            found.leaves, staging, extra, None if is_file else file_bytes
+        )
         if processes.is_first:
             # After a commit nothing has this name any more.
             afterwards.callback(remove_partial, staging)
 
-        processes.run_on_first(ft.partial(begin, path, staging, headers, is_file, overwrite, text))
+        processes.run_on_first(
+            ft.partial(begin, path, staging, headers, is_file, overwrite, text)
+        )
         total = sum(_nbytes(tensor.value) for tensor in tensors)
         bar = Progress("saving", total, progress)
         writes = _writes(tensors, processes.is_first, afterwards)
-        processes.finish(writes, bar.advance, total, ft.partial(commit, staging, path, is_file, overwrite))
+        processes.finish(
+            writes,
+            bar.advance,
+            total,
+            ft.partial(commit, staging, path, is_file, overwrite),
+        )
         bar.end()
         return processes.is_first
 
@@ -222,7 +284,8 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
     **Arguments:**
 
     - `path`: the path that was given to `save`.
-    - `like`: the planned tree. Without it, nodes other than dicts, lists and tuples, such as modules, become dicts.
+    - `like`: the planned tree. Without it, nodes other than dicts, lists and tuples,
+      such as modules, become dicts.
 
     **Returns:**
 
@@ -241,8 +304,8 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
         text = None if os.path.isdir(path) else read_index(path).metadata.get(PLAN_KEY)
     if text is None:
         raise CheckpointError(
-            f"{path!r} holds no plan: `checkpoint.save` writes one, unless by a map, or of arrays on no mesh or on "
-            "several."
+            f"{path!r} holds no plan: `checkpoint.save` writes one, unless by a map, or"
+            " of arrays on no mesh or on several."
         )
     return ShardPlan.from_json(text, like)
 
@@ -250,22 +313,37 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
 def _layout(
     leaves: Leaves, staging: str, extra: dict[str, str], file_bytes: int | None
 ) -> tuple[Headers, list[_Tensor]]:
-    """The header, size and tensor names of each file, and the tensors to write. All processes compute the same result.
+    """The header, size and tensor names of each file, and the tensors to write. All
+    processes compute the same result.
 
-    The files lie in the directory `staging`, each with arrays of at most `file_bytes` bytes or one larger array. If
-    `file_bytes` is `None`, `staging` is the only file. `extra` is the metadata for all headers.
+    The files lie in the directory `staging`, each with arrays of at most `file_bytes`
+    bytes or one larger array. If `file_bytes` is `None`, `staging` is the only file.
+    `extra` is the metadata for all headers.
     """
     most = float("inf") if file_bytes is None else file_bytes
     groups = list(grouped(leaves.arrays, lambda row: _nbytes(row[1]), most)) or [[]]
     headers, tensors = {}, []
     for number, group in enumerate(groups):
         part = "" if len(groups) == 1 else f"-{number + 1:05}-of-{len(groups):05}"
-        file = staging if file_bytes is None else os.path.join(staging, f"model{part}.safetensors")
+        file = (
+            staging
+            if file_bytes is None
+            else os.path.join(staging, f"model{part}.safetensors")
+        )
         other = {name: leaves.kinds[name] for name, _ in group if name in leaves.kinds}
-        metadata = extra | ({safetensors.DTYPES_KEY: json.dumps(other)} if other else {})
+        metadata = extra | (
+            {safetensors.DTYPES_KEY: json.dumps(other)} if other else {}
+        )
         header, offsets = safetensors.write_header(group, metadata)
-        headers[file] = (header, len(header) + sum(_nbytes(value) for _, value in group), [name for name, _ in group])
-        tensors += [_Tensor(*row, file, offset) for row, offset in zip(group, offsets, strict=True)]
+        headers[file] = (
+            header,
+            len(header) + sum(_nbytes(value) for _, value in group),
+            [name for name, _ in group],
+        )
+        tensors += [
+            _Tensor(*row, file, offset)
+            for row, offset in zip(group, offsets, strict=True)
+        ]
     return headers, tensors
 
 
@@ -276,24 +354,34 @@ def _nbytes(value: Any) -> int:
 def _writes(
     tensors: Sequence[_Tensor], is_first: bool, afterwards: contextlib.ExitStack
 ) -> list[concurrent.futures.Future[int]]:
-    """Starts to write this process's shards in threads, and returns futures with the number of bytes written.
+    """Starts to write this process's shards in threads, and returns futures with the
+    number of bytes written.
 
-    The last futures flush the files. Closing `afterwards` waits for the writes that are running, and closes the files.
-    The caller does so at the end; if there is an error, it first sends the error to the other processes.
+    The last futures flush the files. Closing `afterwards` waits for the writes that are
+    running, and closes the files. The caller does so at the end; if there is an error,
+    it first sends the error to the other processes.
     """
     files: dict[str, int] = {}
     for file in dict.fromkeys(tensor.file for tensor in tensors):
         files[file] = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
         afterwards.callback(os.close, files[file])
-    pool, stop = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"), threading.Event()
+    pool, stop = (
+        concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"),
+        threading.Event(),
+    )
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     afterwards.callback(stop.set)
     writes: list[concurrent.futures.Future[int]] = []
     for file, own in it.groupby(tensors, lambda one: one.file):
         # Small tensors are written by one task, since each task has a fixed cost.
         groups = grouped(own, lambda one: _nbytes(one.value), COPY_BYTES)
-        writes += [pool.submit(_write, files[file], group, is_first, stop) for group in groups]
-    return [*writes, *[pool.submit(_flush, file, tuple(writes)) for file in files.values()]]
+        writes += [
+            pool.submit(_write, files[file], group, is_first, stop) for group in groups
+        ]
+    return [
+        *writes,
+        *[pool.submit(_flush, file, tuple(writes)) for file in files.values()],
+    ]
 
 
 def _flush(descriptor: int, writes: Sequence[concurrent.futures.Future[int]]) -> int:
@@ -303,29 +391,45 @@ def _flush(descriptor: int, writes: Sequence[concurrent.futures.Future[int]]) ->
     return 0
 
 
-def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: threading.Event) -> int:
-    """Writes this process's shards of tensors to the file `descriptor`, and returns the number of bytes.
+def _write(
+    descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: threading.Event
+) -> int:
+    """Writes this process's shards of tensors to the file `descriptor`, and returns the
+    number of bytes.
 
     After `stop` is set, nothing more is written.
     """
     written = 0
-    for run in runs_of(piece for tensor in tensors for piece in _pieces(descriptor, tensor, is_first)):
+    for run in runs_of(
+        piece for tensor in tensors for piece in _pieces(descriptor, tensor, is_first)
+    ):
         if not stop.is_set():
             written += transfer(os.pwritev, run)
     return written
 
 
 def _pieces(descriptor: int, tensor: _Tensor, is_first: bool) -> Iterator[Bytes]:
-    """Yields this process's shards of a tensor, as byte ranges of the file `descriptor` with the bytes to write."""
+    """Yields this process's shards of a tensor, as byte ranges of the file `descriptor`
+    with the bytes to write.
+    """
     dtype, parts = tensor.value.dtype, list(shards_of(tensor.value, is_first))
     boxes, values = tuple([box for box, _ in parts]), [value for _, value in parts]
-    # The gaps between the boxes are never written, since another process may have written them already.
+    # The gaps between the boxes are never written, since another process may have
+    # written them already.
     for span in spans_of(tuple(tensor.value.shape), dtype.itemsize, boxes, True, 1):
         views = [values[part.number][part.index] for part in span.parts]
         start = tensor.offset + span.offset
-        if span.is_direct and span.runs == 1 and all([v.flags.c_contiguous and v.dtype == dtype for v in views]):
+        if (
+            span.is_direct
+            and span.runs == 1
+            and all([v.flags.c_contiguous and v.dtype == dtype for v in views])
+        ):
             # Copying small shards costs less than one buffer for each.
-            joined = [np.concatenate(views, axis=None)] if span.nbytes < _SMALL_BYTES else views
+            joined = (
+                [np.concatenate(views, axis=None)]
+                if span.nbytes < _SMALL_BYTES
+                else views
+            )
             yield Bytes(descriptor, start, span.nbytes, [flat(view) for view in joined])
             continue
         memory = np.empty(span.nbytes, np.uint8)

@@ -1,4 +1,6 @@
-"""The files of a save under their temporary name: made at the start, renamed at the end, found after a killed save."""
+"""The files of a save under their temporary name: made at the start, renamed at the
+end, found after a killed save.
+"""
 
 import dataclasses
 import errno
@@ -21,23 +23,47 @@ _NAME = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
 Headers = Mapping[str, tuple[bytes, int, list[str]]]
 
 
-def begin(path: str, staging: str, headers: Headers, is_file: bool, overwrite: bool, plan: str | None) -> None:
-    """Creates the files of a save to `path` under the name `staging`, at their full size, without the arrays' bytes.
+def begin(
+    path: str,
+    staging: str,
+    headers: Headers,
+    is_file: bool,
+    overwrite: bool,
+    plan: str | None,
+) -> None:
+    """Creates the files of a save to `path` under the name `staging`, at their full
+    size, without the arrays' bytes.
 
-    Raises `OSError` if the disk has too little space, and `CheckpointError` if `path` exists and may not be replaced;
-    nothing is written then. `overwrite` allows to replace a file. If `is_file`, the save is one file. Otherwise it is a
-    directory, which also gets the text `plan`, if there is one.
+    Raises `OSError` if the disk has too little space, and `CheckpointError` if `path`
+    exists and may not be replaced; nothing is written then. `overwrite` allows to
+    replace a file. If `is_file`, the save is one file. Otherwise it is a directory,
+    which also gets the text `plan`, if there is one.
     """
-    if os.path.lexists(path) and not (is_file and overwrite and not os.path.isdir(path)):
-        hint = "pass `overwrite=True` to replace it" if is_file and os.path.isfile(path) else "save to a new name"
-        why = " `overwrite=True` replaces .safetensors files: a directory cannot be replaced at once."
-        text = f"{path!r} exists, and nothing was changed; {hint}, or remove it first.{why if overwrite else ''}"
+    if os.path.lexists(path) and not (
+        is_file and overwrite and not os.path.isdir(path)
+    ):
+        hint = (
+            "pass `overwrite=True` to replace it"
+            if is_file and os.path.isfile(path)
+            else "save to a new name"
+        )
+        why = (
+            " `overwrite=True` replaces .safetensors files: a directory cannot be"
+            " replaced at once."
+        )
+        text = (
+            f"{path!r} exists, and nothing was changed; {hint}, or remove it"
+            f" first.{why if overwrite else ''}"
+        )
         raise CheckpointError(text)
     needed, parent = sum(size for _, size, _ in headers.values()), os.path.dirname(path)
     os.makedirs(parent, exist_ok=True)
     free = shutil.disk_usage(parent).free
     if needed > free:
-        message = f"saving takes {needed} bytes and {free} are free; nothing was written. Free some, or save elsewhere"
+        message = (
+            f"saving takes {needed} bytes and {free} are free; nothing was written."
+            " Free some, or save elsewhere"
+        )
         raise OSError(errno.ENOSPC, message, path)
     if not is_file:
         os.mkdir(staging)
@@ -46,10 +72,18 @@ def begin(path: str, staging: str, headers: Headers, is_file: bool, overwrite: b
     for file, (header, size, _) in headers.items():
         _write_file(file, header, size)
     if len(headers) > 1:
-        weight_map = {name: os.path.basename(file) for file, (_, _, names) in headers.items() for name in names}
+        weight_map = {
+            name: os.path.basename(file)
+            for file, (_, _, names) in headers.items()
+            for name in names
+        }
         total = sum(size - len(header) for header, size, _ in headers.values())
-        content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
-        _write_file(os.path.join(staging, "model.safetensors.index.json"), content.encode())
+        content = json.dumps(
+            {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1
+        )
+        _write_file(
+            os.path.join(staging, "model.safetensors.index.json"), content.encode()
+        )
 
 
 def _write_file(file: str, data: bytes, size: int | None = None) -> None:
@@ -70,13 +104,14 @@ def commit(staging: str, path: str, is_file: bool, overwrite: bool) -> None:
         elif overwrite:
             os.replace(staging, path)
         else:
-            # Unlike a rename, a link never replaces a file that another writer has made meanwhile.
+            # Unlike a rename, a link never replaces a file that another writer has made
+            # meanwhile.
             os.link(staging, path)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise CheckpointError(
-                f"{path!r} appeared while this was saving, from another writer, and stays as it is; save to another "
-                f"name."
+                f"{path!r} appeared while this was saving, from another writer, and"
+                " stays as it is; save to another name."
             ) from error
         raise
     _sync_directory(parent)
@@ -110,18 +145,27 @@ class LeftOver:
     age_seconds: float
 
     def __str__(self) -> str:
-        return f"{quoted(self.path)}, {self.nbytes} bytes, written to {self.age_seconds:.0f} s ago"
+        return (
+            f"{quoted(self.path)}, {self.nbytes} bytes, written to"
+            f" {self.age_seconds:.0f} s ago"
+        )
 
 
 def left_over(
-    directory: str | os.PathLike[str], *, older_than_seconds: float | int = 3600.0, remove: bool = False
+    directory: str | os.PathLike[str],
+    *,
+    older_than_seconds: float | int = 3600.0,
+    remove: bool = False,
 ) -> tuple[LeftOver, ...]:
-    """Finds the files that killed saves left in a directory, and removes them if asked to.
+    """Finds the files that killed saves left in a directory, and removes them if asked
+    to.
 
     **Arguments:**
 
-    - `directory`: the directory in which checkpoints are saved. Directories below it are not searched.
-    - `older_than_seconds`: files and directories that were written to more recently than this are left out, since a
+    - `directory`: the directory in which checkpoints are saved. Directories below it
+      are not searched.
+    - `older_than_seconds`: files and directories that were written to more recently
+      than this are left out, since a
         save that is under way writes all the time.
     - `remove`: whether to remove the files and directories that are found.
 
@@ -149,7 +193,11 @@ def left_over(
         if match is None or os.path.islink(path):
             continue
         try:
-            files = [path] + ([entry.path for entry in os.scandir(path)] if os.path.isdir(path) else [])
+            files = [path] + (
+                [entry.path for entry in os.scandir(path)]
+                if os.path.isdir(path)
+                else []
+            )
             stats = [os.lstat(file) for file in files]
         except FileNotFoundError:  # the save has just ended
             continue
@@ -157,7 +205,9 @@ def left_over(
         nbytes = sum(one.st_blocks * 512 for one in stats if stat.S_ISREG(one.st_mode))
         age_seconds = max(0.0, now - max(one.st_mtime for one in stats))
         if age_seconds >= older_than_seconds:
-            found.append(LeftOver(path, os.path.join(directory, match[1]), nbytes, age_seconds))
+            found.append(
+                LeftOver(path, os.path.join(directory, match[1]), nbytes, age_seconds)
+            )
     for one in found if remove else ():
         remove_partial(one.path)
     return tuple(found)

@@ -1,8 +1,10 @@
-"""The memory, arithmetic and network of one accelerator, and the network links of each mesh axis in a slice.
+"""The memory, arithmetic and network of one accelerator, and the network links of each
+mesh axis in a slice.
 
-The extents of a slice are its numbers of chips along each dimension. `axes_on` assigns each mesh axis to dimensions of
-the slice, which determines the links of each collective. The search, which estimates thousands of meshes at once, uses
-the averages of `average_network`.
+The extents of a slice are its numbers of chips along each dimension. `axes_on` assigns
+each mesh axis to dimensions of the slice, which determines the links of each
+collective. The search, which estimates thousands of meshes at once, uses the averages
+of `average_network`.
 """
 
 import dataclasses
@@ -22,28 +24,37 @@ from ..topology import wraps
 class Chip:
     """The memory, the arithmetic and the network of one accelerator.
 
-    A chip is plain data. Construct a new one, or change one: `dataclasses.replace(chips.find("h100"), name="my h100")`.
+    A chip is plain data. Construct a new one, or change one:
+    `dataclasses.replace(chips.find("h100"), name="my h100")`.
 
     **Arguments:**
 
     - `name`: the name of the chip, such as "v5p".
     - `hbm_bytes`: the nominal size of its memory (HBM) in bytes.
-    - `usable_hbm_bytes`: the bytes of memory that a program may use. The runtime reserves the rest.
+    - `usable_hbm_bytes`: the bytes of memory that a program may use. The runtime
+      reserves the rest.
     - `hbm_bytes_per_second`: the bandwidth between memory and cores.
-    - `flops_per_second`: pairs of a dtype's name and the peak rate of dense matrix products in this dtype.
-    - `link_bytes_per_second`: the bandwidth of one network link in one direction. If a switch connects the chips, it is
+    - `flops_per_second`: pairs of a dtype's name and the peak rate of dense matrix
+      products in this dtype.
+    - `link_bytes_per_second`: the bandwidth of one network link in one direction. If a
+      switch connects the chips, it is
         the bandwidth of all links of one chip in one direction.
-    - `torus_dims`: the number of dimensions of the torus, with two links per chip in each dimension; 0 if a switch
+    - `torus_dims`: the number of dimensions of the torus, with two links per chip in
+      each dimension; 0 if a switch
         connects the chips.
     - `island_chips`: the largest number of chips that the torus or the switch connects.
-    - `dcn_bytes_per_second`: the bandwidth of a host's data-center network in one direction, divided by the number of
+    - `dcn_bytes_per_second`: the bandwidth of a host's data-center network in one
+      direction, divided by the number of
         chips of the host.
     - `devices_per_chip`: the number of JAX devices of one chip.
-    - `tile`: the rows and columns of a memory tile. The chip pads the last two dimensions of an array to multiples of
+    - `tile`: the rows and columns of a memory tile. The chip pads the last two
+      dimensions of an array to multiples of
         them. `None` if the chip does not pad.
     - `kinds`: the values of `device.device_kind` for this chip.
-    - `sources`: pairs of a field's name and the source of its value. The name "*" is for all fields that are not named.
-        "secondary" marks a source other than the vendor, and "sources differ" gives the value of another source.
+    - `sources`: pairs of a field's name and the source of its value. The name "*" is
+      for all fields that are not named.
+        "secondary" marks a source other than the vendor, and "sources differ" gives the
+        value of another source.
     """
 
     __module__ = "shardfx.chips"
@@ -63,13 +74,23 @@ class Chip:
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
-        for name in ("hbm_bytes", "usable_hbm_bytes", "hbm_bytes_per_second", "island_chips", "devices_per_chip"):
+        for name in (
+            "hbm_bytes",
+            "usable_hbm_bytes",
+            "hbm_bytes_per_second",
+            "island_chips",
+            "devices_per_chip",
+        ):
             if not getattr(self, name) > 0:
-                raise ChipError(f"chip {self.name!r}: `{name}` must be more than 0, not {getattr(self, name)}.")
+                raise ChipError(
+                    f"chip {self.name!r}: `{name}` must be more than 0, not"
+                    f" {getattr(self, name)}."
+                )
         if self.usable_hbm_bytes > self.hbm_bytes:
             raise ChipError(
-                f"chip {self.name!r}: {self.usable_hbm_bytes} usable bytes are more than it has ({self.hbm_bytes}); "
-                "set `usable_hbm_bytes` to what is left beside the runtime."
+                f"chip {self.name!r}: {self.usable_hbm_bytes} usable bytes are more"
+                f" than it has ({self.hbm_bytes}); set `usable_hbm_bytes` to what is"
+                " left beside the runtime."
             )
 
     @property
@@ -87,7 +108,8 @@ class Chip:
 
         **Arguments:**
 
-        - `dtype`: the dtype of the operands. float16 has the rate of bfloat16. Every 8-bit float has the rate of
+        - `dtype`: the dtype of the operands. float16 has the rate of bfloat16. Every
+          8-bit float has the rate of
             "float8", and every 4-bit float has the rate of "float4".
 
         **Raises:**
@@ -103,24 +125,34 @@ class Chip:
             ```
         """
         is_group = isinstance(dtype, str) and dtype in ("float8", "float4")
-        name = dtype if is_group else re.sub(r"^float([48])_.*", r"float\1", jnp.dtype(dtype).name)
+        name = (
+            dtype
+            if is_group
+            else re.sub(r"^float([48])_.*", r"float\1", jnp.dtype(dtype).name)
+        )
         name = "bfloat16" if name == "float16" else name
         known = dict(self.flops_per_second)
         if name not in known:
             raise ChipError(
-                f"chip {self.name!r}: no peak is known for {name}; there are {', '.join(known)}. Add one with "
-                f'`dataclasses.replace(chip, flops_per_second=(*chip.flops_per_second, ("{name}", ...)))`.'
+                f"chip {self.name!r}: no peak is known for {name}; there are"
+                f" {', '.join(known)}. Add one with "
+                "`dataclasses.replace(chip, flops_per_second=(*chip.flops_per_second,"
+                f' ("{name}", ...)))`.'
             )
         return known[name]
 
     def source(self, field: str) -> str:
-        """The source of the value of the field with the name `field`; "" if no source is known."""
+        """The source of the value of the field with the name `field`; "" if no source
+        is known.
+        """
         sources = dict(self.sources)
         return sources.get(field, sources.get("*", ""))
 
 
 def near_cube(count: int, dims: int) -> tuple[int, ...]:
-    """The shape of `count` chips in `dims` dimensions that is nearest to a cube. The smallest extent comes first."""
+    """The shape of `count` chips in `dims` dimensions that is nearest to a cube. The
+    smallest extent comes first.
+    """
     if dims == 1:
         return (count,)
     root = round(count ** (1 / dims))
@@ -129,8 +161,8 @@ def near_cube(count: int, dims: int) -> tuple[int, ...]:
 
 
 class Ring(NamedTuple):
-    """The chips along one dimension of a slice over which a mesh axis extends. `size` is their number. If the ring is
-    `closed`, a link joins its two ends.
+    """The chips along one dimension of a slice over which a mesh axis extends. `size`
+    is their number. If the ring is `closed`, a link joins its two ends.
     """
 
     size: int
@@ -138,16 +170,21 @@ class Ring(NamedTuple):
 
     @property
     def links(self) -> int:
-        """The number of links over which a chip receives bytes along the ring: 2 if the ring is closed, else 1."""
+        """The number of links over which a chip receives bytes along the ring: 2 if the
+        ring is closed, else 1.
+        """
         return 2 if self.closed else 1
 
 
 class AverageNetwork(NamedTuple):
-    """Averages over the network of a slice, for mesh axes whose dimensions of the slice are not known.
+    """Averages over the network of a slice, for mesh axes whose dimensions of the slice
+    are not known.
 
-    - `bytes_per_second`: the bandwidth of one chip along one dimension of the torus, or through the switch.
+    - `bytes_per_second`: the bandwidth of one chip along one dimension of the torus, or
+      through the switch.
     - `dims`: the number of dimensions of the torus; 0 if a switch connects the chips.
-    - `island_devices`: the number of devices that one switch connects; infinite for a torus.
+    - `island_devices`: the number of devices that one switch connects; infinite for a
+      torus.
     """
 
     bytes_per_second: float
@@ -161,31 +198,56 @@ def extents_of(chip: Chip, devices: int) -> tuple[int, ...]:
 
 
 def closed(chip: Chip, extents: Sequence[int]) -> tuple[bool, ...]:
-    """Whether links connect the two ends of each dimension of a slice with these extents."""
+    """Whether links connect the two ends of each dimension of a slice with these
+    extents.
+    """
     return wraps(chip.kinds[0] if chip.kinds else "", extents)
 
 
 def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
-    """Averages over the network of a slice. A closed ring has twice the bandwidth: it sends in both directions."""
+    """Averages over the network of a slice. A closed ring has twice the bandwidth: it
+    sends in both directions.
+    """
     link = float(chip.link_bytes_per_second)
     if not chip.torus_dims:
-        return AverageNetwork(link, 0.0, float(chip.island_chips * chip.devices_per_chip))
-    long = [Ring(size, ends).links for size, ends in zip(extents, closed(chip, extents), strict=True) if size > 1]
-    return AverageNetwork(link * (sum(long) / len(long) if long else 1.0), float(chip.torus_dims), math.inf)
+        return AverageNetwork(
+            link, 0.0, float(chip.island_chips * chip.devices_per_chip)
+        )
+    long = [
+        Ring(size, ends).links
+        for size, ends in zip(extents, closed(chip, extents), strict=True)
+        if size > 1
+    ]
+    return AverageNetwork(
+        link * (sum(long) / len(long) if long else 1.0),
+        float(chip.torus_dims),
+        math.inf,
+    )
 
 
-def axes_on(chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[Ring, ...]]:
-    """The dimensions of a slice that each mesh axis spans, one `Ring` per dimension. `sizes` has the size of each axis.
-    Dimensions are assigned to the last mesh axis first. An axis gets whole dimensions of the slice before parts. For
-    extents (4, 4) and sizes 2 and 8, the second axis gets one whole dimension and half of the other.
+def axes_on(
+    chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]
+) -> dict[str, tuple[Ring, ...]]:
+    """The dimensions of a slice that each mesh axis spans, one `Ring` per dimension.
+    `sizes` has the size of each axis. Dimensions are assigned to the last mesh axis
+    first. An axis gets whole dimensions of the slice before parts. For extents (4, 4)
+    and sizes 2 and 8, the second axis gets one whole dimension and half of the other.
     """
-    ends, left, cores, found = closed(chip, extents), list(extents), chip.devices_per_chip, {}
+    ends, left, cores, found = (
+        closed(chip, extents),
+        list(extents),
+        chip.devices_per_chip,
+        {},
+    )
     for name in reversed(tuple(sizes)):
         within = math.gcd(sizes[name], cores)
         size, cores = sizes[name] // within, cores // within
         parts: list[Ring] = []
         while size > 1:
-            common = [(math.gcd(free, size), free == size == whole) for free, whole in zip(left, extents, strict=True)]
+            common = [
+                (math.gcd(free, size), free == size == whole)
+                for free, whole in zip(left, extents, strict=True)
+            ]
             (taken, _), dim = max(common), common.index(max(common))
             if taken < 2:
                 break

@@ -22,19 +22,25 @@ _ALIASES = {
     "a100": ("a100-80", "a100-80gb"),
     "a100-40": ("a100-40gb",),
     "h100": ("h100-80", "h100-sxm"),
-    "h200": ("h200 141gb hbm3e", "h200-sxm"),  # the name in XLA's description of a chip, for compiling without it
+    "h200": (
+        "h200 141gb hbm3e",
+        "h200-sxm",
+    ),  # the name in XLA's description of a chip, for compiling without it
     "mi300x": ("instinct mi300x",),
 }
 
 
-# Names of slices of these chips have the number of cores, two per chip; other names have the number of chips.
+# Names of slices of these chips have the number of cores, two per chip; other names
+# have the number of chips.
 _NAMED_BY_CORES = ("v2", "v3", "v4", "v5p")
 _FORM = re.compile(r"((?:\w+:)?[\w ]+):([1-9]\d{0,8}(?:x[1-9]\d{0,8})*)")
 _CLOUD = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")
 
 
 class Slice(NamedTuple):
-    """A slice: its chip, and the number of chips along each dimension of its torus. A switch has one dimension."""
+    """A slice: its chip, and the number of chips along each dimension of its torus. A
+    switch has one dimension.
+    """
 
     __module__ = "shardfx.chips"
 
@@ -61,15 +67,21 @@ def _checked(made: Slice, text: str) -> Slice:
     chip, dims, extents = made.chip, made.chip.torus_dims or 1, made.extents
     if len(extents) != dims:
         raise MeshError(
-            f"slice {text!r:.60}: {chip.name} has {plural(dims, 'dimension')}, as in {'x'.join('4' * dims)}, and this "
-            f"has {len(extents)}."
+            f"slice {text!r:.60}: {chip.name} has {plural(dims, 'dimension')}, as in"
+            f" {'x'.join('4' * dims)}, and this has {len(extents)}."
         )
-    # A pod of two dimensions is a square; larger pods have more chips along one dimension than along another.
+    # A pod of two dimensions is a square; larger pods have more chips along one
+    # dimension than along another.
     longest = math.isqrt(chip.island_chips) if dims == 2 else chip.island_chips
     if chip.torus_dims and (made.chips > chip.island_chips or max(extents) > longest):
-        pod = "x".join([str(longest)] * dims) if dims == 2 else f"{chip.island_chips:,} chips"
+        pod = (
+            "x".join([str(longest)] * dims)
+            if dims == 2
+            else f"{chip.island_chips:,} chips"
+        )
         raise MeshError(
-            f"slice {text!r:.60} has {made.chips:,} chips, and a pod of {chip.name} is {pod}; take several slices, as "
+            f"slice {text!r:.60} has {made.chips:,} chips, and a pod of {chip.name} is"
+            f" {pod}; take several slices, as "
             f'`"{Slice(chip, near_cube(min(64, chip.island_chips), dims)).name}*2"`.'
         )
     return made
@@ -80,8 +92,10 @@ def find(name: str | Chip) -> Chip:
 
     **Arguments:**
 
-    - `name`: the name of a chip ("v5p", "h100"), a value of `device.device_kind` ("TPU v5 lite", "NVIDIA H200"), or the
-        name of a slice ("tpu:v5e:4x4", "v5e-16"). A [`shardfx.chips.Chip`][] is returned unchanged.
+    - `name`: the name of a chip ("v5p", "h100"), a value of `device.device_kind` ("TPU
+      v5 lite", "NVIDIA H200"), or the
+        name of a slice ("tpu:v5e:4x4", "v5e-16"). A [`shardfx.chips.Chip`][] is
+        returned unchanged.
 
     **Returns:**
 
@@ -89,7 +103,8 @@ def find(name: str | Chip) -> Chip:
 
     **Raises:**
 
-    `ChipError` for an unknown name; the message lists similar names. `MeshError` for a slice that does not exist.
+    `ChipError` for an unknown name; the message lists similar names. `MeshError` for a
+    slice that does not exist.
 
     !!! Example
 
@@ -105,24 +120,36 @@ def find(name: str | Chip) -> Chip:
         return name
     if _CLOUD.fullmatch(name) or _FORM.fullmatch(name):
         return parse_slice(name).chip
-    known = {_plain(alias): chip for chip in CHIPS for alias in (chip.name, *chip.kinds, *_ALIASES.get(chip.name, ()))}
+    known = {
+        _plain(alias): chip
+        for chip in CHIPS
+        for alias in (chip.name, *chip.kinds, *_ALIASES.get(chip.name, ()))
+    }
     wanted = _plain(name)
     if wanted not in known:
         near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
-        meant = f"; did you mean {' or '.join(dict.fromkeys(known[one].name for one in near))}? " if near else ". "
+        meant = (
+            "; did you mean"
+            f" {' or '.join(dict.fromkeys(known[one].name for one in near))}? "
+            if near
+            else ". "
+        )
         raise ChipError(
-            f"there is no chip {name!r:.80}{meant}There are {', '.join(chip.name for chip in CHIPS)}. Make your own "
-            "with `shardfx.chips.Chip(...)`."
+            f"there is no chip {name!r:.80}{meant}There are"
+            f" {', '.join(chip.name for chip in CHIPS)}. Make your own with"
+            " `shardfx.chips.Chip(...)`."
         )
     return known[wanted]
 
 
 def parse_slice(text: str) -> Slice:
-    """Parses the name of a slice, such as "tpu:v5p:8x8x8" or "v5e-8", into its chip and extents.
+    """Parses the name of a slice, such as "tpu:v5p:8x8x8" or "v5e-8", into its chip and
+    extents.
 
     **Arguments:**
 
-    - `text`: the chip's name and the number of chips along each dimension ("v5e:4x4"); or a cloud provider's name of
+    - `text`: the chip's name and the number of chips along each dimension ("v5e:4x4");
+      or a cloud provider's name of
         the slice, with the number of chips ("v5e-8") or of cores ("v4-32").
 
     **Returns:**
@@ -131,8 +158,9 @@ def parse_slice(text: str) -> Slice:
 
     **Raises:**
 
-    `MeshError` for text that is no name of a slice, and for a slice with more chips than a pod, or with more or fewer
-    dimensions than the chip's network. `ChipError` for an unknown chip.
+    `MeshError` for text that is no name of a slice, and for a slice with more chips
+    than a pod, or with more or fewer dimensions than the chip's network. `ChipError`
+    for an unknown chip.
 
     !!! Example
 
@@ -147,11 +175,17 @@ def parse_slice(text: str) -> Slice:
         chip, count = find(found[1]), int(found[2])
         per_chip = 2 if chip.name in _NAMED_BY_CORES else 1
         if count % per_chip:
-            raise MeshError(f"slice {text!r}: {chip.name} has 2 cores a chip, and {count} cores are no whole chips.")
-        return _checked(Slice(chip, near_cube(count // per_chip, chip.torus_dims or 1)), text)
+            raise MeshError(
+                f"slice {text!r}: {chip.name} has 2 cores a chip, and {count} cores are"
+                " no whole chips."
+            )
+        return _checked(
+            Slice(chip, near_cube(count // per_chip, chip.torus_dims or 1)), text
+        )
     if (found := _FORM.fullmatch(text)) is None:
         raise MeshError(
-            f"{text!r:.80} is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do: `v5e-16` has 16 chips."
+            f"{text!r:.80} is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do:"
+            " `v5e-16` has 16 chips."
         )
     return _checked(Slice(find(found[1]), tuple(map(int, found[2].split("x")))), text)
 
@@ -162,11 +196,13 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
     **Arguments:**
 
     - `chips`: the chips to list; all by default.
-    - `width`: the largest length of a line. If the table is wider, columns are left out, starting with the last.
+    - `width`: the largest length of a line. If the table is wider, columns are left
+      out, starting with the last.
 
     **Returns:**
 
-    A table with one line per chip: usable and nominal memory per chip, and the bandwidth of links in one direction.
+    A table with one line per chip: usable and nominal memory per chip, and the
+    bandwidth of links in one direction.
 
     !!! Example
 
@@ -179,17 +215,35 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
     header = ("chip", "memory", "HBM", "bf16", "links", "dcn", "devices", "island")
     rows: list[tuple[str, ...]] = [header]
     for chip in CHIPS if chips is None else chips:
-        memory = f"{bytes_text(chip.usable_hbm_bytes).split()[0]} of {bytes_text(chip.hbm_bytes)}"
+        memory = (
+            f"{bytes_text(chip.usable_hbm_bytes).split()[0]} of"
+            f" {bytes_text(chip.hbm_bytes)}"
+        )
         bf16 = dict(chip.flops_per_second).get("bfloat16")
-        speeds = (f"{chip.hbm_bytes_per_second / 1e12:.2f} TB/s", f"{bf16 / 1e12:,.0f} TFLOP/s" if bf16 else "-")
+        speeds = (
+            f"{chip.hbm_bytes_per_second / 1e12:.2f} TB/s",
+            f"{bf16 / 1e12:,.0f} TFLOP/s" if bf16 else "-",
+        )
         links = f"{chip.links} x {chip.link_bytes_per_second / 1e9:.0f} GB/s"
         dcn = f"{chip.dcn_bytes_per_second / 1e9:.2f} GB/s"
-        rows.append((chip.name, memory, *speeds, links, dcn, str(chip.devices_per_chip), f"{chip.island_chips:,}"))
+        rows.append(
+            (
+                chip.name,
+                memory,
+                *speeds,
+                links,
+                dcn,
+                str(chip.devices_per_chip),
+                f"{chip.island_chips:,}",
+            )
+        )
     spare = ("island", "devices", "dcn", "links")
     return "\n".join(_aligned(rows, right=set(header[1:]), width=width, spare=spare))
 
 
 def _plain(name: str) -> str:
-    """A chip's name in lower case without vendor and extents: "tpu:v5e:4x4" is "v5e", "NVIDIA H200" is "h200"."""
+    """A chip's name in lower case without vendor and extents: "tpu:v5e:4x4" is "v5e",
+    "NVIDIA H200" is "h200".
+    """
     bare = re.sub(r"^(tpu|nvidia|amd)[\s:]+", "", name.strip().lower())
     return re.sub(r"[\s_-]+", " ", bare.split(":")[0]).strip()

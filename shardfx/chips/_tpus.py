@@ -21,17 +21,22 @@ _NOMINAL = f"{_BOOK}: 90 % of the nominal one; sources differ: the {_DOCS}, give
 _LINKS = f"{_NOMINAL} 100 GB/s a link"
 _EARLY_DCN = f"{_BOOK}: 25 GB/s a host, taken for all generations before v5"
 _TPU_SOURCES = {
-    "tile": "the layouts that the compiler for TPUs gives arguments, T(8,128); read off compiled programs for v5e",
+    "tile": (
+        "the layouts that the compiler for TPUs gives arguments, T(8,128); read off"
+        " compiled programs for v5e"
+    ),
     "*": _DOCS,
 }
 
 
 def _tpu(*row: Any, devices: int = 1, **sources: str) -> Chip:
-    """The `Chip` of a TPU with `devices` JAX devices. `sources` has, by a field's name, the source of its value.
+    """The `Chip` of a TPU with `devices` JAX devices. `sources` has, by a field's name,
+    the source of its value.
 
-    `row` has the name; the values of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory,
-    of a link and of the data-center network; the number of torus dimensions; the chips of a pod; and the peak rates of
-    arithmetic, from `_peaks`.
+    `row` has the name; the values of `device.device_kind`; nominal and usable memory in
+    GiB; the bandwidths of memory, of a link and of the data-center network; the number
+    of torus dimensions; the chips of a pod; and the peak rates of arithmetic, from
+    `_peaks`.
     """
     name, kinds, hbm, usable, (memory, link, dcn), dims, pod, flops = row
     pairs = tuple((_TPU_SOURCES | sources).items())
@@ -41,7 +46,16 @@ def _tpu(*row: Any, devices: int = 1, **sources: str) -> Chip:
 
 TPUS: tuple[Chip, ...] = (
     _tpu(
-        *("v2", ("TPU v2",), 16, 14.96, (700e9, 62e9, 6.25e9), 2, 256, _peaks(bfloat16=46)),
+        *(
+            "v2",
+            ("TPU v2",),
+            16,
+            14.96,
+            (700e9, 62e9, 6.25e9),
+            2,
+            256,
+            _peaks(bfloat16=46),
+        ),
         devices=2,
         usable_hbm_bytes=f"{_OOM}: 7.48 GiB a core",
         flops_per_second=_PAPER,
@@ -49,43 +63,102 @@ TPUS: tuple[Chip, ...] = (
         dcn_bytes_per_second=_EARLY_DCN,
     ),
     _tpu(
-        *("v3", ("TPU v3",), 32, 30.96, (900e9, 82e9, 6.25e9), 2, 1024, _peaks(bfloat16=123)),
+        *(
+            "v3",
+            ("TPU v3",),
+            32,
+            30.96,
+            (900e9, 82e9, 6.25e9),
+            2,
+            1024,
+            _peaks(bfloat16=123),
+        ),
         devices=2,
         usable_hbm_bytes=f"{_OOM}: 15.48 GiB a core",
-        link_bytes_per_second=f"{_PAPER}: 656 Gb/s a link; sources differ: {_BOOK}, 100 GB/s",
+        link_bytes_per_second=(
+            f"{_PAPER}: 656 Gb/s a link; sources differ: {_BOOK}, 100 GB/s"
+        ),
         dcn_bytes_per_second=_EARLY_DCN,
     ),
     _tpu(
-        *("v4", ("TPU v4",), 32, 30.75, (1.2e12, 45e9, 6.25e9), 3, 4096, _peaks(bfloat16=275, int8=275)),
+        *(
+            "v4",
+            ("TPU v4",),
+            32,
+            30.75,
+            (1.2e12, 45e9, 6.25e9),
+            3,
+            4096,
+            _peaks(bfloat16=275, int8=275),
+        ),
         usable_hbm_bytes=f"{_OOM}: maxtext#4117",
         link_bytes_per_second=_BOOK,
         dcn_bytes_per_second=f"{_BOOK}: 25 GB/s a host of 4 chips",
     ),
     _tpu(
-        *("v5e", ("TPU v5 lite", "TPU v5e"), 16, 15.75, (819e9, 45e9, 3.125e9), 2, 256, _peaks(bfloat16=197, int8=393)),
+        *(
+            "v5e",
+            ("TPU v5 lite", "TPU v5e"),
+            16,
+            15.75,
+            (819e9, 45e9, 3.125e9),
+            2,
+            256,
+            _peaks(bfloat16=197, int8=393),
+        ),
         usable_hbm_bytes=f"{_OOM}: kubernetes-engine-samples#1467",
         link_bytes_per_second=f"{_NOMINAL} 50 GB/s a link",
         dcn_bytes_per_second=f"{_DOCS}: 2 cards of 100 Gb/s a host of 8 chips",
     ),
     _tpu(
-        *("v5p", ("TPU v5", "TPU v5p"), 96, 95.74, (2.765e12, 90e9, 6.25e9), 3, 8960, _peaks(bfloat16=459, int8=918)),
+        *(
+            "v5p",
+            ("TPU v5", "TPU v5p"),
+            96,
+            95.74,
+            (2.765e12, 90e9, 6.25e9),
+            3,
+            8960,
+            _peaks(bfloat16=459, int8=918),
+        ),
         hbm_bytes=f"{_BOOK}; sources differ: the {_DOCS}, give 95 GiB",
-        usable_hbm_bytes=f"{_OOM}: 95.74 GiB; sources differ: a runtime may keep more for its own use",
+        usable_hbm_bytes=(
+            f"{_OOM}: 95.74 GiB; sources differ: a runtime may keep more for its"
+            " own use"
+        ),
         flops_per_second=f"{_DOCS}; int8: {_BOOK}",
         link_bytes_per_second=_LINKS,
     ),
     _tpu(
-        *("v6e", ("TPU v6 lite", "TPU v6e"), 32, 31.25, (1.638e12, 90e9, 12.5e9), 2, 256),
+        *(
+            "v6e",
+            ("TPU v6 lite", "TPU v6e"),
+            32,
+            31.25,
+            (1.638e12, 90e9, 12.5e9),
+            2,
+            256,
+        ),
         _peaks(bfloat16=918, int8=1836, float8=918),
         usable_hbm_bytes=f"{_OOM}: tpu-inference#1021",
         link_bytes_per_second=_LINKS,
     ),
     _tpu(
-        *("v7x", ("TPU7x", "TPU7", "TPU v7", "TPU v7x"), 192, 189.5, (7.38e12, 90e9, 12.5e9), 3, 9216),
+        *(
+            "v7x",
+            ("TPU7x", "TPU7", "TPU v7", "TPU v7x"),
+            192,
+            189.5,
+            (7.38e12, 90e9, 12.5e9),
+            3,
+            9216,
+        ),
         _peaks(bfloat16=2307, float8=4614),
         devices=2,
         usable_hbm_bytes=f"{_OOM}: 94.75 GiB a device",
-        link_bytes_per_second="secondary: 1,200 GB/s both ways, of which 90 % are taken as for the others",
+        link_bytes_per_second=(
+            "secondary: 1,200 GB/s both ways, of which 90 % are taken as for the others"
+        ),
     ),
 )
 
@@ -94,23 +167,40 @@ _SHEET = "NVIDIA's data sheet"
 _NVIDIA = f"{_SHEET}; scaling book, table of GPUs"
 _ENGINEERING = "secondary: ml-engineering"
 _GPU_SOURCES = {
-    "usable_hbm_bytes": "secondary: what CUDA or HIP reports, in public logs of programs that ran out of memory",
+    "usable_hbm_bytes": (
+        "secondary: what CUDA or HIP reports, in public logs of programs that ran out"
+        " of memory"
+    ),
     "flops_per_second": f"{_NVIDIA}; float32 is TF32",
-    "dcn_bytes_per_second": "secondary: the usual machine, one network card a GPU, 400 Gb/s",
+    "dcn_bytes_per_second": (
+        "secondary: the usual machine, one network card a GPU, 400 Gb/s"
+    ),
 }
 
 
-def _gpu(*row: Any, island: int = 8, dcn: float = 50e9, sheet: str = _NVIDIA, **sources: str) -> Chip:
-    """The `Chip` of a GPU: one of `island` GPUs on a switch, with `dcn` bytes per second of the data-center network.
-    `sources` and `_GPU_SOURCES` have, by a field's name, the source of its value. `sheet` is the source of all others.
+def _gpu(
+    *row: Any, island: int = 8, dcn: float = 50e9, sheet: str = _NVIDIA, **sources: str
+) -> Chip:
+    """The `Chip` of a GPU: one of `island` GPUs on a switch, with `dcn` bytes per
+    second of the data-center network. `sources` and `_GPU_SOURCES` have, by a field's
+    name, the source of its value. `sheet` is the source of all others.
 
-    `row` has the name; the value of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory
-    and of all links together; and the peak rates of arithmetic, from `_peaks`.
+    `row` has the name; the value of `device.device_kind`; nominal and usable memory in
+    GiB; the bandwidths of memory and of all links together; and the peak rates of
+    arithmetic, from `_peaks`.
     """
     name, kind, hbm, usable, memory, link, flops = row
     pairs = tuple((_GPU_SOURCES | sources | {"*": sheet}).items())
     sizes = (_gib(hbm), _gib(usable), memory, flops, link)
-    return Chip(name, *sizes, torus_dims=0, island_chips=island, dcn_bytes_per_second=dcn, kinds=(kind,), sources=pairs)
+    return Chip(
+        name,
+        *sizes,
+        torus_dims=0,
+        island_chips=island,
+        dcn_bytes_per_second=dcn,
+        kinds=(kind,),
+        sources=pairs,
+    )
 
 
 _A100 = _peaks(bfloat16=312, int8=624, float32=156)
@@ -150,8 +240,12 @@ GPUS: tuple[Chip, ...] = (
     ),
     _gpu(
         *("mi300x", "AMD Instinct MI300X", 192, 191.69, 5.3e12, 448e9, _MI300X),
-        usable_hbm_bytes=f"{_GPU_SOURCES['usable_hbm_bytes']}; sources differ: 191.98 GiB",
-        link_bytes_per_second=f"{_ENGINEERING}, 896 GB/s both ways, 7 links to 7 neighbours",
+        usable_hbm_bytes=(
+            f"{_GPU_SOURCES['usable_hbm_bytes']}; sources differ: 191.98 GiB"
+        ),
+        link_bytes_per_second=(
+            f"{_ENGINEERING}, 896 GB/s both ways, 7 links to 7 neighbours"
+        ),
         flops_per_second=f"{_ENGINEERING}; float32 is TF32",
         sheet=_ENGINEERING,
     ),

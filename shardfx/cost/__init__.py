@@ -1,8 +1,10 @@
-"""The cost of a step before it runs: the bytes that it sends, its memory, and the time of its collectives.
+"""The cost of a step before it runs: the bytes that it sends, its memory, and the time
+of its collectives.
 
-The room never runs a step and never chooses a plan. It may import `_ground`, `_rules`, `_plan`, `topology`, `chips`,
-`_step`, `_arrays` and `interop`. `_traffic.py` reads compiled programs, and also estimates: an estimate is the program
-of XLA's partitioner, to which `_after/` applies the passes that a compiler would run next.
+The room never runs a step and never chooses a plan. It may import `_ground`, `_rules`,
+`_plan`, `topology`, `chips`, `_step`, `_arrays` and `interop`. `_traffic.py` reads
+compiled programs, and also estimates: an estimate is the program of XLA's partitioner,
+to which `_after/` applies the passes that a compiler would run next.
 """
 
 from .._step import Frame as Frame

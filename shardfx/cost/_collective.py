@@ -1,8 +1,10 @@
-"""The collectives of a compiled program: the bytes that each one sends, its replica groups, and their mesh axes.
+"""The collectives of a compiled program: the bytes that each one sends, its replica
+groups, and their mesh axes.
 
-HLO has several notations for replica groups, and this module reads all of them. Between TPU slices, a program has
-pairs of a `send` and a `recv` instruction, here called transfers. Each transfer performs a collective between slices,
-and is read as this collective.
+HLO has several notations for replica groups, and this module reads all of them. Between
+TPU slices, a program has pairs of a `send` and a `recv` instruction, here called
+transfers. Each transfer performs a collective between slices, and is read as this
+collective.
 """
 
 import itertools
@@ -23,23 +25,33 @@ from ._hlo_text import Array, HloModule, Instruction, array_of, arrays_in, parts
 
 
 def _gathered(size: Fraction, members: np.ndarray) -> Fraction:
-    # Bytes from another slice enter a slice once for all of its devices: compilers for TPUs gather hierarchically.
+    # Bytes from another slice enter a slice once for all of its devices: compilers for
+    # TPUs gather hierarchically.
     return size * sum(len(set(row)) - 1 for row in members.tolist())
 
 
 def _exchanged(size: Fraction, members: np.ndarray) -> Fraction:
-    return size * int((members[:, :, None] != members[:, None, :]).sum()) / members.shape[1]
+    return (
+        size
+        * int((members[:, :, None] != members[:, None, :]).sum())
+        / members.shape[1]
+    )
 
 
 class CollectiveKind(NamedTuple):
     """The properties of a kind of collective, such as an all-gather.
 
-    - `received`: a function that returns the bytes that all devices receive together. Its arguments are the bytes of
-        the result on one device, and an array of shape (replica groups, members) with a number for each device, such as
-        that of its slice. Bytes between two devices count if their numbers differ.
-    - `links`: the network links that limit the collective. "rings": all links of the replica group. "middle": the links
-        in the middle of the longest ring, since half of the bytes cross them. "one": one link.
-    - `moves`: whether the collective only moves elements of its operand, without arithmetic.
+    - `received`: a function that returns the bytes that all devices receive together.
+      Its arguments are the bytes of
+        the result on one device, and an array of shape (replica groups, members) with a
+        number for each device, such as that of its slice. Bytes between two devices
+        count if their numbers differ.
+    - `links`: the network links that limit the collective. "rings": all links of the
+      replica group. "middle": the links
+        in the middle of the longest ring, since half of the bytes cross them. "one":
+        one link.
+    - `moves`: whether the collective only moves elements of its operand, without
+      arithmetic.
     """
 
     received: Callable[[Fraction, np.ndarray], Fraction]
@@ -50,41 +62,58 @@ class CollectiveKind(NamedTuple):
 KINDS: Final[Mapping[str, CollectiveKind]] = {
     "all-gather": CollectiveKind(_gathered, moves=True),
     "all-reduce": CollectiveKind(lambda size, members: 2 * _gathered(size, members)),
-    "reduce-scatter": CollectiveKind(lambda size, members: members.shape[1] * _gathered(size, members)),
+    "reduce-scatter": CollectiveKind(
+        lambda size, members: members.shape[1] * _gathered(size, members)
+    ),
     "all-to-all": CollectiveKind(_exchanged, "middle", moves=True),
     "ragged-all-to-all": CollectiveKind(_exchanged, "middle"),
     "collective-permute": CollectiveKind(
-        lambda size, members: size * int((members[:, 0] != members[:, -1]).sum()), "one", moves=True
+        lambda size, members: size * int((members[:, 0] != members[:, -1]).sum()),
+        "one",
+        moves=True,
     ),
     "collective-broadcast": CollectiveKind(_gathered, moves=True),
 }
 MOVING: Final = frozenset(name for name, kind in KINDS.items() if kind.moves)
-# An instruction that names device groups, or a channel between devices, communicates, and its kind must be known.
-_COMMUNICATES = re.compile(r"\b(replica_groups|source_target_pairs|device_groups|channel_id|collective_id)=")
-# Only the backend configuration of a kernel shows that the kernel itself sends to other devices.
+# An instruction that names device groups, or a channel between devices, communicates,
+# and its kind must be known.
+_COMMUNICATES = re.compile(
+    r"\b(replica_groups|source_target_pairs|device_groups|channel_id|collective_id)="
+)
+# Only the backend configuration of a kernel shows that the kernel itself sends to other
+# devices.
 _KERNEL_SENDS = re.compile(r'"has_communication":\s*true|"collective_id":\s*"?\d')
-# The suffixes of the opcodes that continue or end an asynchronous collective. These instructions have a channel too.
+# The suffixes of the opcodes that continue or end an asynchronous collective. These
+# instructions have a channel too.
 _ENDS = ("-done", "-update")
-# The compiler for GPUs may write a permute as a `send` and a `recv` with this attribute.
+# The compiler for GPUs may write a permute as a `send` and a `recv` with this
+# attribute.
 _HAS_PAIRS = "source_target_pairs="
 _SLICED = re.compile(r"\bslice_sizes=\{((?:\{[\d,]*\},?)*)\}")
-# Replica groups: arrays of device numbers of shape (groups, members), one array for each group size. For a permute, one
-# array of shape (pairs, 2) with senders and receivers, without pairs of equal devices.
+# Replica groups: arrays of device numbers of shape (groups, members), one array for
+# each group size. For a permute, one array of shape (pairs, 2) with senders and
+# receivers, without pairs of equal devices.
 Groups = tuple[np.ndarray, ...]
 
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
-# `[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 in an array of shape (2, 4), transposed, as four groups of two devices.
+# `[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 in an array of shape (2, 4), transposed, as
+# four groups of two devices.
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# `mesh['x'=2,'y'=4], device_ids=([2,4]T(1,0)) {'y','x':(1)2}`: groups along mesh axes or sub-axes. The text of a
-# sub-axis is (the product of the sizes of the sub-axes before it)size. `device_ids` is the order of the mesh's devices.
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\([^)]*\))?)\))? \{([^}]*)\}")
+# `mesh['x'=2,'y'=4], device_ids=([2,4]T(1,0)) {'y','x':(1)2}`: groups along mesh axes
+# or sub-axes. The text of a sub-axis is (the product of the sizes of the sub-axes
+# before it)size. `device_ids` is the order of the mesh's devices.
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\([^)]*\))?)\))?"
+    r" \{([^}]*)\}"
+)
 _AXIS = re.compile(r"'([^']*)'=(\d+)")
 _USED = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 _ORDER = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _PAIR = re.compile(r"\{(\d+),(\d+)\}")
-# The replica groups of these have device numbers if `use_global_device_ids` is true. The replica groups of the other
-# collectives have device numbers if the collective has a channel.
+# The replica groups of these have device numbers if `use_global_device_ids` is true.
+# The replica groups of the other collectives have device numbers if the collective has
+# a channel.
 _HAS_ID_FLAG = ("all-gather", "all-reduce", "reduce-scatter")
 
 
@@ -93,7 +122,8 @@ class Collective(NamedTuple):
 
     - `kind`: XLA's name of the kind, a key of `KINDS`.
     - `arrays`: the arrays of the collective's result on one device.
-    - `parts`: the bytes of each of these arrays. For a reduce-scatter, these are the bytes of one shard.
+    - `parts`: the bytes of each of these arrays. For a reduce-scatter, these are the
+      bytes of one shard.
     - `groups`: the replica groups.
     """
 
@@ -104,7 +134,9 @@ class Collective(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The dtype of the collective's result in HLO's notation; several dtypes are separated by "+"."""
+        """The dtype of the collective's result in HLO's notation; several dtypes are
+        separated by "+".
+        """
         return "+".join(dict.fromkeys(array.dtype for array in self.arrays))
 
     @property
@@ -118,17 +150,19 @@ class Collective(NamedTuple):
         return max(own.shape[1] for own in self.groups)
 
     def wire_bytes(self, labels: np.ndarray) -> Fraction:
-        """The bytes that enter a device, as the mean over all devices. `labels` has a number for each device. Bytes
-        between two devices count if their labels differ: with slice numbers as labels, these are the bytes between
-        slices.
+        """The bytes that enter a device, as the mean over all devices. `labels` has a
+        number for each device. Bytes between two devices count if their labels differ:
+        with slice numbers as labels, these are the bytes between slices.
         """
         received = KINDS[self.kind].received
-        return sum((received(self.bytes, labels[own]) for own in self.groups), Fraction(0)) / len(labels)
+        return sum(
+            (received(self.bytes, labels[own]) for own in self.groups), Fraction(0)
+        ) / len(labels)
 
 
 def collective_of(instruction: Instruction, devices: int) -> Collective | None:
-    """The collective that an instruction starts, in a program for `devices` devices; `None` if it starts none. Raises
-    `ProgramError` for a collective of an unknown kind.
+    """The collective that an instruction starts, in a program for `devices` devices;
+    `None` if it starts none. Raises `ProgramError` for a collective of an unknown kind.
     """
     kind = instruction.opcode.removesuffix("-start")
     if kind == "recv" and _HAS_PAIRS in instruction.attributes:
@@ -137,11 +171,18 @@ def collective_of(instruction: Instruction, devices: int) -> Collective | None:
         _require_local(instruction)
         return None
     arrays = _arrays(instruction)
-    return Collective(kind, arrays, tuple(array.bytes for array in arrays), groups_of(instruction, kind, devices))
+    return Collective(
+        kind,
+        arrays,
+        tuple(array.bytes for array in arrays),
+        groups_of(instruction, kind, devices),
+    )
 
 
 def channel_of(instruction: Instruction) -> int | None:
-    """The `channel_id` of an instruction, which identifies its collective; `None` if it has no channel."""
+    """The `channel_id` of an instruction, which identifies its collective; `None` if it
+    has no channel.
+    """
     found = re.search(r"\bchannel_id=(\d+)", instruction.structure)
     return int(found[1]) if found else None
 
@@ -150,8 +191,11 @@ def _arrays(instruction: Instruction) -> tuple[Array, ...]:
     result = instruction.result
     if instruction.opcode == "recv":
         result = parts_of(result)[0]
-    elif instruction.opcode.endswith("-start") and (result.startswith("((") or "all-reduce" not in instruction.opcode):
-        # The start of an asynchronous collective returns its operands, its results and scratch values.
+    elif instruction.opcode.endswith("-start") and (
+        result.startswith("((") or "all-reduce" not in instruction.opcode
+    ):
+        # The start of an asynchronous collective returns its operands, its results and
+        # scratch values.
         result = [*parts_of(result), result][1]
     arrays = arrays_in(result)
     if not arrays:
@@ -160,45 +204,67 @@ def _arrays(instruction: Instruction) -> tuple[Array, ...]:
     if sliced is None:
         return arrays
     # A permute with slice sizes sends only slices of its arrays.
-    shapes = [tuple(int(size) for size in own.split(",") if size) for own in sliced[1].strip("{}").split("},{")]
-    return tuple(Array(arrays[min(at, len(arrays) - 1)].dtype, shape) for at, shape in enumerate(shapes))
+    shapes = [
+        tuple(int(size) for size in own.split(",") if size)
+        for own in sliced[1].strip("{}").split("},{")
+    ]
+    return tuple(
+        Array(arrays[min(at, len(arrays) - 1)].dtype, shape)
+        for at, shape in enumerate(shapes)
+    )
 
 
 def _require_local(instruction: Instruction) -> None:
     opcode, text = instruction.opcode, instruction.attributes
-    if opcode.endswith(_ENDS) or (opcode in ("send", "recv") and "is_host_transfer=true" in text):
+    if opcode.endswith(_ENDS) or (
+        opcode in ("send", "recv") and "is_host_transfer=true" in text
+    ):
         return
     if opcode == "send" and _HAS_PAIRS in text:
         return  # its bytes count at the receive
-    has_channel = _COMMUNICATES.search(text) and _COMMUNICATES.search(instruction.structure)
+    has_channel = _COMMUNICATES.search(text) and _COMMUNICATES.search(
+        instruction.structure
+    )
     is_kernel = opcode == "custom-call" and _KERNEL_SENDS.search(text)
     if has_channel or is_kernel or "all-" in opcode or "collective" in opcode:
         raise ProgramError(
-            f"the program has a collective of a kind that is not known, `{opcode}`, so its traffic cannot be counted"
+            f"the program has a collective of a kind that is not known, `{opcode}`, so"
+            " its traffic cannot be counted"
         )
 
 
 def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
-    """The replica groups of a collective of this `kind`, in a program for `devices` devices. Raises `ProgramError` for
-    groups that cannot be read, that have a device twice, or that have an unknown device.
+    """The replica groups of a collective of this `kind`, in a program for `devices`
+    devices. Raises `ProgramError` for groups that cannot be read, that have a device
+    twice, or that have an unknown device.
     """
     has_pairs = kind == "collective-permute" or _HAS_PAIRS in instruction.structure
     rows = (_pairs(instruction),) if has_pairs else _rows(instruction)
-    members = [] if rows is None else np.concatenate([own.ravel() for own in rows]).tolist()
+    members = (
+        [] if rows is None else np.concatenate([own.ravel() for own in rows]).tolist()
+    )
     if not has_pairs and len(set(members)) < len(members):
         raise ProgramError("a collective names a device twice")
     has_channel = "channel_id=" in instruction.structure
-    is_of_devices = "use_global_device_ids=true" in instruction.structure or (has_channel and kind not in _HAS_ID_FLAG)
-    # Otherwise the numbers are replica numbers, and a program has one replica, number 0.
+    is_of_devices = "use_global_device_ids=true" in instruction.structure or (
+        has_channel and kind not in _HAS_ID_FLAG
+    )
+    # Otherwise the numbers are replica numbers, and a program has one replica, number
+    # 0.
     count = devices if is_of_devices else 1
     if max(members, default=0) >= count:
         raise ProgramError(
-            f"a collective names number {max(members)}, and the program has {count} of what it names; pass `mesh=` if "
-            "the text's first line does not count its devices"
+            f"a collective names number {max(members)}, and the program has {count} of"
+            " what it names; pass `mesh=` if the text's first line does not count its"
+            " devices"
         )
     if is_of_devices and rows is not None:
         return rows
-    return (np.arange(devices).reshape((1, -1) if is_of_devices or has_channel else (-1, 1)),)
+    return (
+        np.arange(devices).reshape(
+            (1, -1) if is_of_devices or has_channel else (-1, 1)
+        ),
+    )
 
 
 def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
@@ -207,17 +273,27 @@ def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
 
 def _pairs(instruction: Instruction) -> np.ndarray:
     # The pairs of a `send` or `recv` can be in quotes.
-    found = _PAIRS.search(instruction.structure) or _PAIRS.search(instruction.attributes.replace('"', ""))
+    found = _PAIRS.search(instruction.structure) or _PAIRS.search(
+        instruction.attributes.replace('"', "")
+    )
     if found is None:
         raise ProgramError("a permute does not say who sends to whom")
     pairs = [(int(source), int(target)) for source, target in _PAIR.findall(found[1])]
-    return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(-1, 2)
+    return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(
+        -1, 2
+    )
 
 
 def _rows(instruction: Instruction) -> Groups | None:
     text = instruction.structure
     if listed := _LISTED.search(text):
-        return groups_by_size([[*map(int, group.split(","))] for group in listed[1][1:-1].split("},{") if group])
+        return groups_by_size(
+            [
+                [*map(int, group.split(","))]
+                for group in listed[1][1:-1].split("},{")
+                if group
+            ]
+        )
     if iota := _IOTA.search(text):
         return (_iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2])),)
     if mesh := _MESH.search(text):
@@ -234,7 +310,10 @@ def _iota(shape: str, order: str | None) -> np.ndarray:
 
 
 def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
-    wanted = {name: (int(before or 1), int(part) if part else None) for name, before, part in _USED.findall(used)}
+    wanted = {
+        name: (int(before or 1), int(part) if part else None)
+        for name, before, part in _USED.findall(used)
+    }
     shape, inside = [], []
     for name, size in _AXIS.findall(mesh):
         before, part = wanted.get(name, (int(size), 1))
@@ -244,7 +323,11 @@ def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
     ids = np.arange(math.prod(shape))
     if order is not None:
         listed = _ORDER.match(order)
-        ids = _iota(listed[1], listed[2]) if listed else np.array([*map(int, order.split(","))])
+        ids = (
+            _iota(listed[1], listed[2])
+            if listed
+            else np.array([*map(int, order.split(","))])
+        )
     outside = [axis for axis in range(len(shape)) if axis not in inside]
     grid = ids.reshape(shape).transpose(*outside, *inside)
     return grid.reshape(-1, math.prod(shape[axis] for axis in inside))
@@ -252,9 +335,12 @@ def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
 
 # Transfers between slices number devices as slice * SLICE + device.
 SLICE = 100_000
-# `..._xla_megascale_target={{100000->200000},...},...`: a list of pairs or of device groups. Or `"{1,2}x{0:15}"`,
-# slices x devices: the devices with one number in all slices form a group.
-_TARGET = re.compile(r'_xla_megascale_target="?(\{.*?\})"?,_xla_megascale_transfer_type="(\w+)"')
+# `..._xla_megascale_target={{100000->200000},...},...`: a list of pairs or of device
+# groups. Or `"{1,2}x{0:15}"`, slices x devices: the devices with one number in all
+# slices form a group.
+_TARGET = re.compile(
+    r'_xla_megascale_target="?(\{.*?\})"?,_xla_megascale_transfer_type="(\w+)"'
+)
 _KINDS = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
@@ -268,16 +354,25 @@ _PRODUCT = re.compile(r"^\{([\d,:]+)\}x\{([\d,:]+)\}$")
 class DevicePositions:
     """The position in the mesh, and the slice, of each device that runs a program.
 
-    A program over several TPU slices is written for one slice: its device numbers are positions in that slice. In any
-    other program, a device's number is its position in the mesh.
+    A program over several TPU slices is written for one slice: its device numbers are
+    positions in that slice. In any other program, a device's number is its position in
+    the mesh.
 
     - `mesh`: the mesh; `None` if it is not known.
-    - `own`: the number of devices in the program's first line; 1 if the line does not have it.
+    - `own`: the number of devices in the program's first line; 1 if the line does not
+      have it.
     - `slices`: the number of slices in the program's text.
-    - `ids`: the ids of the devices in the order of the mesh; empty if they are not known.
+    - `ids`: the ids of the devices in the order of the mesh; empty if they are not
+      known.
     """
 
-    def __init__(self, mesh: MeshSpec | Mesh | AbstractMesh | None, own: int, slices: int = 1, ids: Sequence[int] = ()):
+    def __init__(
+        self,
+        mesh: MeshSpec | Mesh | AbstractMesh | None,
+        own: int,
+        slices: int = 1,
+        ids: Sequence[int] = (),
+    ):
         spec = MeshSpec({}) if mesh is None else MeshSpec.of(mesh)
         self.own = own = spec.size if mesh is not None and own == 1 else own
         self.devices = own * slices if mesh is None else spec.size
@@ -287,35 +382,54 @@ class DevicePositions:
         if self.names:
             self.coordinates = np.stack(np.unravel_index(self.numbers, spec.axis_sizes))
             parts = np.array(spec.axis_sizes) // np.array(spec.dcn_sizes)
-            self.slices = np.asarray(np.ravel_multi_index(tuple(self.coordinates // parts[:, None]), spec.dcn_sizes))
+            self.slices = np.asarray(
+                np.ravel_multi_index(
+                    tuple(self.coordinates // parts[:, None]), spec.dcn_sizes
+                )
+            )
         if isinstance(mesh, Mesh):
             ids = [device.id for device in mesh.devices.ravel()]
             for number, members in enumerate(topology.slices(mesh.devices)):
                 self.slices[[*members]] = number
         if not self.slices.any() and self.devices == own * slices:
             self.slices = self.numbers // own
-        programs = [np.flatnonzero(self.slices == number) for number in range(self.slices.max() + 1)]
+        programs = [
+            np.flatnonzero(self.slices == number)
+            for number in range(self.slices.max() + 1)
+        ]
         if self.devices == own:
             programs = [self.numbers]
         if {len(one) for one in programs} != {own}:
-            raise MeshError(f"the program runs on {own * slices} devices, and the mesh {spec} has {self.devices}.")
+            raise MeshError(
+                f"the program runs on {own * slices} devices, and the mesh {spec} has"
+                f" {self.devices}."
+            )
         self.programs = np.stack(programs)
         self.ids = {id_: at for at, id_ in enumerate(ids)}
 
     def in_mesh(self, groups: Groups, number: int | None) -> Groups:
-        """Converts replica groups of positions in one slice to groups of positions in the mesh. The result has the
-        groups of slice `number`, or of every slice if `number` is `None`. If two slices have the positions 0 to 3 and
-        4 to 7 in the mesh, {0,1} is {4,5} for slice 1, and {0,1},{4,5} for `None`.
+        """Converts replica groups of positions in one slice to groups of positions in
+        the mesh. The result has the groups of slice `number`, or of every slice if
+        `number` is `None`. If two slices have the positions 0 to 3 and 4 to 7 in the
+        mesh, {0,1} is {4,5} for slice 1, and {0,1},{4,5} for `None`.
         """
-        programs = self.programs if number is None else self.programs[number : number + 1]
-        return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
+        programs = (
+            self.programs if number is None else self.programs[number : number + 1]
+        )
+        return tuple(
+            np.concatenate([program[own] for program in programs]) for own in groups
+        )
 
     def numbers_of(self, ids: Sequence[int]) -> dict[int, int]:
-        """For each device id in `ids`, the device's position in the mesh. `ids` are from the text of a transfer."""
+        """For each device id in `ids`, the device's position in the mesh. `ids` are
+        from the text of a transfer.
+        """
         if all(id_ in self.ids for id_ in ids):
             return {id_: self.ids[id_] for id_ in ids}
         first = min(id_ // SLICE for id_ in ids)
-        return {id_: int(self.programs[id_ // SLICE - first, id_ % SLICE]) for id_ in ids}
+        return {
+            id_: int(self.programs[id_ // SLICE - first, id_ % SLICE]) for id_ in ids
+        }
 
     def axes(self, collective: Collective) -> tuple[str, ...]:
         """The mesh axes along which the devices of a collective's replica group differ."""
@@ -323,18 +437,36 @@ class DevicePositions:
         for own in collective.groups:
             members = self.coordinates[:, own]
             found |= (members != members[:, :, :1]).any(axis=(1, 2))
-        return tuple(name for name, differs in zip(self.names, found.tolist(), strict=True) if differs)
+        return tuple(
+            name
+            for name, differs in zip(self.names, found.tolist(), strict=True)
+            if differs
+        )
 
 
 def is_transfer(instruction: Instruction) -> bool:
-    """Whether an instruction is the `recv` of a transfer. The bytes of a transfer count at its `recv`."""
-    return instruction.opcode == "recv" and "_xla_megascale_target=" in instruction.attributes
+    """Whether an instruction is the `recv` of a transfer. The bytes of a transfer count
+    at its `recv`.
+    """
+    return (
+        instruction.opcode == "recv"
+        and "_xla_megascale_target=" in instruction.attributes
+    )
 
 
 def slices_of(module: HloModule) -> int:
     """The number of TPU slices between which a program has transfers; 1 if it has none."""
-    instructions = (one for computation in module.computations.values() for one in computation.values())
-    slices = {id_ // SLICE for one in filter(is_transfer, instructions) for row in _target(one)[0] for id_ in row}
+    instructions = (
+        one
+        for computation in module.computations.values()
+        for one in computation.values()
+    )
+    slices = {
+        id_ // SLICE
+        for one in filter(is_transfer, instructions)
+        for row in _target(one)[0]
+        for id_ in row
+    }
     return max(1, max(slices, default=1) - min(slices, default=1) + 1)
 
 
@@ -348,20 +480,32 @@ def transfer_of(instruction: Instruction, positions: DevicePositions) -> Collect
 
 
 def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
-    """The groups of device ids that a transfer connects, and the kind of its collective, from its `recv`. Raises
-    `ProgramError` if the `recv` does not name them.
+    """The groups of device ids that a transfer connects, and the kind of its
+    collective, from its `recv`. Raises `ProgramError` if the `recv` does not name them.
     """
     found = _TARGET.search(instruction.attributes)
     if found is None or found[2] not in _KINDS:
-        raise ProgramError(f"a transfer between slices does not say what goes whither: {instruction.text:.300}")
+        raise ProgramError(
+            "a transfer between slices does not say what goes whither:"
+            f" {instruction.text:.300}"
+        )
     if product := _PRODUCT.match(found[1]):
         slices, devices = (_numbers_in(part) for part in product.groups())
-        return [[slice_ * SLICE + device for slice_ in slices] for device in devices], _KINDS[found[2]]
-    rows = [[int(id_) for id_ in re.findall(r"\d+", row)] for row in found[1][1:-1].split("},{")]
+        return [
+            [slice_ * SLICE + device for slice_ in slices] for device in devices
+        ], _KINDS[found[2]]
+    rows = [
+        [int(id_) for id_ in re.findall(r"\d+", row)]
+        for row in found[1][1:-1].split("},{")
+    ]
     return rows, _KINDS[found[2]]
 
 
 def _numbers_in(text: str) -> list[int]:
-    """The numbers in a text that lists numbers and ranges: 0, 1, 2, 3 and 8 for the text `0:3,8`."""
+    """The numbers in a text that lists numbers and ranges: 0, 1, 2, 3 and 8 for the
+    text `0:3,8`.
+    """
     ends = [[int(number) for number in part.split(":")] for part in text.split(",")]
-    return list(itertools.chain.from_iterable(range(own[0], own[-1] + 1) for own in ends))
+    return list(
+        itertools.chain.from_iterable(range(own[0], own[-1] + 1) for own in ends)
+    )

@@ -1,4 +1,6 @@
-"""The bytes that a compiled step sends beyond its estimate, and the compiler's passes that explain them."""
+"""The bytes that a compiled step sends beyond its estimate, and the compiler's passes
+that explain them.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -15,15 +17,21 @@ _REST = "what has no line, and lines at which little differs"
 
 @dataclasses.dataclass(frozen=True)
 class Surplus:
-    """The difference between a compiled step's traffic and its estimate, for one source line and tuple of mesh axes.
+    """The difference between a compiled step's traffic and its estimate, for one source
+    line and tuple of mesh axes.
 
     **Arguments:**
 
-    - `extra_bytes`: the bytes per device and step of the compiled step, minus the bytes of the estimate.
-    - `source`, `axes`: the source line and the mesh axes; `None` and empty in a row that sums all other lines.
-    - `leaf`: the paths of the parameters that the collectives gather, or whose gradients they reduce, or `None`.
-    - `expected`, `found`: pairs of a kind of collective and its bytes, in the estimate and in the compiled step.
-    - `passes`: the compiler passes that the estimate simulates at this line. In at least one of them, the compiler did
+    - `extra_bytes`: the bytes per device and step of the compiled step, minus the bytes
+      of the estimate.
+    - `source`, `axes`: the source line and the mesh axes; `None` and empty in a row
+      that sums all other lines.
+    - `leaf`: the paths of the parameters that the collectives gather, or whose
+      gradients they reduce, or `None`.
+    - `expected`, `found`: pairs of a kind of collective and its bytes, in the estimate
+      and in the compiled step.
+    - `passes`: the compiler passes that the estimate simulates at this line. In at
+      least one of them, the compiler did
         something else than the estimate.
     - `why`: a sentence that explains the difference.
     """
@@ -42,14 +50,18 @@ class Surplus:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The differences between a compiled step's traffic and its estimate; returned by [`shardfx.cost.compare`][].
+    """The differences between a compiled step's traffic and its estimate; returned by
+    [`shardfx.cost.compare`][].
 
-    The bytes of all rows, in `rows` and `less`, add up to `extra_bytes`. `str(...)` is a table.
+    The bytes of all rows, in `rows` and `less`, add up to `extra_bytes`. `str(...)` is
+    a table.
 
     **Arguments:**
 
-    - `rows`, `less`: a [`shardfx.cost.Surplus`][] for each source line and tuple of mesh axes where the compiled step
-        sends more (or less) than the estimate, the largest first. The last row of each can be the sum of other lines.
+    - `rows`, `less`: a [`shardfx.cost.Surplus`][] for each source line and tuple of
+      mesh axes where the compiled step
+        sends more (or less) than the estimate, the largest first. The last row of each
+        can be the sum of other lines.
     - `estimated`, `compiled`: the traffic of the estimate, and of the compiled step.
     """
 
@@ -67,29 +79,50 @@ class Comparison:
 
     @property
     def explained(self) -> float:
-        """The fraction of `different_bytes` in rows with at least one compiler pass; 1 if there are no differences."""
-        by_pass = sum(abs(row.extra_bytes) for row in (*self.rows, *self.less) if row.passes)
+        """The fraction of `different_bytes` in rows with at least one compiler pass; 1
+        if there are no differences.
+        """
+        by_pass = sum(
+            abs(row.extra_bytes) for row in (*self.rows, *self.less) if row.passes
+        )
         return by_pass / self.different_bytes if self.different_bytes else 1.0
 
     @property
     def extra_bytes(self) -> int:
-        """The bytes per device and step of the compiled step, minus the bytes of the estimate."""
+        """The bytes per device and step of the compiled step, minus the bytes of the
+        estimate.
+        """
         return self.compiled.wire_bytes - self.estimated.wire_bytes
 
     def __str__(self) -> str:
         ours, theirs = self.estimated.wire_bytes, self.compiled.wire_bytes
         times = f", {theirs / ours:.2f} times as much" if ours else ""
-        unsure = f" ({bytes_text(self.estimated.unsure_bytes)} of it not sure)" if self.estimated.unsure_bytes else ""
+        unsure = (
+            f" ({bytes_text(self.estimated.unsure_bytes)} of it not sure)"
+            if self.estimated.unsure_bytes
+            else ""
+        )
         total = (
-            f"{bytes_text(theirs)} are sent to each device in a step; {bytes_text(ours)} were estimated{unsure}{times}."
+            f"{bytes_text(theirs)} are sent to each device in a step;"
+            f" {bytes_text(ours)} were estimated{unsure}{times}."
         )
         if not self.rows:
             return total
         cells = [("extra", "expected", "found", "axes", "leaf", "source")]
         for row in self.rows:
             place = place_cells(row.axes, row.leaf, row.source)
-            cells.append((f"+{bytes_text(row.extra_bytes)}", _kinds(row.expected), _kinds(row.found), *place))
-        texts = [f"{place_text(row.source)}: +{bytes_text(row.extra_bytes)}: {row.why}." for row in self.rows]
+            cells.append(
+                (
+                    f"+{bytes_text(row.extra_bytes)}",
+                    _kinds(row.expected),
+                    _kinds(row.found),
+                    *place,
+                )
+            )
+        texts = [
+            f"{place_text(row.source)}: +{bytes_text(row.extra_bytes)}: {row.why}."
+            for row in self.rows
+        ]
         return "\n".join([*table(cells, right={"extra"}), total, *dict.fromkeys(texts)])
 
     __repr__ = first_lines
@@ -97,17 +130,20 @@ class Comparison:
 
 
 def compare(estimated: Traffic, compiled: object) -> Comparison:
-    """The bytes that a compiled step sends beyond its estimate, by source line, and the passes that explain them.
+    """The bytes that a compiled step sends beyond its estimate, by source line, and the
+    passes that explain them.
 
     **Arguments:**
 
     - `estimated`: the estimate of the step, from [`shardfx.cost.estimate`][].
-    - `compiled`: the traffic of the compiled step, from [`shardfx.cost.traffic`][]; or any argument of that function.
+    - `compiled`: the traffic of the compiled step, from [`shardfx.cost.traffic`][]; or
+      any argument of that function.
 
     **Returns:**
 
-    A [`shardfx.cost.Comparison`][]. If the compiler sends the same bytes along the same mesh axes at another source
-    line, they are no difference. All differences smaller than a thousandth of the step's bytes are in one row.
+    A [`shardfx.cost.Comparison`][]. If the compiler sends the same bytes along the same
+    mesh axes at another source line, they are no difference. All differences smaller
+    than a thousandth of the step's bytes are in one row.
 
     **Raises:**
 
@@ -131,16 +167,24 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
         ```
     """
     found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
-    # The source line of the reduction of each leaf's gradient. A reduction of several gradients is divided among them.
-    lines = {row.leaf: row.source for row in estimated.rows if row.leaf is not None and row.kind in _SUMS}
+    # The source line of the reduction of each leaf's gradient. A reduction of several
+    # gradients is divided among them.
+    lines = {
+        row.leaf: row.source
+        for row in estimated.rows
+        if row.leaf is not None and row.kind in _SUMS
+    }
     places: dict[tuple[object, ...], _LineTraffic] = {}
-    for side, sent in enumerate((_rows_by_line(estimated, {}), _rows_by_line(found, lines))):
+    for side, sent in enumerate(
+        (_rows_by_line(estimated, {}), _rows_by_line(found, lines))
+    ):
         for source, row in sent:
             key = None if source is None else (source.file, source.line), row.axes
             place = places.setdefault(key, _LineTraffic(source, row.axes, ([], [])))
             place.rows[side].append(row)
             place.extra += row.wire_bytes if side else -row.wire_bytes
-    # Bytes that a line sends less offset bytes that other lines send more along the same mesh axes, the largest first.
+    # Bytes that a line sends less offset bytes that other lines send more along the
+    # same mesh axes, the largest first.
     for place in sorted(places.values(), key=lambda one: -one.extra):
         for other in places.values():
             moved = min(place.extra, -other.extra) if other.axes == place.axes else 0
@@ -150,17 +194,22 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
     least = max(1, max(estimated.wire_bytes, found.wire_bytes) // 1000)
     sides: list[tuple[Surplus, ...]] = []
     for sign in (1, -1):
-        own = sorted((one for one in places.values() if one.extra * sign > 0), key=lambda one: -abs(one.extra))
+        own = sorted(
+            (one for one in places.values() if one.extra * sign > 0),
+            key=lambda one: -abs(one.extra),
+        )
         rest = [one for one in own if one.source is None or abs(one.extra) < least]
-        named = (_surplus([one], one.source, one.axes) for one in own if one not in rest)
+        named = (
+            _surplus([one], one.source, one.axes) for one in own if one not in rest
+        )
         sides.append((*named, *([_surplus(rest)] if rest else ())))
     return Comparison(sides[0], estimated, found, sides[1])
 
 
 @dataclasses.dataclass(eq=False)
 class _LineTraffic:
-    """The estimated and the compiled rows of one source line and tuple of mesh axes, and the bytes of the compiled rows
-    minus the bytes of the estimated rows (`extra`).
+    """The estimated and the compiled rows of one source line and tuple of mesh axes,
+    and the bytes of the compiled rows minus the bytes of the estimated rows (`extra`).
     """
 
     source: Frame | None
@@ -169,41 +218,68 @@ class _LineTraffic:
     extra: int = 0
 
 
-def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
-    """Yields each row of `made`, divided into one row for each parameter of the collective, with a source line. This is
-    the row's own line, with one exception: `lines` has the lines at which the gradients of parameters are reduced, by
-    the parameter's path. A row that reduces the gradient of one of these parameters has its line from there.
+def _rows_by_line(
+    made: Traffic, lines: dict[str, Frame | None]
+) -> Iterator[tuple[Frame | None, TrafficRow]]:
+    """Yields each row of `made`, divided into one row for each parameter of the
+    collective, with a source line. This is the row's own line, with one exception:
+    `lines` has the lines at which the gradients of parameters are reduced, by the
+    parameter's path. A row that reduces the gradient of one of these parameters has its
+    line from there.
     """
     for row in made.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
-        missing = row.wire_bytes - sum(count for _, count in shares)  # the rounding error of the shares
+        missing = row.wire_bytes - sum(
+            count for _, count in shares
+        )  # the rounding error of the shares
         for leaf, count in shares:
             source = lines[leaf] if leaf in lines and row.kind in _SUMS else row.source
-            yield source, dataclasses.replace(row, leaf=leaf, wire_bytes=count + missing)
+            yield (
+                source,
+                dataclasses.replace(row, leaf=leaf, wire_bytes=count + missing),
+            )
             missing = 0
 
 
-def _surplus(places: Sequence[_LineTraffic], source: Frame | None = None, axes: tuple[str, ...] = ()) -> Surplus:
-    """The sum of `places` as a `Surplus`. `source` and `axes` are the line and the axes of a single place. The sum of
-    several places has neither.
+def _surplus(
+    places: Sequence[_LineTraffic],
+    source: Frame | None = None,
+    axes: tuple[str, ...] = (),
+) -> Surplus:
+    """The sum of `places` as a `Surplus`. `source` and `axes` are the line and the axes
+    of a single place. The sum of several places has neither.
     """
-    ours, theirs = ([row for one in places for row in one.rows[side] if row.wire_bytes] for side in (0, 1))
+    ours, theirs = (
+        [row for one in places for row in one.rows[side] if row.wire_bytes]
+        for side in (0, 1)
+    )
     passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))
     notes = dict.fromkeys(row.note for row in ours if row.note)
-    expected, sent = ("+".join(sorted({row.dtype for row in rows})) for rows in (ours, theirs))
+    expected, sent = (
+        "+".join(sorted({row.dtype for row in rows})) for rows in (ours, theirs)
+    )
     if source is None:
         why = _REST
     elif passes:
-        why = f"this compiler does otherwise than the estimate in {', '.join(map(repr, passes))}"
+        why = (
+            "this compiler does otherwise than the estimate in"
+            f" {', '.join(map(repr, passes))}"
+        )
     elif notes:
         why = "; ".join(notes).rstrip(".")
     elif not ours:
         why = "nothing was estimated here"
     else:
-        why = f"it is sent as {sent}, not as {expected}" if sent not in ("", expected) else "no pass explains it"
+        why = (
+            f"it is sent as {sent}, not as {expected}"
+            if sent not in ("", expected)
+            else "no pass explains it"
+        )
     leaves = ", ".join(dict.fromkeys(row.leaf for row in theirs if row.leaf)) or None
     extra = sum(one.extra for one in places)
-    expected, sent = (tuple(Traffic(tuple(rows), 1).by("kind").items()) for rows in (ours, theirs))
+    expected, sent = (
+        tuple(Traffic(tuple(rows), 1).by("kind").items()) for rows in (ours, theirs)
+    )
     return Surplus(extra, source, axes, leaves, expected, sent, passes, why)
 
 

@@ -18,20 +18,31 @@ from ..topology import MeshSpec
 
 
 # The platform for which a step is lowered, for each platform name of JAX's devices.
-_PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "cpu": "cpu"}
-# The errors of the TPU's compiler if arguments and temporaries together are too large, and if temporaries alone are.
+_PLATFORMS: Mapping[str, Platform] = {
+    "tpu": "tpu",
+    "gpu": "gpu",
+    "cuda": "gpu",
+    "cpu": "cpu",
+}
+# The errors of the TPU's compiler if arguments and temporaries together are too large,
+# and if temporaries alone are.
 _FULL = (
     re.compile(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm"),
-    re.compile(r"total memory required for [\w ]+ \(([\d.]+[KMGT]?)\) exceeds available \w+ \(([\d.]+[KMGT]?)\)"),
+    re.compile(
+        r"total memory required for [\w ]+ \(([\d.]+[KMGT]?)\) exceeds available \w+"
+        r" \(([\d.]+[KMGT]?)\)"
+    ),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryAnalysis:
-    """The compiler's count of a program's memory on one device. The fields have the names of JAX's memory analysis.
+    """The compiler's count of a program's memory on one device. The fields have the
+    names of JAX's memory analysis.
 
-    `peak_memory_in_bytes` is 0 if the compiler does not report it. On a TPU, `temp_size_in_bytes` includes temporaries
-    that reuse the memory of arguments and results, so the sum of all sizes is larger than the peak.
+    `peak_memory_in_bytes` is 0 if the compiler does not report it. On a TPU,
+    `temp_size_in_bytes` includes temporaries that reuse the memory of arguments and
+    results, so the sum of all sizes is larger than the peak.
     """
 
     __module__ = "shardfx.cost"
@@ -45,13 +56,22 @@ class MemoryAnalysis:
 
     @property
     def needed_bytes(self) -> int:
-        """The peak memory of the program. If it is not reported, the bytes of arguments, results and temporaries."""
+        """The peak memory of the program. If it is not reported, the bytes of
+        arguments, results and temporaries.
+        """
         return self.peak_memory_in_bytes or (
-            self.argument_size_in_bytes + self.output_size_in_bytes - self.alias_size_in_bytes + self.temp_size_in_bytes
+            self.argument_size_in_bytes
+            + self.output_size_in_bytes
+            - self.alias_size_in_bytes
+            + self.temp_size_in_bytes
         )
 
 
-_COUNTED = [one for one in dataclasses.fields(MemoryAnalysis) if one.default is dataclasses.MISSING]
+_COUNTED = [
+    one
+    for one in dataclasses.fields(MemoryAnalysis)
+    if one.default is dataclasses.MISSING
+]
 
 
 def memory_of(compiled: Any) -> MemoryAnalysis:
@@ -59,19 +79,33 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
     found = compiled.memory_analysis()
     if isinstance(found, MemoryAnalysis):
         return found
-    devices = [device for one in jax.tree.leaves(compiled.input_shardings) for device in one.device_set]
+    devices = [
+        device
+        for one in jax.tree.leaves(compiled.input_shardings)
+        for device in one.device_set
+    ]
     sizes = {one.name: int(getattr(found, one.name)) for one in _COUNTED}
-    # The memory analysis of JAX 0.9 has no peak. The peak of CPU compilers leaves out temporaries.
-    peak = int(getattr(found, "peak_memory_in_bytes", 0)) if any(one.platform == "tpu" for one in devices) else 0
+    # The memory analysis of JAX 0.9 has no peak. The peak of CPU compilers leaves out
+    # temporaries.
+    peak = (
+        int(getattr(found, "peak_memory_in_bytes", 0))
+        if any(one.platform == "tpu" for one in devices)
+        else 0
+    )
     if peak:  # includes arrays in host memory
-        peak -= found.host_argument_size_in_bytes + found.host_output_size_in_bytes + found.host_temp_size_in_bytes
+        peak -= (
+            found.host_argument_size_in_bytes
+            + found.host_output_size_in_bytes
+            + found.host_temp_size_in_bytes
+        )
         peak += found.host_alias_size_in_bytes
     return MemoryAnalysis(**sizes, peak_memory_in_bytes=peak)
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledFor:
-    """A step compiled for devices that are not present; returned by [`shardfx.cost.compile_for`][].
+    """A step compiled for devices that are not present; returned by
+    [`shardfx.cost.compile_for`][].
 
     It cannot run. It is plain data, so `pickle` can store it in a file.
 
@@ -80,8 +114,10 @@ class CompiledFor:
     - `text`: the text of the optimized HLO module.
     - `memory`: the compiler's count of memory on one device.
     - `mesh`: the mesh of the step, with its slices.
-    - `argument_paths`: the path of each array of the arguments, such as "params/w", by its name in the text.
-    - `target`, `chip`: the name of the target, such as "tpu:v5e:4x4", and its chip; `None` if that is not known.
+    - `argument_paths`: the path of each array of the arguments, such as "params/w", by
+      its name in the text.
+    - `target`, `chip`: the name of the target, such as "tpu:v5e:4x4", and its chip;
+      `None` if that is not known.
     - `seconds`: the time that compilation took.
     - `device_ids`: the ids of the target's devices in the order of the mesh.
     """
@@ -99,7 +135,9 @@ class CompiledFor:
 
     @property
     def input_shardings(self) -> tuple[NamedSharding]:
-        """A replicated sharding on the step's mesh, for code that reads the mesh of a compiled step."""
+        """A replicated sharding on the step's mesh, for code that reads the mesh of a
+        compiled step.
+        """
         return (NamedSharding(self.mesh.abstract(), jax.P()),)
 
     def as_text(self) -> str:
@@ -119,17 +157,22 @@ def compile_for(
 ) -> CompiledFor:
     """Compiles a step for devices that are not present.
 
-    [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] accept the result. For TPUs, the compiler is the TPU's own
-    from the libtpu wheel, which runs on any machine: `pip install "shardfx[aot]"`. A model of many layers takes minutes
-    to compile. To see the traffic of one layer, compile a `scan` over the layers, or a model of two layers.
+    [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] accept the result. For TPUs,
+    the compiler is the TPU's own from the libtpu wheel, which runs on any machine:
+    `pip install "shardfx[aot]"`. A model of many layers takes minutes to compile. To
+    see the traffic of one layer, compile a `scan` over the layers, or a model of two
+    layers.
 
     **Arguments:**
 
-    - `step`, `args`: the step and its arguments, as in [`shardfx.cost.estimate`][]. A plan that the step closes over
+    - `step`, `args`: the step and its arguments, as in [`shardfx.cost.estimate`][]. A
+      plan that the step closes over
         must have no devices ([`shardfx.ShardPlan.off`][]) or the devices of the target.
-    - `target`: the name of a TPU slice, such as "tpu:v5p:4x4x4"; "cpu" for this machine's (emulated) CPU devices; or
+    - `target`: the name of a TPU slice, such as "tpu:v5p:4x4x4"; "cpu" for this
+      machine's (emulated) CPU devices; or
         devices, or a Mesh of devices.
-    - `mesh`: the arguments' mesh as a MeshSpec with `dcn`, if the mesh spans several slices.
+    - `mesh`: the arguments' mesh as a MeshSpec with `dcn`, if the mesh spans several
+      slices.
 
     **Returns:**
 
@@ -137,9 +180,10 @@ def compile_for(
 
     **Raises:**
 
-    `MeshError` for a target that is unknown or has too few devices, or if its compiler is not installed (the message
-    has the command to install it); `OutOfMemoryError` if the compiler reports that the program needs more memory than a
-    device has; JAX's own errors for a step that cannot be lowered or compiled.
+    `MeshError` for a target that is unknown or has too few devices, or if its compiler
+    is not installed (the message has the command to install it); `OutOfMemoryError` if
+    the compiler reports that the program needs more memory than a device has; JAX's own
+    errors for a step that cannot be lowered or compiled.
 
     !!! Example
 
@@ -161,7 +205,8 @@ def compile_for(
     devices, chip = tuple(on.devices.flat), None
     lowered = made.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
     start = time.perf_counter()
-    # By default, JAX compiles a program that was lowered without devices for the default platform.
+    # By default, JAX compiles a program that was lowered without devices for the
+    # default platform.
     lowered._lowering.compile_args["backend"] = devices[0].client
     program = compiled(lowered, devices)
     seconds = time.perf_counter() - start
@@ -169,11 +214,22 @@ def compile_for(
     ids = tuple(int(device.id) for device in devices)
     with contextlib.suppress(ChipError):
         chip = chips.find(devices[0].device_kind)
-    return CompiledFor(program.as_text(), memory_of(program), made.mesh, paths, name, chip, seconds, ids)
+    return CompiledFor(
+        program.as_text(),
+        memory_of(program),
+        made.mesh,
+        paths,
+        name,
+        chip,
+        seconds,
+        ids,
+    )
 
 
 def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
-    """Compiles a lowered program for `devices`. Raises `OutOfMemoryError` if it needs more memory than a device has."""
+    """Compiles a lowered program for `devices`. Raises `OutOfMemoryError` if it needs
+    more memory than a device has.
+    """
     try:
         return lowered.compile(device_assignment=tuple(devices))
     except jax.errors.JaxRuntimeError as error:
@@ -183,9 +239,10 @@ def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
         sizes = next((one.groups() for form in _FULL if (one := form.search(text))), ())
         needed, limit = map(_bytes_of, sizes) if sizes else (None, None)
         raise OutOfMemoryError(
-            f"the program does not fit a device: its compiler needs {' of '.join(sizes) or 'more than there is'}. "
-            "`shardfx.cost.fit(step, *args, chip=...)` says what takes the memory, and which single change would make "
-            "it fit.",
+            "the program does not fit a device: its compiler needs"
+            f" {' of '.join(sizes) or 'more than there is'}. `shardfx.cost.fit(step,"
+            " *args, chip=...)` says what takes the memory, and which single change"
+            " would make it fit.",
             needed,
             limit,
         ) from error
@@ -203,8 +260,10 @@ def _mesh_of(target: str | Mesh | Sequence[object], spec: MeshSpec) -> tuple[Mes
         return tpu.mesh_of(target, spec), target
     if not isinstance(target, Iterable):
         raise MeshError(
-            f'`target={target!r:.80}` is neither a slice, a mesh nor devices; write `target="tpu:v5e:2x4"`, '
-            '`target="cpu"`, or `target=jax.devices()`.'
+            f"`target={target!r:.80}` is neither a slice, a mesh nor devices; write"
+            ' `target="tpu:v5e:2x4"`, `target="cpu"`, or `target=jax.devices()`.'
         )
-    devices: list[Any] = jax.devices("cpu")[: spec.size] if isinstance(target, str) else list(target)
+    devices: list[Any] = (
+        jax.devices("cpu")[: spec.size] if isinstance(target, str) else list(target)
+    )
     return spec.build(devices), devices[0].device_kind

@@ -1,6 +1,8 @@
-"""The memory of a step on one device: with its own shardings, other shardings, or additional sharding constraints.
+"""The memory of a step on one device: with its own shardings, other shardings, or
+additional sharding constraints.
 
-`saving_constraints` finds constraints on activations that are not sharded over the batch's mesh axes.
+`saving_constraints` finds constraints on activations that are not sharded over the
+batch's mesh axes.
 """
 
 import dataclasses
@@ -14,7 +16,18 @@ from jax.extend.mlir.dialects import sdy
 from .. import chips
 from .._ground.errors import ProgramError
 from .._ground.spec import entry_axes
-from .._step import Dims, Frame, Module, Op, Platform, Step, lines_of, meshes, operations, own_line
+from .._step import (
+    Dims,
+    Frame,
+    Module,
+    Op,
+    Platform,
+    Step,
+    lines_of,
+    meshes,
+    operations,
+    own_line,
+)
 from ._after import as_compiled
 from ._hlo_text import Array, HloModule, bytes_of, parse_hlo
 from ._live import Memory, device_memory
@@ -27,7 +40,8 @@ from ._shardings import ArrayRow, StepShardings, Wanted, shardings_of
 class StepOnChip:
     """A traced step, and the chip for which its memory is counted.
 
-    - `step`, `chip`: the traced step, and the chip, which determines the compiler and the tiles of memory.
+    - `step`, `chip`: the traced step, and the chip, which determines the compiler and
+      the tiles of memory.
     - `function`: the function that was traced; `None` if it is not known.
     """
 
@@ -41,14 +55,19 @@ class StepOnChip:
 
     @ft.cached_property
     def module(self) -> HloModule:
-        """The partitioned program of one device, after the simulated passes of the platform's compiler."""
+        """The partitioned program of one device, after the simulated passes of the
+        platform's compiler.
+        """
         return self.partitioned()
 
     def partitioned(self, **changed: Any) -> HloModule:
-        """The partitioned program of one device for a changed step, after the simulated passes of the platform's
-        compiler. `changed` has keyword arguments for `Step.partitioned`, such as other shardings.
+        """The partitioned program of one device for a changed step, after the simulated
+        passes of the platform's compiler. `changed` has keyword arguments for
+        `Step.partitioned`, such as other shardings.
         """
-        return as_compiled(parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform)
+        return as_compiled(
+            parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform
+        )
 
     @ft.cached_property
     def memory(self) -> Memory:
@@ -69,21 +88,36 @@ class StepOnChip:
     @ft.cached_property
     def shards(self) -> tuple[tuple[int, ...], ...]:
         """The shape of one shard of each array of the arguments."""
-        return tuple(self._program.buffers[value].shape for value in self._program.entry.carried)
+        return tuple(
+            self._program.buffers[value].shape for value in self._program.entry.carried
+        )
 
     def host_bytes(self, at: int) -> int:
-        """The bytes that one shard of array number `at` of the arguments takes if the array is in host memory."""
+        """The bytes that one shard of array number `at` of the arguments takes if the
+        array is in host memory.
+        """
         return bytes_of(Array(self.purposes[at].dtype, self.shards[at]), self.chip.tile)
 
     def in_group(self, kind: str) -> tuple[int, ...]:
-        """The numbers of those arrays of the arguments whose purpose is `kind`, such as "parameters" or "batch".
-        "optimizer" stands for all moments.
+        """The numbers of those arrays of the arguments whose purpose is `kind`, such as
+        "parameters" or "batch". "optimizer" stands for all moments.
         """
-        return tuple(at for at, one in enumerate(self.purposes) if one.group.partition(":")[0] == kind)
+        return tuple(
+            at
+            for at, one in enumerate(self.purposes)
+            if one.group.partition(":")[0] == kind
+        )
 
-    def memory_of(self, module: HloModule, *, donated: Sequence[bool] | None = None, remat: bool = False) -> Memory:
-        """The memory of one device while it runs the program `module`. `donated` says which arrays of the arguments are
-        donated, by default as in the step. `remat` counts each layer as rematerialized in the backward pass.
+    def memory_of(
+        self,
+        module: HloModule,
+        *,
+        donated: Sequence[bool] | None = None,
+        remat: bool = False,
+    ) -> Memory:
+        """The memory of one device while it runs the program `module`. `donated` says
+        which arrays of the arguments are donated, by default as in the step. `remat`
+        counts each layer as rematerialized in the backward pass.
         """
         taken, returned = self.step.parameters
         return device_memory(
@@ -97,28 +131,41 @@ class StepOnChip:
         )
 
     def memory_with(self, module: Module) -> Memory:
-        """The memory of one device if `module` replaces the step's StableHLO module, for the same arguments."""
+        """The memory of one device if `module` replaces the step's StableHLO module,
+        for the same arguments.
+        """
         return self.memory_of(self.partitioned(module=module))
 
     def under(self, arguments: Sequence[Dims | None]) -> Memory:
-        """The memory of one device if the step's arguments have other shardings. `arguments` has, for each of their
-        arrays, the mesh axes of each dimension, or `None` if the compiler may choose them. A result that is the new
-        value of an array gets the array's sharding, unless the compiler may choose the sharding of one of the two.
+        """The memory of one device if the step's arguments have other shardings.
+        `arguments` has, for each of their arrays, the mesh axes of each dimension, or
+        `None` if the compiler may choose them. A result that is the new value of an
+        array gets the array's sharding, unless the compiler may choose the sharding of
+        one of the two.
         """
         results = [one.dims for one in self.step.parameters[1]]
         for one, dims in zip(self.purposes, arguments, strict=True):
-            if one.result is not None and results[one.result] is not None and dims is not None:
+            if (
+                one.result is not None
+                and results[one.result] is not None
+                and dims is not None
+            ):
                 results[one.result] = dims
         return self.memory_of(self.partitioned(arguments=arguments, results=results))
 
 
-# The number of the largest arrays for which constraints are searched, and the number of searches: a constraint can make
-# other arrays the largest.
+# The number of the largest arrays for which constraints are searched, and the number of
+# searches: a constraint can make other arrays the largest.
 _LARGEST, _ROUNDS = 8, 3
 # A constraint is left out if the others save at least this fraction of the bytes.
 _NEARLY = 0.98
 # Operations whose results need no constraint, or have one.
-_NO_ARRAY = ("sdy.sharding_constraint", "stablehlo.while", "func.call", "stablehlo.constant")
+_NO_ARRAY = (
+    "sdy.sharding_constraint",
+    "stablehlo.while",
+    "func.call",
+    "stablehlo.constant",
+)
 
 
 class Constrained(NamedTuple):
@@ -129,22 +176,27 @@ class Constrained(NamedTuple):
 
 
 def saving_constraints(known: StepOnChip) -> Constrained | None:
-    """Sharding constraints on activations that lower the step's peak memory; `None` if no constraint does. A constraint
-    is left out if the others together save almost as much.
+    """Sharding constraints on activations that lower the step's peak memory; `None` if
+    no constraint does. A constraint is left out if the others together save almost as
+    much.
     """
     before = known.memory.peak_bytes
     constraints: tuple[Wanted, ...] = ()
     peak = before
     for _ in range(_ROUNDS):
         more = dict.fromkeys((*constraints, *_candidates(known, constraints)))
-        memory = _memory_with(known, tuple(more)) if len(more) > len(constraints) else None
+        memory = (
+            _memory_with(known, tuple(more)) if len(more) > len(constraints) else None
+        )
         if memory is None or memory.peak_bytes >= peak:
             break
         constraints, peak = tuple(more), memory.peak_bytes
     for one in reversed(constraints) if len(constraints) > 1 else ():
         fewer = tuple(other for other in constraints if other is not one)
         memory = _memory_with(known, fewer)
-        if memory is not None and before - memory.peak_bytes >= _NEARLY * (before - peak):
+        if memory is not None and before - memory.peak_bytes >= _NEARLY * (
+            before - peak
+        ):
             constraints = fewer
     memory = _memory_with(known, constraints) if constraints else None
     return None if memory is None else Constrained(memory.peak_bytes, constraints)
@@ -152,20 +204,29 @@ def saving_constraints(known: StepOnChip) -> Constrained | None:
 
 def _memory_with(known: StepOnChip, constraints: Sequence[Wanted]) -> Memory | None:
     try:
-        return known.memory_with(with_constraints(known.step, constraints, known.platform))
+        return known.memory_with(
+            with_constraints(known.step, constraints, known.platform)
+        )
     except ProgramError:
         return None
 
 
 def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wanted]:
-    """Yields sharding constraints for the largest arrays in memory at the peak, over mesh axes of the batch. The peak
-    is that of the step with the constraints `constraints`, which are already chosen.
+    """Yields sharding constraints for the largest arrays in memory at the peak, over
+    mesh axes of the batch. The peak is that of the step with the constraints
+    `constraints`, which are already chosen.
     """
-    batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.in_group("batch")}
+    batch = {
+        known.step.arguments[at].path or known.step.arguments[at].name
+        for at in known.in_group("batch")
+    }
     memory, found = known.memory, known.shardings
     if constraints:
         module = with_constraints(known.step, constraints, known.platform)
-        memory, found = known.memory_with(module), shardings_of(known.step, known.platform, module)
+        memory, found = (
+            known.memory_with(module),
+            shardings_of(known.step, known.platform, module),
+        )
     made: dict[Frame | None, list[ArrayRow]] = {}
     for row in found.rows:
         made.setdefault(row.source, []).append(row)
@@ -174,9 +235,11 @@ def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wa
             yield from (one for one in found.wanted(row) if one.by in batch)
 
 
-def with_constraints(step: Step, constraints: Sequence[Wanted], platform: Platform) -> Module:
-    """A copy of the step's StableHLO module with sharding constraints. Each constraint is added to all values that have
-    its source line and its shape.
+def with_constraints(
+    step: Step, constraints: Sequence[Wanted], platform: Platform
+) -> Module:
+    """A copy of the step's StableHLO module with sharding constraints. Each constraint
+    is added to all values that have its source line and its shape.
     """
     module = step.module(platform)
     sizes = dict(step.mesh.shape)
@@ -187,12 +250,25 @@ def with_constraints(step: Step, constraints: Sequence[Wanted], platform: Platfo
         for op in operations(clone):
             line = own_line(lines_of((op.location,)))
             for result in op.results if op.name not in _NO_ARRAY else ():
-                shape = tuple(result.type.shape) if isinstance(result.type, ir.RankedTensorType) else None
-                found.extend((op, result, one) for one in constraints if (line, shape) == (one.line, one.shape))
+                shape = (
+                    tuple(result.type.shape)
+                    if isinstance(result.type, ir.RankedTensorType)
+                    else None
+                )
+                found.extend(
+                    (op, result, one)
+                    for one in constraints
+                    if (line, shape) == (one.line, one.shape)
+                )
         for op, result, one in found:
-            cut = [[sdy.AxisRefAttr.get(axis) for axis in entry_axes(entry)] for entry in one.spec]
+            cut = [
+                [sdy.AxisRefAttr.get(axis) for axis in entry_axes(entry)]
+                for entry in one.spec
+            ]
             dims = [sdy.DimensionShardingAttr.get(axes, True) for axes in cut]
             with ir.InsertionPoint.after(op):
-                made = sdy.ShardingConstraintOp(result, sdy.TensorShardingAttr.get(mesh, dims))
+                made = sdy.ShardingConstraintOp(
+                    result, sdy.TensorShardingAttr.get(mesh, dims)
+                )
             result.replace_all_uses_except(made.result, made.operation)
     return clone

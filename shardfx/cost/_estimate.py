@@ -1,4 +1,6 @@
-"""An estimate of the bytes that a step sends, from the program of XLA's own partitioner, without compilation."""
+"""An estimate of the bytes that a step sends, from the program of XLA's own
+partitioner, without compilation.
+"""
 
 import dataclasses
 import math
@@ -21,31 +23,38 @@ _LEAST_SIZE = 4
 
 
 def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
-    """A smaller mesh with the same axes: the longest axes are halved until it has at most `most // 2` devices, so that
-    one axis can be doubled again. Raises `ProgramError` if the sizes cannot be halved so far.
+    """A smaller mesh with the same axes: the longest axes are halved until it has at
+    most `most // 2` devices, so that one axis can be doubled again. Raises
+    `ProgramError` if the sizes cannot be halved so far.
     """
     sizes = dict(mesh.shape)
     while math.prod(sizes.values()) > most // 2:
         name = max(sizes, key=lambda axis: sizes[axis] if sizes[axis] % 2 == 0 else 0)
         if sizes[name] % 2 or sizes[name] <= _LEAST_SIZE:
             raise ProgramError(
-                f"XLA partitions for at most {most} devices, and the axes of {mesh} cannot be halved to fewer; use "
-                "axes whose sizes are powers of 2."
+                f"XLA partitions for at most {most} devices, and the axes of {mesh}"
+                " cannot be halved to fewer; use axes whose sizes are powers of 2."
             )
         sizes[name] //= 2
     return _with_sizes(mesh, sizes)
 
 
-def extrapolated(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence[TrafficRow]]) -> Traffic:
-    """The traffic of a step on a large mesh, extrapolated from its traffic on smaller meshes.
+def extrapolated(
+    mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence[TrafficRow]]
+) -> Traffic:
+    """The traffic of a step on a large mesh, extrapolated from its traffic on smaller
+    meshes.
 
-    The step is partitioned for a smaller mesh, on which some axes of `mesh` are shorter. For each of these axes, the
-    step is partitioned again, with this axis twice as long, for at most `most` devices. `rows_on` returns the traffic
-    rows on a mesh, in the order of the program. Raises `ProgramError` if the programs differ in more than sizes.
+    The step is partitioned for a smaller mesh, on which some axes of `mesh` are
+    shorter. For each of these axes, the step is partitioned again, with this axis twice
+    as long, for at most `most` devices. `rows_on` returns the traffic rows on a mesh,
+    in the order of the program. Raises `ProgramError` if the programs differ in more
+    than sizes.
     """
     small = shrunk(mesh, most)
     first = rows_on(small)
-    # For each axis that was halved, the rows of the mesh with this axis doubled once, and the number of doublings.
+    # For each axis that was halved, the rows of the mesh with this axis doubled once,
+    # and the number of doublings.
     doubled: list[tuple[Sequence[TrafficRow], int]] = []
     for axis, size in small.shape.items():
         if mesh.shape[axis] == size:
@@ -53,28 +62,42 @@ def extrapolated(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequen
         found = rows_on(_with_sizes(small, {**small.shape, axis: 2 * size}))
         if [*map(_size_free_fields, found)] != [*map(_size_free_fields, first)]:
             raise ProgramError(
-                f"XLA partitions for at most {most} devices. On {small} the step is another program than on one with "
-                f"twice as many along {axis}, so what it sends on {mesh} cannot be extrapolated."
+                f"XLA partitions for at most {most} devices. On {small} the step is"
+                f" another program than on one with twice as many along {axis}, so what"
+                f" it sends on {mesh} cannot be extrapolated."
             )
         doubled.append((found, round(math.log2(mesh.shape[axis] / size))))
     note = f"extrapolated from {small}: XLA partitions for at most {most:,} devices."
-    rows = (_larger_row(row, [(found[at], times) for found, times in doubled], note) for at, row in enumerate(first))
+    rows = (
+        _larger_row(row, [(found[at], times) for found, times in doubled], note)
+        for at, row in enumerate(first)
+    )
     return largest_first(Traffic(tuple(rows), mesh.size))
 
 
 def _with_sizes(mesh: MeshSpec, sizes: dict[str, int]) -> MeshSpec:
-    dcn = {axis: min(slices, sizes[axis]) for axis, slices in zip(mesh.axis_names, mesh.dcn_sizes, strict=True)}
-    return MeshSpec(sizes, axis_types=dict(zip(mesh.axis_names, mesh.axis_types, strict=True)), dcn=dcn)
+    dcn = {
+        axis: min(slices, sizes[axis])
+        for axis, slices in zip(mesh.axis_names, mesh.dcn_sizes, strict=True)
+    }
+    return MeshSpec(
+        sizes,
+        axis_types=dict(zip(mesh.axis_names, mesh.axis_types, strict=True)),
+        dcn=dcn,
+    )
 
 
 def _size_free_fields(row: TrafficRow) -> object:
     return row.kind, row.axes, row.dtype, row.source, row.calls is None, row.calls == 0
 
 
-def _larger_row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) -> TrafficRow:
-    """The traffic row `row` of a small mesh, extrapolated to a large mesh, with the text `note` added. For each axis
-    that is longer in the large mesh, `doubled` has the row after one doubling of this axis alone, and the number of
-    doublings from the small mesh to the large mesh.
+def _larger_row(
+    row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str
+) -> TrafficRow:
+    """The traffic row `row` of a small mesh, extrapolated to a large mesh, with the
+    text `note` added. For each axis that is longer in the large mesh, `doubled` has the
+    row after one doubling of this axis alone, and the number of doublings from the
+    small mesh to the large mesh.
     """
     group, bytes_each, calls = row.group_size, _payload_bytes(row), row.calls
     for other, times in doubled:
@@ -82,7 +105,11 @@ def _larger_row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note
         bytes_each *= _growth(_payload_bytes(other), _payload_bytes(row), times)
         if calls and other.calls and row.calls:
             calls *= _growth(other.calls, row.calls, times)
-    wire = round((1 if calls is None else calls) * bytes_each * _group_factor(row.kind, int(group)))
+    wire = round(
+        (1 if calls is None else calls)
+        * bytes_each
+        * _group_factor(row.kind, int(group))
+    )
     dcn = round(wire * row.dcn_bytes / row.wire_bytes) if row.wire_bytes else 0
     return dataclasses.replace(
         row,
@@ -90,14 +117,18 @@ def _larger_row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note
         dcn_bytes=dcn,
         calls=None if calls is None else round(calls),
         group_size=round(group),
-        shares=tuple((leaf, round(wire * part / row.wire_bytes) if row.wire_bytes else 0) for leaf, part in row.shares),
+        shares=tuple(
+            (leaf, round(wire * part / row.wire_bytes) if row.wire_bytes else 0)
+            for leaf, part in row.shares
+        ),
         note=" ".join(one for one in (row.note, note) if one),
     )
 
 
 def _payload_bytes(row: TrafficRow) -> float:
-    """The `wire_bytes` of one call of a collective, divided by (n - 1) / n: of an array over n devices, a device
-    receives all shards but its own. A permute sends whole arrays, so its bytes are not divided.
+    """The `wire_bytes` of one call of a collective, divided by (n - 1) / n: of an array
+    over n devices, a device receives all shards but its own. A permute sends whole
+    arrays, so its bytes are not divided.
     """
     return row.wire_bytes / ((row.calls or 1) * _group_factor(row.kind, row.group_size))
 
@@ -107,39 +138,51 @@ def _group_factor(kind: str, group: int) -> float:
 
 
 def _growth(other: float | int, one: float | int, times: int) -> float:
-    """The factor by which a number grows in `times` doublings of a mesh axis, if it is `one` before a doubling and
-    `other` after it. Their ratio is rounded to a power of two: for 210 after 100, and 3 times, it is 2 ** 3 = 8.
+    """The factor by which a number grows in `times` doublings of a mesh axis, if it is
+    `one` before a doubling and `other` after it. Their ratio is rounded to a power of
+    two: for 210 after 100, and 3 times, it is 2 ** 3 = 8.
     """
     return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
 
 
-# The largest mesh for which a step is partitioned directly, and the largest one from which an estimate is extrapolated.
-# XLA takes 3 s for 8,192 devices, and 0.1 s for a few hundred.
+# The largest mesh for which a step is partitioned directly, and the largest one from
+# which an estimate is extrapolated. XLA takes 3 s for 8,192 devices, and 0.1 s for a
+# few hundred.
 DIRECT, LARGEST = 2048, 512
-# A pass that an extrapolation leaves out: it depends on the size of shards, and the bytes do not change.
+# A pass that an extrapolation leaves out: it depends on the size of shards, and the
+# bytes do not change.
 SIZED = ("windowed einsum",)
-# A pass for shards that are whole tiles. An extrapolation leaves it out if the smaller meshes differ in it.
+# A pass for shards that are whole tiles. An extrapolation leaves it out if the smaller
+# meshes differ in it.
 TILED = "tpu-all-reduce-scatter-fusion"
 COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
 
 def estimate(
-    step: object, *args: object, compiler: Platform | str = "tpu", mesh: MeshSpec | Mesh | AbstractMesh | None = None
+    step: object,
+    *args: object,
+    compiler: Platform | str = "tpu",
+    mesh: MeshSpec | Mesh | AbstractMesh | None = None,
 ) -> Traffic:
-    """An estimate of the bytes that a step sends, a row for each collective, without compilation and without devices.
+    """An estimate of the bytes that a step sends, a row for each collective, without
+    compilation and without devices.
 
-    The step is traced and lowered for a platform, and XLA's own partitioner makes the program of one device. The known
-    passes of the platform's compiler are then simulated on this program: one of them moves reductions out of loops.
+    The step is traced and lowered for a platform, and XLA's own partitioner makes the
+    program of one device. The known passes of the platform's compiler are then
+    simulated on this program: one of them moves reductions out of loops.
     [`shardfx.cost.compare`][] shows where an estimate and a compiled program differ.
 
     **Arguments:**
 
-    - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][], with its
+    - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or
+      [`shardfx.filter_jit`][], with its
         shardings and donation; or the result of its `.trace`, without `args`.
-    - `args`: the arguments of the step: arrays, or structs with shardings such as `plan.structs`, and any other values.
+    - `args`: the arguments of the step: arrays, or structs with shardings such as
+      `plan.structs`, and any other values.
         As in JAX, the compiler chooses the shardings of results that have none.
     - `compiler`: the platform: "tpu", "gpu" or "cpu".
-    - `mesh`: the mesh whose axes the rows name; by default the mesh of the arguments. With a MeshSpec that has `dcn`,
+    - `mesh`: the mesh whose axes the rows name; by default the mesh of the arguments.
+      With a MeshSpec that has `dcn`,
         the rows also count the bytes between slices.
 
     **Returns:**
@@ -148,8 +191,9 @@ def estimate(
 
     **Raises:**
 
-    `MeshError` if no argument or plan has a mesh; `PlanMismatchError` for a plan that is passed as an argument of the
-    step; `ProgramError` if XLA cannot partition the step; any error of the step's code during tracing.
+    `MeshError` if no argument or plan has a mesh; `PlanMismatchError` for a plan that
+    is passed as an argument of the step; `ProgramError` if XLA cannot partition the
+    step; any error of the step's code during tracing.
 
     !!! Example
 
@@ -176,7 +220,10 @@ def platform_of(compiler: Platform | str) -> Platform:
     """The platform with the name `compiler`. Raises `MeshError` for an unknown name."""
     found: Platform | None = next((one for one in COMPILERS if one == compiler), None)
     if found is None:
-        raise MeshError(f"there is no compiler {compiler!r:.60}; `compiler` is one of {', '.join(COMPILERS)}.")
+        raise MeshError(
+            f"there is no compiler {compiler!r:.60}; `compiler` is one of"
+            f" {', '.join(COMPILERS)}."
+        )
     return found
 
 
@@ -185,14 +232,25 @@ def estimated(step: Step, compiler: Platform) -> Traffic:
     if step.mesh.size > DIRECT:
         for without in (SIZED, (*SIZED, TILED)):
             try:
-                return extrapolated(step.mesh, LARGEST, lambda mesh: _read(step, compiler, mesh, without).rows)  # noqa: B023
+                return extrapolated(
+                    step.mesh,
+                    LARGEST,
+                    lambda mesh: _read(step, compiler, mesh, without).rows,  # noqa: B023
+                )
             except ProgramError:
                 if without != SIZED and step.mesh.size > MOST_DEVICES:
                     raise
     return largest_first(_read(step, compiler, step.jax_mesh))
 
 
-def _read(step: Step, compiler: Platform, mesh: MeshSpec | Mesh | AbstractMesh, without: Sequence[str] = ()) -> Traffic:
-    """The estimated traffic of a step on `mesh`, in the order of the program, without the compiler passes `without`."""
+def _read(
+    step: Step,
+    compiler: Platform,
+    mesh: MeshSpec | Mesh | AbstractMesh,
+    without: Sequence[str] = (),
+) -> Traffic:
+    """The estimated traffic of a step on `mesh`, in the order of the program, without
+    the compiler passes `without`.
+    """
     module = parse_hlo(step.partitioned(compiler, mesh=MeshSpec.of(mesh)))
     return read(as_compiled(module, compiler, without=without), mesh, step.leaves)

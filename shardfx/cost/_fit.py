@@ -1,4 +1,6 @@
-"""Whether a step fits a chip's memory: the bytes of each group of arrays, and the changes that would make it fit."""
+"""Whether a step fits a chip's memory: the bytes of each group of arrays, and the
+changes that would make it fit.
+"""
 
 import dataclasses
 import functools as ft
@@ -10,7 +12,15 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import chips
 from .._ground.errors import LeafTypeError
 from .._ground.spec import array_bytes, canonical_entry, shard_counts
-from .._ground.text import between_numbers, bytes_text, first_lines, html_table, joined, printable, table
+from .._ground.text import (
+    between_numbers,
+    bytes_text,
+    first_lines,
+    html_table,
+    joined,
+    printable,
+    table,
+)
 from .._plan import ShardPlan
 from .._step import Frame, place_text, step_of
 from ..topology import MeshSpec
@@ -26,7 +36,8 @@ from ._shardings import Origin, StepShardings
 Basis = Literal["compiled", "estimated", "arguments"]
 
 _LARGEST = 8
-# The relative error of an estimated peak: nine in ten of 28 steps that the TPU's compiler counted have a smaller one.
+# The relative error of an estimated peak: nine in ten of 28 steps that the TPU's
+# compiler counted have a smaller one.
 _CLOSE = 0.18
 
 
@@ -43,12 +54,15 @@ class FitRow:
 
     **Arguments:**
 
-    - `group`: the name of the group: "parameters", "gradients", "optimizer: mu" (one group for each moment), "batch",
-        "KV cache", "other", "results" (without the donated arguments' memory), "activations", "copies in other layouts"
-        or "temporaries". For a plan without a step, the first name of the arrays' paths: "params".
+    - `group`: the name of the group: "parameters", "gradients", "optimizer: mu" (one
+      group for each moment), "batch",
+        "KV cache", "other", "results" (without the donated arguments' memory),
+        "activations", "copies in other layouts" or "temporaries". For a plan without a
+        step, the first name of the arrays' paths: "params".
     - `bytes`: the bytes in the chip's memory, including the padding of tiles.
     - `host_bytes`: the bytes in host memory, if the plan's memory kinds say so.
-    - `exact`: whether the bytes follow from shardings or from the compiler's count. If not, they are estimated.
+    - `exact`: whether the bytes follow from shardings or from the compiler's count. If
+      not, they are estimated.
     """
 
     __module__ = "shardfx.cost"
@@ -61,16 +75,22 @@ class FitRow:
 
 @dataclasses.dataclass(frozen=True)
 class Offender:
-    """A large array in memory at the peak, or several arrays of equal size whose paths differ only in numbers.
+    """A large array in memory at the peak, or several arrays of equal size whose paths
+    differ only in numbers.
 
     **Arguments:**
 
-    - `what`: the path of an argument; for a temporary, its dtype and its shape on one device.
+    - `what`: the path of an argument; for a temporary, its dtype and its shape on one
+      device.
     - `bytes`: the bytes on one device.
-    - `group`: the name of its group, such as "activations". [`shardfx.cost.FitRow`][] lists the names.
-    - `source`: the line of your program that computes the array; `None` for an argument.
-    - `phase`: the pass that computes the array: "forward", "backward" or "recomputed"; "" if it is not known.
-    - `spec`, `origins`, `why`: the spec of the array, the origin of each of its mesh axes, and a sentence that says why
+    - `group`: the name of its group, such as "activations". [`shardfx.cost.FitRow`][]
+      lists the names.
+    - `source`: the line of your program that computes the array; `None` for an
+      argument.
+    - `phase`: the pass that computes the array: "forward", "backward" or "recomputed";
+      "" if it is not known.
+    - `spec`, `origins`, `why`: the spec of the array, the origin of each of its mesh
+      axes, and a sentence that says why
         it is not sharded further. Only `Fit.moment` has them.
     """
 
@@ -88,14 +108,18 @@ class Offender:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The memory that a step needs on a chip; returned by [`shardfx.cost.fit`][]. `str(...)` is a table.
+    """The memory that a step needs on a chip; returned by [`shardfx.cost.fit`][].
+    `str(...)` is a table.
 
     **Arguments:**
 
-    - `rows`: the bytes of each group of arrays, the largest first. Their sum is `peak_bytes`.
+    - `rows`: the bytes of each group of arrays, the largest first. Their sum is
+      `peak_bytes`.
     - `chip`: the chip.
-    - `how`: the source of the numbers. "compiled": the compiler's count. "estimated": an estimate from the program of
-        XLA's partitioner. "arguments": a plan without a step, so only the plan's arrays are counted.
+    - `how`: the source of the numbers. "compiled": the compiler's count. "estimated":
+      an estimate from the program of
+        XLA's partitioner. "arguments": a plan without a step, so only the plan's arrays
+        are counted.
     - `largest`: the largest arrays in memory at the peak.
     - `notes`: further notes.
     """
@@ -107,7 +131,9 @@ class Fit:
     how: Basis
     largest: tuple[Offender, ...] = ()
     notes: tuple[str, ...] = ()
-    _known: StepOnChip | None = dataclasses.field(default=None, repr=False, compare=False)
+    _known: StepOnChip | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
 
     @property
     def peak_bytes(self) -> int:
@@ -126,22 +152,30 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether `peak_bytes` is at most `usable_bytes`. An estimate can be wrong near the limit; see `is_close`."""
+        """Whether `peak_bytes` is at most `usable_bytes`. An estimate can be wrong near
+        the limit; see `is_close`.
+        """
         return self.headroom_bytes >= 0
 
     @property
     def is_close(self) -> bool:
-        """Whether `peak_bytes` is an estimate that differs from `usable_bytes` by less than 18 % of the peak.
+        """Whether `peak_bytes` is an estimate that differs from `usable_bytes` by less
+        than 18 % of the peak.
 
         Only a compiler's count decides whether such a step fits.
         """
-        return self.how == "estimated" and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
+        return (
+            self.how == "estimated"
+            and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
+        )
 
     @ft.cached_property
     def changes(self) -> tuple[Change, ...]:
-        """Changes to the step that save memory, each with the peak memory after it. The largest saving comes first.
+        """Changes to the step that save memory, each with the peak memory after it. The
+        largest saving comes first.
 
-        The first access partitions the changed steps. One change, half the batch, also traces the step again.
+        The first access partitions the changed steps. One change, half the batch, also
+        traces the step again.
         """
         return () if self._known is None else changes_of(self._known, self.peak_bytes)
 
@@ -149,8 +183,9 @@ class Fit:
     def moment(self) -> tuple[Offender, ...]:
         """All arrays in memory at the peak, the largest first, each with its sharding.
 
-        The field `why` of each says why the array is not sharded further, if that is known. The first access runs
-        Shardy's propagation, as [`shardfx.cost.shardings`][] does.
+        The field `why` of each says why the array is not sharded further, if that is
+        known. The first access runs Shardy's propagation, as
+        [`shardfx.cost.shardings`][] does.
         """
         return () if self._known is None else _moment(self._known)
 
@@ -170,40 +205,66 @@ class Fit:
 
         The first access traces the step with up to 8 batch sizes.
         """
-        return None if self._known is None else largest_batch(self._known, self.peak_bytes)
+        return (
+            None if self._known is None else largest_batch(self._known, self.peak_bytes)
+        )
 
     @property
     def timeline(self) -> tuple[int, ...]:
-        """For each operation of the partitioned program in order, the bytes in one device's memory while it runs."""
+        """For each operation of the partitioned program in order, the bytes in one
+        device's memory while it runs.
+        """
         return () if self._known is None else self._known.memory.timeline
 
     def bytes_of(self, group: str) -> int:
-        """The bytes of a group of arrays. The group "optimizer" includes all groups "optimizer: ..."."""
-        return sum(row.bytes for row in self.rows if row.group == group or row.group.startswith(f"{group}: "))
+        """The bytes of a group of arrays. The group "optimizer" includes all groups
+        "optimizer: ...".
+        """
+        return sum(
+            row.bytes
+            for row in self.rows
+            if row.group == group or row.group.startswith(f"{group}: ")
+        )
 
     def explain(self) -> str:
-        """The text of the table, the reasons for the largest arrays' sizes, all changes, and the largest batch size."""
+        """The text of the table, the reasons for the largest arrays' sizes, all
+        changes, and the largest batch size.
+        """
         parts = [str(self)]
         why: dict[str, dict[str, None]] = {}
         for one in self.moment[:_LARGEST]:
-            why.setdefault(one.why, {})[f"{one.what} of {place_text(one.source)}"] = None
-        if reasons := [f"{', '.join(arrays)}: {words}" for words, arrays in why.items() if words]:
+            why.setdefault(one.why, {})[f"{one.what} of {place_text(one.source)}"] = (
+                None
+            )
+        if reasons := [
+            f"{', '.join(arrays)}: {words}" for words, arrays in why.items() if words
+        ]:
             parts.append("\n".join(reasons))
         if self.changes:
             parts.append("\n".join(table(_changes_table(self.changes), right=_NUMBERS)))
         if self.batch is not None and self.largest_batch is not None:
-            parts.append(f"The largest batch that fits: {self.largest_batch} (now {self.batch}).")
+            parts.append(
+                f"The largest batch that fits: {self.largest_batch} (now {self.batch})."
+            )
         return "\n\n".join(parts)
 
     def __str__(self) -> str:
         # A blank line separates the tables.
-        parts = ["\n".join([*table(rows, right=_NUMBERS), *below]) for rows, below in _tables(self)]
-        return "\n\n".join(parts) + "".join(f"\n{printable(note)}" for note in self.notes)
+        parts = [
+            "\n".join([*table(rows, right=_NUMBERS), *below])
+            for rows, below in _tables(self)
+        ]
+        return "\n\n".join(parts) + "".join(
+            f"\n{printable(note)}" for note in self.notes
+        )
 
     __repr__ = first_lines
 
     def _repr_html_(self) -> str:
-        parts = [html_table(rows, right=_NUMBERS, below=below) for rows, below in _tables(self)]
+        parts = [
+            html_table(rows, right=_NUMBERS, below=below)
+            for rows, below in _tables(self)
+        ]
         return "\n".join([*parts, html_table((), below=self.notes)])
 
 
@@ -214,21 +275,27 @@ def fit(
     mesh: MeshSpec | Mesh | AbstractMesh | None = None,
     compiled: object = None,
 ) -> Fit:
-    """The memory that a step needs on one device of a chip, by group of arrays, and whether the step fits.
+    """The memory that a step needs on one device of a chip, by group of arrays, and
+    whether the step fits.
 
-    The step is traced and lowered for the chip's platform, and XLA's own partitioner makes the program of one device.
-    Nothing is compiled, and nothing runs. Operations are in the order of XLA's list scheduler, and the live range of an
-    array ends with the last operation that reads it. An array that a fusion computes where it is read takes no memory.
-    The bytes of arguments and results are exact and include the padding of the chip's tiles. The group of an argument
-    ("parameters", "batch") follows from its use in the step, not from its name.
+    The step is traced and lowered for the chip's platform, and XLA's own partitioner
+    makes the program of one device. Nothing is compiled, and nothing runs. Operations
+    are in the order of XLA's list scheduler, and the live range of an array ends with
+    the last operation that reads it. An array that a fusion computes where it is read
+    takes no memory. The bytes of arguments and results are exact and include the
+    padding of the chip's tiles. The group of an argument ("parameters", "batch")
+    follows from its use in the step, not from its name.
 
     **Arguments:**
 
-    - `step`, `args`: a step and its arguments, as in [`shardfx.cost.estimate`][]. Or a compiled step without arguments:
-        the memory is then the compiler's count. Or a plan without arguments: only the plan's arrays are counted.
+    - `step`, `args`: a step and its arguments, as in [`shardfx.cost.estimate`][]. Or a
+      compiled step without arguments:
+        the memory is then the compiler's count. Or a plan without arguments: only the
+        plan's arrays are counted.
     - `chip`: the chip's name, or a [`shardfx.chips.Chip`][].
     - `mesh`: the mesh of the step; by default the mesh of its arguments.
-    - `compiled`: the same step, compiled. The peak memory is then the compiler's count, and only the savings of changes
+    - `compiled`: the same step, compiled. The peak memory is then the compiler's count,
+      and only the savings of changes
         are estimated.
 
     **Returns:**
@@ -237,8 +304,8 @@ def fit(
 
     **Raises:**
 
-    `ChipError` for an unknown chip; `LeafTypeError` for a step that is no function, no compiled step and no plan; the
-    errors of [`shardfx.cost.estimate`][].
+    `ChipError` for an unknown chip; `LeafTypeError` for a step that is no function, no
+    compiled step and no plan; the errors of [`shardfx.cost.estimate`][].
 
     !!! Example
 
@@ -274,55 +341,74 @@ def fit(
         return Fit(rows, chip, "compiled", notes=notes)
     if not callable(step) and not args:
         raise LeafTypeError(
-            f"`step` must be a function, what one compiled to, or a plan, not {type(step).__name__}; pass "
-            "`fit(step, *args, chip=...)`, as the step is called."
+            "`step` must be a function, what one compiled to, or a plan, not"
+            f" {type(step).__name__}; pass `fit(step, *args, chip=...)`, as the step is"
+            " called."
         )
     known = StepOnChip(step_of(step, args, mesh), chip, step if args else None)
     rows, largest = _arguments(known)
     shapes = _gradient_shapes(known)
     temporaries = [_offender(one, shapes) for one in known.memory.arrays]
-    largest = tuple(sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST])
+    largest = tuple(
+        sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST]
+    )
     if compiled is not None:
         rows, notes = _compiled_rows(rows, memory_of(compiled))
         return Fit(rows, chip, "compiled", largest, notes, known)
-    rows += [FitRow("results", sum(known.memory.results), exact=True), *_temporaries(temporaries, known)]
+    rows += [
+        FitRow("results", sum(known.memory.results), exact=True),
+        *_temporaries(temporaries, known),
+    ]
     return Fit(_sorted(rows), chip, "estimated", largest, (), known)
 
 
 def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
-    """The memory of the arrays of a plan, with a row for each first name of the arrays' paths."""
+    """The memory of the arrays of a plan, with a row for each first name of the arrays'
+    paths.
+    """
     rows: dict[str, list[int]] = {}
     largest: list[Offender] = []
     for leaf in plan.leaves:
         counts = shard_counts(leaf.spec, len(leaf.shape), dict(plan.mesh.shape))
-        shard = tuple(-(-size // count) for size, count in zip(leaf.shape, counts, strict=True))
+        shard = tuple(
+            -(-size // count) for size, count in zip(leaf.shape, counts, strict=True)
+        )
         taken = array_bytes(padded(shard, chip.tile), leaf.dtype)
         group = leaf.path.partition("/")[0]
         on_host = leaf.memory_kind not in (None, "device")
         rows.setdefault(group, [0, 0])[on_host] += taken
         if not on_host:
             largest.append(Offender(leaf.path, taken, group))
-    found = [FitRow(group, here, host, exact=True) for group, (here, host) in rows.items()]
+    found = [
+        FitRow(group, here, host, exact=True) for group, (here, host) in rows.items()
+    ]
     return Fit(_sorted(found), chip, "arguments", tuple(_alike(largest)[:_LARGEST]))
 
 
 def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
-    """A row for each group of arguments, and an `Offender` for each argument in device memory, the largest first."""
+    """A row for each group of arguments, and an `Offender` for each argument in device
+    memory, the largest first.
+    """
     sizes: dict[str, list[int]] = {}
     largest: list[Offender] = []
-    for at, (one, here) in enumerate(zip(known.purposes, known.memory.arguments, strict=True)):
+    for at, (one, here) in enumerate(
+        zip(known.purposes, known.memory.arguments, strict=True)
+    ):
         row = sizes.setdefault(one.group, [0, 0])
         if one.argument.on_host:
             row[1] += known.host_bytes(at)
         else:
             row[0] += here
             largest.append(Offender(one.argument.path, here, one.group))
-    return [FitRow(group, here, host, exact=True) for group, (here, host) in sizes.items()], tuple(_alike(largest))
+    return [
+        FitRow(group, here, host, exact=True) for group, (here, host) in sizes.items()
+    ], tuple(_alike(largest))
 
 
 def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:
-    """A row for each group of the temporary buffers `found`. Temporaries can reuse the memory of the results: the bytes
-    that they reuse are subtracted from the largest groups.
+    """A row for each group of the temporary buffers `found`. Temporaries can reuse the
+    memory of the results: the bytes that they reuse are subtracted from the largest
+    groups.
     """
     sums: dict[str, int] = {}
     for one in found:
@@ -335,7 +421,9 @@ def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:
     return rows if over >= 0 else [*rows, FitRow("copies on chip", -over)]
 
 
-def _compiled_rows(rows: Sequence[FitRow], memory: MemoryAnalysis) -> tuple[tuple[FitRow, ...], tuple[str, ...]]:
+def _compiled_rows(
+    rows: Sequence[FitRow], memory: MemoryAnalysis
+) -> tuple[tuple[FitRow, ...], tuple[str, ...]]:
     found, notes = list(rows), []
     rest = memory.argument_size_in_bytes - sum(row.bytes for row in rows)
     if not rows:
@@ -344,24 +432,52 @@ def _compiled_rows(rows: Sequence[FitRow], memory: MemoryAnalysis) -> tuple[tupl
         found.append(FitRow("arguments, the rest", rest, exact=True))
     elif rest < 0:
         # The compiler drops arguments that the step does not read.
-        notes.append(f"the program takes {bytes_text(-rest)} less than its arguments: it does not read all of them.")
+        notes.append(
+            f"the program takes {bytes_text(-rest)} less than its arguments: it does"
+            " not read all of them."
+        )
         found.append(FitRow("arguments, not read", rest, exact=True))
-    found.append(FitRow("results", memory.output_size_in_bytes - memory.alias_size_in_bytes, exact=True))
-    found.append(FitRow("temporaries", memory.needed_bytes - sum(row.bytes for row in found), exact=True))
+    found.append(
+        FitRow(
+            "results",
+            memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            exact=True,
+        )
+    )
+    found.append(
+        FitRow(
+            "temporaries",
+            memory.needed_bytes - sum(row.bytes for row in found),
+            exact=True,
+        )
+    )
     return _sorted(found), tuple(notes)
 
 
 def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
-    return tuple(sorted([row for row in rows if row.bytes or row.host_bytes], key=lambda row: -row.bytes))
+    return tuple(
+        sorted(
+            [row for row in rows if row.bytes or row.host_bytes],
+            key=lambda row: -row.bytes,
+        )
+    )
 
 
 def _alike(found: Sequence[Offender]) -> list[Offender]:
-    """The arrays, the largest first, with one entry for arrays of equal size whose paths differ only in numbers."""
+    """The arrays, the largest first, with one entry for arrays of equal size whose
+    paths differ only in numbers.
+    """
     groups: dict[tuple[object, ...], list[Offender]] = {}
     for one in found:
-        groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(one)
+        groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(
+            one
+        )
     merged = [
-        Offender(joined([one.what for one in these]), sum(one.bytes for one in these), these[0].group)
+        Offender(
+            joined([one.what for one in these]),
+            sum(one.bytes for one in these),
+            these[0].group,
+        )
         for these in groups.values()
     ]
     return sorted(merged, key=lambda one: -one.bytes)
@@ -371,12 +487,15 @@ _COPIES = MOVING | {"convert"}
 
 
 def _gradient_shapes(known: StepOnChip) -> set[tuple[int, ...]]:
-    """The shapes that a gradient can have: those of all parameters and of their shards. Their dimensions are sorted,
-    since a gradient can be transposed.
+    """The shapes that a gradient can have: those of all parameters and of their shards.
+    Their dimensions are sorted, since a gradient can be transposed.
     """
     found: set[tuple[int, ...]] = set()
     for at in known.in_group("parameters"):
-        found |= {tuple(sorted(known.purposes[at].argument.shape)), tuple(sorted(known.shards[at]))}
+        found |= {
+            tuple(sorted(known.purposes[at].argument.shape)),
+            tuple(sorted(known.shards[at])),
+        }
     return found
 
 
@@ -386,8 +505,20 @@ def _moment(known: StepOnChip) -> tuple[Offender, ...]:
     for one, here in zip(known.purposes, known.memory.arguments, strict=True):
         ours = one.argument
         entries = [canonical_entry(axes) for axes in ours.dims or ()]
-        by = tuple(Origin(axis, ours.path or ours.name, ()) for axes in ours.dims or () for axis in axes)
-        found.append(Offender(ours.path or ours.name, here, one.group, spec=PartitionSpec(*entries), origins=by))
+        by = tuple(
+            Origin(axis, ours.path or ours.name, ())
+            for axes in ours.dims or ()
+            for axis in axes
+        )
+        found.append(
+            Offender(
+                ours.path or ours.name,
+                here,
+                one.group,
+                spec=PartitionSpec(*entries),
+                origins=by,
+            )
+        )
     for one in known.memory.arrays:
         row, why = known.shardings.of_held(one)
         sharding = {} if row is None else {"spec": row.spec, "origins": row.origins}
@@ -396,8 +527,18 @@ def _moment(known: StepOnChip) -> tuple[Offender, ...]:
 
 
 def _offender(one: LiveArray, shapes: set[tuple[int, ...]]) -> Offender:
-    is_gradient = one.phase == "backward" and len(one.buffer.shape) > 1 and tuple(sorted(one.buffer.shape)) in shapes
-    group = "gradients" if is_gradient else "copies in other layouts" if one.opcode in _COPIES else "activations"
+    is_gradient = (
+        one.phase == "backward"
+        and len(one.buffer.shape) > 1
+        and tuple(sorted(one.buffer.shape)) in shapes
+    )
+    group = (
+        "gradients"
+        if is_gradient
+        else "copies in other layouts"
+        if one.opcode in _COPIES
+        else "activations"
+    )
     return Offender(str(one.buffer), one.bytes, group, one.source, one.phase)
 
 
@@ -406,14 +547,23 @@ _Rows: TypeAlias = list[tuple[str, ...]]
 
 
 def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
-    """The table of the groups of arrays, and the table of the largest arrays, if there are any. Each table is a pair:
-    its rows, and the lines of text below it.
+    """The table of the groups of arrays, and the table of the largest arrays, if there
+    are any. Each table is a pair: its rows, and the lines of text below it.
     """
     groups: _Rows = [("group", "bytes/device", "share", "how")]
     for row in found.rows:
         share = f"{row.bytes / max(1, found.peak_bytes):.0%}"
-        host = f", {bytes_text(row.host_bytes)} in host memory" if row.host_bytes else ""
-        groups.append((row.group, bytes_text(max(row.bytes, 0)), share, ("exact" if row.exact else "estimated") + host))
+        host = (
+            f", {bytes_text(row.host_bytes)} in host memory" if row.host_bytes else ""
+        )
+        groups.append(
+            (
+                row.group,
+                bytes_text(max(row.bytes, 0)),
+                share,
+                ("exact" if row.exact else "estimated") + host,
+            )
+        )
     tables = [(groups, _verdict(found))]
     if found.largest:
         cells: _Rows = [
@@ -426,13 +576,21 @@ def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
             )
             for one in found.largest
         ]
-        tables.append(([("largest", "group", "pass", "array on one device", "line"), *cells], []))
+        tables.append(
+            ([("largest", "group", "pass", "array on one device", "line"), *cells], [])
+        )
     return tables
 
 
 def _changes_table(changes: Sequence[Change]) -> _Rows:
     cells = [
-        (bytes_text(one.saves_bytes), bytes_text(one.peak_bytes), "yes" if one.fits else "no", one.what, one.how)
+        (
+            bytes_text(one.saves_bytes),
+            bytes_text(one.peak_bytes),
+            "yes" if one.fits else "no",
+            one.what,
+            one.how,
+        )
         for one in changes
     ]
     return [("saves", "then", "fits", "one change", "as code"), *cells]
@@ -441,15 +599,30 @@ def _changes_table(changes: Sequence[Change]) -> _Rows:
 def _verdict(found: Fit) -> list[str]:
     usable, peak = bytes_text(found.usable_bytes), bytes_text(found.peak_bytes)
     if found.how == "arguments":
-        return [f"The arrays alone take {peak} of {usable} on {found.chip.name}; activations are not counted."]
+        return [
+            f"The arrays alone take {peak} of {usable} on {found.chip.name};"
+            " activations are not counted."
+        ]
     verdict = "fits" if found.fits else "does not fit"
-    verdict = f"MAY OR MAY NOT fit: as estimated, it {verdict}" if found.is_close else verdict
-    left = f"{bytes_text(abs(found.headroom_bytes))} {'left' if found.fits else 'too much'}"
-    lines = [f"{peak} at the worst moment: it {verdict} {found.chip.name}, where a program may fill {usable} ({left})."]
+    verdict = (
+        f"MAY OR MAY NOT fit: as estimated, it {verdict}" if found.is_close else verdict
+    )
+    left = (
+        f"{bytes_text(abs(found.headroom_bytes))}"
+        f" {'left' if found.fits else 'too much'}"
+    )
+    lines = [
+        f"{peak} at the worst moment: it {verdict} {found.chip.name}, where a program"
+        f" may fill {usable} ({left})."
+    ]
     if found.is_close:
-        least, most = (bytes_text(int(share * found.peak_bytes)) for share in (1 - _CLOSE, 1 + _CLOSE))
+        least, most = (
+            bytes_text(int(share * found.peak_bytes))
+            for share in (1 - _CLOSE, 1 + _CLOSE)
+        )
         lines.append(
-            f"That is close for an estimate; `compile_for(step, *args, ...)` decides. Expect {least} to {most}: most "
-            "estimates were nearer to what a compiler counted."
+            "That is close for an estimate; `compile_for(step, *args, ...)` decides."
+            f" Expect {least} to {most}: most estimates were nearer to what a compiler"
+            " counted."
         )
     return lines

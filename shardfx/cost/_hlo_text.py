@@ -1,4 +1,6 @@
-"""A parser of HLO text: the computations of a module, their instructions, result types and source lines."""
+"""A parser of HLO text: the computations of a module, their instructions, result types
+and source lines.
+"""
 
 import dataclasses
 import functools as ft
@@ -15,27 +17,42 @@ from .._step import Frame
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-# In the text of JAX 0.12, `%param#0` is an element of the tuple `%param`, without a `get-tuple-element` instruction.
+# In the text of JAX 0.12, `%param#0` is an element of the tuple `%param`, without a
+# `get-tuple-element` instruction.
 _OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 # In texts without `%`, the last word of an operand is its name.
 _BARE = re.compile(r"([A-Za-z_][\w.\-]*)\s*(?:,|$)")
-_NO_OPERANDS = ("constant", "parameter", "iota", "partition-id", "replica-id", "after-all")
+_NO_OPERANDS = (
+    "constant",
+    "parameter",
+    "iota",
+    "partition-id",
+    "replica-id",
+    "after-all",
+)
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _ENDS = re.compile(r"^\}(\s*$|,)")
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
-_REPLICAS, _PARTITIONS = re.compile(r"\breplica_count=(\d+)"), re.compile(r"\bnum_partitions=(\d+)")
+_REPLICAS, _PARTITIONS = (
+    re.compile(r"\breplica_count=(\d+)"),
+    re.compile(r"\bnum_partitions=(\d+)"),
+)
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?')
-# The attribute that a `send` and its `recv` have in common: a name between hosts, device pairs between GPUs.
-_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"|_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})')
+# The attribute that a `send` and its `recv` have in common: a name between hosts,
+# device pairs between GPUs.
+_RENDEZVOUS = re.compile(
+    r'_xla_host_transfer_rendezvous="([^"]*)"|_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})'
+)
 _OPENING, _CLOSING = "([{", ")]}"
-# A bracket, a comma, or a whole quoted text, so that brackets and commas in quotes do not match.
+# A bracket, a comma, or a whole quoted text, so that brackets and commas in quotes do
+# not match.
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]', re.DOTALL)
 
 
@@ -43,12 +60,18 @@ Phase = Literal["", "forward", "backward", "recomputed"]
 
 
 def phase_of(op_name: str) -> Phase:
-    """The pass of an operation, from its JAX name stack: "forward", "backward" or "recomputed". It is "" for an
-    operation that `jax.grad` did not transform.
+    """The pass of an operation, from its JAX name stack: "forward", "backward" or
+    "recomputed". It is "" for an operation that `jax.grad` did not transform.
     """
     if "rematted_computation" in op_name:
         return "recomputed"
-    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else ""
+    return (
+        "backward"
+        if "transpose(" in op_name
+        else "forward"
+        if "jvp(" in op_name
+        else ""
+    )
 
 
 class Instruction(NamedTuple):
@@ -61,8 +84,10 @@ class Instruction(NamedTuple):
     - `inside`: the text between the parentheses after the opcode.
     - `attributes`: the text after these parentheses.
     - `is_root`: whether the computation returns the instruction's result.
-    - `passes`: the names of the simulated compiler passes that made this instruction; empty after parsing.
-    - `unsure`: the fraction of the instruction's bytes that a compiler may or may not send; 0 after parsing.
+    - `passes`: the names of the simulated compiler passes that made this instruction;
+      empty after parsing.
+    - `unsure`: the fraction of the instruction's bytes that a compiler may or may not
+      send; 0 after parsing.
     - `note`: the reason for `unsure`; "" after parsing.
     """
 
@@ -80,17 +105,24 @@ class Instruction(NamedTuple):
     @property
     def text(self) -> str:
         """The text of the instruction, without its `backend_config`."""
-        line = f"%{self.name} = {self.result} {self.opcode}({self.inside}){self.attributes}"
+        line = (
+            f"%{self.name} = {self.result}"
+            f" {self.opcode}({self.inside}){self.attributes}"
+        )
         return line.partition(", backend_config=")[0]
 
     @property
     def structure(self) -> str:
-        """The attributes without quoted texts, since users' names in quotes can look like attributes."""
+        """The attributes without quoted texts, since users' names in quotes can look
+        like attributes.
+        """
         return _QUOTED.sub('""', self.attributes)
 
     @property
     def rendezvous(self) -> str | None:
-        """The text that only a `send` and its `recv` have in common; `None` for other instructions."""
+        """The text that only a `send` and its `recv` have in common; `None` for other
+        instructions.
+        """
         if self.opcode not in ("send", "recv"):
             return None
         found = _RENDEZVOUS.search(self.attributes)
@@ -98,21 +130,33 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The JAX name stack of the operation that was lowered to this instruction; "" if it has none."""
+        """The JAX name stack of the operation that was lowered to this instruction; ""
+        if it has none.
+        """
         found = _OP_NAME.search(self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
     @property
     def phase(self) -> Phase:
-        """The pass of the instruction: "forward", "backward" or "recomputed"; "" outside of gradients."""
+        """The pass of the instruction: "forward", "backward" or "recomputed"; ""
+        outside of gradients.
+        """
         return phase_of(self.op_name)
 
     @property
     def called(self) -> Iterator[tuple[str, str]]:
-        """Yields, for each computation that the instruction calls, its attribute (such as "body") and its name."""
-        # Most instructions call no computation, and a search for eight attributes in each line is slow.
+        """Yields, for each computation that the instruction calls, its attribute (such
+        as "body") and its name.
+        """
+        # Most instructions call no computation, and a search for eight attributes in
+        # each line is slow.
         text = self.attributes
-        if "calls=" not in text and "to_apply=" not in text and "body=" not in text and "comp" not in text:
+        if (
+            "calls=" not in text
+            and "to_apply=" not in text
+            and "body=" not in text
+            and "comp" not in text
+        ):
             return
         for attribute, several, one in _CALLED.findall(self.structure):
             for name in several.split(",") if several else [one]:
@@ -124,9 +168,12 @@ class HloModule:
     """An HLO module.
 
     - `entry`: the name of the entry computation.
-    - `computations`: for the name of each computation, its instructions by name. Callees come before their callers.
-    - `stacks`: for each stack frame id in the attributes of instructions, the call stack, innermost frame first.
-    - `partitions`: the number of partitions (devices) in the module's first line; 1 if the line does not have it.
+    - `computations`: for the name of each computation, its instructions by name.
+      Callees come before their callers.
+    - `stacks`: for each stack frame id in the attributes of instructions, the call
+      stack, innermost frame first.
+    - `partitions`: the number of partitions (devices) in the module's first line; 1 if
+      the line does not have it.
     """
 
     entry: str
@@ -135,7 +182,9 @@ class HloModule:
     partitions: int = 1
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """The call stack of the operation that was lowered to an instruction, innermost frame first."""
+        """The call stack of the operation that was lowered to an instruction, innermost
+        frame first.
+        """
         if found := _FRAME.search(instruction.attributes):
             return self.stacks.get(int(found[1]), ())
         if found := _OLD_SOURCE.search(instruction.attributes):
@@ -144,16 +193,22 @@ class HloModule:
 
 
 def parse_hlo(text: str) -> HloModule:
-    """Parses the text of an HLO module, as `compiled.as_text()` returns it. Raises `ProgramError`, with the line, for
-    text that is no HLO module or has an instruction that cannot be read.
+    """Parses the text of an HLO module, as `compiled.as_text()` returns it. Raises
+    `ProgramError`, with the line, for text that is no HLO module or has an instruction
+    that cannot be read.
     """
     computations: dict[str, dict[str, Instruction]] = {}
     tables: dict[str, list[str]] = {}
     entry, own, rows, open_line = "", None, None, ""
     for line in text.splitlines():
         if own is not None:
-            # The attributes of a kernel can span several lines, and one of these lines can start with a bracket.
-            if open_line and not _NAME.match(line) and not _has_closed_braces(open_line):
+            # The attributes of a kernel can span several lines, and one of these lines
+            # can start with a bracket.
+            if (
+                open_line
+                and not _NAME.match(line)
+                and not _has_closed_braces(open_line)
+            ):
                 open_line += f"\n{line}"
                 continue
             if open_line:
@@ -174,15 +229,18 @@ def parse_hlo(text: str) -> HloModule:
         raise ProgramError(f"the HLO module is cut off after: {open_line.strip():.300}")
     if not entry:
         raise ProgramError(
-            "this text is no optimized HLO module: it has no ENTRY computation; pass a compiled program, or its "
-            "`as_text()`."
+            "this text is no optimized HLO module: it has no ENTRY computation; pass a"
+            " compiled program, or its `as_text()`."
         )
     header = text.partition("\n")[0]
-    replicas, partitions = (int(found[1]) if (found := form.search(header)) else 1 for form in (_REPLICAS, _PARTITIONS))
+    replicas, partitions = (
+        int(found[1]) if (found := form.search(header)) else 1
+        for form in (_REPLICAS, _PARTITIONS)
+    )
     if replicas > 1:
         raise ProgramError(
-            f"the program runs as {replicas} replicas, as `jax.pmap` once wrote it; write the step for `jax.jit` and a "
-            "mesh of as many devices."
+            f"the program runs as {replicas} replicas, as `jax.pmap` once wrote it;"
+            " write the step for `jax.jit` and a mesh of as many devices."
         )
     return HloModule(entry, computations, _stacks(tables), partitions)
 
@@ -193,30 +251,44 @@ def _instruction(line: str) -> Instruction:
     stop = _after_bracket(line, start) if line[start] == "(" else line.find(" ", start)
     opening = line.find("(", stop + 1)
     if found is None or stop < 0 or opening < 0:
-        raise ProgramError(f"an instruction of the HLO module cannot be read: {line.strip():.300}")
+        raise ProgramError(
+            f"an instruction of the HLO module cannot be read: {line.strip():.300}"
+        )
     closing = _after_bracket(line, opening)
     inside = line[opening + 1 : closing - 1]
     result, opcode = line[start:stop].strip(), line[stop + 1 : opening].strip()
     operands = tuple(_OPERAND.findall(inside))
     if not operands and inside and opcode not in _NO_OPERANDS:
         operands = tuple(_BARE.findall(inside))
-    return Instruction(found[2], result, opcode, operands, inside, line[closing:], found[1] is not None)
+    return Instruction(
+        found[2], result, opcode, operands, inside, line[closing:], found[1] is not None
+    )
 
 
 def _add_tuple_element(own: dict[str, Instruction], operand: str) -> None:
-    """If `operand` is a name such as `param#0`, adds an instruction with this name to the computation `own`: element 0
-    of the tuple `param`.
+    """If `operand` is a name such as `param#0`, adds an instruction with this name to
+    the computation `own`: element 0 of the tuple `param`.
     """
     whole, mark, index = operand.rpartition("#")
     if not mark or operand in own:
         return
     _add_tuple_element(own, whole)
     part = parts_of(own[whole].result)[int(index)]
-    own[operand] = Instruction(operand, part, "get-tuple-element", (whole,), f"%{whole}", f", index={index}", False)
+    own[operand] = Instruction(
+        operand,
+        part,
+        "get-tuple-element",
+        (whole,),
+        f"%{whole}",
+        f", index={index}",
+        False,
+    )
 
 
 def parts_of(result: str) -> list[str]:
-    """The texts of the elements of the tuple type `result`; for an array type, its own text."""
+    """The texts of the elements of the tuple type `result`; for an array type, its own
+    text.
+    """
     inside = result[1:-1] if result.startswith("(") else result
     depth, start, parts = 0, 0, []
     for found in _BRACKET.finditer(inside):
@@ -233,28 +305,39 @@ def _has_closed_braces(line: str) -> bool:
 
 
 def _after_bracket(line: str, opening: int) -> int:
-    """The position in `line` after the bracket that closes the bracket at position `opening`. Raises `ProgramError` if
-    there is none.
+    """The position in `line` after the bracket that closes the bracket at position
+    `opening`. Raises `ProgramError` if there is none.
     """
     depth = 0
     for found in _BRACKET.finditer(line, opening):
         depth += (found[0] in _OPENING) - (found[0] in _CLOSING)
         if not depth:
             return found.end()
-    raise ProgramError(f"an instruction of the HLO module is cut off: {line.strip():.300}")
+    raise ProgramError(
+        f"an instruction of the HLO module is cut off: {line.strip():.300}"
+    )
 
 
 def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
     names = ("FileNames", "FunctionNames")
-    files, functions = ([row.strip('"') for row in tables.get(name, ())] for name in names)
+    files, functions = (
+        [row.strip('"') for row in tables.get(name, ())] for name in names
+    )
     places, frames = (
-        [{key: int(number) for key, number in _NUMBER.findall(row)} for row in tables.get(name, ())]
+        [
+            {key: int(number) for key, number in _NUMBER.findall(row)}
+            for row in tables.get(name, ())
+        ]
         for name in ("FileLocations", "StackFrames")
     )
     found: dict[int, tuple[Frame, ...]] = {}
     for number, row in enumerate(frames, start=1):
         place = places[row["file_location_id"] - 1]
-        frame = Frame(files[place["file_name_id"] - 1], place["line"], functions[place["function_name_id"] - 1])
+        frame = Frame(
+            files[place["file_name_id"] - 1],
+            place["line"],
+            functions[place["function_name_id"] - 1],
+        )
         # XLA prints the number of the outer frame plus one; 1 means that there is none.
         found[number] = (frame, *found.get(row["parent_frame_id"] - 1, ()))
     return found
@@ -295,12 +378,17 @@ class Array(NamedTuple):
 
 @ft.lru_cache(maxsize=65536)
 def arrays_in(result: str) -> tuple[Array, ...]:
-    """The arrays of a result type, with those inside tuples. Raises `ProgramError` for dimensions it cannot read."""
+    """The arrays of a result type, with those inside tuples. Raises `ProgramError` for
+    dimensions it cannot read.
+    """
     found = _ARRAY.findall(result)
     for dtype, sizes in found:
         if not _SIZES.match(sizes):
             raise ProgramError(f"the size of `{dtype}[{sizes}]` is not known")
-    return tuple(Array(dtype, tuple(map(int, re.findall(r"\d+", sizes)))) for dtype, sizes in found)
+    return tuple(
+        Array(dtype, tuple(map(int, re.findall(r"\d+", sizes))))
+        for dtype, sizes in found
+    )
 
 
 def array_of(instruction: Instruction) -> Array:
@@ -310,16 +398,23 @@ def array_of(instruction: Instruction) -> Array:
 
 def index_of(instruction: Instruction) -> int | None:
     """The tuple index of a `get-tuple-element`; `None` for other instructions."""
-    found = _INDEX.search(instruction.structure) if instruction.opcode == "get-tuple-element" else None
+    found = (
+        _INDEX.search(instruction.structure)
+        if instruction.opcode == "get-tuple-element"
+        else None
+    )
     return int(found[1]) if found else None
 
 
 def root_of(computation: Mapping[str, Instruction]) -> Instruction:
     """The instruction whose result a computation returns."""
-    return next(instruction for instruction in computation.values() if instruction.is_root)
+    return next(
+        instruction for instruction in computation.values() if instruction.is_root
+    )
 
 
-# The rows and columns of a tile of memory; `None` if the chip does not pad arrays to whole tiles.
+# The rows and columns of a tile of memory; `None` if the chip does not pad arrays to
+# whole tiles.
 Tile: TypeAlias = tuple[int, int] | None
 # The result type of an instruction: an array, or a tuple of result types.
 Result: TypeAlias = "Array | tuple[Result, ...]"
@@ -334,14 +429,16 @@ def result_of(text: str) -> Result:
 
 @ft.lru_cache(maxsize=65536)
 def bytes_of(buffer: Array, tile: Tile) -> int:
-    """The bytes of an array in memory, padded to whole tiles. Elements smaller than a byte are packed."""
+    """The bytes of an array in memory, padded to whole tiles. Elements smaller than a
+    byte are packed.
+    """
     return -(-math.prod(padded(buffer.shape, tile)) * buffer.bits // 8)
 
 
 def padded(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
-    """A shape padded to whole tiles, as the TPU's compiler pads it, in the layout with the least padding. Any two
-    dimensions can be the rows and columns of the tiles. A dimension shorter than a tile's rows is padded to a power of
-    two.
+    """A shape padded to whole tiles, as the TPU's compiler pads it, in the layout with
+    the least padding. Any two dimensions can be the rows and columns of the tiles. A
+    dimension shorter than a tile's rows is padded to a power of two.
     """
     if tile is None or not shape or 0 in shape:
         return shape
@@ -352,7 +449,9 @@ def padded(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
     for last, second in itertools.permutations(range(len(shape)), 2):
         sizes = list(shape)
         sizes[last] = _up(sizes[last], columns)
-        sizes[second] = _up(sizes[second], min(rows, 1 << (sizes[second] - 1).bit_length()))
+        sizes[second] = _up(
+            sizes[second], min(rows, 1 << (sizes[second] - 1).bit_length())
+        )
         found.append(tuple(sizes))
     return min(found, key=math.prod)
 
@@ -361,20 +460,25 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-# Operations that compute each element of the result from the same element of each operand.
+# Operations that compute each element of the result from the same element of each
+# operand.
 ELEMENTWISE = frozenset(
-    "abs add and atan2 bitcast-convert cbrt ceil clamp compare complex convert cosine count-leading-zeros divide erf "
-    "exponential exponential-minus-one floor imag is-finite log log-plus-one logistic map maximum minimum multiply "
-    "negate not or popcnt power real reduce-precision remainder round-nearest-afz round-nearest-even rsqrt select "
-    "shift-left shift-right-arithmetic shift-right-logical sign sine sqrt stochastic-convert subtract tan tanh "
-    "xor".split()
+    "abs add and atan2 bitcast-convert cbrt ceil clamp compare complex convert cosine"
+    " count-leading-zeros divide erf exponential exponential-minus-one floor imag"
+    " is-finite log log-plus-one logistic map maximum minimum multiply negate not or"
+    " popcnt power real reduce-precision remainder round-nearest-afz round-nearest-even"
+    " rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine sqrt"
+    " stochastic-convert subtract tan tanh xor".split()
 )
-# Operations whose result has elements of the operand in another order, or repeated, or padded.
+# Operations whose result has elements of the operand in another order, or repeated, or
+# padded.
 VIEWS = frozenset(["broadcast", "transpose", "reverse", "reshape", "copy", "pad"])
 # Constants take no memory: the operation that reads them computes them.
 CONSTANTS = frozenset(["constant", "iota", "partition-id", "replica-id"])
-# Operations that slice an array. A fusion reads the slice from the array, without a copy.
+# Operations that slice an array. A fusion reads the slice from the array, without a
+# copy.
 PIECES = frozenset(["slice", "dynamic-slice"])
 PRODUCTS = frozenset(["dot", "convolution", "ragged-dot"])
-# Operations whose result can reuse the memory of an operand that no later operation reads.
+# Operations whose result can reuse the memory of an operand that no later operation
+# reads.
 IN_PLACE = ELEMENTWISE | {"dynamic-update-slice", "scatter", "all-reduce", "sort"}

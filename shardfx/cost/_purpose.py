@@ -1,4 +1,5 @@
-"""The purpose of each array in a step's arguments: parameter, optimizer state, batch or cache.
+"""The purpose of each array in a step's arguments: parameter, optimizer state, batch or
+cache.
 
 The purpose follows from the operations that read the array, not from the array's name.
 """
@@ -16,8 +17,9 @@ from ._hlo_text import ELEMENTWISE, PIECES, VIEWS
 from ._live.program import FlatProgram, Uses, reached
 
 
-# Operations that compute an argument's new value from its old one. They include collectives: updated parameters are
-# gathered if the optimizer's state is sharded further than the parameters.
+# Operations that compute an argument's new value from its old one. They include
+# collectives: updated parameters are gathered if the optimizer's state is sharded
+# further than the parameters.
 _FOLLOWED = ELEMENTWISE | VIEWS | PIECES | MOVING
 
 
@@ -26,8 +28,10 @@ class ArgumentPurpose(NamedTuple):
 
     - `argument`: the array's path, whole shape and sharding.
     - `dtype`: the array's dtype in HLO's notation.
-    - `group`: the purpose: "parameters", "optimizer: mu" (one group for each moment), "KV cache", "batch" or "other".
-    - `result`: the number of the step's result that is the array's new value; `None` if there is none.
+    - `group`: the purpose: "parameters", "optimizer: mu" (one group for each moment),
+      "KV cache", "batch" or "other".
+    - `result`: the number of the step's result that is the array's new value; `None` if
+      there is none.
     """
 
     argument: Parameter
@@ -37,20 +41,26 @@ class ArgumentPurpose(NamedTuple):
 
 
 def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]:
-    """The arrays of a step's arguments, each with its purpose, in the order of the program's parameters.
+    """The arrays of a step's arguments, each with its purpose, in the order of the
+    program's parameters.
 
-    A result is the new value of an array if it is computed from the array, and both are at the same position in two
-    subtrees of equal structure, shapes and dtypes. In a step with gradients, an array with a new value is a parameter
-    if the forward pass reads it; otherwise it is optimizer state. In a step without gradients, it is a cache. An array
-    without a new value is part of the batch if its first dimension has the batch's size. Otherwise it is a parameter if
-    it has floats.
+    A result is the new value of an array if it is computed from the array, and both are
+    at the same position in two subtrees of equal structure, shapes and dtypes. In a
+    step with gradients, an array with a new value is a parameter if the forward pass
+    reads it; otherwise it is optimizer state. In a step without gradients, it is a
+    cache. An array without a new value is part of the batch if its first dimension has
+    the batch's size. Otherwise it is a parameter if it has floats.
     """
     ours = step.arguments
     dtypes = [program.buffers[value].dtype for value in program.entry.carried]
     uses = Uses(program)
     entry = program.entry
     same = _replacing_results(step, program)
-    back = {at: to for at, to in same.items() if _comes_from(entry.results[to], entry.carried[at], uses)}
+    back = {
+        at: to
+        for at, to in same.items()
+        if _comes_from(entry.results[to], entry.carried[at], uses)
+    }
     trains = any("transpose(" in op.instruction.op_name for op in uses.ops)
     groups: list[str] = []
     for at, value in enumerate(entry.carried):
@@ -59,9 +69,15 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
         elif not trains:
             groups.append("KV cache" if ours[at].shape else "other")
         else:
-            groups.append("parameters" if _is_read_forward(value, uses) else "optimizer")
+            groups.append(
+                "parameters" if _is_read_forward(value, uses) else "optimizer"
+            )
     leading = _batch_size(ours, dtypes, groups)
-    paths = [one.path.split("/") for one, group in zip(ours, groups, strict=True) if group == "parameters"]
+    paths = [
+        one.path.split("/")
+        for one, group in zip(ours, groups, strict=True)
+        if group == "parameters"
+    ]
     below = {"/".join(path[at:]) for path in paths for at in range(1, len(path))}
     found = []
     for at, (one, dtype, group) in enumerate(zip(ours, dtypes, groups, strict=True)):
@@ -76,13 +92,25 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
 
 
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
-    """For each array of the arguments, by its number, the number of the result that can be its new value. Both are at
-    the same position in two subtrees of equal structure, shapes and dtypes, of the arguments and of the results.
+    """For each array of the arguments, by its number, the number of the result that can
+    be its new value. Both are at the same position in two subtrees of equal structure,
+    shapes and dtypes, of the arguments and of the results.
     """
-    info, dtypes = flatten(step.traced.out_info), [buffer.dtype for buffer in program.buffers]
-    results = itertools.compress(zip(info.paths, info.leaves, strict=True), info.is_array)
-    made = [(path, (leaf.shape, dtypes[at])) for (path, leaf), at in zip(results, program.entry.results, strict=True)]
-    given = [(one.path, (one.shape, dtypes[at])) for one, at in zip(step.arguments, program.entry.carried, strict=True)]
+    info, dtypes = (
+        flatten(step.traced.out_info),
+        [buffer.dtype for buffer in program.buffers],
+    )
+    results = itertools.compress(
+        zip(info.paths, info.leaves, strict=True), info.is_array
+    )
+    made = [
+        (path, (leaf.shape, dtypes[at]))
+        for (path, leaf), at in zip(results, program.entry.results, strict=True)
+    ]
+    given = [
+        (one.path, (one.shape, dtypes[at]))
+        for one, at in zip(step.arguments, program.entry.carried, strict=True)
+    ]
     alike: dict[object, list[list[int]]] = collections.defaultdict(list)
     for kind, numbers in _subtrees(made):
         alike[kind].append(numbers)
@@ -96,9 +124,12 @@ def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
     return found
 
 
-def _subtrees(arrays: Sequence[tuple[str, object]]) -> Iterator[tuple[object, list[int]]]:
-    """Yields the structure of each subtree of a tree, and the numbers of its arrays, the larger subtrees first.
-    `arrays` has the path of each array of the tree, and its shape and dtype.
+def _subtrees(
+    arrays: Sequence[tuple[str, object]],
+) -> Iterator[tuple[object, list[int]]]:
+    """Yields the structure of each subtree of a tree, and the numbers of its arrays,
+    the larger subtrees first. `arrays` has the path of each array of the tree, and its
+    shape and dtype.
     """
     parts = [path.split("/") for path, _ in arrays]
     for depth in range(max(map(len, parts), default=0) + 1):
@@ -107,12 +138,15 @@ def _subtrees(arrays: Sequence[tuple[str, object]]) -> Iterator[tuple[object, li
             if len(own) >= depth:
                 below.setdefault(tuple(own[:depth]), []).append((own[depth:], at))
         for found in map(sorted, below.values()):
-            yield tuple((*path, arrays[at][1]) for path, at in found), [at for _, at in found]
+            yield (
+                tuple((*path, arrays[at][1]) for path, at in found),
+                [at for _, at in found],
+            )
 
 
 def _comes_from(result: int, given: int, uses: Uses) -> bool:
-    """Whether only elementwise operations, in-place updates, slices and resharding lead from value number `given`, an
-    argument, to value number `result`.
+    """Whether only elementwise operations, in-place updates, slices and resharding lead
+    from value number `given`, an argument, to value number `result`.
     """
 
     def before(value: int) -> Sequence[int]:
@@ -130,26 +164,43 @@ def _comes_from(result: int, given: int, uses: Uses) -> bool:
 
 
 def _is_read_forward(value: int, uses: Uses) -> bool:
-    """Whether an operation of the forward pass reads value number `value` or a view of it, such as a transpose. An
-    operation that is neither elementwise nor a view counts in every pass.
+    """Whether an operation of the forward pass reads value number `value` or a view of
+    it, such as a transpose. An operation that is neither elementwise nor a view counts
+    in every pass.
     """
 
     def forms(value: int) -> Iterator[int]:
         for op, _, _ in uses.users.get(value, ()):
             yield from op.makes if op.opcode in VIEWS or op.opcode == "convert" else ()
 
-    readers = (op for one in reached([value], forms) for op, _, _ in uses.users.get(one, ()))
-    return any("jvp(" in op.instruction.op_name or op.opcode not in ELEMENTWISE | VIEWS for op in readers)
+    readers = (
+        op for one in reached([value], forms) for op, _, _ in uses.users.get(one, ())
+    )
+    return any(
+        "jvp(" in op.instruction.op_name or op.opcode not in ELEMENTWISE | VIEWS
+        for op in readers
+    )
 
 
-def _batch_size(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
-    """The batch's size: the first dimension of the largest integer array that has no group yet. If there is no such
-    array, it is the first dimension of the last array without a group. `None` if all arrays have a group. `ours`,
-    `dtypes` and `groups` have an entry for each array of the arguments; "" is no group.
+def _batch_size(
+    ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]
+) -> int | None:
+    """The batch's size: the first dimension of the largest integer array that has no
+    group yet. If there is no such array, it is the first dimension of the last array
+    without a group. `None` if all arrays have a group. `ours`, `dtypes` and `groups`
+    have an entry for each array of the arguments; "" is no group.
     """
-    left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
+    left = [
+        (one, dtype)
+        for one, dtype, group in zip(ours, dtypes, groups, strict=True)
+        if not group and one.shape
+    ]
     # A PRNG key has at most four words.
-    whole = [one for one, dtype in left if _is_whole_number(dtype) and math.prod(one.shape) > 4]
+    whole = [
+        one
+        for one, dtype in left
+        if _is_whole_number(dtype) and math.prod(one.shape) > 4
+    ]
     if whole:
         return max(whole, key=lambda one: math.prod(one.shape)).shape[0]
     return left[-1][0].shape[0] if left else None
@@ -160,11 +211,16 @@ def _is_whole_number(dtype: str) -> bool:
 
 
 def _moment_group(path: str, parameters: Set[str]) -> str:
-    """The group of the optimizer's array with this path: "optimizer: mu" for "state/mu/layers/up", if a parameter has a
-    path that ends in "layers/up". `parameters` has all suffixes of the parameters' paths.
+    """The group of the optimizer's array with this path: "optimizer: mu" for
+    "state/mu/layers/up", if a parameter has a path that ends in "layers/up".
+    `parameters` has all suffixes of the parameters' paths.
     """
     parts = path.split("/")
     for at in range(1, len(parts)):
         if "/".join(parts[at:]) in parameters:
             return f"optimizer: {'/'.join(parts[1:at]) or parts[0]}"
-    return "optimizer: the rest" if len(parts) > 1 or not parameters else f"optimizer: {path}"
+    return (
+        "optimizer: the rest"
+        if len(parts) > 1 or not parameters
+        else f"optimizer: {path}"
+    )

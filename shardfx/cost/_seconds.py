@@ -1,4 +1,6 @@
-"""An estimate of the time that the collectives of a step take on a chip's network links."""
+"""An estimate of the time that the collectives of a step take on a chip's network
+links.
+"""
 
 import dataclasses
 import math
@@ -22,8 +24,10 @@ class SecondsRow:
     **Arguments:**
 
     - `traffic`: the traffic row of the collective.
-    - `seconds`, `dcn_seconds`: the seconds of all calls in one step, and the part of them between slices.
-    - `bytes_per_second`, `why`: the rate at which bytes enter a device, and a description of the links that limit it.
+    - `seconds`, `dcn_seconds`: the seconds of all calls in one step, and the part of
+      them between slices.
+    - `bytes_per_second`, `why`: the rate at which bytes enter a device, and a
+      description of the links that limit it.
     """
 
     __module__ = "shardfx.cost"
@@ -37,10 +41,11 @@ class SecondsRow:
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """An estimate of the time that a step's collectives take; returned by [`shardfx.cost.seconds`][].
+    """An estimate of the time that a step's collectives take; returned by
+    [`shardfx.cost.seconds`][].
 
-    The time is bytes divided by bandwidth. It leaves out latency, contention, and the overlap of communication and
-    arithmetic. `str(...)` is a table.
+    The time is bytes divided by bandwidth. It leaves out latency, contention, and the
+    overlap of communication and arithmetic. `str(...)` is a table.
 
     **Arguments:**
 
@@ -59,21 +64,45 @@ class Seconds:
         return math.fsum(row.seconds for row in self.rows)
 
     def by_axes(self) -> dict[tuple[str, ...], float]:
-        """The seconds of all collectives along each tuple of mesh axes, the longest time first."""
+        """The seconds of all collectives along each tuple of mesh axes, the longest
+        time first.
+        """
         axes = together(self.rows, lambda row: row.traffic.axes)
-        sums = {own: math.fsum(row.seconds for row in rows) for own, rows in axes.items()}
+        sums = {
+            own: math.fsum(row.seconds for row in rows) for own, rows in axes.items()
+        }
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
         header = ("ms/step", "bytes/step", "kind", "axes", "GB/s", "over")
         cells: list[tuple[str, ...]] = [header]
         for row in self.rows:
-            sent = (bytes_text(row.traffic.wire_bytes), row.traffic.kind, axes_text(row.traffic.axes))
-            cells.append((f"{1e3 * row.seconds:.3f}", *sent, f"{row.bytes_per_second / 1e9:.1f}", row.why))
+            sent = (
+                bytes_text(row.traffic.wire_bytes),
+                row.traffic.kind,
+                axes_text(row.traffic.axes),
+            )
+            cells.append(
+                (
+                    f"{1e3 * row.seconds:.3f}",
+                    *sent,
+                    f"{row.bytes_per_second / 1e9:.1f}",
+                    row.why,
+                )
+            )
         lines = table(cells, right={"ms/step", "bytes/step", "GB/s"})
-        sums = ", ".join(f"{axes_text(axes)} {1e3 * one:.3f} ms" for axes, one in self.by_axes().items())
-        lines.append(f"About {1e3 * self.seconds:.3f} ms of a step on {self.chip.name} ({sums or 'no traffic'}).")
-        lines.append("An estimate: bytes over bandwidth, without latency, and as if nothing ran beside it.")
+        sums = ", ".join(
+            f"{axes_text(axes)} {1e3 * one:.3f} ms"
+            for axes, one in self.by_axes().items()
+        )
+        lines.append(
+            f"About {1e3 * self.seconds:.3f} ms of a step on {self.chip.name}"
+            f" ({sums or 'no traffic'})."
+        )
+        lines.append(
+            "An estimate: bytes over bandwidth, without latency, and as if nothing ran"
+            " beside it."
+        )
         return "\n".join(lines)
 
     __repr__ = first_lines
@@ -81,24 +110,33 @@ class Seconds:
 
 
 def seconds(
-    traffic: Traffic, chip: str | chips.Chip, mesh: MeshSpec | Mesh | AbstractMesh | None = None, *, slice: str = ""
+    traffic: Traffic,
+    chip: str | chips.Chip,
+    mesh: MeshSpec | Mesh | AbstractMesh | None = None,
+    *,
+    slice: str = "",
 ) -> Seconds:
-    """An estimate of the time that each collective of a step takes on the chip's network links.
+    """An estimate of the time that each collective of a step takes on the chip's
+    network links.
 
-    On a torus, a mesh axis spans dimensions of the slice. A collective uses the links of all dimensions that its axes
-    span: in both directions along a dimension that is a closed ring, and in one direction along an open one. An
-    all-to-all is limited by the links in the middle of its longest dimension, since half of its bytes cross them. If a
-    switch connects the chips, each chip sends over all of its links. Bytes from another slice, or from chips of another
-    switch, use the data-center network.
+    On a torus, a mesh axis spans dimensions of the slice. A collective uses the links
+    of all dimensions that its axes span: in both directions along a dimension that is a
+    closed ring, and in one direction along an open one. An all-to-all is limited by the
+    links in the middle of its longest dimension, since half of its bytes cross them. If
+    a switch connects the chips, each chip sends over all of its links. Bytes from
+    another slice, or from chips of another switch, use the data-center network.
 
     **Arguments:**
 
     - `traffic`: the traffic from [`shardfx.cost.traffic`][].
     - `chip`: the chip's name, or a [`shardfx.chips.Chip`][].
-    - `mesh`: the mesh whose axes the rows name. Without a mesh, each collective on a torus uses one link in one
+    - `mesh`: the mesh whose axes the rows name. Without a mesh, each collective on a
+      torus uses one link in one
         direction.
-    - `slice`: the slice's extents in chips, such as "4x4x8"; by default the extents nearest to a cube. Mesh axes are
-        assigned to dimensions of the slice in order, the last axis innermost, as [`shardfx.MeshSpec.build`][] does.
+    - `slice`: the slice's extents in chips, such as "4x4x8"; by default the extents
+      nearest to a cube. Mesh axes are
+        assigned to dimensions of the slice in order, the last axis innermost, as
+        [`shardfx.MeshSpec.build`][] does.
 
     **Returns:**
 
@@ -142,33 +180,40 @@ def seconds(
 
 
 def _extents(given: str, usual: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
-    """The extents of a slice from their text: (4, 8) for "4x8". Raises `MeshError` if their number or their product is
-    not that of the default extents `usual`.
+    """The extents of a slice from their text: (4, 8) for "4x8". Raises `MeshError` if
+    their number or their product is not that of the default extents `usual`.
     """
     parts = given.lower().split("x")
     found = tuple(int(part) for part in parts if part.isdigit())
     if math.prod(found) != math.prod(usual) or {len(found), len(parts)} != {len(usual)}:
         raise MeshError(
-            f"`slice={given!r}` must have {len(usual)} extents that hold {math.prod(usual)} chips of {chip.name}, as "
-            f"in {'x'.join(map(str, usual))!r}."
+            f"`slice={given!r}` must have {len(usual)} extents that hold"
+            f" {math.prod(usual)} chips of {chip.name}, as in"
+            f" {'x'.join(map(str, usual))!r}."
         )
     return found
 
 
-def _row(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip) -> SecondsRow:
+def _row(
+    row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip
+) -> SecondsRow:
     rate, why = _rate(row, axes, chip)
     near = (row.wire_bytes - row.dcn_bytes) / rate
     far = row.dcn_bytes / chip.dcn_bytes_per_second * chip.devices_per_chip
     if not chip.torus_dims and row.group_size > chip.island_chips:
-        # A replica group with more chips than one switch connects also uses the network between switches.
+        # A replica group with more chips than one switch connects also uses the network
+        # between switches.
         far += row.wire_bytes / chip.island_chips / chip.dcn_bytes_per_second
         why += f", and the network between islands of {chip.island_chips}"
     return SecondsRow(row, near + far, far, rate, why)
 
 
-def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip) -> tuple[float, str]:
-    """The bytes per second that enter a device during a collective, and a description of the links that limit them.
-    `axes` has the dimensions of the slice that each mesh axis spans.
+def _rate(
+    row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip
+) -> tuple[float, str]:
+    """The bytes per second that enter a device during a collective, and a description
+    of the links that limit them. `axes` has the dimensions of the slice that each mesh
+    axis spans.
     """
     link = chip.link_bytes_per_second
     if not chip.torus_dims:
@@ -176,14 +221,21 @@ def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chi
     rings = [ring for axis in row.axes for ring in axes.get(axis, ())]
     if not rings:
         return float(link), "one link one way"
-    names = {ring: f"{'ring' if ring.closed else 'line'} of {ring.size}" for ring in rings}
+    names = {
+        ring: f"{'ring' if ring.closed else 'line'} of {ring.size}" for ring in rings
+    }
     links = KINDS[row.kind].links
     if links == "middle":
-        # An all-to-all: each of n devices receives B bytes, half of them from the other side of the longest ring. In
-        # each direction n / 2 * B / 2 bytes cross its middle, where a ring has two links and a line has one. So B takes
-        # n B / (4 links) seconds at the speed of a link. Other dimensions multiply both the devices and the links.
+        # An all-to-all: each of n devices receives B bytes, half of them from the other
+        # side of the longest ring. In each direction n / 2 * B / 2 bytes cross its
+        # middle, where a ring has two links and a line has one. So B takes n B / (4
+        # links) seconds at the speed of a link. Other dimensions multiply both the
+        # devices and the links.
         longest = max(rings, key=lambda ring: ring.size / ring.links)
-        return 4 * longest.links * link / longest.size, f"the middle of a {names[longest]}"
+        return (
+            4 * longest.links * link / longest.size,
+            f"the middle of a {names[longest]}",
+        )
     shape = " + ".join(names[ring] for ring in rings)
     if links == "one":
         return float(link), f"one link one way ({shape})"

@@ -1,4 +1,6 @@
-"""The bytes that a compiled step sends: a row for each collective, with the source line that causes it."""
+"""The bytes that a compiled step sends: a row for each collective, with the source line
+that causes it.
+"""
 
 import dataclasses
 import functools as ft
@@ -16,7 +18,15 @@ from .._ground.errors import LeafTypeError, ProgramError
 from .._ground.text import together
 from .._step import own_line
 from ..topology import MeshSpec
-from ._collective import Collective, DevicePositions, channel_of, collective_of, is_transfer, slices_of, transfer_of
+from ._collective import (
+    Collective,
+    DevicePositions,
+    channel_of,
+    collective_of,
+    is_transfer,
+    slices_of,
+    transfer_of,
+)
 from ._compile_for import CompiledFor
 from ._hlo_text import HloModule, Instruction, parse_hlo
 from ._origin import Origins, path_of
@@ -24,29 +34,46 @@ from ._runs import Runs, runs_of
 from ._traffic_rows import Traffic, TrafficRow, largest_first
 
 
-# The note in the rows of a branch that sends less than another branch of the same conditional.
-IDLE = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
+# The note in the rows of a branch that sends less than another branch of the same
+# conditional.
+IDLE = (
+    "one branch of a conditional runs: the one that sends most counts, the others are"
+    " listed with 0 calls."
+)
 # The note in the rows of an all-to-all whose shards differ in size.
-RAGGED = "a ragged exchange sends what its sizes say when it runs: all that it has room for counts, in equal parts."
-# The name of a computation in which a TPU performs an all-reduce and slices its result: a reduce-scatter.
+RAGGED = (
+    "a ragged exchange sends what its sizes say when it runs: all that it has room for"
+    " counts, in equal parts."
+)
+# The name of a computation in which a TPU performs an all-reduce and slices its result:
+# a reduce-scatter.
 _SCATTERS = "all-reduce-scatter"
-# The name of the fusion that starts a TPU's collective. Other fusions contain the collective's instruction again.
+# The name of the fusion that starts a TPU's collective. Other fusions contain the
+# collective's instruction again.
 _STARTS = "async-collective-start"
 _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
 
 
-def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
-    """The bytes that a compiled step sends: a row for each collective, with the line of your program that causes it.
+def traffic(
+    compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
+) -> Traffic:
+    """The bytes that a compiled step sends: a row for each collective, with the line of
+    your program that causes it.
 
-    A collective in a loop counts once per iteration. An asynchronous collective counts once. A collective of an unknown
-    kind raises an error, so no collective is left out of the total.
+    A collective in a loop counts once per iteration. An asynchronous collective counts
+    once. A collective of an unknown kind raises an error, so no collective is left out
+    of the total.
 
     **Arguments:**
 
-    - `compiled`: a compiled program of `jax.jit`, `filter_jit` or [`shardfx.cost.compile_for`][]; a lowered program,
-        which is compiled first; or the text of an optimized HLO module. It may be for CPUs, GPUs or TPUs.
-    - `mesh`: the mesh whose axes the rows name; by default the mesh of the program's shardings, if it has any. With a
-        MeshSpec that has `dcn`, or a Mesh of devices in several slices, the rows also count the bytes between slices.
+    - `compiled`: a compiled program of `jax.jit`, `filter_jit` or
+      [`shardfx.cost.compile_for`][]; a lowered program,
+        which is compiled first; or the text of an optimized HLO module. It may be for
+        CPUs, GPUs or TPUs.
+    - `mesh`: the mesh whose axes the rows name; by default the mesh of the program's
+      shardings, if it has any. With a
+        MeshSpec that has `dcn`, or a Mesh of devices in several slices, the rows also
+        count the bytes between slices.
 
     **Returns:**
 
@@ -54,8 +81,9 @@ def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
 
     **Raises:**
 
-    `ProgramError` for text or a collective that cannot be read, with the line of HLO; `MeshError` for a mesh that has
-    more or fewer devices than the program; `LeafTypeError` for an object that is no program.
+    `ProgramError` for text or a collective that cannot be read, with the line of HLO;
+    `MeshError` for a mesh that has more or fewer devices than the program;
+    `LeafTypeError` for an object that is no program.
 
     !!! Example
 
@@ -84,10 +112,19 @@ def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
             "`filter_jit(step, ...).lower(...).compile()`."
         )
     if not (text := compiled.as_text()):
-        raise ProgramError("the compiler of this platform does not give the text of its programs.")
+        raise ProgramError(
+            "the compiler of this platform does not give the text of its programs."
+        )
     if mesh is None:
         shardings = jax.tree.leaves(compiled.input_shardings)
-        mesh = next((one.mesh for one in shardings if isinstance(one, NamedSharding) and not one.mesh.empty), None)
+        mesh = next(
+            (
+                one.mesh
+                for one in shardings
+                if isinstance(one, NamedSharding) and not one.mesh.empty
+            ),
+            None,
+        )
     named = {} if isinstance(compiled, jax.stages.Compiled) else compiled.argument_paths
     # Paths without the argument's name.
     paths = {name: path.partition("/")[2] or path for name, path in named.items()}
@@ -101,24 +138,34 @@ def read(
     paths: Mapping[str, str],
     ids: tuple[int, ...] = (),
 ) -> Traffic:
-    """The traffic of a compiled or partitioned HLO module, with the rows in the order of the program.
+    """The traffic of a compiled or partitioned HLO module, with the rows in the order
+    of the program.
 
     **Arguments:**
 
-    - `module`, `mesh`: the module, and the mesh whose axes the rows name; `None` if it is not known.
-    - `paths`: the path of each argument of the module, by the argument's name in the text.
-    - `ids`: the ids of the devices in the order of the mesh; empty if they are not known.
+    - `module`, `mesh`: the module, and the mesh whose axes the rows name; `None` if it
+      is not known.
+    - `paths`: the path of each argument of the module, by the argument's name in the
+      text.
+    - `ids`: the ids of the devices in the order of the mesh; empty if they are not
+      known.
     """
     runs = runs_of(module)
-    numbers = [own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None]
-    positions = DevicePositions(mesh, module.partitions, max([slices_of(module), *numbers]), ids)
-    found = _costliest_branches(_ModuleReader(module, positions, paths).collectives(runs))
+    numbers = [
+        own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None
+    ]
+    positions = DevicePositions(
+        mesh, module.partitions, max([slices_of(module), *numbers]), ids
+    )
+    found = _costliest_branches(
+        _ModuleReader(module, positions, paths).collectives(runs)
+    )
     return Traffic(tuple(one.row for one in found), positions.devices, positions.names)
 
 
 class _Found(NamedTuple):
-    """The traffic row of one instruction of a collective. A TPU's program can have several instructions for one
-    collective.
+    """The traffic row of one instruction of a collective. A TPU's program can have
+    several instructions for one collective.
 
     - `row`: the traffic row.
     - `runs`: how often the instruction's computation runs.
@@ -134,7 +181,9 @@ class _Found(NamedTuple):
 
 @dataclasses.dataclass
 class _ModuleReader:
-    """Makes traffic rows of the collectives of one HLO module. `paths` has the path of each argument, by its name."""
+    """Makes traffic rows of the collectives of one HLO module. `paths` has the path of
+    each argument, by its name.
+    """
 
     module: HloModule
     positions: DevicePositions
@@ -145,11 +194,21 @@ class _ModuleReader:
         return Origins(self.module)
 
     def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Found]:
-        """The rows of the module's collectives. A collective in several branches or loops has a row for each. `runs`
-        has how often each computation runs, by its name, from `runs_of`.
+        """The rows of the module's collectives. A collective in several branches or
+        loops has a row for each. `runs` has how often each computation runs, by its
+        name, from `runs_of`.
         """
-        instructions = [(name, one) for name in runs for one in self.module.computations[name].values()]
-        fusions = {target: one.name for _, one in instructions if one.opcode == "fusion" for _, target in one.called}
+        instructions = [
+            (name, one)
+            for name in runs
+            for one in self.module.computations[name].values()
+        ]
+        fusions = {
+            target: one.name
+            for _, one in instructions
+            if one.opcode == "fusion"
+            for _, target in one.called
+        }
         found: list[_Found] = []
         for name, one in instructions:
             fusion, channel = fusions.get(name), channel_of(one)
@@ -159,35 +218,53 @@ class _ModuleReader:
                 except ProgramError as error:
                     raise ProgramError(f"{error}: {one.text:.300}") from None
                 if row is not None:
-                    # A TPU's program repeats a collective in each fusion that runs at the same time. On other platforms
-                    # each instruction is one collective, and all collectives of a `shard_map` may have one channel.
-                    key = (id(one), own) if fusion is None or channel is None else (row.kind, channel)
-                    found.append(_Found(row, own, key, fusion is not None and fusion.startswith(_STARTS)))
+                    # A TPU's program repeats a collective in each fusion that runs at
+                    # the same time. On other platforms each instruction is one
+                    # collective, and all collectives of a `shard_map` may have one
+                    # channel.
+                    key = (
+                        (id(one), own)
+                        if fusion is None or channel is None
+                        else (row.kind, channel)
+                    )
+                    found.append(
+                        _Found(
+                            row,
+                            own,
+                            key,
+                            fusion is not None and fusion.startswith(_STARTS),
+                        )
+                    )
         kept: list[_Found] = []
         for alike in together(found, lambda one: one.key).values():
-            # If no fusion starts the collective, it belongs to the fusion that runs least often: the other fusions are
-            # in loops that run at the same time.
+            # If no fusion starts the collective, it belongs to the fusion that runs
+            # least often: the other fusions are in loops that run at the same time.
             starts = [one for one in alike if one.starts]
             kept += starts or [min(alike, key=lambda one: one.runs.count)]
         return kept
 
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
-        """The traffic row of an instruction; `None` if it is no collective. `name` is the computation that contains it,
-        and `runs` is how often that computation runs.
+        """The traffic row of an instruction; `None` if it is no collective. `name` is
+        the computation that contains it, and `runs` is how often that computation runs.
         """
         if is_transfer(instruction):
             collective = transfer_of(instruction, self.positions)
         elif (collective := collective_of(instruction, self.positions.own)) is None:
             return None
         else:
-            collective = collective._replace(groups=self.positions.in_mesh(collective.groups, runs.slice))
+            collective = collective._replace(
+                groups=self.positions.in_mesh(collective.groups, runs.slice)
+            )
             if name.startswith(_SCATTERS):
                 parts = tuple(part / collective.group_size for part in collective.parts)
                 collective = collective._replace(kind="reduce-scatter", parts=parts)
         kind = self.kind_of(instruction, collective)
         note = RAGGED if kind == "ragged-all-to-all" else instruction.note
         if runs.unknown:
-            note = f"the trips of a loop are not known and count once: {runs.unknown[0]:.160}"
+            note = (
+                "the trips of a loop are not known and count once:"
+                f" {runs.unknown[0]:.160}"
+            )
         wire = runs.count * collective.wire_bytes(self.positions.numbers)
         shares = self.shares(instruction, collective, round(wire))
         stack = self.origins.frames(instruction)
@@ -212,20 +289,36 @@ class _ModuleReader:
         )
 
     def kind_of(self, instruction: Instruction, collective: Collective) -> str:
-        """The kind of a collective. A permute of a windowed einsum has the kind of the collective that it replaces. In
-        a windowed einsum, a loop of permutes and partial matrix products replaces an all-gather before the product, or
-        a reduce-scatter after it. XLA makes it: `EmitWindowedDotGeneral` in xla/service/spmd/dot_handler.cc.
+        """The kind of a collective. A permute of a windowed einsum has the kind of the
+        collective that it replaces. In a windowed einsum, a loop of permutes and
+        partial matrix products replaces an all-gather before the product, or a
+        reduce-scatter after it. XLA makes it: `EmitWindowedDotGeneral` in
+        xla/service/spmd/dot_handler.cc.
         """
-        is_ring = collective.kind == "collective-permute" and len(collective.groups[0]) == self.positions.devices
+        is_ring = (
+            collective.kind == "collective-permute"
+            and len(collective.groups[0]) == self.positions.devices
+        )
         if not is_ring or not _PRODUCT.search(instruction.op_name):
             return collective.kind  # permutes of a windowed einsum have all devices
-        return "reduce-scatter" if self.origins.is_sum_of_products(instruction) else "all-gather"
+        return (
+            "reduce-scatter"
+            if self.origins.is_sum_of_products(instruction)
+            else "all-gather"
+        )
 
-    def shares(self, instruction: Instruction, collective: Collective, wire_bytes: int) -> dict[str | None, int]:
-        """The `wire_bytes` of a collective, divided among the parameters that it gathers, or whose gradients it
-        reduces, by the parameter's path. The key `None` has the bytes of other arrays.
+    def shares(
+        self, instruction: Instruction, collective: Collective, wire_bytes: int
+    ) -> dict[str | None, int]:
+        """The `wire_bytes` of a collective, divided among the parameters that it
+        gathers, or whose gradients it reduces, by the parameter's path. The key `None`
+        has the bytes of other arrays.
         """
-        find = self.origins.updated if collective.kind in ("all-reduce", "reduce-scatter") else self.origins.gathered
+        find = (
+            self.origins.updated
+            if collective.kind in ("all-reduce", "reduce-scatter")
+            else self.origins.gathered
+        )
         shares: dict[str | None, int] = {}
         for at, part in enumerate(collective.parts):
             argument = find(instruction, at)
@@ -236,18 +329,27 @@ class _ModuleReader:
 
 
 def _costliest_branches(found: list[_Found]) -> list[_Found]:
-    """The rows `found`, with zero bytes in each branch of a conditional that sends less than another branch of it. Only
-    one branch runs, and the program does not say which.
+    """The rows `found`, with zero bytes in each branch of a conditional that sends less
+    than another branch of it. Only one branch runs, and the program does not say which.
     """
     # Inner conditionals come first, since the bytes of an outer branch depend on them.
-    for depth in reversed(range(max((len(one.runs.branch) for one in found), default=0))):
+    for depth in reversed(
+        range(max((len(one.runs.branch) for one in found), default=0))
+    ):
         sums: dict[str, Counter[int]] = {}
         for one in found:
             for label, number in one.runs.branch[depth : depth + 1]:
                 sums.setdefault(label, Counter())[number] += one.row.wire_bytes
-        costly = {(label, max(own, key=lambda number: own[number])) for label, own in sums.items()}  # noqa: B023
+        costly = {
+            (label, max(own, key=lambda number: own[number]))
+            for label, own in sums.items()
+        }  # noqa: B023
         found = [
-            one if costly.issuperset(one.runs.branch[depth : depth + 1]) else one._replace(row=_without_bytes(one.row))
+            (
+                one
+                if costly.issuperset(one.runs.branch[depth : depth + 1])
+                else one._replace(row=_without_bytes(one.row))
+            )
             for one in found
         ]
     return found
@@ -255,4 +357,12 @@ def _costliest_branches(found: list[_Found]) -> list[_Found]:
 
 def _without_bytes(row: TrafficRow) -> TrafficRow:
     shares = tuple((leaf, 0) for leaf, _ in row.shares)
-    return dataclasses.replace(row, calls=0, wire_bytes=0, dcn_bytes=0, unsure_bytes=0, shares=shares, note=IDLE)
+    return dataclasses.replace(
+        row,
+        calls=0,
+        wire_bytes=0,
+        dcn_bytes=0,
+        unsure_bytes=0,
+        shares=shares,
+        note=IDLE,
+    )

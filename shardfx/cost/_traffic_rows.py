@@ -1,16 +1,27 @@
-"""The traffic of a step as data: a row for each collective, with its bytes, calls, mesh axes and source line."""
+"""The traffic of a step as data: a row for each collective, with its bytes, calls, mesh
+axes and source line.
+"""
 
 import dataclasses
 from collections import Counter
 from typing import Any, Literal, TypeAlias
 
-from .._ground.text import bytes_text, first_lines, html_text, plural, printable, table, together
+from .._ground.text import (
+    bytes_text,
+    first_lines,
+    html_text,
+    plural,
+    printable,
+    table,
+    together,
+)
 from .._step import Frame, place_text
 from ._hlo_text import Phase
 
 
 Key = Literal["axes", "kind", "source", "leaf", "dtype"]
-# The key of a difference: the kind of a collective, its mesh axes, its source line and its leaf.
+# The key of a difference: the kind of a collective, its mesh axes, its source line and
+# its leaf.
 _Kind: TypeAlias = tuple[str, tuple[str, ...], Frame | None, str | None]
 
 
@@ -20,25 +31,36 @@ class TrafficRow:
 
     **Arguments:**
 
-    - `kind`: XLA's name of the kind, such as "all-gather". If `windowed` is true, the kind that the permutes replace.
-    - `wire_bytes`: the bytes that enter a device in one step, as the mean over devices: `calls` times the bytes of one
+    - `kind`: XLA's name of the kind, such as "all-gather". If `windowed` is true, the
+      kind that the permutes replace.
+    - `wire_bytes`: the bytes that enter a device in one step, as the mean over devices:
+      `calls` times the bytes of one
         call. In a loop of unknown trip count, the bytes of one iteration.
     - `dcn_bytes`: the part of `wire_bytes` that comes from another slice.
-    - `calls`: the number of times that the collective runs in one step; `None` in a loop of unknown trip count; 0 in a
+    - `calls`: the number of times that the collective runs in one step; `None` in a
+      loop of unknown trip count; 0 in a
         branch of a conditional if another branch sends more.
-    - `dtype`, `arrays`: the dtype of the collective's result in HLO's notation, and its arrays on one device, as
+    - `dtype`, `arrays`: the dtype of the collective's result in HLO's notation, and its
+      arrays on one device, as
         `f32[8,128]`.
     - `group_size`: the number of devices in a replica group.
-    - `axes`: the mesh axes along which the devices of a replica group differ; empty if no mesh is known.
-    - `source`: the innermost line of your own program that causes the collective; `None` if it is not known.
-    - `stack`: the call stack of the operation that causes the collective, innermost frame first.
-    - `leaf`: the path of the parameter that the collective gathers, or whose gradient it reduces, or `None`. Several
+    - `axes`: the mesh axes along which the devices of a replica group differ; empty if
+      no mesh is known.
+    - `source`: the innermost line of your own program that causes the collective;
+      `None` if it is not known.
+    - `stack`: the call stack of the operation that causes the collective, innermost
+      frame first.
+    - `leaf`: the path of the parameter that the collective gathers, or whose gradient
+      it reduces, or `None`. Several
         paths are separated by ", ".
-    - `shares`: pairs of a parameter's path and its part of `wire_bytes`. The path is `None` for other arrays.
-    - `windowed`: whether the collective is a loop of permutes and matrix products (a windowed einsum), by which XLA
+    - `shares`: pairs of a parameter's path and its part of `wire_bytes`. The path is
+      `None` for other arrays.
+    - `windowed`: whether the collective is a loop of permutes and matrix products (a
+      windowed einsum), by which XLA
         replaces an all-gather or a reduce-scatter.
     - `note`: further notes, or "".
-    - `passes`, `unsure_bytes`: for an estimate, the compiler passes that changed this collective, and the bytes by
+    - `passes`, `unsure_bytes`: for an estimate, the compiler passes that changed this
+      collective, and the bytes by
         which a compiled program may differ from `wire_bytes`, in either direction.
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
     """
@@ -66,14 +88,16 @@ class TrafficRow:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The bytes that a step sends, a row for each collective; returned by [`shardfx.cost.traffic`][].
+    """The bytes that a step sends, a row for each collective; returned by
+    [`shardfx.cost.traffic`][].
 
     `str(...)` is a table. `a - b` is a [`shardfx.cost.TrafficDifference`][].
 
     **Arguments:**
 
     - `rows`: the collectives, the largest first.
-    - `devices`, `axes`: the number of devices that run the step, and the axes of its mesh; empty if no mesh is known.
+    - `devices`, `axes`: the number of devices that run the step, and the axes of its
+      mesh; empty if no mesh is known.
     """
 
     __module__ = "shardfx.cost"
@@ -89,16 +113,21 @@ class Traffic:
 
     @property
     def dcn_bytes(self) -> int:
-        """The bytes that enter a device from other slices in one step, as the mean over devices."""
+        """The bytes that enter a device from other slices in one step, as the mean over
+        devices.
+        """
         return sum(row.dcn_bytes for row in self.rows)
 
     @property
     def unsure_bytes(self) -> int:
-        """For an estimate, the bytes by which a compiled program may differ from `wire_bytes`, in either direction."""
+        """For an estimate, the bytes by which a compiled program may differ from
+        `wire_bytes`, in either direction.
+        """
         return sum(row.unsure_bytes for row in self.rows)
 
     def by(self, key: Key) -> dict[Any, int]:
-        """The bytes of one step for each value of a field of the rows, the largest first.
+        """The bytes of one step for each value of a field of the rows, the largest
+        first.
 
         **Arguments:**
 
@@ -106,7 +135,9 @@ class Traffic:
         """
         sums: Counter[object] = Counter()
         for row in self.rows:
-            for value, count in row.shares if key == "leaf" else ((vars(row)[key], row.wire_bytes),):
+            for value, count in (
+                row.shares if key == "leaf" else ((vars(row)[key], row.wire_bytes),)
+            ):
                 sums[value] += count
         return dict(sums.most_common())
 
@@ -114,9 +145,13 @@ class Traffic:
         sums: dict[_Kind, list[int]] = {}
         for side, made in enumerate((self, other)):
             for row in made.rows:
-                sums.setdefault((row.kind, row.axes, row.source, row.leaf), [0, 0])[side] += row.wire_bytes
+                sums.setdefault((row.kind, row.axes, row.source, row.leaf), [0, 0])[
+                    side
+                ] += row.wire_bytes
         pairs = [(key, ours, theirs) for key, (ours, theirs) in sums.items()]
-        return TrafficDifference(tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2]))))
+        return TrafficDifference(
+            tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2])))
+        )
 
     def __str__(self) -> str:
         return self.text()
@@ -125,32 +160,55 @@ class Traffic:
     _repr_html_ = html_text
 
     def text(self, width: int | None = None) -> str:
-        """The traffic as a text table. If it is wider than `width`, the least informative columns are left out."""
+        """The traffic as a text table. If it is wider than `width`, the least
+        informative columns are left out.
+        """
         return "\n".join(text_of(self, width=width))
 
 
-def text_of(made: Traffic, most: int | None = None, width: int | None = None) -> list[str]:
-    """The lines of a text table of the first `most` rows, the total and the notes. The source line that sends most
-    comes first. If the table is wider than `width`, the least informative columns are left out.
+def text_of(
+    made: Traffic, most: int | None = None, width: int | None = None
+) -> list[str]:
+    """The lines of a text table of the first `most` rows, the total and the notes. The
+    source line that sends most comes first. If the table is wider than `width`, the
+    least informative columns are left out.
     """
     if not made.rows:
-        return [f"no traffic: a step on {plural(made.devices, 'device')} sends nothing."]
+        return [
+            f"no traffic: a step on {plural(made.devices, 'device')} sends nothing."
+        ]
     lines = together(made.rows[:most], lambda row: row.source).values()
     lines = sorted(lines, key=lambda own: -sum(row.wire_bytes for row in own))
     cells = [_cells(row, at == 0) for own in lines for at, row in enumerate(own)]
-    dcn = f", {bytes_text(made.dcn_bytes)} of them between slices" if made.dcn_bytes else ""
-    total = f"{bytes_text(made.wire_bytes)} enter each of {made.devices} devices in a step{dcn}."
+    dcn = (
+        f", {bytes_text(made.dcn_bytes)} of them between slices"
+        if made.dcn_bytes
+        else ""
+    )
+    total = (
+        f"{bytes_text(made.wire_bytes)} enter each of {made.devices} devices in a"
+        f" step{dcn}."
+    )
     if made.unsure_bytes:
-        total += f" {bytes_text(made.unsure_bytes)} more or less are not sure: the compiler decides."
+        total += (
+            f" {bytes_text(made.unsure_bytes)} more or less are not sure: the compiler"
+            " decides."
+        )
     if len(cells) < len(made.rows):
         total += f" {len(made.rows) - len(cells)} more rows."
     notes = dict.fromkeys(row.note for row in made.rows if row.note)
-    return [*table([_HEADER, *cells], right=_NUMBERS, width=width, spare=_SPARE), total, *notes]
+    return [
+        *table([_HEADER, *cells], right=_NUMBERS, width=width, spare=_SPARE),
+        total,
+        *notes,
+    ]
 
 
 def largest_first(made: Traffic) -> Traffic:
     """The traffic with its rows sorted by `wire_bytes`, the largest first."""
-    return dataclasses.replace(made, rows=tuple(sorted(made.rows, key=lambda row: -row.wire_bytes)))
+    return dataclasses.replace(
+        made, rows=tuple(sorted(made.rows, key=lambda row: -row.wire_bytes))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +217,8 @@ class TrafficDifference:
 
     **Arguments:**
 
-    - `rows`: tuples of a key (kind, axes, source, leaf), the bytes of the first step and those of the second, the
+    - `rows`: tuples of a key (kind, axes, source, leaf), the bytes of the first step
+      and those of the second, the
         largest difference first.
     """
 
@@ -174,13 +233,21 @@ class TrafficDifference:
 
     def __str__(self) -> str:
         cells = [
-            (_signed(ours - theirs), bytes_text(ours), bytes_text(theirs), kind, *place_cells(axes, leaf, source))
+            (
+                _signed(ours - theirs),
+                bytes_text(ours),
+                bytes_text(theirs),
+                kind,
+                *place_cells(axes, leaf, source),
+            )
             for (kind, axes, source, leaf), ours, theirs in self.rows
             if ours != theirs
         ]
         if not cells:
             return "the same traffic"
-        lines = table([(*_COMPARED, "kind", "axes", "leaf", "source"), *cells], right=_COMPARED)
+        lines = table(
+            [(*_COMPARED, "kind", "axes", "leaf", "source"), *cells], right=_COMPARED
+        )
         return "\n".join([*lines, f"{_signed(self.wire_bytes)} in all."])
 
     __repr__ = first_lines
@@ -190,14 +257,26 @@ class TrafficDifference:
 _NUMBERS = {"bytes/step", "calls", "group"}
 _SPARE = ("group", "calls", "pass", "array")
 _COMPARED = ("difference", "first", "second")
-_HEADER = ("bytes/step", "kind", "axes", "group", "calls", "array", "pass", "leaf", "source")
+_HEADER = (
+    "bytes/step",
+    "kind",
+    "axes",
+    "group",
+    "calls",
+    "array",
+    "pass",
+    "leaf",
+    "source",
+)
 
 
 def axes_text(axes: tuple[str, ...]) -> str:
     return " x ".join(axes) or "-"
 
 
-def place_cells(axes: tuple[str, ...], leaf: str | None, source: Frame | None) -> tuple[str, str, str]:
+def place_cells(
+    axes: tuple[str, ...], leaf: str | None, source: Frame | None
+) -> tuple[str, str, str]:
     return axes_text(axes), leaf or "-", place_text(source)
 
 
@@ -206,8 +285,17 @@ def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
     leaf = printable(first + (f" +{others.count(', ') + 1}" if others else "") or "-")
     kind = f"{row.kind} (windowed)" if row.windowed else row.kind
     calls = "?" if row.calls is None else str(row.calls)
-    array = (row.arrays[0] if row.arrays else row.dtype or "-") + (f" +{len(row.arrays) - 1}" if row.arrays[1:] else "")
-    sent = (bytes_text(row.wire_bytes), kind, axes_text(row.axes), str(row.group_size), calls, array)
+    array = (row.arrays[0] if row.arrays else row.dtype or "-") + (
+        f" +{len(row.arrays) - 1}" if row.arrays[1:] else ""
+    )
+    sent = (
+        bytes_text(row.wire_bytes),
+        kind,
+        axes_text(row.axes),
+        str(row.group_size),
+        calls,
+        array,
+    )
     return *sent, row.phase or "-", leaf, place_text(row.source) if is_first else ""
 
 

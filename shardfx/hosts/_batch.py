@@ -15,29 +15,36 @@ from .._ground.tree import flatten
 from .._plan import LeafPlan, ShardPlan, canonical_dtype
 
 
-def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = None) -> PyTree:
+def global_batch(
+    local: PyTree, plan: ShardPlan, *, pad: int | float | None = None
+) -> PyTree:
     """The global arrays of a batch, from the part that each process loaded.
 
-    Every process calls `global_batch` with its rows, which [`shardfx.hosts.data_layout`][] or
-    [`shardfx.hosts.local_chunk`][] computes. If an array has all elements of a dimension, `global_batch` takes this
-    process's part of them. No data is sent over the network.
+    Every process calls `global_batch` with its rows, which
+    [`shardfx.hosts.data_layout`][] or [`shardfx.hosts.local_chunk`][] computes. If an
+    array has all elements of a dimension, `global_batch` takes this process's part of
+    them. No data is sent over the network.
 
     **Arguments:**
 
-    - `local`: a tree of NumPy arrays: the part of the batch for this process's devices. On CPUs the result may share
-        memory with these arrays, as with `jax.device_put`: pass copies if you fill the same arrays again.
+    - `local`: a tree of NumPy arrays: the part of the batch for this process's devices.
+      On CPUs the result may share
+        memory with these arrays, as with `jax.device_put`: pass copies if you fill the
+        same arrays again.
     - `plan`: the plan of the global batch, on a mesh of devices.
-    - `pad`: the value for missing rows (dimension 0). Without `pad`, a batch with too few rows is an error.
+    - `pad`: the value for missing rows (dimension 0). Without `pad`, a batch with too
+      few rows is an error.
 
     **Returns:**
 
-    The tree of global arrays, sharded as planned. With `pad`, a pair of the tree and a mask over the rows of the global
-    batch, which is `True` for loaded rows and is sharded like the rows.
+    The tree of global arrays, sharded as planned. With `pad`, a pair of the tree and a
+    mask over the rows of the global batch, which is `True` for loaded rows and is
+    sharded like the rows.
 
     **Raises:**
 
-    `PlanMismatchError` that names the leaf, if its shape or dtype is not as planned for this process, or if the dtype
-    cannot represent `pad`.
+    `PlanMismatchError` that names the leaf, if its shape or dtype is not as planned for
+    this process, or if the dtype cannot represent `pad`.
 
     !!! Example
 
@@ -57,80 +64,124 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
     """
     if plan.jax_mesh is None:
         raise PlanMismatchError(
-            "the plan has no devices to put a batch on; use `plan.on(plan.mesh.build(jax.devices()))`."
+            "the plan has no devices to put a batch on; use"
+            " `plan.on(plan.mesh.build(jax.devices()))`."
         )
     flat = flatten(local)
-    shardings, treedef = jax.tree.flatten(plan.shardings, is_leaf=lambda leaf: leaf is None)
+    shardings, treedef = jax.tree.flatten(
+        plan.shardings, is_leaf=lambda leaf: leaf is None
+    )
     if flat.treedef != treedef or None in shardings:
         raise PlanMismatchError(
-            f"the batch has the leaves {list(flat.paths)}, the plan {[leaf.path for leaf in plan.leaves]}, all "
-            "arrays; plan a tree of the batch's structure."
+            f"the batch has the leaves {list(flat.paths)}, the plan"
+            f" {[leaf.path for leaf in plan.leaves]}, all arrays; plan a tree of the"
+            " batch's structure."
         )
     leaves = [plan[path] for path in flat.paths]
-    parts = [_part(leaf.shape, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    parts = [
+        _part(leaf.shape, sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
     given = zip(leaves, flat.leaves, parts, strict=True)
-    arrays = [_checked(leaf, np.asarray(array), part, pad) for leaf, array, part in given]
+    arrays = [
+        _checked(leaf, np.asarray(array), part, pad) for leaf, array, part in given
+    ]
     shapes = [leaf.shape for leaf in leaves]
     if pad is None:
-        return treedef.unflatten(map(jax.make_array_from_process_local_data, shardings, arrays, shapes))
+        return treedef.unflatten(
+            map(jax.make_array_from_process_local_data, shardings, arrays, shapes)
+        )
     _require_same_rows(leaves, arrays)
-    padded = [_padded(array, part, pad) for array, part in zip(arrays, parts, strict=True)]
-    batch = treedef.unflatten(map(jax.make_array_from_process_local_data, shardings, padded, shapes))
+    padded = [
+        _padded(array, part, pad) for array, part in zip(arrays, parts, strict=True)
+    ]
+    batch = treedef.unflatten(
+        map(jax.make_array_from_process_local_data, shardings, padded, shapes)
+    )
     rows = NamedSharding(plan.jax_mesh, PartitionSpec(*entries_at(leaves[0].spec, 1)))
     mask = _padded(np.ones(len(arrays[0]), bool), parts[0], False)
     return batch, jax.make_array_from_process_local_data(rows, mask, shapes[0][:1])
 
 
 def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """The shape of the part of an array of `shape` that this process's devices hold under `sharding`."""
+    """The shape of the part of an array of `shape` that this process's devices hold
+    under `sharding`.
+    """
     ranges = zip(*boxes_here(sharding, shape).values(), strict=True)
     return tuple(sum(stop - start for start, stop in set(own)) for own in ranges)
 
 
-def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int | float | None) -> np.ndarray:
+def _checked(
+    leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int | float | None
+) -> np.ndarray:
     """`array`, which this process loaded, cast to the dtype of its plan `leaf`.
 
-    `part` is the shape of this process's part. Raises `PlanMismatchError` for another dtype, for a `pad` that the dtype
-    lacks, and for a dimension whose size is neither that of `part` nor that of the global batch. With `pad`, rows may
-    be missing.
+    `part` is the shape of this process's part. Raises `PlanMismatchError` for another
+    dtype, for a `pad` that the dtype lacks, and for a dimension whose size is neither
+    that of `part` nor that of the global batch. With `pad`, rows may be missing.
     """
     shape, dtype = leaf.shape, leaf.dtype
     if array.dtype != dtype and canonical_dtype(array.dtype) != dtype:
         raise PlanMismatchError(
-            f"leaf `{leaf.path}` is {array.dtype}, but the plan is for {dtype}; load it as that, or plan the other."
+            f"leaf `{leaf.path}` is {array.dtype}, but the plan is for {dtype}; load it"
+            " as that, or plan the other."
         )
-    fits = array.ndim == len(shape) and all(map(operator.contains, zip(part, shape, strict=True), array.shape))
-    missing = array.ndim == len(shape) > 0 and array.shape[1:] == part[1:] and len(array) < part[0]
+    fits = array.ndim == len(shape) and all(
+        map(operator.contains, zip(part, shape, strict=True), array.shape)
+    )
+    missing = (
+        array.ndim == len(shape) > 0
+        and array.shape[1:] == part[1:]
+        and len(array) < part[0]
+    )
     if not fits and (pad is None or not missing):
-        hint = "; pass `pad=0` to fill the missing rows and get a mask" if missing else ""
+        hint = (
+            "; pass `pad=0` to fill the missing rows and get a mask" if missing else ""
+        )
         raise PlanMismatchError(
-            f"leaf `{leaf.path}` has shape {array.shape} here, but process {jax.process_index()} owns {part} of "
-            f"{shape}; load the part that `hosts.local_chunk` names{hint}."
+            f"leaf `{leaf.path}` has shape {array.shape} here, but process"
+            f" {jax.process_index()} owns {part} of {shape}; load the part that"
+            f" `hosts.local_chunk` names{hint}."
         )
     is_bool = jnp.issubdtype(dtype, jnp.bool_)
     if pad is not None and (is_bool or jnp.issubdtype(dtype, jnp.integer)):
-        low, high = (0, 1) if is_bool else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
+        low, high = (
+            (0, 1)
+            if is_bool
+            else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
+        )
         if not low <= pad <= high or pad != int(pad):
             raise PlanMismatchError(
-                f"leaf `{leaf.path}` is {dtype}, which cannot hold `pad={pad}`; pad with an integer from {low} to "
-                f"{high}, or plan the leaf as floats."
+                f"leaf `{leaf.path}` is {dtype}, which cannot hold `pad={pad}`; pad"
+                f" with an integer from {low} to {high}, or plan the leaf as floats."
             )
     return array.astype(dtype, copy=False)
 
 
 def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None:
-    """Raises `PlanMismatchError` unless all leaves have the same rows on this process, so that one mask fits all.
+    """Raises `PlanMismatchError` unless all leaves have the same rows on this process,
+    so that one mask fits all.
 
     `arrays` are the arrays that this process loaded, one per leaf.
     """
     found: dict[object, str] = {}
     for leaf, array in zip(leaves, arrays, strict=True):
-        told = f"leaf `{leaf.path}` has shape {array.shape} here, of {leaf.shape} sharded as {leaf.spec}"
-        found.setdefault((array.shape[:1], leaf.shape[:1], entries_at(leaf.spec, 1)), told)
+        told = (
+            f"leaf `{leaf.path}` has shape {array.shape} here, of {leaf.shape} sharded"
+            f" as {leaf.spec}"
+        )
+        found.setdefault(
+            (array.shape[:1], leaf.shape[:1], entries_at(leaf.spec, 1)), told
+        )
     if len(found) > 1 or not leaves[0].shape:
-        raise PlanMismatchError(f"one mask needs the same rows in all leaves, but {' and '.join(found.values())}.")
+        raise PlanMismatchError(
+            "one mask needs the same rows in all leaves, but"
+            f" {' and '.join(found.values())}."
+        )
 
 
 def _padded(array: np.ndarray, part: tuple[int, ...], value: int | float) -> np.ndarray:
     missing = max(part[0] - len(array), 0)
-    return np.concatenate([array, np.full((missing, *array.shape[1:]), value, array.dtype)])
+    return np.concatenate(
+        [array, np.full((missing, *array.shape[1:]), value, array.dtype)]
+    )

@@ -1,4 +1,6 @@
-"""Computes the part of an array or a batch that a process owns, from the HostGrid alone."""
+"""Computes the part of an array or a batch that a process owns, from the HostGrid
+alone.
+"""
 
 import dataclasses
 import itertools
@@ -20,7 +22,8 @@ class LocalChunk:
     **Arguments:**
 
     - `slices`: a `slice(start, stop)` for each dimension.
-    - `replica_id`: the number of the process among the processes that own these elements. The chunks with `replica_id`
+    - `replica_id`: the number of the process among the processes that own these
+      elements. The chunks with `replica_id`
         0 hold every element once.
 
     !!! Example
@@ -49,7 +52,8 @@ class DataLayout:
     - `batch_size`: the number of rows in the global batch.
     - `shard_id`: the number of the shard that this process loads.
     - `num_shards`: the number of shards into which the processes divide the data.
-    - `is_first_host_in_replica_set`: whether no process with a lower number loads the same shard.
+    - `is_first_host_in_replica_set`: whether no process with a lower number loads the
+      same shard.
 
     !!! Example
 
@@ -71,14 +75,17 @@ class DataLayout:
     is_first_host_in_replica_set: bool
 
 
-def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, process_index: int) -> LocalChunk:
+def local_chunk(
+    shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, process_index: int
+) -> LocalChunk:
     """The part of an array that a process's devices hold.
 
     **Arguments:**
 
     - `shape`: the shape of the whole array.
     - `spec`: the sharding of the array.
-    - `grid`: the division of the mesh among the processes; see [`shardfx.hosts.grid_of`][].
+    - `grid`: the division of the mesh among the processes; see
+      [`shardfx.hosts.grid_of`][].
     - `process_index`: the number of any process.
 
     **Returns:**
@@ -87,8 +94,9 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
 
     **Raises:**
 
-    `SpecError` if the spec does not fit the shape or the mesh, or if its mesh axes do not divide a dimension.
-    `MeshError` if the process's part is no contiguous range; [`shardfx.hosts.owned`][] then lists its ranges.
+    `SpecError` if the spec does not fit the shape or the mesh, or if its mesh axes do
+    not divide a dimension. `MeshError` if the process's part is no contiguous range;
+    [`shardfx.hosts.owned`][] then lists its ranges.
 
     !!! Example
 
@@ -106,15 +114,19 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
     entries = entries_of(spec)
     if any(entry is UNCONSTRAINED for entry in entries):
         raise SpecError(
-            f"{spec} leaves a dimension unconstrained, so nobody knows who owns it; name its axes, or None."
+            f"{spec} leaves a dimension unconstrained, so nobody knows who owns it;"
+            " name its axes, or None."
         )
     if any(entry_axes(entry) for entry in entries[len(shape) :]):
         raise SpecError(
-            f"{spec} has {len(entries)} entries, but the array has shape {tuple(shape)}; give one per dimension."
+            f"{spec} has {len(entries)} entries, but the array has shape"
+            f" {tuple(shape)}; give one per dimension."
         )
     axes = [entry_axes(entry) for entry in entries_at(spec, len(shape))]
     replica = replica_id(itertools.chain(*axes), grid, process_index)
-    rows = (_rows(dim, shape[dim], own, grid, process_index) for dim, own in enumerate(axes))
+    rows = (
+        _rows(dim, shape[dim], own, grid, process_index) for dim, own in enumerate(axes)
+    )
     return LocalChunk(tuple(rows), replica)
 
 
@@ -123,17 +135,20 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
 
     **Arguments:**
 
-    - `axes`: one mesh axis, or several in order. Shards are numbered along the last one first.
+    - `axes`: one mesh axis, or several in order. Shards are numbered along the last one
+      first.
     - `grid`: the division of the mesh among the processes.
     - `process_index`: the number of the process.
 
     **Returns:**
 
-    A number from 0, below the number of processes along the axes. All elements of a process count as one shard.
+    A number from 0, below the number of processes along the axes. All elements of a
+    process count as one shard.
 
     **Raises:**
 
-    `MeshError` for an unknown or repeated axis, for a `set` of axes, and for a process that does not exist.
+    `MeshError` for an unknown or repeated axis, for a `set` of axes, and for a process
+    that does not exist.
 
     !!! Example
 
@@ -147,7 +162,10 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
         ```
     """
     if not 0 <= process_index < grid.process_count:
-        raise MeshError(f"there is no process {process_index}; use one of 0 to {grid.process_count - 1}.")
+        raise MeshError(
+            f"there is no process {process_index}; use one of 0 to"
+            f" {grid.process_count - 1}."
+        )
     chunks = dict(zip(grid.axis_names, grid.chunk_ids[process_index], strict=True))
     number = 0
     for axis in _axes(axes, grid):
@@ -166,8 +184,8 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
 
     **Returns:**
 
-    The position of the process along all other axes, as one number from 0. Replicas are numbered along the last of
-    these axes first.
+    The position of the process along all other axes, as one number from 0. Replicas are
+    numbered along the last of these axes first.
 
     **Raises:**
 
@@ -184,30 +202,39 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
         ```
     """
     given = _axes(axes, grid)
-    return shard_id([name for name in grid.axis_names if name not in given], grid, process_index)
+    return shard_id(
+        [name for name in grid.axis_names if name not in given], grid, process_index
+    )
 
 
 def data_layout(
-    batch_size: int | None, axes: str | Iterable[str] | None, grid: HostGrid, process_index: int
+    batch_size: int | None,
+    axes: str | Iterable[str] | None,
+    grid: HostGrid,
+    process_index: int,
 ) -> DataLayout:
-    """The shard of the data that a process loads, for batches that are sharded over `axes`.
+    """The shard of the data that a process loads, for batches that are sharded over
+    `axes`.
 
     **Arguments:**
 
-    - `batch_size`: the number of rows in the global batch; `None` for one row per device along `axes`.
-    - `axes`: the mesh axes of the batch dimension, in order; `None` or `()` if every process loads the whole batch.
+    - `batch_size`: the number of rows in the global batch; `None` for one row per
+      device along `axes`.
+    - `axes`: the mesh axes of the batch dimension, in order; `None` or `()` if every
+      process loads the whole batch.
     - `grid`: the division of the mesh among the processes.
     - `process_index`: the number of any process.
 
     **Returns:**
 
-    The layout. Shards are numbered in the order of `axes`. If that order interleaves the rows of processes, the rows of
-    a shard are not adjacent in the global batch, and [`shardfx.hosts.local_chunk`][] raises.
+    The layout. Shards are numbered in the order of `axes`. If that order interleaves
+    the rows of processes, the rows of a shard are not adjacent in the global batch, and
+    [`shardfx.hosts.local_chunk`][] raises.
 
     **Raises:**
 
-    `MeshError` if the batch size is no positive multiple of the number of devices along `axes`. The errors of
-    [`shardfx.hosts.shard_id`][].
+    `MeshError` if the batch size is no positive multiple of the number of devices along
+    `axes`. The errors of [`shardfx.hosts.shard_id`][].
 
     !!! Example
 
@@ -224,8 +251,8 @@ def data_layout(
     rows = devices if batch_size is None else batch_size
     if rows < 1 or rows % devices:
         raise MeshError(
-            f"a batch of {rows} rows cannot be sharded over the {devices} devices along {names}; use a "
-            f"positive multiple of {devices}, or `None` for {devices}."
+            f"a batch of {rows} rows cannot be sharded over the {devices} devices along"
+            f" {names}; use a positive multiple of {devices}, or `None` for {devices}."
         )
     return DataLayout(
         batch_size=rows,
@@ -235,7 +262,9 @@ def data_layout(
     )
 
 
-def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple[LocalChunk, ...]:
+def owned(
+    shape: Sequence[int], sharding: Sharding, process_index: int
+) -> tuple[LocalChunk, ...]:
     """The parts of an array that a process's devices hold, for devices in any order.
 
     **Arguments:**
@@ -246,8 +275,8 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
 
     **Returns:**
 
-    A chunk for each different shard, ordered by the starts of their slices. Over all processes, the chunks with
-    `replica_id` 0 hold every element once.
+    A chunk for each different shard, ordered by the starts of their slices. Over all
+    processes, the chunks with `replica_id` 0 hold every element once.
 
     !!! Example
 
@@ -270,31 +299,39 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
     for device, part in shard_boxes(sharding, tuple(shape)).items():
         owners.setdefault(part, set()).add(device.process_index)
     return tuple(
-        LocalChunk(tuple(slice(*ends) for ends in part), sorted(owners[part]).index(process_index))
+        LocalChunk(
+            tuple(slice(*ends) for ends in part),
+            sorted(owners[part]).index(process_index),
+        )
         for part in sorted(owners)
         if process_index in owners[part]
     )
 
 
-def _rows(dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_index: int) -> slice:
-    """The range of the dimension `dim`, with `size` elements sharded over `axes`, that a process's devices hold.
+def _rows(
+    dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_index: int
+) -> slice:
+    """The range of the dimension `dim`, with `size` elements sharded over `axes`, that
+    a process's devices hold.
 
-    Raises `SpecError` if the axes do not divide the dimension, `MeshError` if the devices hold several ranges.
+    Raises `SpecError` if the axes do not divide the dimension, `MeshError` if the
+    devices hold several ranges.
     """
     devices = math.prod(grid.axis_sizes[axis] for axis in axes)
     if size % devices:
         raise SpecError(
-            f"dim {dim} of size {size} is not divisible by the {devices} devices along {axes}; pad it to "
-            f"{-(-size // devices) * devices}, or shard it over axes whose product divides {size}."
+            f"dim {dim} of size {size} is not divisible by the {devices} devices along"
+            f" {axes}; pad it to {-(-size // devices) * devices}, or shard it over axes"
+            f" whose product divides {size}."
         )
     split = [axis for axis in axes if grid.num_chunks[axis] > 1]
     before = axes[: axes.index(split[-1])] if split else ()
     torn = [axis for axis in before if grid.num_chunks[axis] < grid.axis_sizes[axis]]
     if torn:
         raise MeshError(
-            f"dim {dim} is sharded over {axes}, and a process has several devices along `{torn[0]}` but not "
-            f"all along `{split[-1]}`, so it owns several ranges of rows; list them with `hosts.owned(shape, "
-            "sharding, process_index)`."
+            f"dim {dim} is sharded over {axes}, and a process has several devices along"
+            f" `{torn[0]}` but not all along `{split[-1]}`, so it owns several ranges"
+            " of rows; list them with `hosts.owned(shape, sharding, process_index)`."
         )
     rows = size // math.prod(grid.num_chunks[axis] for axis in axes)
     start = shard_id(axes, grid, process_index) * rows
@@ -302,13 +339,22 @@ def _rows(dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_in
 
 
 def _axes(axes: str | Iterable[str], grid: HostGrid) -> tuple[str, ...]:
-    """The mesh axes in `axes` as a tuple. Raises `MeshError` for unknown or repeated axes, and for a set."""
+    """The mesh axes in `axes` as a tuple. Raises `MeshError` for unknown or repeated
+    axes, and for a set.
+    """
     if isinstance(axes, set | frozenset):
-        raise MeshError(f"mesh axes {sorted(axes)} came in a set, which has no order; pass a tuple.")
+        raise MeshError(
+            f"mesh axes {sorted(axes)} came in a set, which has no order; pass a tuple."
+        )
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if name not in grid.axis_names:
-            raise MeshError(f"the mesh has no axis {name!r}, but {grid.axis_names}; use one of those.")
+            raise MeshError(
+                f"the mesh has no axis {name!r}, but {grid.axis_names}; use one of"
+                " those."
+            )
     if len(set(names)) < len(names):
-        raise MeshError(f"a mesh axis occurs twice in {names}; each shards one dimension once.")
+        raise MeshError(
+            f"a mesh axis occurs twice in {names}; each shards one dimension once."
+        )
     return names

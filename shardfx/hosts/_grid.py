@@ -14,11 +14,12 @@ from ..topology import MeshSpec
 
 
 class HostGrid(eqx.Module):
-    """The division of a mesh among the processes of a job: a box of the mesh for each process, all of one shape.
+    """The division of a mesh among the processes of a job: a box of the mesh for each
+    process, all of one shape.
 
-    A box is a range of positions along each mesh axis. A HostGrid contains no devices, so each process can compute the
-    part of any other process. `axis_names` are the mesh axes, and `chunk_ids` has for each process the index of its box
-    along each axis.
+    A box is a range of positions along each mesh axis. A HostGrid contains no devices,
+    so each process can compute the part of any other process. `axis_names` are the mesh
+    axes, and `chunk_ids` has for each process the index of its box along each axis.
 
     !!! Example
 
@@ -48,50 +49,67 @@ class HostGrid(eqx.Module):
         """**Arguments:**
 
         - `axis_sizes`: the number of devices along each mesh axis, in the mesh's order.
-        - `num_chunks`: the number of boxes along each axis; 1 for axes that are not in it.
-        - `chunk_ids`: the index of each process's box along each axis, by process index. `(2, 0)` is the third box
+        - `num_chunks`: the number of boxes along each axis; 1 for axes that are not in
+          it.
+        - `chunk_ids`: the index of each process's box along each axis, by process
+          index. `(2, 0)` is the third box
             along the first axis.
 
         **Raises:**
 
-        `MeshError` if the processes do not divide the mesh evenly, or if their parts do not cover the mesh once.
+        `MeshError` if the processes do not divide the mesh evenly, or if their parts do
+        not cover the mesh once.
         """
         unknown = [name for name in num_chunks if name not in axis_sizes]
         if unknown:
-            raise MeshError(f"`num_chunks` names `{unknown[0]}`, but the mesh has {tuple(axis_sizes)}; drop it.")
+            raise MeshError(
+                f"`num_chunks` names `{unknown[0]}`, but the mesh has"
+                f" {tuple(axis_sizes)}; drop it."
+            )
         self.axis_names = tuple(axis_sizes)
         self.chunk_ids = tuple(tuple(int(chunk) for chunk in ids) for ids in chunk_ids)
         self._sizes = tuple(int(size) for size in axis_sizes.values())
         self._chunks = tuple(int(num_chunks.get(name, 1)) for name in self.axis_names)
 
     def __check_init__(self):
-        for name, size, chunks in zip(self.axis_names, self._sizes, self._chunks, strict=True):
+        for name, size, chunks in zip(
+            self.axis_names, self._sizes, self._chunks, strict=True
+        ):
             if chunks < 1 or size < 1 or size % chunks:
                 raise MeshError(
-                    f"{chunks} processes cannot share the {size} devices of mesh axis `{name}` evenly; use a "
-                    f"divisor of {size}."
+                    f"{chunks} processes cannot share the {size} devices of mesh axis"
+                    f" `{name}` evenly; use a divisor of {size}."
                 )
         for process, ids in enumerate(self.chunk_ids):
-            if len(ids) != len(self._chunks) or not all(map(operator.contains, map(range, self._chunks), ids)):
+            if len(ids) != len(self._chunks) or not all(
+                map(operator.contains, map(range, self._chunks), ids)
+            ):
                 raise MeshError(
-                    f"process {process} has chunk {ids}; it needs one index for each axis of {self.axis_names}, below "
-                    f"{self._chunks}."
+                    f"process {process} has chunk {ids}; it needs one index for each"
+                    f" axis of {self.axis_names}, below {self._chunks}."
                 )
-        if len(set(self.chunk_ids)) < len(self.chunk_ids) or len(self.chunk_ids) != math.prod(self._chunks):
+        if len(set(self.chunk_ids)) < len(self.chunk_ids) or len(
+            self.chunk_ids
+        ) != math.prod(self._chunks):
             raise MeshError(
-                f"{len(self.chunk_ids)} processes have {len(set(self.chunk_ids))} different chunks, but "
-                f"{dict(self.num_chunks)} makes {math.prod(self._chunks)}; give each chunk to one process."
+                f"{len(self.chunk_ids)} processes have {len(set(self.chunk_ids))}"
+                f" different chunks, but {dict(self.num_chunks)} makes"
+                f" {math.prod(self._chunks)}; give each chunk to one process."
             )
 
     @property
     def axis_sizes(self) -> Mapping[str, int]:
         """The number of devices along each mesh axis, in order; read-only."""
-        return types.MappingProxyType(dict(zip(self.axis_names, self._sizes, strict=True)))
+        return types.MappingProxyType(
+            dict(zip(self.axis_names, self._sizes, strict=True))
+        )
 
     @property
     def num_chunks(self) -> Mapping[str, int]:
         """The number of processes along each mesh axis, in order; read-only."""
-        return types.MappingProxyType(dict(zip(self.axis_names, self._chunks, strict=True)))
+        return types.MappingProxyType(
+            dict(zip(self.axis_names, self._chunks, strict=True))
+        )
 
     @property
     def process_count(self) -> int:
@@ -112,8 +130,8 @@ def grid_of(mesh: Mesh) -> HostGrid:
 
     **Raises:**
 
-    `MeshError` if the devices of a process form no box, or if the boxes differ in shape; use [`shardfx.hosts.owned`][]
-    for such meshes.
+    `MeshError` if the devices of a process form no box, or if the boxes differ in
+    shape; use [`shardfx.hosts.owned`][] for such meshes.
 
     !!! Example
 
@@ -125,17 +143,26 @@ def grid_of(mesh: Mesh) -> HostGrid:
         assert dict(grid.num_chunks) == {"data": 1, "tensor": 1}
         ```
     """
-    owner = np.array([device.process_index for device in mesh.devices.flat], np.int64).reshape(mesh.devices.shape)
+    owner = np.array(
+        [device.process_index for device in mesh.devices.flat], np.int64
+    ).reshape(mesh.devices.shape)
     count = int(owner.max()) + 1
     sizes = np.bincount(owner.ravel(), minlength=count)
     if not sizes.all():
         _raise_no_box(mesh, f"process {int(sizes.argmin())} has no device in it")
     # The positions of the devices in the mesh, process by process.
-    places = np.stack(np.unravel_index(np.argsort(owner.ravel(), kind="stable"), owner.shape), axis=-1)
+    places = np.stack(
+        np.unravel_index(np.argsort(owner.ravel(), kind="stable"), owner.shape), axis=-1
+    )
     starts = np.cumsum(sizes) - sizes
-    first, last = np.minimum.reduceat(places, starts), np.maximum.reduceat(places, starts)
+    first, last = (
+        np.minimum.reduceat(places, starts),
+        np.maximum.reduceat(places, starts),
+    )
     extents = last - first + 1
-    ragged = np.flatnonzero((extents.prod(axis=1) != sizes) | (extents != extents[0]).any(axis=1))
+    ragged = np.flatnonzero(
+        (extents.prod(axis=1) != sizes) | (extents != extents[0]).any(axis=1)
+    )
     if len(ragged):
         process = int(ragged[0])
         _raise_no_box(
@@ -143,17 +170,21 @@ def grid_of(mesh: Mesh) -> HostGrid:
             f"the {sizes[process]} devices of process {process} lie within "
             f"{tuple(first[process].tolist())} to {tuple(last[process].tolist())}",
         )
-    chunks = dict(zip(mesh.axis_names, (owner.shape // extents[0]).tolist(), strict=True))
+    chunks = dict(
+        zip(mesh.axis_names, (owner.shape // extents[0]).tolist(), strict=True)
+    )
     return HostGrid(mesh.shape, chunks, (first // extents).tolist())
 
 
 def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
-    """The HostGrid of processes that are numbered along a mesh, the last axis fastest. It needs no devices.
+    """The HostGrid of processes that are numbered along a mesh, the last axis fastest.
+    It needs no devices.
 
     **Arguments:**
 
     - `mesh`: the mesh.
-    - `num_chunks`: the number of processes along each axis; 1 for axes that are not in it.
+    - `num_chunks`: the number of processes along each axis; 1 for axes that are not in
+      it.
 
     **Returns:**
 
@@ -179,7 +210,7 @@ def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
 
 def _raise_no_box(mesh: Mesh, found: str) -> None:
     raise MeshError(
-        f"the processes have no equal boxes of the mesh {MeshSpec.of(mesh)}: {found}; use "
-        "`hosts.owned(shape, sharding, process_index)`, or a mesh whose axes keep each host's devices "
-        "together."
+        f"the processes have no equal boxes of the mesh {MeshSpec.of(mesh)}: {found};"
+        " use `hosts.owned(shape, sharding, process_index)`, or a mesh whose axes keep"
+        " each host's devices together."
     )

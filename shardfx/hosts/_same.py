@@ -15,21 +15,25 @@ from .._plan import ShardPlan, differences
 
 
 def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) -> None:
-    """Raises on every process unless all processes have the same plan on the same order of devices, or the same map.
+    """Raises on every process unless all processes have the same plan on the same order
+    of devices, or the same map.
 
-    Every process calls `assert_same_plan` once, before it runs a program under the plan. Processes with different plans
-    compile different programs, whose collectives wait for each other for ever. The processes exchange hashes of 32
-    bytes, and the plans only if their hashes differ.
+    Every process calls `assert_same_plan` once, before it runs a program under the
+    plan. Processes with different plans compile different programs, whose collectives
+    wait for each other for ever. The processes exchange hashes of 32 bytes, and the
+    plans only if their hashes differ.
 
     **Arguments:**
 
     - `plan`: the plan of this process, or its [`shardfx.TreeMap`][].
-    - `wait_seconds`: the seconds that a process waits for the others to call `assert_same_plan`.
+    - `wait_seconds`: the seconds that a process waits for the others to call
+      `assert_same_plan`.
 
     **Raises:**
 
-    `PlanMismatchError` that names two processes and the first leaf or rule in which their plans differ, or that names
-    the processes that did not call `assert_same_plan`.
+    `PlanMismatchError` that names two processes and the first leaf or rule in which
+    their plans differ, or that names the processes that did not call
+    `assert_same_plan`.
 
     !!! Example
 
@@ -44,15 +48,31 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
     if jax.process_count() == 1:
         return
     _meet(wait_seconds)
-    devices = "" if isinstance(plan, TreeMap) or plan.jax_mesh is None else str([*plan.jax_mesh.device_ids.flat])
-    prints = _exchange(hashlib.sha256(f"{type(plan).__name__} {plan.digest} {devices}".encode()).digest())
+    devices = (
+        ""
+        if isinstance(plan, TreeMap) or plan.jax_mesh is None
+        else str([*plan.jax_mesh.device_ids.flat])
+    )
+    prints = _exchange(
+        hashlib.sha256(
+            f"{type(plan).__name__} {plan.digest} {devices}".encode()
+        ).digest()
+    )
     if len(set(prints)) == 1:
         return
     me = jax.process_index()
-    other = next(process for process, mark in enumerate(prints) if mark != prints[0]) if prints[me] == prints[0] else 0
+    other = (
+        next(process for process, mark in enumerate(prints) if mark != prints[0])
+        if prints[me] == prints[0]
+        else 0
+    )
     texts = _exchange(f"{devices}\n{plan.to_json()}".encode("utf-8", "surrogatepass"))
-    their_devices, _, theirs = texts[other].decode("utf-8", "surrogatepass").partition("\n")
-    in_order = f"the devices of the mesh are {devices} in one, {their_devices} in the other"
+    their_devices, _, theirs = (
+        texts[other].decode("utf-8", "surrogatepass").partition("\n")
+    )
+    in_order = (
+        f"the devices of the mesh are {devices} in one, {their_devices} in the other"
+    )
     first, *more = _differences(plan, theirs) or [in_order]
     what = "map" if isinstance(plan, TreeMap) else "plan"
     raise PlanMismatchError(
@@ -63,7 +83,8 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
 
 
 def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
-    """A text for each leaf or rule in which `plan` differs from the plan or map with the JSON `theirs`.
+    """A text for each leaf or rule in which `plan` differs from the plan or map with
+    the JSON `theirs`.
 
     It is empty if only the devices of two plans differ.
     """
@@ -74,29 +95,50 @@ def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
     except (MapError, PlanFormatError):
         return ["one has a plan, the other a map"]
     pairs = it.zip_longest(*rules, fillvalue="nothing more")
-    found = [f"`{one.strip()}` in one, `{two.strip()}` in the other" for one, two in pairs if one != two]
+    found = [
+        f"`{one.strip()}` in one, `{two.strip()}` in the other"
+        for one, two in pairs
+        if one != two
+    ]
     return found or ["what they cast, or the order of their rules"]
 
 
 def _meet(wait_seconds: float) -> None:
-    """Waits until every process has called `_meet`. Raises `PlanMismatchError` after `wait_seconds`."""
+    """Waits until every process has called `_meet`. Raises `PlanMismatchError` after
+    `wait_seconds`.
+    """
     client = coordination()
     if client is None:
         return  # the runtime connects its processes without a coordinator
-    fix = "call it once on every process, before the first step; or give a longer `wait_seconds`"
+    fix = (
+        "call it once on every process, before the first step; or give a longer"
+        " `wait_seconds`"
+    )
     try:
-        who = absent(client, "shardfx.assert_same_plan", wait_seconds, jax.process_index())
+        who = absent(
+            client, "shardfx.assert_same_plan", wait_seconds, jax.process_index()
+        )
     except jax.errors.JaxRuntimeError as error:
         first = str(error).splitlines()[0][:200]
-        raise PlanMismatchError(f"the processes do not all call `assert_same_plan` ({first}); {fix}.") from error
+        raise PlanMismatchError(
+            f"the processes do not all call `assert_same_plan` ({first}); {fix}."
+        ) from error
     if who:
-        raise PlanMismatchError(f"{who} did not call `assert_same_plan` within {wait_seconds:g} s; {fix}.")
+        raise PlanMismatchError(
+            f"{who} did not call `assert_same_plan` within {wait_seconds:g} s; {fix}."
+        )
 
 
 def _exchange(message: bytes) -> list[bytes]:
-    """Sends `message` to all processes. Returns the messages of all processes, in order of process index."""
-    lengths = np.ravel(multihost_utils.process_allgather(np.array([len(message)], np.int32)))
+    """Sends `message` to all processes. Returns the messages of all processes, in order
+    of process index.
+    """
+    lengths = np.ravel(
+        multihost_utils.process_allgather(np.array([len(message)], np.int32))
+    )
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: len(message)] = np.frombuffer(message, np.uint8)
-    gathered = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
+    gathered = np.asarray(multihost_utils.process_allgather(padded)).reshape(
+        len(lengths), -1
+    )
     return [bytes(row[:length]) for row, length in zip(gathered, lengths, strict=True)]

@@ -1,4 +1,6 @@
-"""eformer's functions: shardings for a checkpoint, moving trees to shardings, and the mesh axes in specs."""
+"""eformer's functions: shardings for a checkpoint, moving trees to shardings, and the
+mesh axes in specs.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,7 +12,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
-from .._ground.errors import CheckpointError, LeafTypeError, MeshError, PlanMismatchError, SpecError
+from .._ground.errors import (
+    CheckpointError,
+    LeafTypeError,
+    MeshError,
+    PlanMismatchError,
+    SpecError,
+)
 from .._ground.spec import canonical, entries_of, entry_axes
 from .._ground.text import quoted
 from .._ground.tree import tree_paths
@@ -21,28 +29,36 @@ from ..topology import MeshSpec
 AnyMesh = MeshSpec | Mesh | AbstractMesh | None
 
 
-def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str | None = None) -> dict[str, PyTree]:
-    """A sharding for every array of a checkpoint. Only the headers of its files are read.
+def shardings(
+    index: Any, mesh: AnyMesh, *, default: object = None, prefix: str | None = None
+) -> dict[str, PyTree]:
+    """A sharding for every array of a checkpoint. Only the headers of its files are
+    read.
 
     **Arguments:**
 
     - `index`: an Index from [`shardfx.checkpoint.read_index`][].
-    - `mesh`: the mesh for the arrays. If it is `None`, an array's sharding is `None` unless `default` gives a Sharding.
-    - `default`: the sharding of each array. `None` replicates it. A Sharding is used as it is. A PartitionSpec loses
-        entries beyond the array's rank and is corrected to its shape, as [`shardfx.correct`][] does. A function takes
-        a `checkpoint.ArrayEntry` and returns a Sharding, a PartitionSpec or `None`.
-    - `prefix`: selects the arrays below `prefix/`, with paths relative to it. In an eformer index of version 2, it
+    - `mesh`: the mesh for the arrays. If it is `None`, an array's sharding is `None`
+      unless `default` gives a Sharding.
+    - `default`: the sharding of each array. `None` replicates it. A Sharding is used as
+      it is. A PartitionSpec loses
+        entries beyond the array's rank and is corrected to its shape, as
+        [`shardfx.correct`][] does. A function takes a `checkpoint.ArrayEntry` and
+        returns a Sharding, a PartitionSpec or `None`.
+    - `prefix`: selects the arrays below `prefix/`, with paths relative to it. In an
+      eformer index of version 2, it
         selects the arrays that are listed under this prefix.
 
     **Returns:**
 
-    Nested dicts, one level for each "/" in a path, with a Sharding (or `None`) for each array.
+    Nested dicts, one level for each "/" in a path, with a Sharding (or `None`) for each
+    array.
 
     **Raises:**
 
-    `CheckpointError` for a prefix that the checkpoint lacks, or if the path of one array is a prefix of another's;
-    `SpecError`, with the array's path, if a Sharding does not fit an array; `LeafTypeError` for a default of another
-    type.
+    `CheckpointError` for a prefix that the checkpoint lacks, or if the path of one
+    array is a prefix of another's; `SpecError`, with the array's path, if a Sharding
+    does not fit an array; `LeafTypeError` for a default of another type.
 
     !!! Example
 
@@ -63,15 +79,21 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
         assert tree["model"]["w"].spec == jax.P("dp", "tp") and tree["step"].spec == jax.P()
         ```
     """
-    return jax.tree.map(lambda entry: _resolved(default, entry, entry.path, mesh, True), index.tree(prefix))
+    return jax.tree.map(
+        lambda entry: _resolved(default, entry, entry.path, mesh, True),
+        index.tree(prefix),
+    )
 
 
-def _resolved(asked: Any, array: Any, path: str, mesh: AnyMesh, is_corrected: bool) -> Sharding | None:
-    """The sharding of an array for `asked`: a Sharding, a PartitionSpec, a function that returns one, or `None`, which
-    replicates.
+def _resolved(
+    asked: Any, array: Any, path: str, mesh: AnyMesh, is_corrected: bool
+) -> Sharding | None:
+    """The sharding of an array for `asked`: a Sharding, a PartitionSpec, a function
+    that returns one, or `None`, which replicates.
 
-    `mesh` is for a PartitionSpec and for `None`. `is_corrected` says whether a PartitionSpec is corrected to the
-    array's shape, as by [`shardfx.correct`][]. Errors name the array by its `path`.
+    `mesh` is for a PartitionSpec and for `None`. `is_corrected` says whether a
+    PartitionSpec is corrected to the array's shape, as by [`shardfx.correct`][]. Errors
+    name the array by its `path`.
     """
     if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
         asked = asked(array)
@@ -81,44 +103,61 @@ def _resolved(asked: Any, array: Any, path: str, mesh: AnyMesh, is_corrected: bo
         asked = PartitionSpec()
     if isinstance(asked, PartitionSpec):
         if mesh is None:
-            raise MeshError("PartitionSpecs cut arrays over a mesh, but there is none; pass `mesh=`.")
+            raise MeshError(
+                "PartitionSpecs cut arrays over a mesh, but there is none; pass"
+                " `mesh=`."
+            )
         if is_corrected and array.shape is not None:
-            asked = correct(PartitionSpec(*entries_of(asked)[: len(array.shape)]), array.shape, mesh).spec
+            asked = correct(
+                PartitionSpec(*entries_of(asked)[: len(array.shape)]), array.shape, mesh
+            ).spec
         elif is_corrected and entries_of(asked):
             raise CheckpointError(
-                f"the checkpoint does not say the shape of {quoted(path)}, so {asked} cannot be corrected to it; give "
-                "a function as `default`, or a Sharding."
+                f"the checkpoint does not say the shape of {quoted(path)}, so {asked}"
+                " cannot be corrected to it; give a function as `default`, or a"
+                " Sharding."
             )
-        asked = NamedSharding(mesh.abstract() if isinstance(mesh, MeshSpec) else mesh, asked)
+        asked = NamedSharding(
+            mesh.abstract() if isinstance(mesh, MeshSpec) else mesh, asked
+        )
     if not isinstance(asked, Sharding):
         raise LeafTypeError(
-            f"leaf `{path}`: {type(asked).__name__} is no sharding; give a Sharding, a PartitionSpec with a mesh, "
-            "`None`, or a function from the array to one of these. Rules decide by "
-            "`shardfx.plan(checkpoint.structs(index), mesh, paths=rules).shardings`."
+            f"leaf `{path}`: {type(asked).__name__} is no sharding; give a Sharding, a"
+            " PartitionSpec with a mesh, `None`, or a function from the array to one"
+            " of these. Rules decide by `shardfx.plan(checkpoint.structs(index), mesh,"
+            " paths=rules).shardings`."
         )
     if array.shape is None:
         return asked
     try:
-        if isinstance(asked, NamedSharding) and len(entries_of(canonical(asked.spec))) > len(array.shape):
-            raise ValueError(f"{asked.spec} has more entries than the array has dimensions")
+        if isinstance(asked, NamedSharding) and len(
+            entries_of(canonical(asked.spec))
+        ) > len(array.shape):
+            raise ValueError(
+                f"{asked.spec} has more entries than the array has dimensions"
+            )
         asked.shard_shape(array.shape)
     except ValueError as error:
         raise SpecError(
-            f"leaf `{path}`, shape {array.shape}: {asked} does not fit: {str(error).splitlines()[0]}; give a spec that "
-            "divides it, such as the one that `shardfx.correct(spec, shape, mesh)` returns."
+            f"leaf `{path}`, shape {array.shape}: {asked} does not fit:"
+            f" {str(error).splitlines()[0]}; give a spec that divides it, such as the"
+            " one that `shardfx.correct(spec, shape, mesh)` returns."
         ) from error
     return asked
 
 
 def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTree:
-    """Moves the arrays of a tree to the shardings in another tree. All errors are raised before any array moves.
+    """Moves the arrays of a tree to the shardings in another tree. All errors are
+    raised before any array moves.
 
     **Arguments:**
 
     - `tree`: arrays; leaves of other types come back as they are.
-    - `shardings`: a tree of the same structure, or a prefix of it. A leaf of a prefix applies to all leaves below it.
-        Each leaf is a Sharding; a PartitionSpec on `mesh`; a function from the array to one of these; or `None`, which
-        replicates the array over `mesh`, or puts it on the default device if `mesh` is not given.
+    - `shardings`: a tree of the same structure, or a prefix of it. A leaf of a prefix
+      applies to all leaves below it.
+        Each leaf is a Sharding; a PartitionSpec on `mesh`; a function from the array to
+        one of these; or `None`, which replicates the array over `mesh`, or puts it on
+        the default device if `mesh` is not given.
     - `mesh`: the mesh for PartitionSpecs and `None`.
 
     **Returns:**
@@ -127,8 +166,9 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
 
     **Raises:**
 
-    `PlanMismatchError` with all differences of the structures; `SpecError`, with the leaf's path, if a sharding does
-    not fit a leaf; `LeafTypeError` for a leaf of `shardings` of another type.
+    `PlanMismatchError` with all differences of the structures; `SpecError`, with the
+    leaf's path, if a sharding does not fit a leaf; `LeafTypeError` for a leaf of
+    `shardings` of another type.
 
     !!! Example
 
@@ -149,8 +189,9 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
     except ValueError as error:
         lines = "\n  ".join(map(str, structure_diff(shardings, tree)))
         raise PlanMismatchError(
-            f"the shardings are no prefix of the tree (left: the shardings, right: the tree):\n  {lines}\nGive one "
-            "sharding for each leaf, or for a branch of them."
+            "the shardings are no prefix of the tree (left: the shardings, right: the"
+            f" tree):\n  {lines}\nGive one sharding for each leaf, or for a branch of"
+            " them."
         ) from error
     leaves, treedef = jax.tree.flatten(tree)
     targets = {
@@ -160,9 +201,13 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
         )
         if isinstance(leaf, jax.Array | np.ndarray | np.generic)
     }
-    arrays = jax.device_put([leaves[number] for number in targets], list(targets.values()))
+    arrays = jax.device_put(
+        [leaves[number] for number in targets], list(targets.values())
+    )
     moved = dict(zip(targets, arrays, strict=True))
-    return jax.tree.unflatten(treedef, [moved.get(number, leaf) for number, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(
+        treedef, [moved.get(number, leaf) for number, leaf in enumerate(leaves)]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +217,8 @@ class Difference:
     **Arguments:**
 
     - `path`: the path, such as `layers/0/weight`; empty at the root.
-    - `left`, `right`: a text that describes each tree's node at the path; "nothing" if the tree has no such node.
+    - `left`, `right`: a text that describes each tree's node at the path; "nothing" if
+      the tree has no such node.
     """
 
     path: str
@@ -184,9 +230,11 @@ class Difference:
 
 
 def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
-    """All differences between the structures of two trees. The values of leaves are ignored.
+    """All differences between the structures of two trees. The values of leaves are
+    ignored.
 
-    `None`, PartitionSpecs and Shardings are leaves, so a tree of shardings has the structure of its tree of arrays.
+    `None`, PartitionSpecs and Shardings are leaves, so a tree of shardings has the
+    structure of its tree of arrays.
 
     **Arguments:**
 
@@ -194,8 +242,8 @@ def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
 
     **Returns:**
 
-    The differences in the order of `a`, then the leaves that only `b` has. The tuple is empty if the structures are
-    equal.
+    The differences in the order of `a`, then the leaves that only `b` has. The tuple is
+    empty if the structures are equal.
 
     !!! Example
 
@@ -225,16 +273,23 @@ def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
         if key in left.children and key in right.children:
             below = list(_differences(left.children[key], right.children[key], where))
         else:
-            names = [_node(one.children[key]).name if key in one.children else "nothing" for one in (left, right)]
+            names = [
+                _node(one.children[key]).name if key in one.children else "nothing"
+                for one in (left, right)
+            ]
             below = [Difference(where, *names)]
         found = found or bool(below)
         yield from below
     if not found and left.data != right.data:
-        yield Difference(path, *[f"{one.name} with {one.data!r:.100}" for one in (left, right)])
+        yield Difference(
+            path, *[f"{one.name} with {one.data!r:.100}" for one in (left, right)]
+        )
 
 
 class _Node(NamedTuple):
-    """A node of a tree: its type (`None` for a leaf), its static data, and its children by key."""
+    """A node of a tree: its type (`None` for a leaf), its static data, and its children
+    by key.
+    """
 
     kind: type | None
     data: object
@@ -246,15 +301,22 @@ class _Node(NamedTuple):
 
 
 def _node(tree: PyTree) -> _Node:
-    children, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    children, treedef = jtu.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is not tree
+    )
     data = None if tree is None else treedef.node_data()
     if data is None:
         return _Node(None, None, {})
-    return _Node(data[0], data[1], {jtu.keystr(key, simple=True): child for key, child in children})
+    return _Node(
+        data[0],
+        data[1],
+        {jtu.keystr(key, simple=True): child for key, child in children},
+    )
 
 
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
-    """The tree with every array replicated on all devices of a mesh. Nothing is compiled.
+    """The tree with every array replicated on all devices of a mesh. Nothing is
+    compiled.
 
     **Arguments:**
 
@@ -286,7 +348,8 @@ def axis_names_of(specs: PyTree) -> tuple[str, ...]:
 
     **Arguments:**
 
-    - `specs`: a tree whose leaves are PartitionSpecs or NamedShardings; `None` has no axes.
+    - `specs`: a tree whose leaves are PartitionSpecs or NamedShardings; `None` has no
+      axes.
 
     **Returns:**
 
@@ -310,7 +373,10 @@ def axis_names_of(specs: PyTree) -> tuple[str, ...]:
     for leaf in jax.tree.leaves(specs):
         spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
         if not isinstance(spec, PartitionSpec):
-            raise SpecError(f"a tree of specs holds {leaf!r}, which is neither a PartitionSpec nor a NamedSharding.")
+            raise SpecError(
+                f"a tree of specs holds {leaf!r}, which is neither a PartitionSpec nor"
+                " a NamedSharding."
+            )
         for entry in entries_of(spec):
             found |= dict.fromkeys(entry_axes(entry))
     return tuple(found)

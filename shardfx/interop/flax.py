@@ -1,4 +1,6 @@
-"""Flax's sharding metadata as names for `plan`, and Flax's rules as AxisRules with the same meaning."""
+"""Flax's sharding metadata as names for `plan`, and Flax's rules as AxisRules with the
+same meaning.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,18 +23,23 @@ AnyRules = AxisRules | RulesLike | None
 
 
 def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTree:
-    """The logical names of the arrays in Flax's boxes and variables, as a tree for `plan(tree, mesh, names=...)`.
+    """The logical names of the arrays in Flax's boxes and variables, as a tree for
+    `plan(tree, mesh, names=...)`.
 
     **Arguments:**
 
-    - `tree`: linen variables with `nn.Partitioned` or `nn.LogicallyPartitioned` boxes (from `jax.eval_shape`
-        or with arrays), or with the boxes that `nnx.bridge.to_linen` makes, or an `nnx.State`.
-    - `default`: the value for arrays without names: `()` replicates them, `None` leaves them to path rules.
+    - `tree`: linen variables with `nn.Partitioned` or `nn.LogicallyPartitioned` boxes
+      (from `jax.eval_shape`
+        or with arrays), or with the boxes that `nnx.bridge.to_linen` makes, or an
+        `nnx.State`.
+    - `default`: the value for arrays without names: `()` replicates them, `None` leaves
+      them to path rules.
 
     **Returns:**
 
-    `tree` with a tuple of names, or `default`, in place of each box, variable and plain array. As `names=`, it fits
-    both `plan(tree, ...)` and `plan(unboxed(tree), ...)`; see [`shardfx.interop.flax.unboxed`][].
+    `tree` with a tuple of names, or `default`, in place of each box, variable and plain
+    array. As `names=`, it fits both `plan(tree, ...)` and `plan(unboxed(tree), ...)`;
+    see [`shardfx.interop.flax.unboxed`][].
 
     !!! Example
 
@@ -60,11 +67,13 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """The tree with plain arrays in place of Flax's boxes and variables. No sharding constraint is applied.
+    """The tree with plain arrays in place of Flax's boxes and variables. No sharding
+    constraint is applied.
 
     **Arguments:**
 
-    - `tree`: linen variables with Flax's boxes, from `jax.eval_shape` or with arrays, or an `nnx.State`.
+    - `tree`: linen variables with Flax's boxes, from `jax.eval_shape` or with arrays,
+      or an `nnx.State`.
 
     **Returns:**
 
@@ -93,20 +102,23 @@ def unboxed(tree: PyTree) -> PyTree:
 
 
 def rules_of(tree: PyTree) -> AxisRules:
-    """The merged rules of all boxes and variables (their `rules=` or `sharding_rules=`).
+    """The merged rules of all boxes and variables (their `rules=` or
+    `sharding_rules=`).
 
     **Arguments:**
 
-    - `tree`: linen variables with Flax's boxes, from `jax.eval_shape` or with arrays, or an `nnx.State`.
+    - `tree`: linen variables with Flax's boxes, from `jax.eval_shape` or with arrays,
+      or an `nnx.State`.
 
     **Returns:**
 
-    AxisRules; use [`shardfx.interop.flax.composite_rules`][] to join them with the rules of the whole model.
+    AxisRules; use [`shardfx.interop.flax.composite_rules`][] to join them with the
+    rules of the whole model.
 
     **Raises:**
 
-    `RuleError` if the rules of two variables contradict each other, since a name has one meaning in a plan. Plan the
-    variables separately, and join the plans.
+    `RuleError` if the rules of two variables contradict each other, since a name has
+    one meaning in a plan. Plan the variables separately, and join the plans.
 
     !!! Example
 
@@ -127,8 +139,8 @@ def rules_of(tree: PyTree) -> AxisRules:
 
 
 def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRules:
-    """AxisRules with the meaning of `flax.core.spmd` and nnx: the last rule of a name applies, and a name without a
-    rule is a mesh axis.
+    """AxisRules with the meaning of `flax.core.spmd` and nnx: the last rule of a name
+    applies, and a name without a rule is a mesh axis.
 
     **Arguments:**
 
@@ -137,9 +149,10 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
 
     **Returns:**
 
-    AxisRules for `plan(..., axes=...)`. Rules that map a mesh axis to itself come first: in an array with the mesh axis
-    as a name, no other name gets it.
-    `resolve(names, AxisRules.last_wins(rules), unmatched="keep")` does the same without a mesh.
+    AxisRules for `plan(..., axes=...)`. Rules that map a mesh axis to itself come
+    first: in an array with the mesh axis as a name, no other name gets it.
+    `resolve(names, AxisRules.last_wins(rules), unmatched="keep")` does the same without
+    a mesh.
 
     !!! Example
 
@@ -154,12 +167,25 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
     """
     given = _as_rules(rules)
     modes = {mode: dict(first) for mode, first in given.modes}
-    last = AxisRules(dict(given.rules), modes=modes, units=given.units, aliases=given.aliases, axes=given.axes)
-    return last.prepend([(axis, axis) for axis in MeshSpec.of(mesh).axis_names if axis not in last.names])
+    last = AxisRules(
+        dict(given.rules),
+        modes=modes,
+        units=given.units,
+        aliases=given.aliases,
+        axes=given.axes,
+    )
+    return last.prepend(
+        [
+            (axis, axis)
+            for axis in MeshSpec.of(mesh).axis_names
+            if axis not in last.names
+        ]
+    )
 
 
 def composite_rules(rule1: AnyRules, rule2: AnyRules) -> AxisRules:
-    """The rules of two rule sets, as `flax.core.spmd.composite_rules` joins them. A name may keep several rules.
+    """The rules of two rule sets, as `flax.core.spmd.composite_rules` joins them. A
+    name may keep several rules.
 
     **Arguments:**
 
@@ -171,7 +197,8 @@ def composite_rules(rule1: AnyRules, rule2: AnyRules) -> AxisRules:
 
     **Raises:**
 
-    `RuleError` if both have rules for a name and they contradict each other; see [`shardfx.AxisRules.merge`][].
+    `RuleError` if both have rules for a name and they contradict each other; see
+    [`shardfx.AxisRules.merge`][].
 
     !!! Example
 
@@ -190,8 +217,10 @@ def add_axis(names: tuple[object, ...], index: int, name: object) -> tuple[objec
 
     **Arguments:**
 
-    - `names`: the names before. If there are fewer than `index`, the dimensions between are `None`.
-    - `index`: the index of the new dimension. Negative numbers count from the end of the result, so -1 is the last.
+    - `names`: the names before. If there are fewer than `index`, the dimensions between
+      are `None`.
+    - `index`: the index of the new dimension. Negative numbers count from the end of
+      the result, so -1 is the last.
     - `name`: the name of the new dimension, or `None`.
 
     **Returns:**
@@ -210,12 +239,17 @@ def add_axis(names: tuple[object, ...], index: int, name: object) -> tuple[objec
     """
     at = index if index >= 0 else len(names) + 1 + index
     if at < 0:
-        raise SpecError(f"`add_axis({names}, {index}, {name!r})`: index {index} lies before the first dimension.")
+        raise SpecError(
+            f"`add_axis({names}, {index}, {name!r})`: index {index} lies before the"
+            " first dimension."
+        )
     padded = (*names, *[None] * (at - len(names)))
     return (*padded[:at], name, *padded[at:])
 
 
-def remove_axis(names: tuple[object, ...], index: int, name: object) -> tuple[object, ...]:
+def remove_axis(
+    names: tuple[object, ...], index: int, name: object
+) -> tuple[object, ...]:
     """The names of an array after a dimension is removed: the inverse of `add_axis`.
 
     **Arguments:**
@@ -226,8 +260,8 @@ def remove_axis(names: tuple[object, ...], index: int, name: object) -> tuple[ob
 
     **Returns:**
 
-    The names without the dimension. If the last name is removed, `None` entries before it are removed too, since
-    `add_axis` may have added them.
+    The names without the dimension. If the last name is removed, `None` entries before
+    it are removed too, since `add_axis` may have added them.
 
     **Raises:**
 
@@ -259,7 +293,9 @@ def _is_box(node: object) -> bool:
 
 
 def _metadata(node: object) -> Mapping[str, Any]:
-    """The metadata of a Flax variable or box, by nnx's names, such as "out_sharding"; empty for other nodes."""
+    """The metadata of a Flax variable or box, by nnx's names, such as "out_sharding";
+    empty for other nodes.
+    """
     if isinstance(node, nnx.Variable):
         return node.get_metadata()
     if isinstance(node, meta.Partitioned):
@@ -273,8 +309,13 @@ def _names(sharding: object) -> tuple[object, ...]:
     # In JAX a PartitionSpec does not have to cover the last dimensions.
     entries = (*entries_of(spec), ...) if isinstance(spec, PartitionSpec) else spec
     if not isinstance(entries, tuple | list):
-        raise SpecError(f"the sharding {sharding!r} of a flax variable has no names; give it a tuple of names.")
-    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
+        raise SpecError(
+            f"the sharding {sharding!r} of a flax variable has no names; give it a"
+            " tuple of names."
+        )
+    return tuple(
+        tuple(entry) if isinstance(entry, list) else entry for entry in entries
+    )
 
 
 def _as_rules(rules: AnyRules) -> AxisRules:

@@ -1,6 +1,8 @@
-"""Hugging Face's plans for tensor and expert parallelism as PathRules. Torch is not needed, since plans are dicts.
+"""Hugging Face's plans for tensor and expert parallelism as PathRules. Torch is not
+needed, since plans are dicts.
 
-A plan maps the names of modules and parameters to styles, such as "colwise". A style says how to shard.
+A plan maps the names of modules and parameters to styles, such as "colwise". A style
+says how to shard.
 """
 
 import dataclasses
@@ -14,23 +16,38 @@ from .._ground.errors import RuleError
 from .._rules import Atomic, PathRules, near, optional, replicate
 
 
-# The dimension of a weight that each style shards; `None` if every device has the whole weight. It is the one that
-# transformers' `ALL_PARALLEL_STYLES` shard; XLA finds the shardings of activations itself.
+# The dimension of a weight that each style shards; `None` if every device has the whole
+# weight. It is the one that transformers' `ALL_PARALLEL_STYLES` shard; XLA finds the
+# shardings of activations itself.
 _ROWS, _COLUMNS, _EXPERTS = "rows", "columns", "experts"
 STYLES: dict[str, str | None] = {
-    **dict.fromkeys(["colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"], _ROWS),
-    **dict.fromkeys(["rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"], _COLUMNS),
+    **dict.fromkeys(
+        ["colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"], _ROWS
+    ),
+    **dict.fromkeys(
+        ["rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"], _COLUMNS
+    ),
     "embedding_rowwise": "first",
     "embedding_colwise": "second",
     "grouped_gemm": _EXPERTS,
-    **dict.fromkeys(["replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "replicate"], None),
-    **dict.fromkeys(["moe_tp_experts", "moe_identity_expert", "local_params", "sequence_parallel"], None),
+    **dict.fromkeys(
+        ["replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "replicate"],
+        None,
+    ),
+    **dict.fromkeys(
+        ["moe_tp_experts", "moe_identity_expert", "local_params", "sequence_parallel"],
+        None,
+    ),
     "ep_dispatch_experts": None,
 }
 _PACKED = 2
-# Checkpoints have parameters of single experts under these names; the plan has one parameter for all experts. w1 and w3
-# are gate and up. The names are from `transformers/conversion_mapping.py` of 5.23.
-_EXPERT_NAMES = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
+# Checkpoints have parameters of single experts under these names; the plan has one
+# parameter for all experts. w1 and w3 are gate and up. The names are from
+# `transformers/conversion_mapping.py` of 5.23.
+_EXPERT_NAMES = {
+    "gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"),
+    "down_proj": ("down_proj", "w2"),
+}
 
 
 class Plans(NamedTuple):
@@ -38,9 +55,11 @@ class Plans(NamedTuple):
 
     **Arguments:**
 
-    - `tensor`: `base_model_tp_plan`, a dict from the names of modules and parameters to styles such as "colwise".
+    - `tensor`: `base_model_tp_plan`, a dict from the names of modules and parameters to
+      styles such as "colwise".
     - `expert`: `base_model_ep_plan`; empty if the class has none.
-    - `head`: `_tp_plan` of the model's class, for parameters outside of the base model (`lm_head`); may be empty.
+    - `head`: `_tp_plan` of the model's class, for parameters outside of the base model
+      (`lm_head`); may be empty.
     """
 
     tensor: dict[str, str]
@@ -50,14 +69,17 @@ class Plans(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """The target of a path rule: how a style of a Hugging Face plan, such as "colwise", shards a parameter of any rank.
+    """The target of a path rule: how a style of a Hugging Face plan, such as "colwise",
+    shards a parameter of any rank.
 
     **Arguments:**
 
-    - `key`, `style`: the name in the plan, with `*` for numbers, and the name of its style.
+    - `key`, `style`: the name in the plan, with `*` for numbers, and the name of its
+      style.
     - `axis`: the mesh axes over which the parameter is sharded.
     - `unit`: the number of elements of the sharded dimension that no shard may split.
-    - `is_one_expert`: whether each expert has a parameter of its own, as in checkpoints, instead of one parameter for
+    - `is_one_expert`: whether each expert has a parameter of its own, as in
+      checkpoints, instead of one parameter for
         all experts of a layer.
     """
 
@@ -71,18 +93,27 @@ class Style:
         rank = len(leaf.shape)
         if self.is_one_expert and STYLES[self.style] == _EXPERTS:
             raise RuleError(
-                f"the style {self.style!r} of `{self.key}` shards the dimension of experts, and `{path}` is one "
-                "expert; stack the experts into one array, or leave out `expert=`."
+                f"the style {self.style!r} of `{self.key}` shards the dimension of"
+                f" experts, and `{path}` is one expert; stack the experts into one"
+                " array, or leave out `expert=`."
             )
         dim = _dim(self.style, re.split("[./]", path)[-1], rank)
         if dim is None:
             return PartitionSpec()
         spec = PartitionSpec(*[None] * dim, self.axis)
         # Gate and up are concatenated: no shard may hold a part of each.
-        parts = _PACKED if self.style.startswith("packed") and rank > 1 and not self.is_one_expert else 1
+        parts = (
+            _PACKED
+            if self.style.startswith("packed") and rank > 1 and not self.is_one_expert
+            else 1
+        )
         size = leaf.shape[dim]
         unit = size // parts if parts > 1 and size % parts == 0 else self.unit
-        return spec if unit == 1 else Atomic(spec, (*[1] * dim, unit, *[1] * (rank - dim - 1)))
+        return (
+            spec
+            if unit == 1
+            else Atomic(spec, (*[1] * dim, unit, *[1] * (rank - dim - 1)))
+        )
 
 
 def plans_of(config: object) -> Plans:
@@ -90,7 +121,8 @@ def plans_of(config: object) -> Plans:
 
     **Arguments:**
 
-    - `config`: a model, a configuration, or the class of either. A configuration has no plan for `lm_head`.
+    - `config`: a model, a configuration, or the class of either. A configuration has no
+      plan for `lm_head`.
 
     **Returns:**
 
@@ -100,12 +132,21 @@ def plans_of(config: object) -> Plans:
 
     `RuleError` if there is no tensor parallel plan.
     """
-    # A model has all plans merged in its own `_tp_plan`; that of its class is only for its head.
-    head = getattr(config if isinstance(config, type) else type(config), "_tp_plan", None)
+    # A model has all plans merged in its own `_tp_plan`; that of its class is only for
+    # its head.
+    head = getattr(
+        config if isinstance(config, type) else type(config), "_tp_plan", None
+    )
     config = getattr(config, "config_class", None) or config
-    tensor, expert = (getattr(config, name, None) for name in ("base_model_tp_plan", "base_model_ep_plan"))
+    tensor, expert = (
+        getattr(config, name, None)
+        for name in ("base_model_tp_plan", "base_model_ep_plan")
+    )
     if not tensor:
-        raise RuleError(f"{config!r:.80} has no `base_model_tp_plan`; write rules for it, or take `presets.hf`.")
+        raise RuleError(
+            f"{config!r:.80} has no `base_model_tp_plan`; write rules for it, or take"
+            " `presets.hf`."
+        )
     return Plans(dict(tensor), dict(expert or {}), dict(head or {}))
 
 
@@ -120,30 +161,38 @@ def rules_of(
 ) -> PathRules:
     """PathRules that shard a model's parameters as Hugging Face's plan does.
 
-    Weights have torch's layout, `[out, in]`, as in checkpoints. The names in paths may be joined by "." or "/".
+    Weights have torch's layout, `[out, in]`, as in checkpoints. The names in paths may
+    be joined by "." or "/".
 
     **Arguments:**
 
-    - `plans`: the result of `plans_of`, or a tensor parallel plan alone. `rest` decides about `lm_head` if the plans
+    - `plans`: the result of `plans_of`, or a tensor parallel plan alone. `rest` decides
+      about `lm_head` if the plans
         lack it, as those of a configuration do.
     - `tensor`: the mesh axis of tensor parallelism.
-    - `expert`: the mesh axis of expert parallelism. If it is given, the plan for experts has priority.
-    - `prefix`: the `base_model_prefix` of the model's class: `"model"` for most, `"gpt_neox"` for GPT-NeoX. Paths
+    - `expert`: the mesh axis of expert parallelism. If it is given, the plan for
+      experts has priority.
+    - `prefix`: the `base_model_prefix` of the model's class: `"model"` for most,
+      `"gpt_neox"` for GPT-NeoX. Paths
         without the prefix match too.
-    - `units`: from the last part of a module's name, such as `k_proj`, to the number of elements that no shard may
-        split, such as `head_dim`. Hugging Face checks only that the number of heads is divisible.
-    - `rest`: the target for parameters that the plan does not name. By default they are replicated, as by Hugging Face.
+    - `units`: from the last part of a module's name, such as `k_proj`, to the number of
+      elements that no shard may
+        split, such as `head_dim`. Hugging Face checks only that the number of heads is
+        divisible.
+    - `rest`: the target for parameters that the plan does not name. By default they are
+      replicated, as by Hugging Face.
 
     **Returns:**
 
-    [`shardfx.PathRules`][]. All rules are optional, since a plan is for several variants of a model. A packed weight
-    (gate and up in one) is sharded only between its parts. The experts of a layer may be one array, as in the model, or
-    one array each, as in checkpoints (`experts.0.gate_proj`, `experts.0.w1`).
+    [`shardfx.PathRules`][]. All rules are optional, since a plan is for several
+    variants of a model. A packed weight (gate and up in one) is sharded only between
+    its parts. The experts of a layer may be one array, as in the model, or one array
+    each, as in checkpoints (`experts.0.gate_proj`, `experts.0.w1`).
 
     **Raises:**
 
-    `RuleError` for a style that transformers does not have. Planning with the rules raises it for expert parallelism if
-    each expert has an array of its own.
+    `RuleError` for a style that transformers does not have. Planning with the rules
+    raises it for expert parallelism if each expert has an array of its own.
 
     !!! Example
 
@@ -168,7 +217,8 @@ def rules_of(
     for key, (style, _) in merged.items():
         if style not in STYLES:
             raise RuleError(
-                f"{key!r} has the style {style!r}{near(style, tuple(STYLES))}, which is none of {[*STYLES]}."
+                f"{key!r} has the style {style!r}{near(style, tuple(STYLES))}, which is"
+                f" none of {[*STYLES]}."
             )
     rules: list[tuple[str, object]] = []
     # A parameter's own name has priority over that of its module.
@@ -180,7 +230,9 @@ def rules_of(
         rules.append((rf"^{_path(key, begin)}(?:[./][^./]+)?$", optional(target)))
         if name in _EXPERT_NAMES and module.endswith("experts"):
             single = dataclasses.replace(target, is_one_expert=True)
-            rules.append((_expert_path(module, _EXPERT_NAMES[name], begin), optional(single)))
+            rules.append(
+                (_expert_path(module, _EXPERT_NAMES[name], begin), optional(single))
+            )
     return PathRules([*rules, (".*", rest)])
 
 
@@ -201,12 +253,16 @@ def _dim(style: str, name: str, rank: int) -> int | None:
 
 
 def _expert_path(module: str, names: tuple[str, ...], prefix: str) -> str:
-    """A regex for the paths of single experts in checkpoints, also under the names of Mixtral's checkpoints.
+    """A regex for the paths of single experts in checkpoints, also under the names of
+    Mixtral's checkpoints.
 
-    `module` is the experts' module in the plan. `names` are the names of an expert's matrices, such as "gate_proj".
-    `prefix` is an optional first part of the paths, such as "model".
+    `module` is the experts' module in the plan. `names` are the names of an expert's
+    matrices, such as "gate_proj". `prefix` is an optional first part of the paths, such
+    as "model".
     """
-    path = _path(module, prefix).replace("[./]mlp[./]", "[./](?:mlp|block_sparse_moe)[./]")
+    path = _path(module, prefix).replace(
+        "[./]mlp[./]", "[./](?:mlp|block_sparse_moe)[./]"
+    )
     return rf"^{path}[./]\d+[./](?:{'|'.join(names)})[./][^./]+$"
 
 

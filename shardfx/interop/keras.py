@@ -1,4 +1,6 @@
-"""Keras's `LayoutMap` as PathRules. Keras is not needed, since any mapping from regexes to axes works."""
+"""Keras's `LayoutMap` as PathRules. Keras is not needed, since any mapping from regexes
+to axes works.
+"""
 
 import dataclasses
 import re
@@ -16,14 +18,15 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class KerasLayout:
-    """The target of a path rule: the mesh axes that a LayoutMap has for a key. A path may match only one key of the
-    map.
+    """The target of a path rule: the mesh axes that a LayoutMap has for a key. A path
+    may match only one key of the map.
 
     **Arguments:**
 
     - `key`: the regex in the map, which matches whole paths.
     - `axes`: for each dimension a mesh axis, or `None`.
-    - `others`: the other keys of the map. A path that also matches one of them is an error.
+    - `others`: the other keys of the map. A path that also matches one of them is an
+      error.
     """
 
     key: str
@@ -35,8 +38,8 @@ class KerasLayout:
             also = [other for other in self.others if re.fullmatch(other, path)]
             if also:
                 raise RuleError(
-                    f"the path {path!r} matches {[self.key, *also]}, and in a LayoutMap it may match one key only; "
-                    "make them more specific."
+                    f"the path {path!r} matches {[self.key, *also]}, and in a LayoutMap"
+                    " it may match one key only; make them more specific."
                 )
         return PartitionSpec(*self.axes)
 
@@ -44,21 +47,24 @@ class KerasLayout:
 def rules_of(layout_map: Mapping[str, object]) -> PathRules:
     """PathRules that give each variable the layout of `LayoutMap[variable.path]`.
 
-    The layout is that of the key that equals the path, or else of the only key that matches the whole path
-    (`re.fullmatch`). As in Keras, a path that two keys match is an error, and a path without a match is replicated.
+    The layout is that of the key that equals the path, or else of the only key that
+    matches the whole path (`re.fullmatch`). As in Keras, a path that two keys match is
+    an error, and a path without a match is replicated.
 
     **Arguments:**
 
-    - `layout_map`: a `keras.distribution.LayoutMap`, or a mapping from regexes to tuples of mesh axes and `None`.
+    - `layout_map`: a `keras.distribution.LayoutMap`, or a mapping from regexes to
+      tuples of mesh axes and `None`.
 
     **Returns:**
 
-    [`shardfx.PathRules`][] with an optional rule for each key, and a last rule that replicates all other arrays.
+    [`shardfx.PathRules`][] with an optional rule for each key, and a last rule that
+    replicates all other arrays.
 
     **Raises:**
 
-    `RuleError` for axes that are not a tuple of names and `None`. Planning with the rules raises it for a path that two
-    keys match.
+    `RuleError` for axes that are not a tuple of names and `None`. Planning with the
+    rules raises it for a path that two keys match.
 
     !!! Example
 
@@ -76,17 +82,25 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
         ```
     """
     axes = {key: _axes(key, layout) for key, layout in layout_map.items()}
-    exact = [(rf"\A{re.escape(key)}\Z", optional(KerasLayout(key, value))) for key, value in axes.items()]
+    exact = [
+        (rf"\A{re.escape(key)}\Z", optional(KerasLayout(key, value)))
+        for key, value in axes.items()
+    ]
     matched = [
-        (rf"\A{_grouped(key)}\Z", optional(KerasLayout(key, value, tuple(other for other in axes if other != key))))
+        (
+            rf"\A{_grouped(key)}\Z",
+            optional(
+                KerasLayout(key, value, tuple(other for other in axes if other != key))
+            ),
+        )
         for key, value in axes.items()
     ]
     return PathRules([*exact, *matched, (".*", replicate)])
 
 
 def _grouped(key: str) -> str:
-    """A regex `key` as a group of a larger regex. Flags at the start of the key, such as `(?i)`, apply only to the
-    group.
+    """A regex `key` as a group of a larger regex. Flags at the start of the key, such
+    as `(?i)`, apply only to the group.
     """
     found = re.match(r"\(\?([aiLmsux]+)\)", key)
     if found is None:
@@ -97,6 +111,11 @@ def _grouped(key: str) -> str:
 
 def _axes(key: str, layout: object) -> Axes:
     axes = getattr(layout, "axes", layout)
-    if not isinstance(axes, tuple | list) or not all(axis is None or isinstance(axis, str) for axis in axes):
-        raise RuleError(f"the layout of {key!r} is {layout!r:.80}; it must be a tuple of mesh axes and `None`.")
+    if not isinstance(axes, tuple | list) or not all(
+        axis is None or isinstance(axis, str) for axis in axes
+    ):
+        raise RuleError(
+            f"the layout of {key!r} is {layout!r:.80}; it must be a tuple of mesh axes"
+            " and `None`."
+        )
     return tuple(axes)

@@ -8,7 +8,8 @@ from .._rules import AxisRules, Target
 
 
 class Mappings(NamedTuple):
-    """The two axis mappings of a Levanter trainer. An axis mapping has one or several mesh axes for each logical axis.
+    """The two axis mappings of a Levanter trainer. An axis mapping has one or several
+    mesh axes for each logical axis.
 
     **Arguments:**
 
@@ -21,7 +22,8 @@ class Mappings(NamedTuple):
 
 
 def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
-    """A haliax axis mapping as AxisRules. Logical axes that are not in the mapping are replicated.
+    """A haliax axis mapping as AxisRules. Logical axes that are not in the mapping are
+    replicated.
 
     **Arguments:**
 
@@ -29,9 +31,9 @@ def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
 
     **Returns:**
 
-    [`shardfx.AxisRules`][]. If two dimensions of an array have the same mesh axis, the dimension whose name is first in
-    the mapping gets it, and the plan has a reason for the other. In haliax this is an error, as in a plan with
-    `strict=True`.
+    [`shardfx.AxisRules`][]. If two dimensions of an array have the same mesh axis, the
+    dimension whose name is first in the mapping gets it, and the plan has a reason for
+    the other. In haliax this is an error, as in a plan with `strict=True`.
 
     !!! Example
 
@@ -44,8 +46,13 @@ def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
         assert resolve(("embed", "mlp"), rules).spec == P("data", "model")
         ```
     """
-    targets = {name: tuple(target) if isinstance(target, list) else target for name, target in mapping.items()}
-    axes = dict.fromkeys(axis for target in targets.values() for axis in entry_axes(target))
+    targets = {
+        name: tuple(target) if isinstance(target, list) else target
+        for name, target in mapping.items()
+    }
+    axes = dict.fromkeys(
+        axis for target in targets.values() for axis in entry_axes(target)
+    )
     return AxisRules(targets, axes=axes)
 
 
@@ -60,13 +67,16 @@ def mappings_of(
 
     **Arguments:**
 
-    - `trainer`: fields of `TrainerConfig`, as in the `trainer:` part of a YAML file: `batch_axis`, `fsdp_axis`,
+    - `trainer`: fields of `TrainerConfig`, as in the `trainer:` part of a YAML file:
+      `batch_axis`, `fsdp_axis`,
         `tensor_parallel_axes`, `axis_resources`, `parameter_axis_resources`.
-    - `data`, `batch`, `model`: the mesh axes that Levanter uses for FSDP, batches and tensor parallelism.
+    - `data`, `batch`, `model`: the mesh axes that Levanter uses for FSDP, batches and
+      tensor parallelism.
 
     **Returns:**
 
-    A `Mappings`. Its parameter mapping shards the logical axes in `fsdp_axis`, by default "embed", over `data`.
+    A `Mappings`. Its parameter mapping shards the logical axes in `fsdp_axis`, by
+    default "embed", over `data`.
 
     !!! Example
 

@@ -14,7 +14,8 @@ class MeshAndRules(NamedTuple):
     **Arguments:**
 
     - `mesh_axes`: the names of the mesh axes, in order.
-    - `rules`: the rules. As in MaxText, mesh axes that they name and that the mesh lacks are ignored.
+    - `rules`: the rules. As in MaxText, mesh axes that they name and that the mesh
+      lacks are ignored.
     """
 
     mesh_axes: tuple[str, ...]
@@ -22,15 +23,18 @@ class MeshAndRules(NamedTuple):
 
 
 def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndRules:
-    """The mesh axes and the rules of a MaxText configuration, with the same meaning as in MaxText.
+    """The mesh axes and the rules of a MaxText configuration, with the same meaning as
+    in MaxText.
 
-    MaxText resolves names like Flax. Rules are tried in order, and a rule whose mesh axes are in use is skipped. A rule
-    with an empty list or `None` replicates the dimension.
+    MaxText resolves names like Flax. Rules are tried in order, and a rule whose mesh
+    axes are in use is skipped. A rule with an empty list or `None` replicates the
+    dimension.
 
     **Arguments:**
 
     - `config`: the content of a rule file, as `yaml.safe_load` gives it.
-    - `base`: the `logical_axis_rules` of the base configuration. The rules of `config` replace the base's rules for the
+    - `base`: the `logical_axis_rules` of the base configuration. The rules of `config`
+      replace the base's rules for the
         same names, and follow its other rules. A custom mesh and rule file has no base.
 
     **Returns:**
@@ -56,18 +60,31 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
     """
     given = config.get("logical_axis_rules")
     if not isinstance(given, list | tuple):
-        raise RuleError(f"the configuration has no list of `logical_axis_rules`; it has {list(config)[:20]}.")
+        raise RuleError(
+            "the configuration has no list of `logical_axis_rules`; it has"
+            f" {list(config)[:20]}."
+        )
     rules = [_rule(number, rule) for number, rule in enumerate(given)]
     replaced = {name for name, _ in rules}
     before = [_rule(number, rule) for number, rule in enumerate(base)]
     merged = [*[rule for rule in before if rule[0] not in replaced], *rules]
     axes = dict.fromkeys(axis for _, target in merged for axis in entry_axes(target))
     mesh_axes = tuple(config.get("mesh_axes") or ())
-    return MeshAndRules(mesh_axes, AxisRules(merged, axes=[*mesh_axes, *[one for one in axes if one not in mesh_axes]]))
+    return MeshAndRules(
+        mesh_axes,
+        AxisRules(
+            merged, axes=[*mesh_axes, *[one for one in axes if one not in mesh_axes]]
+        ),
+    )
 
 
 def _rule(number: int, rule: object) -> Rule:
-    if not (isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)):
-        raise RuleError(f"`logical_axis_rules[{number}]` is {rule!r:.80}; a rule is [name, mesh axes].")
+    if not (
+        isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)
+    ):
+        raise RuleError(
+            f"`logical_axis_rules[{number}]` is {rule!r:.80}; a rule is [name, mesh"
+            " axes]."
+        )
     name, target = rule
     return name, tuple(target) if isinstance(target, list) else target

@@ -10,14 +10,18 @@ from ..presets import t5x
 
 
 class Partitioning(NamedTuple):
-    """The logical axis rules and the mesh sizes of a T5X gin file. Sizes that the file lacks are `None`.
+    """The logical axis rules and the mesh sizes of a T5X gin file. Sizes that the file
+    lacks are `None`.
 
     **Arguments:**
 
-    - `rules`: the logical axis rules of the file, or else the standard rules of its partitioner.
+    - `rules`: the logical axis rules of the file, or else the standard rules of its
+      partitioner.
     - `num_partitions`: the size of the mesh axis "model".
-    - `model_parallel_submesh`: the box of devices along "model": its sizes (x, y, z, cores) in the TPU's topology.
-    - `num_experts`: for a mixture of experts, the largest size of the mesh axis "expert".
+    - `model_parallel_submesh`: the box of devices along "model": its sizes (x, y, z,
+      cores) in the TPU's topology.
+    - `num_experts`: for a mixture of experts, the largest size of the mesh axis
+      "expert".
     """
 
     rules: AxisRules
@@ -28,24 +32,34 @@ class Partitioning(NamedTuple):
 
 _STANDARD = "standard_logical_axis_rules"
 _PLAIN, _MOE = "PjitPartitioner", "MoePjitPartitioner"
-# The rules that `t5x.contrib.moe.partitioning.standard_logical_axis_rules` adds to the standard rules.
-_EXPERTS = (("expert", "expert"), ("expert_mlp", "model"), ("expert_replicas", "data"), ("unmodeled", None))
-# The text of each value that a gin file binds, by the last two parts of its name: "PjitPartitioner.num_partitions".
+# The rules that `t5x.contrib.moe.partitioning.standard_logical_axis_rules` adds to the
+# standard rules.
+_EXPERTS = (
+    ("expert", "expert"),
+    ("expert_mlp", "model"),
+    ("expert_replicas", "data"),
+    ("unmodeled", None),
+)
+# The text of each value that a gin file binds, by the last two parts of its name:
+# "PjitPartitioner.num_partitions".
 Bindings = dict[str, str]
 # A binding begins a line, `a.B.c = value`, or is indented below `a.B:`.
-_BINDING = re.compile(r"^(?P<indent>[ \t]*)(?P<name>[\w./@]+)[ \t]*=[ \t]*", re.MULTILINE)
+_BINDING = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<name>[\w./@]+)[ \t]*=[ \t]*", re.MULTILINE
+)
 _BLOCK = re.compile(r"^(?P<name>[\w./]+):[ \t]*(?:#.*)?$", re.MULTILINE)
 
 
 def partitioning_of(text: str) -> Partitioning:
     """The partitioning of a gin file: its logical axis rules, and the size of its mesh.
 
-    The file may configure `PjitPartitioner`, or `MoePjitPartitioner` of `t5x.contrib.moe`, whose mesh axes are data,
-    expert and model.
+    The file may configure `PjitPartitioner`, or `MoePjitPartitioner` of
+    `t5x.contrib.moe`, whose mesh axes are data, expert and model.
 
     **Arguments:**
 
-    - `text`: the content of the gin file. Its includes are not read, so put their contents in front of it.
+    - `text`: the content of the gin file. Its includes are not read, so put their
+      contents in front of it.
 
     **Returns:**
 
@@ -53,8 +67,8 @@ def partitioning_of(text: str) -> Partitioning:
 
     **Raises:**
 
-    `RuleError` if the text has no partitioner of T5X, and for rules that are neither a list of pairs nor
-    `@partitioning.standard_logical_axis_rules()`.
+    `RuleError` if the text has no partitioner of T5X, and for rules that are neither a
+    list of pairs nor `@partitioning.standard_logical_axis_rules()`.
 
     !!! Example
 
@@ -78,55 +92,78 @@ def partitioning_of(text: str) -> Partitioning:
     standard = re.fullmatch(rf"@(?P<module>(?:[\w.]+\.)?){_STANDARD}\(\)", given)
     if standard is None and given != "None":
         axes = ("data", "expert", "model") if kind == _MOE else ("data", "model")
-        rules = AxisRules(_literal(bound, f"{kind}.logical_axis_rules", None) or (), axes=axes)
+        rules = AxisRules(
+            _literal(bound, f"{kind}.logical_axis_rules", None) or (), axes=axes
+        )
     else:
-        # Both modules have a function of this name; a file imports the one for experts with its partitioner.
+        # Both modules have a function of this name; a file imports the one for experts
+        # with its partitioner.
         beside = standard is None or f"{standard['module']}{_MOE}" in text
         rules = _standard(bound, kind == _MOE and beside)
     submesh = _value_of(bound, f"{kind}.model_parallel_submesh")
     experts = _value_of(bound, f"{kind}.num_expert_partitions", f"{kind}.num_experts")
     return Partitioning(
-        rules, _value_of(bound, f"{kind}.num_partitions"), None if submesh is None else tuple(submesh), experts
+        rules,
+        _value_of(bound, f"{kind}.num_partitions"),
+        None if submesh is None else tuple(submesh),
+        experts,
     )
 
 
 def _partitioner(bound: Bindings) -> str:
-    """The name of the partitioner class in a gin file: the one passed to a script, else one whose parameters are bound.
+    """The name of the partitioner class in a gin file: the one passed to a script, else
+    one whose parameters are bound.
 
     Raises `RuleError` if there is none, or if it is not one of T5X's.
     """
     given = [value for name, value in bound.items() if name.endswith(".partitioner")]
-    owners = [name.partition(".")[0] for name in bound if name.partition(".")[0].endswith("Partitioner")]
-    named = [found[1] for value in given[-1:] if (found := re.fullmatch(r"@(?:[\w.]+\.)?(\w+)\(\)", value))]
+    owners = [
+        name.partition(".")[0]
+        for name in bound
+        if name.partition(".")[0].endswith("Partitioner")
+    ]
+    named = [
+        found[1]
+        for value in given[-1:]
+        if (found := re.fullmatch(r"@(?:[\w.]+\.)?(\w+)\(\)", value))
+    ]
     kinds = list(dict.fromkeys(named or owners))
     if not kinds:
         raise RuleError(
-            "the text binds no partitioner, and does not say how arrays are sharded. Includes are not read: give their "
-            "texts before it. T5X's standard rules are `presets.t5x()`."
+            "the text binds no partitioner, and does not say how arrays are sharded."
+            " Includes are not read: give their texts before it. T5X's standard rules"
+            " are `presets.t5x()`."
         )
     for kind in kinds:
         if kind not in (_PLAIN, _MOE):
             raise RuleError(
-                f"`{kind}` is none of T5X's partitioners ({_PLAIN}, {_MOE}); give its rules: `AxisRules([...])`."
+                f"`{kind}` is none of T5X's partitioners ({_PLAIN}, {_MOE}); give its"
+                " rules: `AxisRules([...])`."
             )
     return _MOE if _MOE in kinds else _PLAIN
 
 
 def _standard(bound: Bindings, experts: bool) -> AxisRules:
     activation, parameter = (
-        _literal(bound, f"{_STANDARD}.{name}_partitioning_dims", 1) for name in ("activation", "parameter")
+        _literal(bound, f"{_STANDARD}.{name}_partitioning_dims", 1)
+        for name in ("activation", "parameter")
     )
     more = _literal(bound, f"{_STANDARD}.additional_rules", None) or ()
     if not experts:
         return t5x(activation, parameter, more)
     rules = t5x(activation, parameter, [*_EXPERTS, *more])
     # The batch is sharded over experts too.
-    spread = [(name, ("expert", "data") if name == "batch" else target) for name, target in rules.rules]
+    spread = [
+        (name, ("expert", "data") if name == "batch" else target)
+        for name, target in rules.rules
+    ]
     return AxisRules(spread, axes=("data", "expert", "model"))
 
 
 def _value_of(bound: Bindings, *names: str) -> Any:
-    """The value of the first of `names` that the gin file binds; `None` if it binds none of them."""
+    """The value of the first of `names` that the gin file binds; `None` if it binds
+    none of them.
+    """
     values = (_literal(bound, name, None, open_is_none=True) for name in names)
     return next((value for value in values if value is not None), None)
 
@@ -146,7 +183,9 @@ def _bindings(text: str) -> Bindings:
 
 
 def _value_text(text: str) -> str:
-    """The value at the start of `text`. It ends with the first line after which all brackets are closed."""
+    """The value at the start of `text`. It ends with the first line after which all
+    brackets are closed.
+    """
     depth, at = 0, 0
     for at, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
@@ -155,15 +194,19 @@ def _value_text(text: str) -> str:
     return text[: at + 1].strip()
 
 
-def _literal(bound: Bindings, name: str, default: object, *, open_is_none: bool = False) -> Any:
-    """The constant that the gin file binds a name to, directly or through a macro (`%NAME`); `default` for a name
-    without a value.
+def _literal(
+    bound: Bindings, name: str, default: object, *, open_is_none: bool = False
+) -> Any:
+    """The constant that the gin file binds a name to, directly or through a macro
+    (`%NAME`); `default` for a name without a value.
 
-    Raises `RuleError` for a value that is no constant, such as a macro without a value. With `open_is_none`, the result
-    for such a macro is `default`.
+    Raises `RuleError` for a value that is no constant, such as a macro without a value.
+    With `open_is_none`, the result for such a macro is `default`.
     """
     value = bound.get(name)
-    while value is not None and value[:1] == "%" and (value[1:] in bound or open_is_none):
+    while (
+        value is not None and value[:1] == "%" and (value[1:] in bound or open_is_none)
+    ):
         value = bound.get(value[1:])
     if value is None:
         return default
@@ -171,6 +214,6 @@ def _literal(bound: Bindings, name: str, default: object, *, open_is_none: bool 
         return ast.literal_eval(value)
     except (ValueError, SyntaxError) as error:
         raise RuleError(
-            f"`{name}` is bound to `{bound[name]:.80}`, which is no constant; give the rules themselves: "
-            "`AxisRules([...])`, or `presets.t5x(...)`."
+            f"`{name}` is bound to `{bound[name]:.80}`, which is no constant; give the"
+            " rules themselves: `AxisRules([...])`, or `presets.t5x(...)`."
         ) from error

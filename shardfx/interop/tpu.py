@@ -1,4 +1,6 @@
-"""TPU topologies on a machine without a TPU, from the libtpu wheel: devices and meshes to compile programs for."""
+"""TPU topologies on a machine without a TPU, from the libtpu wheel: devices and meshes
+to compile programs for.
+"""
 
 import math
 from typing import Any
@@ -12,21 +14,25 @@ from ..topology import MeshSpec
 
 
 def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
-    """The devices of a TPU topology, with the coordinates, processes and kind that libtpu has for them.
+    """The devices of a TPU topology, with the coordinates, processes and kind that
+    libtpu has for them.
 
     **Arguments:**
 
-    - `target`: a topology, such as `"v5p:8x8x8"`, `"tpu:v5e:16x16"` or `"v5e-8"`; see [`shardfx.chips.parse_slice`][].
+    - `target`: a topology, such as `"v5p:8x8x8"`, `"tpu:v5e:16x16"` or `"v5e-8"`; see
+      [`shardfx.chips.parse_slice`][].
     - `num_slices`: the number of such slices, connected by the data-center network.
 
     **Returns:**
 
-    The devices. Programs can be compiled for a mesh of these devices, but they hold no arrays.
+    The devices. Programs can be compiled for a mesh of these devices, but they hold no
+    arrays.
 
     **Raises:**
 
-    `MeshError` for a slice that does not exist or that libtpu does not know, or if the wheel is not installed (`pip
-    install "shardfx[aot]"`). `TPU_SKIP_MDS_QUERY=1` and `JAX_PLATFORMS=cpu` in the environment keep libtpu quiet.
+    `MeshError` for a slice that does not exist or that libtpu does not know, or if the
+    wheel is not installed (`pip install "shardfx[aot]"`). `TPU_SKIP_MDS_QUERY=1` and
+    `JAX_PLATFORMS=cpu` in the environment keep libtpu quiet.
 
     !!! Example
 
@@ -41,23 +47,34 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
     try:
         found = topologies.get_topology_desc(name, platform="tpu", **more)
     except RuntimeError as error:
-        fix = 'Write it as `v5p:8x8x8`, and install libtpu with `pip install "shardfx[aot]"`'
+        fix = (
+            "Write it as `v5p:8x8x8`, and install libtpu with `pip install"
+            ' "shardfx[aot]"`'
+        )
         if "lockfile" in str(error):
-            fix = "Another process holds libtpu: wait, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1 before JAX starts"
-        raise MeshError(f"there is no description of the TPU topology {name!r}: {error}. {fix}.") from error
+            fix = (
+                "Another process holds libtpu: wait, or set"
+                " ALLOW_MULTIPLE_LIBTPU_LOAD=1 before JAX starts"
+            )
+        raise MeshError(
+            f"there is no description of the TPU topology {name!r}: {error}. {fix}."
+        ) from error
     return tuple(found.devices)
 
 
 def mesh_of(target: str, mesh: MeshSpec) -> Mesh:
-    """The mesh of a TPU topology's devices, in the order that [`shardfx.MeshSpec.build`][] chooses.
+    """The mesh of a TPU topology's devices, in the order that
+    [`shardfx.MeshSpec.build`][] chooses.
 
-    Plan on this mesh, then compile ahead of time: `jax.jit(step, ...).lower(*plan.structs).compile()` runs the TPU's
-    own compiler, so its memory analysis is the TPU's.
+    Plan on this mesh, then compile ahead of time:
+    `jax.jit(step, ...).lower(*plan.structs).compile()` runs the TPU's own compiler, so
+    its memory analysis is the TPU's.
 
     **Arguments:**
 
     - `target`: the topology of one slice, such as `"v5p:8x8x8"` or `"v5e-8"`.
-    - `mesh`: the axes of the mesh; one size may be -1. The number of slices follows from its `dcn`.
+    - `mesh`: the axes of the mesh; one size may be -1. The number of slices follows
+      from its `dcn`.
 
     **Returns:**
 
@@ -65,8 +82,8 @@ def mesh_of(target: str, mesh: MeshSpec) -> Mesh:
 
     **Raises:**
 
-    `MeshError` for a slice that does not exist or that libtpu does not know, if the wheel is not installed, or if the
-    mesh would not use every device.
+    `MeshError` for a slice that does not exist or that libtpu does not know, if the
+    wheel is not installed, or if the mesh would not use every device.
 
     !!! Example
 

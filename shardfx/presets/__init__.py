@@ -1,7 +1,8 @@
-"""Ready-made sharding rules (T5X, eformer, Hugging Face models), model shapes (`models`) and layout maps (`maps`).
+"""Ready-made sharding rules (T5X, eformer, Hugging Face models), model shapes
+(`models`) and layout maps (`maps`).
 
-It may import `_rules`, `_convert` and `_ground`. It never plans: a preset is a value that a user passes to `plan`,
-`load`, `save` or `reshard`.
+It may import `_rules`, `_convert` and `_ground`. It never plans: a preset is a value
+that a user passes to `plan`, `load`, `save` or `reshard`.
 """
 
 from . import layouts as layouts, maps as maps, models as models, tokens as tokens

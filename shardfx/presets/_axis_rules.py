@@ -1,6 +1,8 @@
-"""Other libraries' rules from logical axes to mesh axes: eformer's `PartitionAxis`, and T5X's standard rules.
+"""Other libraries' rules from logical axes to mesh axes: eformer's `PartitionAxis`, and
+T5X's standard rules.
 
-The tokens of `shardfx.presets.eformer` are in `shardfx.presets.tokens`, its layouts in `shardfx.presets.layouts`.
+The tokens of `shardfx.presets.eformer` are in `shardfx.presets.tokens`, its layouts in
+`shardfx.presets.layouts`.
 """
 
 import enum
@@ -15,7 +17,8 @@ class _Unset(enum.Enum):
     token = enum.auto()
 
 
-# "Not given" means the default that eformer documents; `None` means replicated, in every mode.
+# "Not given" means the default that eformer documents; `None` means replicated, in
+# every mode.
 NOT_GIVEN: Final = _Unset.token
 # The mesh axes of a logical axis.
 Axes = str | tuple[str, ...] | None
@@ -52,26 +55,32 @@ def eformer(
     decode_attention_dim_axis: Field = None,
     decode_attention_kv_dim_axis: Field = None,
 ) -> AxisRules:
-    """Returns AxisRules equivalent to eformer's `PartitionAxis(...)`; its semantic tokens are the logical names.
+    """Returns AxisRules equivalent to eformer's `PartitionAxis(...)`; its semantic
+    tokens are the logical names.
 
-    If rules map several dimensions of an array to one mesh axis, the token that is first in `TOKENS` gets it. A mode,
-    which `plan` takes as `mode=`, selects rules. The modes are "train", "prefill", and the two generation modes of
-    eformer, "decode" and "insert".
+    If rules map several dimensions of an array to one mesh axis, the token that is
+    first in `TOKENS` gets it. A mode, which `plan` takes as `mode=`, selects rules. The
+    modes are "train", "prefill", and the two generation modes of eformer, "decode" and
+    "insert".
 
     **Arguments:**
 
     - `data_parallel_axis`, `fully_sharded_data_parallel_axis`, `tensor_parallel_axis`,
         `sequence_parallel_axis`, `expert_parallel_axis`: the names of the mesh axes.
-    - `decode_batch_axis` and the six other arguments that begin with `decode_`: mesh axes in the generation modes.
-        `None` replicates; it is the default of the query sequence and of the two attention dims. The default of the
-        others is the value of the argument without `decode_`.
-    - The other arguments: the mesh axes of a logical axis: a name, a tuple of names, or `None` for replicated. The
-        defaults are eformer's: batch over fsdp and dp, sequences over sp, heads, embedding, mlp and vocabulary over
-        tp, experts over ep.
+    - `decode_batch_axis` and the six other arguments that begin with `decode_`: mesh
+      axes in the generation modes.
+        `None` replicates; it is the default of the query sequence and of the two
+        attention dims. The default of the others is the value of the argument without
+        `decode_`.
+    - The other arguments: the mesh axes of a logical axis: a name, a tuple of names, or
+      `None` for replicated. The
+        defaults are eformer's: batch over fsdp and dp, sequences over sp, heads,
+        embedding, mlp and vocabulary over tp, experts over ep.
 
     **Returns:**
 
-    AxisRules. Use `extend`, `prepend`, `with_alias` and `without` instead of eformer's registry.
+    AxisRules. Use `extend`, `prepend`, `with_alias` and `without` instead of eformer's
+    registry.
 
     !!! Example
 
@@ -90,9 +99,16 @@ def eformer(
     given: dict[str, Field] = {**locals()}
     # One mesh axis may serve as both fsdp and dp.
     usual: dict[str, Axes] = {
-        "batch_axis": tuple(dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis))),
-        **dict.fromkeys(("sequence_axis", "query_sequence_axis", "key_sequence_axis"), sequence_parallel_axis),
-        **dict.fromkeys(("hidden_state_axis", "head_axis", "kv_head_axis"), tensor_parallel_axis),
+        "batch_axis": tuple(
+            dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis))
+        ),
+        **dict.fromkeys(
+            ("sequence_axis", "query_sequence_axis", "key_sequence_axis"),
+            sequence_parallel_axis,
+        ),
+        **dict.fromkeys(
+            ("hidden_state_axis", "head_axis", "kv_head_axis"), tensor_parallel_axis
+        ),
         **dict.fromkeys(("mlp_intermediate_axis", "vocab_axis"), tensor_parallel_axis),
         "expert_axis": expert_parallel_axis,
     }
@@ -104,46 +120,89 @@ def eformer(
             own = given[f"decode_{field}"]
             generation[token] = rules[token] if isinstance(own, _Unset) else own
     decode = _generation_rules(rules, generation)
-    modes = {tokens.MODE_TRAIN: (), tokens.MODE_PREFILL: (), tokens.MODE_DECODE: decode, tokens.MODE_INSERT: decode}
+    modes = {
+        tokens.MODE_TRAIN: (),
+        tokens.MODE_PREFILL: (),
+        tokens.MODE_DECODE: decode,
+        tokens.MODE_INSERT: decode,
+    }
     made = AxisRules(rules, modes=modes)
-    # A mesh may lack some of the five axes. eformer ignores these, so they are declared here.
+    # A mesh may lack some of the five axes. eformer ignores these, so they are declared
+    # here.
     return made.extend(axes=[axis for _, axis in axes_in(made)])
 
 
-def _generation_rules(rules: dict[str, Axes], generation: dict[str, Axes]) -> list[tuple[str, Axes]]:
-    """Returns the rules that a generation mode, such as "decode", needs before the rules without a mode.
+def _generation_rules(
+    rules: dict[str, Axes], generation: dict[str, Axes]
+) -> list[tuple[str, Axes]]:
+    """Returns the rules that a generation mode, such as "decode", needs before the
+    rules without a mode.
 
-    A token is a logical name. `rules` has the mesh axes of each token without a mode, `generation` the mesh axes of
-    some tokens in the mode.
+    A token is a logical name. `rules` has the mesh axes of each token without a mode,
+    `generation` the mesh axes of some tokens in the mode.
     """
-    changed = {token: target for token, target in generation.items() if target != rules[token]}
+    changed = {
+        token: target for token, target in generation.items() if target != rules[token]
+    }
     order = list(rules)
-    last = max((order.index(token) for token, target in changed.items() if target is not None), default=0)
+    last = max(
+        (order.index(token) for token, target in changed.items() if target is not None),
+        default=0,
+    )
     found: list[tuple[str, Axes]] = []
     for place, token in enumerate(order):
         if token in changed:
-            # `None` ends the search: the base rule of the token is no fallback in this mode.
+            # `None` ends the search: the base rule of the token is no fallback in this
+            # mode.
             found += dict.fromkeys([(token, changed[token]), (token, None)])
         elif place < last:
-            # The rules of a mode come before the base rules, so tokens with priority over a changed one are repeated.
+            # The rules of a mode come before the base rules, so tokens with priority
+            # over a changed one are repeated.
             found.append((token, rules[token]))
     return found
 
 
-_SHARDED = (("vocab", "model"), ("mlp", "model"), ("heads", "model"), ("kv", None), ("joined_kv", "model"))
-_REPLICATED = ("relpos_buckets", "abspos_buckets", "length", "layers", "stack", "mlp_activations")
-# The mesh axes of `embed`, by how many dimensions of activations and of parameters are sharded.
-_EMBED = {(1, 1): (None,), (2, 1): ("model",), (1, 2): ("data",), (2, 2): ("model", "data")}
+_SHARDED = (
+    ("vocab", "model"),
+    ("mlp", "model"),
+    ("heads", "model"),
+    ("kv", None),
+    ("joined_kv", "model"),
+)
+_REPLICATED = (
+    "relpos_buckets",
+    "abspos_buckets",
+    "length",
+    "layers",
+    "stack",
+    "mlp_activations",
+)
+# The mesh axes of `embed`, by how many dimensions of activations and of parameters are
+# sharded.
+_EMBED = {
+    (1, 1): (None,),
+    (2, 1): ("model",),
+    (1, 2): ("data",),
+    (2, 2): ("model", "data"),
+}
 
 
-def t5x(activation_dims: int = 1, parameter_dims: int = 1, additional_rules: RulesLike | AxisRules = ()) -> AxisRules:
-    """Returns the rules of `t5x.partitioning.standard_logical_axis_rules`, for mesh axes "data" and "model".
+def t5x(
+    activation_dims: int = 1,
+    parameter_dims: int = 1,
+    additional_rules: RulesLike | AxisRules = (),
+) -> AxisRules:
+    """Returns the rules of `t5x.partitioning.standard_logical_axis_rules`, for mesh
+    axes "data" and "model".
 
     **Arguments:**
 
-    - `activation_dims`: 1 shards activations only along the batch, 2 also along `embed`.
-    - `parameter_dims`: 1 shards parameters over "model", 2 also over "data", as FSDP and ZeRO-3 do.
-    - `additional_rules`: pairs, or AxisRules, that come after the standard rules, which have priority. To override a
+    - `activation_dims`: 1 shards activations only along the batch, 2 also along
+      `embed`.
+    - `parameter_dims`: 1 shards parameters over "model", 2 also over "data", as FSDP
+      and ZeRO-3 do.
+    - `additional_rules`: pairs, or AxisRules, that come after the standard rules, which
+      have priority. To override a
         standard rule, call `.prepend(...)` on the result.
 
     **Returns:**
@@ -168,12 +227,25 @@ def t5x(activation_dims: int = 1, parameter_dims: int = 1, additional_rules: Rul
     """
     if (activation_dims, parameter_dims) not in _EMBED:
         raise RuleError(
-            f"`t5x(activation_dims={activation_dims!r}, parameter_dims={parameter_dims!r})`: T5X shards one or "
-            "two dimensions of each; use 1 or 2."
+            f"`t5x(activation_dims={activation_dims!r},"
+            f" parameter_dims={parameter_dims!r})`: T5X shards one or two dimensions of"
+            " each; use 1 or 2."
         )
     embed = [("embed", target) for target in _EMBED[activation_dims, parameter_dims]]
-    # T5X puts a replicated `embed` after `vocab`. The position has no effect, but the list is the same as T5X's.
-    rest = [_SHARDED[0], *embed, *_SHARDED[1:]] if embed == [("embed", None)] else [*_SHARDED, *embed]
-    added = additional_rules if isinstance(additional_rules, AxisRules) else AxisRules(additional_rules)
-    standard = AxisRules([("batch", "data"), *rest, *((name, None) for name in _REPLICATED)], axes=("data", "model"))
+    # T5X puts a replicated `embed` after `vocab`. The position has no effect, but the
+    # list is the same as T5X's.
+    rest = (
+        [_SHARDED[0], *embed, *_SHARDED[1:]]
+        if embed == [("embed", None)]
+        else [*_SHARDED, *embed]
+    )
+    added = (
+        additional_rules
+        if isinstance(additional_rules, AxisRules)
+        else AxisRules(additional_rules)
+    )
+    standard = AxisRules(
+        [("batch", "data"), *rest, *((name, None) for name in _REPLICATED)],
+        axes=("data", "model"),
+    )
     return standard.extend(added.rules, modes=added.modes, axes=added.axes)

@@ -1,5 +1,5 @@
-"""Builds path rules from the rows of a model family. The axis names in a row determine over which mesh axis each
-dimension is sharded.
+"""Builds path rules from the rows of a model family. The axis names in a row determine
+over which mesh axis each dimension is sharded.
 """
 
 import math
@@ -9,7 +9,14 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from .._rules import Atomic, Replicate, Strategy, atomic, fsdp as fsdp_strategy, replicate
+from .._rules import (
+    Atomic,
+    Replicate,
+    Strategy,
+    atomic,
+    fsdp as fsdp_strategy,
+    replicate,
+)
 from .maps._entries import Weight, weights_of
 from .maps._families import Form, Rows, further_rows_of, rows_of, vision_rows_of
 
@@ -21,11 +28,18 @@ Rules = list[tuple[str, Target]]
 # From the name of an axis to its size.
 Sizes = Mapping[str, Any]
 
-# The names of axes, by the mesh axis over which their dimension is sharded: `_ACROSS` (heads, hidden units, vocabulary)
-# over `tensor`, `_ALONG` over `fsdp`, `_WHOLE` over none.
+# The names of axes, by the mesh axis over which their dimension is sharded: `_ACROSS`
+# (heads, hidden units, vocabulary) over `tensor`, `_ALONG` over `fsdp`, `_WHOLE` over
+# none.
 _ACROSS = (
     *("vocab", "heads", "kv_heads", "hidden", "both_hidden", "shared_hidden", "pooled"),
-    *("linear_key_heads", "linear_value_heads", "vision_heads", "vision_hidden", "vision_out_units"),
+    *(
+        "linear_key_heads",
+        "linear_value_heads",
+        "vision_heads",
+        "vision_hidden",
+        "vision_out_units",
+    ),
 )
 _ALONG = ("embed", "two_embeds", "vision_embed", "adapted", "adapter_out")
 # The compressed queries, keys and values of latent attention, which belong to no head.
@@ -36,30 +50,58 @@ _ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")
 
 
 def rows_for_rules(family: str, form: Form) -> Rows:
-    """Returns the rows of all arrays that models of a family may have, and of arrays that only checkpoints have.
+    """Returns the rows of all arrays that models of a family may have, and of arrays
+    that only checkpoints have.
 
-    `form` has the options that decide about biases, such as `qkv_bias`. Norms and other arrays that depend on an option
-    are always included.
+    `form` has the options that decide about biases, such as `qkv_bias`. Norms and other
+    arrays that depend on an option are always included.
     """
-    every = {**form, "qk_norm": True, "four_norms": True, "tied": False, "dense_layers": 1, "score_bias": True}
-    rows = {path: entry for lora in (0, 1) for path, entry in rows_of(family, {**every, "q_lora": lora}).items()}
+    every = {
+        **form,
+        "qk_norm": True,
+        "four_norms": True,
+        "tied": False,
+        "dense_layers": 1,
+        "score_bias": True,
+    }
+    rows = {
+        path: entry
+        for lora in (0, 1)
+        for path, entry in rows_of(family, {**every, "q_lora": lora}).items()
+    }
     rows |= vision_rows_of(family) | further_rows_of(family)
     if family != "deepseek":
         return rows
     # The fp8 checkpoint has, for each weight, an array of scales per block of 128 x 128. Its name has a suffix.
-    return {path.replace(".weight", ".weight(_scale_inv)?"): entry for path, entry in rows.items()}
+    return {
+        path.replace(".weight", ".weight(_scale_inv)?"): entry
+        for path, entry in rows.items()
+    }
 
 
 def rules_of(
-    rows: Rows, sizes: Sizes, fsdp: Axes, tensor: Axes, *, expert: Axes = (), others: Sequence[str] = ()
+    rows: Rows,
+    sizes: Sizes,
+    fsdp: Axes,
+    tensor: Axes,
+    *,
+    expert: Axes = (),
+    others: Sequence[str] = (),
 ) -> Rules:
-    """Returns path rules for the rows of a family, with one rule for all rows that are sharded alike.
+    """Returns path rules for the rows of a family, with one rule for all rows that are
+    sharded alike.
 
-    - `sizes`: the sizes of inner axes, such as `dim` in the dimension `(heads dim)`. No shard may split an inner axis.
-    - `fsdp`, `tensor`, `expert`: the mesh axes. Stacked experts are sharded over `expert` along their first dimension.
+    - `sizes`: the sizes of inner axes, such as `dim` in the dimension `(heads dim)`. No
+      shard may split an inner axis.
+    - `fsdp`, `tensor`, `expert`: the mesh axes. Stacked experts are sharded over
+      `expert` along their first dimension.
     - `others`: paths that no rule may match.
     """
-    over = dict.fromkeys(_ACROSS, tensor) | dict.fromkeys(_ALONG, fsdp) | dict.fromkeys(_WHOLE)
+    over = (
+        dict.fromkeys(_ACROSS, tensor)
+        | dict.fromkeys(_ALONG, fsdp)
+        | dict.fromkeys(_WHOLE)
+    )
     cut: dict[Target, list[str]] = {}
     for path, entry in rows.items():
         place = weights_of(path, entry)[0]
@@ -72,7 +114,9 @@ def rules_of(
     return rules
 
 
-def _target(place: Weight, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: Axes) -> Target:
+def _target(
+    place: Weight, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: Axes
+) -> Target:
     first = [group[0] for group in place.dims]
     # Latent axes are sharded over `fsdp` only if no other dimension is.
     over = {**over, **dict.fromkeys(_LATENT, None if "embed" in first else fsdp)}
@@ -85,11 +129,11 @@ def _target(place: Weight, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: 
 
 
 def _suffix(path: str, others: Sequence[str]) -> str:
-    """Returns a regex for the shortest suffix of a path that no path in `others` has. If possible, it matches any layer
-    number.
+    """Returns a regex for the shortest suffix of a path that no path in `others` has.
+    If possible, it matches any layer number.
 
-    For `model.layers.{layers}.mlp.up_proj.weight`: `up_proj.weight`. The "." also matches the "/" in the paths of a
-    nested tree.
+    For `model.layers.{layers}.mlp.up_proj.weight`: `up_proj.weight`. The "." also
+    matches the "/" in the paths of a nested tree.
     """
     for count in range(2, path.count(".") + 2):
         for number in (r"\{[^}]*\}|\d+", r"\{[^}]*\}"):
@@ -101,9 +145,19 @@ def _suffix(path: str, others: Sequence[str]) -> str:
 
 
 def _regex(suffixes: Sequence[str]) -> str:
-    """Returns one regex for several path suffixes. The suffix "norm.weight" also matches "layernorm.weight"."""
-    short = [end for end in dict.fromkeys(suffixes) if not any(end != one and end.endswith(one) for one in suffixes)]
+    """Returns one regex for several path suffixes. The suffix "norm.weight" also
+    matches "layernorm.weight".
+    """
+    short = [
+        end
+        for end in dict.fromkeys(suffixes)
+        if not any(end != one and end.endswith(one) for one in suffixes)
+    ]
     heads, _, lasts = zip(*[end.rpartition(".") for end in short], strict=True)
     if len(short) == 1:
         return f"{short[0]}$"
-    return f"({'|'.join(heads)}).{lasts[0]}$" if len({*lasts}) == 1 else f"({'|'.join(short)})$"
+    return (
+        f"({'|'.join(heads)}).{lasts[0]}$"
+        if len({*lasts}) == 1
+        else f"({'|'.join(short)})$"
+    )

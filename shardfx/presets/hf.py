@@ -1,9 +1,11 @@
-"""Path rules for models under their Hugging Face names, with weights in torch's layout, `[out, in]`.
+"""Path rules for models under their Hugging Face names, with weights in torch's layout,
+`[out, in]`.
 
-Each function takes the names of the mesh axes, so that the rules fit any mesh. An axis that the mesh lacks is dropped
-with a reason. The query, key, value, up and gate projections are sharded over `tensor` along their rows (outputs), the
-projections back to the model width along their columns (inputs). The other dimension is sharded over `fsdp`. A
-dimension that holds several heads is sharded only between heads.
+Each function takes the names of the mesh axes, so that the rules fit any mesh. An axis
+that the mesh lacks is dropped with a reason. The query, key, value, up and gate
+projections are sharded over `tensor` along their rows (outputs), the projections back
+to the model width along their columns (inputs). The other dimension is sharded over
+`fsdp`. A dimension that holds several heads is sharded only between heads.
 """
 
 from collections.abc import Mapping
@@ -12,8 +14,11 @@ from .._rules import PathRules, optional
 from ._row_rules import Axes, rows_for_rules, rules_of
 
 
-def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for Llama 2 and 3, and for other models whose parameters have the same names.
+def llama(
+    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
+    """Returns rules for Llama 2 and 3, and for other models whose parameters have the
+    same names.
 
     **Arguments:**
 
@@ -41,8 +46,11 @@ def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
     return _preset("llama", {"dim": head_dim}, fsdp, tensor)
 
 
-def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for Mistral's dense models. `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
+def mistral(
+    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
+    """Returns rules for Mistral's dense models. `head_dim` is the size of one head;
+    `fsdp` and `tensor` are mesh axes.
 
     !!! Example
 
@@ -60,8 +68,11 @@ def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
     return llama(head_dim=head_dim, fsdp=fsdp, tensor=tensor)
 
 
-def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for Mixtral 8x7B and 8x22B. `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
+def mixtral(
+    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
+    """Returns rules for Mixtral 8x7B and 8x22B. `head_dim` is the size of one head;
+    `fsdp` and `tensor` are mesh axes.
 
     !!! Example
 
@@ -79,7 +90,9 @@ def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
     return _preset("mixtral", {"dim": head_dim}, fsdp, tensor)
 
 
-def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+def qwen2(
+    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
     """Returns rules for Qwen2 and Qwen2.5, whose query, key and value have biases.
 
     `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
@@ -100,8 +113,11 @@ def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
     return _preset("qwen2", {"dim": head_dim}, fsdp, tensor)
 
 
-def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for the dense Qwen3 models. `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
+def qwen3(
+    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
+    """Returns rules for the dense Qwen3 models. `head_dim` is the size of one head;
+    `fsdp` and `tensor` are mesh axes.
 
     !!! Example
 
@@ -119,7 +135,9 @@ def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
     return llama(head_dim=head_dim, fsdp=fsdp, tensor=tensor)
 
 
-def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+def qwen3_moe(
+    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
     """Returns rules for the Qwen3 models with a mixture of experts.
 
     `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
@@ -140,7 +158,9 @@ def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tenso
     return _preset("qwen3_moe", {"dim": head_dim}, fsdp, tensor)
 
 
-def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+def gemma(
+    *, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
     """Returns rules for the text models of Gemma, Gemma 2 and Gemma 3.
 
     `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
@@ -163,8 +183,11 @@ def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
     return llama(head_dim=head_dim, fsdp=fsdp, tensor=tensor)
 
 
-def starcoder2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for StarCoder2. `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
+def starcoder2(
+    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
+    """Returns rules for StarCoder2. `head_dim` is the size of one head; `fsdp` and
+    `tensor` are mesh axes.
 
     !!! Example
 
@@ -190,19 +213,21 @@ def deepseek_v3(
     fsdp: Axes = "fsdp",
     tensor: Axes = "tensor",
 ) -> PathRules:
-    """Returns rules for DeepSeek-V3 and R1, with the block scales of the fp8 checkpoint and the multi-token prediction
-    layer.
+    """Returns rules for DeepSeek-V3 and R1, with the block scales of the fp8 checkpoint
+    and the multi-token prediction layer.
 
     **Arguments:**
 
-    - `qk_nope_head_dim`, `qk_rope_head_dim`: the number of elements of a head's query or key without rotary positions,
+    - `qk_nope_head_dim`, `qk_rope_head_dim`: the number of elements of a head's query
+      or key without rotary positions,
         and the number of those with them, as in the model's config.json.
     - `v_head_dim`: the number of elements of a head's value.
     - `fsdp`, `tensor`: the mesh axes to use.
 
     **Returns:**
 
-    [`shardfx.PathRules`][]. The compressed queries, keys and values belong to no head and are sharded only over `fsdp`.
+    [`shardfx.PathRules`][]. The compressed queries, keys and values belong to no head
+    and are sharded only over `fsdp`.
 
     !!! Example
 
@@ -217,17 +242,23 @@ def deepseek_v3(
         assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
-    sizes = {"dim": qk_nope_head_dim + qk_rope_head_dim, "both_dim": qk_nope_head_dim + v_head_dim}
+    sizes = {
+        "dim": qk_nope_head_dim + qk_rope_head_dim,
+        "both_dim": qk_nope_head_dim + v_head_dim,
+    }
     return _preset("deepseek", {**sizes, "value_dim": v_head_dim}, fsdp, tensor)
 
 
-def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
+def gpt2(
+    *, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
     """Returns rules for GPT-2, whose Conv1D weights are `[in, out]`.
 
     `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
-    `c_attn` holds query, key and value, concatenated. It is sharded between heads, but a shard does not hold the query,
-    key and value of the same heads. For that, split `c_attn` into three arrays.
+    `c_attn` holds query, key and value, concatenated. It is sharded between heads, but
+    a shard does not hold the query, key and value of the same heads. For that, split
+    `c_attn` into three arrays.
 
     !!! Example
 
@@ -245,8 +276,11 @@ def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
     return _preset("gpt", {"dim": head_dim}, fsdp, tensor)
 
 
-def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for BERT and for sentence encoders with the same names, such as MiniLM (heads of 32).
+def bert(
+    *, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
+    """Returns rules for BERT and for sentence encoders with the same names, such as
+    MiniLM (heads of 32).
 
     `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
@@ -266,8 +300,11 @@ def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
     return _preset("bert", {"dim": head_dim}, fsdp, tensor)
 
 
-def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Returns rules for T5 and T5 v1.1. `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
+def t5(
+    *, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
+    """Returns rules for T5 and T5 v1.1. `head_dim` is the size of one head; `fsdp` and
+    `tensor` are mesh axes.
 
     !!! Example
 
@@ -285,12 +322,19 @@ def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> P
     return _preset("t5", {"dim": head_dim}, fsdp, tensor)
 
 
-def _preset(family: str, sizes: Mapping[str, int], fsdp: Axes, tensor: Axes) -> PathRules:
-    """Returns path rules for a family of models. Each rule is optional, since a model need not have the rule's arrays.
+def _preset(
+    family: str, sizes: Mapping[str, int], fsdp: Axes, tensor: Axes
+) -> PathRules:
+    """Returns path rules for a family of models. Each rule is optional, since a model
+    need not have the rule's arrays.
 
-    `sizes` has the sizes of axes that no shard may split, such as `dim` for the width of a head.
+    `sizes` has the sizes of axes that no shard may split, such as `dim` for the width
+    of a head.
     """
     rows = rows_for_rules(family, {"qkv_bias": family == "qwen2"})
-    rules = [(regex, optional(target)) for regex, target in rules_of(rows, sizes, fsdp, tensor)]
+    rules = [
+        (regex, optional(target))
+        for regex, target in rules_of(rows, sizes, fsdp, tensor)
+    ]
     axes = [(one,) if isinstance(one, str) else one for one in (fsdp, tensor)]
     return PathRules(rules, axes=(*axes[0], *axes[1]))

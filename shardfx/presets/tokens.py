@@ -3,7 +3,8 @@
 from typing import Final
 
 
-# The semantic tokens are ordinary logical names. EMPTY is `None`, the entry of a dimension that is not sharded.
+# The semantic tokens are ordinary logical names. EMPTY is `None`, the entry of a
+# dimension that is not sharded.
 EMPTY: Final = None
 BATCH: Final = "__BATCH__"
 LENGTH: Final = "__LENGTH__"
@@ -34,7 +35,8 @@ MODE_DECODE: Final = "decode"
 MODE_INSERT: Final = "insert"
 GENERATION_MODES: Final = (MODE_DECODE, MODE_INSERT)
 
-# The token of each field of eformer's PartitionAxis. `with_alias(name, TOKENS["head_axis"])` gives `name` its rule.
+# The token of each field of eformer's PartitionAxis.
+# `with_alias(name, TOKENS["head_axis"])` gives `name` its rule.
 TOKENS: Final = {
     "batch_axis": BATCH,
     "sequence_axis": LENGTH,

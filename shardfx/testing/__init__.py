@@ -1,10 +1,15 @@
-"""Functions for tests of training code: golden files of plans and steps, and a comparison of a step with the same step
-on one device.
+"""Functions for tests of training code: golden files of plans and steps, and a
+comparison of a step with the same step on one device.
 
-It may import plans, steps, costs and the rooms below them. It never makes a plan, and never imports a command.
+It may import plans, steps, costs and the rooms below them. It never makes a plan, and
+never imports a command.
 """
 
-from ._check import CheckedOutput as CheckedOutput, CheckedStep as CheckedStep, check_step as check_step
+from ._check import (
+    CheckedOutput as CheckedOutput,
+    CheckedStep as CheckedStep,
+    check_step as check_step,
+)
 from ._texts import (
     assert_collectives as assert_collectives,
     assert_same_plan_text as assert_same_plan_text,

@@ -11,7 +11,15 @@ from typing import Any
 from jax.sharding import AxisType
 
 from .._ground.spec import entries_of, unreduced_kind
-from .._ground.text import array_text, between_numbers, bytes_text, joined_exactly, plural, printable, spec_text
+from .._ground.text import (
+    array_text,
+    between_numbers,
+    bytes_text,
+    joined_exactly,
+    plural,
+    printable,
+    spec_text,
+)
 from .._plan import Row, ShardPlan, check_plan
 from .._step import place_text
 from ..cost import Frame, StepShardings, Traffic, TrafficRow
@@ -22,11 +30,13 @@ _PLAN_FORMAT = "# shardfx plan text 1"
 
 
 def plan_text(plan: ShardPlan) -> str:
-    """The text of a plan for golden files: the sharding of each array, and the mesh axes that were dropped.
+    """The text of a plan for golden files: the sharding of each array, and the mesh
+    axes that were dropped.
 
-    Two plans have the same text if their meshes have the same text, and if every array has the same path, shape, dtype,
-    spec, memory kind and dropped mesh axes. The text does not name the rules that matched, so rules can be rewritten
-    without a change of the text.
+    Two plans have the same text if their meshes have the same text, and if every array
+    has the same path, shape, dtype, spec, memory kind and dropped mesh axes. The text
+    does not name the rules that matched, so rules can be rewritten without a change of
+    the text.
 
     **Arguments:**
 
@@ -34,8 +44,8 @@ def plan_text(plan: ShardPlan) -> str:
 
     **Returns:**
 
-    The text, which ends in a newline. Arrays whose paths differ only in numbers are one line. A change of one array
-    changes one line and the totals.
+    The text, which ends in a newline. Arrays whose paths differ only in numbers are one
+    line. A change of one array changes one line and the totals.
 
     !!! Example
 
@@ -63,10 +73,14 @@ def plan_text(plan: ShardPlan) -> str:
     total, each = content.total_bytes
     mesh = content.mesh
     slices = [
-        f"slices {name}={count}" for name, count in zip(mesh.axis_names, mesh.dcn_sizes, strict=True) if count > 1
+        f"slices {name}={count}"
+        for name, count in zip(mesh.axis_names, mesh.dcn_sizes, strict=True)
+        if count > 1
     ]
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = [f"{name}={kind.name}" for name, kind in kinds if kind is not AxisType.Auto]
+    explicit = [
+        f"{name}={kind.name}" for name, kind in kinds if kind is not AxisType.Auto
+    ]
     sizes = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
     lines = [_PLAN_FORMAT, printable(" ".join(["mesh", sizes, *slices, *explicit]))]
     lines += [f"mode {plan.mode}"] if plan.mode is not None else []
@@ -78,22 +92,30 @@ def plan_text(plan: ShardPlan) -> str:
             groups.setdefault((between_numbers(path), texts[number]), []).append(path)
     for (_, text), paths in groups.items():
         for path, count in joined_exactly(paths):
-            lines.append(printable(f"{path}: {f'{count} x ' if count > 1 else ''}{text}"))
+            lines.append(
+                printable(f"{path}: {f'{count} x ' if count > 1 else ''}{text}")
+            )
     return "\n".join([*lines, ""])
 
 
-def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, update: bool = False) -> None:
-    """Raises unless the text of a plan is the expected one, for tests with a golden file.
+def assert_same_plan_text(
+    plan: ShardPlan, expected: str | os.PathLike[str], *, update: bool = False
+) -> None:
+    """Raises unless the text of a plan is the expected one, for tests with a golden
+    file.
 
     **Arguments:**
 
     - `plan`: the plan.
-    - `expected`: a text of several lines from [`shardfx.testing.plan_text`][], or the path of a file with such a text.
-    - `update`: whether to write the plan's text into the file instead. In pytest, an option of your own can set it.
+    - `expected`: a text of several lines from [`shardfx.testing.plan_text`][], or the
+      path of a file with such a text.
+    - `update`: whether to write the plan's text into the file instead. In pytest, an
+      option of your own can set it.
 
     **Raises:**
 
-    `AssertionError` with the lines that differ and how to accept the new plan; also if the file does not exist.
+    `AssertionError` with the lines that differ and how to accept the new plan; also if
+    the file does not exist.
 
     !!! Example
 
@@ -116,28 +138,45 @@ def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, 
     assert_same_text("plan", plan_text(plan), expected, update=update)
 
 
-def assert_same_text(kind: str, text: str, expected: str | os.PathLike[str], *, update: bool) -> None:
-    """Raises unless `text` is the expected one, or writes it into the file `expected` if `update`.
+def assert_same_text(
+    kind: str, text: str, expected: str | os.PathLike[str], *, update: bool
+) -> None:
+    """Raises unless `text` is the expected one, or writes it into the file `expected`
+    if `update`.
 
     `kind` is "plan", "traffic" or "shardings", for messages.
     """
     is_text = isinstance(expected, str) and "\n" in expected
     if update:
         if is_text:
-            raise ValueError("`update=True` writes a file, and `expected` is a text; give the path of the file.")
+            raise ValueError(
+                "`update=True` writes a file, and `expected` is a text; give the path"
+                " of the file."
+            )
         Path(expected).write_text(text, encoding="utf-8")
         return
     where = "the expected text" if is_text else str(expected)
     writes = f"`assert_same_{kind}_text({kind}, {where!r}, update=True)`"
     if not is_text and not Path(expected).exists():
         raise AssertionError(
-            f"there is no file {where} with the text of a {kind} yet; write it with {writes}, look at it, "
-            "and commit it."
+            f"there is no file {where} with the text of a {kind} yet; write it with"
+            f" {writes}, look at it, and commit it."
         )
     was = str(expected) if is_text else Path(expected).read_text(encoding="utf-8")
     if was != text:
-        lines = difflib.unified_diff(was.splitlines(), text.splitlines(), where, f"the {kind} now", n=1, lineterm="")
-        accept = f"replace the text with `{kind}_text({kind})`" if is_text else f"run {writes}"
+        lines = difflib.unified_diff(
+            was.splitlines(),
+            text.splitlines(),
+            where,
+            f"the {kind} now",
+            n=1,
+            lineterm="",
+        )
+        accept = (
+            f"replace the text with `{kind}_text({kind})`"
+            if is_text
+            else f"run {writes}"
+        )
         head = f"the {kind} is not that of {where}.\nTo accept the new one, {accept}.\n"
         raise AssertionError("\n".join([head, *lines]))
 
@@ -145,7 +184,11 @@ def assert_same_text(kind: str, text: str, expected: str | os.PathLike[str], *, 
 def _row_text(row: Row) -> str:
     told = f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
     kind = "" if unreduced_kind(row.spec) == "sum" else f"{unreduced_kind(row.spec)} "
-    told += f" unreduced {kind}{','.join(sorted(row.spec.unreduced))}" if row.spec.unreduced else ""
+    told += (
+        f" unreduced {kind}{','.join(sorted(row.spec.unreduced))}"
+        if row.spec.unreduced
+        else ""
+    )
     told += f" reduced {','.join(sorted(row.spec.reduced))}" if row.spec.reduced else ""
     told += f" in {row.memory_kind}" if row.memory_kind is not None else ""
     for why in row.reasons:
@@ -166,19 +209,21 @@ _PATTERN = re.compile(
 def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
     """The text of a step's collectives for golden files.
 
-    A line has the kind of a collective, the mesh axes, the number of runs, the pass if it is backward or recomputed,
-    the shapes on one device, the parameter, and the source line. The text of the source line is used instead of its
-    number, which changes with every line above it.
+    A line has the kind of a collective, the mesh axes, the number of runs, the pass if
+    it is backward or recomputed, the shapes on one device, the parameter, and the
+    source line. The text of the source line is used instead of its number, which
+    changes with every line above it.
 
     **Arguments:**
 
-    - `traffic`: the traffic from [`shardfx.cost.traffic`][] or [`shardfx.cost.estimate`][].
+    - `traffic`: the traffic from [`shardfx.cost.traffic`][] or
+      [`shardfx.cost.estimate`][].
     - `sizes`: whether to include the bytes that enter a device.
 
     **Returns:**
 
-    The text, which ends in a newline. Collectives that differ only in the numbers of their parameters' paths are one
-    line.
+    The text, which ends in a newline. Collectives that differ only in the numbers of
+    their parameters' paths are one line.
 
     !!! Example
 
@@ -203,54 +248,79 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
     """
     groups: dict[tuple[Any, ...], list[TrafficRow]] = {}
     for row in traffic.rows:
-        groups.setdefault((_traffic_row_text(row), between_numbers(row.leaf or "")), []).append(row)
+        groups.setdefault(
+            (_traffic_row_text(row), between_numbers(row.leaf or "")), []
+        ).append(row)
     lines = [_line(text, rows, sizes) for (text, _), rows in groups.items()]
     total = f", {bytes_text(traffic.wire_bytes)} enter each" if sizes else ""
-    return "\n".join([_TRAFFIC_FORMAT, plural(traffic.devices, "device") + total, "", *sorted(lines), ""])
+    return "\n".join(
+        [
+            _TRAFFIC_FORMAT,
+            plural(traffic.devices, "device") + total,
+            "",
+            *sorted(lines),
+            "",
+        ]
+    )
 
 
 def assert_same_traffic_text(
-    traffic: Traffic, expected: str | os.PathLike[str], *, update: bool = False, sizes: bool = False
+    traffic: Traffic,
+    expected: str | os.PathLike[str],
+    *,
+    update: bool = False,
+    sizes: bool = False,
 ) -> None:
-    """Raises unless the text of a step's collectives is the expected one, for tests with a golden file.
+    """Raises unless the text of a step's collectives is the expected one, for tests
+    with a golden file.
 
     **Arguments:**
 
     - `traffic`: the traffic of the step.
-    - `expected`: a text of several lines from [`shardfx.testing.traffic_text`][], or the path of a file with such a
+    - `expected`: a text of several lines from [`shardfx.testing.traffic_text`][], or
+      the path of a file with such a
         text.
     - `update`: whether to write the traffic's text into the file instead.
     - `sizes`: whether to compare the bytes too.
 
     **Raises:**
 
-    `AssertionError` with the lines that differ and how to accept the new lines; also if the file does not exist.
+    `AssertionError` with the lines that differ and how to accept the new lines; also if
+    the file does not exist.
     """
-    assert_same_text("traffic", traffic_text(traffic, sizes=sizes), expected, update=update)
+    assert_same_text(
+        "traffic", traffic_text(traffic, sizes=sizes), expected, update=update
+    )
 
 
 def assert_collectives(
-    traffic: Traffic, *, none: Sequence[str] = (), at_most: Mapping[str, int | str] | None = None
+    traffic: Traffic,
+    *,
+    none: Sequence[str] = (),
+    at_most: Mapping[str, int | str] | None = None,
 ) -> None:
     """Raises if a step has collectives that it must not have.
 
-    A pattern is the kind of a collective, or `any`. It may also have the pass, the mesh axes, the parameter and the
-    place, in this order: `backward all-gather over fsdp+tensor of layers/.*/up at model.py:12`. The pass is forward,
-    backward or recomputed. The collective must run over all mesh axes in the pattern, and may run over more. The
-    parameter is a regex that is searched in the parameter's path. The place is a file, a file and a line, or a
-    function.
+    A pattern is the kind of a collective, or `any`. It may also have the pass, the mesh
+    axes, the parameter and the place, in this order:
+    `backward all-gather over fsdp+tensor of layers/.*/up at model.py:12`. The pass is
+    forward, backward or recomputed. The collective must run over all mesh axes in the
+    pattern, and may run over more. The parameter is a regex that is searched in the
+    parameter's path. The place is a file, a file and a line, or a function.
 
     **Arguments:**
 
-    - `traffic`: the traffic from [`shardfx.cost.traffic`][] or [`shardfx.cost.estimate`][].
+    - `traffic`: the traffic from [`shardfx.cost.traffic`][] or
+      [`shardfx.cost.estimate`][].
     - `none`: patterns of collectives that the step must not have.
-    - `at_most`: limits by pattern: the number of calls in a step, or the bytes that may enter a device, as a text such
+    - `at_most`: limits by pattern: the number of calls in a step, or the bytes that may
+      enter a device, as a text such
         as `"1.5 MiB"`.
 
     **Raises:**
 
-    `AssertionError` with the collectives that are not allowed. `ValueError` for a pattern that cannot be parsed, or
-    with a mesh axis that the mesh lacks.
+    `AssertionError` with the collectives that are not allowed. `ValueError` for a
+    pattern that cannot be parsed, or with a mesh axis that the mesh lacks.
 
     !!! Example
 
@@ -269,36 +339,60 @@ def assert_collectives(
     """
     said: list[str] = []
     for pattern, limit in [*((one, 0) for one in none), *(at_most or {}).items()]:
-        rows = [row for row in traffic.rows if row.calls != 0 and _fits(row, _read(pattern, traffic))]
+        rows = [
+            row
+            for row in traffic.rows
+            if row.calls != 0 and _fits(row, _read(pattern, traffic))
+        ]
         over = _over(rows, limit)
         said += (
-            [f"`{pattern}`: {over}", *[f"    {_line(_traffic_row_text(row), [row], True)}" for row in rows]]
+            [
+                f"`{pattern}`: {over}",
+                *[f"    {_line(_traffic_row_text(row), [row], True)}" for row in rows],
+            ]
             if over
             else []
         )
     if said:
-        raise AssertionError("\n".join(["the step has collectives that it must not have.", *said]))
+        raise AssertionError(
+            "\n".join(["the step has collectives that it must not have.", *said])
+        )
 
 
 def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
-    calls = None if any(row.calls is None for row in rows) else sum(row.calls or 0 for row in rows)
+    calls = (
+        None
+        if any(row.calls is None for row in rows)
+        else sum(row.calls or 0 for row in rows)
+    )
     head, _, rest = text.partition(": ")
     told = f"{head}: {'?' if calls is None else calls} x {rest}"
-    leaves = joined_exactly([row.leaf for row in rows if row.leaf]) if rows[0].leaf else []
+    leaves = (
+        joined_exactly([row.leaf for row in rows if row.leaf]) if rows[0].leaf else []
+    )
     told += f", {' and '.join(path for path, _ in leaves)}" if leaves else ""
     told += f", {place}" if (place := line_text(rows[0].source)) else ""
-    return printable(told + (f", {bytes_text(sum(row.wire_bytes for row in rows))}" if sizes else ""))
+    return printable(
+        told + (f", {bytes_text(sum(row.wire_bytes for row in rows))}" if sizes else "")
+    )
 
 
 def _traffic_row_text(row: TrafficRow) -> str:
-    """The kind, mesh axes, pass and shapes of a collective, without its number of calls and its bytes."""
-    kind = f"{row.kind}{' (windowed)' if row.windowed else ''} over {'+'.join(row.axes) or f'{row.group_size} devices'}"
+    """The kind, mesh axes, pass and shapes of a collective, without its number of calls
+    and its bytes.
+    """
+    kind = (
+        f"{row.kind}{' (windowed)' if row.windowed else ''} over"
+        f" {'+'.join(row.axes) or f'{row.group_size} devices'}"
+    )
     phase = "" if row.phase in ("", "forward") else f"{row.phase} "
     return f"{kind}: {phase}{'+'.join(row.arrays)}"
 
 
 def line_text(frame: Frame | None) -> str:
-    """The file, the function and the text of a source line. The line number replaces a text that cannot be read."""
+    """The file, the function and the text of a source line. The line number replaces a
+    text that cannot be read.
+    """
     if frame is None:
         return ""
     words = linecache.getline(frame.file, frame.line).strip()
@@ -310,50 +404,74 @@ def _read(pattern: str, traffic: Traffic) -> re.Match[str]:
     found = _PATTERN.fullmatch(pattern)
     if found is None:
         raise ValueError(
-            f"`{pattern}` is no pattern of collectives: write `[forward|backward|recomputed] KIND [over AXIS+AXIS] "
-            f"[of LEAF] [at PLACE]`, where KIND is any, {', '.join(KINDS)}."
+            f"`{pattern}` is no pattern of collectives: write"
+            " `[forward|backward|recomputed] KIND [over AXIS+AXIS] [of LEAF] [at"
+            f" PLACE]`, where KIND is any, {', '.join(KINDS)}."
         )
-    lacking = [axis for axis in (found["axes"] or "").split("+") if axis and traffic.axes and axis not in traffic.axes]
+    lacking = [
+        axis
+        for axis in (found["axes"] or "").split("+")
+        if axis and traffic.axes and axis not in traffic.axes
+    ]
     if lacking:
-        raise ValueError(f"`{pattern}` names the axis {lacking[0]!r}, and the mesh has {', '.join(traffic.axes)}.")
+        raise ValueError(
+            f"`{pattern}` names the axis {lacking[0]!r}, and the mesh has"
+            f" {', '.join(traffic.axes)}."
+        )
     return found
 
 
 def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
-    places = {one for frame in row.stack for one in (frame.place, frame.place.partition(":")[0], frame.function)}
+    places = {
+        one
+        for frame in row.stack
+        for one in (frame.place, frame.place.partition(":")[0], frame.function)
+    }
     return (
         pattern["kind"] in ("any", row.kind)
-        and pattern["phase"] in (None, row.phase or "forward")  # a row without a gradient is forward
+        and pattern["phase"]
+        in (None, row.phase or "forward")  # a row without a gradient is forward
         and {*(pattern["axes"] or "").split("+")} - {""} <= {*row.axes}
-        and (pattern["leaf"] is None or re.search(pattern["leaf"], row.leaf or "") is not None)
+        and (
+            pattern["leaf"] is None
+            or re.search(pattern["leaf"], row.leaf or "") is not None
+        )
         and (pattern["place"] is None or pattern["place"] in places)
     )
 
 
 def _over(rows: Sequence[TrafficRow], limit: int | str) -> str:
-    """A text that says by how much collectives exceed a limit; "" if they do not. The limit is a number of calls, or of
-    bytes as text, such as "1.5 MiB".
+    """A text that says by how much collectives exceed a limit; "" if they do not. The
+    limit is a number of calls, or of bytes as text, such as "1.5 MiB".
     """
     if isinstance(limit, str):
         found = re.fullmatch(r"([\d.,]+) ?([KMGT]i)?B", limit)
         if found is None:
-            raise ValueError(f"`{limit}` is no number of bytes; write it as '512 B' or '1.5 MiB'.")
-        most = float(found[1].replace(",", "")) * 1024 ** " KMGT".index((found[2] or " ")[0])
+            raise ValueError(
+                f"`{limit}` is no number of bytes; write it as '512 B' or '1.5 MiB'."
+            )
+        most = float(found[1].replace(",", "")) * 1024 ** " KMGT".index(
+            (found[2] or " ")[0]
+        )
         sent = sum(row.wire_bytes for row in rows)
         return f"{bytes_text(sent)}, more than {limit}" if sent > most else ""
     if any(row.calls is None for row in rows):
         return f"runs in a loop whose turns are not known, more than {limit} may be"
     calls = sum(row.calls or 0 for row in rows)
-    return f"{plural(calls, 'call')}, more than {limit or 'none'}" if calls > limit else ""
+    return (
+        f"{plural(calls, 'call')}, more than {limit or 'none'}" if calls > limit else ""
+    )
 
 
 _SHARDINGS_FORMAT = "# shardfx shardings text 1"
 
 
 def shardings_text(shardings: StepShardings) -> str:
-    """The text of the shardings of a step's arrays, with the origin of each mesh axis, for golden files.
+    """The text of the shardings of a step's arrays, with the origin of each mesh axis,
+    for golden files.
 
-    The text of each source line is used instead of its number, which changes with every line above it.
+    The text of each source line is used instead of its number, which changes with every
+    line above it.
 
     **Arguments:**
 
@@ -362,8 +480,8 @@ def shardings_text(shardings: StepShardings) -> str:
 
     **Returns:**
 
-    The text, which ends in a newline. Below each source line it lists the arrays, with one line for each shape and
-    sharding.
+    The text, which ends in a newline. Below each source line it lists the arrays, with
+    one line for each shape and sharding.
 
     !!! Example
 
@@ -388,28 +506,39 @@ def shardings_text(shardings: StepShardings) -> str:
     """
     made: dict[str, set[str]] = {}
     for row in shardings.rows:
-        axes = [f"{one.axis}: {re.sub(r':[0-9]+', '', one.by) or '?'}" for one in row.origins]
+        axes = [
+            f"{one.axis}: {re.sub(r':[0-9]+', '', one.by) or '?'}"
+            for one in row.origins
+        ]
         phase = "" if row.phase in ("", "forward") else f"{row.phase} "
-        told = f"{phase}{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
+        told = (
+            f"{phase}{array_text(row.dtype, row.shape)}"
+            f" {spec_text(entries_of(row.spec))}"
+        )
         line = printable(f"    {told} ({', '.join(axes) or 'whole'})")
         made.setdefault(printable(line_text(row.source)) or "no line", set()).add(line)
-    lines = [line for place in sorted(made) for line in ("", place, *sorted(made[place]))]
+    lines = [
+        line for place in sorted(made) for line in ("", place, *sorted(made[place]))
+    ]
     return "\n".join([_SHARDINGS_FORMAT, str(shardings.mesh), *lines, ""])
 
 
 def assert_same_shardings_text(
     shardings: StepShardings, expected: str | os.PathLike[str], *, update: bool = False
 ) -> None:
-    """Raises unless the text of a step's shardings is the expected one, for tests with a golden file.
+    """Raises unless the text of a step's shardings is the expected one, for tests with
+    a golden file.
 
     **Arguments:**
 
     - `shardings`: the shardings of the step.
-    - `expected`: a text from [`shardfx.testing.shardings_text`][], or the path of a file with such a text.
+    - `expected`: a text from [`shardfx.testing.shardings_text`][], or the path of a
+      file with such a text.
     - `update`: whether to write the shardings' text into the file instead.
 
     **Raises:**
 
-    `AssertionError` with the lines that differ and how to accept the new lines; also if the file does not exist.
+    `AssertionError` with the lines that differ and how to accept the new lines; also if
+    the file does not exist.
     """
     assert_same_text("shardings", shardings_text(shardings), expected, update=update)

@@ -1,6 +1,8 @@
-"""Meshes, and the order of devices on real hardware as integers: coordinates, slices, tori, submeshes.
+"""Meshes, and the order of devices on real hardware as integers: coordinates, slices,
+tori, submeshes.
 
-It may import `_ground` alone. It never starts a backend: callers pass devices, or the coordinates of devices.
+It may import `_ground` alone. It never starts a backend: callers pass devices, or the
+coordinates of devices.
 """
 
 from ._mesh import MeshSpec as MeshSpec

@@ -16,18 +16,23 @@ from ._order import DeviceOrder, Devices, device_order, listed
 
 
 _MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits
-_EMULATE = ' To emulate them on CPU: `jax.config.update("jax_num_cpu_devices", {})` before the first use of JAX.'
+_EMULATE = (
+    ' To emulate them on CPU: `jax.config.update("jax_num_cpu_devices", {})` before the'
+    " first use of JAX."
+)
 
 
-# `name=size`, and the number of slices that the axis spans. No axis has a size of more than ten digits.
+# `name=size`, and the number of slices that the axis spans. No axis has a size of more
+# than ten digits.
 _PART = re.compile(r"([^=]*[^=\s])\s*=\s*(-?[0-9]{1,10})\s*(?:\(dcn=([0-9]{1,10})\))?")
 
 
 class MeshSpec(eqx.Module):
     """A mesh as a value: named axes with sizes, and no devices.
 
-    A laptop can thus plan for a pod of 65,536 chips. [`shardfx.MeshSpec.build`][] makes a mesh of devices. Each field
-    has an entry for each axis; the entry in `dcn_sizes` is the number of slices that the axis spans.
+    A laptop can thus plan for a pod of 65,536 chips. [`shardfx.MeshSpec.build`][] makes
+    a mesh of devices. Each field has an entry for each axis; the entry in `dcn_sizes`
+    is the number of slices that the axis spans.
 
     !!! Example
 
@@ -56,28 +61,43 @@ class MeshSpec(eqx.Module):
     ):
         """**Arguments:**
 
-        - `axes`: a mapping or pairs from axis name to size, the slowest axis first. One size may be -1: see
+        - `axes`: a mapping or pairs from axis name to size, the slowest axis first. One
+          size may be -1: see
             [`shardfx.MeshSpec.fit`][].
-        - `axis_types`: one `jax.sharding.AxisType` for all axes, or a mapping by axis name; axes that are not in it are
+        - `axis_types`: one `jax.sharding.AxisType` for all axes, or a mapping by axis
+          name; axes that are not in it are
             Auto.
-        - `dcn`: the number of slices (TPU) or nodes (GPU) that each axis spans over the slow network; 1 by default.
+        - `dcn`: the number of slices (TPU) or nodes (GPU) that each axis spans over the
+          slow network; 1 by default.
 
         **Raises:**
 
-        `MeshError` for axes that are no names with sizes, a repeated axis, a size that is neither positive nor -1, two
-        sizes of -1, or a `dcn` entry that does not divide its axis.
+        `MeshError` for axes that are no names with sizes, a repeated axis, a size that
+        is neither positive nor -1, two sizes of -1, or a `dcn` entry that does not
+        divide its axis.
         """
         items = axes.items() if isinstance(axes, Mapping) else axes
-        pairs: list[Any] = list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [axes]
+        pairs: list[Any] = (
+            list(items)
+            if isinstance(items, Iterable) and not isinstance(items, str)
+            else [axes]
+        )
         if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
             raise MeshError(
-                f"`MeshSpec({axes!r:.80})`: every mesh axis has a name and a size; write "
-                "`MeshSpec({'data': 4, 'tensor': 2})`, or `MeshSpec.parse('data=4,tensor=2')`."
+                f"`MeshSpec({axes!r:.80})`: every mesh axis has a name and a size;"
+                " write `MeshSpec({'data': 4, 'tensor': 2})`, or"
+                " `MeshSpec.parse('data=4,tensor=2')`."
             )
         self.axis_names = tuple(name for name, _ in pairs)
         self.axis_sizes = tuple(size for _, size in pairs)
-        kinds = axis_types if isinstance(axis_types, Mapping) else dict.fromkeys(self.axis_names, axis_types)
-        self.axis_types = tuple(kinds.get(name, AxisType.Auto) for name in self.axis_names)
+        kinds = (
+            axis_types
+            if isinstance(axis_types, Mapping)
+            else dict.fromkeys(self.axis_names, axis_types)
+        )
+        self.axis_types = tuple(
+            kinds.get(name, AxisType.Auto) for name in self.axis_names
+        )
         self.dcn_sizes = tuple((dcn or {}).get(name, 1) for name in self.axis_names)
         for given, what in ((kinds, "axis_types"), (dcn or {}, "dcn")):
             _require_known(given, self.axis_names, what)
@@ -85,37 +105,83 @@ class MeshSpec(eqx.Module):
     def __check_init__(self):
         repeated = [name for name in self.axis_names if self.axis_names.count(name) > 1]
         if repeated:
-            raise MeshError(f"mesh axis `{repeated[0]}` occurs twice in {self.axis_names}; give each axis one name.")
-        for name, size, slices in zip(self.axis_names, self.axis_sizes, self.dcn_sizes, strict=True):
+            raise MeshError(
+                f"mesh axis `{repeated[0]}` occurs twice in {self.axis_names}; give"
+                " each axis one name."
+            )
+        for name, size, slices in zip(
+            self.axis_names, self.axis_sizes, self.dcn_sizes, strict=True
+        ):
             if not isinstance(name, str) or not name:
-                raise MeshError(f"a mesh axis must be named by a non-empty string, not {name!r}.")
-            if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
-                raise MeshError(f"mesh axis `{name}` has size {size!r}; use a positive integer, or -1 for the rest.")
-            if not isinstance(slices, int | np.integer) or slices < 1 or (size != -1 and size % slices):
                 raise MeshError(
-                    f"mesh axis `{name}` of size {size} cannot span {slices!r} slices; `dcn` must divide the size."
+                    f"a mesh axis must be named by a non-empty string, not {name!r}."
                 )
-        if math.prod(int(size) for size in self.axis_sizes if size != -1) > _MOST_DEVICES:
-            raise MeshError(f"mesh axes {self.axis_names} have more devices than JAX can number; use smaller sizes.")
+            if (
+                isinstance(size, bool)
+                or not isinstance(size, int | np.integer)
+                or (size < 1 and size != -1)
+            ):
+                raise MeshError(
+                    f"mesh axis `{name}` has size {size!r}; use a positive integer, or"
+                    " -1 for the rest."
+                )
+            if (
+                not isinstance(slices, int | np.integer)
+                or slices < 1
+                or (size != -1 and size % slices)
+            ):
+                raise MeshError(
+                    f"mesh axis `{name}` of size {size} cannot span {slices!r} slices;"
+                    " `dcn` must divide the size."
+                )
+        if (
+            math.prod(int(size) for size in self.axis_sizes if size != -1)
+            > _MOST_DEVICES
+        ):
+            raise MeshError(
+                f"mesh axes {self.axis_names} have more devices than JAX can number;"
+                " use smaller sizes."
+            )
         if self.axis_sizes.count(-1) > 1:
-            raise MeshError(f"mesh {self} has two sizes of -1; at most one can be filled from the device count.")
+            raise MeshError(
+                f"mesh {self} has two sizes of -1; at most one can be filled from the"
+                " device count."
+            )
 
     def __repr__(self) -> str:
-        kinds = {name: kind.name for name, kind in zip(self.axis_names, self.axis_types, strict=True)}
-        other = ", ".join(f"{name!r}: AxisType.{kind}" for name, kind in kinds.items() if kind != "Auto")
-        slices = {name: count for name, count in zip(self.axis_names, self.dcn_sizes, strict=True) if count != 1}
-        told = [f", axis_types={{{other}}}" if other else "", f", dcn={slices!r}" if slices else ""]
+        kinds = {
+            name: kind.name
+            for name, kind in zip(self.axis_names, self.axis_types, strict=True)
+        }
+        other = ", ".join(
+            f"{name!r}: AxisType.{kind}"
+            for name, kind in kinds.items()
+            if kind != "Auto"
+        )
+        slices = {
+            name: count
+            for name, count in zip(self.axis_names, self.dcn_sizes, strict=True)
+            if count != 1
+        }
+        told = [
+            f", axis_types={{{other}}}" if other else "",
+            f", dcn={slices!r}" if slices else "",
+        ]
         return f"MeshSpec({dict(zip(self.axis_names, self.axis_sizes, strict=True))!r}{''.join(told)})"
 
     @classmethod
-    def parse(cls, text: str, *, axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto) -> "MeshSpec":
-        """The mesh of a text such as `"data=-1,fsdp=4,tensor=2"`, as `str(mesh)` writes it. Spaces are allowed around
-        names and sizes.
+    def parse(
+        cls, text: str, *, axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto
+    ) -> "MeshSpec":
+        """The mesh of a text such as `"data=-1,fsdp=4,tensor=2"`, as `str(mesh)` writes
+        it. Spaces are allowed around names and sizes.
 
         **Arguments:**
 
-        - `text`: `name=size` pairs joined by commas, the slowest axis first. `data=8(dcn=2)` spans two slices.
-        - `axis_types`: one `AxisType` for all axes, or a mapping by axis name; axes that are not in it are Auto.
+        - `text`: `name=size` pairs joined by commas, the slowest axis first.
+          `data=8(dcn=2)` spans two slices.
+        - `axis_types`: one `AxisType` for all axes, or a mapping by axis name; axes
+          that are not in it are Auto.
 
         **Returns:**
 
@@ -138,8 +204,9 @@ class MeshSpec(eqx.Module):
             found = _PART.fullmatch(part.strip())
             if found is None:
                 raise MeshError(
-                    f"mesh {text!r:.200}: {part.strip()!r:.80} is not of the form `name=size`; "
-                    'write it as in "data=-1,fsdp=4,tensor=2", or "data=8(dcn=2)" for an axis over two slices.'
+                    f"mesh {text!r:.200}: {part.strip()!r:.80} is not of the form"
+                    ' `name=size`; write it as in "data=-1,fsdp=4,tensor=2", or'
+                    ' "data=8(dcn=2)" for an axis over two slices.'
                 )
             name, size, slices = found.groups(default="1")
             pairs.append((name, int(size)))
@@ -156,7 +223,8 @@ class MeshSpec(eqx.Module):
 
         **Returns:**
 
-        The mesh without its devices. Every axis is within one slice, because JAX meshes do not record `dcn`.
+        The mesh without its devices. Every axis is within one slice, because JAX meshes
+        do not record `dcn`.
 
         **Raises:**
 
@@ -177,15 +245,23 @@ class MeshSpec(eqx.Module):
             return mesh
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise MeshError(
-                f"expected a MeshSpec, a jax Mesh or an AbstractMesh, not {type(mesh).__name__}; "
-                'make one with `MeshSpec({"data": 4, "tensor": 2})`.'
+                "expected a MeshSpec, a jax Mesh or an AbstractMesh, not"
+                f' {type(mesh).__name__}; make one with `MeshSpec({{"data": 4,'
+                ' "tensor": 2})`.'
             )
-        return _made(mesh.axis_names, tuple(mesh.shape.values()), mesh.axis_types, (1,) * len(mesh.axis_names))
+        return _made(
+            mesh.axis_names,
+            tuple(mesh.shape.values()),
+            mesh.axis_types,
+            (1,) * len(mesh.axis_names),
+        )
 
     @property
     def shape(self) -> Mapping[str, int]:
         """The size of each axis by name, in order; read-only."""
-        return types.MappingProxyType(dict(zip(self.axis_names, self.axis_sizes, strict=True)))
+        return types.MappingProxyType(
+            dict(zip(self.axis_names, self.axis_sizes, strict=True))
+        )
 
     @property
     def size(self) -> int:
@@ -205,8 +281,8 @@ class MeshSpec(eqx.Module):
 
         **Raises:**
 
-        `MeshError` if the known sizes do not divide `device_count`, or if no size is -1 and their product is not
-        `device_count`.
+        `MeshError` if the known sizes do not divide `device_count`, or if no size is -1
+        and their product is not `device_count`.
 
         !!! Example
 
@@ -228,10 +304,13 @@ class MeshSpec(eqx.Module):
             )
         if device_count % known or device_count < 1:
             raise MeshError(
-                f"mesh {self}: the known sizes give {known}, which does not divide {device_count} devices; "
-                f"use sizes whose product divides {device_count}.{hint}"
+                f"mesh {self}: the known sizes give {known}, which does not divide"
+                f" {device_count} devices; use sizes whose product divides"
+                f" {device_count}.{hint}"
             )
-        sizes = tuple(device_count // known if size == -1 else size for size in self.axis_sizes)
+        sizes = tuple(
+            device_count // known if size == -1 else size for size in self.axis_sizes
+        )
         return _made(self.axis_names, sizes, self.axis_types, self.dcn_sizes)
 
     def axis_size(self, names: str | Sequence[str]) -> int:
@@ -261,11 +340,15 @@ class MeshSpec(eqx.Module):
         names = (names,) if isinstance(names, str) else tuple(names)
         _require_known(names, self.axis_names, "axis_size")
         if len(set(names)) < len(names):
-            raise MeshError(f"an axis occurs twice in {names}; a dimension can use each mesh axis once.")
+            raise MeshError(
+                f"an axis occurs twice in {names}; a dimension can use each mesh axis"
+                " once."
+            )
         return math.prod(self.filled().shape[name] for name in names)
 
     def abstract(self) -> AbstractMesh:
-        """The `jax.sharding.AbstractMesh` of the same axes, which suffices for tracing and lowering.
+        """The `jax.sharding.AbstractMesh` of the same axes, which suffices for tracing
+        and lowering.
 
         **Returns:**
 
@@ -284,19 +367,24 @@ class MeshSpec(eqx.Module):
             assert abstract.shape == {"data": 1024, "tensor": 64}
             ```
         """
-        return AbstractMesh(self.filled().axis_sizes, self.axis_names, axis_types=self.axis_types)
+        return AbstractMesh(
+            self.filled().axis_sizes, self.axis_names, axis_types=self.axis_types
+        )
 
     def order(self, devices: Devices) -> DeviceOrder:
-        """The order in which [`shardfx.MeshSpec.build`][] arranges devices, with the method and the reasons.
+        """The order in which [`shardfx.MeshSpec.build`][] arranges devices, with the
+        method and the reasons.
 
-        JAX's `mesh_utils` orders TPUs, slice by slice if `dcn` or the devices name several slices. Then the devices of
-        each axis that fills a box of the torus are reordered, so that neighbours on the axis are one hop apart. If
-        `mesh_utils` has no order, [`shardfx.topology.torus_order`][] is used. GPUs are sorted by id; devices of other
-        kinds keep their order.
+        JAX's `mesh_utils` orders TPUs, slice by slice if `dcn` or the devices name
+        several slices. Then the devices of each axis that fills a box of the torus are
+        reordered, so that neighbours on the axis are one hop apart. If `mesh_utils` has
+        no order, [`shardfx.topology.torus_order`][] is used. GPUs are sorted by id;
+        devices of other kinds keep their order.
 
         **Arguments:**
 
-        - `devices`: devices, or objects with the same attributes. An axis of size -1 gets the rest of the devices.
+        - `devices`: devices, or objects with the same attributes. An axis of size -1
+          gets the rest of the devices.
 
         **Returns:**
 
@@ -304,7 +392,8 @@ class MeshSpec(eqx.Module):
 
         **Raises:**
 
-        `MeshError` if the mesh would not use every device, or if it needs slices that do not exist.
+        `MeshError` if the mesh would not use every device, or if it needs slices that
+        do not exist.
 
         !!! Example
 
@@ -317,15 +406,19 @@ class MeshSpec(eqx.Module):
             ```
         """
         given = listed(devices)
-        fitted = self._fitted(len(given), _EMULATE if given and given[0].platform == "cpu" else "")
+        fitted = self._fitted(
+            len(given), _EMULATE if given and given[0].platform == "cpu" else ""
+        )
         return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)
 
     def build(self, devices: Devices | Mesh) -> Mesh:
-        """The `jax.sharding.Mesh` of these axes over `devices`, in an order that suits their network.
+        """The `jax.sharding.Mesh` of these axes over `devices`, in an order that suits
+        their network.
 
         **Arguments:**
 
-        - `devices`: the devices, all of which are used, in the order of [`shardfx.MeshSpec.order`][]. Or a Mesh, whose
+        - `devices`: the devices, all of which are used, in the order of
+          [`shardfx.MeshSpec.order`][]. Or a Mesh, whose
             devices keep their order, so that one `jit` takes arrays on both meshes.
 
         **Returns:**
@@ -334,7 +427,8 @@ class MeshSpec(eqx.Module):
 
         **Raises:**
 
-        `MeshError` if the mesh would not use every device, or if it needs slices that do not exist.
+        `MeshError` if the mesh would not use every device, or if it needs slices that
+        do not exist.
 
         !!! Example
 
@@ -355,23 +449,26 @@ class MeshSpec(eqx.Module):
         return Mesh(ordered, self.axis_names, axis_types=self.axis_types)
 
     def split(self, axis: str, parts: Mapping[str, int]) -> "MeshSpec":
-        """The mesh with one axis split into several, the slowest first. Every device keeps its position, so one `jit`
-        takes arrays on both meshes.
+        """The mesh with one axis split into several, the slowest first. Every device
+        keeps its position, so one `jit` takes arrays on both meshes.
 
         **Arguments:**
 
         - `axis`: the axis to split.
-        - `parts`: the names and sizes of the axes that replace `axis`, which get its axis type. One size may be -1.
+        - `parts`: the names and sizes of the axes that replace `axis`, which get its
+          axis type. One size may be -1.
             Slices that `axis` spans (`dcn`) go to the slowest axes.
 
         **Returns:**
 
-        A MeshSpec. A dimension sharded over all the `parts`, in order, has the same shards as over `axis` before.
+        A MeshSpec. A dimension sharded over all the `parts`, in order, has the same
+        shards as over `axis` before.
 
         **Raises:**
 
-        `MeshError` for an unknown axis, for a name that the mesh has, for sizes whose product is not the size of
-        `axis`, or for slices that cannot be divided among the parts.
+        `MeshError` for an unknown axis, for a name that the mesh has, for sizes whose
+        product is not the size of `axis`, or for slices that cannot be divided among
+        the parts.
 
         !!! Example
 
@@ -388,38 +485,66 @@ class MeshSpec(eqx.Module):
         spans, left = [], self.dcn_sizes[at]
         for size in fitted.axis_sizes:
             spans.append(math.gcd(size, left))
-            # A part can only be divided between slices if all remaining slices end within it.
+            # A part can only be divided between slices if all remaining slices end
+            # within it.
             if spans[-1] != size and spans[-1] != left:
                 raise MeshError(
-                    f"mesh axis `{axis}` spans {self.dcn_sizes[at]} slices, which {fitted} would cut; "
-                    f"let the first part be a multiple of {self.dcn_sizes[at]}."
+                    f"mesh axis `{axis}` spans {self.dcn_sizes[at]} slices, which"
+                    f" {fitted} would cut; let the first part be a multiple of"
+                    f" {self.dcn_sizes[at]}."
                 )
             left //= spans[-1]
-        axes = [*zip(self.axis_names, self.axis_sizes, self.axis_types, self.dcn_sizes, strict=True)]
+        axes = [
+            *zip(
+                self.axis_names,
+                self.axis_sizes,
+                self.axis_types,
+                self.dcn_sizes,
+                strict=True,
+            )
+        ]
         kinds = [self.axis_types[at]] * len(spans)
-        axes[at : at + 1] = zip(fitted.axis_names, fitted.axis_sizes, kinds, spans, strict=True)
+        axes[at : at + 1] = zip(
+            fitted.axis_names, fitted.axis_sizes, kinds, spans, strict=True
+        )
         return _made(*zip(*axes, strict=True))
 
     def filled(self) -> "MeshSpec":
         """The mesh itself if no size is -1. Raises `MeshError` otherwise."""
         if -1 in self.axis_sizes:
-            raise MeshError(f"mesh {self} has an axis of unknown size; call `.fit(device_count)` first.")
+            raise MeshError(
+                f"mesh {self} has an axis of unknown size; call `.fit(device_count)`"
+                " first."
+            )
         return self
 
     def __str__(self) -> str:
         columns = zip(self.axis_names, self.axis_sizes, self.dcn_sizes, strict=True)
-        return ",".join(f"{name}={size}{'' if dcn == 1 else f'(dcn={dcn})'}" for name, size, dcn in columns)
+        return ",".join(
+            f"{name}={size}{'' if dcn == 1 else f'(dcn={dcn})'}"
+            for name, size, dcn in columns
+        )
 
 
 @ft.lru_cache(maxsize=256)
 def _made(
-    names: tuple[str, ...], sizes: tuple[int, ...], kinds: tuple[AxisType, ...], slices: tuple[int, ...]
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    kinds: tuple[AxisType, ...],
+    slices: tuple[int, ...],
 ) -> MeshSpec:
     by_axis = ft.partial(zip, names, strict=True)
-    return MeshSpec(by_axis(sizes), axis_types=dict(by_axis(kinds)), dcn=dict(by_axis(slices)))
+    return MeshSpec(
+        by_axis(sizes), axis_types=dict(by_axis(kinds)), dcn=dict(by_axis(slices))
+    )
 
 
-def _require_known(names: Iterable[str], axis_names: tuple[str, ...], what: str) -> None:
+def _require_known(
+    names: Iterable[str], axis_names: tuple[str, ...], what: str
+) -> None:
     for name in names:
         if name not in axis_names:
-            raise MeshError(f"`{what}` names mesh axis `{name}`, but the mesh has {axis_names}; use one of those.")
+            raise MeshError(
+                f"`{what}` names mesh axis `{name}`, but the mesh has {axis_names}; use"
+                " one of those."
+            )

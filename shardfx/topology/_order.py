@@ -1,5 +1,5 @@
-"""Finds the positions of devices from their attributes, and the order of devices in a mesh: JAX's own order, or a
-documented fallback.
+"""Finds the positions of devices from their attributes, and the order of devices in a
+mesh: JAX's own order, or a documented fallback.
 """
 
 import dataclasses
@@ -31,11 +31,15 @@ class DeviceOrder:
     **Arguments:**
 
     - `devices`: an array of the mesh's shape that holds every device once.
-    - `method`: `"mesh_utils"` (JAX's order), `"mesh_utils, physical axes split"` (JAX's order if mesh axes must split
-        a dimension of the torus), `"torus"` ([`shardfx.topology.torus_order`][]), or `"as given"` (by id, for
-        TPUs without known positions). It begins with `"hybrid: "` if the mesh spans several slices.
-    - `reasons`: why the order is not JAX's own, or how it was changed; empty for JAX's own order.
-    - `mean_hops`: for each mesh axis, the mean number of links between neighbours within a slice; `None` for devices
+    - `method`: `"mesh_utils"` (JAX's order), `"mesh_utils, physical axes split"` (JAX's
+      order if mesh axes must split
+        a dimension of the torus), `"torus"` ([`shardfx.topology.torus_order`][]), or
+        `"as given"` (by id, for TPUs without known positions). It begins with
+        `"hybrid: "` if the mesh spans several slices.
+    - `reasons`: why the order is not JAX's own, or how it was changed; empty for JAX's
+      own order.
+    - `mean_hops`: for each mesh axis, the mean number of links between neighbours
+      within a slice; `None` for devices
         without coordinates.
 
     !!! Example
@@ -58,14 +62,19 @@ class DeviceOrder:
     mean_hops: tuple[float, ...] | None
 
 
-def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int] | None = None) -> DeviceOrder:
-    """The order of devices in a mesh of these sizes, as [`shardfx.MeshSpec.order`][] finds it for a MeshSpec.
+def device_order(
+    devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int] | None = None
+) -> DeviceOrder:
+    """The order of devices in a mesh of these sizes, as [`shardfx.MeshSpec.order`][]
+    finds it for a MeshSpec.
 
     **Arguments:**
 
-    - `devices`: devices or objects with their attributes, in any order; see [`shardfx.topology.coords`][].
+    - `devices`: devices or objects with their attributes, in any order; see
+      [`shardfx.topology.coords`][].
     - `sizes`: the size of each mesh axis, the slowest first.
-    - `dcn_sizes`: the number of slices (or nodes) that each axis spans; it must divide the size of the axis.
+    - `dcn_sizes`: the number of slices (or nodes) that each axis spans; it must divide
+      the size of the axis.
 
     **Returns:**
 
@@ -73,8 +82,8 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
 
     **Raises:**
 
-    `MeshError` if the product of the sizes is not the number of devices, or if the product of `dcn_sizes` is not the
-    number of slices.
+    `MeshError` if the product of the sizes is not the number of devices, or if the
+    product of `dcn_sizes` is not the number of slices.
 
     !!! Example
 
@@ -90,18 +99,31 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
     dcn = (1,) * len(sizes) if dcn_sizes is None else tuple(dcn_sizes)
     devices = listed(devices)
     if math.prod(sizes) != len(devices):
-        raise MeshError(f"mesh axes of sizes {sizes} have {math.prod(sizes)} devices, but {len(devices)} were given.")
+        raise MeshError(
+            f"mesh axes of sizes {sizes} have {math.prod(sizes)} devices, but"
+            f" {len(devices)} were given."
+        )
     if len({id(device) for device in devices}) < len(devices):
         raise MeshError("a device was given twice; pass each device once.")
     groups, dcn, reasons = _granules(devices, sizes, dcn)
     counts = [len(group) for group in groups]
     if len(set(counts)) > 1:
-        raise MeshError(f"the {len(devices)} devices are {counts} per slice; pass the same number of each slice.")
+        raise MeshError(
+            f"the {len(devices)} devices are {counts} per slice; pass the same number"
+            " of each slice."
+        )
     within = tuple(size // span for size, span in zip(sizes, dcn, strict=True))
-    first, *others = orders = [_one_slice([devices[index] for index in group], within) for group in groups]
+    first, *others = orders = [
+        _one_slice([devices[index] for index in group], within) for group in groups
+    ]
     # Each axis goes over slices first, then over the devices within a slice.
     axes = np.arange(2 * len(sizes)).reshape(2, len(sizes)).T.ravel()
-    array = np.stack([order.devices for order in orders]).reshape((*dcn, *within)).transpose(axes).reshape(sizes)
+    array = (
+        np.stack([order.devices for order in orders])
+        .reshape((*dcn, *within))
+        .transpose(axes)
+        .reshape(sizes)
+    )
     method = f"hybrid: {first.method}" if others else first.method
     return DeviceOrder(array, method, (*reasons, *first.reasons), first.mean_hops)
 
@@ -111,9 +133,10 @@ def _granules(
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[str, ...]]:
     """Divides devices into slices or nodes, within which they share the fast network.
 
-    Returns the indices of the devices of each slice, the number of slices along each mesh axis, and notes about the
-    choice. `dcn` has the number of slices that each axis should span. If it is 1 for all axes but there are several
-    slices, the slowest axes span them.
+    Returns the indices of the devices of each slice, the number of slices along each
+    mesh axis, and notes about the choice. `dcn` has the number of slices that each axis
+    should span. If it is 1 for all axes but there are several slices, the slowest axes
+    span them.
     """
     wanted, found = math.prod(dcn), slices(devices)
     if wanted == 1 and len(found) == 1:
@@ -122,28 +145,45 @@ def _granules(
         spread = _spread(len(found), sizes)
         if spread is None:
             raise MeshError(
-                f"the devices are of {len(found)} slices, and no axes of sizes {sizes} can span them; "
+                f"the devices are of {len(found)} slices, and no axes of sizes {sizes}"
+                " can span them; "
                 f'say which do, as in `MeshSpec(..., dcn={{"data": {len(found)}}})`.'
             )
-        reason = f"the devices are of {len(found)} slices and `dcn` is not given: axes span {spread} of them"
+        reason = (
+            f"the devices are of {len(found)} slices and `dcn` is not given: axes span"
+            f" {spread} of them"
+        )
         return found, spread, (reason,)
     if len(found) == 1 and len(nodes := processes(devices)) > 1:
         found = nodes
     if len(found) == 1 and devices[0].platform == "cpu":
         per_slice = len(devices) // wanted
-        blocks = tuple(tuple(range(start, start + per_slice)) for start in range(0, len(devices), per_slice))
-        return blocks, dcn, (f"one process emulates {wanted} slices of {per_slice} devices, in the order given",)
+        blocks = tuple(
+            tuple(range(start, start + per_slice))
+            for start in range(0, len(devices), per_slice)
+        )
+        return (
+            blocks,
+            dcn,
+            (
+                (
+                    f"one process emulates {wanted} slices of {per_slice} devices, in"
+                    " the order given"
+                ),
+            ),
+        )
     if len(found) != wanted:
         raise MeshError(
-            f"`dcn` spreads the mesh over {wanted} slices, but the devices are of {len(found)}; use `dcn` "
-            f"sizes whose product is {len(found)}."
+            f"`dcn` spreads the mesh over {wanted} slices, but the devices are of"
+            f" {len(found)}; use `dcn` sizes whose product is {len(found)}."
         )
     return found, dcn, ()
 
 
 def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The number of slices along each mesh axis, if `count` slices are divided among the slowest axes; `None` if the
-    sizes do not allow it. For 8 slices and sizes (4, 6): (4, 2).
+    """The number of slices along each mesh axis, if `count` slices are divided among
+    the slowest axes; `None` if the sizes do not allow it. For 8 slices and sizes (4,
+    6): (4, 2).
     """
     out = []
     for size in sizes:
@@ -154,8 +194,11 @@ def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
 
 def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
     if devices[0].platform != "tpu":
-        return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None)
-    # JAX's orders for small slices depend on the order of the list, which must not depend on the caller.
+        return DeviceOrder(
+            mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None
+        )
+    # JAX's orders for small slices depend on the order of the list, which must not
+    # depend on the caller.
     devices = sorted(devices, key=lambda device: device.id)
     try:
         grid = positions(devices)
@@ -164,85 +207,126 @@ def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
     return _walked(devices, grid, _torus_mesh(devices, sizes, grid))
 
 
-def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: Grid | str) -> DeviceOrder:
-    """The order of the TPUs of one slice in a mesh of `sizes`, from JAX or else from `torus_order`.
+def _torus_mesh(
+    devices: list[Device], sizes: tuple[int, ...], grid: Grid | str
+) -> DeviceOrder:
+    """The order of the TPUs of one slice in a mesh of `sizes`, from JAX or else from
+    `torus_order`.
 
-    If the positions are unknown, `grid` is a text that says why, and the fallback is the order of ids.
+    If the positions are unknown, `grid` is a text that says why, and the fallback is
+    the order of ids.
     """
     try:
-        return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None)
+        return DeviceOrder(
+            mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None
+        )
     except NotImplementedError:
-        reason = f"axes of sizes {sizes} are no products of whole physical dimensions {bounds(devices)}"
+        reason = (
+            f"axes of sizes {sizes} are no products of whole physical dimensions"
+            f" {bounds(devices)}"
+        )
         try:
-            array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-            return DeviceOrder(array, "mesh_utils, physical axes split", (reason,), None)
+            array = mesh_utils.create_device_mesh(
+                sizes, devices, allow_split_physical_axes=True
+            )
+            return DeviceOrder(
+                array, "mesh_utils, physical axes split", (reason,), None
+            )
         except TypeError:
-            # If no split fits either (16x20x28 as 140 x 16 x 4), JAX 0.10 fails on its own `None`.
+            # If no split fits either (16x20x28 as 140 x 16 x 4), JAX 0.10 fails on its
+            # own `None`.
             cause = "no split of their physical axes fits"
     except AssertionError as failure:
         cause = str(failure).split(":")[0]
     flat = np.empty(len(devices), object)
     flat[:] = devices
     if isinstance(grid, str):
-        return DeviceOrder(flat.reshape(sizes), "as given", (f"ordered by id: {grid}",), None)
+        return DeviceOrder(
+            flat.reshape(sizes), "as given", (f"ordered by id: {grid}",), None
+        )
     places = torus_order(grid.shape, sizes, wraps(devices[0].device_kind, grid.shape))
     array = flat[grid[tuple(np.moveaxis(places, -1, 0))]]
-    return DeviceOrder(array, "torus", (f"JAX has no order for these devices ({cause})",), None)
+    return DeviceOrder(
+        array, "torus", (f"JAX has no order for these devices ({cause})",), None
+    )
 
 
 def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrder:
-    """`order` with shorter ways between neighbours on its mesh axes. `grid` has the positions of `devices`.
+    """`order` with shorter ways between neighbours on its mesh axes. `grid` has the
+    positions of `devices`.
 
-    If the devices along an axis fill a box of the torus, they are put in an order in which neighbours are one hop
-    apart.
+    If the devices along an axis fill a box of the torus, they are put in an order in
+    which neighbours are one hop apart.
     """
     array, reasons, extents = order.devices, order.reasons, grid.shape
     closed = wraps(devices[0].device_kind, extents)
     where = {id(devices[index]): place for place, index in np.ndenumerate(grid)}
-    places = np.array([where[id(device)] for device in array.flat]).reshape(*array.shape, len(extents))
+    places = np.array([where[id(device)] for device in array.flat]).reshape(
+        *array.shape, len(extents)
+    )
     changed = []
     for axis in range(array.ndim):
-        line = np.moveaxis(places, axis, -2).reshape(-1, array.shape[axis], len(extents))[0]
+        line = np.moveaxis(places, axis, -2).reshape(
+            -1, array.shape[axis], len(extents)
+        )[0]
         walk = _walk(line, extents, closed)
         if walk is None:
             continue
         nearer = np.take(places, walk, axis)
-        if mean_hops(nearer, axis, extents, closed) < mean_hops(places, axis, extents, closed):
+        if mean_hops(nearer, axis, extents, closed) < mean_hops(
+            places, axis, extents, closed
+        ):
             places, array = nearer, np.take(array, walk, axis)
             changed.append(axis)
     if changed:
-        reasons = (*reasons, f"axes {tuple(changed)} walk their boxes in single hops instead of row by row")
+        reasons = (
+            *reasons,
+            (
+                f"axes {tuple(changed)} walk their boxes in single hops instead of row"
+                " by row"
+            ),
+        )
     hops = tuple(mean_hops(places, axis, extents, closed) for axis in range(array.ndim))
     return DeviceOrder(array, order.method, reasons, hops)
 
 
-def _walk(line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]) -> np.ndarray | None:
-    """The indices of the positions in `line`, in an order in which each is one hop from the one before; `None` if the
-    positions do not fill a box of the torus.
+def _walk(
+    line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]
+) -> np.ndarray | None:
+    """The indices of the positions in `line`, in an order in which each is one hop from
+    the one before; `None` if the positions do not fill a box of the torus.
 
-    The box may be strided, such as the x coordinates 0, 2 and 4; a hop is then such a step. `line` has the coordinates
-    of the devices along one mesh axis. For each dimension of the torus, `extents` has its size, and `closed` says
-    whether links join its ends.
+    The box may be strided, such as the x coordinates 0, 2 and 4; a hop is then such a
+    step. `line` has the coordinates of the devices along one mesh axis. For each
+    dimension of the torus, `extents` has its size, and `closed` says whether links join
+    its ends.
     """
-    columns = [np.unique(line[:, dim], return_inverse=True) for dim in range(line.shape[1])]
+    columns = [
+        np.unique(line[:, dim], return_inverse=True) for dim in range(line.shape[1])
+    ]
     box = tuple(len(values) for values, _ in columns)
     if math.prod(box) != len(line) or len(line) < 2:
         return None
     index_of = np.empty(box, np.int64)
-    index_of[tuple(inverse.reshape(-1) for _, inverse in columns)] = np.arange(len(line))
+    index_of[tuple(inverse.reshape(-1) for _, inverse in columns)] = np.arange(
+        len(line)
+    )
     whole = [closed[dim] and box[dim] == extents[dim] for dim in range(len(box))]
     return index_of[tuple(ring_path(box, whole).T)]
 
 
 def coords(device: Device, local_device_count: int) -> tuple[int, ...]:
-    """The position of a device: its coordinates on the torus and its core, or its process and its number in the
-    process.
+    """The position of a device: its coordinates on the torus and its core, or its
+    process and its number in the process.
 
     **Arguments:**
 
-    - `device`: a device or an object with the attributes of one. With `coords` (a TPU) no other attribute is needed,
-        and without `core_on_chip` the core is 0. Without `coords`, `process_index` and `id` are needed.
-    - `local_device_count`: the number of devices of a process; read only for devices without `coords`.
+    - `device`: a device or an object with the attributes of one. With `coords` (a TPU)
+      no other attribute is needed,
+        and without `core_on_chip` the core is 0. Without `coords`, `process_index` and
+        `id` are needed.
+    - `local_device_count`: the number of devices of a process; read only for devices
+      without `coords`.
 
     **Returns:**
 
@@ -265,26 +349,31 @@ def coords(device: Device, local_device_count: int) -> tuple[int, ...]:
     if torus is not None:
         return torus
     if local_device_count < 1:
-        raise MeshError(f"`local_device_count` is {local_device_count}; it must be at least 1 without `coords`.")
+        raise MeshError(
+            f"`local_device_count` is {local_device_count}; it must be at least 1"
+            " without `coords`."
+        )
     return (int(device.process_index), int(device.id) % local_device_count)
 
 
 def bounds(devices: Devices) -> tuple[int, ...]:
-    """The extent of the devices in each direction. The order of the devices and the origin do not matter.
+    """The extent of the devices in each direction. The order of the devices and the
+    origin do not matter.
 
     **Arguments:**
 
-    - `devices`: the devices of one slice, or objects with their attributes, as for [`shardfx.topology.coords`][].
+    - `devices`: the devices of one slice, or objects with their attributes, as for
+      [`shardfx.topology.coords`][].
 
     **Returns:**
 
-    `(x, y, z, cores)` for devices with three coordinates, `(processes, devices per process)` for devices without
-    coordinates.
+    `(x, y, z, cores)` for devices with three coordinates,
+    `(processes, devices per process)` for devices without coordinates.
 
     **Raises:**
 
-    `MeshError` if there are no devices, if only some have coordinates, or if processes have different numbers of
-    devices.
+    `MeshError` if there are no devices, if only some have coordinates, or if processes
+    have different numbers of devices.
 
     !!! Example
 
@@ -302,20 +391,24 @@ def bounds(devices: Devices) -> tuple[int, ...]:
 
 
 def positions(devices: Devices) -> Int[np.ndarray, "..."]:
-    """The index in `devices` of the device at each position of the box that the devices fill.
+    """The index in `devices` of the device at each position of the box that the devices
+    fill.
 
     **Arguments:**
 
-    - `devices`: the devices of one slice, or objects with their attributes, in any order.
+    - `devices`: the devices of one slice, or objects with their attributes, in any
+      order.
 
     **Returns:**
 
-    An integer array of shape `bounds(devices)`. On TPUs, entry `[x, y, z, core]` is the index of the device at that
-    position, counted from the box's corner. Without coordinates, entry `[i, j]` is that of device `j` of process `i`.
+    An integer array of shape `bounds(devices)`. On TPUs, entry `[x, y, z, core]` is the
+    index of the device at that position, counted from the box's corner. Without
+    coordinates, entry `[i, j]` is that of device `j` of process `i`.
 
     **Raises:**
 
-    `MeshError` if two devices have one position, or if a position within the bounds has no device.
+    `MeshError` if two devices have one position, or if a position within the bounds has
+    no device.
 
     !!! Example
 
@@ -337,14 +430,15 @@ def positions(devices: Devices) -> Int[np.ndarray, "..."]:
     if most > 1:
         twice = (np.argwhere(counts == most)[0] + origin).tolist()
         raise MeshError(
-            f"{most} of the {len(devices)} devices sit at {(*twice,)}; slices are ordered one "
-            'by one (`MeshSpec(..., dcn={"data": 2}).build(devices)`), and a device is given once.'
+            f"{most} of the {len(devices)} devices sit at {(*twice,)}; slices are"
+            ' ordered one by one (`MeshSpec(..., dcn={"data": 2}).build(devices)`),'
+            " and a device is given once."
         )
     if counts.min() < 1:
         hole = (np.argwhere(counts < 1)[0] + origin).tolist()
         raise MeshError(
-            f"the {len(devices)} devices span bounds {extents}, but none sits at {(*hole,)}; pass devices that "
-            "fill a box without holes."
+            f"the {len(devices)} devices span bounds {extents}, but none sits at"
+            f" {(*hole,)}; pass devices that fill a box without holes."
         )
     out = np.empty(extents, np.int64)
     out[index] = np.arange(len(devices))
@@ -352,11 +446,13 @@ def positions(devices: Devices) -> Int[np.ndarray, "..."]:
 
 
 def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
-    """The indices in `devices` of the devices that share a fast network, slice by slice, in order of slice index.
+    """The indices in `devices` of the devices that share a fast network, slice by
+    slice, in order of slice index.
 
     **Arguments:**
 
-    - `devices`: devices, or objects with their attributes. Devices without a `slice_index` are in slice 0.
+    - `devices`: devices, or objects with their attributes. Devices without a
+      `slice_index` are in slice 0.
 
     **Returns:**
 
@@ -372,12 +468,14 @@ def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
         assert topology.slices(devices) == ((1, 3), (0, 2))
         ```
     """
-    return _grouped([int(getattr(device, "slice_index", None) or 0) for device in listed(devices)])
+    return _grouped(
+        [int(getattr(device, "slice_index", None) or 0) for device in listed(devices)]
+    )
 
 
 def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
-    """For each process, in the order of process indices, the indices in `devices` of its devices. GPU nodes are
-    processes here.
+    """For each process, in the order of process indices, the indices in `devices` of
+    its devices. GPU nodes are processes here.
     """
     return _grouped([int(device.process_index) for device in listed(devices)])
 
@@ -393,13 +491,15 @@ def _grouped(keys: list[int]) -> tuple[tuple[int, ...], ...]:
 
 def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
     if not devices:
-        raise MeshError("there are no devices; pass `jax.devices()`, or those of one slice.")
+        raise MeshError(
+            "there are no devices; pass `jax.devices()`, or those of one slice."
+        )
     torus = [_torus_coords(device) for device in devices]
     lengths = sorted({0 if place is None else len(place) for place in torus})
     if len(lengths) > 1:
         raise MeshError(
-            f"the devices have coordinates of different lengths ({lengths}; 0 is none); order devices of one "
-            "kind at a time."
+            f"the devices have coordinates of different lengths ({lengths}; 0 is none);"
+            " order devices of one kind at a time."
         )
     if lengths != [0]:
         return np.array(torus, np.int64)
@@ -407,17 +507,21 @@ def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
     counts = [len(group) for group in groups]
     if len(set(counts)) > 1:
         raise MeshError(
-            f"processes have different numbers of devices: {counts}; pass the same number of devices of each."
+            f"processes have different numbers of devices: {counts}; pass the same"
+            " number of devices of each."
         )
     places = np.empty((len(devices), 2), np.int64)
     for row, group in enumerate(groups):
-        for column, index in enumerate(sorted(group, key=lambda index: devices[index].id)):
+        for column, index in enumerate(
+            sorted(group, key=lambda index: devices[index].id)
+        ):
             places[index] = row, column
     return places
 
 
 def _torus_coords(device: Device) -> tuple[int, ...] | None:
-    # JAX's own devices lack these attributes if they have no meaning, so their absence is the test.
+    # JAX's own devices lack these attributes if they have no meaning, so their absence
+    # is the test.
     place = getattr(device, "coords", None)
     if place is None:
         return None

@@ -11,9 +11,15 @@ from .._ground.errors import MeshError
 from ._torus import feasible_submeshes, preferred
 
 
-# T5X's boxes by the number of partitions: (x, y, z, cores). T5X takes the first box that is nowhere longer than the
-# hardware, else the last one.
-_V2_V3 = {1: [(1, 1, 1, 1)], 2: [(1, 1, 1, 2)], 4: [(2, 1, 1, 2)], 8: [(2, 2, 1, 2)], 16: [(4, 2, 1, 2)]}
+# T5X's boxes by the number of partitions: (x, y, z, cores). T5X takes the first box
+# that is nowhere longer than the hardware, else the last one.
+_V2_V3 = {
+    1: [(1, 1, 1, 1)],
+    2: [(1, 1, 1, 2)],
+    4: [(2, 1, 1, 2)],
+    8: [(2, 2, 1, 2)],
+    16: [(4, 2, 1, 2)],
+}
 _V4 = {
     1: [(1, 1, 1, 1)],
     2: [(1, 2, 1, 1)],
@@ -24,31 +30,40 @@ _V4 = {
 _TABLES = {"TPU v2": _V2_V3, "TPU v3": _V2_V3, "TPU v4": _V4, "TPU v4 lite": _V4}
 
 
-def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]) -> tuple[int, ...]:
+def default_submesh(
+    device_kind: str, num_partitions: int, bounds: Sequence[int]
+) -> tuple[int, ...]:
     """The box of devices that holds the `num_partitions` shards of a model.
 
-    TPU v2, v3 and v4 (one core per chip) use the entry of T5X's table if it divides the hardware. In all other cases
-    one rule applies. Among the boxes whose sizes divide `bounds`, the rule prefers, in this order:
+    TPU v2, v3 and v4 (one core per chip) use the entry of T5X's table if it divides the
+    hardware. In all other cases one rule applies. Among the boxes whose sizes divide
+    `bounds`, the rule prefers, in this order:
 
     1. the most cores of a chip (the last dimension);
-    2. the most devices in dimensions that the box spans wholly, since links close such a dimension into a ring;
-    3. the most such dimensions, since a torus has more links than a ring of the same size;
-    4. the smallest sum of sizes, since the devices of a compact box can form a ring of neighbours, unlike an open line;
+    2. the most devices in dimensions that the box spans wholly, since links close such
+       a dimension into a ring;
+    3. the most such dimensions, since a torus has more links than a ring of the same
+       size;
+    4. the smallest sum of sizes, since the devices of a compact box can form a ring of
+       neighbours, unlike an open line;
     5. the larger size in the earlier dimension.
 
     **Arguments:**
 
     - `device_kind`: JAX's name for the kind of device.
     - `num_partitions`: the number of devices that hold one copy of the model.
-    - `bounds`: the extents of the hardware, as [`shardfx.topology.bounds`][] returns them.
+    - `bounds`: the extents of the hardware, as [`shardfx.topology.bounds`][] returns
+      them.
 
     **Returns:**
 
-    The box: a size for each dimension of `bounds`, which divides it. The product of the sizes is `num_partitions`.
+    The box: a size for each dimension of `bounds`, which divides it. The product of the
+    sizes is `num_partitions`.
 
     **Raises:**
 
-    `MeshError`, with the numbers of partitions that have boxes, if no box of `num_partitions` devices divides `bounds`.
+    `MeshError`, with the numbers of partitions that have boxes, if no box of
+    `num_partitions` devices divides `bounds`.
 
     !!! Example
 
@@ -66,8 +81,8 @@ def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]
         return listed
     if not candidates:
         raise MeshError(
-            f"no box of {num_partitions} devices divides the {device_kind} hardware of bounds {bounds}; "
-            f"{_feasible(num_partitions, bounds)}."
+            f"no box of {num_partitions} devices divides the {device_kind} hardware of"
+            f" bounds {bounds}; {_feasible(num_partitions, bounds)}."
         )
     return preferred(candidates, bounds, (1,) * len(bounds))
 
@@ -79,28 +94,34 @@ def submesh_order(
     *,
     tile_by_host: bool = True,
 ) -> Int[np.ndarray, "data model dims"]:
-    """The device order of T5X's data x model mesh. Each row is one copy of the model, in a box of shape `submesh`.
+    """The device order of T5X's data x model mesh. Each row is one copy of the model,
+    in a box of shape `submesh`.
 
-    With host tiling, the devices of a host are a contiguous part of the mesh, so that a host loads one range of rows.
-    Without it, the boxes are in the order of their coordinates: the last dimension varies fastest. As in T5X, some
-    boxes have no host tiling and another order of dimensions, from the slowest to the fastest: X, Z, Y, cores for a
-    whole line along X or a whole plane of Y and Z; Z, Y, X, cores for a whole line along Y or plane of X and Z.
+    With host tiling, the devices of a host are a contiguous part of the mesh, so that a
+    host loads one range of rows. Without it, the boxes are in the order of their
+    coordinates: the last dimension varies fastest. As in T5X, some boxes have no host
+    tiling and another order of dimensions, from the slowest to the fastest: X, Z, Y,
+    cores for a whole line along X or a whole plane of Y and Z; Z, Y, X, cores for a
+    whole line along Y or plane of X and Z.
 
     **Arguments:**
 
-    - `bounds`: the extents of the hardware: (x, y, z, cores) or (hosts, devices per host).
+    - `bounds`: the extents of the hardware: (x, y, z, cores) or (hosts, devices per
+      host).
     - `host_bounds`: the extents of one host's devices.
     - `submesh`: the box that holds one copy of the model.
     - `tile_by_host`: whether to keep each host's devices together.
 
     **Returns:**
 
-    An integer array (data, model, len(bounds)) of coordinates, which has each position once.
+    An integer array (data, model, len(bounds)) of coordinates, which has each position
+    once.
 
     **Raises:**
 
-    `MeshError`, with boxes that fit, if `submesh` or `host_bounds` does not divide `bounds`; if such a line or plane
-    lacks cores of its chips; or, with host tiling, if in some dimension neither of box and host divides the other.
+    `MeshError`, with boxes that fit, if `submesh` or `host_bounds` does not divide
+    `bounds`; if such a line or plane lacks cores of its chips; or, with host tiling, if
+    in some dimension neither of box and host divides the other.
 
     !!! Example
 
@@ -124,17 +145,33 @@ def submesh_order(
         boxes = feasible_submeshes(math.prod(submesh), bounds)
         fitting = [box for box in boxes if _fits_hosts(box, host_bounds)]
         raise MeshError(
-            f"submesh {submesh} neither divides nor is a multiple of the host bounds {host_bounds} in every "
-            f"dimension; pass `tile_by_host=False`, or one of the submeshes {fitting}."
+            f"submesh {submesh} neither divides nor is a multiple of the host bounds"
+            f" {host_bounds} in every dimension; pass `tile_by_host=False`, or one of"
+            f" the submeshes {fitting}."
         )
-    places = np.moveaxis(np.indices(tuple(bounds[dim] for dim in dims)), 0, -1)[..., np.argsort(dims)]
-    split = places.reshape(*[size for dim in dims for size in _tiles(bounds[dim], submesh[dim], host_bounds[dim])], -1)
-    grouped = split.transpose(*[4 * dim + part for part in range(4) for dim in range(len(dims))], 4 * len(dims))
+    places = np.moveaxis(np.indices(tuple(bounds[dim] for dim in dims)), 0, -1)[
+        ..., np.argsort(dims)
+    ]
+    split = places.reshape(
+        *[
+            size
+            for dim in dims
+            for size in _tiles(bounds[dim], submesh[dim], host_bounds[dim])
+        ],
+        -1,
+    )
+    grouped = split.transpose(
+        *[4 * dim + part for part in range(4) for dim in range(len(dims))],
+        4 * len(dims),
+    )
     return grouped.reshape(-1, math.prod(submesh), len(bounds))
 
 
-def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The (data, model) mesh of GPUs within a node and across nodes. The model stays within a node if it fits.
+def hybrid_shape(
+    num_partitions: int, local_devices: int, processes: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The (data, model) mesh of GPUs within a node and across nodes. The model stays
+    within a node if it fits.
 
     **Arguments:**
 
@@ -144,11 +181,13 @@ def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tup
 
     **Returns:**
 
-    `(ici_shape, dcn_shape)`: the shape within a node, and the shape over nodes; each is (data, model).
+    `(ici_shape, dcn_shape)`: the shape within a node, and the shape over nodes; each is
+    (data, model).
 
     **Raises:**
 
-    `MeshError` if a device would be unused; it names the feasible numbers of partitions.
+    `MeshError` if a device would be unused; it names the feasible numbers of
+    partitions.
 
     !!! Example
 
@@ -166,18 +205,22 @@ def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tup
     across = [local_devices * n for n in range(2, processes + 1) if processes % n == 0]
     if num_partitions not in within + across:
         raise MeshError(
-            f"{num_partitions} partitions do not tile {processes} processes of {local_devices} devices; use "
-            f"one of {within + across}."
+            f"{num_partitions} partitions do not tile {processes} processes of"
+            f" {local_devices} devices; use one of {within + across}."
         )
     model = min(num_partitions, local_devices)
     nodes = num_partitions // model
     return (local_devices // model, model), (processes // nodes, nodes)
 
 
-def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The box in T5X's table for `partitions` devices of this kind; `None` if there is none.
+def _listed(
+    kind: str, partitions: int, bounds: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The box in T5X's table for `partitions` devices of this kind; `None` if there is
+    none.
 
-    Of several boxes, it is the first within the hardware's extents `bounds`, else the last, which may not fit.
+    Of several boxes, it is the first within the hardware's extents `bounds`, else the
+    last, which may not fit.
     """
     table = _TABLES.get(kind, {})
     if len(bounds) != 4 or partitions not in table or (table is _V4 and bounds[3] != 1):
@@ -187,10 +230,12 @@ def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, .
 
 
 def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
-    """The dimension, X (0) or Y (1), that varies faster than Z in T5X's mesh; `None` if neither does.
+    """The dimension, X (0) or Y (1), that varies faster than Z in T5X's mesh; `None` if
+    neither does.
 
-    It is Y if the box `submesh` is a whole line of the hardware along X or a whole plane of Y and Z. It is X for a line
-    along Y or a plane of X and Z. Raises `MeshError` if such a box lacks cores of its chips.
+    It is Y if the box `submesh` is a whole line of the hardware along X or a whole
+    plane of Y and Z. It is X for a line along Y or a plane of X and Z. Raises
+    `MeshError` if such a box lacks cores of its chips.
     """
     if len(bounds) != 4:
         return None
@@ -203,19 +248,20 @@ def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
             continue
         if submesh[3] != bounds[3]:
             raise MeshError(
-                f"submesh {submesh} spans dim {dim if line else other} of {bounds} but {submesh[3]} of "
-                f"{bounds[3]} cores (dim 3); use {(*submesh[:3], bounds[3])}, or a box without a whole line."
+                f"submesh {submesh} spans dim {dim if line else other} of {bounds} but"
+                f" {submesh[3]} of {bounds[3]} cores (dim 3); use"
+                f" {(*submesh[:3], bounds[3])}, or a box without a whole line."
             )
         return other
     return None
 
 
 def _tiles(size: int, model: int, host: int) -> tuple[int, ...]:
-    """The four sizes into which a dimension of `size` devices splits: copies of the model over hosts and in a host,
-    then devices of one copy over hosts and in a host.
+    """The four sizes into which a dimension of `size` devices splits: copies of the
+    model over hosts and in a host, then devices of one copy over hosts and in a host.
 
-    `model` and `host` are the sizes of the model's box and of a host's devices in this dimension. For size 8, model 2
-    and host 4, the sizes are (2, 2, 1, 2).
+    `model` and `host` are the sizes of the model's box and of a host's devices in this
+    dimension. For size 8, model 2 and host 4, the sizes are (2, 2, 1, 2).
     """
     if model % host == 0:
         return (size // model, 1, model // host, host)
@@ -223,29 +269,38 @@ def _tiles(size: int, model: int, host: int) -> tuple[int, ...]:
 
 
 def _fits_hosts(submesh: tuple[int, ...], host_bounds: tuple[int, ...]) -> bool:
-    return all(model % host == 0 or host % model == 0 for model, host in zip(submesh, host_bounds, strict=True))
+    return all(
+        model % host == 0 or host % model == 0
+        for model, host in zip(submesh, host_bounds, strict=True)
+    )
 
 
 def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
     out = tuple(int(size) for size in sizes)
     wrong = [dim for dim, size in enumerate(out) if size < 1]
     if wrong:
-        raise MeshError(f"`{name}` {out} has size {out[wrong[0]]} in dim {wrong[0]}; every size is at least 1.")
+        raise MeshError(
+            f"`{name}` {out} has size {out[wrong[0]]} in dim {wrong[0]}; every size is"
+            " at least 1."
+        )
     return out
 
 
-def _check_divides(bounds: tuple[int, ...], host_bounds: tuple[int, ...], submesh: tuple[int, ...]) -> None:
+def _check_divides(
+    bounds: tuple[int, ...], host_bounds: tuple[int, ...], submesh: tuple[int, ...]
+) -> None:
     for name, sizes in (("submesh", submesh), ("host_bounds", host_bounds)):
         if len(sizes) != len(bounds):
             raise MeshError(
-                f"`{name}` {sizes} has {len(sizes)} dimensions, but `bounds` {bounds} has {len(bounds)}; "
-                "give one size per dimension."
+                f"`{name}` {sizes} has {len(sizes)} dimensions, but `bounds` {bounds}"
+                f" has {len(bounds)}; give one size per dimension."
             )
         wrong = [dim for dim, size in enumerate(sizes) if bounds[dim] % size]
         if wrong:
             raise MeshError(
-                f"`{name}` {sizes} does not divide the hardware bounds {bounds}: dim {wrong[0]} of size "
-                f"{bounds[wrong[0]]} is no multiple of {sizes[wrong[0]]}; {_feasible(math.prod(sizes), bounds)}."
+                f"`{name}` {sizes} does not divide the hardware bounds {bounds}: dim"
+                f" {wrong[0]} of size {bounds[wrong[0]]} is no multiple of"
+                f" {sizes[wrong[0]]}; {_feasible(math.prod(sizes), bounds)}."
             )
 
 
@@ -253,4 +308,7 @@ def _feasible(count: int, bounds: tuple[int, ...]) -> str:
     if fitting := feasible_submeshes(count, bounds):
         return f"boxes of {count} devices that fit are {[*fitting]}"
     counts = [n for n in range(1, math.prod(bounds) + 1) if math.prod(bounds) % n == 0]
-    return f"use `num_partitions` out of {[n for n in counts if feasible_submeshes(n, bounds)]}"
+    return (
+        "use `num_partitions` out of"
+        f" {[n for n in counts if feasible_submeshes(n, bounds)]}"
+    )

@@ -1,5 +1,6 @@
-"""Orders of positions on a torus: walks that visit every position in single hops, and the number of links between
-neighbours. A box of devices is given by its size in each dimension.
+"""Orders of positions on a torus: walks that visit every position in single hops, and
+the number of links between neighbours. A box of devices is given by its size in each
+dimension.
 """
 
 import itertools
@@ -12,11 +13,16 @@ from jaxtyping import Int
 from .._ground.errors import MeshError
 
 
-# The sizes of a slice's dimension that links close into a ring. Cloud TPU's documentation: v4 and v5p (and 7x) close
-# every multiple of 4; v5e and v6e only 16; v2 and v3 only the dimensions of a whole pod.
+# The sizes of a slice's dimension that links close into a ring. Cloud TPU's
+# documentation: v4 and v5p (and 7x) close every multiple of 4; v5e and v6e only 16; v2
+# and v3 only the dimensions of a whole pod.
 _RING_SIZES: Mapping[str, Sequence[int]] = {
-    **dict.fromkeys(("TPU v4", "TPU v5p", "TPU v5", "TPU7x", "TPU7"), range(4, 2**31, 4)),
-    **dict.fromkeys(("TPU v2", "TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), (16,)),
+    **dict.fromkeys(
+        ("TPU v4", "TPU v5p", "TPU v5", "TPU7x", "TPU7"), range(4, 2**31, 4)
+    ),
+    **dict.fromkeys(
+        ("TPU v2", "TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), (16,)
+    ),
     "TPU v3": (32,),
 }
 
@@ -31,7 +37,8 @@ def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
 
     **Returns:**
 
-    A bool for each dimension; all are `False` for unknown kinds. The cores of a chip form no ring.
+    A bool for each dimension; all are `False` for unknown kinds. The cores of a chip
+    form no ring.
 
     !!! Example
 
@@ -46,19 +53,23 @@ def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
     return tuple(dim < 3 and size in rings for dim, size in enumerate(bounds))
 
 
-def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[np.ndarray, "places dims"]:
-    """A walk through every position of a box in single hops, which ends next to its start if possible.
+def ring_path(
+    box: Sequence[int], closed: Sequence[bool] | None = None
+) -> Int[np.ndarray, "places dims"]:
+    """A walk through every position of a box in single hops, which ends next to its
+    start if possible.
 
     **Arguments:**
 
     - `box`: the size of the box in each dimension.
-    - `closed`: for each dimension, whether links join its ends; none are joined by default.
+    - `closed`: for each dimension, whether links join its ends; none are joined by
+      default.
 
     **Returns:**
 
-    The positions in the order of the walk; successive positions differ by one in one dimension. The last position is a
-    neighbour of the first if some dimension has an even size, and either links join its ends or another dimension is
-    above 1.
+    The positions in the order of the walk; successive positions differ by one in one
+    dimension. The last position is a neighbour of the first if some dimension has an
+    even size, and either links join its ends or another dimension is above 1.
 
     !!! Example
 
@@ -76,7 +87,8 @@ def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[n
     rest = _snake([1 if dim == slow else size for dim, size in enumerate(box)])
     if joined or not turning or len(used) < 2:
         return _rows(rest, slow, box[slow] if box else 1)
-    # No link joins the ends of the slow dimension, so one column is left for the way back.
+    # No link joins the ends of the slow dimension, so one column is left for the way
+    # back.
     there = _rows(rest[1:], slow, box[slow])
     back = np.repeat(rest[:1], box[slow], axis=0)
     back[:, slow] = np.arange(box[slow])
@@ -86,16 +98,21 @@ def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[n
 def torus_order(
     bounds: Sequence[int], sizes: Sequence[int], closed: Sequence[bool] | None = None
 ) -> Int[np.ndarray, "..."]:
-    """The positions of a torus in the order of a mesh. If possible, neighbours on every mesh axis are one hop apart.
+    """The positions of a torus in the order of a mesh. If possible, neighbours on every
+    mesh axis are one hop apart.
 
-    The torus is divided into equal boxes for the last axis, which is assumed to communicate most. Then these boxes are
-    grouped for the axis before it, and so on. [`shardfx.topology.default_submesh`][] has the rule for each box.
+    The torus is divided into equal boxes for the last axis, which is assumed to
+    communicate most. Then these boxes are grouped for the axis before it, and so on.
+    [`shardfx.topology.default_submesh`][] has the rule for each box.
 
     **Arguments:**
 
-    - `bounds`: the extents of the torus, from [`shardfx.topology.bounds`][]; the last dimension is the cores.
-    - `sizes`: the sizes of the mesh axes, the slowest first. Their product is that of `bounds`.
-    - `closed`: for each dimension, whether links join its ends; none are joined by default.
+    - `bounds`: the extents of the torus, from [`shardfx.topology.bounds`][]; the last
+      dimension is the cores.
+    - `sizes`: the sizes of the mesh axes, the slowest first. Their product is that of
+      `bounds`.
+    - `closed`: for each dimension, whether links join its ends; none are joined by
+      default.
 
     **Returns:**
 
@@ -116,8 +133,9 @@ def torus_order(
     """
     if math.prod(bounds) != math.prod(sizes):
         raise MeshError(
-            f"mesh axes of sizes {tuple(sizes)} have {math.prod(sizes)} devices, but bounds {tuple(bounds)} "
-            f"hold {math.prod(bounds)}; use sizes whose product is {math.prod(bounds)}."
+            f"mesh axes of sizes {tuple(sizes)} have {math.prod(sizes)} devices, but"
+            f" bounds {tuple(bounds)} hold {math.prod(bounds)}; use sizes whose product"
+            f" is {math.prod(bounds)}."
         )
     closed = (False,) * len(bounds) if closed is None else tuple(closed)
     left, stride = list(bounds), [1] * len(bounds)
@@ -135,16 +153,22 @@ def torus_order(
 
 
 def mean_hops(
-    order: Int[np.ndarray, "..."], axis: int, bounds: Sequence[int], closed: Sequence[bool] | None = None
+    order: Int[np.ndarray, "..."],
+    axis: int,
+    bounds: Sequence[int],
+    closed: Sequence[bool] | None = None,
 ) -> float:
     """The mean number of links between neighbours along one axis of a mesh.
 
     **Arguments:**
 
-    - `order`: the coordinates in mesh order, as [`shardfx.topology.torus_order`][] returns them.
-    - `axis`: the index of the mesh axis. The step from its last position to its first is not counted.
+    - `order`: the coordinates in mesh order, as [`shardfx.topology.torus_order`][]
+      returns them.
+    - `axis`: the index of the mesh axis. The step from its last position to its first
+      is not counted.
     - `bounds`: the extents of the torus.
-    - `closed`: for each dimension, whether links join its ends; none are joined by default.
+    - `closed`: for each dimension, whether links join its ends; none are joined by
+      default.
 
     **Returns:**
 
@@ -170,8 +194,11 @@ def mean_hops(
     return float(ring.sum(axis=-1).mean())
 
 
-def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Every box of `num_partitions` devices whose sizes divide `bounds`, in lexicographic order.
+def feasible_submeshes(
+    num_partitions: int, bounds: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Every box of `num_partitions` devices whose sizes divide `bounds`, in
+    lexicographic order.
 
     **Arguments:**
 
@@ -190,16 +217,24 @@ def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tupl
         assert topology.feasible_submeshes(4, (2, 4)) == ((1, 4), (2, 2))
         ```
     """
-    sizes = [[size for size in range(1, bound + 1) if bound % size == 0] for bound in bounds]
-    return tuple(box for box in itertools.product(*sizes) if math.prod(box) == num_partitions)
+    sizes = [
+        [size for size in range(1, bound + 1) if bound % size == 0] for bound in bounds
+    ]
+    return tuple(
+        box for box in itertools.product(*sizes) if math.prod(box) == num_partitions
+    )
 
 
-def preferred(candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+def preferred(
+    candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]
+) -> tuple[int, ...]:
     """The box in `candidates` with the best links on hardware of extents `bounds`.
 
-    `stride` has for each dimension the number of hops between positions of the box that are next to each other. The
-    rule prefers, in this order: the most cores of a chip, the fewest devices along dimensions with strides above 1, the
-    most devices in dimensions that the box spans wholly, the most such dimensions, and the smallest sum of sizes.
+    `stride` has for each dimension the number of hops between positions of the box that
+    are next to each other. The rule prefers, in this order: the most cores of a chip,
+    the fewest devices along dimensions with strides above 1, the most devices in
+    dimensions that the box spans wholly, the most such dimensions, and the smallest sum
+    of sizes.
     """
 
     def rank(box: tuple[int, ...]) -> tuple:
@@ -218,7 +253,9 @@ def _snake(box: Sequence[int]) -> Int[np.ndarray, "places dims"]:
     return path
 
 
-def _rows(row: Int[np.ndarray, "places dims"], slow: int, count: int) -> Int[np.ndarray, "more dims"]:
+def _rows(
+    row: Int[np.ndarray, "places dims"], slow: int, count: int
+) -> Int[np.ndarray, "more dims"]:
     out = np.stack([row if index % 2 == 0 else row[::-1] for index in range(count)])
     if out.size:
         out[:, :, slow] = np.arange(count)[:, None]

@@ -18,8 +18,16 @@ def caches():
     """The names of the modules' caches that hold something."""
     kind = type(ft.lru_cache(len))
     names = [name for name in sys.modules if name.startswith("shardfx.")]
-    pairs = [(f"{name}.{key}", value) for name in names for key, value in vars(sys.modules[name]).items()]
-    return [name for name, value in pairs if isinstance(value, kind) and value.cache_info().currsize]
+    pairs = [
+        (f"{name}.{key}", value)
+        for name in names
+        for key, value in vars(sys.modules[name]).items()
+    ]
+    return [
+        name
+        for name, value in pairs
+        if isinstance(value, kind) and value.cache_info().currsize
+    ]
 
 
 def test_cleared_caches_hold_no_plan_and_no_program(tmp_path):
@@ -31,7 +39,9 @@ def test_cleared_caches_hold_no_plan_and_no_program(tmp_path):
     checkpoint.save(tmp_path / "saved", {"x": x}, made)
     checkpoint.load(tmp_path / "saved", made)
     rooms = ("_reshard", "_plan", "checkpoint")
-    assert all(any(name.startswith(f"shardfx.{room}.") for name in caches()) for room in rooms)
+    assert all(
+        any(name.startswith(f"shardfx.{room}.") for name in caches()) for room in rooms
+    )
     gone = weakref.ref(made.content)
     del made
     shardfx.clear_caches()

@@ -1,4 +1,6 @@
-"""What is no sharding, and shardings on several sets of devices, at the boundary of `filter_jit`."""
+"""What is no sharding, and shardings on several sets of devices, at the boundary of
+`filter_jit`.
+"""
 
 import equinox as eqx
 import jax
@@ -21,12 +23,21 @@ TREE = {"w": np.arange(32.0, dtype=np.float32).reshape(4, 8)}
 def plans():
     spec = MeshSpec({"data": 2, "tensor": 2})
     sides = jax.devices()[:4], jax.devices()[4:], jax.devices()[3::-1]
-    meshes = [jax.sharding.Mesh(np.array(side).reshape(2, 2), spec.axis_names) for side in sides]
+    meshes = [
+        jax.sharding.Mesh(np.array(side).reshape(2, 2), spec.axis_names)
+        for side in sides
+    ]
     return [sfx.plan(TREE, mesh, paths=RULES, axes=AXES) for mesh in meshes]
 
 
 def test_what_is_no_sharding_is_named(plans):
-    made, text = plans[0], r"holds .*, of type \w+, which is no sharding; give a plan, `plan.sharding\(names\)`"
+    made, text = (
+        plans[0],
+        (
+            r"holds .*, of type \w+, which is no sharding; give a plan,"
+            r" `plan.sharding\(names\)`"
+        ),
+    )
     parts = (made.axes, made.mesh, made.jax_mesh, made.leaves, made.structs)
     for given in (("batch", None), ["batch", ...], "batch", *parts):
         with pytest.raises(PlanMismatchError, match=f"`in_shardings` {text}"):
@@ -38,7 +49,8 @@ def test_what_is_no_sharding_is_named(plans):
 def test_plans_on_several_meshes_are_named(plans):
     here, there, _ = plans
     text = (
-        r"an entry of `{}` of .* is on devices \[4, 5, 6, 7\], and an entry of `in_shardings` of .* is on devices "
+        r"an entry of `{}` of .* is on devices \[4, 5, 6, 7\], and an entry of"
+        r" `in_shardings` of .* is on devices "
         r"\[0, 1, 2, 3\]; .*give each a function of its own, and `reshard` between them"
     )
     with pytest.raises(PlanMismatchError, match=text.format("in_shardings")):
@@ -46,27 +58,39 @@ def test_plans_on_several_meshes_are_named(plans):
     with pytest.raises(PlanMismatchError, match=text.format("out_shardings")):
         filter_jit(lambda a: a, in_shardings=(here,), out_shardings=there)
     inside = filter_jit(lambda a: sfx.shard(a, there), in_shardings=(here,))
-    with pytest.raises(PlanMismatchError, match="use plans on one mesh inside one function.*JAX says: .*constraint"):
+    with pytest.raises(
+        PlanMismatchError,
+        match="use plans on one mesh inside one function.*JAX says: .*constraint",
+    ):
         inside(TREE)
 
 
 @pytest.mark.parametrize("other", [1, 2])
 def test_an_array_on_other_devices_than_its_entry_is_not_moved(plans, other):
-    """JAX moves one that would be cut alike at the first call; at the second the runtime fails, or crashes."""
+    """JAX moves one that would be cut alike at the first call; at the second the
+    runtime fails, or crashes.
+    """
     step = filter_jit(lambda tree: tree, in_shardings=(plans[0],))
     here, there = (sfx.shard(TREE, plan) for plan in (plans[0], plans[other]))
     for _ in range(2):
-        with pytest.raises(PlanMismatchError, match=r"`w` of argument 0 .* lies by .* on devices \[(4|3)"):
+        with pytest.raises(
+            PlanMismatchError,
+            match=r"`w` of argument 0 .* lies by .* on devices \[(4|3)",
+        ):
             step(there)
         assert np.array_equal(step(here)["w"], TREE["w"])
-    # What is on no devices yet, or on none of its own choice, goes where the entry says.
+    # What is on no devices yet, or on none of its own choice, goes where the entry
+    # says.
     for given in (TREE, {"w": jnp.asarray(TREE["w"])}):
         assert step(given)["w"].sharding == plans[0].shardings["w"]
 
 
 def test_an_array_that_lies_otherwise_than_its_entry_is_named(plans):
     other = jax.device_put(TREE["w"], NamedSharding(plans[0].jax_mesh, P("tensor")))
-    with pytest.raises(PlanMismatchError, match=r"`w` of argument 0 .* lies by .*\('tensor',?\).*`in_shardings` is"):
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"`w` of argument 0 .* lies by .*\('tensor',?\).*`in_shardings` is",
+    ):
         filter_jit(lambda tree: tree, in_shardings=(plans[0],))({"w": other})
 
 
@@ -76,9 +100,12 @@ def test_jax_moves_whole_arrays_to_an_entry_of_one_device(plans):
     mesh = plans[0].jax_mesh
     for sharding in (other, NamedSharding(mesh, P())):
         for _ in range(2):
-            assert np.array_equal(run(jax.device_put(TREE["w"], sharding)), TREE["w"] + 1)
+            assert np.array_equal(
+                run(jax.device_put(TREE["w"], sharding)), TREE["w"] + 1
+            )
     with pytest.raises(
-        PlanMismatchError, match=r"lies by .* on devices \[0, 1, 2, 3\], but its entry .* on device \[0\]"
+        PlanMismatchError,
+        match=r"lies by .* on devices \[0, 1, 2, 3\], but its entry .* on device \[0\]",
     ):
         run(jax.device_put(TREE["w"], NamedSharding(mesh, P("data"))))
 
@@ -99,14 +126,22 @@ MISFITS = [
 @pytest.mark.parametrize("args, kwargs, text", MISFITS)
 def test_a_call_that_does_not_fit_the_signature_is_told_with_it(args, kwargs, text):
     for call in (filter_jit(step), filter_jit(step).lower):
-        with pytest.raises(TypeError, match=rf"^step\(params, batch, \*, rate=0.1, key\): {text}"):
+        with pytest.raises(
+            TypeError, match=rf"^step\(params, batch, \*, rate=0.1, key\): {text}"
+        ):
             call(*args, **kwargs)
 
 
 def test_a_key_that_is_no_parameter_is_named(plans):
-    with pytest.raises(PlanMismatchError, match=r"the entry .* for argument 0 of .* is no prefix of it: .*'c'"):
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"the entry .* for argument 0 of .* is no prefix of it: .*'c'",
+    ):
         filter_jit(lambda a, b: a, in_shardings={"c": plans[0]})(TREE, TREE)
-    with pytest.raises(PlanMismatchError, match=r"`bb` is no parameter of .*<lambda>\(a, b\), .*; name parameters"):
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"`bb` is no parameter of .*<lambda>\(a, b\), .*; name parameters",
+    ):
         filter_jit(lambda a, b: a, in_shardings={"a": plans[0], "bb": plans[0]})
     # One entry for all arguments may be a dict.
     shardings = {"w": plans[0].shardings["w"]}
@@ -127,6 +162,9 @@ def test_jax_takes_the_shardings_of_a_plan_and_not_the_plan(plans, take):
     """The texts are in docs/faq.md."""
     with pytest.raises((AssertionError, ValueError)) as error:
         take(plans[0])
-    texts = "pytree structure error: different types at key path", "specification must be a tree prefix of the corres"
+    texts = (
+        "pytree structure error: different types at key path",
+        "specification must be a tree prefix of the corres",
+    )
     assert str(error.value) == "" or any(text in str(error.value) for text in texts)
     assert take(plans[0].shardings)["w"].sharding == plans[0].shardings["w"]

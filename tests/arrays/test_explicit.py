@@ -1,4 +1,6 @@
-"""The same program under Auto, Explicit and mixed axes, with and without an ambient mesh, equals one device's."""
+"""The same program under Auto, Explicit and mixed axes, with and without an ambient
+mesh, equals one device's.
+"""
 
 import contextlib
 import itertools
@@ -13,12 +15,26 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import shardfx
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, constrain, filter_jit, gather, plan, shard, specs_of
+from shardfx import (
+    AxisRules,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    constrain,
+    filter_jit,
+    gather,
+    plan,
+    shard,
+    specs_of,
+)
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
-KINDS = [dict(zip(SIZES, kinds, strict=True)) for kinds in itertools.product([AUTO, EXPLICIT], repeat=3)]
+KINDS = [
+    dict(zip(SIZES, kinds, strict=True))
+    for kinds in itertools.product([AUTO, EXPLICIT], repeat=3)
+]
 
 
 def name_of(kinds: dict[str, AxisType]) -> str:
@@ -26,10 +42,17 @@ def name_of(kinds: dict[str, AxisType]) -> str:
 
 
 # Every kind once, with an ambient mesh or without one; the plain kinds both ways.
-CASES = [(kinds, at in (2, 5, 6)) for at, kinds in enumerate(KINDS)] + [(KINDS[0], True), (KINDS[7], True)]
-SOME_KINDS = pytest.mark.parametrize("kinds", [KINDS[at] for at in (0, 2, 5, 7)], ids=name_of)
+CASES = [(kinds, at in (2, 5, 6)) for at, kinds in enumerate(KINDS)] + [
+    (KINDS[0], True),
+    (KINDS[7], True),
+]
+SOME_KINDS = pytest.mark.parametrize(
+    "kinds", [KINDS[at] for at in (0, 2, 5, 7)], ids=name_of
+)
 TENSOR = [(name, "tensor") for name in ("heads", "joined_heads", "mlp")]
-AXES = AxisRules([("batch", ("data", "fsdp")), ("embed", "fsdp"), *TENSOR], units={"joined_heads": 8})
+AXES = AxisRules(
+    [("batch", ("data", "fsdp")), ("embed", "fsdp"), *TENSOR], units={"joined_heads": 8}
+)
 
 
 class Block(eqx.Module):
@@ -41,15 +64,26 @@ class Block(eqx.Module):
 
     def __init__(self, key: jax.Array):
         self.query = jax.random.normal(key, (16, 32)) / 4
-        self.out, self.activation = jax.random.normal(jax.random.fold_in(key, 1), (32, 16)) / 6, jax.nn.silu
+        self.out, self.activation = (
+            jax.random.normal(jax.random.fold_in(key, 1), (32, 16)) / 6,
+            jax.nn.silu,
+        )
 
     def __call__(self, x: jax.Array, say: Callable[..., Any]) -> jax.Array:
-        """`x`: batch, position, embed. Every weight is gathered along what it contracts."""
-        y = say(x @ say(self.query, None, "joined_heads"), "batch", None, "joined_heads")
+        """`x`: batch, position, embed. Every weight is gathered along what it
+        contracts.
+        """
+        y = say(
+            x @ say(self.query, None, "joined_heads"), "batch", None, "joined_heads"
+        )
         heads = say(y.reshape(*x.shape[:2], 4, 8), "batch", None, "heads", None)
-        scores = jax.nn.softmax(jnp.einsum("bqhd,bshd->bhqs", heads, heads) / 8, axis=-1)
+        scores = jax.nn.softmax(
+            jnp.einsum("bqhd,bshd->bhqs", heads, heads) / 8, axis=-1
+        )
         mixed = say(jnp.einsum("bhqs,bshd->bqhd", scores, heads), "batch", ...)
-        return say(x + self.activation(mixed.reshape(y.shape)) @ say(self.out), "batch", ...)
+        return say(
+            x + self.activation(mixed.reshape(y.shape)) @ say(self.out), "batch", ...
+        )
 
 
 X = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
@@ -58,7 +92,9 @@ X = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
 def plans(kinds: dict[str, AxisType]) -> tuple[ShardPlan, ShardPlan]:
     mesh = MeshSpec(SIZES, axis_types=kinds).build(jax.devices())
     structs = eqx.filter_eval_shape(Block, jax.random.key(0))
-    return plan(structs, mesh, axes=AXES), plan(X, mesh, names=("batch", None, None), axes=AXES)
+    return plan(structs, mesh, axes=AXES), plan(
+        X, mesh, names=("batch", None, None), axes=AXES
+    )
 
 
 def saying(made: ShardPlan | None) -> Callable[..., Any]:
@@ -73,7 +109,9 @@ def loss_of(block: Block, x: jax.Array, made: ShardPlan | None) -> jax.Array:
 @pytest.fixture(scope="module")
 def expected() -> tuple[Any, Any]:
     block = Block(jax.random.key(0))
-    loss, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss_of))(block, jnp.asarray(X), None)
+    loss, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss_of))(
+        block, jnp.asarray(X), None
+    )
     return gather(loss), gather(grads)
 
 
@@ -83,13 +121,21 @@ def assert_same(one: Any, two: Any) -> None:
         assert np.allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("kinds, ambient", CASES, ids=[f"{name_of(kinds)} {ambient}" for kinds, ambient in CASES])
-def test_a_transformer_block_and_its_gradient_equal_one_device(kinds, ambient, expected):
+@pytest.mark.parametrize(
+    "kinds, ambient",
+    CASES,
+    ids=[f"{name_of(kinds)} {ambient}" for kinds, ambient in CASES],
+)
+def test_a_transformer_block_and_its_gradient_equal_one_device(
+    kinds, ambient, expected
+):
     params, batch = plans(kinds)
     both = eqx.filter_value_and_grad(loss_of)
     with jax.set_mesh(params.jax_mesh) if ambient else contextlib.nullcontext():
         block = filter_jit(Block, out_shardings=params)(jax.random.key(0))
-        step = filter_jit(both, in_shardings=(params, batch), out_shardings=(None, params))
+        step = filter_jit(
+            both, in_shardings=(params, batch), out_shardings=(None, params)
+        )
         loss, grads = step(block, shard(X, batch), params)
         assert specs_of(eqx.filter(block, eqx.is_array)).query == P("fsdp", "tensor")
         assert specs_of(eqx.filter(grads, eqx.is_array)).out == P("tensor", "fsdp")
@@ -105,17 +151,27 @@ W = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
 
 def tiny(kinds: dict[str, AxisType]) -> ShardPlan:
     mesh = MeshSpec(SIZES, axis_types=kinds).build(jax.devices())
-    return plan({"w": W}, mesh, paths=PathRules([("w", P("data", "tensor"))]), axes=AXES)
+    return plan(
+        {"w": W}, mesh, paths=PathRules([("w", P("data", "tensor"))]), axes=AXES
+    )
 
 
 Say = Callable[..., Any]
 PROGRAMS: dict[str, Callable[[Say, jax.Array], jax.Array]] = {
     "scan": lambda say, x: jax.lax.scan(
-        lambda carry, _: (say(jnp.sin(carry), "batch", "mlp"), None), say(x, "batch", "mlp"), None, 3
+        lambda carry, _: (say(jnp.sin(carry), "batch", "mlp"), None),
+        say(x, "batch", "mlp"),
+        None,
+        3,
     )[0],
-    "remat": lambda say, x: jax.checkpoint(lambda x: say(jnp.sin(say(x, "batch", "mlp")), "batch", ...))(x),
+    "remat": lambda say, x: jax.checkpoint(
+        lambda x: say(jnp.sin(say(x, "batch", "mlp")), "batch", ...)
+    )(x),
     "cond": lambda say, x: jax.lax.cond(
-        x.sum() > 0, lambda x: say(x * 2, "batch", "mlp"), lambda x: say(x * 3, "batch", "mlp"), say(x, "batch", "mlp")
+        x.sum() > 0,
+        lambda x: say(x * 2, "batch", "mlp"),
+        lambda x: say(x * 3, "batch", "mlp"),
+        say(x, "batch", "mlp"),
     ),
     "vmap": lambda say, x: jax.vmap(lambda row: say(jnp.sin(row), "mlp"))(x),
     "made inside": lambda say, x: say(jnp.arange(16.0), "mlp") + say(x, "batch", "mlp"),
@@ -124,28 +180,53 @@ PROGRAMS: dict[str, Callable[[Say, jax.Array], jax.Array]] = {
 
 @SOME_KINDS
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_constrain_under_transformations_changes_no_value_and_no_gradient(kinds, program):
+def test_constrain_under_transformations_changes_no_value_and_no_gradient(
+    kinds, program
+):
     made = tiny(kinds)
     w = shard({"w": W}, made)["w"]
 
-    run = lambda say: jax.jit(jax.value_and_grad(lambda w: (program(say, w) ** 2).sum()))
+    run = lambda say: jax.jit(
+        jax.value_and_grad(lambda w: (program(say, w) ** 2).sum())
+    )
     assert_same(gather(run(saying(made))(w)), gather(run(saying(None))(jnp.asarray(W))))
 
 
 # --- six devices, odd sizes
 
 
-@pytest.mark.parametrize("types", [AUTO, EXPLICIT, {"data": EXPLICIT}], ids=["auto", "explicit", "mixed"])
+@pytest.mark.parametrize(
+    "types", [AUTO, EXPLICIT, {"data": EXPLICIT}], ids=["auto", "explicit", "mixed"]
+)
 def test_sizes_that_no_power_of_two_divides_on_two_by_three_devices(types):
     mesh = MeshSpec({"data": 2, "tensor": 3}, axis_types=types).build(jax.devices()[:6])
-    tree = {"embed": X.reshape(-1)[:711].reshape(237, 3), "odd": X.reshape(-1)[:35].reshape(7, 5), "bias": X[0, 0, :6]}
-    rules = PathRules([("embed", P(("data", "tensor"))), ("odd", P("data", "tensor")), ("bias", P(("tensor", "data")))])
+    tree = {
+        "embed": X.reshape(-1)[:711].reshape(237, 3),
+        "odd": X.reshape(-1)[:35].reshape(7, 5),
+        "bias": X[0, 0, :6],
+    }
+    rules = PathRules(
+        [
+            ("embed", P(("data", "tensor"))),
+            ("odd", P("data", "tensor")),
+            ("bias", P(("tensor", "data"))),
+        ]
+    )
     made = plan(tree, mesh, paths=rules)
-    assert made.specs == {"embed": P("tensor"), "odd": P(), "bias": P(("tensor", "data"))}
+    assert made.specs == {
+        "embed": P("tensor"),
+        "odd": P(),
+        "bias": P(("tensor", "data")),
+    }
     placed = shard(tree, made)
     assert specs_of(placed) == made.specs
 
-    twice = lambda tree: jax.tree.map(lambda x: constrain(2 * x, P("tensor"), made), tree)
+    twice = lambda tree: jax.tree.map(
+        lambda x: constrain(2 * x, P("tensor"), made), tree
+    )
     doubled = filter_jit(twice, in_shardings=(made,), out_shardings=made)(placed)
     assert specs_of(doubled) == made.specs
-    assert all(np.array_equal(2 * a, b) for a, b in zip(*map(jax.tree.leaves, (tree, gather(doubled))), strict=True))
+    assert all(
+        np.array_equal(2 * a, b)
+        for a, b in zip(*map(jax.tree.leaves, (tree, gather(doubled))), strict=True)
+    )

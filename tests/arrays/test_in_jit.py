@@ -1,4 +1,6 @@
-"""What works on arrays inside a traced function, where nothing can be put anywhere: constraints, constants, reasons."""
+"""What works on arrays inside a traced function, where nothing can be put anywhere:
+constraints, constants, reasons.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +8,28 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from shardfx import AxisRules, Code, Decision, MeshSpec, PathRules, constrain, gather, plan, shard
+from shardfx import (
+    AxisRules,
+    Code,
+    Decision,
+    MeshSpec,
+    PathRules,
+    constrain,
+    gather,
+    plan,
+    shard,
+)
 from shardfx.errors import LeafTypeError, PlanMismatchError, SpecError
 
 
 SIZES = {"data": 2, "tensor": 4}
 AXES = AxisRules([("batch", "data"), ("mlp", "tensor")])
 RULES = PathRules([("w", P("data", "tensor")), ("b", P("tensor"))])
-TREE = {"w": np.arange(128.0, dtype=np.float32).reshape(8, 16), "b": np.ones(16, np.float32), "act": jnp.tanh}
+TREE = {
+    "w": np.arange(128.0, dtype=np.float32).reshape(8, 16),
+    "b": np.ones(16, np.float32),
+    "act": jnp.tanh,
+}
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 
@@ -37,22 +53,33 @@ def test_shard_inside_jit_constrains(kind):
         assert tree["act"] is jnp.tanh
         return tree["w"], tree["b"]
 
-    w, b = double(*jax.device_put((TREE["w"], TREE["b"]), NamedSharding(mesh_of(made), P())))
-    assert w.sharding.is_equivalent_to(made.shardings["w"], 2) and b.sharding.is_equivalent_to(made.shardings["b"], 1)
+    w, b = double(
+        *jax.device_put((TREE["w"], TREE["b"]), NamedSharding(mesh_of(made), P()))
+    )
+    assert w.sharding.is_equivalent_to(
+        made.shardings["w"], 2
+    ) and b.sharding.is_equivalent_to(made.shardings["b"], 1)
     assert np.array_equal(w, 2 * TREE["w"])
     with pytest.raises(PlanMismatchError, match="leaf `w`"):
         jax.jit(lambda w: shard({**TREE, "w": w[:4]}, made))(TREE["w"])
 
 
 @KINDS
-@pytest.mark.parametrize("constant", [TREE["w"], jnp.asarray(TREE["w"])], ids=["numpy", "jax"])
+@pytest.mark.parametrize(
+    "constant", [TREE["w"], jnp.asarray(TREE["w"])], ids=["numpy", "jax"]
+)
 def test_a_constant_is_constrained_inside_jit(kind, constant):
     made = made_for(kind)
     # JAX itself compiles an Explicit constraint for the devices of an argument only.
     zero = jax.device_put(np.zeros((8, 16), np.float32), made.shardings["w"])
-    both = lambda: (constrain(constant, ("batch", "mlp"), made), shard({**TREE, "w": constant}, made)["w"])
+    both = lambda: (
+        constrain(constant, ("batch", "mlp"), made),
+        shard({**TREE, "w": constant}, made)["w"],
+    )
     for out in jax.jit(lambda zero: (zero, *both()))(zero)[1:]:
-        assert out.sharding.is_equivalent_to(made.shardings["w"], 2) and np.array_equal(out, constant)
+        assert out.sharding.is_equivalent_to(made.shardings["w"], 2) and np.array_equal(
+            out, constant
+        )
 
 
 @KINDS
@@ -67,7 +94,9 @@ def test_constrain_can_explain(kind):
         return x
 
     x = jax.device_put(np.ones((8, 6), np.float32), NamedSharding(mesh_of(made), P()))
-    assert inside(x).sharding.is_equivalent_to(NamedSharding(mesh_of(made), P("data")), 2)
+    assert inside(x).sharding.is_equivalent_to(
+        NamedSharding(mesh_of(made), P("data")), 2
+    )
     _, outside = constrain(x, ("batch", "mlp"), made, explain=True)
     assert decisions == [outside] and outside.spec == P("data")
     assert [(why.code, why.dim) for why in outside.reasons] == [(Code.indivisible, 1)]
@@ -78,9 +107,13 @@ def test_constrain_can_explain(kind):
 def test_a_strict_plan_makes_constrain_strict():
     strict = made_for(AxisType.Auto, strict=True)
     x = np.ones((8, 6), np.float32)
-    with pytest.raises(SpecError, match="`strict=True`, and .* size 6 is not divisible by `tensor`"):
+    with pytest.raises(
+        SpecError, match="`strict=True`, and .* size 6 is not divisible by `tensor`"
+    ):
         jax.jit(lambda x: constrain(x, ("batch", "mlp"), strict))(x)
-    assert constrain(x, ("batch", "mlp"), strict, strict=False).sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
+    assert constrain(x, ("batch", "mlp"), strict, strict=False).sharding.spec == P(
+        "data"
+    )  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @KINDS
@@ -93,8 +126,12 @@ def test_axes_of_size_one_stay_and_trip_nothing(kind):
 
     @jax.jit
     def step(x, w):
-        x = constrain(x, ("batch", None), made)  # `with_sharding_constraint` of the same spec is refused or asserts
-        return constrain(x[:, :8], ("batch", None), made) + x @ constrain(w, (None, None), made)
+        x = constrain(
+            x, ("batch", None), made
+        )  # `with_sharding_constraint` of the same spec is refused or asserts
+        return constrain(x[:, :8], ("batch", None), made) + x @ constrain(
+            w, (None, None), made
+        )
 
     assert np.allclose(step(x, w), TREE["w"] @ TREE["w"].T + TREE["w"][:, :8])
 
@@ -111,21 +148,36 @@ def test_a_constraint_that_would_do_nothing_is_an_error():
         lambda: jax.jit(jax.value_and_grad(lambda x: inside(x).sum()))(x),
         lambda: jax.jit(inside).lower(x),
     ):
-        with pytest.raises(PlanMismatchError, match="tensor=4 without devices, in a program for 1 device, where"):
+        with pytest.raises(
+            PlanMismatchError,
+            match="tensor=4 without devices, in a program for 1 device, where",
+        ):
             attempt()
-    # Wherever the program is for the mesh, it does what it says, also to what lies on no mesh by itself.
+    # Wherever the program is for the mesh, it does what it says, also to what lies on
+    # no mesh by itself.
     spec = P("data", "tensor")
     placed = jax.device_put(x, there.shardings["w"])
     assert jax.jit(inside)(placed).sharding.spec == spec
-    assert jax.jit(lambda y: (y, inside(jnp.ones((8, 16)))))(placed)[1].sharding.spec == spec
+    assert (
+        jax.jit(lambda y: (y, inside(jnp.ones((8, 16)))))(placed)[1].sharding.spec
+        == spec
+    )
     assert jax.jit(inside, out_shardings=there.shardings["w"])(x).sharding.spec == spec
     with jax.set_mesh(mesh_of(there)):
         assert jax.jit(inside)(x).sharding.spec == spec
-    gradient = jax.jit(lambda y: (y, jax.grad(lambda z: inside(z * jnp.ones((8, 16))).sum())(1.0)))(placed)[1]
+    gradient = jax.jit(
+        lambda y: (y, jax.grad(lambda z: inside(z * jnp.ones((8, 16))).sum())(1.0))
+    )(placed)[1]
     assert gradient == 2 * 8 * 16
-    # Without a program there is nothing to say: shapes, and exports for devices that are not there.
+    # Without a program there is nothing to say: shapes, and exports for devices that
+    # are not there.
     assert jax.eval_shape(inside, x).shape == (8, 16)
-    assert jax.jit(inside).trace(made.structs["w"]).lower(lowering_platforms=("tpu",)).as_text()
+    assert (
+        jax.jit(inside)
+        .trace(made.structs["w"])
+        .lower(lowering_platforms=("tpu",))
+        .as_text()
+    )
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -135,18 +187,29 @@ def test_a_constraint_of_what_a_closed_over_array_makes_is_no_silence(on):
     w, x = shard(TREE, there)["w"], jnp.ones((8, 8))
     inside = lambda w, x: constrain(x @ w, ("batch", "mlp"), there if on else made)
     product = jax.jit(inside)(w, x)
-    assert product.sharding.spec == P("data", "tensor") and np.allclose(product, x @ TREE["w"])
+    assert product.sharding.spec == P("data", "tensor") and np.allclose(
+        product, x @ TREE["w"]
+    )
     if on:  # the devices of the plan are those of the program
         closed = jax.jit(lambda x: inside(w, x))(x)
         assert closed.sharding == product.sharding and np.allclose(closed, product)
     else:  # JAX types the product on the mesh of `w`, runs it on the one device of `x`, and drops the constraint
-        with pytest.raises(PlanMismatchError, match="pass arrays that the function closes over as arguments"):
+        with pytest.raises(
+            PlanMismatchError,
+            match="pass arrays that the function closes over as arguments",
+        ):
             jax.jit(lambda x: inside(w, x))(x)
-    assert jax.jit(lambda x: inside(w, x))(jax.device_put(x, there.sharding(()))).sharding == product.sharding
+    assert (
+        jax.jit(lambda x: inside(w, x))(jax.device_put(x, there.sharding(()))).sharding
+        == product.sharding
+    )
 
 
 def test_gather_inside_jit_says_what_to_do():
-    with pytest.raises(LeafTypeError, match=r"array `a/w`, float32\[8, 16\], is traced: .* `constrain\(x, Partition"):
+    with pytest.raises(
+        LeafTypeError,
+        match=r"array `a/w`, float32\[8, 16\], is traced: .* `constrain\(x, Partition",
+    ):
         jax.jit(lambda x: gather({"a": {"w": x}}))(TREE["w"])
     with pytest.raises(LeafTypeError, match="the array, float32"):
         jax.jit(gather)(TREE["w"])

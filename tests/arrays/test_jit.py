@@ -28,7 +28,12 @@ class Net(eqx.Module):
 
 MESH, KEY = SPEC.build(jax.devices()), jax.random.key(0)
 PARAMS = plan(eqx.filter_eval_shape(Net, KEY), MESH, paths=RULES)
-BATCH = plan({"x": X, "y": X}, MESH, names={"x": ("batch", None), "y": ("batch", None)}, axes=AXES)
+BATCH = plan(
+    {"x": X, "y": X},
+    MESH,
+    names={"x": ("batch", None), "y": ("batch", None)},
+    axes=AXES,
+)
 DATA = NamedSharding(MESH, P("data"))
 
 
@@ -38,7 +43,9 @@ def test_a_model_is_initialised_sharded_without_a_full_copy():
     model = make(KEY)
     weight = model.mlp.layers[1].weight
     assert weight.addressable_shards[0].data.shape == (32, 16)
-    assert compiled.memory_analysis().output_size_in_bytes <= PARAMS.bytes_per_device + 256  # a pointer per output
+    assert (
+        compiled.memory_analysis().output_size_in_bytes <= PARAMS.bytes_per_device + 256
+    )  # a pointer per output
     assert np.array_equal(weight, Net(KEY).mlp.layers[1].weight)
 
 
@@ -61,7 +68,15 @@ def test_it_is_a_decorator_of_functions_and_methods():
 
 
 @pytest.mark.parametrize(
-    "donate, gone", [("all-except-first", [1]), ("b", [1]), (0, [0]), (("a", 1), [0, 1]), (True, [0, 1]), (False, [])]
+    "donate, gone",
+    [
+        ("all-except-first", [1]),
+        ("b", [1]),
+        (0, [0]),
+        (("a", 1), [0, 1]),
+        (True, [0, 1]),
+        (False, []),
+    ],
 )
 def test_donation(donate, gone):
     given = [jnp.ones((8, 16)), jnp.ones((8, 16))]
@@ -71,39 +86,63 @@ def test_donation(donate, gone):
 
 @pytest.mark.parametrize("name", ["z", 2, -1, (True, False)])
 def test_a_donated_argument_that_is_no_parameter_is_named(name):
-    with pytest.raises(ValueError, match="`donate` names .*, which is no positional parameter \\(a, b\\)"):
+    with pytest.raises(
+        ValueError,
+        match="`donate` names .*, which is no positional parameter \\(a, b\\)",
+    ):
         filter_jit(lambda a, b: a, donate=name)
 
 
 def test_an_array_that_is_gone():
     x = jax.device_put(X, DATA)
-    step = filter_jit(lambda state, x: (state, x.sum()), in_shardings={"state": DATA}, donate="state")
+    step = filter_jit(
+        lambda state, x: (state, x.sum()), in_shardings={"state": DATA}, donate="state"
+    )
     state = {"b": x, "w": jnp.copy(x)}
     (state, _), used = step(state, X), state
     assert used["b"].is_deleted() and step.lower(used, X)
-    with pytest.raises(PlanMismatchError, match="`b` of argument 0 .* was deleted, or donated to an earlier call"):
+    with pytest.raises(
+        PlanMismatchError,
+        match="`b` of argument 0 .* was deleted, or donated to an earlier call",
+    ):
         step(used, X)
     with pytest.raises(PlanMismatchError, match="`w` of argument 0 .* was deleted"):
         step({"b": state["b"], "w": used["w"]}, X)
-    with pytest.raises(PlanMismatchError, match="argument 0 of .*, float32\\[8, 16\\], was deleted"):
+    with pytest.raises(
+        PlanMismatchError, match="argument 0 of .*, float32\\[8, 16\\], was deleted"
+    ):
         filter_jit(lambda x: x)(used["w"])
 
 
 def test_an_array_that_is_donated_twice():
     x = jax.device_put(X, DATA)
-    both = filter_jit(lambda state: jax.tree.map(lambda x: x + 1, state), in_shardings=(DATA,), donate="all")
-    with pytest.raises(PlanMismatchError, match="`ema` of argument 0 of .* and `params` of .* one array.* both are"):
+    both = filter_jit(
+        lambda state: jax.tree.map(lambda x: x + 1, state),
+        in_shardings=(DATA,),
+        donate="all",
+    )
+    with pytest.raises(
+        PlanMismatchError,
+        match="`ema` of argument 0 of .* and `params` of .* one array.* both are",
+    ):
         both({"params": x, "ema": x})
     one = filter_jit(lambda a, *, c, b: (a + 1, b + 1, c), donate="a")
-    with pytest.raises(PlanMismatchError, match="argument 0 of .* and argument `b` of .* one of them is donated"):
+    with pytest.raises(
+        PlanMismatchError,
+        match="argument 0 of .* and argument `b` of .* one of them is donated",
+    ):
         one(x, c=jnp.ones(3), b=x)
     with pytest.raises(PlanMismatchError, match="are one array"):
         one.lower(x, c=jnp.ones(3), b=x).compile()(x, c=jnp.ones(3), b=x)
-    # What is copied on its way is donated as a copy, and what is not donated is as often there as one likes.
+    # What is copied on its way is donated as a copy, and what is not donated is as
+    # often there as one likes.
     assert np.array_equal(both({"params": X, "ema": X})["ema"], X + 1)
     loose = jnp.asarray(X)
     assert np.array_equal(both({"params": loose, "ema": loose})["params"], X + 1)
-    assert np.array_equal(filter_jit(lambda a, b: a + b)(x, x), 2 * X) and not x.is_deleted()
+    assert (
+        np.array_equal(filter_jit(lambda a, b: a + b)(x, x), 2 * X)
+        and not x.is_deleted()
+    )
 
 
 def spec_at(function, where, *args, **kwargs):
@@ -112,7 +151,9 @@ def spec_at(function, where, *args, **kwargs):
 
 def test_an_entry_reaches_its_argument_by_name_and_by_place():
     data, cut = DATA, P("data")
-    double = filter_jit(lambda x, scale=2.0, *, shift=0.0: x * scale + shift, in_shardings=(data,))
+    double = filter_jit(
+        lambda x, scale=2.0, *, shift=0.0: x * scale + shift, in_shardings=(data,)
+    )
     for out in (double(x=X), double(scale=2.0, x=X), double(X, shift=0.0)):
         assert specs_of(out) == cut and np.array_equal(out, X * 2)
     assert spec_at(lambda x, y: x + y, {"y": data}, y=X, x=np.zeros_like(X)) == cut
@@ -129,7 +170,10 @@ def test_an_entry_reaches_its_argument_by_name_and_by_place():
     assert spec_at(lambda x, **_: x, {"x": data, "z": data}, X) == cut
     assert spec_at(lambda *args: args[0], (data, data), X) == cut
     assert spec_at(lambda a, *, b: (a, b), (data,), X, b=jnp.ones(3)) == (cut, P())
-    with pytest.raises(PlanMismatchError, match="argument `b` of .* is not the tree that its plan is for"):
+    with pytest.raises(
+        PlanMismatchError,
+        match="argument `b` of .* is not the tree that its plan is for",
+    ):
         filter_jit(lambda *, b: b, in_shardings={"b": BATCH})(b={"x": X})
 
 
@@ -142,30 +186,56 @@ def test_an_entry_that_misses_its_argument_is_an_error():
     def named(batch, **kwargs):
         return batch, kwargs
 
-    by_name, by_place = (filter_jit(decorated, in_shardings=form) for form in ({"batch": BATCH}, (BATCH,)))
-    assert specs_of(by_name(batch=data))[1]["batch"]["x"] == specs_of(by_place(data))[0][0]["x"] == P("data")
-    with pytest.raises(PlanMismatchError, match="entry for argument `batch` of .* lacks, and none for argument 0"):
+    by_name, by_place = (
+        filter_jit(decorated, in_shardings=form)
+        for form in ({"batch": BATCH}, (BATCH,))
+    )
+    assert (
+        specs_of(by_name(batch=data))[1]["batch"]["x"]
+        == specs_of(by_place(data))[0][0]["x"]
+        == P("data")
+    )
+    with pytest.raises(
+        PlanMismatchError,
+        match="entry for argument `batch` of .* lacks, and none for argument 0",
+    ):
         by_name(data)
-    with pytest.raises(PlanMismatchError, match="entry for argument 0 of .* lacks, and none for argument `batch`"):
+    with pytest.raises(
+        PlanMismatchError,
+        match="entry for argument 0 of .* lacks, and none for argument `batch`",
+    ):
         by_place(batch=data)
     misspelt = filter_jit(named, in_shardings={"bacth": BATCH})
     for call in (misspelt, misspelt.lower):
-        with pytest.raises(PlanMismatchError, match="entry for argument `bacth` of .* lacks, and none for argument 0"):
+        with pytest.raises(
+            PlanMismatchError,
+            match="entry for argument `bacth` of .* lacks, and none for argument 0",
+        ):
             call(data)
-    with pytest.raises(PlanMismatchError, match=r"2 entries, but there are 1 positional parameters \(a\); give one"):
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"2 entries, but there are 1 positional parameters \(a\); give one",
+    ):
         filter_jit(lambda a: a, in_shardings=(BATCH, BATCH))
 
 
 def test_arguments_of_another_dtype_or_shape_name_the_leaf():
     model, traces = Net(KEY), []
-    run = filter_jit(lambda model, x: traces.append(x) or jax.vmap(model)(x), in_shardings=(PARAMS, None))
+    run = filter_jit(
+        lambda model, x: traces.append(x) or jax.vmap(model)(x),
+        in_shardings=(PARAMS, None),
+    )
     run(model, X)
     # JAX cannot cut 17 in two.
     for width, dtype in ((16, "bfloat16"), (17, "float32")):
-        other = eqx.tree_at(lambda net: net.mlp.layers[0].weight, model, jnp.ones((32, width), dtype))
+        other = eqx.tree_at(
+            lambda net: net.mlp.layers[0].weight, model, jnp.ones((32, width), dtype)
+        )
         text = (
-            rf"argument 0 of `.*` is not the tree that its plan is for: leaf `mlp/layers/0/weight` is {dtype}"
-            rf"\[32, {width}\], but the plan is for float32\[32, 16\]; plan the tree that you use"
+            r"argument 0 of `.*` is not the tree that its plan is for: leaf"
+            rf" `mlp/layers/0/weight` is {dtype}"
+            rf"\[32, {width}\], but the plan is for float32\[32, 16\]; plan the tree"
+            r" that you use"
         )
         for call in (run, run.lower):
             with pytest.raises(PlanMismatchError, match=text):
@@ -174,24 +244,44 @@ def test_arguments_of_another_dtype_or_shape_name_the_leaf():
 
 
 def test_results_that_do_not_fit_name_the_leaf():
-    with pytest.raises(PlanMismatchError, match=r"what `.*<lambda>` returns is not .*: leaf `y` is bfloat16\[8, 16\]"):
-        filter_jit(lambda x: {"x": x, "y": x.astype(jnp.bfloat16)}, out_shardings=BATCH)(X)
-    with pytest.raises(PlanMismatchError, match=r"returns is not the tree that .* \(1 array more, 0 missing\): .* `z`"):
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"what `.*<lambda>` returns is not .*: leaf `y` is bfloat16\[8, 16\]",
+    ):
+        filter_jit(
+            lambda x: {"x": x, "y": x.astype(jnp.bfloat16)}, out_shardings=BATCH
+        )(X)
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"returns is not the tree that .* \(1 array more, 0 missing\): .* `z`",
+    ):
         filter_jit(lambda x: {"x": x, "y": x, "z": x}, out_shardings=BATCH)(X)
-    with pytest.raises(PlanMismatchError, match=r"`1/a` of what `.*` returns is not the tree .* has no `y`"):
-        filter_jit(lambda x: (x, {"a": {"x": x}}), out_shardings=(None, {"a": BATCH}))(X)
-    with pytest.raises(PlanMismatchError, match=r"what `.*<lambda>` returns is no prefix of it"):
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"`1/a` of what `.*` returns is not the tree .* has no `y`",
+    ):
+        filter_jit(lambda x: (x, {"a": {"x": x}}), out_shardings=(None, {"a": BATCH}))(
+            X
+        )
+    with pytest.raises(
+        PlanMismatchError, match=r"what `.*<lambda>` returns is no prefix of it"
+    ):
         filter_jit(lambda x: {"x": x}, out_shardings=(PARAMS, BATCH))(X)
 
 
 def test_shardings_that_do_not_fit_name_the_leaf():
     wanted = (
-        r"the sharding of argument 0 of `.*<lambda>` does not fit its leaf `a`, float32\[3\]: the spec is "
-        r"\w+\('data',\) on a mesh {'data': 2, 'fsdp': 2, 'tensor': 2}; `correct\(.*, \(3,\), mesh\)` gives"
+        r"the sharding of argument 0 of `.*<lambda>` does not fit its leaf `a`,"
+        r" float32\[3\]: the spec is "
+        r"\w+\('data',\) on a mesh {'data': 2, 'fsdp': 2, 'tensor': 2}; `correct\(.*,"
+        r" \(3,\), mesh\)` gives"
     )
     with pytest.raises(PlanMismatchError, match=wanted):
         filter_jit(lambda tree: tree, in_shardings=DATA)({"a": jnp.ones(3)})
-    with pytest.raises(PlanMismatchError, match=r"the sharding of `b` of what .* does not fit it, float32\[\]"):
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"the sharding of `b` of what .* does not fit it, float32\[\]",
+    ):
         filter_jit(lambda x: {"b": x.sum()}, out_shardings={"b": DATA})(X)
 
 
@@ -201,7 +291,9 @@ def test_a_function_that_fails_fails_as_it_does():
 
 
 def test_lowering_with_the_structs_of_a_plan():
-    run = filter_jit(lambda model, data: jax.vmap(model)(data["x"]), in_shardings=(PARAMS, BATCH))
+    run = filter_jit(
+        lambda model, data: jax.vmap(model)(data["x"]), in_shardings=(PARAMS, BATCH)
+    )
     structs = eqx.combine(PARAMS.structs, eqx.filter_eval_shape(Net, KEY))
     model = Net(KEY)
     compiled = run.lower(structs, BATCH.structs).compile()
@@ -211,18 +303,25 @@ def test_lowering_with_the_structs_of_a_plan():
 
 def test_what_is_compiled_keeps_its_static_arguments():
     compiled = filter_jit(lambda x, scale: x * scale).lower(X, 2).compile()
-    assert np.array_equal(compiled(X, 2), 2 * X) and np.array_equal(compiled(x=X, scale=2), 2 * X)
+    assert np.array_equal(compiled(X, 2), 2 * X) and np.array_equal(
+        compiled(x=X, scale=2), 2 * X
+    )
     for given, shown in ((2.0, "2.0"), ((2, 2), "2, 2")):
         with pytest.raises(
-            PlanMismatchError, match=rf"was compiled for other .*\(\[2\] then, \[{shown}\] now\); lower"
+            PlanMismatchError,
+            match=rf"was compiled for other .*\(\[2\] then, \[{shown}\] now\); lower",
         ):
             compiled(X, given)
 
 
 def test_a_plan_of_few_arrays_takes_the_rest_as_it_comes():
     few, model = PARAMS.select("bias"), Net(KEY)
-    first = filter_jit(lambda model: model, in_shardings=few, out_shardings=few)(model).mlp.layers[0]
-    assert specs_of(first.bias) == P() and np.array_equal(first.weight, model.mlp.layers[0].weight)
+    first = filter_jit(lambda model: model, in_shardings=few, out_shardings=few)(
+        model
+    ).mlp.layers[0]
+    assert specs_of(first.bias) == P() and np.array_equal(
+        first.weight, model.mlp.layers[0].weight
+    )
 
 
 def test_arrays_on_other_devices_are_named():
@@ -231,8 +330,15 @@ def test_arrays_on_other_devices_are_named():
     step = filter_jit(lambda model, batch: model["w"] + batch["x"])
     with pytest.raises(
         PlanMismatchError,
-        match=r"`shard\(tree, plan\)`.*argument `w` of argument 0 of `.*` with shape .* device ids \[0, 1, 2, .* and "
-        r"argument `x` of argument 1 of `.*` with shape float32\[8,4\] and with device ids \[3\]",
+        match=(
+            r"`shard\(tree, plan\)`.*argument `w` of argument 0 of `.*` with shape .*"
+            r" device ids \[0, 1, 2, .* and "
+            r"argument `x` of argument 1 of `.*` with shape float32\[8,4\] and with"
+            r" device ids \[3\]"
+        ),
     ) as error:
-        step({"w": x, "f": jnp.tanh}, {"x": jax.device_put(jnp.ones((8, 4)), jax.devices()[3])})
+        step(
+            {"w": x, "f": jnp.tanh},
+            {"x": jax.device_put(jnp.ones((8, 4)), jax.devices()[3])},
+        )
     assert "incompatible devices" in str(error.value.__cause__)

@@ -32,9 +32,15 @@ def test_nothing_is_misplaced_where_the_plan_put_it(plan):
 def test_a_layout_is_equal_under_other_names_and_another_order_of_the_same_parts(plan):
     placed = sfx.shard(TREE, plan)
     devices = np.array(jax.devices())
-    renamed = NamedSharding(Mesh(devices.reshape(2, 2, 2), ("a", "b", "c")), P(("b", "c")))
-    flipped = NamedSharding(Mesh(devices.reshape(2, 4)[::-1], ("data", "fsdp")), P("fsdp"))
-    rotated = NamedSharding(Mesh(np.roll(devices, 1).reshape(2, 4), ("data", "fsdp")), P("fsdp"))
+    renamed = NamedSharding(
+        Mesh(devices.reshape(2, 2, 2), ("a", "b", "c")), P(("b", "c"))
+    )
+    flipped = NamedSharding(
+        Mesh(devices.reshape(2, 4)[::-1], ("data", "fsdp")), P("fsdp")
+    )
+    rotated = NamedSharding(
+        Mesh(np.roll(devices, 1).reshape(2, 4), ("data", "fsdp")), P("fsdp")
+    )
     for sharding, is_right in ((renamed, True), (flipped, True), (rotated, False)):
         moved = changed(placed, w=jax.device_put(TREE["layers"][0]["w"], sharding))
         assert bool(sfx.misplaced(moved, plan)) != is_right
@@ -44,12 +50,18 @@ def test_a_layout_is_equal_under_other_names_and_another_order_of_the_same_parts
 def test_every_kind_of_mistake_is_a_row(plan):
     placed = sfx.shard(TREE, plan)
     whole = NamedSharding(plan.jax_mesh, P())
-    tree = changed(placed, w=jax.device_put(jnp.ones((8, 4)), whole), extra=jax.device_put(jnp.ones(2), whole))
+    tree = changed(
+        placed,
+        w=jax.device_put(jnp.ones((8, 4)), whole),
+        extra=jax.device_put(jnp.ones(2), whole),
+    )
     del tree["layers"][0]
     tree["layers"].insert(0, {"w": jnp.ones((8, 5)), "b": np.ones(4, np.float32)})
     del tree["layers"][1]["b"]
     rows = {row.path: row for row in sfx.misplaced(tree, plan)}
-    assert {path: (row.asked, row.found, row.excess_bytes) for path, row in rows.items()} == {
+    assert {
+        path: (row.asked, row.found, row.excess_bytes) for path, row in rows.items()
+    } == {
         "layers/0/w": ("f32[8,4] fsdp", "f32[8,5] on 1 device", 160 - 32),
         "layers/0/b": ("f32[4] -", "f32[4] on no device", 0),
         "layers/1/b": ("f32[4] -", "nothing", 0),
@@ -63,24 +75,33 @@ def test_every_kind_of_mistake_is_a_row(plan):
 def test_dtypes_and_memory_kinds_count(plan):
     placed = sfx.shard(TREE, plan)
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), placed)
-    assert {row.found for row in sfx.misplaced(low, plan)} == {"bf16[8,4] fsdp", "bf16[4] -"}
-    hosted = sfx.plan(TREE, plan.jax_mesh, paths=RULES, memory_kinds=[("w", "pinned_host")])
+    assert {row.found for row in sfx.misplaced(low, plan)} == {
+        "bf16[8,4] fsdp",
+        "bf16[4] -",
+    }
+    hosted = sfx.plan(
+        TREE, plan.jax_mesh, paths=RULES, memory_kinds=[("w", "pinned_host")]
+    )
     assert not sfx.misplaced(sfx.shard(TREE, hosted), hosted)
-    (first, *_) = sfx.misplaced(placed, hosted)
+    first, *_ = sfx.misplaced(placed, hosted)
     assert first.asked == "f32[8,4] fsdp in pinned_host"
 
 
 def test_the_table_joins_arrays_that_are_alike(plan):
     tree = jax.device_put(TREE, NamedSharding(plan.jax_mesh, P()))
     assert str(sfx.misplaced(tree, plan)).splitlines()[1:] == [
-        "layers/{0..2}/w  f32[8,4] fsdp  f32[8,4] -     288 B  "
-        "`shard(tree, plan)`, and keep it with `filter_jit(step, out_shardings=plan)`",
+        (
+            "layers/{0..2}/w  f32[8,4] fsdp  f32[8,4] -     288 B  `shard(tree, plan)`,"
+            " and keep it with `filter_jit(step, out_shardings=plan)`"
+        ),
         "3 arrays misplaced, 288 B too much on each device",
     ]
 
 
 def test_traced_arrays_are_checked_by_type(plan):
-    mesh = sfx.MeshSpec(plan.mesh.shape, axis_types=AxisType.Explicit).build(jax.devices())
+    mesh = sfx.MeshSpec(plan.mesh.shape, axis_types=AxisType.Explicit).build(
+        jax.devices()
+    )
     explicit = sfx.plan(TREE, mesh, paths=RULES)
     found, whole = [], NamedSharding(mesh, P())
 
@@ -88,10 +109,19 @@ def test_traced_arrays_are_checked_by_type(plan):
         found.append(sfx.misplaced(tree, explicit))
         turned = jax.tree.map(lambda x: x.T, tree)
         found.append(sfx.misplaced(jax.tree.map(lambda x: x.T, turned), explicit))
-        found.append(sfx.misplaced(jax.tree.map(lambda x: jax.sharding.reshard(x, whole), tree), explicit))
+        found.append(
+            sfx.misplaced(
+                jax.tree.map(lambda x: jax.sharding.reshard(x, whole), tree), explicit
+            )
+        )
         return tree
 
     jax.jit(step)(sfx.shard(TREE, explicit))
     assert [len(rows) for rows in found] == [0, 0, 3]
-    with pytest.raises(sfx.errors.LeafTypeError, match="is traced on a mesh with the Auto axes"):
-        jax.jit(lambda tree: sfx.misplaced(tree, plan) or tree, in_shardings=(plan.shardings,))(sfx.shard(TREE, plan))
+    with pytest.raises(
+        sfx.errors.LeafTypeError, match="is traced on a mesh with the Auto axes"
+    ):
+        jax.jit(
+            lambda tree: sfx.misplaced(tree, plan) or tree,
+            in_shardings=(plan.shardings,),
+        )(sfx.shard(TREE, plan))

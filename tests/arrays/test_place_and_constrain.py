@@ -4,14 +4,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec as P,
+    SingleDeviceSharding,
+)
 
-from shardfx import AxisRules, Decision, MeshSpec, PathRules, constrain, plan, shardings_of, specs_of
+from shardfx import (
+    AxisRules,
+    Decision,
+    MeshSpec,
+    PathRules,
+    constrain,
+    plan,
+    shardings_of,
+    specs_of,
+)
 from shardfx.errors import LeafTypeError, PlanMismatchError, RuleError, SpecError
 
 
 U = P.UNCONSTRAINED
-AXES = AxisRules([("batch", "data"), ("mlp", "tensor"), ("heads", "tensor")], units={"heads": 4})
+AXES = AxisRules(
+    [("batch", "data"), ("mlp", "tensor"), ("heads", "tensor")], units={"heads": 4}
+)
 
 
 def mesh_of(*kinds):
@@ -20,25 +37,37 @@ def mesh_of(*kinds):
 
 
 def plan_on(mesh):
-    return plan({"w": jnp.ones((8, 8))}, mesh, paths=PathRules.parse("w->data.tensor"), axes=AXES)
+    return plan(
+        {"w": jnp.ones((8, 8))},
+        mesh,
+        paths=PathRules.parse("w->data.tensor"),
+        axes=AXES,
+    )
 
 
 AUTO = mesh_of(AxisType.Auto, AxisType.Auto)
 EXPLICIT = mesh_of(AxisType.Explicit, AxisType.Explicit)
 MIXED = mesh_of(AxisType.Explicit, AxisType.Auto)
-MESHES = pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
+MESHES = pytest.mark.parametrize(
+    "mesh", [AUTO, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"]
+)
 X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
 
 @MESHES
 @pytest.mark.parametrize("ambient", [False, True])
-@pytest.mark.parametrize("spec", [P("data", "tensor"), P(), P(None, "data"), P(("data", "tensor"))])
+@pytest.mark.parametrize(
+    "spec", [P("data", "tensor"), P(), P(None, "data"), P(("data", "tensor"))]
+)
 def test_constrain_gives_the_same_layout_for_every_axis_type(mesh, ambient, spec):
     made = plan_on(mesh)
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
 
     with jax.set_mesh(mesh) if ambient else contextlib.nullcontext():
-        both = jax.jit(lambda x: constrain(x + 0, spec, made))(x), constrain(x, spec, made)
+        both = (
+            jax.jit(lambda x: constrain(x + 0, spec, made))(x),
+            constrain(x, spec, made),
+        )
     for result in both:
         assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
         assert np.array_equal(result, X)
@@ -47,15 +76,31 @@ def test_constrain_gives_the_same_layout_for_every_axis_type(mesh, ambient, spec
 @pytest.mark.parametrize(
     "names, message",
     [
-        (("bacth", None), r"^`strict=True`, and \('bacth', None\) would not shard as asked: dim 0: no rule covers "),
-        (("mlp", "heads"), r"dim 1: logical name `heads` \(`tensor` is used by `mlp` on dim 0\) wanted mesh axes"),
+        (
+            ("bacth", None),
+            (
+                r"^`strict=True`, and \('bacth', None\) would not shard as asked: dim"
+                r" 0: no rule covers "
+            ),
+        ),
+        (
+            ("mlp", "heads"),
+            (
+                r"dim 1: logical name `heads` \(`tensor` is used by `mlp` on dim 0\)"
+                r" wanted mesh axes"
+            ),
+        ),
     ],
 )
-def test_constrain_by_names_raises_in_strict_mode_where_a_name_gets_nothing(names, message):
+def test_constrain_by_names_raises_in_strict_mode_where_a_name_gets_nothing(
+    names, message
+):
     made = plan_on(AUTO)
     x = jax.device_put(X, NamedSharding(AUTO, P()))
     asked = lambda x: constrain(x, names, made, strict=True, unmatched="replicate")
-    everywhere = jax.shard_map(asked, mesh=AUTO, in_specs=P("data"), out_specs=P("data"))
+    everywhere = jax.shard_map(
+        asked, mesh=AUTO, in_specs=P("data"), out_specs=P("data")
+    )
     for function in (asked, everywhere):
         for run in (function, jax.jit(function)):
             with pytest.raises(SpecError, match=message):
@@ -75,11 +120,18 @@ def test_constrain_leaves_unconstrained_dimensions_to_the_compiler():
 def test_constrain_keeps_the_memory_kind():
     made = plan_on(AUTO)
     x = jax.device_put(X, NamedSharding(AUTO, P(), memory_kind="pinned_host"))
-    assert constrain(x, P("data"), made).sharding == NamedSharding(AUTO, P("data"), memory_kind="pinned_host")
+    assert constrain(x, P("data"), made).sharding == NamedSharding(
+        AUTO, P("data"), memory_kind="pinned_host"
+    )
 
 
 @pytest.mark.parametrize(
-    "manual, rest", [(("data",), P(None, "tensor")), (("tensor",), P("data")), (("data", "tensor"), P())]
+    "manual, rest",
+    [
+        (("data",), P(None, "tensor")),
+        (("tensor",), P("data")),
+        (("data", "tensor"), P()),
+    ],
 )
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_constrain_leaves_out_manual_axes_in_silence(mesh, manual, rest):
@@ -90,7 +142,9 @@ def test_constrain_leaves_out_manual_axes_in_silence(mesh, manual, rest):
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=specs, out_specs=specs, axis_names=set(manual))
     def double(x):
-        x, decision = constrain(x * 2, ("batch", "mlp"), made, strict=True, explain=True)
+        x, decision = constrain(
+            x * 2, ("batch", "mlp"), made, strict=True, explain=True
+        )
         assert decision == Decision(rest)
         return x
 
@@ -99,7 +153,9 @@ def test_constrain_leaves_out_manual_axes_in_silence(mesh, manual, rest):
 
 def test_errors_of_constrain():
     made = plan_on(AUTO)
-    with pytest.raises(LeafTypeError, match="takes one array, not dict; map it over a tree"):
+    with pytest.raises(
+        LeafTypeError, match="takes one array, not dict; map it over a tree"
+    ):
         constrain({"a": X}, P(), made)  # pyright: ignore[reportArgumentType]
     with pytest.raises(RuleError, match="the plan has no `axes`"):
         constrain(X, ("batch", None), plan({"w": X}, AUTO, unmatched="replicate"))
@@ -107,24 +163,47 @@ def test_errors_of_constrain():
         constrain(X, P("data", None, "tensor"), made)
     without = plan({"w": X}, MeshSpec.of(AUTO), unmatched="replicate")
     of_numpy = r"ndarray and shape \(8, 8\), lies on no"
-    for x, text in ((jnp.asarray(X), "outside `jit`, an array can only be"), (X, of_numpy)):
+    for x, text in (
+        (jnp.asarray(X), "outside `jit`, an array can only be"),
+        (X, of_numpy),
+    ):
         with pytest.raises(PlanMismatchError, match=text):
             constrain(x, P("data"), without)
     other = Mesh(np.array(jax.devices()), ("z",))
-    with pytest.raises(PlanMismatchError, match="the array lies on a mesh z=8, but the plan is for data=2,tensor=4"):
-        jax.jit(lambda x: constrain(x, P("data"), made))(jax.device_put(X, NamedSharding(other, P())))
+    with pytest.raises(
+        PlanMismatchError,
+        match="the array lies on a mesh z=8, but the plan is for data=2,tensor=4",
+    ):
+        jax.jit(lambda x: constrain(x, P("data"), made))(
+            jax.device_put(X, NamedSharding(other, P()))
+        )
 
 
 def test_reading_back():
     x = jax.device_put(X, NamedSharding(AUTO, P(None, ("data",))))
-    struct = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(AUTO, P("tensor")))
+    struct = jax.ShapeDtypeStruct(
+        (8,), jnp.float32, sharding=NamedSharding(AUTO, P("tensor"))
+    )
     tree = {"x": x, "struct": struct, "one": jnp.ones(()), "np": X, "f": jnp.tanh}
-    assert specs_of(tree) == {"x": P(None, "data"), "struct": P("tensor"), "one": P(), "np": P(), "f": None}
+    assert specs_of(tree) == {
+        "x": P(None, "data"),
+        "struct": P("tensor"),
+        "one": P(),
+        "np": P(),
+        "f": None,
+    }
     read = shardings_of(tree)
     assert isinstance(read["one"], SingleDeviceSharding)
-    assert read["x"] == x.sharding and read["struct"] == struct.sharding and read["np"] is None and read["f"] is None
+    assert (
+        read["x"] == x.sharding
+        and read["struct"] == struct.sharding
+        and read["np"] is None
+        and read["f"] is None
+    )
     assert shardings_of({"p": P("data")}, AUTO)["p"] == NamedSharding(AUTO, P("data"))
-    with pytest.raises(LeafTypeError, match=r"array `x`, shape \(2,\), lies on SingleDeviceSharding"):
+    with pytest.raises(
+        LeafTypeError, match=r"array `x`, shape \(2,\), lies on SingleDeviceSharding"
+    ):
         specs_of({"x": jnp.ones(2)})
     with pytest.raises(PlanMismatchError, match=r"holds the bare spec \w+\('data'"):
         shardings_of({"p": P("data")})
@@ -132,28 +211,42 @@ def test_reading_back():
 
 def test_reading_back_inside_jit_sees_explicit_types():
     seen = []
-    jax.jit(lambda x: seen.append(specs_of({"x": x})))(jax.device_put(X, NamedSharding(EXPLICIT, P("data"))))
+    jax.jit(lambda x: seen.append(specs_of({"x": x})))(
+        jax.device_put(X, NamedSharding(EXPLICIT, P("data")))
+    )
     assert seen == [{"x": P("data")}]
 
 
 @pytest.mark.parametrize("read", [specs_of, shardings_of])
 def test_reading_back_inside_jit_does_not_guess_what_auto_axes_do(read):
     x = jax.device_put(X, NamedSharding(AUTO, P("data")))
-    with pytest.raises(LeafTypeError, match="array `x`, .* is traced on a mesh with the Auto axes \\('data'"):
+    with pytest.raises(
+        LeafTypeError,
+        match="array `x`, .* is traced on a mesh with the Auto axes \\('data'",
+    ):
         jax.jit(lambda x: read({"x": x}))(x)
     # A program for one device has nothing to guess.
     jax.jit(lambda x: read({"x": x}) and x)(jnp.ones((4, 4)))
 
 
-HEADS = AxisRules([("batch", "data"), ("heads", "tensor"), ("embed", None)], units={"heads": 16})
+HEADS = AxisRules(
+    [("batch", "data"), ("heads", "tensor"), ("embed", None)], units={"heads": 16}
+)
 APART = (None, "heads", None)
 
 
 def plan_with(*sizes):
-    # Neither the size of another name nor that of an array without names says anything about heads.
+    # Neither the size of another name nor that of an array without names says anything
+    # about heads.
     tree = {f"q{size}": jax.ShapeDtypeStruct((16, size), jnp.float32) for size in sizes}
     names = {**dict.fromkeys(tree, ("embed", "heads")), "plain": None}
-    return plan({**tree, "plain": jnp.ones((20, 40))}, AUTO, names=names, axes=HEADS, unmatched="replicate")
+    return plan(
+        {**tree, "plain": jnp.ones((20, 40))},
+        AUTO,
+        names=names,
+        axes=HEADS,
+        unmatched="replicate",
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,21 +258,34 @@ def plan_with(*sizes):
         ((2048,), (2, 128, 16), True),  # as many as a fused array has heads
         ((256,), (2, 16, 16), True),
         ((128,), (2, 128, 16), True),  # 8 units of 16
-        ((32, 512), (2, 32, 16), False),  # as large as a fused array of two heads, which decides
+        (
+            (32, 512),
+            (2, 32, 16),
+            False,
+        ),  # as large as a fused array of two heads, which decides
     ],
 )
 def test_heads_that_are_apart_may_have_the_name_of_fused_ones(sizes, shape, cut):
     made = plan_with(*sizes)
     run = lambda x: constrain(x, APART, made)
     x = jax.device_put(np.zeros(shape, np.float32), NamedSharding(AUTO, P()))
-    for found in (made.sharding(APART, shape), run(x).sharding, jax.jit(run)(x).sharding):
+    for found in (
+        made.sharding(APART, shape),
+        run(x).sharding,
+        jax.jit(run)(x).sharding,
+    ):
         assert found.spec == (P(None, "tensor") if cut else P())  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("sizes, shape", [((), (2, 40, 16)), ((), (2, 16, 16)), ((128,), (2, 32, 16))])
+@pytest.mark.parametrize(
+    "sizes, shape", [((), (2, 40, 16)), ((), (2, 16, 16)), ((128,), (2, 32, 16))]
+)
 def test_heads_of_which_nothing_says_whether_they_are_apart(sizes, shape):
     made = plan_with(*sizes)
-    text = r"'heads', which is made of units of 16, and no array .*`axes.extend\(\[\('heads_apart', axis\)\]\)`"
+    text = (
+        r"'heads', which is made of units of 16, and no array"
+        r" .*`axes.extend\(\[\('heads_apart', axis\)\]\)`"
+    )
     with pytest.raises(SpecError, match=text):
         constrain(np.zeros(shape, np.float32), APART, made)
     with pytest.raises(SpecError, match=text):
@@ -191,4 +297,7 @@ def test_heads_of_which_nothing_says_whether_they_are_apart(sizes, shape):
 
 def test_a_plan_cuts_a_cache_between_heads():
     for heads, spec in ((8, P(None, "tensor")), (6, P())):  # 4 does not divide 6
-        assert plan(np.zeros((2, heads, 16)), AUTO, names=APART, axes=HEADS).leaves[0].spec == spec
+        assert (
+            plan(np.zeros((2, heads, 16)), AUTO, names=APART, axes=HEADS).leaves[0].spec
+            == spec
+        )

@@ -1,4 +1,6 @@
-"""What `filter_jit` does not trace is told apart by value and by type, and none of it is kept for another call."""
+"""What `filter_jit` does not trace is told apart by value and by type, and none of it
+is kept for another call.
+"""
 
 import collections
 import dataclasses
@@ -76,12 +78,21 @@ def around(value):
         "module without arrays": Module(None, value),
         "nested in a field": Module(jnp.ones(2), (1, (value,))),
         "field of a dataclass": Config(value),
-        "key": {value: "text"} if not isinstance(value, complex | frozenset | Config) else value,
+        "key": (
+            {value: "text"}
+            if not isinstance(value, complex | frozenset | Config)
+            else value
+        ),
     }
 
 
 # Strings are compared as keys by what they say.
-PLACED = [(pair, place) for pair in DIFFERENT for place in around(1) if place != "key" or not isinstance(pair[1], str)]
+PLACED = [
+    (pair, place)
+    for pair in DIFFERENT
+    for place in around(1)
+    if place != "key" or not isinstance(pair[1], str)
+]
 
 
 @pytest.mark.parametrize("pair, place", PLACED, ids=str)
@@ -95,13 +106,21 @@ def test_equal_values_of_other_types_are_other_programs(pair, place):
 
 
 @pytest.mark.parametrize("place", list(around(1)))
-@pytest.mark.parametrize("value", [1, 2**40, 1.5, "text", (1, 2.0), frozenset({1, 2}), Config(3), Level.ONE], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [1, 2**40, 1.5, "text", (1, 2.0), frozenset({1, 2}), Config(3), Level.ONE],
+    ids=str,
+)
 def test_equal_values_of_one_type_are_one_program(value, place):
     traced = []
     run = filter_jit(lambda x, tree: traced.append(tree) or x)
     for _ in range(3):
         # Equal, and not the same object.
-        again = eval(repr(value), {**globals(), "frozenset": frozenset}) if value is not Level.ONE else value
+        again = (
+            eval(repr(value), {**globals(), "frozenset": frozenset})
+            if value is not Level.ONE
+            else value
+        )
         run(X, around(again)[place])
     assert len(traced) == 1
 
@@ -129,7 +148,9 @@ class Token:
 
 def test_calls_by_turns_are_traced_once():
     traced = []
-    run = filter_jit(lambda tree, by: traced.append(by) or jax.tree.leaves(tree)[0] * by)
+    run = filter_jit(
+        lambda tree, by: traced.append(by) or jax.tree.leaves(tree)[0] * by
+    )
     for _ in range(3):
         for tree, by in it.product(([X], (X,), {"a": jnp.asarray(X)}), (2.0, 3.0, 2)):
             gc.collect()
@@ -144,8 +165,12 @@ def test_static_values_are_not_kept_and_structures_within_a_bound():
         alive.add(token := Token())
         return token
 
-    # A value is kept for the next call alone; in a structure it is kept with the structure.
-    for around_it, calls, most in ((lambda token: token, 20, 1), (lambda token: Module(None, token), 300, 200)):
+    # A value is kept for the next call alone; in a structure it is kept with the
+    # structure.
+    for around_it, calls, most in (
+        (lambda token: token, 20, 1),
+        (lambda token: Module(None, token), 300, 200),
+    ):
         run = filter_jit(lambda x, tree: x)
         with jax.disable_jit():  # each would be a program
             for _ in range(calls):
@@ -157,23 +182,35 @@ def test_static_values_are_not_kept_and_structures_within_a_bound():
 
 @pytest.mark.parametrize("value", [{1}, Config([1]), bytearray(b"a")], ids=str)
 def test_what_cannot_be_hashed_is_named(value):
-    with pytest.raises(LeafTypeError, match=r"is no array and cannot be hashed \(unhashable type: .*, so it can be"):
+    with pytest.raises(
+        LeafTypeError,
+        match=r"is no array and cannot be hashed \(unhashable type: .*, so it can be",
+    ):
         filter_jit(lambda x, tree: x)(X, value)
 
 
 def test_a_static_field_need_not_be_hashable():
     run = filter_jit(lambda module: module.array + module.value[0])
-    assert run(Module(jnp.ones(1), [1]))[0] == 2 and run(Module(jnp.ones(1), [2]))[0] == 3
+    assert (
+        run(Module(jnp.ones(1), [1]))[0] == 2 and run(Module(jnp.ones(1), [2]))[0] == 3
+    )
 
 
 def test_results_keep_their_order_and_their_functions():
-    tree = {"b": (jnp.ones(2), jax.nn.relu, 3), "a": None, "c": [Module(jnp.zeros(1), "static", "leaf")]}
+    tree = {
+        "b": (jnp.ones(2), jax.nn.relu, 3),
+        "a": None,
+        "c": [Module(jnp.zeros(1), "static", "leaf")],
+    }
     out = filter_jit(lambda tree: tree)(tree)
     assert jax.tree.structure(out) == jax.tree.structure(tree)
     assert out["b"][1] is jax.nn.relu and out["c"][0].leaf == "leaf"
     # Also of arrays alone.
     out = filter_jit(lambda x: {"b": (x, None), "a": [x + 1]})(jnp.zeros(1))
-    assert jax.tree.structure(out) == jax.tree.structure({"b": (0, None), "a": [0]}) and out["a"][0][0] == 1
+    assert (
+        jax.tree.structure(out) == jax.tree.structure({"b": (0, None), "a": [0]})
+        and out["a"][0][0] == 1
+    )
 
 
 def test_the_program_has_the_name_of_the_function():
@@ -190,7 +227,9 @@ def test_it_nests_in_transformations():
     grads = eqx.filter_grad(run)(module, X, 2.0)
     assert np.allclose(grads.bias, 2.0)
     assert jax.vmap(lambda x: run(module, x, 2.0))(jnp.stack([X, X])).shape == (2,)
-    assert np.allclose(eqx.filter_grad(lambda module: filter_jit(module)(X).sum())(module).bias, 1.0)
+    assert np.allclose(
+        eqx.filter_grad(lambda module: filter_jit(module)(X).sum())(module).bias, 1.0
+    )
     assert filter_jit(lambda x: run(module, x, 2.0))(X).shape == ()
 
 
@@ -215,7 +254,10 @@ def test_equal_texts_and_equal_dicts_are_told_apart():
     by = filter_jit(lambda by, x: float(by) * x)
     assert by(Rounded(1.01), jnp.ones(1)) != by(Rounded(1.04), jnp.ones(1))
     of = filter_jit(lambda names, x: (2 if names["a"] is True else 3) * x)
-    assert of(Named(a=1, b=True), jnp.ones(1)) == 3 and of(Named(b=1, a=True), jnp.ones(1)) == 2
+    assert (
+        of(Named(a=1, b=True), jnp.ones(1)) == 3
+        and of(Named(b=1, a=True), jnp.ones(1)) == 2
+    )
 
 
 def test_a_function_need_not_be_hashable():

@@ -1,4 +1,6 @@
-"""A function of `filter_jit` that is traced and lowered, by plans with and without devices."""
+"""A function of `filter_jit` that is traced and lowered, by plans with and without
+devices.
+"""
 
 import functools as ft
 
@@ -25,7 +27,9 @@ def step(params, batch, *more, rate=0.5, **named):
 
 
 def plans(mesh: MeshSpec | Mesh = MESH):
-    return plan(PARAMS, mesh, paths=RULES, unused="allow"), plan(BATCH, mesh, paths=RULES, unused="allow")
+    return plan(PARAMS, mesh, paths=RULES, unused="allow"), plan(
+        BATCH, mesh, paths=RULES, unused="allow"
+    )
 
 
 def traced(**kwargs):
@@ -41,7 +45,9 @@ def test_plans_without_devices_are_traced_and_lowered(platform):
     made = traced(out_shardings={"new": params, "y": None, "text": None})
     text = made.lower(lowering_platforms=(platform,)).as_text()
     assert 'sdy.mesh @mesh = <["data"=2, "tensor"=4]>' in text
-    assert text.count('#sdy.sharding<@mesh, [{}, {"tensor"}]>') == 2  # `w` as it comes in, and as it goes out
+    assert (
+        text.count('#sdy.sharding<@mesh, [{}, {"tensor"}]>') == 2
+    )  # `w` as it comes in, and as it goes out
 
 
 def test_a_trace_says_what_it_takes():
@@ -49,40 +55,63 @@ def test_a_trace_says_what_it_takes():
     made = traced(donate=("params", 2))
     found = {one.path: one for one in made.arrays}
     assert set(found) == {"params/w", "params/b", "batch/x", "more/0", "rate", "z"}
-    assert found["params/w"].struct == params.structs["w"] and found["batch/x"].struct == batch.structs["x"]
+    assert (
+        found["params/w"].struct == params.structs["w"]
+        and found["batch/x"].struct == batch.structs["x"]
+    )
     assert found["rate"].struct.sharding is None
     assert {path: one.argument for path, one in found.items()} == {
         "params/w": 0, "params/b": 0, "batch/x": 1, "more/0": 2, "rate": 3, "z": 4,
     }  # fmt: skip
-    assert {path for path, one in found.items() if one.is_donated} == {"params/w", "params/b", "more/0"}
+    assert {path for path, one in found.items() if one.is_donated} == {
+        "params/w",
+        "params/b",
+        "more/0",
+    }
     assert [(one.struct.shape, one.struct.dtype) for one in made.arrays] == [
         (aval.shape, aval.dtype) for aval in made.jaxpr.in_avals
     ]
     text = made.lower(lowering_platforms=("tpu",)).as_text(debug_info=True)
     assert all(f'loc("{one.name}")' in text for one in made.arrays)
-    assert made.argument_paths[found["params/w"].name] == "params/w" and made.mesh == MESH
+    assert (
+        made.argument_paths[found["params/w"].name] == "params/w" and made.mesh == MESH
+    )
 
 
 def test_a_trace_says_what_it_returns():
     params, _ = plans()
     shardings = NamedSharding(MESH.abstract(), P("data")), None
-    for out in ({"new": params, "y": shardings[0], "text": None}, {"new": params, "y": None, "text": None}, None):
+    for out in (
+        {"new": params, "y": shardings[0], "text": None},
+        {"new": params, "y": None, "text": None},
+        None,
+    ):
         made = traced(out_shardings=out)
         found = {one.path: one.struct for one in made.results}
-        assert [one.struct.shape for one in made.results] == [aval.shape for aval in made.jaxpr.out_avals]
+        assert [one.struct.shape for one in made.results] == [
+            aval.shape for aval in made.jaxpr.out_avals
+        ]
         assert set(found) == {"new/w", "new/b", "y"} and found["new/w"].shape == (4, 8)
         assert found["new/w"].sharding == (params.shardings["w"] if out else None)
         assert found["y"].sharding == (out["y"] if out else None)
-    only = filter_jit(lambda x: {"b": x + 1, "a": (x.sum(),)}).trace(jax.ShapeDtypeStruct((8,), jnp.float32))
+    only = filter_jit(lambda x: {"b": x + 1, "a": (x.sum(),)}).trace(
+        jax.ShapeDtypeStruct((8,), jnp.float32)
+    )
     assert [one.path for one in only.results] == ["a/0", "b"]
 
 
 def test_a_trace_has_what_that_of_jax_has():
     params, batch = plans()
-    jitted = filter_jit(lambda params, batch: batch["x"] @ params["w"], in_shardings=(params, batch))
+    jitted = filter_jit(
+        lambda params, batch: batch["x"] @ params["w"], in_shardings=(params, batch)
+    )
     ours = jitted.trace(params.structs, batch.structs)
-    theirs = jax.jit(lambda params, batch: batch["x"] @ params["w"]).trace(params.structs, batch.structs)
-    assert [str(eqn.primitive) for eqn in ours.jaxpr.eqns] == [str(eqn.primitive) for eqn in theirs.jaxpr.eqns]
+    theirs = jax.jit(lambda params, batch: batch["x"] @ params["w"]).trace(
+        params.structs, batch.structs
+    )
+    assert [str(eqn.primitive) for eqn in ours.jaxpr.eqns] == [
+        str(eqn.primitive) for eqn in theirs.jaxpr.eqns
+    ]
     assert ours.fun_name == theirs.fun_name and isinstance(ours.traced, type(theirs))
 
 
@@ -95,8 +124,13 @@ def test_arrays_of_the_function_itself_are_named():
 
 def test_live_arrays_may_stand_in_the_place_of_structs():
     params, batch = plans()
-    placed = [shard(tree, made.on(MESH.build(jax.devices()))) for tree, made in ((PARAMS, params), (BATCH, batch))]
-    jitted = filter_jit(lambda params, batch: batch["x"] @ params["w"], in_shardings=(params,))
+    placed = [
+        shard(tree, made.on(MESH.build(jax.devices())))
+        for tree, made in ((PARAMS, params), (BATCH, batch))
+    ]
+    jitted = filter_jit(
+        lambda params, batch: batch["x"] @ params["w"], in_shardings=(params,)
+    )
     for given in ((PARAMS, BATCH), placed, jax.tree.map(jnp.asarray, (PARAMS, BATCH))):
         made = jitted.trace(*given)
         found = {one.path: one.struct.sharding for one in made.arrays}
@@ -112,18 +146,33 @@ def test_a_call_needs_devices(kind):
     here = params.on(params.mesh.build(jax.devices()))
     sharding = NamedSharding(params.mesh.abstract(), P("data"))
     assert isinstance(sharding.mesh, AbstractMesh)
-    for jitted in (run(in_shardings=(params, batch)), run(in_shardings=(here,), out_shardings=sharding)):
-        assert jitted.trace(params.structs, batch.structs).lower(lowering_platforms=("tpu",)).as_text()
-        with pytest.raises(PlanMismatchError, match=r"was called, .* `plan.on\(plan.mesh.build\(jax.devices\(\)\)\)`"):
+    for jitted in (
+        run(in_shardings=(params, batch)),
+        run(in_shardings=(here,), out_shardings=sharding),
+    ):
+        assert (
+            jitted.trace(params.structs, batch.structs)
+            .lower(lowering_platforms=("tpu",))
+            .as_text()
+        )
+        with pytest.raises(
+            PlanMismatchError,
+            match=r"was called, .* `plan.on\(plan.mesh.build\(jax.devices\(\)\)\)`",
+        ):
             jitted(PARAMS, BATCH)
 
 
 def test_a_struct_that_lies_otherwise_than_its_entry_is_an_error():
     mesh = MESH.build(jax.devices())
     for params, batch in (plans(), plans(mesh)):
-        jitted = filter_jit(lambda params, batch: batch["x"] @ params["w"], in_shardings=(params, batch))
+        jitted = filter_jit(
+            lambda params, batch: batch["x"] @ params["w"], in_shardings=(params, batch)
+        )
         for lies_on in (MESH.abstract(), mesh):
             sharding = NamedSharding(lies_on, P(None, "data"))
             other = jax.ShapeDtypeStruct((6, 4), jnp.float32, sharding=sharding)
-            with pytest.raises(PlanMismatchError, match=r"`x` of argument 1 .* lies by .*, but its entry of `in_shar"):
+            with pytest.raises(
+                PlanMismatchError,
+                match=r"`x` of argument 1 .* lies by .*, but its entry of `in_shar",
+            ):
                 jitted.trace(params.structs, {"x": other})

@@ -1,4 +1,6 @@
-"""A planned tree has two forms: with the functions of its modules, and with `None` in their place."""
+"""A planned tree has two forms: with the functions of its modules, and with `None` in
+their place.
+"""
 
 import itertools as it
 
@@ -8,11 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardfx import MeshSpec, PathRules, ShardPlan, checkpoint, filter_jit, plan, plan_reshard, reshard, shard, specs_of
+from shardfx import (
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    checkpoint,
+    filter_jit,
+    plan,
+    plan_reshard,
+    reshard,
+    shard,
+    specs_of,
+)
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})
-ROWS, COLUMNS = PathRules.parse("weight->tensor, .*->replicate"), PathRules.parse("weight->None.tensor, .*->replicate")
+ROWS, COLUMNS = (
+    PathRules.parse("weight->tensor, .*->replicate"),
+    PathRules.parse("weight->None.tensor, .*->replicate"),
+)
 
 
 class Net(eqx.Module):
@@ -41,7 +57,9 @@ def same_form(out, tree):
         assert np.array_equal(one, two) if eqx.is_array(two) else one == two
 
 
-FORMS = pytest.mark.parametrize("of, given", [*it.product(["whole", "arrays"], repeat=2)])
+FORMS = pytest.mark.parametrize(
+    "of, given", [*it.product(["whole", "arrays"], repeat=2)]
+)
 
 
 @FORMS
@@ -53,13 +71,17 @@ def test_shard_and_reshard_give_back_the_form_they_got(of, given):
     moved = reshard(placed, columns)
     same_form(moved, tree)
     assert specs_of(moved).mlp.layers[0].weight == jax.P(None, "tensor")
-    traced = jax.jit(lambda tree: reshard(tree, columns, src=rows))(eqx.filter(placed, eqx.is_array))
+    traced = jax.jit(lambda tree: reshard(tree, columns, src=rows))(
+        eqx.filter(placed, eqx.is_array)
+    )
     assert specs_of(traced).mlp.layers[0].weight == jax.P(None, "tensor")
 
 
 def test_a_move_is_planned_between_plans_of_both_forms():
     moves = plan_reshard(planned("whole"), planned("arrays", COLUMNS))
-    assert [leaf.path for leaf in moves.leaves] == [leaf.path for leaf in planned("whole").leaves]
+    assert [leaf.path for leaf in moves.leaves] == [
+        leaf.path for leaf in planned("whole").leaves
+    ]
 
 
 @FORMS

@@ -1,4 +1,6 @@
-"""For any bytes in the place of a header, `checkpoint.read_index` returns a checked index or raises one error."""
+"""For any bytes in the place of a header, `checkpoint.read_index` returns a checked
+index or raises one error.
+"""
 
 import contextlib
 import json
@@ -21,7 +23,9 @@ KINDS = ("header", "file", INDEX, "tensorstore_index.json", ".zarray", "zarr.jso
 
 
 def consume(data: bytes, directory: Path) -> bool:
-    """Reads `data` as the kind of file that its first byte says; whether it was accepted."""
+    """Reads `data` as the kind of file that its first byte says; whether it was
+    accepted.
+    """
     kind, data = KINDS[data[0] % len(KINDS)], data[1:]
     if kind == "header":
         return consume_header(data)
@@ -42,7 +46,9 @@ def consume(data: bytes, directory: Path) -> bool:
 
 
 def consume_header(data: bytes) -> bool:
-    """Reads `data` as a header, behind which its last two bytes say how many bytes there are."""
+    """Reads `data` as a header, behind which its last two bytes say how many bytes
+    there are.
+    """
     buffer_bytes = int.from_bytes(data[-2:], "little")
     data = data[:-2]
     try:
@@ -54,8 +60,14 @@ def consume_header(data: bytes) -> bool:
     for array in header.arrays:
         assert array.offset == reached, "a hole or an overlap"
         stored_bits = math.prod(array.shape) * STORED[array.stored][0]
-        if array.dtype is not None and jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
-            stored_bits *= math.prod(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), array.dtype)).shape)
+        if array.dtype is not None and jax.numpy.issubdtype(
+            array.dtype, jax.dtypes.prng_key
+        ):
+            stored_bits *= math.prod(
+                jax.eval_shape(
+                    jax.random.key_data, jax.ShapeDtypeStruct((), array.dtype)
+                ).shape
+            )
         assert stored_bits % 8 == 0
         reached += stored_bits // 8
     assert reached == 8 + len(data) + buffer_bytes
@@ -79,11 +91,23 @@ def seeds() -> list[bytes]:
         }
     ).encode()
     file = len(header).to_bytes(8, "little") + header + bytes(32)
-    eformer = {"format": "tensorstore", "version": "1.0", "arrays": [{"path": "a/b", "shape": [2], "dtype": "float32"}]}
-    prefixes = {"format": "tensorstore", "prefixes": {"p": [{"path": "p/a", "shape": []}]}}
+    eformer = {
+        "format": "tensorstore",
+        "version": "1.0",
+        "arrays": [{"path": "a/b", "shape": [2], "dtype": "float32"}],
+    }
+    prefixes = {
+        "format": "tensorstore",
+        "prefixes": {"p": [{"path": "p/a", "shape": []}]},
+    }
     zarr = {"shape": [4, 4], "chunks": [2, 4], "dtype": "<f4"}
     grid = {"name": "regular", "configuration": {"chunk_shape": [2]}}
-    zarr3 = {"node_type": "array", "shape": [4], "data_type": "bfloat16", "chunk_grid": grid}
+    zarr3 = {
+        "node_type": "array",
+        "shape": [4],
+        "data_type": "bfloat16",
+        "chunk_grid": grid,
+    }
     weights = {"weight_map": {"a": "x.safetensors"}}
     return [
         b"\0" + header + (32).to_bytes(2, "little"),
@@ -110,7 +134,9 @@ def test_the_seeds_are_accepted(directory):
 @hyp.settings(max_examples=200, deadline=None)
 @hyp.given(data=st.data())
 def test_any_bytes_and_real_files_with_some_bytes_changed(directory, data):
-    seed = bytearray(data.draw(st.sampled_from(seeds()) | st.binary(min_size=2, max_size=200)))
+    seed = bytearray(
+        data.draw(st.sampled_from(seeds()) | st.binary(min_size=2, max_size=200))
+    )
     for _ in range(data.draw(st.integers(0, 4))):
         at = data.draw(st.integers(1, len(seed) - 1))
         seed[at : at + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
@@ -119,8 +145,15 @@ def test_any_bytes_and_real_files_with_some_bytes_changed(directory, data):
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -129,11 +162,17 @@ JSON = st.recursive(
 @hyp.given(kind=st.integers(1, 5), data=st.data())
 def test_real_files_with_other_values(directory, kind, data):
     [seed, *_] = [seed for seed in seeds() if seed[0] == kind]
-    content = json.loads(seed[9 : 9 + int.from_bytes(seed[1:9], "little")] if kind == 1 else seed[1:])
+    content = json.loads(
+        seed[9 : 9 + int.from_bytes(seed[1:9], "little")] if kind == 1 else seed[1:]
+    )
     node, key = content, data.draw(st.sampled_from(sorted(content)))
     while isinstance(node[key], dict | list) and node[key] and data.draw(st.booleans()):
         node = node[key]
-        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        key = data.draw(
+            st.sampled_from(
+                sorted(node) if isinstance(node, dict) else range(len(node))
+            )
+        )
     node[key] = data.draw(JSON)
     text = json.dumps(content).encode()
     if kind == 1:
@@ -146,14 +185,23 @@ SIZES = st.lists(st.integers(-1, 4), max_size=3)
 
 
 @hyp.settings(max_examples=500, deadline=None)
-@hyp.given(st.lists(st.tuples(DTYPES, SIZES, st.integers(-2, 2), st.integers(-2, 2)), max_size=4), st.integers(-2, 2))
+@hyp.given(
+    st.lists(
+        st.tuples(DTYPES, SIZES, st.integers(-2, 2), st.integers(-2, 2)), max_size=4
+    ),
+    st.integers(-2, 2),
+)
 def test_what_is_accepted_is_what_the_format_s_own_library_accepts(rows, extra):
     header, reached = {}, 0
     for number, (dtype, shape, early, late) in enumerate(rows):
         nbytes = -(-math.prod(shape) * STORED.get(dtype, (8,))[0] // 8)
         # Mostly right, sometimes off by a little at either end.
         begin, end = reached + early // 2, reached + nbytes + late // 2
-        header[f"t{number}"] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        header[f"t{number}"] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [begin, end],
+        }
         reached = end
     buffer_bytes = max(0, reached + extra // 2)
     text = json.dumps(header).encode()

@@ -1,4 +1,6 @@
-"""The index of a checkpoint: every layout of safetensors, and damaged and hostile files."""
+"""The index of a checkpoint: every layout of safetensors, and damaged and hostile
+files.
+"""
 
 import json
 import os
@@ -35,41 +37,64 @@ def set_of_files(directory, weight_map=None):
     save_file({"a": np.ones((2, 2), np.float32)}, directory / "model-1.safetensors")
     save_file({"b": np.ones(3, np.float32)}, directory / "model-2.safetensors")
     weight_map = weight_map or {"a": "model-1.safetensors", "b": "model-2.safetensors"}
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
     return directory
 
 
 def test_a_file_and_a_set_are_read_by_name_and_by_directory(tmp_path):
-    arrays = {"w": np.ones((4, 2), jnp.bfloat16), "model.b": np.zeros(3, np.int8), "s": np.array(1.5)}
+    arrays = {
+        "w": np.ones((4, 2), jnp.bfloat16),
+        "model.b": np.zeros(3, np.int8),
+        "s": np.array(1.5),
+    }
     save_file(arrays, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for path in (tmp_path, tmp_path / "model.safetensors", str(tmp_path)):
         index = checkpoint.read_index(path)
         assert {one.path: (one.shape, one.dtype) for one in index.entries} == {
             name: (array.shape, array.dtype) for name, array in arrays.items()
         }
-        assert (index.bytes_total, index.metadata, index.format) == (16 + 3 + 8, {"format": "pt"}, "safetensors")
+        assert (index.bytes_total, index.metadata, index.format) == (
+            16 + 3 + 8,
+            {"format": "pt"},
+            "safetensors",
+        )
     (tmp_path / "model.safetensors").unlink()
     set_of_files(tmp_path)
     for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
         index = checkpoint.read_index(path)
-        assert list(index) == ["a", "b"] and os.path.basename(index["b"].file) == "model-2.safetensors"
+        assert (
+            list(index) == ["a", "b"]
+            and os.path.basename(index["b"].file) == "model-2.safetensors"
+        )
     (tmp_path / "model.safetensors.index.json").unlink()
     assert list(checkpoint.read_index(tmp_path)) == ["a", "b"]
 
 
 def test_structs_are_a_tree_that_a_plan_takes(tmp_path):
-    save_file({name: np.ones((2, 2), np.float32) for name in ("a/b", "a/c/d", "e.f")}, tmp_path / "x.safetensors")
+    save_file(
+        {name: np.ones((2, 2), np.float32) for name in ("a/b", "a/c/d", "e.f")},
+        tmp_path / "x.safetensors",
+    )
     tree, one = checkpoint.structs(tmp_path), jax.ShapeDtypeStruct((2, 2), jnp.float32)
     assert tree == {"a": {"b": one, "c": {"d": one}}, "e.f": one}
-    assert shardfx.plan(tree, MeshSpec({"x": 2}), paths=PathRules.parse(".*->x"))["a/c/d"].spec == jax.P("x")
+    assert shardfx.plan(tree, MeshSpec({"x": 2}), paths=PathRules.parse(".*->x"))[
+        "a/c/d"
+    ].spec == jax.P("x")
     raw_file(tmp_path / "x.safetensors", {"w": tensor([2], [0, 1], "F4")}, b"\0")
-    with pytest.raises(CheckpointError, match=r"array 'w' of checkpoint .* has no known dtype that JAX has .*F4"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"array 'w' of checkpoint .* has no known dtype that JAX has .*F4",
+    ):
         checkpoint.structs(tmp_path)
 
 
 def test_an_index_prints_as_a_short_table(tmp_path):
     arrays = {f"layers.{i}.w": np.zeros((8, 4), np.float32) for i in range(100)}
-    save_file(arrays | {"embed": np.zeros((64, 8), np.float16)}, tmp_path / "x.safetensors")
+    save_file(
+        arrays | {"embed": np.zeros((64, 8), np.float16)}, tmp_path / "x.safetensors"
+    )
     index = checkpoint.read_index(tmp_path)
     assert str(index).splitlines() == [
         "path              arrays  shape         bytes",
@@ -78,10 +103,18 @@ def test_an_index_prints_as_a_short_table(tmp_path):
         f"101 arrays, 13.5 KiB, in safetensors at {str(tmp_path)!r}",
     ]
     assert repr(index) == str(index) and "layers.{0..99}.w" in index._repr_html_()
-    assert len(index) == 101 and "embed" in index and "down" not in index and 0 not in index
+    assert (
+        len(index) == 101
+        and "embed" in index
+        and "down" not in index
+        and 0 not in index
+    )
     with pytest.raises(UnknownPathError, match=r"no array 'zzz'; it has 'layers.0.w'"):
         index["zzz"]
-    save_file({f"a{i}": np.zeros(i, np.float32) for i in range(30)}, tmp_path / "x.safetensors")
+    save_file(
+        {f"a{i}": np.zeros(i, np.float32) for i in range(30)},
+        tmp_path / "x.safetensors",
+    )
     index = checkpoint.read_index(tmp_path)
     lines = str(index).splitlines()
     assert len(lines) == 27 and lines[-2] == "... 6 arrays more" and "a7" in list(index)
@@ -90,11 +123,16 @@ def test_an_index_prints_as_a_short_table(tmp_path):
 def test_nothing_there(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint at .*absent"):
         checkpoint.read_index(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match="holds no checkpoint: no .safetensors file"):
+    with pytest.raises(
+        CheckpointError, match="holds no checkpoint: no .safetensors file"
+    ):
         checkpoint.read_index(tmp_path)
     for step in ("step-3", "step-7"):
         (tmp_path / step).mkdir()
-    with pytest.raises(CheckpointError, match="It holds '.*step-3', '.*step-7': if these are steps of a run, name one"):
+    with pytest.raises(
+        CheckpointError,
+        match="It holds '.*step-3', '.*step-7': if these are steps of a run, name one",
+    ):
         checkpoint.read_index(tmp_path)
 
 
@@ -102,11 +140,21 @@ ONE = json.dumps({"a": tensor([1], [0, 4])}).encode()
 
 
 def raw(extra=b"", name=b'"a"', before=b""):
-    """The header of one array, with something more in its fields, another name, or something before it."""
-    return b"{" + before + name + b': {"dtype":"F32","shape":[1],"data_offsets":[0,4]' + extra + b"}}"
+    """The header of one array, with something more in its fields, another name, or
+    something before it.
+    """
+    return (
+        b"{"
+        + before
+        + name
+        + b': {"dtype":"F32","shape":[1],"data_offsets":[0,4]'
+        + extra
+        + b"}}"
+    )
 
 
-# Headers, and what is said of them behind four bytes each: None where they are read, "" whatever the refusal says.
+# Headers, and what is said of them behind four bytes each: None where they are read, ""
+# whatever the refusal says.
 HEADERS = {
     "plain": (ONE, None),
     "spaces around": (b"  " + ONE + b"\n\t ", None),
@@ -114,42 +162,101 @@ HEADERS = {
     "not JSON": (b"{nonsense", "is no valid JSON"),
     "not an object": (b"[1]", "is no JSON object"),
     "nested without end": (b"[" * 100_000, "nested too deeply"),
-    "a number of a million digits": (b'{"a": ' + b"1" * 1_000_000 + b"}", "is no valid JSON"),
+    "a number of a million digits": (
+        b'{"a": ' + b"1" * 1_000_000 + b"}",
+        "is no valid JSON",
+    ),
     "a byte order mark": (b"\xef\xbb\xbf" + ONE, "is no valid JSON"),
-    **{code: (ONE.decode().encode(code), "is no valid JSON") for code in ("utf-16", "utf-16-le", "utf-32")},
+    **{
+        code: (ONE.decode().encode(code), "is no valid JSON")
+        for code in ("utf-16", "utf-16-le", "utf-32")
+    },
     **{
         f"the name {name!r}": (raw(name=b'"' + name + b'"'), message)
         for name, message in [
-            *[(name, None) for name in (b"", rb"\ud83d\ude00", rb"\\ud800", rb"a\u0000")],
-            *[(name, "is no valid JSON: it is not UTF-8") for name in (rb"\ud800", rb"\udfff", rb"\ude00\ud83d")],
-            *[(name, "is no valid JSON") for name in (b"\xed\xa0\x80", b"\xff", b"a\x01")],
+            *[
+                (name, None)
+                for name in (b"", rb"\ud83d\ude00", rb"\\ud800", rb"a\u0000")
+            ],
+            *[
+                (name, "is no valid JSON: it is not UTF-8")
+                for name in (rb"\ud800", rb"\udfff", rb"\ude00\ud83d")
+            ],
+            *[
+                (name, "is no valid JSON")
+                for name in (b"\xed\xa0\x80", b"\xff", b"a\x01")
+            ],
         ]
     },
     "no metadata": (raw(before=b'"__metadata__":null,'), None),
     **{
-        f"the metadata {value!r}": (raw(before=b'"__metadata__":' + value + b","), "must map strings to strings")
+        f"the metadata {value!r}": (
+            raw(before=b'"__metadata__":' + value + b","),
+            "must map strings to strings",
+        )
         for value in (b"[]", b"false", b'""', b'{"a":1}')
     },
-    "NaN in the metadata": (raw(before=b'"__metadata__":{"a":NaN},'), "NaN is no number that a double holds"),
-    "half of a character in the metadata": (raw(before=rb'"__metadata__":{"a":"\ud800"},'), "it is not UTF-8"),
-    "metadata twice": (raw(before=b'"__metadata__":{},"__metadata__":{},'), "'__metadata__' occurs twice"),
+    "NaN in the metadata": (
+        raw(before=b'"__metadata__":{"a":NaN},'),
+        "NaN is no number that a double holds",
+    ),
+    "half of a character in the metadata": (
+        raw(before=rb'"__metadata__":{"a":"\ud800"},'),
+        "it is not UTF-8",
+    ),
+    "metadata twice": (
+        raw(before=b'"__metadata__":{},"__metadata__":{},'),
+        "'__metadata__' occurs twice",
+    ),
     **{
-        f"the further field {value[:40]!r} of {len(value)} bytes": (raw(b',"x":' + value), message)
+        f"the further field {value[:40]!r} of {len(value)} bytes": (
+            raw(b',"x":' + value),
+            message,
+        )
         for value, message in [
-            *[(value, None) for value in (b'{"y":[1,2.5,null,true,"z"]}', b"-0", b"1" * 20, b"1" * 309)],
-            *[(b"[" * n + b"]" * n, None if n < 126 else "nested ") for n in (125, 126, 5000)],
-            *[(b'{"y":' * n + b"1" + b"}" * n, None if n < 126 else "nested ") for n in (125, 126)],
-            *[(value, "") for value in (b"NaN", b"1e999", b'"\\ud800"', b"-" + b"1" * 401)],
+            *[
+                (value, None)
+                for value in (
+                    b'{"y":[1,2.5,null,true,"z"]}',
+                    b"-0",
+                    b"1" * 20,
+                    b"1" * 309,
+                )
+            ],
+            *[
+                (b"[" * n + b"]" * n, None if n < 126 else "nested ")
+                for n in (125, 126, 5000)
+            ],
+            *[
+                (b'{"y":' * n + b"1" + b"}" * n, None if n < 126 else "nested ")
+                for n in (125, 126)
+            ],
+            *[
+                (value, "")
+                for value in (b"NaN", b"1e999", b'"\\ud800"', b"-" + b"1" * 401)
+            ],
             *[(b"1" * n, "") for n in (401, 5000)],
         ]
     },
     "a field twice": (raw(b',"dtype":"F32"'), "occurs twice"),
-    "an entry that is null": ({"a": None}, "must have `dtype`, `shape` and `data_offsets`"),
+    "an entry that is null": (
+        {"a": None},
+        "must have `dtype`, `shape` and `data_offsets`",
+    ),
     "a missing field": ({"a": {"dtype": "F32"}}, "must have `dtype`"),
-    "a dtype in small letters": ({"a": tensor([1], [0, 4], "f32")}, "dtype 'f32', which is none of BOOL"),
-    "a dtype that is no string": ({"a": tensor([1], [0, 4], ["F32"])}, "which is none of"),
+    "a dtype in small letters": (
+        {"a": tensor([1], [0, 4], "f32")},
+        "dtype 'f32', which is none of BOOL",
+    ),
+    "a dtype that is no string": (
+        {"a": tensor([1], [0, 4], ["F32"])},
+        "which is none of",
+    ),
     "a negative size": ({"a": tensor([-1], [0, 4])}, "non-negative integers"),
-    "a size of minus zero": (b'{"a": {"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}', "non-negative|4 follow"),
+    "a size of minus zero": (
+        b'{"a": {"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}',
+        "non-negative|4 follow",
+    ),
     "a fraction": ({"a": tensor([1.0], [0, 4])}, "non-negative integers"),
     "a boolean size": ({"a": tensor([True], [0, 4])}, "non-negative integers"),
     "one offset": ({"a": tensor([1], [0])}, "the offsets two"),
@@ -160,19 +267,34 @@ HEADERS = {
     "the same behind a zero": ({"a": tensor([0, 2**62, 2**62], [0, 0])}, ""),
     "a size beyond 64 bits": ({"a": tensor([2**70], [0, 4])}, "below 2\\*\\*63"),
     "too few bytes for the shape": ({"a": tensor([2], [0, 4])}, "needs 8 bytes"),
-    "an overlap": ({"a": tensor([1], [0, 4]), "b": tensor([1], [0, 4])}, "'b' .* overlaps the one before it"),
-    "a hole": ({"a": tensor([0], [0, 0]), "b": tensor([1], [4, 8])}, "'b' .* leaves a hole"),
+    "an overlap": (
+        {"a": tensor([1], [0, 4]), "b": tensor([1], [0, 4])},
+        "'b' .* overlaps the one before it",
+    ),
+    "a hole": (
+        {"a": tensor([0], [0, 0]), "b": tensor([1], [4, 8])},
+        "'b' .* leaves a hole",
+    ),
     "a hole at the start": ({"a": tensor([1], [4, 8])}, "leaves a hole"),
     "beyond the end": ({"a": tensor([2], [0, 8])}, "take 8 bytes, but 4 follow"),
-    "bytes that belong to nobody": ({"a": tensor([0], [0, 0])}, "take 0 bytes, but 4 follow"),
+    "bytes that belong to nobody": (
+        {"a": tensor([0], [0, 0])},
+        "take 0 bytes, but 4 follow",
+    ),
 }
 # Read there and refused here.
 STRICTER = {
     "a name twice": (raw()[:-1] + b"," + raw()[1:], "'a' occurs twice"),
     "a further field's name twice": (raw(b',"x":1,"x":2'), "'x' occurs twice"),
     "a list for an entry": ({"a": ["F32", [1], [0, 4]]}, "must have `dtype`"),
-    "more dimensions than NumPy has": ({"a": tensor([1] * 65, [0, 4])}, "at most 64 non-negative integers"),
-    "an empty array with a size beyond 63 bits": ({"a": tensor([1, 0, 2**63], [0, 0])}, "below 2\\*\\*63"),
+    "more dimensions than NumPy has": (
+        {"a": tensor([1] * 65, [0, 4])},
+        "at most 64 non-negative integers",
+    ),
+    "an empty array with a size beyond 63 bits": (
+        {"a": tensor([1, 0, 2**63], [0, 0])},
+        "below 2\\*\\*63",
+    ),
 }
 
 
@@ -197,8 +319,14 @@ def test_a_header_is_read_where_the_library_of_the_format_reads_it(tmp_path, cas
             found = str(error)
             assert "x.safetensors" in found and len(found) < 1000
         if nbytes == 4:
-            assert re.search(message, found) if found and message is not None else message is None
-        assert (found is None) == (is_read_there(header, nbytes) and (case not in STRICTER))
+            assert (
+                re.search(message, found)
+                if found and message is not None
+                else message is None
+            )
+        assert (found is None) == (
+            is_read_there(header, nbytes) and (case not in STRICTER)
+        )
 
 
 WHOLE = len(ONE).to_bytes(8, "little") + ONE + bytes(4)
@@ -208,19 +336,30 @@ WHOLE = len(ONE).to_bytes(8, "little") + ONE + bytes(4)
     "data",
     [
         *[WHOLE[:kept] for kept in (0, 3, 7, 8, 20, -1, -4)],
-        *[claimed.to_bytes(8, "little") + b"{}" for claimed in (3, 2**20, 2**40, 2**64 - 1)],
+        *[
+            claimed.to_bytes(8, "little") + b"{}"
+            for claimed in (3, 2**20, 2**40, 2**64 - 1)
+        ],
     ],
 )
 def test_a_truncated_file(tmp_path, data):
     (tmp_path / "x.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match="truncated|ends within its header|claims a header of|no valid JSON"):
+    with pytest.raises(
+        CheckpointError,
+        match="truncated|ends within its header|claims a header of|no valid JSON",
+    ):
         checkpoint.read_index(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "a/../../x", "..", "\0", ""])
+@pytest.mark.parametrize(
+    "name", ["../../../etc/passwd", "/etc/passwd", "a/../../x", "..", "\0", ""]
+)
 def test_an_index_that_names_files_elsewhere(tmp_path, name):
     set_of_files(tmp_path, {"a": name})
-    with pytest.raises(CheckpointError, match="not a relative path below the directory; nothing outside it is opened"):
+    with pytest.raises(
+        CheckpointError,
+        match="not a relative path below the directory; nothing outside it is opened",
+    ):
         checkpoint.read_index(tmp_path)
 
 
@@ -232,7 +371,10 @@ def test_symbolic_links_are_followed_unless_they_leave_the_directory(tmp_path):
     (outside / "model.safetensors").symlink_to("blob")
     assert checkpoint.read_index(outside)["a"].shape == (1,)
     (directory / "model.safetensors").symlink_to("../outside/blob")
-    with pytest.raises(CheckpointError, match=r"symbolic link that leaves the directory.*root='.*/outside'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"symbolic link that leaves the directory.*root='.*/outside'",
+    ):
         checkpoint.read_index(directory)
     # Whoever names the file, or the place that links may lead to, has decided.
     for index in (
@@ -242,7 +384,9 @@ def test_symbolic_links_are_followed_unless_they_leave_the_directory(tmp_path):
         assert index["a"].shape == (1,)
     (directory / "linked").symlink_to("../outside")
     (directory / "model.safetensors").unlink()
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "linked/blob"}}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "linked/blob"}})
+    )
     with pytest.raises(CheckpointError, match="symbolic link that leaves"):
         checkpoint.read_index(directory)
 
@@ -272,7 +416,9 @@ def test_a_file_that_is_no_file_does_not_hang(tmp_path):
 
 def test_an_index_that_is_wrong_about_its_files(tmp_path):
     set_of_files(tmp_path, {"a": "model-2.safetensors"})
-    with pytest.raises(CheckpointError, match="says that tensor 'a' is in 'model-2.safetensors'"):
+    with pytest.raises(
+        CheckpointError, match="says that tensor 'a' is in 'model-2.safetensors'"
+    ):
         checkpoint.read_index(tmp_path)
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-2.safetensors' is missing"):
@@ -282,7 +428,9 @@ def test_an_index_that_is_wrong_about_its_files(tmp_path):
         with pytest.raises(CheckpointError, match="has no `weight_map`"):
             checkpoint.read_index(tmp_path)
     os.truncate(tmp_path / "model.safetensors.index.json", 2**33)
-    with pytest.raises(CheckpointError, match="more than the 100000000 allowed for an index"):
+    with pytest.raises(
+        CheckpointError, match="more than the 100000000 allowed for an index"
+    ):
         checkpoint.read_index(tmp_path)
 
 
@@ -294,11 +442,16 @@ def test_two_sets_and_two_owners_are_ambiguous(tmp_path):
     for name in tmp_path.glob("*.json"):
         name.unlink()
     save_file({"b": np.ones(3)}, tmp_path / "model-3.safetensors")
-    with pytest.raises(CheckpointError, match=r"tensor 'b' is in '.*model-2.safetensors' and in '.*model-3"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"tensor 'b' is in '.*model-2.safetensors' and in '.*model-3",
+    ):
         checkpoint.read_index(tmp_path)
 
 
-@pytest.mark.parametrize("names", [["a", "a/b"], ["a/b", "a"], ["a/b/c", "a"], ["x", "a/b/c", "a/b"]])
+@pytest.mark.parametrize(
+    "names", [["a", "a/b"], ["a/b", "a"], ["a/b/c", "a"], ["x", "a/b/c", "a/b"]]
+)
 def test_a_path_is_a_leaf_or_a_branch(tmp_path, names):
     save_file({name: np.ones(1) for name in names}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="a tree cannot hold both"):
@@ -309,6 +462,8 @@ def test_reading_headers_reads_no_weights(tmp_path, monkeypatch):
     save_file({"w": np.ones(2**20, np.float32)}, tmp_path / "x.safetensors")
     read = []
     pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, count, at: (read.append(count), pread(fd, count, at))[1])
+    monkeypatch.setattr(
+        os, "pread", lambda fd, count, at: (read.append(count), pread(fd, count, at))[1]
+    )
     checkpoint.structs(checkpoint.read_index(tmp_path))
     assert sum(read) < 1000

@@ -1,4 +1,6 @@
-"""Loading under a plan reads the right bytes, no others, each once, into memory that JAX keeps."""
+"""Loading under a plan reads the right bytes, no others, each once, into memory that
+JAX keeps.
+"""
 
 import os
 import threading
@@ -25,7 +27,9 @@ MESH = MeshSpec({"a": 2, "b": 2, "c": 2})
 
 
 def random(shape, dtype, seed=0):
-    raw = np.random.default_rng(seed).integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
+    raw = np.random.default_rng(seed).integers(
+        0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8
+    )
     if np.dtype(dtype) == bool:
         raw %= 2
     return raw.reshape(-1).view(dtype).reshape(shape)
@@ -58,7 +62,19 @@ def reads(monkeypatch):
 
 
 DTYPES = [
-    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32", "complex64"),
+    *(
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "float16",
+        "bfloat16",
+        "float32",
+        "complex64",
+    ),
     *("float8_e4m3fn", "float8_e5m2"),
 ]
 
@@ -75,19 +91,30 @@ def test_any_shape_any_spec_any_transpose_and_any_dtype(tmp_path_factory, data):
     free, entries = ["a", "b", "c"], []
     wanted = array.transpose(order)
     for size in wanted.shape:
-        axes = tuple(data.draw(st.lists(st.sampled_from(free), unique=True))) if free else ()
+        axes = (
+            tuple(data.draw(st.lists(st.sampled_from(free), unique=True)))
+            if free
+            else ()
+        )
         axes = axes if size % 2 ** len(axes) == 0 else ()
         free = [axis for axis in free if axis not in axes]
         entries.append(axes)
     structs = {"y": struct(wanted, P(*entries))}
-    loaded = checkpoint.load(path, structs, TreeMap({"y": From("x").transpose(*order)}))["y"]
+    loaded = checkpoint.load(
+        path, structs, TreeMap({"y": From("x").transpose(*order)})
+    )["y"]
     assert loaded.sharding == structs["y"].sharding and same_bytes(loaded, wanted)
-    assert all(same_bytes(shard.data, wanted[shard.index]) for shard in loaded.addressable_shards)
+    assert all(
+        same_bytes(shard.data, wanted[shard.index])
+        for shard in loaded.addressable_shards
+    )
 
 
 def test_a_live_model_comes_back_with_its_leaves_that_are_no_arrays(tmp_path):
     model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
-    made = shardfx.plan(model, MESH.build(jax.devices()), paths=PathRules.parse("weight->a.b, bias->c"))
+    made = shardfx.plan(
+        model, MESH.build(jax.devices()), paths=PathRules.parse("weight->a.b, bias->c")
+    )
     checkpoint.save(tmp_path / "step", shardfx.shard(model, made), made)
     other = shardfx.shard(eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(1)), made)
     for given in (other, eqx.combine(made.structs, model)):
@@ -101,9 +128,15 @@ def test_a_live_model_comes_back_with_its_leaves_that_are_no_arrays(tmp_path):
 def test_nothing_is_cast_that_was_not_asked_for(tmp_path):
     arrays = {"w": random((8, 8), np.float32), "n": np.arange(8, dtype=np.int32)}
     save_file(arrays, tmp_path / "x.safetensors")
-    plan = {"w": struct(arrays["w"], P("a"), dtype=jnp.bfloat16), "n": struct(arrays["n"], P("b"))}
+    plan = {
+        "w": struct(arrays["w"], P("a"), dtype=jnp.bfloat16),
+        "n": struct(arrays["n"], P("b")),
+    }
     with pytest.raises(
-        CheckpointError, match="leaf `w`: 'w' is float32, but the plan has bfloat16; pass `dtype=\"plan\"`"
+        CheckpointError,
+        match=(
+            "leaf `w`: 'w' is float32, but the plan has bfloat16; pass `dtype=\"plan\"`"
+        ),
     ):
         checkpoint.load(tmp_path, plan)
     expected = jnp.asarray(arrays["w"]).astype(jnp.bfloat16)
@@ -117,7 +150,11 @@ def test_nothing_is_cast_that_was_not_asked_for(tmp_path):
 CASES = {
     "x64": ("n", {}, "would be int64, which JAX holds only under .*jax_enable_x64"),
     "complex": ("c", {"dtype": np.float32}, "is complex and would be cast to float32"),
-    "no devices": ("n", {"mesh": MESH.abstract()}, "no devices, so there is nowhere to load to; .*plan.mesh.build"),
+    "no devices": (
+        "n",
+        {"mesh": MESH.abstract()},
+        "no devices, so there is nowhere to load to; .*plan.mesh.build",
+    ),
 }
 
 
@@ -127,7 +164,14 @@ def test_what_has_no_place_is_refused(tmp_path, case):
     save_file(arrays, tmp_path / "x.safetensors")
     name, given, text = CASES[case]
     dtype = None if case == "x64" else "plan"
-    wanted = {name: struct(arrays[name], P(), **({"dtype": np.int32} if "mesh" in given else {}), **given)}
+    wanted = {
+        name: struct(
+            arrays[name],
+            P(),
+            **({"dtype": np.int32} if "mesh" in given else {}),
+            **given,
+        )
+    }
     with pytest.raises((CheckpointError, PlanMismatchError), match=text):
         checkpoint.load(tmp_path, wanted, dtype=dtype, unread="allow")
     with pytest.raises(PlanMismatchError, match=r"leaf `n` \(ndarray\) has none"):
@@ -147,8 +191,8 @@ def test_every_leaf_that_cannot_be_read_is_named_before_anything_is(tmp_path, re
     text = str(caught.value)
     assert text.startswith("2 of 3 leaves cannot be read from")
     assert (
-        "leaf `a`: 'a' gives shape (8, 4), but the plan has (4, 8); torch keeps weights as [out, in]: "
-        "`map=TreeMap({'a': From('a').T})`." in text
+        "leaf `a`: 'a' gives shape (8, 4), but the plan has (4, 8); torch keeps weights"
+        " as [out, in]: `map=TreeMap({'a': From('a').T})`." in text
     )
     assert "leaf `c`: checkpoint" in text
     assert "has no array 'c'" in text
@@ -162,7 +206,9 @@ def test_replicas_are_read_once_and_share_their_memory(tmp_path, reads):
         reads.clear()
         loaded = checkpoint.load(tmp_path, {"w": struct(array, spec)})["w"]
         assert sum(reads) == array.nbytes
-        pointers = [shard.data.unsafe_buffer_pointer() for shard in loaded.addressable_shards]
+        pointers = [
+            shard.data.unsafe_buffer_pointer() for shard in loaded.addressable_shards
+        ]
         assert len(set(pointers)) == 8 // copies
         assert all(pointer % 64 == 0 for pointer in pointers)
 
@@ -178,21 +224,34 @@ def test_donating_one_replica_leaves_the_others(tmp_path):
 
 
 def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
-    arrays = {"rows": random((64, 64), np.float32), "columns": random((64, 128), np.uint8)}
+    arrays = {
+        "rows": random((64, 64), np.float32),
+        "columns": random((64, 128), np.uint8),
+    }
     save_file(arrays, tmp_path / "x.safetensors")
     mesh = Mesh(np.array(jax.devices()), ("x",))
-    plan = {"rows": struct(arrays["rows"], P("x"), mesh), "columns": struct(arrays["columns"], P(None, "x"), mesh)}
+    plan = {
+        "rows": struct(arrays["rows"], P("x"), mesh),
+        "columns": struct(arrays["columns"], P(None, "x"), mesh),
+    }
     index = checkpoint.read_index(tmp_path)
     total = sum(array.nbytes for array in arrays.values())
-    abstract = shardfx.plan(arrays, MeshSpec({"x": 8}), paths=PathRules.parse("rows->x, columns->None.x"))
-    with pytest.raises(PlanMismatchError, match="3 processes cannot each have as many of the 8 devices"):
+    abstract = shardfx.plan(
+        arrays, MeshSpec({"x": 8}), paths=PathRules.parse("rows->x, columns->None.x")
+    )
+    with pytest.raises(
+        PlanMismatchError, match="3 processes cannot each have as many of the 8 devices"
+    ):
         checkpoint.plan_reads(index, abstract, processes=3)
     for process in checkpoint.plan_reads(index, abstract, processes=4).processes:
         assert process.needed_bytes == total // 4
         assert process.excess_bytes == 0
     checkpoint.load(index, plan)
     planned = checkpoint.plan_reads(index, plan)
-    assert sum(reads) == planned.read_bytes == total and len(reads) == sum(one.reads for one in planned.processes) == 2
+    assert (
+        sum(reads) == planned.read_bytes == total
+        and len(reads) == sum(one.reads for one in planned.processes) == 2
+    )
 
 
 @pytest.mark.parametrize("gap_bytes", [1, 10**9])
@@ -200,16 +259,30 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
     array = random((64, 512), np.float32)
     save_file({"w": array}, tmp_path / "x.safetensors")
     wanted = np.concatenate([array[:, 64:128], array[:, 384:448]], 1)
-    columns = From.concat([From("w").slice(64, 128, dim=1), From("w").slice(384, 448, dim=1)], dim=1)
-    loaded = checkpoint.load(tmp_path, {"y": struct(wanted, P())}, TreeMap({"y": columns}), gap_bytes=gap_bytes)
+    columns = From.concat(
+        [From("w").slice(64, 128, dim=1), From("w").slice(384, 448, dim=1)], dim=1
+    )
+    loaded = checkpoint.load(
+        tmp_path,
+        {"y": struct(wanted, P())},
+        TreeMap({"y": columns}),
+        gap_bytes=gap_bytes,
+    )
     assert same_bytes(loaded["y"], wanted)
-    assert sum(reads) == (wanted.nbytes if gap_bytes == 1 else array.nbytes - 2 * 64 * 4)
-    # One device of eight needs its columns, and where gaps are read along all of the rows between.
+    assert sum(reads) == (
+        wanted.nbytes if gap_bytes == 1 else array.nbytes - 2 * 64 * 4
+    )
+    # One device of eight needs its columns, and where gaps are read along all of the
+    # rows between.
     mesh = Mesh(np.array(jax.devices()), ("x",))
     abstract = {"w": struct(array, P(None, "x"), MeshSpec.of(mesh).abstract())}
-    one = checkpoint.plan_reads(checkpoint.read_index(tmp_path), abstract, processes=8, gap_bytes=gap_bytes)
+    one = checkpoint.plan_reads(
+        checkpoint.read_index(tmp_path), abstract, processes=8, gap_bytes=gap_bytes
+    )
     assert one.processes[3].needed_bytes == array.nbytes // 8
-    assert one.processes[3].excess_bytes == (0 if gap_bytes == 1 else 63 * 512 * 4 * 7 // 8)
+    assert one.processes[3].excess_bytes == (
+        0 if gap_bytes == 1 else 63 * 512 * 4 * 7 // 8
+    )
     assert "in excess" in str(one)
 
 
@@ -232,51 +305,82 @@ def written_again(path):
 
 
 CHANGES = {
-    "cut off": (lambda path: os.truncate(path, 500_000), "ends at byte 500000, within array 'w1'"),
-    "written to": (written_again, "was replaced or written to since its header was read"),
+    "cut off": (
+        lambda path: os.truncate(path, 500_000),
+        "ends at byte 500000, within array 'w1'",
+    ),
+    "written to": (
+        written_again,
+        "was replaced or written to since its header was read",
+    ),
     "removed": (os.unlink, "is missing|was replaced"),
 }
 
 
 @pytest.mark.parametrize("change, told", CHANGES.values(), ids=CHANGES)
 def test_a_file_that_changes_after_its_header_was_read(tmp_path, change, told):
-    arrays, path = {f"w{i}": random((1024, 64), np.float32, i) for i in range(4)}, tmp_path / "x.safetensors"
+    arrays, path = (
+        {f"w{i}": random((1024, 64), np.float32, i) for i in range(4)},
+        tmp_path / "x.safetensors",
+    )
     threads = threading.active_count()
     for spec in (P("a"), P(None, "a")):
         save_file(arrays, path)
-        index, plan = checkpoint.read_index(tmp_path), {name: struct(array, spec) for name, array in arrays.items()}
+        index, plan = (
+            checkpoint.read_index(tmp_path),
+            {name: struct(array, spec) for name, array in arrays.items()},
+        )
         # Between the moment at which the file is looked at, and the first read.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "preadv", after(lambda: change(path), os.preadv))
             with pytest.raises(CheckpointError, match=told):
                 checkpoint.load(index, plan)
-        with pytest.raises(CheckpointError, match="was replaced or written to since its header was read|is missing"):
+        with pytest.raises(
+            CheckpointError,
+            match="was replaced or written to since its header was read|is missing",
+        ):
             checkpoint.load(index, plan)
     assert threading.active_count() == threads
 
 
 def test_reads_that_return_less_are_continued(tmp_path, monkeypatch):
     preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:100]], at))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:100]], at)
+    )
     arrays = {f"w{i}": random((64, 64), np.float32, i) for i in range(3)}
     save_file(arrays, tmp_path / "x.safetensors")
     for spec in (P("a"), P(None, "a")):
-        loaded = checkpoint.load(tmp_path, {name: struct(array, spec) for name, array in arrays.items()})
+        loaded = checkpoint.load(
+            tmp_path, {name: struct(array, spec) for name, array in arrays.items()}
+        )
         assert all(same_bytes(loaded[name], array) for name, array in arrays.items())
 
 
 def test_a_boolean_that_is_neither(tmp_path):
     save_file({"w": np.array([0, 1, 2, 1], np.uint8)}, tmp_path / "x.safetensors")
-    data = (tmp_path / "x.safetensors").read_bytes().replace(b'"U8"', b'"BOOL"').replace(b"}}  ", b"}}")
+    data = (
+        (tmp_path / "x.safetensors")
+        .read_bytes()
+        .replace(b'"U8"', b'"BOOL"')
+        .replace(b"}}  ", b"}}")
+    )
     (tmp_path / "x.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match="leaf `w`: a boolean in the checkpoint is neither 0 nor 1"):
+    with pytest.raises(
+        CheckpointError,
+        match="leaf `w`: a boolean in the checkpoint is neither 0 nor 1",
+    ):
         checkpoint.load(tmp_path, {"w": struct(np.ones(4, bool), P())})
 
 
 @pytest.mark.parametrize("limit", [32 * 1024, 40_000, 10**9])
 def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, reads, limit):
-    """Where the host's memory is only a stop: what the kernel has read that is not yet on a device."""
-    arrays = {f"w{i}": random((64, 64), np.float32, i) for i in range(12)} | {"big": random((8, 8192), np.float32)}
+    """Where the host's memory is only a stop: what the kernel has read that is not yet
+    on a device.
+    """
+    arrays = {f"w{i}": random((64, 64), np.float32, i) for i in range(12)} | {
+        "big": random((8, 8192), np.float32)
+    }
     save_file(arrays, tmp_path / "x.safetensors")
     plan = {name: struct(array, P(("a", "b", "c"))) for name, array in arrays.items()}
     moved, gone, on_way = loading.moved, [], []
@@ -301,21 +405,33 @@ def test_a_limit_below_one_shard(tmp_path, monkeypatch):
     save_file({"w": array}, tmp_path / "x.safetensors")
     plan = {"w": struct(array, P(("a", "b", "c")))}
     monkeypatch.setattr(loading, "is_on_cpu", lambda sharding: False)
-    with pytest.raises(CheckpointError, match="`memory_limit_bytes=100` is less than one shard of leaf `w`, 2048"):
+    with pytest.raises(
+        CheckpointError,
+        match="`memory_limit_bytes=100` is less than one shard of leaf `w`, 2048",
+    ):
         checkpoint.load(tmp_path, plan, memory_limit_bytes=100)
 
 
 def test_small_tensors_are_read_together(tmp_path, reads):
-    """As many as the kernel takes at once, whatever their shapes, shardings and dtypes; and what is cut is in place."""
+    """As many as the kernel takes at once, whatever their shapes, shardings and dtypes;
+    and what is cut is in place.
+    """
     shapes = [(16,), (3, 5), (), (0, 4), (8, 2), (24,)]
     arrays = {
-        f"w{i:04}": random(shapes[i % 6], (np.float32, jnp.bfloat16, np.int8, bool)[i % 4], i) for i in range(600)
+        f"w{i:04}": random(
+            shapes[i % 6], (np.float32, jnp.bfloat16, np.int8, bool)[i % 4], i
+        )
+        for i in range(600)
     }
     save_file(arrays, tmp_path / "x.safetensors")
-    # (8, 2) in columns is cut out of what is read; the others, of up to eight pieces each, go straight into place.
+    # (8, 2) in columns is cut out of what is read; the others, of up to eight pieces
+    # each, go straight into place.
     for spec, most in ((P("c"), 10), (P("c", "b"), 360)):
         specs = {(16,): P("a"), (8, 2): spec, (24,): P(("a", "b", "c"))}
-        plan = {name: struct(array, specs.get(array.shape, P())) for name, array in arrays.items()}
+        plan = {
+            name: struct(array, specs.get(array.shape, P()))
+            for name, array in arrays.items()
+        }
         reads.clear()
         loaded = checkpoint.load(tmp_path, plan)
         assert all(same_bytes(loaded[name], array) for name, array in arrays.items())
@@ -329,29 +445,51 @@ def test_memory_kinds_other_shardings_and_progress(tmp_path, capsys):
     save_file({"a": array, "b": array}, tmp_path / "x.safetensors")
     pinned = NamedSharding(MESH.build(jax.devices()), P("a"), memory_kind="pinned_host")
     wanted = {"a": pinned, "b": SingleDeviceSharding(jax.devices()[5])}
-    structs = {name: jax.ShapeDtypeStruct((8, 8), np.float32, sharding=one) for name, one in wanted.items()}
-    for progress, line in ((None, ""), (True, "loading [########################] 0.00 of 0.00 GB")):
-        for name, loaded in checkpoint.load(tmp_path, structs, progress=progress).items():
+    structs = {
+        name: jax.ShapeDtypeStruct((8, 8), np.float32, sharding=one)
+        for name, one in wanted.items()
+    }
+    for progress, line in (
+        (None, ""),
+        (True, "loading [########################] 0.00 of 0.00 GB"),
+    ):
+        for name, loaded in checkpoint.load(
+            tmp_path, structs, progress=progress
+        ).items():
             assert loaded.sharding == wanted[name] and same_bytes(loaded, array)
         assert line in (told := capsys.readouterr().err) and bool(told) == bool(line)
 
 
 def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
     """A checkpoint of four layers in a model of one."""
-    arrays = {"head": np.ones((8, 4), np.float32), **{f"layers/{i}/w": np.ones(8, np.float32) for i in range(4)}}
+    arrays = {
+        "head": np.ones((8, 4), np.float32),
+        **{f"layers/{i}/w": np.ones(8, np.float32) for i in range(4)},
+    }
     save_file(arrays, tmp_path / "x.safetensors")
-    tree = {"layers": [{"w": arrays["layers/0/w"]} for _ in range(4)], "head": arrays["head"]}
+    tree = {
+        "layers": [{"w": arrays["layers/0/w"]} for _ in range(4)],
+        "head": arrays["head"],
+    }
     trees = (tree, tree | {"layers": tree["layers"][:1]})
-    made, shallow = (shardfx.plan(one, MESH.build(jax.devices()), paths=PathRules.parse(".*->a")) for one in trees)
-    message = (
-        "has 3 of its 5 arrays in no leaf of the plan: 'layers/1/w', 'layers/2/w', 'layers/3/w'; nothing was read.*"
-        '`plan.select.*or pass `unread="allow"`'
+    made, shallow = (
+        shardfx.plan(one, MESH.build(jax.devices()), paths=PathRules.parse(".*->a"))
+        for one in trees
     )
-    for call in (checkpoint.load, lambda *args: checkpoint.plan_reads(checkpoint.read_index(args[0]), args[1])):
+    message = (
+        "has 3 of its 5 arrays in no leaf of the plan: 'layers/1/w', 'layers/2/w',"
+        " 'layers/3/w'; nothing was read.*`plan.select.*or pass `unread=\"allow\"`"
+    )
+    for call in (
+        checkpoint.load,
+        lambda *args: checkpoint.plan_reads(checkpoint.read_index(args[0]), args[1]),
+    ):
         with pytest.raises(CheckpointError, match=message):
             call(tmp_path, shallow)
     assert not reads
-    assert checkpoint.load(tmp_path, shallow, unread="allow")["layers"][0]["w"].shape == (8,)
+    assert checkpoint.load(tmp_path, shallow, unread="allow")["layers"][0][
+        "w"
+    ].shape == (8,)
     # A part of a plan says by itself that the others are left.
     loaded = checkpoint.load(tmp_path, made.select("layers/1"))
     assert loaded["head"] is None and loaded["layers"][1]["w"].shape == (8,)

@@ -1,4 +1,6 @@
-"""Loading and saving through a map give, bit by bit, the arrays that the map makes of whole arrays."""
+"""Loading and saving through a map give, bit by bit, the arrays that the map makes of
+whole arrays.
+"""
 
 import os
 
@@ -21,14 +23,16 @@ LLAMA = TreeMap(
     {
         "embed": "model.embed.weight",
         "layers/up": From("model.layers.{i}.up.weight").T.stack("i"),
-        "layers/qkv": From.concat(
-            [
-                From("model.layers.{i}.q.weight"),
-                From("model.layers.{i}.k.weight").repeat(2, unit=2),
-                From("model.layers.{i}.v.weight").repeat(2, unit=2),
-            ],
-            shards=4,
-        ).T.stack("i"),
+        "layers/qkv": (
+            From.concat(
+                [
+                    From("model.layers.{i}.q.weight"),
+                    From("model.layers.{i}.k.weight").repeat(2, unit=2),
+                    From("model.layers.{i}.v.weight").repeat(2, unit=2),
+                ],
+                shards=4,
+            ).T.stack("i")
+        ),
     }
 )
 
@@ -38,12 +42,16 @@ def hugging_face(layers=3, width=16):
     files = {"model.embed.weight": numbers.normal(size=(32, width)).astype(np.float32)}
     for i in range(layers):
         for name, rows in (("up", 24), ("q", 16), ("k", 4), ("v", 4)):
-            files[f"model.layers.{i}.{name}.weight"] = numbers.normal(size=(rows, width)).astype(np.float32)
+            files[f"model.layers.{i}.{name}.weight"] = numbers.normal(
+                size=(rows, width)
+            ).astype(np.float32)
     return files
 
 
 def planned(whole, *rules):
-    structs = {path: jax.ShapeDtypeStruct(one.shape, one.dtype) for path, one in whole.items()}
+    structs = {
+        path: jax.ShapeDtypeStruct(one.shape, one.dtype) for path, one in whole.items()
+    }
     mesh = MeshSpec(MESH).build(jax.devices())
     return shardfx.plan(structs, mesh, paths=PathRules([*rules, (".*", ())]))
 
@@ -52,14 +60,25 @@ def equal(tree, whole):
     assert tree.keys() == whole.keys()
     for path, one in whole.items():
         found = np.asarray(tree[path])
-        assert found.dtype == one.dtype and found.shape == one.shape and found.tobytes() == one.tobytes(), path
+        assert (
+            found.dtype == one.dtype
+            and found.shape == one.shape
+            and found.tobytes() == one.tobytes()
+        ), path
 
 
 def test_an_exported_checkpoint_is_a_plain_one_of_its_own_layout(tmp_path):
     files = hugging_face()
     tree = LLAMA.apply(files)
-    made = planned(tree, ("embed", P(("a", "b"))), ("up", P(None, "b", "a")), ("qkv", P(None, "a", "b")))
-    checkpoint.save(tmp_path / "out", tree, made, map=LLAMA.inverse(), like=files, file_bytes=4000)
+    made = planned(
+        tree,
+        ("embed", P(("a", "b"))),
+        ("up", P(None, "b", "a")),
+        ("qkv", P(None, "a", "b")),
+    )
+    checkpoint.save(
+        tmp_path / "out", tree, made, map=LLAMA.inverse(), like=files, file_bytes=4000
+    )
     equal(checkpoint.load(tmp_path / "out", planned(files)), files)
     equal(checkpoint.load(tmp_path / "out", made, LLAMA), tree)
     index = checkpoint.read_index(tmp_path / "out" / "model.safetensors.index.json")
@@ -73,14 +92,27 @@ def test_each_process_reads_only_what_its_shards_are_made_of(tmp_path, monkeypat
     files = hugging_face(width=64)
     save_file(files, tmp_path / "model.safetensors")
     whole = LLAMA.apply(files)
-    made = planned(whole, ("layers", P(None, None, ("a", "b"))), ("embed", P(("a", "b"))))
-    reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path), made.off(), LLAMA, processes=8, gap_bytes=1)
+    made = planned(
+        whole, ("layers", P(None, None, ("a", "b"))), ("embed", P(("a", "b")))
+    )
+    reads = checkpoint.plan_reads(
+        checkpoint.read_index(tmp_path), made.off(), LLAMA, processes=8, gap_bytes=1
+    )
     total = sum(array.nbytes for array in whole.values())
-    assert [one.needed_bytes for one in reads.processes] == [total // 8] * 8 and reads.excess_bytes == 0
+    assert [one.needed_bytes for one in reads.processes] == [
+        total // 8
+    ] * 8 and reads.excess_bytes == 0
     read, preadv = [], os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *given: read.append(preadv(*given)) or read[-1])
+    monkeypatch.setattr(
+        os, "preadv", lambda *given: read.append(preadv(*given)) or read[-1]
+    )
     checkpoint.load(tmp_path, made, LLAMA)
-    assert sum(read) == checkpoint.plan_reads(checkpoint.read_index(tmp_path), made, LLAMA).read_bytes
+    assert (
+        sum(read)
+        == checkpoint.plan_reads(
+            checkpoint.read_index(tmp_path), made, LLAMA
+        ).read_bytes
+    )
 
 
 def test_blocks_of_fp8_are_scaled_on_the_way(tmp_path):
@@ -89,22 +121,33 @@ def test_blocks_of_fp8_are_scaled_on_the_way(tmp_path):
         "w": numbers.normal(size=(300, 264)).astype(jnp.float8_e4m3fn),
         "s": numbers.uniform(size=(3, 3)).astype(np.float32),
     }
-    dequantised = TreeMap({"w": From("w").scale("s", block=(128, 128)).cast("bfloat16").T})
+    dequantised = TreeMap(
+        {"w": From("w").scale("s", block=(128, 128)).cast("bfloat16").T}
+    )
     save_file(files, tmp_path / "model.safetensors")
     whole = dequantised.apply(files)
     for rules in ((("w", P("b", "a")),), (("w", P("a")),), ()):
         equal(checkpoint.load(tmp_path, planned(whole, *rules), dequantised), whole)
-    reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path), planned(whole).off(), dequantised)
+    reads = checkpoint.plan_reads(
+        checkpoint.read_index(tmp_path), planned(whole).off(), dequantised
+    )
     assert reads.needed_bytes >= sum(one.nbytes for one in files.values())
     wide = {"w": whole["w"].astype(np.float32)}
-    loaded = checkpoint.load(tmp_path, planned(wide, ("w", P("a"))), dequantised, dtype="plan")
+    loaded = checkpoint.load(
+        tmp_path, planned(wide, ("w", P("a"))), dequantised, dtype="plan"
+    )
     equal(loaded, wide)
 
 
 def test_elements_that_alternate_are_taken_apart_in_memory(tmp_path):
     files = {"gate_up": np.arange(64 * 2000, dtype=np.float32).reshape(64, 2000)}
     save_file(files, tmp_path / "model.safetensors")
-    halves = TreeMap({name: From("gate_up").split(1, -1, 2).at(at, dim=2) for at, name in enumerate(("gate", "up"))})
+    halves = TreeMap(
+        {
+            name: From("gate_up").split(1, -1, 2).at(at, dim=2)
+            for at, name in enumerate(("gate", "up"))
+        }
+    )
     whole = {"gate": files["gate_up"][:, ::2], "up": files["gate_up"][:, 1::2]}
     equal(checkpoint.load(tmp_path, planned(whole, (".*", P("a", "b"))), halves), whole)
 
@@ -112,7 +155,12 @@ def test_elements_that_alternate_are_taken_apart_in_memory(tmp_path):
 def test_constants_are_loaded_cast_and_saved(tmp_path):
     files = {"w": np.linspace(-3, 3, 64, dtype=np.float32).reshape(8, 8)}
     save_file(files, tmp_path / "model.safetensors")
-    made = TreeMap({"steps": From.constant(7, (8,), "int32"), "padded": From("w").pad_to(16, dim=1, value=2)})
+    made = TreeMap(
+        {
+            "steps": From.constant(7, (8,), "int32"),
+            "padded": From("w").pad_to(16, dim=1, value=2),
+        }
+    )
     whole = made.apply(files)
     equal(checkpoint.load(tmp_path, planned(whole, (".*", P("b"))), made), whole)
     wide = whole | {"padded": whole["padded"].astype(np.float16)}
@@ -126,34 +174,64 @@ def test_a_map_casts_to_what_a_file_can_hold(tmp_path):
     made = planned(whole)
     tree = shardfx.shard(whole, made)
     # The format has no name for four bits; it is in the file's metadata.
-    checkpoint.save(tmp_path / "four.safetensors", tree, made, map=TreeMap({"w": From("w").cast("int4")}))
+    checkpoint.save(
+        tmp_path / "four.safetensors",
+        tree,
+        made,
+        map=TreeMap({"w": From("w").cast("int4")}),
+    )
     four = {"w": whole["w"].astype(jnp.int4)}
     equal(checkpoint.load(tmp_path / "four.safetensors", planned(four)), four)
-    with pytest.raises(LeafTypeError, match="`w` is complex128, which safetensors cannot hold; cast it"):
-        checkpoint.save(tmp_path / "no.safetensors", tree, made, map=TreeMap({"w": From("w").cast("complex128")}))
+    with pytest.raises(
+        LeafTypeError, match="`w` is complex128, which safetensors cannot hold; cast it"
+    ):
+        checkpoint.save(
+            tmp_path / "no.safetensors",
+            tree,
+            made,
+            map=TreeMap({"w": From("w").cast("complex128")}),
+        )
     assert not (tmp_path / "no.safetensors").exists()
 
 
 def test_keys_are_stacked_whole(tmp_path):
-    keys = {"k.0": jax.random.split(jax.random.key(0), 4), "k.1": jax.random.split(jax.random.key(1), 4)}
+    keys = {
+        "k.0": jax.random.split(jax.random.key(0), 4),
+        "k.1": jax.random.split(jax.random.key(1), 4),
+    }
     mesh = MeshSpec(MESH).build(jax.devices())
-    checkpoint.save(tmp_path / "keys", keys, shardfx.plan(keys, mesh, paths=PathRules([(".*", ())])))
+    checkpoint.save(
+        tmp_path / "keys", keys, shardfx.plan(keys, mesh, paths=PathRules([(".*", ())]))
+    )
     stacked = TreeMap({"k": From("k.{i}").stack("i").T})
     struct = jax.ShapeDtypeStruct((4, 2), keys["k.0"].dtype)
     made = shardfx.plan({"k": struct}, mesh, paths=PathRules([(".*", P("b", "a"))]))
     found = checkpoint.load(tmp_path / "keys", made, stacked)["k"]
-    expected = jnp.stack([jax.random.key_data(keys["k.0"]), jax.random.key_data(keys["k.1"])]).transpose(1, 0, 2)
-    np.testing.assert_array_equal(np.asarray(jax.random.key_data(found)), np.asarray(expected))
-    checkpoint.save(tmp_path / "again", {"k": found}, made, map=stacked.inverse(), like=keys)
-    again = checkpoint.load(tmp_path / "again", shardfx.plan(keys, mesh, paths=PathRules([(".*", ())])))
+    expected = jnp.stack(
+        [jax.random.key_data(keys["k.0"]), jax.random.key_data(keys["k.1"])]
+    ).transpose(1, 0, 2)
+    np.testing.assert_array_equal(
+        np.asarray(jax.random.key_data(found)), np.asarray(expected)
+    )
+    checkpoint.save(
+        tmp_path / "again", {"k": found}, made, map=stacked.inverse(), like=keys
+    )
+    again = checkpoint.load(
+        tmp_path / "again", shardfx.plan(keys, mesh, paths=PathRules([(".*", ())]))
+    )
     for path, one in keys.items():
         assert again[path].dtype == one.dtype
-        np.testing.assert_array_equal(jax.random.key_data(again[path]), jax.random.key_data(one))
+        np.testing.assert_array_equal(
+            jax.random.key_data(again[path]), jax.random.key_data(one)
+        )
 
 
 def test_all_that_is_wrong_is_said_before_anything_is_read(tmp_path):
     files = hugging_face()
-    save_file({**files, "extra.0": files["model.embed.weight"]}, tmp_path / "model.safetensors")
+    save_file(
+        {**files, "extra.0": files["model.embed.weight"]},
+        tmp_path / "model.safetensors",
+    )
     whole = {**LLAMA.apply(files), "layers/upp": files["model.embed.weight"]}
     whole["embed"] = whole["embed"].T
     with pytest.raises(MapError) as caught:
@@ -162,14 +240,30 @@ def test_all_that_is_wrong_is_said_before_anything_is_read(tmp_path):
     assert "in 3 places; nothing was read or moved" in text
     assert "layers/upp: no rule makes it; near the rule for `layers/up`" in text
     assert "torch keeps weights as [out, in]: From('model.embed.weight').T" in text
-    assert 'source `extra.0`: nothing is made of it; say so if that is meant: `drop=["extra.0"]`' in text
+    assert (
+        "source `extra.0`: nothing is made of it; say so if that is meant:"
+        ' `drop=["extra.0"]`' in text
+    )
     made = planned(LLAMA.apply(files))
     with pytest.raises(MapError, match="does not say what its target is"):
         checkpoint.save(tmp_path / "x", LLAMA.apply(files), made, map=LLAMA.inverse())
-    with pytest.raises(LeafTypeError, match="is scaled, which takes two arrays at a time"):
-        scaled = TreeMap({"w": From("layers/up").scale("embed", block=(1, 1, 1))}, drop=["layers/qkv"])
-        whole = {"layers/up": np.ones((2, 2, 2), np.float32), "embed": np.ones((2, 2, 2), np.float32)}
-        checkpoint.save(tmp_path / "x", whole, planned(whole), map=TreeMap(dict(scaled.steps[0].made)))
+    with pytest.raises(
+        LeafTypeError, match="is scaled, which takes two arrays at a time"
+    ):
+        scaled = TreeMap(
+            {"w": From("layers/up").scale("embed", block=(1, 1, 1))},
+            drop=["layers/qkv"],
+        )
+        whole = {
+            "layers/up": np.ones((2, 2, 2), np.float32),
+            "embed": np.ones((2, 2, 2), np.float32),
+        }
+        checkpoint.save(
+            tmp_path / "x",
+            whole,
+            planned(whole),
+            map=TreeMap(dict(scaled.steps[0].made)),
+        )
     assert not (tmp_path / "x").exists()
 
 
@@ -178,10 +272,20 @@ def test_all_that_is_wrong_is_said_before_anything_is_read(tmp_path):
 def test_loading_with_a_map_is_loading_and_then_mapping(tmp_path_factory, data):
     from maps import maps, written
 
-    dtypes = ("float32", "bfloat16", "int8", "bool", "float8_e5m2", "float8_e4m3fn", "complex64")
+    dtypes = (
+        "float32",
+        "bfloat16",
+        "int8",
+        "bool",
+        "float8_e5m2",
+        "float8_e4m3fn",
+        "complex64",
+    )
     drawn, arrays = data.draw(maps(dtypes=dtypes))
     if not any(np.iscomplexobj(array) for array in arrays.values()):
-        for to in data.draw(st.lists(st.sampled_from(["bfloat16", "float32", "int8"]), max_size=2)):
+        for to in data.draw(
+            st.lists(st.sampled_from(["bfloat16", "float32", "int8"]), max_size=2)
+        ):
             drawn = {path: note.cast(to) for path, note in drawn.items()}
     made, arrays = written((drawn, arrays))
     directory = tmp_path_factory.mktemp("law")
@@ -189,14 +293,21 @@ def test_loading_with_a_map_is_loading_and_then_mapping(tmp_path_factory, data):
     whole = made.apply(arrays)
     specs = []
     for path, one in whole.items():
-        axes = [data.draw(st.sampled_from([None, "a", "b", ("a", "b")])) for _ in one.shape]
+        axes = [
+            data.draw(st.sampled_from([None, "a", "b", ("a", "b")])) for _ in one.shape
+        ]
         found = shardfx.correct(P(*_once(axes)), one.shape, MeshSpec(MESH)).spec
         specs.append((f"^{path}$", found))
     plan = planned(whole, *specs)
     tree = checkpoint.load(directory, plan, made)
     equal(tree, whole)
     checkpoint.save(directory / "same", tree, plan)
-    checkpoint.save(directory / "out", shardfx.shard(arrays, planned(arrays)), planned(arrays), map=made)
+    checkpoint.save(
+        directory / "out",
+        shardfx.shard(arrays, planned(arrays)),
+        planned(arrays),
+        map=made,
+    )
     equal(checkpoint.load(directory / "out", plan), whole)
 
 
@@ -208,7 +319,24 @@ def _once(axes):
         used |= {*names}
 
 
-FLOATS = [np.nan, np.inf, -np.inf, 3e9, -3e9, 2.0**31, -(2.0**31), 1e30, 300.7, -1.5, 7.9, -8.9, 0.5, 255.9, -0.0, 127]
+FLOATS = [
+    np.nan,
+    np.inf,
+    -np.inf,
+    3e9,
+    -3e9,
+    2.0**31,
+    -(2.0**31),
+    1e30,
+    300.7,
+    -1.5,
+    7.9,
+    -8.9,
+    0.5,
+    255.9,
+    -0.0,
+    127,
+]
 INTEGERS = ("int4", "int8", "int32", "uint4", "uint8", "uint32")
 
 
@@ -220,9 +348,16 @@ def test_floats_become_the_same_integers_everywhere(tmp_path, stored):
     rules, whole = {}, {}
     for to, one in jax.tree.map(np.asarray, expected).items():
         # The second is cast on the way to a wider dtype, the third backwards.
-        rules |= {f"y/{to}": From("x").cast(to), f"z/{to}": From("x").cast(to).cast("float32")}
+        rules |= {
+            f"y/{to}": From("x").cast(to),
+            f"z/{to}": From("x").cast(to).cast("float32"),
+        }
         rules |= {f"t/{to}": From("x").reshape(4, 4).cast(to).T}
-        whole |= {f"y/{to}": one, f"z/{to}": one.astype(np.float32), f"t/{to}": one.reshape(4, 4).T}
+        whole |= {
+            f"y/{to}": one,
+            f"z/{to}": one.astype(np.float32),
+            f"t/{to}": one.reshape(4, 4).T,
+        }
     cast = TreeMap(rules)
     equal(cast.apply({"x": x}), whole)
     equal(jax.jit(cast.apply)({"x": x}), whole)
@@ -233,7 +368,13 @@ def test_floats_become_the_same_integers_everywhere(tmp_path, stored):
     equal(resharded(placed, made, map=cast, copies=False), whole)
     checkpoint.save(tmp_path / "x.safetensors", {"x": x}, source)
     equal(checkpoint.load(tmp_path / "x.safetensors", made, cast), whole)
-    plain = TreeMap({path: "x" if path.startswith("y") else one for path, one in cast.rules.items()}, casts=True)
+    plain = TreeMap(
+        {
+            path: "x" if path.startswith("y") else one
+            for path, one in cast.rules.items()
+        },
+        casts=True,
+    )
     equal(checkpoint.load(tmp_path / "x.safetensors", made, plain), whole)
     checkpoint.save(tmp_path / "y.safetensors", {"x": x}, source, map=cast)
     equal(checkpoint.load(tmp_path / "y.safetensors", made), whole)
@@ -254,23 +395,48 @@ def test_a_number_that_is_needed_several_times_in_a_leaf(tmp_path):
     assert whole["b"].tolist() == [2, 3, 2]
     plan = planned(whole, ("c", P("b")))
     equal(checkpoint.load(tmp_path, plan, made), whole)
-    assert checkpoint.plan_reads(checkpoint.read_index(tmp_path), plan.off(), made).needed_bytes > 0
+    assert (
+        checkpoint.plan_reads(
+            checkpoint.read_index(tmp_path), plan.off(), made
+        ).needed_bytes
+        > 0
+    )
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_many_small_arrays_of_one_leaf(tmp_path, last):
     """An array of another shape is between them, one is needed twice, and one in part."""
     files = {
-        f"l.{i}.e.{e}.{name}": np.full((4, 6), 10 * i + e, np.float32) for i in (0, 1) for e in (0, 1) for name in "ab"
+        f"l.{i}.e.{e}.{name}": np.full((4, 6), 10 * i + e, np.float32)
+        for i in (0, 1)
+        for e in (0, 1)
+        for name in "ab"
     }
-    files |= {"x.0": np.ones((4, 6), np.float32), "x.1": np.arange(48, dtype=np.float32).reshape(8, 6)}
+    files |= {
+        "x.0": np.ones((4, 6), np.float32),
+        "x.1": np.arange(48, dtype=np.float32).reshape(8, 6),
+    }
     save_file(files, tmp_path / "model.safetensors")
-    others = From.stacked([From("x.0"), From("x.1").slice(4, 8)] * 2).reshape(2, 2, 4, 6)
-    one = From("l.{i}.e.{e}.a").T.stack("e", dim=2 if last else 0).stack("i").cast("bfloat16")
-    made = TreeMap({"one": one, "two": From.concat([From("l.{i}.e.{e}.b").stack("e").stack("i"), others])})
+    others = From.stacked([From("x.0"), From("x.1").slice(4, 8)] * 2).reshape(
+        2, 2, 4, 6
+    )
+    one = (
+        From("l.{i}.e.{e}.a")
+        .T.stack("e", dim=2 if last else 0)
+        .stack("i")
+        .cast("bfloat16")
+    )
+    made = TreeMap(
+        {
+            "one": one,
+            "two": From.concat([From("l.{i}.e.{e}.b").stack("e").stack("i"), others]),
+        }
+    )
     whole = made.apply(files)
     for spec in (P(None, "a"), P(None, None, "a", None), P()):
         plan = planned(whole, (".*", spec))
         equal(checkpoint.load(tmp_path, plan, made), whole)
-        reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path), plan.off(), made, processes=8, gap_bytes=1)
+        reads = checkpoint.plan_reads(
+            checkpoint.read_index(tmp_path), plan.off(), made, processes=8, gap_bytes=1
+        )
         assert reads.read_bytes >= reads.needed_bytes

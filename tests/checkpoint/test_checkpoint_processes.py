@@ -29,7 +29,11 @@ def ended(tmp_path_factory):
 def results_of(ended, task, processes=(0, 1, 2, 3)):
     folder, outcomes = ended
     stored = [folder / f"{task}.{number}.pickle" for number in processes]
-    missing = [outcomes[number].log for number, one in zip(processes, stored, strict=True) if not one.exists()]
+    missing = [
+        outcomes[number].log
+        for number, one in zip(processes, stored, strict=True)
+        if not one.exists()
+    ]
     assert not missing, missing[0]
     return folder / task, [pickle.loads(one.read_bytes()) for one in stored]
 
@@ -48,9 +52,12 @@ def test_every_process_reads_its_shards_and_they_are_right(job):
     total = sum(array.nbytes for array in checkpoint_worker.tree().values())
     for result in job[1]:
         assert all(value for name, value in result.items() if name.startswith("right."))
-        for name, (read, planned, needed) in ((n, v) for n, v in result.items() if n.startswith("read.")):
+        for name, (read, planned, needed) in (
+            (n, v) for n, v in result.items() if n.startswith("read.")
+        ):
             assert read == planned >= needed, name
-            # Of 4 MiB each reads about its quarter: some columns are short, and what is between is read along.
+            # Of 4 MiB each reads about its quarter: some columns are short, and what is
+            # between is read along.
             assert read < 1.03 * needed
         assert result["read.rows.rows"][2] == pytest.approx(total / 4, rel=0.01)
     for name in ("rows", "others"):
@@ -63,7 +70,9 @@ def test_processes_write_another_layout_together_and_read_it_back(job):
     arrays = checkpoint_worker.EXPORT.apply(checkpoint_worker.tree())
     for name in ("rows", "others"):
         found = load_file(folder / f"{name}-mapped" / "model.safetensors")
-        assert found.keys() == arrays.keys() and all((found[path] == one).all() for path, one in arrays.items())
+        assert found.keys() == arrays.keys() and all(
+            (found[path] == one).all() for path, one in arrays.items()
+        )
         assert all(result[f"right.{name}.mapped"] for result in results)
     assert all("the source has no `row`" in result["map error"] for result in results)
     assert not (folder / "no").exists()
@@ -72,10 +81,15 @@ def test_processes_write_another_layout_together_and_read_it_back(job):
 def test_one_process_reads_what_four_wrote(job):
     folder, _ = job
     mesh = Mesh(np.array(jax.devices()).reshape(8), ("x",))
-    made = shardfx.plan(checkpoint_worker.tree(), mesh, paths=PathRules.parse("rows->x, .*->replicate"))
+    made = shardfx.plan(
+        checkpoint_worker.tree(), mesh, paths=PathRules.parse("rows->x, .*->replicate")
+    )
     for name in ("rows", "others"):
         loaded = checkpoint.load(folder / name, made)
-        assert all(np.array_equal(loaded[key], array) for key, array in checkpoint_worker.tree().items())
+        assert all(
+            np.array_equal(loaded[key], array)
+            for key, array in checkpoint_worker.tree().items()
+        )
         assert checkpoint.saved_plan(folder / name)["rows"].spec != made["rows"].spec
 
 
@@ -83,29 +97,71 @@ def test_a_manager_keeps_the_last_steps_and_numpy_arrays_are_saved_once(job):
     folder, results = job
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     assert names == {"rows", "others", "rows-mapped", "others-mapped", "numpy", "run"}
-    assert [(result["steps"], result["numpy"]) for result in results] == [(((2, 3), 3), "no error")] * 4
-    assert sorted(path.name for path in (folder / "run").iterdir()) == ["step-2", "step-3"]
-    specs = [checkpoint.saved_plan(folder / name)["rows"].spec for name in ("run/step-3", "rows")]
+    assert [(result["steps"], result["numpy"]) for result in results] == [
+        (((2, 3), 3), "no error")
+    ] * 4
+    assert sorted(path.name for path in (folder / "run").iterdir()) == [
+        "step-2",
+        "step-3",
+    ]
+    specs = [
+        checkpoint.saved_plan(folder / name)["rows"].spec
+        for name in ("run/step-3", "rows")
+    ]
     assert specs[0] == specs[1]
     found = load_file(folder / "numpy" / "model.safetensors")
-    assert all((found[path] == one).all() for path, one in checkpoint_worker.tree().items())
+    assert all(
+        (found[path] == one).all() for path, one in checkpoint_worker.tree().items()
+    )
 
 
 # What all say; where one process fails, it says the part after "with" alone.
 TOLD = {
-    "full disk": "failed on process 2, with OSError: [Errno 28] No space left on device; nothing was",
-    "elsewhere": "elsewhere-1' on processes 1, 3; give all of them the same. Nothing was written.",
-    "overwrite": "save with different `overwrite`: False on processes 0, 1, 3, True on process 2; give all of them",
-    "file_bytes": "save with different `file_bytes`: 1000 on process 0, 5000000000 on processes 1, 2, 3; give all",
-    "other plan": " on process 2; `hosts.assert_same_plan(plan)` says where they differ. Nothing was written.",
-    "map": " on process 1; `hosts.assert_same_plan(map)` says where they differ. Nothing was written.",
+    "full disk": (
+        "failed on process 2, with OSError: [Errno 28] No space left on device;"
+        " nothing was"
+    ),
+    "elsewhere": (
+        "elsewhere-1' on processes 1, 3; give all of them the same. Nothing was"
+        " written."
+    ),
+    "overwrite": (
+        "save with different `overwrite`: False on processes 0, 1, 3, True on process"
+        " 2; give all of them"
+    ),
+    "file_bytes": (
+        "save with different `file_bytes`: 1000 on process 0, 5000000000 on processes"
+        " 1, 2, 3; give all"
+    ),
+    "other plan": (
+        " on process 2; `hosts.assert_same_plan(plan)` says where they differ. Nothing"
+        " was written."
+    ),
+    "map": (
+        " on process 1; `hosts.assert_same_plan(map)` says where they differ. Nothing"
+        " was written."
+    ),
     "dtype": "save with different `leaves`: leaf `rows` is float32[64, 32] in",
-    "placed otherwise": "leaf `both` is float32[24, 8, 4] in P('tensor', 'data') on mesh {'data': 4, 'tensor': 2} with",
+    "placed otherwise": (
+        "leaf `both` is float32[24, 8, 4] in P('tensor', 'data') on mesh {'data': 4,"
+        " 'tensor': 2} with"
+    ),
     "leaf": "failed on process 1, with PlanMismatchError: leaf `whole` is str 'text'",
-    "leaf of the first": "failed on process 0, with PlanMismatchError: leaf `whole` is str 'text'",
-    "tree": "failed on process 3, with PlanMismatchError: this tree is not the one that was planned",
-    "plan": "failed on process 3, with LeafTypeError: `plan` must be of type ShardPlan, not str; give what",
-    "path": "failed on process 2, with TypeError: expected str, bytes or os.PathLike object, not int",
+    "leaf of the first": (
+        "failed on process 0, with PlanMismatchError: leaf `whole` is str 'text'"
+    ),
+    "tree": (
+        "failed on process 3, with PlanMismatchError: this tree is not the one that was"
+        " planned"
+    ),
+    "plan": (
+        "failed on process 3, with LeafTypeError: `plan` must be of type ShardPlan, not"
+        " str; give what"
+    ),
+    "path": (
+        "failed on process 2, with TypeError: expected str, bytes or os.PathLike"
+        " object, not int"
+    ),
     "ctrl-c": "failed on process 3, with KeyboardInterrupt",
     "ctrl-c in the first": "failed on process 0, with KeyboardInterrupt",
     "ctrl-c before the first has come": "failed on process 2, with KeyboardInterrupt",
@@ -127,10 +183,16 @@ def test_what_one_process_finds_wrong_all_say_soon(quarrel, name):
 def test_after_all_that_saves_are_right_and_nothing_lies_about(quarrel):
     folder, results = quarrel
     for result in results:
-        assert result["good"][0] == result["again"][0] == result["after"][0] == "no error"
+        assert (
+            result["good"][0] == result["again"][0] == result["after"][0] == "no error"
+        )
         assert result["right"] and result["ours"] and result["pair"]
         assert not result["left behind"]
-    assert {path.stem for path in folder.glob("*.safetensors")} == {"one", "ours", "pair"}
+    assert {path.stem for path in folder.glob("*.safetensors")} == {
+        "one",
+        "ours",
+        "pair",
+    }
     assert not list(folder.glob(".*")) and not folder.joinpath("never").exists()
 
 
@@ -144,9 +206,14 @@ def test_a_process_that_does_not_come_is_named(quarrel):
 def test_only_those_who_hold_arrays_save_them(quarrel):
     for number, result in enumerate(quarrel[1]):
         one, two = result["one process's"][0], result["two processes'"][0]
-        assert (one == "no error") == (number == 0) and (two == "no error") == (number in (1, 2))
+        assert (one == "no error") == (number == 0) and (two == "no error") == (
+            number in (1, 2)
+        )
         assert number == 0 or "they lie on process 0: call `save` there alone" in one
-        assert number in (1, 2) or "they lie on processes 1, 2: call `save` there alone" in two
+        assert (
+            number in (1, 2)
+            or "they lie on processes 1, 2: call `save` there alone" in two
+        )
 
 
 def test_a_killed_process_is_missed(ended):
@@ -154,6 +221,7 @@ def test_a_killed_process_is_missed(ended):
     folder, results = results_of(ended, "killed", (0, 1, 3))
     for number, (text, seconds) in zip((0, 1, 3), results, strict=True):
         assert "process 2 gave no sign of life for 4 s while saving to " in text
-        # The first one's own disk hangs for 6 seconds and more, and is waited for after the others were told.
+        # The first one's own disk hangs for 6 seconds and more, and is waited for after
+        # the others were told.
         assert seconds < 12 or number == 0
     assert not (folder / "never").exists()

@@ -1,4 +1,6 @@
-"""A saved tree is loaded bit by bit under any other plan, and a save that is killed at any call loses nothing."""
+"""A saved tree is loaded bit by bit under any other plan, and a save that is killed at
+any call loses nothing.
+"""
 
 import errno
 import json
@@ -27,15 +29,25 @@ from shardfx.errors import LeafTypeError, PlanFormatError, PlanMismatchError
 
 def mesh_of(sizes, names="abc"):
     count = int(np.prod(sizes))
-    return Mesh(np.array(jax.devices()[:count]).reshape(sizes), tuple(names[: len(sizes)]))
+    return Mesh(
+        np.array(jax.devices()[:count]).reshape(sizes), tuple(names[: len(sizes)])
+    )
 
 
 def tree_of(dtype=jnp.float32):
     def values(*shape):
-        raw = np.random.default_rng(len(shape)).integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
+        raw = np.random.default_rng(len(shape)).integers(
+            0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8
+        )
         return raw.reshape(-1).view(dtype).reshape(shape)
 
-    return {"layers": [{"w": values(16, 8), "b": values(8)}, {"w": values(16, 8), "b": values(8)}], "s": values()}
+    return {
+        "layers": [
+            {"w": values(16, 8), "b": values(8)},
+            {"w": values(16, 8), "b": values(8)},
+        ],
+        "s": values(),
+    }
 
 
 def planned(tree, mesh, rules):
@@ -45,7 +57,10 @@ def planned(tree, mesh, rules):
 
 def same(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+    return all(
+        x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        for x, y in pairs
+    )
 
 
 LAYOUTS = [
@@ -69,7 +84,9 @@ def test_any_layout_is_read_under_any_other(tmp_path):
             assert jax.tree.map(lambda x: x.sharding, loaded) == other.shardings
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int4", "uint4", "float8_e4m3b11fnuz", "float4_e2m1fn"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int4", "uint4", "float8_e4m3b11fnuz", "float4_e2m1fn"]
+)
 def test_dtypes_that_safetensors_has_no_name_for(tmp_path, dtype):
     array = jnp.asarray(np.arange(64).reshape(8, 8) % 2, jnp.dtype(dtype))
     arrays, made = planned({"w": array}, mesh_of((8,)), "w->a")
@@ -81,13 +98,17 @@ def test_dtypes_that_safetensors_has_no_name_for(tmp_path, dtype):
 
 def test_a_module_is_saved_by_its_paths_and_other_libraries_can_read_it(tmp_path):
     model = eqx.nn.MLP(4, 8, 16, 2, key=jax.random.key(0))
-    made = shardfx.plan(model, mesh_of((8,)), paths=PathRules.parse("weight->a, .*->replicate"))
+    made = shardfx.plan(
+        model, mesh_of((8,)), paths=PathRules.parse("weight->a, .*->replicate")
+    )
     checkpoint.save(tmp_path / "step", shardfx.shard(model, made), made)
     assert sorted(os.listdir(tmp_path)) == ["step"]
     assert sorted(os.listdir(tmp_path / "step")) == ["model.safetensors", "plan.json"]
     arrays = load_file(tmp_path / "step" / "model.safetensors")
     header = (tmp_path / "step" / "model.safetensors").read_bytes()[:8]
-    assert int.from_bytes(header, "little") % 64 == 64 - len(header), "arrays begin at a multiple of 64"
+    assert int.from_bytes(header, "little") % 64 == 64 - len(header), (
+        "arrays begin at a multiple of 64"
+    )
     assert arrays.keys() == {leaf.path for leaf in made.leaves}
     assert np.array_equal(arrays["layers/0/weight"], model.layers[0].weight)
     assert checkpoint.saved_plan(tmp_path / "step").digest == made.digest
@@ -98,11 +119,17 @@ def test_a_large_tree_is_spread_over_files(tmp_path):
     arrays, made = planned(tree, mesh_of((2, 4)), LAYOUTS[1][1])
     checkpoint.save(tmp_path / "step", arrays, made, file_bytes=600)
     files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    assert sorted(os.listdir(tmp_path / "step")) == [*files, "model.safetensors.index.json", "plan.json"]
+    assert sorted(os.listdir(tmp_path / "step")) == [
+        *files,
+        "model.safetensors.index.json",
+        "plan.json",
+    ]
     index = json.loads((tmp_path / "step" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2 * (512 + 32) + 4
     assert same(checkpoint.load(tmp_path / "step", made), tree)
-    assert checkpoint.saved_plan(tmp_path / "step", like=tree).on(mesh_of((2, 4))) == made
+    assert (
+        checkpoint.saved_plan(tmp_path / "step", like=tree).on(mesh_of((2, 4))) == made
+    )
 
 
 def test_a_file_carries_its_plan_and_is_replaced_at_once(tmp_path):
@@ -110,7 +137,10 @@ def test_a_file_carries_its_plan_and_is_replaced_at_once(tmp_path):
     path = tmp_path / "model.safetensors"
     checkpoint.save(path, arrays, made)
     assert checkpoint.saved_plan(path).digest == made.digest
-    with pytest.raises(CheckpointError, match="exists, and nothing was changed; pass `overwrite=True` to replace it"):
+    with pytest.raises(
+        CheckpointError,
+        match="exists, and nothing was changed; pass `overwrite=True` to replace it",
+    ):
         checkpoint.save(path, arrays, made)
     doubled = jax.tree.map(lambda x: x * 2, arrays)
     checkpoint.save(path, doubled, made, overwrite=True)
@@ -121,14 +151,23 @@ def test_a_file_carries_its_plan_and_is_replaced_at_once(tmp_path):
 def test_a_directory_is_never_replaced(tmp_path):
     arrays, made = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
     checkpoint.save(tmp_path / "step", arrays, made)
-    for overwrite, why in ((False, "$"), (True, " `overwrite=True` replaces .safetensors files")):
-        with pytest.raises(CheckpointError, match="exists, .* save to a new name, or remove it first." + why):
+    for overwrite, why in (
+        (False, "$"),
+        (True, " `overwrite=True` replaces .safetensors files"),
+    ):
+        with pytest.raises(
+            CheckpointError,
+            match="exists, .* save to a new name, or remove it first." + why,
+        ):
             checkpoint.save(tmp_path / "step", arrays, made, overwrite=overwrite)
     assert same(checkpoint.load(tmp_path / "step", made), arrays)
 
 
 def test_numpy_arrays_and_odd_layouts(tmp_path, capsys):
-    tree = {"f": np.asfortranarray(np.arange(12.0, dtype=np.float32).reshape(3, 4)), "z": np.zeros((0, 3), np.int8)}
+    tree = {
+        "f": np.asfortranarray(np.arange(12.0, dtype=np.float32).reshape(3, 4)),
+        "z": np.zeros((0, 3), np.int8),
+    }
     made = shardfx.plan(tree, mesh_of((1,)), paths=PathRules.parse(".*->replicate"))
     checkpoint.save(tmp_path / "step", tree, made, progress=True)
     assert "saving [########################]" in capsys.readouterr().err
@@ -136,13 +175,33 @@ def test_numpy_arrays_and_odd_layouts(tmp_path, capsys):
 
 
 UNSAVED: dict[str, tuple[Any, Any, str]] = {
-    "w": (np.ones(3, np.complex128), LeafTypeError, "leaf `w` is complex128, which safetensors cannot hold"),
-    "struct": (jax.ShapeDtypeStruct((3,), jnp.float32), LeafTypeError, "is a ShapeDtypeStruct, which holds no values"),
-    "__metadata__": (jnp.ones(8), CheckpointError, "a leaf cannot be saved as `__metadata__`: safetensors keeps"),
-    "half \ud800": (jnp.ones(8), CheckpointError, r"leaf `half \\ud800`: its path holds half of a character"),
+    "w": (
+        np.ones(3, np.complex128),
+        LeafTypeError,
+        "leaf `w` is complex128, which safetensors cannot hold",
+    ),
+    "struct": (
+        jax.ShapeDtypeStruct((3,), jnp.float32),
+        LeafTypeError,
+        "is a ShapeDtypeStruct, which holds no values",
+    ),
+    "__metadata__": (
+        jnp.ones(8),
+        CheckpointError,
+        "a leaf cannot be saved as `__metadata__`: safetensors keeps",
+    ),
+    "half \ud800": (
+        jnp.ones(8),
+        CheckpointError,
+        r"leaf `half \\ud800`: its path holds half of a character",
+    ),
     # two arrays of one path are refused by `plan`
     "a/b": ({"c": 5}, CheckpointError, "two leaves have the path `a/b/c`"),
-    "long": (np.ones(3, np.float32), CheckpointError, r"a safetensors header of \d+ bytes is over the format's limit"),
+    "long": (
+        np.ones(3, np.float32),
+        CheckpointError,
+        r"a safetensors header of \d+ bytes is over the format's limit",
+    ),
 }
 
 
@@ -163,7 +222,10 @@ def test_trees_that_cannot_be_saved(tmp_path, monkeypatch, name):
 def test_plans_that_are_not_there(tmp_path):
     save_file({"w": np.ones(3)}, tmp_path / "x.safetensors")
     for path in (tmp_path, tmp_path / "x.safetensors"):
-        with pytest.raises(CheckpointError, match="holds no plan: `checkpoint.save` writes one, unless by a map"):
+        with pytest.raises(
+            CheckpointError,
+            match="holds no plan: `checkpoint.save` writes one, unless by a map",
+        ):
             checkpoint.saved_plan(path)
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(PlanFormatError):
@@ -187,7 +249,9 @@ def failing(name, number, error):
 def writes(monkeypatch):
     """The number of bytes of each write."""
     seen, pwritev = [], os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda *given: seen.append(pwritev(*given)) or seen[-1])
+    monkeypatch.setattr(
+        os, "pwritev", lambda *given: seen.append(pwritev(*given)) or seen[-1]
+    )
     return seen
 
 
@@ -199,7 +263,9 @@ def test_small_arrays_are_written_together_and_by_replica_zero_alone(tmp_path, w
         checkpoint.save(tmp_path / f"{len(sizes)}", arrays, made)
         assert len(writes) <= 4 and sum(writes) == 500 * 8 * 8 * 4
         assert same(checkpoint.load(tmp_path / f"{len(sizes)}", made), tree)
-    arrays, made = planned({"w": np.ones((1024, 1024), np.float32)}, mesh_of((2, 4)), "w->b")
+    arrays, made = planned(
+        {"w": np.ones((1024, 1024), np.float32)}, mesh_of((2, 4)), "w->b"
+    )
     writes.clear()
     checkpoint.save(tmp_path / "large", arrays, made)
     assert sum(writes) == 2**22
@@ -211,7 +277,8 @@ CALLS = [("pwritev", 1), ("pwritev", 3), ("fsync", 1), ("fsync", 2)]
 # Only what is a folder needs one.
 @pytest.mark.parametrize(
     ("target", "name", "number"),
-    [(target, *call) for target in ("step", "model.safetensors") for call in CALLS] + [("step", "mkdir", 2)],
+    [(target, *call) for target in ("step", "model.safetensors") for call in CALLS]
+    + [("step", "mkdir", 2)],
 )
 def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, target, name, number):
     tree = tree_of()
@@ -222,9 +289,20 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, target, name, number
     with monkeypatch.context() as patched:
         # No two arrays are small enough to be written together.
         patched.setattr("shardfx.checkpoint._save.COPY_BYTES", 1)
-        patched.setattr(os, name, failing(name, number, OSError(errno.ENOSPC, "No space left on device", "here")))
+        patched.setattr(
+            os,
+            name,
+            failing(
+                name, number, OSError(errno.ENOSPC, "No space left on device", "here")
+            ),
+        )
         with pytest.raises(OSError, match="No space left"):
-            checkpoint.save(tmp_path / target, jax.tree.map(lambda x: x + 1, arrays), made, overwrite=True)
+            checkpoint.save(
+                tmp_path / target,
+                jax.tree.map(lambda x: x + 1, arrays),
+                made,
+                overwrite=True,
+            )
     assert os.listdir(tmp_path) == before
     if before:
         assert same(checkpoint.load(tmp_path / target, made), tree)
@@ -232,8 +310,12 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, target, name, number
 
 def test_too_little_space_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     arrays, made = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
-    with pytest.raises(OSError, match=r"saving takes \d+ bytes and 1000 are free; nothing was written"):
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000)
+    )
+    with pytest.raises(
+        OSError, match=r"saving takes \d+ bytes and 1000 are free; nothing was written"
+    ):
         checkpoint.save(tmp_path / "step", arrays, made)
     assert os.listdir(tmp_path) == []
 
@@ -279,15 +361,24 @@ for target in ("model.safetensors", "step"):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """What a program says whose children are killed one after the other, each a system call later.
+    """What a program says whose children are killed one after the other, each a system
+    call later.
 
-    For each target the number, the exit status, and the values that are there when a child has ended.
+    For each target the number, the exit status, and the values that are there when a
+    child has ended.
     """
-    folder, seen = tmp_path_factory.mktemp("killed"), {"model.safetensors": [], "step": []}
-    arrays, made = planned({"w": jnp.ones((64, 8)), "b": jnp.ones(8)}, mesh_of((8,)), "w->a, b->replicate")
+    folder, seen = (
+        tmp_path_factory.mktemp("killed"),
+        {"model.safetensors": [], "step": []},
+    )
+    arrays, made = planned(
+        {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}, mesh_of((8,)), "w->a, b->replicate"
+    )
     command = [sys.executable, "-W", "ignore", "-c", KILLED, str(folder)]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdin is not None and child.stdout is not None
         checkpoint.save(folder / "model.safetensors", arrays, made)
         for line in child.stdout:
@@ -295,7 +386,11 @@ def killed(tmp_path_factory):
             values = None
             if os.path.exists(folder / target):
                 loaded = checkpoint.load(folder / target, made)
-                values = {float(x) for leaf in jax.tree.leaves(loaded) for x in np.asarray(leaf).ravel()}
+                values = {
+                    float(x)
+                    for leaf in jax.tree.leaves(loaded)
+                    for x in np.asarray(leaf).ravel()
+                }
             seen[target].append((int(number), int(status), values))
             child.stdin.write("\n")
             child.stdin.flush()
@@ -307,12 +402,16 @@ def test_whoever_is_killed_leaves_the_old_checkpoint_whole(killed, target):
     folder, seen = killed
     *dead, last = seen[target]
     assert len(dead) >= 4 and all(status == -signal.SIGKILL for _, status, _ in dead)
-    # All old, or all new once the rename was done; never mixed, and never new before the end.
+    # All old, or all new once the rename was done; never mixed, and never new before
+    # the end.
     old = {1.0} if target.endswith("s") else None
     assert [values for _, _, values in dead][:4] == [old] * 4
     assert all(values in (old, {2.0}) for _, _, values in dead)
-    # A directory that is killed after its rename, before the flush of its parent, is there as a whole.
-    assert last[1:] == ((0, {2.0}) if target.endswith("s") else (-signal.SIGKILL, {2.0}))
+    # A directory that is killed after its rename, before the flush of its parent, is
+    # there as a whole.
+    assert last[1:] == (
+        (0, {2.0}) if target.endswith("s") else (-signal.SIGKILL, {2.0})
+    )
     # What the killed ones left is hidden, and no checkpoint.
     assert all(name.startswith(".") for name in os.listdir(folder) if name not in seen)
 
@@ -325,13 +424,17 @@ def test_of_two_writers_the_second_gets_an_error(tmp_path, monkeypatch, target):
     put = getattr(os, last)
 
     def late(staging, path):
-        # Another writer comes through between the writing and the last call of this one.
+        # Another writer comes through between the writing and the last call of this
+        # one.
         monkeypatch.setattr(os, last, put)
         checkpoint.save(tmp_path / target, others, made)
         put(staging, path)
 
     monkeypatch.setattr(os, last, late)
-    with pytest.raises(CheckpointError, match="appeared while this was saving, from another writer, and stays as it"):
+    with pytest.raises(
+        CheckpointError,
+        match="appeared while this was saving, from another writer, and stays as it",
+    ):
         checkpoint.save(tmp_path / target, arrays, made)
     assert same(checkpoint.load(tmp_path / target, made), others)
     assert os.listdir(tmp_path) == [target]
@@ -341,7 +444,12 @@ def test_a_sharding_that_no_plan_made(tmp_path):
     mesh = mesh_of((2, 2, 2))
     array = np.arange(4 * 6 * 8, dtype=np.int32).reshape(4, 6, 8)
     made = shardfx.plan({"w": array}, mesh, paths=PathRules.parse("w->replicate"))
-    for spec in (P(None, "a", "b"), P("c", "b"), P(None, None, ("c", "a", "b")), P(("b", "a"), None, "c")):
+    for spec in (
+        P(None, "a", "b"),
+        P("c", "b"),
+        P(None, None, ("c", "a", "b")),
+        P(("b", "a"), None, "c"),
+    ):
         placed = {"w": jax.device_put(array, NamedSharding(mesh, spec))}
         path = tmp_path / f"{spec}.safetensors".replace("/", "")
         checkpoint.save(path, placed, made)
@@ -367,22 +475,36 @@ def test_what_killed_saves_left_is_found_and_removed(tmp_path):
         (str(file), str(tmp_path / "one.safetensors")),
         (str(old), str(tmp_path / "step-1")),
     ]
-    assert 5000 <= found[1].nbytes <= 1 << 20 and found[0].age_seconds > 1e8 and "written to" in str(found[0])
+    assert (
+        5000 <= found[1].nbytes <= 1 << 20
+        and found[0].age_seconds > 1e8
+        and "written to" in str(found[0])
+    )
     assert old.exists() and len(checkpoint.left_over(tmp_path, remove=True)) == 2
     assert not old.exists() and not file.exists() and new.exists()
     assert len(list(tmp_path.iterdir())) == 4
 
 
-@pytest.mark.parametrize("path", ["gs://bucket/step-1", "s3://bucket/x.safetensors", "hf://org/model"])
+@pytest.mark.parametrize(
+    "path", ["gs://bucket/step-1", "s3://bucket/x.safetensors", "hf://org/model"]
+)
 def test_addresses_of_other_machines_are_told_from_paths(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    made = shardfx.plan({"w": jnp.ones(8)}, mesh_of((8,), "x"), paths=PathRules.parse("w->x"))
+    made = shardfx.plan(
+        {"w": jnp.ones(8)}, mesh_of((8,), "x"), paths=PathRules.parse("w->x")
+    )
     for call in (
         lambda: checkpoint.read_index(path),
         lambda: checkpoint.save(path, shardfx.shard({"w": jnp.ones(8)}, made), made),
     ):
-        with pytest.raises(CheckpointError, match="is an address, and checkpoints are read from and saved to file"):
+        with pytest.raises(
+            CheckpointError,
+            match="is an address, and checkpoints are read from and saved to file",
+        ):
             call()
     assert not list(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match="no checkpoint at 'org/model'.*is downloaded first: `hf download"):
+    with pytest.raises(
+        CheckpointError,
+        match="no checkpoint at 'org/model'.*is downloaded first: `hf download",
+    ):
         checkpoint.read_index("org/model")

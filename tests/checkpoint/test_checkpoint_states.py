@@ -1,4 +1,6 @@
-"""What a training state holds besides float arrays: PRNG keys, Python's numbers, NumPy's 64-bit integers."""
+"""What a training state holds besides float arrays: PRNG keys, Python's numbers,
+NumPy's 64-bit integers.
+"""
 
 import enum
 import json
@@ -60,23 +62,44 @@ def test_keys_come_back_as_keys(tmp_path, mesh, impl, name):
     again = checkpoint.load(tmp_path / name, arrays)
     assert again["many"].sharding == arrays["many"].sharding
     # The file holds nothing that its own library could not read.
-    file = tmp_path / name if name.endswith(".safetensors") else tmp_path / name / "model.safetensors"
+    file = (
+        tmp_path / name
+        if name.endswith(".safetensors")
+        else tmp_path / name / "model.safetensors"
+    )
     assert np.array_equal(load_file(file)["many"], bits(tree["many"]))
 
 
 def test_keys_are_planned_from_the_checkpoint_and_loaded_elsewhere(tmp_path, mesh):
-    tree = {"key": jax.random.key(3), "layers": [jax.random.split(jax.random.key(i), 4) for i in range(2)]}
+    tree = {
+        "key": jax.random.key(3),
+        "layers": [jax.random.split(jax.random.key(i), 4) for i in range(2)],
+    }
     checkpoint.save(tmp_path / "step", *planned(tree, mesh))
     index = checkpoint.read_index(tmp_path / "step")
-    assert (index["layers/0"].shape, index["layers/0"].dtype, index["layers/0"].nbytes) == ((4,), tree["key"].dtype, 32)
+    assert (
+        index["layers/0"].shape,
+        index["layers/0"].dtype,
+        index["layers/0"].nbytes,
+    ) == ((4,), tree["key"].dtype, 32)
     other = Mesh(np.array(jax.devices()[:4]), ("x",))
-    found = shardfx.plan(checkpoint.structs(index), other, paths=PathRules.parse("layers->x, key->replicate"))
+    found = shardfx.plan(
+        checkpoint.structs(index),
+        other,
+        paths=PathRules.parse("layers->x, key->replicate"),
+    )
     loaded = checkpoint.load(index, found)["layers"]["1"]
-    assert loaded.sharding.spec == P("x") and np.array_equal(bits(loaded), bits(tree["layers"][1]))
+    assert loaded.sharding.spec == P("x") and np.array_equal(
+        bits(loaded), bits(tree["layers"][1])
+    )
     reads = checkpoint.plan_reads(index, found)
     assert (reads.needed_bytes, reads.read_bytes) == (8 + 2 * 32, 8 + 2 * 32)
-    alone = jax.ShapeDtypeStruct((), tree["key"].dtype, sharding=SingleDeviceSharding(jax.devices()[5]))
-    assert checkpoint.load(index, {"key": alone}, unread="allow")["key"].devices() == {jax.devices()[5]}
+    alone = jax.ShapeDtypeStruct(
+        (), tree["key"].dtype, sharding=SingleDeviceSharding(jax.devices()[5])
+    )
+    assert checkpoint.load(index, {"key": alone}, unread="allow")["key"].devices() == {
+        jax.devices()[5]
+    }
 
 
 def test_keys_become_neither_other_keys_nor_integers(tmp_path, mesh):
@@ -88,7 +111,11 @@ def test_keys_become_neither_other_keys_nor_integers(tmp_path, mesh):
         checkpoint.save(tmp_path / name, arrays, plans[name])
     other = "'k' holds PRNG keys of rbg, but the plan has keys of threefry2x32;"
     neither = "of PRNG keys and integers one does not become the other"
-    for path, wanted, text in (("rbg", "threefry", other), ("raw", "rbg", neither), ("rbg", "raw", neither)):
+    for path, wanted, text in (
+        ("rbg", "threefry", other),
+        ("raw", "rbg", neither),
+        ("rbg", "raw", neither),
+    ):
         for dtype in (None, "plan"):
             with pytest.raises(CheckpointError, match=text):
                 checkpoint.load(tmp_path / path, plans[wanted], dtype=dtype)
@@ -97,7 +124,9 @@ def test_keys_become_neither_other_keys_nor_integers(tmp_path, mesh):
 @pytest.mark.parametrize("kind", ["key<rbg>", "key<nothing>", "key<", 3])
 def test_what_a_header_calls_keys_must_have_their_shape(tmp_path, kind):
     save_file(
-        {"k": np.ones((3, 2), np.uint32)}, tmp_path / "x.safetensors", {"shardfx.dtypes": json.dumps({"k": kind})}
+        {"k": np.ones((3, 2), np.uint32)},
+        tmp_path / "x.safetensors",
+        {"shardfx.dtypes": json.dumps({"k": kind})},
     )
     entry = checkpoint.read_index(tmp_path)["k"]
     assert (entry.shape, entry.dtype) == ((3, 2), np.dtype(np.uint32))
@@ -110,22 +139,48 @@ class Speed(enum.IntEnum):
     fast = 1
 
 
-NUMBERS = [5, -3, 0, True, False, 2**70, -(2**70), 0.1, -0.0, 1e300, 1 + 2j, complex(-0.0, 1e-9)]
+NUMBERS = [
+    5,
+    -3,
+    0,
+    True,
+    False,
+    2**70,
+    -(2**70),
+    0.1,
+    -0.0,
+    1e300,
+    1 + 2j,
+    complex(-0.0, 1e-9),
+]
 NUMBERS += [float("inf"), float("nan")]
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "step"])
 def test_numbers_of_a_state_are_saved(tmp_path, mesh, name):
     numbers = {f"{at:02}": value for at, value in enumerate(NUMBERS)}
-    state = {"w": jnp.arange(8.0), "numbers": numbers, "name": "run", "speed": Speed.fast, "f": jax.nn.gelu}
+    state = {
+        "w": jnp.arange(8.0),
+        "numbers": numbers,
+        "name": "run",
+        "speed": Speed.fast,
+        "f": jax.nn.gelu,
+    }
     arrays, made = planned(state, mesh)
     checkpoint.save(tmp_path / name, arrays, made)
-    fresh = arrays | {"numbers": dict.fromkeys(numbers, 0), "name": "other"}  # pyright: ignore[reportOperatorIssue]
+    fresh = arrays | {
+        "numbers": dict.fromkeys(numbers, 0),
+        "name": "other",
+    }  # pyright: ignore[reportOperatorIssue]
     for asked in (made, fresh):
         loaded = checkpoint.load(tmp_path / name, asked)
         assert repr(loaded["numbers"]) == repr(numbers)
     # A plan has nothing that could be kept, a tree has.
-    assert loaded["name"] == "other" and loaded["speed"] is Speed.fast and loaded["f"] is jax.nn.gelu
+    assert (
+        loaded["name"] == "other"
+        and loaded["speed"] is Speed.fast
+        and loaded["f"] is jax.nn.gelu
+    )
     assert checkpoint.load(tmp_path / name, made)["name"] is None
 
 
@@ -133,26 +188,61 @@ def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
     arrays, made = planned({"w": jnp.arange(8.0), "step": 5}, mesh)
     assert isinstance(arrays, dict)
     checkpoint.save(tmp_path / "step", arrays, made)
-    save_file({"w": np.ones(8, np.float32), "epoch": np.array(3)}, tmp_path / "x.safetensors")
+    save_file(
+        {"w": np.ones(8, np.float32), "epoch": np.array(3)}, tmp_path / "x.safetensors"
+    )
     for name, tree, text in (
-        ("step", arrays | {"epoch": 0}, "leaf `epoch`: it is 0 here, and the checkpoint has no number there;"),
-        ("step", {"v": arrays["w"], "w": 0}, "leaf `w`: it is 0 here, and the checkpoint has an array there; plan it"),
-        ("step", arrays | {"step": jnp.array(5)}, "`step`: the checkpoint has a Python number there, and no array; g"),
-        ("x.safetensors", arrays | {"epoch": 0}, "leaf `epoch`: it is 0 here, and the checkpoint has an array there"),
+        (
+            "step",
+            arrays | {"epoch": 0},
+            "leaf `epoch`: it is 0 here, and the checkpoint has no number there;",
+        ),
+        (
+            "step",
+            {"v": arrays["w"], "w": 0},
+            "leaf `w`: it is 0 here, and the checkpoint has an array there; plan it",
+        ),
+        (
+            "step",
+            arrays | {"step": jnp.array(5)},
+            "`step`: the checkpoint has a Python number there, and no array; g",
+        ),
+        (
+            "x.safetensors",
+            arrays | {"epoch": 0},
+            "leaf `epoch`: it is 0 here, and the checkpoint has an array there",
+        ),
     ):
         with pytest.raises(CheckpointError, match=text):
             checkpoint.load(tmp_path / name, tree)
     checkpoint.save(tmp_path / "arrays", {"w": arrays["w"]}, made)
     assert checkpoint.load(tmp_path / "arrays", made)["step"] is None
     # A file of other origin has no numbers: those of the tree stay.
-    assert checkpoint.load(tmp_path / "x.safetensors", arrays | {"step": 1}, unread="allow")["step"] == 1
+    assert (
+        checkpoint.load(
+            tmp_path / "x.safetensors", arrays | {"step": 1}, unread="allow"
+        )["step"]
+        == 1
+    )
 
 
-@pytest.mark.parametrize("text", ["[]", '{"step": 5}', '{"step": ["int", "x"]}', '{"step": ["bool", "1"]}', "{"])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", '{"step": 5}', '{"step": ["int", "x"]}', '{"step": ["bool", "1"]}', "{"],
+)
 def test_numbers_that_are_none(tmp_path, mesh, text):
-    save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors", {"shardfx.numbers": text})
-    with pytest.raises(CheckpointError, match="must map paths to numbers|has no number for 'step'|no valid JSON"):
-        checkpoint.load(tmp_path / "x.safetensors", planned({"w": jnp.ones(8)}, mesh)[1])
+    save_file(
+        {"w": np.ones(8, np.float32)},
+        tmp_path / "x.safetensors",
+        {"shardfx.numbers": text},
+    )
+    with pytest.raises(
+        CheckpointError,
+        match="must map paths to numbers|has no number for 'step'|no valid JSON",
+    ):
+        checkpoint.load(
+            tmp_path / "x.safetensors", planned({"w": jnp.ones(8)}, mesh)[1]
+        )
 
 
 # What cannot be given back
@@ -161,22 +251,55 @@ def test_numbers_that_are_none(tmp_path, mesh, text):
 def test_a_branch_may_have_the_name_of_the_metadata(tmp_path, mesh):
     nested, made = planned({"a": {"__metadata__": jnp.ones(8)}}, mesh)
     checkpoint.save(tmp_path / "x", nested, made)
-    assert np.array_equal(checkpoint.load(tmp_path / "x", made)["a"]["__metadata__"], np.ones(8))
+    assert np.array_equal(
+        checkpoint.load(tmp_path / "x", made)["a"]["__metadata__"], np.ones(8)
+    )
 
 
-@pytest.mark.parametrize("value", [np.int64(5), np.arange(8), np.ones(8), np.uint64(2**40)])
+@pytest.mark.parametrize(
+    "value", [np.int64(5), np.arange(8), np.ones(8), np.uint64(2**40)]
+)
 def test_what_the_plan_could_not_load_is_not_saved(tmp_path, mesh, value):
     tree = {"n": value}
     made = shardfx.plan(tree, mesh, paths=REPLICATE)
-    with pytest.raises(LeafTypeError, match=r"leaf `n` is \w+64 in NumPy and \w+32 in the plan, .*Save `leaf.astype"):
+    with pytest.raises(
+        LeafTypeError,
+        match=r"leaf `n` is \w+64 in NumPy and \w+32 in the plan, .*Save `leaf.astype",
+    ):
         checkpoint.save(tmp_path / "x", tree, made)
     arrays = shardfx.shard({"n": np.asarray(value).astype(made["n"].dtype)}, made)
     checkpoint.save(tmp_path / "x", arrays, made)
     assert np.array_equal(checkpoint.load(tmp_path / "x", made)["n"], arrays["n"])
 
 
-DTYPES = ("int64", "uint32", "int32", "int8", "float32", "bfloat16", "int4", "float8_e4m3fn", "float8_e5m2")
-EDGES = [0, 7, 8, -8, -9, 127, 128, -128, 1001, 1008, 2**24 + 1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1]
+DTYPES = (
+    "int64",
+    "uint32",
+    "int32",
+    "int8",
+    "float32",
+    "bfloat16",
+    "int4",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
+EDGES = [
+    0,
+    7,
+    8,
+    -8,
+    -9,
+    127,
+    128,
+    -128,
+    1001,
+    1008,
+    2**24 + 1,
+    2**31 - 1,
+    2**31,
+    -(2**31),
+    -(2**31) - 1,
+]
 EDGES += [3e9, 1.5, -0.25, 1.001, -1, -7.0, float("nan")]
 
 
@@ -214,7 +337,9 @@ def test_no_integer_changes_its_value_and_none_is_made_of_a_fraction(
         zarr(path, "n", array, chunks=[8, 2])
     else:
         save_file({"n": array}, path / "x.safetensors")
-    structs = {"n": jax.ShapeDtypeStruct((8, 4), to, sharding=NamedSharding(mesh, spec))}
+    structs = {
+        "n": jax.ShapeDtypeStruct((8, 4), to, sharding=NamedSharding(mesh, spec))
+    }
     if held(value, to) == value or not (is_integer(stored) or is_integer(to)):
         loaded = checkpoint.load(path, structs, dtype="plan")["n"]
         # tensorstore makes a NaN of other bits.
@@ -226,5 +351,7 @@ def test_no_integer_changes_its_value_and_none_is_made_of_a_fraction(
         f", and {to} goes from -?[0-9]+ to [0-9]+; plan a wider",
         f", which is no number of {to}; plan a d",
     )
-    with pytest.raises(CheckpointError, match=f"^array 'n' holds .*{beyond if is_beyond else between}"):
+    with pytest.raises(
+        CheckpointError, match=f"^array 'n' holds .*{beyond if is_beyond else between}"
+    ):
         checkpoint.load(path, structs, dtype="plan")

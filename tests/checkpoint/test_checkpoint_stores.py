@@ -1,4 +1,6 @@
-"""Stores of chunks: zarr, OCDBT, Orbax and eformer directories, written by the libraries that own the formats."""
+"""Stores of chunks: zarr, OCDBT, Orbax and eformer directories, written by the
+libraries that own the formats.
+"""
 
 import json
 import subprocess
@@ -33,21 +35,30 @@ def arrays_of():
 
 
 def check(path, mesh, rules="w->a.b, h->None.b, n->a"):
-    """Everything is read as it was written, and what the reads need and take in excess is known."""
+    """Everything is read as it was written, and what the reads need and take in excess
+    is known.
+    """
     index = checkpoint.read_index(path)
     tree = checkpoint.structs(index)
     made = plan(tree, mesh, paths=PathRules.parse(rules))
     loaded = checkpoint.load(path, made)
     expected = arrays_of()
     for leaf in made.leaves:
-        array = loaded["layer"][leaf.path[-1]] if "/" in leaf.path else loaded[leaf.path]
+        array = (
+            loaded["layer"][leaf.path[-1]] if "/" in leaf.path else loaded[leaf.path]
+        )
         assert array.sharding.spec == leaf.spec
         assert array.dtype == expected[leaf.path].dtype
-        assert np.array_equal(np.asarray(array, np.float32), np.asarray(expected[leaf.path], np.float32))
+        assert np.array_equal(
+            np.asarray(array, np.float32), np.asarray(expected[leaf.path], np.float32)
+        )
     return index, made
 
 
-@pytest.mark.parametrize(("driver", "ocdbt"), [("zarr", False), ("zarr3", False), ("zarr", True), ("zarr3", True)])
+@pytest.mark.parametrize(
+    ("driver", "ocdbt"),
+    [("zarr", False), ("zarr3", False), ("zarr", True), ("zarr3", True)],
+)
 def test_zarr_trees_and_databases(tmp_path, mesh, driver, ocdbt):
     for path, array in arrays_of().items():
         zarr(tmp_path, path, array, chunks=[4] * array.ndim, driver=driver, ocdbt=ocdbt)
@@ -58,16 +69,24 @@ def test_zarr_trees_and_databases(tmp_path, mesh, driver, ocdbt):
     assert (found.chunks, found.driver) == ((4, 4), driver)
     reads = checkpoint.plan_reads(index, made)
     assert reads.needed_bytes == index.bytes_total
-    # (16, 24) in pieces of (8, 6) touches chunks of 4 twice along the columns; the others fit.
+    # (16, 24) in pieces of (8, 6) touches chunks of 4 twice along the columns; the
+    # others fit.
     [one] = reads.processes
     assert one.excess_bytes == 16 * (8 - 6) * 4 * 4 + 8 * 2 * 4 * 2
 
 
 @pytest.mark.parametrize("use_ocdbt", [True, False])
 @pytest.mark.parametrize("use_zarr3", [True, False])
-def test_orbax_is_read_and_without_its_metadata_refused(tmp_path, mesh, use_ocdbt, use_zarr3):
+def test_orbax_is_read_and_without_its_metadata_refused(
+    tmp_path, mesh, use_ocdbt, use_zarr3
+):
     expected = arrays_of()
-    tree = {"layer": [{"w": jax.device_put(expected["layer/w"], NamedSharding(mesh, P("b", "a")))}], "n": jnp.arange(8)}
+    tree = {
+        "layer": [
+            {"w": jax.device_put(expected["layer/w"], NamedSharding(mesh, P("b", "a")))}
+        ],
+        "n": jnp.arange(8),
+    }
     orbax(tmp_path / "c", tree, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
     index = checkpoint.read_index(tmp_path / "c")
     assert index.format == "orbax"
@@ -83,14 +102,22 @@ def test_orbax_is_read_and_without_its_metadata_refused(tmp_path, mesh, use_ocdb
     assert np.array_equal(loaded["layer"][0]["w"], expected["layer/w"])
     assert np.array_equal(loaded["n"], np.arange(8))
     (tmp_path / "c" / "_METADATA").unlink()
-    with pytest.raises(CheckpointError, match="of Orbax, as '.*' shows, without _METADATA: its save was int"):
+    with pytest.raises(
+        CheckpointError,
+        match="of Orbax, as '.*' shows, without _METADATA: its save was int",
+    ):
         checkpoint.read_index(tmp_path / "c")
 
 
 def test_a_step_of_orbax_names_its_items(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(3, args=ocp.args.Composite(params=ocp.args.StandardSave({"w": jnp.ones(8)})))
-    with pytest.raises(CheckpointError, match=r"is a step .* with the items \['params'\]; name one, as in `read_index"):
+        manager.save(
+            3, args=ocp.args.Composite(params=ocp.args.StandardSave({"w": jnp.ones(8)}))
+        )
+    with pytest.raises(
+        CheckpointError,
+        match=r"is a step .* with the items \['params'\]; name one, as in `read_index",
+    ):
         checkpoint.read_index(tmp_path / "3")
     assert checkpoint.read_index(tmp_path / "3" / "params")["w"].shape == (8,)
 
@@ -99,7 +126,10 @@ def test_eformer_directories_are_read_through_their_index(tmp_path, mesh):
     for path, array in arrays_of().items():
         zarr(tmp_path, path, array, chunks=list(array.shape))
     zarr(tmp_path, "not/listed", np.ones(3), chunks=[3])
-    rows = [{"path": p, "shape": list(a.shape), "dtype": str(a.dtype)} for p, a in arrays_of().items()]
+    rows = [
+        {"path": p, "shape": list(a.shape), "dtype": str(a.dtype)}
+        for p, a in arrays_of().items()
+    ]
     eformer(tmp_path, version="1.0", arrays=rows)
     index, _ = check(tmp_path, mesh)
     assert index.format == "eformer"
@@ -114,25 +144,37 @@ def test_eformer_directories_are_read_through_their_index(tmp_path, mesh):
 def test_an_eformer_checkpoint_that_eformer_wrote(tmp_path, mesh):
     serialization = pytest.importorskip("eformer.serialization.serialization")
     expected = arrays_of()
-    tree = {"layer": {"w": jnp.asarray(expected["layer/w"]), "h": jnp.asarray(expected["layer/h"])}}
+    tree = {
+        "layer": {
+            "w": jnp.asarray(expected["layer/w"]),
+            "h": jnp.asarray(expected["layer/h"]),
+        }
+    }
     serialization.tree_serialize_leaves(str(tmp_path), tree, prefix="model")
     index = checkpoint.read_index(tmp_path)
     assert index.format == "eformer"
     structs = checkpoint.structs(index, prefix="model")
     made = plan(structs, mesh, paths=PathRules.parse("w->a.b, h->b"))
-    loaded = checkpoint.load(index, made, TreeMap({"layer/{name}": "model/layer/{name}"}))
+    loaded = checkpoint.load(
+        index, made, TreeMap({"layer/{name}": "model/layer/{name}"})
+    )
     assert np.array_equal(loaded["layer"]["w"], expected["layer/w"])
     assert loaded["layer"]["w"].sharding.spec == P("a", "b")
 
 
 def test_maps_and_casts_reach_into_stores(tmp_path, mesh):
-    layers = [np.random.default_rng(i).normal(size=(8, 12)).astype(np.float32) for i in range(4)]
+    layers = [
+        np.random.default_rng(i).normal(size=(8, 12)).astype(np.float32)
+        for i in range(4)
+    ]
     for number, layer in enumerate(layers):
         zarr(tmp_path, f"h/{number}", layer, chunks=[3, 5])
     wanted = np.stack([layer.T for layer in layers])
     sharding = NamedSharding(mesh, P("b", None, "a"))
     structs = {"w": jax.ShapeDtypeStruct(wanted.shape, jnp.bfloat16, sharding=sharding)}
-    loaded = checkpoint.load(tmp_path, structs, TreeMap({"w": From("h/{i}").T.stack("i")}), dtype="plan")
+    loaded = checkpoint.load(
+        tmp_path, structs, TreeMap({"w": From("h/{i}").T.stack("i")}), dtype="plan"
+    )
     assert np.array_equal(np.asarray(loaded["w"]), wanted.astype(jnp.bfloat16))
 
 
@@ -141,7 +183,9 @@ def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
     model = tmp_path / "model"
     zarr(model, "w", np.ones(3, np.float32), chunks=[3])
     index = checkpoint.read_index(model)
-    structs = {"w": jax.ShapeDtypeStruct((3,), np.float32, sharding=NamedSharding(mesh, P()))}
+    structs = {
+        "w": jax.ShapeDtypeStruct((3,), np.float32, sharding=NamedSharding(mesh, P()))
+    }
     (model / "w" / "0").unlink()
     (model / "w" / "0").symlink_to(tmp_path / "outside")
     with pytest.raises(CheckpointError, match="symbolic link that leaves"):
@@ -172,17 +216,34 @@ EFORMER = [
     ({"arrays": [3]}, "lists '3', which has no `path`"),
     ({"arrays": [{"path": "w", "shape": [-1]}]}, "it must be a list of sizes"),
     ({"arrays": [{"path": "w", "shape": [2**70]}]}, "it must be a list of sizes"),
-    *[({"arrays": [{"path": name}]}, "not a relative path below") for name in ("../out", "/etc", "a/../../b")],
-    ({"arrays": [{"path": "real", "shape": [4]}]}, r"the shape \[4\], but its own metadata says \(3,\)"),
+    *[
+        ({"arrays": [{"path": name}]}, "not a relative path below")
+        for name in ("../out", "/etc", "a/../../b")
+    ],
+    (
+        {"arrays": [{"path": "real", "shape": [4]}]},
+        r"the shape \[4\], but its own metadata says \(3,\)",
+    ),
 ]
 ZARR = (
     *("{", "[]", "{}", '{"shape": [3], "chunks": [0], "dtype": "<f4"}'),
-    *('{"shape": [3], "chunks": [3, 3], "dtype": "<f4"}', '{"shape": ["3"], "chunks": [3], "dtype": "<f4"}'),
+    *(
+        '{"shape": [3], "chunks": [3, 3], "dtype": "<f4"}',
+        '{"shape": ["3"], "chunks": [3], "dtype": "<f4"}',
+    ),
 )
 ORBAX = ("{", "{}", "[]", '{"tree_metadata": 3}', '{"tree_metadata": {"a": {}}}')
-BROKEN = [("tensorstore_index.json", json.dumps({"format": "tensorstore"} | one), told) for one, told in EFORMER]
-BROKEN += [("real/.zarray", text, "describes no zarr array|is no valid JSON") for text in ZARR]
-BROKEN += [("_METADATA", text, "has no keys and value|has no `tree_metadata`|no valid JSON") for text in ORBAX]
+BROKEN = [
+    ("tensorstore_index.json", json.dumps({"format": "tensorstore"} | one), told)
+    for one, told in EFORMER
+]
+BROKEN += [
+    ("real/.zarray", text, "describes no zarr array|is no valid JSON") for text in ZARR
+]
+BROKEN += [
+    ("_METADATA", text, "has no keys and value|has no `tree_metadata`|no valid JSON")
+    for text in ORBAX
+]
 
 
 @pytest.mark.parametrize(("file", "text", "message"), BROKEN)
@@ -194,7 +255,10 @@ def test_metadata_that_make_no_sense(tmp_path, file, text, message):
 
 
 def test_shapes_that_an_index_does_not_say(tmp_path, mesh):
-    eformer(tmp_path, arrays=[{"path": "w"}, {"path": "v", "shape": [4], "dtype": "datetime64"}])
+    eformer(
+        tmp_path,
+        arrays=[{"path": "w"}, {"path": "v", "shape": [4], "dtype": "datetime64"}],
+    )
     index = checkpoint.read_index(tmp_path)
     assert shardings(index, mesh) == dict.fromkeys("wv", NamedSharding(mesh, P()))
     with pytest.raises(CheckpointError, match="does not say the shape of 'w'"):
@@ -202,15 +266,33 @@ def test_shapes_that_an_index_does_not_say(tmp_path, mesh):
     with pytest.raises(CheckpointError, match="array 'w' .* has no known shape"):
         checkpoint.structs(index)
     assert index["v"].dtype is None and index["v"].nbytes is None
-    assert [line.split()[2:] for line in str(index).splitlines()[1:3]] == [["unknown[?]", "?"], ["datetime64[4]", "?"]]
+    assert [line.split()[2:] for line in str(index).splitlines()[1:3]] == [
+        ["unknown[?]", "?"],
+        ["datetime64[4]", "?"],
+    ]
 
 
 @pytest.mark.parametrize(
-    "dtype", ["O", "|O", "<M8[ns]", [["a", "<i4"]], "<U8", "V16", "<f16", "import os", "<05", "|b1", "<i2"]
+    "dtype",
+    [
+        "O",
+        "|O",
+        "<M8[ns]",
+        [["a", "<i4"]],
+        "<U8",
+        "V16",
+        "<f16",
+        "import os",
+        "<05",
+        "|b1",
+        "<i2",
+    ],
 )
 def test_zarr_dtypes_are_from_a_list(tmp_path, dtype):
     (tmp_path / "w").mkdir()
-    (tmp_path / "w" / ".zarray").write_text(json.dumps({"shape": [3], "chunks": [3], "dtype": dtype}))
+    (tmp_path / "w" / ".zarray").write_text(
+        json.dumps({"shape": [3], "chunks": [3], "dtype": dtype})
+    )
     # numpy would evaluate "<05", and fail with a SyntaxError.
     found = checkpoint.read_index(tmp_path)["w"].dtype
     assert found == {"|b1": np.dtype(bool), "<i2": np.dtype("int16")}.get(str(dtype))
@@ -218,9 +300,19 @@ def test_zarr_dtypes_are_from_a_list(tmp_path, dtype):
 
 @pytest.mark.parametrize("damage", ["chunk", "cut chunk", "shape", "manifest", "dtype"])
 def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
-    zarr(tmp_path, "w", np.arange(64, dtype=np.float32), chunks=[64], ocdbt=damage == "manifest")
+    zarr(
+        tmp_path,
+        "w",
+        np.arange(64, dtype=np.float32),
+        chunks=[64],
+        ocdbt=damage == "manifest",
+    )
     index = checkpoint.read_index(tmp_path)
-    structs = {"w": jax.ShapeDtypeStruct((64,), np.float32, sharding=NamedSharding(mesh, P("a")))}
+    structs = {
+        "w": jax.ShapeDtypeStruct(
+            (64,), np.float32, sharding=NamedSharding(mesh, P("a"))
+        )
+    }
     metadata = tmp_path / "w" / ".zarray"
     if damage.endswith("chunk"):
         chunk = metadata.with_name("0")
@@ -239,6 +331,11 @@ def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
 
 def test_the_import_needs_no_store_library():
     libraries = "{'tensorstore', 'orbax', 'safetensors'}"
-    code = f"import sys; import shardfx.checkpoint; print(sorted({libraries} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        f"import sys; import shardfx.checkpoint; print(sorted({libraries} &"
+        " set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,6 @@
-"""The rounds of processes that save together, played by threads over a coordination service in memory."""
+"""The rounds of processes that save together, played by threads over a coordination
+service in memory.
+"""
 
 import concurrent.futures
 import inspect
@@ -18,7 +20,9 @@ MEMBERS = (3, 5, 8)
 
 
 class Service:
-    """JAX's client of its coordination service, in memory. With `is_gone`, its calls fail."""
+    """JAX's client of its coordination service, in memory. With `is_gone`, its calls
+    fail.
+    """
 
     def __init__(self):
         self.notes, self.is_gone, self.barriers = {}, False, {}
@@ -36,7 +40,9 @@ class Service:
         try:
             barrier.wait(timeout_in_ms / 1000)
         except threading.BrokenBarrierError:
-            text = "DEADLINE_EXCEEDED: Barrier timed out. Some timed out task names:\n8\n"
+            text = (
+                "DEADLINE_EXCEEDED: Barrier timed out. Some timed out task names:\n8\n"
+            )
             raise jax.errors.JaxRuntimeError(text) from None
 
     def key_value_set(self, name, text, allow_overwrite=False):
@@ -50,7 +56,11 @@ class Service:
 
     def key_value_dir_get(self, folder):
         self._reachable()
-        return [item for item in self.notes.copy().items() if item[0].startswith(folder + "/")]
+        return [
+            item
+            for item in self.notes.copy().items()
+            if item[0].startswith(folder + "/")
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +80,9 @@ def played(service, *acts):
             return error
 
     with concurrent.futures.ThreadPoolExecutor(len(MEMBERS)) as pool:
-        futures = [pool.submit(play, me, act) for me, act in zip(MEMBERS, acts, strict=True)]
+        futures = [
+            pool.submit(play, me, act) for me, act in zip(MEMBERS, acts, strict=True)
+        ]
         return [future.result() for future in futures]
 
 
@@ -82,7 +94,9 @@ def saving(did, wrote=10, begin=None, commit=None):
         processes.run_on_first(begin or (lambda: did.append("began")))
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             writes = [pool.submit(lambda: wrote)]
-            processes.finish(writes, lambda _: None, 30, commit or (lambda: did.append("committed")))
+            processes.finish(
+                writes, lambda _: None, 30, commit or (lambda: did.append("committed"))
+            )
         return token
 
     return act
@@ -101,12 +115,16 @@ def test_an_error_of_the_first_process_alone_is_told_to_all(work):
     act = saving([], begin=full) if work == "begin" else saving([], commit=full)
     first, *others = played(Service(), *it.repeat(act, 3))
     assert isinstance(first, OSError)
-    assert all("failed on process 3, with OSError: disk full" in str(other) for other in others)
+    assert all(
+        "failed on process 3, with OSError: disk full" in str(other) for other in others
+    )
 
 
 @pytest.mark.parametrize("odd", [0, 2])
 def test_after_all_is_written_the_first_process_alone_decides(monkeypatch, odd):
-    """Another process that dies then changes nothing; where the first one dies, the others name it."""
+    """Another process that dies then changes nothing; where the first one dies, the
+    others name it.
+    """
     did = []
 
     def dies(processes):
@@ -119,7 +137,10 @@ def test_after_all_is_written_the_first_process_alone_decides(monkeypatch, odd):
     acts = [saving(did, wrote=15)] * 3
     acts[odd] = dies
     for got in [one for at, one in enumerate(played(Service(), *acts)) if at != odd]:
-        told = "process 3 gave no sign of life for 0.5 s after everything was written to 'it'"
+        told = (
+            "process 3 gave no sign of life for 0.5 s after everything was written to"
+            " 'it'"
+        )
         assert isinstance(got, str) if odd else told in str(got)
     assert did == (["began", "committed"] if odd else [])
 
@@ -127,7 +148,10 @@ def test_after_all_is_written_the_first_process_alone_decides(monkeypatch, odd):
 def test_bytes_that_nobody_writes_are_missed():
     did = []
     for got in played(Service(), *[saving(did, wrote=wrote) for wrote in (10, 10, 9)]):
-        assert "the processes wrote 29 of 30 bytes to 'it', as nobody holds the first replica of some array" in str(got)
+        assert (
+            "the processes wrote 29 of 30 bytes to 'it', as nobody holds the first"
+            " replica of some array" in str(got)
+        )
     assert did == ["began"]
 
 
@@ -139,7 +163,10 @@ def test_a_process_that_hung_meets_none_of_a_later_save(monkeypatch):
 
     monkeypatch.setattr(_coordination, "_SILENT_SECONDS", 0.5)
     for got in played(Service(), saving([]), saving([]), late):
-        assert "process 8 gave no sign of life for 0.5 s while saving to 'it': it has died, or hangs." in str(got)
+        assert (
+            "process 8 gave no sign of life for 0.5 s while saving to 'it': it has"
+            " died, or hangs." in str(got)
+        )
 
 
 def test_a_process_that_never_comes_is_missed_soon():
@@ -152,10 +179,16 @@ def test_a_service_that_has_gone_is_named():
     service = Service()
     service.is_gone = True
     for got in map(str, played(service, *it.repeat(saving([]), 3))):
-        assert "service does not answer (UNAVAILABLE: failed to connect)" in got and "start the job again" in got
+        assert (
+            "service does not answer (UNAVAILABLE: failed to connect)" in got
+            and "start the job again" in got
+        )
 
 
 def test_processes_need_the_service():
-    with pytest.raises(CheckpointError, match=r"call `jax.distributed.initialize\(\)` when the program starts"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"call `jax.distributed.initialize\(\)` when the program starts",
+    ):
         with SaveProcesses("'it'", 0, (0, 1), None, 1.0):
             pass

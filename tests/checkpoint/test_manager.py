@@ -18,7 +18,9 @@ from shardfx.errors import CheckpointError
 def state():
     mesh = Mesh(np.array(jax.devices()), ("x",))
     tree = {"w": jnp.zeros((8, 8)), "key": jax.random.key(0), "step": 0}
-    return shardfx.shard(tree, shardfx.plan(tree, mesh, paths=PathRules.parse("w->x, key->replicate")))
+    return shardfx.shard(
+        tree, shardfx.plan(tree, mesh, paths=PathRules.parse("w->x, key->replicate"))
+    )
 
 
 def test_steps_are_kept_while_training_donates(tmp_path, state):
@@ -33,7 +35,10 @@ def test_steps_are_kept_while_training_donates(tmp_path, state):
         loaded = manager.load(state, step)
         assert loaded["step"] == step and (np.asarray(loaded["w"]) == step).all()
         assert loaded["w"].sharding.is_equivalent_to(state["w"].sharding, 2)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-3", "step-4"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "step-3",
+        "step-4",
+    ]
     with pytest.raises(CheckpointError, match=r"has no step 1; it has 3, 4\."):
         manager.load(state, 1)
     with pytest.raises(CheckpointError, match="`keep=0` would keep no checkpoint"):
@@ -61,10 +66,14 @@ def test_what_goes_wrong_in_the_background_is_told_later(tmp_path, state):
     with checkpoint.Manager(tmp_path) as manager:
         manager.save(1, state)
         manager.save(1, state)
-        with pytest.raises(CheckpointError, match="step-1' exists, and nothing was changed"):
+        with pytest.raises(
+            CheckpointError, match="step-1' exists, and nothing was changed"
+        ):
             manager.wait()
         manager.wait()
-        with pytest.raises(CheckpointError, match="a leaf cannot be saved as `__metadata__`"):
+        with pytest.raises(
+            CheckpointError, match="a leaf cannot be saved as `__metadata__`"
+        ):
             manager.save(2, {"__metadata__": state["w"]})
         assert manager.steps() == (1,)
 
@@ -72,7 +81,11 @@ def test_what_goes_wrong_in_the_background_is_told_later(tmp_path, state):
 def test_arrays_say_by_themselves_how_they_lie(tmp_path, state):
     checkpoint.save(tmp_path / "one", state)
     made = checkpoint.saved_plan(tmp_path / "one")
-    assert made["w"].spec == P("x") and made["key"].spec == P() and made.mesh.axis_names == ("x",)
+    assert (
+        made["w"].spec == P("x")
+        and made["key"].spec == P()
+        and made.mesh.axis_names == ("x",)
+    )
     assert checkpoint.load(tmp_path / "one", state)["step"] == 0
     # On several meshes, or on none, there is no plan to write.
     other = Mesh(np.array(jax.devices()[:2]), ("y",))

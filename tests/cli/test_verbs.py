@@ -37,11 +37,16 @@ BY_HAND = AxisRules([("batch", "rows"), ("mlp", "columns")])
 def write_files(folder, more=""):
     """The page's model, and its checkpoint of three layers."""
     (folder / "my_model.py").write_text(
-        "".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)) + more
+        "".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+        + more
     )
     (folder / "model-dir").mkdir()
     shapes = {"up": (8, 4), "down": (4, 8)}
-    arrays = {f"layer_{i}.{name}": np.full(shape, i, np.float32) for i in range(3) for name, shape in shapes.items()}
+    arrays = {
+        f"layer_{i}.{name}": np.full(shape, i, np.float32)
+        for i in range(3)
+        for name, shape in shapes.items()
+    }
     save_file(arrays, folder / "model-dir" / "model.safetensors")
 
 
@@ -63,7 +68,10 @@ def command_of(name):
 
 
 def test_the_list_of_verbs_says_what_each_says_of_itself():
-    assert all(command_of(name).get_short_help_str(200) == text for name, (_, text) in _VERBS.items())
+    assert all(
+        command_of(name).get_short_help_str(200) == text
+        for name, (_, text) in _VERBS.items()
+    )
 
 
 def test_no_verb_needs_no_jax():
@@ -78,7 +86,11 @@ def test_no_verb_needs_no_jax():
 
 def examples(name):
     epilog = command_of(name).epilog or ""
-    return [line.strip() for line in epilog.splitlines() if line.strip().startswith("shardfx ")]
+    return [
+        line.strip()
+        for line in epilog.splitlines()
+        if line.strip().startswith("shardfx ")
+    ]
 
 
 EXAMPLES = [(name, line) for name in VERBS if name != "demo" for line in examples(name)]
@@ -88,7 +100,10 @@ EXAMPLES = [(name, line) for name in VERBS if name != "demo" for line in example
 def test_every_help_shows_two_examples(name, capsys):
     assert run(name, "--help") == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"Usage: shardfx {name} ") and max(map(len, out.splitlines())) < 120
+    assert (
+        out.startswith(f"Usage: shardfx {name} ")
+        and max(map(len, out.splitlines())) < 120
+    )
     assert len(examples(name)) >= 2
     for line in examples(name):
         assert line in out and line.split()[:2] == ["shardfx", name]
@@ -104,19 +119,31 @@ def test_every_example_runs(name, line, here, capsys):
     assert out or "--html" in words
     if "--json" in words:
         after = words[words.index("--json") + 1 :]
-        json.loads(Path(after[0]).read_text() if after and not after[0].startswith("--") else out)
+        json.loads(
+            Path(after[0]).read_text()
+            if after and not after[0].startswith("--")
+            else out
+        )
 
 
 def test_the_examples_of_the_demo_are_read():
     """`test_cli.py` runs it."""
     for line in examples("demo"):
-        assert command_of("demo").make_context("demo", shlex.split(line)[2:]).params["steps"] == 3
+        assert (
+            command_of("demo")
+            .make_context("demo", shlex.split(line)[2:])
+            .params["steps"]
+            == 3
+        )
 
 
 @pytest.mark.parametrize("missing", ["click", "rich"])
 def test_without_the_extra_one_line_says_what_to_install(missing):
     done = python(f"sys.modules['{missing}'] = None\nsys.exit(main(['plan']))")
-    line = f"shardfx: error: the command line needs {missing}; install it with: pip install 'shardfx[cli]'\n"
+    line = (
+        f"shardfx: error: the command line needs {missing}; install it with: pip"
+        " install 'shardfx[cli]'\n"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
@@ -124,13 +151,24 @@ def test_without_the_extra_one_line_says_what_to_install(missing):
     "words, jax, offered",
     [
         ("shardfx ex", "None", {"explain"}),
-        ("shardfx plan gpt2 --m", "__import__('jax')", {"--mode", "--mesh", "--min-bytes"}),
+        (
+            "shardfx plan gpt2 --m",
+            "__import__('jax')",
+            {"--mode", "--mesh", "--min-bytes"},
+        ),
     ],
 )
 def test_a_shell_completes_verbs_without_jax_and_flags(words, jax, offered):
-    asked = {"_SHARDFX_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    asked = {
+        "_SHARDFX_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
     done = python(f"sys.modules['jax'] = {jax}\nsys.exit(main())", PATH="", **asked)
-    assert done.stderr == "" and {line.partition(",")[2] for line in done.stdout.splitlines()} >= offered
+    assert (
+        done.stderr == ""
+        and {line.partition(",")[2] for line in done.stdout.splitlines()} >= offered
+    )
 
 
 def test_version(capsys):
@@ -143,11 +181,17 @@ def test_a_plan_that_was_written_is_a_model(here, capsys):
     assert run("plan", "my_model:make", *flags, "--json", "plan.json") == 0
     assert "on mesh fsdp=4,tensor=2 (8 devices)" in capsys.readouterr().out
     assert run("plan", "plan.json", "--json") == 0
-    assert ShardPlan.from_json(capsys.readouterr().out) == ShardPlan.from_json(Path("plan.json").read_text())
+    assert ShardPlan.from_json(capsys.readouterr().out) == ShardPlan.from_json(
+        Path("plan.json").read_text()
+    )
     # With rules, its arrays are planned anew.
-    assert run("plan", "plan.json", "--mesh", "fsdp=2", "--rules", ".*->fsdp(fsdp)") == 0
+    assert (
+        run("plan", "plan.json", "--mesh", "fsdp=2", "--rules", ".*->fsdp(fsdp)") == 0
+    )
     assert "on mesh fsdp=2 (2 devices)" in capsys.readouterr().out
-    assert "Missing option '--rules'" in failure(capsys, "plan", "plan.json", "--mesh", "fsdp=2")
+    assert "Missing option '--rules'" in failure(
+        capsys, "plan", "plan.json", "--mesh", "fsdp=2"
+    )
 
 
 def data(capsys, words, code=0):
@@ -158,16 +202,31 @@ def data(capsys, words, code=0):
 
 
 def test_what_verbs_print_as_data(here, capsys):
-    assert data(capsys, "models")["gpt2"]["strategies"] == ["dp", "fsdp", "tp", "fsdp_tp"]
+    assert data(capsys, "models")["gpt2"]["strategies"] == [
+        "dp",
+        "fsdp",
+        "tp",
+        "fsdp_tp",
+    ]
     assert {"v5p", "h100"} <= {chip["name"] for chip in data(capsys, "chips")}
-    dims = data(capsys, "explain llama3-8b model/norm/weight --mesh fsdp=8,tensor=16 --rules tp")["dims"]
+    dims = data(
+        capsys, "explain llama3-8b model/norm/weight --mesh fsdp=8,tensor=16 --rules tp"
+    )["dims"]
     assert dims[0]["size"] == 4096
-    assert "seconds" in data(capsys, "traffic my_model:train_step --mesh fsdp=8 --how estimate --chip v5p")
+    assert "seconds" in data(
+        capsys, "traffic my_model:train_step --mesh fsdp=8 --how estimate --chip v5p"
+    )
     found = data(capsys, "traffic my_model:train_step --mesh fsdp=8")
     assert found["wire_bytes"] == sum(row["wire_bytes"] for row in found["rows"]) > 0
     assert {row["source"]["function"] for row in found["rows"]} >= {"loss"}
-    found = data(capsys, "traffic my_model:train_step --mesh data=2,fsdp=2,tensor=2 --how compare")
-    compiled, estimated = (sum(row["wire_bytes"] for row in found[how]["rows"]) for how in ("compiled", "estimated"))
+    found = data(
+        capsys,
+        "traffic my_model:train_step --mesh data=2,fsdp=2,tensor=2 --how compare",
+    )
+    compiled, estimated = (
+        sum(row["wire_bytes"] for row in found[how]["rows"])
+        for how in ("compiled", "estimated")
+    )
     assert found["extra_bytes"] == compiled - estimated
 
 
@@ -296,12 +355,23 @@ gpt2-xl
 
 
 def files(folder):
-    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+    return {
+        file: file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file() and file.suffix != ".pyc"
+    }
 
 
 @pytest.mark.parametrize("words, message", WRONG)
-def test_what_cannot_be_done_is_one_line_and_writes_nothing(words, message, here, capsys):
-    texts = {"bad.json": "{}", "cut.json": '{"format": "shardfx.plan",', "gpt2-xl": "no checkpoint", "kept.py": "1"}
+def test_what_cannot_be_done_is_one_line_and_writes_nothing(
+    words, message, here, capsys
+):
+    texts = {
+        "bad.json": "{}",
+        "cut.json": '{"format": "shardfx.plan",',
+        "gpt2-xl": "no checkpoint",
+        "kept.py": "1",
+    }
     for name, text in {**texts, "steps.py": STEPS}.items():
         Path(name).write_text(text)
     before = files(here)
@@ -311,9 +381,19 @@ def test_what_cannot_be_done_is_one_line_and_writes_nothing(words, message, here
 
 @pytest.mark.parametrize("fail_on, code", [("error", 0), ("warning", 1), ("info", 1)])
 def test_lint_fails_for_findings_of_the_chosen_severity(fail_on, code, here, capsys):
-    flags = ("--mesh", "fsdp=4,tensor=3", "--rules", "my_model:BOTH", "--fail-on", fail_on)
+    flags = (
+        "--mesh",
+        "fsdp=4,tensor=3",
+        "--rules",
+        "my_model:BOTH",
+        "--fail-on",
+        fail_on,
+    )
     assert run("lint", "my_model:make", *flags) == code
-    assert "2 warnings" in (out := capsys.readouterr().out) and "warning corrected: layer_{0..1}/down" in out
+    assert (
+        "2 warnings" in (out := capsys.readouterr().out)
+        and "warning corrected: layer_{0..1}/down" in out
+    )
     assert run("lint", "my_model:make", *flags, "--ignore", "corrected") == 0
     assert capsys.readouterr().out == "no findings\n"
 
@@ -322,7 +402,10 @@ def test_lint_shows_what_plan_would_refuse_and_does_not_fail_itself(here, capsys
     flags = "my_model:make --mesh fsdp=4 --rules up->fsdp,none->fsdp"
     assert "no rule covers" in failure(capsys, "plan", *flags.split())
     found = data(capsys, f"lint {flags}", 1)
-    assert {one["code"]: one["severity"] for one in found} == {"unmatched": "error", "unused-rule": "error"}
+    assert {one["code"]: one["severity"] for one in found} == {
+        "unmatched": "error",
+        "unused-rule": "error",
+    }
     assert all(one["fix"] for one in found)
 
 
@@ -330,7 +413,14 @@ def test_lint_of_a_plan_and_of_the_state_of_an_optimizer(here, capsys):
     flags = ("my_model:make", "--rules", "my_model:BOTH")
     assert run("plan", *flags, "--mesh", "fsdp=4,tensor=3", "--json", "plan.json") == 0
     assert run("lint", "plan.json", "--fail-on", "warning") == 1
-    wide = ("--mesh", "data=2,fsdp=4,tensor=2", "--kwargs", "width=8192", "--optimizer", "my_model:OPTIMIZER")
+    wide = (
+        "--mesh",
+        "data=2,fsdp=4,tensor=2",
+        "--kwargs",
+        "width=8192",
+        "--optimizer",
+        "my_model:OPTIMIZER",
+    )
     assert run("lint", *flags, *wide) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "warning corrected" in out and "as ZeRO-1 would" in out
@@ -339,56 +429,118 @@ def test_lint_of_a_plan_and_of_the_state_of_an_optimizer(here, capsys):
 def test_diff_of_two_plans(here, capsys):
     first = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH")
     for name, rules in (("a.json", "my_model:BOTH"), ("b.json", ".*->fsdp(fsdp)")):
-        assert run("plan", "my_model:make", *first[:2], "--rules", rules, "--json", name) == 0
+        assert (
+            run("plan", "my_model:make", *first[:2], "--rules", rules, "--json", name)
+            == 0
+        )
     capsys.readouterr()
     assert run("diff", "a.json", "b.json") == 0
     files = capsys.readouterr().out
-    assert run("diff", "my_model:make", *first, "--to-rules", ".*->fsdp(fsdp)", "--exit-code") == 1
+    assert (
+        run(
+            "diff",
+            "my_model:make",
+            *first,
+            "--to-rules",
+            ".*->fsdp(fsdp)",
+            "--exit-code",
+        )
+        == 1
+    )
     assert capsys.readouterr().out == files and "4 arrays differ or move" in files
     assert run("diff", "a.json", "a.json", "--exit-code", "--json") == 0
     assert json.loads(capsys.readouterr().out)["leaves"] == []
-    assert run("diff", "a.json", "my_model:make", "--to-mesh", "fsdp=8", "--to-rules", ".*->fsdp(fsdp)") == 0
-    assert "the mesh is fsdp=4,tensor=2 in one plan, fsdp=8 in the other" in capsys.readouterr().out
+    assert (
+        run(
+            "diff",
+            "a.json",
+            "my_model:make",
+            "--to-mesh",
+            "fsdp=8",
+            "--to-rules",
+            ".*->fsdp(fsdp)",
+        )
+        == 0
+    )
+    assert (
+        "the mesh is fsdp=4,tensor=2 in one plan, fsdp=8 in the other"
+        in capsys.readouterr().out
+    )
     assert "there is one plan; name another" in failure(capsys, "diff", "a.json")
 
 
-def test_fit_of_a_model_counts_its_arrays_alone_and_does_not_say_that_a_step_fits(capsys):
-    found = data(capsys, "fit llama3-8b --mesh fsdp=2 --rules fsdp --optimizer optax:adamw --chip v5e", 1)
+def test_fit_of_a_model_counts_its_arrays_alone_and_does_not_say_that_a_step_fits(
+    capsys,
+):
+    found = data(
+        capsys,
+        "fit llama3-8b --mesh fsdp=2 --rules fsdp --optimizer optax:adamw --chip v5e",
+        1,
+    )
     assert found["how"] == "arguments" and found["is_close"] is False
-    assert not found["fits"] and found["headroom_bytes"] == found["usable_bytes"] - found["peak_bytes"] < 0
+    assert (
+        not found["fits"]
+        and found["headroom_bytes"] == found["usable_bytes"] - found["peak_bytes"] < 0
+    )
     assert sum(row["bytes"] for row in found["rows"]) == found["peak_bytes"]
     assert {"model", "optimizer"} == {row["group"] for row in found["rows"]}
 
 
 def test_search_chooses_mesh_and_rules_that_run(here, capsys):
-    found = data(capsys, "search my_model:plain_step --target tpu:v5e:2x4 --keep 2 --write chosen.py")
-    assert len(found) == 2 and found[0]["fits"] and found[0]["seconds"] <= found[1]["seconds"]
+    found = data(
+        capsys,
+        "search my_model:plain_step --target tpu:v5e:2x4 --keep 2 --write chosen.py",
+    )
+    assert (
+        len(found) == 2
+        and found[0]["fits"]
+        and found[0]["seconds"] <= found[1]["seconds"]
+    )
     space = {}
     exec(Path("chosen.py").read_text(), space)
     assert str(space["MESH"]) == found[0]["mesh"]
     assert Path("chosen.py").read_text().endswith("out_shardings=(plans[0], None))\n")
     step, args = importlib.import_module("my_model").plain_step()
     plans = space["plans_of"](step, *args)
-    assert [{leaf.path: data_of(leaf.spec) for leaf in plan.leaves} for plan in plans] == found[0]["plans"]
-    assert found[0]["by"] == "estimate" and found[0]["state_over"] == found[0]["states"] == []
+    assert [
+        {leaf.path: data_of(leaf.spec) for leaf in plan.leaves} for plan in plans
+    ] == found[0]["plans"]
+    assert (
+        found[0]["by"] == "estimate"
+        and found[0]["state_over"] == found[0]["states"] == []
+    )
     assert found[0]["wire_bytes"] > 0
-    assert run("search", "my_model:plain_step", *"--devices 2 --chip v5e --kwargs width=65536".split()) == 1
+    assert (
+        run(
+            "search",
+            "my_model:plain_step",
+            *"--devices 2 --chip v5e --kwargs width=65536".split(),
+        )
+        == 1
+    )
 
 
 def test_search_compiles_the_best_and_rules_by_hand(here, capsys):
-    words = "search my_model:plain_step --target cpu:4 --kwargs width=64 --verify --closely 1"
+    words = (
+        "search my_model:plain_step --target cpu:4 --kwargs width=64 --verify"
+        " --closely 1"
+    )
     more = "--rules my_model:BY_HAND --write chosen.py --json found.json"
     assert run(*words.split(), *more.split()) == 0
     out = capsys.readouterr().out
     # Axes get usual names.
-    assert re.search(r"^\[1\] +\S.* +compile +[\d.e+]+ ", out, re.MULTILINE) and "rows=" not in out
+    assert (
+        re.search(r"^\[1\] +\S.* +compile +[\d.e+]+ ", out, re.MULTILINE)
+        and "rows=" not in out
+    )
     assert "by the compiled program" in Path("chosen.py").read_text()
     space = {}
     exec(Path("chosen.py").read_text(), space)
     step, args = importlib.import_module("my_model").plain_step(width=64)
     names = shardfx.auto.name_axes(step, *args).names
     plans = [
-        shardfx.plan(arg, space["MESH"], names=tree, axes=space["RULES"]) for arg, tree in zip(args, names, strict=True)
+        shardfx.plan(arg, space["MESH"], names=tree, axes=space["RULES"])
+        for arg, tree in zip(args, names, strict=True)
     ]
     assert all(made.mesh.size == 4 for made in plans)
     found = json.loads(Path("found.json").read_text())
@@ -397,8 +549,28 @@ def test_search_compiles_the_best_and_rules_by_hand(here, capsys):
 
 
 def test_a_report_has_the_findings_the_chip_and_the_traffic(here, capsys):
-    flags = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH", "--chip", "v5p", "--step", "my_model:train_step")
-    assert run("report", "my_model:make", *flags, "--html", "out.html", "--json", "out.json") == 0
+    flags = (
+        "--mesh",
+        "fsdp=4,tensor=2",
+        "--rules",
+        "my_model:BOTH",
+        "--chip",
+        "v5p",
+        "--step",
+        "my_model:train_step",
+    )
+    assert (
+        run(
+            "report",
+            "my_model:make",
+            *flags,
+            "--html",
+            "out.html",
+            "--json",
+            "out.json",
+        )
+        == 0
+    )
     found = json.loads(Path("out.json").read_text())
     assert found["title"] == "my_model:make" and found["chip"]["name"] == "v5p"
     assert found["traffic"]["wire_bytes"] > 0 and len(found["rows"]) == 2
@@ -406,9 +578,15 @@ def test_a_report_has_the_findings_the_chip_and_the_traffic(here, capsys):
     assert page.lower().startswith("<!doctype html>") and "my_model:make" in page
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="the compiler for TPUs is there")
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is not None,
+    reason="the compiler for TPUs is there",
+)
 def test_without_the_tpu_compiler_one_line_says_what_to_install(here, capsys):
-    for words in (("traffic", "my_model:train_step"), ("fit", "--compile", "--step", "my_model:train_step")):
+    for words in (
+        ("traffic", "my_model:train_step"),
+        ("fit", "--compile", "--step", "my_model:train_step"),
+    ):
         line = failure(capsys, *words, "--mesh", "fsdp=8", "--target", "tpu:v5e:2x4")
         assert "shardfx[aot]" in line
 
@@ -416,22 +594,38 @@ def test_without_the_tpu_compiler_one_line_says_what_to_install(here, capsys):
 def test_a_checkpoint_is_converted_by_a_map_and_back(here, capsys):
     assert run("convert", "model-dir", "stacked", "--map", "my_model:STACKED") == 0
     out = capsys.readouterr().out
-    assert "layers/up" in out and "f32[3,4,8]" in out and "2 arrays, 768 B, written to stacked." in out
+    assert (
+        "layers/up" in out
+        and "f32[3,4,8]" in out
+        and "2 arrays, 768 B, written to stacked." in out
+    )
     (file,) = Path("stacked").glob("*.safetensors")
     stacked = load_file(file)
-    assert {name: array.shape for name, array in stacked.items()} == {"layers/down": (3, 8, 4), "layers/up": (3, 4, 8)}
+    assert {name: array.shape for name, array in stacked.items()} == {
+        "layers/down": (3, 8, 4),
+        "layers/up": (3, 4, 8),
+    }
     assert (stacked["layers/up"][2] == 2).all()
     back = ("--map", "my_model:STACKED", "--inverse", "--like", "model-dir")
     assert run("convert", "stacked", "again.safetensors", *back) == 0
-    again, first = load_file("again.safetensors"), load_file("model-dir/model.safetensors")
-    assert sorted(again) == sorted(first) and all((again[name] == first[name]).all() for name in first)
+    again, first = (
+        load_file("again.safetensors"),
+        load_file("model-dir/model.safetensors"),
+    )
+    assert sorted(again) == sorted(first) and all(
+        (again[name] == first[name]).all() for name in first
+    )
 
 
 def test_a_checkpoint_is_cast_and_a_dry_run_writes_nothing(here, capsys):
     flags = ("convert", "model-dir", "small.safetensors", "--dtype", "bfloat16")
     assert run(*flags, "--dry-run", "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["written"] is None and told["bytes"] == 384 and not Path("small.safetensors").exists()
+    assert (
+        told["written"] is None
+        and told["bytes"] == 384
+        and not Path("small.safetensors").exists()
+    )
     assert run(*flags, "--json") == 0
     capsys.readouterr()
     assert Path("small.safetensors").exists()
@@ -439,13 +633,22 @@ def test_a_checkpoint_is_cast_and_a_dry_run_writes_nothing(here, capsys):
 
 
 def test_colours_are_for_terminals_alone():
-    """On a terminal of 100 columns: in colours, no line longer than it, and the same words as elsewhere."""
+    """On a terminal of 100 columns: in colours, no line longer than it, and the same
+    words as elsewhere.
+    """
     terminal, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    words = [sys.executable, "-m", "shardfx", *"plan llama3.2-1b --mesh fsdp=8 --rules fsdp".split()]
+    words = [
+        sys.executable,
+        "-m",
+        "shardfx",
+        *"plan llama3.2-1b --mesh fsdp=8 --rules fsdp".split(),
+    ]
     flags = {**os.environ, "TERM": "xterm-256color"}
     seen = b""
-    with subprocess.Popen(words, cwd=ROOT, stdin=inner, stdout=inner, stderr=inner, env=flags):
+    with subprocess.Popen(
+        words, cwd=ROOT, stdin=inner, stdout=inner, stderr=inner, env=flags
+    ):
         os.close(inner)
         with contextlib.suppress(OSError):  # at its end
             while data := os.read(terminal, 65536):
@@ -461,8 +664,13 @@ def test_clean_lists_and_removes_what_killed_saves_left(capsys, tmp_path):
     left.mkdir()
     os.utime(left, (1e9, 1e9))
     assert run("clean", str(tmp_path)) == 0
-    assert ".step-1.partial-0123456789abcdef" in capsys.readouterr().out and left.exists()
+    assert (
+        ".step-1.partial-0123456789abcdef" in capsys.readouterr().out and left.exists()
+    )
     assert run("clean", str(tmp_path), "--remove", "--json") == 0
-    assert json.loads(capsys.readouterr().out)[0]["target"].endswith("step-1") and not left.exists()
+    assert (
+        json.loads(capsys.readouterr().out)[0]["target"].endswith("step-1")
+        and not left.exists()
+    )
     assert run("clean", str(tmp_path)) == 0
     assert capsys.readouterr().out == "nothing is left over\n"

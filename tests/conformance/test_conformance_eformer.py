@@ -16,31 +16,75 @@ from conformance.vectors import Raises, Suite, U, decoded, entry, missing_on, ou
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
-from shardfx import MeshSpec, PathRules, constrain, correct, gather, hosts, plan, presets, resolve, shard
+from shardfx import (
+    MeshSpec,
+    PathRules,
+    constrain,
+    correct,
+    gather,
+    hosts,
+    plan,
+    presets,
+    resolve,
+    shard,
+)
 from shardfx._ground.spec import canonical
-from shardfx.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, SpecError
+from shardfx.errors import (
+    LeafTypeError,
+    MeshError,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+)
 from shardfx.interop.eformer import axis_names_of
 from shardfx.presets import eformer, infer_mode
 from shardfx.presets.layouts import Layout
 from shardfx.presets.tokens import GENERATION_MODES, TOKENS
 
 
-LAYOUTS = {name: value for name, value in vars(presets.layouts).items() if isinstance(value, Layout)}
+LAYOUTS = {
+    name: value
+    for name, value in vars(presets.layouts).items()
+    if isinstance(value, Layout)
+}
 MESH = MeshSpec({"dp": 2, "tp": 4})
-# Every axis that a vector names, of size 1: a mesh on which nothing has to be corrected.
+# Every axis that a vector names, of size 1: a mesh on which nothing has to be
+# corrected.
 ONE = MeshSpec(dict.fromkeys(("dp", "tp", "x", "y", "model", "data", "fsdp", "sp"), 1))
 
-CONTEXT = "the original reads a mesh from its surroundings; here the mesh is an argument"
-REGISTRY = "internals of the original's registry; aliases are part of the rules here, see test_rules.py"
+CONTEXT = (
+    "the original reads a mesh from its surroundings; here the mesh is an argument"
+)
+REGISTRY = (
+    "internals of the original's registry; aliases are part of the rules here, see"
+    " test_rules.py"
+)
 INTERNAL = "internals of the original, no counterpart needed"
-AUTO = "a strategy of the original that ignores names and paths; fsdp(...) is tested in test_paths.py"
+AUTO = (
+    "a strategy of the original that ignores names and paths; fsdp(...) is tested in"
+    " test_paths.py"
+)
 SKIPPED = {
-    **dict.fromkeys(("eformer-0027", "eformer-0028", "eformer-0050", "eformer-0051", "eformer-0281"), CONTEXT),
-    **dict.fromkeys([f"eformer-02{n}" for n in (27, 28, 29, 30, 31, 32, 34, 36, 37, 38)], REGISTRY),
+    **dict.fromkeys(
+        (
+            "eformer-0027",
+            "eformer-0028",
+            "eformer-0050",
+            "eformer-0051",
+            "eformer-0281",
+        ),
+        CONTEXT,
+    ),
+    **dict.fromkeys(
+        [f"eformer-02{n}" for n in (27, 28, 29, 30, 31, 32, 34, 36, 37, 38)], REGISTRY
+    ),
     **dict.fromkeys([f"eformer-02{n}" for n in (39, 40, 41, 44, 85, 86)], INTERNAL),
     "auto_spec.": AUTO,
     "constraints.names_in_current_mesh": "`name in mesh.axis_names`, as Python has it",
-    **dict.fromkeys(("get_partition_manager", "PartitionManager.__"), "B31 to B33: nothing is ambient, so none leaks"),
+    **dict.fromkeys(
+        ("get_partition_manager", "PartitionManager.__"),
+        "B31 to B33: nothing is ambient, so none leaks",
+    ),
     "sharding_utils.": "see test_conformance_eformer_checkpoints.py",
 }
 
@@ -48,41 +92,82 @@ SKIPPED = {
 # id -> (what shardfx gives, why not what the original gives)
 DEVIATIONS: dict[str, tuple[Any, str]] = {
     # get_corrected_named_sharding
-    "eformer-0007": (P("tp"), "B4: of a tuple that does not divide, the subset with the largest product is kept"),
+    "eformer-0007": (
+        P("tp"),
+        (
+            "B4: of a tuple that does not divide, the subset with the largest product"
+            " is kept"
+        ),
+    ),
     "eformer-0008": (P("dp"), "B4"),
     "eformer-0009": (P("dp"), "B4: only the absent member is dropped"),
-    "eformer-0013": (Raises(SpecError, "has 2 entries, but shape"), "B5: a spec longer than the rank is an error"),
+    "eformer-0013": (
+        Raises(SpecError, "has 2 entries, but shape"),
+        "B5: a spec longer than the rank is an error",
+    ),
     "eformer-0014": (Raises(SpecError, "has 1 entry, but shape"), "B5"),
     "eformer-0017": (P(U, "tp"), "B10: UNCONSTRAINED is kept"),
     "eformer-0018": (P(U, U), "B10"),
     "eformer-0022": (P("dp"), "B6: the first dimension that asks for an axis has it"),
     "eformer-0023": (P(("dp", "tp")), "B6"),
-    "eformer-0029": (P("dp"), "B11: the mesh is an argument, jax.set_mesh makes no difference"),
+    "eformer-0029": (
+        P("dp"),
+        "B11: the mesh is an argument, jax.set_mesh makes no difference",
+    ),
     # with_sharding_constraint
     "eformer-0033": (P(), "B8: P() replicates"),
     "eformer-0036": (Raises(SpecError, "has 2 entries, but shape"), "B5"),
     "eformer-0037": (P("dp", "tp"), "B11: works under jax.set_mesh"),
-    "eformer-0038": (Raises(PlanMismatchError, "the plan has none"), "no silent no-op without devices"),
-    "eformer-0041": (Raises(LeafTypeError, "takes one array, not dict"), "B7: nothing is swallowed"),
-    "eformer-0042": (P("dp", "tp"), "B14: Explicit axes go through jax.sharding.reshard"),
+    "eformer-0038": (
+        Raises(PlanMismatchError, "the plan has none"),
+        "no silent no-op without devices",
+    ),
+    "eformer-0041": (
+        Raises(LeafTypeError, "takes one array, not dict"),
+        "B7: nothing is swallowed",
+    ),
+    "eformer-0042": (
+        P("dp", "tp"),
+        "B14: Explicit axes go through jax.sharding.reshard",
+    ),
     "eformer-0043": (P("dp", "tp"), "B7, B14"),
     # reading
     "eformer-0056": ((), "B18: UNCONSTRAINED names no axis"),
-    "eformer-0062": (Raises(MeshError, "an axis occurs twice"), "an axis cannot shard a dimension twice"),
+    "eformer-0062": (
+        Raises(MeshError, "an axis occurs twice"),
+        "an axis cannot shard a dimension twice",
+    ),
     "eformer-0077": (2, "the size of a mesh axis is known outside of shard_map too"),
     "eformer-0114": (P("dp"), "structs with a sharding are read like arrays"),
     "eformer-0116": (P("dp"), "B25: a mesh is needed for bare PartitionSpecs alone"),
-    "eformer-0117": ({"a": P("dp"), "b": None, "f": None, "i": None}, "leaves that are no arrays have no spec"),
-    # match_partition_rules
-    "eformer-0078": (
-        {"layer": {"bias": P("dp"), "cell": P("dp"), "cnt": None, "scale": P(), "weight": P("tp")}},
+    "eformer-0117": (
+        {"a": P("dp"), "b": None, "f": None, "i": None},
         "leaves that are no arrays have no spec",
     ),
-    "eformer-0083": ({"b": P(), "i": None}, "B22: arrays of rank 0 are replicated, whatever the rules say"),
+    # match_partition_rules
+    "eformer-0078": (
+        {
+            "layer": {
+                "bias": P("dp"),
+                "cell": P("dp"),
+                "cnt": None,
+                "scale": P(),
+                "weight": P("tp"),
+            }
+        },
+        "leaves that are no arrays have no spec",
+    ),
+    "eformer-0083": (
+        {"b": P(), "i": None},
+        "B22: arrays of rank 0 are replicated, whatever the rules say",
+    ),
     "eformer-0086": ({"i": None}, "leaves that are no arrays need no rule"),
     "eformer-0087": (Raises(SpecError, "has 3 entries"), "B5"),
     "eformer-0088": (Raises(SpecError, "has 3 entries"), "B5"),
-    "eformer-0089": ({"layer/bias": None, "layer/weight": None}, "B21: ints are no arrays"),
+    "eformer-0089": (
+        {"layer/bias": None, "layer/weight": None},
+        "B21: ints are no arrays",
+    ),
     "eformer-0097": ({"a": P()}, "the target None replicates"),
     "eformer-0099": (["a", "z"], "B20: JAX sorts the keys of dicts, and says so"),
     # analyze_sharding_strategy
@@ -92,39 +177,75 @@ DEVIATIONS: dict[str, tuple[Any, str]] = {
     # create_pattern_based_partition_spec
     "eformer-0105": ([P(None, "tp")], "B24: None is a token"),
     "eformer-0106": ([P("dp"), P("tp")], "B24: spaces round tokens do not count"),
-    "eformer-0107": (Raises(RuleError, "a rule has no `->`"), "B24: a malformed rule is an error"),
-    "eformer-0110": (Raises(RuleError, "an empty alternative would match every path"), "B24"),
+    "eformer-0107": (
+        Raises(RuleError, "a rule has no `->`"),
+        "B24: a malformed rule is an error",
+    ),
+    "eformer-0110": (
+        Raises(RuleError, "an empty alternative would match every path"),
+        "B24",
+    ),
     # make_shard_and_gather_fns
     "eformer-0122": (P(), "B16: P() replicates on the mesh"),
     "eformer-0123": ("ArrayImpl", "B15: NumPy arrays are placed like others"),
     "eformer-0125": (P(), "corrected, with a reason; strict=True raises"),
     # resolve_axis: an axis is used once, so the results are specs that JAX accepts
-    "eformer-0183": (Raises(RuleError, "uses mesh axis `dp` twice"), "B43: dp twice on one dimension means nothing"),
+    "eformer-0183": (
+        Raises(RuleError, "uses mesh axis `dp` twice"),
+        "B43: dp twice on one dimension means nothing",
+    ),
     "eformer-0191": ([None], "B37: a name can be registered as replicated"),
-    "eformer-0194": ([("tp", "dp")], 'with unmatched="keep"; the default replicates, at both levels'),
+    "eformer-0194": (
+        [("tp", "dp")],
+        'with unmatched="keep"; the default replicates, at both levels',
+    ),
     "eformer-0197": (["dp"], "B39: an alias keeps the decode rule"),
     "eformer-0198": ([None], "B38: the alias and the token agree"),
     "eformer-0199": ([None], "B38: None is expressible as replicated in decode"),
-    "eformer-0200": (["typo_literal"], "`correct` tells that the mesh has no such axis"),
+    "eformer-0200": (
+        ["typo_literal"],
+        "`correct` tells that the mesh has no such axis",
+    ),
     "eformer-0201": ([None], "EMPTY is None here, no name that could be overridden"),
-    "eformer-0202": (["dp"], 'with unmatched="keep"; "raise" is the error of the original'),
-    "eformer-0204": ([("dp", "zz")], 'with unmatched="keep"; `correct` tells that the mesh has no such axis'),
+    "eformer-0202": (
+        ["dp"],
+        'with unmatched="keep"; "raise" is the error of the original',
+    ),
+    "eformer-0204": (
+        [("dp", "zz")],
+        'with unmatched="keep"; `correct` tells that the mesh has no such axis',
+    ),
     "eformer-0207": ([("fsdp", "dp", "sp")], "B43: the axes of a composite are joined"),
     "eformer-0208": ([("fsdp", "dp", "sp")], "B43"),
     "eformer-0209": (["fsdp"], "B43: EMPTY in a composite is nothing"),
     "eformer-0210": (["fsdp"], "B43: None in a composite is nothing"),
-    "eformer-0212": ([("fsdp", "dp"), "tp", None], "B6: tp goes to the first rule that wants it"),
+    "eformer-0212": (
+        [("fsdp", "dp"), "tp", None],
+        "B6: tp goes to the first rule that wants it",
+    ),
     "eformer-0213": ([None], "B38"),
     "eformer-0219": ([("sp", "fsdp", "dp")], "B43"),
     "eformer-0223": (["model", None, None], "B6"),
-    "eformer-0224": (["head_axis"], "fields are not dereferenced: a string is a mesh axis"),
+    "eformer-0224": (
+        ["head_axis"],
+        "fields are not dereferenced: a string is a mesh axis",
+    ),
     "eformer-0225": (Raises(RuleError, "mode 'bogus' is unknown"), "B40"),
-    "eformer-0243": (["model", "model"], "B44: rules are made from their arguments, so nothing is left behind"),
+    "eformer-0243": (
+        ["model", "model"],
+        "B44: rules are made from their arguments, so nothing is left behind",
+    ),
     # PartitionManager
-    "eformer-0246": ([("fsdp", "dp"), None, "tp"], "dp on two dimensions: JAX refuses what the original returns"),
+    "eformer-0246": (
+        [("fsdp", "dp"), None, "tp"],
+        "dp on two dimensions: JAX refuses what the original returns",
+    ),
     "eformer-0253": (Raises(RuleError, "an int, not a bool"), "B42"),
     "eformer-0254": ([("fsdp", "dp")], "B41: names come from one argument"),
-    "eformer-0276": (P("fsdp", "tp"), "B4: the part of (fsdp, dp) that divides is kept"),
+    "eformer-0276": (
+        P("fsdp", "tp"),
+        "B4: the part of (fsdp, dp) that divides is kept",
+    ),
     "eformer-0277": (P("dp", "tp"), "B4: the mesh has no fsdp, dp is kept"),
     "eformer-0278": (P(), "B9: what is corrected to nothing is replicated"),
     "eformer-0280": (P(("fsdp", "dp"), "tp"), "B6"),
@@ -135,7 +256,8 @@ SUITE = Suite("eformer.json", SKIPPED, DEVIATIONS)
 
 
 def test_every_vector_is_run_or_named_with_a_reason():
-    # Beyond those that the study tagged, this one measured value is one that no valid spec can have.
+    # Beyond those that the study tagged, this one measured value is one that no valid
+    # spec can have.
     SUITE.check(("eformer-0246",))
 
 
@@ -152,15 +274,30 @@ def test_every_public_symbol_is_on_the_page_for_those_who_come_from_eformer():
         apply_logical_sharding DynamicShardingAxes NOT_GIVEN EMPTY_VAL EMPTY MODE_TRAIN MODE_DECODE MODE_PREFILL
         MODE_INSERT GENERATION_MODES
     """.split()
-    own = [*LAYOUTS, *[name for name, value in vars(presets.tokens).items() if value in TOKENS.values()]]
+    own = [
+        *LAYOUTS,
+        *[
+            name
+            for name, value in vars(presets.tokens).items()
+            if value in TOKENS.values()
+        ],
+    ]
     assert len(own) == 17 + 25
     assert missing_on("migrating_eformer.md", [*symbols, *own]) == []
 
 
 def meshes(vector) -> Any:
     given = vector["inputs"].get("mesh")
-    kind = AxisType.Explicit if vector["inputs"].get("mesh_axis_types") == "Explicit" else AxisType.Auto
-    return None if given is None else MeshSpec([tuple(axis) for axis in given], axis_types=kind)
+    kind = (
+        AxisType.Explicit
+        if vector["inputs"].get("mesh_axis_types") == "Explicit"
+        else AxisType.Auto
+    )
+    return (
+        None
+        if given is None
+        else MeshSpec([tuple(axis) for axis in given], axis_types=kind)
+    )
 
 
 def built(spec) -> Mesh:
@@ -174,7 +311,11 @@ def built(spec) -> Mesh:
 def test_get_corrected_named_sharding(vector):
     given, mesh = vector["inputs"], meshes(vector)
     spec = P(*map(entry, given["spec"]["spec"]))
-    ambient = jax.set_mesh(built(mesh)) if "mesh_context" in given else contextlib.nullcontext()
+    ambient = (
+        jax.set_mesh(built(mesh))
+        if "mesh_context" in given
+        else contextlib.nullcontext()
+    )
     with ambient, outcome(SUITE.expected(vector)) as wanted:
         decision = correct(spec, tuple(given["shape"]), mesh)
         assert decision.spec == wanted
@@ -191,21 +332,35 @@ def test_with_sharding_constraint(vector):
     value: Any = {"a": array} if "dict" in given.get("note", "") else array
     without = "mesh" in given and given["mesh"] is None
     devices = built(mesh)
-    made = plan({"x": array}, mesh if without else devices, paths=PathRules([("x", P())]))
+    made = plan(
+        {"x": array}, mesh if without else devices, paths=PathRules([("x", P())])
+    )
     # eformer passes over axes that the mesh lacks.
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
-    ambient = jax.set_mesh(built(mesh)) if given.get("mesh_context") == "jax.set_mesh" else contextlib.nullcontext()
+    ambient = (
+        jax.set_mesh(built(mesh))
+        if given.get("mesh_context") == "jax.set_mesh"
+        else contextlib.nullcontext()
+    )
     with ambient, outcome(SUITE.expected(vector)) as wanted:
         if "tree" in given and given["tree"]:
             value = {"a": array}
             result = jax.tree.map(lambda leaf: constrain(leaf, spec, made), value)["a"]
         else:
             result = constrain(value, spec, made)
-        assert isinstance(result.sharding, NamedSharding) and result.sharding.mesh == made.jax_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        assert (
+            isinstance(result.sharding, NamedSharding)
+            and result.sharding.mesh == made.jax_mesh
+        )  # pyright: ignore[reportAttributeAccessIssue]
         assert canonical(result.sharding.spec) == wanted  # pyright: ignore[reportAttributeAccessIssue]
-        # Under Explicit axes JAX wants the argument of a jitted function on the mesh already.
-        inside = jax.jit(lambda x: constrain(x, spec, made))(constrain(array, P(), made))
-        assert inside.sharding.is_equivalent_to(NamedSharding(devices, wanted), array.ndim)
+        # Under Explicit axes JAX wants the argument of a jitted function on the mesh
+        # already.
+        inside = jax.jit(lambda x: constrain(x, spec, made))(
+            constrain(array, P(), made)
+        )
+        assert inside.sharding.is_equivalent_to(
+            NamedSharding(devices, wanted), array.ndim
+        )
 
 
 @SUITE.of("constraints.get_names_from_partition_spec")
@@ -213,16 +368,25 @@ def test_names_of_specs(vector):
     def specs(value):
         if isinstance(value, dict) and "spec" in value:
             return P(*map(entry, value["spec"]))
-        return {k: specs(v) for k, v in value.items()} if isinstance(value, dict) else [specs(v) for v in value]
+        return (
+            {k: specs(v) for k, v in value.items()}
+            if isinstance(value, dict)
+            else [specs(v) for v in value]
+        )
 
-    assert sorted(axis_names_of(specs(vector["inputs"]["specs"]))) == list(SUITE.expected(vector))
+    assert sorted(axis_names_of(specs(vector["inputs"]["specs"]))) == list(
+        SUITE.expected(vector)
+    )
 
 
 @SUITE.of("constraints.get_axes_size_in_mesh")
 def test_axes_size(vector):
     names = vector["inputs"]["axis_names"]
     with outcome(SUITE.expected(vector)) as wanted:
-        assert meshes(vector).axis_size(names if isinstance(names, str) else tuple(names)) == wanted
+        assert (
+            meshes(vector).axis_size(names if isinstance(names, str) else tuple(names))
+            == wanted
+        )
 
 
 @SUITE.of("constraints.get_mesh_axis_size", "constraints.get_submesh_device_index")
@@ -234,22 +398,49 @@ def test_sizes_and_indices_inside_shard_map(vector):
         if size and not isinstance(wanted, list):
             assert MESH.axis_size(names) == wanted
             return
-        value = lambda: jnp.full((1, 1), MESH.axis_size(names) if size else jax.lax.axis_index(names))
-        out = jax.shard_map(value, mesh=built(MESH), in_specs=(), out_specs=P("dp", "tp"))()
-        assert out.tolist() == (wanted if isinstance(wanted, list) else [[wanted] * 4] * 2)
+        value = lambda: jnp.full(
+            (1, 1), MESH.axis_size(names) if size else jax.lax.axis_index(names)
+        )
+        out = jax.shard_map(
+            value, mesh=built(MESH), in_specs=(), out_specs=P("dp", "tp")
+        )()
+        assert out.tolist() == (
+            wanted if isinstance(wanted, list) else [[wanted] * 4] * 2
+        )
 
 
 @SUITE.of("constraints.match_partition_rules")
 def test_match_partition_rules(vector):
     given = vector["inputs"]
-    rules = PathRules([(regex, target and P(*map(entry, target["spec"]))) for regex, target in given["rules"]])
+    rules = PathRules(
+        [
+            (regex, target and P(*map(entry, target["spec"])))
+            for regex, target in given["rules"]
+        ]
+    )
     order = given.get("tree_key_order")
-    tree = {key: jax.ShapeDtypeStruct((4,), "int8") for key in order} if order else leaves(given["tree"])
-    # Elements become bytes: int8 leaves have as many of one as of the other. `None` stood for an environment variable.
+    tree = (
+        {key: jax.ShapeDtypeStruct((4,), "int8") for key in order}
+        if order
+        else leaves(given["tree"])
+    )
+    # Elements become bytes: int8 leaves have as many of one as of the other. `None`
+    # stood for an environment variable.
     smallest = 16384 if given.get("min_size", 0) is None else given.get("min_size", 0)
-    unmatched = "raise" if given.get("strict", True) and vector["id"] != "eformer-0089" else "replicate"
+    unmatched = (
+        "raise"
+        if given.get("strict", True) and vector["id"] != "eformer-0089"
+        else "replicate"
+    )
     with outcome(SUITE.expected(vector)) as wanted:
-        made = plan(tree, ONE, paths=rules, min_bytes=smallest, unmatched=unmatched, unused="allow")
+        made = plan(
+            tree,
+            ONE,
+            paths=rules,
+            min_bytes=smallest,
+            unmatched=unmatched,
+            unused="allow",
+        )
         assert (list(made.specs) if order else made.specs) == wanted
 
 
@@ -258,18 +449,36 @@ def leaves(tree) -> Any:
         return [leaves(item) for item in tree] if isinstance(tree, list) else tree
     if "shape" in tree:
         return jax.ShapeDtypeStruct(tuple(tree["shape"]), "int8")
-    return tree["python"] if "python" in tree else {key: leaves(item) for key, item in tree.items()}
+    return (
+        tree["python"]
+        if "python" in tree
+        else {key: leaves(item) for key, item in tree.items()}
+    )
 
 
 @SUITE.of("constraints.analyze_sharding_strategy")
 def test_analysis(vector):
     given = vector["inputs"]
     # complex64 has the 8 bytes of the vector's float64, and needs no x64 mode.
-    tree = {name: jax.ShapeDtypeStruct(tuple(shape), "complex64") for name, shape in given["tree"].items()}
-    specs = {name: P(*map(entry, spec["spec"])) for name, spec in given["specs"].items()}
-    made = plan(tree, meshes(vector), paths=PathRules([(f"^{name}$", spec) for name, spec in specs.items()]))
-    sharded = sum(leaf.bytes for leaf in made.leaves if leaf.bytes_per_device < leaf.bytes) // 8
-    assert (made.bytes_total // 8, sharded, made.bytes_per_device) == SUITE.expected(vector)
+    tree = {
+        name: jax.ShapeDtypeStruct(tuple(shape), "complex64")
+        for name, shape in given["tree"].items()
+    }
+    specs = {
+        name: P(*map(entry, spec["spec"])) for name, spec in given["specs"].items()
+    }
+    made = plan(
+        tree,
+        meshes(vector),
+        paths=PathRules([(f"^{name}$", spec) for name, spec in specs.items()]),
+    )
+    sharded = (
+        sum(leaf.bytes for leaf in made.leaves if leaf.bytes_per_device < leaf.bytes)
+        // 8
+    )
+    assert (made.bytes_total // 8, sharded, made.bytes_per_device) == SUITE.expected(
+        vector
+    )
 
 
 @SUITE.of("constraints.create_pattern_based_partition_spec")
@@ -278,31 +487,57 @@ def test_patterns(vector):
     tree = {name: jax.ShapeDtypeStruct((8, 8), "int8") for name in given["names"]}
     with outcome(SUITE.expected(vector)) as wanted:
         rules = PathRules.parse(given["pattern"]).rules if given["pattern"] else ()
-        default = [(".*", decoded(given["default_spec"]))] if "default_spec" in given else []
-        made = plan(tree, ONE, paths=PathRules([*rules, *default]), unmatched="replicate")
+        default = (
+            [(".*", decoded(given["default_spec"]))] if "default_spec" in given else []
+        )
+        made = plan(
+            tree, ONE, paths=PathRules([*rules, *default]), unmatched="replicate"
+        )
         assert [made.specs[name] for name in given["names"]] == wanted
 
 
-@SUITE.of("constraints.extract_sharding_structure", "constraints.extract_shardings", "constraints.get_partition_spec")
+@SUITE.of(
+    "constraints.extract_sharding_structure",
+    "constraints.extract_shardings",
+    "constraints.get_partition_spec",
+)
 def test_shardings_are_read_off_structs_and_arrays_without_a_mesh(vector):
     sharding = NamedSharding(built(MESH), P("dp", None))
     leaf: Any = jax.device_put(jnp.ones((8, 8)), sharding)
     if vector["function"].endswith("structure"):
         leaf = jax.ShapeDtypeStruct((8, 8), "int8", sharding=sharding)
-    others = {key: value for key, value in vector["inputs"].get("tree", {}).items() if key != "a"}
+    others = {
+        key: value
+        for key, value in vector["inputs"].get("tree", {}).items()
+        if key != "a"
+    }
     if vector["function"].endswith("spec"):
         with outcome(SUITE.expected(vector)) as wanted:
-            assert shardfx.specs_of({"a": leaf if wanted else jnp.ones((8, 8)), **others}) == wanted
+            assert (
+                shardfx.specs_of({"a": leaf if wanted else jnp.ones((8, 8)), **others})
+                == wanted
+            )
     else:
         found = shardfx.shardings_of({"a": leaf, "n": 3})
-        assert found == {"a": sharding, "n": None} and canonical(found["a"].spec) == SUITE.expected(vector)
+        assert found == {"a": sharding, "n": None} and canonical(
+            found["a"].spec
+        ) == SUITE.expected(vector)
 
 
 @SUITE.of("constraints.make_shard_and_gather_fns")
 def test_shard_and_gather(vector):
     given, mesh = vector["inputs"], built(meshes(vector))
-    value = np.ones((8, 8), np.float32) if "value" in given else jnp.ones(given.get("array_shape", (8, 8)))
-    made = plan({"x": value}, mesh, paths=PathRules([("x", decoded(given["spec"]))]), unmatched="replicate")
+    value = (
+        np.ones((8, 8), np.float32)
+        if "value" in given
+        else jnp.ones(given.get("array_shape", (8, 8)))
+    )
+    made = plan(
+        {"x": value},
+        mesh,
+        paths=PathRules([("x", decoded(given["spec"]))]),
+        unmatched="replicate",
+    )
     placed, wanted = shard({"x": value}, made)["x"], SUITE.expected(vector)
     placed = gather(placed) if "gather" in given.get("call", "") else placed
     if isinstance(wanted, str):
@@ -328,7 +563,9 @@ def registered(rules, registry):
             (rule,) = rule
         if isinstance(rule, list):
             # A composite of tokens stands for the mesh axes that they have.
-            rules = rules.extend({name: [resolve((token,), rules).spec[0] for token in rule]})
+            rules = rules.extend(
+                {name: [resolve((token,), rules).spec[0] for token in rule]}
+            )
         elif rule in TOKENS or (rule or "").startswith("__"):
             rules = rules.with_alias(name, TOKENS.get(rule, rule))
         else:
@@ -337,21 +574,33 @@ def registered(rules, registry):
         if generation is None:
             rules = rules.prepend(modes=dict.fromkeys(GENERATION_MODES, {name: None}))
         elif generation.startswith("decode_"):
-            # An alias keeps the decode rule of the field that it follows; there is nothing to say.
+            # An alias keeps the decode rule of the field that it follows; there is
+            # nothing to say.
             assert generation == f"decode_{rule}"
     return rules
 
 
-MODES = {"__train__": "train", "__prefill__": "prefill", "__autoregressive__": "decode", "__insert__": "insert"}
+MODES = {
+    "__train__": "train",
+    "__prefill__": "prefill",
+    "__autoregressive__": "decode",
+    "__insert__": "insert",
+}
 
 
 def names_of(axes) -> Any:
     """eformer writes "_" where nothing shards; here that is None."""
-    return tuple(tuple(names_of(n)) if isinstance(n, list) else None if n == "_" else n for n in axes)
+    return tuple(
+        tuple(names_of(n)) if isinstance(n, list) else None if n == "_" else n
+        for n in axes
+    )
 
 
 def fields(paxis) -> Any:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in paxis.items()}
+    return {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in paxis.items()
+    }
 
 
 # A raw mesh axis among the names passes where eformer let it pass.
@@ -365,22 +614,32 @@ def test_resolve_axis(vector):
     with outcome(SUITE.expected(vector)) as wanted:
         rules = registered(eformer(**fields(given["paxis"])), given.get("registry", ()))
         unmatched = "keep" if vector["id"] in KEEP else "raise"
-        decided = ft.partial(resolve, names_of(given["axes"]), rules, unmatched=unmatched)
+        decided = ft.partial(
+            resolve, names_of(given["axes"]), rules, unmatched=unmatched
+        )
         specs = [decided(mode=MODES.get(mode, mode)).spec for mode in modes]
         if "modes" in given:
             assert specs == [canonical(P(entry(axes))) for axes in wanted]
         else:
-            assert specs == [canonical(wanted if isinstance(wanted, P) else P(*map(entry, wanted)))]
+            assert specs == [
+                canonical(wanted if isinstance(wanted, P) else P(*map(entry, wanted)))
+            ]
 
 
 @SUITE.of("PartitionAxis.__init__", "PartitionAxis.replace")
 def test_fields(vector):
     rules, wanted = eformer(**vector["inputs"]["overrides"]), SUITE.expected(vector)
-    fields = wanted if isinstance(wanted, dict) else {"tensor_parallel_axis": wanted[0], "head_axis": wanted[1]}
+    fields = (
+        wanted
+        if isinstance(wanted, dict)
+        else {"tensor_parallel_axis": wanted[0], "head_axis": wanted[1]}
+    )
     for field, target in fields.items():
         token = TOKENS[field.removeprefix("decode_")]
         mode = "decode" if field.startswith("decode_") else "train"
-        assert resolve((token,), rules, mode=mode).spec == canonical(P(entry(target))), field
+        assert resolve((token,), rules, mode=mode).spec == canonical(
+            P(entry(target))
+        ), field
 
 
 # --- PartitionManager
@@ -389,14 +648,19 @@ def test_fields(vector):
 def layout_of(given):
     dynamic = given.get("dynamic_axes")
     if dynamic is None or "axes" in given:
-        return Layout(names_of(given["axes"]), given["mode"] if isinstance(given["mode"], int) else None)
+        return Layout(
+            names_of(given["axes"]),
+            given["mode"] if isinstance(given["mode"], int) else None,
+        )
     if isinstance(dynamic, str):
         return LAYOUTS["HiddenStateSharding"]
     if "name" not in dynamic:
         return Layout(names_of(dynamic["axes"]))
     layout = LAYOUTS[dynamic["name"]]
     mode = dynamic["mode"]
-    assert layout == Layout(names_of(dynamic["axes"]), mode if isinstance(mode, int) else None)
+    assert layout == Layout(
+        names_of(dynamic["axes"]), mode if isinstance(mode, int) else None
+    )
     return layout
 
 
@@ -408,7 +672,12 @@ def test_manager_resolve(vector):
     layout, shape = layout_of(given), given.get("shape")
     with outcome(SUITE.expected(vector)) as wanted:
         mode = infer_mode(shape and tuple(shape), layout.mode_dim)
-        spec = resolve(layout.axes, eformer(**fields(given.get("paxis", {}))), mode=mode, unmatched="raise").spec
+        spec = resolve(
+            layout.axes,
+            eformer(**fields(given.get("paxis", {}))),
+            mode=mode,
+            unmatched="raise",
+        ).spec
         assert spec == canonical(wanted if isinstance(wanted, P) else P(*wanted))
 
 
@@ -416,9 +685,17 @@ def test_manager_resolve(vector):
 def test_manager_shard(vector):
     given, mesh = vector["inputs"], built(meshes(vector))
     x, names = jnp.ones(given["array_shape"]), names_of(given["axes"])
-    made = plan(x, mesh, names=names, axes=eformer(**given["paxis"]), mode=MODES[given["mode"]])
-    for placed in (shard(x, made), constrain(x, names, made), jax.jit(lambda x: constrain(x, names, made))(x)):
-        assert placed.sharding.is_equivalent_to(NamedSharding(mesh, SUITE.expected(vector)), x.ndim)
+    made = plan(
+        x, mesh, names=names, axes=eformer(**given["paxis"]), mode=MODES[given["mode"]]
+    )
+    for placed in (
+        shard(x, made),
+        constrain(x, names, made),
+        jax.jit(lambda x: constrain(x, names, made))(x),
+    ):
+        assert placed.sharding.is_equivalent_to(
+            NamedSharding(mesh, SUITE.expected(vector)), x.ndim
+        )
     assert made.leaves[0].spec == SUITE.expected(vector)
 
 
@@ -433,7 +710,11 @@ def test_create_mesh(vector):
     spec = MeshSpec(axes, axis_types=kind).fit(given["devices"])
     for mesh in (spec.build(jax.devices()), spec.abstract()):
         kinds = [kind.name for kind in mesh.axis_types]
-        assert [list(mesh.axis_names), kinds, list(mesh.shape.values())] == SUITE.expected(vector)
+        assert [
+            list(mesh.axis_names),
+            kinds,
+            list(mesh.shape.values()),
+        ] == SUITE.expected(vector)
 
 
 @SUITE.of("mesh.calculate_host_mesh_shape")
@@ -441,7 +722,9 @@ def test_host_mesh_shape(vector):
     given = vector["inputs"]
     shape, local = given["global_mesh_shape"], given["total_devices(local)"]
     axes = {f"axis{i}": size for i, size in enumerate(shape)}
-    devices = objects([Chip(i, (i, 0, 0), 0, i // local, "cpu") for i in range(np.prod(shape))])
+    devices = objects(
+        [Chip(i, (i, 0, 0), 0, i // local, "cpu") for i in range(np.prod(shape))]
+    )
     with outcome(SUITE.expected(vector)) as wanted:
         grid = hosts.grid_of(Mesh(devices.reshape(shape), tuple(axes)))
         assert [size // grid.num_chunks[axis] for axis, size in axes.items()] == wanted

@@ -1,4 +1,6 @@
-"""Every vector measured on eformer's `serialization.sharding_utils`, and cases that no vector has."""
+"""Every vector measured on eformer's `serialization.sharding_utils`, and cases that no
+vector has.
+"""
 
 import json
 import re
@@ -10,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance.vectors import Raises, Suite, entry, outcome
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec as P,
+    Sharding,
+    SingleDeviceSharding,
+)
 from safetensors.numpy import save_file
 
 from shardfx import MeshSpec, PathRules, checkpoint
@@ -21,10 +29,17 @@ from shardfx.interop import eformer
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "tp"))
 # Of an index with prefixes: all of them, where eformer took the first.
-EVERY_PREFIX = {"model": {"w": "model/w"}, "other": {"z": "other/z"}, "opt": {"mu": {"w": "opt/mu/w"}}}
+EVERY_PREFIX = {
+    "model": {"w": "model/w"},
+    "other": {"z": "other/z"},
+    "opt": {"mu": {"w": "opt/mu/w"}},
+}
 PREFIXED = {"a": P("dp"), "n": {"b": P()}}
 DEVIATIONS: dict[str, tuple[Any, str]] = {
-    "eformer-0291": ({"model": {"b": P("dp"), "w": P("dp")}, "step": P()}, "corrected to the rank"),
+    "eformer-0291": (
+        {"model": {"b": P("dp"), "w": P("dp")}, "step": P()},
+        "corrected to the rank",
+    ),
     "eformer-0292": ({"b": "model/b", "w": "model/w"}, "a prefix filters"),
     "eformer-0295": (Raises(LeafTypeError), "'hello' is no sharding"),
     "eformer-0296": (EVERY_PREFIX, "no prefix is no choice of one"),
@@ -53,7 +68,10 @@ def test_every_vector_is_run():
 
 def mesh_of(pairs) -> Any:
     sizes = [size for _, size in pairs or ()]
-    return pairs and Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), [name for name, _ in pairs])
+    return pairs and Mesh(
+        np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes),
+        [name for name, _ in pairs],
+    )
 
 
 def value_of(data) -> Any:
@@ -75,7 +93,11 @@ def wanted_of(vector) -> Any:
     measured = vector["expected"]
     if vector["id"] in DEVIATIONS:
         return SUITE.expected(vector)
-    return Raises(ValueError, re.escape(measured["message_contains"])) if "raises" in measured else value_of(measured)
+    return (
+        Raises(ValueError, re.escape(measured["message_contains"]))
+        if "raises" in measured
+        else value_of(measured)
+    )
 
 
 @SUITE.of("sharding_utils.create_sharding_tree_from_index")
@@ -83,7 +105,8 @@ def test_shardings_of_an_index(vector, tmp_path):
     given, seen = vector["inputs"], {}
 
     def remember(entry):
-        # Here a default gives shardings; a fresh one for each entry tells which entry ended up where.
+        # Here a default gives shardings; a fresh one for each entry tells which entry
+        # ended up where.
         made = NamedSharding(mesh_of([["x", 1]]), P(), memory_kind="device")
         seen[id(made)] = (entry.path, made)
         return made
@@ -94,7 +117,12 @@ def test_shardings_of_an_index(vector, tmp_path):
         (tmp_path / "tensorstore_index.json").write_text(json.dumps(given["index"]))
     with outcome(wanted_of(vector)) as wanted:
         index = checkpoint.read_index(tmp_path)
-        found = eformer.shardings(index, mesh_of(given.get("mesh")), default=default, prefix=given.get("prefix"))
+        found = eformer.shardings(
+            index,
+            mesh_of(given.get("mesh")),
+            default=default,
+            prefix=given.get("prefix"),
+        )
         if seen:
             found = jax.tree.map(lambda leaf: seen[id(leaf)][0], found)
         elif vector["tag"] == "deviate":
@@ -113,27 +141,49 @@ def test_applying_shardings(vector):
     with outcome(wanted_of(vector)) as wanted:
         placed = eformer.apply(arrays, tree, mesh=mesh)
         is_sharding = isinstance(wanted["a"], Sharding)
-        assert jax.tree.map(lambda array: array.sharding if is_sharding else array.sharding.spec, placed) == wanted
+        assert (
+            jax.tree.map(
+                lambda array: array.sharding if is_sharding else array.sharding.spec,
+                placed,
+            )
+            == wanted
+        )
 
 
 @SUITE.of("sharding_utils.validate_sharding_tree")
 def test_comparing_structures(vector):
-    tree, structure = value_of(vector["inputs"]["sharding_tree"]), vector["inputs"]["expected_structure"]
+    tree, structure = (
+        value_of(vector["inputs"]["sharding_tree"]),
+        vector["inputs"]["expected_structure"],
+    )
     structure = {"a": None} if isinstance(structure, str) else structure
     assert (eformer.structure_diff(tree, structure) == ()) is SUITE.expected(vector)
 
 
 @SUITE.of("sharding_utils.make_itsharded")
 def test_replicate_places_every_array_and_compiles_nothing(vector):
-    sharded = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(MESH, P("dp", "tp")))
-    tree = {"a": sharded, "b": jnp.ones(2), "c": np.arange(3), "d": 4, "e": "text", "f": None}
+    sharded = jax.device_put(
+        np.arange(64.0).reshape(8, 8), NamedSharding(MESH, P("dp", "tp"))
+    )
+    tree = {
+        "a": sharded,
+        "b": jnp.ones(2),
+        "c": np.arange(3),
+        "d": 4,
+        "e": "text",
+        "f": None,
+    }
     compiled: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event)
+    )
     copies = eformer.replicate(tree, MESH)
     jax.monitoring.clear_event_listeners()
     assert not [name for name in compiled if "compile" in name]
     for key in SUITE.expected(vector):
-        assert copies[key].sharding == NamedSharding(MESH, P()) and np.array_equal(copies[key], tree[key])
+        assert copies[key].sharding == NamedSharding(MESH, P()) and np.array_equal(
+            copies[key], tree[key]
+        )
     assert (copies["d"], copies["e"], copies["f"]) == (4, "text", None)
 
 
@@ -142,7 +192,10 @@ def test_replicate_places_every_array_and_compiles_nothing(vector):
 
 @pytest.fixture
 def index(tmp_path):
-    save_file({"model/w": np.ones((8, 8)), "model/b": np.ones(6), "step": np.ones(())}, tmp_path / "x.safetensors")
+    save_file(
+        {"model/w": np.ones((8, 8)), "model/b": np.ones(6), "step": np.ones(())},
+        tmp_path / "x.safetensors",
+    )
     return checkpoint.read_index(tmp_path)
 
 
@@ -166,24 +219,65 @@ def test_a_function_decides_per_entry(index):
 
 BY_TP = NamedSharding(MESH, P("tp"))
 MEANINGLESS = {
-    "a text": (MESH, "hello", LeafTypeError, "leaf `model/b`: str is no sharding; give a Sharding"),
-    "no mesh": (None, P("dp"), MeshError, "PartitionSpecs cut arrays over a mesh, but there is none"),
-    "rules": (MESH, PathRules.parse(".*->dp"), LeafTypeError, r"by `shardfx.plan\(checkpoint.structs\(index\), mesh"),
-    "no fit": (MESH, lambda entry: BY_TP if entry.shape else None, SpecError, r"`model/b`, .* does not fit: .*correct"),
+    "a text": (
+        MESH,
+        "hello",
+        LeafTypeError,
+        "leaf `model/b`: str is no sharding; give a Sharding",
+    ),
+    "no mesh": (
+        None,
+        P("dp"),
+        MeshError,
+        "PartitionSpecs cut arrays over a mesh, but there is none",
+    ),
+    "rules": (
+        MESH,
+        PathRules.parse(".*->dp"),
+        LeafTypeError,
+        r"by `shardfx.plan\(checkpoint.structs\(index\), mesh",
+    ),
+    "no fit": (
+        MESH,
+        lambda entry: BY_TP if entry.shape else None,
+        SpecError,
+        r"`model/b`, .* does not fit: .*correct",
+    ),
 }
 
 
-@pytest.mark.parametrize("mesh, default, error, message", MEANINGLESS.values(), ids=MEANINGLESS)
-def test_a_default_that_means_nothing_names_the_array(index, mesh, default, error, message):
+@pytest.mark.parametrize(
+    "mesh, default, error, message", MEANINGLESS.values(), ids=MEANINGLESS
+)
+def test_a_default_that_means_nothing_names_the_array(
+    index, mesh, default, error, message
+):
     with pytest.raises(error, match=message):
         eformer.shardings(index, mesh, default=default)
 
 
 def test_apply_takes_shardings_specs_functions_and_none():
-    tree = {"a": np.ones((8, 8)), "b": jnp.ones(8), "c": jnp.ones((4, 4)), "d": np.float32(1), "e": "text", "f": 3}
-    given = {"a": NamedSharding(MESH, P("dp")), "b": P("tp"), "c": lambda x: P(*["dp"] * (x.ndim - 1)), "d": None}
+    tree = {
+        "a": np.ones((8, 8)),
+        "b": jnp.ones(8),
+        "c": jnp.ones((4, 4)),
+        "d": np.float32(1),
+        "e": "text",
+        "f": 3,
+    }
+    given = {
+        "a": NamedSharding(MESH, P("dp")),
+        "b": P("tp"),
+        "c": lambda x: P(*["dp"] * (x.ndim - 1)),
+        "d": None,
+    }
     placed = eformer.apply(tree, {**given, "e": None, "f": P("dp")}, mesh=MESH)
-    assert {k: placed[k].sharding.spec for k in "abcd"} == {"a": P("dp"), "b": P("tp"), "c": P("dp"), "d": P()}
+    assert {k: placed[k].sharding.spec for k in "abcd"} == {
+        "a": P("dp"),
+        "b": P("tp"),
+        "c": P("dp"),
+        "d": P(),
+    }
     assert all(np.array_equal(placed[key], tree[key]) for key in "abcd")
     assert (placed["e"], placed["f"]) == ("text", 3)
     with pytest.raises(MeshError, match="PartitionSpecs cut arrays"):
@@ -193,8 +287,15 @@ def test_apply_takes_shardings_specs_functions_and_none():
 def test_apply_takes_prefixes():
     tree = [One(jnp.ones((8, 8)), 1), One(jnp.ones((8, 4)), 1), {"b": jnp.ones(4)}]
     placed = eformer.apply(tree, [P("tp"), One(P("dp"), 1), None], mesh=MESH)
-    assert [leaf.sharding.spec for leaf in jax.tree.leaves(placed)] == [P("tp"), P("dp"), P()]
-    assert all(leaf.sharding.spec == P("dp") for leaf in jax.tree.leaves(eformer.apply(tree, P("dp"), mesh=MESH)))
+    assert [leaf.sharding.spec for leaf in jax.tree.leaves(placed)] == [
+        P("tp"),
+        P("dp"),
+        P(),
+    ]
+    assert all(
+        leaf.sharding.spec == P("dp")
+        for leaf in jax.tree.leaves(eformer.apply(tree, P("dp"), mesh=MESH))
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,14 +305,25 @@ def test_apply_takes_prefixes():
         (P("dp", "tp"), SpecError, r"leaf `n/b`, shape \(6,\)"),
         (3, LeafTypeError, "leaf `n/b`: int is no sharding"),
         (lambda x: x, LeafTypeError, "leaf `n/b`: ndarray is no sharding"),
-        ([None], PlanMismatchError, r"no prefix of the tree .*\n  `n/b`: list in the left tree, a leaf in the right"),
+        (
+            [None],
+            PlanMismatchError,
+            (
+                r"no prefix of the tree .*\n  `n/b`: list in the left tree, a leaf in"
+                r" the right"
+            ),
+        ),
     ],
 )
 def test_apply_moves_nothing_if_one_leaf_fails(monkeypatch, asked, error, message):
     moved = []
     monkeypatch.setattr(jax, "device_put", lambda *args: moved.append(args))
     with pytest.raises(error, match=message):
-        eformer.apply({"a": np.ones((8, 8)), "n": {"b": np.ones(6)}}, {"a": P("dp"), "n": {"b": asked}}, mesh=MESH)
+        eformer.apply(
+            {"a": np.ones((8, 8)), "n": {"b": np.ones(6)}},
+            {"a": P("dp"), "n": {"b": asked}},
+            mesh=MESH,
+        )
     assert moved == []
 
 
@@ -225,7 +337,14 @@ class Two(One):
 
 
 def test_structure_diff_lists_every_difference():
-    a = {"x": 1, "y": {"z": None, "w": [1, 2]}, "only": 0, "node": (1,), "class": One(1, 1), "static": One(1, 1)}
+    a = {
+        "x": 1,
+        "y": {"z": None, "w": [1, 2]},
+        "only": 0,
+        "node": (1,),
+        "class": One(1, 1),
+        "static": One(1, 1),
+    }
     b = {"x": {"deep": 1}, "y": {"z": P("a"), "w": [1]}, "node": [1], "new": {"q": 1}}
     b |= {"class": Two(1, 1), "static": One(1, 2)}
     found = {d.path: (d.left, d.right) for d in eformer.structure_diff(a, b)}

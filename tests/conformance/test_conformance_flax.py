@@ -16,7 +16,16 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import shardfx
-from shardfx import AxisRules, MeshSpec, PathRules, constrain, follow, plan, resolve, specs_of
+from shardfx import (
+    AxisRules,
+    MeshSpec,
+    PathRules,
+    constrain,
+    follow,
+    plan,
+    resolve,
+    specs_of,
+)
 from shardfx._ground.spec import canonical, shard_shape
 from shardfx.errors import RuleError, SpecError, UnmatchedError
 from shardfx.interop import flax as interop
@@ -28,39 +37,80 @@ SKIPPED = {
     "flax-0095": "rules in a context manager; here they are an argument",
     "flax-0111": "the mesh of a legacy `with mesh:`; here it is an argument",
     "flax-0112": "the mesh of jax.set_mesh; here it is an argument",
-    "explicit mesh type string": "how JAX prints Explicit axes; eformer-0042 is constrained under them",
+    "explicit mesh type string": (
+        "how JAX prints Explicit axes; eformer-0042 is constrained under them"
+    ),
 }
 # id -> (what shardfx gives, why not what flax gives)
 DEVIATIONS: dict[str, tuple[Any, str]] = {
-    "flax-0028": (P(("x", "y")), "as flax, with a reason; a rule ('b', 'w') after it is the fallback (B86)"),
-    "flax-0029": (Raises(RuleError, "uses mesh axis `x` twice"), "B86: an axis twice in one rule"),
+    "flax-0028": (
+        P(("x", "y")),
+        "as flax, with a reason; a rule ('b', 'w') after it is the fallback (B86)",
+    ),
+    "flax-0029": (
+        Raises(RuleError, "uses mesh axis `x` twice"),
+        "B86: an axis twice in one rule",
+    ),
     "flax-0044": (P("x", "y"), "the members of a tuple are names like others"),
-    "flax-0045": (Raises(SpecError, "is no entry of an array's names"), "names are strings"),
+    "flax-0045": (
+        Raises(SpecError, "is no entry of an array's names"),
+        "names are strings",
+    ),
     "flax-0053": (P("x"), "a mapping is an ordered list of pairs"),
-    "flax-0056": (Raises(SpecError, "`a` occurs twice"), "B80: one axis cannot shard two dimensions"),
+    "flax-0056": (
+        Raises(SpecError, "`a` occurs twice"),
+        "B80: one axis cannot shard two dimensions",
+    ),
     "flax-0057": (P("x"), "B80: the second name is blocked, with a reason"),
     "flax-0059": (P(("x", "y"), "z"), "the members of a tuple are names like others"),
-    "flax-0060": (P("y"), "last_wins reads rules as flax.core does; AxisRules(rules) reads them as linen does (B29)"),
-    "flax-0066": (Raises(SpecError, "is no entry of an array's names"), "B80: names are not made with str()"),
+    "flax-0060": (
+        P("y"),
+        (
+            "last_wins reads rules as flax.core does; AxisRules(rules) reads them as"
+            " linen does (B29)"
+        ),
+    ),
+    "flax-0066": (
+        Raises(SpecError, "is no entry of an array's names"),
+        "B80: names are not made with str()",
+    ),
     "flax-0067": (P("x"), "any string is a name"),
     "flax-0069": (P(U), "B80: names are not made with str()"),
     "flax-0070": (P(("a", "b")), "B80: names are not made with str()"),
     "flax-0078": ((("a", "x"), ("a", "y"), ("b", "z")), "B29: fallbacks are kept"),
     "flax-0080": ((("a", "x"), ("a", "y")), "B29: rules that begin alike agree"),
-    "flax-0081": (Raises(RuleError, "map 'a' to"), "B29: they disagree about the first choice, so nothing is dropped"),
+    "flax-0081": (
+        Raises(RuleError, "map 'a' to"),
+        "B29: they disagree about the first choice, so nothing is dropped",
+    ),
     "flax-0082": ((("a", ("x", "y")),), "a list and a tuple are equal"),
     "flax-0092": (P(), "B81: no names resolve to P()"),
     "flax-0093": (P("x"), "B81: lists are sequences of names"),
-    "flax-0098": (P(None, "y"), "a name that is no axis replicates, with a reason; unmatched='raise' is the error"),
+    "flax-0098": (
+        P(None, "y"),
+        (
+            "a name that is no axis replicates, with a reason; unmatched='raise' is the"
+            " error"
+        ),
+    ),
     "flax-0100": (P(None, "y"), "corrected; strict=True raises"),
     "flax-0101": (P("x"), "B80: corrected; the name that lost has a reason"),
     "flax-0104": (P("x", "y"), "B83: inside shard_map the manual axes are left out"),
     "flax-0110": (P(), "B82: () replicates; None leaves the array as it is"),
     "flax-0116": (P("x"), "B87: blocked is not unmatched; each is its own reason"),
-    "flax-0128": ({"w": P("x", "y")}, "B30: a tuple of strings is the names of an array"),
+    "flax-0128": (
+        {"w": P("x", "y")},
+        "B30: a tuple of strings is the names of an array",
+    ),
     "flax-0129": ({"w": P("x", "y")}, "B30"),
-    "flax-0137": (["in", "out", "layers"], "B88: -1 is the last dimension of the result"),
-    "flax-0140": (Raises(SpecError, "has no such name"), "B88: no assert, also under python -O"),
+    "flax-0137": (
+        ["in", "out", "layers"],
+        "B88: -1 is the last dimension of the result",
+    ),
+    "flax-0140": (
+        Raises(SpecError, "has no such name"),
+        "B88: no assert, also under python -O",
+    ),
     "flax-0141": (["in", "out"], "B88: padding is undone"),
 }
 
@@ -91,22 +141,34 @@ def rules_of(vector, key="rules") -> Any:
 # --- rules
 
 
-@SUITE.of("logical_to_mesh_axes", "linen.spmd.with_logical_constraint -> spec passed down")
+@SUITE.of(
+    "logical_to_mesh_axes", "linen.spmd.with_logical_constraint -> spec passed down"
+)
 def test_logical_to_mesh_axes(vector):
     names = vector["inputs"].get("array_dim_names", vector["inputs"].get("names"))
     rules = {"a": "x"} if vector["id"] == "flax-0053" else rules_of(vector)
     if names is None:
         # No names: nothing is asked of the rules, and the leaf is left to path rules.
-        made = plan(jnp.ones(2), XY, names=None, axes=AxisRules(rules), unmatched="replicate")
+        made = plan(
+            jnp.ones(2), XY, names=None, axes=AxisRules(rules), unmatched="replicate"
+        )
         assert made.leaves[0].names is vector["expected"] is None
         return
-    names = P("a", "b") if names == "PartitionSpec('a','b')" else [entry(name) for name in names]
+    names = (
+        P("a", "b")
+        if names == "PartitionSpec('a','b')"
+        else [entry(name) for name in names]
+    )
     with outcome(SUITE.expected(vector)) as wanted:
         decision = resolve(names, AxisRules(rules))
         assert decision.spec == wanted
     if vector["id"] == "flax-0028":
-        assert [(why.code.name, why.axes) for why in decision.reasons] == [("blocked", ("y", "w"))]
-        assert resolve(names, AxisRules([*rules, ("b", "w")])).spec == P(("x", "y"), "w")
+        assert [(why.code.name, why.axes) for why in decision.reasons] == [
+            ("blocked", ("y", "w"))
+        ]
+        assert resolve(names, AxisRules([*rules, ("b", "w")])).spec == P(
+            ("x", "y"), "w"
+        )
 
 
 @SUITE.of("core.spmd.from_sharding_rules")
@@ -125,25 +187,41 @@ def test_from_sharding_rules(vector):
 @SUITE.of("core.spmd.composite_rules")
 def test_composite_rules(vector):
     with outcome(SUITE.expected(vector)) as wanted:
-        merged = interop.composite_rules(rules_of(vector, "rule1"), rules_of(vector, "rule2"))
+        merged = interop.composite_rules(
+            rules_of(vector, "rule1"), rules_of(vector, "rule2")
+        )
         assert merged.rules == tuple((name, entry(target)) for name, target in wanted)
-        assert merged == AxisRules(rules_of(vector, "rule1")).merge(AxisRules(rules_of(vector, "rule2")))
+        assert merged == AxisRules(rules_of(vector, "rule1")).merge(
+            AxisRules(rules_of(vector, "rule2"))
+        )
 
 
 @SUITE.of("core.spmd.get_pspec", "logical rules + per-variable rules")
 def test_rules_of_the_model_and_of_a_variable(vector):
     given = vector["inputs"]
     names = ["a"] if given["sharding"] == "list ['a']" else given["sharding"] or []
-    rules = interop.composite_rules(rules_of(vector, "context_rules"), rules_of(vector, "sharding_rules"))
+    rules = interop.composite_rules(
+        rules_of(vector, "context_rules"), rules_of(vector, "sharding_rules")
+    )
     with outcome(SUITE.expected(vector)) as wanted:
-        assert resolve(names, AxisRules.last_wins(rules.rules), unmatched="keep").spec == wanted
+        assert (
+            resolve(names, AxisRules.last_wins(rules.rules), unmatched="keep").spec
+            == wanted
+        )
         if vector["function"] == "core.spmd.get_pspec":
             return
         mesh = MeshSpec([tuple(axis) for axis in given["mesh"]])
         said = {"out_sharding": tuple(names), "sharding_rules": given["sharding_rules"]}
         variable = nnx.Param(jnp.ones((4, 4)), **said, eager_sharding=False)
-        axes = interop.composite_rules(rules_of(vector, "context_rules"), interop.rules_of({"w": variable}))
-        made = plan({"w": jnp.ones((4, 4))}, mesh, names=interop.names_of({"w": variable}), axes=axes)
+        axes = interop.composite_rules(
+            rules_of(vector, "context_rules"), interop.rules_of({"w": variable})
+        )
+        made = plan(
+            {"w": jnp.ones((4, 4))},
+            mesh,
+            names=interop.names_of({"w": variable}),
+            axes=axes,
+        )
         assert made["w"].spec == wanted
 
 
@@ -159,18 +237,35 @@ def test_shard_value(vector):
     x = jnp.ones(given.get("value_shape", (8, 8)))
     axes = interop.core_rules(rules_of(vector, "sharding_rules"), XY)
     sharding = given["sharding"]
-    sharding = P(*sharding["spec"]) if isinstance(sharding, dict) else sharding and tuple(sharding)
+    sharding = (
+        P(*sharding["spec"])
+        if isinstance(sharding, dict)
+        else sharding and tuple(sharding)
+    )
     sharding = () if sharding == [] else sharding
     # flax-0108: without a mesh, which means without devices here.
-    place = MeshSpec({"x": 2, "y": 4}) if "mesh" in given and given["mesh"] is None else mesh
-    # Flax passes over axes that the mesh lacks, pads names that are too short, and does not mind unknown ones.
-    made = plan(x, place, paths=PathRules([("", P())]), axes=axes, unmatched="replicate")
-    sharding = (*sharding, ...) if isinstance(sharding, tuple) and 0 < len(sharding) < x.ndim else sharding
+    place = (
+        MeshSpec({"x": 2, "y": 4})
+        if "mesh" in given and given["mesh"] is None
+        else mesh
+    )
+    # Flax passes over axes that the mesh lacks, pads names that are too short, and does
+    # not mind unknown ones.
+    made = plan(
+        x, place, paths=PathRules([("", P())]), axes=axes, unmatched="replicate"
+    )
+    sharding = (
+        (*sharding, ...)
+        if isinstance(sharding, tuple) and 0 < len(sharding) < x.ndim
+        else sharding
+    )
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
     with outcome(SUITE.expected(vector)) as wanted:
         if kinds == ["Manual", "Manual"]:
             body = lambda x: constrain(x, sharding, made)
-            out = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=wanted, out_specs=wanted))(x)
+            out = jax.jit(
+                jax.shard_map(body, mesh=mesh, in_specs=wanted, out_specs=wanted)
+            )(x)
             assert canonical(out.sharding.spec) == wanted
             return
         out = constrain(x, sharding, made)
@@ -192,8 +287,13 @@ def test_with_logical_constraint(vector):
     mesh, x = XY.build(jax.devices()), jnp.ones((8, 8))
     made = plan(x, mesh, paths=PathRules([("", P())]), axes=axes, unmatched="replicate")
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
-    # Without names, or without rules to read them by, flax leaves the array as it is; that is said by None.
-    names = tuple(map(entry, given["names"])) if given.get("names") and given["rules"] else None
+    # Without names, or without rules to read them by, flax leaves the array as it is;
+    # that is said by None.
+    names = (
+        tuple(map(entry, given["names"]))
+        if given.get("names") and given["rules"]
+        else None
+    )
     with outcome(SUITE.expected(vector)) as wanted:
         if given.get("fallback") == "RAISE_ERROR":
             assert names is not None
@@ -211,9 +311,17 @@ def test_with_logical_constraint(vector):
 
 @SUITE.of("linen.spmd.logical_to_mesh")
 def test_logical_to_mesh(vector):
-    tree = {key: tuple(v["spec"] if isinstance(v, dict) else v) for key, v in vector["inputs"]["tree"].items()}
+    tree = {
+        key: tuple(v["spec"] if isinstance(v, dict) else v)
+        for key, v in vector["inputs"]["tree"].items()
+    }
     with outcome(SUITE.expected(vector)) as wanted:
-        made = plan({key: jnp.ones((8, 8)) for key in tree}, XY, names=tree, axes=AxisRules(rules_of(vector)))
+        made = plan(
+            {key: jnp.ones((8, 8)) for key in tree},
+            XY,
+            names=tree,
+            axes=AxisRules(rules_of(vector)),
+        )
         assert made.specs == wanted
 
 
@@ -227,25 +335,40 @@ def test_logical_to_mesh(vector):
 )
 def test_axes_are_added_and_removed(vector):
     given, function = vector["inputs"], vector["function"]
-    names, at = tuple(given["names"]), (given.get("index", 4), given.get("partition_name", "layers"))
+    names, at = (
+        tuple(given["names"]),
+        (given.get("index", 4), given.get("partition_name", "layers")),
+    )
     with outcome(SUITE.expected(vector)) as wanted:
         names = interop.add_axis(names, *at) if "add_axis" in function else names
-        assert list(interop.remove_axis(names, *at) if "remove_axis" in function else names) == wanted
+        assert (
+            list(
+                interop.remove_axis(names, *at) if "remove_axis" in function else names
+            )
+            == wanted
+        )
 
 
 @SUITE.of("transform_metadata")
 def test_transform_metadata(vector):
-    given, wanted = vector["inputs"], {key: tuple(names) for key, names in vector["expected"].items()}
+    given, wanted = (
+        vector["inputs"],
+        {key: tuple(names) for key, names in vector["expected"].items()},
+    )
     name, inside, outside = given["partition"], given["in_axes"], given["out_axes"]
     inner = interop.remove_axis(tuple(given["v"]), inside, name)
     assert inner == wanted["v_inner"]
     assert interop.add_axis(inner, inside, name) == wanted["v_after"]
-    assert interop.add_axis(tuple(given["v2_inner"]), outside, name) == wanted["v2_outer"]
+    assert (
+        interop.add_axis(tuple(given["v2_inner"]), outside, name) == wanted["v2_outer"]
+    )
 
 
 @SUITE.of("lifted transform axis metadata")
 def test_a_scanned_layer_has_the_name_of_its_new_dimension(vector):
-    init = nn.with_partitioning(nn.initializers.ones_init(), tuple(vector["inputs"]["names"]))
+    init = nn.with_partitioning(
+        nn.initializers.ones_init(), tuple(vector["inputs"]["names"])
+    )
 
     class Layer(nn.Module):
         @nn.compact
@@ -253,11 +376,23 @@ def test_a_scanned_layer_has_the_name_of_its_new_dimension(vector):
             return nn.Dense(4, kernel_init=init, use_bias=False)(x), None
 
     metadata = {nn.PARTITION_NAME: "layers"}
-    scanned: Any = nn.scan(Layer, {"params": 0}, split_rngs={"params": True}, length=8, metadata_params=metadata)
+    scanned: Any = nn.scan(
+        Layer,
+        {"params": 0},
+        split_rngs={"params": True},
+        length=8,
+        metadata_params=metadata,
+    )
     boxed = jax.eval_shape(scanned().init, jax.random.key(0), jnp.ones((2, 4)), None)
-    found = jax.tree.leaves(interop.names_of(boxed), is_leaf=lambda node: isinstance(node, tuple))
+    found = jax.tree.leaves(
+        interop.names_of(boxed), is_leaf=lambda node: isinstance(node, tuple)
+    )
     wanted = tuple(vector["expected"])
-    assert found == [wanted] == [interop.add_axis(tuple(vector["inputs"]["names"]), 0, "layers")]
+    assert (
+        found
+        == [wanted]
+        == [interop.add_axis(tuple(vector["inputs"]["names"]), 0, "layers")]
+    )
 
 
 @SUITE.of("core.meta.get_partition_spec")
@@ -268,11 +403,16 @@ def test_get_partition_spec(vector):
 @SUITE.of("core.meta.get_sharding")
 def test_get_sharding(vector):
     mesh = XY.build(jax.devices())
-    boxed = {"bias": jnp.ones(8), "kernel": nn.Partitioned(jnp.ones((8, 8)), ("x", "y"))}
+    boxed = {
+        "bias": jnp.ones(8),
+        "kernel": nn.Partitioned(jnp.ones((8, 8)), ("x", "y")),
+    }
     for tree in (interop.unboxed(boxed), boxed):
         names = interop.names_of(boxed, default=())
         made = plan(tree, mesh, names=names, axes=interop.core_rules((), mesh))
-        found = dict(zip(("bias", "kernel"), jax.tree.leaves(made.shardings), strict=True))
+        found = dict(
+            zip(("bias", "kernel"), jax.tree.leaves(made.shardings), strict=True)
+        )
         for name, wanted in vector["expected"].items():
             assert found[name] == NamedSharding(mesh, spec_of(wanted["named_sharding"]))
 
@@ -286,7 +426,9 @@ def test_shard_shape(vector):
     mesh = MeshSpec([tuple(axis) for axis in given["mesh"]])
     shape, spec = tuple(given["shape"]), spec_of(given["spec"]["spec"])
     assert shard_shape(shape, spec, mesh.shape) == tuple(vector["expected"])
-    assert NamedSharding(mesh.abstract(), spec).shard_shape(shape) == tuple(vector["expected"])
+    assert NamedSharding(mesh.abstract(), spec).shard_shape(shape) == tuple(
+        vector["expected"]
+    )
 
 
 @SUITE.of("optimizer state inherits spec")
@@ -294,7 +436,7 @@ def test_optimizer_state_inherits_the_spec(vector):
     params = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
     spec = spec_of(vector["inputs"]["param_spec"]["spec"])
     made = plan(params, MeshSpec({"row": 2, "col": 4}), paths=PathRules([("w", spec)]))
-    (state, _) = follow(optax.adam(1e-3).init, made).specs
+    state, _ = follow(optax.adam(1e-3).init, made).specs
     for name, wanted in vector["expected"].items():
         assert getattr(state, name)["w"] == spec_of(wanted["spec"])
 
@@ -303,7 +445,12 @@ def test_optimizer_state_inherits_the_spec(vector):
 def test_axis_types(vector):
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = MeshSpec({"row": 2, "col": 4}, axis_types=kind).build(jax.devices())
-        made = plan(jnp.ones((8, 8)), mesh, names=("row", "col"), axes=interop.core_rules((), mesh))
+        made = plan(
+            jnp.ones((8, 8)),
+            mesh,
+            names=("row", "col"),
+            axes=interop.core_rules((), mesh),
+        )
         assert made.leaves[0].spec == spec_of(vector["expected"]["spec"])
         out = constrain(jnp.ones((8, 8)), ("row", "col"), made)
         assert canonical(out.sharding.spec) == made.leaves[0].spec  # pyright: ignore[reportAttributeAccessIssue]
@@ -312,9 +459,13 @@ def test_axis_types(vector):
 @SUITE.of("per-variable meshes")
 def test_a_plan_per_mesh(vector):
     for at, (name, given) in enumerate(sorted(vector["inputs"].items())):
-        mesh = MeshSpec(dict.fromkeys(given["mesh"], 2)).build(jax.devices()[4 * at : 4 * at + 4])
+        mesh = MeshSpec(dict.fromkeys(given["mesh"], 2)).build(
+            jax.devices()[4 * at : 4 * at + 4]
+        )
         x = jnp.ones((4, 4))
-        made = plan(x, mesh, names=tuple(given["spec"]), axes=interop.core_rules((), mesh))
+        made = plan(
+            x, mesh, names=tuple(given["spec"]), axes=interop.core_rules((), mesh)
+        )
         assert made.leaves[0].spec == spec_of(vector["expected"][name]["spec"])
         assert constrain(x, made.leaves[0].spec, made).sharding.mesh == mesh  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -323,10 +474,25 @@ def test_a_plan_per_mesh(vector):
 def test_facts_about_jax(vector):
     if vector["function"].startswith("jax.make_mesh"):
         mesh = jax.make_mesh(tuple(vector["inputs"]["shape"]), ("x", "y"))
-        assert [kind.name for kind in MeshSpec.of(mesh).axis_types] == vector["expected"]
+        assert [kind.name for kind in MeshSpec.of(mesh).axis_types] == vector[
+            "expected"
+        ]
         return
-    measured = [P(("a",)), P(()), P(["a", "b"]), P("a") == P("a", None), P(None) == P(), isinstance(P("a"), tuple)]
-    wanted = [P(*map(entry, item["spec"])) if isinstance(item, dict) else item for item in vector["expected"]]
+    measured = [
+        P(("a",)),
+        P(()),
+        P(["a", "b"]),
+        P("a") == P("a", None),
+        P(None) == P(),
+        isinstance(P("a"), tuple),
+    ]
+    wanted = [
+        P(*map(entry, item["spec"])) if isinstance(item, dict) else item
+        for item in vector["expected"]
+    ]
     assert measured == wanted
     # What JAX tells apart although it is one layout, `canonical` does not.
-    assert canonical(P("a", None)) == canonical(P(("a",))) == P("a") and canonical(P(None)) == P()
+    assert (
+        canonical(P("a", None)) == canonical(P(("a",))) == P("a")
+        and canonical(P(None)) == P()
+    )

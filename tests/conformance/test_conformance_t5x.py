@@ -11,7 +11,16 @@ from _devices import chips, objects
 from conformance.vectors import Raises, Suite, entry, outcome, spec_of
 from jax.sharding import Mesh, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, constrain, hosts, plan, resolve, topology
+from shardfx import (
+    AxisRules,
+    MeshSpec,
+    PathRules,
+    constrain,
+    hosts,
+    plan,
+    resolve,
+    topology,
+)
 from shardfx._ground.spec import entry_axes
 from shardfx.presets import t5x
 
@@ -20,7 +29,10 @@ SUITE = Suite("t5x.json", {}, {})
 
 
 def test_every_vector_is_run():
-    assert sorted(SUITE.run) == sorted(vector["id"] for vector in SUITE.vectors) and len(set(SUITE.run)) == 211
+    assert (
+        sorted(SUITE.run) == sorted(vector["id"] for vector in SUITE.vectors)
+        and len(set(SUITE.run)) == 211
+    )
 
 
 @SUITE.of("bounds_from_last_device")
@@ -28,7 +40,10 @@ def test_bounds(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     if inputs["coords"] is None:
         counts = inputs["process_count"], inputs["local_device_count"]
-        devices = [SimpleNamespace(id=i, process_index=i // counts[1]) for i in range(math.prod(counts))]
+        devices = [
+            SimpleNamespace(id=i, process_index=i // counts[1])
+            for i in range(math.prod(counts))
+        ]
     else:
         devices = chips([c + 1 for c in (*inputs["coords"], inputs["core_on_chip"])])
     # T5X looked at the last device only, so it needed them in order.
@@ -39,7 +54,9 @@ def test_bounds(vector):
 def test_coords(vector):
     inputs = dict(vector["inputs"])
     local = inputs.pop("local_device_count", 0)
-    assert topology.coords(SimpleNamespace(**inputs), local) == tuple(vector["expected"])
+    assert topology.coords(SimpleNamespace(**inputs), local) == tuple(
+        vector["expected"]
+    )
 
 
 @SUITE.of("default_mesh.model_parallel_submesh")
@@ -48,16 +65,23 @@ def test_default_submesh(vector):
     bounds, partitions = tuple(inputs["bounds"]), inputs["num_partitions"]
     if "model_parallel_submesh" in inputs:
         # An explicit submesh is used as it is: there is no default to ask for.
-        order = topology.submesh_order(bounds, (2, 2, 1, 2), inputs["model_parallel_submesh"])
+        order = topology.submesh_order(
+            bounds, (2, 2, 1, 2), inputs["model_parallel_submesh"]
+        )
         assert order.shape[1] == math.prod(expected)
         return
     if vector["tag"] == "conform" and isinstance(expected, list):
-        assert topology.default_submesh(inputs["device_kind"], partitions, bounds) == tuple(expected)
+        assert topology.default_submesh(
+            inputs["device_kind"], partitions, bounds
+        ) == tuple(expected)
         return
     feasible = topology.feasible_submeshes(partitions, bounds)
     if feasible:
         assert vector["tag"] == "deviate"
-        assert topology.default_submesh(inputs["device_kind"], partitions, bounds) in feasible
+        assert (
+            topology.default_submesh(inputs["device_kind"], partitions, bounds)
+            in feasible
+        )
     else:
         with pytest.raises(ValueError, match="use `num_partitions` out of"):
             topology.default_submesh(inputs["device_kind"], partitions, bounds)
@@ -75,9 +99,13 @@ def test_submesh_order(vector):
     arguments = (inputs["bounds_xyzc"], inputs["host_layout_xyzc"], submesh)
     if vector["tag"] == "deviate":
         with pytest.raises(ValueError, match="dim|host bounds"):
-            topology.submesh_order(*arguments, tile_by_host=inputs["tile_by_host_if_needed"])
+            topology.submesh_order(
+                *arguments, tile_by_host=inputs["tile_by_host_if_needed"]
+            )
         return
-    order = topology.submesh_order(*arguments, tile_by_host=inputs["tile_by_host_if_needed"])
+    order = topology.submesh_order(
+        *arguments, tile_by_host=inputs["tile_by_host_if_needed"]
+    )
     assert list(order.shape[:2]) == expected["shape"]
     assert order.tolist() == expected["coords"]
 
@@ -87,22 +115,37 @@ def test_hybrid_shape(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     is_error = vector["tag"] == "deviate" or "raises" in expected
     with outcome(Raises(ValueError, "use one of") if is_error else expected) as wanted:
-        counts = inputs["num_partitions"], inputs["local_device_count"], inputs["process_count"]
+        counts = (
+            inputs["num_partitions"],
+            inputs["local_device_count"],
+            inputs["process_count"],
+        )
         ici, dcn = topology.hybrid_shape(*counts)
-        assert (list(ici), list(dcn)) == (wanted["ici_mesh_shape"], wanted["dcn_mesh_shape"])
-        assert [a * b for a, b in zip(ici, dcn, strict=True)] == [wanted["shape"][name] for name in ("data", "model")]
+        assert (list(ici), list(dcn)) == (
+            wanted["ici_mesh_shape"],
+            wanted["dcn_mesh_shape"],
+        )
+        assert [a * b for a, b in zip(ici, dcn, strict=True)] == [
+            wanted["shape"][name] for name in ("data", "model")
+        ]
 
 
 T5X_MESH = "default_mesh(4) on TPU v3 (4,4,1,2), hosts (2,2,1,2)"
 
 
 def t5x_mesh():
-    """The mesh of T5X's own tests: 32 cores of TPU v3 on four hosts, model parallel over 2 x 1 x 1 x 2."""
+    """The mesh of T5X's own tests: 32 cores of TPU v3 on four hosts, model parallel
+    over 2 x 1 x 1 x 2.
+    """
     bounds, hosts_at = (4, 4, 1, 2), (2, 2, 1, 2)
     devices = chips(bounds, hosts_at, "TPU v3")
-    order = topology.submesh_order(bounds, hosts_at, topology.default_submesh("TPU v3", 4, bounds))
+    order = topology.submesh_order(
+        bounds, hosts_at, topology.default_submesh("TPU v3", 4, bounds)
+    )
     grid = topology.positions(devices)
-    return Mesh(objects(devices)[grid[tuple(np.moveaxis(order, -1, 0))]], ("data", "model"))
+    return Mesh(
+        objects(devices)[grid[tuple(np.moveaxis(order, -1, 0))]], ("data", "model")
+    )
 
 
 def slices_grid():
@@ -112,12 +155,17 @@ def slices_grid():
 
 
 def grid_for(inputs):
-    return hosts.grid_of(t5x_mesh()) if inputs.get("mesh") == T5X_MESH else slices_grid()
+    return (
+        hosts.grid_of(t5x_mesh()) if inputs.get("mesh") == T5X_MESH else slices_grid()
+    )
 
 
 def assert_chunk(chunk, shape, expected, replica):
     wanted = [pair["slice"] for pair in expected]
-    wanted = [[0, size] if pair[0] is None else pair for pair, size in zip(wanted, shape, strict=True)]
+    wanted = [
+        [0, size] if pair[0] is None else pair
+        for pair, size in zip(wanted, shape, strict=True)
+    ]
     assert [[piece.start, piece.stop] for piece in chunk.slices] == wanted
     assert chunk.replica_id == replica
 
@@ -127,8 +175,12 @@ def test_default_mesh_and_its_local_part(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     mesh, grid = t5x_mesh(), hosts.grid_of(t5x_mesh())
     assert list(mesh.axis_names) == expected["axis_names"]
-    assert dict(mesh.shape) == expected["global_shape"] and mesh.size == expected["size"]
-    assert {n: grid.axis_sizes[n] // grid.num_chunks[n] for n in grid.axis_names} == expected["local_shape"]
+    assert (
+        dict(mesh.shape) == expected["global_shape"] and mesh.size == expected["size"]
+    )
+    assert {
+        n: grid.axis_sizes[n] // grid.num_chunks[n] for n in grid.axis_names
+    } == expected["local_shape"]
     process = inputs["process_index"]
     local = [d.id for d in mesh.devices.flat if d.process_index == process]
     assert local == [i for row in expected["local_ids"] for i in row]
@@ -137,14 +189,26 @@ def test_default_mesh_and_its_local_part(vector):
 @SUITE.of("get_cpu_mesh", "default_mesh", "PjitPartitioner.mesh")
 def test_meshes_without_a_torus(vector):
     inputs, expected = vector["inputs"], vector["expected"]
-    local, processes = inputs.get("local_device_count", 8), inputs.get("process_count", 1)
+    local, processes = (
+        inputs.get("local_device_count", 8),
+        inputs.get("process_count", 1),
+    )
     if vector["function"] == "PjitPartitioner.mesh":
-        # T5X ignored ICI sizes that came without DCN sizes; a MeshSpec without `dcn` is taken as it is.
-        wanted = MeshSpec(zip(("replica", "data", "model"), inputs["ici_mesh_shape"], strict=True))
-        assert dict(wanted.build(jax.devices()).shape) == {"replica": 1, "data": 4, "model": 2}
+        # T5X ignored ICI sizes that came without DCN sizes; a MeshSpec without `dcn` is
+        # taken as it is.
+        wanted = MeshSpec(
+            zip(("replica", "data", "model"), inputs["ici_mesh_shape"], strict=True)
+        )
+        assert dict(wanted.build(jax.devices()).shape) == {
+            "replica": 1,
+            "data": 4,
+            "model": 2,
+        }
         return
     if vector["tag"] == "conform" or inputs["num_partitions"] == local:
-        assert {"data": processes, "model": local} == (expected.get("shape") or expected)
+        assert {"data": processes, "model": local} == (
+            expected.get("shape") or expected
+        )
         return
     # T5X ignored the number of partitions on CPU; it is honoured, or refused.
     partitions = inputs["num_partitions"]
@@ -159,12 +223,21 @@ def test_meshes_without_a_torus(vector):
 @SUITE.of("default_mesh (hybrid)")
 def test_hybrid_mesh(vector):
     expected, inputs = vector["expected"], vector["inputs"]
-    names, ici, dcn = ("replica", "data", "model"), inputs["ici_mesh_shape"], inputs["dcn_mesh_shape"]
+    names, ici, dcn = (
+        ("replica", "data", "model"),
+        inputs["ici_mesh_shape"],
+        inputs["dcn_mesh_shape"],
+    )
     sizes = [a * b for a, b in zip(ici, dcn, strict=True)]
-    spec = MeshSpec(zip(names, sizes, strict=True), dcn=dict(zip(names, dcn, strict=True)))
+    spec = MeshSpec(
+        zip(names, sizes, strict=True), dcn=dict(zip(names, dcn, strict=True))
+    )
     order = spec.order(chips((4, 2, 1, 1), slices=2))
     assert [list(pair) for pair in spec.shape.items()] == expected["shape"]
-    assert np.vectorize(lambda device: device.id)(order.devices).tolist() == expected["ids"]
+    assert (
+        np.vectorize(lambda device: device.id)(order.devices).tolist()
+        == expected["ids"]
+    )
     assert order.method == "hybrid: mesh_utils" and order.mean_hops == (0.0, 1.0, 1.0)
 
 
@@ -183,7 +256,9 @@ def test_local_chunk(vector):
     spec, process = spec_of(inputs["mesh_axes"]), inputs["process_index"]
     if vector["id"] == "t5x-0253":
         # T5X had no tuple entries.
-        assert hosts.local_chunk(shape, spec, grid, process) == hosts.LocalChunk((slice(32, 64), slice(0, 16)), 0)
+        assert hosts.local_chunk(shape, spec, grid, process) == hosts.LocalChunk(
+            (slice(32, 64), slice(0, 16)), 0
+        )
     elif vector["tag"] == "deviate":
         with pytest.raises(ValueError, match="not divisible|entries|twice|no axis"):
             hosts.local_chunk(shape, spec, grid, process)
@@ -196,7 +271,10 @@ def test_local_chunk(vector):
 def test_shard_id(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     axes = inputs.get("sharded_mesh_axes", inputs.get("sharded_mesh_axes_order"))
-    assert hosts.shard_id(entry(axes), grid_for(inputs), inputs["process_index"]) == expected
+    assert (
+        hosts.shard_id(entry(axes), grid_for(inputs), inputs["process_index"])
+        == expected
+    )
     if vector["tag"] == "deviate":
         # T5X took these axes in a set, whose order is that of their hashes.
         with pytest.raises(ValueError, match="no order; pass a tuple"):
@@ -205,7 +283,10 @@ def test_shard_id(vector):
 
 @SUITE.of("LocalChunker.get_replica_id")
 def test_replica_id(vector):
-    axes, process = entry(vector["inputs"]["sharded_mesh_axes"]), vector["inputs"]["process_index"]
+    axes, process = (
+        entry(vector["inputs"]["sharded_mesh_axes"]),
+        vector["inputs"]["process_index"],
+    )
     error = Raises(ValueError, "no axis 'zz'")
     with outcome(error if vector["tag"] == "deviate" else vector["expected"]) as wanted:
         assert hosts.replica_id(axes, grid_for(vector["inputs"]), process) == wanted
@@ -213,11 +294,23 @@ def test_replica_id(vector):
 
 @SUITE.of("LocalChunker (multi-slice)")
 def test_slices(vector):
-    expected, process, grid = vector["expected"], vector["inputs"]["process_index"], slices_grid()
-    assert dict(zip(grid.axis_names, grid.chunk_ids[process], strict=True)) == expected["chunk_ids"]
+    expected, process, grid = (
+        vector["expected"],
+        vector["inputs"]["process_index"],
+        slices_grid(),
+    )
+    assert (
+        dict(zip(grid.axis_names, grid.chunk_ids[process], strict=True))
+        == expected["chunk_ids"]
+    )
     assert dict(grid.num_chunks) == expected["num_chunks"]
     pieces, replica = expected["chunk (32,64) [data,model]"]
-    assert_chunk(hosts.local_chunk((32, 64), P("data", "model"), grid, process), (32, 64), pieces, replica)
+    assert_chunk(
+        hosts.local_chunk((32, 64), P("data", "model"), grid, process),
+        (32, 64),
+        pieces,
+        replica,
+    )
     for function in (hosts.shard_id, hosts.replica_id):
         for axes in ((), ("data",), ("replica", "data")):
             key = f"{function.__name__}({','.join(axes) or '()'})"
@@ -242,14 +335,20 @@ def test_data_layout(vector):
     assert dataclasses.asdict(layout) == expected
 
 
-@SUITE.of("BasePartitioner.data_mesh_size/data_shards/data_shard_id/data_partition_spec")
+@SUITE.of(
+    "BasePartitioner.data_mesh_size/data_shards/data_shard_id/data_partition_spec"
+)
 def test_data_properties(vector):
     size, shards, shard, spec = vector["expected"]
     mesh = t5x_mesh()
-    layout = hosts.data_layout(None, "data", hosts.grid_of(mesh), vector["inputs"]["process_index"])
+    layout = hosts.data_layout(
+        None, "data", hosts.grid_of(mesh), vector["inputs"]["process_index"]
+    )
     assert MeshSpec.of(mesh).axis_size("data") == size
     assert (layout.num_shards, layout.shard_id) == (shards, shard)
-    assert resolve(("batch",), AxisRules([("batch", "data")])).spec == spec_of(spec["spec"])
+    assert resolve(("batch",), AxisRules([("batch", "data")])).spec == spec_of(
+        spec["spec"]
+    )
 
 
 def data_axes(rules):
@@ -263,13 +362,18 @@ def axis_rules(rules):
 
 @SUITE.of("PjitPartitioner._data_axis")
 def test_data_axis(vector):
-    assert data_axes(vector["inputs"]["logical_axis_rules"]) == entry(vector["expected"])
+    assert data_axes(vector["inputs"]["logical_axis_rules"]) == entry(
+        vector["expected"]
+    )
 
 
 @SUITE.of("PjitPartitioner.get_mesh_axes (leaf)")
 def test_mesh_axes_of_a_leaf(vector):
     inputs, expected = vector["inputs"], vector["expected"]
-    mesh, axes = MeshSpec({"data": 2, "model": 2}), axis_rules(inputs.get("logical_axis_rules", []))
+    mesh, axes = (
+        MeshSpec({"data": 2, "model": 2}),
+        axis_rules(inputs.get("logical_axis_rules", [])),
+    )
     tree = {"w": jax.ShapeDtypeStruct((4, 4), np.float32)}
     names = {"w": inputs["logical_axes"] and tuple(inputs["logical_axes"])}
     planned = plan(tree, mesh, names=names, axes=axes, unmatched="replicate")
@@ -278,15 +382,26 @@ def test_mesh_axes_of_a_leaf(vector):
 
 @SUITE.of("BasePartitioner.__init__")
 def test_contradictory_partitioner_arguments(vector):
-    # There is no second argument to contradict a submesh; one of the wrong rank is refused.
-    submesh, error = vector["inputs"]["model_parallel_submesh"], Raises(ValueError, "has 2 dimensions, but `bounds`")
+    # There is no second argument to contradict a submesh; one of the wrong rank is
+    # refused.
+    submesh, error = (
+        vector["inputs"]["model_parallel_submesh"],
+        Raises(ValueError, "has 2 dimensions, but `bounds`"),
+    )
     with outcome(vector["inputs"].get("num_partitions", error)) as wanted:
-        assert topology.submesh_order((4, 4, 1, 2), (2, 2, 1, 2), submesh).shape[1] == wanted
+        assert (
+            topology.submesh_order((4, 4, 1, 2), (2, 2, 1, 2), submesh).shape[1]
+            == wanted
+        )
 
 
 @SUITE.of("with_sharding_constraint")
 def test_constraint_is_checked_on_every_backend(vector):
-    planned = plan({"x": np.ones(8, np.float32)}, MeshSpec({"data": 8}).build(jax.devices()), paths=replicate_all())
+    planned = plan(
+        {"x": np.ones(8, np.float32)},
+        MeshSpec({"data": 8}).build(jax.devices()),
+        paths=replicate_all(),
+    )
     with pytest.raises((ValueError, TypeError)):
         constrain(np.ones(8, np.float32), vector["inputs"]["axis_resources"], planned)
 
@@ -297,7 +412,10 @@ def test_no_global_mesh_is_read(vector):
     # Whatever mesh is current, a plan is for the mesh that it was given.
     spec = MeshSpec({"data": 8})
     with jax.set_mesh(jax.make_mesh((2,), ("other",))):
-        assert plan({"x": np.ones(8, np.float32)}, spec, paths=replicate_all()).mesh == spec
+        assert (
+            plan({"x": np.ones(8, np.float32)}, spec, paths=replicate_all()).mesh
+            == spec
+        )
 
 
 def replicate_all():
@@ -305,18 +423,26 @@ def replicate_all():
 
 
 def listed(rules):
-    return [[name, list(to) if isinstance(to, tuple) else to] for name, to in rules.rules]
+    return [
+        [name, list(to) if isinstance(to, tuple) else to] for name, to in rules.rules
+    ]
 
 
 def preset(inputs):
     added = [tuple(rule) for rule in inputs.get("additional_rules") or ()]
-    return t5x(inputs["activation_partitioning_dims"], inputs["parameter_partitioning_dims"], added)
+    return t5x(
+        inputs["activation_partitioning_dims"],
+        inputs["parameter_partitioning_dims"],
+        added,
+    )
 
 
 @SUITE.of("standard_logical_axis_rules")
 def test_standard_rules(vector):
     inputs, expected = vector["inputs"], vector["expected"]
-    with outcome(Raises(ValueError, "use 1 or 2") if isinstance(expected, dict) else expected) as wanted:
+    with outcome(
+        Raises(ValueError, "use 1 or 2") if isinstance(expected, dict) else expected
+    ) as wanted:
         rules = listed(preset(inputs))
         assert (rules[-len(wanted) :] if "returns" in inputs else rules) == wanted
 
@@ -324,7 +450,9 @@ def test_standard_rules(vector):
 @SUITE.of("standard_rules->logical_to_mesh_axes")
 def test_standard_rules_resolve(vector):
     inputs, expected = vector["inputs"], vector["expected"]
-    assert resolve(tuple(inputs["array_dim_names"]), preset(inputs)).spec == spec_of(expected["spec"])
+    assert resolve(tuple(inputs["array_dim_names"]), preset(inputs)).spec == spec_of(
+        expected["spec"]
+    )
 
 
 @SUITE.of("PjitPartitioner.logical_axis_rules")

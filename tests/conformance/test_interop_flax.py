@@ -24,8 +24,12 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x):
         init = nn.initializers.lecun_normal()
-        x = nn.Dense(8, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp")))(x)
-        return nn.Dense(4, kernel_init=nn.with_logical_partitioning(init, ("mlp", "embed")))(x)
+        x = nn.Dense(
+            8, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp"))
+        )(x)
+        return nn.Dense(
+            4, kernel_init=nn.with_logical_partitioning(init, ("mlp", "embed"))
+        )(x)
 
 
 def boxed_mlp():
@@ -34,56 +38,95 @@ def boxed_mlp():
 
 def nnx_mlp():
     metadata = {"out_sharding": ("embed", "mlp"), "eager_sharding": False}
-    return nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0), kernel_metadata=metadata))
+    return nnx.eval_shape(
+        lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0), kernel_metadata=metadata)
+    )
 
 
 # --- linen
 
 
 def test_names_of_linen_variables_and_what_flax_unboxes():
-    dense = [{"bias": (), "kernel": names} for names in (("embed", "mlp"), ("mlp", "embed"))]
+    dense = [
+        {"bias": (), "kernel": names} for names in (("embed", "mlp"), ("mlp", "embed"))
+    ]
     boxed = boxed_mlp()
-    assert interop.names_of(boxed, default=())["params"] == {"Dense_0": dense[0], "Dense_1": dense[1]}
+    assert interop.names_of(boxed, default=())["params"] == {
+        "Dense_0": dense[0],
+        "Dense_1": dense[1],
+    }
     assert interop.unboxed(boxed) == meta.unbox(boxed)
     # Arrays without names can be left to path rules.
     paths = PathRules([("bias", P("tensor"))])
-    made = plan(interop.unboxed(boxed), MESH, names=interop.names_of(boxed), axes=RULES, paths=paths)
+    made = plan(
+        interop.unboxed(boxed),
+        MESH,
+        names=interop.names_of(boxed),
+        axes=RULES,
+        paths=paths,
+    )
     assert made["params/Dense_0/bias"].spec == P("tensor")
     assert made["params/Dense_1/kernel"].spec == P("tensor", "fsdp")
 
 
-@pytest.mark.parametrize("reading", [interop.unboxed, lambda tree: tree], ids=["unboxed", "boxed"])
+@pytest.mark.parametrize(
+    "reading", [interop.unboxed, lambda tree: tree], ids=["unboxed", "boxed"]
+)
 def test_linen_variables_are_initialised_sharded_under_a_plan(reading):
     mesh = MESH.build(jax.devices())
     boxed = boxed_mlp()
-    made = plan(reading(boxed), mesh, names=interop.names_of(boxed, default=()), axes=RULES)
-    init = jax.jit(lambda key: reading(Mlp().init(key, jnp.ones((2, 4)))), out_shardings=made.shardings)
+    made = plan(
+        reading(boxed), mesh, names=interop.names_of(boxed, default=()), axes=RULES
+    )
+    init = jax.jit(
+        lambda key: reading(Mlp().init(key, jnp.ones((2, 4)))),
+        out_shardings=made.shardings,
+    )
     kernel = interop.unboxed(init(jax.random.key(0)))["params"]["Dense_0"]["kernel"]
     assert kernel.sharding == NamedSharding(mesh, P("fsdp", "tensor"))
-    plain = meta.unbox(Mlp().init(jax.random.key(0), jnp.ones((2, 4))))["params"]["Dense_0"]["kernel"]
+    plain = meta.unbox(Mlp().init(jax.random.key(0), jnp.ones((2, 4))))["params"][
+        "Dense_0"
+    ]["kernel"]
     assert jnp.array_equal(kernel, plain)
 
 
 def bridged():
     """An nnx layer inside a linen model: its variables come in boxes of their own."""
-    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"), sharding_rules=(("mlp", "tensor"),))
-    layer = nnx.bridge.to_linen(nnx.Linear, 4, 8, kernel_init=init, kernel_metadata={"eager_sharding": False})
+    init = nnx.with_partitioning(
+        nnx.initializers.lecun_normal(),
+        ("embed", "mlp"),
+        sharding_rules=(("mlp", "tensor"),),
+    )
+    layer = nnx.bridge.to_linen(
+        nnx.Linear, 4, 8, kernel_init=init, kernel_metadata={"eager_sharding": False}
+    )
     return layer, jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 4)))
 
 
 def test_bridged_layers_keep_their_names_and_rules():
     layer, boxed = bridged()
-    assert interop.names_of(boxed, default=()) == {"params": {"kernel": ("embed", "mlp"), "bias": ()}}
+    assert interop.names_of(boxed, default=()) == {
+        "params": {"kernel": ("embed", "mlp"), "bias": ()}
+    }
     assert interop.rules_of(boxed) == AxisRules([("mlp", "tensor")])
     rules = interop.composite_rules(interop.rules_of(boxed), [("embed", "fsdp")])
     names = interop.names_of(boxed, default=())
     made = plan(interop.unboxed(boxed), MESH, names=names, axes=rules, strict=True)
-    assert made["params/kernel"].spec == P("fsdp", "tensor") and made["params/bias"].spec == P()
+    assert (
+        made["params/kernel"].spec == P("fsdp", "tensor")
+        and made["params/bias"].spec == P()
+    )
     # Flax reads only the rules that the box itself carries.
     assert nn.get_partition_spec(boxed)["params"]["kernel"] == P("embed", "tensor")
     placed = made.on(MESH.build(jax.devices()))
-    init = jax.jit(lambda key: interop.unboxed(layer.init(key, jnp.ones((2, 4)))), out_shardings=placed.shardings)
-    assert init(jax.random.key(0))["params"]["kernel"].sharding == placed.shardings["params"]["kernel"]
+    init = jax.jit(
+        lambda key: interop.unboxed(layer.init(key, jnp.ones((2, 4)))),
+        out_shardings=placed.shardings,
+    )
+    assert (
+        init(jax.random.key(0))["params"]["kernel"].sharding
+        == placed.shardings["params"]["kernel"]
+    )
 
 
 # --- nnx
@@ -93,25 +136,48 @@ def test_nnx_states_are_planned_and_sharded():
     mesh = MESH.build(jax.devices())
     state = nnx.state(nnx_mlp())
     made = plan(state, mesh, names=interop.names_of(state, default=()), axes=RULES)
-    assert made["kernel/value"].spec == P("fsdp", "tensor") and made["bias/value"].spec == P()
+    assert (
+        made["kernel/value"].spec == P("fsdp", "tensor")
+        and made["bias/value"].spec == P()
+    )
     arrays = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), state)
     placed = shard(arrays, made)
-    assert placed["kernel"].get_value().sharding == NamedSharding(mesh, P("fsdp", "tensor"))  # pyright: ignore[reportAttributeAccessIssue]
-    doubled = jax.jit(lambda state: jax.tree.map(lambda x: 2 * x, state), out_shardings=made.shardings)(placed)
-    assert isinstance(doubled["kernel"], nnx.Param) and float(doubled["kernel"].get_value()[0, 0]) == 2
+    assert placed["kernel"].get_value().sharding == NamedSharding(
+        mesh, P("fsdp", "tensor")
+    )  # pyright: ignore[reportAttributeAccessIssue]
+    doubled = jax.jit(
+        lambda state: jax.tree.map(lambda x: 2 * x, state), out_shardings=made.shardings
+    )(placed)
+    assert (
+        isinstance(doubled["kernel"], nnx.Param)
+        and float(doubled["kernel"].get_value()[0, 0]) == 2
+    )
 
 
 @pytest.mark.parametrize(
     "sharding",
-    [("embed", "mlp"), ["embed", "mlp"], P("embed", "mlp"), NamedSharding(MESH.abstract(), P("fsdp", "tensor"))],
+    [
+        ("embed", "mlp"),
+        ["embed", "mlp"],
+        P("embed", "mlp"),
+        NamedSharding(MESH.abstract(), P("fsdp", "tensor")),
+    ],
 )
 def test_every_kind_of_out_sharding_is_read(sharding):
-    variable = lambda given: {"w": nnx.Param(jnp.ones((4, 8)), out_sharding=given, eager_sharding=False)}
+    variable = lambda given: {
+        "w": nnx.Param(jnp.ones((4, 8)), out_sharding=given, eager_sharding=False)
+    }
     names = interop.names_of(variable(sharding))["w"]
-    axes = ("fsdp", "tensor") if isinstance(sharding, NamedSharding) else ("embed", "mlp")
-    # A PartitionSpec says nothing of the dimensions beyond its end, a tuple of names has one for each.
+    axes = (
+        ("fsdp", "tensor") if isinstance(sharding, NamedSharding) else ("embed", "mlp")
+    )
+    # A PartitionSpec says nothing of the dimensions beyond its end, a tuple of names
+    # has one for each.
     assert names == (axes if isinstance(sharding, tuple | list) else (*axes, ...))
-    with pytest.raises(SpecError, match="the sharding 'embed' of a flax variable has no names; give it a tuple"):
+    with pytest.raises(
+        SpecError,
+        match="the sharding 'embed' of a flax variable has no names; give it a tuple",
+    ):
         interop.names_of(variable("embed"))
 
 
@@ -132,16 +198,35 @@ def test_reading_a_box_changes_nothing():
 
 def test_rules_of_boxes_and_variables_are_merged():
     tree = {
-        "a": nn.LogicallyPartitioned(jnp.ones(4), ("embed",), rules=(("embed", "fsdp"),)),
-        "b": nnx.Param(jnp.ones(4), out_sharding=("mlp",), sharding_rules=(("mlp", "tensor"),), eager_sharding=False),
+        "a": nn.LogicallyPartitioned(
+            jnp.ones(4), ("embed",), rules=(("embed", "fsdp"),)
+        ),
+        "b": nnx.Param(
+            jnp.ones(4),
+            out_sharding=("mlp",),
+            sharding_rules=(("mlp", "tensor"),),
+            eager_sharding=False,
+        ),
         "c": nn.Partitioned(jnp.ones(4), ("fsdp",)),
         "d": jnp.ones(4),
     }
     assert interop.rules_of(tree) == RULES
     names = interop.names_of(tree, default=())
-    made = plan(interop.unboxed(tree), MESH, names=names, axes=interop.core_rules(interop.rules_of(tree), MESH))
-    assert [leaf.spec for leaf in made.leaves] == [P("fsdp"), P("tensor"), P("fsdp"), P()]
-    other = nn.LogicallyPartitioned(jnp.ones(4), ("embed",), rules=(("embed", "tensor"),))
+    made = plan(
+        interop.unboxed(tree),
+        MESH,
+        names=names,
+        axes=interop.core_rules(interop.rules_of(tree), MESH),
+    )
+    assert [leaf.spec for leaf in made.leaves] == [
+        P("fsdp"),
+        P("tensor"),
+        P("fsdp"),
+        P(),
+    ]
+    other = nn.LogicallyPartitioned(
+        jnp.ones(4), ("embed",), rules=(("embed", "tensor"),)
+    )
     with pytest.raises(RuleError, match="`merge`: rules map 'embed' to"):
         interop.rules_of({**tree, "d": other})
 
@@ -176,17 +261,30 @@ def test_composite_rules_is_flaxs_where_no_name_occurs_twice(one, two):
 
 def test_rules_come_in_every_form_and_keep_modes_units_and_aliases():
     assert interop.composite_rules(None, None) == AxisRules()
-    assert interop.composite_rules({"embed": "fsdp"}, AxisRules({"mlp": "tensor"})) == RULES
+    assert (
+        interop.composite_rules({"embed": "fsdp"}, AxisRules({"mlp": "tensor"}))
+        == RULES
+    )
     # A rule may rename an axis.
-    assert resolve(("fsdp",), interop.core_rules({"fsdp": "tensor"}, MESH)).spec == P("tensor")
-    rules = AxisRules({"a": "x"}, modes={"decode": {"a": None}}, units={"a": 2}, aliases={"b": "a"})
-    assert interop.core_rules(rules, MeshSpec({"y": 1, "a": 1})) == rules.prepend({"y": "y"})
+    assert resolve(("fsdp",), interop.core_rules({"fsdp": "tensor"}, MESH)).spec == P(
+        "tensor"
+    )
+    rules = AxisRules(
+        {"a": "x"}, modes={"decode": {"a": None}}, units={"a": 2}, aliases={"b": "a"}
+    )
+    assert interop.core_rules(rules, MeshSpec({"y": 1, "a": 1})) == rules.prepend(
+        {"y": "y"}
+    )
 
 
 # --- axes that come and go
 
 
-@given(st.lists(NAMES, unique=True, max_size=4).map(tuple), st.integers(-5, 6), st.one_of(st.none(), st.just("layers")))
+@given(
+    st.lists(NAMES, unique=True, max_size=4).map(tuple),
+    st.integers(-5, 6),
+    st.one_of(st.none(), st.just("layers")),
+)
 def test_remove_axis_undoes_add_axis(names, index, name):
     # B88: flax inserts -1 before the last one.
     if len(names) + 1 + index < 0:
@@ -198,7 +296,11 @@ def test_remove_axis_undoes_add_axis(names, index, name):
     assert interop.remove_axis(added, index, name) == names
 
 
-@pytest.mark.parametrize(("index", "name"), [(0, "zz"), (2, "in"), (-3, "in"), (1, None)])
+@pytest.mark.parametrize(
+    ("index", "name"), [(0, "zz"), (2, "in"), (-3, "in"), (1, None)]
+)
 def test_remove_axis_checks_what_it_removes(index, name):
-    with pytest.raises(SpecError, match=r"`remove_axis\(\('in', 'out'\), .*has no such name"):
+    with pytest.raises(
+        SpecError, match=r"`remove_axis\(\('in', 'out'\), .*has no such name"
+    ):
         interop.remove_axis(("in", "out"), index, name)

@@ -1,4 +1,6 @@
-"""Rule sets of Hugging Face, MaxText, Keras, T5X and Levanter as values, decided as the libraries decide."""
+"""Rule sets of Hugging Face, MaxText, Keras, T5X and Levanter as values, decided as the
+libraries decide.
+"""
 
 import ast
 import json
@@ -18,24 +20,35 @@ from shardfx.errors import RuleError
 from shardfx.interop import huggingface, keras, levanter, maxtext, t5x
 
 
-DATA = json.loads(Path(__file__).parents[1].joinpath("data", "huggingface_plans.json").read_text())
+DATA = json.loads(
+    Path(__file__).parents[1].joinpath("data", "huggingface_plans.json").read_text()
+)
 MESH = MeshSpec({"expert": 2, "tensor": 4})
 
 
 @pytest.fixture(scope="module")
 def classes():
-    """The plans in the sources of all configurations, of which nothing but these lines is run."""
+    """The plans in the sources of all configurations, of which nothing but these lines
+    is run.
+    """
     files = sorted(folder_of("transformers").glob("models/*/configuration_*.py"))
-    nodes = [(file, node) for file in files for node in ast.parse(file.read_text()).body]
+    nodes = [
+        (file, node) for file in files for node in ast.parse(file.read_text()).body
+    ]
     found = {}
     for file, node in nodes:
         if isinstance(node, ast.ClassDef):
             given = {
-                ast.unparse(statement.targets[0]): eval(compile(ast.Expression(statement.value), str(file), "eval"))
+                ast.unparse(statement.targets[0]): eval(
+                    compile(ast.Expression(statement.value), str(file), "eval")
+                )
                 for statement in node.body
-                if isinstance(statement, ast.Assign) and "_plan" in ast.unparse(statement.targets[0])
+                if isinstance(statement, ast.Assign)
+                and "_plan" in ast.unparse(statement.targets[0])
             }
-            tensor, expert = (given.get(f"base_model_{kind}_plan") or {} for kind in ("tp", "ep"))
+            tensor, expert = (
+                given.get(f"base_model_{kind}_plan") or {} for kind in ("tp", "ep")
+            )
             if tensor or expert:
                 found[file.stem, node.name] = huggingface.Plans(tensor, expert, {})
     return found
@@ -54,7 +67,9 @@ def specs_of(tree, rules, mesh=MESH):
 
 def test_every_class_of_transformers_converts(classes):
     assert len(classes) >= 145
-    styles = {style for plans in classes.values() for part in plans for style in part.values()}
+    styles = {
+        style for plans in classes.values() for part in plans for style in part.values()
+    }
     assert len(styles) >= 15 and styles <= huggingface.STYLES.keys()
     for plans in classes.values():
         both = huggingface.rules_of(plans, expert="expert")
@@ -67,8 +82,12 @@ def test_every_class_of_transformers_converts(classes):
 def test_plans_of_real_architectures(classes, name):
     (plans,) = [plans for (_, owner), plans in classes.items() if owner == name]
     tree = {path: struct(shape) for path, (shape, _) in DATA[name].items()}
-    rules = huggingface.rules_of(plans, expert="expert", prefix=next(iter(tree)).partition(".")[0])
-    assert specs_of(tree, rules) == {path: P(*spec) for path, (_, spec) in DATA[name].items()}
+    rules = huggingface.rules_of(
+        plans, expert="expert", prefix=next(iter(tree)).partition(".")[0]
+    )
+    assert specs_of(tree, rules) == {
+        path: P(*spec) for path, (_, spec) in DATA[name].items()
+    }
 
 
 PLAN = {
@@ -101,11 +120,18 @@ def test_what_styles_do(path, shape, spec):
 
 
 def test_parts_of_packed_weights_and_heads_stay_whole():
-    tree = {"layers.0.mlp.experts.gate_up_proj": struct((8, 256, 64)), "layers.0.mlp.w.weight": struct((64, 256))}
+    tree = {
+        "layers.0.mlp.experts.gate_up_proj": struct((8, 256, 64)),
+        "layers.0.mlp.w.weight": struct((64, 256)),
+    }
     tree |= {"layers.0.self_attn.q_proj.weight": struct((64, 32))}
     rules = huggingface.rules_of(PLAN, units={"q_proj": 32})
     two, four = (plan(tree, MeshSpec({"tensor": size}), paths=rules) for size in (2, 4))
-    assert [leaf.spec for leaf in two.leaves] == [P(None, "tensor"), P(None, "tensor"), P("tensor")]
+    assert [leaf.spec for leaf in two.leaves] == [
+        P(None, "tensor"),
+        P(None, "tensor"),
+        P("tensor"),
+    ]
     for leaf in four.leaves:
         assert leaf.spec == P() and [why.code for why in leaf.reasons] == [Code.unit]
     refined = plan(tree, MeshSpec({"tensor": 4}), paths=rules, refine=True)
@@ -122,15 +148,33 @@ class LlamaForCausalLM:
 
 
 def test_the_plan_of_a_models_class_is_for_its_head():
-    tree = {"lm_head.weight": struct((256, 64)), "model.layers.0.self_attn.o_proj.weight": struct((64, 64))}
+    tree = {
+        "lm_head.weight": struct((256, 64)),
+        "model.layers.0.self_attn.o_proj.weight": struct((64, 64)),
+    }
     tree |= {"model.norm.weight": struct((64,))}
-    plans, body = huggingface.plans_of(LlamaForCausalLM), huggingface.Plans(LlamaConfig.base_model_tp_plan, {}, {})
-    assert huggingface.plans_of(LlamaForCausalLM()) == plans == body._replace(head=LlamaForCausalLM._tp_plan)
-    assert huggingface.plans_of(LlamaConfig) == huggingface.plans_of(LlamaConfig()) == body
-    assert list(specs_of(tree, huggingface.rules_of(plans)).values()) == [P("tensor"), P(None, "tensor"), P()]
+    plans, body = (
+        huggingface.plans_of(LlamaForCausalLM),
+        huggingface.Plans(LlamaConfig.base_model_tp_plan, {}, {}),
+    )
+    assert (
+        huggingface.plans_of(LlamaForCausalLM())
+        == plans
+        == body._replace(head=LlamaForCausalLM._tp_plan)
+    )
+    assert (
+        huggingface.plans_of(LlamaConfig) == huggingface.plans_of(LlamaConfig()) == body
+    )
+    assert list(specs_of(tree, huggingface.rules_of(plans)).values()) == [
+        P("tensor"),
+        P(None, "tensor"),
+        P(),
+    ]
     with pytest.raises(RuleError, match="has no `base_model_tp_plan`"):
         huggingface.plans_of(int)
-    with pytest.raises(RuleError, match=r"the style 'colwse' \(did you mean 'colwise' or"):
+    with pytest.raises(
+        RuleError, match=r"the style 'colwse' \(did you mean 'colwise' or"
+    ):
         huggingface.rules_of({"a": "colwse"})
 
 
@@ -140,24 +184,42 @@ EXPERTS = huggingface.Plans(
         "layers.*.mlp.experts.down_proj": "rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
     },
-    {"layers.*.mlp.experts.gate_up_proj": "grouped_gemm", "layers.*.mlp.experts.down_proj": "grouped_gemm"},
+    {
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+    },
     {},
 )
 
 
-ON_DISK = [("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2")]
+ON_DISK = [
+    ("mlp", "gate_proj", "up_proj", "down_proj"),
+    ("block_sparse_moe", "w1", "w3", "w2"),
+]
 
 
 @pytest.mark.parametrize("module, gate, up, down", ON_DISK)
 def test_experts_under_their_names_on_disk(module, gate, up, down):
     at = f"model.layers.0.{module}.experts.7"
-    tree = {f"{at}.{name}.weight": struct((64, 128) if name == down else (128, 64)) for name in (gate, up, down)}
+    tree = {
+        f"{at}.{name}.weight": struct((64, 128) if name == down else (128, 64))
+        for name in (gate, up, down)
+    }
     specs = specs_of(tree, huggingface.rules_of(EXPERTS))
-    assert list(specs.values()) == [P("tensor") if down not in path else P(None, "tensor") for path in specs]
-    with pytest.raises(RuleError, match="'grouped_gemm' .* shards the dimension of experts, and .* is one expert;"):
+    assert list(specs.values()) == [
+        P("tensor") if down not in path else P(None, "tensor") for path in specs
+    ]
+    with pytest.raises(
+        RuleError,
+        match=(
+            "'grouped_gemm' .* shards the dimension of experts, and .* is one expert;"
+        ),
+    ):
         specs_of(tree, huggingface.rules_of(EXPERTS, expert="expert"))
     fused = {"model.layers.0.mlp.experts.gate_up_proj": struct((8, 256, 64))}
-    assert specs_of(fused, huggingface.rules_of(EXPERTS, expert="expert")) == {[*fused][0]: P("expert")}
+    assert specs_of(fused, huggingface.rules_of(EXPERTS, expert="expert")) == {
+        [*fused][0]: P("expert")
+    }
 
 
 # MaxText
@@ -179,28 +241,49 @@ FILE = {
 
 @pytest.mark.parametrize(
     "names",
-    [("embed", "mlp"), ("embed",), ("vocab", "embed"), ("exp", "embed", "mlp"), ("activation_batch", "embed"), ("x",)],
+    [
+        ("embed", "mlp"),
+        ("embed",),
+        ("vocab", "embed"),
+        ("exp", "embed", "mlp"),
+        ("activation_batch", "embed"),
+        ("x",),
+    ],
 )
 def test_maxtext_decides_as_flax_does(names):
     mesh_axes, rules = maxtext.rules_of(FILE)
-    flax_rules = [(name, axes if isinstance(axes, str) else tuple(axes)) for name, axes in FILE["logical_axis_rules"]]
+    flax_rules = [
+        (name, axes if isinstance(axes, str) else tuple(axes))
+        for name, axes in FILE["logical_axis_rules"]
+    ]
     theirs = spmd.logical_to_mesh_axes(names, rules=flax_rules)
-    assert resolve(names, rules).spec == canonical(P(*[None if one == () else one for one in theirs or ()]))
+    assert resolve(names, rules).spec == canonical(
+        P(*[None if one == () else one for one in theirs or ()])
+    )
     assert mesh_axes == tuple(FILE["mesh_axes"])
 
 
 def test_maxtext_passes_over_axes_that_the_mesh_lacks():
     _, rules = maxtext.rules_of(FILE)
     tree = {"x": struct((8, 16))}
-    made = plan(tree, MeshSpec({"fsdp": 2}), names={"x": ("activation_length_attn", "embed")}, axes=rules)
+    made = plan(
+        tree,
+        MeshSpec({"fsdp": 2}),
+        names={"x": ("activation_length_attn", "embed")},
+        axes=rules,
+    )
     assert made["x"].spec == P(None, "fsdp")
 
 
 def test_maxtext_files_replace_the_rules_of_a_name():
     base = [["embed", ["tensor"]], ["norm", ["tensor"]], ["embed", ["data"]]]
     rules = maxtext.rules_of(FILE, base).rules
-    assert rules.rules[0] == ("norm", "tensor") and ("embed", "tensor") not in rules.rules
-    with pytest.raises(RuleError, match="has no list of `logical_axis_rules`; it has .'mesh_axes'"):
+    assert (
+        rules.rules[0] == ("norm", "tensor") and ("embed", "tensor") not in rules.rules
+    )
+    with pytest.raises(
+        RuleError, match="has no list of `logical_axis_rules`; it has .'mesh_axes'"
+    ):
         maxtext.rules_of({"mesh_axes": []})
     with pytest.raises(RuleError, match=r"`logical_axis_rules\[0\]` is 'embed'"):
         maxtext.rules_of({"logical_axis_rules": ["embed"]})
@@ -211,11 +294,23 @@ def test_maxtext_files_replace_the_rules_of_a_name():
 
 # Of Keras's TensorLayout, only the axes matter.
 BIAS = SimpleNamespace(axes=("model",))
-LAYOUT = {".*dense.*kernel": (None, "model"), ".*dense.*bias": BIAS, "out/dense/kernel": ("model",)}
+LAYOUT = {
+    ".*dense.*kernel": (None, "model"),
+    ".*dense.*bias": BIAS,
+    "out/dense/kernel": ("model",),
+}
 
 
 def test_a_layout_map_matches_whole_paths():
-    tree = {"m": {"dense_1": {"kernel": struct((8, 8)), "bias": struct((8,)), "kernel_scale": struct((8, 8))}}}
+    tree = {
+        "m": {
+            "dense_1": {
+                "kernel": struct((8, 8)),
+                "bias": struct((8,)),
+                "kernel_scale": struct((8, 8)),
+            }
+        }
+    }
     tree["out"] = {"dense": {"kernel": struct((8, 8))}}
     made = specs_of(tree, keras.rules_of(LAYOUT), MeshSpec({"model": 4}))
     assert made == {
@@ -229,26 +324,40 @@ def test_a_layout_map_matches_whole_paths():
 
 def test_layout_maps_that_say_nothing_are_refused():
     twice = keras.rules_of({".*kernel": ("model",), "dense.*": (None, "model")})
-    with pytest.raises(RuleError, match=r"'dense/kernel' matches \['.\*kernel', 'dense.\*'\], and in a LayoutMap"):
+    with pytest.raises(
+        RuleError,
+        match=r"'dense/kernel' matches \['.\*kernel', 'dense.\*'\], and in a LayoutMap",
+    ):
         specs_of({"dense": {"kernel": struct((8,))}}, twice, MeshSpec({"model": 4}))
     with pytest.raises(RuleError, match="the layout of 'w' is 3"):
         keras.rules_of({"w": 3})
 
 
 def assigned_layouts(source):
-    """What `layout_map[key] = (model_dim, data_dim)` assigns in a source, the axes called as they are by default."""
+    """What `layout_map[key] = (model_dim, data_dim)` assigns in a source, the axes
+    called as they are by default.
+    """
     found = {}
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Assign([ast.Subscript(ast.Name("layout_map"), key)], ast.Tuple(parts)):
-                axes = [part.id.removesuffix("_dim") if isinstance(part, ast.Name) else None for part in parts]
+            case ast.Assign(
+                [ast.Subscript(ast.Name("layout_map"), key)], ast.Tuple(parts)
+            ):
+                axes = [
+                    part.id.removesuffix("_dim") if isinstance(part, ast.Name) else None
+                    for part in parts
+                ]
                 found[ast.literal_eval(key)] = tuple(axes)
     return found
 
 
 def test_the_maps_of_keras_hub():
     files = sorted(folder_of("keras_hub").glob("src/models/*/*_backbone.py"))
-    found = {file.stem: layouts for file in files if (layouts := assigned_layouts(file.read_text()))}
+    found = {
+        file.stem: layouts
+        for file in files
+        if (layouts := assigned_layouts(file.read_text()))
+    }
     assert len(found) == 5
     for layout_map in found.values():
         rules = keras.rules_of(layout_map)
@@ -262,14 +371,30 @@ def test_the_maps_of_keras_hub():
 
 
 def test_two_mappings_of_a_trainer():
-    trainer = {"tensor_parallel_axes": ["mlp", "heads"], "axis_resources": {"vocab": "model"}}
-    both = levanter.mappings_of(trainer | {"parameter_axis_resources": {"mlp": ["model", "data"]}})
-    assert dict(both.compute.rules) == dict.fromkeys(("vocab", "mlp", "heads"), "model") | {
-        "batch": ("replica", "data")
+    trainer = {
+        "tensor_parallel_axes": ["mlp", "heads"],
+        "axis_resources": {"vocab": "model"},
     }
-    assert dict(both.parameter.rules) == {**dict(both.compute.rules), "mlp": ("model", "data"), "embed": "data"}
-    assert levanter.mappings_of({"fsdp_axis": ["embed", "x"]}).parameter.names == ("batch", "embed", "x")
-    assert levanter.mappings_of({"fsdp_axis": None, "batch_axis": None}).parameter.rules == ()
+    both = levanter.mappings_of(
+        trainer | {"parameter_axis_resources": {"mlp": ["model", "data"]}}
+    )
+    assert dict(both.compute.rules) == dict.fromkeys(
+        ("vocab", "mlp", "heads"), "model"
+    ) | {"batch": ("replica", "data")}
+    assert dict(both.parameter.rules) == {
+        **dict(both.compute.rules),
+        "mlp": ("model", "data"),
+        "embed": "data",
+    }
+    assert levanter.mappings_of({"fsdp_axis": ["embed", "x"]}).parameter.names == (
+        "batch",
+        "embed",
+        "x",
+    )
+    assert (
+        levanter.mappings_of({"fsdp_axis": None, "batch_axis": None}).parameter.rules
+        == ()
+    )
 
 
 # T5X
@@ -310,28 +435,57 @@ moe_partitioning.MoePjitPartitioner:
 
 def test_gin_files_of_experts():
     read = t5x.partitioning_of(GIN + MOE)
-    assert (read.num_partitions, read.model_parallel_submesh, read.num_experts) == (None, None, 16)
+    assert (read.num_partitions, read.model_parallel_submesh, read.num_experts) == (
+        None,
+        None,
+        16,
+    )
     standard = presets.t5x(2, 2).rules
-    experts = (("expert", "expert"), ("expert_mlp", "model"), ("expert_replicas", "data"), ("unmodeled", None))
+    experts = (
+        ("expert", "expert"),
+        ("expert_mlp", "model"),
+        ("expert_replicas", "data"),
+        ("unmodeled", None),
+    )
     added = (("rows", "data"), ("cols", None))
-    assert read.rules.rules == (("batch", ("expert", "data")), *standard[1:], *experts, *added)
+    assert read.rules.rules == (
+        ("batch", ("expert", "data")),
+        *standard[1:],
+        *experts,
+        *added,
+    )
     mesh = MeshSpec({"data": 2, "expert": 4, "model": 2})
     weight = {"wi": struct((16, 32, 64))}
-    made = plan(weight, mesh, names={"wi": ("expert", None, "expert_mlp")}, axes=read.rules)
+    made = plan(
+        weight, mesh, names={"wi": ("expert", None, "expert_mlp")}, axes=read.rules
+    )
     assert made["wi"].spec == P("expert", None, "model")
-    said = "NUM_MODEL_PARTITIONS = 4\nmoe_partitioning.MoePjitPartitioner.logical_axis_rules = [('expert', 'data')]\n"
+    said = (
+        "NUM_MODEL_PARTITIONS ="
+        " 4\nmoe_partitioning.MoePjitPartitioner.logical_axis_rules = [('expert',"
+        " 'data')]\n"
+    )
     read = t5x.partitioning_of(MOE + said)
     assert (read.num_partitions, read.rules.rules) == (4, (("expert", "data"),))
     # The function of that name beside the plain partitioner has no rules for experts.
-    plain = MOE + "moe_partitioning.MoePjitPartitioner.logical_axis_rules = @base.standard_logical_axis_rules()\n"
+    plain = (
+        MOE + "moe_partitioning.MoePjitPartitioner.logical_axis_rules ="
+        " @base.standard_logical_axis_rules()\n"
+    )
     assert t5x.partitioning_of(plain).rules == presets.t5x()
 
 
 UNKNOWN_PARTITIONERS = {
     "": "the text binds no partitioner",
-    "from t5x import models\nBATCH_SIZE = 8\n": "Includes are not read: give their texts before it",
-    "train.partitioner = @mine.OwnPartitioner()\n": "`OwnPartitioner` is none of T5X's partitioners",
-    "mine.OwnPartitioner.num_partitions = 1\n": "`OwnPartitioner` is none of T5X's partitioners",
+    "from t5x import models\nBATCH_SIZE = 8\n": (
+        "Includes are not read: give their texts before it"
+    ),
+    "train.partitioner = @mine.OwnPartitioner()\n": (
+        "`OwnPartitioner` is none of T5X's partitioners"
+    ),
+    "mine.OwnPartitioner.num_partitions = 1\n": (
+        "`OwnPartitioner` is none of T5X's partitioners"
+    ),
 }
 
 
@@ -343,12 +497,19 @@ def test_gin_files_without_a_known_partitioner_are_refused(text):
 
 def test_gin_files():
     read = t5x.partitioning_of(GIN)
-    assert read == t5x.Partitioning(presets.t5x(2, 2, [("rows", "data"), ("cols", None)]), 1, (2, 2, 1, 1))
+    assert read == t5x.Partitioning(
+        presets.t5x(2, 2, [("rows", "data"), ("cols", None)]), 1, (2, 2, 1, 1)
+    )
     sizes = t5x.partitioning_of("partitioning.PjitPartitioner.num_partitions = 2\n")
     assert sizes == t5x.Partitioning(presets.t5x(), 2, None)
     later = GIN + "\npartitioning.PjitPartitioner.num_partitions = 8\n"
     assert t5x.partitioning_of(later).num_partitions == 8
-    text = "partitioning.PjitPartitioner.logical_axis_rules = [\n    ('batch', 'data'),\n    ('vocab', None),\n]\n"
+    text = (
+        "partitioning.PjitPartitioner.logical_axis_rules = [\n    ('batch', 'data'),\n "
+        "   ('vocab', None),\n]\n"
+    )
     assert t5x.partitioning_of(text).rules.rules == (("batch", "data"), ("vocab", None))
     with pytest.raises(RuleError, match="is bound to `%RULES`, which is no constant"):
-        t5x.partitioning_of("partitioning.PjitPartitioner.logical_axis_rules = %RULES\n")
+        t5x.partitioning_of(
+            "partitioning.PjitPartitioner.logical_axis_rules = %RULES\n"
+        )

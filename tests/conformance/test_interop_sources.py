@@ -1,4 +1,6 @@
-"""The assumptions of the tests about other libraries' rules, compared with the sources of those libraries."""
+"""The assumptions of the tests about other libraries' rules, compared with the sources
+of those libraries.
+"""
 
 import ast
 import collections
@@ -20,7 +22,9 @@ from shardfx.interop import keras
 from shardfx.presets import maps
 
 
-PLANS = json.loads(Path(__file__).parents[1].joinpath("data", "huggingface_plans.json").read_text())
+PLANS = json.loads(
+    Path(__file__).parents[1].joinpath("data", "huggingface_plans.json").read_text()
+)
 
 
 def attributes(source):
@@ -30,19 +34,30 @@ def attributes(source):
         match node:
             case ast.Attribute(ast.Name("self"), name, ast.Store()):
                 found.add(name)
-            case ast.Call(ast.Attribute(ast.Name("self"), "register_buffer" | "register_parameter"), [name, *_]):
+            case ast.Call(
+                ast.Attribute(
+                    ast.Name("self"), "register_buffer" | "register_parameter"
+                ),
+                [name, *_],
+            ):
                 found.add(ast.literal_eval(name))
     return found
 
 
 def modeling(folder):
-    return attributes("".join(file.read_text() for file in sorted(folder.glob("modeling_*.py"))))
+    return attributes(
+        "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
+    )
 
 
 def unknown(paths, known):
     """The parts of paths that no module has for a name."""
-    parts = [part for path in paths for part in re.sub(r"\{[^}]*\}", "0", path).split(".")]
-    return sorted({part for part in parts if not part.isdigit()} - known - {"weight", "bias"})
+    parts = [
+        part for path in paths for part in re.sub(r"\{[^}]*\}", "0", path).split(".")
+    ]
+    return sorted(
+        {part for part in parts if not part.isdigit()} - known - {"weight", "bias"}
+    )
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -60,7 +75,9 @@ def test_the_trees_of_the_hand_checked_plans_have_the_names_of_transformers(name
 
 
 def test_the_layer_after_the_last_is_what_transformers_leaves_out():
-    text = (folder_of("transformers") / "models" / "deepseek_v3" / "modeling_deepseek_v3.py").read_text()
+    text = (
+        folder_of("transformers") / "models" / "deepseek_v3" / "modeling_deepseek_v3.py"
+    ).read_text()
     assert r"model\.layers\.61.*" in text
     ahead = config_of("deepseek_v3", layers=61) | {"num_nextn_predict_layers": 1}
     assert "model.layers.61.{rest*}" in maps.hugging_face(ahead, ahead="drop").rest
@@ -68,9 +85,17 @@ def test_the_layer_after_the_last_is_what_transformers_leaves_out():
 
 @pytest.fixture(scope="module")
 def layout_map():
-    """Keras's own LayoutMap, taken out of its source: the library itself wants a backend."""
-    text = (folder_of("keras") / "src" / "distribution" / "distribution_lib.py").read_text()
-    (found,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "LayoutMap"]
+    """Keras's own LayoutMap, taken out of its source: the library itself wants a
+    backend.
+    """
+    text = (
+        folder_of("keras") / "src" / "distribution" / "distribution_lib.py"
+    ).read_text()
+    (found,) = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef) and node.name == "LayoutMap"
+    ]
     found.decorator_list = []
     namespace = {"collections": collections, "re": re, "TensorLayout": Layout}
     exec(compile(ast.Module([found], []), "keras", "exec"), namespace)
@@ -85,11 +110,35 @@ class Layout:
 
 
 KEYS = (
-    *(".*", ".*kernel", "dense.*", r"dense_\d/kernel", "dense_1/kernel", "(out|dense).*bias", "kernel", "dense_1/.*"),
-    *("(?ix) dense_1 . kernel  # both flags", "a|b", "dense_1", ".*/kernel$", "^out/.*", "(?i)DENSE.*", ""),
+    *(
+        ".*",
+        ".*kernel",
+        "dense.*",
+        r"dense_\d/kernel",
+        "dense_1/kernel",
+        "(out|dense).*bias",
+        "kernel",
+        "dense_1/.*",
+    ),
+    *(
+        "(?ix) dense_1 . kernel  # both flags",
+        "a|b",
+        "dense_1",
+        ".*/kernel$",
+        "^out/.*",
+        "(?i)DENSE.*",
+        "",
+    ),
     *(r"out/dense\.x/bias", "dense.1/kernel"),
 )
-PATHS = ("dense_1/kernel", "dense_12/kernel", "out/dense_1/bias", "dense_1/kernel_scale", "out/dense.x/bias", "b")
+PATHS = (
+    "dense_1/kernel",
+    "dense_12/kernel",
+    "out/dense_1/bias",
+    "dense_1/kernel_scale",
+    "out/dense.x/bias",
+    "b",
+)
 AXES = st.sampled_from([(None, "model"), ("model", None), ("data", "model"), ()])
 
 
@@ -106,9 +155,13 @@ def test_a_layout_map_decides_as_keras_does(layout_map, layouts):
         try:
             layout = theirs[path]
         except ValueError:
-            with pytest.raises(RuleError, match="in a LayoutMap it may match one key only"):
+            with pytest.raises(
+                RuleError, match="in a LayoutMap it may match one key only"
+            ):
                 plan(tree, mesh, paths=ours)
             continue
         expected = P() if layout is None else P(*layout.axes)
         (leaf,) = plan(tree, mesh, paths=ours).leaves
-        assert tuple(leaf.spec) == tuple(expected)[: len(leaf.spec)] and not any(expected[len(leaf.spec) :]), path
+        assert tuple(leaf.spec) == tuple(expected)[: len(leaf.spec)] and not any(
+            expected[len(leaf.spec) :]
+        ), path

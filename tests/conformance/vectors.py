@@ -1,6 +1,7 @@
 """Vectors measured on other libraries, and the result that shardfx must give for each.
 
-For a "conform" vector that is the measured result. For a "deviate" vector it stands beside its id, with the reason.
+For a "conform" vector that is the measured result. For a "deviate" vector it stands
+beside its id, with the reason.
 """
 
 import contextlib
@@ -40,7 +41,13 @@ def outcome(wanted: Any) -> Iterator[Any]:
 
 
 def entry(value: Any) -> Any:
-    return U if value == "<UNCONSTRAINED>" else tuple(value) if isinstance(value, list) else value
+    return (
+        U
+        if value == "<UNCONSTRAINED>"
+        else tuple(value)
+        if isinstance(value, list)
+        else value
+    )
 
 
 def spec_of(entries: Any) -> P:
@@ -53,37 +60,73 @@ def decoded(value: Any) -> Any:
         if "raises" in value:
             return Raises((ValueError, TypeError))
         entries = value.get("spec", value.get("named_sharding"))
-        return {key: decoded(item) for key, item in value.items()} if entries is None else spec_of(entries)
+        return (
+            {key: decoded(item) for key, item in value.items()}
+            if entries is None
+            else spec_of(entries)
+        )
     return [decoded(item) for item in value] if isinstance(value, list) else value
 
 
 class Suite:
-    """The vectors of one library: those that run, those that are skipped for a reason, and those that deviate."""
+    """The vectors of one library: those that run, those that are skipped for a reason,
+    and those that deviate.
+    """
 
-    def __init__(self, name: str, skipped: dict[str, str], deviations: dict[str, Any], within: str = ""):
-        """`skipped` are ids or beginnings of functions, and `within` is the beginning of all functions."""
+    def __init__(
+        self,
+        name: str,
+        skipped: dict[str, str],
+        deviations: dict[str, Any],
+        within: str = "",
+    ):
+        """`skipped` are ids or beginnings of functions, and `within` is the beginning
+        of all functions.
+        """
         every = json.loads((ROOT / "tests" / "data" / name).read_text())
-        self.vectors = [vector for vector in every if vector["function"].startswith(within)]
+        self.vectors = [
+            vector for vector in every if vector["function"].startswith(within)
+        ]
         starts = tuple(skipped)
-        self.skipped = [v["id"] for v in self.vectors if v["id"] in skipped or v["function"].startswith(starts)]
+        self.skipped = [
+            v["id"]
+            for v in self.vectors
+            if v["id"] in skipped or v["function"].startswith(starts)
+        ]
         assert all(v["tag"] == "context" for v in self.vectors if v["id"] in skipped)
         self.deviations, self.run = deviations, []
 
     def of(self, *functions: str) -> pytest.MarkDecorator:
-        chosen = [v for v in self.vectors if v["function"] in functions and v["id"] not in self.skipped]
+        chosen = [
+            v
+            for v in self.vectors
+            if v["function"] in functions and v["id"] not in self.skipped
+        ]
         assert chosen
         self.run += [vector["id"] for vector in chosen]
-        return pytest.mark.parametrize("vector", chosen, ids=[vector["id"] for vector in chosen])
+        return pytest.mark.parametrize(
+            "vector", chosen, ids=[vector["id"] for vector in chosen]
+        )
 
     def expected(self, vector: Any) -> Any:
         """What shardfx must give: measured, or stated."""
-        return self.deviations[vector["id"]][0] if vector["id"] in self.deviations else decoded(vector["expected"])
+        return (
+            self.deviations[vector["id"]][0]
+            if vector["id"] in self.deviations
+            else decoded(vector["expected"])
+        )
 
     def check(self, more_deviations: tuple[str, ...] = ()) -> None:
-        """Every vector runs once or is skipped, and just those deviate that are tagged, and these `more_deviations`."""
+        """Every vector runs once or is skipped, and just those deviate that are tagged,
+        and these `more_deviations`.
+        """
         ids = [vector["id"] for vector in self.vectors]
-        assert sorted(ids) == sorted([*self.run, *self.skipped]) and len(set(ids)) == len(ids)
-        tagged = {vector["id"] for vector in self.vectors if vector["tag"] == "deviate"} - set(self.skipped)
+        assert sorted(ids) == sorted([*self.run, *self.skipped]) and len(
+            set(ids)
+        ) == len(ids)
+        tagged = {
+            vector["id"] for vector in self.vectors if vector["tag"] == "deviate"
+        } - set(self.skipped)
         assert set(self.deviations) == tagged | set(more_deviations)
 
 

@@ -1,4 +1,6 @@
-"""Maps that are wrong, odd or forged: one error that says what it is, or exactly what NumPy makes."""
+"""Maps that are wrong, odd or forged: one error that says what it is, or exactly what
+NumPy makes.
+"""
 
 import json
 
@@ -23,7 +25,8 @@ def leaf(path="w"):
     return From(path)
 
 
-# How a rule is made, the arrays, and what is said of it; an error may come with the expression or with the arrays.
+# How a rule is made, the arrays, and what is said of it; an error may come with the
+# expression or with the arrays.
 WRONG = {
     "at dim": ("x.{i}", lambda: leaf().at("i", dim=5), W, r"`at` takes dim 5, and the array has 2 dimensions\.\n"),
     "a count": ("x", lambda: leaf("w.{i}").stack("i", count=-1), W, r"`stack` takes a whole number that is not negat"),
@@ -65,7 +68,10 @@ def test_wrong_rules_are_said(path, make, arrays, message):
     assert path != "x" or "source `" not in str(caught.value)
 
 
-STEP = '{"version": 1, "steps": [{"rules": [%s], "drop": [], "casts": false, "inverted": false}]}'
+STEP = (
+    '{"version": 1, "steps": [{"rules": [%s], "drop": [], "casts": false, "inverted":'
+    " false}]}"
+)
 
 
 def forged(*rule):
@@ -78,20 +84,56 @@ FORGED = {
     "no path": (forged("leaf", [], []), r"`leaf` takes 1 arguments, not 0"),
     "a number": (forged("leaf", [3], []), r"`leaf` takes the path of a leaf, not 3"),
     "one part": (forged("scale", [1], [LEAF]), r"`scale` takes 2 expressions, not 1"),
-    "more": (forged("stack", ["i", 0, 2, 3], [LEAF]), r"`stack` takes 3 arguments, not 4"),
-    "a float": (forged("at", [1.5, 0], [LEAF]), r"`at` takes a whole number, or a sum of placeholders, .*not 1.5"),
-    "text": (forged("pad_to", [5, 0, "a"], [LEAF]), r"`pad_to` takes a number, not 'a'"),
-    "a bool": (forged("plus", [True], [LEAF]), r"`plus` takes a finite number, not True"),
-    "a list": (forged("reshape", [[1]], [LEAF]), r"`reshape` takes a whole number, not \(1,\)"),
+    "more": (
+        forged("stack", ["i", 0, 2, 3], [LEAF]),
+        r"`stack` takes 3 arguments, not 4",
+    ),
+    "a float": (
+        forged("at", [1.5, 0], [LEAF]),
+        r"`at` takes a whole number, or a sum of placeholders, .*not 1.5",
+    ),
+    "text": (
+        forged("pad_to", [5, 0, "a"], [LEAF]),
+        r"`pad_to` takes a number, not 'a'",
+    ),
+    "a bool": (
+        forged("plus", [True], [LEAF]),
+        r"`plus` takes a finite number, not True",
+    ),
+    "a list": (
+        forged("reshape", [[1]], [LEAF]),
+        r"`reshape` takes a whole number, not \(1,\)",
+    ),
     "an operation": (forged("open", ["w"], []), r"is no expression of a TreeMap"),
     "no steps": ('{"version": 1, "steps": []}', r"a TreeMap without a step"),
-    "half a rule": (STEP.replace("%s", '["x"]'), r"no TreeMap's JSON \(ValueError: not enough"),
-    "a rule twice": (STEP.replace("%s", TWICE), r"\(ValueError: two rules make the same leaf\)"),
-    "dropped text": (forged(*LEAF).replace('"drop": []', '"drop": "w"'), r"\(TypeError: `drop` is 'w'\)"),
-    "a word": (forged(*LEAF).replace('"inverted": false', '"inverted": "false"'), r"`inverted` is 'false'"),
-    "a number for yes": (forged(*LEAF).replace('"casts": false', '"casts": 0'), r"`casts` is 0"),
-    "a version": (forged(*LEAF).replace('"version": 1', '"version": true'), r"a TreeMap of version True; this reads"),
-    "a brace": (forged("leaf", ["{"], []), r"the path `\{` has a brace without its other half"),
+    "half a rule": (
+        STEP.replace("%s", '["x"]'),
+        r"no TreeMap's JSON \(ValueError: not enough",
+    ),
+    "a rule twice": (
+        STEP.replace("%s", TWICE),
+        r"\(ValueError: two rules make the same leaf\)",
+    ),
+    "dropped text": (
+        forged(*LEAF).replace('"drop": []', '"drop": "w"'),
+        r"\(TypeError: `drop` is 'w'\)",
+    ),
+    "a word": (
+        forged(*LEAF).replace('"inverted": false', '"inverted": "false"'),
+        r"`inverted` is 'false'",
+    ),
+    "a number for yes": (
+        forged(*LEAF).replace('"casts": false', '"casts": 0'),
+        r"`casts` is 0",
+    ),
+    "a version": (
+        forged(*LEAF).replace('"version": 1', '"version": true'),
+        r"a TreeMap of version True; this reads",
+    ),
+    "a brace": (
+        forged("leaf", ["{"], []),
+        r"the path `\{` has a brace without its other half",
+    ),
 }
 
 
@@ -102,13 +144,28 @@ def test_forged_json_is_refused(text, message):
     assert "MapError" not in str(caught.value)
 
 
-ODD_NAMES = ["a.b[0]", "(x|y)*", "^$", "", "a\\b", "a\nb", "\x00", "%s", "ü/日本", "a'b\"c`", "model..weight/"]
+ODD_NAMES = [
+    "a.b[0]",
+    "(x|y)*",
+    "^$",
+    "",
+    "a\\b",
+    "a\nb",
+    "\x00",
+    "%s",
+    "ü/日本",
+    "a'b\"c`",
+    "model..weight/",
+]
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_names_are_taken_as_they_are(name):
     made = TreeMap({name: From(name)})
-    assert TreeMap.from_json(made.to_json()) == made and eval(str(made.rules[name])) == made.rules[name]
+    assert (
+        TreeMap.from_json(made.to_json()) == made
+        and eval(str(made.rules[name])) == made.rules[name]
+    )
     same(made.apply({name: W["w"]})[name], W["w"])
     for other in ("x", name + "x", name.replace(".", "x") + "y"):
         with pytest.raises(MapError, match="the source has no"):
@@ -120,20 +177,37 @@ def test_names_in_a_circle():
     circle = TreeMap({"a": "b", "b": "c", "c": "a"})
     found = circle.then(circle).apply(arrays)
     assert [int(found[name][0]) for name in "abc"] == [2, 0, 1]
-    for three in (circle.then(circle).then(circle), circle.then(circle.then(circle)), circle.then(circle.inverse())):
-        assert all((three.apply(arrays, like=arrays)[name] == one).all() for name, one in arrays.items())
+    for three in (
+        circle.then(circle).then(circle),
+        circle.then(circle.then(circle)),
+        circle.then(circle.inverse()),
+    ):
+        assert all(
+            (three.apply(arrays, like=arrays)[name] == one).all()
+            for name, one in arrays.items()
+        )
 
 
 def test_numbers_of_numpy_are_plain_ones():
     dim, size, value = np.int64(0), np.int32(3), np.float32(2)
     made = TreeMap({"x": leaf().split(dim, size).pad_to(5, value=value)})  # pyright: ignore[reportArgumentType]
-    assert made == TreeMap.from_json(made.to_json()) == TreeMap({"x": leaf().split(0, 3).pad_to(5, value=2.0)})
+    assert (
+        made
+        == TreeMap.from_json(made.to_json())
+        == TreeMap({"x": leaf().split(0, 3).pad_to(5, value=2.0)})
+    )
 
 
 def test_a_stack_of_so_many():
-    made = TreeMap({"x": leaf("w.{i}").stack("i", count=2), "y": leaf("w.{i+2}").stack("i")})
+    made = TreeMap(
+        {"x": leaf("w.{i}").stack("i", count=2), "y": leaf("w.{i+2}").stack("i")}
+    )
     found = made.apply({f"w.{i}": np.full(3, i) for i in range(5)})
-    assert found["x"][:, 0].tolist() == [0, 1] and found["y"][:, 0].tolist() == [2, 3, 4]
+    assert found["x"][:, 0].tolist() == [0, 1] and found["y"][:, 0].tolist() == [
+        2,
+        3,
+        4,
+    ]
     assert str(made.rules["x"]) == "From('w.{i}').stack('i', count=2)"
     assert TreeMap.from_json(made.to_json()) == made
 
@@ -146,16 +220,26 @@ LEAD_BACK = {
         {"s.0": np.float32(1), "s.1": np.float32(2), "t": np.array(3, np.int8)},
     ),
     "interleaved": (
-        {"x": From.stacked([From("a"), From("b")], dim=2).merge(1), "y": From("a").pad_to(7)},
+        {
+            "x": From.stacked([From("a"), From("b")], dim=2).merge(1),
+            "y": From("a").pad_to(7),
+        },
         {"a": A, "b": B},
     ),
-    # Powers of two lose nothing; what was cast meanwhile goes back through the dtype in which it was counted.
+    # Powers of two lose nothing; what was cast meanwhile goes back through the dtype in
+    # which it was counted.
     "numbers": (
-        {"x": From("x").T.times(0.25).plus(0), "n": From("n").times(4).cast("float32").times(0.5)},
+        {
+            "x": From("x").T.times(0.25).plus(0),
+            "n": From("n").times(4).cast("float32").times(0.5),
+        },
         {"x": A, "n": A[0].astype(jnp.bfloat16)},
     ),
     **{
-        impl: ({"x": From("k").reshape(2, 2).T.repeat(2)}, {"k": jax.random.split(jax.random.key(3, impl=impl), 4)})
+        impl: (
+            {"x": From("k").reshape(2, 2).T.repeat(2)},
+            {"k": jax.random.split(jax.random.key(3, impl=impl), 4)},
+        )
         for impl in ("threefry2x32", "rbg")
     },
 }
@@ -165,11 +249,19 @@ def leads_back(made, arrays):
     """The inverse of a map, traced and with the arrays' own module, gives the arrays."""
     there = made.apply(arrays)
     back = lambda tree: made.inverse().apply(tree, like=arrays)
-    for again in (back(there), jax.jit(back)({path: jnp.asarray(one) for path, one in there.items()})):
+    for again in (
+        back(there),
+        jax.jit(back)({path: jnp.asarray(one) for path, one in there.items()}),
+    ):
         for path, array in arrays.items():
             assert again[path].dtype == array.dtype
             is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-            same(*[jax.random.key_data(one) if is_key else one for one in (again[path], array)])
+            same(
+                *[
+                    jax.random.key_data(one) if is_key else one
+                    for one in (again[path], array)
+                ]
+            )
 
 
 @pytest.mark.parametrize("rules, arrays", LEAD_BACK.values(), ids=LEAD_BACK)
@@ -188,9 +280,16 @@ LEFT_OUT = [
     (
         None,
         "layers.{i}.{x*}",
-        r"layers.3.w: `.stack\('i'\)` ends before it, at a number without a leaf; give a count",
+        (
+            r"layers.3.w: `.stack\('i'\)` ends before it, at a number without a leaf;"
+            r" give a count"
+        ),
     ),
-    (2, "layers.{i}.x", r"layers.\{i\}.x: `drop` names it, and the source has no such leaf"),
+    (
+        2,
+        "layers.{i}.x",
+        r"layers.\{i\}.x: `drop` names it, and the source has no such leaf",
+    ),
 ]
 
 
@@ -202,7 +301,11 @@ def test_what_a_map_would_leave_out_is_named(count, drop, message):
 
 
 def test_a_count_and_a_drop_leave_layers_out():
-    made = TreeMap({"w": From("layers.{i}.w").stack("i", count=2)}, drop=["layers.{i}.{x*}"], rest=["inv_freq"])
+    made = TreeMap(
+        {"w": From("layers.{i}.w").stack("i", count=2)},
+        drop=["layers.{i}.{x*}"],
+        rest=["inv_freq"],
+    )
     assert made.apply(LAYERS)["w"].shape == (2, 4, 3)
     assert TreeMap.from_json(made.to_json()) == made and made.rest == ("inv_freq",)
     assert made.apply(LAYERS | {"inv_freq": np.ones(2)})["w"].shape == (2, 4, 3)
@@ -217,5 +320,8 @@ def test_a_stack_that_says_how_many_needs_no_number_in_a_path():
     rows = np.arange(12).reshape(6, 2)
     made = TreeMap({"w": From("l").at("i").stack("i", count=6)}).apply({"l": rows})
     np.testing.assert_array_equal(made["w"], rows)
-    with pytest.raises(MapError, match=r"in 1 place; .*(?s:.)*or give a count: `.stack\('i', count=...\)`"):
+    with pytest.raises(
+        MapError,
+        match=r"in 1 place; .*(?s:.)*or give a count: `.stack\('i', count=...\)`",
+    ):
         TreeMap({"w": From("l").at("i").stack("i")}).apply({"l": rows})

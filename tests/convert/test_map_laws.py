@@ -14,7 +14,9 @@ from shardfx._convert.values import box_view, chunks, fill, strided_boxes
 
 
 def reader(arrays):
-    return lambda path, box: np.ascontiguousarray(arrays[path][tuple(slice(*ends) for ends in box)])
+    return lambda path, box: np.ascontiguousarray(
+        arrays[path][tuple(slice(*ends) for ends in box)]
+    )
 
 
 def from_pieces(one, arrays):
@@ -35,7 +37,9 @@ def box_of(draw, shape):
 
 @settings(max_examples=120, deadline=None)
 @given(maps(), st.data())
-def test_pieces_within_a_box_are_what_numpy_has_there_and_land_as_boxes_of_the_source(case, data):
+def test_pieces_within_a_box_are_what_numpy_has_there_and_land_as_boxes_of_the_source(
+    case, data
+):
     made, arrays = written(case)
     whole = made.apply(arrays)
     for path, one in pieces_of(made, arrays).items():
@@ -43,7 +47,9 @@ def test_pieces_within_a_box_are_what_numpy_has_there_and_land_as_boxes_of_the_s
         assert sum(piece.elements for piece in one.pieces) == math.prod(one.shape)
         box = box_of(data.draw, one.shape)
         wanted = whole[path][tuple(slice(*ends) for ends in box)]
-        filled_in, landed = (np.full(wanted.shape, number).astype(one.dtype) for number in (7, 0))
+        filled_in, landed = (
+            np.full(wanted.shape, number).astype(one.dtype) for number in (7, 0)
+        )
         for part in (part for piece in one.pieces for part in p.within(piece, box)):
             for few in chunks(part, data.draw(st.integers(1, 40))):
                 fill(filled_in, box, few, reader(arrays))
@@ -51,7 +57,9 @@ def test_pieces_within_a_box_are_what_numpy_has_there_and_land_as_boxes_of_the_s
                 fill(landed, box, part, reader(arrays))
                 continue
             for landing in strided_boxes(part, box):
-                box_view(landed, landing)[...] = reader(arrays)(part.value.path, landing.source)
+                box_view(landed, landing)[...] = reader(arrays)(
+                    part.value.path, landing.source
+                )
         same(filled_in, wanted)
         same(landed, wanted)
 
@@ -82,7 +90,11 @@ def test_the_inverse_of_one_map_or_several_leads_back_also_as_one_map(case, data
             path: data.draw(chains(leaf(path), one.shape, keeps_all=True))[0]
             for path, one in made.apply(arrays).items()
         }
-        made = made.then(TreeMap({f"{number}/{path}": note.make(None) for path, note in notes.items()}))
+        made = made.then(
+            TreeMap(
+                {f"{number}/{path}": note.make(None) for path, note in notes.items()}
+            )
+        )
     there = made.apply(arrays)
     found = [made.then(made.inverse()).apply(arrays, like=arrays)]
     for tree in (there, {path: jnp.asarray(one) for path, one in there.items()}):
@@ -105,10 +117,15 @@ def test_a_map_is_its_text_and_its_json(case):
 
 
 def test_scaled_blocks_are_what_numpy_makes_of_them():
-    weight, scales = filled((200, 130), np.dtype("int8")), filled((2, 2), np.dtype("float32")) + 0.5
+    weight, scales = (
+        filled((200, 130), np.dtype("int8")),
+        filled((2, 2), np.dtype("float32")) + 0.5,
+    )
     made = TreeMap({"w": From("w").scale("s", block=(128, 128)).cast("bfloat16").T})
     arrays = {"w": weight, "s": scales}
-    by_hand = weight.astype(np.float32) * scales.repeat(128, 0).repeat(128, 1)[:200, :130]
+    by_hand = (
+        weight.astype(np.float32) * scales.repeat(128, 0).repeat(128, 1)[:200, :130]
+    )
     whole = made.apply(arrays)["w"]
     same(whole, by_hand.astype(whole.dtype).T)
     # Also ahead of an inverted map, which is applied by pieces.
@@ -117,23 +134,40 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
         same(made.then(turned).apply(tree, like={"w": whole.T})["w"], whole.T)
     (one,) = pieces_of(made, arrays).values()
     box, memory = ((100, 130), (5, 190)), np.zeros((30, 185), one.dtype)
-    for few in (few for piece in one.pieces for part in p.within(piece, box) for few in chunks(part, 1000)):
+    for few in (
+        few
+        for piece in one.pieces
+        for part in p.within(piece, box)
+        for few in chunks(part, 1000)
+    ):
         fill(memory, box, few, reader(arrays))
     same(memory, whole[100:130, 5:190])
 
 
 def test_numbers_are_counted_in_float32_and_rounded_to_their_dtype():
-    arrays = {"x": filled((8, 6), np.dtype("float32")).astype(jnp.bfloat16), "n": filled((6,), np.dtype("float32"))}
-    made = TreeMap({"x": From("x").T.times(0.3).plus(1.1), "n": From("n").plus(1).cast("float16").times(2)})
+    arrays = {
+        "x": filled((8, 6), np.dtype("float32")).astype(jnp.bfloat16),
+        "n": filled((6,), np.dtype("float32")),
+    }
+    made = TreeMap(
+        {
+            "x": From("x").T.times(0.3).plus(1.1),
+            "n": From("n").plus(1).cast("float16").times(2),
+        }
+    )
     whole = made.apply(arrays)
 
     def rounded(x):
         return x.astype(jnp.bfloat16).astype(np.float32)
 
-    by_hand = rounded(rounded(arrays["x"].T.astype(np.float32) * np.float32(0.3)) + np.float32(1.1))
+    by_hand = rounded(
+        rounded(arrays["x"].T.astype(np.float32) * np.float32(0.3)) + np.float32(1.1)
+    )
     same(whole["x"].astype(np.float32), by_hand)
     same(whole["n"], (arrays["n"] + 1).astype(np.float16) * np.float16(2))
     for path, one in pieces_of(made, arrays).items():
         same(from_pieces(one, arrays), whole[path])
-    for path, one in made.apply({path: jnp.asarray(one) for path, one in arrays.items()}).items():
+    for path, one in made.apply(
+        {path: jnp.asarray(one) for path, one in arrays.items()}
+    ).items():
         same(one, whole[path])

@@ -14,18 +14,28 @@ _PAIRS = "channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids
 
 
 def _sent(text, platform):
-    """The kind, result type, calls and bytes of each collective of a program after a platform's passes."""
+    """The kind, result type, calls and bytes of each collective of a program after a
+    platform's passes.
+    """
     module = as_compiled(parse_hlo(text), platform)
     found = []
     for name, ways in runs_of(module).items():
         for own in module.computations[name].values():
             if (one := collective_of(own, module.partitions)) is not None:
-                found.append((one.kind, one.dtype, sum(way.count for way in ways), int(one.bytes)))
+                found.append(
+                    (
+                        one.kind,
+                        one.dtype,
+                        sum(way.count for way in ways),
+                        int(one.bytes),
+                    )
+                )
     return sorted(found)
 
 
 def _entry(*lines):
-    """The text of an entry computation from the types and operations of its instructions %v0, %v1 and so on.
+    """The text of an entry computation from the types and operations of its
+    instructions %v0, %v1 and so on.
 
     The last instruction is the root.
     """
@@ -35,7 +45,9 @@ def _entry(*lines):
 
 
 def _loop(body):
-    """The text of a loop of five iterations that carries a state, and an array that is constant in the loop."""
+    """The text of a loop of five iterations that carries a state, and an array that is
+    constant in the loop.
+    """
     carried = "(s32[], f32[8,8], f32[8,8])"
     return f"""HloModule step, num_partitions=8
 
@@ -72,19 +84,30 @@ _ONCE = "lhs_contracting_dims={1}, rhs_contracting_dims={1}"
 
 
 def _gathered(last):
-    """The text of an all-gather of f32[8,8] shards whose transpose the operation `last` reads."""
+    """The text of an all-gather of f32[8,8] shards whose transpose the operation `last`
+    reads.
+    """
     gather = f"f32[64,8] all-gather(%v0), {_ALL}, dimensions={{0}}"
-    return _entry("f32[8,8] parameter(0)", gather, "f32[8,64] transpose(%v1), dimensions={1,0}", last)
+    return _entry(
+        "f32[8,8] parameter(0)",
+        gather,
+        "f32[8,64] transpose(%v1), dimensions={1,0}",
+        last,
+    )
 
 
 def _by_columns(columns):
-    """The text of a product of a concatenation and a gathered matrix with `columns` columns."""
+    """The text of a product of a concatenation and a gathered matrix with `columns`
+    columns.
+    """
     return _entry(
         f"f32[8,{columns}] parameter(0)",
         "f32[16,8] parameter(1)",
         f"f32[64,{columns}] all-gather(%v0), {_ALL}, dimensions={{0}}",
-        "f32[16,64] concatenate(%v1, %v1, %v1, %v1, %v1, %v1, %v1, %v1), dimensions={1}",
-        f"f32[16,{columns}] dot(%v3, %v2), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
+        "f32[16,64] concatenate(%v1, %v1, %v1, %v1, %v1, %v1, %v1, %v1),"
+        " dimensions={1}",
+        f"f32[16,{columns}] dot(%v3, %v2), lhs_contracting_dims={{1}},"
+        " rhs_contracting_dims={0}",
     )
 
 
@@ -94,7 +117,8 @@ def _product(rows):
         f"bf16[{rows},1024] parameter(0)",
         "bf16[128,1024] parameter(1)",
         f"bf16[1024,1024] all-gather(%v1), {_ALL}, dimensions={{0}}",
-        f"bf16[{rows},1024] dot(%v0, %v2), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
+        f"bf16[{rows},1024] dot(%v0, %v2), lhs_contracting_dims={{1}},"
+        " rhs_contracting_dims={0}",
     )
 
 
@@ -127,9 +151,16 @@ _SUMS = _entry(
         (_READ, "tpu", ("all-reduce", "f32", 5, 256)),
         (_SUMS, "tpu", ("all-reduce", "f32", 1, 512)),
         # Gathers that only products at the default precision read are sent in bfloat16.
-        (_gathered(f"f32[8,8] dot(%v2, %v2), {_ONCE}"), "tpu", ("all-gather", "bf16", 1, 1024)),
         (
-            _gathered(f"f32[8,8] dot(%v2, %v2), {_ONCE}, operand_precision={{highest,highest}}"),
+            _gathered(f"f32[8,8] dot(%v2, %v2), {_ONCE}"),
+            "tpu",
+            ("all-gather", "bf16", 1, 1024),
+        ),
+        (
+            _gathered(
+                f"f32[8,8] dot(%v2, %v2), {_ONCE},"
+                " operand_precision={highest,highest}"
+            ),
             "tpu",
             ("all-gather", "f32", 1, 2048),
         ),
@@ -161,8 +192,10 @@ def test_the_collective_that_a_compiler_leaves(text, platform, sent):
 def test_gathers_whose_groups_are_written_in_other_forms_are_one(groups):
     text = _entry(
         "f32[8,4] parameter(0)",
-        f"f32[32,4] all-gather(%v0), channel_id=1, {groups}, use_global_device_ids=true, dimensions={{0}}",
-        f"f32[32,4] all-gather(%v0), {_FOURS.replace('=1,', '=2,', 1)}, dimensions={{0}}",
+        f"f32[32,4] all-gather(%v0), channel_id=1, {groups},"
+        " use_global_device_ids=true, dimensions={0}",
+        f"f32[32,4] all-gather(%v0), {_FOURS.replace('=1,', '=2,', 1)},"
+        " dimensions={0}",
         "(f32[32,4], f32[32,4]) tuple(%v1, %v2)",
     )
     assert _sent(text, "tpu") == [("all-gather", "f32", 1, 512)]
@@ -176,7 +209,11 @@ def test_a_reduction_of_a_reduction_is_one_over_both_axes():
         "f32[8] negate(%v2)",
     )
     module = as_compiled(parse_hlo(text), "tpu")
-    (own,) = [one for one in module.computations["main"].values() if one.opcode == "all-reduce"]
+    (own,) = [
+        one
+        for one in module.computations["main"].values()
+        if one.opcode == "all-reduce"
+    ]
     assert "replica_groups={{0,1,2,3,4,5,6,7}}" in own.attributes
 
 
@@ -186,9 +223,17 @@ def test_a_reduction_of_a_reduction_is_one_over_both_axes():
         ("f32[512,128]", "f32[128,128]", "reduce-scatter"),
         ("f32[64,512]", "f32[64,128]", "reduce-scatter"),
         ("f32[64,384]", "f32[64,96]", "all-reduce"),  # 96 fill no tile
-        ("bf16[64,512]", "bf16[64,128]", "all-reduce"),  # two numbers of bfloat16 lie in one place
+        (
+            "bf16[64,512]",
+            "bf16[64,128]",
+            "all-reduce",
+        ),  # two numbers of bfloat16 lie in one place
         ("bf16[256,2048]", "bf16[256,512]", "reduce-scatter"),
-        ("f32[512,64]", "f32[512,16]", "reduce-scatter"),  # the compiler turns it: 16 rows of 512
+        (
+            "f32[512,64]",
+            "f32[512,16]",
+            "reduce-scatter",
+        ),  # the compiler turns it: 16 rows of 512
         ("f32[512,128]", "f32[256,128]", "all-reduce"),  # a part of two devices
     ],
 )
@@ -203,9 +248,14 @@ def test_sums_of_which_each_device_keeps_a_slice_are_scattered(before, after, ki
     own = as_compiled(parse_hlo(text), "tpu").computations["main"].get("v3")
     assert [one[0] for one in _sent(text, "tpu")] == [kind]
     # GPUs scatter whatever the tiles.
-    assert [one[0] for one in _sent(text, "gpu")] == ["reduce-scatter" if after != "f32[256,128]" else "all-reduce"]
+    assert [one[0] for one in _sent(text, "gpu")] == [
+        "reduce-scatter" if after != "f32[256,128]" else "all-reduce"
+    ]
     if kind == "reduce-scatter":
-        assert own is not None and (own.passes, own.unsure) == (("tpu-all-reduce-scatter-fusion",), 1.0)
+        assert own is not None and (own.passes, own.unsure) == (
+            ("tpu-all-reduce-scatter-fusion",),
+            1.0,
+        )
 
 
 def test_each_pass_has_a_name_and_a_link():

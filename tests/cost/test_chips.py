@@ -29,9 +29,18 @@ def test_a_chip_is_found_by_the_names_that_people_and_jax_use(name, asked):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v5q", r"no chip 'v5q'; did you mean v5.*There are v2, .*mi300x. Make your own with `shardfx.chips.Chip"),
+        (
+            "v5q",
+            (
+                r"no chip 'v5q'; did you mean v5.*There are v2, .*mi300x. Make your own"
+                r" with `shardfx.chips.Chip"
+            ),
+        ),
         ("abacus", "no chip 'abacus'. There are v2"),
-        ("NVIDIA H100 PCIe", "did you mean"),  # a card of another form factor has other numbers
+        (
+            "NVIDIA H100 PCIe",
+            "did you mean",
+        ),  # a card of another form factor has other numbers
     ],
 )
 def test_an_unknown_chip_names_near_ones(name, message):
@@ -41,14 +50,26 @@ def test_an_unknown_chip_names_near_ones(name, message):
 
 @pytest.mark.parametrize("chip", chips.CHIPS, ids=lambda chip: chip.name)
 def test_every_number_has_a_source_and_a_size_that_can_be(chip):
-    numbers = [field.name for field in dataclasses.fields(chip) if field.name not in ("name", "kinds", "sources")]
+    numbers = [
+        field.name
+        for field in dataclasses.fields(chip)
+        if field.name not in ("name", "kinds", "sources")
+    ]
     assert all(chip.source(name) for name in numbers)
     assert 0.9 < chip.usable_hbm_bytes / chip.hbm_bytes <= 1
     assert 3e11 < chip.hbm_bytes_per_second < 1e13
-    # What leaves a chip is slower than its memory and faster than the network between hosts.
-    assert chip.dcn_bytes_per_second < chip.links * chip.link_bytes_per_second < chip.hbm_bytes_per_second
+    # What leaves a chip is slower than its memory and faster than the network between
+    # hosts.
+    assert (
+        chip.dcn_bytes_per_second
+        < chip.links * chip.link_bytes_per_second
+        < chip.hbm_bytes_per_second
+    )
     assert chip.flops("bfloat16") > 1e13
-    assert chip.usable_hbm_bytes_per_device * chip.devices_per_chip <= chip.usable_hbm_bytes
+    assert (
+        chip.usable_hbm_bytes_per_device * chip.devices_per_chip
+        <= chip.usable_hbm_bytes
+    )
     assert hash(chip) == hash(dataclasses.replace(chip))
 
 
@@ -57,7 +78,10 @@ def test_names_are_of_one_chip_alone_and_jaxs_names_are_those_that_say_which_tor
     assert len(names) == len(set(names))
     for chip in chips.CHIPS:
         if chip.torus_dims:
-            assert any(any(topology.wraps(kind, (16, 16, 16))) or kind == "TPU v3" for kind in chip.kinds), chip.name
+            assert any(
+                any(topology.wraps(kind, (16, 16, 16))) or kind == "TPU v3"
+                for kind in chip.kinds
+            ), chip.name
 
 
 def test_peaks_by_dtype():
@@ -65,21 +89,41 @@ def test_peaks_by_dtype():
     assert v7x.flops(jnp.bfloat16) == v7x.flops("float16") == 2307e12
     assert v7x.flops(jnp.float8_e4m3fn) == v7x.flops("float8") == 4614e12
     assert chips.find("b200").flops(jnp.float4_e2m1fn) == 9000e12
-    with pytest.raises(ChipError, match="'v4': no peak is known for float8; there are bfloat16, int8. Add one"):
+    with pytest.raises(
+        ChipError,
+        match="'v4': no peak is known for float8; there are bfloat16, int8. Add one",
+    ):
         chips.find("v4").flops(jnp.float8_e5m2)
 
 
 def test_users_make_their_own_and_the_table_has_a_line_for_each():
-    mine = dataclasses.replace(chips.find("h100"), name="mine", usable_hbm_bytes=60 * 2**30)
-    assert "60.0 of 80.0 GiB" in chips.table((mine,)) and "h100" not in chips.table((mine,))
+    mine = dataclasses.replace(
+        chips.find("h100"), name="mine", usable_hbm_bytes=60 * 2**30
+    )
+    assert "60.0 of 80.0 GiB" in chips.table((mine,)) and "h100" not in chips.table(
+        (mine,)
+    )
     with pytest.raises(ChipError, match="are more than it has"):
         dataclasses.replace(mine, usable_hbm_bytes=81 * 2**30)
-    with pytest.raises(ChipError, match="`devices_per_chip` must be more than 0, not 0"):
+    with pytest.raises(
+        ChipError, match="`devices_per_chip` must be more than 0, not 0"
+    ):
         dataclasses.replace(mine, devices_per_chip=0)
     lines = chips.table().splitlines()
     assert len(lines) == 1 + len(chips.CHIPS)
     (line,) = [line for line in lines if line.startswith("v5p")]
-    assert line.split()[:10] == ["v5p", "95.7", "of", "96.0", "GiB", "2.77", "TB/s", "459", "TFLOP/s", "6"]
+    assert line.split()[:10] == [
+        "v5p",
+        "95.7",
+        "of",
+        "96.0",
+        "GiB",
+        "2.77",
+        "TB/s",
+        "459",
+        "TFLOP/s",
+        "6",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,13 +147,25 @@ def test_slices_by_name(text, name, devices):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("v5e:32x32", r'has 1,024 chips, and a pod of v5e is 16x16; take several slices, as `"tpu:v5e:8x8\*2"`'),
+        (
+            "v5e:32x32",
+            (
+                r"has 1,024 chips, and a pod of v5e is 16x16; take several slices, as"
+                r' `"tpu:v5e:8x8\*2"`'
+            ),
+        ),
         ("v5e:1x32", "has 32 chips, and a pod of v5e is 16x16"),
         ("tpu:v5p:4x4x4x4", "v5p has 3 dimensions, as in 4x4x4, and this has 4"),
         ("v5p:32x32x32", "has 32,768 chips, and a pod of v5p is 8,960 chips"),
         ("v5e-512", "has 512 chips, and a pod of v5e is 16x16"),
         ("v4-9", "v4 has 2 cores a chip, and 9 cores are no whole chips"),
-        ("v5p", "'v5p' is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do: `v5e-16` has 16 chips"),
+        (
+            "v5p",
+            (
+                "'v5p' is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do:"
+                " `v5e-16` has 16 chips"
+            ),
+        ),
         ("v5e:4x0", "'v5e:4x0' is no slice"),
     ],
 )
@@ -119,7 +175,9 @@ def test_slices_that_do_not_exist(text, message):
 
 
 @pytest.mark.parametrize("extents", [(4, 4), (8, 16), (16, 16)])
-def test_one_axis_over_a_whole_slice_has_the_same_links_for_arrays_and_for_rows(extents):
+def test_one_axis_over_a_whole_slice_has_the_same_links_for_arrays_and_for_rows(
+    extents,
+):
     chip = chips.find("v5e")
     link, dims, _ = average_network(chip, extents)
     (rings,) = axes_on(chip, extents, {"data": extents[0] * extents[1]}).values()
@@ -128,5 +186,9 @@ def test_one_axis_over_a_whole_slice_has_the_same_links_for_arrays_and_for_rows(
 
 
 def test_the_slice_of_so_many_devices():
-    assert extents_of(chips.find("v5e"), 8) == (2, 4) and extents_of(chips.find("v3"), 32) == (4, 4)
-    assert extents_of(chips.find("v5p"), 64) == (4, 4, 4) and extents_of(chips.find("h100"), 64) == (64,)
+    assert extents_of(chips.find("v5e"), 8) == (2, 4) and extents_of(
+        chips.find("v3"), 32
+    ) == (4, 4)
+    assert extents_of(chips.find("v5p"), 64) == (4, 4, 4) and extents_of(
+        chips.find("h100"), 64
+    ) == (64,)

@@ -13,7 +13,9 @@ KIB = 1024
 def row(kind, kib, line=1, leaf=None, axes=("fsdp",), shares=None, dtype="f32", **rest):
     source = Frame("/home/me/step.py", line, "step")
     shares = shares or ((leaf, kib * KIB),)
-    return TrafficRow(kind, kib * KIB, 0, 1, dtype, 8, axes, source, (source,), leaf, shares, **rest)
+    return TrafficRow(
+        kind, kib * KIB, 0, 1, dtype, 8, axes, source, (source,), leaf, shares, **rest
+    )
 
 
 def compared(ours, theirs):
@@ -24,38 +26,75 @@ def compared(ours, theirs):
     "ours, theirs, why",
     [
         ([row("reduce-scatter", 10)], [row("all-reduce", 20)], "no pass explains it"),
-        ([row("reduce-scatter", 10, passes=("scatter",))], [row("all-reduce", 20)], "in 'scatter'"),
-        ([row("all-gather", 10, note="it rolls otherwise.")], [row("all-gather", 20)], "it rolls otherwise"),
+        (
+            [row("reduce-scatter", 10, passes=("scatter",))],
+            [row("all-reduce", 20)],
+            "in 'scatter'",
+        ),
+        (
+            [row("all-gather", 10, note="it rolls otherwise.")],
+            [row("all-gather", 20)],
+            "it rolls otherwise",
+        ),
         ([], [row("all-gather", 10)], "nothing was estimated here"),
-        ([row("all-gather", 10, dtype="bf16")], [row("all-gather", 20)], "it is sent as f32, not as bf16"),
+        (
+            [row("all-gather", 10, dtype="bf16")],
+            [row("all-gather", 20)],
+            "it is sent as f32, not as bf16",
+        ),
     ],
 )
 def test_a_difference_is_explained(ours, theirs, why):
     made = compared(ours, theirs)
     (found,) = made.rows
     assert why in found.why and found.extra_bytes == made.extra_bytes == 10 * KIB
-    assert found.axes == ("fsdp",) and found.source is not None and found.source.line == 1
+    assert (
+        found.axes == ("fsdp",) and found.source is not None and found.source.line == 1
+    )
     assert made.explained == (1 if found.passes else 0)
     text = str(made)
     assert "step.py:1 step" in text and found.why in text and "+10.0 KiB" in text
 
 
 def test_bytes_that_move_to_another_line_along_the_same_axes_are_no_surplus():
-    assert compared([row("all-gather", 10, line=1)], [row("all-gather", 10, line=2)]).rows == ()
-    (found,) = compared([row("all-gather", 10, line=1, axes=("data",))], [row("all-gather", 10, line=2)]).rows
+    assert (
+        compared([row("all-gather", 10, line=1)], [row("all-gather", 10, line=2)]).rows
+        == ()
+    )
+    (found,) = compared(
+        [row("all-gather", 10, line=1, axes=("data",))], [row("all-gather", 10, line=2)]
+    ).rows
     assert found.why == "nothing was estimated here"
     # A sum that the compiler merged is told apart by leaf.
-    ours = [row("reduce-scatter", 10, line=line, leaf=leaf) for line, leaf in ((1, "up"), (2, "down"))]
-    merged = row("all-reduce", 30, line=9, leaf="up, down", shares=(("up", 10 * KIB), ("down", 20 * KIB)))
+    ours = [
+        row("reduce-scatter", 10, line=line, leaf=leaf)
+        for line, leaf in ((1, "up"), (2, "down"))
+    ]
+    merged = row(
+        "all-reduce",
+        30,
+        line=9,
+        leaf="up, down",
+        shares=(("up", 10 * KIB), ("down", 20 * KIB)),
+    )
     (found,) = compared(ours, [merged]).rows
-    assert (found.source and found.source.line, found.leaf, found.extra_bytes) == (2, "down", 10 * KIB)
+    assert (found.source and found.source.line, found.leaf, found.extra_bytes) == (
+        2,
+        "down",
+        10 * KIB,
+    )
 
 
 def test_small_differences_are_one_row_and_a_line_that_sends_less_is_named():
     small = [row("all-gather", 1, line=line, axes=("data",)) for line in (3, 4)]
     made = compared([row("all-gather", 3000)], [row("all-gather", 9000), *small])
     named, rest = made.rows
-    assert (named.extra_bytes, rest.extra_bytes, rest.source, rest.axes) == (6000 * KIB, 2 * KIB, None, ())
+    assert (named.extra_bytes, rest.extra_bytes, rest.source, rest.axes) == (
+        6000 * KIB,
+        2 * KIB,
+        None,
+        (),
+    )
     assert "what has no line, and lines at which little differs" in str(made)
     (less,) = compared([row("all-gather", 40)], [row("all-gather", 10)]).less
     assert less.extra_bytes == -30 * KIB and compared([], []).explained == 1
@@ -66,7 +105,8 @@ AXES = [("data",), ("fsdp",), ("data", "fsdp")]
 LEAVES = [None, "up", "down"]
 
 
-# Plain values: what checks annotations draws random numbers, which hypothesis forbids while it draws.
+# Plain values: what checks annotations draws random numbers, which hypothesis forbids
+# while it draws.
 ROWS = st.lists(
     st.tuples(
         st.sampled_from(["all-gather", "all-reduce", "reduce-scatter", "all-to-all"]),
@@ -82,9 +122,13 @@ ROWS = st.lists(
 def drawn(rows):
     made = []
     for kind, wire, axes, source, own in rows:
-        shares = tuple((leaf, round(wire / len(own))) for leaf in own)  # rounded, as those of programs
+        shares = tuple(
+            (leaf, round(wire / len(own))) for leaf in own
+        )  # rounded, as those of programs
         leaf = ", ".join(filter(None, own)) or None
-        made.append(TrafficRow(kind, wire, 0, 1, "f32", 8, axes, source, (), leaf, shares))
+        made.append(
+            TrafficRow(kind, wire, 0, 1, "f32", 8, axes, source, (), leaf, shares)
+        )
     return Traffic(tuple(made), 8)
 
 
@@ -94,19 +138,34 @@ def test_every_byte_that_differs_is_in_one_row(estimated, compiled):
     ours, theirs = drawn(estimated), drawn(compiled)
     made, turned = compare(ours, theirs), compare(theirs, ours)
     rows = [*made.rows, *made.less]
-    assert sum(one.extra_bytes for one in rows) == made.extra_bytes == theirs.wire_bytes - ours.wire_bytes
-    assert all(one.extra_bytes > 0 for one in made.rows) and all(one.extra_bytes < 0 for one in made.less)
-    # A line and axes are in one row, of what is more or of what is less; only the rest has no line, and comes last.
+    assert (
+        sum(one.extra_bytes for one in rows)
+        == made.extra_bytes
+        == theirs.wire_bytes - ours.wire_bytes
+    )
+    assert all(one.extra_bytes > 0 for one in made.rows) and all(
+        one.extra_bytes < 0 for one in made.less
+    )
+    # A line and axes are in one row, of what is more or of what is less; only the rest
+    # has no line, and comes last.
     named = [(one.source, one.axes) for one in rows if one.source is not None]
     assert len(set(named)) == len(named)
-    assert all(one.source is not None for side in (made.rows, made.less) for one in side[:-1])
+    assert all(
+        one.source is not None for side in (made.rows, made.less) for one in side[:-1]
+    )
     # What differs is no more than all, and no less than the totals do.
-    assert abs(made.extra_bytes) <= made.different_bytes <= ours.wire_bytes + theirs.wire_bytes
+    assert (
+        abs(made.extra_bytes)
+        <= made.different_bytes
+        <= ours.wire_bytes + theirs.wire_bytes
+    )
     assert 0 <= made.explained <= 1
     # A row holds no more than there is at its line, on its own side.
     for one in rows:
         if one.source is not None:
-            assert abs(one.extra_bytes) <= sum(dict(one.found if one.extra_bytes > 0 else one.expected).values())
+            assert abs(one.extra_bytes) <= sum(
+                dict(one.found if one.extra_bytes > 0 else one.expected).values()
+            )
     # What is the same along the same axes, at whatever line, is no difference.
     ours_by, theirs_by = ours.by("axes"), theirs.by("axes")
     apart = sum(abs(ours_by.get(axes, 0) - theirs_by.get(axes, 0)) for axes in AXES)
@@ -118,8 +177,15 @@ def test_every_byte_that_differs_is_in_one_row(estimated, compiled):
 
 def test_the_same_traffic():
     made = compared([row("all-gather", 10)], [row("all-gather", 10)])
-    assert str(made) == "10.0 KiB are sent to each device in a step; 10.0 KiB were estimated, 1.00 times as much."
-    assert str(compared([], [])) == "0 B are sent to each device in a step; 0 B were estimated."
+    assert (
+        str(made)
+        == "10.0 KiB are sent to each device in a step; 10.0 KiB were estimated, 1.00"
+        " times as much."
+    )
+    assert (
+        str(compared([], []))
+        == "0 B are sent to each device in a step; 0 B were estimated."
+    )
 
 
 def test_a_compiled_program_is_read_and_is_its_estimate():
@@ -132,6 +198,11 @@ def test_a_compiled_program_is_read_and_is_its_estimate():
 
     compiled = jax.jit(best).lower(x).compile()
     same = compare(estimate(best, x, compiler="cpu"), compiled)
-    assert same.rows == () and same.extra_bytes == 0 and traffic(compiled).wire_bytes > 0
+    assert (
+        same.rows == () and same.extra_bytes == 0 and traffic(compiled).wire_bytes > 0
+    )
     nothing = compare(estimate(lambda x: x[..., :2], x, compiler="cpu"), compiled)
-    assert nothing.rows[0].why == "nothing was estimated here" and nothing.extra_bytes == traffic(compiled).wire_bytes
+    assert (
+        nothing.rows[0].why == "nothing was estimated here"
+        and nothing.extra_bytes == traffic(compiled).wire_bytes
+    )

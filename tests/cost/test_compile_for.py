@@ -17,8 +17,16 @@ MESH = MeshSpec({"data": 4, "tensor": 2})
 
 
 def plans():
-    w = plan({"w": jax.ShapeDtypeStruct((16, 32), jnp.float32)}, MESH, paths=PathRules([("w", P(None, "tensor"))]))
-    x = plan(jax.ShapeDtypeStruct((64, 16), jnp.float32), MESH, paths=PathRules([(".*", P("data"))]))
+    w = plan(
+        {"w": jax.ShapeDtypeStruct((16, 32), jnp.float32)},
+        MESH,
+        paths=PathRules([("w", P(None, "tensor"))]),
+    )
+    x = plan(
+        jax.ShapeDtypeStruct((64, 16), jnp.float32),
+        MESH,
+        paths=PathRules([(".*", P("data"))]),
+    )
     return {"params": w, "batch": x}
 
 
@@ -35,10 +43,21 @@ class _Program:
     """A compiled program with a memory analysis, in the form that JAX has."""
 
     def __init__(self, platform, peak):
-        counted = {"argument": 700, "output": 300, "alias": 100, "temp": 500, "generated_code": 1}
+        counted = {
+            "argument": 700,
+            "output": 300,
+            "alias": 100,
+            "temp": 500,
+            "generated_code": 1,
+        }
         sizes = {f"{name}_size_in_bytes": count for name, count in counted.items()}
-        sizes |= {f"host_{name}_size_in_bytes": 8 if name == "argument" else 0 for name in counted}
-        self.sizes = types.SimpleNamespace(**sizes, **({} if peak is None else {"peak_memory_in_bytes": peak}))
+        sizes |= {
+            f"host_{name}_size_in_bytes": 8 if name == "argument" else 0
+            for name in counted
+        }
+        self.sizes = types.SimpleNamespace(
+            **sizes, **({} if peak is None else {"peak_memory_in_bytes": peak})
+        )
         device = types.SimpleNamespace(platform=platform)
         self.input_shardings = ([types.SimpleNamespace(device_set=[device])], {})
 
@@ -51,7 +70,8 @@ class _Program:
 
 @pytest.mark.parametrize(
     "platform, peak, needed",
-    # That of TPUs holds what is in host memory, and JAX 0.9 does not hand it on; that of CPUs leaves out temporaries.
+    # That of TPUs holds what is in host memory, and JAX 0.9 does not hand it on; that
+    # of CPUs leaves out temporaries.
     [("tpu", 1208, 1200), ("cpu", 900, 1400), ("tpu", None, 1400), ("tpu", 0, 1400)],
 )
 def test_what_a_program_needs_is_what_its_compiler_adds_up_to(platform, peak, needed):
@@ -68,9 +88,18 @@ def test_it_is_what_jax_compiles_and_pickles():
     made = structs()
     first = compile_for(jax.jit(step, donate_argnums=0), *made, target="cpu")
     on = {name: one.on(MESH.build(jax.devices())) for name, one in plans().items()}
-    theirs = filter_jit(step, in_shardings=on, donate="params").lower(*[one.structs for one in on.values()]).compile()
-    assert traffic(first).by("kind") == traffic(theirs).by("kind") and traffic(first).wire_bytes > 0
-    assert {row.axes for row in traffic(first).rows} == {row.axes for row in traffic(theirs).rows}
+    theirs = (
+        filter_jit(step, in_shardings=on, donate="params")
+        .lower(*[one.structs for one in on.values()])
+        .compile()
+    )
+    assert (
+        traffic(first).by("kind") == traffic(theirs).by("kind")
+        and traffic(first).wire_bytes > 0
+    )
+    assert {row.axes for row in traffic(first).rows} == {
+        row.axes for row in traffic(theirs).rows
+    }
     memory = theirs.memory_analysis()
     assert first.memory.temp_size_in_bytes == memory.temp_size_in_bytes
     assert first.memory.alias_size_in_bytes == memory.alias_size_in_bytes > 0
@@ -82,56 +111,108 @@ def test_it_is_what_jax_compiles_and_pickles():
     "form",
     [
         filter_jit(step, in_shardings=plans()),
-        filter_jit(step, in_shardings={name: one.on(MESH.build(jax.devices())) for name, one in plans().items()}),
-        jax.jit(step, in_shardings=tuple(one.on(MESH.build(jax.devices())).shardings for one in plans().values())),
+        filter_jit(
+            step,
+            in_shardings={
+                name: one.on(MESH.build(jax.devices())) for name, one in plans().items()
+            },
+        ),
+        jax.jit(
+            step,
+            in_shardings=tuple(
+                one.on(MESH.build(jax.devices())).shardings for one in plans().values()
+            ),
+        ),
     ],
     ids="plans plans-on-devices shardings-on-devices".split(),
 )
 def test_a_step_compiles_to_the_same_whatever_has_its_shardings(form):
     plain = traffic(compile_for(step, *structs(), target="cpu"))
-    assert traffic(compile_for(form, *structs(), target="cpu")).wire_bytes == plain.wire_bytes > 0
-    assert traffic(compile_for(form, *structs(), target=jax.devices())).wire_bytes == plain.wire_bytes
+    assert (
+        traffic(compile_for(form, *structs(), target="cpu")).wire_bytes
+        == plain.wire_bytes
+        > 0
+    )
+    assert (
+        traffic(compile_for(form, *structs(), target=jax.devices())).wire_bytes
+        == plain.wire_bytes
+    )
 
 
 def test_targets_that_are_devices_and_errors(as_users_run_it):
     out = jax.tree.map(lambda one: one.sharding, structs()[0])
-    made = compile_for(jax.jit(step, out_shardings=out), *structs(), target=MESH.build(jax.devices()))
-    assert made.target == "cpu" and made.chip is None and made.argument_paths["batch"] == "batch"
+    made = compile_for(
+        jax.jit(step, out_shardings=out), *structs(), target=MESH.build(jax.devices())
+    )
+    assert (
+        made.target == "cpu"
+        and made.chip is None
+        and made.argument_paths["batch"] == "batch"
+    )
     assert made.argument_paths["params['w']"] == "params/w"
-    with pytest.raises(MeshError, match="`target=7` is neither a slice, a mesh nor devices; write `target="):
+    with pytest.raises(
+        MeshError,
+        match="`target=7` is neither a slice, a mesh nor devices; write `target=",
+    ):
         compile_for(step, *structs(), target=7)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(MeshError, match="slice 'tpu:v5e:32x32' has 1,024 chips, and a pod of v5e is 16x16"):
+    with pytest.raises(
+        MeshError,
+        match="slice 'tpu:v5e:32x32' has 1,024 chips, and a pod of v5e is 16x16",
+    ):
         compile_for(step, *structs(), target="tpu:v5e:32x32")
     large = MeshSpec({"data": 64})
-    x = plan(jax.ShapeDtypeStruct((64, 16), jnp.float32), large, paths=PathRules([(".*", P("data"))]))
-    with pytest.raises(MeshError, match=r"64 devices, but there are 8.*jax_num_cpu_devices\", 64"):
+    x = plan(
+        jax.ShapeDtypeStruct((64, 16), jnp.float32),
+        large,
+        paths=PathRules([(".*", P("data"))]),
+    )
+    with pytest.raises(
+        MeshError, match=r"64 devices, but there are 8.*jax_num_cpu_devices\", 64"
+    ):
         compile_for(jnp.sum, x.structs, target="cpu")
 
 
 def moved(axis_sizes, spec, *out):
     """The traffic of a step that changes the spec of an f32 array on 8 devices."""
     mesh = MeshSpec(axis_sizes)
-    x = plan(jax.ShapeDtypeStruct((1024, 1024), jnp.float32), mesh, paths=PathRules([(".*", spec)]))
+    x = plan(
+        jax.ShapeDtypeStruct((1024, 1024), jnp.float32),
+        mesh,
+        paths=PathRules([(".*", spec)]),
+    )
     after = jax.NamedSharding(mesh.abstract(), P(*out))
-    return traffic(compile_for(jax.jit(lambda x: x + 0, out_shardings=after), x.structs, target="cpu")), mesh
+    return (
+        traffic(
+            compile_for(
+                jax.jit(lambda x: x + 0, out_shardings=after), x.structs, target="cpu"
+            )
+        ),
+        mesh,
+    )
 
 
 def test_a_gather_takes_its_bytes_over_the_links_of_its_ring():
     made, mesh = moved({"data": 8}, P("data"))
     (row,) = made.rows
     chip = dataclasses.replace(chips.find("v5p"), link_bytes_per_second=1e9)
-    # 8 chips of a 2x2x2: three lines of two. One ring of 8 closed at its ends: both ways.
+    # 8 chips of a 2x2x2: three lines of two. One ring of 8 closed at its ends: both
+    # ways.
     assert seconds(made, chip, mesh).rows[0].bytes_per_second == 3e9
     assert seconds(made, chip, mesh, slice="1x1x8").rows[0].bytes_per_second == 2e9
     assert seconds(made, chip, mesh, slice="1x2x4").rows[0].bytes_per_second == 3e9
-    assert seconds(made, chip, mesh, slice="1x1x8").seconds == pytest.approx(row.wire_bytes / 2e9)
+    assert seconds(made, chip, mesh, slice="1x1x8").seconds == pytest.approx(
+        row.wire_bytes / 2e9
+    )
     # v5e closes none but rings of 16.
     assert seconds(made, "v5e", mesh, slice="1x8").rows[0].bytes_per_second == 45e9
     # Without a mesh one link is taken; a switch sends with all.
     assert seconds(made, chip).rows[0].bytes_per_second == 1e9
     assert seconds(made, "h100", mesh).rows[0].bytes_per_second == 450e9
     for wrong in ("4x4", "2x2x4", "2x2xtwo"):
-        with pytest.raises(MeshError, match=r"must have 3 extents that hold 8 chips of v5p, as in '2x2x2'"):
+        with pytest.raises(
+            MeshError,
+            match=r"must have 3 extents that hold 8 chips of v5p, as in '2x2x2'",
+        ):
             seconds(made, "v5p", mesh, slice=wrong)
 
 
@@ -139,7 +220,10 @@ def test_two_axes_on_a_torus_use_the_links_of_both():
     made, mesh = moved({"x": 2, "y": 4}, P("x", "y"))
     found = seconds(made, "v4", mesh, slice="1x2x4")
     rates = {row.traffic.axes: row.bytes_per_second / 45e9 for row in found.rows}
-    assert all(rates[axes] == {"x": 1, "y": 2, "x y": 3}[" ".join(axes)] for axes in rates) and rates
+    assert (
+        all(rates[axes] == {"x": 1, "y": 2, "x y": 3}[" ".join(axes)] for axes in rates)
+        and rates
+    )
     assert sum(found.by_axes().values()) == pytest.approx(found.seconds)
     assert "v4" in str(found) and "An estimate: bytes over bandwidth" in str(found)
 
@@ -148,12 +232,18 @@ def test_the_worked_answers_of_an_all_to_all_and_of_slices():
     made, mesh = moved({"data": 8}, P("data"), None, "data")
     (row,) = made.rows
     assert row.kind == "all-to-all"
-    # On a ring an exchange of an array of V bytes takes V / 4 of the ring's bandwidth, both ways (Scaling book, 3).
+    # On a ring an exchange of an array of V bytes takes V / 4 of the ring's bandwidth,
+    # both ways (Scaling book, 3).
     found = seconds(made, "v4", mesh, slice="1x1x8")
     assert found.seconds == pytest.approx(1024 * 1024 * 4 * 7 / 8 / 4 / (2 * 45e9))
-    across = dataclasses.replace(made, rows=(dataclasses.replace(row, dcn_bytes=row.wire_bytes // 2),))
+    across = dataclasses.replace(
+        made, rows=(dataclasses.replace(row, dcn_bytes=row.wire_bytes // 2),)
+    )
     slow = seconds(across, "v4", MeshSpec({"data": 8}, dcn={"data": 2})).rows[0]
-    assert slow.dcn_seconds == pytest.approx(across.dcn_bytes / 6.25e9) and slow.seconds > slow.dcn_seconds
+    assert (
+        slow.dcn_seconds == pytest.approx(across.dcn_bytes / 6.25e9)
+        and slow.seconds > slow.dcn_seconds
+    )
 
 
 class Refused:
@@ -171,14 +261,19 @@ class Refused:
     ("text", "needed", "limit"),
     [
         (
-            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.18G) "
-            "exceeds available HBM (15.75G).",
+            (
+                "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory"
+                " required for HLO temporaries (16.18G) exceeds available HBM (15.75G)."
+            ),
             int(16.18 * 2**30),
             int(15.75 * 2**30),
         ),
         (
-            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 900.50M "
-            "of 512.00M hbm. Exceeded hbm capacity by 388.50M.",
+            (
+                "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory"
+                " in memory space hbm. Used 900.50M of 512.00M hbm. Exceeded hbm"
+                " capacity by 388.50M."
+            ),
             int(900.5 * 2**20),
             512 * 2**20,
         ),
@@ -186,18 +281,27 @@ class Refused:
     ],
 )
 def test_a_program_that_does_not_fit_is_an_error_of_its_own(text, needed, limit):
-    with pytest.raises(OutOfMemoryError, match=r"does not fit a device: .*`shardfx.cost.fit\(step, \*args") as raised:
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"does not fit a device: .*`shardfx.cost.fit\(step, \*args",
+    ) as raised:
         compiled(Refused(text), ())
     assert (raised.value.needed_bytes, raised.value.limit_bytes) == (needed, limit)
     assert str(raised.value.__cause__) == text
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):  # other errors stay
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="INTERNAL"
+    ):  # other errors stay
         compiled(Refused("INTERNAL: of another kind"), ())
 
 
 def test_a_compiler_that_another_process_holds_is_said_to_be(monkeypatch):
     def refuses(*_, **__):
-        raise RuntimeError("ABORTED: Internal error when accessing libtpu multi-process lockfile")
+        raise RuntimeError(
+            "ABORTED: Internal error when accessing libtpu multi-process lockfile"
+        )
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", refuses)
-    with pytest.raises(MeshError, match="lockfile. Another process holds libtpu: wait, or set ALLOW"):
+    with pytest.raises(
+        MeshError, match="lockfile. Another process holds libtpu: wait, or set ALLOW"
+    ):
         compile_for(step, *structs(), target="tpu:v5e:2x4")

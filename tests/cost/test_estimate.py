@@ -28,7 +28,10 @@ def constrained(x, *spec):
 
 
 def listed(step, *args, **more):
-    return [(row.kind, row.axes, row.wire_bytes, row.calls) for row in estimate(step, *args, **more).rows]
+    return [
+        (row.kind, row.axes, row.wire_bytes, row.calls)
+        for row in estimate(step, *args, **more).rows
+    ]
 
 
 def sums(made):
@@ -39,15 +42,22 @@ def sums(made):
     return found
 
 
-# Counted by hand: a gather of n pieces brings (n - 1) / n of the result, a reduction twice that.
+# Counted by hand: a gather of n pieces brings (n - 1) / n of the result, a reduction
+# twice that.
 def test_a_product_gathers_a_weight_that_is_cut_like_its_batch_and_adds_up_over_a_dimension_that_both_cut():
     x, w = struct((64, 32), "tensor"), struct((32, 16), "tensor")
     for compiler in ("cpu", "gpu"):
-        assert listed(jnp.dot, x, w, compiler=compiler) == [("all-gather", ("tensor",), 32 * 16 * 4 * 3 // 4, 1)]
+        assert listed(jnp.dot, x, w, compiler=compiler) == [
+            ("all-gather", ("tensor",), 32 * 16 * 4 * 3 // 4, 1)
+        ]
     # A TPU multiplies float32 in bfloat16, and gathers what it multiplies.
-    assert listed(jnp.dot, x, w) == [("all-gather", ("tensor",), 32 * 16 * 2 * 3 // 4, 1)]
+    assert listed(jnp.dot, x, w) == [
+        ("all-gather", ("tensor",), 32 * 16 * 2 * 3 // 4, 1)
+    ]
     x = struct((64, 32), None, "tensor")
-    assert listed(jnp.dot, x, w, compiler="cpu") == [("all-reduce", ("tensor",), 64 * 16 * 4 * 3 // 2, 1)]
+    assert listed(jnp.dot, x, w, compiler="cpu") == [
+        ("all-reduce", ("tensor",), 64 * 16 * 4 * 3 // 2, 1)
+    ]
 
 
 def layers(x, w):
@@ -56,26 +66,39 @@ def layers(x, w):
 
 def over_another_mesh(x):
     other = AbstractMesh((8,), ("i",), axis_types=(AxisType.Auto,))
-    return jax.shard_map(lambda x: lax.psum(x, "i"), mesh=other, in_specs=P("i"), out_specs=P())(x)
+    return jax.shard_map(
+        lambda x: lax.psum(x, "i"), mesh=other, in_specs=P("i"), out_specs=P()
+    )(x)
 
 
 def constrained_over_another_mesh(x):
     other = AbstractMesh((8,), ("i",), axis_types=(AxisType.Auto,))
-    return lax.with_sharding_constraint(jnp.sin(x), NamedSharding(other, P(None, "i"))).sum()
+    return lax.with_sharding_constraint(
+        jnp.sin(x), NamedSharding(other, P(None, "i"))
+    ).sum()
 
 
 def convolved(x, k):
-    return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
-# What an estimate by rules of its own got wrong, or silently told to send nothing, beside the usual.
+# What an estimate by rules of its own got wrong, or silently told to send nothing,
+# beside the usual.
 STEPS = {
     "a product": (jnp.dot, [((64, 32), "tensor"), ((32, 16), "tensor")]),
-    "a transpose that is asked for": (lambda x: constrained(x.T, "data"), [((64, 32), "data")]),
+    "a transpose that is asked for": (
+        lambda x: constrained(x.T, "data"),
+        [((64, 32), "data")],
+    ),
     "rows to columns": (lambda x: constrained(x, None, "data"), [((64, 32), "data")]),
     "a sum": (lambda x: x.sum(), [((64, 32), "data", "tensor")]),
     "a cumulative sum": (lambda x: jnp.cumsum(x, 0), [((64, 32), "data")]),
-    "an associative scan": (lambda x: lax.associative_scan(jnp.add, x), [((64, 32), "data")]),
+    "an associative scan": (
+        lambda x: lax.associative_scan(jnp.add, x),
+        [((64, 32), "data")],
+    ),
     "a histogram": (lambda x: jnp.histogram(x, 8, (0.0, 1.0))[0], [((64, 32), "data")]),
     "a sort": (lambda x: jnp.sort(x, 0), [((64, 32), "data")]),
     "the best": (lambda x: lax.top_k(x, 2)[0], [((64, 32), "data", "tensor")]),
@@ -89,30 +112,64 @@ STEPS = {
         [((256, 64), "data"), ((8, 64, 64), "data")],
     ),
     "gradients that a loop adds up": (
-        lambda w, xs: lax.scan(lambda g, x: (g + jax.grad(lambda w: ((x @ w) ** 2).sum())(w), None), w * 0, xs)[0],
+        lambda w, xs: lax.scan(
+            lambda g, x: (g + jax.grad(lambda w: ((x @ w) ** 2).sum())(w), None),
+            w * 0,
+            xs,
+        )[0],
         [((64, 64), "data", "tensor"), ((4, 64, 64), None, "data")],
     ),
-    "a map over a cut dimension": (lambda x: lax.map(jnp.sin, x, batch_size=8), [((64, 32), "data")]),
-    "a batch and a cut sequence that merge": (lambda x: jnp.sin(x.reshape(512, 16)), [((8, 64, 16), None, "tensor")]),
-    "a cut sequence behind a cut batch": (lambda x: jnp.sin(x.reshape(512, 16)), [((8, 64, 16), "data", "tensor")]),
+    "a map over a cut dimension": (
+        lambda x: lax.map(jnp.sin, x, batch_size=8),
+        [((64, 32), "data")],
+    ),
+    "a batch and a cut sequence that merge": (
+        lambda x: jnp.sin(x.reshape(512, 16)),
+        [((8, 64, 16), None, "tensor")],
+    ),
+    "a cut sequence behind a cut batch": (
+        lambda x: jnp.sin(x.reshape(512, 16)),
+        [((8, 64, 16), "data", "tensor")],
+    ),
     "a cache cut by its sequence": (
         lambda c, k, i: lax.dynamic_update_slice(c, k, (0, i, 0)),
         [((16, 128, 8), None, "tensor"), ((16, 1, 8),), ((), jnp.int32)],
     ),
-    "a lookup of rows that others hold": (lambda t, i: t[i], [((512, 64), "tensor"), ((128,), jnp.int32, "data")]),
-    "a scatter": (lambda x, i: x.at[i].add(1.0), [((512, 64), "tensor"), ((128,), jnp.int32, "data")]),
-    "a convolution over cut rows of pixels": (convolved, [((4, 32, 32, 8), None, "data"), ((3, 3, 8, 16),)]),
+    "a lookup of rows that others hold": (
+        lambda t, i: t[i],
+        [((512, 64), "tensor"), ((128,), jnp.int32, "data")],
+    ),
+    "a scatter": (
+        lambda x, i: x.at[i].add(1.0),
+        [((512, 64), "tensor"), ((128,), jnp.int32, "data")],
+    ),
+    "a convolution over cut rows of pixels": (
+        convolved,
+        [((4, 32, 32, 8), None, "data"), ((3, 3, 8, 16),)],
+    ),
     "the gradient of pooling over cut rows": (
-        jax.grad(lambda x: jnp.sum(lax.reduce_window(x, 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME") ** 2)),
+        jax.grad(
+            lambda x: jnp.sum(
+                lax.reduce_window(x, 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+                ** 2
+            )
+        ),
         [((4, 32, 32, 8), None, "data")],
     ),
-    "a resize": (lambda x: jax.image.resize(x, (4, 64, 64, 8), "bilinear"), [((4, 32, 32, 8), None, "data")]),
+    "a resize": (
+        lambda x: jax.image.resize(x, (4, 64, 64, 8), "bilinear"),
+        [((4, 32, 32, 8), None, "data")],
+    ),
     "a `while` that counts to ten": (
-        lambda x: lax.while_loop(lambda s: s[0] < 10, lambda s: (s[0] + 1, s[1] @ s[1]), (0, x))[1],
+        lambda x: lax.while_loop(
+            lambda s: s[0] < 10, lambda s: (s[0] + 1, s[1] @ s[1]), (0, x)
+        )[1],
         [((64, 64), "tensor")],
     ),
     "a branch": (
-        lambda x, p: lax.cond(p, lambda x: constrained(x, None, "data"), lambda x: x + x.sum(), x),
+        lambda x, p: lax.cond(
+            p, lambda x: constrained(x, None, "data"), lambda x: x + x.sum(), x
+        ),
         [((64, 32), "data"), ((), jnp.bool_)],
     ),
     "bfloat16, which CPUs widen": (
@@ -124,12 +181,18 @@ STEPS = {
         lambda x: jax.grad(lambda x: jnp.sum(over_another_mesh(x) ** 2))(x),
         [((64, 32), "data")],
     ),
-    "a constraint over another mesh": (constrained_over_another_mesh, [((64, 32), "data")]),
+    "a constraint over another mesh": (
+        constrained_over_another_mesh,
+        [((64, 32), "data")],
+    ),
     "keys": (
         lambda k, x: jax.random.normal(k, (8,)) + x,
         [((), jax.eval_shape(jax.random.key, 0).dtype), ((8,), "data")],
     ),
-    "uneven rows": (lambda x: constrained(x * 2, "tensor") @ x.T[:, :8], [((50257, 8),)]),
+    "uneven rows": (
+        lambda x: constrained(x * 2, "tensor") @ x.T[:, :8],
+        [((50257, 8),)],
+    ),
     "nothing at all": (lambda a, b: (a.T, b.sum()), [((0, 4), "data"), ((7, 5),)]),
 }
 
@@ -155,19 +218,33 @@ def test_loops_count_as_often_as_they_run_and_say_where_that_is_not_known():
     (row,) = estimate(lambda x, w: layers(x, w), x, w, compiler="cpu").rows
     assert row.calls == 8
     asked = struct((), dtype=jnp.int32)
-    made = estimate(lambda x, n: lax.fori_loop(0, n, lambda _, x: constrained(x @ x, None, "tensor"), x), x, asked)
-    assert all(row.calls is None and "trips of a loop are not known" in row.note for row in made.rows)
+    made = estimate(
+        lambda x, n: lax.fori_loop(
+            0, n, lambda _, x: constrained(x @ x, None, "tensor"), x
+        ),
+        x,
+        asked,
+    )
+    assert all(
+        row.calls is None and "trips of a loop are not known" in row.note
+        for row in made.rows
+    )
     assert made.rows and "trips of a loop are not known" in str(made)
 
 
 def test_rows_name_lines_leaves_and_slices():
     mesh = MeshSpec({"fsdp": 8}, dcn={"fsdp": 2})
-    w, x = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16)
+    w, x = (
+        jax.ShapeDtypeStruct((64, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16),
+    )
     weights = plan({"mlp": {"up": w}}, mesh, paths=PathRules.parse(".*->fsdp"))
     data = plan(x, mesh, paths=PathRules.parse(".*->fsdp"))
 
     def step(w, x):
-        gradients = jax.grad(lambda w: jnp.sum((x @ w["mlp"]["up"]).astype(jnp.float32) ** 2))(w)
+        gradients = jax.grad(
+            lambda w: jnp.sum((x @ w["mlp"]["up"]).astype(jnp.float32) ** 2)
+        )(w)
         return jax.tree.map(lambda a, b: a - b, w, gradients)
 
     jitted = filter_jit(step, in_shardings=(weights, data), out_shardings=weights)
@@ -178,7 +255,11 @@ def test_rows_name_lines_leaves_and_slices():
         estimate(jitted.trace({"mlp": {"up": w}}, x)),
     ):
         gather = next(row for row in made.rows if row.kind == "all-gather")
-        assert (gather.leaf, gather.wire_bytes, gather.dcn_bytes) == ("mlp/up", size * 7 // 8, size // 8)
+        assert (gather.leaf, gather.wire_bytes, gather.dcn_bytes) == (
+            "mlp/up",
+            size * 7 // 8,
+            size // 8,
+        )
         assert gather.source is not None and gather.source.file == __file__
         assert "mlp/up" in str(made) and made.devices == 8
     (change,) = (row for row in made.rows if row.kind != "all-gather")
@@ -198,12 +279,18 @@ def test_results_are_free_where_nothing_says_how_they_lie_and_two_of_one_structu
     out = (params.sharding, ema.sharding)
     x = struct((64, 256), "data")
     args = (params, ema, x)
-    made = traffic(compile_for(jax.jit(step, out_shardings=out), *args, target="cpu"), SPEC)
-    assert sums(estimate(jax.jit(step, out_shardings=out), *args, compiler="cpu")) == sums(made)
+    made = traffic(
+        compile_for(jax.jit(step, out_shardings=out), *args, target="cpu"), SPEC
+    )
+    assert sums(
+        estimate(jax.jit(step, out_shardings=out), *args, compiler="cpu")
+    ) == sums(made)
 
 
 def test_steps_that_are_jitted_in_every_way():
-    model = eqx.filter_eval_shape(ft.partial(eqx.nn.MLP, 16, 16, 64, 2), key=jax.random.key(0))
+    model = eqx.filter_eval_shape(
+        ft.partial(eqx.nn.MLP, 16, 16, 64, 2), key=jax.random.key(0)
+    )
     models = plan(model, SPEC, paths=PathRules.parse("weight->tensor, bias->replicate"))
     x = struct((8, 16), "data")
 
@@ -222,21 +309,34 @@ def test_steps_that_are_jitted_in_every_way():
     )
     for step in forms:
         assert estimate(step, given, x, compiler="cpu").wire_bytes == plain.wire_bytes
-    real = shard(eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0)), models.on(SPEC.build(jax.devices())))
+    real = shard(
+        eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0)),
+        models.on(SPEC.build(jax.devices())),
+    )
     assert estimate(apply, real, x, compiler="cpu").wire_bytes == plain.wire_bytes
     dropped = jax.jit(lambda unused, x, name: x.sum(), static_argnums=2)
     (row,) = estimate(dropped, struct((8,)), x, "a name").rows
     assert row.kind == "all-reduce"
     # What is no array stays as it is.
-    assert estimate(lambda x, name, n: x * n if name == "twice" else None, x, "twice", 2).rows == ()
+    assert (
+        estimate(
+            lambda x, name, n: x * n if name == "twice" else None, x, "twice", 2
+        ).rows
+        == ()
+    )
     assert estimate(lambda x, more: x + more, x, np.ones(16, np.float32)).rows == ()
 
 
 def test_explicit_axes_are_read_off_the_types():
     mesh = AbstractMesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
-    x, w = struct((64, 32), "data", mesh=mesh), struct((32, 16), None, "tensor", mesh=mesh)
+    x, w = (
+        struct((64, 32), "data", mesh=mesh),
+        struct((32, 16), None, "tensor", mesh=mesh),
+    )
     with jax.sharding.use_abstract_mesh(mesh):
-        made = estimate(lambda x, w: jax.sharding.reshard(x @ w, P("data")), x, w, compiler="cpu")
+        made = estimate(
+            lambda x, w: jax.sharding.reshard(x @ w, P("data")), x, w, compiler="cpu"
+        )
     assert [(row.kind, row.axes) for row in made.rows] == [("all-gather", ("tensor",))]
 
 
@@ -244,51 +344,106 @@ def test_the_same_step_under_another_mesh_is_not_traced_again():
     traced, shapes = [], ((64, 32), (32, 16))
     step = lambda x, w: traced.append(1) or jnp.sin(x @ w).sum()
     made = step_of(step, [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes])
-    for mesh, dims in (({"a": 8}, [((), ("a",)), (("a",), ())]), ({"a": 2, "b": 4}, [(("a",), ()), ((), ("b",))])):
+    for mesh, dims in (
+        ({"a": 8}, [((), ("a",)), (("a",), ())]),
+        ({"a": 2, "b": 4}, [(("a",), ()), ((), ("b",))]),
+    ):
         spec = MeshSpec(mesh)
         text = made.partitioned("cpu", mesh=spec, arguments=dims)
         args = [
-            jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(spec.abstract(), P(*own)))
+            jax.ShapeDtypeStruct(
+                shape, "float32", sharding=NamedSharding(spec.abstract(), P(*own))
+            )
             for shape, own in zip(shapes, dims, strict=True)
         ]
-        assert text.count(" all-reduce(") == len(traffic(compile_for(step, *args, target="cpu"), spec).rows) > 0
-    assert len(traced) == 3  # once for the estimate, and once for each program that is compiled
+        assert (
+            text.count(" all-reduce(")
+            == len(traffic(compile_for(step, *args, target="cpu"), spec).rows)
+            > 0
+        )
+    assert (
+        len(traced) == 3
+    )  # once for the estimate, and once for each program that is compiled
 
 
 def test_what_cannot_be_estimated():
-    made = plan(jax.ShapeDtypeStruct((8, 8), jnp.float32), SPEC, paths=PathRules.parse(".*->data"))
+    made = plan(
+        jax.ShapeDtypeStruct((8, 8), jnp.float32),
+        SPEC,
+        paths=PathRules.parse(".*->data"),
+    )
     large = MeshSpec({"data": 3**9}).abstract()
     for error, message, step, *args in (
-        (MeshError, "the step has no mesh", jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32)),
-        (PlanMismatchError, "argument 0 is a plan, .* pass `plan.structs`", jnp.sin, made),
-        (TypeError, "missing 1 required positional argument: 'w'", lambda x, w: x @ w, struct((8, 8))),
+        (
+            MeshError,
+            "the step has no mesh",
+            jnp.sin,
+            jax.ShapeDtypeStruct((8,), jnp.float32),
+        ),
+        (
+            PlanMismatchError,
+            "argument 0 is a plan, .* pass `plan.structs`",
+            jnp.sin,
+            made,
+        ),
+        (
+            TypeError,
+            "missing 1 required positional argument: 'w'",
+            lambda x, w: x @ w,
+            struct((8, 8)),
+        ),
         (LeafTypeError, "`step` must be a function, not int", 3, struct((8,))),
-        (LeafTypeError, "traced already; pass it alone", jax.jit(jnp.sin).trace(struct((8,))), struct((8,))),
-        (ProgramError, "the axes of data=19683 cannot be halved to fewer", jnp.sin, struct((8,), mesh=large)),
+        (
+            LeafTypeError,
+            "traced already; pass it alone",
+            jax.jit(jnp.sin).trace(struct((8,))),
+            struct((8,)),
+        ),
+        (
+            ProgramError,
+            "the axes of data=19683 cannot be halved to fewer",
+            jnp.sin,
+            struct((8,), mesh=large),
+        ),
     ):
         with pytest.raises(error, match=message):
             estimate(step, *args)
-    with pytest.raises(MeshError, match="there is no compiler 'TPU'; `compiler` is one of tpu, gpu, cpu"):
+    with pytest.raises(
+        MeshError,
+        match="there is no compiler 'TPU'; `compiler` is one of tpu, gpu, cpu",
+    ):
         estimate(jnp.sin, struct((8,)), compiler="TPU")
 
 
 def training(mesh, constrain=False):
     def at(shape, *spec):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+        return jax.ShapeDtypeStruct(
+            shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec))
+        )
 
     def loss(w, x):
         hidden = jax.nn.relu(x @ w["up"])
         if constrain:
-            hidden = lax.with_sharding_constraint(hidden, NamedSharding(mesh, P("fsdp", "tensor")))
+            hidden = lax.with_sharding_constraint(
+                hidden, NamedSharding(mesh, P("fsdp", "tensor"))
+            )
         return ((hidden @ w["down"]).astype(jnp.float32) ** 2).mean()
 
-    w = {"up": at((4096, 8192), "fsdp", "tensor"), "down": at((8192, 4096), "tensor", "fsdp")}
-    step = jax.jit(lambda w, x: jax.grad(loss)(w, x), out_shardings=jax.tree.map(lambda one: one.sharding, w))
+    w = {
+        "up": at((4096, 8192), "fsdp", "tensor"),
+        "down": at((8192, 4096), "tensor", "fsdp"),
+    }
+    step = jax.jit(
+        lambda w, x: jax.grad(loss)(w, x),
+        out_shardings=jax.tree.map(lambda one: one.sharding, w),
+    )
     return step, w, at((65536, 4096), "fsdp")
 
 
 @pytest.mark.parametrize("constrain", [False, True])
-def test_traffic_of_large_meshes_is_extrapolated_from_smaller_ones(constrain, monkeypatch):
+def test_traffic_of_large_meshes_is_extrapolated_from_smaller_ones(
+    constrain, monkeypatch
+):
     step, *args = training(MeshSpec({"fsdp": 64, "tensor": 8}).abstract(), constrain)
     right, windowed = estimate(step, *args, compiler="gpu"), estimate(step, *args)
     for name in ("DIRECT", "LARGEST"):
@@ -296,7 +451,9 @@ def test_traffic_of_large_meshes_is_extrapolated_from_smaller_ones(constrain, mo
     found = estimate(step, *args, compiler="gpu")
     assert "extrapolated from fsdp=4,tensor=8" in str(found) and found.devices == 512
     assert sums(found) == sums(right)
-    assert sorted(row.group_size for row in found.rows) == sorted(row.group_size for row in right.rows)
+    assert sorted(row.group_size for row in found.rows) == sorted(
+        row.group_size for row in right.rows
+    )
     # Windows of a TPU send a piece more.
     assert abs(estimate(step, *args).wire_bytes / windowed.wire_bytes - 1) < 0.05
     huge = estimate(*training(MeshSpec({"fsdp": 4096, "tensor": 128}).abstract()))

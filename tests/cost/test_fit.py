@@ -16,7 +16,9 @@ from shardfx.errors import ChipError, LeafTypeError, PlanMismatchError
 MESH = MeshSpec({"data": 4, "tensor": 2})
 WIDTH, HIDDEN, LAYERS, BATCH = 64, 256, 6, 32
 # A chip without tiles, and small enough that the steps below do not fit.
-SMALL = dataclasses.replace(chips.find("h100"), name="small", usable_hbm_bytes=2_000_000)
+SMALL = dataclasses.replace(
+    chips.find("h100"), name="small", usable_hbm_bytes=2_000_000
+)
 
 
 def adam(params):
@@ -32,20 +34,35 @@ def updated(loss, params, opt, batch):
     grads = jax.grad(loss)(params, batch)
     mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, opt["mu"], grads)
     nu = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, opt["nu"], grads)
-    new = jax.tree.map(lambda p, m, v: p - 0.1 * m / (jnp.sqrt(v) + 1e-8), params, mu, nu)
+    new = jax.tree.map(
+        lambda p, m, v: p - 0.1 * m / (jnp.sqrt(v) + 1e-8), params, mu, nu
+    )
     return new, {"mu": mu, "nu": nu, "count": opt["count"] + 1}
 
 
 def plain(*, remat=False, batch=BATCH, over=None):
     """A training step, and the plans of its parameters, optimizer state and batch."""
     shapes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
-    structs = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    params = plan(structs, MESH, paths=PathRules([("up", P(None, None, "tensor")), ("down", P(None, "tensor"))]))
+    structs = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
+    }
+    params = plan(
+        structs,
+        MESH,
+        paths=PathRules([("up", P(None, None, "tensor")), ("down", P(None, "tensor"))]),
+    )
     opt = follow(adam, params, over=over)
-    x = plan(jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32), MESH, paths=PathRules([(".*", P("data"))]))
+    x = plan(
+        jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32),
+        MESH,
+        paths=PathRules([(".*", P("data"))]),
+    )
 
     def loss(params, batch):
-        return jnp.mean(jax.lax.scan(jax.checkpoint(layer) if remat else layer, batch, params)[0] ** 2)
+        return jnp.mean(
+            jax.lax.scan(jax.checkpoint(layer) if remat else layer, batch, params)[0]
+            ** 2
+        )
 
     def step(params, opt, batch):
         return updated(loss, params, opt, batch)
@@ -56,7 +73,9 @@ def plain(*, remat=False, batch=BATCH, over=None):
 def made(donate: Any = "none", **changed):
     """A jitted training step, and its parameters, optimizer state and batch as structs."""
     step, plans = plain(**changed)
-    return filter_jit(step, out_shardings=plans[:2], donate=donate), *[one.structs for one in plans]
+    return filter_jit(step, out_shardings=plans[:2], donate=donate), *[
+        one.structs for one in plans
+    ]
 
 
 def groups(found):
@@ -78,7 +97,11 @@ def test_arguments_are_told_apart_by_what_the_step_does_with_them():
         "results": 3 * ONE + 4,
     }
     assert found.how == "estimated" and found.batch == BATCH
-    assert found.peak_bytes == sum(row.bytes for row in found.rows) == found.usable_bytes - found.headroom_bytes
+    assert (
+        found.peak_bytes
+        == sum(row.bytes for row in found.rows)
+        == found.usable_bytes - found.headroom_bytes
+    )
     assert max(found.timeline) <= found.peak_bytes
 
 
@@ -92,14 +115,21 @@ def test_names_of_arguments_change_nothing():
     ours = fit(filter_jit(step, out_shardings=plans[:2]), *args, chip=SMALL)
     theirs = fit(filter_jit(renamed, out_shardings=plans[:2]), *args, chip=SMALL)
     assert groups(ours) == groups(theirs) and ours.batch == theirs.batch == 2048
-    told = [[(one.what, one.peak_bytes) for one in found.changes] for found in (ours, theirs)]
+    told = [
+        [(one.what, one.peak_bytes) for one in found.changes]
+        for found in (ours, theirs)
+    ]
     assert told[0] == told[1] and any("ZeRO-1" in what for what, _ in told[0])
 
 
 def test_a_step_is_traced_once_for_the_verdict():
     step, plans = plain()
     calls = []
-    found = fit(lambda *args: calls.append(None) or step(*args), *[one.structs for one in plans], chip=SMALL)
+    found = fit(
+        lambda *args: calls.append(None) or step(*args),
+        *[one.structs for one in plans],
+        chip=SMALL,
+    )
     assert str(found) and len(calls) == 1
     assert found.changes and len(calls) == 2  # half the batch is another step
 
@@ -114,16 +144,34 @@ def test_a_train_state_is_told_apart_by_what_reads_its_fields():
         params, opt = updated(loss, state["params"], state["inner"], batch)
         return {"params": params, "inner": opt, "step": state["step"] + 1}
 
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=batch.sharding.update(spec=P()))
-    found = groups(fit(step, {"params": params, "inner": opt, "step": count}, batch, chip="h100"))
-    assert found["parameters"] == found["optimizer: inner/mu"] == found["optimizer: inner/nu"] == ONE
+    count = jax.ShapeDtypeStruct(
+        (), jnp.int32, sharding=batch.sharding.update(spec=P())
+    )
+    found = groups(
+        fit(step, {"params": params, "inner": opt, "step": count}, batch, chip="h100")
+    )
+    assert (
+        found["parameters"]
+        == found["optimizer: inner/mu"]
+        == found["optimizer: inner/nu"]
+        == ONE
+    )
 
 
 def test_weights_that_stay_are_parameters_and_whole_numbers_are_the_batch():
-    base = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=jax.NamedSharding(MESH.abstract(), P()))
-    tokens = jax.ShapeDtypeStruct((32,), jnp.int32, sharding=jax.NamedSharding(MESH.abstract(), P("data")))
-    found = fit(lambda tokens, base: jnp.sum(base[tokens] @ base), tokens, base, chip="h100")
-    assert (found.bytes_of("parameters"), found.bytes_of("batch")) == (64 * 64 * 4, 32 * 4 // 4)
+    base = jax.ShapeDtypeStruct(
+        (64, 64), jnp.float32, sharding=jax.NamedSharding(MESH.abstract(), P())
+    )
+    tokens = jax.ShapeDtypeStruct(
+        (32,), jnp.int32, sharding=jax.NamedSharding(MESH.abstract(), P("data"))
+    )
+    found = fit(
+        lambda tokens, base: jnp.sum(base[tokens] @ base), tokens, base, chip="h100"
+    )
+    assert (found.bytes_of("parameters"), found.bytes_of("batch")) == (
+        64 * 64 * 4,
+        32 * 4 // 4,
+    )
 
 
 @pytest.mark.parametrize("donate", ["none", ("params", "opt")])
@@ -133,11 +181,16 @@ def test_a_compiled_step_says_it_exactly(donate):
     memory = program.memory_analysis()
     found = fit(program, chip="h100")
     assert found.how == "compiled" and all(row.exact for row in found.rows)
-    assert found.peak_bytes == memory.needed_bytes and not found.changes and found.largest_batch is None
+    assert (
+        found.peak_bytes == memory.needed_bytes
+        and not found.changes
+        and found.largest_batch is None
+    )
     both = fit(step, *args, compiled=program, chip="h100")
     assert (both.peak_bytes, both.how) == (found.peak_bytes, "compiled")
     assert groups(both)["parameters"] == ONE and both.changes
-    # What the estimate says of the same step is near, and nearer where nothing is left to chance: results.
+    # What the estimate says of the same step is near, and nearer where nothing is left
+    # to chance: results.
     guess = fit(step, *args, chip="h100")
     # The compiled program also returns the tuple of its results, 8 bytes for each.
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -164,19 +217,36 @@ def test_each_change_saves_what_it_says():
     # Old and new, half of each; the count stays.
     assert by_words(before, "bfloat16").saves_bytes == before.bytes_of("optimizer") - 4
     assert by_words(before, "ZeRO-3").saves_bytes > zero.saves_bytes
-    assert by_words(before, "host memory").host_bytes == before.bytes_of("optimizer") - 4
+    assert (
+        by_words(before, "host memory").host_bytes == before.bytes_of("optimizer") - 4
+    )
     assert "ZeRO-1" in before.explain() and "ZeRO-1" not in str(before)
 
 
 def test_a_plan_alone_says_what_its_arrays_take_and_no_more():
-    weights = plan({"up": jnp.ones((8, 8)), "average": jnp.ones(8)}, MESH, paths=PathRules([(".*", P())]))
+    weights = plan(
+        {"up": jnp.ones((8, 8)), "average": jnp.ones(8)},
+        MESH,
+        paths=PathRules([(".*", P())]),
+    )
     opt = follow(adam, weights, memory_kinds=[(".*", "pinned_host")])
     found = fit(ShardPlan.join(params=weights, opt=opt), chip="h100")
-    assert groups(found) == {"params": 288, "opt": 0} and found.how == "arguments" and not found.is_close
-    assert "The arrays alone take 288 B of" in str(found) and "activations are not counted." in str(found)
+    assert (
+        groups(found) == {"params": 288, "opt": 0}
+        and found.how == "arguments"
+        and not found.is_close
+    )
+    assert "The arrays alone take 288 B of" in str(
+        found
+    ) and "activations are not counted." in str(found)
     (row,) = [row for row in found.rows if row.group == "opt"]
     assert row.host_bytes == 2 * 288 + 4 and "in host memory" in str(found)
-    assert not found.changes and found.largest_batch is None and found.batch is None and found.timeline == ()
+    assert (
+        not found.changes
+        and found.largest_batch is None
+        and found.batch is None
+        and found.timeline == ()
+    )
 
 
 class Model(eqx.Module):
@@ -191,7 +261,9 @@ class Model(eqx.Module):
 def test_modules_with_functions_keys_and_odd_arrays():
     model = Model(jnp.ones((12, 6), jnp.bfloat16), np.zeros(6, np.float32))
     rest = {"key": jax.random.key(0), "none": jnp.zeros((0, 4), jnp.float8_e4m3fn)}
-    x = jax.ShapeDtypeStruct((3, 12), jnp.bfloat16, sharding=jax.NamedSharding(MESH.abstract(), P()))
+    x = jax.ShapeDtypeStruct(
+        (3, 12), jnp.bfloat16, sharding=jax.NamedSharding(MESH.abstract(), P())
+    )
 
     def step(model, rest, x):
         noise = jax.random.normal(rest["key"], (3, 6), jnp.bfloat16)
@@ -204,11 +276,20 @@ def test_modules_with_functions_keys_and_odd_arrays():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_types_and_manual_axes(kind):
     mesh = MeshSpec({"data": 4, "tensor": 2}, axis_types=kind)
-    x = plan(jax.ShapeDtypeStruct((64, 32), jnp.float32), mesh, paths=PathRules([(".*", P("data"))]))
+    x = plan(
+        jax.ShapeDtypeStruct((64, 32), jnp.float32),
+        mesh,
+        paths=PathRules([(".*", P("data"))]),
+    )
 
     def step(x):
         y = jnp.sin(x) * 2
-        inner = jax.shard_map(lambda z: z @ z.T @ z, mesh=mesh.abstract(), in_specs=P("data"), out_specs=P("data"))
+        inner = jax.shard_map(
+            lambda z: z @ z.T @ z,
+            mesh=mesh.abstract(),
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )
         return inner(y)
 
     found = fit(step, x.structs, chip="h100")
@@ -221,9 +302,13 @@ def test_messages():
         fit(step, *args, chip="v9")
     with pytest.raises(LeafTypeError) as caught:
         fit(3)
-    assert str(caught.value) == (
-        "`step` must be a function, what one compiled to, or a plan, not int; pass `fit(step, *args, chip=...)`, as "
-        "the step is called."
+    assert (
+        str(caught.value)
+        == "`step` must be a function, what one compiled to, or a plan, not int; pass"
+        " `fit(step, *args, chip=...)`, as the step is called."
     )
-    with pytest.raises(PlanMismatchError, match="argument 0 is a plan, and a step takes arrays or structs"):
+    with pytest.raises(
+        PlanMismatchError,
+        match="argument 0 is a plan, and a step takes arrays or structs",
+    ):
         fit(step, plan(args[0], MESH, paths=PathRules([(".*", P())])), *args[1:])

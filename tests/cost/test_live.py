@@ -1,4 +1,6 @@
-"""The memory of one device while it runs a partitioned program: live ranges of arrays, and their dtypes."""
+"""The memory of one device while it runs a partitioned program: live ranges of arrays,
+and their dtypes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,9 @@ def structs(mesh, **shapes):
     """Structs by name, from a shape, a spec, and a dtype (float32 by default)."""
 
     def struct(shape, spec, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(MeshSpec(mesh).abstract(), spec))
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=jax.NamedSharding(MeshSpec(mesh).abstract(), spec)
+        )
 
     return [struct(*one) for one in shapes.values()]
 
@@ -65,17 +69,26 @@ def test_a_loop_carries_its_state_in_place():
     found = device_memory(parse_hlo(TEXT))
     row = 8 * 128 * 4
     assert found.arguments == (row, 128 * 128 * 4) and found.results == (4 * row,)
-    # The stack is the result. The loop holds its state beside `x`, and one product: the stack reads the old state.
+    # The stack is the result. The loop holds its state beside `x`, and one product: the
+    # stack reads the old state.
     assert 2 * row <= found.temporary_bytes <= 3 * row + 64
     assert max(found.timeline) == found.peak_bytes
     given = device_memory(parse_hlo(TEXT), tile=(8, 128), tpu=True)
-    assert given.arguments == found.arguments and given.peak_bytes > found.peak_bytes  # copies on chip
+    assert (
+        given.arguments == found.arguments and given.peak_bytes > found.peak_bytes
+    )  # copies on chip
 
 
 def test_the_operation_that_frees_most_runs_next():
     sizes = {1: 10, 2: 10, 3: 1, 4: 1, 5: 0}
     # Two large arrays, each followed by a small one: never both large ones at once.
-    reads = [frozenset(), frozenset(), frozenset([1]), frozenset([2]), frozenset([3, 4])]
+    reads = [
+        frozenset(),
+        frozenset(),
+        frozenset([1]),
+        frozenset([2]),
+        frozenset([3, 4]),
+    ]
     order = list_schedule(reads, [(1,), (2,), (3,), (4,), (5,)], sizes.__getitem__)
     assert order in ([0, 2, 1, 3, 4], [1, 3, 0, 2, 4])
 
@@ -87,7 +100,11 @@ def test_fused_operations_take_no_memory_and_gathered_operands_count_whole():
     found = fit(lambda x, w: x @ w, x, w, chip="h100")
     assert found.bytes_of("copies in other layouts") == 512 * 32 * 4
     (copy,) = [one for one in found.largest if one.group == "copies in other layouts"]
-    assert copy.source is not None and copy.source.file == __file__ and copy.what == "f32[512,32]"
+    assert (
+        copy.source is not None
+        and copy.source.file == __file__
+        and copy.what == "f32[512,32]"
+    )
 
 
 def test_loops_and_branches_count_at_their_worst():
@@ -103,7 +120,10 @@ def test_loops_and_branches_count_at_their_worst():
 
     found = fit(step, x, chip="h100")
     one = 64 * 64 * 4
-    assert found.bytes_of("results") == one and one <= found.bytes_of("activations") <= 4 * one
+    assert (
+        found.bytes_of("results") == one
+        and one <= found.bytes_of("activations") <= 4 * one
+    )
 
 
 def test_many_leaves_and_long_chains_by_elements_are_read_once():
@@ -124,11 +144,15 @@ LAYERS, WIDTH, ROWS = 4, 1024, 4096
 
 
 def _largest(layer, chip):
-    params, batch = structs({"data": 2}, w=((LAYERS, WIDTH, WIDTH), P()), x=((ROWS, WIDTH), P("data")))
+    params, batch = structs(
+        {"data": 2}, w=((LAYERS, WIDTH, WIDTH), P()), x=((ROWS, WIDTH), P("data"))
+    )
 
     def step(params, batch):
         def loss(params):
-            return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), batch, params)[0] ** 2)
+            return jnp.sum(
+                jax.lax.scan(lambda x, w: (layer(x, w), None), batch, params)[0] ** 2
+            )
 
         return jax.grad(loss)(params)
 
@@ -140,7 +164,11 @@ def _largest(layer, chip):
     [
         (lambda x, w: x + x @ w, "v5e", "bf16"),
         (lambda x, w: x + x @ w, "h100", "f32"),
-        (lambda x, w: x + jax.lax.dot(x, w, precision=jax.lax.Precision.HIGHEST), "v5e", "f32"),
+        (
+            lambda x, w: x + jax.lax.dot(x, w, precision=jax.lax.Precision.HIGHEST),
+            "v5e",
+            "f32",
+        ),
         (lambda x, w: x + x * jnp.sum(w), "v5e", "f32"),
     ],
 )
@@ -148,13 +176,24 @@ def test_tpus_keep_in_bfloat16_what_only_products_read(layer, chip, dtype):
     found = _largest(layer, chip)
     # The weights are converted once before the loop that reads them.
     assert (f"bf16[{LAYERS},{WIDTH},{WIDTH}]" in found) == (dtype == "bf16")
-    stacks = {what.partition("[")[0] for what in found if what.endswith(f"[{LAYERS},{ROWS // 2},{WIDTH}]")}
+    stacks = {
+        what.partition("[")[0]
+        for what in found
+        if what.endswith(f"[{LAYERS},{ROWS // 2},{WIDTH}]")
+    }
     assert stacks == {dtype}
 
 
 def test_what_a_loop_hands_on_and_what_a_step_returns_stay_as_they_are():
-    params, batch = structs({"data": 2}, w=((LAYERS, WIDTH, WIDTH), P()), x=((ROWS, WIDTH), P("data")))
-    found = fit(lambda w, x: jax.lax.scan(lambda x, w: (x @ w, x), x, w), params, batch, chip="v5e")
+    params, batch = structs(
+        {"data": 2}, w=((LAYERS, WIDTH, WIDTH), P()), x=((ROWS, WIDTH), P("data"))
+    )
+    found = fit(
+        lambda w, x: jax.lax.scan(lambda x, w: (x @ w, x), x, w),
+        params,
+        batch,
+        chip="v5e",
+    )
     assert found.bytes_of("results") == (LAYERS + 1) * ROWS // 2 * WIDTH * 4
 
 
@@ -172,5 +211,8 @@ def test_what_a_loop_hands_on_and_what_a_step_returns_stay_as_they_are():
 )
 def test_tiles_pad_the_two_dimensions_that_lose_least(shape, dtype, bytes_):
     # The first four are as libtpu lays out arguments for v5e.
-    assert np.prod(padded(shape, (8, 128)), dtype=int) * jnp.dtype(dtype).itemsize == bytes_
+    assert (
+        np.prod(padded(shape, (8, 128)), dtype=int) * jnp.dtype(dtype).itemsize
+        == bytes_
+    )
     assert padded(shape, None) == shape

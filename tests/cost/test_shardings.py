@@ -1,4 +1,6 @@
-"""The origins of mesh axes, against a second propagation of the step without the origin's sharding."""
+"""The origins of mesh axes, against a second propagation of the step without the
+origin's sharding.
+"""
 
 import json
 import random
@@ -38,7 +40,8 @@ def random_spec(draw, rank):
 
 
 def a_program(seed):
-    """A function from specs to a random step, the shapes of the step's arguments, and random specs.
+    """A function from specs to a random step, the shapes of the step's arguments, and
+    random specs.
 
     The specs are for the arguments and for two constrained arrays.
     """
@@ -56,7 +59,11 @@ def a_program(seed):
             for at, choice in enumerate(choices):
                 x, y = (arrays[next(picks) % len(arrays)] for _ in range(2))
                 if choice < 2:
-                    y = y if x.shape[1] == y.shape[0] else (y.T if x.shape[1] == y.shape[1] else x.T)
+                    y = (
+                        y
+                        if x.shape[1] == y.shape[0]
+                        else (y.T if x.shape[1] == y.shape[1] else x.T)
+                    )
                     made = x @ y
                 elif choice == 2:
                     made = jnp.tanh(x)
@@ -67,9 +74,13 @@ def a_program(seed):
                 else:
                     made = x + y if x.shape == y.shape else x * 2
                 if at == 3 and any(cuts["c0"]):
-                    made = jax.lax.with_sharding_constraint(made, NamedSharding(MESH, cuts["c0"]))  # c0
+                    made = jax.lax.with_sharding_constraint(
+                        made, NamedSharding(MESH, cuts["c0"])
+                    )  # c0
                 if at == 6 and any(cuts["c1"]):
-                    made = jax.lax.with_sharding_constraint(made, NamedSharding(MESH, cuts["c1"]))  # c1
+                    made = jax.lax.with_sharding_constraint(
+                        made, NamedSharding(MESH, cuts["c1"])
+                    )  # c1
                 arrays.append(made)
             return arrays[3:]
 
@@ -82,7 +93,9 @@ def a_program(seed):
 def laid(step, shapes, cuts):
     """The rows of a step's arrays in the order of the program."""
     args = [struct(shape, cuts[f"x{at}"]) for at, shape in enumerate(shapes)]
-    return sorted(shardings(step(cuts), *args, compiler="cpu").rows, key=lambda row: row.number)
+    return sorted(
+        shardings(step(cuts), *args, compiler="cpu").rows, key=lambda row: row.number
+    )
 
 
 def named(by):
@@ -92,21 +105,42 @@ def named(by):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_an_axis_is_there_as_long_as_its_origin_is(seed):
-    """An array loses a mesh axis if the sharding of the axis's origin is removed and other shardings stay."""
+    """An array loses a mesh axis if the sharding of the axis's origin is removed and
+    other shardings stay.
+    """
     step, shapes, cuts = a_program(seed)
     rows = laid(step, shapes, cuts)
     for origin in sorted({named(one.by) for row in rows for one in row.origins}):
-        alone = laid(step, shapes, {name: spec if name == origin else P() for name, spec in cuts.items()})
-        without = laid(step, shapes, {name: P() if name == origin else spec for name, spec in cuts.items()})
+        alone = laid(
+            step,
+            shapes,
+            {name: spec if name == origin else P() for name, spec in cuts.items()},
+        )
+        without = laid(
+            step,
+            shapes,
+            {name: P() if name == origin else spec for name, spec in cuts.items()},
+        )
         for row, only, others in zip(rows, alone, without, strict=True):
-            assert (row.operation, row.shape) == (only.operation, only.shape) == (others.operation, others.shape)
+            assert (
+                (row.operation, row.shape)
+                == (only.operation, only.shape)
+                == (others.operation, others.shape)
+            )
             for one in row.origins:
                 if named(one.by) == origin:
-                    assert one.axis in axes_of(only) or one.axis not in axes_of(others), (seed, row, only, others)
+                    assert one.axis in axes_of(only) or one.axis not in axes_of(
+                        others
+                    ), (seed, row, only, others)
 
 
 def axes_of(row):
-    return {axis for entry in row.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+    return {
+        axis
+        for entry in row.spec
+        if entry
+        for axis in ((entry,) if isinstance(entry, str) else entry)
+    }
 
 
 def decoder(constrained, batch_axis="fsdp", batch=16):
@@ -115,7 +149,9 @@ def decoder(constrained, batch_axis="fsdp", batch=16):
     width, hidden = 64, 256
 
     def cut(shape, *spec, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(mesh, P(*spec))
+        )
 
     params = {
         "embed": cut((512, width), "fsdp"),
@@ -126,7 +162,9 @@ def decoder(constrained, batch_axis="fsdp", batch=16):
     def block(x, layer):
         x = x + jax.nn.silu(x @ layer["up"]) @ layer["down"]  # block
         if constrained:
-            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("fsdp")))  # constraint
+            x = jax.lax.with_sharding_constraint(
+                x, NamedSharding(mesh, P("fsdp"))
+            )  # constraint
         return x, None
 
     def step(params, tokens):
@@ -145,7 +183,11 @@ def test_a_lost_batch_is_found_and_mended_by_the_constraint_that_is_told():
     worst = found.replicated().rows[0]
     assert worst.shape == (3, 16, 32, 256) and not worst.origins
     (wanted,) = found.wanted(worst)
-    assert (wanted.by, wanted.first, wanted.shape) == ("tokens", "params/down", (16, 32, 64))
+    assert (wanted.by, wanted.first, wanted.shape) == (
+        "tokens",
+        "params/down",
+        (16, 32, 64),
+    )
     assert wanted.spec == P("fsdp", None, None) and wanted.line is not None
     assert wanted.line.place == LINES["block"]
     assert "jax.P('fsdp', None, None)" in str(found.at(LINES["block"]))
@@ -154,42 +196,68 @@ def test_a_lost_batch_is_found_and_mended_by_the_constraint_that_is_told():
     assert again.bytes_per_device * 8 == worst.bytes_per_device
     (origin,) = again.origins
     assert origin.by.startswith(f"the constraint at {LINES['constraint']}")
-    assert estimate(*decoder(constrained=True)).wire_bytes < estimate(*decoder(constrained=False)).wire_bytes
+    assert (
+        estimate(*decoder(constrained=True)).wire_bytes
+        < estimate(*decoder(constrained=False)).wire_bytes
+    )
 
 
 def test_rows_of_one_parameter_and_of_one_line_and_the_reasons_of_collectives():
     step, *args = decoder(constrained=False)
     found = shardings(step, *args)
     shaped = found.of("params/down").rows
-    assert shaped and all(any(one.by == "params/down" for one in row.origins) for row in shaped)
+    assert shaped and all(
+        any(one.by == "params/down" for one in row.origins) for row in shaped
+    )
     assert any(one.chain for row in shaped for one in row.origins)
     of_block = found.at(LINES["block"]).rows
     assert {row.source and row.source.place for row in of_block} == {LINES["block"]}
     assert {row.loop and row.loop.place for row in of_block} == {LINES["scan"]}
-    assert {row.loop for row in found.rows if row.source and row.source.place == LINES["loss"]} == {None}
-    with pytest.raises(UnknownPathError, match="no array of the step is made at 'x.py:1'"):
+    assert {
+        row.loop
+        for row in found.rows
+        if row.source and row.source.place == LINES["loss"]
+    } == {None}
+    with pytest.raises(
+        UnknownPathError, match="no array of the step is made at 'x.py:1'"
+    ):
         found.at("x.py:1")
     with pytest.raises(UnknownPathError, match="did you mean 'params/down'"):
         found.of("params/dwon")
     sent = found.annotate(estimate(step, *args))
-    summed = next(row for row in sent.rows if row.source and row.source.place == LINES["block"])
+    summed = next(
+        row for row in sent.rows if row.source and row.source.place == LINES["block"]
+    )
     assert "summed over fsdp" in summed.note and "from params/down" in summed.note
     explained = explain(step, LINES["block"], *args)
-    assert summed.note in explained.notes[0] and explained.rows == found.at(LINES["block"]).rows
+    assert (
+        summed.note in explained.notes[0]
+        and explained.rows == found.at(LINES["block"]).rows
+    )
     assert any("are sharded over it" in one for one in found.conflicts)
     rows = json.loads(found.to_json())
-    assert len(rows) == len(found.rows) and rows[0]["bytes_per_device"] == found.rows[0].bytes_per_device
+    assert (
+        len(rows) == len(found.rows)
+        and rows[0]["bytes_per_device"] == found.rows[0].bytes_per_device
+    )
     assert len(str(found).splitlines()) <= 40 and "<pre>" in found._repr_html_()
 
 
 def test_shard_maps_keep_their_specs_and_results_are_origins():
     def step(x):
-        x = jax.shard_map(lambda x: (x * 2, x.sum(1)), mesh=MESH, in_specs=P("a", None), out_specs=(P("a"), P("a")))(x)
+        x = jax.shard_map(
+            lambda x: (x * 2, x.sum(1)),
+            mesh=MESH,
+            in_specs=P("a", None),
+            out_specs=(P("a"), P("a")),
+        )(x)
         return jnp.tanh(x[0]) + x[1][:, None], jnp.exp(x[0]).T
 
     out = (None, NamedSharding(MESH, P("b", None)))
     found = shardings(jax.jit(step, out_shardings=out), struct((8, 16)), compiler="cpu")
-    by = {row.operation: {one.axis: one.by for one in row.origins} for row in found.rows}
+    by = {
+        row.operation: {one.axis: one.by for one in row.origins} for row in found.rows
+    }
     assert by["tanh"]["a"].startswith("the constraint at test_shardings.py")
     assert "result 1" in {one.by for row in found.rows for one in row.origins}
     assert "multiply" not in by and "inside a `shard_map`" in str(found)
@@ -197,19 +265,30 @@ def test_shard_maps_keep_their_specs_and_results_are_origins():
 
 def test_layouts_are_those_that_xla_chooses():
     step, *args = decoder(constrained=False)
-    products = [row for row in shardings(step, *args, compiler="cpu").rows if row.operation.startswith("dot")]
+    products = [
+        row
+        for row in shardings(step, *args, compiler="cpu").rows
+        if row.operation.startswith("dot")
+    ]
     text = step_of(step, args).partitioned("cpu")
     for row in products:
         cuts = [8 if entry else 1 for entry in (*row.spec, *[None] * 4)]
-        part = ",".join(str(size // cut) for size, cut in zip(row.shape, cuts, strict=False))
+        part = ",".join(
+            str(size // cut) for size, cut in zip(row.shape, cuts, strict=False)
+        )
         assert f"f32[{part}]" in text, row
-    assert "0 arrays of 0 lines" in str(shardings(lambda x: x, struct((8, 8)), compiler="cpu"))
+    assert "0 arrays of 0 lines" in str(
+        shardings(lambda x: x, struct((8, 8)), compiler="cpu")
+    )
 
 
 def test_the_worst_moment_of_a_step_says_why_its_arrays_are_whole():
     found = fit(*decoder(constrained=False), chip="v5e")
     whole = next(one for one in found.moment if one.what == "f32[3,16,32,256]")
-    assert whole.spec == P() and "tokens has it there, and params/down took it first" in whole.why
+    assert (
+        whole.spec == P()
+        and "tokens has it there, and params/down took it first" in whole.why
+    )
     assert whole.why in found.explain() and found.shardings is not None
     table = next(one for one in found.moment if one.what == "params/down")
     assert table.spec == P(None, None, "fsdp") and table.origins[0].by == "params/down"
@@ -220,20 +299,40 @@ def test_the_worst_moment_of_a_step_says_why_its_arrays_are_whole():
 def test_the_constraint_that_is_missing_is_told_with_its_line_and_what_it_saves():
     def trained(**how):
         step, params, tokens = decoder(**how, batch=64)
-        return jax.jit(step, out_shardings=jax.tree.map(lambda one: one.sharding, params)), params, tokens
+        return (
+            jax.jit(step, out_shardings=jax.tree.map(lambda one: one.sharding, params)),
+            params,
+            tokens,
+        )
 
     def told(found):
-        return [one for one in found.changes if one.what.startswith("constrain the activations")]
+        return [
+            one
+            for one in found.changes
+            if one.what.startswith("constrain the activations")
+        ]
 
     args, mended = trained(constrained=False), trained(constrained=True)
     before, after = (fit(*one, chip="h100") for one in (args, mended))
     (change,) = told(before)
-    words = "constrain(x, jax.P('fsdp', None, None), plan) for the f32[64,32,64] of test_shardings"
-    assert change.how.startswith(words) and [one.place for one in change.sources] == [LINES["block"]]
-    assert change.peak_bytes == pytest.approx(after.peak_bytes, rel=0.05) and after.peak_bytes < 0.6 * before.peak_bytes
+    words = (
+        "constrain(x, jax.P('fsdp', None, None), plan) for the f32[64,32,64] of"
+        " test_shardings"
+    )
+    assert change.how.startswith(words) and [one.place for one in change.sources] == [
+        LINES["block"]
+    ]
+    assert (
+        change.peak_bytes == pytest.approx(after.peak_bytes, rel=0.05)
+        and after.peak_bytes < 0.6 * before.peak_bytes
+    )
     for claim, one in ((before.peak_bytes, args), (change.peak_bytes, mended)):
-        assert claim == pytest.approx(compile_for(*one, target="cpu").memory.needed_bytes, rel=0.2)
-    assert not told(after) and not told(fit(*trained(constrained=False, batch_axis=None), chip="h100"))
+        assert claim == pytest.approx(
+            compile_for(*one, target="cpu").memory.needed_bytes, rel=0.2
+        )
+    assert not told(after) and not told(
+        fit(*trained(constrained=False, batch_axis=None), chip="h100")
+    )
 
 
 def test_a_golden_text_of_layouts_changes_with_them_alone(tmp_path):
@@ -241,13 +340,17 @@ def test_a_golden_text_of_layouts_changes_with_them_alone(tmp_path):
     golden = tmp_path / "layouts.txt"
     assert_same_shardings_text(before, golden, update=True)
     assert_same_shardings_text(before, golden)
-    with pytest.raises(AssertionError, match=r"\+    f32\[16,32,256\] fsdp,-,- \(fsdp: the con"):
+    with pytest.raises(
+        AssertionError, match=r"\+    f32\[16,32,256\] fsdp,-,- \(fsdp: the con"
+    ):
         assert_same_shardings_text(after, golden)
     assert f":{LINES['block'].partition(':')[2]}" not in shardings_text(before)
 
 
 def test_an_array_that_a_constraint_made_lie_so_names_it():
-    """Shardy moves a constraint to the operation that computes the array, here a `jax.checkpoint`."""
+    """Shardy moves a constraint to the operation that computes the array, here a
+    `jax.checkpoint`.
+    """
 
     def constrained(x):
         return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P("a", "b")))
@@ -256,11 +359,15 @@ def test_an_array_that_a_constraint_made_lie_so_names_it():
         def loss(ws):
             y = constrained(jnp.cos(x))
             for w in ws:
-                y = constrained(jax.checkpoint(lambda y, w: y + jnp.sin(constrained(y @ w)))(y, w))
+                y = constrained(
+                    jax.checkpoint(lambda y, w: y + jnp.sin(constrained(y @ w)))(y, w)
+                )
             return jnp.sum(y**2)
 
         return jax.grad(loss)(ws)
 
-    found = shardings(step, [struct((16, 16), P("b", "a"))] * 2, struct((8, 16), P("a")))
+    found = shardings(
+        step, [struct((16, 16), P("b", "a"))] * 2, struct((8, 16), P("a"))
+    )
     givers = {one.first or one.by for row in found.rows for one in found.wanted(row)}
     assert any("the constraint at test_shardings.py" in one for one in givers)

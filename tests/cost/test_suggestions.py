@@ -35,7 +35,11 @@ def test_a_change_saves_what_the_compiler_saves(before, words, change):
     assert told.peak_bytes == pytest.approx(after, rel=0.12)
     assert told.saves_bytes == pytest.approx(compiled - after, abs=0.1 * compiled)
     if words == "recompute":
-        assert not [one for one in fit(*changed(**change), chip=CHIP).changes if words in one.what]
+        assert not [
+            one
+            for one in fit(*changed(**change), chip=CHIP).changes
+            if words in one.what
+        ]
 
 
 def test_a_step_that_keeps_its_state_on_the_host_needs_what_was_said(before):
@@ -61,9 +65,20 @@ def test_the_largest_batch_is_where_the_compiler_finds_no_room():
     chip = dataclasses.replace(CHIP, usable_hbm_bytes=4 * 2**20)
     found = fit(*changed(donate=state, remat=True), chip=chip)
     told = found.largest_batch
-    assert told and told % 4 == 0 and f"The largest batch that fits: {told} (now {found.batch})." in found.explain()
+    assert (
+        told
+        and told % 4 == 0
+        and f"The largest batch that fits: {told} (now {found.batch})."
+        in found.explain()
+    )
     fewer, more = (
-        peak(*changed(donate=state, remat=True, sizes=dataclasses.replace(SMALL, batch=int(told * share) // 4 * 4)))
+        peak(
+            *changed(
+                donate=state,
+                remat=True,
+                sizes=dataclasses.replace(SMALL, batch=int(told * share) // 4 * 4),
+            )
+        )
         for share in (0.9, 1.1)
     )
     assert fewer <= chip.usable_hbm_bytes < more
@@ -76,20 +91,32 @@ def test_a_decode_step_shows_its_cache():
         return plan(tree, MESH, paths=rules, unused="allow").structs
 
     params = laid({"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)})
-    cache = laid(dict.fromkeys(("keys", "values"), jax.ShapeDtypeStruct((8, 128, 64), jnp.bfloat16)))
+    cache = laid(
+        dict.fromkeys(
+            ("keys", "values"), jax.ShapeDtypeStruct((8, 128, 64), jnp.bfloat16)
+        )
+    )
     token = laid({"token": jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)})["token"]
 
     def decode(params, cache, token, index):
         x = token @ params["w"]
-        cache = {name: jax.lax.dynamic_update_slice(one, x[:, None], (0, index, 0)) for name, one in cache.items()}
+        cache = {
+            name: jax.lax.dynamic_update_slice(one, x[:, None], (0, index, 0))
+            for name, one in cache.items()
+        }
         scores = jax.nn.softmax(jnp.einsum("bd,btd->bt", x, cache["keys"]))
         return jnp.einsum("bt,btd->bd", scores, cache["values"]), cache
 
     args = (params, cache, token, jax.ShapeDtypeStruct((), jnp.int32))
     outs = (None, jax.tree.map(lambda one: one.sharding, cache))
-    found = fit(filter_jit(decode, out_shardings=outs, donate="cache"), *args, chip="h100")
+    found = fit(
+        filter_jit(decode, out_shardings=outs, donate="cache"), *args, chip="h100"
+    )
     whole = 2 * 2 * 128 * 64 * 2
-    assert found.bytes_of("KV cache") == whole and found.bytes_of("parameters") == 64 * 64 * 2
+    assert (
+        found.bytes_of("KV cache") == whole
+        and found.bytes_of("parameters") == 64 * 64 * 2
+    )
     assert found.bytes_of("results") < 1024  # the cache is updated in place
     assert found.peak_bytes < 1.2 * (whole + 64 * 64 * 2) + 4096
     twice = fit(filter_jit(decode, out_shardings=outs), *args, chip="h100")
@@ -100,10 +127,22 @@ def test_a_decode_step_shows_its_cache():
 
 def test_a_verdict_that_is_close_says_so(before):
     found, _ = before
-    near = dataclasses.replace(found, chip=dataclasses.replace(CHIP, usable_hbm_bytes=int(1.1 * found.peak_bytes)))
-    assert near.fits and near.is_close and "That is close for an estimate; `compile_for(" in str(near)
-    assert "MAY OR MAY NOT fit: as estimated, it fits tiny" in str(near) and "Expect " in str(near)
-    over = dataclasses.replace(found, chip=dataclasses.replace(CHIP, usable_hbm_bytes=int(0.9 * found.peak_bytes)))
+    near = dataclasses.replace(
+        found,
+        chip=dataclasses.replace(CHIP, usable_hbm_bytes=int(1.1 * found.peak_bytes)),
+    )
+    assert (
+        near.fits
+        and near.is_close
+        and "That is close for an estimate; `compile_for(" in str(near)
+    )
+    assert "MAY OR MAY NOT fit: as estimated, it fits tiny" in str(
+        near
+    ) and "Expect " in str(near)
+    over = dataclasses.replace(
+        found,
+        chip=dataclasses.replace(CHIP, usable_hbm_bytes=int(0.9 * found.peak_bytes)),
+    )
     assert "MAY OR MAY NOT fit: as estimated, it does not fit tiny" in str(over)
     assert not found.is_close and "close" not in str(found).split("largest")[0]
     far = dataclasses.replace(found, chip=chips.find("h100"))

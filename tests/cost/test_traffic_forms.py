@@ -1,4 +1,6 @@
-"""The traffic of collectives in every HLO notation for replica groups, against a count for each device."""
+"""The traffic of collectives in every HLO notation for replica groups, against a count
+for each device.
+"""
 
 import re
 from fractions import Fraction
@@ -23,31 +25,52 @@ SIZE = 64  # bytes of a result
 
 
 def program(line, devices=1):
-    return f"HloModule m, num_partitions={devices}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  {line}\n}}\n"
+    return (
+        f"HloModule m, num_partitions={devices}\n\nENTRY %main (p: f32[4]) -> f32[4]"
+        f" {{\n  {line}\n}}\n"
+    )
 
 
 def received(kind, rows, devices):
     """The bytes that a device receives, as the mean over devices."""
-    # In an all-reduce, a device takes in its piece of the sum from each, then the other pieces. What a reduce-scatter
-    # returns is one piece.
-    times = {"all-reduce": lambda count: 2, "reduce-scatter": lambda count: count}.get(kind, lambda count: 1)
-    return Fraction(sum(SIZE * (len(row) - 1) * times(len(row)) for row in rows), devices)
+    # In an all-reduce, a device takes in its piece of the sum from each, then the other
+    # pieces. What a reduce-scatter returns is one piece.
+    times = {"all-reduce": lambda count: 2, "reduce-scatter": lambda count: count}.get(
+        kind, lambda count: 1
+    )
+    return Fraction(
+        sum(SIZE * (len(row) - 1) * times(len(row)) for row in rows), devices
+    )
 
 
 @st.composite
 def drawn(draw):
-    """The text of a collective, the number of devices, and the bytes that a device receives.
+    """The text of a collective, the number of devices, and the bytes that a device
+    receives.
 
     Without a channel, each device is its own replica group.
     """
-    kind, devices = draw(st.sampled_from(GROUPED)), draw(st.sampled_from([1, 2, 3, 4, 8]))
-    size = draw(st.sampled_from([size for size in range(1, devices + 1) if devices % size == 0]))
-    form = draw(st.sampled_from(["empty", "listed", "uneven", "iota", "swapped", "mesh", "alone"]))
+    kind, devices = (
+        draw(st.sampled_from(GROUPED)),
+        draw(st.sampled_from([1, 2, 3, 4, 8])),
+    )
+    size = draw(
+        st.sampled_from([size for size in range(1, devices + 1) if devices % size == 0])
+    )
+    form = draw(
+        st.sampled_from(
+            ["empty", "listed", "uneven", "iota", "swapped", "mesh", "alone"]
+        )
+    )
     order = list(range(devices))
     if form in ("listed", "uneven"):
         order = draw(st.permutations(order))
     if form == "swapped":
-        order = [row + at * (devices // size) for row in range(devices // size) for at in range(size)]
+        order = [
+            row + at * (devices // size)
+            for row in range(devices // size)
+            for at in range(size)
+        ]
     rows = [order[at : at + size] for at in range(0, devices, size)]
     if form in ("empty", "alone"):
         rows = [order] if form == "empty" else [[device] for device in order]
@@ -58,10 +81,13 @@ def drawn(draw):
         "empty": draw(st.sampled_from(["replica_groups={}, ", ""])),
         "alone": "replica_groups={{0}}, ",
         "iota": f"replica_groups=[{devices // size},{size}]<=[{devices}], ",
-        "swapped": f"replica_groups=[{devices // size},{size}]<=[{size},{devices // size}]T(1,0), ",
+        "swapped": (
+            f"replica_groups=[{devices // size},{size}]<=[{size},{devices // size}]T(1,0), "
+        ),
         "mesh": f"replica_groups=mesh['a'={devices // size},'b'={size}] {{'b'}}, ",
     }.get(form, f"replica_groups={listed}, ")
-    # Those that say whose their numbers are need no word where all devices are one group.
+    # Those that say whose their numbers are need no word where all devices are one
+    # group.
     flat = kind in FLAT and form != "alone" and (form != "empty" or draw(st.booleans()))
     channel = "" if form == "alone" else "channel_id=7, "
     line = f"%g = f32[16]{{0}} {kind}(%p), {text}{channel}use_global_device_ids={flat}".lower()
@@ -80,11 +106,20 @@ def test_groups_of_devices_against_a_count_device_by_device(case):
 @settings(max_examples=60, deadline=None)
 def test_permutes(devices, channel, data):
     targets = data.draw(st.permutations(range(devices)))
-    kept = data.draw(st.lists(st.integers(0, devices - 1), unique=True)) if channel else [0]
+    kept = (
+        data.draw(st.lists(st.integers(0, devices - 1), unique=True))
+        if channel
+        else [0]
+    )
     pairs = [(source, targets[source] if channel else source) for source in kept]
     text = ",".join(f"{{{source},{target}}}" for source, target in pairs)
-    line = f"%c = (f32[12], s8[16]) collective-permute(%p, %q), source_target_pairs={{{text}}}"
-    (row,) = traffic(program(line + (", channel_id=1" if channel else ""), devices)).rows
+    line = (
+        "%c = (f32[12], s8[16]) collective-permute(%p, %q),"
+        f" source_target_pairs={{{text}}}"
+    )
+    (row,) = traffic(
+        program(line + (", channel_id=1" if channel else ""), devices)
+    ).rows
     moved = sum(source != target for source, target in pairs)
     assert row.wire_bytes == round(Fraction(64 * moved, devices))
 
@@ -95,21 +130,48 @@ ALL = "channel_id=1, replica_groups=[1,4]<=[4], use_global_device_ids=true"
 @pytest.mark.parametrize(
     "line, words",
     [
-        (f"%r = f32[8] all-reduce(%x), {ALL.replace('[1,4]<=[4]', '{{0,7}}')}", "names number 7"),
-        ("%r = f32[8] all-reduce(%x), channel_id=1, replica_groups={{0},{1}}", "the program has 1 of what it names"),
-        ("%r = f32[8] all-to-all(%x), channel_id=1, replica_groups={{0,1},{1,2}}", "names a device twice"),
+        (
+            f"%r = f32[8] all-reduce(%x), {ALL.replace('[1,4]<=[4]', '{{0,7}}')}",
+            "names number 7",
+        ),
+        (
+            "%r = f32[8] all-reduce(%x), channel_id=1, replica_groups={{0},{1}}",
+            "the program has 1 of what it names",
+        ),
+        (
+            "%r = f32[8] all-to-all(%x), channel_id=1, replica_groups={{0,1},{1,2}}",
+            "names a device twice",
+        ),
         (f"%r = q8[8] all-gather(%x), {ALL}", r"size of `q8\[8\]` is not known"),
         (f"%r = f32[?] all-gather(%x), {ALL}", r"size of `f32\[\?\]` is not known"),
-        ("%r = token[] all-gather(%x), channel_id=1, replica_groups=[4]<=[4]", "groups of a collective cannot be read"),
-        (f"%r = () all-gather(%x), {ALL}", "does not say what it sends"),
-        ("%r = (f32[64], u32[], token[]) recv(%t), channel_id=1", "a kind that is not known, `recv`"),
-        ("%u = f32[8]{0} all-shuffle(%x), replica_groups={{0,1}}", "a kind that is not known, `all-shuffle`"),
-        ('%u = f32[8]{0} custom-call(%x), channel_id=4, custom_call_target="mine"', "not known, `custom-call`"),
-        ("%u = f32[8]{0} collective-quantum(%x)", "not known, `collective-quantum`"),
-        ("%r = f32[8] collective-permute(%t), channel_id=1", "does not say who sends to whom"),
         (
-            "%r = (f32[8], u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={"
-            '_xla_megascale_target={{100000->200000}},_xla_megascale_transfer_type="SHUFFLE"}',
+            "%r = token[] all-gather(%x), channel_id=1, replica_groups=[4]<=[4]",
+            "groups of a collective cannot be read",
+        ),
+        (f"%r = () all-gather(%x), {ALL}", "does not say what it sends"),
+        (
+            "%r = (f32[64], u32[], token[]) recv(%t), channel_id=1",
+            "a kind that is not known, `recv`",
+        ),
+        (
+            "%u = f32[8]{0} all-shuffle(%x), replica_groups={{0,1}}",
+            "a kind that is not known, `all-shuffle`",
+        ),
+        (
+            '%u = f32[8]{0} custom-call(%x), channel_id=4, custom_call_target="mine"',
+            "not known, `custom-call`",
+        ),
+        ("%u = f32[8]{0} collective-quantum(%x)", "not known, `collective-quantum`"),
+        (
+            "%r = f32[8] collective-permute(%t), channel_id=1",
+            "does not say who sends to whom",
+        ),
+        (
+            (
+                "%r = (f32[8], u32[], token[]) recv(%t), is_host_transfer=true,"
+                " frontend_attributes={"
+                '_xla_megascale_target={{100000->200000}},_xla_megascale_transfer_type="SHUFFLE"}'
+            ),
             "does not say what goes whither",
         ),
     ],
@@ -121,19 +183,38 @@ def test_what_cannot_be_counted_is_an_error_with_its_line(line, words):
 
 
 def test_a_ragged_exchange_says_that_its_sizes_are_not_known_and_a_program_of_replicas_is_an_error():
-    line = "%r = s8[16]{0} ragged-all-to-all(%x, %o, %a, %b, %c, %d), channel_id=1, replica_groups={{0,1,2,3}}"
+    line = (
+        "%r = s8[16]{0} ragged-all-to-all(%x, %o, %a, %b, %c, %d), channel_id=1,"
+        " replica_groups={{0,1,2,3}}"
+    )
     (row,) = traffic(program(line, 4)).rows
-    assert row.wire_bytes == 12 and "a ragged exchange sends what its sizes say" in row.note
-    with pytest.raises(ProgramError, match="runs as 4 replicas, as `jax.pmap` once wrote it; write the step for"):
+    assert (
+        row.wire_bytes == 12
+        and "a ragged exchange sends what its sizes say" in row.note
+    )
+    with pytest.raises(
+        ProgramError,
+        match="runs as 4 replicas, as `jax.pmap` once wrote it; write the step for",
+    ):
         traffic(program(line, 4).replace("HloModule m", "HloModule m, replica_count=4"))
 
 
 def test_a_kernel_that_sends_by_itself_is_an_error_and_one_that_does_not_is_read():
     # Its attributes go over several lines, one of which begins with a bracket.
     text = (HLO / "tpu_kernel_that_sends.txt").read_text()
-    with pytest.raises(ProgramError, match=r"not known, `custom-call`, so its traffic .* %shard_map.12 = f32\[8,128\]"):
+    with pytest.raises(
+        ProgramError,
+        match=(
+            r"not known, `custom-call`, so its traffic .* %shard_map.12 = f32\[8,128\]"
+        ),
+    ):
         traffic(text)
-    assert traffic(text.replace('"has_communication":true', '"has_communication":false')).rows == ()
+    assert (
+        traffic(
+            text.replace('"has_communication":true', '"has_communication":false')
+        ).rows
+        == ()
+    )
     with pytest.raises(ProgramError, match="cut off after: %shard_map.12"):
         traffic(text[: text.index("}}, metadata=")])
 
@@ -142,25 +223,46 @@ SLICES = MeshSpec({"dcn": 2, "ici": 4}, dcn={"dcn": 2})
 
 
 def test_a_step_on_two_slices_of_tpus_whose_text_is_that_of_one():
-    # Batch over all, a weight of 1,024 x 1,024 over the devices of a slice: it is gathered there in bf16, its gradient
-    # scattered there, and a quarter of it added up between slices.
-    made, weight = traffic((HLO / "tpu_two_slices.txt").read_text(), SLICES), 1024 * 1024
-    assert [(row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.leaf) for row in made.rows] == [
+    # Batch over all, a weight of 1,024 x 1,024 over the devices of a slice: it is
+    # gathered there in bf16, its gradient scattered there, and a quarter of it added up
+    # between slices.
+    made, weight = (
+        traffic((HLO / "tpu_two_slices.txt").read_text(), SLICES),
+        1024 * 1024,
+    )
+    assert [
+        (row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.leaf)
+        for row in made.rows
+    ] == [
         ("reduce-scatter", ("ici",), weight * 4 * 3 // 4, 0, "w"),
         ("all-gather", ("ici",), weight * 2 * 3 // 4, 0, "w"),
         ("all-reduce", ("dcn",), 2 * weight // 4 * 4 // 2, weight // 4 * 4, "w"),
     ]
-    assert made.devices == 8 and {row.source and row.source.line for row in made.rows} == {23}
+    assert made.devices == 8 and {
+        row.source and row.source.line for row in made.rows
+    } == {23}
 
 
 def test_devices_that_exchange_with_another_slice_and_with_their_own():
-    # 64 x 256 f32 from rows over (ici, dcn) to rows over dcn and columns over ici. What each slice does differently is
-    # in branches, of which every one runs.
-    made, shard = traffic((HLO / "tpu_exchange_between_slices.txt").read_text(), SLICES), 64 * 256 * 4 // 8
-    assert sorted((row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.calls) for row in made.rows) == [
+    # 64 x 256 f32 from rows over (ici, dcn) to rows over dcn and columns over ici. What
+    # each slice does differently is in branches, of which every one runs.
+    made, shard = (
+        traffic((HLO / "tpu_exchange_between_slices.txt").read_text(), SLICES),
+        64 * 256 * 4 // 8,
+    )
+    assert sorted(
+        (row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.calls)
+        for row in made.rows
+    ) == [
         ("all-to-all", ("dcn", "ici"), shard * 3 // 4, shard // 2, 1),
         ("collective-permute", ("dcn", "ici"), shard // 2, shard // 2, 1),
-        ("collective-permute", ("ici",), shard // 8, 0, 1),  # one of four devices in each slice
+        (
+            "collective-permute",
+            ("ici",),
+            shard // 8,
+            0,
+            1,
+        ),  # one of four devices in each slice
         ("collective-permute", ("ici",), shard // 8, 0, 1),
     ]
     text = (HLO / "tpu_exchange_between_slices.txt").read_text()
@@ -173,16 +275,33 @@ def test_what_a_loop_asks_before_each_trip_and_a_leaf_in_a_branch():
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
 
     def step(flag, w, x):
-        one = jax.lax.cond(flag > 0, lambda w, x: x @ jax.lax.with_sharding_constraint(w, whole), lambda w, x: x, w, x)
+        one = jax.lax.cond(
+            flag > 0,
+            lambda w, x: x @ jax.lax.with_sharding_constraint(w, whole),
+            lambda w, x: x,
+            w,
+            x,
+        )
 
         def asked(x):
             go = lambda c: (jax.lax.pmax(c[1], "x").max() * 0 + c[0]) < 5
-            return jax.lax.while_loop(go, lambda c: (c[0] + 1, jnp.cos(c[1])), (0.0, x))[1]
+            return jax.lax.while_loop(
+                go, lambda c: (c[0] + 1, jnp.cos(c[1])), (0.0, x)
+            )[1]
 
-        return jax.shard_map(asked, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)(one)
+        return jax.shard_map(
+            asked, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
+        )(one)
 
-    w, x = (jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=where) for where in (rows, rows))
-    made = traffic(jax.jit(step).lower(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), w, x).compile())
+    w, x = (
+        jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=where)
+        for where in (rows, rows)
+    )
+    made = traffic(
+        jax.jit(step)
+        .lower(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), w, x)
+        .compile()
+    )
     assert {(row.kind, row.calls, row.leaf) for row in made.rows} == {
         ("all-gather", 1, "w"),
         ("all-reduce", None, None),
@@ -223,5 +342,8 @@ ENTRY %main (k: s32[], p: f32[4]) -> f32[16] {{
 
 
 def test_one_computation_in_two_branches_of_a_branch():
-    # The inner right branch gathers twice and counts, the left one once, and the outer one less than both.
-    assert sorted((row.calls, row.wire_bytes) for row in traffic(CALLED_TWICE).rows) == [(0, 0), (0, 0), (2, 2 * 48)]
+    # The inner right branch gathers twice and counts, the left one once, and the outer
+    # one less than both.
+    assert sorted(
+        (row.calls, row.wire_bytes) for row in traffic(CALLED_TWICE).rows
+    ) == [(0, 0), (0, 0), (2, 2 * 48)]

@@ -13,11 +13,16 @@ def work(step, *args, mesh=None, dims=None, **how):
     made = step_of(step, args)
     mesh = MeshSpec(mesh or {"data": 2})
     dims = [((),) * len(arg.shape) for arg in args] if dims is None else dims
-    text = made.partitioned("gpu", mesh=mesh, arguments=dims, results=[None] * len(made.parameters[1]))
+    text = made.partitioned(
+        "gpu", mesh=mesh, arguments=dims, results=[None] * len(made.parameters[1])
+    )
     return work_of(parse_hlo(text), **how)
 
 
-X, W = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
+X, W = (
+    jax.ShapeDtypeStruct((64, 32), "float32"),
+    jax.ShapeDtypeStruct((32, 16), "float32"),
+)
 
 
 def test_products_loops_and_shards():
@@ -26,17 +31,28 @@ def test_products_loops_and_shards():
     assert whole.bytes == 4 * (64 * 32 + 32 * 16 + 64 * 16)
     # A TPU reads what it multiplies in bfloat16.
     assert work(jnp.dot, X, W, tpu=True).bytes == 2 * (64 * 32 + 32 * 16) + 4 * 64 * 16
-    cut = work(jnp.dot, X, W, mesh={"data": 4, "model": 2}, dims=[(("data",), ()), ((), ("model",))])
+    cut = work(
+        jnp.dot,
+        X,
+        W,
+        mesh={"data": 4, "model": 2},
+        dims=[(("data",), ()), ((), ("model",))],
+    )
     assert cut.flops == whole.flops / 8
     looped = work(lambda x, w: jax.lax.scan(lambda c, _: (c, c @ w), x, length=5), X, W)
     assert looped.flops == 5 * whole.flops
     # What a TPU's loop carries stays on the chip.
-    kept = work(lambda x, w: jax.lax.scan(lambda c, _: (c, c @ w), x, length=5), X, W, tpu=True)
+    kept = work(
+        lambda x, w: jax.lax.scan(lambda c, _: (c, c @ w), x, length=5), X, W, tpu=True
+    )
     assert kept.bytes < 0.6 * looped.bytes
 
 
 def test_lookups_count_what_they_name_and_results_are_written():
-    table, rows = jax.ShapeDtypeStruct((1000, 8), "float32"), jax.ShapeDtypeStruct((10,), "int32")
+    table, rows = (
+        jax.ShapeDtypeStruct((1000, 8), "float32"),
+        jax.ShapeDtypeStruct((10,), "int32"),
+    )
     found = work(lambda table, rows: table[rows], table, rows)
     assert found.flops == 0 and found.bytes < 4 * 1000 * 8
     assert work(lambda x: x + 1, X).bytes == 2 * 4 * 64 * 32
@@ -44,7 +60,9 @@ def test_lookups_count_what_they_name_and_results_are_written():
 
 def test_a_loop_without_known_trips_is_noted():
     n = jax.ShapeDtypeStruct((), "int32")
-    found = work(lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y) + 1, x), X, n)
+    found = work(
+        lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y) + 1, x), X, n
+    )
     assert found.notes == ("the trips of a loop are not known and count once",)
     assert work(jnp.dot, X, W).notes == ()
 
@@ -60,4 +78,6 @@ ENTRY %main (x: f32[16,32], w: f32[32,16]) -> f32[64,16] {
 }
 """
     for shard in ("16,32", "64,8"):
-        assert work_of(parse_hlo(text.replace("SHARD", shard))).flops == 2 * 64 * 32 * 16
+        assert (
+            work_of(parse_hlo(text.replace("SHARD", shard))).flops == 2 * 64 * 32 * 16
+        )

@@ -1,4 +1,6 @@
-"""Copies between views of different memory orders give the same result as NumPy's assignment, in blocks if needed."""
+"""Copies between views of different memory orders give the same result as NumPy's
+assignment, in blocks if needed.
+"""
 
 import numpy as np
 import pytest
@@ -8,13 +10,17 @@ from shardfx._ground.copying import block_dim, copy
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
-@pytest.mark.parametrize("shape", [(513, 1024), (1024, 1408), (40, 3, 2048), (7,), (), (0, 4)])
+@pytest.mark.parametrize(
+    "shape", [(513, 1024), (1024, 1408), (40, 3, 2048), (7,), (), (0, 4)]
+)
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_a_copy_is_an_assignment(shape, dtype, data):
     order = data.draw(st.permutations(range(len(shape))))
     source = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
-    wanted = np.ascontiguousarray(source.transpose(order)).reshape([shape[dim] for dim in order])
+    wanted = np.ascontiguousarray(source.transpose(order)).reshape(
+        [shape[dim] for dim in order]
+    )
     target = np.zeros_like(wanted)
     copy(target, source.transpose(order))
     np.testing.assert_array_equal(target, wanted)
@@ -32,11 +38,31 @@ def test_repeated_rows_are_copied_in_blocks_too():
 @pytest.mark.parametrize(
     "shape,there,here,expected",
     [
-        ((1024, 2048), (4096, 2), (2, 2048), 1),  # rows of 2048 bytes: 2048 lines in 32 sets
-        ((1408, 1024), (2048, 2), (2, 2816), None),  # rows of 2816 bytes spread over all sets
+        (
+            (1024, 2048),
+            (4096, 2),
+            (2, 2048),
+            1,
+        ),  # rows of 2048 bytes: 2048 lines in 32 sets
+        (
+            (1408, 1024),
+            (2048, 2),
+            (2, 2816),
+            None,
+        ),  # rows of 2816 bytes spread over all sets
         ((1024, 2048), (4096, 2), (4096, 2), None),  # not turned
-        ((16, 2048), (4096, 2), (2, 2048), None),  # blocks too small to be worth a call each
-        ((8, 4096), (8192, 2), (2, 2048), None),  # lines that are read only in part anyway
+        (
+            (16, 2048),
+            (4096, 2),
+            (2, 2048),
+            None,
+        ),  # blocks too small to be worth a call each
+        (
+            (8, 4096),
+            (8192, 2),
+            (2, 2048),
+            None,
+        ),  # lines that are read only in part anyway
         ((64, 64), (128, 2), (2, 128), None),  # small
     ],
 )

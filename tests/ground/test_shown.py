@@ -11,7 +11,10 @@ import shardfx as sfx
 
 
 MESH = sfx.MeshSpec({"data": 4})
-TREE = {f"w{name}": jax.ShapeDtypeStruct((8 * (1 + at), 8), jnp.float32) for at, name in enumerate("abcdefgh" * 8)}
+TREE = {
+    f"w{name}": jax.ShapeDtypeStruct((8 * (1 + at), 8), jnp.float32)
+    for at, name in enumerate("abcdefgh" * 8)
+}
 RULES = sfx.PathRules([(".*", P("data"))])
 WHOLE = sfx.PathRules([(".*", sfx.replicate)])
 
@@ -22,7 +25,11 @@ def results():
     yield sfx.diff(whole, cut)
     yield sfx.explain(cut, "wa")
     yield sfx.cost.fit(cut, chip="v5e")
-    many = {f"{letter}{other}/w": struct for letter in "abcdefgh" for other, struct in TREE.items()}
+    many = {
+        f"{letter}{other}/w": struct
+        for letter in "abcdefgh"
+        for other, struct in TREE.items()
+    }
     yield sfx.diff(sfx.plan(many, MESH, paths=RULES), sfx.plan(many, MESH, paths=WHOLE))
 
 
@@ -30,6 +37,10 @@ def results():
 def test_a_result_shows_what_print_shows(result):
     shown, printed = repr(result).splitlines(), str(result).splitlines()
     assert len(shown) <= 40
-    assert shown == printed if len(printed) <= 40 else shown[:39] == printed[:39] and "lines more" in shown[39]
+    assert (
+        shown == printed
+        if len(printed) <= 40
+        else shown[:39] == printed[:39] and "lines more" in shown[39]
+    )
     assert result._repr_html_().startswith(("<table>", "<pre>", "<p>"))
     assert dataclasses.is_dataclass(result)

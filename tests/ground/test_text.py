@@ -5,13 +5,32 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from shardfx._ground.text import between_numbers, html_table, joined, plural, printable, quoted, table, wrapped
+from shardfx._ground.text import (
+    between_numbers,
+    html_table,
+    joined,
+    plural,
+    printable,
+    quoted,
+    table,
+    wrapped,
+)
 
 
 @pytest.mark.parametrize(
     "text, shown",
     [
-        *((text, text) for text in ("", "layers/0/w", "a b", "Größe/重み", "back\\slash", "quote'\"")),
+        *(
+            (text, text)
+            for text in (
+                "",
+                "layers/0/w",
+                "a b",
+                "Größe/重み",
+                "back\\slash",
+                "quote'\"",
+            )
+        ),
         ("\x1b[31mred", r"\x1b[31mred"),
         ("a\nb\r\t", r"a\nb\r\t"),
         ("\x9b2J\x7f\0", r"\x9b2J\x7f\x00"),
@@ -26,7 +45,12 @@ def test_what_would_move_the_cursor_or_fail_to_encode_is_escaped(text, shown):
 def test_a_long_name_is_quoted_without_its_middle():
     assert quoted("a/\x1bb") == r"'a/\x1bb'"
     text = quoted("a" * 10**6 + "/weight")
-    assert len(text) < 200 and text.startswith("'aaa") and text.endswith("aaa/weight'") and "..." in text
+    assert (
+        len(text) < 200
+        and text.startswith("'aaa")
+        and text.endswith("aaa/weight'")
+        and "..." in text
+    )
 
 
 @given(st.text(st.characters(codec=None)))
@@ -38,27 +62,55 @@ def test_any_text_is_shown_on_one_line(text):
 def test_long_numbers_are_part_of_a_name():
     paths = [f"a/{digit * (sys.get_int_max_str_digits() + 1)}/w" for digit in "12"]
     assert [between_numbers(path) for path in paths] == [(paths[0],), (paths[1],)]
-    assert between_numbers("a/12/w") == ("a/", "/w") and joined(["a/1/w", "a/2/w"]) == "a/{1..2}/w"
+    assert (
+        between_numbers("a/12/w") == ("a/", "/w")
+        and joined(["a/1/w", "a/2/w"]) == "a/{1..2}/w"
+    )
 
 
 def test_a_table_holds_one_line_per_row_and_gives_up_columns_before_paths():
     odd = [("path", "n"), ("a\nb", "1"), ("\x1b[2J", "2")]
     assert table(odd, right={"n"}) == ["path     n", r"a\nb     1", r"\x1b[2J  2"]
-    rows = [("path", "n", "why"), ("layers/{0..3}/some/long/name", "12", "because"), ("head", "1", "-")]
+    rows = [
+        ("path", "n", "why"),
+        ("layers/{0..3}/some/long/name", "12", "because"),
+        ("head", "1", "-"),
+    ]
     assert table(rows, right={"n"}, width=42) == table(rows, right={"n"})
     narrow = table(rows, right={"n"}, width=36, spare=("why", "n"))
-    assert [line.split() for line in narrow] == [["path", "n"], ["layers/{0..3}/some/long/name", "12"], ["head", "1"]]
+    assert [line.split() for line in narrow] == [
+        ["path", "n"],
+        ["layers/{0..3}/some/long/name", "12"],
+        ["head", "1"],
+    ]
     narrower = table(rows, right={"n"}, width=24, spare=("why",))
-    assert narrower == ["path               n", "layers/{0..3}/", "  some/long/name  12", "head               1"]
+    assert narrower == [
+        "path               n",
+        "layers/{0..3}/",
+        "  some/long/name  12",
+        "head               1",
+    ]
     least = table(rows, right={"n"}, width=12, spare=("why",))
-    assert least == ["path   n", "layers/{0..3}/", "  some/long/name", "      12", "head   1"]
+    assert least == [
+        "path   n",
+        "layers/{0..3}/",
+        "  some/long/name",
+        "      12",
+        "head   1",
+    ]
 
 
 def test_prose_is_wrapped_and_rows_are_not():
     text = "one two three four\n  five six seven eight\nname    rows of a table"
     made = wrapped(text, 12).split("\n")
-    assert made[:3] == ["one two", "    three", "    four"] and made[-1] == "name    rows of a table"
-    assert made[3:-1] == ["  five six", "      seven", "      eight"] and wrapped(text, None) == text
+    assert (
+        made[:3] == ["one two", "    three", "    four"]
+        and made[-1] == "name    rows of a table"
+    )
+    assert (
+        made[3:-1] == ["  five six", "      seven", "      eight"]
+        and wrapped(text, None) == text
+    )
 
 
 def test_plurals():
@@ -67,17 +119,26 @@ def test_plurals():
 
 
 def test_a_table_with_a_column_aligned_right_and_text_below():
-    assert html_table([("name", "bytes"), ("w", "12")], right={"bytes"}, below=["12 in all."]) == (
-        '<table>\n<tr><th style="text-align: left">name</th><th style="text-align: right">bytes</th></tr>\n'
-        '<tr><td style="text-align: left">w</td><td style="text-align: right">12</td></tr>\n'
-        "</table>\n<p>12 in all.</p>"
+    assert (
+        html_table(
+            [("name", "bytes"), ("w", "12")], right={"bytes"}, below=["12 in all."]
+        )
+        == '<table>\n<tr><th style="text-align: left">name</th><th style="text-align:'
+        ' right">bytes</th></tr>\n<tr><td style="text-align: left">w</td><td'
+        ' style="text-align: right">12</td></tr>\n</table>\n<p>12 in all.</p>'
     )
     assert html_table([], below=["nothing"]) == "<p>nothing</p>"
 
 
 @given(st.text(st.characters(codec=None), max_size=40))
 def test_any_text_stays_text(text):
-    page = html_table([("a",), ("<script>alert(1)</script>" + text,)], below=["&amp;" + text])
+    page = html_table(
+        [("a",), ("<script>alert(1)</script>" + text,)], below=["&amp;" + text]
+    )
     assert re.findall(r"<(\w+)", page) == ["table", "tr", "th", "tr", "td", "p"]
     texts = [html.unescape(found) for found in re.findall(r">([^<>\n]+)<", page)]
-    assert texts == ["a", "<script>alert(1)</script>" + printable(text), "&amp;" + printable(text)]
+    assert texts == [
+        "a",
+        "<script>alert(1)</script>" + printable(text),
+        "&amp;" + printable(text),
+    ]

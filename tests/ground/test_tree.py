@@ -24,7 +24,10 @@ class Record:
 
 def expected_path(keys):
     """The path of a leaf from JAX's key paths, which `flatten` does not build."""
-    return "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))) for key in keys)
+    return "/".join(
+        str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))))
+        for key in keys
+    )
 
 
 leaves = st.integers(0, 9)
@@ -58,8 +61,15 @@ def test_paths_are_those_of_jax_and_templates_have_zeros_for_digits(tree):
 
 def test_a_structure_that_comes_again_has_its_own_keys():
     one = flatten({"a": [1, 2], "b": 3})
-    for other in ({"a": [1, 2], "c": 3}, {"a": (1, 2), "b": 3}, {"b": 3, "a": [1, 2]}, [[1, 2], 3]):
-        assert list(flatten(other).paths) == [expected_path(keys) for keys, _ in jtu.tree_flatten_with_path(other)[0]]
+    for other in (
+        {"a": [1, 2], "c": 3},
+        {"a": (1, 2), "b": 3},
+        {"b": 3, "a": [1, 2]},
+        [[1, 2], 3],
+    ):
+        assert list(flatten(other).paths) == [
+            expected_path(keys) for keys, _ in jtu.tree_flatten_with_path(other)[0]
+        ]
     assert flatten({"a": [4, 5], "b": 6}).paths == one.paths == ("a/0", "a/1", "b")
 
 
@@ -76,7 +86,13 @@ def test_static_fields_that_cannot_be_compared_are_no_hindrance():
 
 
 def test_only_arrays_are_arrays():
-    tree = [jnp.ones(1), np.ones(1), np.float32(1), jax.ShapeDtypeStruct((1,), jnp.int8), jax.random.key(0)]
+    tree = [
+        jnp.ones(1),
+        np.ones(1),
+        np.float32(1),
+        jax.ShapeDtypeStruct((1,), jnp.int8),
+        jax.random.key(0),
+    ]
     assert flatten([*tree, 1.0, 1, "s", print]).is_array == [True] * 5 + [False] * 4
     seen = []
     jax.jit(lambda x: seen.append(flatten({"x": x}).is_array))(jnp.ones(2))
@@ -89,14 +105,21 @@ class Norms(eqx.Module):
 
     def __init__(self):
         self.blocks = [eqx.nn.BatchNorm(4, "batch", mode="batch") for _ in range(2)]
-        self.by_name = {"a.b": eqx.nn.StateIndex(jnp.zeros(3)), "c/d": eqx.nn.StateIndex({"k": jnp.zeros(2)})}
+        self.by_name = {
+            "a.b": eqx.nn.StateIndex(jnp.zeros(3)),
+            "c/d": eqx.nn.StateIndex({"k": jnp.zeros(2)}),
+        }
 
 
 def test_states_of_modules_have_paths_that_name_the_module():
     _, state = eqx.nn.make_with_state(Norms)()
     parts = ("batch_counter", "batch_state_index/0", "batch_state_index/1")
     blocks = [f"state/blocks.{i}.{part}" for i in (0, 1) for part in parts]
-    assert list(flatten({"state": state}).paths) == [*blocks, "state/by_name.a.b", "state/by_name.c.d/k"]
+    assert list(flatten({"state": state}).paths) == [
+        *blocks,
+        "state/by_name.a.b",
+        "state/by_name.c.d/k",
+    ]
     _, abstract = eqx.filter_eval_shape(eqx.nn.make_with_state(Norms))
     assert flatten(abstract).paths == flatten(state).paths
     _, alone = eqx.nn.make_with_state(lambda: eqx.nn.StateIndex(jnp.zeros(3)))()

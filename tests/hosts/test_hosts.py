@@ -1,4 +1,6 @@
-"""Each process's part of arrays, batches and meshes, compared with the list of devices; and every message."""
+"""Each process's part of arrays, batches and meshes, compared with the list of devices;
+and every message.
+"""
 
 import dataclasses
 import math
@@ -16,7 +18,9 @@ from shardfx import MeshSpec, PathRules, gather, hosts, plan, specs_of, topology
 from shardfx.errors import MeshError, PlanMismatchError, SpecError
 
 
-GRID = hosts.regular_grid(MeshSpec({"replica": 2, "data": 4, "model": 2}), {"replica": 2, "data": 2})
+GRID = hosts.regular_grid(
+    MeshSpec({"replica": 2, "data": 4, "model": 2}), {"replica": 2, "data": 2}
+)
 
 
 def regular_mesh(sizes, chunks):
@@ -25,27 +29,49 @@ def regular_mesh(sizes, chunks):
     array = objects(devices).reshape(tuple(sizes.values()))
     counts = [chunks.get(name, 1) for name in sizes]
     for place, device in np.ndenumerate(array):
-        cell = [at * count // size for at, count, size in zip(place, counts, sizes.values(), strict=True)]
+        cell = [
+            at * count // size
+            for at, count, size in zip(place, counts, sizes.values(), strict=True)
+        ]
         device.process_index = int(np.ravel_multi_index(cell, counts))
     return Mesh(array, tuple(sizes))
 
 
 def test_a_grid_is_a_value():
     grid = hosts.HostGrid({"data": 4, "model": 2}, {"data": 2}, [(0, 0), (1, 0)])
-    same = hosts.HostGrid({"data": 4, "model": 2}, {"model": 1, "data": 2}, ((0, 0), (1, 0)))
+    same = hosts.HostGrid(
+        {"data": 4, "model": 2}, {"model": 1, "data": 2}, ((0, 0), (1, 0))
+    )
     assert grid == same and hash(grid) == hash(same) and not jax.tree.leaves(grid)
-    assert dict(grid.axis_sizes) == {"data": 4, "model": 2} and dict(grid.num_chunks) == {"data": 2, "model": 1}
+    assert dict(grid.axis_sizes) == {"data": 4, "model": 2} and dict(
+        grid.num_chunks
+    ) == {"data": 2, "model": 1}
     assert grid.chunk_ids == ((0, 0), (1, 0)) and grid.process_count == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (({"a": 4}, {"b": 2}, [(0,)]), r"`num_chunks` names `b`, but the mesh has \('a',\)"),
-        (({"a": 4}, {"a": 3}, [(0,)]), "3 processes cannot share the 4 devices of mesh axis `a` evenly"),
-        (({"a": 4}, {"a": 2}, [(0, 0), (1, 0)]), r"chunk \(0, 0\); it needs one index for each axis of \('a',\)"),
-        (({"a": 4}, {"a": 2}, [(0,), (2,)]), r"process 1 has chunk \(2,\); it needs .*, below \(2,\)"),
-        (({"a": 4}, {"a": 2}, [(0,), (0,)]), "2 processes have 1 different chunks, but {'a': 2} makes 2"),
+        (
+            ({"a": 4}, {"b": 2}, [(0,)]),
+            r"`num_chunks` names `b`, but the mesh has \('a',\)",
+        ),
+        (
+            ({"a": 4}, {"a": 3}, [(0,)]),
+            "3 processes cannot share the 4 devices of mesh axis `a` evenly",
+        ),
+        (
+            ({"a": 4}, {"a": 2}, [(0, 0), (1, 0)]),
+            r"chunk \(0, 0\); it needs one index for each axis of \('a',\)",
+        ),
+        (
+            ({"a": 4}, {"a": 2}, [(0,), (2,)]),
+            r"process 1 has chunk \(2,\); it needs .*, below \(2,\)",
+        ),
+        (
+            ({"a": 4}, {"a": 2}, [(0,), (0,)]),
+            "2 processes have 1 different chunks, but {'a': 2} makes 2",
+        ),
         (({"a": 4}, {"a": 2}, [(0,)]), "1 processes have 1 different chunks"),
     ],
 )
@@ -56,14 +82,18 @@ def test_a_grid_refuses(arguments, message):
 
 AXES = {"a": (1, 2, 4), "b": (1, 2, 6), "c": (1, 3)}
 sizes = st.fixed_dictionaries({name: st.sampled_from(n) for name, n in AXES.items()})
-entries = st.sampled_from([(), ("a",), ("b",), ("a", "b"), ("b", "a"), ("c",), ("c", "a")])
+entries = st.sampled_from(
+    [(), ("a",), ("b",), ("a", "b"), ("b", "a"), ("c",), ("c", "a")]
+)
 
 
 @settings(deadline=None, max_examples=150)
 @given(sizes, st.data())
 def test_local_chunks_are_what_the_devices_hold(axis_sizes, data):
     chunks = {
-        name: data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+        name: data.draw(
+            st.sampled_from([n for n in range(1, size + 1) if size % n == 0])
+        )
         for name, size in axis_sizes.items()
     }
     mesh = regular_mesh(axis_sizes, chunks)
@@ -99,8 +129,13 @@ def test_local_chunks_are_what_the_devices_hold(axis_sizes, data):
 def test_shard_and_replica_ids_number_the_processes(order, count):
     axes = tuple(order[:count])
     shards = math.prod(GRID.num_chunks[axis] for axis in axes)
-    pairs = {(hosts.shard_id(axes, GRID, p), hosts.replica_id(axes, GRID, p)) for p in range(GRID.process_count)}
-    assert pairs == {(s, r) for s in range(shards) for r in range(GRID.process_count // shards)}
+    pairs = {
+        (hosts.shard_id(axes, GRID, p), hosts.replica_id(axes, GRID, p))
+        for p in range(GRID.process_count)
+    }
+    assert pairs == {
+        (s, r) for s in range(shards) for r in range(GRID.process_count // shards)
+    }
 
 
 def test_answers_are_plain_python_values():
@@ -114,23 +149,53 @@ def test_answers_are_plain_python_values():
         assert {type(value) for value in found.values()} == {int, bool}
     # A spec may end in None beyond the rank.
     chunk = hosts.local_chunk((8,), P("data", None), GRID, 1)
-    assert chunk.slices == (slice(4, 8),) and type(chunk.slices[0].start) is type(chunk.replica_id) is int
+    assert (
+        chunk.slices == (slice(4, 8),)
+        and type(chunk.slices[0].start) is type(chunk.replica_id) is int
+    )
     assert hosts.local_chunk((), P(), GRID, 3) == hosts.LocalChunk((), 3)
 
 
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda: hosts.shard_id({"data"}, GRID, 0), r"\['data'\] came in a set, which has no order; pass a tuple"),
-        (lambda: hosts.shard_id("zz", GRID, 0), r"no axis 'zz', but \('replica', 'data', 'model'\); use one of those"),
+        (
+            lambda: hosts.shard_id({"data"}, GRID, 0),
+            r"\['data'\] came in a set, which has no order; pass a tuple",
+        ),
+        (
+            lambda: hosts.shard_id("zz", GRID, 0),
+            r"no axis 'zz', but \('replica', 'data', 'model'\); use one of those",
+        ),
         (lambda: hosts.shard_id(("data", "data"), GRID, 0), "occurs twice"),
-        (lambda: hosts.replica_id("data", GRID, 4), "there is no process 4; use one of 0 to 3"),
-        (lambda: hosts.data_layout(6, "data", GRID, 0), r"6 rows cannot be sharded over the 4 .* along \('data',\)"),
-        (lambda: hosts.data_layout(0, "data", GRID, 0), "use a positive multiple of 4, or `None` for 4"),
-        (lambda: hosts.local_chunk((6,), P("data"), GRID, 0), "size 6 is not divisible by the 4 .*pad it to 8"),
-        (lambda: hosts.local_chunk((8,), P("data", "model"), GRID, 0), r"has 2 entries, but .* shape \(8,\)"),
-        (lambda: hosts.local_chunk((8,), P(P.UNCONSTRAINED), GRID, 0), "nobody knows who owns it; name its axes"),
-        (lambda: hosts.local_chunk((8,), P(("data", "replica")), GRID, 0), "several devices along `data`.*hosts.owned"),
+        (
+            lambda: hosts.replica_id("data", GRID, 4),
+            "there is no process 4; use one of 0 to 3",
+        ),
+        (
+            lambda: hosts.data_layout(6, "data", GRID, 0),
+            r"6 rows cannot be sharded over the 4 .* along \('data',\)",
+        ),
+        (
+            lambda: hosts.data_layout(0, "data", GRID, 0),
+            "use a positive multiple of 4, or `None` for 4",
+        ),
+        (
+            lambda: hosts.local_chunk((6,), P("data"), GRID, 0),
+            "size 6 is not divisible by the 4 .*pad it to 8",
+        ),
+        (
+            lambda: hosts.local_chunk((8,), P("data", "model"), GRID, 0),
+            r"has 2 entries, but .* shape \(8,\)",
+        ),
+        (
+            lambda: hosts.local_chunk((8,), P(P.UNCONSTRAINED), GRID, 0),
+            "nobody knows who owns it; name its axes",
+        ),
+        (
+            lambda: hosts.local_chunk((8,), P(("data", "replica")), GRID, 0),
+            "several devices along `data`.*hosts.owned",
+        ),
         (lambda: hosts.local_chunk((8, 8), P("data", "data"), GRID, 0), "occurs twice"),
     ],
 )
@@ -143,13 +208,19 @@ def scattered(sizes, owner):
     devices = chips((math.prod(sizes), 1, 1, 1))
     for device, process in zip(devices, owner, strict=True):
         device.process_index = process
-    return Mesh(objects(devices).reshape(sizes), tuple(f"a{i}" for i in range(len(sizes))))
+    return Mesh(
+        objects(devices).reshape(sizes), tuple(f"a{i}" for i in range(len(sizes)))
+    )
 
 
 @pytest.mark.parametrize(
     ("sizes", "owner", "message"),
     [
-        ((4,), [0, 1, 0, 1], r"the 2 devices of process 0 lie within \(0,\) to \(2,\); use `hosts.owned"),
+        (
+            (4,),
+            [0, 1, 0, 1],
+            r"the 2 devices of process 0 lie within \(0,\) to \(2,\); use `hosts.owned",
+        ),
         ((4,), [0, 0, 2, 2], "process 1 has no device in it"),
         ((4,), [0, 1, 1, 1], "the 3 devices of process 1 lie within"),
         ((3,), [0, 0, 1], r"the 1 devices of process 1 lie within \(2,\) to \(2,\)"),
@@ -163,7 +234,9 @@ def test_processes_without_equal_boxes(sizes, owner, message):
         hosts.grid_of(mesh)
     shape, counts = (12,) * len(sizes), np.zeros((12,) * len(sizes), int)
     for process in set(owner):
-        for chunk in hosts.owned(shape, NamedSharding(mesh, P(*mesh.axis_names)), process):
+        for chunk in hosts.owned(
+            shape, NamedSharding(mesh, P(*mesh.axis_names)), process
+        ):
             counts[chunk.slices] += chunk.replica_id == 0
     assert (counts == 1).all()
 
@@ -171,25 +244,43 @@ def test_processes_without_equal_boxes(sizes, owner, message):
 def test_hosts_of_65536_devices_need_no_device():
     mesh = MeshSpec({"replica": 8, "data": 1024, "model": 8}, dcn={"replica": 8})
     grid = hosts.regular_grid(mesh, {"replica": 8, "data": 1024})
-    chunk = hosts.local_chunk((65536, 4096), P(("replica", "data"), "model"), grid, 8191)
+    chunk = hosts.local_chunk(
+        (65536, 4096), P(("replica", "data"), "model"), grid, 8191
+    )
     assert chunk == hosts.LocalChunk((slice(65528, 65536), slice(0, 4096)), 0)
-    assert hosts.data_layout(65536, ("replica", "data"), grid, 8191) == hosts.DataLayout(65536, 8191, 8192, True)
-    assert topology.submesh_order((32, 32, 64, 1), (2, 2, 2, 1), (2, 2, 2, 1)).shape == (8192, 8, 4)
+    assert hosts.data_layout(
+        65536, ("replica", "data"), grid, 8191
+    ) == hosts.DataLayout(65536, 8191, 8192, True)
+    assert topology.submesh_order(
+        (32, 32, 64, 1), (2, 2, 2, 1), (2, 2, 2, 1)
+    ).shape == (8192, 8, 4)
 
 
 def batch_plan(mesh=None, rows=8, rules=None):
-    tree = {"x": jax.ShapeDtypeStruct((rows, 3), jnp.float32), "y": jax.ShapeDtypeStruct((rows,), jnp.int32)}
-    mesh = MeshSpec({"data": 4, "tensor": 2}).build(jax.devices()) if mesh is None else mesh
+    tree = {
+        "x": jax.ShapeDtypeStruct((rows, 3), jnp.float32),
+        "y": jax.ShapeDtypeStruct((rows,), jnp.int32),
+    }
+    mesh = (
+        MeshSpec({"data": 4, "tensor": 2}).build(jax.devices())
+        if mesh is None
+        else mesh
+    )
     return plan(tree, mesh, paths=rules or PathRules([(".*", P("data"))]))
 
 
 def batch(rows=8):
-    return {"x": np.arange(3.0 * rows, dtype=np.float32).reshape(rows, 3), "y": np.arange(rows, dtype=np.int32)}
+    return {
+        "x": np.arange(3.0 * rows, dtype=np.float32).reshape(rows, 3),
+        "y": np.arange(rows, dtype=np.int32),
+    }
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_global_batch_is_placed_as_planned(kind):
-    made = batch_plan(MeshSpec({"data": 4, "tensor": 2}, axis_types=kind).build(jax.devices()))
+    made = batch_plan(
+        MeshSpec({"data": 4, "tensor": 2}, axis_types=kind).build(jax.devices())
+    )
     out = hosts.global_batch(batch(), made)
     jax.tree.map(np.testing.assert_array_equal, gather(out), batch())
     assert jax.tree.map(lambda array: array.sharding, out) == made.shardings
@@ -207,24 +298,69 @@ def test_a_ragged_batch_is_padded_with_a_mask(rows):
 @pytest.mark.parametrize(
     ("local", "keywords", "message"),
     [
-        (batch(5), {}, r"leaf `x` has shape \(5, 3\) here, but process 0 owns \(8, 3\) of \(8, 3\).*pass `pad=0`"),
+        (
+            batch(5),
+            {},
+            (
+                r"leaf `x` has shape \(5, 3\) here, but process 0 owns \(8, 3\) of \(8,"
+                r" 3\).*pass `pad=0`"
+            ),
+        ),
         (batch(9), {"pad": 0}, r"leaf `x` has shape \(9, 3\) here"),
-        ({**batch(), "x": np.ones((8, 4), np.float32)}, {"pad": 0}, r"leaf `x` has shape \(8, 4\) here"),
-        ({**batch(), "y": np.ones(8, np.float32)}, {}, "leaf `y` is float32, but the plan is for int32"),
-        ({"x": batch()["x"]}, {}, r"the batch has the leaves \['x'\], the plan \['x', 'y'\]"),
-        ({"x": batch(5)["x"], "y": batch(4)["y"]}, {"pad": 0}, r"one mask needs the same .*`x` has .*`y` has .*\(4,\)"),
-        (batch(5), {"pad": 0.5}, r"leaf `y` is int32, which cannot hold `pad=0.5`; pad with an integer from -2147"),
-        (batch(5), {"pad": float("nan")}, "leaf `y` is int32, which cannot hold `pad=nan`"),
-        (batch(5), {"pad": 2**31}, "leaf `y` is int32, which cannot hold `pad=2147483648`"),
+        (
+            {**batch(), "x": np.ones((8, 4), np.float32)},
+            {"pad": 0},
+            r"leaf `x` has shape \(8, 4\) here",
+        ),
+        (
+            {**batch(), "y": np.ones(8, np.float32)},
+            {},
+            "leaf `y` is float32, but the plan is for int32",
+        ),
+        (
+            {"x": batch()["x"]},
+            {},
+            r"the batch has the leaves \['x'\], the plan \['x', 'y'\]",
+        ),
+        (
+            {"x": batch(5)["x"], "y": batch(4)["y"]},
+            {"pad": 0},
+            r"one mask needs the same .*`x` has .*`y` has .*\(4,\)",
+        ),
+        (
+            batch(5),
+            {"pad": 0.5},
+            (
+                r"leaf `y` is int32, which cannot hold `pad=0.5`; pad with an integer"
+                r" from -2147"
+            ),
+        ),
+        (
+            batch(5),
+            {"pad": float("nan")},
+            "leaf `y` is int32, which cannot hold `pad=nan`",
+        ),
+        (
+            batch(5),
+            {"pad": 2**31},
+            "leaf `y` is int32, which cannot hold `pad=2147483648`",
+        ),
     ],
 )
 def test_global_batch_refuses(local, keywords, message):
     with pytest.raises(PlanMismatchError, match=message):
         hosts.global_batch(local, batch_plan(), **keywords)
-    with pytest.raises(PlanMismatchError, match=r"no devices to put a batch on; use `plan.on\(plan.mesh.build"):
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"no devices to put a batch on; use `plan.on\(plan.mesh.build",
+    ):
         hosts.global_batch(batch(), batch_plan(MeshSpec({"data": 4, "tensor": 2})))
 
 
 def test_the_mask_is_replicated_where_rows_are():
-    _, mask = hosts.global_batch(batch(7), batch_plan(rules=PathRules([("x", P(None, "tensor")), ("y", P())])), pad=0)
+    _, mask = hosts.global_batch(
+        batch(7),
+        batch_plan(rules=PathRules([("x", P(None, "tensor")), ("y", P())])),
+        pad=0,
+    )
     assert mask.sharding.is_fully_replicated and int(mask.sum()) == 7

@@ -10,7 +10,8 @@ from shardfx import hosts
 
 
 pytestmark = pytest.mark.processes
-# JAX notices a process that is gone by its missing heartbeats, for which the worker allows ten seconds.
+# JAX notices a process that is gone by its missing heartbeats, for which the worker
+# allows ten seconds.
 NOTICED_SECONDS = 45.0
 
 
@@ -34,7 +35,9 @@ def alone():
 
 
 def assert_trees_equal(tree, other, **tolerance):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), tree, other)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, **tolerance), tree, other
+    )
 
 
 def test_plans_and_training_give_what_one_process_gives(job, alone):
@@ -56,10 +59,15 @@ def test_each_process_finds_its_place_and_processes_are_nodes_of_a_hybrid_mesh(j
             tuple((i, 0) for i in range(count)),
         )
         assert result["layout"] == hosts.DataLayout(24, index, count, True)
-        assert result["nodes"] == ("hybrid: mesh_utils", [[row * count // 4] * 2 for row in range(4)])
+        assert result["nodes"] == (
+            "hybrid: mesh_utils",
+            [[row * count // 4] * 2 for row in range(4)],
+        )
 
 
-def test_batches_and_parameters_come_back_whole_and_a_short_batch_is_an_error_that_names_the_leaf(job):
+def test_batches_and_parameters_come_back_whole_and_a_short_batch_is_an_error_that_names_the_leaf(
+    job,
+):
     rows = 24 // len(job)
     for index, result in enumerate(job):
         assert_trees_equal(result["batch"], worker.batches()[0])
@@ -68,7 +76,10 @@ def test_batches_and_parameters_come_back_whole_and_a_short_batch_is_an_error_th
         doubled, spec = result["constrained"]
         np.testing.assert_array_equal(doubled, 2 * worker.batches()[0]["x"])
         assert "data" in spec
-        message = f"leaf `x` has shape (1, 16) here, but process {index} owns ({rows}, 16) of (24, 16)"
+        message = (
+            f"leaf `x` has shape (1, 16) here, but process {index} owns ({rows}, 16) of"
+            " (24, 16)"
+        )
         assert message in result["short"] and "pass `pad=0`" in result["short"]
 
 
@@ -77,7 +88,9 @@ def test_processes_with_other_plans_are_told_where_they_differ(job):
     for index, result in enumerate(job):
         other = last if index == 0 else 0
         messages = result["agreement"] if index in (0, last) else job[0]["agreement"]
-        ours, theirs = ("From('w').times(2.0)", "From('w')")[:: 1 if index == last else -1]
+        ours, theirs = ("From('w').times(2.0)", "From('w')")[
+            :: 1 if index == last else -1
+        ]
         starts = {
             "spec": "plans, leaf `",
             "shape": "plans, leaf `more` is only in ",
@@ -86,25 +99,45 @@ def test_processes_with_other_plans_are_told_where_they_differ(job):
         }
         for what, start in starts.items() if index in (0, last) else ():
             kind, _, first = start.partition(", ")
-            assert f"Error: the {kind} of process {index} and process {other} differ: {first}" in messages[what]
+            assert (
+                f"Error: the {kind} of process {index} and process {other} differ:"
+                f" {first}" in messages[what]
+            )
             assert "one has a plan, the other a map" in messages["map and plan"]
         # No process goes on to a collective that others will never join.
-        assert set(result["agreement"]) == {"spec", "shape", "devices", "map", "map and plan"}
+        assert set(result["agreement"]) == {
+            "spec",
+            "shape",
+            "devices",
+            "map",
+            "map and plan",
+        }
 
 
 def test_a_process_that_does_not_agree_is_named(job):
     *others, last = [result["alone"] for result in job]
     for text, seconds in others:
-        assert "process 3 did not call `assert_same_plan` within 1 s; call it once on every process" in text
+        assert (
+            "process 3 did not call `assert_same_plan` within 1 s; call it once on"
+            " every process" in text
+        )
         assert seconds < 10
-    assert "`assert_same_plan`" in last[0], "it hears of it too, in one way or the other"
+    assert "`assert_same_plan`" in last[0], (
+        "it hears of it too, in one way or the other"
+    )
 
 
 def test_a_process_that_dies_makes_the_others_fail(ended, tmp_path):
     # The last of four, and of two the first, which holds the coordinator.
-    for dead, outcomes in ((3, ended), (0, _processes.run("dies", 2, 1, tmp_path, deadline_seconds=90))):
+    for dead, outcomes in (
+        (3, ended),
+        (0, _processes.run("dies", 2, 1, tmp_path, deadline_seconds=90)),
+    ):
         gone = outcomes[dead]
         assert gone.returncode == 7, gone.log[-2000:]
         for left in outcomes[:dead] + outcomes[dead + 1 :]:
-            assert left.returncode not in (None, 0), "the survivor must end by itself, and not well"
+            assert left.returncode not in (
+                None,
+                0,
+            ), "the survivor must end by itself, and not well"
             assert left.seconds - gone.seconds < NOTICED_SECONDS

@@ -1,4 +1,5 @@
-"""Real TPU topologies, described and compiled for by libtpu: `pip install -e ".[aot,test]"`, no TPU needed.
+"""Real TPU topologies, described and compiled for by libtpu:
+`pip install -e ".[aot,test]"`, no TPU needed.
 
 Run it alone, since libtpu reads the environment once:
 `JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 pytest tests/house/test_aot.py`.
@@ -26,7 +27,9 @@ from shardfx.interop import tpu
 
 pytestmark = pytest.mark.aot
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
-needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed: pip install 'shardfx[aot]'")
+needs_libtpu = pytest.mark.skipif(
+    not HAS_LIBTPU, reason="libtpu is not installed: pip install 'shardfx[aot]'"
+)
 
 # Topology, JAX's name of the kind, bounds, processes.
 TOPOLOGIES = [
@@ -48,17 +51,23 @@ def _optimized():
 
 
 def places(array):
-    return np.array([topology.coords(device, 1) for device in array.flat]).reshape(*array.shape, -1)
+    return np.array([topology.coords(device, 1) for device in array.flat]).reshape(
+        *array.shape, -1
+    )
 
 
 @needs_libtpu
 @pytest.mark.parametrize(("name", "kind", "bounds", "processes"), TOPOLOGIES)
 def test_descriptions_are_read(name, kind, bounds, processes):
     devices = tpu.devices_of(f"tpu:{name}")
-    assert topology.bounds(devices) == bounds and {device.device_kind for device in devices} == {kind}
+    assert topology.bounds(devices) == bounds and {
+        device.device_kind for device in devices
+    } == {kind}
     assert sorted(topology.positions(devices).ravel()) == list(range(math.prod(bounds)))
     assert len({device.process_index for device in devices}) == processes
-    with pytest.raises(MeshError, match="no description of the TPU topology 'v5e:3x7'.*not divisible"):
+    with pytest.raises(
+        MeshError, match="no description of the TPU topology 'v5e:3x7'.*not divisible"
+    ):
         tpu.mesh_of("tpu:v5e:3x7", MeshSpec({"data": 21}))
 
 
@@ -68,23 +77,45 @@ def test_descriptions_are_read(name, kind, bounds, processes):
 def test_model_neighbours_are_at_distance_one(name, kind, bounds, processes, model):
     devices, closed = tpu.devices_of(name), topology.wraps(kind, bounds)
     order = MeshSpec({"data": -1, "model": model}).order(devices)
-    assert {device.id for device in order.devices.flat} == {device.id for device in devices}
+    assert {device.id for device in order.devices.flat} == {
+        device.id for device in devices
+    }
     assert order.devices.size == len(devices)
     own = topology.mean_hops(places(order.devices), 1, bounds, closed)
     assert order.mean_hops is not None and own == order.mean_hops[1] == 1.0
 
 
 def collectives(mesh):
-    """The algorithms that the TPU's compiler picks for an all-gather, and for a reduction, over `model`."""
-    wide = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("model")))
-    rows = jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", "model")))
+    """The algorithms that the TPU's compiler picks for an all-gather, and for a
+    reduction, over `model`.
+    """
+    wide = jax.ShapeDtypeStruct(
+        (8192, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("model"))
+    )
+    rows = jax.ShapeDtypeStruct(
+        (4096, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", "model"))
+    )
     whole = NamedSharding(mesh, P())
     found = []
-    for function, arguments, out in ((lambda w: 2 * w, (wide,), whole), (jnp.matmul, (rows, wide), whole)):
+    for function, arguments, out in (
+        (lambda w: 2 * w, (wide,), whole),
+        (jnp.matmul, (rows, wide), whole),
+    ):
         jitted = jax.jit(function, out_shardings=out)
-        text = jitted.trace(*arguments).lower(lowering_platforms=("tpu",)).compile().as_text() or ""
+        text = (
+            jitted.trace(*arguments)
+            .lower(lowering_platforms=("tpu",))
+            .compile()
+            .as_text()
+            or ""
+        )
         found.append(
-            sorted(re.findall(r'"collective_algorithm_config":\{"emitter":"(\w+)"(?:,"strategy":"(\w+)")?', text))
+            sorted(
+                re.findall(
+                    r'"collective_algorithm_config":\{"emitter":"(\w+)"(?:,"strategy":"(\w+)")?',
+                    text,
+                )
+            )
         )
     return found
 
@@ -98,12 +129,18 @@ def collectives(mesh):
     ],
 )
 def test_a_walk_costs_collectives_nothing(name, sizes):
-    """Why axes may walk their boxes: the compiler finds the same algorithms as in the order row by row."""
+    """Why axes may walk their boxes: the compiler finds the same algorithms as in the
+    order row by row.
+    """
     devices = tpu.devices_of(name)
     order = MeshSpec(sizes).order(devices)
-    rows = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    rows = mesh_utils.create_device_mesh(
+        tuple(sizes.values()), devices, allow_split_physical_axes=True
+    )
     assert list(order.devices.flat) != list(rows.flat)
-    walked, row_by_row = (collectives(Mesh(array, tuple(sizes))) for array in (order.devices, rows))
+    walked, row_by_row = (
+        collectives(Mesh(array, tuple(sizes))) for array in (order.devices, rows)
+    )
     print(f"{name} {sizes}: {walked}")
     assert walked == row_by_row and all(walked)
 
@@ -132,74 +169,152 @@ def compiled_steps(shape, src, dst, dtype="bfloat16"):
         (P(("replica", "data")), P("data", "replica"), True),
     ],
 )
-def test_between_two_slices_what_is_compiled_sends_what_is_planned(source, target, fewer):
-    mesh = tpu.mesh_of("v5e:4x4", MeshSpec({"replica": 2, "data": -1, "model": 4}, dcn={"replica": 2}))
-    src, dst, shape = NamedSharding(mesh, source), NamedSharding(mesh, target), (8192, 8192)
+def test_between_two_slices_what_is_compiled_sends_what_is_planned(
+    source, target, fewer
+):
+    mesh = tpu.mesh_of(
+        "v5e:4x4", MeshSpec({"replica": 2, "data": -1, "model": 4}, dcn={"replica": 2})
+    )
+    src, dst, shape = (
+        NamedSharding(mesh, source),
+        NamedSharding(mesh, target),
+        (8192, 8192),
+    )
     plan = planned(shape, jnp.dtype("bfloat16"), src, dst)
     text = compiled_steps(shape, src, dst).as_text()
-    assert (wire_bytes(text, 32), wire_bytes(text, 32, slices=2)) == (plan.wire_bytes, plan.dcn_bytes)
-    xla = wire_bytes(lowered(lambda x: x, shape, jnp.dtype("bfloat16"), src, dst).compile().as_text(), 32, slices=2)
+    assert (wire_bytes(text, 32), wire_bytes(text, 32, slices=2)) == (
+        plan.wire_bytes,
+        plan.dcn_bytes,
+    )
+    xla = wire_bytes(
+        lowered(lambda x: x, shape, jnp.dtype("bfloat16"), src, dst)
+        .compile()
+        .as_text(),
+        32,
+        slices=2,
+    )
     print(f"{source} to {target}: {plan.dcn_bytes:,} bytes cross, by XLA {int(xla):,}")
     assert 0 < plan.dcn_bytes <= xla and (plan.dcn_bytes < xla) == fewer
 
 
 WIDE = (8192, 8192)
-# These take two shards beside pointers of a few bytes and the compiler's scratch for a permutation, whatever the size
-# of its pieces.
+# These take two shards beside pointers of a few bytes and the compiler's scratch for a
+# permutation, whatever the size of its pieces.
 SCRATCH = 4096 + 32 * 1024
 OF_TWO_SHARDS = [
     # XLA's own program takes 16 shards here: the array as a whole.
     ((2, 4, 2), P("b", ("a", "c")), (2, 2, 4), P(None, ("a", "c"))),
-    # All-to-alls of 32 and more chips whose factors have another order afterwards, then gathers.
+    # All-to-alls of 32 and more chips whose factors have another order afterwards, then
+    # gathers.
     ((2, 8, 4), P(("a", "c", "b")), (2, 4, 8), P(None, ("b", "c"))),
     ((2, 8, 4), P(("b", "c", "a")), (4, 4, 4), P(None, ("c", "b"))),
     # And back, where they are in order before.
     ((2, 4, 8), P(None, ("b", "c")), (2, 8, 4), P(("a", "c", "b"))),
 ]
-# Arrays on v5p:4x4x4 that move from one mesh to another, or on v5e:4x4 where the meshes have 16 devices.
+# Arrays on v5p:4x4x4 that move from one mesh to another, or on v5e:4x4 where the meshes
+# have 16 devices.
 MOVES = [
-    # Pieces that fill no tiles: made at once, they take 2.2 to 8 times a shard, as they do by XLA's own program.
+    # Pieces that fill no tiles: made at once, they take 2.2 to 8 times a shard, as they
+    # do by XLA's own program.
     ("bfloat16", (6400, 4800), (64,), P("a"), (2, 2, 2, 8), P("a", ("b", "c", "d"))),
-    ("bfloat16", (8256, 4160), (8, 8), P(("b", "a")), (2, 8, 4), P(None, ("c", "a", "b"))),
-    ("float32", (8256, 4160), (2, 8, 4), P("a", ("c", "b")), (2, 8, 4), P(("b", "a", "c"))),
+    (
+        "bfloat16",
+        (8256, 4160),
+        (8, 8),
+        P(("b", "a")),
+        (2, 8, 4),
+        P(None, ("c", "a", "b")),
+    ),
+    (
+        "float32",
+        (8256, 4160),
+        (2, 8, 4),
+        P("a", ("c", "b")),
+        (2, 8, 4),
+        P(("b", "a", "c")),
+    ),
     ("bfloat16", (8256, 4160), (2, 8, 4), P(("b", "c", "a")), (4, 4, 4), P("b", "a")),
-    ("float32", (5120, 64, 80), (4, 4, 4), P(None, ("c", "a", "b")), (16, 4), P("a", "b")),
-    # Pieces that fill tiles and double at last: made at once, they take 2.5 times a shard: all-to-alls whose parts come
-    # in another order, then a gather of twice the piece. In the order of the rows: a permutation first, one in between,
-    # two all-to-alls, a slice, and nothing else.
+    (
+        "float32",
+        (5120, 64, 80),
+        (4, 4, 4),
+        P(None, ("c", "a", "b")),
+        (16, 4),
+        P("a", "b"),
+    ),
+    # Pieces that fill tiles and double at last: made at once, they take 2.5 times a
+    # shard: all-to-alls whose parts come in another order, then a gather of twice the
+    # piece. In the order of the rows: a permutation first, one in between, two
+    # all-to-alls, a slice, and nothing else.
     ("float32", WIDE, (16, 4), P("a", "b"), (4, 2, 8), P(None, ("c", "a"))),
     ("float32", WIDE, (4, 16), P(("b", "a")), (2, 2, 8, 2), P("a", ("c", "b"))),
-    ("float32", WIDE, (2, 4, 8), P(("c", "b"), "a"), (4, 4, 2, 2), P(None, ("d", "b", "a"))),
+    (
+        "float32",
+        WIDE,
+        (2, 4, 8),
+        P(("c", "b"), "a"),
+        (4, 4, 2, 2),
+        P(None, ("d", "b", "a")),
+    ),
     ("float32", WIDE, (4, 4, 4), P(("a", "c")), (2, 16, 2), P(None, "b")),
     ("float32", WIDE, (4, 16), P(("b", "a")), (4, 4, 2, 2), P(None, ("a", "c", "b"))),
-    *((dtype, WIDE, *move) for dtype in ("bfloat16", "float32") for move in OF_TWO_SHARDS),
+    *(
+        (dtype, WIDE, *move)
+        for dtype in ("bfloat16", "float32")
+        for move in OF_TWO_SHARDS
+    ),
 ]
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("dtype", "shape", "sizes", "source", "others", "target"), MOVES)
+@pytest.mark.parametrize(
+    ("dtype", "shape", "sizes", "source", "others", "target"), MOVES
+)
 def test_a_move_takes_at_most_twice_the_larger_shard_and_sends_what_is_planned(
     dtype, shape, sizes, source, others, target
 ):
-    devices = np.array(tpu.devices_of("tpu:v5p:4x4x4" if math.prod(sizes) == 64 else "tpu:v5e:4x4"))
+    devices = np.array(
+        tpu.devices_of("tpu:v5p:4x4x4" if math.prod(sizes) == 64 else "tpu:v5e:4x4")
+    )
     src, dst = (
         NamedSharding(Mesh(devices.reshape(size), tuple("abcd"[: len(size)])), spec)
         for size, spec in ((sizes, source), (others, target))
     )
     compiled = compiled_steps(shape, src, dst, dtype)
-    shard = max(math.prod(end.shard_shape(shape)) for end in (src, dst)) * jnp.dtype(dtype).itemsize
+    shard = (
+        max(math.prod(end.shard_shape(shape)) for end in (src, dst))
+        * jnp.dtype(dtype).itemsize
+    )
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    print(f"{shape}, {source} to {target}: {temporary - 2 * shard} bytes beside two shards")
-    assert temporary <= 2 * shard + SCRATCH * ((sizes, source, others, target) in OF_TWO_SHARDS)
-    assert wire_bytes(compiled.as_text(), devices.size) == planned(shape, jnp.dtype(dtype), src, dst).wire_bytes
+    print(
+        f"{shape}, {source} to {target}: {temporary - 2 * shard} bytes beside two"
+        " shards"
+    )
+    assert temporary <= 2 * shard + SCRATCH * (
+        (sizes, source, others, target) in OF_TWO_SHARDS
+    )
+    assert (
+        wire_bytes(compiled.as_text(), devices.size)
+        == planned(shape, jnp.dtype(dtype), src, dst).wire_bytes
+    )
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("name", "sizes"), [("v5e:8x8", (4, 16)), ("v5p:4x4x4", (4, 16))])
-def test_what_a_permutation_takes_beside_two_pieces_is_of_one_size_for_all_arrays(name, sizes):
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("v5e:8x8", (4, 16)), ("v5p:4x4x4", (4, 16))]
+)
+def test_what_a_permutation_takes_beside_two_pieces_is_of_one_size_for_all_arrays(
+    name, sizes
+):
     devices = np.array(tpu.devices_of(f"tpu:{name}"))
-    here, there = Mesh(devices.reshape(sizes), ("a", "b")), Mesh(devices.reshape(2, 8, 4), ("a", "b", "c"))
-    src, dst = NamedSharding(here, P("b", "a")), NamedSharding(there, P(None, ("b", "c", "a")))
+    here, there = (
+        Mesh(devices.reshape(sizes), ("a", "b")),
+        Mesh(devices.reshape(2, 8, 4), ("a", "b", "c")),
+    )
+    src, dst = (
+        NamedSharding(here, P("b", "a")),
+        NamedSharding(there, P(None, ("b", "c", "a"))),
+    )
     beside = []
     for size in (8192, 16384):
         memory = compiled_steps((size, size), src, dst).memory_analysis()
@@ -210,7 +325,9 @@ def test_what_a_permutation_takes_beside_two_pieces_is_of_one_size_for_all_array
 
 
 def padded_bytes(struct, layout):
-    """What a TPU allocates for a shard: its last dimensions rounded up to the layout's tile, then 512 bytes."""
+    """What a TPU allocates for a shard: its last dimensions rounded up to the layout's
+    tile, then 512 bytes.
+    """
     shape = struct.sharding.shard_shape(struct.shape)
     sizes = [shape[dim] for dim in layout.major_to_minor]
     tile = layout.tiling[0][-len(sizes) :] if sizes else ()
@@ -240,17 +357,31 @@ def test_a_train_step_compiles_to_the_planned_bytes(target, spec):
         .compile()
     )
     structs = jax.tree.leaves(arguments)
-    planned = plans.model.bytes_per_device + plans.optimizer.bytes_per_device + plans.batch.bytes_per_device
-    held = [math.prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize for struct in structs]
+    planned = (
+        plans.model.bytes_per_device
+        + plans.optimizer.bytes_per_device
+        + plans.batch.bytes_per_device
+    )
+    held = [
+        math.prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize
+        for struct in structs
+    ]
     assert sum(held) == planned
     formats = jax.tree.leaves(compiled.input_formats[0])
-    padded = [padded_bytes(struct, form.layout) for struct, form in zip(structs, formats, strict=True)]
+    padded = [
+        padded_bytes(struct, form.layout)
+        for struct, form in zip(structs, formats, strict=True)
+    ]
     analysis = compiled.memory_analysis()
     assert analysis is not None
     actual = analysis.argument_size_in_bytes
-    print(f"{target}: {planned:,} bytes planned, {sum(padded):,} with tile padding, {actual:,} compiled")
+    print(
+        f"{target}: {planned:,} bytes planned, {sum(padded):,} with tile padding,"
+        f" {actual:,} compiled"
+    )
     assert actual == sum(padded)
-    # Every argument is sharded as planned: XLA did not choose another layout over devices.
+    # Every argument is sharded as planned: XLA did not choose another layout over
+    # devices.
     for struct, form in zip(structs, formats, strict=True):
         assert form.sharding.is_equivalent_to(struct.sharding, len(struct.shape))
 
@@ -264,19 +395,36 @@ def test_a_search_is_verified_by_the_compiler_of_the_slice():
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
     struct = jax.ShapeDtypeStruct
-    params = {"up": struct((256, 1024), jnp.float32), "down": struct((1024, 256), jnp.float32)}
-    found = search(step, params, struct((4096, 256), jnp.float32), devices="tpu:v5e:2x2*2", verify="compile", closely=1)
+    params = {
+        "up": struct((256, 1024), jnp.float32),
+        "down": struct((1024, 256), jnp.float32),
+    }
+    found = search(
+        step,
+        params,
+        struct((4096, 256), jnp.float32),
+        devices="tpu:v5e:2x2*2",
+        verify="compile",
+        closely=1,
+    )
     look = found[0]
     assert look.by == "compile" and look.wire_bytes > 0 and look.memory_bytes
-    # 13 billion operations at v5e's peak take 16 us on four chips; the compiler's cycles say somewhat more.
+    # 13 billion operations at v5e's peak take 16 us on four chips; the compiler's
+    # cycles say somewhat more.
     assert 1e-5 < look.compute_seconds < 1e-3
 
 
 @needs_libtpu
 def test_what_the_compiler_has_no_room_for_says_so():
     """17 GiB on each chip of 16: the error has the compiler's count."""
-    x = plan(jax.ShapeDtypeStruct((2**20, 4352), jnp.float32), MeshSpec({"data": 16}), paths=PathRules([(".*", P())]))
-    with pytest.raises(OutOfMemoryError, match="does not fit a device: its compiler needs") as raised:
+    x = plan(
+        jax.ShapeDtypeStruct((2**20, 4352), jnp.float32),
+        MeshSpec({"data": 16}),
+        paths=PathRules([(".*", P())]),
+    )
+    with pytest.raises(
+        OutOfMemoryError, match="does not fit a device: its compiler needs"
+    ) as raised:
         compile_for(lambda x: jnp.sum(jnp.sin(x), 0), x.structs, target="tpu:v5e:4x4")
     needed, limit = raised.value.needed_bytes, raised.value.limit_bytes
     assert needed and limit and needed >= 2**20 * 4352 * 4 > limit > 15 * 2**30

@@ -1,4 +1,6 @@
-"""The runner, the tables and the comparison, on a suite that takes no time; and the committed results."""
+"""The runner, the tables and the comparison, on a suite that takes no time; and the
+committed results.
+"""
 
 import gc
 import json
@@ -19,7 +21,9 @@ OPTIONS = Options(quick=True, repeats=2, devices=[], flags=SimpleNamespace())  #
 
 @pytest.fixture(autouse=True)
 def _tests_stay_frozen(monkeypatch):
-    """A measurement collects and thaws all garbage; `conftest.py` froze the modules and the tests, which are many."""
+    """A measurement collects and thaws all garbage; `conftest.py` froze the modules and
+    the tests, which are many.
+    """
     for name in ("collect", "freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda: None)
 
@@ -29,13 +33,17 @@ def right(given, result):
         raise AssertionError("the copy differs")
 
 
-def race(ours: Callable[[bytes], bytes] = bytes, theirs: Callable[[bytes], bytes] = bytes) -> Race:
+def race(
+    ours: Callable[[bytes], bytes] = bytes, theirs: Callable[[bytes], bytes] = bytes
+) -> Race:
     rivals = (
         Rival("shardfx", lambda: ours, right),
         Rival("theirs", lambda: theirs, right),
         Rival("nobody's", lambda: bytes, right, needs=("a_library_that_is_not_there",)),
     )
-    return Race(rivals, lambda: b"12345678", byte_count=8, floor=memcpy(8), facts={"size": 8})
+    return Race(
+        rivals, lambda: b"12345678", byte_count=8, floor=memcpy(8), facts={"size": 8}
+    )
 
 
 def run(*entries):
@@ -49,11 +57,20 @@ def number(record: Record, key: str) -> float:
 
 
 def test_values_of_a_race(capsys):
-    limits = (Limit("size", at_most=8), Limit("size", at_least=9), Limit("speedup.nobody's", at_least=1))
+    limits = (
+        Limit("size", at_most=8),
+        Limit("size", at_least=9),
+        Limit("speedup.nobody's", at_least=1),
+    )
     [record] = run(Case("copy", race, limits))
-    seconds = {name: number(record, f"seconds.{name}") for name in ("shardfx", "theirs", "memcpy")}
+    seconds = {
+        name: number(record, f"seconds.{name}")
+        for name in ("shardfx", "theirs", "memcpy")
+    }
     for name in ("shardfx", "theirs"):
-        assert number(record, f"floor_ratio.{name}") == seconds[name] / seconds["memcpy"]
+        assert (
+            number(record, f"floor_ratio.{name}") == seconds[name] / seconds["memcpy"]
+        )
         assert number(record, f"gigabytes_per_second.{name}") == 8 / seconds[name] / 1e9
     assert number(record, "speedup.theirs") == seconds["theirs"] / seconds["shardfx"]
     assert number(record, "speedup.best") == number(record, "speedup.theirs")
@@ -90,11 +107,18 @@ def test_findings_skips_and_failures_have_their_lines():
 
 def devices_here(options: Options):
     """What a process of its own runs in the test below."""
-    return [Finding("devices", lambda: {"count": len(options.devices), "repeats": options.repeats})]
+    return [
+        Finding(
+            "devices",
+            lambda: {"count": len(options.devices), "repeats": options.repeats},
+        )
+    ]
 
 
 def test_cases_run_apart_on_as_many_devices_as_they_need():
-    [record] = run(Apart("elsewhere", "tests.house.test_benchmarks:devices_here", cpu_devices=11))
+    [record] = run(
+        Apart("elsewhere", "tests.house.test_benchmarks:devices_here", cpu_devices=11)
+    )
     assert (record.name, record.values) == ("devices", {"count": 11, "repeats": 2})
     [lost] = run(Apart("lost", "tests.house.test_benchmarks:nothing", cpu_devices=2))
     assert lost.failed is not None and "nothing" in lost.failed
@@ -103,11 +127,15 @@ def test_cases_run_apart_on_as_many_devices_as_they_need():
 def document(records):
     machine = {"processor": "p", "cores": 2, "memory_gib": 4, "python": "3.11"}
     machine |= {"platform": "cpu", "device_kind": "cpu", "device_count": 8}
-    return json.loads(_report.to_json({"test": records}, machine, {"jax": "0.10.2"}, quick=True))
+    return json.loads(
+        _report.to_json({"test": records}, machine, {"jax": "0.10.2"}, quick=True)
+    )
 
 
 def test_compare_shows_ratios_and_what_only_one_file_has():
-    first = document(run(Finding("a", lambda: {"bytes": 10}), Finding("b", lambda: {"bytes": 1})))
+    first = document(
+        run(Finding("a", lambda: {"bytes": 10}), Finding("b", lambda: {"bytes": 1}))
+    )
     second = document(run(Finding("a", lambda: {"bytes": 15})))
     second["versions"]["jax"] = "0.11.0"
     text = _report.compare(first, second)
@@ -128,6 +156,8 @@ def test_every_suite_lists_cases_with_names_of_their_own(name):
     parser, suites = command._parser()
     for flags in ([], ["--quick"]):
         options = Options(bool(flags), 1, jax.devices(), suites[name].parse_args(flags))
-        entries = command.importlib.import_module(f"benchmarks.{command.SUITES[name]}").cases(options)
+        entries = command.importlib.import_module(
+            f"benchmarks.{command.SUITES[name]}"
+        ).cases(options)
         names = [entry.name for entry in entries]
         assert names and len(set(names)) == len(names)

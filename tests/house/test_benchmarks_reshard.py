@@ -1,4 +1,6 @@
-"""What the suite `reshard` measures with: pairs, rows of the census, states, and the peers' functions."""
+"""What the suite `reshard` measures with: pairs, rows of the census, states, and the
+peers' functions.
+"""
 
 import jax
 import numpy as np
@@ -25,8 +27,12 @@ def test_wrong_values_and_wrong_shardings_are_found():
     values = np.arange(64, dtype=np.float32).reshape(8, 8)
     assert _pairs._is_right(values, _pairs.placed(values, dst), dst)
     assert not _pairs._is_right(values, _pairs.placed(values, src), dst)
-    assert not _pairs._is_right(values, _pairs.placed(np.where(values == 63, -0.0, values), dst), dst)
-    [text] = _pairs._wrong_ways(values, (src, dst), (src, dst), {"steps": lambda x: x + 1})
+    assert not _pairs._is_right(
+        values, _pairs.placed(np.where(values == 63, -0.0, values), dst), dst
+    )
+    [text] = _pairs._wrong_ways(
+        values, (src, dst), (src, dst), {"steps": lambda x: x + 1}
+    )
     assert text.endswith("by steps")
 
 
@@ -37,20 +43,37 @@ def test_a_wrong_leaf_of_a_tree_is_found():
     check = _states.equals(values, targets)
     right = jax.tree.map(_pairs.placed, values, targets)
     check(None, right)
-    for wrong in ({**right, "b": right["b"] * 2}, {**right, "b": jax.device_put(right["b"], jax.devices()[0])}):
+    for wrong in (
+        {**right, "b": right["b"] * 2},
+        {**right, "b": jax.device_put(right["b"], jax.devices()[0])},
+    ):
         with pytest.raises(AssertionError):
             check(None, wrong)
 
 
 @pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")  # eformer
-@pytest.mark.parametrize("name", ["whole_jit", "jit_per_leaf", "device_put", "eformer", "scalax"])
+@pytest.mark.parametrize(
+    "name", ["whole_jit", "jit_per_leaf", "device_put", "eformer", "scalax"]
+)
 def test_peers_move_every_leaf(name):
     if name in ("eformer", "scalax"):
-        pytest.importorskip(name, reason=f"{name} is a rival of the benchmarks; the extra `bench` installs it")
+        pytest.importorskip(
+            name,
+            reason=(
+                f"{name} is a rival of the benchmarks; the extra `bench` installs it"
+            ),
+        )
     here, there = ends(jax.devices()[:8])
-    values = {"w": np.arange(64.0).reshape(8, 8).astype(np.float32), "norm": np.arange(8.0, dtype=np.float32)}
+    values = {
+        "w": np.arange(64.0).reshape(8, 8).astype(np.float32),
+        "norm": np.arange(8.0, dtype=np.float32),
+    }
     src = {"w": here, "norm": NamedSharding(here.mesh, P("x"))}
     dst = {"w": there, "norm": NamedSharding(here.mesh, P())}
-    way = _peers.whole_jit(src, dst) if name == "whole_jit" else getattr(_peers, name)(dst)
+    way = (
+        _peers.whole_jit(src, dst)
+        if name == "whole_jit"
+        else getattr(_peers, name)(dst)
+    )
     tree = jax.tree.map(_pairs.placed, values, src)
     _states.equals(values, dst)(tree, way(tree))

@@ -1,9 +1,11 @@
-"""Every example runs, as it does for a reader: the pages of docs/, the README, and the docstrings of the package.
+"""Every example runs, as it does for a reader: the pages of docs/, the README, and the
+docstrings of the package.
 
-A fence that opens with exactly "```python" runs; the blocks of one page (or one docstring) share a namespace,
-top to bottom. A "```text" fence right after one must equal what that block printed (`...` stands for
-anything). A fence with `title="name.py"` is written to that file. Fences of any other language, "```py" among them,
-are only shown.
+A fence that opens with exactly
+"```python" runs; the blocks of one page (or one docstring) share a namespace, top to bottom. A "```text"
+fence right after one must equal what that block printed (`...` stands for anything). A
+fence with `title="name.py"` is written to that file. Fences of any other language,
+"```py" among them, are only shown.
 """
 
 import ast
@@ -47,11 +49,25 @@ def blocks(text: str) -> list[Block]:
     for fence, following in itertools.zip_longest(fences, fences[1:]):
         if fence["language"] != "python":
             continue
-        between = "no output follows" if following is None else text[fence.end() : following.start()]
-        shows_output = following is not None and following["language"] == "text" and not between.strip()
-        printed = textwrap.dedent(following["body"]) if following is not None and shows_output else None
+        between = (
+            "no output follows"
+            if following is None
+            else text[fence.end() : following.start()]
+        )
+        shows_output = (
+            following is not None
+            and following["language"] == "text"
+            and not between.strip()
+        )
+        printed = (
+            textwrap.dedent(following["body"])
+            if following is not None and shows_output
+            else None
+        )
         line = text[: fence.start()].count("\n") + 1
-        found.append(Block(textwrap.dedent(fence["body"]), line, printed, fence["file"]))
+        found.append(
+            Block(textwrap.dedent(fence["body"]), line, printed, fence["file"])
+        )
     return found
 
 
@@ -65,13 +81,19 @@ def run(found: list[Block], where: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(source, where, "exec"), namespace)
         if block.printed is not None:
-            checker, wanted, got = doctest.OutputChecker(), block.printed, out.getvalue()
+            checker, wanted, got = (
+                doctest.OutputChecker(),
+                block.printed,
+                out.getvalue(),
+            )
             message = f"{where}:{block.line}: wanted\n{wanted}\nbut it printed\n{got}"
             assert checker.check_output(wanted, got, FLAGS), message
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, list[Block]]]:
-    """The blocks of every docstring whose owner, and whose owner's owners, have public names."""
+    """The blocks of every docstring whose owner, and whose owner's owners, have public
+    names.
+    """
 
     def visit(node: ast.AST, name: str) -> Iterator[tuple[str, list[Block]]]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
@@ -79,10 +101,15 @@ def docstrings(path: Path) -> Iterator[tuple[str, list[Block]]]:
             if found:
                 yield name, found
             for child in node.body:
-                if isinstance(child, ast.ClassDef | ast.FunctionDef) and is_public(child.name):
+                if isinstance(child, ast.ClassDef | ast.FunctionDef) and is_public(
+                    child.name
+                ):
                     yield from visit(child, f"{name}.{child.name}")
 
-    module, text = ".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text()
+    module, text = (
+        ".".join(path.relative_to(ROOT).with_suffix("").parts),
+        path.read_text(),
+    )
     if "```python" in text:
         yield from visit(ast.parse(text), module)
 
@@ -118,29 +145,55 @@ def test_docstring(name, found, scratch):
 def test_every_fence_is_closed():
     for page in PAGES:
         ends = [m.group() for m in FENCE.finditer(page.read_text())]
-        assert 2 * len(ends) == len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)), page
+        assert 2 * len(ends) == len(
+            re.findall(r"^ *```", page.read_text(), re.MULTILINE)
+        ), page
 
 
 def too_wide(text: str, languages: tuple[str, ...] = ()) -> list[str]:
     """The lines of code that a page would cut off, those in `languages` apart."""
-    fences = [fence for fence in FENCE.finditer(text) if fence["language"] not in languages]
-    return [line for fence in fences for line in textwrap.dedent(fence["body"]).splitlines() if len(line) > WIDTH]
+    fences = [
+        fence for fence in FENCE.finditer(text) if fence["language"] not in languages
+    ]
+    return [
+        line
+        for fence in fences
+        for line in textwrap.dedent(fence["body"]).splitlines()
+        if len(line) > WIDTH
+    ]
 
 
 def test_lines_of_code_fit_the_page():
     lines = [f"```python\n{'x' * width}\n```\n" for width in (WIDTH, WIDTH + 1)]
-    assert [len(too_wide(text)) for text in lines] == [0, 1] and too_wide(lines[1], ("python",)) == []
-    # A command of the README stands on one line, so that it is copied whole; .ci/run reads it there.
-    texts = [(page, page.read_text(), ("bash",) if page.name == "README.md" else ()) for page in PAGES]
+    assert [len(too_wide(text)) for text in lines] == [0, 1] and too_wide(
+        lines[1], ("python",)
+    ) == []
+    # A command of the README stands on one line, so that it is copied whole; .ci/run
+    # reads it there.
+    texts = [
+        (page, page.read_text(), ("bash",) if page.name == "README.md" else ())
+        for page in PAGES
+    ]
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for path in (path for path in SOURCES if "```" in path.read_text()):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, owners)]
+        nodes = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, owners)
+        ]
         texts += [(path, ast.get_docstring(node) or "", ()) for node in nodes]
-    assert [(path, line) for path, text, languages in texts for line in too_wide(text, languages)] == []
+    assert [
+        (path, line)
+        for path, text, languages in texts
+        for line in too_wide(text, languages)
+    ] == []
 
 
 def test_a_wrong_example_is_noticed():
-    page = "```python\nx = 1\n```\n    ```python\n    print(x + 1)\n    ```\n    ```text\n    {}\n    ```\n"
+    page = (
+        "```python\nx = 1\n```\n    ```python\n    print(x + 1)\n    ```\n    ```text\n"
+        "    {}\n    ```\n"
+    )
     run(blocks(page.format("2")), "good")
     with pytest.raises(AssertionError, match=r"but it printed\s+2"):
         run(blocks(page.format("3")), "bad")
@@ -154,20 +207,37 @@ FILE = r"[\w./-]*(?:\.(?:py|md|svg|toml)|/run)"
 
 
 def files_named(text: str) -> dict[str, Path]:
-    """The files and folders that a page names in backticks: from the repository's root, or from the package's."""
+    """The files and folders that a page names in backticks: from the repository's root,
+    or from the package's.
+    """
     names = re.findall(rf"`({FILE}|[\w.]+/)`", text)
-    here = {name: [root / name for root in (ROOT, ROOT / "shardfx") if (root / name).exists()] for name in names}
-    return {name: found[0] if found else Path("missing") for name, found in here.items()}
+    here = {
+        name: [
+            root / name for root in (ROOT, ROOT / "shardfx") if (root / name).exists()
+        ]
+        for name in names
+    }
+    return {
+        name: found[0] if found else Path("missing") for name, found in here.items()
+    }
 
 
 def test_every_file_and_function_on_the_page_about_the_house_exists():
     named = files_named(HOUSE_PAGE.read_text())
     # What one adds is not there yet.
-    missing = [name for name, file in named.items() if not file.exists() and "_yours" not in name]
+    missing = [
+        name
+        for name, file in named.items()
+        if not file.exists() and "_yours" not in name
+    ]
     assert missing == [] and len(named) > 50
-    found = re.findall(rf"`(\w+)` in `({FILE})`", " ".join(HOUSE_PAGE.read_text().split()))
+    found = re.findall(
+        rf"`(\w+)` in `({FILE})`", " ".join(HOUSE_PAGE.read_text().split())
+    )
     for name, file in found:
-        assert re.search(rf"^(def|class) {name}\b", named[file].read_text(), re.MULTILINE), name
+        assert re.search(
+            rf"^(def|class) {name}\b", named[file].read_text(), re.MULTILINE
+        ), name
     assert len(found) > 15
     assert not files_named("`_plan/nothing.py`")["_plan/nothing.py"].exists()
 
@@ -175,13 +245,23 @@ def test_every_file_and_function_on_the_page_about_the_house_exists():
 def test_the_page_about_the_house_knows_every_room_and_every_line_of_the_readme():
     text = HOUSE_PAGE.read_text()
     index = text[text.index("## Where is it?") : text.index("## Three walks")]
-    rooms = {path.name for path in (ROOT / "shardfx").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    rooms = {
+        path.name
+        for path in (ROOT / "shardfx").iterdir()
+        if path.is_dir() and (path / "__init__.py").exists()
+    }
     assert [room for room in sorted(rooms) if f"`{room}/`" not in index] == []
-    wanted = re.findall(r"^\| .+? \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)[1:]
-    names = {name for cell in wanted for name in re.findall(r"`(?:shardfx\.)?(\w+)`", cell)}
+    wanted = re.findall(
+        r"^\| .+? \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )[1:]
+    names = {
+        name for cell in wanted for name in re.findall(r"`(?:shardfx\.)?(\w+)`", cell)
+    }
     known = {*re.findall(r"\w+", index)}
     aliases = {"PathRules": "path_rules", "AxisRules": "axis_rules", "plan": "planner"}
-    assert [name for name in sorted(names) if aliases.get(name, name) not in known] == []
+    assert [
+        name for name in sorted(names) if aliases.get(name, name) not in known
+    ] == []
 
 
 def test_readme_commands_name_what_exists():

@@ -1,4 +1,6 @@
-"""What a person reads when the input is wrong: the whole text, with the path, the values and the way out."""
+"""What a person reads when the input is wrong: the whole text, with the path, the
+values and the way out.
+"""
 
 import contextlib
 import copy
@@ -16,14 +18,23 @@ from jax.sharding import PartitionSpec as P
 import shardfx
 from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, filter_jit, plan, shard
 from shardfx._plan import differences, renamed
-from shardfx.errors import MeshError, PlanMismatchError, RuleError, SpecError, UnmatchedError
+from shardfx.errors import (
+    MeshError,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+    UnmatchedError,
+)
 from shardfx.interop.eformer import axis_names_of
 from shardfx.testing import plan_text
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})
 TREE = {
-    "decoder": {"mlp": {"wi": jnp.ones((4, 10)), "wo": jnp.ones((10, 4))}, "norm": jnp.ones(4)},
+    "decoder": {
+        "mlp": {"wi": jnp.ones((4, 10)), "wo": jnp.ones((10, 4))},
+        "norm": jnp.ones(4),
+    },
     "embed": jnp.ones((64, 4)),
     "step": jnp.ones(()),
 }
@@ -47,9 +58,28 @@ def train_step(params: Any) -> Any:
 # What the examples name.
 NAMED = {
     **{name: getattr(shardfx, name) for name in shardfx.__all__},
-    **{"jax": jax, "jnp": jnp, "np": np, "optax": optax, "P": P, "topology": shardfx.topology},
-    **{"MESH": MESH, "TREE": TREE, "EVERYTHING": EVERYTHING, "AXES": AXES, "planned": planned, "built": built},
-    **{"renamed": renamed, "differences": differences, "axis_names_of": axis_names_of, "plan_text": plan_text},
+    **{
+        "jax": jax,
+        "jnp": jnp,
+        "np": np,
+        "optax": optax,
+        "P": P,
+        "topology": shardfx.topology,
+    },
+    **{
+        "MESH": MESH,
+        "TREE": TREE,
+        "EVERYTHING": EVERYTHING,
+        "AXES": AXES,
+        "planned": planned,
+        "built": built,
+    },
+    **{
+        "renamed": renamed,
+        "differences": differences,
+        "axis_names_of": axis_names_of,
+        "plan_text": plan_text,
+    },
     "SERVED": AxisRules([("mlp", "tensor")], modes={"serve": []}),
     "BATCH": AxisRules([("batch", "data"), ("embed", "tensor")]),
     "MISSPELLED": [("embed", P("datta")), ("wi", P("tensor", "data")), (".*", P())],
@@ -279,7 +309,10 @@ def raised(call, **names):
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-EXAMPLES = dict(text.split("\n", 1) for text in re.split("^>>> ", TEXTS.replace("\\\n", ""), flags=re.MULTILINE)[1:])
+EXAMPLES = dict(
+    text.split("\n", 1)
+    for text in re.split("^>>> ", TEXTS.replace("\\\n", ""), flags=re.MULTILINE)[1:]
+)
 
 
 @pytest.mark.parametrize("call", EXAMPLES)
@@ -300,12 +333,19 @@ def test_a_mesh_for_more_devices_than_the_cpu_has():
     for axes in ({"data": 4, "tensor": 4}, {"data": -1, "tensor": 16}):
         plain = said(MeshError, lambda axes=axes: MeshSpec(axes).fit(8))
         for devices in (jax.devices(), np.array(jax.devices()).reshape(2, 4)):
-            assert said(MeshError, lambda axes=axes, devices=devices: MeshSpec(axes).build(devices)) == (
-                f'{plain} To emulate them on CPU: `jax.config.update("jax_num_cpu_devices", 16)` before the first '
-                "use of JAX."
+            assert (
+                said(
+                    MeshError,
+                    lambda axes=axes, devices=devices: MeshSpec(axes).build(devices),
+                )
+                == f"{plain} To emulate them on CPU:"
+                ' `jax.config.update("jax_num_cpu_devices", 16)` before the first'
+                " use of JAX."
             )
     chips = [types.SimpleNamespace(platform="tpu", id=i) for i in range(8)]
-    assert said(MeshError, lambda: MeshSpec({"data": 4, "tensor": 4}).order(chips)).endswith("take the rest.")
+    assert said(
+        MeshError, lambda: MeshSpec({"data": 4, "tensor": 4}).order(chips)
+    ).endswith("take the rest.")
 
 
 # Calls that take an argument of another type than `wanted`, and the argument's name.
@@ -315,10 +355,18 @@ TYPES = {
         {"plan(TREE, MESH, paths=given)": "paths", "match(TREE, given)": "rules"},
     ),
     "AxisRules, not {}; wrap it: `AxisRules([...])`.": (
-        [[("mlp", "tensor")], (("mlp", "tensor"),), {"mlp": "tensor"}, "mlp", EVERYTHING],
+        [
+            [("mlp", "tensor")],
+            (("mlp", "tensor"),),
+            {"mlp": "tensor"},
+            "mlp",
+            EVERYTHING,
+        ],
         {
             "planned(axes=given)": "axes",
-            "plan(TREE, MESH, names=jax.tree.map(lambda leaf: (None,) * leaf.ndim, TREE), axes=given)": "axes",
+            "plan(TREE, MESH, names=jax.tree.map(lambda leaf: (None,) * leaf.ndim, TREE), axes=given)": (
+                "axes"
+            ),
             "resolve(('mlp',), given)": "rules",
             "AXES.merge(given)": "other",
         },
@@ -348,14 +396,19 @@ def test_an_argument_of_another_type(wanted, as_users_run_it):
     for call, name in calls.items():
         for given in values:
             told = raised(call, given=given).partition(": ")[2]
-            assert told == f"`{name}` must be of type {wanted.format(type(given).__name__)}", call
+            assert (
+                told
+                == f"`{name}` must be of type {wanted.format(type(given).__name__)}"
+            ), call
 
 
 def test_devices_in_the_place_of_a_mesh(as_users_run_it):
     for other in (jax.devices(), MESH, MESH.abstract()):
-        assert raised("planned().on(other)", other=other) == (
-            f"MeshError: `jax_mesh` must be of type Mesh, not {type(other).__name__}; make one of devices with "
-            "`plan.on(plan.mesh.build(devices))`."
+        assert (
+            raised("planned().on(other)", other=other)
+            == "MeshError: `jax_mesh` must be of type Mesh, not"
+            f" {type(other).__name__}; make one of devices with"
+            " `plan.on(plan.mesh.build(devices))`."
         )
 
 
@@ -364,15 +417,21 @@ def test_a_bare_spec_at_the_boundary_of_jit(ambient):
     made, spec = built(), P("data")
     assert made.jax_mesh is not None
     wanted = (
-        f"holds {spec}, of type {type(spec).__name__}, which is no sharding; give a plan, `plan.sharding(names)`, "
-        "`NamedSharding(plan.jax_mesh, spec)`, a tree of these, or `None` to take an array as it comes."
+        f"holds {spec}, of type {type(spec).__name__}, which is no sharding; give a"
+        " plan, `plan.sharding(names)`, `NamedSharding(plan.jax_mesh, spec)`, a tree"
+        " of these, or `None` to take an array as it comes."
     )
     # Nothing is ambient: a mesh that happens to be set is not asked.
     with jax.set_mesh(made.jax_mesh) if ambient else contextlib.nullcontext():
         for entry in ((made, spec), (made, {"x": spec})):
-            told = said(PlanMismatchError, lambda entry=entry: filter_jit(lambda tree, x: x, in_shardings=entry))
+            told = said(
+                PlanMismatchError,
+                lambda entry=entry: filter_jit(lambda tree, x: x, in_shardings=entry),
+            )
             assert told == f"`in_shardings` {wanted}"
-        told = said(PlanMismatchError, lambda: filter_jit(lambda x: x, out_shardings=spec))
+        told = said(
+            PlanMismatchError, lambda: filter_jit(lambda x: x, out_shardings=spec)
+        )
         assert told == f"`out_shardings` {wanted}"
 
 

@@ -1,4 +1,6 @@
-"""The axes that `correct` keeps and drops, with reasons; dimensions of heads are sharded only between heads."""
+"""The axes that `correct` keeps and drops, with reasons; dimensions of heads are
+sharded only between heads.
+"""
 
 import itertools
 import math
@@ -28,7 +30,9 @@ def added(spec, shape, axes, units=None, mesh=MESH):
     """The plan of an array under `fsdp` after a spec."""
     target = (spec if units is None else sfx.atomic(spec, units)) | fsdp(axes)
     tree = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    return sfx.plan(tree, mesh, paths=sfx.PathRules([("w", target)], axes=("gone",)))["w"]
+    return sfx.plan(tree, mesh, paths=sfx.PathRules([("w", target)], axes=("gone",)))[
+        "w"
+    ]
 
 
 def codes(decision):
@@ -44,7 +48,13 @@ UNREDUCED = P("tensor", unreduced=frozenset({"data"}))
         (P(("data", "gone")), (4,), {}, P("data"), [Code.absent]),
         (P("data", "data"), (4, 4), {}, P("data"), [Code.duplicate]),
         (UNREDUCED, (8,), {}, UNREDUCED, []),
-        (P("tensor", unreduced=frozenset({"gone"})), (8,), {}, P("tensor"), [Code.absent]),
+        (
+            P("tensor", unreduced=frozenset({"gone"})),
+            (8,),
+            {},
+            P("tensor"),
+            [Code.absent],
+        ),
         (P(BOTH), (2 * 128,), {"units": (128,)}, P("data"), [Code.unit]),
         (P("data"), (8,), {"min_bytes": 33, "dtype": jnp.float32}, P(), [Code.small]),
     ],
@@ -55,51 +65,131 @@ def test_correct(spec, shape, keywords, expected, why):
     assert codes(decision) == why
 
 
-@pytest.mark.skipif("unreduced_kind" not in dir(P), reason="JAX 0.11 and later can leave out a maximum")
+@pytest.mark.skipif(
+    "unreduced_kind" not in dir(P), reason="JAX 0.11 and later can leave out a maximum"
+)
 def test_an_unreduced_maximum_stays_a_maximum():
-    from jax.sharding import UnreducedKind  # pyright: ignore[reportAttributeAccessIssue]
+    from jax.sharding import (
+        UnreducedKind,
+    )  # pyright: ignore[reportAttributeAccessIssue]
 
     kinds: Any = {"unreduced": frozenset({"data"}), "unreduced_kind": UnreducedKind.max}
     spec = P("tensor", None, **kinds)
-    assert sfx._ground.spec.canonical(spec) == P("tensor", **kinds) == correct(spec, (8, 8), MESH).spec
-    assert correct(P(**{**kinds, "unreduced": frozenset({"data", "gone"})}), (8,), MESH).spec == P(**kinds)
-    made = sfx.plan({"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}, MESH, paths=sfx.PathRules([("w", spec)]))
+    assert (
+        sfx._ground.spec.canonical(spec)
+        == P("tensor", **kinds)
+        == correct(spec, (8, 8), MESH).spec
+    )
+    assert correct(
+        P(**{**kinds, "unreduced": frozenset({"data", "gone"})}), (8,), MESH
+    ).spec == P(**kinds)
+    made = sfx.plan(
+        {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)},
+        MESH,
+        paths=sfx.PathRules([("w", spec)]),
+    )
     again = sfx.ShardPlan.from_json(made.to_json())
-    assert again == made and again["w"].spec == P("tensor", **kinds) and again["w"].requested == spec
+    assert (
+        again == made
+        and again["w"].spec == P("tensor", **kinds)
+        and again["w"].requested == spec
+    )
     summed = made.replace("w", P("tensor", unreduced=frozenset({"data"})))
     assert summed.digest != made.digest
-    assert "unreduced max data" in sfx.testing.plan_text(made) and "unreduced data" in sfx.testing.plan_text(summed)
+    assert "unreduced max data" in sfx.testing.plan_text(
+        made
+    ) and "unreduced data" in sfx.testing.plan_text(summed)
     # Sums are as they were.
     assert '"kind"' not in summed.to_json()
 
 
-@pytest.mark.parametrize("size, unit, axis", [(16, 8, 3), (16, 8, 4), (16, 8, 16), (24, 4, 12), (7, 1, 2), (12, 4, 9)])
+@pytest.mark.parametrize(
+    "size, unit, axis",
+    [(16, 8, 3), (16, 8, 4), (16, 8, 16), (24, 4, 12), (7, 1, 2), (12, 4, 9)],
+)
 def test_the_advice_never_cuts_inside_a_unit(size, unit, axis):
     mesh = MeshSpec({"x": axis})
-    for decision in (correct(P("x"), (size,), mesh, units=(unit,)), added(P(), (size,), "x", (unit,), mesh=mesh)):
+    for decision in (
+        correct(P("x"), (size,), mesh, units=(unit,)),
+        added(P(), (size,), "x", (unit,), mesh=mesh),
+    ):
         (why,) = decision.reasons
         advised = re.search(r"axes whose product divides (\d+)", why.message)
         assert advised is not None and int(advised[1]) == size // unit
         padded = re.search(r"pad it to (\d+)", why.message)
-        assert padded is None or correct(P("x"), (int(padded[1]),), mesh, units=(unit,)).spec == P("x")
+        assert padded is None or correct(
+            P("x"), (int(padded[1]),), mesh, units=(unit,)
+        ).spec == P("x")
 
 
-@pytest.mark.parametrize("size, padded", [(50257, 50260), (1003, 1004), (64, None), (3, None), (192, None)])
+@pytest.mark.parametrize(
+    "size, padded", [(50257, 50260), (1003, 1004), (64, None), (3, None), (192, None)]
+)
 def test_padding_is_advised_where_it_adds_little(size, padded):
     mesh = MeshSpec({"x": 4 if size % 4 else 7})
     (why,) = correct(P("x"), (size,), mesh).reasons
-    assert ("pad it to" in str(why)) == (padded is not None) and str(padded or "") in str(why)
+    assert ("pad it to" in str(why)) == (padded is not None) and str(
+        padded or ""
+    ) in str(why)
 
 
 @pytest.mark.parametrize(
     "axes, size, unit, message",
     [
-        ("tensor", 8, 8, "8 elements are 1 unit of 8, and `tensor` (4) would cut inside a unit; use axes whose "),
-        (BOTH, 256, 128, "256 elements are 2 units of 128, and `data` (2) x `tensor` (4) would cut inside a unit; use"),
-        ("data", 10, 4, "size 10 is no whole number of units of 4, so nothing may cut it; if it counts units already"),
-        ("three", 16, 8, "size 16 (2 units of 8) is not divisible by `three` (3); use axes whose product divides 2"),
-        (BOTH, 4, 1, "size 4 is not divisible by `data` (2) x `tensor` (4); use axes whose product divides 4"),
-        (U, 2, 1, "the mesh has no Auto axis that the compiler could choose for UNCONSTRAINED; "),
+        (
+            "tensor",
+            8,
+            8,
+            (
+                "8 elements are 1 unit of 8, and `tensor` (4) would cut inside a unit;"
+                " use axes whose "
+            ),
+        ),
+        (
+            BOTH,
+            256,
+            128,
+            (
+                "256 elements are 2 units of 128, and `data` (2) x `tensor` (4) would"
+                " cut inside a unit; use"
+            ),
+        ),
+        (
+            "data",
+            10,
+            4,
+            (
+                "size 10 is no whole number of units of 4, so nothing may cut it; if it"
+                " counts units already"
+            ),
+        ),
+        (
+            "three",
+            16,
+            8,
+            (
+                "size 16 (2 units of 8) is not divisible by `three` (3); use axes whose"
+                " product divides 2"
+            ),
+        ),
+        (
+            BOTH,
+            4,
+            1,
+            (
+                "size 4 is not divisible by `data` (2) x `tensor` (4); use axes whose"
+                " product divides 4"
+            ),
+        ),
+        (
+            U,
+            2,
+            1,
+            (
+                "the mesh has no Auto axis that the compiler could choose for"
+                " UNCONSTRAINED; "
+            ),
+        ),
     ],
 )
 def test_messages_of_reasons(axes, size, unit, message):
@@ -133,7 +223,9 @@ def test_errors(arguments, keywords, message):
         (P(), (4,), "gone", None, P(), [Code.absent]),
     ],
 )
-def test_fsdp_takes_the_largest_free_dimension_that_divides_or_says_why_not(spec, shape, axes, units, expected, why):
+def test_fsdp_takes_the_largest_free_dimension_that_divides_or_says_why_not(
+    spec, shape, axes, units, expected, why
+):
     made = added(spec, shape, axes, units)
     assert made.spec == expected and codes(made) == why
 
@@ -142,13 +234,26 @@ def test_fsdp_takes_the_largest_free_dimension_that_divides_or_says_why_not(spec
 
 
 MODELS = {name: model for name, model in catalogue.MODELS.items() if model.fused}
-# Every size to 64; 3, 6 and 12 share no power of two with most head counts, 7 divides 28 heads.
+# Every size to 64; 3, 6 and 12 share no power of two with most head counts, 7 divides
+# 28 heads.
 SIZES = [(size,) for size in range(1, 65)]
-SEVERAL = [(2, 3), (3, 2), (4, 6), (2, 2, 2), (7, 4), (5, 8), (16, 2, 3), (1, 8), (8, 8)]
+SEVERAL = [
+    (2, 3),
+    (3, 2),
+    (4, 6),
+    (2, 2, 2),
+    (7, 4),
+    (5, 8),
+    (16, 2, 3),
+    (1, 8),
+    (8, 8),
+]
 
 
 def most_pieces(count: int, sizes: tuple[int, ...]) -> int:
-    """The largest number of shards of `count` heads over a subset of axes of these sizes, found by trying all."""
+    """The largest number of shards of `count` heads over a subset of axes of these
+    sizes, found by trying all.
+    """
     subsets = itertools.product([False, True], repeat=len(sizes))
     products = [math.prod(itertools.compress(sizes, chosen)) for chosen in subsets]
     return max(product for product in products if count % product == 0)
@@ -164,35 +269,61 @@ def cuts(spec: P, shape: tuple[int, ...], mesh: MeshSpec, dim: int) -> list[int]
 def test_no_mesh_cuts_a_head_of_a_real_model_and_none_is_left_whole_for_nothing(name):
     model = MODELS[name]
     preset, fused = getattr(hf, str(model.preset)), catalogue.fused_of(model)
-    tree = {path: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for path, shape, _, _ in fused}
+    tree = {
+        path: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for path, shape, _, _ in fused
+    }
     # Every pattern of the catalogue finds leaves.
-    assert len({(dim, unit) for _, _, dim, unit in fused}) == len({heads[1:] for heads in model.fused})
+    assert len({(dim, unit) for _, _, dim, unit in fused}) == len(
+        {heads[1:] for heads in model.fused}
+    )
     for sizes in [*SIZES, *SEVERAL]:
         tensor = tuple(f"t{i}" for i in range(len(sizes)))
         mesh = MeshSpec({"fsdp": 4, **dict(zip(tensor, sizes, strict=True))})
-        made = sfx.plan(tree, mesh, paths=preset(**dict(model.arguments), tensor=tensor), unmatched="replicate")
+        made = sfx.plan(
+            tree,
+            mesh,
+            paths=preset(**dict(model.arguments), tensor=tensor),
+            unmatched="replicate",
+        )
         for path, shape, dim, unit in fused:
             leaf = made[path]
             found = cuts(leaf.spec, shape, mesh, dim)
             assert all(cut % unit == 0 for cut in found), (path, sizes)
-            assert len(found) + 1 == most_pieces(shape[dim] // unit, sizes), (path, sizes)
+            assert len(found) + 1 == most_pieces(shape[dim] // unit, sizes), (
+                path,
+                sizes,
+            )
             whole = not [why for why in leaf.reasons if set(tensor) & set(why.axes)]
             assert (len(found) + 1 == math.prod(sizes)) == whole
             # The other dimension is sharded whatever becomes of the heads.
-            assert len(shape) == 1 or [*entries_of(leaf.spec), None, None][1 - dim] == "fsdp"
+            assert (
+                len(shape) == 1
+                or [*entries_of(leaf.spec), None, None][1 - dim] == "fsdp"
+            )
 
 
-@given(st.integers(1, 24), st.integers(1, 32), st.integers(1, 64), st.lists(st.integers(1, 12), min_size=1, max_size=3))
+@given(
+    st.integers(1, 24),
+    st.integers(1, 32),
+    st.integers(1, 64),
+    st.lists(st.integers(1, 12), min_size=1, max_size=3),
+)
 @settings(max_examples=300)
 def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):
     axes = tuple(f"a{i}" for i in range(len(sizes)))
     mesh = MeshSpec(zip(axes, sizes, strict=True))
     shape = (heads * unit, other)
     rules = sfx.PathRules([("w", sfx.atomic(P(), (unit, 1)) | fsdp(axes))])
-    leaf = sfx.plan({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, mesh, paths=rules)["w"]
+    leaf = sfx.plan({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, mesh, paths=rules)[
+        "w"
+    ]
     assert all(cut % unit == 0 for cut in cuts(leaf.spec, shape, mesh, 0))
-    pieces = math.prod(mesh.axis_size(entry_axes(entry)) for entry in entries_of(leaf.spec))
-    assert pieces == max(most_pieces(heads, tuple(sizes)), most_pieces(other, tuple(sizes)))
+    pieces = math.prod(
+        mesh.axis_size(entry_axes(entry)) for entry in entries_of(leaf.spec)
+    )
+    assert pieces == max(
+        most_pieces(heads, tuple(sizes)), most_pieces(other, tuple(sizes))
+    )
 
 
 def test_an_array_that_counts_units_has_none_whatever_was_planned_before_it():

@@ -12,7 +12,17 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, filter_jit, follow, fsdp, plan, shard
+from shardfx import (
+    AxisRules,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    filter_jit,
+    follow,
+    fsdp,
+    plan,
+    shard,
+)
 from shardfx._ground.spec import canonical
 from shardfx.errors import RuleError
 
@@ -32,13 +42,18 @@ RULES = PathRules(
 
 
 def params() -> dict[str, Any]:
-    """Parameters of several dtypes, with a scalar and an odd size; some are large enough for Adafactor to factor."""
+    """Parameters of several dtypes, with a scalar and an odd size; some are large
+    enough for Adafactor to factor.
+    """
     return {
         "embed": jnp.ones((256, 128)),
         "layers": [
             {
                 "up": {"weight": jnp.ones((128, 256)), "bias": jnp.ones(256)},
-                "down": {"weight": jnp.ones((256, 128), jnp.bfloat16), "bias": jnp.ones(7)},
+                "down": {
+                    "weight": jnp.ones((256, 128), jnp.bfloat16),
+                    "bias": jnp.ones(7),
+                },
                 "norm": jnp.ones(128),
             }
             for _ in range(2)
@@ -49,19 +64,35 @@ def params() -> dict[str, Any]:
 
 
 def built(axis_type: AxisType) -> Mesh:
-    return Mesh(np.array(jax.devices()).reshape(2, 2, 2), tuple(SIZES), axis_types=(axis_type,) * 3)
+    return Mesh(
+        np.array(jax.devices()).reshape(2, 2, 2),
+        tuple(SIZES),
+        axis_types=(axis_type,) * 3,
+    )
 
 
 MATRICES = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
 RANKS = lambda tree: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", tree)
-MUON = lambda tree: jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None, tree)
+MUON = lambda tree: jax.tree.map(
+    lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None, tree
+)
 ARGUMENTS: dict[str, Any] = {
-    **dict.fromkeys(("inner", "tx", "optimizer", "base_optimizer", "fast_optimizer"), optax.adam(1e-3)),
+    **dict.fromkeys(
+        ("inner", "tx", "optimizer", "base_optimizer", "fast_optimizer"),
+        optax.adam(1e-3),
+    ),
     **dict.fromkeys(("l2_norm_clip", "max_delta", "max_norm", "threshold"), 1.0),
     **dict.fromkeys(("clipping", "eta", "noise_multiplier", "step_size"), 0.1),
     **dict.fromkeys(("max_backtracking_steps", "max_linesearch_steps"), 3),
     **dict.fromkeys(("max_consecutive_errors", "sync_period"), 2),
-    **{"learning_rate": 1e-3, "decay": 0.9, "gamma": 0.5, "slow_step_size": 0.5, "seed": 0, "measure_name": "grads"},
+    **{
+        "learning_rate": 1e-3,
+        "decay": 0.9,
+        "gamma": 0.5,
+        "slow_step_size": 0.5,
+        "seed": 0,
+        "measure_name": "grads",
+    },
     "step_size_fn": lambda count: 0.1 / (1 + count),
     "f": lambda updates, params: updates,
     "measure": lambda updates, **_: updates,
@@ -69,20 +100,32 @@ ARGUMENTS: dict[str, Any] = {
     "key": jax.random.key(0),
     **{"mask": MATRICES, "freeze_mask": MATRICES, "adv_optimizer": optax.sgd(0.1)},
 }
-LABELS: dict[Hashable, Any] = {"matrix": optax.adam(1e-3), "vector": optax.sgd(0.1, momentum=0.9)}
+LABELS: dict[Hashable, Any] = {
+    "matrix": optax.adam(1e-3),
+    "vector": optax.sgd(0.1, momentum=0.9),
+}
 
 
-# Combinators whose arguments must fit together, and variants with more state than the default has.
+# Combinators whose arguments must fit together, and variants with more state than the
+# default has.
 COMPOSED: dict[str, Callable[[], Any]] = {
     "adafactor with momentum": lambda: optax.adafactor(1e-3, momentum=0.9),
     "adafactor, all factored": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=2),
     "sgd with momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-4), optax.ema(0.99)),
+    "chain": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.lion(1e-4), optax.ema(0.99)
+    ),
     "multi_transform": lambda: optax.multi_transform(LABELS, RANKS),
     "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-3), 4),
-    "schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
-    "muon with chosen dimensions": lambda: optax.contrib.muon(1e-3, muon_weight_dimension_numbers=MUON),
+    "schedule": lambda: optax.adamw(
+        optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
+    ),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(
+        learning_rate=1e-3
+    ),
+    "muon with chosen dimensions": lambda: optax.contrib.muon(
+        1e-3, muon_weight_dimension_numbers=MUON
+    ),
     "galore of low rank": lambda: optax.contrib.galore(1e-3, rank=4),
 }
 
@@ -92,11 +135,21 @@ def discovered() -> Iterator[tuple[str, Callable[[], Any]]]:
     for module in (optax, optax.contrib):
         for name, function in sorted(vars(module).items()):
             name = name if module is optax else f"contrib.{name}"
-            if "." not in name and name.startswith("_") or not inspect.isfunction(function) or name in COMPOSED:
+            if (
+                "." not in name
+                and name.startswith("_")
+                or not inspect.isfunction(function)
+                or name in COMPOSED
+            ):
                 continue
             signature = inspect.signature(function)
             if "Transformation" in str(signature.return_annotation):
-                yield name, lambda function=function, signature=signature: called(function, signature)
+                yield (
+                    name,
+                    lambda function=function, signature=signature: called(
+                        function, signature
+                    ),
+                )
 
 
 def called(function: Callable[..., Any], signature: inspect.Signature) -> Any:
@@ -108,18 +161,31 @@ def called(function: Callable[..., Any], signature: inspect.Signature) -> Any:
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
     if unknown := sorted(set(needed) - set(ARGUMENTS)):
-        pytest.skip(f"a newer optax: {function.__name__} needs {unknown}, which this test has no values for")
+        pytest.skip(
+            f"a newer optax: {function.__name__} needs {unknown}, which this test has"
+            " no values for"
+        )
     return function(**{name: ARGUMENTS[name] for name in needed})
 
 
 OPTIMIZERS = dict(discovered()) | COMPOSED
-# JAX cannot type a reshape of a sharded array to one dimension, so nothing but shapes can be followed.
+# JAX cannot type a reshape of a sharded array to one dimension, so nothing but shapes
+# can be followed.
 UNTYPED = ("flatten",)
 
 
 def test_all_that_optax_has_are_found():
     assert len(OPTIMIZERS) >= 92
-    wanted = {"adamw", "adafactor", "lion", "masked", "lbfgs", "sm3", "contrib.muon", "contrib.schedule_free"}
+    wanted = {
+        "adamw",
+        "adafactor",
+        "lion",
+        "masked",
+        "lbfgs",
+        "sm3",
+        "contrib.muon",
+        "contrib.schedule_free",
+    }
     assert wanted <= set(OPTIMIZERS)
 
 
@@ -139,7 +205,9 @@ def test_follow_gives_what_jax_gives(name, params_plan):
     made = follow(optimizer.init, params_plan)
     tree = jax.eval_shape(optimizer.init, params())
     assert jax.tree.structure(made.structs) == jax.tree.structure(tree)
-    assert [(leaf.shape, leaf.dtype) for leaf in made.leaves] == [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert [(leaf.shape, leaf.dtype) for leaf in made.leaves] == [
+        (x.shape, x.dtype) for x in jax.tree.leaves(tree)
+    ]
     if name in UNTYPED:
         assert all(leaf.reasons for leaf in made.leaves if leaf.spec == P())
         return
@@ -153,9 +221,16 @@ def test_follow_gives_what_jax_gives(name, params_plan):
         if given != P() or leaf.rule is None:
             assert leaf.spec == given, leaf
             continue
-        # JAX replicates what does not depend on the parameters; the plan does better where a path says so.
-        source = next(path for path in sorted(planned, key=len, reverse=True) if f"/{path}/" in f"/{leaf.path}/")
-        if not leaf.path.endswith(source):  # a statistic of one dimension, which nothing shards there
+        # JAX replicates what does not depend on the parameters; the plan does better
+        # where a path says so.
+        source = next(
+            path
+            for path in sorted(planned, key=len, reverse=True)
+            if f"/{path}/" in f"/{leaf.path}/"
+        )
+        if not leaf.path.endswith(
+            source
+        ):  # a statistic of one dimension, which nothing shards there
             assert leaf.spec == P() and leaf.shape[0] in planned[source].shape
             continue
         # A history, as L-BFGS keeps it, counts its entries on the first dimensions.
@@ -165,7 +240,16 @@ def test_follow_gives_what_jax_gives(name, params_plan):
 
 
 TRAINED = {
-    **dict.fromkeys(("adamw", "adafactor with momentum", "lion", "sgd with momentum", "chain", "masked")),
+    **dict.fromkeys(
+        (
+            "adamw",
+            "adafactor with momentum",
+            "lion",
+            "sgd with momentum",
+            "chain",
+            "masked",
+        )
+    ),
     **dict.fromkeys(("multi_transform", "MultiSteps", "contrib.muon")),
     "adam": "data",
 }
@@ -175,8 +259,16 @@ TRAINED = {
 def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
     optimizer = OPTIMIZERS[name]()
     weights = {"embed": params()["embed"], "up": params()["layers"][0]["up"]}
-    grads = jax.tree.map(lambda x: np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape), weights)
-    rules = PathRules([("embed", P("tensor", "fsdp")), *RULES.rules[1:2], ("bias", P("tensor" if over else "data"))])
+    grads = jax.tree.map(
+        lambda x: np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape), weights
+    )
+    rules = PathRules(
+        [
+            ("embed", P("tensor", "fsdp")),
+            *RULES.rules[1:2],
+            ("bias", P("tensor" if over else "data")),
+        ]
+    )
     here = plan(weights, built(AxisType.Auto), paths=rules)
     state_here = follow(optimizer.init, here, over=over)
 
@@ -184,19 +276,31 @@ def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
         updates, state = optimizer.update(grads, state, weights)
         return optax.apply_updates(weights, updates), state
 
-    entries = {"in_shardings": (here, state_here, here), "out_shardings": (here, state_here)}
+    entries = {
+        "in_shardings": (here, state_here, here),
+        "out_shardings": (here, state_here),
+    }
     sharded = filter_jit(step, **entries, donate=(0, 1))
-    state = filter_jit(optimizer.init, in_shardings=(here,), out_shardings=state_here)(weights)
+    state = filter_jit(optimizer.init, in_shardings=(here,), out_shardings=state_here)(
+        weights
+    )
     there = (shard(weights, here), state)
     alone = (weights, optimizer.init(weights))
     for _ in range(2):
         there, alone = sharded(*there, grads), jax.jit(step)(*alone, grads)
     for one, two in zip(jax.tree.leaves(there), jax.tree.leaves(alone), strict=True):
-        # Muon iterates in bfloat16 over matrices whose products are summed in another order.
-        assert np.allclose(one, two, rtol=1e-5, atol=2e-5 if name == "contrib.muon" else 1e-6)
+        # Muon iterates in bfloat16 over matrices whose products are summed in another
+        # order.
+        assert np.allclose(
+            one, two, rtol=1e-5, atol=2e-5 if name == "contrib.muon" else 1e-6
+        )
     for leaf, array in zip(state_here.leaves, jax.tree.leaves(there[1]), strict=True):
         assert array.addressable_shards[0].data.nbytes == leaf.bytes_per_device
-    assert not over or state_here["0/mu/embed"].bytes_per_device * 8 == state_here["0/mu/embed"].bytes
+    assert (
+        not over
+        or state_here["0/mu/embed"].bytes_per_device * 8
+        == state_here["0/mu/embed"].bytes
+    )
 
 
 def test_other_arguments_and_other_plans(params_plan):
@@ -204,22 +308,42 @@ def test_other_arguments_and_other_plans(params_plan):
 
     def make(weights, inputs, scale, extra):
         hidden = inputs["x"] @ weights["layers"][0]["up"]["weight"]
-        return {"hidden": hidden * scale, "copy": weights["embed"], "extra": extra, "count": jnp.zeros((4, 4))}
+        return {
+            "hidden": hidden * scale,
+            "copy": weights["embed"],
+            "extra": extra,
+            "count": jnp.zeros((4, 4)),
+        }
 
-    made = follow(make, params_plan, batch, 2.0, "text", memory_kinds=[("copy", "pinned_host")])
-    assert made["copy"].memory_kind == "pinned_host" and made["hidden"].memory_kind is None
+    made = follow(
+        make, params_plan, batch, 2.0, "text", memory_kinds=[("copy", "pinned_host")]
+    )
+    assert (
+        made["copy"].memory_kind == "pinned_host" and made["hidden"].memory_kind is None
+    )
     assert made["hidden"].spec == P("data", "tensor")
     assert made["copy"].spec == params_plan["embed"].spec
-    assert made["count"].spec == P() and "follows no planned one" in made["count"].reasons[0].message
+    assert (
+        made["count"].spec == P()
+        and "follows no planned one" in made["count"].reasons[0].message
+    )
     assert made.specs["extra"] is None
 
 
 def test_the_reason_says_where_jax_follows_no_sharding():
-    made = follow(lambda tree: {"w": tree["a"]["w"], "square": tree["a"]["w"].T @ tree["a"]["w"]}, SMALL_PLAN)
+    made = follow(
+        lambda tree: {"w": tree["a"]["w"], "square": tree["a"]["w"].T @ tree["a"]["w"]},
+        SMALL_PLAN,
+    )
     (why,) = made["square"].reasons
-    assert "JAX cannot follow shardings through `init`: ShardingTypeError: Contracting dimensions" in str(why)
+    assert (
+        "JAX cannot follow shardings through `init`: ShardingTypeError: Contracting"
+        " dimensions" in str(why)
+    )
     # Arrays by the paths of planned ones follow those all the same.
-    named = follow(lambda tree: {**tree, "square": tree["a"]["w"].T @ tree["a"]["w"]}, SMALL_PLAN)
+    named = follow(
+        lambda tree: {**tree, "square": tree["a"]["w"].T @ tree["a"]["w"]}, SMALL_PLAN
+    )
     assert named["a/w"].spec == SMALL_PLAN["a/w"].spec and named["a/w"].reasons == ()
     with pytest.raises(KeyError, match="no such thing"):
         follow(lambda tree: tree["no such thing"], SMALL_PLAN)
@@ -234,28 +358,56 @@ def test_a_plan_for_explicit_and_for_mixed_axes_is_followed_alike(params_plan):
 
 
 def test_names_and_units_go_to_copies_and_histories_and_not_to_the_transposed():
-    square = plan({"w": struct(8, 8)}, MESH, names={"w": ("heads", "embed")}, axes=HEADS)
+    square = plan(
+        {"w": struct(8, 8)}, MESH, names={"w": ("heads", "embed")}, axes=HEADS
+    )
     kept, turned, history = (
         follow(make, square)["w"]
-        for make in (lambda tree: tree, lambda tree: {"w": tree["w"].T}, lambda _: {"w": jnp.zeros((5, 3, 8, 8))})
+        for make in (
+            lambda tree: tree,
+            lambda tree: {"w": tree["w"].T},
+            lambda _: {"w": jnp.zeros((5, 3, 8, 8))},
+        )
     )
     assert kept.names == ("heads", "embed") and kept.units == (4, 1)
-    assert turned.spec == P("fsdp", "tensor") and turned.names is None and turned.units is None
-    assert history.names == (None, None, "heads", "embed") and history.units == (1, 1, 4, 1)
+    assert (
+        turned.spec == P("fsdp", "tensor")
+        and turned.names is None
+        and turned.units is None
+    )
+    assert history.names == (None, None, "heads", "embed") and history.units == (
+        1,
+        1,
+        4,
+        1,
+    )
     assert history.spec == P(None, None, "tensor", "fsdp")
 
 
 def train_state(model):
-    return {"model": model, "opt": ADAM(eqx.filter(model, eqx.is_array)), "step": jnp.zeros((), jnp.int32)}
+    return {
+        "model": model,
+        "opt": ADAM(eqx.filter(model, eqx.is_array)),
+        "step": jnp.zeros((), jnp.int32),
+    }
 
 
 def t5x_adafactor(params: Any) -> Any:
-    """A state with the leaves of T5X's own Adafactor: the statistics are below the path of the parameter."""
+    """A state with the leaves of T5X's own Adafactor: the statistics are below the path
+    of the parameter.
+    """
 
     def leaf(x: Any) -> Any:
-        return {"m": jnp.zeros(x.shape), "v": jnp.zeros((1,)), "v_row": jnp.zeros(x.shape[:1])}
+        return {
+            "m": jnp.zeros(x.shape),
+            "v": jnp.zeros((1,)),
+            "v_row": jnp.zeros(x.shape[:1]),
+        }
 
-    return {"step": jnp.zeros((), jnp.int32), "param_states": jax.tree.map(leaf, params)}
+    return {
+        "step": jnp.zeros((), jnp.int32),
+        "param_states": jax.tree.map(leaf, params),
+    }
 
 
 def struct(*shape):
@@ -265,34 +417,64 @@ def struct(*shape):
 HEADS = AxisRules([("heads", "tensor"), ("embed", "fsdp")], units={"heads": 4})
 NAMED = plan({"w": struct(8, 6)}, MESH, names={"w": ("heads", "embed")}, axes=HEADS)
 GALORE = optax.contrib.galore(1e-3, rank=4).init
-DECIDE = PathRules([("projector/.*w", P("fsdp")), ("[mn]u/.*w", (..., "mlp")), ("", P())])
+DECIDE = PathRules(
+    [("projector/.*w", P("fsdp")), ("[mn]u/.*w", (..., "mlp")), ("", P())]
+)
 FREE = plan(SMALL, MESH, paths=PathRules.parse("w->None.tensor, b->None"))
-LEFT = plan({"w": struct(8, 8)}, MESH, paths=PathRules([("w", P(P.UNCONSTRAINED, "data"))]))
+LEFT = plan(
+    {"w": struct(8, 8)}, MESH, paths=PathRules([("w", P(P.UNCONSTRAINED, "data"))])
+)
 EACH = {"a": struct(6, 4), "b": struct(12), "c": struct(4, 2), "d": struct(5, 3)}
 WHOLE = plan(EACH, MeshSpec({"x": 2, "y": 4}), paths=PathRules.parse(".*->replicate"))
 BASE_RULES = PathRules([("q", P(None, "fsdp", "tensor")), ("o", P("fsdp"))])
 BASE = {"q": {"weight": struct(8, 64, 128)}, "o": {"weight": struct(64, 64)}}
 BASES = plan(BASE, MeshSpec({"fsdp": 4, "tensor": 2}), paths=BASE_RULES)
-LORA = {"q": {"a": struct(8, 64, 16), "b": struct(8, 16, 128)}, "o": {"a": struct(64, 16), "b": struct(16, 64)}}
-SCALES = {"q": {"scale": struct(8, 8, 2)}, "o": {"scale": struct(64), "zero": struct(2, 64), "all": struct()}}
+LORA = {
+    "q": {"a": struct(8, 64, 16), "b": struct(8, 16, 128)},
+    "o": {"a": struct(64, 16), "b": struct(16, 64)},
+}
+SCALES = {
+    "q": {"scale": struct(8, 8, 2)},
+    "o": {"scale": struct(64), "zero": struct(2, 64), "all": struct()},
+}
 # The activations of a model are leaves that are no arrays.
-MODEL = plan(eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0)), MESH, paths=PathRules([("", fsdp("tensor"))]))
+MODEL = plan(
+    eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0)),
+    MESH,
+    paths=PathRules([("", fsdp("tensor"))]),
+)
 ADAM, INNER = optax.adamw(1e-3).init, {"a": {"w": {"y": jnp.zeros((128, 256))}}}
 STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
     "model": (MODEL, train_state, {}),
-    "path": (SMALL_PLAN, lambda tree: {"z": {"a": {"w": jnp.zeros((256, 128))}}, "same": tree["a"]["w"]}, {}),
+    "path": (
+        SMALL_PLAN,
+        lambda tree: {"z": {"a": {"w": jnp.zeros((256, 128))}}, "same": tree["a"]["w"]},
+        {},
+    ),
     "compiler": (LEFT, ADAM, {}),
     "history": (SMALL_PLAN, optax.lbfgs(memory_size=10).init, {}),
     "below": (SMALL_PLAN, t5x_adafactor, {}),
     "shape": (SMALL_PLAN, lambda _: INNER, {}),
     "bare": (SMALL_PLAN, GALORE, {}),
-    "rules": (SMALL_PLAN, GALORE, {"paths": DECIDE, "axes": AxisRules([("mlp", "tensor")])}),
-    "shadowed": (SMALL_PLAN, ADAM, {"paths": PathRules([("mu", P())]), "unused": "allow"}),
+    "rules": (
+        SMALL_PLAN,
+        GALORE,
+        {"paths": DECIDE, "axes": AxisRules([("mlp", "tensor")])},
+    ),
+    "shadowed": (
+        SMALL_PLAN,
+        ADAM,
+        {"paths": PathRules([("mu", P())]), "unused": "allow"},
+    ),
     "over": (SMALL_PLAN, ADAM, {"over": "data"}),
     "over its own": (SMALL_PLAN, ADAM, {"over": ("fsdp", "data")}),
     "over free": (FREE, ADAM, {"over": ("data", "fsdp")}),
     "over large": (FREE, ADAM, {"over": fsdp("data", min_bytes=1024)}),
-    "over units": (NAMED, lambda tree: {**tree, "e": jnp.zeros((0, 3))}, {"over": "data"}),
+    "over units": (
+        NAMED,
+        lambda tree: {**tree, "e": jnp.zeros((0, 3))},
+        {"over": "data"},
+    ),
     "over each": (WHOLE, lambda tree: tree, {"over": ("x", "y")}),
     "adapters": (BASES, lambda _: LORA, {"adapters": [("[ab]$", "weight")]}),
     "scales": (BASES, lambda _: SCALES, {"scales": [("(scale|zero|all)$", "weight")]}),
@@ -302,8 +484,18 @@ STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "state, path, spec, says",
     [
-        ("model", "model/layers/0/weight", P("tensor"), "the sharding that `init` gives it|"),
-        ("model", "opt/0/mu/layers/0/bias", P("tensor"), "the sharding that `init` gives it|"),
+        (
+            "model",
+            "model/layers/0/weight",
+            P("tensor"),
+            "the sharding that `init` gives it|",
+        ),
+        (
+            "model",
+            "opt/0/mu/layers/0/bias",
+            P("tensor"),
+            "the sharding that `init` gives it|",
+        ),
         ("model", "step", P(), "rank 0"),
         ("path", "z/a/w", P("fsdp", "tensor"), "path and shape of `a/w`"),
         ("path", "same", P("fsdp", "tensor"), "the sharding that `init` gives it"),
@@ -314,14 +506,30 @@ STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
         ("below", "param_states/a/b/v", P(), "follows no planned one"),
         ("shape", "a/w/y", P(), "follows no planned one"),
         ("bare", "0/projector/a/w", P(), "`follow(..., paths=...)`"),
-        ("bare", "0/base_optimizer_state/mu/a/b", P("tensor"), "the sharding that `init` gives it|"),
+        (
+            "bare",
+            "0/base_optimizer_state/mu/a/b",
+            P("tensor"),
+            "the sharding that `init` gives it|",
+        ),
         ("rules", "0/projector/a/w", P("fsdp"), "paths[0] projector/.*w|"),
-        ("rules", "0/base_optimizer_state/mu/a/w", P(None, "tensor"), "paths[1] [mn]u/.*w|"),
-        ("shadowed", "0/mu/a/w", P("fsdp", "tensor"), "the sharding that `init` gives it|"),
+        (
+            "rules",
+            "0/base_optimizer_state/mu/a/w",
+            P(None, "tensor"),
+            "paths[1] [mn]u/.*w|",
+        ),
+        (
+            "shadowed",
+            "0/mu/a/w",
+            P("fsdp", "tensor"),
+            "the sharding that `init` gives it|",
+        ),
         ("over", "0/mu/a/w", P(("fsdp", "data"), "tensor"), ", over data|"),
         ("over", "0/nu/a/b", P(("tensor", "data")), ", over data|"),
         ("over", "0/count", P(), "rank 0"),
-        # An axis that the array has already adds nothing; a free dimension comes before one that is cut.
+        # An axis that the array has already adds nothing; a free dimension comes before
+        # one that is cut.
         ("over its own", "0/mu/a/w", P(("fsdp", "data"), "tensor"), ", over data|"),
         ("over free", "0/mu/a/w", P(("data", "fsdp"), "tensor"), ", over data, fsdp|"),
         ("over large", "0/mu/a/w", P("data", "tensor"), ", over data|"),
@@ -340,24 +548,51 @@ STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
         ("scales", "q/scale", P(None, "fsdp", "tensor"), ""),  # blocks of 8 x 64
         ("scales", "o/scale", P("fsdp"), ""),
         ("scales", "o/all", P(), "rank 0"),
-        ("scales", "o/zero", P(), "not divisible"),  # two blocks of 32 rows on four devices
+        (
+            "scales",
+            "o/zero",
+            P(),
+            "not divisible",
+        ),  # two blocks of 32 rows on four devices
     ],
 )
 def test_each_leaf_follows_the_array_that_it_belongs_to(state, path, spec, says):
     planned, init, keywords = STATES[state]
     leaf = follow(init, planned, **keywords)[path]
-    assert leaf.spec == spec and says in f"{leaf.rule}|{'|'.join(map(str, leaf.reasons))}"
+    assert (
+        leaf.spec == spec and says in f"{leaf.rule}|{'|'.join(map(str, leaf.reasons))}"
+    )
     assert not (says.endswith("|") and leaf.reasons)
 
 
 @pytest.mark.parametrize(
     "planned, keywords, message",
     [
-        (SMALL_PLAN, {"over": "dta"}, r"`over` names mesh axis 'dta', .* \(did you mean 'data'\?\)"),
-        (SMALL_PLAN, {"paths": {"/m$": P()}}, r"rule 0, the regex '/m\$', is shadowed: .* goes to what they follow\."),
-        (SMALL_PLAN, {"paths": {"/v$": P("fdsp")}}, r"uses the mesh axis 'fdsp' \(did you mean 'fsdp'\?\)"),
-        (BASES, {"adapters": [(".*q.*m$", "q/weigth")]}, r"`adapters\[0\]` makes `q/weigth` of .*did you mean"),
-        (BASES, {"scales": [("scale", "weight")]}, "`scales` entry 0, the regex 'scale', matches no path"),
+        (
+            SMALL_PLAN,
+            {"over": "dta"},
+            r"`over` names mesh axis 'dta', .* \(did you mean 'data'\?\)",
+        ),
+        (
+            SMALL_PLAN,
+            {"paths": {"/m$": P()}},
+            r"rule 0, the regex '/m\$', is shadowed: .* goes to what they follow\.",
+        ),
+        (
+            SMALL_PLAN,
+            {"paths": {"/v$": P("fdsp")}},
+            r"uses the mesh axis 'fdsp' \(did you mean 'fsdp'\?\)",
+        ),
+        (
+            BASES,
+            {"adapters": [(".*q.*m$", "q/weigth")]},
+            r"`adapters\[0\]` makes `q/weigth` of .*did you mean",
+        ),
+        (
+            BASES,
+            {"scales": [("scale", "weight")]},
+            "`scales` entry 0, the regex 'scale', matches no path",
+        ),
     ],
 )
 def test_what_follow_refuses(planned, keywords, message):

@@ -1,4 +1,6 @@
-"""Laws that hold for every spec, shape, mesh, tree and rule: checked against JAX, brute force and other processes."""
+"""Laws that hold for every spec, shape, mesh, tree and rule: checked against JAX, brute
+force and other processes.
+"""
 
 import itertools
 import json
@@ -17,7 +19,18 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, atomic, correct, fsdp, match, plan, replicate
+from shardfx import (
+    AxisRules,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    atomic,
+    correct,
+    fsdp,
+    match,
+    plan,
+    replicate,
+)
 from shardfx._ground.spec import canonical, constrained, entries_of, entry_axes
 from shardfx.auto import replan
 from shardfx.errors import SpecError
@@ -26,7 +39,17 @@ from shardfx.errors import SpecError
 U = P.UNCONSTRAINED
 ROOT = Path(__file__).parents[2]
 # Meshes that this process has devices for, powers of two and not, with axes of size 1.
-SIZES = ("a=8", "a=2,b=2,c=2", "a=2,b=2,c=2", "b=4,a=2", "a=2,b=3", "a=3,b=1,c=2", "a=1,b=7", "a=1", "a=5")
+SIZES = (
+    "a=8",
+    "a=2,b=2,c=2",
+    "a=2,b=2,c=2",
+    "b=4,a=2",
+    "a=2,b=3",
+    "a=3,b=1,c=2",
+    "a=1,b=7",
+    "a=1",
+    "a=5",
+)
 MESHES = [tuple(MeshSpec.parse(sizes).shape.items()) for sizes in SIZES]
 ENTRIES = st.one_of(
     st.none(),
@@ -38,16 +61,23 @@ ENTRIES = st.one_of(
     st.permutations(["a", "b", "c"]).map(tuple),
     st.permutations(["a", "b", "c"]).map(tuple),
 )
-SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 24, 30]), max_size=4).map(tuple)
+SHAPES = st.lists(
+    st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 24, 30]), max_size=4
+).map(tuple)
 
 
 def built(axes: tuple[tuple[str, int], ...]) -> Mesh:
     sizes = [size for _, size in axes]
-    return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), [name for name, _ in axes])
+    return Mesh(
+        np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes),
+        [name for name, _ in axes],
+    )
 
 
 @st.composite
-def requests(draw: Any) -> tuple[P, tuple[int, ...], tuple[tuple[str, int], ...], tuple[int, ...]]:
+def requests(
+    draw: Any,
+) -> tuple[P, tuple[int, ...], tuple[tuple[str, int], ...], tuple[int, ...]]:
     shape = draw(SHAPES)
     entries = draw(st.lists(ENTRIES, max_size=len(shape)))
     entries += [None] * draw(st.integers(0, 2))
@@ -58,22 +88,38 @@ def requests(draw: Any) -> tuple[P, tuple[int, ...], tuple[tuple[str, int], ...]
 # --- correct
 
 
-def by_trial(spec: P, shape: tuple[int, ...], sizes: dict[str, int], units: tuple[int, ...]) -> list[Any]:
-    """The spec that `correct` must return, found by trying every subset of axes on every dimension."""
+def by_trial(
+    spec: P, shape: tuple[int, ...], sizes: dict[str, int], units: tuple[int, ...]
+) -> list[Any]:
+    """The spec that `correct` must return, found by trying every subset of axes on
+    every dimension.
+    """
     used: set[str] = set()
     kept: list[Any] = []
-    for entry, size, unit in zip([*entries_of(spec), *[None] * len(shape)], shape, units, strict=False):
+    for entry, size, unit in zip(
+        [*entries_of(spec), *[None] * len(shape)], shape, units, strict=False
+    ):
         if entry is U:
             kept.append(U)
             continue
-        free = [axis for axis in dict.fromkeys(entry_axes(entry)) if axis in sizes and axis not in used]
+        free = [
+            axis
+            for axis in dict.fromkeys(entry_axes(entry))
+            if axis in sizes and axis not in used
+        ]
         single = [axis for axis in free if sizes[axis] == 1]
         choices = []
         for chosen in itertools.product([True, False], repeat=len(free)):
             axes = tuple(axis for axis, take in zip(free, chosen, strict=True) if take)
             product = math.prod(sizes[axis] for axis in axes)
-            if set(single) <= set(axes) and (product == 1 or (size % unit == 0 and size // unit % product == 0)):
-                positions = [at for at, axis in enumerate(free) if axis in axes and sizes[axis] > 1]
+            if set(single) <= set(axes) and (
+                product == 1 or (size % unit == 0 and size // unit % product == 0)
+            ):
+                positions = [
+                    at
+                    for at, axis in enumerate(free)
+                    if axis in axes and sizes[axis] > 1
+                ]
                 choices.append((-product, positions, axes))
         best = min(choices)[2]
         used.update(best)
@@ -83,14 +129,29 @@ def by_trial(spec: P, shape: tuple[int, ...], sizes: dict[str, int], units: tupl
 
 @given(requests(), st.integers(0, 4096))
 @settings(max_examples=500)
-def test_correct_keeps_what_trying_everything_would_keep_but_of_small_arrays(request_, min_bytes):
+def test_correct_keeps_what_trying_everything_would_keep_but_of_small_arrays(
+    request_, min_bytes
+):
     spec, shape, axes, units = request_
     once = correct(spec, shape, MeshSpec(axes), units=units)
-    assert once.spec == canonical(P(*by_trial(spec, shape, dict(axes), units))) == canonical(once.spec)
+    assert (
+        once.spec
+        == canonical(P(*by_trial(spec, shape, dict(axes), units)))
+        == canonical(once.spec)
+    )
     twice = correct(once.spec, shape, MeshSpec(axes), units=units, strict=True)
     assert twice.spec == once.spec and twice.reasons == ()
-    large = correct(spec, shape, MeshSpec(axes), units=units, min_bytes=min_bytes, dtype=jnp.bfloat16)
-    assert U in entries_of(spec) or large.spec == (P() if 2 * math.prod(shape) < min_bytes else once.spec)
+    large = correct(
+        spec,
+        shape,
+        MeshSpec(axes),
+        units=units,
+        min_bytes=min_bytes,
+        dtype=jnp.bfloat16,
+    )
+    assert U in entries_of(spec) or large.spec == (
+        P() if 2 * math.prod(shape) < min_bytes else once.spec
+    )
 
 
 @given(requests())
@@ -106,9 +167,13 @@ def test_correct_gives_a_reason_exactly_where_it_changed_something(request_):
     if decision.reasons:
         with pytest.raises(SpecError):
             correct(spec, shape, MeshSpec(axes), units=units, strict=True)
-    explicit = correct(spec, shape, MeshSpec(axes, axis_types=AxisType.Explicit), units=units)
+    explicit = correct(
+        spec, shape, MeshSpec(axes, axis_types=AxisType.Explicit), units=units
+    )
     assert explicit.spec == constrained(decision.spec)
-    assert len(explicit.reasons) == len(decision.reasons) + entries_of(decision.spec).count(U)
+    assert len(explicit.reasons) == len(decision.reasons) + entries_of(
+        decision.spec
+    ).count(U)
 
 
 @given(requests())
@@ -120,21 +185,43 @@ def test_jax_accepts_what_correct_gives(request_):
     x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     placed = jax.device_put(x, NamedSharding(mesh, constrained(found)))
     assert np.array_equal(placed, x)
-    for piece, size, unit in zip(placed.addressable_shards[0].data.shape, shape, units, strict=True):
+    for piece, size, unit in zip(
+        placed.addressable_shards[0].data.shape, shape, units, strict=True
+    ):
         assert piece == size or piece % unit == 0
-    constraint = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, found))
+    constraint = lambda x: jax.lax.with_sharding_constraint(
+        x, NamedSharding(mesh, found)
+    )
     assert jax.eval_shape(jax.jit(constraint), x).shape == shape
 
 
 # --- plan: every leaf is planned as if it were alone
 
 
-KEYS = st.sampled_from(["w", "b", "q_proj", "layer1", "layer2", "layer10", "0", "1", "x/y", "", "é"])
-DTYPES = st.sampled_from(["float32", "bfloat16", "int8", "float8_e4m3fn", "int4", "bool", "complex64"])
+KEYS = st.sampled_from(
+    ["w", "b", "q_proj", "layer1", "layer2", "layer10", "0", "1", "x/y", "", "é"]
+)
+DTYPES = st.sampled_from(
+    ["float32", "bfloat16", "int8", "float8_e4m3fn", "int4", "bool", "complex64"]
+)
 # Rank 1 is too small for half of the rules below, so it is left to the tests above.
-PLANNED_SHAPES = st.one_of(st.just(()), st.lists(st.integers(0, 12), min_size=2, max_size=4).map(tuple))
-ARRAYS = st.builds(lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), PLANNED_SHAPES, DTYPES)
-LEAVES = st.one_of(ARRAYS, ARRAYS, ARRAYS, st.none(), st.just("text"), st.just(jax.nn.relu), st.just(3.5))
+PLANNED_SHAPES = st.one_of(
+    st.just(()), st.lists(st.integers(0, 12), min_size=2, max_size=4).map(tuple)
+)
+ARRAYS = st.builds(
+    lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)),
+    PLANNED_SHAPES,
+    DTYPES,
+)
+LEAVES = st.one_of(
+    ARRAYS,
+    ARRAYS,
+    ARRAYS,
+    st.none(),
+    st.just("text"),
+    st.just(jax.nn.relu),
+    st.just(3.5),
+)
 BELOW = st.recursive(
     LEAVES,
     lambda below: st.one_of(
@@ -148,12 +235,43 @@ BELOW = st.recursive(
 TREES = st.dictionaries(KEYS, BELOW, min_size=1, max_size=5)
 # Some of these can tell one digit from another, in each way that a regex has for it.
 PATTERNS = st.sampled_from(
-    ["w", "b$", "^q", r"\d", "1", "layer1", "layer[02-9]", r"layer(\d)\1", "[a-z]1", "layer1(?!0)", "/", "^$", "(?i)W"]
+    [
+        "w",
+        "b$",
+        "^q",
+        r"\d",
+        "1",
+        "layer1",
+        "layer[02-9]",
+        r"layer(\d)\1",
+        "[a-z]1",
+        "layer1(?!0)",
+        "/",
+        "^$",
+        "(?i)W",
+    ]
 )
 TARGETS = st.sampled_from(
     [
-        *(P(), P("a"), P(None, "b"), P(("a", "c")), P(U, "b"), P("gone"), ("m", "n"), ("m",), (), replicate, fsdp("a")),
-        *(fsdp(("b", "a"), min_bytes=16), P("b") | fsdp("a"), atomic(P("a"), (2,)), atomic(("m",), (3,))),
+        *(
+            P(),
+            P("a"),
+            P(None, "b"),
+            P(("a", "c")),
+            P(U, "b"),
+            P("gone"),
+            ("m", "n"),
+            ("m",),
+            (),
+            replicate,
+            fsdp("a"),
+        ),
+        *(
+            fsdp(("b", "a"), min_bytes=16),
+            P("b") | fsdp("a"),
+            atomic(P("a"), (2,)),
+            atomic(("m",), (3,)),
+        ),
         lambda path, leaf: P("c") if "1" in path else P(),
     ]
 )
@@ -164,7 +282,12 @@ MESH = MeshSpec({"a": 2, "b": 3, "c": 2})
 
 def planned(tree: Any, rules: Any, mesh: Any = MESH, min_bytes: int = 0) -> ShardPlan:
     """The plan; hypothesis rejects the example if the rules do not fit the ranks."""
-    given: Any = {"axes": AXES, "unmatched": "replicate", "unused": "allow", "min_bytes": min_bytes}
+    given: Any = {
+        "axes": AXES,
+        "unmatched": "replicate",
+        "unused": "allow",
+        "min_bytes": min_bytes,
+    }
     try:
         return plan(tree, mesh, paths=PathRules(rules), **given)
     except SpecError:
@@ -178,11 +301,24 @@ def test_every_leaf_is_planned_as_if_it_were_alone(tree, rules):
     made = planned(tree, rules)
     shaped = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
     found = jax.tree.leaves(match(tree, PathRules(rules)), is_leaf=lambda x: x is None)
-    arrays = [(leaf, rule) for leaf, rule in zip(shaped, found, strict=True) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    arrays = [
+        (leaf, rule)
+        for leaf, rule in zip(shaped, found, strict=True)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
     for leaf, (struct, matched) in zip(made.leaves, arrays, strict=True):
         assert (leaf.shape, leaf.dtype) == (struct.shape, struct.dtype)
-        first = next((i for i, (pattern, _) in enumerate(rules) if re.search(pattern, leaf.path)), None)
-        assert matched == first and leaf.rule == (None if first is None else f"paths[{first}] {rules[first][0]}")
+        first = next(
+            (
+                i
+                for i, (pattern, _) in enumerate(rules)
+                if re.search(pattern, leaf.path)
+            ),
+            None,
+        )
+        assert matched == first and leaf.rule == (
+            None if first is None else f"paths[{first}] {rules[first][0]}"
+        )
         (alone,) = planned({leaf.path: struct}, rules).leaves
         assert alone == leaf
 
@@ -192,14 +328,28 @@ def test_every_leaf_is_planned_as_if_it_were_alone(tree, rules):
 def test_a_plan_comes_back_from_json_equal_and_is_of_its_shapes_alone(tree, rules):
     made = planned(tree, rules)
     text = made.to_json()
-    for again in (planned(tree, rules), ShardPlan.from_json(text), ShardPlan.from_json(text, like=tree)):
-        assert again == made and hash(again) == hash(made) and again.digest == made.digest
-        assert again.leaves == made.leaves and again.specs == made.specs and again.to_json() == text
+    for again in (
+        planned(tree, rules),
+        ShardPlan.from_json(text),
+        ShardPlan.from_json(text, like=tree),
+    ):
+        assert (
+            again == made and hash(again) == hash(made) and again.digest == made.digest
+        )
+        assert (
+            again.leaves == made.leaves
+            and again.specs == made.specs
+            and again.to_json() == text
+        )
         assert jax.tree.structure(again.specs) == jax.tree.structure(made.specs)
     placed = [sharding.spec for sharding in jax.tree.leaves(made.shardings)]
     assert placed == [constrained(leaf.spec) for leaf in made.leaves]
     json.loads(text)
-    deeper = lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+    deeper = lambda x: (
+        jax.ShapeDtypeStruct((*x.shape, 1), x.dtype)
+        if isinstance(x, jax.ShapeDtypeStruct)
+        else x
+    )
     assert (planned(jax.tree.map(deeper, tree), rules) == made) == (not made.leaves)
 
 
@@ -208,7 +358,10 @@ def test_a_plan_comes_back_from_json_equal_and_is_of_its_shapes_alone(tree, rule
 def test_a_replan_is_the_plan_that_the_rules_give_there(tree, rules, sizes, min_bytes):
     first, there = planned(tree, rules, min_bytes=min_bytes), MeshSpec.parse(sizes)
     again = replan(first, there)
-    assert again == planned(tree, rules, there, min_bytes=min_bytes) and replan(again, MESH) == first
+    assert (
+        again == planned(tree, rules, there, min_bytes=min_bytes)
+        and replan(again, MESH) == first
+    )
 
 
 @given(TREES, RULES, st.sampled_from(["left", "right"]))
@@ -229,16 +382,31 @@ def test_joined_plans_hold_what_their_parts_hold(tree, rules, name):
 # --- bytes
 
 
-KEY_DTYPES = [jax.random.key(0, impl=name).dtype for name in ("threefry2x32", "rbg", "unsafe_rbg")]
+KEY_DTYPES = [
+    jax.random.key(0, impl=name).dtype for name in ("threefry2x32", "rbg", "unsafe_rbg")
+]
 
 
-@given(SHAPES, DTYPES | st.sampled_from(KEY_DTYPES), st.sampled_from(MESHES), st.permutations(["a", "b", "c"]))
+@given(
+    SHAPES,
+    DTYPES | st.sampled_from(KEY_DTYPES),
+    st.sampled_from(MESHES),
+    st.permutations(["a", "b", "c"]),
+)
 @settings(max_examples=60)
 def test_bytes_per_device_are_what_xla_allocates(shape, dtype, axes, order):
     mesh = built(axes)
-    struct = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype) if isinstance(dtype, str) else dtype)
-    made = plan({"x": struct}, mesh, paths=PathRules([("x", P(*order[: len(shape)]))], axes=order))
-    compiled = jax.jit(lambda x: x, in_shardings=made.shardings["x"]).lower(struct).compile()
+    struct = jax.ShapeDtypeStruct(
+        shape, jnp.dtype(dtype) if isinstance(dtype, str) else dtype
+    )
+    made = plan(
+        {"x": struct},
+        mesh,
+        paths=PathRules([("x", P(*order[: len(shape)]))], axes=order),
+    )
+    compiled = (
+        jax.jit(lambda x: x, in_shardings=made.shardings["x"]).lower(struct).compile()
+    )
     memory: Any = compiled.memory_analysis()
     assert made.bytes_per_device == memory.argument_size_in_bytes
 
@@ -277,8 +445,18 @@ print(plan(tree, mesh, paths=rules, axes=axes).digest)
 def test_plans_are_the_same_in_every_process_and_under_every_hash_seed():
     printed = set()
     for seed in ("0", "31337"):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-        done = subprocess.run([sys.executable, "-c", PLANS], env=env, capture_output=True, text=True, timeout=120)
+        env = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", PLANS],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stderr
         printed.add(done.stdout)
     assert len(printed) == 1

@@ -7,65 +7,153 @@ from shardfx import AxisRules, Code, MeshSpec, PathRules, ShardPlan, fsdp, plan
 
 
 MESH = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
-AXES = AxisRules([("batch", ("data", "fsdp")), ("embed", "fsdp"), ("mlp", "tensor"), ("heads", "tensor")])
+AXES = AxisRules(
+    [
+        ("batch", ("data", "fsdp")),
+        ("embed", "fsdp"),
+        ("mlp", "tensor"),
+        ("heads", "tensor"),
+    ]
+)
 # JAX will hold the NumPy array as float32.
-TREE = {"w": jnp.ones((8, 16)), "b": np.ones(16), "step": jnp.zeros((), jnp.int32), "act": jnp.tanh, "none": None}
+TREE = {
+    "w": jnp.ones((8, 16)),
+    "b": np.ones(16),
+    "step": jnp.zeros((), jnp.int32),
+    "act": jnp.tanh,
+    "none": None,
+}
 RULES = PathRules([("w", P("fsdp", "tensor")), ("b", P("tensor"))])
 
 
 def test_a_plan_of_paths():
     made = plan(TREE, MESH, paths=RULES)
-    assert made.specs == {"w": P("fsdp", "tensor"), "b": P("tensor"), "step": P(), "act": None, "none": None}
+    assert made.specs == {
+        "w": P("fsdp", "tensor"),
+        "b": P("tensor"),
+        "step": P(),
+        "act": None,
+        "none": None,
+    }
     leaf = made["w"]
-    assert (leaf.shape, leaf.dtype, leaf.bytes, leaf.bytes_per_device) == ((8, 16), jnp.float32, 512, 128)
-    assert leaf.rule == "paths[0] w" and leaf.reasons == () and made["b"].dtype == jnp.float32
+    assert (leaf.shape, leaf.dtype, leaf.bytes, leaf.bytes_per_device) == (
+        (8, 16),
+        jnp.float32,
+        512,
+        128,
+    )
+    assert (
+        leaf.rule == "paths[0] w"
+        and leaf.reasons == ()
+        and made["b"].dtype == jnp.float32
+    )
     assert [why.code for why in made["step"].reasons] == [Code.scalar]
     assert made.bytes_total == 512 + 64 + 4 and made.bytes_per_device == 128 + 32 + 4
     assert [leaf.path for leaf in made.leaves] == ["b", "step", "w"]
-    assert repr(made) == "ShardPlan(3 arrays, mesh data=2,fsdp=2,tensor=2, 580 bytes, 164 per device)"
+    assert (
+        repr(made)
+        == "ShardPlan(3 arrays, mesh data=2,fsdp=2,tensor=2, 580 bytes, 164 per device)"
+    )
 
 
 def test_shardings_and_structs_lie_on_the_mesh_that_there_is():
     abstract = plan(TREE, MESH, paths=RULES)
-    assert isinstance(abstract.shardings["w"].mesh, AbstractMesh) and abstract.jax_mesh is None
+    assert (
+        isinstance(abstract.shardings["w"].mesh, AbstractMesh)
+        and abstract.jax_mesh is None
+    )
     assert abstract.structs["w"].sharding == abstract.shardings["w"]
     mesh = MESH.build(jax.devices())
     concrete = plan(TREE, mesh, paths=RULES)
     assert concrete.jax_mesh is mesh and concrete.shardings["w"].mesh is mesh
-    assert abstract.on(mesh) == concrete and abstract != concrete and abstract.digest == concrete.digest
-    assert concrete.off() == abstract == concrete.off().off() and concrete.off().jax_mesh is None
+    assert (
+        abstract.on(mesh) == concrete
+        and abstract != concrete
+        and abstract.digest == concrete.digest
+    )
+    assert (
+        concrete.off() == abstract == concrete.off().off()
+        and concrete.off().jax_mesh is None
+    )
 
 
 def test_names_win_over_paths_and_none_leaves_them_the_choice():
     rules = PathRules([("b", P("tensor")), ("step", ()), ("v", ("mlp", "embed"))])
     names = {**dict.fromkeys(TREE), "w": ("mlp", None), "step": (), "v": None}
-    made = plan({**TREE, "v": TREE["w"]}, MESH, paths=rules, names=names, axes=AXES, unused="allow")
-    assert made["w"].spec == P("tensor") and made["w"].rule == "names" and made["w"].names == ("mlp", None)
-    assert made["b"].spec == P("tensor") and made["b"].rule == "paths[0] b" and made["step"].spec == P()
+    made = plan(
+        {**TREE, "v": TREE["w"]},
+        MESH,
+        paths=rules,
+        names=names,
+        axes=AXES,
+        unused="allow",
+    )
+    assert (
+        made["w"].spec == P("tensor")
+        and made["w"].rule == "names"
+        and made["w"].names == ("mlp", None)
+    )
+    assert (
+        made["b"].spec == P("tensor")
+        and made["b"].rule == "paths[0] b"
+        and made["step"].spec == P()
+    )
     assert made["v"].spec == P("tensor", "fsdp") and made["v"].names == ("mlp", "embed")
 
 
 def test_names_may_be_a_prefix_of_the_tree():
-    tree = {"a": {"x": jnp.ones((4, 4)), "y": jnp.ones((4, 4))}, "b": (jnp.ones((4,)), jnp.ones((4,)))}
-    made = plan(tree, MESH, names={"a": ("embed", "mlp"), "b": (("mlp",), ("embed",))}, axes=AXES)
-    assert made.specs == {"a": {"x": P("fsdp", "tensor"), "y": P("fsdp", "tensor")}, "b": (P("tensor"), P("fsdp"))}
-    pair = plan((TREE["w"], TREE["w"]), MESH, names=(("embed", "mlp"), ("mlp", "embed")), axes=AXES)
+    tree = {
+        "a": {"x": jnp.ones((4, 4)), "y": jnp.ones((4, 4))},
+        "b": (jnp.ones((4,)), jnp.ones((4,))),
+    }
+    made = plan(
+        tree,
+        MESH,
+        names={"a": ("embed", "mlp"), "b": (("mlp",), ("embed",))},
+        axes=AXES,
+    )
+    assert made.specs == {
+        "a": {"x": P("fsdp", "tensor"), "y": P("fsdp", "tensor")},
+        "b": (P("tensor"), P("fsdp")),
+    }
+    pair = plan(
+        (TREE["w"], TREE["w"]),
+        MESH,
+        names=(("embed", "mlp"), ("mlp", "embed")),
+        axes=AXES,
+    )
     assert pair.specs == (P("fsdp", "tensor"), P("tensor", "fsdp"))
 
 
 def test_strategies_refine_what_comes_before_them():
-    rules = PathRules([("w", ("embed", None) | fsdp("fsdp") | fsdp("data")), ("b", P("fsdp") | fsdp("data"))])
+    rules = PathRules(
+        [
+            ("w", ("embed", None) | fsdp("fsdp") | fsdp("data")),
+            ("b", P("fsdp") | fsdp("data")),
+        ]
+    )
     made = plan({"w": TREE["w"], "b": TREE["b"]}, MESH, paths=rules, axes=AXES)
-    assert made["w"].spec == P("fsdp", "data") and [why.code for why in made["w"].reasons] == [Code.duplicate]
+    assert made["w"].spec == P("fsdp", "data") and [
+        why.code for why in made["w"].reasons
+    ] == [Code.duplicate]
     (taken,) = made["b"].reasons
-    assert taken.message.startswith("no dimension is free for `data` (2): all that may be cut are sharded already")
+    assert taken.message.startswith(
+        "no dimension is free for `data` (2): all that may be cut are sharded already"
+    )
 
 
 def test_equal_plans_share_a_trace_and_different_meshes_do_not():
     made, traces = plan(TREE, MESH, paths=RULES), []
     run = jax.jit(lambda made, x: traces.append(made))
     devices = np.array(jax.devices()).reshape(2, 2, 2)
-    others = [made.on(Mesh(order, MESH.axis_names)) for order in (devices, devices[::-1])]
-    for one in (made, ShardPlan.from_json(made.to_json()), ShardPlan.from_json(made.to_json(), like=TREE), *others):
+    others = [
+        made.on(Mesh(order, MESH.axis_names)) for order in (devices, devices[::-1])
+    ]
+    for one in (
+        made,
+        ShardPlan.from_json(made.to_json()),
+        ShardPlan.from_json(made.to_json(), like=TREE),
+        *others,
+    ):
         run(one, 1.0)
     assert traces == [made, *others]

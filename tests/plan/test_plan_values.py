@@ -1,4 +1,6 @@
-"""Plans as values: pickled, copied, indexed by path, and read from JSON that was edited."""
+"""Plans as values: pickled, copied, indexed by path, and read from JSON that was
+edited.
+"""
 
 import collections
 import copy
@@ -15,14 +17,33 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, atomic, fsdp, plan, report, shard
+from shardfx import (
+    AxisRules,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    atomic,
+    fsdp,
+    plan,
+    report,
+    shard,
+)
 from shardfx.errors import PlanFormatError, PlanMismatchError
 
 
 MESH = MeshSpec({"a": 2, "b": 4})
-TREE = {"w": jnp.ones((8, 16)), "l": [jax.ShapeDtypeStruct((7,), jnp.bfloat16)] * 2, "t": (None, jnp.ones(3), "text")}
+TREE = {
+    "w": jnp.ones((8, 16)),
+    "l": [jax.ShapeDtypeStruct((7,), jnp.bfloat16)] * 2,
+    "t": (None, jnp.ones(3), "text"),
+}
 RULES = PathRules([("w", ("m", "n")), ("l", P("a")), (".*", fsdp("b"))])
-AXES = AxisRules([("m", "a"), ("n", "b")], units={"n": 2}, modes={"x": [("m", None)]}, aliases={"z": "m"})
+AXES = AxisRules(
+    [("m", "a"), ("n", "b")],
+    units={"n": 2},
+    modes={"x": [("m", None)]},
+    aliases={"z": "m"},
+)
 
 
 def trees() -> list[Any]:
@@ -30,18 +51,39 @@ def trees() -> list[Any]:
     deep = jnp.ones(2)
     for _ in range(100):
         deep = {"a": [deep]}
-    return [TREE, eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0)), {"keys": keys}, [], jnp.ones(8), deep]
+    return [
+        TREE,
+        eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0)),
+        {"keys": keys},
+        [],
+        jnp.ones(8),
+        deep,
+    ]
 
 
-@pytest.mark.parametrize("tree", trees(), ids=["dict", "module", "keys", "empty", "array", "deep"])
+@pytest.mark.parametrize(
+    "tree", trees(), ids=["dict", "module", "keys", "empty", "array", "deep"]
+)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("on", [False, True])
 def test_a_plan_pickles_and_copies(tree, kind, on):
     spec = MeshSpec({"a": 2, "b": 4}, axis_types=kind)
     mesh = spec.build(jax.devices()[::-1]) if on else spec
-    made = plan(tree, mesh, paths=PathRules([(".*", fsdp("a"))]), unmatched="replicate", unused="allow")
-    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), copy.copy(made)):
-        assert again == made and hash(again) == hash(made) and again.leaves == made.leaves
+    made = plan(
+        tree,
+        mesh,
+        paths=PathRules([(".*", fsdp("a"))]),
+        unmatched="replicate",
+        unused="allow",
+    )
+    for again in (
+        pickle.loads(pickle.dumps(made)),
+        copy.deepcopy(made),
+        copy.copy(made),
+    ):
+        assert (
+            again == made and hash(again) == hash(made) and again.leaves == made.leaves
+        )
         assert again.jax_mesh == made.jax_mesh and again.shardings == made.shardings
         assert jax.tree.structure(again.specs) == jax.tree.structure(made.specs)
     read = ShardPlan.from_json(made.to_json())
@@ -55,14 +97,22 @@ def test_a_pickled_plan_needs_its_devices():
     made = plan(TREE, MESH.build(jax.devices()), paths=RULES, axes=AXES)
     make, (text, path_tree, order, devices) = made.content.__reduce__()
     assert make(text, path_tree, order, devices) == made.content
-    for others in ([*devices[:-1], ("cpu", 99)], [("abc", number) for _, number in devices]):
-        with pytest.raises(PlanMismatchError, match=r"that this process does not have \(.*pickle `plan.off\(\)`"):
+    for others in (
+        [*devices[:-1], ("cpu", 99)],
+        [("abc", number) for _, number in devices],
+    ):
+        with pytest.raises(
+            PlanMismatchError,
+            match=r"that this process does not have \(.*pickle `plan.off\(\)`",
+        ):
             make(text, path_tree, order, others)
 
 
 def test_a_plan_is_read_by_path():
     made = plan(TREE, MESH, paths=RULES, axes=AXES)
-    assert list(made) == [leaf.path for leaf in made.leaves] == ["l/0", "l/1", "t/1", "w"]
+    assert (
+        list(made) == [leaf.path for leaf in made.leaves] == ["l/0", "l/1", "t/1", "w"]
+    )
     assert len(made) == 4 and "w" in made and "t/1" in made
     assert "t/2" not in made and "t" not in made and 3 not in made
     assert all(made[path].path == path for path in made)
@@ -75,14 +125,49 @@ for _ in range(300):
     DEEP = [DEEP]
 HOSTILE: list[Any] = [
     *[0, 1, 2**70, "data", "float32", [1], ["a"], [["a"]]],
-    *[None, True, -1, 1.5, 10**30, 2**63, "", "a", "\ud800", "leaf", DEEP, [], {}, [[]], [None], ["a", "a"]],
-    *[{"a": 1}, {"dict": []}, {"list": [None]}, {"node": "x", "children": []}, {"int": "9" * 5000}],
-    *[{"unconstrained": True}, {"atomic": "m", "unit": 0}, [["a", 2, "Auto", 1]], float("nan"), float("inf")],
+    *[
+        None,
+        True,
+        -1,
+        1.5,
+        10**30,
+        2**63,
+        "",
+        "a",
+        "\ud800",
+        "leaf",
+        DEEP,
+        [],
+        {},
+        [[]],
+        [None],
+        ["a", "a"],
+    ],
+    *[
+        {"a": 1},
+        {"dict": []},
+        {"list": [None]},
+        {"node": "x", "children": []},
+        {"int": "9" * 5000},
+    ],
+    *[
+        {"unconstrained": True},
+        {"atomic": "m", "unit": 0},
+        [["a", 2, "Auto", 1]],
+        float("nan"),
+        float("inf"),
+    ],
 ]
 
 
 MODES, UNITS = {"m": [("a", P.UNCONSTRAINED)]}, {"a": 3}
-RICH_AXES = AxisRules({"a": ("data", "tensor"), "b": None}, modes=MODES, units=UNITS, aliases={"c": "a"}, axes=["pod"])
+RICH_AXES = AxisRules(
+    {"a": ("data", "tensor"), "b": None},
+    modes=MODES,
+    units=UNITS,
+    aliases={"c": "a"},
+    axes=["pod"],
+)
 RICH = plan(
     {
         "w": jnp.ones((6, 8)),
@@ -92,7 +177,11 @@ RICH = plan(
         "by_number": {1: jnp.ones((3, 4, 5))},
         "module": eqx.nn.Linear(4, 4, key=jax.random.key(0)),
     },
-    MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": AxisType.Explicit}, dcn={"data": 2}),
+    MeshSpec(
+        {"data": 2, "tensor": 4},
+        axis_types={"tensor": AxisType.Explicit},
+        dcn={"data": 2},
+    ),
     paths=PathRules(
         [
             ("^w", (atomic("a", 3), "b")),
@@ -119,33 +208,81 @@ def edited(change: Callable[[Any], Any]) -> str:
 
 def test_json_brings_back_all_that_a_plan_has_and_an_edit_without_digest():
     again = ShardPlan.from_json(RICH.to_json())
-    assert again == RICH and again.mesh == RICH.mesh and again.axes == RICH.axes and again.leaves == RICH.leaves
+    assert (
+        again == RICH
+        and again.mesh == RICH.mesh
+        and again.axes == RICH.axes
+        and again.leaves == RICH.leaves
+    )
     assert again["w"].reasons and ShardPlan.from_json(edited(lambda d: None)) == RICH
-    changed = ShardPlan.from_json(edited(lambda d: d["rows"][0].update(memory_kind="device")))
-    assert [leaf.memory_kind for leaf in changed.leaves] != [leaf.memory_kind for leaf in RICH.leaves]
+    changed = ShardPlan.from_json(
+        edited(lambda d: d["rows"][0].update(memory_kind="device"))
+    )
+    assert [leaf.memory_kind for leaf in changed.leaves] != [
+        leaf.memory_kind for leaf in RICH.leaves
+    ]
 
 
 @pytest.mark.parametrize(
     "change, wanted",
     [
         (lambda d: d["rows"][0].update(spec=[3]), "3 is no entry of a spec"),
-        (lambda d: d.update(version=2), "the plan has version 2, and this shardfx reads version 1; update shardfx"),
+        (
+            lambda d: d.update(version=2),
+            "the plan has version 2, and this shardfx reads version 1; update shardfx",
+        ),
         (lambda d: d.update(strict=1), "`strict` is 1; it must be true or left out"),
-        (lambda d: d.update(digest=JSON["digest"], mode="m"), "edited: its digest is not that of its content"),
-        (lambda d: d["rows"][0].update(spec=["tensor"] * 2), "the spec P('tensor', 'tensor') is invalid for shape"),
-        (lambda d: d["rows"][0].update(dtype="float13"), "dtype 'float13' is unknown to this version of JAX."),
+        (
+            lambda d: d.update(digest=JSON["digest"], mode="m"),
+            "edited: its digest is not that of its content",
+        ),
+        (
+            lambda d: d["rows"][0].update(spec=["tensor"] * 2),
+            "the spec P('tensor', 'tensor') is invalid for shape",
+        ),
+        (
+            lambda d: d["rows"][0].update(dtype="float13"),
+            "dtype 'float13' is unknown to this version of JAX.",
+        ),
         (lambda d: d["rows"][0].pop("shape"), "row 0 has no `shape`."),
-        (lambda d: d["rows"][0].update(shape=[-4]), "row 0: `shape` is [-4]; it must be a list of sizes."),
-        (lambda d: d["rows"][0].update(units=[0]), "SpecError: `units` must hold one positive int"),
-        (lambda d: d["rows"][0].update(names=["a"]), "row 0: shape (3, 4, 5) needs one name for each dimension, not"),
-        (lambda d: d["rows"][0].update(memory_kind="tape"), "memory kind 'tape' is none of device, pinned_host"),
+        (
+            lambda d: d["rows"][0].update(shape=[-4]),
+            "row 0: `shape` is [-4]; it must be a list of sizes.",
+        ),
+        (
+            lambda d: d["rows"][0].update(units=[0]),
+            "SpecError: `units` must hold one positive int",
+        ),
+        (
+            lambda d: d["rows"][0].update(names=["a"]),
+            "row 0: shape (3, 4, 5) needs one name for each dimension, not",
+        ),
+        (
+            lambda d: d["rows"][0].update(memory_kind="tape"),
+            "memory kind 'tape' is none of device, pinned_host",
+        ),
         (lambda d: d["rows"].__setitem__(0, 3), "row 0 is 3; it must be an object."),
-        (lambda d: d["rows"][0].update(strategies=[["data", 4]]), "['data', 4] is no strategy; it must be [list of"),
-        (lambda d: d["rows"][0].update(reasons=[["small", -1, [], ""]]), "is no reason; it must be [code, dimension"),
-        (lambda d: d["leaves"][0].__setitem__(1, 99), "`leaves` must hold pairs of a path and the number of a row"),
+        (
+            lambda d: d["rows"][0].update(strategies=[["data", 4]]),
+            "['data', 4] is no strategy; it must be [list of",
+        ),
+        (
+            lambda d: d["rows"][0].update(reasons=[["small", -1, [], ""]]),
+            "is no reason; it must be [code, dimension",
+        ),
+        (
+            lambda d: d["leaves"][0].__setitem__(1, 99),
+            "`leaves` must hold pairs of a path and the number of a row",
+        ),
         (lambda d: d["leaves"].pop(), "`structure` has"),
-        (lambda d: d["mesh"][0].__setitem__(1, -1), "the mesh has an axis of unknown size"),
-        (lambda d: d.update(mesh={}), "`mesh` must hold a list [name, size, axis type, slices] for each axis."),
+        (
+            lambda d: d["mesh"][0].__setitem__(1, -1),
+            "the mesh has an axis of unknown size",
+        ),
+        (
+            lambda d: d.update(mesh={}),
+            "`mesh` must hold a list [name, size, axis type, slices] for each axis.",
+        ),
     ],
 )
 def test_json_edited_to_be_invalid(change, wanted):
@@ -157,24 +294,45 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The places in the JSON that a test can edit."""
     if path:
         yield path
-    for key, below in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+    for key, below in (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    ):
         yield from places(below, (*path, key))
 
 
 PLACES = [path for path in places(JSON) if path[0] != "digest"]
 
 
-@given(st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(HOSTILE)), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(PLACES), st.sampled_from(HOSTILE)),
+        min_size=1,
+        max_size=3,
+    )
+)
 @settings(deadline=None, max_examples=500)
 def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
     def change(data):
         for path, value in edits:
             node = data
             for key in path[:-1]:
-                if not (isinstance(node, dict) and key in node or isinstance(node, list) and key in range(len(node))):
+                if not (
+                    isinstance(node, dict)
+                    and key in node
+                    or isinstance(node, list)
+                    and key in range(len(node))
+                ):
                     return
                 node = node[key]
-            if isinstance(node, dict) or isinstance(node, list) and path[-1] in range(len(node)):
+            if (
+                isinstance(node, dict)
+                or isinstance(node, list)
+                and path[-1] in range(len(node))
+            ):
                 node[path[-1]] = copy.deepcopy(value)
 
     try:
@@ -186,7 +344,11 @@ def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
     assert len(jax.tree.leaves(made.structs)) == len(made.leaves)
     assert len(jax.tree.leaves(made.shardings)) == len(made.leaves)
     assert 0 <= made.bytes_per_device <= made.bytes_total
-    assert all(str(why) == why.message or why.dim is not None for leaf in made.leaves for why in leaf.reasons)
+    assert all(
+        str(why) == why.message or why.dim is not None
+        for leaf in made.leaves
+        for why in leaf.reasons
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,8 +363,14 @@ def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
         ("", r"no whole JSON text \(.* of 0\); was the file truncated\?"),
         (RICH.to_json()[:-1], r"no whole JSON text \(.*\); was the file truncated\?"),
         ("\x00", "no whole JSON text"),
-        *[(other, "is no plan: its `format` is not 'shardfx.plan'; write") for other in ("{}", "[1]", "null", '"a"')],
-        ('{"format": "shardfx.plan", "version": 1}', "the plan's JSON is invalid: KeyError: 'mesh'"),
+        *[
+            (other, "is no plan: its `format` is not 'shardfx.plan'; write")
+            for other in ("{}", "[1]", "null", '"a"')
+        ],
+        (
+            '{"format": "shardfx.plan", "version": 1}',
+            "the plan's JSON is invalid: KeyError: 'mesh'",
+        ),
     ],
 )
 def test_hostile_text_is_a_format_error(text, message):
@@ -219,13 +387,24 @@ LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))
     [
         (LIKE, jnp.ones(8), "the plan has no array alone; the tree has no `b`"),
         (jnp.ones(8), LIKE, "the plan has no `b`; the tree has no array alone"),
-        (LIKE, {**LIKE, "b": None}, r"\(0 arrays more, 1 missing\): the tree has no `b`"),
-        (AB, collections.OrderedDict(b=AB["b"], a=AB["a"]), "the arrays are in another order"),
+        (
+            LIKE,
+            {**LIKE, "b": None},
+            r"\(0 arrays more, 1 missing\): the tree has no `b`",
+        ),
+        (
+            AB,
+            collections.OrderedDict(b=AB["b"], a=AB["a"]),
+            "the arrays are in another order",
+        ),
     ],
     ids=["one array", "a tree", "fewer", "order"],
 )
 def test_like_must_be_the_planned_tree(tree, like, message):
     made = plan(tree, MESH.build(jax.devices()), paths=PathRules([("", P("a"))]))
-    for attempt in (lambda: ShardPlan.from_json(made.to_json(), like=like), lambda: shard(like, made)):
+    for attempt in (
+        lambda: ShardPlan.from_json(made.to_json(), like=like),
+        lambda: shard(like, made),
+    ):
         with pytest.raises(PlanMismatchError, match=message):
             attempt()

@@ -1,4 +1,6 @@
-"""plan(refine=True) splits an axis if a dimension can use a sub-axis, and changes nothing else."""
+"""plan(refine=True) splits an axis if a dimension can use a sub-axis, and changes
+nothing else.
+"""
 
 import math
 
@@ -11,7 +13,19 @@ import pytest
 from hypothesis import given, settings
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from shardfx import AxisRules, Code, MeshSpec, PathRules, ShardPlan, constrain, follow, fsdp, plan, report, shard
+from shardfx import (
+    AxisRules,
+    Code,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    constrain,
+    follow,
+    fsdp,
+    plan,
+    report,
+    shard,
+)
 from shardfx.errors import SpecError
 
 
@@ -23,19 +37,30 @@ AXES = AxisRules(
 )
 NAMES = {"q": ("embed", "heads"), "kv": ("embed", "kv_heads"), "mlp": ("embed", "mlp")}
 SHAPES = {"q": (512, 32 * 128), "kv": (512, 8 * 128), "mlp": (512, 2048)}
-TREE = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+TREE = {
+    name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()
+}
 MESH = MeshSpec({"fsdp": 4, "tensor": 16})
-PLAIN, REFINED = (plan(TREE, MESH, names=NAMES, axes=AXES, refine=refine) for refine in (False, True))
+PLAIN, REFINED = (
+    plan(TREE, MESH, names=NAMES, axes=AXES, refine=refine) for refine in (False, True)
+)
 
 
 def test_eight_kv_heads_on_sixteen_devices():
     assert PLAIN["kv"].spec == P("fsdp")
     assert REFINED.mesh == MESH.split("tensor", {"tensor_0": 8, "tensor_1": 2})
     assert REFINED["kv"].spec == P("fsdp", "tensor_0")
-    assert REFINED["q"].spec == REFINED["mlp"].spec == P("fsdp", ("tensor_0", "tensor_1"))
+    assert (
+        REFINED["q"].spec == REFINED["mlp"].spec == P("fsdp", ("tensor_0", "tensor_1"))
+    )
     assert REFINED["kv"].bytes_per_device == PLAIN["kv"].bytes_per_device // 8
-    assert REFINED.axes is not None and dict(REFINED.axes.rules)["mlp"] == ("tensor_0", "tensor_1")
-    assert dict(REFINED.axes.modes)["decode"] == (("mlp", ("fsdp", "tensor_0", "tensor_1")),)
+    assert REFINED.axes is not None and dict(REFINED.axes.rules)["mlp"] == (
+        "tensor_0",
+        "tensor_1",
+    )
+    assert dict(REFINED.axes.modes)["decode"] == (
+        ("mlp", ("fsdp", "tensor_0", "tensor_1")),
+    )
     assert REFINED.axes.units == AXES.units
     state = follow(optax.adam(1e-3).init, REFINED)
     assert state.mesh == REFINED.mesh and state["0/mu/kv"].spec == REFINED["kv"].spec
@@ -44,8 +69,14 @@ def test_eight_kv_heads_on_sixteen_devices():
 
 def test_nothing_to_refine_gives_the_same_plan():
     mesh = MeshSpec({"fsdp": 4, "tensor": 8})
-    assert plan(TREE, mesh, names=NAMES, axes=AXES, refine=True) == plan(TREE, mesh, names=NAMES, axes=AXES)
-    tree, rules, mesh = {"bias": jnp.ones(6)}, PathRules([("bias", P("tensor"))]), MeshSpec({"tensor": 4})
+    assert plan(TREE, mesh, names=NAMES, axes=AXES, refine=True) == plan(
+        TREE, mesh, names=NAMES, axes=AXES
+    )
+    tree, rules, mesh = (
+        {"bias": jnp.ones(6)},
+        PathRules([("bias", P("tensor"))]),
+        MeshSpec({"tensor": 4}),
+    )
     assert plan(tree, mesh, paths=rules, refine=True, min_bytes=100).mesh == mesh
     assert plan(tree, mesh, paths=rules, refine=True)["bias"].spec == P("tensor_0")
 
@@ -57,30 +88,84 @@ BAC = {"w": P(("b", "a")) | fsdp("c"), "u": P("a"), "v": P("b"), "x": P("c")}
 @pytest.mark.parametrize(
     "promise, shapes, mesh, rules, parts, specs",
     [
-        ("a free name", {"w": (6,)}, "t=4,t_1=2", {"w": P("t")}, "t__0=2,t__1=2,t_1=2", {"w": P("t__0")}),
-        ("part of a strategy's axis", {"w": (12, 5)}, "f=8", {"w": fsdp("f")}, "f_0=4,f_1=2", {"w": P("f_0")}),
-        ("one axis is enough", {"w": (2,)}, "a=4,b=4", {"w": P(("a", "b"))}, "a_0=2,a_1=2,b=4", {"w": P("a_0")}),
+        (
+            "a free name",
+            {"w": (6,)},
+            "t=4,t_1=2",
+            {"w": P("t")},
+            "t__0=2,t__1=2,t_1=2",
+            {"w": P("t__0")},
+        ),
+        (
+            "part of a strategy's axis",
+            {"w": (12, 5)},
+            "f=8",
+            {"w": fsdp("f")},
+            "f_0=4,f_1=2",
+            {"w": P("f_0")},
+        ),
+        (
+            "one axis is enough",
+            {"w": (2,)},
+            "a=4,b=4",
+            {"w": P(("a", "b"))},
+            "a_0=2,a_1=2,b=4",
+            {"w": P("a_0")},
+        ),
         # b_0 and a_1 would do as well for w, which asked for no part.
         (
-            *("no other layout", {"u": (2,), "v": (2,), "w": (6,)}, "a=6,b=4", BA, "a_0=2,a_1=3,b_0=2,b_1=2"),
+            *(
+                "no other layout",
+                {"u": (2,), "v": (2,), "w": (6,)},
+                "a=6,b=4",
+                BA,
+                "a_0=2,a_1=3,b_0=2,b_1=2",
+            ),
             {"w": P(("a_0", "a_1"))},
         ),
-        # Six of 24 would cut through slices of six devices each: two of the four slices' halves is what fits.
-        ("whole slices", {"w": (6,)}, "t=24(dcn=4)", {"w": P("t")}, "t_0=2(dcn=2),t_1=12(dcn=2)", {"w": P("t_0")}),
+        # Six of 24 would cut through slices of six devices each: two of the four
+        # slices' halves is what fits.
         (
-            *("neither divides the other", {"four": (4, 9), "six": (6, 9)}, "t=12", {"": P("t")}, "t_0=2,t_1=3,t_2=2"),
+            "whole slices",
+            {"w": (6,)},
+            "t=24(dcn=4)",
+            {"w": P("t")},
+            "t_0=2(dcn=2),t_1=12(dcn=2)",
+            {"w": P("t_0")},
+        ),
+        (
+            *(
+                "neither divides the other",
+                {"four": (4, 9), "six": (6, 9)},
+                "t=12",
+                {"": P("t")},
+                "t_0=2,t_1=3,t_2=2",
+            ),
             {"six": P(("t_0", "t_1")), "four": P(("t_0", "t_2"))},
         ),
         (
-            *("all that it asked for", {"u": (2,), "v": (2,), "x": (2,), "w": (6, 8)}, "a=6,b=4,c=4", BAC),
-            *("a_0=2,a_1=3,b_0=2,b_1=2,c_0=2,c_1=2", {"w": P(("a_0", "a_1"), ("c_0", "c_1"))}),
+            *(
+                "all that it asked for",
+                {"u": (2,), "v": (2,), "x": (2,), "w": (6, 8)},
+                "a=6,b=4,c=4",
+                BAC,
+            ),
+            *(
+                "a_0=2,a_1=3,b_0=2,b_1=2,c_0=2,c_1=2",
+                {"w": P(("a_0", "a_1"), ("c_0", "c_1"))},
+            ),
         ),
     ],
 )
-def test_axes_are_split_by_what_dimensions_take(promise, shapes, mesh, rules, parts, specs):
+def test_axes_are_split_by_what_dimensions_take(
+    promise, shapes, mesh, rules, parts, specs
+):
     tree = {name: jnp.ones(shape) for name, shape in shapes.items()}
     refined = plan(tree, MeshSpec.parse(mesh), paths=PathRules(rules), refine=True)
-    assert str(refined.mesh) == parts and {path: refined[path].spec for path in specs} == specs, promise
+    assert (
+        str(refined.mesh) == parts
+        and {path: refined[path].spec for path in specs} == specs
+    ), promise
     if rules is BAC:  # what was asked for names the parts, too
         assert refined["w"].requested == P(("b_0", "b_1", "a_0", "a_1"))
         assert refined["w"].strategies == (fsdp(("c_0", "c_1")),)
@@ -90,20 +175,34 @@ def test_no_reason_advises_to_refine_once_that_was_done():
     single = {"q": TREE["q"], "kv": jax.ShapeDtypeStruct((512, 128), jnp.float32)}
     for tree in (TREE, single):
         names = {name: NAMES[name] for name in tree}
-        plain, refined = (plan(tree, MESH, names=names, axes=AXES, refine=refine) for refine in (False, True))
+        plain, refined = (
+            plan(tree, MESH, names=names, axes=AXES, refine=refine)
+            for refine in (False, True)
+        )
         assert "split the mesh axis (`refine=True`)" in report(plain)
-        assert "refine" not in report(refined) and "would cut inside a unit; use axes whose product" in report(refined)
+        assert "refine" not in report(
+            refined
+        ) and "would cut inside a unit; use axes whose product" in report(refined)
         assert [why.code for why in refined["kv"].reasons] == [Code.unit]
         assert ShardPlan.from_json(refined.to_json()) == refined
 
 
 def test_strict_says_how_to_accept_what_refine_left_over():
-    told = "`refine=True` has split the mesh into fsdp=4,tensor_0=8,tensor_1=2. .* by rules that name the parts; or"
-    why = r"leaf `kv`, shape \(512, 1024\): dim 1: 1024 elements are 8 units of 128, and `tensor_0` \(8\) x `tensor_1`"
+    told = (
+        "`refine=True` has split the mesh into fsdp=4,tensor_0=8,tensor_1=2. .* by"
+        " rules that name the parts; or"
+    )
+    why = (
+        r"leaf `kv`, shape \(512, 1024\): dim 1: 1024 elements are 8 units of 128, and"
+        r" `tensor_0` \(8\) x `tensor_1`"
+    )
     with pytest.raises(SpecError, match=rf"(?s){told} .*{why}"):
         plan(TREE, MESH, names=NAMES, axes=AXES, refine=True, strict=True)
     parts = ("tensor_0", "tensor_1")
-    axes = AxisRules({"heads": parts, "kv_heads": "tensor_0", "mlp": parts, "embed": "fsdp"}, units=UNITS)
+    axes = AxisRules(
+        {"heads": parts, "kv_heads": "tensor_0", "mlp": parts, "embed": "fsdp"},
+        units=UNITS,
+    )
     split = MESH.split("tensor", {"tensor_0": 8, "tensor_1": 2})
     assert plan(TREE, split, names=NAMES, axes=axes, strict=True).specs == REFINED.specs
 
@@ -114,18 +213,32 @@ sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])
 @settings(max_examples=100)
 @given(
     st.lists(st.tuples(sizes, sizes), min_size=1, max_size=5),
-    st.lists(st.sampled_from([("t",), ("d", "t"), ("t", "d"), ("d",), ()]), min_size=10, max_size=10),
+    st.lists(
+        st.sampled_from([("t",), ("d", "t"), ("t", "d"), ("d",), ()]),
+        min_size=10,
+        max_size=10,
+    ),
     st.sampled_from([2, 4, 6, 8, 16]),
     st.sampled_from([1, 2, 3]),
 )
 def test_refining_saves_memory_and_moves_nothing_else(shapes, wanted, t, d):
-    tree = {f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
+    tree = {
+        f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32)
+        for i, shape in enumerate(shapes)
+    }
     specs = []
     for first, second in zip(wanted[::2], wanted[1::2], strict=True):
-        specs.append(P(first or None, tuple(axis for axis in second if axis not in first) or None))
+        specs.append(
+            P(
+                first or None,
+                tuple(axis for axis in second if axis not in first) or None,
+            )
+        )
     rules = PathRules([(f"w{i}", specs[i]) for i in range(len(shapes))])
     mesh = MeshSpec({"d": d, "t": t})
-    before, after = (plan(tree, mesh, paths=rules, refine=refine) for refine in (False, True))
+    before, after = (
+        plan(tree, mesh, paths=rules, refine=refine) for refine in (False, True)
+    )
     assert math.prod(after.mesh.axis_sizes) == math.prod(mesh.axis_sizes)
     assert after.bytes_per_device <= before.bytes_per_device
     for old, new in zip(before.leaves, after.leaves, strict=True):
@@ -141,14 +254,22 @@ def test_refining_saves_memory_and_moves_nothing_else(shapes, wanted, t, d):
 def test_refined_and_plain_arrays_mix_in_one_jit_and_keep_their_place():
     rules = PathRules([("kv", P(None, "tensor")), (".*", P("data", "tensor"))])
     axes = AxisRules([("batch", "data"), ("kv_heads", "tensor")])
-    tree = {"kv": jnp.arange(32.0).reshape(16, 2), "w": jnp.arange(128.0).reshape(8, 16)}
+    tree = {
+        "kv": jnp.arange(32.0).reshape(16, 2),
+        "w": jnp.arange(128.0).reshape(8, 16),
+    }
     mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
-    plain, refined = (plan(tree, mesh, paths=rules, axes=axes, refine=refine) for refine in (False, True))
+    plain, refined = (
+        plan(tree, mesh, paths=rules, axes=axes, refine=refine)
+        for refine in (False, True)
+    )
     assert refined.jax_mesh is not None and refined.mesh.axis_sizes == (2, 2, 2)
     assert list(refined.jax_mesh.devices.flat) == list(mesh.devices.flat)
     assert refined.shardings["w"].is_equivalent_to(plain.shardings["w"], 2)
     placed, other = shard(tree, refined), shard(tree, plain)
     for names in (P("data", "tensor_0"), ("batch", "kv_heads")):
-        out = jax.jit(lambda a, b, names=names: constrain(a["w"] @ b["kv"], names, refined))(other, placed)
+        out = jax.jit(
+            lambda a, b, names=names: constrain(a["w"] @ b["kv"], names, refined)
+        )(other, placed)
         assert out.sharding.spec == P("data", "tensor_0")
     np.testing.assert_array_equal(out, np.asarray(tree["w"]) @ np.asarray(tree["kv"]))

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from shardfx import AxisRules, Code, MeshSpec, PathRules, follow, fsdp, plan, replicate, report
+from shardfx import (
+    AxisRules,
+    Code,
+    MeshSpec,
+    PathRules,
+    follow,
+    fsdp,
+    plan,
+    replicate,
+    report,
+)
 from shardfx._ground.text import bytes_text
 from shardfx.presets import models
 
@@ -30,11 +40,20 @@ def planned(tree, target: Any = replicate, mesh=MESH, **keywords):
     "tree, paths",
     [
         ({"layers": {"0": {"w": 8}}}, ["layers/0/w"]),
-        ({"layers": {str(number): {"w": 8} for number in (7, 3, 5, 4)}}, ["layers/{3..5,7}/w"]),
-        ({"layers": {str(number): {"w": 8} for number in (0, 1, 3, 5, 6, 8)}}, ["layers/{0..1,3,..,8}/w"]),
+        (
+            {"layers": {str(number): {"w": 8} for number in (7, 3, 5, 4)}},
+            ["layers/{3..5,7}/w"],
+        ),
+        (
+            {"layers": {str(number): {"w": 8} for number in (0, 1, 3, 5, 6, 8)}},
+            ["layers/{0..1,3,..,8}/w"],
+        ),
         ({"h": [{"experts": [{"w": 8}] * 3}] * 2}, ["h/{0..1}/experts/{0..2}/w"]),
         # Numbers that are part of a name stay, and a star is no number.
-        (dict.fromkeys(("fc1", "fc2", "h.0.w", "h.1.w", "b_0"), 8), ["b_0", "fc1", "fc2", "h.{0..1}.w"]),
+        (
+            dict.fromkeys(("fc1", "fc2", "h.0.w", "h.1.w", "b_0"), 8),
+            ["b_0", "fc1", "fc2", "h.{0..1}.w"],
+        ),
         ({"h": {"*": 8, "0": 8, "1": 8}}, ["h/*", "h/{0..1}"]),
         ([8, 8, 6, 8], ["{0..1,3}", "2"]),
     ],
@@ -45,7 +64,11 @@ def test_rows_are_of_arrays_that_differ_in_numbers_alone(tree, paths):
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20), st.sampled_from([6, 8])), min_size=1, max_size=30)
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 20), st.sampled_from([6, 8])),
+        min_size=1,
+        max_size=30,
+    )
 )
 def test_rows_cover_every_array_once(leaves):
     tree = {f"{name}/{number}": struct(size) for name, number, size in leaves}
@@ -64,7 +87,13 @@ def test_the_whole_table():
 
     block = {"w": struct(64, 12, dtype=jnp.bfloat16), "scale": struct(64)}
     model = Model(struct(1003, 64), [block] * 3, jax.nn.relu)
-    rules = PathRules([("table", ("vocab", "embed")), ("w", P(("data", "tensor"), None)), ("scale", replicate)])
+    rules = PathRules(
+        [
+            ("table", ("vocab", "embed")),
+            ("w", P(("data", "tensor"), None)),
+            ("scale", replicate),
+        ]
+    )
     axes = AxisRules([("vocab", "tensor"), ("embed", "data")])
     wanted = """\
 path                 arrays  shape         spec         bytes/device  why
@@ -83,8 +112,12 @@ Replicated, 768 B on every device: blocks/{0..2}/scale (768 B)."""
 def test_the_state_of_repeated_layers_is_grouped_as_they_are():
     layer = {"w": struct(8, 16), "norm": struct(16)}
     rules = PathRules([("w", P("data", "tensor")), ("norm", P())])
-    made = follow(optax.adamw(1e-3).init, plan({"layers": [layer] * 12}, MESH, paths=rules))
-    found = [(group.where, len(group.paths), group.row.rule) for group in made.content.groups]
+    made = follow(
+        optax.adamw(1e-3).init, plan({"layers": [layer] * 12}, MESH, paths=rules)
+    )
+    found = [
+        (group.where, len(group.paths), group.row.rule) for group in made.content.groups
+    ]
     assert found[:3] == [
         ("0/count", 1, None),
         ("0/mu/layers/{0..11}/norm", 12, "path and shape of `layers/*/norm`"),
@@ -93,37 +126,77 @@ def test_the_state_of_repeated_layers_is_grouped_as_they_are():
 
 
 def test_a_reason_is_told_once():
-    assert report(planned([struct(6)] * 2 + [struct(6, 8)] * 2, P("tensor"))).count("not divisible") == 1
-    few = report(planned({str(size): struct(size, size) for size in (2, 4, 8, 16)}, fsdp("data", min_bytes=10_000)))
-    assert few.count("min_bytes") == 1 and "[1] arrays of fewer than 10000 bytes stay whole" in few
+    assert (
+        report(planned([struct(6)] * 2 + [struct(6, 8)] * 2, P("tensor"))).count(
+            "not divisible"
+        )
+        == 1
+    )
+    few = report(
+        planned(
+            {str(size): struct(size, size) for size in (2, 4, 8, 16)},
+            fsdp("data", min_bytes=10_000),
+        )
+    )
+    assert (
+        few.count("min_bytes") == 1
+        and "[1] arrays of fewer than 10000 bytes stay whole" in few
+    )
     rules = PathRules([("a", P("gone")), ("b", P(None, "gone"))], axes=["gone"])
     wide = plan({"a": struct(8, 8), "b": struct(8, 8)}, MESH, paths=rules)
     assert report(wide).count("the mesh has no axis `gone`") == 1
 
 
 def test_scalars_unmatched_arrays_and_the_largest_replicated():
-    lines = report(plan({"count": struct(), "w": struct(8)}, MESH, unmatched="replicate")).splitlines()
+    lines = report(
+        plan({"count": struct(), "w": struct(8)}, MESH, unmatched="replicate")
+    ).splitlines()
     assert lines[1].split() == ["count", "f32[]", "-", "4", "B", "-"]
     assert lines[2].split() == ["w", "f32[8]", "-", "32", "B", "[1]"]
     assert any(line.startswith("[1] no rule covers the array") for line in lines)
-    last = report(planned({name: struct(8 * (i + 1)) for i, name in enumerate("abcdefg")})).splitlines()[-1]
-    assert last == "Replicated, 896 B on every device: g (224 B), f (192 B), e (160 B), d (128 B), c (96 B), 2 more."
+    last = report(
+        planned({name: struct(8 * (i + 1)) for i, name in enumerate("abcdefg")})
+    ).splitlines()[-1]
+    assert (
+        last
+        == "Replicated, 896 B on every device: g (224 B), f (192 B), e (160 B), d (128"
+        " B), c (96 B), 2 more."
+    )
 
 
 def test_memory_kinds_axis_types_and_unconstrained_are_shown():
     mesh = MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": AxisType.Explicit})
-    text = report(planned({"w": struct(8, 8)}, P(P.UNCONSTRAINED, "tensor"), mesh, memory_kinds=[("w", "pinned_host")]))
-    assert "any,tensor" in text and "in pinned_host" in text and "Auto/Explicit axes" in text
-
-
-def test_an_empty_plan():
-    assert report(plan({}, MESH)) == (
-        "path  shape  spec  bytes/device  why\n\n"
-        "0 arrays, 0 B, on mesh data=2,tensor=4 (8 devices): 0 B per device, nothing to hold."
+    text = report(
+        planned(
+            {"w": struct(8, 8)},
+            P(P.UNCONSTRAINED, "tensor"),
+            mesh,
+            memory_kinds=[("w", "pinned_host")],
+        )
+    )
+    assert (
+        "any,tensor" in text
+        and "in pinned_host" in text
+        and "Auto/Explicit axes" in text
     )
 
 
-SIZES = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536 << 20: "1.5 GiB", 1 << 60: "1.0 EiB", 1 << 70: "1,024.0 EiB"}
+def test_an_empty_plan():
+    assert (
+        report(plan({}, MESH))
+        == "path  shape  spec  bytes/device  why\n\n0 arrays, 0 B, on mesh"
+        " data=2,tensor=4 (8 devices): 0 B per device, nothing to hold."
+    )
+
+
+SIZES = {
+    0: "0 B",
+    1023: "1023 B",
+    1024: "1.0 KiB",
+    1536 << 20: "1.5 GiB",
+    1 << 60: "1.0 EiB",
+    1 << 70: "1,024.0 EiB",
+}
 
 
 @pytest.mark.parametrize("count, text", SIZES.items())
@@ -133,28 +206,50 @@ def test_bytes_text(count, text):
 
 def test_dtypes_are_short():
     key = jax.eval_shape(lambda: jax.random.key(0)).dtype
-    kinds = {"i4": jnp.int4, "f8_e4m3fn": jnp.float8_e4m3fn, "bool": bool, "c64": "c8", "key<fry>": key}
+    kinds = {
+        "i4": jnp.int4,
+        "f8_e4m3fn": jnp.float8_e4m3fn,
+        "bool": bool,
+        "c64": "c8",
+        "key<fry>": key,
+    }
     text = report(planned([struct(8, dtype=kind) for kind in kinds.values()]))
     assert all(f"  {name}[8]  " in text for name in kinds)
 
 
 def awkward():
-    tree = {"<b>\x1b[31m": struct(8, 6), "line\nbreak": struct(12), "layers": [struct(8)] * 2, "n": struct()}
-    return plan(tree, MESH, paths=PathRules([("<b>", P("data", "tensor")), (".*", replicate)]))
+    tree = {
+        "<b>\x1b[31m": struct(8, 6),
+        "line\nbreak": struct(12),
+        "layers": [struct(8)] * 2,
+        "n": struct(),
+    }
+    return plan(
+        tree, MESH, paths=PathRules([("<b>", P("data", "tensor")), (".*", replicate)])
+    )
 
 
 def test_a_report_escapes_what_a_terminal_would_obey():
     text = report(awkward())
-    assert "\x1b" not in text and r"<b>\x1b[31m  " in text and "\nline\\nbreak  " in text
+    assert (
+        "\x1b" not in text and r"<b>\x1b[31m  " in text and "\nline\\nbreak  " in text
+    )
     assert r"on every device: layers/{0..1} (64 B), line\nbreak (48 B)." in text
-    assert isinstance(text, str) and repr(text) == str(text) == f"{text}" and text.splitlines()[0].startswith("path")
+    assert (
+        isinstance(text, str)
+        and repr(text) == str(text) == f"{text}"
+        and text.splitlines()[0].startswith("path")
+    )
 
 
 @pytest.mark.parametrize("made", [awkward(), planned({"w": struct(8, 16)}, P("data"))])
 def test_a_notebook_shows_a_plan_as_a_table_with_the_facts_of_the_report(made):
     page = made._repr_html_()
     assert set(re.findall(r"<(\w+)", page)) == {"table", "tr", "td", "th", "p"}
-    rows = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", page)]
+    rows = [
+        re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)
+        for row in re.findall("<tr>(.*?)</tr>", page)
+    ]
     table, *below = report(made).split("\n\n")
     assert rows[0] == table.splitlines()[0].split()
     shown = [" ".join(html.unescape(" ".join(row)).split()) for row in rows[1:]]
@@ -165,23 +260,48 @@ def test_a_notebook_shows_a_plan_as_a_table_with_the_facts_of_the_report(made):
 
 def test_plans_of_leaves_and_codes_read_well():
     rules, kinds = PathRules.parse("<b>->data.tensor"), [("<b>", "pinned_host")]
-    (leaf,) = plan({"<b>\x1b[31m": struct(8, 6)}, MESH, paths=rules, memory_kinds=kinds).leaves
+    (leaf,) = plan(
+        {"<b>\x1b[31m": struct(8, 6)}, MESH, paths=rules, memory_kinds=kinds
+    ).leaves
     assert repr(leaf) == (
-        rf"LeafPlan(<b>\x1b[31m: f32[8,6]; {leaf.spec}; by paths[0] <b>; in pinned_host; 96 of 192 bytes per device; "
-        "dim 1: size 6 is not divisible by `tensor` (4); use axes whose product divides 6)"
+        rf"LeafPlan(<b>\x1b[31m: f32[8,6]; {leaf.spec}; by paths[0] <b>; in"
+        r" pinned_host; 96 of 192 bytes per device; "
+        "dim 1: size 6 is not divisible by `tensor` (4); use axes whose product"
+        " divides 6)"
     )
-    assert repr(Code.indivisible) == "Code.indivisible" and "code=Code.indivisible" in repr(leaf.reasons[0])
+    assert repr(
+        Code.indivisible
+    ) == "Code.indivisible" and "code=Code.indivisible" in repr(leaf.reasons[0])
 
 
 def test_paths_stay_whole_in_80_columns():
     tree = models.tree("llama3-70b")
-    made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=models.rules_for("llama3-70b", "fsdp_tp"))
-    widest = {width: max(map(len, report(made, width=width).splitlines())) for width in (80, 100, 120, 200)}
-    assert all(found <= width for width, found in widest.items()) and max(map(len, report(made).splitlines())) > 80
+    made = plan(
+        tree,
+        MeshSpec({"fsdp": 8, "tensor": 16}),
+        paths=models.rules_for("llama3-70b", "fsdp_tp"),
+    )
+    widest = {
+        width: max(map(len, report(made, width=width).splitlines()))
+        for width in (80, 100, 120, 200)
+    }
+    assert (
+        all(found <= width for width, found in widest.items())
+        and max(map(len, report(made).splitlines())) > 80
+    )
     lines = report(made, width=80).splitlines()
     assert lines.count("model/layers/{0..79}/") == 1 and lines[0].split()[-1] == "why"
-    below = [line.split()[0] for line in lines if line.startswith("  ") and "/" in line][:9]
-    assert len(set(below)) == 9 and "mlp/up_proj/weight" in below and "self_attn/k_proj/weight" in below
+    below = [
+        line.split()[0] for line in lines if line.startswith("  ") and "/" in line
+    ][:9]
+    assert (
+        len(set(below)) == 9
+        and "mlp/up_proj/weight" in below
+        and "self_attn/k_proj/weight" in below
+    )
     # What says why goes first, what says that there is a reason stays.
-    assert any(line.startswith("  self_attn/k_proj/weight") and line.endswith("[1]") for line in lines)
+    assert any(
+        line.startswith("  self_attn/k_proj/weight") and line.endswith("[1]")
+        for line in lines
+    )
     assert "paths[" not in "\n".join(lines) and "paths[" in report(made)

@@ -1,4 +1,6 @@
-"""A new strategy needs one class: every function that takes strategies then takes it by its name."""
+"""A new strategy needs one class: every function that takes strategies then takes it by
+its name.
+"""
 
 import functools as ft
 
@@ -40,7 +42,13 @@ def _known(monkeypatch):
 
 def test_it_is_planned_alone_and_after_others():
     over = largest("fsdp", skip=1)
-    made = plan(TREE, MESH, paths=PathRules([("wide", P("data") | largest("fsdp")), ("b", over), (".*", over)]))
+    made = plan(
+        TREE,
+        MESH,
+        paths=PathRules(
+            [("wide", P("data") | largest("fsdp")), ("b", over), (".*", over)]
+        ),
+    )
     assert made.specs == {"wide": P("data", "fsdp"), "odd": P("fsdp"), "b": P("fsdp")}
     (why,) = plan(TREE, MESH, paths=PathRules.parse(".*->largest(fsdp)"))["odd"].reasons
     assert why.dim is None and "9" in why.message
@@ -48,9 +56,20 @@ def test_it_is_planned_alone_and_after_others():
 
 def test_it_prefers_dimensions():
     tree = {**TREE, "three": jnp.ones((8, 32, 16))}
-    made = plan(tree, MESH, paths=PathRules.parse("three->data|smallest(fsdp), .*->smallest(fsdp)"))
-    assert made.specs == {"three": P("data", None, "fsdp"), "wide": P("fsdp"), "odd": P("fsdp"), "b": P("fsdp")}
-    assert follow(lambda tree: tree, made, over=smallest("data"))["three"].spec == P("data", None, "fsdp")
+    made = plan(
+        tree,
+        MESH,
+        paths=PathRules.parse("three->data|smallest(fsdp), .*->smallest(fsdp)"),
+    )
+    assert made.specs == {
+        "three": P("data", None, "fsdp"),
+        "wide": P("fsdp"),
+        "odd": P("fsdp"),
+        "b": P("fsdp"),
+    }
+    assert follow(lambda tree: tree, made, over=smallest("data"))["three"].spec == P(
+        "data", None, "fsdp"
+    )
 
 
 def test_it_is_read_from_text_and_from_json():
@@ -58,14 +77,20 @@ def test_it_is_read_from_text_and_from_json():
     made = plan(TREE, MESH, paths=rules)
     assert ShardPlan.from_json(made.to_json()) == made
     assert made["b"].strategies == (Largest(("data", "fsdp")),)
-    other = plan(TREE, MESH, paths=PathRules.parse("wide->data|fsdp(fsdp), .*->fsdp(data+fsdp)"))
+    other = plan(
+        TREE, MESH, paths=PathRules.parse("wide->data|fsdp(fsdp), .*->fsdp(data+fsdp)")
+    )
     assert other["b"].spec == made["b"].spec and other.digest != made.digest
 
 
 def test_what_reads_plans_calls_it_by_its_name():
     made = plan(TREE, MESH, paths=PathRules.parse("odd->replicate, .*->largest(fsdp)"))
     assert "then largest(fsdp)" in str(explain(made, "wide"))
-    assert replan(made, MeshSpec({"data": 1, "fsdp": 2})).specs["wide"] == P(None, "fsdp")
-    assert follow(lambda tree: tree, made, over=largest("data"))["wide"].spec == P(None, ("fsdp", "data"))
+    assert replan(made, MeshSpec({"data": 1, "fsdp": 2})).specs["wide"] == P(
+        None, "fsdp"
+    )
+    assert follow(lambda tree: tree, made, over=largest("data"))["wide"].spec == P(
+        None, ("fsdp", "data")
+    )
     found = lint(TREE, MESH, paths=PathRules([(".*", largest("fdsp", 64))]))
     assert "largest('fsdp', 64)" in str(found)

@@ -1,4 +1,6 @@
-"""Trees of many node types are planned, placed, gathered, stored and joined, with the names that they declare."""
+"""Trees of many node types are planned, placed, gathered, stored and joined, with the
+names that they declare.
+"""
 
 import collections
 import dataclasses
@@ -15,7 +17,19 @@ from flax.core import FrozenDict
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
 import shardfx as sfx
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, field, filter_jit, follow, fsdp, gather, plan, shard
+from shardfx import (
+    AxisRules,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    field,
+    filter_jit,
+    follow,
+    fsdp,
+    gather,
+    plan,
+    shard,
+)
 from shardfx.auto import renamed
 from shardfx.errors import RuleError, UnmatchedError
 from shardfx.interop import flax as interop
@@ -43,40 +57,95 @@ class WithoutKeys(list):
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.linear, self.norm = nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+        self.linear, self.norm = (
+            nnx.Linear(8, 16, rngs=rngs),
+            nnx.BatchNorm(16, rngs=rngs),
+        )
 
 
 def small_types() -> dict[str, jax.Array]:
-    names = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4", "int8", "bool", "complex64")
+    names = (
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "int4",
+        "uint4",
+        "int8",
+        "bool",
+        "complex64",
+    )
     return {name: jnp.ones((8, 8), name) for name in names}
 
 
-OPTIMIZER = optax.chain(optax.adam(1e-3), optax.masked(optax.adam(1e-3), {"w": True, "b": False}))
+OPTIMIZER = optax.chain(
+    optax.adam(1e-3), optax.masked(optax.adam(1e-3), {"w": True, "b": False})
+)
 W = np.arange(128, dtype=np.float32).reshape(8, 16)
-# A function for each, since making one runs JAX; and some paths that its leaves must have.
+# A function for each, since making one runs JAX; and some paths that its leaves must
+# have.
 TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "namedtuple": (lambda: Pair(W, [W, Pair(W, None)]), ("x", "y/0", "y/1/x")),
-    "registered dataclass": (lambda: {"d": Registered(W), "e": [Registered(W, 5)]}, ("d/w", "e/0/w")),
+    "registered dataclass": (
+        lambda: {"d": Registered(W), "e": [Registered(W, 5)]},
+        ("d/w", "e/0/w"),
+    ),
     "node without keys": (lambda: WithoutKeys([W, {"b": W}]), ("0", "1/b")),
-    "FrozenDict": (lambda: FrozenDict({"params": {"Dense_0": {"kernel": W}}}), ("params/Dense_0/kernel",)),
+    "FrozenDict": (
+        lambda: FrozenDict({"params": {"Dense_0": {"kernel": W}}}),
+        ("params/Dense_0/kernel",),
+    ),
     "OrderedDict": (lambda: collections.OrderedDict([("z", W), ("a", W)]), ("z", "a")),
-    "defaultdict": (lambda: collections.defaultdict(list, {"z": W, "a": [W]}), ("a/0", "z")),
+    "defaultdict": (
+        lambda: collections.defaultdict(list, {"z": W, "a": [W]}),
+        ("a/0", "z"),
+    ),
     "keys of tuples": (lambda: {(0, "a"): W, (1, "b"): W}, ("(0, 'a')", "(1, 'b')")),
     "odd keys": (lambda: {"a\nb": W, "": W, "é": W}, ("", "a\nb", "é")),
-    "nnx module": (lambda: Net(nnx.Rngs(0)), ("linear/kernel/value", "norm/scale/value")),
-    "nnx state": (lambda: nnx.state(Net(nnx.Rngs(0)), nnx.Param), ("linear/kernel/value", "norm/scale/value")),
-    "linen": (lambda: nn.Dense(16).init(jax.random.key(0), jnp.ones((2, 8))), ("params/kernel", "params/bias")),
-    "Equinox": (lambda: eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0)), ("layers/0/weight", "layers/2/bias")),
-    "Equinox state": (lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "b", mode="ema")[1], ()),
-    "optax state": (lambda: OPTIMIZER.init({"w": W, "b": W[0]}), ("0/0/count", "0/0/mu/w", "1/inner_state/0/mu/w")),
+    "nnx module": (
+        lambda: Net(nnx.Rngs(0)),
+        ("linear/kernel/value", "norm/scale/value"),
+    ),
+    "nnx state": (
+        lambda: nnx.state(Net(nnx.Rngs(0)), nnx.Param),
+        ("linear/kernel/value", "norm/scale/value"),
+    ),
+    "linen": (
+        lambda: nn.Dense(16).init(jax.random.key(0), jnp.ones((2, 8))),
+        ("params/kernel", "params/bias"),
+    ),
+    "Equinox": (
+        lambda: eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0)),
+        ("layers/0/weight", "layers/2/bias"),
+    ),
+    "Equinox state": (
+        lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "b", mode="ema")[1],
+        (),
+    ),
+    "optax state": (
+        lambda: OPTIMIZER.init({"w": W, "b": W[0]}),
+        ("0/0/count", "0/0/mu/w", "1/inner_state/0/mu/w"),
+    ),
     "Partial": (lambda: jax.tree_util.Partial(np.add, W), ()),
     "one array": (lambda: W, ("",)),
     "nothing": (lambda: {}, ()),
     "None": (lambda: None, ()),
-    "keys": (lambda: {"many": jax.random.split(jax.random.key(0), 8), "one": jax.random.key(1)}, ("many", "one")),
+    "keys": (
+        lambda: {
+            "many": jax.random.split(jax.random.key(0), 8),
+            "one": jax.random.key(1),
+        },
+        ("many", "one"),
+    ),
     "small types": (small_types, ("int4", "float8_e5m2")),
-    "empty dimensions": (lambda: {"a": np.ones((0, 8)), "b": np.ones((8, 0)), "c": np.ones(0)}, ("a", "b", "c")),
-    "NumPy of 64 bits": (lambda: {"i": np.arange(8), "f": np.ones(8), "s": np.float64(3.5)}, ("i", "f", "s")),
+    "empty dimensions": (
+        lambda: {"a": np.ones((0, 8)), "b": np.ones((8, 0)), "c": np.ones(0)},
+        ("a", "b", "c"),
+    ),
+    "NumPy of 64 bits": (
+        lambda: {"i": np.arange(8), "f": np.ones(8), "s": np.float64(3.5)},
+        ("i", "f", "s"),
+    ),
 }
 
 
@@ -88,7 +157,9 @@ def same(one: Any, two: Any) -> bool:
         return one is two
     if jnp.issubdtype(two.dtype, jax.dtypes.prng_key):
         # NumPy cannot hold them.
-        return isinstance(one.sharding, SingleDeviceSharding) and bool(jnp.all(one == two))
+        return isinstance(one.sharding, SingleDeviceSharding) and bool(
+            jnp.all(one == two)
+        )
     return isinstance(one, np.ndarray) and np.array_equal(one, two)
 
 
@@ -97,29 +168,48 @@ def test_it_is_planned_placed_gathered_stored_and_joined(name):
     make, paths = TREES[name]
     tree = make()
     mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
-    made = plan(tree, mesh, paths=PathRules([(".*", fsdp(("data", "tensor")))]), unmatched="replicate", unused="allow")
+    made = plan(
+        tree,
+        mesh,
+        paths=PathRules([(".*", fsdp(("data", "tensor")))]),
+        unmatched="replicate",
+        unused="allow",
+    )
     assert set(paths) <= {leaf.path for leaf in made.leaves}
-    assert len(made.leaves) == len([leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)])
+    assert len(made.leaves) == len(
+        [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    )
 
     placed = shard(tree, made)
     back = gather(placed)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     assert all(map(same, jax.tree.leaves(back), jax.tree.leaves(tree)))
     held = [leaf for leaf in jax.tree.leaves(placed) if eqx.is_array(leaf)]
-    assert all(x.sharding == s for x, s in zip(held, jax.tree.leaves(made.shardings), strict=True))
+    assert all(
+        x.sharding == s
+        for x, s in zip(held, jax.tree.leaves(made.shardings), strict=True)
+    )
 
-    through = filter_jit(lambda tree: tree, in_shardings=(made,), out_shardings=made)(placed)
+    through = filter_jit(lambda tree: tree, in_shardings=(made,), out_shardings=made)(
+        placed
+    )
     assert jax.tree.structure(through) == jax.tree.structure(tree)
 
     text = made.to_json()
     assert ShardPlan.from_json(text).on(mesh) == made
     like = ShardPlan.from_json(text, like=tree).on(mesh)
-    assert like == made and jax.tree.structure(like.specs) == jax.tree.structure(made.specs)
+    assert like == made and jax.tree.structure(like.specs) == jax.tree.structure(
+        made.specs
+    )
 
     joined = ShardPlan.join(a=made, b=made)
     assert joined.bytes_total == 2 * made.bytes_total
-    assert jax.tree.structure(joined.specs) == jax.tree.structure({"a": made.specs, "b": made.specs})
-    assert [leaf.spec for leaf in follow(lambda tree: tree, made).leaves] == [leaf.spec for leaf in made.leaves]
+    assert jax.tree.structure(joined.specs) == jax.tree.structure(
+        {"a": made.specs, "b": made.specs}
+    )
+    assert [leaf.spec for leaf in follow(lambda tree: tree, made).leaves] == [
+        leaf.spec for leaf in made.leaves
+    ]
 
 
 # --- names that classes declare, and names that are given beside them
@@ -147,7 +237,10 @@ def test_names_in_an_ordered_dict_belong_to_their_keys():
     tree = ordered([("up", jnp.ones((16, 16))), ("down", jnp.ones((16, 16)))])
     names = ordered([("down", ("mlp", "embed")), ("up", ("embed", "mlp"))])
     made = plan(tree, MESH, names=names, axes=AXES)
-    assert (made["up"].spec, made["down"].spec) == (P("fsdp", "tensor"), P("tensor", "fsdp"))
+    assert (made["up"].spec, made["down"].spec) == (
+        P("fsdp", "tensor"),
+        P("tensor", "fsdp"),
+    )
     with pytest.raises(RuleError, match="no prefix of the tree.*'dwon', 'up'"):
         plan(tree, MESH, names=ordered([("dwon", None), ("up", None)]), axes=AXES)
 
@@ -156,28 +249,43 @@ def test_names_in_an_ordered_dict_belong_to_their_keys():
 def test_none_leaves_arrays_the_names_that_they_declare(rules):
     made = plan(LORA, MESH, names=Lora(None, ("embed", None)), axes=AXES, paths=rules)  # pyright: ignore
     assert made["base/w"].spec == P("fsdp", "tensor") and made["base/w"].rule == "names"
-    itself = plan(LORA, MESH, names=Lora(Linear(None), (None, None)), axes=AXES, paths=rules)  # pyright: ignore
+    itself = plan(
+        LORA, MESH, names=Lora(Linear(None), (None, None)), axes=AXES, paths=rules
+    )  # pyright: ignore
     assert itself["base/w"].spec == P("fsdp", "tensor") and itself["a"].spec == P()
 
 
 def test_declared_names_cannot_be_renamed_to_none_and_need_rules():
-    with pytest.raises(RuleError, match=r"gets None, which leaves `base/w` the names \('embed', 'mlp'\)"):
+    with pytest.raises(
+        RuleError,
+        match=r"gets None, which leaves `base/w` the names \('embed', 'mlp'\)",
+    ):
         renamed(LORA, {"base": None})
     assert renamed(LORA, {"a": None, "base": ()}) == Lora(Linear(()), None)  # pyright: ignore
-    with pytest.raises(UnmatchedError, match="(?s)names that fields of the tree declare need `axes=.*`w`: float32"):
+    with pytest.raises(
+        UnmatchedError,
+        match="(?s)names that fields of the tree declare need `axes=.*`w`: float32",
+    ):
         plan(LORA.base, MESH)
 
 
 class Tied(nnx.Module):
     def __init__(self):
-        init = nnx.with_partitioning(nnx.initializers.ones, ("mlp", "embed"), eager_sharding=False)
+        init = nnx.with_partitioning(
+            nnx.initializers.ones, ("mlp", "embed"), eager_sharding=False
+        )
         self.embed = nnx.Embed(32, 16, embedding_init=init, rngs=nnx.Rngs(0))
         self.head = self.embed.embedding
 
 
 def test_names_of_flax_are_not_passed_over():
     state = nnx.state(nnx.eval_shape(Tied))
-    with pytest.raises(RuleError, match=r"`embed/embedding` carries the names \('mlp', 'embed'\) of Flax, .* 1 of 1"):
+    with pytest.raises(
+        RuleError,
+        match=(
+            r"`embed/embedding` carries the names \('mlp', 'embed'\) of Flax, .* 1 of 1"
+        ),
+    ):
         plan(state, MESH, axes=AXES, paths=REST)
     none = jax.tree.map(lambda _: None, state)
     cases: list[tuple[dict[str, Any], P]] = [
@@ -193,7 +301,10 @@ def test_names_of_flax_are_not_passed_over():
 
 
 def test_a_variable_that_is_tied_is_no_tree():
-    with pytest.raises(RuleError, match="`embed/embedding` and `head` are one variable .* plan `nnx.state"):
+    with pytest.raises(
+        RuleError,
+        match="`embed/embedding` and `head` are one variable .* plan `nnx.state",
+    ):
         plan(Tied(), MESH, paths=REST)
 
 
@@ -214,10 +325,22 @@ class Outer:
 def test_declared_names_of_every_dataclass_go_down_to_the_arrays_below():
     inner = Inner(weight=jnp.ones((3, 4, 6)), scale=jnp.ones((3, 4)))
     tree = Outer([inner, inner], {"a": jnp.ones((5, 7))}, jnp.ones(2))
-    axes = AxisRules([("layers", None), ("mlp", "tensor"), ("embed", "fsdp"), ("vocab", "tensor")])
-    made = plan(tree, MeshSpec({"fsdp": 2, "tensor": 2}), axes=axes, unmatched="replicate")
+    axes = AxisRules(
+        [("layers", None), ("mlp", "tensor"), ("embed", "fsdp"), ("vocab", "tensor")]
+    )
+    made = plan(
+        tree, MeshSpec({"fsdp": 2, "tensor": 2}), axes=axes, unmatched="replicate"
+    )
     assert {leaf.path: leaf.names for leaf in made.leaves} == {
         **{f"blocks/{i}/weight": ("layers", "mlp", "embed") for i in (0, 1)},
-        **{"blocks/0/scale": None, "blocks/1/scale": None, "head/a": ("embed", "vocab"), "plain": None},
+        **{
+            "blocks/0/scale": None,
+            "blocks/1/scale": None,
+            "head/a": ("embed", "vocab"),
+            "plain": None,
+        },
     }
-    assert made["blocks/0/weight"].spec == P(None, "tensor", "fsdp") and made["blocks/0/weight"].rule == "names"
+    assert (
+        made["blocks/0/weight"].spec == P(None, "tensor", "fsdp")
+        and made["blocks/0/weight"].rule == "names"
+    )

@@ -1,4 +1,6 @@
-"""Small random weights under the real names of published checkpoints, and what NumPy makes of them."""
+"""Small random weights under the real names of published checkpoints, and what NumPy
+makes of them.
+"""
 
 import json
 from pathlib import Path
@@ -11,13 +13,37 @@ from shardfx._ground.tree import flatten
 from shardfx.presets import models
 
 
-_DECODER = {"embed": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "layers": 3, "hidden": 48, "vocab": 64}
+_DECODER = {
+    "embed": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "layers": 3,
+    "hidden": 48,
+    "vocab": 64,
+}
 _EXPERTS = {**_DECODER, "experts": 4}
-_EYES = {"vision_layers": 1, "vision_heads": 2, "vision_head_dim": 4, "vision_hidden": 8, "vision_tokens": 4}
+_EYES = {
+    "vision_layers": 1,
+    "vision_heads": 2,
+    "vision_head_dim": 4,
+    "vision_hidden": 8,
+    "vision_tokens": 4,
+}
 _EYES |= {"vision_patch": 2}
-_MLA = {"embed": 64, "heads": 2, "kv_lora": 16, "nope": 8, "rope": 4, "value": 8, "layers": 5, "hidden": 96}
+_MLA = {
+    "embed": 64,
+    "heads": 2,
+    "kv_lora": 16,
+    "nope": 8,
+    "rope": 4,
+    "value": 8,
+    "layers": 5,
+    "hidden": 96,
+}
 _MLA |= {"vocab": 64}
-# A published model, its numbers made small, and a configuration of that size in Hugging Face's words.
+# A published model, its numbers made small, and a configuration of that size in Hugging
+# Face's words.
 MODELS = {
     "llama": ("llama3-8b", _DECODER, {}),
     "mistral": ("mistral-7b", _DECODER, {}),
@@ -26,15 +52,40 @@ MODELS = {
     "qwen3": ("qwen3-4b", _DECODER, {"tie_word_embeddings": True}),
     "qwen3_moe": (
         "qwen3-30b-a3b",
-        {**{name: size for name, size in _EXPERTS.items() if name != "hidden"}, "expert_hidden": 24},
+        {
+            **{name: size for name, size in _EXPERTS.items() if name != "hidden"},
+            "expert_hidden": 24,
+        },
         {"num_experts": 4},
     ),
     "gemma": ("gemma-2b", {**_DECODER, "kv_heads": 1}, {"num_key_value_heads": 1}),
     "gemma2": ("gemma2-2b", _DECODER, {}),
     "gemma3_text": ("gemma3-1b", _DECODER, {}),
     "gemma3": ("gemma3-4b", {**_DECODER, **_EYES}, {}),
-    "gpt2": ("gpt2", {"heads": 4, "head_dim": 8, "layers": 3, "hidden": 48, "vocab": 50, "positions": 16}, {}),
-    "bert": ("bert-base", {"heads": 4, "head_dim": 8, "layers": 3, "hidden": 48, "vocab": 50, "positions": 16}, {}),
+    "gpt2": (
+        "gpt2",
+        {
+            "heads": 4,
+            "head_dim": 8,
+            "layers": 3,
+            "hidden": 48,
+            "vocab": 50,
+            "positions": 16,
+        },
+        {},
+    ),
+    "bert": (
+        "bert-base",
+        {
+            "heads": 4,
+            "head_dim": 8,
+            "layers": 3,
+            "hidden": 48,
+            "vocab": 50,
+            "positions": 16,
+        },
+        {},
+    ),
     "deepseek_v2": (
         "deepseek-v2-lite",
         {**_MLA, "dense_layers": 1, "expert_hidden": 24, "experts": 4},
@@ -53,30 +104,56 @@ def config_of(family: str, **more_sizes: int) -> dict:
     _, sizes, more = MODELS[family]
     sizes = {**sizes, **more_sizes}
     heads, dim = sizes["heads"], sizes.get("head_dim", 0)
-    config = {"model_type": family, "vocab_size": sizes["vocab"], "num_hidden_layers": sizes["layers"]}
+    config = {
+        "model_type": family,
+        "vocab_size": sizes["vocab"],
+        "num_hidden_layers": sizes["layers"],
+    }
     if family == "gpt2":
         config |= {"n_embd": heads * dim, "n_head": heads}
     elif "nope" in sizes:
-        config |= {"hidden_size": sizes["embed"], "num_attention_heads": heads, "n_routed_experts": sizes["experts"]}
+        config |= {
+            "hidden_size": sizes["embed"],
+            "num_attention_heads": heads,
+            "n_routed_experts": sizes["experts"],
+        }
         config |= {"kv_lora_rank": sizes["kv_lora"], "qk_nope_head_dim": sizes["nope"]}
         config |= {"qk_rope_head_dim": sizes["rope"], "v_head_dim": sizes["value"]}
     else:
-        config |= {"hidden_size": sizes.get("embed", heads * dim), "num_attention_heads": heads}
+        config |= {
+            "hidden_size": sizes.get("embed", heads * dim),
+            "num_attention_heads": heads,
+        }
         config |= {"num_key_value_heads": sizes.get("kv_heads", heads), "head_dim": dim}
     config |= more
-    return {"model_type": family, "text_config": config} if family == "gemma3" else config
+    return (
+        {"model_type": family, "text_config": config} if family == "gemma3" else config
+    )
 
 
-def files_of(family: str, dtype: Any = np.float64, **more_sizes: int) -> dict[str, np.ndarray]:
+def files_of(
+    family: str, dtype: Any = np.float64, **more_sizes: int
+) -> dict[str, np.ndarray]:
     """Random weights by the names of the checkpoint."""
     name, sizes, _ = MODELS[family]
-    flat, random = flatten(models.tree(name, **{**sizes, **more_sizes})), np.random.default_rng(0)
-    shapes = {path.replace("/", "."): leaf.shape for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
-    return {path: (random.normal(size=shape) / 4).astype(dtype) for path, shape in shapes.items()}
+    flat, random = (
+        flatten(models.tree(name, **{**sizes, **more_sizes})),
+        np.random.default_rng(0),
+    )
+    shapes = {
+        path.replace("/", "."): leaf.shape
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+    }
+    return {
+        path: (random.normal(size=shape) / 4).astype(dtype)
+        for path, shape in shapes.items()
+    }
 
 
 def in_blocks(files: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]:
-    """The matrices of linear layers as DeepSeek publishes them: fp8, and a scale for each block."""
+    """The matrices of linear layers as DeepSeek publishes them: fp8, and a scale for
+    each block.
+    """
     found = {}
     for path, array in files.items():
         if not path.endswith(("_proj.weight", "_with_mqa.weight")):
@@ -84,7 +161,9 @@ def in_blocks(files: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]
             continue
         rows, columns = (-(-size // block) for size in array.shape)
         found[path] = (array * 16).astype(ml_dtypes.float8_e4m3fn)
-        scales = np.random.default_rng(len(found)).uniform(0.01, 0.1, size=(rows, columns))
+        scales = np.random.default_rng(len(found)).uniform(
+            0.01, 0.1, size=(rows, columns)
+        )
         found[f"{path}_scale_inv"] = scales.astype(np.float32)
     return found
 
@@ -96,7 +175,9 @@ def unscaled(files: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]:
         scales = files.get(f"{path}_scale_inv")
         if scales is not None:
             rows, columns = (np.arange(size) // block for size in array.shape)
-            array = (array.astype(np.float32) * scales[rows][:, columns]).astype(ml_dtypes.bfloat16)
+            array = (array.astype(np.float32) * scales[rows][:, columns]).astype(
+                ml_dtypes.bfloat16
+            )
         if not path.endswith("_scale_inv"):
             found[path] = array
     return found
@@ -106,21 +187,38 @@ def equal(found: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
     """Bit by bit."""
     assert sorted(found) == sorted(expected)
     for path, array in expected.items():
-        assert found[path].shape == array.shape and found[path].dtype == array.dtype, path
-        assert np.ascontiguousarray(found[path]).tobytes() == np.ascontiguousarray(array).tobytes(), path
+        assert found[path].shape == array.shape and found[path].dtype == array.dtype, (
+            path
+        )
+        assert (
+            np.ascontiguousarray(found[path]).tobytes()
+            == np.ascontiguousarray(array).tobytes()
+        ), path
 
 
-def close(found: dict[str, Any], expected: dict[str, np.ndarray], rtol: float = 1e-15, atol: float = 0) -> None:
+def close(
+    found: dict[str, Any],
+    expected: dict[str, np.ndarray],
+    rtol: float = 1e-15,
+    atol: float = 0,
+) -> None:
     """As `equal`, but for rounding: what was counted with, and counted back."""
     assert sorted(found) == sorted(expected)
     for path, array in expected.items():
-        assert found[path].shape == array.shape and found[path].dtype == array.dtype, path
-        np.testing.assert_allclose(found[path], array, rtol=rtol, atol=atol, err_msg=path)
+        assert found[path].shape == array.shape and found[path].dtype == array.dtype, (
+            path
+        )
+        np.testing.assert_allclose(
+            found[path], array, rtol=rtol, atol=atol, err_msg=path
+        )
 
 
-# By hand: per path of the stacked tree the name in the checkpoint, and what NumPy does with one layer of it: T turns
-# it, and a number takes one of three parts of its columns.
-_STACKED = json.loads((Path(__file__).parents[1] / "data" / "stacked_names.json").read_text())
+# By hand: per path of the stacked tree the name in the checkpoint, and what NumPy does
+# with one layer of it: T turns it, and a number takes one of three parts of its
+# columns.
+_STACKED = json.loads(
+    (Path(__file__).parents[1] / "data" / "stacked_names.json").read_text()
+)
 
 
 def stacked_by_hand(family: str, files: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -128,16 +226,25 @@ def stacked_by_hand(family: str, files: dict[str, np.ndarray]) -> dict[str, np.n
     before, layers = _prefixes(family)
     found = _ends(family, files, before)
     for stack, start, stop, groups in _STACKED["stacks"][family]:
-        rows = {path: name for group in groups for path, name in _STACKED["rows"][group].items()}
+        rows = {
+            path: name
+            for group in groups
+            for path, name in _STACKED["rows"][group].items()
+        }
         for path, name in rows.items():
-            one = [_layer(files, f"{before}{layers}.{i}.{name}") for i in range(start, stop)]
+            one = [
+                _layer(files, f"{before}{layers}.{i}.{name}")
+                for i in range(start, stop)
+            ]
             found[f"{stack}/{path}"] = np.stack(one)
     return found
 
 
 def _layer(files: dict[str, np.ndarray], row: str) -> np.ndarray:
     if "{e}" in row:
-        return np.stack([_layer(files, row.replace("{e}", str(number))) for number in range(4)])
+        return np.stack(
+            [_layer(files, row.replace("{e}", str(number))) for number in range(4)]
+        )
     name, _, change = row.partition(" ")
     if change == "T":
         return files[name].T
@@ -147,18 +254,42 @@ def _layer(files: dict[str, np.ndarray], row: str) -> np.ndarray:
 def _prefixes(family):
     if family == "bert":
         return "", "encoder.layer"
-    return ("", "h") if family == "gpt2" else ("language_model.model." if family == "gemma3" else "model.", "layers")
+    return (
+        ("", "h")
+        if family == "gpt2"
+        else ("language_model.model." if family == "gemma3" else "model.", "layers")
+    )
 
 
 def _ends(family, files, before):
     if family == "gpt2":
         found = {"embedding": files["wte.weight"], "positions": files["wpe.weight"]}
-        return found | {"norm/scale": files["ln_f.weight"], "norm/bias": files["ln_f.bias"]}
+        return found | {
+            "norm/scale": files["ln_f.weight"],
+            "norm/bias": files["ln_f.bias"],
+        }
     if family == "bert":
-        names = {"embedding": "word_embeddings", "positions": "position_embeddings", "types": "token_type_embeddings"}
-        found = {path: files[f"embeddings.{name}.weight"] for path, name in names.items()}
+        names = {
+            "embedding": "word_embeddings",
+            "positions": "position_embeddings",
+            "types": "token_type_embeddings",
+        }
+        found = {
+            path: files[f"embeddings.{name}.weight"] for path, name in names.items()
+        }
         norm = {"scale": "weight", "bias": "bias"}
-        found |= {f"norm/{one}": files[f"embeddings.LayerNorm.{name}"] for one, name in norm.items()}
-        return found | {"pooler/weight": files["pooler.dense.weight"].T, "pooler/bias": files["pooler.dense.bias"]}
-    found = {"embedding": files[f"{before}embed_tokens.weight"], "norm/scale": files[f"{before}norm.weight"]}
-    return found | ({"head": files["lm_head.weight"].T} if "lm_head.weight" in files else {})
+        found |= {
+            f"norm/{one}": files[f"embeddings.LayerNorm.{name}"]
+            for one, name in norm.items()
+        }
+        return found | {
+            "pooler/weight": files["pooler.dense.weight"].T,
+            "pooler/bias": files["pooler.dense.bias"],
+        }
+    found = {
+        "embedding": files[f"{before}embed_tokens.weight"],
+        "norm/scale": files[f"{before}norm.weight"],
+    }
+    return found | (
+        {"head": files["lm_head.weight"].T} if "lm_head.weight" in files else {}
+    )

@@ -11,7 +11,9 @@ from shardfx import MeshSpec, PathRules, match, plan
 from shardfx.presets import hf, models
 
 
-MODELS = {name: model for name, model in catalogue.MODELS.items() if model.preset is not None}
+MODELS = {
+    name: model for name, model in catalogue.MODELS.items() if model.preset is not None
+}
 
 
 def weight(*shape):
@@ -32,14 +34,25 @@ def test_every_leaf_has_a_rule_and_every_rule_a_leaf(name):
     model = MODELS[name]
     rules, tree = rules_for(model), models.tree(name, layers=4)
     found: dict[str, Any] = dict(catalogue.paths_of(match(tree, rules)))
-    assert sorted(set(found.values())) == list(range(len(rules.rules))) and len(found) == len(catalogue.paths_of(tree))
+    assert sorted(set(found.values())) == list(range(len(rules.rules))) and len(
+        found
+    ) == len(catalogue.paths_of(tree))
     # The names of a checkpoint and the paths of a tree match alike.
     flat = {path.replace("/", "."): struct for path, struct in catalogue.paths_of(tree)}
-    assert match(flat, rules) == {path.replace("/", "."): rule for path, rule in found.items()}
+    assert match(flat, rules) == {
+        path.replace("/", "."): rule for path, rule in found.items()
+    }
     # The names of mesh axes are arguments.
     usual = plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
-    ours = plan(tree, MeshSpec({"shard": 4, "model": 2}), paths=rules_for(model, fsdp="shard", tensor="model"))
-    renamed = [eval(re.sub("tensor", "model", re.sub("fsdp", "shard", repr(row.spec)))) for row in usual.content.rows]
+    ours = plan(
+        tree,
+        MeshSpec({"shard": 4, "model": 2}),
+        paths=rules_for(model, fsdp="shard", tensor="model"),
+    )
+    renamed = [
+        eval(re.sub("tensor", "model", re.sub("fsdp", "shard", repr(row.spec))))
+        for row in usual.content.rows
+    ]
     assert [row.spec for row in ours.content.rows] == renamed
 
 
@@ -51,12 +64,17 @@ def test_each_device_holds_its_part_and_what_heads_cost(name):
     for devices in (8, 64):
         made = plan(tree, MeshSpec({"fsdp": devices}), paths=rules)
         even = made.bytes_total / devices
-        # 64 devices do not share out the biases of models that have only 30 to 130 MB of weights.
+        # 64 devices do not share out the biases of models that have only 30 to 130 MB
+        # of weights.
         small = model.parameters < 1e9 and devices > 8
         assert even <= made.bytes_per_device <= even * (1.05 if small else 1.01)
     made = plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
-    assert sum(row.bytes for row in made.leaves if row.spec == P()) <= 0.001 * made.bytes_total
-    # GPT-2's vocabulary of 50257 is odd, and the one kv head of the small Gemmas cannot be cut.
+    assert (
+        sum(row.bytes for row in made.leaves if row.spec == P())
+        <= 0.001 * made.bytes_total
+    )
+    # GPT-2's vocabulary of 50257 is odd, and the one kv head of the small Gemmas cannot
+    # be cut.
     excess = 1.4 if model.preset == "gpt2" else 1.02
     assert made.bytes_per_device <= excess * made.bytes_total / 8
 
@@ -64,10 +82,17 @@ def test_each_device_holds_its_part_and_what_heads_cost(name):
 def test_weights_into_and_out_of_heads_and_an_axis_that_is_several_of_the_mesh():
     model, at = MODELS["llama3-70b"], "model/layers/1/self_attn"
     both: Any = ("data", "fsdp")
-    rules, mesh = rules_for(model, fsdp=both), MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
+    rules, mesh = (
+        rules_for(model, fsdp=both),
+        MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}),
+    )
     made = plan(models.tree("llama3-70b", layers=2), mesh, paths=rules)
-    assert {made[f"{at}/{one}_proj/weight"].spec for one in "qkv"} == {P("tensor", both)}
-    assert made[f"{at}/o_proj/weight"].spec == P(both, "tensor") and made["model/norm/weight"].spec == P(both)
+    assert {made[f"{at}/{one}_proj/weight"].spec for one in "qkv"} == {
+        P("tensor", both)
+    }
+    assert made[f"{at}/o_proj/weight"].spec == P(both, "tensor") and made[
+        "model/norm/weight"
+    ].spec == P(both)
 
 
 def test_the_fp8_checkpoint_of_deepseek_and_its_last_layer_have_rules():
@@ -87,16 +112,22 @@ def test_the_fp8_checkpoint_of_deepseek_and_its_last_layer_have_rules():
     made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=hf.deepseek_v3())
     assert made["model/layers/4/eh_proj/weight"].spec == P("fsdp", "tensor")
     assert made["model/layers/4/shared_head/head/weight"].spec == P("tensor", "fsdp")
-    # One scale stands for one block of 128, which is one head: the unit of the weight is not the scale's.
+    # One scale stands for one block of 128, which is one head: the unit of the weight
+    # is not the scale's.
     assert made["model/layers/4/self_attn/o_proj/weight_scale_inv"].spec == P("fsdp")
 
 
 def test_what_early_checkpoints_hold_beside_the_parameters_has_rules():
     gpt2 = MODELS["gpt2"].make()
     gpt2["h"]["0"]["attn"] |= {"bias": leaf(1, 1, 1024, 1024), "masked_bias": leaf()}
-    assert plan(gpt2, MeshSpec({"fsdp": 8}), paths=hf.gpt2())["h/0/attn/bias"].spec == P(None, None, "fsdp")
+    assert plan(gpt2, MeshSpec({"fsdp": 8}), paths=hf.gpt2())[
+        "h/0/attn/bias"
+    ].spec == P(None, None, "fsdp")
     bert = MODELS["bert-base"].make()
-    bert["embeddings"] |= {"position_ids": leaf(1, 512), "LayerNorm": {"gamma": leaf(768), "beta": leaf(768)}}
+    bert["embeddings"] |= {
+        "position_ids": leaf(1, 512),
+        "LayerNorm": {"gamma": leaf(768), "beta": leaf(768)},
+    }
     bert["cls"] = {
         "predictions": {
             "bias": leaf(30522),
@@ -115,5 +146,7 @@ def test_what_early_checkpoints_hold_beside_the_parameters_has_rules():
 
 def test_no_preset_knows_a_name_that_is_not_its_models():
     for name in {str(model.preset) for model in MODELS.values()}:
-        unknown = {"model": {"layers": {"0": {"self_attn": {"qk_mixer": weight(64, 64)}}}}}
+        unknown = {
+            "model": {"layers": {"0": {"self_attn": {"qk_mixer": weight(64, 64)}}}}
+        }
         assert jax.tree.leaves(match(unknown, getattr(hf, name)())) == [], name

@@ -1,4 +1,6 @@
-"""Laws of layouts: between any two of one array the map makes what NumPy makes, there and back."""
+"""Laws of layouts: between any two of one array the map makes what NumPy makes, there
+and back.
+"""
 
 import itertools as it
 import math
@@ -16,7 +18,9 @@ def sizes(draw):
 
 @st.composite
 def forms(draw, axes, cuts=True):
-    """Where the axes are: in the path, in which dimensions, and the parts of one axis that are arrays of their own."""
+    """Where the axes are: in the path, in which dimensions, and the parts of one axis
+    that are arrays of their own.
+    """
     order = draw(st.permutations(sorted(axes)))
     path, rest = order[: draw(st.integers(0, min(2, len(order))))], []
     for axis in order[len(path) :]:
@@ -33,9 +37,15 @@ def layout(form, axes):
     path, rest, cut, at = form
     rows = {}
     for part in ("",) if cut is None else (f"[:{at}]", f"[{at}:]"):
-        text = " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in rest)
-        name = ".".join(["w", *[f"{{{axis}}}" for axis in path]]) + part.strip("[]").replace(":", "-")
-        rows[name] = "w: " + " ".join(f"{one}{part}" if one == cut else one for one in text.split(" "))
+        text = " ".join(
+            f"({' '.join(group)})" if len(group) > 1 else group[0] for group in rest
+        )
+        name = ".".join(["w", *[f"{{{axis}}}" for axis in path]]) + part.strip(
+            "[]"
+        ).replace(":", "-")
+        rows[name] = "w: " + " ".join(
+            f"{one}{part}" if one == cut else one for one in text.split(" ")
+        )
     return maps.TreeLayout(rows, sizes=axes)
 
 
@@ -46,19 +56,26 @@ def arrays(form, axes, whole):
     order = [*path, *[axis for group in rest for axis in group]]
     turned = whole.transpose([sorted(axes).index(axis) for axis in order])
     for numbers in it.product(*[range(axes[axis]) for axis in path]):
-        one = turned[numbers].reshape([math.prod(axes[axis] for axis in group) for group in rest])
+        one = turned[numbers].reshape(
+            [math.prod(axes[axis] for axis in group) for group in rest]
+        )
         name = ".".join(["w", *map(str, numbers)])
         if cut is None:
             found[name] = one
             continue
-        first, second = np.split(one, [at], axis=[group[0] for group in rest].index(cut))
+        first, second = np.split(
+            one, [at], axis=[group[0] for group in rest].index(cut)
+        )
         found |= {f"{name}-{at}": first, f"{name}{at}-": second}
     return found
 
 
 def equal(one, two):
     assert one.keys() == two.keys()
-    assert all(one[path].shape == two[path].shape and (one[path] == two[path]).all() for path in two)
+    assert all(
+        one[path].shape == two[path].shape and (one[path] == two[path]).all()
+        for path in two
+    )
 
 
 def lead_to_each_other(one, two, source, target):
@@ -71,10 +88,13 @@ def lead_to_each_other(one, two, source, target):
 def test_any_two_layouts_of_an_array_lead_to_each_other(data):
     axes = data.draw(sizes())
     one, two = data.draw(forms(axes)), data.draw(forms(axes))
-    # What comes in parts is put together along a dimension of its own, or is in the path.
+    # What comes in parts is put together along a dimension of its own, or is in the
+    # path.
     for cut, other in ((one[2], two), (two[2], one)):
         assume(cut is None or cut in other[0] or [cut] in other[1])
-    whole = np.arange(math.prod(axes.values())).reshape([axes[axis] for axis in sorted(axes)])
+    whole = np.arange(math.prod(axes.values())).reshape(
+        [axes[axis] for axis in sorted(axes)]
+    )
     source, target = arrays(one, axes, whole), arrays(two, axes, whole)
     one, two = layout(one, axes), layout(two, axes)
     lead_to_each_other(one, two, source, target)
@@ -86,10 +106,19 @@ def test_any_two_layouts_of_an_array_lead_to_each_other(data):
 def test_axes_are_padded_and_cut_off_again(data):
     axes = data.draw(sizes())
     one, two = data.draw(forms(axes, cuts=False)), data.draw(forms(axes, cuts=False))
-    # Of an axis that both have in their paths there is nothing to pad: the arrays are not there.
-    own = {axis: size for axis, size in axes.items() if axis not in one[0] or axis not in two[0]}
-    more = axes | {axis: size + data.draw(st.integers(0, 2)) for axis, size in own.items()}
-    whole = np.arange(1, 1 + math.prod(axes.values())).reshape([axes[axis] for axis in sorted(axes)])
+    # Of an axis that both have in their paths there is nothing to pad: the arrays are
+    # not there.
+    own = {
+        axis: size
+        for axis, size in axes.items()
+        if axis not in one[0] or axis not in two[0]
+    }
+    more = axes | {
+        axis: size + data.draw(st.integers(0, 2)) for axis, size in own.items()
+    }
+    whole = np.arange(1, 1 + math.prod(axes.values())).reshape(
+        [axes[axis] for axis in sorted(axes)]
+    )
     padded = np.pad(whole, [(0, more[axis] - axes[axis]) for axis in sorted(axes)])
     source, target = arrays(one, axes, whole), arrays(two, more, padded)
     lead_to_each_other(layout(one, axes), layout(two, more), source, target)
@@ -103,7 +132,9 @@ def test_a_repetition_is_there_so_many_times_and_taken_back(data):
     one, two = data.draw(forms(axes, cuts=False)), data.draw(forms(every, cuts=False))
     if "z" in two[0]:
         two = ([axis for axis in two[0] if axis != "z"], [*two[1], ["z"]], None, 0)
-    whole = np.arange(math.prod(axes.values())).reshape([axes[axis] for axis in sorted(axes)])
+    whole = np.arange(math.prod(axes.values())).reshape(
+        [axes[axis] for axis in sorted(axes)]
+    )
     source = arrays(one, axes, whole)
     target = arrays(two, every, np.stack([whole] * every["z"], axis=-1))
     lead_to_each_other(layout(one, axes), layout(two, every), source, target)

@@ -3,7 +3,16 @@
 import jax
 import numpy as np
 import pytest
-from small_models import MODELS, close, config_of, equal, files_of, in_blocks, stacked_by_hand, unscaled
+from small_models import (
+    MODELS,
+    close,
+    config_of,
+    equal,
+    files_of,
+    in_blocks,
+    stacked_by_hand,
+    unscaled,
+)
 
 from shardfx import From, TreeMap
 from shardfx.errors import MapError
@@ -17,9 +26,15 @@ def test_a_checkpoint_and_a_stacked_tree(family):
     there = theirs.to(mine)
     tree = there.apply(files)
     equal(tree, stacked_by_hand(family, files))
-    structs = {path: jax.ShapeDtypeStruct(one.shape, one.dtype) for path, one in tree.items()}
+    structs = {
+        path: jax.ShapeDtypeStruct(one.shape, one.dtype) for path, one in tree.items()
+    }
     equal(there.apply(files, like=structs), tree)
-    kept = {path: array for path, array in files.items() if not path.startswith(("vision", "multi"))}
+    kept = {
+        path: array
+        for path, array in files.items()
+        if not path.startswith(("vision", "multi"))
+    }
     equal(mine.to(theirs).apply(tree), kept)
     equal(mine.to(theirs).apply(tree, like=kept), kept)
     equal(there.inverse().apply(tree, like=kept), kept)
@@ -27,14 +42,23 @@ def test_a_checkpoint_and_a_stacked_tree(family):
 
 
 def test_a_tree_of_maxtext_may_have_interleaved_positions():
-    config, files = config_of("llama") | {"rope_scaling": {"rope_type": "llama3"}}, files_of("llama")
+    config, files = (
+        config_of("llama") | {"rope_scaling": {"rope_type": "llama3"}},
+        files_of("llama"),
+    )
     theirs, mine = maps.hugging_face(config), maps.maxtext(config)
     tree = theirs.to(mine).apply(files)
     for layer in range(3):
-        rows = files[f"model.layers.{layer}.self_attn.q_proj.weight"].reshape(4, 2, 4, 32) * 8**-0.5
-        # The two numbers that a rotation mixes are side by side, and half a head apart in the checkpoint.
+        rows = (
+            files[f"model.layers.{layer}.self_attn.q_proj.weight"].reshape(4, 2, 4, 32)
+            * 8**-0.5
+        )
+        # The two numbers that a rotation mixes are side by side, and half a head apart
+        # in the checkpoint.
         by_hand = rows.swapaxes(1, 2).reshape(4, 8, 32).transpose(2, 0, 1)
-        np.testing.assert_allclose(tree["params/decoder/layers/self_attention/query/kernel"][:, layer], by_hand)
+        np.testing.assert_allclose(
+            tree["params/decoder/layers/self_attention/query/kernel"][:, layer], by_hand
+        )
     close(mine.to(theirs).apply(tree), files)
     close(theirs.to(mine).inverse().apply(tree, like=files), files)
     stacked = maps.stacked(config)
@@ -45,8 +69,18 @@ def test_a_tree_of_maxtext_may_have_interleaved_positions():
     "family, at, experts, first",
     [
         ("mixtral", "layers/MoeBlock_0", "block_sparse_moe.experts.2.w1", 0),
-        ("deepseek_v2", "moe_layers/DeepSeekMoeBlock_0/MoeBlock_0", "mlp.experts.2.gate_proj", 1),
-        ("deepseek_v3", "moe_layers/DeepSeekMoeBlock_0/MoeBlock_0", "mlp.experts.2.gate_proj", 3),
+        (
+            "deepseek_v2",
+            "moe_layers/DeepSeekMoeBlock_0/MoeBlock_0",
+            "mlp.experts.2.gate_proj",
+            1,
+        ),
+        (
+            "deepseek_v3",
+            "moe_layers/DeepSeekMoeBlock_0/MoeBlock_0",
+            "mlp.experts.2.gate_proj",
+            3,
+        ),
     ],
 )
 def test_trees_of_maxtext_with_experts(family, at, experts, first):
@@ -54,15 +88,25 @@ def test_trees_of_maxtext_with_experts(family, at, experts, first):
     theirs, mine = maps.hugging_face(config), maps.maxtext(config)
     tree = theirs.to(mine).apply(files)
     # Experts, layers, in, out.
-    assert (tree[f"params/decoder/{at}/wi_0"][2, 1] == files[f"model.layers.{first + 1}.{experts}.weight"].T).all()
+    assert (
+        tree[f"params/decoder/{at}/wi_0"][2, 1]
+        == files[f"model.layers.{first + 1}.{experts}.weight"].T
+    ).all()
     if family == "deepseek_v3":
         weight = files["model.layers.4.self_attn.kv_b_proj.weight"].reshape(2, 16, 16)
-        assert (tree["params/decoder/moe_layers/self_attention/wkv_b/kernel"][:, 1] == weight.transpose(2, 0, 1)).all()
+        assert (
+            tree["params/decoder/moe_layers/self_attention/wkv_b/kernel"][:, 1]
+            == weight.transpose(2, 0, 1)
+        ).all()
     close(mine.to(theirs).apply(tree), files)
 
 
-@pytest.mark.parametrize("heads, kv_heads, shards", [(4, 2, 1), (4, 2, 2), (4, 2, 4), (8, 1, 8), (8, 2, 8)])
-def test_each_shard_of_an_engine_has_the_heads_and_the_hidden_units_that_it_computes_with(heads, kv_heads, shards):
+@pytest.mark.parametrize(
+    "heads, kv_heads, shards", [(4, 2, 1), (4, 2, 2), (4, 2, 4), (8, 1, 8), (8, 2, 8)]
+)
+def test_each_shard_of_an_engine_has_the_heads_and_the_hidden_units_that_it_computes_with(
+    heads, kv_heads, shards
+):
     sizes = {"heads": heads, "kv_heads": kv_heads}
     config, files = config_of("llama", **sizes), files_of("llama", **sizes)
     trainer, served = maps.stacked(config), maps.engine(config, shards=shards)
@@ -70,51 +114,102 @@ def test_each_shard_of_an_engine_has_the_heads_and_the_hidden_units_that_it_comp
     there = trainer.to(served)
     weights = there.apply(trained)
     at, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
-    query, key, value = (files[f"{at}{one}_proj.weight"].reshape(-1, 8, 32) for one in "qkv")
+    query, key, value = (
+        files[f"{at}{one}_proj.weight"].reshape(-1, 8, 32) for one in "qkv"
+    )
     # Fewer key heads than shards are there more than once.
-    key, value = (np.repeat(one, max(1, shards // kv_heads), axis=0) for one in (key, value))
+    key, value = (
+        np.repeat(one, max(1, shards // kv_heads), axis=0) for one in (key, value)
+    )
     parts = [
-        one for shard in zip(*[np.split(each, shards) for each in (query, key, value)], strict=True) for one in shard
+        one
+        for shard in zip(
+            *[np.split(each, shards) for each in (query, key, value)], strict=True
+        )
+        for one in shard
     ]
-    assert (weights[f"{at}qkv_proj.weight"] == np.concatenate(parts).reshape(-1, 32)).all()
+    assert (
+        weights[f"{at}qkv_proj.weight"] == np.concatenate(parts).reshape(-1, 32)
+    ).all()
     assert (weights[f"{at}o_proj.weight"] == files[f"{at}o_proj.weight"]).all()
-    gate_up = [np.stack(np.split(files[f"{mlp}{one}_proj.weight"], shards)) for one in ("gate", "up")]
-    assert (weights[f"{mlp}gate_up_proj.weight"] == np.concatenate(gate_up, axis=1).reshape(-1, 32)).all()
+    gate_up = [
+        np.stack(np.split(files[f"{mlp}{one}_proj.weight"], shards))
+        for one in ("gate", "up")
+    ]
+    assert (
+        weights[f"{mlp}gate_up_proj.weight"]
+        == np.concatenate(gate_up, axis=1).reshape(-1, 32)
+    ).all()
     equal(served.to(trainer).apply(weights), trained)
     equal(there.inverse().apply(weights, like=trained), trained)
     equal(maps.hugging_face(config).to(served).apply(files), weights)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma2", "gpt2", "qwen2", "bert"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "deepseek_v3", "gemma2", "gpt2", "qwen2", "bert"]
+)
 def test_engines_of_other_families(family):
     config, files = config_of(family), files_of(family)
     theirs, served = maps.hugging_face(config), maps.engine(config, shards=2)
     weights = theirs.to(served).apply(files)
     if family == "qwen3_moe":
         both = weights["model.layers.1.mlp.experts.w13_weight"]
-        gate, up = (files[f"model.layers.1.mlp.experts.3.{one}_proj.weight"] for one in ("gate", "up"))
-        assert (both[3] == np.concatenate([gate[:12], up[:12], gate[12:], up[12:]])).all()
+        gate, up = (
+            files[f"model.layers.1.mlp.experts.3.{one}_proj.weight"]
+            for one in ("gate", "up")
+        )
         assert (
-            weights["model.layers.1.mlp.experts.w2_weight"][3] == files["model.layers.1.mlp.experts.3.down_proj.weight"]
+            both[3] == np.concatenate([gate[:12], up[:12], gate[12:], up[12:]])
+        ).all()
+        assert (
+            weights["model.layers.1.mlp.experts.w2_weight"][3]
+            == files["model.layers.1.mlp.experts.3.down_proj.weight"]
         ).all()
     if family == "gpt2":
         query, key, value = np.split(files["h.2.attn.c_attn.weight"], 3, axis=1)
-        by_hand = [one[:, half].T for half in (slice(16), slice(16, 32)) for one in (query, key, value)]
-        assert (weights["transformer.h.2.attn.c_attn.weight"] == np.concatenate(by_hand)).all()
+        by_hand = [
+            one[:, half].T
+            for half in (slice(16), slice(16, 32))
+            for one in (query, key, value)
+        ]
+        assert (
+            weights["transformer.h.2.attn.c_attn.weight"] == np.concatenate(by_hand)
+        ).all()
         for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-            assert (weights[f"transformer.h.1.{name}.weight"] == files[f"h.1.{name}.weight"].T).all()
+            assert (
+                weights[f"transformer.h.1.{name}.weight"]
+                == files[f"h.1.{name}.weight"].T
+            ).all()
     if family == "bert":
-        query, key = (files[f"encoder.layer.0.attention.self.{one}.weight"] for one in ("query", "key"))
+        query, key = (
+            files[f"encoder.layer.0.attention.self.{one}.weight"]
+            for one in ("query", "key")
+        )
         fused = weights["encoder.layer.0.attention.self.qkv_proj.weight"]
         half = len(query) // 2
         assert (fused[: 2 * half] == np.concatenate([query[:half], key[:half]])).all()
     if family == "deepseek_v3":
-        both = [files[f"model.layers.1.self_attn.{one}.weight"] for one in ("q_a_proj", "kv_a_proj_with_mqa")]
-        assert (weights["model.layers.1.self_attn.fused_qkv_a_proj.weight"] == np.concatenate(both)).all()
-        assert not [path for path in weights if "q_a_proj" in path.replace("fused_qkv_a_proj", "")]
+        both = [
+            files[f"model.layers.1.self_attn.{one}.weight"]
+            for one in ("q_a_proj", "kv_a_proj_with_mqa")
+        ]
+        assert (
+            weights["model.layers.1.self_attn.fused_qkv_a_proj.weight"]
+            == np.concatenate(both)
+        ).all()
+        assert not [
+            path
+            for path in weights
+            if "q_a_proj" in path.replace("fused_qkv_a_proj", "")
+        ]
     if family == "qwen2":
-        query, key = (files[f"model.layers.0.self_attn.{one}_proj.bias"] for one in "qk")
-        assert (weights["model.layers.0.self_attn.qkv_proj.bias"][:24] == np.concatenate([query[:16], key[:8]])).all()
+        query, key = (
+            files[f"model.layers.0.self_attn.{one}_proj.bias"] for one in "qk"
+        )
+        assert (
+            weights["model.layers.0.self_attn.qkv_proj.bias"][:24]
+            == np.concatenate([query[:16], key[:8]])
+        ).all()
     equal(served.to(theirs).apply(weights), files)
     stacked = maps.stacked(config)
     equal(stacked.to(served).apply(theirs.to(stacked).apply(files)), weights)
@@ -122,24 +217,49 @@ def test_engines_of_other_families(family):
 
 @pytest.mark.parametrize("block", [128, 10])
 def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
-    """Blocks of 10 leave a part at every edge, and the layer after the last has the names of one more."""
+    """Blocks of 10 leave a part at every edge, and the layer after the last has the
+    names of one more.
+    """
     config = config_of("deepseek_v3") | {
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [block, block]},
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [block, block],
+        },
         "num_nextn_predict_layers": 1,
     }
     files = in_blocks(files_of("deepseek_v3", np.float32), block)
-    ahead = {path.replace(".4.", ".5."): one for path, one in files.items() if path.startswith("model.layers.4.")}
-    files |= ahead | {"model.layers.5.eh_proj.weight": np.ones((64, 128)), "model.layers.5.enorm.weight": np.ones(64)}
-    with pytest.raises(MapError, match="has 1 layer.*behind the last that predict ahead.*ahead='drop'"):
+    ahead = {
+        path.replace(".4.", ".5."): one
+        for path, one in files.items()
+        if path.startswith("model.layers.4.")
+    }
+    files |= ahead | {
+        "model.layers.5.eh_proj.weight": np.ones((64, 128)),
+        "model.layers.5.enorm.weight": np.ones(64),
+    }
+    with pytest.raises(
+        MapError, match="has 1 layer.*behind the last that predict ahead.*ahead='drop'"
+    ):
         maps.hugging_face(config)
     theirs, mine = maps.hugging_face(config, ahead="drop"), maps.stacked(config)
     there = theirs.to(mine)
     tree = there.apply(files)
-    whole = unscaled({path: one for path, one in files.items() if ".5." not in path}, block)
+    whole = unscaled(
+        {path: one for path, one in files.items() if ".5." not in path}, block
+    )
     equal(tree, stacked_by_hand("deepseek_v3", whole))
-    with pytest.raises(MapError, match=r"which a map cannot find; write it as bfloat16: with `\{\*\*config, 'quantiz"):
+    with pytest.raises(
+        MapError,
+        match=(
+            r"which a map cannot find; write it as bfloat16: with `\{\*\*config,"
+            r" 'quantiz"
+        ),
+    ):
         mine.to(theirs)
-    with pytest.raises(MapError, match="the map scales it, and an inverse would have to find the scales"):
+    with pytest.raises(
+        MapError,
+        match="the map scales it, and an inverse would have to find the scales",
+    ):
         there.inverse().apply(tree, like=files)
     plain = maps.hugging_face({**config, "quantization_config": None}, ahead="drop")
     equal(mine.to(plain).apply(tree), whole)
@@ -147,14 +267,20 @@ def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
     fewer = {path: one for path, one in files.items() if ".4." not in path}
     with pytest.raises(MapError, match=r"the source has no `model.layers.4.self_attn"):
         there.apply(fewer)
-    with pytest.raises(MapError, match="weights of the `quant_method` 'awq' without blocks"):
-        maps.hugging_face(config | {"quantization_config": {"quant_method": "awq"}}, ahead="drop")
+    with pytest.raises(
+        MapError, match="weights of the `quant_method` 'awq' without blocks"
+    ):
+        maps.hugging_face(
+            config | {"quantization_config": {"quant_method": "awq"}}, ahead="drop"
+        )
 
 
 def test_a_bert_with_and_without_its_pooler():
     config, files = config_of("bert"), files_of("bert")
     theirs, mine = maps.hugging_face(config), maps.stacked(config)
-    assert (theirs.to(mine).apply(files)["pooler/weight"] == files["pooler.dense.weight"].T).all()
+    assert (
+        theirs.to(mine).apply(files)["pooler/weight"] == files["pooler.dense.weight"].T
+    ).all()
     without = {path: one for path, one in files.items() if "pooler" not in path}
     with pytest.raises(MapError, match="the source has no `pooler.dense.weight`"):
         theirs.to(mine).apply(without)
@@ -169,7 +295,10 @@ def test_a_bert_with_and_without_its_pooler():
 def test_a_checkpoint_with_a_prefix_and_what_no_model_has_use_for():
     config, files = config_of("gpt2"), files_of("gpt2")
     prefixed = {f"transformer.{path}": one for path, one in files.items()}
-    prefixed |= {"lm_head.weight": files["wte.weight"], "transformer.h.0.attn.bias": np.ones((1, 1, 16, 16))}
+    prefixed |= {
+        "lm_head.weight": files["wte.weight"],
+        "transformer.h.0.attn.bias": np.ones((1, 1, 16, 16)),
+    }
     mine = maps.stacked(config)
     there = maps.hugging_face(config, prefix="transformer.").to(mine)
     equal(there.apply(prefixed), maps.hugging_face(config).to(mine).apply(files))
@@ -180,20 +309,36 @@ def test_output_weights_that_are_the_embedding():
     untied = config | {"tie_word_embeddings": False}
     tree = maps.hugging_face(config).to(maps.stacked(untied)).apply(files)
     assert (tree["head"] == files["model.embed_tokens.weight"].T).all()
-    with pytest.raises(MapError, match=r"the target has no `head` \(head\); without it: `drop=\['head'\]`"):
+    with pytest.raises(
+        MapError,
+        match=r"the target has no `head` \(head\); without it: `drop=\['head'\]`",
+    ):
         maps.stacked(untied).to(maps.hugging_face(config))
-    equal(maps.stacked(untied).to(maps.hugging_face(config), drop="head").apply(tree), files)
+    equal(
+        maps.stacked(untied).to(maps.hugging_face(config), drop="head").apply(tree),
+        files,
+    )
 
 
 def test_a_line_of_a_map_is_changed():
     config, files = config_of("llama"), files_of("llama")
     made = maps.hugging_face(config).to(maps.stacked(config))
-    other = TreeMap({**made.rules, "head": From("model.embed_tokens.weight").T}, drop=[*made.drop, "lm_head.weight"])
+    other = TreeMap(
+        {**made.rules, "head": From("model.embed_tokens.weight").T},
+        drop=[*made.drop, "lm_head.weight"],
+    )
     tree = other.apply(files)
     assert (tree["head"] == files["model.embed_tokens.weight"].T).all()
-    assert "head                        <- From('model.embed_tokens.weight').T" in str(other)
-    for odd, words in ((made.inverse(), "is inverted"), (made.then(made), "is 2 maps, one after the other")):
-        with pytest.raises(MapError, match=f"this map {words}, and has no rules of its own"):
+    assert "head                        <- From('model.embed_tokens.weight').T" in str(
+        other
+    )
+    for odd, words in (
+        (made.inverse(), "is inverted"),
+        (made.then(made), "is 2 maps, one after the other"),
+    ):
+        with pytest.raises(
+            MapError, match=f"this map {words}, and has no rules of its own"
+        ):
             _ = odd.rules
 
 
@@ -201,22 +346,71 @@ LLAMA = {"model_type": "llama", "num_attention_heads": 4}
 GEMMA = {"model_type": "gemma3_text", "hidden_size": 64, "head_dim": 8}
 DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 CONFIGS = {
-    "a family": (maps.hugging_face, {"model_type": "qwen3_mo"}, r"'qwen3_mo' \(did you mean 'qwen3_moe'"),
-    "no family": (maps.hugging_face, {}, r"for the `model_type` 'None'; there are llama,"),
-    "maxtext": (maps.maxtext, {"model_type": "gpt2"}, r"no table of MaxText's names for 'gpt2'; there are"),
-    "heads": (maps.engine, {"model_type": "gpt2", "n_head": 6}, r"6 heads do not divide into 4 shards; use another"),
-    "key heads": (maps.engine, {**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 3}, "3 key heads for 4"),
-    "biases": (maps.maxtext, {**LLAMA, "attention_bias": True}, "MaxText has no `out_bias`, which this configuration"),
-    "mlp biases": (maps.maxtext, {**LLAMA, "mlp_bias": True}, "has no `gate_bias` and no `up_bias` and no `down_bias`"),
-    "blocks": (maps.maxtext, GEMMA, "the layers of Gemma 3 come in blocks of six; say `num_hidden_layers`"),
-    "a root": (maps.maxtext, {"model_type": "gemma"}, r"hold a root of `hidden_size`, which the configuration"),
-    "layers": (maps.stacked, {**LLAMA, "num_nextn_predict_layers": 1}, r"does not say `num_hidden_layers`; add it"),
-    **{one: (maps.stacked, {**config_of("deepseek_v3"), one: None}, f"does not say `{one}`; add it") for one in DIMS},
+    "a family": (
+        maps.hugging_face,
+        {"model_type": "qwen3_mo"},
+        r"'qwen3_mo' \(did you mean 'qwen3_moe'",
+    ),
+    "no family": (
+        maps.hugging_face,
+        {},
+        r"for the `model_type` 'None'; there are llama,",
+    ),
+    "maxtext": (
+        maps.maxtext,
+        {"model_type": "gpt2"},
+        r"no table of MaxText's names for 'gpt2'; there are",
+    ),
+    "heads": (
+        maps.engine,
+        {"model_type": "gpt2", "n_head": 6},
+        r"6 heads do not divide into 4 shards; use another",
+    ),
+    "key heads": (
+        maps.engine,
+        {**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 3},
+        "3 key heads for 4",
+    ),
+    "biases": (
+        maps.maxtext,
+        {**LLAMA, "attention_bias": True},
+        "MaxText has no `out_bias`, which this configuration",
+    ),
+    "mlp biases": (
+        maps.maxtext,
+        {**LLAMA, "mlp_bias": True},
+        "has no `gate_bias` and no `up_bias` and no `down_bias`",
+    ),
+    "blocks": (
+        maps.maxtext,
+        GEMMA,
+        "the layers of Gemma 3 come in blocks of six; say `num_hidden_layers`",
+    ),
+    "a root": (
+        maps.maxtext,
+        {"model_type": "gemma"},
+        r"hold a root of `hidden_size`, which the configuration",
+    ),
+    "layers": (
+        maps.stacked,
+        {**LLAMA, "num_nextn_predict_layers": 1},
+        r"does not say `num_hidden_layers`; add it",
+    ),
+    **{
+        one: (
+            maps.stacked,
+            {**config_of("deepseek_v3"), one: None},
+            f"does not say `{one}`; add it",
+        )
+        for one in DIMS
+    },
 }
 
 
 @pytest.mark.parametrize("layout, config, message", CONFIGS.values(), ids=CONFIGS)
-def test_what_a_configuration_does_not_say_or_cannot_have_is_named(layout, config, message):
+def test_what_a_configuration_does_not_say_or_cannot_have_is_named(
+    layout, config, message
+):
     with pytest.raises(MapError, match=message):
         layout(config, **{"shards": 4} if layout is maps.engine else {})
 
@@ -226,14 +420,41 @@ PAIRS = {
     "kinds": (
         {A: "query: a", B: "key: b"},
         {B: "querry: a"},
-        r"(?s)has no `querry` \(did you mean 'query'.*no `query` \(layers.\{layers\}.q\) \(did.*no `key` \(q\)",
+        (
+            r"(?s)has no `querry` \(did you mean 'query'.*no `query`"
+            r" \(layers.\{layers\}.q\) \(did.*no `key` \(q\)"
+        ),
     ),
-    "axes": ({B: "q: a b"}, {B: "q: a c"}, r"`q` has other axes in both layouts: a b in `q`, a c in `q`"),
-    "a size": ({B: "q: (a b)"}, {B: "q: a b"}, r"needs the size of the axis `b`; say it: `layout.with_sizes\(b=...\)`"),
-    "parts": ({B: "q: a", "r": "q: a"}, {B: "q: a"}, r"the source has `q` in q, r; give each a range of the same axis"),
-    "a part": ({B: "q: a[:1] b", "r": "q: a[1:] b"}, {B: "q: (a b)"}, "`a` comes in parts, and must be a dimension of"),
-    "a turn": ({B: "q: a[0::3]", "r": "q: a[2::3]"}, {B: "q: a"}, "of every 3 `q` the source has those from 0, 2, not"),
-    "an array per entry": ({A: "q: a"}, {B: "q: a"}, r"has `\{layers\}`, an axis that the target does not have"),
+    "axes": (
+        {B: "q: a b"},
+        {B: "q: a c"},
+        r"`q` has other axes in both layouts: a b in `q`, a c in `q`",
+    ),
+    "a size": (
+        {B: "q: (a b)"},
+        {B: "q: a b"},
+        r"needs the size of the axis `b`; say it: `layout.with_sizes\(b=...\)`",
+    ),
+    "parts": (
+        {B: "q: a", "r": "q: a"},
+        {B: "q: a"},
+        r"the source has `q` in q, r; give each a range of the same axis",
+    ),
+    "a part": (
+        {B: "q: a[:1] b", "r": "q: a[1:] b"},
+        {B: "q: (a b)"},
+        "`a` comes in parts, and must be a dimension of",
+    ),
+    "a turn": (
+        {B: "q: a[0::3]", "r": "q: a[2::3]"},
+        {B: "q: a"},
+        "of every 3 `q` the source has those from 0, 2, not",
+    ),
+    "an array per entry": (
+        {A: "q: a"},
+        {B: "q: a"},
+        r"has `\{layers\}`, an axis that the target does not have",
+    ),
 }
 
 
@@ -243,18 +464,45 @@ def test_what_keeps_two_layouts_apart_is_named(source, target, message):
         maps.TreeLayout(source).to(maps.TreeLayout(target))
 
 
-Q, FUSED = maps.TreeLayout({B: "q: a"}), maps.TreeLayout({B: maps.Fused("q: a", "k: a")})
+Q, FUSED = (
+    maps.TreeLayout({B: "q: a"}),
+    maps.TreeLayout({B: maps.Fused("q: a", "k: a")}),
+)
 LAYOUTS = {
     "without": (lambda: Q.without("k"), r"the layout has no kind 'k'; it has q"),
-    "without a part": (lambda: FUSED.without("k"), r"'q' has other kinds beside; leave out all of them, or none"),
+    "without a part": (
+        lambda: FUSED.without("k"),
+        r"'q' has other kinds beside; leave out all of them, or none",
+    ),
     "paths": (lambda: Q.with_paths({"x": "y"}), r"the layout has no 'x'; it has q"),
-    "drop": (lambda: Q.to(Q, drop=["qq"]), r"`drop` has `qq`, which the source has not \(did you mean 'q'"),
-    "a line": (lambda: maps.TreeLayout({A: "heads dim"}), r"'heads dim' cannot be read; write the kind and its axes"),
-    "a brace": (lambda: maps.TreeLayout({A: "q: (heads dim"}), r"'q: \(heads dim' cannot be read"),
-    "two ranges": (lambda: maps.TreeLayout({B: "q: a[:1] b[1:]"}), r"at most one axis has a range"),
-    "twice": (lambda: maps.TreeLayout({A: "q: layers embed"}), r"has the axis `layers` twice, in braces or without"),
-    "ranks": (lambda: maps.TreeLayout({A: maps.Fused("q: a b", "k: a")}), r"have as many dimensions each"),
-    "dims": (lambda: maps.TreeLayout({A: maps.Fused("q: a b", dim=2)}), r"the parts have no dim 2"),
+    "drop": (
+        lambda: Q.to(Q, drop=["qq"]),
+        r"`drop` has `qq`, which the source has not \(did you mean 'q'",
+    ),
+    "a line": (
+        lambda: maps.TreeLayout({A: "heads dim"}),
+        r"'heads dim' cannot be read; write the kind and its axes",
+    ),
+    "a brace": (
+        lambda: maps.TreeLayout({A: "q: (heads dim"}),
+        r"'q: \(heads dim' cannot be read",
+    ),
+    "two ranges": (
+        lambda: maps.TreeLayout({B: "q: a[:1] b[1:]"}),
+        r"at most one axis has a range",
+    ),
+    "twice": (
+        lambda: maps.TreeLayout({A: "q: layers embed"}),
+        r"has the axis `layers` twice, in braces or without",
+    ),
+    "ranks": (
+        lambda: maps.TreeLayout({A: maps.Fused("q: a b", "k: a")}),
+        r"have as many dimensions each",
+    ),
+    "dims": (
+        lambda: maps.TreeLayout({A: maps.Fused("q: a b", dim=2)}),
+        r"the parts have no dim 2",
+    ),
 }
 
 
@@ -265,7 +513,9 @@ def test_what_is_wrong_with_a_layout_is_said(make, message):
 
 
 def test_a_layout_shows_its_sizes_and_ranges_under_paths_of_ones_own():
-    halves = maps.TreeLayout({"first": "w: layers[:2] b a", "second": "w: layers[2:] b a"})
+    halves = maps.TreeLayout(
+        {"first": "w: layers[:2] b a", "second": "w: layers[2:] b a"}
+    )
     assert "2 arrays, b=3\n  first   w: layers[:2] b a" in str(halves.with_sizes(b=3))
     assert dict(halves.with_paths({"first": "one"}).weights) == {
         "one": "w: layers[:2] b a",
@@ -278,4 +528,6 @@ def test_an_odd_number_of_layers_in_pairs_is_named():
     mine = maps.maxtext(config)
     tree = maps.hugging_face(config).to(mine).apply(files)
     with pytest.raises(MapError, match=r"`stack` of different shapes, \[\(\d, "):
-        maps.TreeLayout(dict(mine.weights), sizes=dict(mine.sizes)).to(maps.stacked(config)).apply(tree)
+        maps.TreeLayout(dict(mine.weights), sizes=dict(mine.sizes)).to(
+            maps.stacked(config)
+        ).apply(tree)

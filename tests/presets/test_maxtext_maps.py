@@ -1,4 +1,6 @@
-"""MaxText's trees of checkpoints: names and numbers as its own converter has them, written down in `tests/data`."""
+"""MaxText's trees of checkpoints: names and numbers as its own converter has them,
+written down in `tests/data`.
+"""
 
 import json
 from pathlib import Path
@@ -11,19 +13,31 @@ from small_models import close, config_of, equal, files_of
 from shardfx.presets import maps
 
 
-NAMES = json.loads((Path(__file__).parents[1] / "data" / "maxtext_names.json").read_text())
+NAMES = json.loads(
+    (Path(__file__).parents[1] / "data" / "maxtext_names.json").read_text()
+)
 DIM, EMBED = 8, 32
 
 
 def blocks(family, layers):
-    """Where the layers are in MaxText's tree: what comes before a block's name, what ends it, and which layers."""
+    """Where the layers are in MaxText's tree: what comes before a block's name, what
+    ends it, and which layers.
+    """
     if family == "gemma2":
-        return [("layers", end, range(at, layers, 2)) for at, end in enumerate(("_local", "_global"))]
+        return [
+            ("layers", end, range(at, layers, 2))
+            for at, end in enumerate(("_local", "_global"))
+        ]
     if not family.startswith("gemma3"):
         return [("layers", "", range(layers))]
     full = layers - layers % 6
-    scanned = [(f"layers/layers_{at}", "", range(at, full, 6)) for at in range(6 if full else 0)]
-    return scanned + [(f"layers_remainder/layers_{at - full}", "", at) for at in range(full, layers)]
+    scanned = [
+        (f"layers/layers_{at}", "", range(at, full, 6))
+        for at in range(6 if full else 0)
+    ]
+    return scanned + [
+        (f"layers_remainder/layers_{at - full}", "", at) for at in range(full, layers)
+    ]
 
 
 def shape_of(name, one):
@@ -40,12 +54,20 @@ def kept(family, name, one):
     """One weight as MaxText keeps it, before layers are stacked."""
     is_gemma = family.startswith("gemma")
     if name == "token_embedder/embedding":
-        root = EMBED**0.5 if family in ("gemma", "gemma2") else float(np.asarray(EMBED**0.5, ml_dtypes.bfloat16))
+        root = (
+            EMBED**0.5
+            if family in ("gemma", "gemma2")
+            else float(np.asarray(EMBED**0.5, ml_dtypes.bfloat16))
+        )
         return one * np.float32(root) if is_gemma else one
     one = one.T.reshape(shape_of(name, one))
     if name.endswith("scale") and is_gemma:
         return one + 1
-    is_divided = name == "self_attention/query/kernel" and family in ("llama", "gemma", "gemma2")
+    is_divided = name == "self_attention/query/kernel" and family in (
+        "llama",
+        "gemma",
+        "gemma2",
+    )
     return one * np.float32(DIM**-0.5) if is_divided else one
 
 
@@ -63,57 +85,113 @@ def by_hand(family, files, layers):
         path = path if path == "lm_head.weight" else f"{before}{path}"
         if path in files:
             found[f"params/{name}"] = one(name, path)
-    rows = {mine: theirs for group in NAMES["families"][family] for mine, theirs in NAMES[group].items()}
+    rows = {
+        mine: theirs
+        for group in NAMES["families"][family]
+        for mine, theirs in NAMES[group].items()
+    }
     for at, end, numbers in blocks(family, layers):
         for name, path in rows.items():
             block, _, rest = name.partition("/")
             if isinstance(numbers, range):
-                whole = np.stack([one(name, f"{before}layers.{i}.{path}") for i in numbers], axis=1)
+                whole = np.stack(
+                    [one(name, f"{before}layers.{i}.{path}") for i in numbers], axis=1
+                )
             else:
                 whole = one(name, f"{before}layers.{numbers}.{path}")
             found[f"params/decoder/{at}/{block}{end}/{rest}"] = whole
     return found
 
 
-FAMILIES = [("llama", 3), ("qwen2", 3), ("qwen3", 3), ("qwen3_moe", 3), ("gemma", 3), ("gemma2", 4)]
+FAMILIES = [
+    ("llama", 3),
+    ("qwen2", 3),
+    ("qwen3", 3),
+    ("qwen3_moe", 3),
+    ("gemma", 3),
+    ("gemma2", 4),
+]
 FAMILIES += [("gemma3_text", 14), ("gemma3", 6), ("gemma3_text", 2)]
 
 
 @pytest.mark.parametrize("family, layers", FAMILIES)
 def test_trees_are_as_maxtexts_converter_makes_them(family, layers):
-    config, files = config_of(family, layers=layers), files_of(family, np.float32, layers=layers)
+    config, files = (
+        config_of(family, layers=layers),
+        files_of(family, np.float32, layers=layers),
+    )
     theirs, mine = maps.hugging_face(config), maps.maxtext(config)
     expected = by_hand(family, files, layers)
-    read = {path: one for path, one in files.items() if not path.startswith(("vision", "multi"))}
+    read = {
+        path: one
+        for path, one in files.items()
+        if not path.startswith(("vision", "multi"))
+    }
     tree = theirs.to(mine).apply(files)
     close(tree, expected, rtol=0)
-    # Back by the rules of the two layouts, and by the inverse of one; what was counted was rounded.
-    for again in (mine.to(theirs).apply(tree, like=read), theirs.to(mine).inverse().apply(tree, like=read)):
+    # Back by the rules of the two layouts, and by the inverse of one; what was counted
+    # was rounded.
+    for again in (
+        mine.to(theirs).apply(tree, like=read),
+        theirs.to(mine).inverse().apply(tree, like=read),
+    ):
         close(again, read, rtol=1e-6, atol=2e-7)
     # From one program's tree to another's.
     stacked = maps.stacked(config)
-    close(mine.to(stacked).apply(tree), theirs.to(stacked).apply(files), rtol=1e-6, atol=2e-7)
+    close(
+        mine.to(stacked).apply(tree),
+        theirs.to(stacked).apply(files),
+        rtol=1e-6,
+        atol=2e-7,
+    )
     close(stacked.to(mine).apply(theirs.to(stacked).apply(files)), expected, rtol=0)
 
 
 def test_numbers_of_bfloat16_are_rounded_as_maxtexts_converter_rounds_them():
     config = config_of("gemma3_text", layers=7) | {"hidden_size": 40}
-    files = {p: one.astype(ml_dtypes.bfloat16) for p, one in files_of("gemma3_text", layers=7, embed=40).items()}
+    files = {
+        p: one.astype(ml_dtypes.bfloat16)
+        for p, one in files_of("gemma3_text", layers=7, embed=40).items()
+    }
     tree = maps.hugging_face(config).to(maps.maxtext(config)).apply(files)
     root = np.asarray(40**0.5, ml_dtypes.bfloat16)
     theirs = np.multiply(files["model.embed_tokens.weight"], root)
     assert tree["params/token_embedder/embedding"].tobytes() == theirs.tobytes()
-    norm = np.add(files["model.layers.6.self_attn.q_norm.weight"], np.asarray(1, ml_dtypes.bfloat16))
-    assert tree["params/decoder/layers_remainder/layers_0/self_attention/query_norm/scale"].tobytes() == norm.tobytes()
+    norm = np.add(
+        files["model.layers.6.self_attn.q_norm.weight"],
+        np.asarray(1, ml_dtypes.bfloat16),
+    )
+    assert (
+        tree[
+            "params/decoder/layers_remainder/layers_0/self_attention/query_norm/scale"
+        ].tobytes()
+        == norm.tobytes()
+    )
 
 
 PARTS = {
-    "turns": ({"w0": "w: a b[0::2]", "w1": "w: a b[1::2]"}, {"w0": np.s_[:, ::2], "w1": np.s_[:, 1::2]}),
-    "turns, and the rest": (
-        {"w0": "w: b[0:4:2] a", "w1": "w: a b[1:4:2]", "w2": "w: b[4] a", "w3": "w: a b[5:]"},
-        {"w0": (np.s_[:, :4:2], True), "w1": np.s_[:, 1:4:2], "w2": np.s_[:, 4], "w3": np.s_[:, 5:]},
+    "turns": (
+        {"w0": "w: a b[0::2]", "w1": "w: a b[1::2]"},
+        {"w0": np.s_[:, ::2], "w1": np.s_[:, 1::2]},
     ),
-    "one by one": ({f"w{i}": f"w: b[{i}] a" for i in range(6)}, {f"w{i}": np.s_[:, i] for i in range(6)}),
+    "turns, and the rest": (
+        {
+            "w0": "w: b[0:4:2] a",
+            "w1": "w: a b[1:4:2]",
+            "w2": "w: b[4] a",
+            "w3": "w: a b[5:]",
+        },
+        {
+            "w0": (np.s_[:, :4:2], True),
+            "w1": np.s_[:, 1:4:2],
+            "w2": np.s_[:, 4],
+            "w3": np.s_[:, 5:],
+        },
+    ),
+    "one by one": (
+        {f"w{i}": f"w: b[{i}] a" for i in range(6)},
+        {f"w{i}": np.s_[:, i] for i in range(6)},
+    ),
 }
 
 

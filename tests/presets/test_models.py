@@ -17,9 +17,10 @@ from shardfx.presets import models
 
 # One of each family, the smallest, for what every family must do but not every size.
 SMALL = (
-    "bert-base deepseek-v2-lite gemma-2b gemma2-2b gemma3-270m gemma3-4b gpt-oss-20b gpt2 gpt3-6.7b llama2-7b "
-    "llama3.2-1b llama4-maverick mistral-7b mixtral-8x7b qwen2.5-0.5b qwen3-0.6b qwen3-30b-a3b qwen3-next-80b-a3b "
-    "starcoder2-3b t5.1.1-small vit-s-16"
+    "bert-base deepseek-v2-lite gemma-2b gemma2-2b gemma3-270m gemma3-4b gpt-oss-20b"
+    " gpt2 gpt3-6.7b llama2-7b llama3.2-1b llama4-maverick mistral-7b mixtral-8x7b"
+    " qwen2.5-0.5b qwen3-0.6b qwen3-30b-a3b qwen3-next-80b-a3b starcoder2-3b"
+    " t5.1.1-small vit-s-16"
 ).split()
 MESHES = {
     "dp": {"data": 8},
@@ -38,7 +39,9 @@ def few_layers(name, stack_experts=False):
 
 
 def test_every_model_has_a_total_and_every_total_a_source():
-    assert sorted([*catalogue.PUBLISHED, *catalogue.MILLIONS, *catalogue.WITH_CLASS]) == sorted(models.names())
+    assert sorted(
+        [*catalogue.PUBLISHED, *catalogue.MILLIONS, *catalogue.WITH_CLASS]
+    ) == sorted(models.names())
     for name, millions in catalogue.ROUNDED.items():
         assert catalogue.PUBLISHED[name] / 1e6 == pytest.approx(millions, rel=0.001)
 
@@ -53,15 +56,43 @@ def test_totals_are_those_of_keras_hub():
 
 
 # A preset's name, and the first total after it.
-_PRESET = re.compile(r'^    "([\w.]+)": \{(?:(?!^    "[\w.]+": \{).)*?"params": ([\d_]+)', re.MULTILINE | re.DOTALL)
-# In which of transformers' models the names of a tree are, for one name of each family; and the checkpoint's own names
-# that transformers changes while it loads: of Mixtral's experts, and of the layer of Qwen3-Next that predicts ahead.
+_PRESET = re.compile(
+    r'^    "([\w.]+)": \{(?:(?!^    "[\w.]+": \{).)*?"params": ([\d_]+)',
+    re.MULTILINE | re.DOTALL,
+)
+# In which of transformers' models the names of a tree are, for one name of each family;
+# and the checkpoint's own names that transformers changes while it loads: of Mixtral's
+# experts, and of the layer of Qwen3-Next that predicts ahead.
 SOURCES = {
-    **{"bert-base": "bert", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3", "gemma-2b": "gemma"},
-    **{"gemma2-2b": "gemma2", "gemma3-1b": "gemma3", "gemma3-4b": "gemma3 siglip", "gpt2": "gpt2"},
-    **{"gpt-oss-20b": "gpt_oss", "llama3-8b": "llama", "llama4-maverick": "llama4", "mistral-7b": "mistral"},
-    **{"mixtral-8x7b": "mixtral", "qwen2.5-7b": "qwen2", "qwen3-8b": "qwen3", "qwen3-30b-a3b": "qwen3_moe"},
-    **{"qwen3-next-80b-a3b": "qwen3_next", "starcoder2-3b": "starcoder2", "t5.1.1-small": "t5"},
+    **{
+        "bert-base": "bert",
+        "deepseek-v2": "deepseek_v2",
+        "deepseek-v3": "deepseek_v3",
+        "gemma-2b": "gemma",
+    },
+    **{
+        "gemma2-2b": "gemma2",
+        "gemma3-1b": "gemma3",
+        "gemma3-4b": "gemma3 siglip",
+        "gpt2": "gpt2",
+    },
+    **{
+        "gpt-oss-20b": "gpt_oss",
+        "llama3-8b": "llama",
+        "llama4-maverick": "llama4",
+        "mistral-7b": "mistral",
+    },
+    **{
+        "mixtral-8x7b": "mixtral",
+        "qwen2.5-7b": "qwen2",
+        "qwen3-8b": "qwen3",
+        "qwen3-30b-a3b": "qwen3_moe",
+    },
+    **{
+        "qwen3-next-80b-a3b": "qwen3_next",
+        "starcoder2-3b": "starcoder2",
+        "t5.1.1-small": "t5",
+    },
 }
 RENAMED = {
     "mixtral-8x7b": {"block_sparse_moe", "w1", "w2", "w3"},
@@ -72,11 +103,22 @@ RENAMED = {
 @pytest.mark.parametrize("name", SOURCES)
 def test_names_are_those_of_transformers(name):
     folder = folder_of("transformers") / "models"
-    code = [ast.parse((folder / model / f"modeling_{model}.py").read_text()) for model in SOURCES[name].split()]
-    targets = [to for tree in code for node in ast.walk(tree) if isinstance(node, ast.Assign) for to in node.targets]
+    code = [
+        ast.parse((folder / model / f"modeling_{model}.py").read_text())
+        for model in SOURCES[name].split()
+    ]
+    targets = [
+        to
+        for tree in code
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for to in node.targets
+    ]
     known = {to.attr for to in targets if isinstance(to, ast.Attribute)}
     paths = [path for path, _ in catalogue.paths_of(models.tree(name, layers=4))]
-    words = {word for path in paths for word in path.split("/") if not word.isdigit()} - {"weight", "bias"}
+    words = {
+        word for path in paths for word in path.split("/") if not word.isdigit()
+    } - {"weight", "bias"}
     assert words - known == RENAMED.get(name, set())
 
 
@@ -95,9 +137,14 @@ def test_each_model_has_as_many_parameters_as_were_published(name):
         embed = models.config(name)["heads"] * models.config(name)["head_dim"]
         assert total + 2 * embed + (embed + 1) * 1000 == catalogue.WITH_CLASS[name]
     else:
-        assert total / 1e6 == pytest.approx(catalogue.MILLIONS[name], rel=0.001, abs=0.1)
+        assert total / 1e6 == pytest.approx(
+            catalogue.MILLIONS[name], rel=0.001, abs=0.1
+        )
     assert len(set(map(id, leaves))) == len(leaves)
-    assert {leaf.dtype for leaf in leaves} <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in leaves} <= {
+        jnp.dtype("bfloat16"),
+        jnp.dtype("float32"),
+    }
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -106,61 +153,116 @@ def test_every_number_of_a_config_changes_the_tree(name):
     for number, value in published.items():
         if number == "dense_layers" or isinstance(value, bool):
             continue
-        small: dict[str, Any] = dict(published) | {"layers": 4} | ({"experts": 2} if "experts" in published else {})
-        assert models.tree(name, **small) != models.tree(name, **small | {number: small[number] + 1}), number
+        small: dict[str, Any] = (
+            dict(published)
+            | {"layers": 4}
+            | ({"experts": 2} if "experts" in published else {})
+        )
+        assert models.tree(name, **small) != models.tree(
+            name, **small | {number: small[number] + 1}
+        ), number
 
 
 @pytest.mark.parametrize("name, how", PAIRS)
 def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
-    tree, mesh, rules = few_layers(name, stack_experts=how == "ep"), MeshSpec(MESHES[how]), models.rules_for(name, how)
+    tree, mesh, rules = (
+        few_layers(name, stack_experts=how == "ep"),
+        MeshSpec(MESHES[how]),
+        models.rules_for(name, how),
+    )
     made = plan(tree, mesh, paths=rules)
     codes = {reason.code.name for row in made.leaves for reason in row.reasons}
     # GPT's odd vocabulary, and the one kv head of small Gemmas.
     assert codes <= {"unit", "indivisible"}
     ways = math.prod(size for axis, size in MESHES[how].items() if axis != "data")
-    # No tensor axis divides what is in no matrix product: norms, and the positions of ViT.
-    assert codes or made.bytes_per_device <= (1.15 if "tensor" in MESHES[how] else 1.03) * made.bytes_total / ways
+    # No tensor axis divides what is in no matrix product: norms, and the positions of
+    # ViT.
+    assert (
+        codes
+        or made.bytes_per_device
+        <= (1.15 if "tensor" in MESHES[how] else 1.03) * made.bytes_total / ways
+    )
     assert how != "dp" or made.bytes_per_device == made.bytes_total
-    # A rule applies, or it is for a sibling in the family: then its regex finds no path of this tree at all.
-    used, paths = set(jax.tree.leaves(match(tree, rules))), [path for path, _ in catalogue.paths_of(tree)]
-    unused = [regex for index, (regex, _) in enumerate(rules.rules) if index not in used]
-    assert [regex for regex in unused if any(re.search(regex, path) for path in paths)] == []
-    # A check finds nothing but what cannot be cut. Without fsdp, some arrays are whole by design.
-    found = lint(tree, mesh, paths=rules, replicated_bytes=2**24 if "fsdp" in MESHES[how] else 2**40)
+    # A rule applies, or it is for a sibling in the family: then its regex finds no path
+    # of this tree at all.
+    used, paths = (
+        set(jax.tree.leaves(match(tree, rules))),
+        [path for path, _ in catalogue.paths_of(tree)],
+    )
+    unused = [
+        regex for index, (regex, _) in enumerate(rules.rules) if index not in used
+    ]
+    assert [
+        regex for regex in unused if any(re.search(regex, path) for path in paths)
+    ] == []
+    # A check finds nothing but what cannot be cut. Without fsdp, some arrays are whole
+    # by design.
+    found = lint(
+        tree,
+        mesh,
+        paths=rules,
+        replicated_bytes=2**24 if "fsdp" in MESHES[how] else 2**40,
+    )
     assert {one.code for one in found} <= ({"corrected"} if codes else set()), found
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    "name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b"]
+)
 @pytest.mark.parametrize("how", ["fsdp", "fsdp_tp", "ep"])
 def test_stacked_experts_are_cut_as_each_expert_would_be(name, how):
     tree, single = few_layers(name, stack_experts=True), few_layers(name)
     assert catalogue.parameters(single) == catalogue.parameters(tree)
     made = plan(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
-    stacked = [row for row in made.leaves if "/experts/" in row.path and len(row.shape) == 3]
-    assert stacked and all(row.spec[0] == ("expert" if how == "ep" else None) for row in stacked)
+    stacked = [
+        row for row in made.leaves if "/experts/" in row.path and len(row.shape) == 3
+    ]
+    assert stacked and all(
+        row.spec[0] == ("expert" if how == "ep" else None) for row in stacked
+    )
     if how == "fsdp_tp" and "gpt-oss" not in name:
         apart = plan(single, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
         for row in stacked:
-            assert P(*row.spec[1:]) == apart[row.path.replace("/experts/", "/experts/0/")].spec
+            assert (
+                P(*row.spec[1:])
+                == apart[row.path.replace("/experts/", "/experts/0/")].spec
+            )
 
 
 def test_rules_for_experts_need_experts_in_one_array():
     mesh, rules = MeshSpec({"expert": 8}), models.rules_for("mixtral-8x7b", "ep")
-    with pytest.raises((RuleError, UnmatchedError), match=r"'\(experts\.w1\|experts\.w3\)\.weight\$', matches no path"):
+    with pytest.raises(
+        (RuleError, UnmatchedError),
+        match=r"'\(experts\.w1\|experts\.w3\)\.weight\$', matches no path",
+    ):
         plan(few_layers("mixtral-8x7b"), mesh, paths=rules)
 
 
 def test_heads_are_not_cut():
-    made = plan(models.tree("llama3-8b"), MeshSpec({"tensor": 16}), paths=models.rules_for("llama3-8b", "tp"))
+    made = plan(
+        models.tree("llama3-8b"),
+        MeshSpec({"tensor": 16}),
+        paths=models.rules_for("llama3-8b", "tp"),
+    )
     assert made["model/layers/0/self_attn/q_proj/weight"].spec == P("tensor")
     assert made["model/layers/0/self_attn/k_proj/weight"].spec == P()
     gated = plan(
-        few_layers("qwen3-next-80b-a3b"), MeshSpec({"tensor": 32}), paths=models.rules_for("qwen3-next-80b-a3b", "tp")
+        few_layers("qwen3-next-80b-a3b"),
+        MeshSpec({"tensor": 32}),
+        paths=models.rules_for("qwen3-next-80b-a3b", "tp"),
     )
     assert gated["model/layers/0/linear_attn/in_proj_qkvz/weight"].spec == P()
-    eyes = plan(few_layers("gemma3-4b"), MeshSpec({"tensor": 16}), paths=models.rules_for("gemma3-4b", "tp"))
+    eyes = plan(
+        few_layers("gemma3-4b"),
+        MeshSpec({"tensor": 16}),
+        paths=models.rules_for("gemma3-4b", "tp"),
+    )
     layer = "vision_tower/vision_model/encoder/layers/0/self_attn"
-    assert eyes[f"{layer}/q_proj/weight"].spec == P("tensor") == eyes[f"{layer}/q_proj/bias"].spec
+    assert (
+        eyes[f"{layer}/q_proj/weight"].spec
+        == P("tensor")
+        == eyes[f"{layer}/q_proj/bias"].spec
+    )
 
 
 def test_dtype_and_changes():
@@ -175,14 +277,35 @@ def test_dtype_and_changes():
 
 
 MISTAKES = {
-    "a name": (lambda: models.tree("llama3-405"), r"no 'llama3-405' \(did you mean 'llama3-405b'"),
-    "nothing near": (lambda: models.config("\x1b[2J"), r"no '\\x1b\[2J'; there are llama2-7b,"),
-    "a number": (lambda: models.tree("gpt2", layer=2), r"`gpt2` has no number 'layer' \(did you mean 'layers'\?"),
-    "no number near": (lambda: models.tree("gpt2", zzz=2), r"'zzz'; it has heads, head_dim, layers,"),
-    "a text": (lambda: models.tree("gpt2", layers=cast(int, "2")), r"`gpt2`: `layers='2'` is no whole number"),
-    "a bool": (lambda: models.tree("gpt2", layers=True), r"`layers=True` is no whole number"),
+    "a name": (
+        lambda: models.tree("llama3-405"),
+        r"no 'llama3-405' \(did you mean 'llama3-405b'",
+    ),
+    "nothing near": (
+        lambda: models.config("\x1b[2J"),
+        r"no '\\x1b\[2J'; there are llama2-7b,",
+    ),
+    "a number": (
+        lambda: models.tree("gpt2", layer=2),
+        r"`gpt2` has no number 'layer' \(did you mean 'layers'\?",
+    ),
+    "no number near": (
+        lambda: models.tree("gpt2", zzz=2),
+        r"'zzz'; it has heads, head_dim, layers,",
+    ),
+    "a text": (
+        lambda: models.tree("gpt2", layers=cast(int, "2")),
+        r"`gpt2`: `layers='2'` is no whole number",
+    ),
+    "a bool": (
+        lambda: models.tree("gpt2", layers=True),
+        r"`layers=True` is no whole number",
+    ),
     "no bool": (lambda: models.tree("llama3-8b", tied=1), r"`tied=1` is no bool"),
-    "a strategy": (lambda: models.rules_for("gpt2", "tpu"), r"`gpt2` has no rules 'tpu'; there are dp, fsdp, tp"),
+    "a strategy": (
+        lambda: models.rules_for("gpt2", "tpu"),
+        r"`gpt2` has no rules 'tpu'; there are dp, fsdp, tp",
+    ),
 }
 
 

@@ -12,7 +12,10 @@ from shardfx.presets.layouts import HiddenStateSharding
 
 
 MODES = (tokens.MODE_TRAIN, tokens.MODE_PREFILL, tokens.MODE_DECODE, tokens.MODE_INSERT)
-PRESETS = {"eformer": eformer(), **{f"t5x({a}, {p})": t5x(a, p) for a in (1, 2) for p in (1, 2)}}
+PRESETS = {
+    "eformer": eformer(),
+    **{f"t5x({a}, {p})": t5x(a, p) for a in (1, 2) for p in (1, 2)},
+}
 
 
 def spec(*names, mode=None, **fields):
@@ -20,13 +23,21 @@ def spec(*names, mode=None, **fields):
 
 
 @pytest.mark.parametrize("rules", PRESETS.values(), ids=PRESETS)
-def test_every_name_of_a_preset_resolves_to_its_first_rule_and_presets_are_values(rules):
+def test_every_name_of_a_preset_resolves_to_its_first_rule_and_presets_are_values(
+    rules,
+):
     for mode in (None, *dict(rules.modes)):
         active = [*dict(rules.modes).get(mode, ()), *rules.rules]
         for name in rules.names:
             first = next(target for key, target in active if key == name)
             assert resolve((name,), rules, mode=mode).spec == canonical(P(first))
-    rebuilt = type(rules)(rules.rules, modes=rules.modes, units=rules.units, aliases=rules.aliases, axes=rules.axes)
+    rebuilt = type(rules)(
+        rules.rules,
+        modes=rules.modes,
+        units=rules.units,
+        aliases=rules.aliases,
+        axes=rules.axes,
+    )
     assert rebuilt == rules and hash(rebuilt) == hash(rules)
 
 
@@ -37,7 +48,11 @@ def test_t5x_additional_rules_can_override_by_going_first():
 
 
 def test_t5x_takes_axis_rules_with_modes_as_additional_rules():
-    rules = t5x(additional_rules=presets.t5x().without("batch").extend({"x": "data"}, modes={"decode": {"x": None}}))
+    rules = t5x(
+        additional_rules=presets.t5x()
+        .without("batch")
+        .extend({"x": "data"}, modes={"decode": {"x": None}})
+    )
     assert resolve(("x",), rules, mode="decode").spec == P()
     assert resolve(("x",), rules).spec == P("data")
 
@@ -61,14 +76,21 @@ def test_every_field_decides_its_token(field):
         assert spec(token, **{field: None}) == P()
 
 
-@pytest.mark.parametrize("field", [f for f in inspect.signature(eformer).parameters if f.startswith("decode_")])
+@pytest.mark.parametrize(
+    "field",
+    [f for f in inspect.signature(eformer).parameters if f.startswith("decode_")],
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_decode_field_decides_its_token_in_the_generation_modes(field, mode):
     base, is_generation = field.removeprefix("decode_"), mode in tokens.GENERATION_MODES
     token = tokens.TOKENS[base]
-    assert spec(token, mode=mode, **{base: "base", field: "gen"}) == P("gen" if is_generation else "base")
+    assert spec(token, mode=mode, **{base: "base", field: "gen"}) == P(
+        "gen" if is_generation else "base"
+    )
     # B38: three states. `None` replicates, which eformer's own tokens could not say.
-    assert spec(token, mode=mode, **{base: "base", field: None}) == (P() if is_generation else P("base"))
+    assert spec(token, mode=mode, **{base: "base", field: None}) == (
+        P() if is_generation else P("base")
+    )
 
 
 def test_one_mesh_axis_may_be_for_data_and_for_parameters():
@@ -84,13 +106,20 @@ def test_overriding_is_explicit_and_part_of_the_value():
         rules.with_alias(tokens.DP, tokens.TP)
     changed = rules.without(tokens.DP).with_alias(tokens.DP, tokens.TP)
     assert changed != rules and hash(changed) != hash(rules)
-    resolved = jax.jit(lambda x, given: x * len(resolve((tokens.DP,), given).spec[0] or ""), static_argnums=1)
+    resolved = jax.jit(
+        lambda x, given: x * len(resolve((tokens.DP,), given).spec[0] or ""),
+        static_argnums=1,
+    )
     assert int(resolved(1, rules.prepend({tokens.DP: "d"}))) == 1
     assert int(resolved(1, changed.prepend({tokens.TP: "tensor"}))) == 6
 
 
 def test_layouts_are_all_there():
-    layouts = {name: value for name, value in vars(presets.layouts).items() if isinstance(value, Layout)}
+    layouts = {
+        name: value
+        for name, value in vars(presets.layouts).items()
+        if isinstance(value, Layout)
+    }
     assert len(layouts) == 17
     for name, layout in layouts.items():
         assert resolve(layout.axes, eformer(), unmatched="raise").reasons == (), name
@@ -105,20 +134,33 @@ def test_layouts_are_all_there():
         # B42: in eformer a query of length 1 asks for sp by default.
         (1, {}, P(("fsdp", "dp"), None, "tp")),
         (1, {"decode_query_sequence_axis": "x"}, P(("fsdp", "dp"), "x", "tp")),
-        # dp is the batch's: eformer says P(("fsdp", "dp"), "dp", "tp"), which JAX refuses.
+        # dp is the batch's: eformer says P(("fsdp", "dp"), "dp", "tp"), which JAX
+        # refuses.
         (1, {"decode_query_sequence_axis": "dp"}, P(("fsdp", "dp"), None, "tp")),
-        (1, {"decode_query_sequence_axis": "dp", "decode_batch_axis": "fsdp"}, P("fsdp", "dp", "tp")),
+        (
+            1,
+            {"decode_query_sequence_axis": "dp", "decode_batch_axis": "fsdp"},
+            P("fsdp", "dp", "tp"),
+        ),
     ],
 )
 def test_the_mode_of_a_hidden_state_follows_from_its_shape(length, fields, wanted):
     mode = infer_mode((2, length, 32), HiddenStateSharding.mode_dim)
-    assert resolve(HiddenStateSharding.axes, eformer(**fields), mode=mode).spec == wanted
+    assert (
+        resolve(HiddenStateSharding.axes, eformer(**fields), mode=mode).spec == wanted
+    )
 
 
 def test_a_generation_rule_that_is_blocked_does_not_fall_back_to_training():
-    decision = resolve((tokens.KV_LENGTH, tokens.HEAD), eformer(decode_head_axis="sp"), mode=tokens.MODE_DECODE)
+    decision = resolve(
+        (tokens.KV_LENGTH, tokens.HEAD),
+        eformer(decode_head_axis="sp"),
+        mode=tokens.MODE_DECODE,
+    )
     assert decision.spec == P("sp")
-    assert [(why.code.name, why.dim, why.axes) for why in decision.reasons] == [("blocked", 1, ("sp",))]
+    assert [(why.code.name, why.dim, why.axes) for why in decision.reasons] == [
+        ("blocked", 1, ("sp",))
+    ]
 
 
 @pytest.mark.parametrize(

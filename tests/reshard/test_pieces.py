@@ -35,7 +35,9 @@ def transfer(x, dst, *, lost=(), donate=False, way="host"):
 
 
 def mesh(order, sizes):
-    return Mesh(np.asarray(jax.devices())[list(order)].reshape(sizes), ("a", "b")[: len(sizes)])
+    return Mesh(
+        np.asarray(jax.devices())[list(order)].reshape(sizes), ("a", "b")[: len(sizes)]
+    )
 
 
 def shardings(rank):
@@ -44,7 +46,10 @@ def shardings(rank):
         made = mesh(order, sizes)
         axes = made.axis_names
         for places in it.product(range(-1, rank), repeat=len(axes)):
-            entries = [tuple(axis for axis, at in zip(axes, places, strict=True) if at == dim) for dim in range(rank)]
+            entries = [
+                tuple(axis for axis, at in zip(axes, places, strict=True) if at == dim)
+                for dim in range(rank)
+            ]
             yield NamedSharding(made, P(*entries))
             if len(axes) == 2 and places[0] == places[1] >= 0:
                 yield NamedSharding(made, P(*[entry[::-1] for entry in entries]))
@@ -60,7 +65,10 @@ def assert_is(array, expected, sharding):
     assert array.shape == expected.shape and array.dtype == expected.dtype
     for shard in array.addressable_shards:
         assert shard.device in sharding.device_set
-        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(expected[shard.index]).tobytes()
+        assert (
+            np.asarray(shard.data).tobytes()
+            == np.ascontiguousarray(expected[shard.index]).tobytes()
+        )
 
 
 @settings(deadline=None, max_examples=150)
@@ -83,19 +91,33 @@ def test_every_rank_and_empty_dimensions(shape, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", ["bool", "int4", "int8", "uint16", "float8_e5m2", "bfloat16", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int4", "int8", "uint16", "float8_e5m2", "bfloat16", "complex64"]
+)
 def test_every_dtype(dtype, way):
     src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
     dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"))
     expected = values((8, 6), dtype).copy()
-    if dtype in ("bfloat16", "float8_e5m2"):  # NaNs that arithmetic would replace by others
-        odd = np.array(0x7F81 if dtype == "bfloat16" else 0x7D, f"uint{8 * expected.itemsize}")
+    if dtype in (
+        "bfloat16",
+        "float8_e5m2",
+    ):  # NaNs that arithmetic would replace by others
+        odd = np.array(
+            0x7F81 if dtype == "bfloat16" else 0x7D, f"uint{8 * expected.itemsize}"
+        )
         expected[:, 1] = odd.view(expected.dtype)
     assert_is(transfer(jax.device_put(expected, src), dst, way=way), expected, dst)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("ends", [("device", "pinned_host"), ("pinned_host", "device"), ("pinned_host", "pinned_host")])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ("device", "pinned_host"),
+        ("pinned_host", "device"),
+        ("pinned_host", "pinned_host"),
+    ],
+)
 def test_memory_kinds_at_either_end(ends, way):
     src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"), memory_kind=ends[0])
     dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"), memory_kind=ends[1])
@@ -103,12 +125,16 @@ def test_memory_kinds_at_either_end(ends, way):
     x = jax.device_put(expected, src)
     moved = transfer(x, dst, way=way)
     assert_is(moved, expected, dst)
-    assert {shard.data.sharding.memory_kind for shard in moved.addressable_shards} == {ends[1]}
+    assert {shard.data.sharding.memory_kind for shard in moved.addressable_shards} == {
+        ends[1]
+    }
     assert not x.is_deleted()
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("specs", [(P("a"), P("a")), (P("a"), P(None, "a")), (P(), P("a")), (P("a"), P())])
+@pytest.mark.parametrize(
+    "specs", [(P("a"), P("a")), (P("a"), P(None, "a")), (P(), P("a")), (P("a"), P())]
+)
 def test_donation_deletes_the_source_and_nothing_else(specs, way):
     src = NamedSharding(mesh((0, 1, 2, 3), (4,)), specs[0])
     dst = NamedSharding(mesh((3, 1), (2,)), specs[1])
@@ -122,10 +148,18 @@ def test_donation_deletes_the_source_and_nothing_else(specs, way):
 
 
 def test_large_shards_are_given_up_one_by_one():
-    cases = [(P("a"), P("a")), (P("a"), P(None, "a")), (P(None, "a"), P("a")), (P(None, "a"), P(None, "a"))]
+    cases = [
+        (P("a"), P("a")),
+        (P("a"), P(None, "a")),
+        (P(None, "a"), P("a")),
+        (P(None, "a"), P(None, "a")),
+    ]
     expected = np.arange(4 * 1024 * 1024, dtype=np.float32).reshape(2048, 2048)
     for specs in cases:
-        src, dst = NamedSharding(mesh((0, 1, 2, 3), (4,)), specs[0]), NamedSharding(mesh((5, 1), (2,)), specs[1])
+        src, dst = (
+            NamedSharding(mesh((0, 1, 2, 3), (4,)), specs[0]),
+            NamedSharding(mesh((5, 1), (2,)), specs[1]),
+        )
         x = jax.device_put(expected, src)
         assert_is(transfer(x, dst), expected, dst)
         assert_is(transfer(x, dst, donate=True), expected, dst)
@@ -139,11 +173,21 @@ def test_replicas_on_lost_devices_are_not_read(spec, donate, way):
     expected = values((8,))
     source = NamedSharding(mesh(range(8), (2, 4)), spec)
     boxes = source.devices_indices_map((8,)).items()
-    shards = [expected[box] if device in devices[3:] else np.full_like(expected[box], -7) for device, box in boxes]
-    placed = [jax.device_put(shard, device) for shard, device in zip(shards, devices, strict=True)]
+    shards = [
+        expected[box] if device in devices[3:] else np.full_like(expected[box], -7)
+        for device, box in boxes
+    ]
+    placed = [
+        jax.device_put(shard, device)
+        for shard, device in zip(shards, devices, strict=True)
+    ]
     x = jax.make_array_from_single_device_arrays((8,), source, placed)
     target = NamedSharding(mesh(range(8), (8,)), P("a"))
-    assert_is(transfer(x, target, lost=tuple(devices[:3]), donate=donate, way=way), expected, target)
+    assert_is(
+        transfer(x, target, lost=tuple(devices[:3]), donate=donate, way=way),
+        expected,
+        target,
+    )
 
 
 @pytest.mark.parametrize("given_up", ["source", "result", "source deleted"])
@@ -154,15 +198,25 @@ def test_whole_shards_share_memory_that_nobody_writes_to(given_up):
     source = jax.jit(lambda x: x + 0, out_shardings=src)(expected)
     result = transfer(source, dst)
     assert_is(result, expected, dst)
-    pointers = [[s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (source, result)]
+    pointers = [
+        [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
+        for x in (source, result)
+    ]
     assert sorted(pointers[0]) == sorted(pointers[1])
     kept, lost = (result, source) if given_up.startswith("source") else (source, result)
     if given_up.endswith("deleted"):
         lost.delete()
     else:
-        jax.block_until_ready(jax.jit(lambda x: x * 0 - 1, donate_argnums=0, out_shardings=lost.sharding)(lost))
+        jax.block_until_ready(
+            jax.jit(lambda x: x * 0 - 1, donate_argnums=0, out_shardings=lost.sharding)(
+                lost
+            )
+        )
     del lost, source, result
     gc.collect()
-    others = [jax.device_put(np.full((1024, 16), -1.0, np.float32), device) for device in jax.devices()]
+    others = [
+        jax.device_put(np.full((1024, 16), -1.0, np.float32), device)
+        for device in jax.devices()
+    ]
     assert_is(kept, expected, kept.sharding)
     del others

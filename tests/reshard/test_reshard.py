@@ -11,7 +11,13 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._programs import lowered, steps_program
-from shardfx._ground.errors import LeafTypeError, MeshError, MoveError, PlanMismatchError, SpecError
+from shardfx._ground.errors import (
+    LeafTypeError,
+    MeshError,
+    MoveError,
+    PlanMismatchError,
+    SpecError,
+)
 from shardfx._plan.planner import plan
 from shardfx._reshard.flight import Window, carry_out
 from shardfx._reshard.move import move_of
@@ -21,13 +27,18 @@ from shardfx._rules.path_rules import PathRules
 from shardfx.topology._mesh import MeshSpec
 
 
-# Live arrays take the programs that accelerators take, where the CPU would copy in its memory.
+# Live arrays take the programs that accelerators take, where the CPU would copy in its
+# memory.
 through_programs = ft.partial(resharded, copies=False)
-both_ways = pytest.mark.parametrize("move", [reshard, through_programs], ids=["copies", "programs"])
+both_ways = pytest.mark.parametrize(
+    "move", [reshard, through_programs], ids=["copies", "programs"]
+)
 
 
 def mesh(sizes, names="ab", order=None, **types):
-    devices = np.asarray(jax.devices())[np.arange(np.prod(sizes)) if order is None else list(order)]
+    devices = np.asarray(jax.devices())[
+        np.arange(np.prod(sizes)) if order is None else list(order)
+    ]
     return Mesh(devices.reshape(sizes), tuple(names[: len(sizes)]), **types)
 
 
@@ -41,23 +52,38 @@ def host(shape, start=0, dtype=np.float32):
 
 def state(layers=3):
     return {
-        "layers": [{"w": host((24, 16), i), "b": host((24,), i)} for i in range(layers)],
+        "layers": [
+            {"w": host((24, 16), i), "b": host((24,), i)} for i in range(layers)
+        ],
         "step": host(()),
         "name": "model",
     }
 
 
 def put(tree, target):
-    return jax.tree.map(lambda x: jax.device_put(x, target) if isinstance(x, np.ndarray) and x.ndim else x, tree)
+    return jax.tree.map(
+        lambda x: (
+            jax.device_put(x, target) if isinstance(x, np.ndarray) and x.ndim else x
+        ),
+        tree,
+    )
 
 
 def assert_equal(tree, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), tree, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), tree, expected
+    )
 
 
 def targets(tree, matrix, vector):
     def target(x):
-        return None if isinstance(x, str) or not x.ndim else matrix if x.ndim == 2 else vector
+        return (
+            None
+            if isinstance(x, str) or not x.ndim
+            else matrix
+            if x.ndim == 2
+            else vector
+        )
 
     return jax.tree.map(target, tree)
 
@@ -70,26 +96,38 @@ def test_a_tree_moves_to_a_tree_of_shardings(move):
     moved = move(source, wanted, memory_limit_bytes=0 if move is reshard else None)
     assert_equal(moved, state())
     assert moved["name"] == "model"
-    for leaf, target in zip(jax.tree.leaves(moved), jax.tree.leaves(wanted), strict=False):
+    for leaf, target in zip(
+        jax.tree.leaves(moved), jax.tree.leaves(wanted), strict=False
+    ):
         if isinstance(leaf, jax.Array):
             assert leaf.sharding == target
 
 
 def test_one_sharding_is_for_all_arrays_and_a_prefix_for_those_below():
-    source = put({"p": {"w": host((8, 4)), "v": host((8,))}, "q": host((8, 8))}, sharding((8,), "a"))
+    source = put(
+        {"p": {"w": host((8, 4)), "v": host((8,))}, "q": host((8, 8))},
+        sharding((8,), "a"),
+    )
     target, other = sharding((4,), "a", order=(7, 6, 1, 0)), sharding((2,), "a")
     assert {x.sharding for x in jax.tree.leaves(reshard(source, target))} == {target}
     moved = reshard(source, {"p": target, "q": other})
-    assert {x.sharding for x in jax.tree.leaves(moved["p"])} == {target} and moved["q"].sharding == other
+    assert {x.sharding for x in jax.tree.leaves(moved["p"])} == {target} and moved[
+        "q"
+    ].sharding == other
     half = reshard(source, {"p": None, "q": other})
     assert half["p"]["w"] is source["p"]["w"] and half["q"].sharding == other
 
 
 def test_rows_of_a_replicated_array_share_its_memory_and_outlive_it():
-    x = jax.device_put(np.arange(64 * 64, dtype=np.float32).reshape(64, 64), NamedSharding(mesh((8,)), P()))
+    x = jax.device_put(
+        np.arange(64 * 64, dtype=np.float32).reshape(64, 64),
+        NamedSharding(mesh((8,)), P()),
+    )
     first = np.asarray(x).__array_interface__["data"][0]
     moved = reshard(x, NamedSharding(mesh((8,)), P("a")))
-    where = [shard.data.unsafe_buffer_pointer() - first for shard in moved.addressable_shards]
+    where = [
+        shard.data.unsafe_buffer_pointer() - first for shard in moved.addressable_shards
+    ]
     assert where == [number * 8 * 64 * 4 for number in range(8)]
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
     np.testing.assert_array_equal(moved, np.arange(64 * 64).reshape(64, 64))
@@ -117,8 +155,12 @@ def rows(tree, wanted):
 
 def test_a_thousand_leaves_with_twenty_moves_take_twenty_programs_or_fewer():
     shapes = [(8 * (i + 1), 16) for i in range(10)]
-    source = [jax.device_put(host(shapes[i % 10]), sharding((8,), "a")) for i in range(1000)]
-    wanted = [sharding((2, 4), *[("b", "a"), (None, "b")][i // 10 % 2]) for i in range(1000)]
+    source = [
+        jax.device_put(host(shapes[i % 10]), sharding((8,), "a")) for i in range(1000)
+    ]
+    wanted = [
+        sharding((2, 4), *[("b", "a"), (None, "b")][i // 10 % 2]) for i in range(1000)
+    ]
     moves = {(x.shape, target) for x, target in zip(source, wanted, strict=True)}
     assert len(moves) == 20
     job = job_of(rows(source, wanted), str, copies=False)
@@ -126,17 +168,26 @@ def test_a_thousand_leaves_with_twenty_moves_take_twenty_programs_or_fewer():
     jax.block_until_ready(through_programs(source[:200], wanted[:200]))
     moved = []
     # Whatever the 20 moves compiled, the other 800 leaves compile nothing.
-    assert count_compilations(lambda: moved.extend(through_programs(source[200:], wanted[200:]))) == 0
+    assert (
+        count_compilations(
+            lambda: moved.extend(through_programs(source[200:], wanted[200:]))
+        )
+        == 0
+    )
     assert_equal(moved, [np.asarray(x) for x in source[200:]])
 
 
 def moves_of_all_kinds():
     """A tree that takes every way, and where it goes to."""
-    keys = jax.device_put(jax.random.split(jax.random.key(0, impl="rbg"), 8), sharding((8,), "a"))
+    keys = jax.device_put(
+        jax.random.split(jax.random.key(0, impl="rbg"), 8), sharding((8,), "a")
+    )
     tree = {
         "steps": jax.device_put(host((96, 64)), sharding((8,), "a")),
         "smaller": jax.device_put(host((96, 64)), sharding((8,), "a")),
-        "bits": jax.device_put(host((24, 16)).astype(jnp.bfloat16), sharding((8,), "a")),
+        "bits": jax.device_put(
+            host((24, 16)).astype(jnp.bfloat16), sharding((8,), "a")
+        ),
         "empty": jax.device_put(host((0, 8)), sharding((8,), None, "a")),
         "scalar": jax.device_put(host(()), sharding((8,))),
         "kind": jax.device_put(host((24, 16)), sharding((8,), "a")),
@@ -144,8 +195,13 @@ def moves_of_all_kinds():
         "keys": keys,
     }
     wanted = dict.fromkeys(tree, sharding((2,), order=(5, 1)))
-    wanted |= {"steps": sharding((2, 4), "b", "a"), "kind": sharding((4,), "a", kind="unpinned_host")}
-    wanted |= dict.fromkeys(("smaller", "bits"), sharding((2, 3), "b", "a", order=(5, 1, 3, 0, 7, 2)))
+    wanted |= {
+        "steps": sharding((2, 4), "b", "a"),
+        "kind": sharding((4,), "a", kind="unpinned_host"),
+    }
+    wanted |= dict.fromkeys(
+        ("smaller", "bits"), sharding((2, 3), "b", "a", order=(5, 1, 3, 0, 7, 2))
+    )
     return tree, wanted
 
 
@@ -154,7 +210,9 @@ def surroundings():
 
 
 @both_ways
-@pytest.mark.parametrize("around, limit_bytes", [(0, None), (1, 13000), (2, None), (2, 13000)])
+@pytest.mark.parametrize(
+    "around, limit_bytes", [(0, None), (1, 13000), (2, None), (2, 13000)]
+)
 def test_a_move_is_what_was_asked_for(move, around, limit_bytes, capfd):
     tree, wanted = moves_of_all_kinds()
     numbers = lambda tree: tree | {"keys": jax.random.key_data(tree["keys"])}
@@ -163,20 +221,32 @@ def test_a_move_is_what_was_asked_for(move, around, limit_bytes, capfd):
         moved = move(tree, wanted, memory_limit_bytes=limit_bytes)
     assert "transfer" not in capfd.readouterr().err
     for name, leaf in moved.items():
-        assert leaf.sharding.is_equivalent_to(wanted[name], leaf.ndim) and leaf.dtype == tree[name].dtype
+        assert (
+            leaf.sharding.is_equivalent_to(wanted[name], leaf.ndim)
+            and leaf.dtype == tree[name].dtype
+        )
     assert_equal(numbers(moved), expected)
 
 
 @pytest.mark.parametrize("guard", ["disallow_explicit", "log_explicit"])
 def test_guards_against_explicit_transfers_stop_those_to_devices_alone(guard, capfd):
     x = jax.device_put(host((8,)), sharding((8,)))
-    targets = [sharding((4,), "a"), sharding((8,), "a"), jax.sharding.SingleDeviceSharding(jax.devices()[5])]
-    with jax.transfer_guard(guard):  # shards of the CPU's devices are copied where they lie
+    targets = [
+        sharding((4,), "a"),
+        sharding((8,), "a"),
+        jax.sharding.SingleDeviceSharding(jax.devices()[5]),
+    ]
+    with jax.transfer_guard(
+        guard
+    ):  # shards of the CPU's devices are copied where they lie
         moved = reshard([x] * 3, targets)
     assert_equal(moved, [host((8,))] * 3)
     assert "transfer" not in capfd.readouterr().err
     if guard == "disallow_explicit":
-        with jax.transfer_guard(guard), pytest.raises(MoveError, match="Disallowed host-to-device transfer"):
+        with (
+            jax.transfer_guard(guard),
+            pytest.raises(MoveError, match="Disallowed host-to-device transfer"),
+        ):
             reshard(host((8,)), sharding((4,), "a"))
 
 
@@ -186,10 +256,16 @@ def test_donation_frees_what_moved_and_only_that(move):
     stays = jax.device_put(host((8,)), sharding((8,), "a"))
     moved = move(
         {"s": source, "t": stays},
-        {"s": targets(source, sharding((2, 4), "b", "a"), None), "t": sharding((8,), "a")},
+        {
+            "s": targets(source, sharding((2, 4), "b", "a"), None),
+            "t": sharding((8,), "a"),
+        },
         donate=True,
     )
-    assert all(layer["w"].is_deleted() and not layer["b"].is_deleted() for layer in source["layers"])
+    assert all(
+        layer["w"].is_deleted() and not layer["b"].is_deleted()
+        for layer in source["layers"]
+    )
     assert moved["t"] is stays and not stays.is_deleted()
     assert_equal(moved["s"], state())
 
@@ -198,7 +274,11 @@ def test_donation_frees_what_moved_and_only_that(move):
 def test_an_array_that_is_in_the_tree_twice_is_donated_once(move):
     shared = jax.device_put(host((8, 8)), sharding((8,), "a"))
     first, second = sharding((2, 4), "b", "a"), sharding((2, 4), None, "b")
-    moved = move({"a": shared, "b": shared, "c": shared}, {"a": first, "b": second, "c": first}, donate=True)
+    moved = move(
+        {"a": shared, "b": shared, "c": shared},
+        {"a": first, "b": second, "c": first},
+        donate=True,
+    )
     assert moved["a"] is moved["c"] and shared.is_deleted()
     assert_equal(moved, dict.fromkeys("abc", host((8, 8))))
 
@@ -215,7 +295,11 @@ def test_an_array_that_is_in_the_tree_twice_is_donated_once(move):
 )
 def test_an_array_that_also_stays_is_not_donated(move, source, here):
     shared, here = jax.device_put(host((8, 8)), source()), here()
-    wanted = {"moves": sharding((2, 4), "b", "a"), "held": here, "parked": sharding((8,), "a", kind="pinned_host")}
+    wanted = {
+        "moves": sharding((2, 4), "b", "a"),
+        "held": here,
+        "parked": sharding((8,), "a", kind="pinned_host"),
+    }
     moved = move(dict.fromkeys(wanted, shared), wanted, donate=True)
     assert_equal(moved, dict.fromkeys(wanted, host((8, 8))))
     assert moved["held"].sharding == here
@@ -227,42 +311,70 @@ def least_in(error):
 
 
 def test_a_limit_that_no_parts_reach_is_an_error_with_one_that_works():
-    source = put(state() | {"v": host((16, 8)), "fits": host((8,))}, sharding((8,), "a"))
+    source = put(
+        state() | {"v": host((16, 8)), "fits": host((8,))}, sharding((8,), "a")
+    )
     wanted = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4), "b"))
     wanted["fits"] = sharding((8,), "a")
     with pytest.raises(
         MoveError,
-        match=r"leaf `layers/0/w`, float32\[24, 16\], needs 960 bytes beside its source and target, even in the "
-        r"smallest parts; `memory_limit_bytes=100` is too little for it and 6 more. Nothing was moved",
+        match=(
+            r"leaf `layers/0/w`, float32\[24, 16\], needs 960 bytes beside its source"
+            r" and target, even in the "
+            r"smallest parts; `memory_limit_bytes=100` is too little for it and 6 more."
+            r" Nothing was moved"
+        ),
     ) as error:
         through_programs(source, wanted, memory_limit_bytes=100, donate=True)
     assert error.value.moved == {}
-    assert not any(x.is_deleted() for x in jax.tree.leaves(source) if isinstance(x, jax.Array))
+    assert not any(
+        x.is_deleted() for x in jax.tree.leaves(source) if isinstance(x, jax.Array)
+    )
     least = least_in(error)
     with pytest.raises(MoveError, match="is too little for it and 2 more"):
         through_programs(source, wanted, memory_limit_bytes=least - 1)
     moved = through_programs(source, wanted, memory_limit_bytes=least, donate=True)
     assert_equal(moved["layers"], state()["layers"])
-    assert moved["layers"][0]["w"].sharding == wanted["layers"][0]["w"] and source["v"].is_deleted()
+    assert (
+        moved["layers"][0]["w"].sharding == wanted["layers"][0]["w"]
+        and source["v"].is_deleted()
+    )
 
 
 @pytest.mark.parametrize(
     "shape, source, target",
     [
-        ((16, 16), lambda: sharding((8,), "a"), lambda: sharding((2, 4), "b", "a", kind="pinned_host")),
+        (
+            (16, 16),
+            lambda: sharding((8,), "a"),
+            lambda: sharding((2, 4), "b", "a", kind="pinned_host"),
+        ),
         ((8,), lambda: sharding((8,), "a"), lambda: sharding((2, 4), "a")),
-        ((16, 16), lambda: sharding((8,), "a", kind="pinned_host"), lambda: sharding((4,), "a")),
-        ((16, 16), lambda: sharding((4,), "a"), lambda: jax.sharding.SingleDeviceSharding(jax.devices()[5])),
+        (
+            (16, 16),
+            lambda: sharding((8,), "a", kind="pinned_host"),
+            lambda: sharding((4,), "a"),
+        ),
+        (
+            (16, 16),
+            lambda: sharding((4,), "a"),
+            lambda: jax.sharding.SingleDeviceSharding(jax.devices()[5]),
+        ),
     ],
 )
 @pytest.mark.parametrize("number", [np.array, jnp.int32, int], ids=str)
 def test_an_error_says_within_which_limit_an_array_moves(shape, source, target, number):
     x = jax.device_put(host(shape), source())
-    with pytest.raises(MoveError, match=r"^the array, float32.*even in the smallest parts; .*=10` is too") as error:
+    with pytest.raises(
+        MoveError,
+        match=r"^the array, float32.*even in the smallest parts; .*=10` is too",
+    ) as error:
         through_programs(x, target(), memory_limit_bytes=number(10))
     with pytest.raises(MoveError, match="Nothing was moved"):
         through_programs(x, target(), memory_limit_bytes=least_in(error) - 1)
-    np.testing.assert_array_equal(through_programs(x, target(), memory_limit_bytes=number(least_in(error))), x)
+    np.testing.assert_array_equal(
+        through_programs(x, target(), memory_limit_bytes=number(least_in(error))), x
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,12 +387,16 @@ def test_an_error_says_within_which_limit_an_array_moves(shape, source, target, 
     ],
 )
 @pytest.mark.parametrize("parts", [1, 3, 10])
-def test_what_a_move_says_it_needs_covers_what_its_program_allocates(source, target, parts):
+def test_what_a_move_says_it_needs_covers_what_its_program_allocates(
+    source, target, parts
+):
     shape, dtype = (480, 960), np.dtype("float32")
     move = move_of(shape, dtype, source(), target(), copies=False)
     chunks = None if parts == 1 else move.chunks_of(parts)
     steps: Any = steps_program(shape, dtype, source(), target())
-    allocated = temp_bytes(lowered(ft.partial(steps, chunks=chunks), shape, dtype, source(), target()))
+    allocated = temp_bytes(
+        lowered(ft.partial(steps, chunks=chunks), shape, dtype, source(), target())
+    )
     devices = len(move.src.device_set)
     needed = move.extra_bytes if chunks is None else move.bytes_in(chunks)
     # The pointers of a tuple and scalars are allocations, but no copies of the array.
@@ -292,7 +408,9 @@ def temp_bytes(lowered):
 
 
 def spread_out():
-    """Leaves on four replicas, each to a device of its own, and some with a choice of two of the four."""
+    """Leaves on four replicas, each to a device of its own, and some with a choice of
+    two of the four.
+    """
     replicas, pairs = sharding((4,)), sharding((2, 2), "a")
     source = {f"r{i}": jax.device_put(host((8, 8), i), replicas) for i in range(4)}
     source |= {f"p{i}": jax.device_put(host((8, 8), i), pairs) for i in range(4)}
@@ -312,13 +430,20 @@ def test_senders_are_balanced_over_the_whole_tree():
     for move, places in job.moves.items():
         assert move.assembly is not None and move.assembly.method == "programs"
         for (sender, receiver), size in move.assembly.parts.links.items():
-            pair = tuple(move.assembly.devices[place].id for place in (sender, receiver))
+            pair = tuple(
+                move.assembly.devices[place].id for place in (sender, receiver)
+            )
             links[pair] += size * len(places)
     assert links == made.links
-    assert len(job_of(rows([source, source], [wanted, wanted]), str, copies=False).moves) == len(job.moves) == 8
+    assert (
+        len(job_of(rows([source, source], [wanted, wanted]), str, copies=False).moves)
+        == len(job.moves)
+        == 8
+    )
     for limit in (None, 2000):
         assert_equal(
-            through_programs(source, wanted, memory_limit_bytes=limit), {k: host((8, 8), int(k[1])) for k in source}
+            through_programs(source, wanted, memory_limit_bytes=limit),
+            {k: host((8, 8), int(k[1])) for k in source},
         )
     assert count_compilations(lambda: through_programs(source, wanted)) == 0
 
@@ -327,10 +452,18 @@ def test_senders_are_balanced_over_the_whole_tree():
 def test_a_failure_in_the_middle_says_what_moved(donate):
     source = put({name: host((8,)) for name in "abcd"}, sharding((8,), "a"))
     source["c"].delete()
-    kept = "the sources of these were donated" if donate else "the tree itself is untouched"
+    kept = (
+        "the sources of these were donated"
+        if donate
+        else "the tree itself is untouched"
+    )
     with pytest.raises(
         MoveError,
-        match=r"stopped at leaf `c` \(RuntimeError: Array has been deleted.* after 2 of 4 leaves: `a`, `b`; " + kept,
+        match=(
+            r"stopped at leaf `c` \(RuntimeError: Array has been deleted.* after 2 of 4"
+            r" leaves: `a`, `b`; "
+        )
+        + kept,
     ) as caught:
         reshard(source, sharding((4,), "a"), donate=donate)
     assert_equal(caught.value.moved, {"a": host((8,)), "b": host((8,))})
@@ -341,8 +474,16 @@ def test_a_failure_in_the_middle_says_what_moved(donate):
 @pytest.mark.parametrize(
     "wanted, error, message",
     [
-        (lambda: sharding((3,), "a"), SpecError, r"`w`: dim 0 of shape \(8,\) does not divide .* pad it to 9"),
-        (lambda: sharding((4,), None, "a"), SpecError, "`w`: .* more entries than the shape"),
+        (
+            lambda: sharding((3,), "a"),
+            SpecError,
+            r"`w`: dim 0 of shape \(8,\) does not divide .* pad it to 9",
+        ),
+        (
+            lambda: sharding((4,), None, "a"),
+            SpecError,
+            "`w`: .* more entries than the shape",
+        ),
         (lambda: P("a"), LeafTypeError, "`dst` .* at `w`, .*, which is no sharding"),
         (
             lambda: NamedSharding(MeshSpec({"a": 4}).abstract(), P("a")),
@@ -361,25 +502,58 @@ def test_errors_come_before_anything_moves(wanted, error, message):
 @pytest.mark.parametrize(
     "limit, error, message",
     [
-        ("1GB", LeafTypeError, "must be a whole number, not '1GB' of type str; give a number of bytes, such as"),
-        (-1, MoveError, "`memory_limit_bytes=-1` is negative. Nothing was moved; give a number of bytes, such as"),
+        (
+            "1GB",
+            LeafTypeError,
+            (
+                "must be a whole number, not '1GB' of type str; give a number of bytes,"
+                " such as"
+            ),
+        ),
+        (
+            -1,
+            MoveError,
+            (
+                "`memory_limit_bytes=-1` is negative. Nothing was moved; give a number"
+                " of bytes, such as"
+            ),
+        ),
     ],
 )
 def test_a_memory_limit_that_is_none(limit, error, message, as_users_run_it):
     with pytest.raises(error, match=message):
-        reshard(jax.device_put(host((8,)), sharding((8,), "a")), sharding((8,), "a"), memory_limit_bytes=limit)
+        reshard(
+            jax.device_put(host((8,)), sharding((8,), "a")),
+            sharding((8,), "a"),
+            memory_limit_bytes=limit,
+        )
 
 
 def test_sums_that_are_not_taken_yet_are_an_error():
     """A move of their summands would read one device's for the sum."""
     end = mesh((2, 4), axis_types=(AxisType.Explicit,) * 2)
-    left, right = (jax.device_put(host((8, 8)), NamedSharding(end, spec)) for spec in (P("a", "b"), P("b")))
-    unreduced, reduced = NamedSharding(end, P("a", unreduced=frozenset({"b"}))), NamedSharding(end, P("a"))
-    sums = jax.jit(lambda x, y: jnp.einsum("ij,jk->ik", x, y, out_sharding=unreduced))(left, right)
+    left, right = (
+        jax.device_put(host((8, 8)), NamedSharding(end, spec))
+        for spec in (P("a", "b"), P("b"))
+    )
+    unreduced, reduced = (
+        NamedSharding(end, P("a", unreduced=frozenset({"b"}))),
+        NamedSharding(end, P("a")),
+    )
+    sums = jax.jit(lambda x, y: jnp.einsum("ij,jk->ik", x, y, out_sharding=unreduced))(
+        left, right
+    )
     plain = jax.device_put(host((8, 8)), reduced)
-    message = r"leaf `w`: .* has the unreduced axes \['b'\].*; add the array up first with `jax.sharding.reshard\(x, "
+    message = (
+        r"leaf `w`: .* has the unreduced axes \['b'\].*; add the array up first with"
+        r" `jax.sharding.reshard\(x, "
+    )
     for move in (reshard, plan_reshard):
-        for source, target in ((sums, reduced), (plain, unreduced), (sums, sharding((4,), "a"))):
+        for source, target in (
+            (sums, reduced),
+            (plain, unreduced),
+            (sums, sharding((4,), "a")),
+        ):
             with pytest.raises(SpecError, match=message):
                 move({"w": source}, {"w": target})
         with pytest.raises(SpecError, match=message):
@@ -388,7 +562,10 @@ def test_sums_that_are_not_taken_yet_are_an_error():
         reshard({"w": host((8, 8))}, {"w": unreduced})
     assert reshard(sums, sums.sharding) is sums
     assert plan_reshard(sums, sums.sharding).in_place == ("",)
-    assert_equal(reshard(jax.sharding.reshard(sums, reduced), sharding((4,), "a")), host((8, 8)) @ host((8, 8)))
+    assert_equal(
+        reshard(jax.sharding.reshard(sums, reduced), sharding((4,), "a")),
+        host((8, 8)) @ host((8, 8)),
+    )
 
 
 def test_another_tree_is_an_error():
@@ -396,9 +573,14 @@ def test_another_tree_is_an_error():
     with pytest.raises(PlanMismatchError, match="`dst` is no prefix of the tree"):
         reshard(source, {"w": sharding((8,), "a")})
     with pytest.raises(PlanMismatchError, match="the plan has no `v`"):
-        reshard(source, plan({"w": host((8,))}, mesh((8,)), paths=PathRules([("w", P("a"))])))
+        reshard(
+            source,
+            plan({"w": host((8,))}, mesh((8,)), paths=PathRules([("w", P("a"))])),
+        )
     with pytest.raises(PlanMismatchError, match="has no devices"):
-        reshard(source, plan(source, MeshSpec({"a": 8}), paths=PathRules([("v", P("a"))])))
+        reshard(
+            source, plan(source, MeshSpec({"a": 8}), paths=PathRules([("v", P("a"))]))
+        )
 
 
 def gone():
@@ -408,8 +590,20 @@ def gone():
 @pytest.mark.parametrize(
     "lost, message",
     [
-        (lambda: [0, 1], r"`lost` holds 0, of type int, not a device; give an iterable of jax devices, such as `lost="),
-        (lambda: gone(), "`lost` must be of type Iterable, not .*Device; give an iterable of jax devices, such as"),
+        (
+            lambda: [0, 1],
+            (
+                r"`lost` holds 0, of type int, not a device; give an iterable of jax"
+                r" devices, such as `lost="
+            ),
+        ),
+        (
+            lambda: gone(),
+            (
+                "`lost` must be of type Iterable, not .*Device; give an iterable of jax"
+                " devices, such as"
+            ),
+        ),
         (lambda: [gone(), {gone()}], "`lost` holds .*, of type set, not a device"),
     ],
 )
@@ -426,7 +620,10 @@ def test_lost_may_be_any_iterable_of_devices():
         made = plan_reshard(tree, sharding((8,), "a"), lost=lost([gone()]))
         assert 0 not in [sender for sender, _ in made.links] and made.wire_bytes
         arrays = jax.tree.map(lambda x: jax.device_put(host(x.shape), x.sharding), tree)
-        assert_equal(reshard(arrays, sharding((8,), "a"), lost=lost([gone()])), [host((8,)), host((16,))])
+        assert_equal(
+            reshard(arrays, sharding((8,), "a"), lost=lost([gone()])),
+            [host((8,)), host((16,))],
+        )
 
 
 # Memory kinds
@@ -435,14 +632,26 @@ def test_lost_may_be_any_iterable_of_devices():
 def test_offloading_by_regex_and_back():
     source = put(state(), sharding((8,), "a"))
     made = plan(
-        source, mesh((8,)), paths=PathRules([("w|b", P("a")), ("step", P())]), memory_kinds=[("w$", "pinned_host")]
+        source,
+        mesh((8,)),
+        paths=PathRules([("w|b", P("a")), ("step", P())]),
+        memory_kinds=[("w$", "pinned_host")],
     )
     there = reshard(source, made)
-    assert [layer["w"].sharding.memory_kind for layer in there["layers"]] == ["pinned_host"] * 3
+    assert [layer["w"].sharding.memory_kind for layer in there["layers"]] == [
+        "pinned_host"
+    ] * 3
     assert there["layers"][0]["b"] is source["layers"][0]["b"]
     assert_equal(there, state())
-    back = reshard(there, plan(source, mesh((8,)), paths=PathRules([("w|b", P("a")), ("step", P())])), donate=True)
-    assert back["layers"][0]["w"].sharding.memory_kind != "pinned_host" and there["layers"][0]["w"].is_deleted()
+    back = reshard(
+        there,
+        plan(source, mesh((8,)), paths=PathRules([("w|b", P("a")), ("step", P())])),
+        donate=True,
+    )
+    assert (
+        back["layers"][0]["w"].sharding.memory_kind != "pinned_host"
+        and there["layers"][0]["w"].is_deleted()
+    )
     assert_equal(back, state())
 
 
@@ -455,70 +664,113 @@ def test_offloads_are_bounded_in_flight():
         window.make_room(move.extra_bytes)
         window.add(carry_out(move, x), move.target_bytes)
         seen.append((window.bytes, len(window.pending)))
-    assert max(size for size, _ in seen) <= 100 + 32 and max(count for _, count in seen) > 1
-    assert_equal(reshard(source, away, memory_limit_bytes=100), [host((64,), i) for i in range(40)])
+    assert (
+        max(size for size, _ in seen) <= 100 + 32
+        and max(count for _, count in seen) > 1
+    )
+    assert_equal(
+        reshard(source, away, memory_limit_bytes=100),
+        [host((64,), i) for i in range(40)],
+    )
 
 
 # The result is exactly what was asked for
 
 
 def every_end():
-    """The same eight devices under names, axis types and orders that differ, some with equal shards."""
+    """The same eight devices under names, axis types and orders that differ, some with
+    equal shards.
+    """
     auto, explicit = AxisType.Auto, AxisType.Explicit
     specs = P("a", "b"), P("a"), P(), P("a", None)
-    for types, count in (((auto, auto), 4), ((explicit, explicit), 2), ((auto, explicit), 1)):
+    for types, count in (
+        ((auto, auto), 4),
+        ((explicit, explicit), 2),
+        ((auto, explicit), 1),
+    ):
         made = mesh((2, 4), axis_types=types)
         yield from (NamedSharding(made, spec) for spec in specs[:count])
-    yield from (NamedSharding(mesh((2, 4), "cd"), spec) for spec in (P("c", "d"), P("d"), P()))
+    yield from (
+        NamedSharding(mesh((2, 4), "cd"), spec) for spec in (P("c", "d"), P("d"), P())
+    )
     yield NamedSharding(mesh((8,), "z", order=range(7, -1, -1)), P())
     yield NamedSharding(mesh((2, 4), order=(4, 5, 6, 7, 0, 1, 2, 3)), P("a"))
 
 
 def pointers(array):
-    return {shard.device: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+    return {
+        shard.device: shard.data.unsafe_buffer_pointer()
+        for shard in array.addressable_shards
+    }
 
 
 @both_ways
 @pytest.mark.parametrize("ours", range(len(list(every_end()))))
-def test_a_result_has_the_very_sharding_and_a_donated_source_is_gone_unless_it_is_shared(move, ours):
+def test_a_result_has_the_very_sharding_and_a_donated_source_is_gone_unless_it_is_shared(
+    move, ours
+):
     ends = list(every_end())
     for theirs, dst in enumerate(ends):
-        x = jax.make_array_from_callback((8, 8), ends[ours], lambda index: host((8, 8))[index].copy())
+        x = jax.make_array_from_callback(
+            (8, 8), ends[ours], lambda index: host((8, 8))[index].copy()
+        )
         idle, before = move_of((8, 8), x.dtype, ends[ours], dst).idle, pointers(x)
         (leaf,) = plan_reshard(x, dst).leaves
         same = x.sharding.devices_indices_map((8, 8)) == dst.devices_indices_map((8, 8))
         assert same == idle == leaf.idle, (ends[ours], dst)
         moved = move(x, dst, donate=True)
-        assert moved.sharding == dst and moved.sharding.mesh == dst.mesh and moved.committed, theirs
+        assert (
+            moved.sharding == dst
+            and moved.sharding.mesh == dst.mesh
+            and moved.committed
+        ), theirs
         assert x.is_deleted() != idle and (not idle or pointers(moved) == before)
         np.testing.assert_array_equal(moved, host((8, 8)))
 
 
-@pytest.mark.parametrize("make", [lambda: jnp.ones((8,)), lambda: jnp.asarray(2.0), lambda: jax.random.key(0)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: jnp.ones((8,)), lambda: jnp.asarray(2.0), lambda: jax.random.key(0)],
+)
 def test_an_array_is_committed_to_where_it_was_sent(make):
     x = make()
     assert not x.committed
-    for dst in (x.sharding, *(NamedSharding(mesh((1,), order=(device,)), P()) for device in (0, 3))):
+    for dst in (
+        x.sharding,
+        *(NamedSharding(mesh((1,), order=(device,)), P()) for device in (0, 3)),
+    ):
         moved = reshard([x], dst)[0]
         assert moved.committed and moved.sharding == dst
-        assert moved.dtype == x.dtype and getattr(moved, "weak_type", None) == getattr(x, "weak_type", None)
+        assert moved.dtype == x.dtype and getattr(moved, "weak_type", None) == getattr(
+            x, "weak_type", None
+        )
         assert bool((moved == x).all())
 
 
 def test_a_custom_layout_becomes_the_default_one():
     turned = Format(Layout((1, 0)), sharding((8,), "a"))
     x = jax.device_put(host((16, 8)), turned)
-    moved, put_there = (move(x, sharding((8,), None, "a")) for move in (reshard, jax.device_put))
+    moved, put_there = (
+        move(x, sharding((8,), None, "a")) for move in (reshard, jax.device_put)
+    )
     assert x.format.layout.major_to_minor == (1, 0) and moved.format == put_there.format  # pyright: ignore[reportAttributeAccessIssue]
-    for form, match in ((turned, "`dst` is a Format, .* which is no sharding; use"), ({"a": turned}, "Format at `a`")):
+    for form, match in (
+        (turned, "`dst` is a Format, .* which is no sharding; use"),
+        ({"a": turned}, "Format at `a`"),
+    ):
         with pytest.raises(LeafTypeError, match=match):
             reshard(x if form is turned else {"a": x}, form)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.9 cannot end a jitted CPU program in host memory")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10),
+    reason="JAX 0.9 cannot end a jitted CPU program in host memory",
+)
 def test_offloading_inside_jit():
     src, dst = sharding((2, 4), "a"), sharding((2, 4), "b", kind="pinned_host")
-    moved = jax.jit(lambda x: reshard(x, dst, src=src))(jax.device_put(host((8, 8)), src))
+    moved = jax.jit(lambda x: reshard(x, dst, src=src))(
+        jax.device_put(host((8, 8)), src)
+    )
     assert moved.sharding.memory_kind == "pinned_host"
     np.testing.assert_array_equal(moved, host((8, 8)))
 
@@ -531,31 +783,58 @@ def struct(shape, target, dtype=jnp.float32):
 
 
 def test_a_plan_names_what_needs_nothing_and_counts_the_rest():
-    src = {"w": struct((16, 8), sharding((8,), "a")), "b": struct((16,), sharding((8,), "a"))}
-    dst = {"w": struct((16, 8), sharding((8,), None, "a")), "b": struct((16,), sharding((8,), "a"))}
+    src = {
+        "w": struct((16, 8), sharding((8,), "a")),
+        "b": struct((16,), sharding((8,), "a")),
+    }
+    dst = {
+        "w": struct((16, 8), sharding((8,), None, "a")),
+        "b": struct((16,), sharding((8,), "a")),
+    }
     made = plan_reshard(src, dst)
     assert made.in_place == ("b",) and made.moves == 1
     (leaf,) = [leaf for leaf in made.leaves if leaf.path == "w"]
-    assert [step.kind for step in leaf.steps] == ["all_to_all"] and list(made.steps) == ["w"]
+    assert [step.kind for step in leaf.steps] == ["all_to_all"] and list(
+        made.steps
+    ) == ["w"]
     # Each device has 64 bytes, keeps an eighth and gets the rest.
     assert made.wire_bytes == made.lower_bound_bytes == 56
     assert made.peak_bytes == leaf.peak_bytes + 8 == 136
     text = str(made)
     assert "all_to_all" in text and "nothing to do for 1 array: b" in text
-    # These devices are this process's CPU; meshes without devices are taken to be what they will be.
-    assert leaf.copied and "1 array takes no steps here, where this CPU plays all devices" in text
+    # These devices are this process's CPU; meshes without devices are taken to be what
+    # they will be.
+    assert (
+        leaf.copied
+        and "1 array takes no steps here, where this CPU plays all devices" in text
+    )
     src, dst = MeshSpec({"a": 8}).abstract(), P(None, "a")
-    bare = plan_reshard(struct((16, 8), NamedSharding(src, P("a"))), struct((16, 8), NamedSharding(src, dst)))
-    assert not bare.leaves[0].copied and "take no steps" not in str(bare) and bare.steps.keys() == {""}
+    bare = plan_reshard(
+        struct((16, 8), NamedSharding(src, P("a"))),
+        struct((16, 8), NamedSharding(src, dst)),
+    )
+    assert (
+        not bare.leaves[0].copied
+        and "take no steps" not in str(bare)
+        and bare.steps.keys() == {""}
+    )
 
 
 def test_rows_of_the_table_tell_layers_of_different_shapes_apart():
     source, target = sharding((8,), "a"), sharding((2, 4), "b", "a")
     shapes = ((16, 8), (8, 16))
-    mlp = {"layers": [{"w": jax.ShapeDtypeStruct(shape, np.float32, sharding=source)} for shape in shapes]}
+    mlp = {
+        "layers": [
+            {"w": jax.ShapeDtypeStruct(shape, np.float32, sharding=source)}
+            for shape in shapes
+        ]
+    }
     tree = {"blocks": [mlp] * 3}
     lines = str(plan_reshard(tree, jax.tree.map(lambda _: target, tree))).splitlines()
-    assert [line.split("  ")[0] for line in lines[1:3]] == ["blocks/{0..2}/layers/0/w", "blocks/{0..2}/layers/1/w"]
+    assert [line.split("  ")[0] for line in lines[1:3]] == [
+        "blocks/{0..2}/layers/0/w",
+        "blocks/{0..2}/layers/1/w",
+    ]
 
 
 def test_a_plan_between_device_sets_shows_tiles_and_links():
@@ -566,19 +845,39 @@ def test_a_plan_between_device_sets_shows_tiles_and_links():
     assert made.links == {(0, 6): 128, (1, 6): 64, (1, 7): 64, (2, 7): 128}
     assert made.wire_bytes == 192 and "0 -> 6: 128 B" in str(made)
     single = jax.sharding.SingleDeviceSharding(jax.devices()[5])
-    assert plan_reshard(struct((8,), single), struct((8,), sharding((2,), "a"))).links == {(5, 0): 16, (5, 1): 16}
+    assert plan_reshard(
+        struct((8,), single), struct((8,), sharding((2,), "a"))
+    ).links == {(5, 0): 16, (5, 1): 16}
 
 
 def test_plans_without_devices_agree_with_plans_on_devices():
-    tree = {"w": jax.ShapeDtypeStruct((24, 16), jnp.float32), "b": jax.ShapeDtypeStruct((24,), jnp.bfloat16)}
+    tree = {
+        "w": jax.ShapeDtypeStruct((24, 16), jnp.float32),
+        "b": jax.ShapeDtypeStruct((24,), jnp.bfloat16),
+    }
     tree |= {name: jax.ShapeDtypeStruct((8, 8), jnp.float32) for name in "pqrs"}
     # From replicas, whose senders are balanced over the tree.
     rules = PathRules([("w", P("x", "y")), ("b", P("x")), (".*", P())])
-    for small in ({"x": 2, "y": 4}, {"x": 3, "y": 2}, {"x": 6, "y": 1}, {"x": 4, "y": 2}):
-        ends = [plan(tree, MeshSpec(axes), paths=rules) for axes in ({"x": 2, "y": 2}, small)]
+    for small in (
+        {"x": 2, "y": 4},
+        {"x": 3, "y": 2},
+        {"x": 6, "y": 1},
+        {"x": 4, "y": 2},
+    ):
+        ends = [
+            plan(tree, MeshSpec(axes), paths=rules)
+            for axes in ({"x": 2, "y": 2}, small)
+        ]
         live = [end.on(end.mesh.build(jax.devices()[: end.mesh.size])) for end in ends]
         bare, there = plan_reshard(*ends), plan_reshard(*live)
-        for field in ("wire_bytes", "lower_bound_bytes", "links", "peak_bytes", "in_place", "moves"):
+        for field in (
+            "wire_bytes",
+            "lower_bound_bytes",
+            "links",
+            "peak_bytes",
+            "in_place",
+            "moves",
+        ):
             assert getattr(bare, field) == getattr(there, field), field
 
 
@@ -588,9 +887,12 @@ def test_plans_on_several_slices_say_what_crosses():
     ends = {}
     for slices in (1, 2):
         target = MeshSpec({"slices": 2, "chips": 4}, dcn={"slices": slices})
-        ends[slices] = [plan(tree, target, paths=PathRules([("w", spec)])) for spec in specs]
+        ends[slices] = [
+            plan(tree, target, paths=PathRules([("w", spec)])) for spec in specs
+        ]
     apart, together = plan_reshard(*ends[2]), plan_reshard(*ends[1])
-    # A slice holds half of the array, each device of it takes in an eighth of the other half: 64 * 64 * 4 / 2 / 4.
+    # A slice holds half of the array, each device of it takes in an eighth of the other
+    # half: 64 * 64 * 4 / 2 / 4.
     assert apart.leaves[0].dcn_bytes == apart.dcn_bytes == 64 * 64 * 4 // 2 // 4
     assert together.dcn_bytes == 0 and together.wire_bytes <= apart.wire_bytes
     assert "at the peak; 2 KiB of what enters come from other slices" in str(apart)
@@ -602,7 +904,11 @@ def test_plans_and_trees_can_be_mixed():
     tree = {"w": jax.device_put(host((8, 8)), sharding((8,), "a")), "n": "no array"}
     made = plan(tree, mesh((8,)), paths=PathRules([("w", P(None, "a"))]))
     expected = plan_reshard(tree, made)
-    assert expected.wire_bytes == plan_reshard(tree, {"w": made.shardings["w"], "n": None}).wire_bytes > 0
+    assert (
+        expected.wire_bytes
+        == plan_reshard(tree, {"w": made.shardings["w"], "n": None}).wire_bytes
+        > 0
+    )
     assert plan_reshard(made, tree).wire_bytes == expected.wire_bytes
 
 
@@ -634,29 +940,47 @@ def test_a_plan_says_how_a_move_is_made(ours, theirs):
     copied = move_of(shape, np.dtype("float32"), src, dst)
     assert copied.how == {"steps": "tiles"}.get(move.how, move.how)
     assert leaf.steps == (move.plan.steps if move.plan is not None else ())
-    assert (leaf.source_bytes, leaf.target_bytes) == (move.source_bytes, move.target_bytes)
-    # What is in the devices' memory is counted, and beside it at most what the limit is checked against.
+    assert (leaf.source_bytes, leaf.target_bytes) == (
+        move.source_bytes,
+        move.target_bytes,
+    )
+    # What is in the devices' memory is counted, and beside it at most what the limit is
+    # checked against.
     ends = sum(leaf.held_bytes)
     assert ends - min(leaf.held_bytes) <= leaf.peak_bytes <= ends + move.extra_bytes
     bare = [
-        NamedSharding(end.mesh.abstract_mesh, end.spec, memory_kind="pinned_host" if "hosted" in name else None)
+        NamedSharding(
+            end.mesh.abstract_mesh,
+            end.spec,
+            memory_kind="pinned_host" if "hosted" in name else None,
+        )
         for name, end in ((ours, src), (theirs, dst))
         if isinstance(end, NamedSharding) and name != "turned"
     ]
     if len(bare) == 2 and "other names" not in (ours, theirs):
         (other,) = plan_reshard(struct(shape, bare[0]), struct(shape, bare[1])).leaves
-        assert (other.how, other.held_bytes, other.peak_bytes) == (leaf.how, leaf.held_bytes, leaf.peak_bytes)
+        assert (other.how, other.held_bytes, other.peak_bytes) == (
+            leaf.how,
+            leaf.held_bytes,
+            leaf.peak_bytes,
+        )
 
 
 def test_host_memory_is_counted_apart():
     rows, away = sharding((8,), "a"), sharding((8,), "a", kind="pinned_host")
-    out = plan_reshard([struct((64, 8), rows)] * 4, [struct((64, 8), away)] * 3 + [struct((64, 8), rows)])
+    out = plan_reshard(
+        [struct((64, 8), rows)] * 4,
+        [struct((64, 8), away)] * 3 + [struct((64, 8), rows)],
+    )
     shard = 256
     assert (out.peak_bytes, out.host_bytes) == (4 * shard, 3 * shard)
     back = plan_reshard([struct((64, 8), away)] * 4, [struct((64, 8), rows)] * 4)
     assert (back.peak_bytes, back.host_bytes) == (4 * shard, 4 * shard)
-    # The layout changes on the devices, to which the source is copied: one array's at a time.
-    turned = plan_reshard([struct((64, 8), away)] * 4, [struct((64, 8), sharding((8,), None, "a"))] * 4)
+    # The layout changes on the devices, to which the source is copied: one array's at a
+    # time.
+    turned = plan_reshard(
+        [struct((64, 8), away)] * 4, [struct((64, 8), sharding((8,), None, "a"))] * 4
+    )
     assert turned.peak_bytes == 5 * shard and turned.host_bytes == 4 * shard
 
 
@@ -667,11 +991,18 @@ def test_plans_count_the_data_of_typed_keys():
 
 
 def test_planned_losses_are_listed():
-    made = plan_reshard(struct((8,), sharding((8,), "a")), struct((8,), sharding((2,), "a")), lost=jax.devices()[3:4])
+    made = plan_reshard(
+        struct((8,), sharding((8,), "a")),
+        struct((8,), sharding((2,), "a")),
+        lost=jax.devices()[3:4],
+    )
     assert made.missing == {"": (((3, 4),),)}
     assert "lost: `` [3:4]" in str(made)
     source = {"v": jax.device_put(host((8,)), sharding((8,), "a"))}
-    message = r"`v`: 1 of 8 elements are on lost devices only, the first of them \[3:4\]; load it from a checkpoint"
+    message = (
+        r"`v`: 1 of 8 elements are on lost devices only, the first of them \[3:4\];"
+        r" load it from a checkpoint"
+    )
     with pytest.raises(MeshError, match=message):
         reshard(source, sharding((2,), "a"), lost=jax.devices()[3:4], donate=True)
     assert not source["v"].is_deleted()
@@ -679,16 +1010,25 @@ def test_planned_losses_are_listed():
 
 def test_plans_of_different_trees_are_an_error():
     a, b = struct((8,), sharding((8,), "a")), struct((16,), sharding((8,), "a"))
-    with pytest.raises(PlanMismatchError, match=r"leaf `x` is float32\[8\] in `src` and float32\[16\] in `dst`"):
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"leaf `x` is float32\[8\] in `src` and float32\[16\] in `dst`",
+    ):
         plan_reshard({"x": a}, {"x": b})
     small = struct((8,), sharding((4,), "a"), jnp.bfloat16)
-    message = r"leaf `x` is float32\[8\] in `src` and bfloat16\[8\] in `dst`; a move changes neither"
+    message = (
+        r"leaf `x` is float32\[8\] in `src` and bfloat16\[8\] in `dst`; a move changes"
+        r" neither"
+    )
     rules = PathRules([(".*", P("a"))])
     for target in ({"x": small}, plan({"x": small}, mesh((4,)), paths=rules)):
         with pytest.raises(PlanMismatchError, match=message):
             plan_reshard({"x": a}, target)
     with pytest.raises(PlanMismatchError, match="`y` is only in one of them"):
-        plan_reshard(plan({"x": a, "y": a}, mesh((8,)), paths=rules), plan({"x": a}, mesh((8,)), paths=rules))
+        plan_reshard(
+            plan({"x": a, "y": a}, mesh((8,)), paths=rules),
+            plan({"x": a}, mesh((8,)), paths=rules),
+        )
     # A tree that is one array has no path to name.
     for tree, name in ((lambda x: {"x": x}, "leaf `x`"), (lambda x: x, "the array")):
         with pytest.raises(LeafTypeError, match=f"^{name} of `src` has no sharding"):

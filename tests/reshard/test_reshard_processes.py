@@ -13,7 +13,13 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """What each of four processes found."""
-    outcomes = _processes.run("moves", 4, 2, tmp_path_factory.mktemp("job"), worker=Path(moving_worker.__file__))
+    outcomes = _processes.run(
+        "moves",
+        4,
+        2,
+        tmp_path_factory.mktemp("job"),
+        worker=Path(moving_worker.__file__),
+    )
     for outcome in outcomes:
         assert outcome.returncode == 0, outcome.log[-4000:]
     return [outcome.result for outcome in outcomes]
@@ -26,19 +32,37 @@ def mapping(job):
 
 def test_every_process_gets_its_shards_also_where_it_owns_nothing_of_what_is_moved(job):
     for result in job:
-        assert {name for name in moving_worker.CASES if not result[name]["right"]} == set()
+        assert {
+            name for name in moving_worker.CASES if not result[name]["right"]
+        } == set()
         assert set(result["owned by one"].values()) == {True} and result["many"] is True
     assert job[0]["way"] == "programs"
 
 
 def test_every_process_plans_alike(job):
     for name in moving_worker.CASES:
-        assert len({str(sorted(result[name]["how"])) + str(result[name]["bytes"]) for result in job}) == 1
-    assert job[0]["same devices"]["how"] == {"steps"} and job[0]["disjoint, same layout"]["how"] == {"tiles"}
+        assert (
+            len(
+                {
+                    str(sorted(result[name]["how"])) + str(result[name]["bytes"])
+                    for result in job
+                }
+            )
+            == 1
+        )
+    assert job[0]["same devices"]["how"] == {"steps"} and job[0][
+        "disjoint, same layout"
+    ]["how"] == {"tiles"}
 
 
 def test_between_device_sets_only_what_is_needed_travels(job):
-    for name in ("to a subset", "back from a subset", "disjoint, other layout", "to replicas", "to an odd subset"):
+    for name in (
+        "to a subset",
+        "back from a subset",
+        "disjoint, other layout",
+        "to replicas",
+        "to an odd subset",
+    ):
         sent, bound = job[0][name]["bytes"]
         assert sent == bound > 0
 
@@ -51,12 +75,18 @@ def test_donated_and_limited_moves(job):
             assert result[name]["right"]
             # Every process counts alike, so that all of them raise, or none.
             assert result[name]["error"] == job[0][name]["error"]
-            assert "`memory_limit_bytes=10` is too little for it and " in result[name]["error"]
+            assert (
+                "`memory_limit_bytes=10` is too little for it and "
+                in result[name]["error"]
+            )
 
 
 def test_errors_come_on_every_process_before_anything_hangs(job):
     for result in job:
-        assert "leaf `odd`: dim 0 of shape (8, 8) does not divide into the 3 shards" in result["error"]
+        assert (
+            "leaf `odd`: dim 0 of shape (8, 8) does not divide into the 3 shards"
+            in result["error"]
+        )
         assert "elements are on lost devices only" in result["lost"]
 
 
@@ -75,4 +105,7 @@ def test_processes_give_up_and_refuse_alike(mapping):
 def test_processes_with_different_maps_are_told_before_anything_moves(mapping):
     for number, result in enumerate(mapping):
         other = 0 if number == 1 else 1
-        assert f"process {number} and process {other} move by different maps" in result["other map"]
+        assert (
+            f"process {number} and process {other} move by different maps"
+            in result["other map"]
+        )

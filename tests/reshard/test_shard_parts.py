@@ -18,13 +18,18 @@ DTYPES = {4: "int4", 8: "int8", 16: "int16", 32: "float32"}
 
 def cuts(bits, sources, targets, process_of=None, sent_before=(), lost=()):
     """The parts of an array as it is, between devices and boxes."""
-    shape = tuple(max(stop for _, stop in column) for column in zip(*[b for _, b in [*sources, *targets]], strict=True))
+    shape = tuple(
+        max(stop for _, stop in column)
+        for column in zip(*[b for _, b in [*sources, *targets]], strict=True)
+    )
     holders = {}
     for device, b in sources:
         holders.setdefault(b, []).extend([] if device in lost else [device])
     dtype = np.dtype(getattr(jax.numpy, DTYPES[bits]))
     made = leaf_made("x", Struct(shape, dtype))
-    return shard_parts(made, targets, {"x": (dtype, holders)}, process_of or {}, sent_before)
+    return shard_parts(
+        made, targets, {"x": (dtype, holders)}, process_of or {}, sent_before
+    )
 
 
 def box(*intervals):
@@ -33,13 +38,25 @@ def box(*intervals):
 
 @st.composite
 def layouts(draw, shape):
-    """A layout of `shape` over some devices, as (device, box) pairs: any grid, any assignment, with replicas."""
-    counts = [draw(st.sampled_from([c for c in range(1, size + 1) if size % c == 0] or [1])) for size in shape]
+    """A layout of `shape` over some devices, as (device, box) pairs: any grid, any
+    assignment, with replicas.
+    """
+    counts = [
+        draw(st.sampled_from([c for c in range(1, size + 1) if size % c == 0] or [1]))
+        for size in shape
+    ]
     cells = list(
-        it.product(*[[(i * s // c, (i + 1) * s // c) for i in range(c)] for s, c in zip(shape, counts, strict=True)])
+        it.product(
+            *[
+                [(i * s // c, (i + 1) * s // c) for i in range(c)]
+                for s, c in zip(shape, counts, strict=True)
+            ]
+        )
     )
     copies = draw(st.integers(1, 3))
-    devices = draw(st.permutations(range(2 * len(cells) * copies)))[: len(cells) * copies]
+    devices = draw(st.permutations(range(2 * len(cells) * copies)))[
+        : len(cells) * copies
+    ]
     return list(zip(devices, cells * copies, strict=True))
 
 
@@ -55,13 +72,18 @@ def index(b):
 
 @settings(deadline=None, max_examples=200)
 @given(moves())
-def test_every_target_is_put_together_exactly_once_from_what_it_holds_and_exactly_what_it_lacks(move):
+def test_every_target_is_put_together_exactly_once_from_what_it_holds_and_exactly_what_it_lacks(
+    move,
+):
     shape, sources, targets = move
     made = cuts(16, sources, targets)
     assert not made.missing
     whole = np.arange(math.prod(shape)).reshape(shape)
     held = {device: whole[index(b)] for device, b in sources}
-    built = {device: np.full([stop - start for start, stop in b], -1) for device, b in targets}
+    built = {
+        device: np.full([stop - start for start, stop in b], -1)
+        for device, b in targets
+    }
     for one in made.all:
         target, place = built[one.receiver], index(hull(one.piece))
         assert (target[place] == -1).all()
@@ -77,10 +99,19 @@ def test_every_target_is_put_together_exactly_once_from_what_it_holds_and_exactl
 @given(moves(), st.data())
 def test_lost_shards_are_named_exactly(move, data):
     shape, sources, targets = move
-    kept = data.draw(st.lists(st.sampled_from(sources), unique=True, max_size=len(sources)))
-    made = cuts(8, sources, targets, lost={device for device, _ in sources} - {device for device, _ in kept})
+    kept = data.draw(
+        st.lists(st.sampled_from(sources), unique=True, max_size=len(sources))
+    )
+    made = cuts(
+        8,
+        sources,
+        targets,
+        lost={device for device, _ in sources} - {device for device, _ in kept},
+    )
     have, need, missing = masks = np.zeros((3, *shape), bool)
-    for at, boxes in enumerate(([b for _, b in kept], [b for _, b in targets], made.missing)):
+    for at, boxes in enumerate(
+        ([b for _, b in kept], [b for _, b in targets], made.missing)
+    ):
         for b in boxes:
             masks[(at, *index(b))] = True
     np.testing.assert_array_equal(missing, need & ~have)
@@ -95,7 +126,9 @@ def test_senders_are_balanced_within_four_thirds_of_the_optimum(replicas, sizes)
     targets = [(100 + i, box((edges[i], edges[i + 1]))) for i in range(len(sizes))]
     busiest = max(cuts(8, sources, targets).sent_bytes.values())
     choices = it.product(range(replicas), repeat=len(sizes))
-    assert 3 * busiest <= 4 * min(np.bincount(choice, weights=sizes).max() for choice in choices)
+    assert 3 * busiest <= 4 * min(
+        np.bincount(choice, weights=sizes).max() for choice in choices
+    )
 
 
 def test_senders_of_the_receivers_process_come_first():
@@ -104,8 +137,14 @@ def test_senders_of_the_receivers_process_come_first():
     targets = [(device, whole) for device in (10, 11, 12, 13, 20)]
     process_of = {0: 0, 1: 0, 2: 1, 3: 1, 10: 1, 11: 1, 12: 1, 13: 1, 20: 2}
     made = cuts(8, sources, targets, process_of)
-    senders = lambda sent: [one.sender for one in cuts(8, sources[:3], targets[:2], sent_before=sent).all]
-    assert senders(()) == [0, 1] and senders([(0, 4)]) == [1, 2] and senders([(0, 4), (1, 4)]) == [2, 0]
+    senders = lambda sent: [
+        one.sender for one in cuts(8, sources[:3], targets[:2], sent_before=sent).all
+    ]
+    assert (
+        senders(()) == [0, 1]
+        and senders([(0, 4)]) == [1, 2]
+        and senders([(0, 4), (1, 4)]) == [2, 0]
+    )
     assert made.links == {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
 
 
@@ -122,7 +161,8 @@ def test_thousands_of_devices_take_no_product_of_sources_and_targets():
     begin = time.process_time()
     assert len(cuts(32, sources, targets).all) == count
     assert len(set(cuts(32, replicas, targets).sent_bytes.values())) == 1
-    # A product of 4096 sources and targets takes half a minute; this is no measurement of speed.
+    # A product of 4096 sources and targets takes half a minute; this is no measurement
+    # of speed.
     assert time.process_time() - begin < 10
 
 
@@ -130,7 +170,9 @@ def test_only_what_replicas_sent_more_than_each_other_matters():
     left, right = box((0, 4)), box((4, 8))
     made = cuts(8, [(0, left), (1, left), (2, right)], [(7, box((0, 8)))])
     assert made.replicas == ((0, 1),)
-    assert made.sent_before({0: 10, 1: 10, 2: 99}) == () and made.sent_before({0: 12, 1: 10}) == ((0, 2),)
+    assert made.sent_before({0: 10, 1: 10, 2: 99}) == () and made.sent_before(
+        {0: 12, 1: 10}
+    ) == ((0, 2),)
     # A device that has it takes it from itself.
     assert cuts(8, [(0, left), (1, left)], [(1, left)]).replicas == ()
 
@@ -152,7 +194,9 @@ def test_rounds_are_matchings_and_as_few_as_the_busiest_device_needs(data):
     cut = [(2 * i, 2 * i + 2) for i in range(count)]
     replicas = data.draw(st.integers(1, 3))
     sources = [(i, (cut[i % count],)) for i in range(count * replicas)]
-    picked = data.draw(st.lists(st.sampled_from([*cut, (0, 2 * count)]), min_size=1, max_size=8))
+    picked = data.draw(
+        st.lists(st.sampled_from([*cut, (0, 2 * count)]), min_size=1, max_size=8)
+    )
     made = cuts(8, sources, [(100 + i, (box,)) for i, box in enumerate(picked)]).all
     done = matchings(made)
     assert sorted(one for step in done for one in step) == sorted(made)

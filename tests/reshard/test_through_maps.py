@@ -1,4 +1,6 @@
-"""`reshard` with a map: bitwise what NumPy makes of whole arrays, over one device set, others, and in programs."""
+"""`reshard` with a map: bitwise what NumPy makes of whole arrays, over one device set,
+others, and in programs.
+"""
 
 import collections
 import functools as ft
@@ -22,18 +24,29 @@ from shardfx.errors import LeafTypeError, MapError, MeshError, MoveError
 
 
 through_programs = ft.partial(resharded, copies=False)
-both_ways = pytest.mark.parametrize("move", [reshard, through_programs], ids=["copies", "programs"])
+both_ways = pytest.mark.parametrize(
+    "move", [reshard, through_programs], ids=["copies", "programs"]
+)
 
 
 def mesh(start, stop, *sizes):
-    return Mesh(np.asarray(jax.devices()[start:stop]).reshape(sizes), ("a", "b")[: len(sizes)])
+    return Mesh(
+        np.asarray(jax.devices()[start:stop]).reshape(sizes), ("a", "b")[: len(sizes)]
+    )
 
 
-MESHES = {"all": (0, 8, 2, 4), "first": (0, 4, 2, 2), "last": (4, 8, 2, 2), "six": (2, 8, 2, 3)}
+MESHES = {
+    "all": (0, 8, 2, 4),
+    "first": (0, 4, 2, 2),
+    "last": (4, 8, 2, 2),
+    "six": (2, 8, 2, 3),
+}
 
 
 def placed(array, sharding):
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    return jax.make_array_from_callback(
+        array.shape, sharding, lambda index: array[index]
+    )
 
 
 def drawn(draw, shape, where):
@@ -43,12 +56,16 @@ def drawn(draw, shape, where):
         names = {*((entry,) if isinstance(entry, str) else entry or ())}
         entries.append(None if names & used else entry)
         used |= names
-    return NamedSharding(where, shardfx.correct(P(*entries), shape, MeshSpec.of(where)).spec)
+    return NamedSharding(
+        where, shardfx.correct(P(*entries), shape, MeshSpec.of(where)).spec
+    )
 
 
 def target_of(draw, whole, where):
     return {
-        path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=drawn(draw, one.shape, where))
+        path: jax.ShapeDtypeStruct(
+            one.shape, one.dtype, sharding=drawn(draw, one.shape, where)
+        )
         for path, one in whole.items()
     }
 
@@ -60,13 +77,19 @@ def equal(tree, whole, target):
         assert tree[path].sharding == target[path].sharding and tree[path].committed
 
 
-@pytest.mark.parametrize("source,there", [("all", "all"), ("first", "last"), ("six", "last"), ("first", "six")])
+@pytest.mark.parametrize(
+    "source,there",
+    [("all", "all"), ("first", "last"), ("six", "last"), ("first", "six")],
+)
 @settings(max_examples=40, deadline=None)
 @given(case=maps(), data=st.data())
 def test_moves_make_what_numpy_makes(source, there, case, data):
     made, arrays = written(case)
     whole = made.apply(arrays)
-    tree = {path: placed(one, drawn(data.draw, one.shape, mesh(*MESHES[source]))) for path, one in arrays.items()}
+    tree = {
+        path: placed(one, drawn(data.draw, one.shape, mesh(*MESHES[source])))
+        for path, one in arrays.items()
+    }
     target = target_of(data.draw, whole, mesh(*MESHES[there]))
     equal(reshard(tree, target, map=made), whole, target)
     # Programs take seconds to compile.
@@ -87,7 +110,9 @@ ENGINE = TreeMap(
             ],
             shards=SHARDS,
         ),
-        "model.layers.{i}.gate_up": From.concat([From("layers/gate").at("i").T, From("layers/up").at("i").T], shards=4),
+        "model.layers.{i}.gate_up": From.concat(
+            [From("layers/gate").at("i").T, From("layers/up").at("i").T], shards=4
+        ),
         "model.layers.{i}.norm": From("layers/norm").at("i"),
         "model.embed": "embed",
     }
@@ -105,7 +130,9 @@ def trainer(layers=LAYERS, dtype=np.float32):
         "layers/norm": (layers, WIDTH),
     }
     numbers = np.random.default_rng(0)
-    return {path: numbers.normal(size=shape).astype(dtype) for path, shape in shapes.items()}
+    return {
+        path: numbers.normal(size=shape).astype(dtype) for path, shape in shapes.items()
+    }
 
 
 RULES = PathRules([("embed", P("a")), ("norm", P()), ("layers", P(None, "a", "b"))])
@@ -116,7 +143,10 @@ def trained(where, arrays) -> Any:
 
 
 def engine(where, arrays):
-    structs = {path: jax.ShapeDtypeStruct(one.shape, one.dtype) for path, one in ENGINE.apply(arrays).items()}
+    structs = {
+        path: jax.ShapeDtypeStruct(one.shape, one.dtype)
+        for path, one in ENGINE.apply(arrays).items()
+    }
     rules = PathRules([("(qkv|gate_up)", P("b")), ("embed", P(None, "b")), (".*", ())])
     return shardfx.plan(structs, where, paths=rules)
 
@@ -127,9 +157,14 @@ def engine(where, arrays):
 def test_a_trainers_tree_becomes_an_engines(move, there, dtype):
     arrays = trainer(dtype=dtype)
     # A number that is none keeps its bits.
-    arrays["layers/q"].view(np.uint32 if dtype == np.float32 else np.uint16)[0, 0, :4] |= 0x7FC1
+    arrays["layers/q"].view(np.uint32 if dtype == np.float32 else np.uint16)[
+        0, 0, :4
+    ] |= 0x7FC1
     source = "all" if there == "all" else "first"
-    tree, plan = trained(mesh(*MESHES[source]), arrays), engine(mesh(*MESHES[there]), arrays)
+    tree, plan = (
+        trained(mesh(*MESHES[source]), arrays),
+        engine(mesh(*MESHES[there]), arrays),
+    )
     moved = move(tree, plan, map=ENGINE, donate=dtype == np.float32)
     for path, one in ENGINE.apply(arrays).items():
         same(moved[path], one)
@@ -140,22 +175,31 @@ def test_a_trainers_tree_becomes_an_engines(move, there, dtype):
 def test_no_byte_enters_a_device_that_has_it_or_does_not_need_it():
     arrays = trainer()
     where = mesh(0, 8, 2, 4)
-    # Both trees are cut alike along heads, so that each device has what it needs of its half of the width.
+    # Both trees are cut alike along heads, so that each device has what it needs of its
+    # half of the width.
     tree, plan = trained(where, arrays), engine(where, arrays)
     works = map_move(flatten(tree), plan, ENGINE, False).plans
     for work in works:
         if work.assembly is not None:
-            assert work.assembly.parts.wire_bytes == lower_bound(work, arrays, tree, plan.shardings[work.leaf.path])
+            assert work.assembly.parts.wire_bytes == lower_bound(
+                work, arrays, tree, plan.shardings[work.leaf.path]
+            )
 
 
 def lower_bound(work, arrays, tree, sharding):
-    """By brute force: every element of the source gets a number, and each device counts those that it lacks."""
+    """By brute force: every element of the source gets a number, and each device counts
+    those that it lacks.
+    """
     numbered, held, start = {}, {}, 1
     for path, array in arrays.items():
-        numbered[path] = np.arange(start, start + array.size, dtype=np.int64).reshape(array.shape)
+        numbered[path] = np.arange(start, start + array.size, dtype=np.int64).reshape(
+            array.shape
+        )
         start += array.size
         for shard in tree[path].addressable_shards:
-            held.setdefault(shard.device, set()).update(numbered[path][shard.index].ravel().tolist())
+            held.setdefault(shard.device, set()).update(
+                numbered[path][shard.index].ravel().tolist()
+            )
     whole = ENGINE.apply(numbered)[work.leaf.path]
     count = 0
     for device, index in sharding.devices_indices_map(whole.shape).items():
@@ -167,24 +211,42 @@ def test_a_plan_through_a_map_says_what_will_move():
     arrays, where = trainer(), mesh(0, 8, 2, 4)
     tree, plan = trained(where, arrays), engine(where, arrays)
     made = plan_reshard(tree, plan, map=ENGINE)
-    works = {work.leaf.path: work for work in map_move(flatten(tree), plan, ENGINE, False).plans}
+    works = {
+        work.leaf.path: work
+        for work in map_move(flatten(tree), plan, ENGINE, False).plans
+    }
     assert [leaf.path for leaf in made.leaves] == list(works)
     for leaf in made.leaves:
         if leaf.how == "pieces":
             bound = lower_bound(works[leaf.path], arrays, tree, leaf.dst)
-            assert leaf.wire_bytes == leaf.lower_bound_bytes == -(-bound // 8) and leaf.copied
+            assert (
+                leaf.wire_bytes == leaf.lower_bound_bytes == -(-bound // 8)
+                and leaf.copied
+            )
             assert sum(leaf.links.values()) == bound and leaf.rounds > 0
     by_path = {leaf.path: leaf for leaf in made.leaves}
-    assert by_path["model.embed"].how == "steps" and by_path["model.embed"].made_of == ("embed",)
+    assert by_path["model.embed"].how == "steps" and by_path["model.embed"].made_of == (
+        "embed",
+    )
     assert by_path["model.layers.1.qkv"].made_of == ("layers/q", "layers/k", "layers/v")
     # Stacks count once, for the last of their layers.
-    held = [sum(shard.data.nbytes for shard in leaf.addressable_shards) // 8 for leaf in tree.values()]
+    held = [
+        sum(shard.data.nbytes for shard in leaf.addressable_shards) // 8
+        for leaf in tree.values()
+    ]
     assert sum(leaf.source_bytes for leaf in made.leaves) == sum(held)
-    assert [by_path[f"model.layers.{i}.norm"].source_bytes > 0 for i in range(3)] == [False, False, True]
+    assert [by_path[f"model.layers.{i}.norm"].source_bytes > 0 for i in range(3)] == [
+        False,
+        False,
+        True,
+    ]
     assert "rounds of pieces" in str(made) and "model.layers.{0..2}.qkv" in str(made)
     # Plans alone are enough, of meshes without devices too.
     ours = shardfx.plan(arrays, where, paths=RULES)
-    for abstract in (plan_reshard(ours, plan, map=ENGINE), plan_reshard(ours.off(), plan.off(), map=ENGINE)):
+    for abstract in (
+        plan_reshard(ours, plan, map=ENGINE),
+        plan_reshard(ours.off(), plan.off(), map=ENGINE),
+    ):
         assert abstract.wire_bytes == made.wire_bytes and abstract.links == made.links
     with pytest.raises(MapError, match="no rule makes it"):
         plan_reshard(ours, ours, map=ENGINE)
@@ -197,7 +259,9 @@ def test_an_element_that_is_needed_twice_has_a_bound_below_what_travels():
     first, last = mesh(0, 4, 2, 2), mesh(4, 8, 2, 2)
     twice = TreeMap({"w": From.concat([From("w"), From("w").slice(0, 4)])})
     src = shardfx.plan(arrays, first, paths=PathRules([(".*", P("a"))]))
-    dst = shardfx.plan({"w": np.zeros((12, 8), np.float32)}, last, paths=PathRules([(".*", P())]))
+    dst = shardfx.plan(
+        {"w": np.zeros((12, 8), np.float32)}, last, paths=PathRules([(".*", P())])
+    )
     made = plan_reshard(src, dst, map=twice)
     assert made.wire_bytes == 12 * 8 * 4 and made.lower_bound_bytes <= 8 * 8 * 4
 
@@ -224,20 +288,29 @@ def test_the_second_time_nothing_is_planned(move):
 
 
 @both_ways
-@pytest.mark.parametrize("ends, limit", [(("all", "all"), 20_000), (("first", "last"), 100_000)])
+@pytest.mark.parametrize(
+    "ends, limit", [(("all", "all"), 20_000), (("first", "last"), 100_000)]
+)
 def test_a_limit_on_memory_is_kept(move, ends, limit):
     arrays = trainer()
-    tree, plan = trained(mesh(*MESHES[ends[0]]), arrays), engine(mesh(*MESHES[ends[1]]), arrays)
+    tree, plan = (
+        trained(mesh(*MESHES[ends[0]]), arrays),
+        engine(mesh(*MESHES[ends[1]]), arrays),
+    )
     moved = move(tree, plan, map=ENGINE, memory_limit_bytes=limit)
     for path, one in ENGINE.apply(arrays).items():
         same(moved[path], one)
     if move is through_programs:
-        with pytest.raises(MoveError, match="is too little for it and . more. Nothing was moved; pass"):
+        with pytest.raises(
+            MoveError, match="is too little for it and . more. Nothing was moved; pass"
+        ):
             move(tree, plan, map=ENGINE, memory_limit_bytes=10)
         # Arrays that move as they are are asked before any moves, too.
         as_they_are = TreeMap({path: path for path in arrays})
         turned = shardfx.plan(arrays, mesh(0, 8, 4, 2), paths=RULES)
-        with pytest.raises(MoveError, match="is too little for it and . more. Nothing was moved; pass"):
+        with pytest.raises(
+            MoveError, match="is too little for it and . more. Nothing was moved; pass"
+        ):
             move(tree, turned, map=as_they_are, memory_limit_bytes=10, donate=True)
         assert not any(leaf.is_deleted() for leaf in tree.values())
 
@@ -245,7 +318,11 @@ def test_a_limit_on_memory_is_kept(move, ends, limit):
 def live_bytes():
     """Per device the bytes of all buffers that are alive."""
     found = collections.Counter()
-    pairs = {(one.device, one.data.unsafe_buffer_pointer()): one for x in jax.live_arrays() for one in pieces_of(x)}
+    pairs = {
+        (one.device, one.data.unsafe_buffer_pointer()): one
+        for x in jax.live_arrays()
+        for one in pieces_of(x)
+    }
     for (device, _), one in pairs.items():
         found[device] += one.data.nbytes
     return found
@@ -258,13 +335,20 @@ def pieces_of(array):
 def test_between_other_devices_no_device_has_a_block_of_the_other_side(monkeypatch):
     from shardfx._reshard.pieces import run
 
-    arrays = {"w": np.random.default_rng(0).normal(size=(6, 1024, 1024)).astype(np.float32)}
+    arrays = {
+        "w": np.random.default_rng(0).normal(size=(6, 1024, 1024)).astype(np.float32)
+    }
     layers = TreeMap({"w.{i}": From("w").at("i").T})
     source, target = mesh(0, 4, 2, 2), mesh(4, 8, 2, 2)
-    tree = shardfx.shard(arrays, shardfx.plan(arrays, source, paths=PathRules([("w", P(None, "a", "b"))])))
+    tree = shardfx.shard(
+        arrays,
+        shardfx.plan(arrays, source, paths=PathRules([("w", P(None, "a", "b"))])),
+    )
     whole = layers.apply(arrays)
     wanted = {
-        path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(target, P("a")))
+        path: jax.ShapeDtypeStruct(
+            one.shape, one.dtype, sharding=NamedSharding(target, P("a"))
+        )
         for path, one in whole.items()
     }
     before, most = live_bytes(), collections.Counter()
@@ -277,7 +361,9 @@ def test_between_other_devices_no_device_has_a_block_of_the_other_side(monkeypat
                 own = run.lower(*given).compile().memory_analysis().temp_size_in_bytes
                 result = run(*given)
                 for device, count in live_bytes().items():
-                    most[device] = max(most[device], count + own * (device in devices) - before[device])
+                    most[device] = max(
+                        most[device], count + own * (device in devices) - before[device]
+                    )
                 return result
 
             return inner
@@ -291,8 +377,16 @@ def test_between_other_devices_no_device_has_a_block_of_the_other_side(monkeypat
     made = plan_reshard(tree, wanted, map=layers)
     shard = 512 * 1024 * 4
     # On eight devices that share one memory.
-    extra = max(leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes for leaf in made.leaves) // 8
-    assert extra <= shard and max(most[device] for device in source.devices.flat) <= extra
+    extra = (
+        max(
+            leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes
+            for leaf in made.leaves
+        )
+        // 8
+    )
+    assert (
+        extra <= shard and max(most[device] for device in source.devices.flat) <= extra
+    )
     # The targets stay.
     assert max(most[device] for device in target.devices.flat) - 6 * shard <= extra
 
@@ -312,16 +406,28 @@ def test_casts_constants_and_blocks_of_scales(move, there):
             "wide": From("w").scale("s", block=(8, 8)),
             "x": From("x").cast("bfloat16").pad_to(16, dim=1, value=0.3),
             "both": From("x").cast("bfloat16").cast("float32").T,
-            "counted": From("x").cast("bfloat16").times(0.3).plus(1.1).T.cast("float32").times(3),
+            "counted": (
+                From("x")
+                .cast("bfloat16")
+                .times(0.3)
+                .plus(1.1)
+                .T.cast("float32")
+                .times(3)
+            ),
             "again": From("w").scale("s", block=(8, 8)).times(2).cast("bfloat16"),
             "c": From.constant(7, (8,), "int32"),
         }
     )
     where = mesh(*MESHES["all" if there == "all" else "first"])
-    tree = shardfx.shard(arrays, shardfx.plan(arrays, where, paths=PathRules([("s", ()), (".*", P("a", "b"))])))
+    tree = shardfx.shard(
+        arrays,
+        shardfx.plan(arrays, where, paths=PathRules([("s", ()), (".*", P("a", "b"))])),
+    )
     whole, where = made.apply(arrays), mesh(*MESHES[there])
     target = {
-        path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(where, P("b")))
+        path: jax.ShapeDtypeStruct(
+            one.shape, one.dtype, sharding=NamedSharding(where, P("b"))
+        )
         for path, one in whole.items()
     }
     equal(move(tree, target, map=made), whole, target)
@@ -334,7 +440,11 @@ def test_host_memory_at_either_end(move):
     for ours, theirs in (("device", "pinned_host"), ("pinned_host", "device")):
         tree = {"w": placed(w, NamedSharding(where, P("a"), memory_kind=ours))}
         target = {
-            "w": jax.ShapeDtypeStruct((8, 16), w.dtype, sharding=NamedSharding(where, P("b"), memory_kind=theirs))
+            "w": jax.ShapeDtypeStruct(
+                (8, 16),
+                w.dtype,
+                sharding=NamedSharding(where, P("b"), memory_kind=theirs),
+            )
         }
         equal(move(tree, target, map=turned), {"w": w.T}, target)
 
@@ -345,12 +455,20 @@ def test_keys_stay_keys(move):
     keys = jax.random.split(jax.random.key(3), 8)
     tree = {
         "k.0": jax.device_put(keys, NamedSharding(where, P("b"))),
-        "k.1": jax.device_put(jax.random.split(jax.random.key(4), 8), NamedSharding(where, P())),
+        "k.1": jax.device_put(
+            jax.random.split(jax.random.key(4), 8), NamedSharding(where, P())
+        ),
     }
     made = TreeMap({"k": From("k.{i}").stack("i").T})
-    target = {"k": jax.ShapeDtypeStruct((8, 2), keys.dtype, sharding=NamedSharding(where, P("a")))}
+    target = {
+        "k": jax.ShapeDtypeStruct(
+            (8, 2), keys.dtype, sharding=NamedSharding(where, P("a"))
+        )
+    }
     moved = move(tree, target, map=made)
-    expected = jnp.stack([jax.random.key_data(tree["k.0"]), jax.random.key_data(tree["k.1"])]).transpose(1, 0, 2)
+    expected = jnp.stack(
+        [jax.random.key_data(tree["k.0"]), jax.random.key_data(tree["k.1"])]
+    ).transpose(1, 0, 2)
     same(jax.random.key_data(moved["k"]), expected)
     assert moved["k"].sharding.is_equivalent_to(target["k"].sharding, 2)
 
@@ -358,15 +476,36 @@ def test_keys_stay_keys(move):
 @both_ways
 def test_odd_leaves(move):
     where = mesh(0, 8, 2, 4)
-    tree = {"n": np.float32(3) * np.ones((), np.float32), "e": jnp.zeros((0, 4)), "v": np.arange(8.0, dtype=np.float32)}
-    made = TreeMap({"n": From("n").reshape(1), "m": "n", "e": From("e").T, "v": From("v").reshape(2, 4)})
+    tree = {
+        "n": np.float32(3) * np.ones((), np.float32),
+        "e": jnp.zeros((0, 4)),
+        "v": np.arange(8.0, dtype=np.float32),
+    }
+    made = TreeMap(
+        {
+            "n": From("n").reshape(1),
+            "m": "n",
+            "e": From("e").T,
+            "v": From("v").reshape(2, 4),
+        }
+    )
     target = {
         "n": jax.ShapeDtypeStruct((1,), np.float32, sharding=NamedSharding(where, P())),
-        "m": jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(jax.devices()[3])),
-        "e": jax.ShapeDtypeStruct((4, 0), np.float32, sharding=NamedSharding(where, P("b"))),
-        "v": jax.ShapeDtypeStruct((2, 4), np.float32, sharding=NamedSharding(where, P("a", "b"))),
+        "m": jax.ShapeDtypeStruct(
+            (), np.float32, sharding=SingleDeviceSharding(jax.devices()[3])
+        ),
+        "e": jax.ShapeDtypeStruct(
+            (4, 0), np.float32, sharding=NamedSharding(where, P("b"))
+        ),
+        "v": jax.ShapeDtypeStruct(
+            (2, 4), np.float32, sharding=NamedSharding(where, P("a", "b"))
+        ),
     }
-    equal(move(tree, target, map=made), made.apply({**tree, "e": np.zeros((0, 4), np.float32)}), target)
+    equal(
+        move(tree, target, map=made),
+        made.apply({**tree, "e": np.zeros((0, 4), np.float32)}),
+        target,
+    )
 
 
 def test_what_is_wrong_is_said_before_anything_moves():
@@ -378,7 +517,9 @@ def test_what_is_wrong_is_said_before_anything_moves():
     assert not any(leaf.is_deleted() for leaf in tree.values())
     with pytest.raises(LeafTypeError, match="takes neither `src` nor `lost`"):
         reshard(tree, plan, map=ENGINE, lost=jax.devices()[:1])
-    with pytest.raises(MeshError, match="leaf `model.embed`: the target .* without devices"):
+    with pytest.raises(
+        MeshError, match="leaf `model.embed`: the target .* without devices"
+    ):
         reshard(tree, plan.off(), map=ENGINE)
     with pytest.raises(LeafTypeError, match="use `map.apply\\(tree, like\\)`"):
         jax.jit(lambda tree: reshard(tree, plan, map=ENGINE))(tree)
@@ -402,7 +543,10 @@ def test_a_failure_midway_says_what_was_moved(move, donate, monkeypatch):
         return start(work, names, means)
 
     monkeypatch.setattr(flight, "start_assembly", fails)
-    with pytest.raises(MoveError, match="stopped at leaf `model.layers.1.gate_up`.*after 4 of 10 leaves") as caught:
+    with pytest.raises(
+        MoveError,
+        match="stopped at leaf `model.layers.1.gate_up`.*after 4 of 10 leaves",
+    ) as caught:
         move(tree, plan, map=ENGINE, donate=donate)
     whole = ENGINE.apply(arrays)
     assert len(caught.value.moved) == 4

@@ -10,25 +10,48 @@ from shardfx._rules.path_rules import is_digit_blind
 from shardfx.errors import RuleError
 
 
-TREE = {"attn": {"q": jnp.ones((4, 8)), "bias": jnp.ones(8)}, "mlp": jnp.ones((8, 4)), "step": 3}
+TREE = {
+    "attn": {"q": jnp.ones((4, 8)), "bias": jnp.ones(8)},
+    "mlp": jnp.ones((8, 4)),
+    "step": 3,
+}
 
 
 def test_the_first_rule_that_matches_decides():
     rules = PathRules([("attn/q", P("a")), ("attn", P("b")), ("q", P("c"))])
-    assert match(TREE, rules) == {"attn": {"q": 0, "bias": 1}, "mlp": None, "step": None}
+    assert match(TREE, rules) == {
+        "attn": {"q": 0, "bias": 1},
+        "mlp": None,
+        "step": None,
+    }
 
 
 def test_rules_are_values():
-    make = lambda: PathRules([("a", P("x", None)), ("b", ("embed", atomic("kv", 4))), ("c", fsdp("x") | fsdp("y"))])
+    make = lambda: PathRules(
+        [
+            ("a", P("x", None)),
+            ("b", ("embed", atomic("kv", 4))),
+            ("c", fsdp("x") | fsdp("y")),
+        ]
+    )
     assert make() == make() and hash(make()) == hash(make())
     assert make() != PathRules([("a", P("x"))])
-    declared = PathRules([("w", P())], axes=("pod",)).prepend([("b", P())]).extend([("c", P())])
+    declared = (
+        PathRules([("w", P())], axes=("pod",))
+        .prepend([("b", P())])
+        .extend([("c", P())])
+    )
     assert declared == PathRules([("b", P()), ("w", P()), ("c", P())], axes=["pod"])
-    assert PathRules({"mlp": P("x"), ".*": None}) == PathRules([("mlp", P("x")), (".*", None)])
+    assert PathRules({"mlp": P("x"), ".*": None}) == PathRules(
+        [("mlp", P("x")), (".*", None)]
+    )
 
 
 def test_parse():
-    rules = PathRules.parse("attention|mlp->data.model, w{1,2}->None.data+model , .*->P|fsdp(data,model), z->replicate")
+    rules = PathRules.parse(
+        "attention|mlp->data.model, w{1,2}->None.data+model , .*->P|fsdp(data,model),"
+        " z->replicate"
+    )
     assert rules.rules == (
         ("attention|mlp", P("data", "model")),
         ("w{1,2}", P(None, ("data", "model"))),
@@ -56,8 +79,14 @@ TARGETS = {
 @pytest.mark.parametrize(
     "make, message",
     [
-        *((lambda text=text: PathRules.parse(text), message) for text, message in TEXTS.items()),
-        *((lambda target=target: PathRules([("a", target)]), message) for target, message in TARGETS.items()),
+        *(
+            (lambda text=text: PathRules.parse(text), message)
+            for text, message in TEXTS.items()
+        ),
+        *(
+            (lambda target=target: PathRules([("a", target)]), message)
+            for target, message in TARGETS.items()
+        ),
         *((lambda axes=axes: fsdp(axes), "fsdp") for axes in ((), "", ("a", "a"))),
         (lambda: fsdp("a", -1), "a number of bytes is not negative"),
         (lambda: fsdp("x") | P("y"), "only the first target"),
@@ -69,26 +98,52 @@ def test_malformed_rules_are_refused(make, message):
         make()
 
 
-BLIND = [r"layers/\d+/w", r"layers/[0-9]/w", r"layers/[^/]+/(q|k)_proj$", "[/-:]", r"(?<=x)a.*?\bb(?!c)"]
+BLIND = [
+    r"layers/\d+/w",
+    r"layers/[0-9]/w",
+    r"layers/[^/]+/(q|k)_proj$",
+    "[/-:]",
+    r"(?<=x)a.*?\bb(?!c)",
+]
 # "{2}" may be text too.
-SEEING = [r"layers/\d{2}/", r"[{2}]", r"\[0-9]", r"\N{DIGIT ONE}", r"(?P<a>\d)/(?P=a)", "layers/0/", "[1-3]", r"(.)/\1"]
+SEEING = [
+    r"layers/\d{2}/",
+    r"[{2}]",
+    r"\[0-9]",
+    r"\N{DIGIT ONE}",
+    r"(?P<a>\d)/(?P=a)",
+    "layers/0/",
+    "[1-3]",
+    r"(.)/\1",
+]
 
 
-@pytest.mark.parametrize("pattern", [*BLIND, *SEEING, r"a[^5]", r"expert_(?:1|2)", "\\x31"])
+@pytest.mark.parametrize(
+    "pattern", [*BLIND, *SEEING, r"a[^5]", r"expert_(?:1|2)", "\\x31"]
+)
 def test_digit_blindness(pattern):
     assert is_digit_blind(pattern) is (pattern in BLIND)
 
 
-PIECES = st.sampled_from(r"\d 0 [0-9] [2-7] [^3] a . \w / (?:1|a) [a-f] \D (a|/) [/-:] [!-a] \[".split())
+PIECES = st.sampled_from(
+    r"\d 0 [0-9] [2-7] [^3] a . \w / (?:1|a) [a-f] \D (a|/) [/-:] [!-a] \[".split()
+)
 
 
 @given(
-    st.lists(st.tuples(PIECES, st.sampled_from(["", "*", "+", "?", "{2}"])), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(PIECES, st.sampled_from(["", "*", "+", "?", "{2}"])),
+        min_size=1,
+        max_size=5,
+    ),
     st.text("a/0123456789", max_size=8),
     st.data(),
 )
 def test_a_digit_blind_regex_cannot_tell_digits_apart(pieces, path, data):
     pattern = "".join(piece + repeat for piece, repeat in pieces)
     if is_digit_blind(pattern):
-        other = "".join(data.draw(st.sampled_from("0123456789")) if letter.isdigit() else letter for letter in path)
+        other = "".join(
+            data.draw(st.sampled_from("0123456789")) if letter.isdigit() else letter
+            for letter in path
+        )
         assert bool(re.search(pattern, path)) == bool(re.search(pattern, other))

@@ -15,7 +15,12 @@ from shardfx.errors import RuleError, SpecError
 U = P.UNCONSTRAINED
 NAMES = st.sampled_from(["a", "b", "c", "d", "e", ""])
 AXES = st.sampled_from(["x", "y", "z", "w"])
-TARGETS = st.one_of(AXES, st.none(), st.just(U), st.lists(AXES, min_size=2, max_size=3, unique=True).map(tuple))
+TARGETS = st.one_of(
+    AXES,
+    st.none(),
+    st.just(U),
+    st.lists(AXES, min_size=2, max_size=3, unique=True).map(tuple),
+)
 RULES = st.lists(st.tuples(NAMES, TARGETS), max_size=8)
 ENTRIES = st.lists(NAMES, unique=True, max_size=5).flatmap(
     lambda names: st.permutations([*names, None, None, U][: len(names) + 3])
@@ -32,18 +37,33 @@ def near(x, y):
 def test_resolve_is_linens_algorithm(rules, entries):
     from flax.linen.spmd import logical_to_mesh_axes
 
-    assert near(resolve(entries, AxisRules(rules)).spec, logical_to_mesh_axes(tuple(entries), tuple(rules)))
+    assert near(
+        resolve(entries, AxisRules(rules)).spec,
+        logical_to_mesh_axes(tuple(entries), tuple(rules)),
+    )
 
 
 @st.composite
 def shuffled_names(draw):
-    """Entries, among them tuples and aliases; the same entries in another order; and that order."""
-    names = draw(st.lists(st.sampled_from(["a", "b", "c", "d", "a2", "a3", "b2"]), unique=True, min_size=1))
+    """Entries, among them tuples and aliases; the same entries in another order; and
+    that order.
+    """
+    names = draw(
+        st.lists(
+            st.sampled_from(["a", "b", "c", "d", "a2", "a3", "b2"]),
+            unique=True,
+            min_size=1,
+        )
+    )
     cuts = draw(st.lists(st.booleans(), min_size=len(names), max_size=len(names)))
     entries: list = []
     for name, joined in zip(names, cuts, strict=True):
         if joined and entries:
-            entries[-1] = (*entries[-1], name) if isinstance(entries[-1], tuple) else (entries[-1], name)
+            entries[-1] = (
+                (*entries[-1], name)
+                if isinstance(entries[-1], tuple)
+                else (entries[-1], name)
+            )
         else:
             entries.append(name)
     order = draw(st.permutations(range(len(entries))))
@@ -55,10 +75,14 @@ ALIASES = st.permutations([("a2", "a"), ("a3", "a2"), ("b2", "b")])
 
 @given(RULES, ALIASES, shuffled_names(), POLICIES)
 @settings(max_examples=300)
-def test_resolve_uses_no_axis_twice_and_does_not_depend_on_the_order_of_dimensions(pairs, aliases, names, unmatched):
+def test_resolve_uses_no_axis_twice_and_does_not_depend_on_the_order_of_dimensions(
+    pairs, aliases, names, unmatched
+):
     rules = AxisRules(pairs, aliases=aliases)
     entries, moved, order = names
-    one, two = (resolve(given, rules, unmatched=unmatched) for given in (entries, moved))
+    one, two = (
+        resolve(given, rules, unmatched=unmatched) for given in (entries, moved)
+    )
     used = [axis for entry in one.spec if entry is not U for axis in entry_axes(entry)]
     assert len(used) == len(set(used))
     padded = [*one.spec, *[None] * (len(entries) - len(one.spec))]
@@ -81,11 +105,14 @@ def test_resolve_gives_a_reason_for_exactly_the_names_without_a_target(pairs, en
         if entry is None or entry is U:
             assert not found
         elif entry not in known:
-            assert [(why.code, why.axes) for why in found] == [(Code.unmatched, (entry,))]
+            assert [(why.code, why.axes) for why in found] == [
+                (Code.unmatched, (entry,))
+            ]
         elif spec[dim] is not None:
             assert not found
         else:
-            # A first rule that says `None` was obeyed; every other way to end with nothing is "blocked".
+            # A first rule that says `None` was obeyed; every other way to end with
+            # nothing is "blocked".
             first = next(target for name, target in rules.rules if name == entry)
             assert bool(found) != (first is None)
             assert all(why.code is Code.blocked for why in found)
@@ -98,17 +125,53 @@ FALLBACK = [("a", "x"), ("b", ("x", "y")), ("b", None), ("b", "z")]
 @pytest.mark.parametrize(
     "promise, entries, rules, spec, blocked",
     [
-        ("the spec is canonical", ("a", "b", "c"), {"a": ["x"], "b": (), "c": None}, P("x"), []),
+        (
+            "the spec is canonical",
+            ("a", "b", "c"),
+            {"a": ["x"], "b": (), "c": None},
+            P("x"),
+            [],
+        ),
         ("a spec may hold the names", P("a", "b"), {"a": ["x"], "b": ()}, P("x"), []),
-        ("tuples join in order", (("b", "a"), "c"), {"a": ("x", "y"), "b": "z", "c": "x"}, P((*"zxy",)), [(1, "x")]),
+        (
+            "tuples join in order",
+            (("b", "a"), "c"),
+            {"a": ("x", "y"), "b": "z", "c": "x"},
+            P((*"zxy",)),
+            [(1, "x")],
+        ),
         ("a tuple may hold None", (("b", None),), {"b": "z"}, P("z"), []),
         ("a tuple may be empty", ((),), {"b": "z"}, P(), []),
         ("a member of a tuple is blocked alone", (("a", "b"),), XX, P("x"), [(0, "x")]),
-        ("unconstrained yields to an axis there", (("a", "b"),), {"a": U, "b": "x"}, P("x"), []),
-        ("unconstrained stays elsewhere", (("a",), U, "b"), {"a": U, "b": "x"}, P(U, U, "x"), []),
+        (
+            "unconstrained yields to an axis there",
+            (("a", "b"),),
+            {"a": U, "b": "x"},
+            P("x"),
+            [],
+        ),
+        (
+            "unconstrained stays elsewhere",
+            (("a",), U, "b"),
+            {"a": U, "b": "x"},
+            P(U, U, "x"),
+            [],
+        ),
         ("a fallback may be None", ("a", "b"), FALLBACK, P("x"), [(1, "xy")]),
-        ("any string is a name", ("", None, U), {"": "x", "None": "y", "UNCONSTRAINED": "z"}, P("x", None, U), []),
-        ("an atomic entry is its name", (atomic("a", 4), (atomic("b", 2), "c")), {"a": "x", "c": "y"}, P("x", "y"), []),
+        (
+            "any string is a name",
+            ("", None, U),
+            {"": "x", "None": "y", "UNCONSTRAINED": "z"},
+            P("x", None, U),
+            [],
+        ),
+        (
+            "an atomic entry is its name",
+            (atomic("a", 4), (atomic("b", 2), "c")),
+            {"a": "x", "c": "y"},
+            P("x", "y"),
+            [],
+        ),
     ],
 )
 def test_entries_resolve(promise, entries, rules, spec, blocked):
@@ -125,21 +188,51 @@ SEQ = AxisRules(aliases={"seq": "sp", "len": "seq"})
 @pytest.mark.parametrize(
     "promise, entries, rules, unmatched, spec",
     [
-        ("kept names block rules", ("a", "x"), AxisRules({"a": "x"}), "keep", P(None, "x")),
-        ("kept names are mesh axes", (("x", "y"), "a"), AxisRules({"a": "x"}), "keep", P(("x", "y"))),
-        ("a kept alias stands for its axis", ("len", "seq"), SEQ, "keep", P(None, "sp")),
-        ("other names have rules", (*"abcd",), AxisRules({**XX, "c": None}), "unconstrained", P("x", None, None, U)),
+        (
+            "kept names block rules",
+            ("a", "x"),
+            AxisRules({"a": "x"}),
+            "keep",
+            P(None, "x"),
+        ),
+        (
+            "kept names are mesh axes",
+            (("x", "y"), "a"),
+            AxisRules({"a": "x"}),
+            "keep",
+            P(("x", "y")),
+        ),
+        (
+            "a kept alias stands for its axis",
+            ("len", "seq"),
+            SEQ,
+            "keep",
+            P(None, "sp"),
+        ),
+        (
+            "other names have rules",
+            (*"abcd",),
+            AxisRules({**XX, "c": None}),
+            "unconstrained",
+            P("x", None, None, U),
+        ),
         ("an axis comes first", (("a", "d"),), AxisRules(XX), "unconstrained", P("x")),
         ("blocked is not unmatched", ("a", "b"), AxisRules(XX), "raise", P("x")),
     ],
 )
-def test_names_without_a_rule_resolve_by_the_policy(promise, entries, rules, unmatched, spec):
+def test_names_without_a_rule_resolve_by_the_policy(
+    promise, entries, rules, unmatched, spec
+):
     assert resolve(entries, rules, unmatched=unmatched).spec == spec, promise
 
 
 MODES = AxisRules(
     {"a": "x", "b": "y"},
-    modes={"train": (), "decode": {"s": None, "a": None, "b": "x", "new": "w"}, "insert": {"b": "z"}},
+    modes={
+        "train": (),
+        "decode": {"s": None, "a": None, "b": "x", "new": "w"},
+        "insert": {"b": "z"},
+    },
     aliases={"s": "b", "t": "s", "v": "late"},
 ).extend({"late": "v"})
 
@@ -149,7 +242,12 @@ MODES = AxisRules(
     [
         ("no mode", ("a", "b"), None, P("x", "y")),
         ("an empty mode changes nothing", ("a", "b"), "train", P("x", "y")),
-        ("a mode comes first, and None is its word", ("a", "b"), "decode", P(None, "x")),
+        (
+            "a mode comes first, and None is its word",
+            ("a", "b"),
+            "decode",
+            P(None, "x"),
+        ),
         ("the base rules come after it", ("a", "b"), "insert", P("x", "z")),
         ("a mode may be alone about a name", ("new",), "decode", P("w")),
         ("an alias shares rules of a mode", ("t",), "insert", P("z")),
@@ -163,7 +261,11 @@ def test_modes_come_before_the_base_rules(promise, entries, mode, spec):
 
 
 def test_the_name_comes_before_its_aliases_and_these_in_order_of_registration():
-    rules = AxisRules([("a", "x"), ("a", "y"), ("a", "z")]).with_alias("z1", "a").with_alias("a1", "z1")
+    rules = (
+        AxisRules([("a", "x"), ("a", "y"), ("a", "z")])
+        .with_alias("z1", "a")
+        .with_alias("a1", "z1")
+    )
     for names in (("a1", "z1", "a"), ("a", "a1", "z1"), ("z1", "a", "a1")):
         spec = resolve(names, rules).spec
         assert dict(zip(names, spec, strict=True)) == {"a": "x", "z1": "y", "a1": "z"}
@@ -172,20 +274,33 @@ def test_the_name_comes_before_its_aliases_and_these_in_order_of_registration():
 @given(RULES, RULES)
 @settings(max_examples=100)
 def test_extend_and_prepend_are_concatenation_in_modes_too(one, two):
-    parts: list[dict] = [{"modes": {"m": one, "n": one}, "axes": ["x"]}, {"modes": {"m": two, "o": two}, "axes": ["y"]}]
+    parts: list[dict] = [
+        {"modes": {"m": one, "n": one}, "axes": ["x"]},
+        {"modes": {"m": two, "o": two}, "axes": ["y"]},
+    ]
     first, second = AxisRules(one, **parts[0]), AxisRules(two, **parts[1])
-    both = AxisRules([*one, *two], modes={"m": [*one, *two], "n": one, "o": two}, axes=["x", "y"])
+    both = AxisRules(
+        [*one, *two], modes={"m": [*one, *two], "n": one, "o": two}, axes=["x", "y"]
+    )
     assert first.extend(two, **parts[1]) == both == second.prepend(one, **parts[0])
     # What is declared stays, whatever else changes.
-    others = [both.without(*both.names), both.with_alias("c2", of="c"), both.merge(AxisRules({"q": "z"}))]
+    others = [
+        both.without(*both.names),
+        both.with_alias("c2", of="c"),
+        both.merge(AxisRules({"q": "z"})),
+    ]
     assert {one.axes for one in others} == {("x", "y")}
 
 
 @given(RULES)
 @settings(max_examples=100)
 def test_last_wins_keeps_the_last_target_where_a_name_came_first(pairs):
-    targets = {name: [target for other, target in pairs if other == name] for name, _ in pairs}
-    assert AxisRules.last_wins(pairs) == AxisRules([(name, targets[name][-1]) for name in AxisRules(pairs).names])
+    targets = {
+        name: [target for other, target in pairs if other == name] for name, _ in pairs
+    }
+    assert AxisRules.last_wins(pairs) == AxisRules(
+        [(name, targets[name][-1]) for name in AxisRules(pairs).names]
+    )
 
 
 @given(RULES, NAMES)
@@ -196,7 +311,11 @@ def test_without_takes_a_name_out_of_everything(pairs, name):
     assert name not in left.names and name not in dict(left.units)
     assert left.rules == tuple(pair for pair in rules.rules if pair[0] != name)
     assert left.modes == (("m", left.rules),)
-    assert AxisRules(units={"a": 2}).without("a") == AxisRules(aliases={"a": "b"}).without("a") == AxisRules()
+    assert (
+        AxisRules(units={"a": 2}).without("a")
+        == AxisRules(aliases={"a": "b"}).without("a")
+        == AxisRules()
+    )
 
 
 @given(RULES, RULES)
@@ -211,9 +330,17 @@ def test_merge_keeps_fallbacks_and_refuses_contradictions(one, two):
         return long[: len(short)] == short
 
     shared = {name for name in mine.names if name in theirs.names}
-    fits = all(begins(of(mine, n), of(theirs, n)) or begins(of(theirs, n), of(mine, n)) for n in shared)
+    fits = all(
+        begins(of(mine, n), of(theirs, n)) or begins(of(theirs, n), of(mine, n))
+        for n in shared
+    )
     if not fits:
-        with pytest.raises(RuleError, match="`merge`: rules map .* on one side and to .* on the other; use `without"):
+        with pytest.raises(
+            RuleError,
+            match=(
+                "`merge`: rules map .* on one side and to .* on the other; use `without"
+            ),
+        ):
             mine.merge(theirs)
         return
     merged = mine.merge(theirs)
@@ -224,17 +351,36 @@ def test_merge_keeps_fallbacks_and_refuses_contradictions(one, two):
 
 
 def test_merge_reaches_modes_units_and_aliases():
-    one = AxisRules({"a": "x"}, modes={"m": {"a": "y"}}, units={"a": 2}, aliases={"b": "a"})
-    two = AxisRules({"c": "z"}, modes={"m": {"c": "y"}, "n": ()}, units={"c": 3}, aliases={"d": "b"})
+    one = AxisRules(
+        {"a": "x"}, modes={"m": {"a": "y"}}, units={"a": 2}, aliases={"b": "a"}
+    )
+    two = AxisRules(
+        {"c": "z"}, modes={"m": {"c": "y"}, "n": ()}, units={"c": 3}, aliases={"d": "b"}
+    )
     modes = {"m": [("a", "y"), ("c", "y")], "n": ()}
-    merged = AxisRules({"a": "x", "c": "z"}, modes=modes, units={"a": 2, "c": 3}, aliases={"b": "a", "d": "b"})
+    merged = AxisRules(
+        {"a": "x", "c": "z"},
+        modes=modes,
+        units={"a": 2, "c": 3},
+        aliases={"b": "a", "d": "b"},
+    )
     assert one.merge(two) == merged
 
 
 def test_everything_is_part_of_equality_and_hash():
-    given: dict[str, Any] = {"modes": {"m": ()}, "units": {"a": 2}, "aliases": {"b": "a"}, "axes": ("q",)}
+    given: dict[str, Any] = {
+        "modes": {"m": ()},
+        "units": {"a": 2},
+        "aliases": {"b": "a"},
+        "axes": ("q",),
+    }
     base = AxisRules({"a": "x"}, **given)
-    changes: list[dict[str, Any]] = [{"modes": {"n": ()}}, {"units": {"a": 4}}, {"aliases": {}}, {"axes": ("pod",)}]
+    changes: list[dict[str, Any]] = [
+        {"modes": {"n": ()}},
+        {"units": {"a": 4}},
+        {"aliases": {}},
+        {"axes": ("pod",)},
+    ]
     others: list[Any] = [AxisRules({"a": "x"}, **given | change) for change in changes]
     others += [base, AxisRules({"a": U}, **given)]
     assert len(set(others)) == len(others) and base == AxisRules({"a": "x"}, **given)
@@ -243,7 +389,11 @@ def test_everything_is_part_of_equality_and_hash():
 def test_rules_cross_a_jit_boundary_as_arguments_and_retrace_when_they_differ():
     traced, rules = [], AxisRules({"a": "x"})
     spec = jax.jit(lambda x, rules: traced.append(resolve(("a",), rules).spec))
-    for one in (rules, AxisRules([("a", ("x",))]), rules.without("a").with_alias("a", "b").extend({"b": "y"})):
+    for one in (
+        rules,
+        AxisRules([("a", ("x",))]),
+        rules.without("a").with_alias("a", "b").extend({"b": "y"}),
+    ):
         spec(jnp.ones(2), one)
     assert traced == [P("x"), P("y")]
     assert jax.tree.leaves(rules) == []
@@ -253,9 +403,15 @@ def test_lists_tuples_and_mappings_give_equal_rules_that_stay():
     axes = ["x", "y"]
     one = AxisRules({"a": axes, "b": "z"}, modes={"m": [["a", []]]}, units=[("a", 2)])
     axes.append("w")
-    two = AxisRules([["a", ("x", "y")], ("b", ("z",))], modes=[("m", {"a": None})], units={"a": 2})
+    two = AxisRules(
+        [["a", ("x", "y")], ("b", ("z",))], modes=[("m", {"a": None})], units={"a": 2}
+    )
     assert one == two and hash(one) == hash(two)
-    rules = AxisRules([("b", "x"), ("a", "y"), ("b", "z")], modes={"m": {"c": None}}, aliases={"d": "a"})
+    rules = AxisRules(
+        [("b", "x"), ("a", "y"), ("b", "z")],
+        modes={"m": {"c": None}},
+        aliases={"d": "a"},
+    )
     assert rules.names == ("b", "a", "c", "d")
 
 
@@ -271,21 +427,43 @@ def test_lists_tuples_and_mappings_give_equal_rules_that_stay():
     ],
 )
 def test_units_come_from_atomic_entries_and_from_rules(promise, names, units):
-    rules = AxisRules((), units={"heads": 128, "pair": 6}).with_alias("s", "heads").with_alias("t", "s")
+    rules = (
+        AxisRules((), units={"heads": 128, "pair": 6})
+        .with_alias("s", "heads")
+        .with_alias("t", "s")
+    )
     array = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    made = plan({"w": array}, MeshSpec({"x": 2}), names={"w": names}, axes=rules, unmatched="replicate")
+    made = plan(
+        {"w": array},
+        MeshSpec({"x": 2}),
+        names={"w": names},
+        axes=rules,
+        unmatched="replicate",
+    )
     assert made["w"].units == units, promise
 
 
 @pytest.mark.parametrize(
     "rules, message",
     [
-        ([("a", "x", "y")], r"`rules`: \('a', 'x', 'y'\) is no pair that begins with a name"),
-        ([(1, "x")], r"`rules`: \(1, 'x'\) is no pair that begins with a name; write \(name, value\)"),
+        (
+            [("a", "x", "y")],
+            r"`rules`: \('a', 'x', 'y'\) is no pair that begins with a name",
+        ),
+        (
+            [(1, "x")],
+            (
+                r"`rules`: \(1, 'x'\) is no pair that begins with a name; write \(name,"
+                r" value\)"
+            ),
+        ),
         ([("a", 1)], r"`rules`: \('a', 1\) has no valid target; use a mesh axis"),
         ([("a", ("x", None))], "has no valid target"),
         ([("a", ("x", ("y",)))], "has no valid target"),
-        ([("a", ("x", "x"))], r"`rules`: \('a', \('x', 'x'\)\) uses mesh axis `x` twice; use it once"),
+        (
+            [("a", ("x", "x"))],
+            r"`rules`: \('a', \('x', 'x'\)\) uses mesh axis `x` twice; use it once",
+        ),
     ],
     ids=str,
 )
@@ -296,7 +474,12 @@ def test_malformed_rules(rules, message):
         AxisRules(modes={"m": rules})
 
 
-AB = AxisRules({"a": "x", "b": "y"}, modes={"train": (), "decode": {"a": "y"}}, units={"a": 2}, aliases={"c": "a"})
+AB = AxisRules(
+    {"a": "x", "b": "y"},
+    modes={"train": (), "decode": {"a": "y"}},
+    units={"a": 2},
+    aliases={"c": "a"},
+)
 UNTYPED = inspect.unwrap(resolve)
 UNIT = r"`units\['a'\]` is .*; a unit is a positive number of elements"
 UNITS: list[Any] = [0, -1, 1.5, True, None]
@@ -313,18 +496,45 @@ UNITS: list[Any] = [0, -1, 1.5, True, None]
         (lambda: AB.with_alias("c", "b"), "`aliases` gives 'c' twice"),
         (lambda: AxisRules(aliases=[("a", 3)]), "'a' cannot be an alias of 3"),
         (lambda: AB.with_alias("", of="a"), "'' cannot be an alias of 'a'"),
-        (lambda: AB.with_alias("a", "b"), r"be an alias of 'b', but has rules; use `rules.without\('a'\)`"),
+        (
+            lambda: AB.with_alias("a", "b"),
+            r"be an alias of 'b', but has rules; use `rules.without\('a'\)`",
+        ),
         (lambda: AxisRules(aliases={"x": "y", "y": "x"}), "circle: 'x' -> 'y' -> 'x'"),
-        (lambda: AxisRules(aliases={"x": "y", "y": "z"}).with_alias("z", "x"), "circle"),
-        (lambda: AB.without("bb"), r"`without\('bb'\)`: no rule has that name \(did you mean 'b'\?\)"),
-        (lambda: AB.merge(AxisRules(modes={"decode": {"a": "z"}})), "mode 'decode' map 'a' to"),
-        (lambda: AB.merge(AxisRules(units={"a": 4})), "the unit of 'a' is 2 on one side and 4 on the other"),
-        (lambda: AB.merge(AxisRules(aliases={"c": "b"})), "the alias 'c' is 'a' on one side and 'b' on the other"),
-        (lambda: AB.merge(AxisRules(aliases={"a": "z"})), "'a' is to be an alias of 'z', but has rules"),
-        (lambda: resolve(("a",), AB, mode="decod"), r"have \('train', 'decode'\).*did you mean 'decode'\?"),
+        (
+            lambda: AxisRules(aliases={"x": "y", "y": "z"}).with_alias("z", "x"),
+            "circle",
+        ),
+        (
+            lambda: AB.without("bb"),
+            r"`without\('bb'\)`: no rule has that name \(did you mean 'b'\?\)",
+        ),
+        (
+            lambda: AB.merge(AxisRules(modes={"decode": {"a": "z"}})),
+            "mode 'decode' map 'a' to",
+        ),
+        (
+            lambda: AB.merge(AxisRules(units={"a": 4})),
+            "the unit of 'a' is 2 on one side and 4 on the other",
+        ),
+        (
+            lambda: AB.merge(AxisRules(aliases={"c": "b"})),
+            "the alias 'c' is 'a' on one side and 'b' on the other",
+        ),
+        (
+            lambda: AB.merge(AxisRules(aliases={"a": "z"})),
+            "'a' is to be an alias of 'z', but has rules",
+        ),
+        (
+            lambda: resolve(("a",), AB, mode="decod"),
+            r"have \('train', 'decode'\).*did you mean 'decode'\?",
+        ),
         (lambda: resolve(("a",), AxisRules(), mode="train"), "mode 'train' is unknown"),
         # Past the type checker of the tests.
-        (lambda: UNTYPED(("a",), AB, unmatched="no"), 'use "replicate", "keep", "unconstrained" or "raise"'),
+        (
+            lambda: UNTYPED(("a",), AB, unmatched="no"),
+            'use "replicate", "keep", "unconstrained" or "raise"',
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(make, message):
@@ -332,13 +542,23 @@ def test_what_contradicts_itself_is_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize("entry", [1, b"a", ("a", ("b",)), ("a", ["b"]), {"a": "b"}, ("a", U), atomic(("a",), (2,))])
+@pytest.mark.parametrize(
+    "entry",
+    [1, b"a", ("a", ("b",)), ("a", ["b"]), {"a": "b"}, ("a", U), atomic(("a",), (2,))],
+)
 def test_other_entries_are_refused(entry):
-    with pytest.raises(SpecError, match="is no entry of an array's names; use a logical name"):
+    with pytest.raises(
+        SpecError, match="is no entry of an array's names; use a logical name"
+    ):
         resolve([entry], AxisRules({"a": "x"}))
 
 
-@pytest.mark.parametrize("entries", ["batch", ("a", "a"), ("a", None, ("b", "a")), ("a", atomic("a", 2))])
+@pytest.mark.parametrize(
+    "entries", ["batch", ("a", "a"), ("a", None, ("b", "a")), ("a", atomic("a", 2))]
+)
 def test_a_string_and_a_name_twice_are_refused(entries):
-    with pytest.raises(SpecError, match=r"not 'batch'; write `\('batch',\)`|logical name `a` occurs twice in"):
+    with pytest.raises(
+        SpecError,
+        match=r"not 'batch'; write `\('batch',\)`|logical name `a` occurs twice in",
+    ):
         resolve(entries, AxisRules({"a": "x"}))

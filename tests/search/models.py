@@ -1,4 +1,6 @@
-"""Small models in several styles, without a name on any of them, each with a whole training step."""
+"""Small models in several styles, without a name on any of them, each with a whole
+training step.
+"""
 
 from typing import Any
 
@@ -21,10 +23,22 @@ def f32(*shape: int) -> Struct:
     return Struct(shape, "float32")
 
 
-def space_of(model: Any, devices: Any, chip: str | None = None, limits: Limits | None = None, slices: int = 1) -> Space:
-    """The space of a model: what the core can choose from, before anything is partitioned."""
+def space_of(
+    model: Any,
+    devices: Any,
+    chip: str | None = None,
+    limits: Limits | None = None,
+    slices: int = 1,
+) -> Space:
+    """The space of a model: what the core can choose from, before anything is
+    partitioned.
+    """
     step, *args = model
-    return Space(named_classes(trace(step, *args)), asked_for(devices, chip, slices), limits or Limits())
+    return Space(
+        named_classes(trace(step, *args)),
+        asked_for(devices, chip, slices),
+        limits or Limits(),
+    )
 
 
 def run_code(one: Candidate) -> dict[str, Any]:
@@ -38,7 +52,11 @@ def compiled(one: Candidate, step: Any, args: Any) -> Any:
     made = run_code(one)
     plans = made["plans_of"](step, *args)
     assert plans == one.plans
-    return made["jitted"](step, [each.on(one.mesh.build(jax.devices())) for each in plans]).lower(*args).compile()
+    return (
+        made["jitted"](step, [each.on(one.mesh.build(jax.devices())) for each in plans])
+        .lower(*args)
+        .compile()
+    )
 
 
 def sgd(loss: Any) -> Any:
@@ -61,13 +79,18 @@ def trained(loss: Any, optimizer: Any) -> Any:
     return step
 
 
-def mlp_step(width: int, hidden: int, rows: int, dtype: Any = "bfloat16") -> tuple[Any, ...]:
+def mlp_step(
+    width: int, hidden: int, rows: int, dtype: Any = "bfloat16"
+) -> tuple[Any, ...]:
     """A residual layer of two matrices."""
 
     def loss(p, x):
         return jnp.mean((x + jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
 
-    params = {"up": Struct((width, hidden), dtype), "down": Struct((hidden, width), dtype)}
+    params = {
+        "up": Struct((width, hidden), dtype),
+        "down": Struct((hidden, width), dtype),
+    }
     return sgd(loss), params, Struct((rows, width), dtype)
 
 
@@ -77,13 +100,25 @@ def mlp() -> tuple[Any, ...]:
         hidden = jax.nn.relu(hidden @ p["w2"] + p["b2"])
         return jnp.mean((hidden @ p["w3"] - y) ** 2)
 
-    p = {"w1": f32(48, 96), "b1": f32(96), "w2": f32(96, 96), "b2": f32(96), "w3": f32(96, 10)}
+    p = {
+        "w1": f32(48, 96),
+        "b1": f32(96),
+        "w2": f32(96, 96),
+        "b2": f32(96),
+        "w3": f32(96, 10),
+    }
     return sgd(loss), p, f32(16, 48), f32(16, 10)
 
 
 def equinox_attention() -> tuple[Any, ...]:
-    model = eqx.filter_eval_shape(eqx.nn.MultiheadAttention, 8, 64, key=jax.random.key(0))
-    return sgd(lambda m, x: jnp.mean((x + jax.vmap(lambda q: m(q, q, q))(x)) ** 2)), model, f32(8, 32, 64)
+    model = eqx.filter_eval_shape(
+        eqx.nn.MultiheadAttention, 8, 64, key=jax.random.key(0)
+    )
+    return (
+        sgd(lambda m, x: jnp.mean((x + jax.vmap(lambda q: m(q, q, q))(x)) ** 2)),
+        model,
+        f32(8, 32, 64),
+    )
 
 
 class Block(nn.Module):
@@ -110,7 +145,9 @@ def flax_transformer() -> tuple[Any, ...]:
     state = jax.eval_shape(optimizer.init, variables)
 
     def loss(variables, tokens):
-        return optax.softmax_cross_entropy_with_integer_labels(net.apply(variables, tokens), tokens).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            net.apply(variables, tokens), tokens
+        ).mean()
 
     return trained(loss, optimizer), variables, state, tokens
 
@@ -130,7 +167,9 @@ def convolutions() -> tuple[Any, ...]:
     variables = jax.eval_shape(net.init, jax.random.key(0), images)
 
     def loss(variables, images, labels):
-        return optax.softmax_cross_entropy_with_integer_labels(net.apply(variables, images), labels).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            net.apply(variables, images), labels
+        ).mean()
 
     return sgd(loss), variables, images, Struct((8,), "int32")
 
@@ -144,7 +183,11 @@ def experts() -> tuple[Any, ...]:
         hidden = jax.nn.silu(jnp.einsum("xbse,xem->xbsm", rows, p["wi"]))
         return jnp.mean((x + jnp.einsum("xbsm,xme->bse", hidden, p["wo"])) ** 2)
 
-    return sgd(loss), {"router": f32(64, 8), "wi": f32(8, 64, 256), "wo": f32(8, 256, 64)}, f32(4, 32, 64)
+    return (
+        sgd(loss),
+        {"router": f32(64, 8), "wi": f32(8, 64, 256), "wo": f32(8, 256, 64)},
+        f32(4, 32, 64),
+    )
 
 
 def ragged_experts() -> tuple[Any, ...]:
@@ -157,7 +200,11 @@ def ragged_experts() -> tuple[Any, ...]:
         mixed = jax.lax.ragged_dot(hidden, p["wo"], counts)
         return jnp.mean((x + mixed[jnp.argsort(order)].reshape(x.shape)) ** 2)
 
-    return sgd(loss), {"router": f32(64, 8), "wi": f32(8, 64, 256), "wo": f32(8, 256, 64)}, f32(4, 32, 64)
+    return (
+        sgd(loss),
+        {"router": f32(64, 8), "wi": f32(8, 64, 256), "wo": f32(8, 256, 64)},
+        f32(4, 32, 64),
+    )
 
 
 def scanned() -> tuple[Any, ...]:
@@ -169,7 +216,9 @@ def scanned() -> tuple[Any, ...]:
         key = (x @ p["k"]).reshape(batch, length, 2, 16)
         value = (x @ p["v"]).reshape(batch, length, 2, 16)
         weights = jax.nn.softmax(jnp.einsum("bskgd,btkd->bkgst", query, key))
-        mixed = jnp.einsum("bkgst,btkd->bskgd", weights, value).reshape(batch, length, 128)
+        mixed = jnp.einsum("bkgst,btkd->bskgd", weights, value).reshape(
+            batch, length, 128
+        )
         x = x + mixed @ p["o"]
         return x + jax.nn.gelu(x @ p["wi"]) @ p["wo"], None
 
@@ -179,9 +228,20 @@ def scanned() -> tuple[Any, ...]:
         logits = x @ p["embedding"].T
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
-    shapes = {"q": (64, 128), "k": (64, 32), "v": (64, 32), "o": (128, 64), "wi": (64, 256), "wo": (256, 64)}
+    shapes = {
+        "q": (64, 128),
+        "k": (64, 32),
+        "v": (64, 32),
+        "o": (128, 64),
+        "wi": (64, 256),
+        "wo": (256, 64),
+    }
     layers = {name: f32(4, *shape) for name, shape in shapes.items()}
-    return sgd(loss), {"embedding": f32(512, 64), "layers": layers}, Struct((16, 32), "int32")
+    return (
+        sgd(loss),
+        {"embedding": f32(512, 64), "layers": layers},
+        Struct((16, 32), "int32"),
+    )
 
 
 MODELS = {

@@ -16,14 +16,26 @@ V5E = {"devices": 8, "chip": "v5e"}
 
 def test_slices_in_the_text():
     two = asked_for("tpu:v5p:4x4x4*2", None)
-    assert (two.total, two.slices, two.targets, two.target) == (128, 2, 2, "tpu:v5p:4x4x4")
+    assert (two.total, two.slices, two.targets, two.target) == (
+        128,
+        2,
+        2,
+        "tpu:v5p:4x4x4",
+    )
     assert two == asked_for("tpu:v5p:4x4x4*2", None, 2)
     one = asked_for("tpu:v5p:4x4x4", None)
     assert (one.total, one.slices, one.targets) == (64, 1, 1)
     assert asked_for("cpu:4*2", None).total == 8
-    assert asked_for("v5e-8", None).extents == (2, 4) and asked_for("v5e-8", None).target == "tpu:v5e:2x4"
-    assert asked_for("v4-32", None).total == 16 and asked_for("v4-32*2", None).total == 32
-    assert asked_for(32, "v5p").extents == (2, 4, 4) and asked_for(32, "v5p", 2).extents == (2, 2, 4)
+    assert (
+        asked_for("v5e-8", None).extents == (2, 4)
+        and asked_for("v5e-8", None).target == "tpu:v5e:2x4"
+    )
+    assert (
+        asked_for("v4-32", None).total == 16 and asked_for("v4-32*2", None).total == 32
+    )
+    assert asked_for(32, "v5p").extents == (2, 4, 4) and asked_for(
+        32, "v5p", 2
+    ).extents == (2, 2, 4)
     assert asked_for("tpu:v5p:2x2x8", None).extents == (2, 2, 8)
 
 
@@ -40,21 +52,91 @@ LIMITED = {**V5E, "limits": Limits(always=("batch",))}
             MeshError,
             "has 2 slices, and `slices=4`; leave `slices` ",
         ),
-        (MODEL, {"devices": "tpu:v5e:32x32"}, MeshError, "slice 'tpu:v5e:32x32' has 1,024 chips, and a pod of v5e is"),
-        (MODEL, {"devices": 7.5}, MeshError, "`devices=7.5` is neither a number, a slice nor devices; write"),
-        (MODEL, {"devices": 8}, MeshError, r"`devices=8` does not say which chip; add one, as `chip=\"v5e\"`"),
-        (MODEL, {"devices": 0}, MeshError, "`devices=0` is neither a number, a slice nor devices; write"),
-        (MODEL, {"devices": []}, MeshError, r"`devices=\[\]` is neither .*, or `devices=jax.devices\(\)`"),
-        (MODEL, {**V5E, "slices": 3}, MeshError, "`slices=3` does not divide 8 devices"),
+        (
+            MODEL,
+            {"devices": "tpu:v5e:32x32"},
+            MeshError,
+            "slice 'tpu:v5e:32x32' has 1,024 chips, and a pod of v5e is",
+        ),
+        (
+            MODEL,
+            {"devices": 7.5},
+            MeshError,
+            "`devices=7.5` is neither a number, a slice nor devices; write",
+        ),
+        (
+            MODEL,
+            {"devices": 8},
+            MeshError,
+            r"`devices=8` does not say which chip; add one, as `chip=\"v5e\"`",
+        ),
+        (
+            MODEL,
+            {"devices": 0},
+            MeshError,
+            "`devices=0` is neither a number, a slice nor devices; write",
+        ),
+        (
+            MODEL,
+            {"devices": []},
+            MeshError,
+            r"`devices=\[\]` is neither .*, or `devices=jax.devices\(\)`",
+        ),
+        (
+            MODEL,
+            {**V5E, "slices": 3},
+            MeshError,
+            "`slices=3` does not divide 8 devices",
+        ),
         (MODEL, {**V5E, "devices": 1}, MeshError, "one device needs no plan"),
-        (MODEL, {**V5E, "keep": 0}, RuleError, "`keep=0` and `closely=12` must be numbers of candidates, 1 or more"),
-        (MODEL, {**V5E, "closely": 0}, RuleError, "`keep=5` and `closely=0` must be numbers of candidates"),
-        (MODEL, {**V5E, "verify": True}, RuleError, '`verify=True` must be "compile", "run" or None; write'),
-        (MODEL, {**V5E, "devices": 64, "verify": "compile"}, MeshError, "needs 64 devices, and there are 8; emulate"),
-        (MODEL, {**V5E, "devices": 7}, SpecError, "no mesh of 7 devices divides the step's dimensions within the limi"),
-        ((lambda x: x, (64, 128)), V5E, LeafTypeError, r"the arguments of the step hold no arrays \(tuple\); pass arr"),
-        ((lambda x: x + 1, f32()), V5E, SpecError, "pad one, or use another number of devices"),
-        (mlp_step(2, 2, 2), {**V5E, "devices": 4096}, SpecError, "no mesh of 4096 devices divides the step's dimensio"),
+        (
+            MODEL,
+            {**V5E, "keep": 0},
+            RuleError,
+            "`keep=0` and `closely=12` must be numbers of candidates, 1 or more",
+        ),
+        (
+            MODEL,
+            {**V5E, "closely": 0},
+            RuleError,
+            "`keep=5` and `closely=0` must be numbers of candidates",
+        ),
+        (
+            MODEL,
+            {**V5E, "verify": True},
+            RuleError,
+            '`verify=True` must be "compile", "run" or None; write',
+        ),
+        (
+            MODEL,
+            {**V5E, "devices": 64, "verify": "compile"},
+            MeshError,
+            "needs 64 devices, and there are 8; emulate",
+        ),
+        (
+            MODEL,
+            {**V5E, "devices": 7},
+            SpecError,
+            "no mesh of 7 devices divides the step's dimensions within the limi",
+        ),
+        (
+            (lambda x: x, (64, 128)),
+            V5E,
+            LeafTypeError,
+            r"the arguments of the step hold no arrays \(tuple\); pass arr",
+        ),
+        (
+            (lambda x: x + 1, f32()),
+            V5E,
+            SpecError,
+            "pad one, or use another number of devices",
+        ),
+        (
+            mlp_step(2, 2, 2),
+            {**V5E, "devices": 4096},
+            SpecError,
+            "no mesh of 4096 devices divides the step's dimensio",
+        ),
         (
             mlp_step(64, 256, 3),
             LIMITED,
@@ -71,12 +153,18 @@ def test_what_cannot_be_asked_for(model, options, kind, message):
 def test_an_error_of_the_step_says_what_it_was_called_for():
     with pytest.raises(TypeError) as caught:
         search(lambda p, x: p["up"] @ x, *MODEL[1:], **V5E)
-    (note,) = [note for note in caught.value.__notes__ if "`search` traced the step with arguments of these" in note]
+    (note,) = [
+        note
+        for note in caught.value.__notes__
+        if "`search` traced the step with arguments of these" in note
+    ]
     assert "bf16[64,256]" in note and "bf16[512,64]" in note
 
 
 def test_progress_keys_and_slices():
-    """Each key of a batch goes with its row; the axis that spans the slices is in the mesh, and progress counts."""
+    """Each key of a batch goes with its row; the axis that spans the slices is in the
+    mesh, and progress counts.
+    """
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 16))
     said: list[str] = []
 
@@ -86,7 +174,17 @@ def test_progress_keys_and_slices():
 
         return jax.vmap(row)(keys, x)
 
-    best = search(step, f32(64, 128), keys, Struct((16, 64), "float32"), devices="cpu:4*2", progress=said.append)[0]
+    best = search(
+        step,
+        f32(64, 128),
+        keys,
+        Struct((16, 64), "float32"),
+        devices="cpu:4*2",
+        progress=said.append,
+    )[0]
     assert best.mesh.size == 8 and max(best.mesh.dcn_sizes) == 2
-    assert said[:2] == ["propagating axis assignments through the step", "estimating meshes of 8 devices"]
+    assert said[:2] == [
+        "propagating axis assignments through the step",
+        "estimating meshes of 8 devices",
+    ]
     assert said[2].startswith("partitioned candidate 1: ")

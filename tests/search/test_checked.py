@@ -19,7 +19,14 @@ BY_HAND = AxisRules([("batch", "rows"), ("mlp", "columns")])
 def compiled():
     told = []
     found = search(
-        step, *ARGS, devices="cpu:8", keep=12, closely=2, verify="compile", also=[BY_HAND], progress=told.append
+        step,
+        *ARGS,
+        devices="cpu:8",
+        keep=12,
+        closely=2,
+        verify="compile",
+        also=[BY_HAND],
+        progress=told.append,
     )
     assert any(f"compiling candidate 1 of {len(found)}: " in line for line in told)
     return [*found]
@@ -31,19 +38,34 @@ def test_compiled_programs_say_what_a_candidate_costs(compiled):
         assert 0 < one.memory_bytes < one.limit_bytes
         # For CPUs the partitioned program sends what the compiled one does.
         assert one.comparison.different_bytes == 0 or one.wire_bytes > 0
-        assert "by the compiled program" in str(one) and "by the compiled program" in one.code()
-        assert str(one.comparison) in one.explain() and str(one.traffic) in one.explain()
-        assert "<pre>" in one._repr_html_() and html.escape(one.title) in one._repr_html_()
+        assert (
+            "by the compiled program" in str(one)
+            and "by the compiled program" in one.code()
+        )
+        assert (
+            str(one.comparison) in one.explain() and str(one.traffic) in one.explain()
+        )
+        assert (
+            "<pre>" in one._repr_html_() and html.escape(one.title) in one._repr_html_()
+        )
     assert [one.seconds for one in compiled] == sorted(one.seconds for one in compiled)
 
 
 def test_ways_by_hand_are_compiled_too(compiled):
-    """However few are asked for: those that most people write, and the rules that were given."""
+    """However few are asked for: those that most people write, and the rules that were
+    given.
+    """
     titles = [one.title for one in compiled]
-    assert len(titles) == len(set(titles)) and [*without_twins([*compiled, *compiled])] == compiled
+    assert (
+        len(titles) == len(set(titles))
+        and [*without_twins([*compiled, *compiled])] == compiled
+    )
     assert any(_names(one) == {("batch",), ("mlp",)} for one in compiled), titles
     for names in ({("batch",)}, {("batch", "embed")}, {("mlp",)}):
-        assert any(one.mesh.size == one.mesh.axis_sizes[0] and _names(one) == names for one in compiled), titles
+        assert any(
+            one.mesh.size == one.mesh.axis_sizes[0] and _names(one) == names
+            for one in compiled
+        ), titles
 
 
 def _names(one: Candidate):
@@ -53,24 +75,42 @@ def _names(one: Candidate):
 def test_what_does_not_fit_by_its_program_is_dropped(compiled):
     limit = sorted(one.memory_bytes for one in compiled)[len(compiled) // 2]
     free = compiled[0].limit_bytes - limit
-    kept = search(step, *ARGS, devices="cpu:8", keep=12, closely=2, verify="compile", limits=Limits(free_bytes=free))
+    kept = search(
+        step,
+        *ARGS,
+        devices="cpu:8",
+        keep=12,
+        closely=2,
+        verify="compile",
+        limits=Limits(free_bytes=free),
+    )
     assert 0 < len(kept) < len(compiled)
     assert all(one.memory_bytes <= limit for one in kept)
 
 
 def test_the_clock_orders_what_is_run_of_every_kind_of_argument():
-    """Integers, keys, booleans, numbers that are no arrays, and functions in modules are made or passed on."""
+    """Integers, keys, booleans, numbers that are no arrays, and functions in modules
+    are made or passed on.
+    """
 
     def odd(model, key, tokens, flags, scale):
         noise = jax.random.normal(key, (8, 16))
-        return scale * jnp.sum(jax.nn.one_hot(tokens, 16) + noise + jnp.where(flags, 1.0, 0.0)) + model["act"](
-            model["w"].sum()
-        )
+        return scale * jnp.sum(
+            jax.nn.one_hot(tokens, 16) + noise + jnp.where(flags, 1.0, 0.0)
+        ) + model["act"](model["w"].sum())
 
     model = {"w": f32(16, 16), "act": jax.nn.relu}
     key = jax.eval_shape(lambda: jax.random.key(0))
-    args = (model, key, jax.ShapeDtypeStruct((8,), "int32"), jax.ShapeDtypeStruct((8, 16), "bool"), 2)
-    found = search(odd, *args, devices=jax.devices()[:4], keep=2, closely=2, verify="run")
+    args = (
+        model,
+        key,
+        jax.ShapeDtypeStruct((8,), "int32"),
+        jax.ShapeDtypeStruct((8, 16), "bool"),
+        2,
+    )
+    found = search(
+        odd, *args, devices=jax.devices()[:4], keep=2, closely=2, verify="run"
+    )
     assert {one.by for one in found} == {"run"} and len(found) == 2
     assert 0 < found[0].seconds <= found[1].seconds < 60
     assert "as measured" in found[0].code() and "as measured" in found[0].explain()

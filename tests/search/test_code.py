@@ -29,10 +29,14 @@ ARGS = PARAMS, jax.eval_shape(OPTIMIZER.init, PARAMS), f32(512, 64)
 def test_what_the_step_donates_is_written():
     best = search(step, *ARGS, devices="cpu:8", keep=1)[0]
     assert best.donated == (0, 1) and "donate=(0, 1)" in best.code()
-    assert best.results == (0, 1) and "out_shardings=(plans[0], plans[1])" in best.code()
+    assert (
+        best.results == (0, 1) and "out_shardings=(plans[0], plans[1])" in best.code()
+    )
     program = compiled(best, step, ARGS)
     assert program.memory_analysis().alias_size_in_bytes > 0
-    assert traffic(program, best.mesh).wire_bytes == pytest.approx(best.wire_bytes, rel=0.01)
+    assert traffic(program, best.mesh).wire_bytes == pytest.approx(
+        best.wire_bytes, rel=0.01
+    )
 
 
 def test_slices_and_several_axes():
@@ -43,9 +47,13 @@ def test_slices_and_several_axes():
 
 def test_a_partitioned_candidate_is_what_an_estimate_says():
     """The code's step in the place of the user's: one model for both."""
-    best = search(step, *ARGS, devices="tpu:v5e:2x4", keep=1, limits=Limits(always=("mlp",)))[0]
+    best = search(
+        step, *ARGS, devices="tpu:v5e:2x4", keep=1, limits=Limits(always=("mlp",))
+    )[0]
     made = run_code(best)
-    again = shardfx.cost.estimate(made["jitted"](step, best.plans), *ARGS, compiler="tpu")
+    again = shardfx.cost.estimate(
+        made["jitted"](step, best.plans), *ARGS, compiler="tpu"
+    )
     assert again.wire_bytes == best.wire_bytes
 
 
@@ -54,7 +62,9 @@ def test_compiled_as_pasted_it_sends_what_was_told():
     limits = Limits(always=("embed",), never=("vocab",))
     found = search(its_step, *args, devices="cpu:8", keep=20, limits=limits)
     constrained = next(one for one in found if one.constrained)
-    assert "constrain_step(step, plans[0].jax_mesh or MESH, RULES)" in constrained.code()
+    assert (
+        "constrain_step(step, plans[0].jax_mesh or MESH, RULES)" in constrained.code()
+    )
     assert constrained.title.endswith(", constrained")
     for one in (constrained, next(one for one in found if not one.constrained)):
         sent = traffic(compiled(one, its_step, args), one.mesh).wire_bytes

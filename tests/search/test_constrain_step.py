@@ -1,4 +1,6 @@
-"""A step that is constrained as the search prices it computes the same, and sends what was said."""
+"""A step that is constrained as the search prices it computes the same, and sends what
+was said.
+"""
 
 import functools as ft
 
@@ -33,19 +35,32 @@ def filled(tree):
 
 
 def rules_for(step, args, **axes):
-    """Rules for the names that the step has: each mesh axis with the names that it cuts, in order."""
+    """Rules for the names that the step has: each mesh axis with the names that it
+    cuts, in order.
+    """
     known = [axis.name for axis in name_axes(step, *args).axes]
     # What comes first in the rules is what an axis prefers.
     wanted = [name for names in axes.values() for name in names if name in known]
-    cuts = {name: tuple(axis for axis, names in axes.items() if name in names) for name in wanted}
+    cuts = {
+        name: tuple(axis for axis, names in axes.items() if name in names)
+        for name in wanted
+    }
     entries = [(name, target) for name, cut in cuts.items() for target in (cut, *cut)]
-    return AxisRules([*entries, *((name, None) for name in known if name not in cuts)], axes=tuple(axes))
+    return AxisRules(
+        [*entries, *((name, None) for name in known if name not in cuts)],
+        axes=tuple(axes),
+    )
 
 
 def placed(step, args, mesh, rules):
     names = name_axes(step, *args).names
-    plans = tuple(plan(arg, mesh, names=tree, axes=rules) for arg, tree in zip(args, names, strict=True))
-    return tuple(shardfx.shard(arg, made) for arg, made in zip(args, plans, strict=True))
+    plans = tuple(
+        plan(arg, mesh, names=tree, axes=rules)
+        for arg, tree in zip(args, names, strict=True)
+    )
+    return tuple(
+        shardfx.shard(arg, made) for arg, made in zip(args, plans, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["equinox_attention", "experts", "scanned"])
@@ -56,10 +71,14 @@ def test_what_is_laid_out_computes_the_same(name):
     rules = rules_for(step, structs, data=names[0], model=names[1])
     mesh = MESH.build(jax.devices()[:4])
     # A mesh without devices takes those of the arguments.
-    found = shardfx.filter_jit(constrain_step(step, MESH, rules))(*placed(step, args, mesh, rules))
+    found = shardfx.filter_jit(constrain_step(step, MESH, rules))(
+        *placed(step, args, mesh, rules)
+    )
     expected = eqx.filter_jit(step)(*args)
     found, expected = (eqx.filter(tree, eqx.is_array) for tree in (found, expected))
-    jax.tree.map(ft.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-5), found, expected)
+    jax.tree.map(
+        ft.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-5), found, expected
+    )
 
 
 def loops(p, x):
@@ -67,14 +86,31 @@ def loops(p, x):
     x = jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ p["a"]), x)
     x = jax.lax.while_loop(lambda y: jnp.sum(y * y) < 3, lambda y: y + p["b"], x)
     x = jax.lax.cond(jnp.sum(x) > 0, lambda y: y @ p["a"], lambda y: y * 2, x)
-    x, sums = jax.lax.scan(lambda y, row: (jax.nn.relu(y) + row, jnp.sum(y, -1)), x, p["rows"])
-    return {"x": jax.jit(jnp.cos)(x), "sums": sums, "count": 3, "key": jax.random.key(0)}
+    x, sums = jax.lax.scan(
+        lambda y, row: (jax.nn.relu(y) + row, jnp.sum(y, -1)), x, p["rows"]
+    )
+    return {
+        "x": jax.jit(jnp.cos)(x),
+        "sums": sums,
+        "count": 3,
+        "key": jax.random.key(0),
+    }
 
 
 def test_loops_branches_and_what_is_no_array():
     struct = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    args = filled(({"a": struct((8, 8)), "b": struct((8,)), "rows": struct((3, 4, 8))}, struct((4, 8))))
-    rules = rules_for(loops, args, data=("batch",), model=tuple(axis.name for axis in name_axes(loops, *args).axes[:1]))
+    args = filled(
+        (
+            {"a": struct((8, 8)), "b": struct((8,)), "rows": struct((3, 4, 8))},
+            struct((4, 8)),
+        )
+    )
+    rules = rules_for(
+        loops,
+        args,
+        data=("batch",),
+        model=tuple(axis.name for axis in name_axes(loops, *args).axes[:1]),
+    )
     mesh = MESH.build(jax.devices()[:4])
     laid = eqx.filter_jit(constrain_step(loops, mesh, rules))(*args)
     expected = loops(*args)
@@ -84,23 +120,38 @@ def test_loops_branches_and_what_is_no_array():
 
 
 def test_less_is_sent_and_remat_stays():
-    """FSDP without a constraint: the embedding's cut goes into the activations, unless they are laid out."""
+    """FSDP without a constraint: the embedding's cut goes into the activations, unless
+    they are laid out.
+    """
     step, *structs = MODELS["scanned"]()
     rules = rules_for(step, structs, fsdp=("batch", "embed"))
     mesh = MeshSpec({"fsdp": 4}).build(jax.devices()[:4])
     names = name_axes(step, *structs).names
-    plans = tuple(plan(arg, mesh, names=tree, axes=rules) for arg, tree in zip(structs, names, strict=True))
+    plans = tuple(
+        plan(arg, mesh, names=tree, axes=rules)
+        for arg, tree in zip(structs, names, strict=True)
+    )
     sent = {}
     for how, fn in (("free", step), ("laid", constrain_step(step, mesh, rules))):
-        program = shardfx.filter_jit(fn, in_shardings=plans, out_shardings=plans[0]).lower(*structs).compile()
+        program = (
+            shardfx.filter_jit(fn, in_shardings=plans, out_shardings=plans[0])
+            .lower(*structs)
+            .compile()
+        )
         sent[how] = shardfx.cost.traffic(program, mesh).wire_bytes
     assert sent["laid"] < 0.5 * sent["free"]
     text = str(jax.make_jaxpr(constrain_step(step, mesh, rules))(*structs))
-    assert text.count("prevent_cse") == str(jax.make_jaxpr(step)(*structs)).count("prevent_cse") > 0
+    assert (
+        text.count("prevent_cse")
+        == str(jax.make_jaxpr(step)(*structs)).count("prevent_cse")
+        > 0
+    )
 
 
 def test_a_lookup_that_is_summed_and_cut_along_one_axis():
-    """Compiled at once, XLA's partitioner fails: "Slice dim size 128 greater than dynamic slice dimension: 64"."""
+    """Compiled at once, XLA's partitioner fails: "Slice dim size 128 greater than
+    dynamic slice dimension: 64".
+    """
 
     def step(p, tokens):
         return jnp.tanh(p["embedding"][tokens])
@@ -111,12 +162,18 @@ def test_a_lookup_that_is_summed_and_cut_along_one_axis():
     mesh = MeshSpec({"c": 2, "b": 2, "a": 2}).build(jax.devices()[:8])
     laid = jax.jit(constrain_step(step, mesh, rules))
     values = tuple(map(filled, args))
-    np.testing.assert_allclose(laid(*placed(step, values, mesh, rules)), step(*values), rtol=2e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        laid(*placed(step, values, mesh, rules)), step(*values), rtol=2e-3, atol=1e-4
+    )
 
 
 def test_axes_that_are_typed_cannot_be_constrained():
     mesh = MeshSpec({"a": 2, "b": 2}, axis_types={"b": jax.sharding.AxisType.Explicit})
     with pytest.raises(
-        MeshError, match="`constrain_step` constrains arrays along Auto axes, and 'b' are not; build the mesh"
+        MeshError,
+        match=(
+            "`constrain_step` constrains arrays along Auto axes, and 'b' are not; build"
+            " the mesh"
+        ),
     ):
         constrain_step(lambda x: x, mesh, AxisRules([("batch", "a")]))

@@ -38,18 +38,35 @@ def by_hand(terms, chip, assignments, sizes, total):
     """Seconds and bytes of one candidate on a torus."""
 
     def divided(mask):
-        return math.prod(size for assignment, size in zip(assignments, sizes, strict=True) if mask[assignment])
+        return math.prod(
+            size
+            for assignment, size in zip(assignments, sizes, strict=True)
+            if mask[assignment]
+        )
 
-    flops, moved, memory = terms["shared"].T @ [1 / divided(mask) for mask in terms["divides"]]
-    compute = max(flops / (chip.flops("bfloat16") * MODEL.compute), moved / (chip.hbm_bytes_per_second * MODEL.memory))
+    flops, moved, memory = terms["shared"].T @ [
+        1 / divided(mask) for mask in terms["divides"]
+    ]
+    compute = max(
+        flops / (chip.flops("bfloat16") * MODEL.compute),
+        moved / (chip.hbm_bytes_per_second * MODEL.memory),
+    )
     exposed = hidden = 0.0
     extents = extents_of(chip, total)
-    ways = [1 + ring for ring, size in zip(topology.wraps(chip.kinds[0], extents), extents, strict=True) if size > 1]
+    ways = [
+        1 + ring
+        for ring, size in zip(
+            topology.wraps(chip.kinds[0], extents), extents, strict=True
+        )
+        if size > 1
+    ]
     rings = sum(ways) / len(ways)
     for assignment, size in zip(assignments, sizes, strict=True):
         links = max(0.5, chip.torus_dims * math.log2(size) / math.log2(total)) * rings
         per_byte = (1 - 1 / size) / (chip.link_bytes_per_second * MODEL.network * links)
-        for mask, (full, beside) in zip(terms["divides_sent"][assignment], terms["sent"][assignment], strict=True):
+        for mask, (full, beside) in zip(
+            terms["divides_sent"][assignment], terms["sent"][assignment], strict=True
+        ):
             exposed += full / divided(mask) * per_byte
             hidden += beside / divided(mask) * per_byte
         exposed += terms["calls"][assignment] * MODEL.call_seconds
@@ -58,9 +75,13 @@ def by_hand(terms, chip, assignments, sizes, total):
 
 def allowed(terms, assignments, sizes):
     pairs = [*zip(assignments, sizes, strict=True)]
-    cuts = [math.prod(size for assignment, size in pairs if row[assignment]) for row in terms["limits"]]
+    cuts = [
+        math.prod(size for assignment, size in pairs if row[assignment])
+        for row in terms["limits"]
+    ]
     return all(
-        size % cut == 0 and cut >= least for size, cut, least in zip(terms["sizes"], cuts, terms["least"], strict=True)
+        size % cut == 0 and cut >= least
+        for size, cut, least in zip(terms["sizes"], cuts, terms["least"], strict=True)
     )
 
 
@@ -68,38 +89,62 @@ def allowed(terms, assignments, sizes):
 @pytest.mark.parametrize("name", ["v5e", "v5p"])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_best_is_the_best_of_all(devices, seed, name):
-    terms, expected = {**random_terms(seed), "least": np.array([1 + 3 * seed, 1, 1, 1])}, {}
+    terms, expected = (
+        {**random_terms(seed), "least": np.array([1 + 3 * seed, 1, 1, 1])},
+        {},
+    )
     divisors = [size for size in range(2, devices + 1) if devices % size == 0]
     for count in range(1, 5):
-        shares = [sizes for sizes in itertools.product(divisors, repeat=count) if math.prod(sizes) == devices]
+        shares = [
+            sizes
+            for sizes in itertools.product(divisors, repeat=count)
+            if math.prod(sizes) == devices
+        ]
         for assignments in itertools.combinations(range(5), count):
             for sizes in shares:
-                seconds, memory = by_hand(terms, chips.find(name), assignments, sizes, devices)
+                seconds, memory = by_hand(
+                    terms, chips.find(name), assignments, sizes, devices
+                )
                 if allowed(terms, assignments, sizes) and memory <= 1e10:
                     expected[assignments, sizes] = seconds
     found = find(terms, machine(name, devices, 1e10), devices)
     assert bool(found) == bool(expected)
     for one in found:
-        assert one.seconds == pytest.approx(expected[one.assignments, one.sizes], rel=1e-4)
-    assert not found or found[0].seconds == pytest.approx(min(expected.values()), rel=1e-4)
+        assert one.seconds == pytest.approx(
+            expected[one.assignments, one.sizes], rel=1e-4
+        )
+    assert not found or found[0].seconds == pytest.approx(
+        min(expected.values()), rel=1e-4
+    )
 
 
 def test_what_fits_into_an_island_takes_its_switch():
-    """64 H100 in islands of 8: what fits into an island takes the switch, what does not the network cards."""
+    """64 H100 in islands of 8: what fits into an island takes the switch, what does not
+    the network cards.
+    """
     chip, terms = chips.find("h100"), random_terms(1)
     faster, found, slower = (
-        find(terms, machine(dataclasses.replace(chip, island_chips=chips_each), 64), 64)[0].seconds
+        find(
+            terms, machine(dataclasses.replace(chip, island_chips=chips_each), 64), 64
+        )[0].seconds
         for chips_each in (64, chip.island_chips, 1)
     )
     assert faster <= found <= slower and faster < slower
 
 
 def test_slices_cost_what_the_network_between_them_does():
-    one, two = (find(random_terms(2), machine("v5p", 64), 64, slices=slices) for slices in (1, 2))
-    assert two[0].seconds >= one[0].seconds and all(math.prod(made.slices) == 2 for made in two)
+    one, two = (
+        find(random_terms(2), machine("v5p", 64), 64, slices=slices)
+        for slices in (1, 2)
+    )
+    assert two[0].seconds >= one[0].seconds and all(
+        math.prod(made.slices) == 2 for made in two
+    )
 
 
-def test_where_there_are_too_many_candidates_the_last_assignments_are_left_out(monkeypatch):
+def test_where_there_are_too_many_candidates_the_last_assignments_are_left_out(
+    monkeypatch,
+):
     monkeypatch.setattr(core, "_ALL", 2000)
     found = find(random_terms(0, assignments=24), machine("v5p", 64), 64)
     assert 1 < max(assignment for one in found for assignment in one.assignments) < 12

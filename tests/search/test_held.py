@@ -1,4 +1,6 @@
-"""Memory of candidates: what the step donates, what may be donated, and an optimizer's state that is cut further."""
+"""Memory of candidates: what the step donates, what may be donated, and an optimizer's
+state that is cut further.
+"""
 
 import dataclasses
 
@@ -22,7 +24,9 @@ PARAMS = {"up": f32(512, 2048), "bias": f32(2048), "down": f32(2048, 512)}
 
 
 def loss(params, x):
-    return jnp.mean((x + jax.nn.relu(x @ params["up"] + params["bias"]) @ params["down"]) ** 2)
+    return jnp.mean(
+        (x + jax.nn.relu(x @ params["up"] + params["bias"]) @ params["down"]) ** 2
+    )
 
 
 step = trained(loss, OPTIMIZER)
@@ -35,7 +39,9 @@ def args():
 
 @pytest.fixture(scope="module")
 def searched(args):
-    space, lowered = opened(step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None)
+    space, lowered = opened(
+        step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None
+    )
     return space, lowered, {one.title: one for one in by_hand(space, space.usual)}
 
 
@@ -44,14 +50,22 @@ def test_zero_1_cuts_the_state_over_the_data_axis_and_sends_as_much(searched, ar
     whole = ways["data=8 (batch)"]
     assert lowered.states(space.classes) == (1,)
     cut = zero_1(whole, (1,))
-    assert cut is not None and cut.state_over == ("data",) and cut.plans[0] == whole.plans[0]
+    assert (
+        cut is not None
+        and cut.state_over == ("data",)
+        and cut.plans[0] == whole.plans[0]
+    )
     followed = follow(OPTIMIZER.init, whole.plans[0], over="data")
-    assert [leaf.spec for leaf in cut.plans[1].leaves] == [leaf.spec for leaf in followed.leaves]
+    assert [leaf.spec for leaf in cut.plans[1].leaves] == [
+        leaf.spec for leaf in followed.leaves
+    ]
     assert cut.title == "data=8 (batch), ZeRO-1 over data"
     before, after = lowered.partitioned(whole), lowered.partitioned(cut)
-    # A TPU's compiler scatters the gradients and gathers the parameters; a CPU's sends no less than the sum did.
+    # A TPU's compiler scatters the gradients and gathers the parameters; a CPU's sends
+    # no less than the sum did.
     assert after.wire_bytes == pytest.approx(before.wire_bytes, rel=0.51)
-    # Both moments, an eighth of which is left; results take over the memory of what is donated.
+    # Both moments, an eighth of which is left; results take over the memory of what is
+    # donated.
     moments = 2 * (2 * 512 * 2048 + 2048) * 4
     assert before.memory_bytes - after.memory_bytes > moments * 6 // 8
     for told in (str(after), after.explain()):
@@ -67,19 +81,26 @@ def test_what_fits_only_donated_is_donated_and_says_so(searched, args):
     _, lowered, ways = searched
     kept = lowered.partitioned(ways["data=8 (batch)"])
     assert kept.donated == () and "donate" not in kept.code()
-    tight = dataclasses.replace(ways["data=8 (batch)"], limit_bytes=kept.memory_bytes - 1)
+    tight = dataclasses.replace(
+        ways["data=8 (batch)"], limit_bytes=kept.memory_bytes - 1
+    )
     spent = lowered.partitioned(tight)
     state = sum(plan.bytes_per_device for plan in kept.plans[:2])
     assert spent.donated == (0, 1) and spent.fits
     assert kept.memory_bytes - spent.memory_bytes > 0.3 * state
-    assert "`jitted` in `code()` donates 0, 1" in str(spent) and "donate=(0, 1)" in spent.code()
+    assert (
+        "`jitted` in `code()` donates 0, 1" in str(spent)
+        and "donate=(0, 1)" in spent.code()
+    )
     programs = [compiled(one, step, args).memory_analysis() for one in (kept, spent)]
     assert [one.alias_size_in_bytes > 0.9 * state for one in programs] == [False, True]
 
 
 def test_donation_is_read_off_the_step(args):
     def donated(its_step):
-        return opened(its_step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None)[1].donated
+        return opened(
+            its_step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None
+        )[1].donated
 
     assert donated(jax.jit(step, donate_argnums=(1,))) == (1,)
     assert donated(jax.jit(step, donate_argnames=("params",))) == (0,)
@@ -88,10 +109,10 @@ def test_donation_is_read_off_the_step(args):
 
 def test_what_fits_in_no_other_way_gets_zero_1(args):
     limits = Limits(never=("mlp", "embed"))
-    (best, *_) = search(step, *args, devices="cpu:8", keep=1, limits=limits)
+    best, *_ = search(step, *args, devices="cpu:8", keep=1, limits=limits)
     free = best.limit_bytes - best.memory_bytes // 2
     tight = dataclasses.replace(limits, free_bytes=free)
-    (less_of_it, *_) = search(step, *args, devices="cpu:8", keep=1, limits=tight)
+    less_of_it, *_ = search(step, *args, devices="cpu:8", keep=1, limits=tight)
     assert not best.state_over and not best.donated
     assert less_of_it.state_over == ("data",) and less_of_it.fits
 
@@ -114,13 +135,25 @@ def test_plans_of_states_are_those_that_follow_makes(optimizer):
         return jnp.mean(x**2)
 
     cut = 0
-    found = search(trained(loss, optimizer), params, state, f32(4096, 512), devices=8, chip="v5e", keep=4)
+    found = search(
+        trained(loss, optimizer),
+        params,
+        state,
+        f32(4096, 512),
+        devices=8,
+        chip="v5e",
+        keep=4,
+    )
     for one in found:
         followed = follow(optimizer.init, one.plans[0])
         for mine, theirs in zip(one.plans[1].leaves, followed.leaves, strict=True):
-            # Statistics of rows lack what the parameter is cut along: an axis then takes what it prefers next.
+            # Statistics of rows lack what the parameter is cut along: an axis then
+            # takes what it prefers next.
             is_factored = mine.path.split("/")[1:2] in (["v_row"], ["v_col"])
-            assert mine.spec == theirs.spec or (is_factored and not any(theirs.spec)), (one.title, mine.path)
+            assert mine.spec == theirs.spec or (is_factored and not any(theirs.spec)), (
+                one.title,
+                mine.path,
+            )
             cut += any(mine.spec)
     # Some candidates cut parameters, so that there is something to follow.
     assert cut

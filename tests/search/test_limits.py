@@ -22,7 +22,9 @@ def found(**limits):
 
 
 def cuts(one, name):
-    return math.prod(one.mesh.shape[axis] for axis, names in one.assignments if name in names)
+    return math.prod(
+        one.mesh.shape[axis] for axis, names in one.assignments if name in names
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,10 +34,24 @@ def cuts(one, name):
         ({"always": ("mlp",)}, lambda one: cuts(one, "mlp") > 1),
         ({"least": (("batch", 4),)}, lambda one: cuts(one, "batch") >= 4),
         ({"axes": ("tensor",)}, lambda one: "tensor" in one.mesh.shape),
-        ({"axes": (("tensor", 4), "data")}, lambda one: dict(one.mesh.shape) == {"data": 2, "tensor": 4}),
-        ({"free_bytes": USABLE - 60_000}, lambda one: one.fits and one.memory_bytes <= 60_000),
-        ({"rules": TWO}, lambda one: {names for _, names in one.assignments} <= {("batch",), ("mlp",)}),
-        ({"rules": AxisRules([("batch", "x"), ("mlp", "x")]), "never": ("mlp",)}, lambda one: cuts(one, "mlp") == 1),
+        (
+            {"axes": (("tensor", 4), "data")},
+            lambda one: dict(one.mesh.shape) == {"data": 2, "tensor": 4},
+        ),
+        (
+            {"free_bytes": USABLE - 60_000},
+            lambda one: one.fits and one.memory_bytes <= 60_000,
+        ),
+        (
+            {"rules": TWO},
+            lambda one: (
+                {names for _, names in one.assignments} <= {("batch",), ("mlp",)}
+            ),
+        ),
+        (
+            {"rules": AxisRules([("batch", "x"), ("mlp", "x")]), "never": ("mlp",)},
+            lambda one: cuts(one, "mlp") == 1,
+        ),
     ],
 )
 def test_a_limit_holds(limits, holds):
@@ -47,14 +63,26 @@ def test_a_limit_holds(limits, holds):
     ("limits", "message"),
     [
         # 48 rows are never in 32 pieces.
-        ({"least": (("batch", 32),)}, r"of 8 devices .* without `least=\('batch', 32\)` there is one"),
-        ({"never": ("batch",), "least": (("mlp", 16),)}, r"without `least=\('mlp', 16\)` there is one"),
+        (
+            {"least": (("batch", 32),)},
+            r"of 8 devices .* without `least=\('batch', 32\)` there is one",
+        ),
+        (
+            {"never": ("batch",), "least": (("mlp", 16),)},
+            r"without `least=\('mlp', 16\)` there is one",
+        ),
         ({"axes": (("tensor", 3),)}, r"without `axes=\('tensor', 3\)` there is one"),
         (
             {"least": (("batch", 32),), "axes": (("tensor", 3),)},
-            r"all of the limits together leave none: least=\('batch', 32\), axes=\('tensor', 3\)",
+            (
+                r"all of the limits together leave none: least=\('batch', 32\),"
+                r" axes=\('tensor', 3\)"
+            ),
         ),
-        ({"never": ("batch", "mlp", "embed")}, r"within the limits .*; without `never='batch'`, or without"),
+        (
+            {"never": ("batch", "mlp", "embed")},
+            r"within the limits .*; without `never='batch'`, or without",
+        ),
         ({"never": ("batch", "mlp"), "rules": TWO}, r"without `rules` there is one"),
         (
             {"always": ("embed",), "rules": TWO},
@@ -74,13 +102,25 @@ def test_a_limit_that_leaves_nothing_is_named(limits, message):
             {"never": ("mlp",), "always": ("mlp",)},
             "`limits` wants 'mlp' sharded, and `never` forbids it; take it out of one",
         ),
-        ({"least": (("batch", 0),)}, "`least` wants 0 shards of 'batch'; give 1 or more"),
+        (
+            {"least": (("batch", 0),)},
+            "`least` wants 0 shards of 'batch'; give 1 or more",
+        ),
         ({"free_bytes": -1}, "`free_bytes` is -1; 0 leaves all memory to the step"),
         ({"axes": (("data", 1),)}, "`axes` wants 'data' of size 1; give 2 or more"),
-        ({"axes": ("tensr",)}, "wants a mesh axis 'tensr', and no assignment of this step is called so.*tensor"),
+        (
+            {"axes": ("tensr",)},
+            (
+                "wants a mesh axis 'tensr', and no assignment of this step is called"
+                " so.*tensor"
+            ),
+        ),
         (
             {"never": ("mpl",)},
-            "`limits` names 'mpl', which no dimension of the step's arguments has.* 'mlp'",
+            (
+                "`limits` names 'mpl', which no dimension of the step's arguments has.*"
+                " 'mlp'"
+            ),
         ),
     ],
 )

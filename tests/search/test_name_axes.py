@@ -20,29 +20,49 @@ def sizes(found):
 
 
 def rules_for(found, **given):
-    return AxisRules([*given.items(), *((axis.name, None) for axis in found.axes if axis.name not in given)])
+    return AxisRules(
+        [
+            *given.items(),
+            *((axis.name, None) for axis in found.axes if axis.name not in given),
+        ]
+    )
 
 
 def by_path(found):
-    """The names of each array by its path, which begins with the number of the argument."""
-    leaves = jax.tree.leaves_with_path(found.names, is_leaf=lambda node: type(node) is tuple and node != found.names)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): names for path, names in leaves}
+    """The names of each array by its path, which begins with the number of the
+    argument.
+    """
+    leaves = jax.tree.leaves_with_path(
+        found.names, is_leaf=lambda node: type(node) is tuple and node != found.names
+    )
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): names
+        for path, names in leaves
+    }
 
 
 def test_the_demo_is_named_as_its_author_named_it():
     run = demo.Run()
     optimizer = demo.make_optimizer(run)
     model = eqx.filter_eval_shape(demo.Transformer, key=jax.random.key(0))
-    state = eqx.filter_eval_shape(optimizer.init, eqx.filter(model, lambda leaf: hasattr(leaf, "shape")))
+    state = eqx.filter_eval_shape(
+        optimizer.init, eqx.filter(model, lambda leaf: hasattr(leaf, "shape"))
+    )
     text = Struct((16, 129), "int32")
     found = name_axes(demo.make_step(optimizer, None), model, state, text)
     assert sizes(found) == {
         "vocab": 256, "embed": 128, "layers": 4, "kv_heads": 2, "query_groups": 4, "head_dim": 16, "hidden": 384,
         "batch": 16, "sequence": 129,
     }  # fmt: skip
-    assert found.names[0].layers.query == ("layers", "embed", ("kv_heads", atomic("query_groups", 16)))
+    assert found.names[0].layers.query == (
+        "layers",
+        "embed",
+        ("kv_heads", atomic("query_groups", 16)),
+    )
     assert found.names[0].layers.key == ("layers", "embed", atomic("kv_heads", 16))
-    rules = rules_for(found, batch="data", kv_heads="kv", query_groups="group", hidden=("kv", "group"))
+    rules = rules_for(
+        found, batch="data", kv_heads="kv", query_groups="group", hidden=("kv", "group")
+    )
     mesh = MeshSpec({"data": 2, "kv": 2, "group": 2})
     made = plan(model, mesh, names=found.names[0], axes=rules)
     assert made["layers/query"].spec == P(None, None, ("kv", "group"))
@@ -61,9 +81,12 @@ EXPERTS = {
 }
 GROUPED = {
     "0/layers/q": ("layers", "embed", ("kv_heads", atomic("query_groups", 16))),
-    **{f"0/layers/{name}": ("layers", "embed", atomic("kv_heads", 16)) for name in "kv"},
+    **{
+        f"0/layers/{name}": ("layers", "embed", atomic("kv_heads", 16)) for name in "kv"
+    },
 }
-# What arrays of each model are called; each dimension that two arrays share has one name.
+# What arrays of each model are called; each dimension that two arrays share has one
+# name.
 CALLED = {
     # Layers that repeat share names.
     MODELS["flax_transformer"]: {
@@ -103,12 +126,14 @@ CALLED = {
         "1/wte": ("vocab", "embed"), "1/h/0/up": ("embed", "mlp_2"), "2": ("batch", "sequence"),
         "0/0/down": ("embed", "mlp"), "0/0/up": ("mlp", "mlp_2"),
     },
-    # A table called `pos_embed` has no tokens in it, and one that is cut to the length none either.
+    # A table called `pos_embed` has no tokens in it, and one that is cut to the length
+    # none either.
     odd_models.positions: {
         "0/wte": ("vocab", "embed"), "0/wpe": ("positions_2", "embed"), "0/pos_embed": (None, "positions", "embed"),
     },
     odd_models.rows_of_a_table: {"0/table": ("vocab", "embed"), "1": ("batch", "sequence")},
-    # The width is that of the residual sums; one of queries, keys and values in one dimension is a unit.
+    # The width is that of the residual sums; one of queries, keys and values in one
+    # dimension is a unit.
     odd_models.dit: {
         "0/patch": ("mlp_2", "embed"), "0/final": ("embed", "mlp_2"), "0/label": ("classes", "ada_0"),
         "0/blocks/0/mlp_in": ("embed", "mlp"), "0/blocks/0/mlp_out": ("mlp", "embed"),
@@ -147,8 +172,12 @@ def test_every_model_plans_with_what_was_found(name):
     assert any(what == "dot_general" for axis in found.axes for what, _ in axis.joins)
     first = next(axis.name for axis in found.axes if axis.size % 2 == 0)
     for arg, names in zip(args, found.names, strict=True):
-        plan(arg, MeshSpec({"a": 2}), names=names, axes=rules_for(found, **{first: "a"}))
-    assert "tied by" in str(found) and all(axis.name in str(found) for axis in found.axes)
+        plan(
+            arg, MeshSpec({"a": 2}), names=names, axes=rules_for(found, **{first: "a"})
+        )
+    assert "tied by" in str(found) and all(
+        axis.name in str(found) for axis in found.axes
+    )
 
 
 def test_loops_and_branches():
@@ -159,22 +188,34 @@ def test_loops_and_branches():
 
     found = name_axes(step, {"a": f32(8, 8), "b": f32(8), "c": f32(8)}, f32(4, 8))
     names = found.names[0]
-    assert names["b"] == names["c"] == names["a"][1:] or names["b"] == names["c"] == (names["a"][0],)
-    assert found.names[1][0] == "batch" and any("trips of a loop" in note for note in found.notes)
+    assert names["b"] == names["c"] == names["a"][1:] or names["b"] == names["c"] == (
+        names["a"][0],
+    )
+    assert found.names[1][0] == "batch" and any(
+        "trips of a loop" in note for note in found.notes
+    )
 
 
 def test_odd_arguments():
     def step(a, key, n, flag):
         return a["x"] * n, a["none"], jax.random.normal(key, (3,)), a["empty"]
 
-    arrays = {"x": jnp.ones(()), "none": None, "empty": jnp.ones((0, 3)), "half": f32(4)}
+    arrays = {
+        "x": jnp.ones(()),
+        "none": None,
+        "empty": jnp.ones((0, 3)),
+        "half": f32(4),
+    }
     found = name_axes(step, arrays, jax.random.key(0), 3, True)
     assert found.names[0]["x"] == () and found.names[2] is None
     assert isinstance(found.names[0]["empty"], tuple)
 
 
 def test_what_has_no_names():
-    with pytest.raises(LeafTypeError, match="`step` must be a function, not dict; pass the function that is jitted"):
+    with pytest.raises(
+        LeafTypeError,
+        match="`step` must be a function, not dict; pass the function that is jitted",
+    ):
         name_axes({}, f32(3))  # pyright: ignore[reportArgumentType]
     with pytest.raises(KeyError, match="no axis is called 'mpl'; there are"):
         name_axes(*mlp())["mpl"]
@@ -187,14 +228,23 @@ def test_the_numbers_of_raw_keys_are_no_batch(shape):
         noise = jax.vmap(lambda key: jax.random.normal(key, (64,)))(keys)
         return jnp.mean(((x + noise) @ params["a"] @ params["b"]) ** 2)
 
-    args = ({"a": f32(64, 96), "b": f32(96, 64)}, jax.ShapeDtypeStruct(shape, jnp.uint32), f32(16, 64))
+    args = (
+        {"a": f32(64, 96), "b": f32(96, 64)},
+        jax.ShapeDtypeStruct(shape, jnp.uint32),
+        f32(16, 64),
+    )
     found = name_axes(step, *args)
-    assert found.names[1] == (*["batch"] * (len(shape) - 1), "key_words") and found.names[2][0] == "batch"
+    assert (
+        found.names[1] == (*["batch"] * (len(shape) - 1), "key_words")
+        and found.names[2][0] == "batch"
+    )
     for one in fastest(space_of((step, *args), 8, "v5e"), 8):
         assert all("key_words" not in names for _, names in one.assignments)
 
 
-MESH = jax.sharding.AbstractMesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+MESH = jax.sharding.AbstractMesh(
+    (4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+)
 
 
 def constrained(x):
@@ -211,12 +261,15 @@ def partitioned(x):
 
 
 partitioned.def_partition(
-    lambda mesh, ins, _: (mesh, jnp.tanh, ins[0].sharding, (ins[0].sharding,)), sharding_rule="i j -> i j"
+    lambda mesh, ins, _: (mesh, jnp.tanh, ins[0].sharding, (ins[0].sharding,)),
+    sharding_rule="i j -> i j",
 )
 
 
 def kernel(x):
-    return pallas_call(lambda a, b: b.__setitem__(..., jnp.tanh(a[...])), out_shape=f32(*x.shape))(x)
+    return pallas_call(
+        lambda a, b: b.__setitem__(..., jnp.tanh(a[...])), out_shape=f32(*x.shape)
+    )(x)
 
 
 def looped(x):
@@ -227,7 +280,10 @@ def looped(x):
     ("change", "note"),
     [
         (constrained, "constrains arrays over a mesh of its own: that is not priced"),
-        (mapped, "a `shard_map` shards arrays over a mesh of its own: that is not priced"),
+        (
+            mapped,
+            "a `shard_map` shards arrays over a mesh of its own: that is not priced",
+        ),
         (partitioned, "a `custom_partitioning` shards as its own rule says"),
         (kernel, "`tpu_custom_call` is not known"),
         (looped, "the trips of a loop are not in the program"),

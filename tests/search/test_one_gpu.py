@@ -19,13 +19,23 @@ def step(model, x):
 def test_a_step_on_one_gpu_from_plan_to_program():
     model = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    plans = [sfx.plan(model, ONE, unmatched="replicate"), sfx.plan(x, ONE, paths=sfx.PathRules([(".*", P("data"))]))]
+    plans = [
+        sfx.plan(model, ONE, unmatched="replicate"),
+        sfx.plan(x, ONE, paths=sfx.PathRules([(".*", P("data"))])),
+    ]
     here = ONE.build(jax.devices()[:1])
-    compiled = sfx.filter_jit(step, in_shardings=tuple(one.on(here) for one in plans)).lower(model, x).compile()
+    compiled = (
+        sfx.filter_jit(step, in_shardings=tuple(one.on(here) for one in plans))
+        .lower(model, x)
+        .compile()
+    )
     made = sfx.cost.traffic(compiled)
     assert made.rows == () and str(made).startswith("no traffic: ")
     assert sfx.cost.seconds(made, "h200", ONE).seconds == 0
-    ours = (eqx.combine(plans[0].structs, model), plans[1].structs)  # a model that holds functions
+    ours = (
+        eqx.combine(plans[0].structs, model),
+        plans[1].structs,
+    )  # a model that holds functions
     assert sfx.cost.estimate(step, *ours).wire_bytes == 0
     fit = sfx.cost.fit(step, *ours, chip="NVIDIA H200")
     assert fit.fits and "h200" in str(fit)

@@ -14,12 +14,18 @@ from shardfx.errors import ProgramError
 
 
 def sent_under(names, *model):
-    """What an axis of this assignment sends: pairs of a collective and a shape, in order."""
+    """What an axis of this assignment sends: pairs of a collective and a shape, in
+    order.
+    """
     classes = named_classes(trace(*model))
     layouts = Layouts(classes, 8)
-    known = {group.name: number for number, group in enumerate(classes.axes) if group.roots}
+    known = {
+        group.name: number for number, group in enumerate(classes.axes) if group.roots
+    }
     made = layouts.under(tuple(known[name] for name in names))
-    return [(event.kind, layouts.program.values[event.value].shape) for event in made.events]
+    return [
+        (event.kind, layouts.program.values[event.value].shape) for event in made.events
+    ]
 
 
 def test_what_a_layer_sends_is_what_textbooks_say():
@@ -30,7 +36,8 @@ def test_what_a_layer_sends_is_what_textbooks_say():
     stored = [one for one in sent_under(("batch", "embed"), *model) if one != scalar]
     assert sorted({kind for kind, _ in stored}) == ["all-gather", "reduce-scatter"]
     assert all(sorted(shape) == [64, 256] for _, shape in stored)
-    # Megatron's: one sum of activations forward. There is none backward, as nothing is learnt before the layer.
+    # Megatron's: one sum of activations forward. There is none backward, as nothing is
+    # learnt before the layer.
     assert sent_under(("mlp",), *model) == [("all-reduce", (512, 64))]
 
 
@@ -48,10 +55,16 @@ def test_candidates_are_in_order_and_each_has_one_set_of_numbers():
     assert len({one.title for one in found}) == 6
     for one in found:
         hidden = max(0, one.hidden_seconds - 0.5 * one.compute_seconds)
-        assert one.seconds == pytest.approx(one.compute_seconds + one.exposed_seconds + hidden)
+        assert one.seconds == pytest.approx(
+            one.compute_seconds + one.exposed_seconds + hidden
+        )
         assert one.wire_bytes == one.traffic.wire_bytes
     first = found[0]
-    assert found[1].title in str(first) and str(first).startswith(first.title) and first.title in repr(first)
+    assert (
+        found[1].title in str(first)
+        and str(first).startswith(first.title)
+        and first.title in repr(first)
+    )
     # Lines are the user's own, and nothing is told twice with other numbers.
     assert "models.py:" in str(first) and "source_info_util" not in str(found)
     assert "estimate" not in str(first) and "(here" not in str(first)
@@ -59,20 +72,28 @@ def test_candidates_are_in_order_and_each_has_one_set_of_numbers():
 
 
 def test_the_usual_ways_by_hand_are_always_partitioned():
-    """Data parallelism, fully sharded, tensor parallelism and both: however the core prices them."""
+    """Data parallelism, fully sharded, tensor parallelism and both: however the core
+    prices them.
+    """
     told: list[str] = []
     model = mlp_step(64, 256, 512)
     search(*model, devices=8, chip="v5e", keep=1, progress=told.append)
-    looked = [line.partition(": ")[2] for line in told if line.startswith("partitioned")]
+    looked = [
+        line.partition(": ")[2] for line in told if line.startswith("partitioned")
+    ]
     for wanted in ("data=8 (batch)", "fsdp=8 (batch, embed)", "tensor=8 (mlp)"):
         assert wanted in looked, looked
     assert any(one.startswith("fsdp=") and ", tensor=" in one for one in looked), looked
     space = space_of(model, 8, "v5e")
-    assert [one.title for one in by_hand(space, space.usual)] == looked[: len(space.usual)]
+    assert [one.title for one in by_hand(space, space.usual)] == looked[
+        : len(space.usual)
+    ]
 
 
 def test_states_that_do_not_fit_are_cut():
-    """Two matrices of 8 GiB, their gradients, and a batch that data parallelism would like: memory decides."""
+    """Two matrices of 8 GiB, their gradients, and a batch that data parallelism would
+    like: memory decides.
+    """
     model = mlp_step(32768, 65536, 65536, "float32")
     best = search(*model, devices="tpu:v5e:4x4", keep=1)[0]
     assert best.fits and best.memory_bytes < best.limit_bytes
@@ -85,7 +106,11 @@ def test_states_that_do_not_fit_are_cut():
 
 def test_above_what_xla_can_partition_candidates_say_so():
     best, *_ = found = search(*mlp_step(1024, 4096, 2**17), devices=4096, chip="v5p")
-    assert best.by == "estimate" and best.mesh.size == 4096 and "extrapolated from" in str(best.traffic)
+    assert (
+        best.by == "estimate"
+        and best.mesh.size == 4096
+        and "extrapolated from" in str(best.traffic)
+    )
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
 
 
@@ -94,7 +119,9 @@ def test_what_is_not_understood_is_noted():
         y = jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y @ p), x)
         return p - jnp.mean(y)
 
-    best = search(step, f32(256, 256), f32(512, 256), Struct((), "int32"), devices=2, chip="v5e")[0]
+    best = search(
+        step, f32(256, 256), f32(512, 256), Struct((), "int32"), devices=2, chip="v5e"
+    )[0]
     for told in (str(best), best.explain()):
         assert "note: the trips of a loop are not known and count once" in told
 
@@ -103,10 +130,14 @@ def test_a_step_over_a_mesh_of_its_own_is_an_error():
     other = MeshSpec({"i": 4, "j": 2}).abstract()
 
     def step(p, x):
-        y = jax.lax.with_sharding_constraint(x @ p, jax.NamedSharding(other, jax.P("i")))
+        y = jax.lax.with_sharding_constraint(
+            x @ p, jax.NamedSharding(other, jax.P("i"))
+        )
         return jnp.tanh(y)
 
-    with pytest.raises(ProgramError, match="the step constrains its arrays over a mesh of its own"):
+    with pytest.raises(
+        ProgramError, match="the step constrains its arrays over a mesh of its own"
+    ):
         search(step, f32(256, 256), f32(512, 256), devices=16, chip="v5e")
 
 
@@ -119,22 +150,38 @@ def test_how_a_jitted_step_and_its_arrays_lie_is_chosen():
     jitted = jax.jit(plain, in_shardings=(rows, rows), out_shardings=rows)
     asked = [(plain, *args), (jitted, *args), (plain, *placed)]
     first, *others = [search(*one, devices=8, chip="v5e", keep=1)[0] for one in asked]
-    assert all((one.seconds, one.rules) == (first.seconds, first.rules) for one in others)
+    assert all(
+        (one.seconds, one.rules) == (first.seconds, first.rules) for one in others
+    )
 
 
 def test_grouped_heads_are_cut_behind_those_they_share():
-    """2 key heads and 8 query heads: cut 8 ways, queries lie on both parts, keys on the first alone."""
-    limits = Limits(always=("query_groups", "kv_heads"), never=("batch", "sequence", "embed", "vocab"))
+    """2 key heads and 8 query heads: cut 8 ways, queries lie on both parts, keys on the
+    first alone.
+    """
+    limits = Limits(
+        always=("query_groups", "kv_heads"),
+        never=("batch", "sequence", "embed", "vocab"),
+    )
     found = fastest(space_of(MODELS["scanned"](), 8, "v5p", limits), 50)
     for one in found:
         query, key = (one.plans[0][f"layers/{name}"] for name in "qk")
-        assert key.bytes == 2 * key.bytes_per_device and query.bytes // query.bytes_per_device in (4, 8)
+        assert (
+            key.bytes == 2 * key.bytes_per_device
+            and query.bytes // query.bytes_per_device in (4, 8)
+        )
     assert found
 
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [("flax_transformer", 4), ("convolutions", 4), ("ragged_experts", 4), ("mlp", 3), ("mlp", 12)],
+    [
+        ("flax_transformer", 4),
+        ("convolutions", 4),
+        ("ragged_experts", 4),
+        ("mlp", 3),
+        ("mlp", 12),
+    ],
 )
 def test_every_model_is_searched_for_odd_numbers_of_devices_too(name, devices):
     (best,) = search(*MODELS[name](), devices=devices, chip="h100", keep=1)
@@ -142,7 +189,9 @@ def test_every_model_is_searched_for_odd_numbers_of_devices_too(name, devices):
 
 
 def test_heads_behind_queries_keys_and_values_are_searched():
-    """16 devices never cut the 3 of a fused `3 * heads * head_dim`, so no axis can cut the heads behind it."""
+    """16 devices never cut the 3 of a fused `3 * heads * head_dim`, so no axis can cut
+    the heads behind it.
+    """
     found = fastest(space_of(odd_models.dit(), 16, "v5e"), 5)
     assert found
     for one in found:

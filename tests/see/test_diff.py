@@ -34,16 +34,23 @@ AFTER = planned("embed->tensor.fsdp, w->tensor.fsdp, b->None")
 
 
 def test_axes_that_moved_are_grouped_over_layers():
-    weights, biases = sorted(diff(BEFORE, AFTER).leaves, key=lambda row: row.path, reverse=True)
+    weights, biases = sorted(
+        diff(BEFORE, AFTER).leaves, key=lambda row: row.path, reverse=True
+    )
     assert (weights.path, weights.count) == ("layers/{0..11}/w", 12)
-    assert [str(move) for move in weights.axes] == ["fsdp dim 0 -> 1", "tensor dim 1 -> 0"]
+    assert [str(move) for move in weights.axes] == [
+        "fsdp dim 0 -> 1",
+        "tensor dim 1 -> 0",
+    ]
     assert [str(move) for move in biases.axes] == ["fsdp no longer cuts dim 0"]
     assert biases.steps == ("all_gather",)
 
 
 def test_bytes_and_steps_are_those_of_the_move_and_none_between_equal_plans():
     same = diff(BEFORE, sfx.ShardPlan.from_json(BEFORE.to_json()))
-    assert not same and same.leaves == () and str(same).startswith("the plans are equal")
+    assert (
+        not same and same.leaves == () and str(same).startswith("the plans are equal")
+    )
     found, moving = diff(BEFORE, AFTER), plan_reshard(BEFORE, AFTER)
     assert found.wire_bytes == moving.wire_bytes > 0
     by_path = {leaf.path: leaf for leaf in moving.leaves}
@@ -54,20 +61,47 @@ def test_bytes_and_steps_are_those_of_the_move_and_none_between_equal_plans():
 
 
 def test_a_smaller_mesh_moves_leaves_whose_specs_are_equal():
-    smaller = planned("embed->tensor.fsdp, w->fsdp.tensor, b->fsdp", mesh=MeshSpec({"fsdp": 2, "tensor": 2}))
+    smaller = planned(
+        "embed->tensor.fsdp, w->fsdp.tensor, b->fsdp",
+        mesh=MeshSpec({"fsdp": 2, "tensor": 2}),
+    )
     found = diff(BEFORE, smaller)
-    assert found.plans == ("the mesh is fsdp=4,tensor=2 in one plan, fsdp=2,tensor=2 in the other",)
-    assert sum(row.count for row in found.leaves) == len(BEFORE) and {row.steps for row in found.leaves} == {("tiles",)}
+    assert found.plans == (
+        "the mesh is fsdp=4,tensor=2 in one plan, fsdp=2,tensor=2 in the other",
+    )
+    assert sum(row.count for row in found.leaves) == len(BEFORE) and {
+        row.steps for row in found.leaves
+    } == {("tiles",)}
 
 
 def test_plans_of_other_trees():
-    tree = {"embed": leaf(64, 32, dtype=jnp.float32), "layers": TREE["layers"][:10], "extra": leaf(8)}
-    found = diff(BEFORE, planned("embed->tensor.fsdp, w->fsdp.tensor, b->fsdp, extra->fsdp", tree))
-    told = {row.path: (row.before is None, row.after is None, row.fields) for row in found.leaves}
-    assert told["layers/{10..11}/w"] == (False, True, ()) and told["extra"] == (True, False, ())
+    tree = {
+        "embed": leaf(64, 32, dtype=jnp.float32),
+        "layers": TREE["layers"][:10],
+        "extra": leaf(8),
+    }
+    found = diff(
+        BEFORE,
+        planned("embed->tensor.fsdp, w->fsdp.tensor, b->fsdp, extra->fsdp", tree),
+    )
+    told = {
+        row.path: (row.before is None, row.after is None, row.fields)
+        for row in found.leaves
+    }
+    assert told["layers/{10..11}/w"] == (False, True, ()) and told["extra"] == (
+        True,
+        False,
+        (),
+    )
     assert told["embed"][2] == ("dtype", "bytes", "bytes_per_device")
-    assert [row.move for row in found.leaves] == [None] * len(found.leaves) and found.wire_bytes == 0
-    for text in ("only in the first", "only in the second", "bf16[64,32] -> f32[64,32]"):
+    assert [row.move for row in found.leaves] == [None] * len(
+        found.leaves
+    ) and found.wire_bytes == 0
+    for text in (
+        "only in the first",
+        "only in the second",
+        "bf16[64,32] -> f32[64,32]",
+    ):
         assert text in str(found)
 
 
@@ -79,16 +113,26 @@ def test_what_decides_may_differ_where_nothing_moves():
 
 def test_containers_and_strictness_and_rules_differ():
     listed = diff(planned(".*->fsdp", [leaf(8)]), planned(".*->fsdp", (leaf(8),)))
-    assert listed.plans == ("the trees are built of other containers, or their leaves are in another order",)
-    strict = diff(planned(".*->fsdp", [leaf(8)]), planned(".*->fsdp", [leaf(8)], strict=True))
+    assert listed.plans == (
+        "the trees are built of other containers, or their leaves are in another order",
+    )
+    strict = diff(
+        planned(".*->fsdp", [leaf(8)]), planned(".*->fsdp", [leaf(8)], strict=True)
+    )
     assert strict.plans == ("strict is False in one plan, True in the other",)
-    rules = [sfx.plan([leaf(8)], MESH, names=[("a",)], axes=AxisRules([("a", axis)])) for axis in ("fsdp", "tensor")]
+    rules = [
+        sfx.plan([leaf(8)], MESH, names=[("a",)], axes=AxisRules([("a", axis)]))
+        for axis in ("fsdp", "tensor")
+    ]
     assert "axes is" in diff(*rules).plans[0]
 
 
 def test_leaves_that_cannot_be_moved_are_compared_all_the_same():
     tree = {"w": leaf(8, dtype=jnp.int2), "b": leaf(8)}
-    moves = {row.path: row.move for row in diff(planned(".*->fsdp", tree), planned(".*->tensor", tree)).leaves}
+    moves = {
+        row.path: row.move
+        for row in diff(planned(".*->fsdp", tree), planned(".*->tensor", tree)).leaves
+    }
     assert moves["w"] is None and moves["b"] is not None
 
 
@@ -96,13 +140,22 @@ def test_memory_kinds_and_devices(getkey):
     tree = {"w": leaf(8, 8)}
     offloaded = planned("w->fsdp", tree, memory_kinds=[("w", "pinned_host")])
     found = diff(planned("w->fsdp", tree), offloaded)
-    assert found.leaves[0].fields == ("memory_kind",) and found.leaves[0].steps == ("memory kind",)
+    assert found.leaves[0].fields == ("memory_kind",) and found.leaves[0].steps == (
+        "memory kind",
+    )
     devices = MeshSpec({"fsdp": 4, "tensor": 2}).build(jax.devices())
     assert not diff(planned("w->fsdp", tree).on(devices), planned("w->fsdp", tree))
-    assert diff(planned("w->fsdp", tree).on(devices), planned("w->tensor", tree)).wire_bytes > 0
+    assert (
+        diff(
+            planned("w->fsdp", tree).on(devices), planned("w->tensor", tree)
+        ).wire_bytes
+        > 0
+    )
 
 
-specs = st.sampled_from(["fsdp", "tensor", "None", "fsdp.tensor", "tensor.fsdp", "None.fsdp"])
+specs = st.sampled_from(
+    ["fsdp", "tensor", "None", "fsdp.tensor", "tensor.fsdp", "None.fsdp"]
+)
 
 
 @settings(deadline=None, max_examples=40)
@@ -110,11 +163,17 @@ specs = st.sampled_from(["fsdp", "tensor", "None", "fsdp.tensor", "tensor.fsdp",
 def test_a_diff_is_false_exactly_where_differences_are_none(pair, other_mesh):
     tree = {"w": leaf(8, 8), "v": leaf(8, 8)}
     meshes = (MESH, MeshSpec({"fsdp": 2, "tensor": 4}) if other_mesh else MESH)
-    a, b = (planned(f"w->{text}, v->fsdp", tree, mesh) for text, mesh in zip(pair, meshes, strict=True))
+    a, b = (
+        planned(f"w->{text}, v->fsdp", tree, mesh)
+        for text, mesh in zip(pair, meshes, strict=True)
+    )
     found = diff(a, b)
     assert bool(found) == bool(differences(a, b)) == (a.digest != b.digest)
     for row in found.leaves:
-        assert all((move.src is None) != (move.dst is None) or move.src != move.dst for move in row.axes)
+        assert all(
+            (move.src is None) != (move.dst is None) or move.src != move.dst
+            for move in row.axes
+        )
     assert found.wire_bytes == plan_reshard(a, b).wire_bytes
 
 
@@ -131,22 +190,34 @@ layers/{0..11}/w: 12 x bf16[32,32] fsdp,tensor
 
 def test_a_plan_has_the_text_that_its_specs_give_whatever_its_rules():
     assert plan_text(BEFORE) == GOLDEN
-    assert_same_plan_text(planned("^embed$->tensor.fsdp, /w$->fsdp.tensor, .*->fsdp"), GOLDEN)
+    assert_same_plan_text(
+        planned("^embed$->tensor.fsdp, /w$->fsdp.tensor, .*->fsdp"), GOLDEN
+    )
 
 
 def test_golden_files(tmp_path):
     path = tmp_path / "plan.txt"
-    with pytest.raises(AssertionError, match=re.escape(f"there is no file {path} with the text of a plan yet")):
+    with pytest.raises(
+        AssertionError,
+        match=re.escape(f"there is no file {path} with the text of a plan yet"),
+    ):
         assert_same_plan_text(BEFORE, path)
     assert_same_plan_text(BEFORE, str(path), update=True)
     assert path.read_text() == GOLDEN
     assert_same_plan_text(BEFORE, path)
-    with pytest.raises(AssertionError, match=r"run `assert_same_plan_text\(plan, '.*plan.txt', update=True\)`"):
+    with pytest.raises(
+        AssertionError,
+        match=r"run `assert_same_plan_text\(plan, '.*plan.txt', update=True\)`",
+    ):
         assert_same_plan_text(AFTER, path)
-    with pytest.raises(AssertionError, match=r"replace the text with `plan_text\(plan\)`") as caught:
+    with pytest.raises(
+        AssertionError, match=r"replace the text with `plan_text\(plan\)`"
+    ) as caught:
         assert_same_plan_text(AFTER, GOLDEN)
     row = "layers/{0..11}/w: 12 x bf16[32,32]"
-    assert {f"-{row} fsdp,tensor", f"+{row} tensor,fsdp"} <= {*str(caught.value).splitlines()}
+    assert {f"-{row} fsdp,tensor", f"+{row} tensor,fsdp"} <= {
+        *str(caught.value).splitlines()
+    }
     with pytest.raises(ValueError, match="`update=True` writes a file"):
         assert_same_plan_text(BEFORE, GOLDEN, update=True)
 
@@ -158,10 +229,15 @@ def test_a_text_says_what_was_not_given_and_where_it_is_kept():
         "a\\nb: bf16[8] fsdp in pinned_host",
         "w: bf16[7,8] -,tensor (dim 0 indivisible: fsdp)",
     ]
-    mesh = MeshSpec({"pod": 2, "fsdp": 4}, dcn={"pod": 2}, axis_types=jax.sharding.AxisType.Explicit)
+    mesh = MeshSpec(
+        {"pod": 2, "fsdp": 4}, dcn={"pod": 2}, axis_types=jax.sharding.AxisType.Explicit
+    )
     axes = AxisRules([("a", "fsdp")], modes={"serve": []})
     text = plan_text(sfx.plan([leaf(8)], mesh, names=[("a",)], axes=axes, mode="serve"))
-    assert text.splitlines()[1:3] == ["mesh pod=2,fsdp=4 slices pod=2 pod=Explicit fsdp=Explicit", "mode serve"]
+    assert text.splitlines()[1:3] == [
+        "mesh pod=2,fsdp=4 slices pod=2 pod=Explicit fsdp=Explicit",
+        "mode serve",
+    ]
 
 
 numbers = st.integers(0, 3).map(str) | st.sampled_from(["00", "01", "10", "11"])
@@ -185,15 +261,24 @@ def expanded(text):
     for part in found[1].split(","):
         first, _, last = part.partition("..")
         numbers += range(int(first), int(last or first) + 1)
-    rests = [text[: found.start()] + str(number) + text[found.end() :] for number in numbers]
+    rests = [
+        text[: found.start()] + str(number) + text[found.end() :] for number in numbers
+    ]
     return [path for rest in rests for path in expanded(rest)]
 
 
 @pytest.mark.parametrize("kind", ["explanation", "diff", "findings"])
 def test_hostile_names_stay_text(kind):
     name = "<script>alert(1)</script>\x1b[31m\u202e" + '"' * 3
-    a, b = (sfx.plan({name: leaf(7, 8)}, MESH, paths=PathRules.parse(f".*->{spec}")) for spec in ("fsdp", "None.fsdp"))
-    shown = {"explanation": sfx.explain(a, name), "diff": diff(a, b), "findings": sfx.lint(a)}[kind]
+    a, b = (
+        sfx.plan({name: leaf(7, 8)}, MESH, paths=PathRules.parse(f".*->{spec}"))
+        for spec in ("fsdp", "None.fsdp")
+    )
+    shown = {
+        "explanation": sfx.explain(a, name),
+        "diff": diff(a, b),
+        "findings": sfx.lint(a),
+    }[kind]
     page, text = shown._repr_html_(), str(shown)
     assert "<script>" not in page and "&lt;script&gt;" in page
     assert all(char.isprintable() or char == "\n" for char in page + text)
@@ -201,8 +286,15 @@ def test_hostile_names_stay_text(kind):
 
 def test_what_a_notebook_shows_has_the_rows_of_the_text():
     found = sfx.lint(planned(".*->fsdp", {"w": leaf(7, 8)}))
-    for shown in (diff(BEFORE, AFTER), sfx.explain(BEFORE, "embed"), found, sfx.cost.fit(BEFORE, chip="v5e")):
+    for shown in (
+        diff(BEFORE, AFTER),
+        sfx.explain(BEFORE, "embed"),
+        found,
+        sfx.cost.fit(BEFORE, chip="v5e"),
+    ):
         cells = re.findall(r"<td[^>]*>([^<]*)</td>", shown._repr_html_())
         text = " ".join(str(shown).split())
         assert len(cells) > 5
-        assert all(html.unescape(cell) in text for cell in cells if cell not in ("-", "1"))
+        assert all(
+            html.unescape(cell) in text for cell in cells if cell not in ("-", "1")
+        )

@@ -22,24 +22,42 @@ def leaf(*shape):
 
 
 def planned(shape, target, **others):
-    return sfx.plan({"w": leaf(*shape)}, MESH, paths=PathRules([("w", target)]), **others)
+    return sfx.plan(
+        {"w": leaf(*shape)}, MESH, paths=PathRules([("w", target)]), **others
+    )
 
 
 def test_names_say_what_each_rule_came_to():
-    axes = AxisRules([("vocab", "tensor"), ("embed", "tensor"), ("embed", "fsdp"), ("embed", None)])
-    made = sfx.plan({"head": leaf(768, 50257)}, MESH, names={"head": ("embed", "vocab")}, axes=axes)
+    axes = AxisRules(
+        [("vocab", "tensor"), ("embed", "tensor"), ("embed", "fsdp"), ("embed", None)]
+    )
+    made = sfx.plan(
+        {"head": leaf(768, 50257)}, MESH, names={"head": ("embed", "vocab")}, axes=axes
+    )
     embed, vocab = explain(made, "head").dims
-    assert [(one.number, one.outcome) for one in embed.tried] == [(1, "blocked"), (2, "applied"), (3, "settled")]
+    assert [(one.number, one.outcome) for one in embed.tried] == [
+        (1, "blocked"),
+        (2, "applied"),
+        (3, "settled"),
+    ]
     assert embed.tried[0].taken == (("tensor", "vocab", 1),)
     assert (embed.wanted, embed.kept, embed.dropped) == (("fsdp",), ("fsdp",), ())
-    assert (vocab.wanted, vocab.kept, vocab.dropped, vocab.sizes) == (("tensor",), (), ("tensor",), (50256, 50264))
+    assert (vocab.wanted, vocab.kept, vocab.dropped, vocab.sizes) == (
+        ("tensor",),
+        (),
+        ("tensor",),
+        (50256, 50264),
+    )
     assert embed.free == ("tensor",)
 
 
 def test_heads_that_are_not_cut():
-    (dim, _) = explain(planned((512, 64), atomic(P("tensor"), (128, 1))), "w").dims
+    dim, _ = explain(planned((512, 64), atomic(P("tensor"), (128, 1))), "w").dims
     assert (dim.unit, dim.dropped, dim.sizes) == (128, ("tensor",), (1024,))
-    assert dim.changes[1] == "`tensor` of size 4 would cut it (`refine=True` splits the axis)"
+    assert (
+        dim.changes[1]
+        == "`tensor` of size 4 would cut it (`refine=True` splits the axis)"
+    )
     # And so it does.
     again = planned((512, 64), atomic(P("tensor"), (128, 1)), refine=True)
     assert again["w"].bytes_per_device == again["w"].bytes // 4
@@ -47,11 +65,17 @@ def test_heads_that_are_not_cut():
 
 def test_a_strategy_adds_axes():
     found = explain(planned((8, 64), P("tensor") | fsdp("fsdp")), "w")
-    assert [(dim.kept, dim.added) for dim in found.dims] == [(("tensor",), ()), ((), ("fsdp",))]
+    assert [(dim.kept, dim.added) for dim in found.dims] == [
+        (("tensor",), ()),
+        ((), ("fsdp",)),
+    ]
     assert "then fsdp(fsdp)" in str(found)
 
 
-EMBED, KV = AxisRules([("embed", "fsdp")]), AxisRules([("kv", "tensor"), ("embed", "fsdp")])
+EMBED, KV = (
+    AxisRules([("embed", "fsdp")]),
+    AxisRules([("kv", "tensor"), ("embed", "fsdp")]),
+)
 BOTH = AxisRules([("mlp", "tensor"), ("embed", "tensor")])
 SERVE = EMBED.extend(modes={"serve": [("embed", "tensor")]})
 
@@ -63,22 +87,50 @@ def by_names(shape, names, axes, **others):
 @pytest.mark.parametrize(
     "made, told",
     [
-        (lambda: planned((8, 8), P("tensor") | fsdp("tensor")), "`tensor` is already used by an earlier"),
-        (lambda: planned((8, 8), fsdp("fsdp", min_bytes=10**6)), "fewer than the 1000000"),
+        (
+            lambda: planned((8, 8), P("tensor") | fsdp("tensor")),
+            "`tensor` is already used by an earlier",
+        ),
+        (
+            lambda: planned((8, 8), fsdp("fsdp", min_bytes=10**6)),
+            "fewer than the 1000000",
+        ),
         (lambda: planned((8, 8), P("tensro"), unmatched="replicate"), "no `tensro`"),
-        (lambda: by_names((8,), ("emebd",), EMBED, unmatched="replicate"), "did you mean 'embed'?"),
+        (
+            lambda: by_names((8,), ("emebd",), EMBED, unmatched="replicate"),
+            "did you mean 'embed'?",
+        ),
         (lambda: by_names((64,), (P.UNCONSTRAINED,), AxisRules([])), "gets: any"),
-        (lambda: by_names((64,), ("embed",), SERVE, mode="serve"), "axes.modes['serve'][0]: embed -> tensor: applies"),
-        (lambda: by_names((6, 8), ("kv", "embed"), KV), "kv -> tensor: matches, and `tensor` is dropped"),
+        (
+            lambda: by_names((64,), ("embed",), SERVE, mode="serve"),
+            "axes.modes['serve'][0]: embed -> tensor: applies",
+        ),
+        (
+            lambda: by_names((6, 8), ("kv", "embed"), KV),
+            "kv -> tensor: matches, and `tensor` is dropped",
+        ),
         (lambda: by_names((6, 8), ("kv", "embed"), KV), "embed -> fsdp: applies"),
-        (lambda: by_names((64, 64), ("embed", "mlp"), BOTH), "`tensor` went to dim 1 (`mlp`) by axes.rules[0]; the"),
-        (lambda: by_names((64, 64), ("embed", "mlp"), BOTH), "free mesh axes that cut it evenly: `fsdp` (4)"),
-        (lambda: planned((8, 8), P("tensor")).replace("w", P("fsdp")), "by replaced by hand"),
+        (
+            lambda: by_names((64, 64), ("embed", "mlp"), BOTH),
+            "`tensor` went to dim 1 (`mlp`) by axes.rules[0]; the",
+        ),
+        (
+            lambda: by_names((64, 64), ("embed", "mlp"), BOTH),
+            "free mesh axes that cut it evenly: `fsdp` (4)",
+        ),
+        (
+            lambda: planned((8, 8), P("tensor")).replace("w", P("fsdp")),
+            "by replaced by hand",
+        ),
         (lambda: sfx.plan({"w": leaf()}, MESH), "rank 0"),
         (lambda: planned((0, 8), P("tensor")), "bf16[0,8], 0 B"),
         (lambda: sfx.plan({"w": jax.random.key(0)}, MESH), "key"),
         (
-            lambda: sfx.plan({"w": leaf(8)}, MESH, paths=PathRules([("a", sfx.optional(P())), ("w", P())])),
+            lambda: sfx.plan(
+                {"w": leaf(8)},
+                MESH,
+                paths=PathRules([("a", sfx.optional(P())), ("w", P())]),
+            ),
             "(the first that matches: rule 0 does not)",
         ),
     ],
@@ -88,7 +140,9 @@ def test_what_is_said(made, told):
 
 
 sizes = st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 32, 96])
-entries = st.sampled_from([None, "fsdp", "tensor", ("fsdp", "tensor"), ("tensor", "fsdp")])
+entries = st.sampled_from(
+    [None, "fsdp", "tensor", ("fsdp", "tensor"), ("tensor", "fsdp")]
+)
 
 
 @settings(deadline=None, max_examples=80)
@@ -97,23 +151,40 @@ def test_the_numbers_are_those_of_the_plan(dims, spreads):
     target = P(*[entry for _, entry in dims])
     used = [axis for _, entry in dims for axis in entry_axes(entry)]
     assume(len(set(used)) == len(used))
-    made = planned(tuple(size for size, _ in dims), target | fsdp("fsdp") if spreads else target)
+    made = planned(
+        tuple(size for size, _ in dims), target | fsdp("fsdp") if spreads else target
+    )
     spec = [*entries_of(made["w"].spec), *[None] * len(dims)]
     for dim, asked in zip(explain(made, "w").dims, dims, strict=True):
         assert set(dim.kept) | set(dim.added) == set(entry_axes(spec[dim.dim]))
-        assert dim.wanted == entry_axes(asked[1]) and set(dim.wanted) == set(dim.kept) | set(dim.dropped)
+        assert dim.wanted == entry_axes(asked[1]) and set(dim.wanted) == set(
+            dim.kept
+        ) | set(dim.dropped)
         assert bool(dim.dropped) == bool(dim.reasons)
         product = math.prod(MESH.shape[axis] for axis in dim.wanted)
         for near in dim.sizes:
             assert near % product == 0 and 0 < abs(near - dim.size) < product
         for axis in dim.free:
-            cut = math.prod(MESH.shape[one] for one in entry_axes(spec[dim.dim])) * MESH.shape[axis]
-            assert axis not in [one for entry in spec for one in entry_axes(entry)] and dim.size % cut == 0
+            cut = (
+                math.prod(MESH.shape[one] for one in entry_axes(spec[dim.dim]))
+                * MESH.shape[axis]
+            )
+            assert (
+                axis not in [one for entry in spec for one in entry_axes(entry)]
+                and dim.size % cut == 0
+            )
 
 
 def test_a_regex_that_finds_one_group_will_do():
-    layer = {"k_proj": {"weight": leaf(16, 8)}, "v_proj": {"weight": leaf(16, 8), "bias": leaf(16)}}
-    made = sfx.plan({"layers": [layer] * 3}, sfx.MeshSpec({"tensor": 4}), paths=sfx.PathRules.parse(".*->tensor"))
+    layer = {
+        "k_proj": {"weight": leaf(16, 8)},
+        "v_proj": {"weight": leaf(16, 8), "bias": leaf(16)},
+    }
+    made = sfx.plan(
+        {"layers": [layer] * 3},
+        sfx.MeshSpec({"tensor": 4}),
+        paths=sfx.PathRules.parse(".*->tensor"),
+    )
     assert sfx.explain(made, "k_proj").leaf.path == "layers/0/k_proj/weight"
     assert sfx.explain(made, "2/v_proj/w").leaf.path == "layers/2/v_proj/weight"
     for path, told in {
@@ -124,5 +195,7 @@ def test_a_regex_that_finds_one_group_will_do():
     }.items():
         with pytest.raises(sfx.errors.UnknownPathError, match=re.escape(told)):
             sfx.explain(made, path)
-    with pytest.raises(sfx.errors.UnknownPathError, match="did you mean `layers/0/k_proj/weight` or"):
+    with pytest.raises(
+        sfx.errors.UnknownPathError, match="did you mean `layers/0/k_proj/weight` or"
+    ):
         made["k_proj"]

@@ -1,4 +1,6 @@
-"""`lint` finds exactly the planted mistakes, and each fix removes its finding; laws over random rules."""
+"""`lint` finds exactly the planted mistakes, and each fix removes its finding; laws
+over random rules.
+"""
 
 import contextlib
 import functools as ft
@@ -21,17 +23,40 @@ import shardfx as sfx
 from shardfx import AxisRules, MeshSpec
 from shardfx._rules.resolution import attempts
 from shardfx._see.finding import CODES
-from tests.see.planted import AXES, CLEAN, MESH, NAMES, PLANTED, RULES, TREE, leaf, moments
+from tests.see.planted import (
+    AXES,
+    CLEAN,
+    MESH,
+    NAMES,
+    PLANTED,
+    RULES,
+    TREE,
+    leaf,
+    moments,
+)
 
 
 def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `lint` after the statements of a fix."""
-    known = {"names": None, "paths": None, "axes": None, "mode": None, "memory_kinds": None}
-    space = {**{name: getattr(sfx, name) for name in sfx.__all__}, "PartitionSpec": jax.sharding.PartitionSpec}
+    known = {
+        "names": None,
+        "paths": None,
+        "axes": None,
+        "mode": None,
+        "memory_kinds": None,
+    }
+    space = {
+        **{name: getattr(sfx, name) for name in sfx.__all__},
+        "PartitionSpec": jax.sharding.PartitionSpec,
+    }
     space |= {"eqx": eqx, **known, **arguments}
     before = dict(space)
     exec(fix, space)
-    changed = {name: value for name, value in space.items() if name != "__builtins__" and before.get(name) is not value}
+    changed = {
+        name: value
+        for name, value in space.items()
+        if name != "__builtins__" and before.get(name) is not value
+    }
     assert changed, f"the fix changes nothing: {fix}"
     return {**arguments, **changed}
 
@@ -52,18 +77,36 @@ def test_clean_rules_have_no_findings(clean):
 
 
 @pytest.mark.parametrize("told, planted", PLANTED)
-def test_a_planted_mistake_is_found_and_nothing_else_and_each_fix_takes_its_finding_away(told, planted):
+def test_a_planted_mistake_is_found_and_nothing_else_and_each_fix_takes_its_finding_away(
+    told, planted
+):
     arguments, expected = planted(), found_in(told)
     found = lint(arguments)
-    assert sorted((one.code, one.where) for one in found) == sorted(expected), str(found)
+    assert sorted((one.code, one.where) for one in found) == sorted(expected), str(
+        found
+    )
     for one in found:
         after = lint(applied(one.fix, arguments))
-        assert {other.code for other in after.worst("error")} <= {other.code for other in found.worst("error")}, one.fix
-        left = [other for other in after if (other.code, other.where) == (one.code, one.where)]
+        assert {other.code for other in after.worst("error")} <= {
+            other.code for other in found.worst("error")
+        }, one.fix
+        left = [
+            other
+            for other in after
+            if (other.code, other.where) == (one.code, one.where)
+        ]
         assert not left, f"{one.fix}\n{after}"
-    given = {key: value for key, value in arguments.items() if key not in ("replicated_bytes", "head_dim")}
+    given = {
+        key: value
+        for key, value in arguments.items()
+        if key not in ("replicated_bytes", "head_dim")
+    }
     if not isinstance(given["tree"], sfx.ShardPlan):
-        raises = pytest.raises(ValueError) if found.worst("error") else contextlib.nullcontext()
+        raises = (
+            pytest.raises(ValueError)
+            if found.worst("error")
+            else contextlib.nullcontext()
+        )
         with raises:
             sfx.plan(given.pop("tree"), given.pop("mesh"), **given)
     for _ in range(20):
@@ -81,7 +124,10 @@ def test_every_kind_of_finding_is_planted_and_on_the_page():
     assert dict(rows) == dict(CODES)
 
 
-@pytest.mark.parametrize("spec, how, count", [(None, {}, 2 * (8192 + 1)), (P("fsdp"), {"over": "data"}, 8192)])
+@pytest.mark.parametrize(
+    "spec, how, count",
+    [(None, {}, 2 * (8192 + 1)), (P("fsdp"), {"over": "data"}, 8192)],
+)
 def test_what_zero_would_save_is_told(spec, how, count):
     (found,) = sfx.lint(moments(spec, **how))
     # Of two moments, or of one, in two pieces that could be eight.
@@ -91,45 +137,84 @@ def test_what_zero_would_save_is_told(spec, how, count):
 def test_a_state_that_follows_another_plan_is_told():
     params = {name: leaf(512, 512, dtype=jnp.float32) for name in ("up", "down")}
     mesh = sfx.MeshSpec({"fsdp": 4, "tensor": 2})
-    ours = sfx.plan(params, mesh, paths=sfx.PathRules.parse("up->fsdp.tensor, down->tensor.fsdp"))
-    theirs = sfx.plan(params, mesh, paths=sfx.PathRules.parse("up->tensor.fsdp, down->tensor.fsdp"))
+    ours = sfx.plan(
+        params, mesh, paths=sfx.PathRules.parse("up->fsdp.tensor, down->tensor.fsdp")
+    )
+    theirs = sfx.plan(
+        params, mesh, paths=sfx.PathRules.parse("up->tensor.fsdp, down->tensor.fsdp")
+    )
     follow = ft.partial(sfx.follow, optax.adam(1e-3).init)
     assert sfx.lint(sfx.ShardPlan.join(params=ours, opt=follow(ours))) == ()
     plan = sfx.ShardPlan.join(params=ours, opt=follow(theirs))
     found = sfx.lint(plan)
-    assert [(one.code, one.where) for one in found] == [("optimizer-state", f"opt/0/{at}/up") for at in ("mu", "nu")]
-    assert found[0].message.startswith("it lies as P('tensor', 'fsdp'), its parameter as P('fsdp', 'tensor'): ")
+    assert [(one.code, one.where) for one in found] == [
+        ("optimizer-state", f"opt/0/{at}/up") for at in ("mu", "nu")
+    ]
+    assert found[0].message.startswith(
+        "it lies as P('tensor', 'fsdp'), its parameter as P('fsdp', 'tensor'): "
+    )
     for one in found:
         plan = applied(one.fix, {"tree": plan})["tree"]
     assert sfx.lint(plan) == ()
 
 
 def test_a_plan_is_what_its_rules_have_made_so_dead_rules_are_no_findings():
-    axes, names = sfx.AxisRules([("embed", "fsdp"), ("embed", "fsdp")]), {"w": ("embed", None)}
+    axes, names = (
+        sfx.AxisRules([("embed", "fsdp"), ("embed", "fsdp")]),
+        {"w": ("embed", None)},
+    )
     assert sfx.lint(sfx.plan({"w": leaf(512, 512)}, MESH, axes=axes, names=names)) == ()
 
 
-# A state of each optimizer that is not as its parameter, with a spec that is less than it could have.
+# A state of each optimizer that is not as its parameter, with a spec that is less than
+# it could have.
 LESS = {
-    "adafactor, rows": (optax.adafactor, "opt/0/v_row/layers/{}/w", jax.P(), "nothing", "`fsdp`"),
-    "adafactor, columns": (optax.adafactor, "opt/0/v_col/layers/{}/w", jax.P(), "nothing", "`tensor`"),
+    "adafactor, rows": (
+        optax.adafactor,
+        "opt/0/v_row/layers/{}/w",
+        jax.P(),
+        "nothing",
+        "`fsdp`",
+    ),
+    "adafactor, columns": (
+        optax.adafactor,
+        "opt/0/v_col/layers/{}/w",
+        jax.P(),
+        "nothing",
+        "`tensor`",
+    ),
     "sm3": (optax.sm3, "opt/0/mu/layers/{}/w/1", jax.P(), "nothing", "`tensor`"),
-    "l-bfgs": (optax.lbfgs, "opt/0/diff_params_memory/layers/{}/w", P(None, "fsdp"), "`fsdp`", "`fsdp` and `tensor`"),
+    "l-bfgs": (
+        optax.lbfgs,
+        "opt/0/diff_params_memory/layers/{}/w",
+        P(None, "fsdp"),
+        "`fsdp`",
+        "`fsdp` and `tensor`",
+    ),
 }
 
 
 @pytest.mark.parametrize("which", LESS)
 def test_a_state_of_another_shape_than_its_parameter_is_compared_with_it(which):
     optimizer, path, spec, less, more = LESS[which]
-    layer = {"w": leaf(4096, 8192, dtype=jnp.float32), "b": leaf(8192, dtype=jnp.float32)}
+    layer = {
+        "w": leaf(4096, 8192, dtype=jnp.float32),
+        "b": leaf(8192, dtype=jnp.float32),
+    }
     params = {"layers": [layer] * 2, "square": leaf(4096, 4096, dtype=jnp.float32)}
-    made = sfx.plan(params, MESH, paths=sfx.PathRules.parse("w|square->fsdp.tensor, b->tensor"))
+    made = sfx.plan(
+        params, MESH, paths=sfx.PathRules.parse("w|square->fsdp.tensor, b->tensor")
+    )
     plan = sfx.ShardPlan.join(params=made, opt=sfx.follow(optimizer(1e-3).init, made))
     assert sfx.lint(plan) == ()
     plan = plan.replace(f"^{path.format('[01]')}$", spec)
     (found,) = sfx.lint(plan).without("replicated")
-    assert (found.code, found.where) == ("optimizer-state", path.format("{0..1}")), str(found)
-    assert found.message.startswith(f"it is sharded over {less}, its parameter over {more}"), found.message
+    assert (found.code, found.where) == ("optimizer-state", path.format("{0..1}")), str(
+        found
+    )
+    assert found.message.startswith(
+        f"it is sharded over {less}, its parameter over {more}"
+    ), found.message
     assert found.bytes > 0
     assert sfx.lint(applied(found.fix, {"tree": plan})["tree"]) == ()
 
@@ -139,7 +224,11 @@ def test_a_module_with_functions_and_names_of_its_own():
         weight: jax.ShapeDtypeStruct = sfx.field(names=("mlp", "embd"))
         call: Callable[..., Any] = jnp.tanh
 
-    arguments = {"tree": [Dense(leaf(8, 16, dtype=jnp.float32))] * 2, "mesh": MESH, "axes": AXES}
+    arguments = {
+        "tree": [Dense(leaf(8, 16, dtype=jnp.float32))] * 2,
+        "mesh": MESH,
+        "axes": AXES,
+    }
     (found,) = lint(arguments)
     assert (found.code, found.where) == ("unknown-name", "name 'embd'")
     assert lint(applied(found.fix, arguments)) == ()
@@ -152,30 +241,61 @@ def test_severities_follow_the_arguments():
     tree, mesh = {"w": leaf(7, 8, dtype=jnp.float32)}, MESH
     rules = sfx.PathRules([("w", jax.P("fsdp", "tensor")), ("nothing", jax.P())])
     loose = sfx.lint(tree, mesh, paths=rules, unused="allow")
-    assert [(one.code, one.severity) for one in loose] == [("corrected", "warning"), ("unused-rule", "warning")]
+    assert [(one.code, one.severity) for one in loose] == [
+        ("corrected", "warning"),
+        ("unused-rule", "warning"),
+    ]
     strict = sfx.lint(tree, mesh, paths=rules, strict=True)
-    assert [(one.code, one.severity) for one in strict] == [("corrected", "error"), ("unused-rule", "error")]
-    assert [one.code for one in strict.without("corrected").worst("error")] == ["unused-rule"]
-    assert repr(strict) == str(strict) and str(sfx.lint(tree, mesh, paths=rules.drop(1))).startswith("1 finding: 1 w")
+    assert [(one.code, one.severity) for one in strict] == [
+        ("corrected", "error"),
+        ("unused-rule", "error"),
+    ]
+    assert [one.code for one in strict.without("corrected").worst("error")] == [
+        "unused-rule"
+    ]
+    assert repr(strict) == str(strict) and str(
+        sfx.lint(tree, mesh, paths=rules.drop(1))
+    ).startswith("1 finding: 1 w")
 
 
 def test_a_refined_mesh_takes_what_it_can():
     key = {"k": leaf(256, 64, dtype=jnp.float32)}
-    mesh, rules = sfx.MeshSpec({"tensor": 4}), sfx.PathRules([("k", sfx.atomic(jax.P("tensor"), (128, 1)))])
+    mesh, rules = (
+        sfx.MeshSpec({"tensor": 4}),
+        sfx.PathRules([("k", sfx.atomic(jax.P("tensor"), (128, 1)))]),
+    )
     (found,) = sfx.lint(key, mesh, paths=rules)
-    assert (found.code, found.severity, found.fix) == ("corrected", "info", "refine = True")
+    assert (found.code, found.severity, found.fix) == (
+        "corrected",
+        "info",
+        "refine = True",
+    )
     assert sfx.lint(key, mesh, paths=rules, refine=True) == ()
     odd = {"k": leaf(7, 64, dtype=jnp.float32)}
     (found,) = sfx.lint(odd, mesh, paths=sfx.PathRules.parse("k->tensor"), refine=True)
-    arguments = {"tree": odd, "mesh": mesh, "paths": sfx.PathRules.parse("k->tensor"), "refine": True}
+    arguments = {
+        "tree": odd,
+        "mesh": mesh,
+        "paths": sfx.PathRules.parse("k->tensor"),
+        "refine": True,
+    }
     assert lint(applied(found.fix, arguments)) == ()
 
 
 def test_strange_dtypes_and_sizes():
-    tree = {"key": jax.random.key(0), "numpy": np.ones((4, 4)), "int4": leaf(8, 8, dtype=jnp.int4)}
+    tree = {
+        "key": jax.random.key(0),
+        "numpy": np.ones((4, 4)),
+        "int4": leaf(8, 8, dtype=jnp.int4),
+    }
     tree |= {"none": leaf(0, 3, dtype=bool), "fp8": leaf(3, 5, dtype=jnp.float8_e4m3fn)}
-    found = sfx.lint(tree, MESH, paths=sfx.PathRules.parse("key->replicate, .*->fsdp.tensor"))
-    assert {(one.code, one.where) for one in found} == {("corrected", "fp8"), ("corrected", "none")}
+    found = sfx.lint(
+        tree, MESH, paths=sfx.PathRules.parse("key->replicate, .*->fsdp.tensor")
+    )
+    assert {(one.code, one.where) for one in found} == {
+        ("corrected", "fp8"),
+        ("corrected", "none"),
+    }
 
 
 def test_thousands_of_findings_are_made_fast_and_shown_in_part():
@@ -185,25 +305,39 @@ def test_thousands_of_findings_are_made_fast_and_shown_in_part():
     (one,) = found  # of one cause
     assert (one.code, one.where) == ("corrected", "mesh axis 'fsdp'")
     assert "1,000 arrays are not divisible by" in one.message
-    again = sfx.lint(tree, MESH, paths=sfx.PathRules([("nothing_like_it", sfx.optional(jax.P()))]))
+    again = sfx.lint(
+        tree, MESH, paths=sfx.PathRules([("nothing_like_it", sfx.optional(jax.P()))])
+    )
     assert sum(one.code == "unmatched" for one in again) == 1000
     text = str(again)
-    assert text.count("fix:") == 100 and text.endswith("and 902 more; `for finding in findings` has them all")
+    assert text.count("fix:") == 100 and text.endswith(
+        "and 902 more; `for finding in findings` has them all"
+    )
     assert again._repr_html_().count("<tr>") == 101
 
 
-@pytest.mark.parametrize("roots, count", [(("q", "k", "v"), 0), (("g", "m"), 0), (("params", "m", "v"), 1)])
+@pytest.mark.parametrize(
+    "roots, count", [(("q", "k", "v"), 0), (("g", "m"), 0), (("params", "m", "v"), 1)]
+)
 def test_one_letter_is_a_moment_only_beside_the_other(roots, count):
     tree = {root: {"w": leaf(8192, 32768, dtype=jnp.float32)} for root in roots}
     names = {root: {"w": ("embed", "heads")} for root in roots}
     axes = sfx.AxisRules([("heads", "tensor"), ("embed", None), ("batch", "data")])
-    found = sfx.lint(tree, sfx.MeshSpec({"data": 2, "tensor": 4}), names=names, axes=axes)
+    found = sfx.lint(
+        tree, sfx.MeshSpec({"data": 2, "tensor": 4}), names=names, axes=axes
+    )
     assert [one.code for one in found] == ["optimizer-state"] * count
 
 
 def test_one_cause_is_one_finding_whose_fix_mends_it():
-    tree = {name: leaf(64, 64 * size, dtype=jnp.float32) for size, name in enumerate("abcdefghi", 1)}
-    mesh, rules = sfx.MeshSpec({"fsdp": 3, "tensor": 2}), sfx.PathRules.parse(".*->fsdp.tensor")
+    tree = {
+        name: leaf(64, 64 * size, dtype=jnp.float32)
+        for size, name in enumerate("abcdefghi", 1)
+    }
+    mesh, rules = (
+        sfx.MeshSpec({"fsdp": 3, "tensor": 2}),
+        sfx.PathRules.parse(".*->fsdp.tensor"),
+    )
     given = {"tree": tree, "mesh": mesh, "paths": rules}
     (found,) = lint(given)
     assert (found.code, found.where) == ("corrected", "mesh axis 'fsdp'")
@@ -231,28 +365,59 @@ def test_a_rule_is_dead_exactly_if_no_array_uses_it(rules):
     leaf = jax.ShapeDtypeStruct((8,), jnp.float32)
     mesh = MeshSpec({"a": 2, "b": 2, "c": 2})
     found = sfx.lint({"w": leaf}, mesh, names={"w": (None,)}, axes=axes)
-    dead = {int(one.where.split("[")[1].split("]")[0]) for one in found if one.code == "dead-rule"}
+    dead = {
+        int(one.where.split("[")[1].split("]")[0])
+        for one in found
+        if one.code == "dead-rule"
+    }
     applied = set()
-    # Every set of names that an array may have, with names before all rules that take any of the mesh axes.
+    # Every set of names that an array may have, with names before all rules that take
+    # any of the mesh axes.
     for count in range(len(MESH_AXES) + 1):
         for taken in itertools.combinations(MESH_AXES, count):
-            before = AxisRules([(f"taken_{axis}", axis) for axis in taken]).extend(rules)
+            before = AxisRules([(f"taken_{axis}", axis) for axis in taken]).extend(
+                rules
+            )
             for size in range(1, 4):
                 for names in itertools.combinations("xyz", size):
-                    tried = attempts((*[f"taken_{axis}" for axis in taken], *names), before, None)
-                    applied |= {one.number - len(taken) for one in tried if one.outcome == "applied"}
+                    tried = attempts(
+                        (*[f"taken_{axis}" for axis in taken], *names), before, None
+                    )
+                    applied |= {
+                        one.number - len(taken)
+                        for one in tried
+                        if one.outcome == "applied"
+                    }
     assert dead == {number for number in range(len(rules)) if number not in applied}
 
 
-# Mistakes that have nothing to do with one another: names of some arrays, rules of names, and what is found.
+# Mistakes that have nothing to do with one another: names of some arrays, rules of
+# names, and what is found.
 TOGETHER: list[tuple[dict[str, tuple[str, ...]], list[Any], str]] = [
-    # A layer of which one name is misspelled, or two are swapped, is not sharded as the others are.
-    ({"layers/1/mlp/down$": ("embed", "mpl")}, [], "unknown-name name 'mpl'; uneven-layers layers/1/mlp/down"),
-    ({"layers/2/mlp/up$": ("embed", "mlp")}, [], "contradicted-name layers/2/mlp/up; uneven-layers layers/2/mlp/up"),
+    # A layer of which one name is misspelled, or two are swapped, is not sharded as the
+    # others are.
+    (
+        {"layers/1/mlp/down$": ("embed", "mpl")},
+        [],
+        "unknown-name name 'mpl'; uneven-layers layers/1/mlp/down",
+    ),
+    (
+        {"layers/2/mlp/up$": ("embed", "mlp")},
+        [],
+        "contradicted-name layers/2/mlp/up; uneven-layers layers/2/mlp/up",
+    ),
     ({"^embed$": ("mlp", "embed")}, [], "contradicted-name embed, name 'mlp'"),
     ({}, [("vocab", "pipeline")], "absent-axis mesh axis 'pipeline'"),
-    ({}, [("heads", ("tensor", "fsdp"))], "dead-rule axes.rules[{}] 'heads' -> tensor+fsdp"),
-    ({}, [("embed", ("fsdp", "tensor"))], "dead-rule axes.rules[{}] 'embed' -> fsdp+tensor"),
+    (
+        {},
+        [("heads", ("tensor", "fsdp"))],
+        "dead-rule axes.rules[{}] 'heads' -> tensor+fsdp",
+    ),
+    (
+        {},
+        [("embed", ("fsdp", "tensor"))],
+        "dead-rule axes.rules[{}] 'embed' -> fsdp+tensor",
+    ),
 ]
 
 
@@ -265,17 +430,27 @@ def test_mistakes_of_several_kinds_are_all_found(chosen, unit):
         names |= changed
     axes = AxisRules(rules, units={"headz": 64} if unit else None)
     expected |= {("unknown-name", "units 'headz'")} if unit else set()
-    found = sfx.lint(TREE, MESH, names=sfx.auto.renamed(TREE, names, names=NAMES), axes=axes)
+    found = sfx.lint(
+        TREE, MESH, names=sfx.auto.renamed(TREE, names, names=NAMES), axes=axes
+    )
     assert {(one.code, one.where) for one in found} == expected, str(found)
-    assert [one.bytes for one in found] == sorted((one.bytes for one in found), reverse=True)
+    assert [one.bytes for one in found] == sorted(
+        (one.bytes for one in found), reverse=True
+    )
 
 
 @given(st.integers(0, 3), st.integers(0, 2), st.booleans())
 def test_mistakes_of_several_path_rules_are_all_found(unused, shadowed, pod):
     first = [(f"nothing_{number}", jax.P("tensor")) for number in range(unused)]
     last = [(f"v_proj|{number}x", jax.P("fsdp")) for number in range(shadowed)]
-    expected = {("unused-rule", f"paths[{number}] 'nothing_{number}'") for number in range(unused)}
-    expected |= {("shadowed-rule", f"paths[{unused + len(RULES) + n}] 'v_proj|{n}x'") for n in range(shadowed)}
+    expected = {
+        ("unused-rule", f"paths[{number}] 'nothing_{number}'")
+        for number in range(unused)
+    }
+    expected |= {
+        ("shadowed-rule", f"paths[{unused + len(RULES) + n}] 'v_proj|{n}x'")
+        for n in range(shadowed)
+    }
     expected |= {("unused-axis", "mesh axis 'pod'")} if pod else set()
     mesh = MeshSpec({"pod": 2, **MESH.shape}) if pod else MESH
     found = sfx.lint(TREE, mesh, paths=sfx.PathRules([*first, *RULES, *last]))
@@ -294,20 +469,45 @@ def mlp(width: int, down: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     return {"up": f32(96, width), "down": f32(down or width, 96)}
 
 
-TABLE, WIDE, NAMED = f32(1000, 96), ("wide", "embed"), {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
-# What is beside three layers of width 256, its names, and where a contradiction is found.
+TABLE, WIDE, NAMED = (
+    f32(1000, 96),
+    ("wide", "embed"),
+    {"up": ("embed", "mlp"), "down": ("mlp", "embed")},
+)
+# What is beside three layers of width 256, its names, and where a contradiction is
+# found.
 CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "experts of another width": ({"shared": mlp(100)}, {"shared": NAMED}, []),
-    "a tower of another width": ({"eyes": {"up": f32(90, 200), "down": f32(200, 90)}}, {"eyes": NAMED}, []),
-    "a name that no axis cuts": ({"q": f32(96, 192), "v": f32(96, 128)}, dict.fromkeys("qv", ("embed", "kv")), []),
-    "a product that does not fit": ({"odd": mlp(256, 250)}, {"odd": NAMED}, ["odd/down, name 'mlp'"]),
-    "a table under another's name": ({"embed": TABLE}, {"embed": ("mlp", "embed")}, ["embed, name 'mlp'"]),
+    "a tower of another width": (
+        {"eyes": {"up": f32(90, 200), "down": f32(200, 90)}},
+        {"eyes": NAMED},
+        [],
+    ),
+    "a name that no axis cuts": (
+        {"q": f32(96, 192), "v": f32(96, 128)},
+        dict.fromkeys("qv", ("embed", "kv")),
+        [],
+    ),
+    "a product that does not fit": (
+        {"odd": mlp(256, 250)},
+        {"odd": NAMED},
+        ["odd/down, name 'mlp'"],
+    ),
+    "a table under another's name": (
+        {"embed": TABLE},
+        {"embed": ("mlp", "embed")},
+        ["embed, name 'mlp'"],
+    ),
     "two tables under another's name": (
         {"embed": TABLE, "head": f32(96, 1000)},
         {"embed": ("mlp", "embed"), "head": ("embed", "mlp")},
         ["embed, name 'mlp'", "head, name 'mlp'"],
     ),
-    "an alias": ({"embed": TABLE, "few": f32(300, 96)}, dict.fromkeys(("embed", "few"), WIDE), ["few, name 'wide'"]),
+    "an alias": (
+        {"embed": TABLE, "few": f32(300, 96)},
+        dict.fromkeys(("embed", "few"), WIDE),
+        ["few, name 'wide'"],
+    ),
 }
 
 
@@ -315,5 +515,9 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
 def test_a_name_contradicts_where_its_sizes_cannot_be_meant(case):
     more, named, expected = CASES[case]
     tree, names = {"layers": [mlp(256)] * 3, **more}, {"layers": [NAMED] * 3, **named}
-    found = sfx.lint(tree, SMALL, names=names, axes=MLP_AXES.with_alias("wide", of="mlp"))
-    assert [one.where for one in found if one.code == "contradicted-name"] == expected, str(found)
+    found = sfx.lint(
+        tree, SMALL, names=names, axes=MLP_AXES.with_alias("wide", of="mlp")
+    )
+    assert [
+        one.where for one in found if one.code == "contradicted-name"
+    ] == expected, str(found)

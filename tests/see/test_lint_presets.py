@@ -1,4 +1,6 @@
-"""The shipped rules, those of models by name and those of MaxText have no findings with the trees that they are for."""
+"""The shipped rules, those of models by name and those of MaxText have no findings with
+the trees that they are for.
+"""
 
 import json
 from pathlib import Path
@@ -16,28 +18,45 @@ from shardfx.interop import maxtext
 from shardfx.presets import models, tokens
 
 
-@pytest.mark.parametrize("name", [name for name, model in catalogue.MODELS.items() if model.preset is not None])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, model in catalogue.MODELS.items() if model.preset is not None],
+)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_presets_of_path_rules(name, tensor):
     model = catalogue.MODELS[name]
     rules = getattr(presets, str(model.preset))(**dict(model.arguments))
     found = sfx.lint(model.make(), MeshSpec({"fsdp": 4, "tensor": tensor}), paths=rules)
-    # With one kv head, or 25 heads, there is nothing to cut in two: the rules keep heads whole, and `lint` says so.
+    # With one kv head, or 25 heads, there is nothing to cut in two: the rules keep
+    # heads whole, and `lint` says so.
     whole = ("gemma-2b", "gemma3-1b", "gpt2-xl") if tensor > 1 else ()
-    assert {one.severity for one in found if one.where != "wte/weight"} == ({"info"} if name in whole else set()), found
+    assert {one.severity for one in found if one.where != "wte/weight"} == (
+        {"info"} if name in whole else set()
+    ), found
     # The vocabulary of GPT-2 is odd.
     odd = [one.where for one in found if one.severity == "warning"]
-    assert odd == (["wte/weight"] if name.startswith("gpt2") and tensor > 1 else []), str(found)
+    assert odd == (["wte/weight"] if name.startswith("gpt2") and tensor > 1 else []), (
+        str(found)
+    )
 
 
 def read(text: str) -> tuple[Any, Any]:
     """A tree of arrays and the tree of their names: a line for each array."""
-    lines = [[part.split() for part in line.split(":")] for line in text.strip().splitlines()]
-    shapes = {path: jax.ShapeDtypeStruct(tuple(map(int, shape)), jnp.bfloat16) for (path,), shape, _ in lines}
-    return shapes, {path: tuple(vars(tokens).get(name, name) for name in names) for (path,), _, names in lines}
+    lines = [
+        [part.split() for part in line.split(":")] for line in text.strip().splitlines()
+    ]
+    shapes = {
+        path: jax.ShapeDtypeStruct(tuple(map(int, shape)), jnp.bfloat16)
+        for (path,), shape, _ in lines
+    }
+    return shapes, {
+        path: tuple(vars(tokens).get(name, name) for name in names)
+        for (path,), _, names in lines
+    }
 
 
-# T5 1.1 XL with layers that are stacked, and the names that T5X gives to its parameters.
+# T5 1.1 XL with layers that are stacked, and the names that T5X gives to its
+# parameters.
 T5 = """
 token_embedder: 32128 2048: vocab embed
 decoder/self_attention/query: 24 2048 2048: layers embed joined_kv
@@ -83,8 +102,12 @@ MODES: list[tuple[str | None, dict[str, Any]]] = [
 @pytest.mark.parametrize("mode, changes", MODES, ids=str)
 def test_eformer(mode, changes):
     tree, names = read(LLAMA)
-    mesh = MeshSpec({"fsdp": 2, "tp": 4} if changes else {"dp": 2, "fsdp": 2, "tp": 4, "sp": 2})
-    found = sfx.lint(tree, mesh, names=names, axes=presets.eformer(**changes), mode=mode)
+    mesh = MeshSpec(
+        {"fsdp": 2, "tp": 4} if changes else {"dp": 2, "fsdp": 2, "tp": 4, "sp": 2}
+    )
+    found = sfx.lint(
+        tree, mesh, names=names, axes=presets.eformer(**changes), mode=mode
+    )
     assert found == (), str(found)
 
 
@@ -106,27 +129,43 @@ def test_data_parallel_rules_declare_the_axis_of_the_batch(axis, told):
 
 
 # `tests/data` says where MaxText's rules are from.
-DEEPSEEK = json.loads((Path(__file__).parents[1] / "data" / "maxtext_deepseek.json").read_text())
+DEEPSEEK = json.loads(
+    (Path(__file__).parents[1] / "data" / "maxtext_deepseek.json").read_text()
+)
 AXES = maxtext.rules_of(DEEPSEEK).rules
 
 
 def mesh(**sizes: int) -> MeshSpec:
-    """A mesh of all of MaxText's axes, of which those that are not given have the size 1."""
+    """A mesh of all of MaxText's axes, of which those that are not given have the size
+    1.
+    """
     return MeshSpec({axis: sizes.get(axis, 1) for axis in DEEPSEEK["mesh_axes"]})
 
 
 def deepseek() -> tuple[Any, Any]:
-    """The arrays of DeepSeek-V2-Lite as MaxText has them, with layers in one array, and their names."""
-    shapes = {path: jax.ShapeDtypeStruct(tuple(shape), jnp.bfloat16) for path, shape, _, _ in DEEPSEEK["leaves"]}
+    """The arrays of DeepSeek-V2-Lite as MaxText has them, with layers in one array, and
+    their names.
+    """
+    shapes = {
+        path: jax.ShapeDtypeStruct(tuple(shape), jnp.bfloat16)
+        for path, shape, _, _ in DEEPSEEK["leaves"]
+    }
     names = {
-        path: tuple(None if one == "-" else one for one in text.split()) for path, _, text, _ in DEEPSEEK["leaves"]
+        path: tuple(None if one == "-" else one for one in text.split())
+        for path, _, text, _ in DEEPSEEK["leaves"]
     }
     return shapes, names
 
 
 MESHES = {
     "as MaxText's test has it": {"fsdp": 4, "expert": 4},
-    "all that training uses": {"data": 2, "fsdp": 8, "tensor": 4, "context": 2, "expert": 4},
+    "all that training uses": {
+        "data": 2,
+        "fsdp": 8,
+        "tensor": 4,
+        "context": 2,
+        "expert": 4,
+    },
     "two dimensions of fsdp": {"fsdp": 4, "fsdp_transpose": 2},
     "to serve": {"tensor": 4, "autoregressive": 2},
     "slices": {"diloco": 2, "data": 2, "fsdp": 16},
@@ -142,7 +181,10 @@ def test_maxtexts_rules_decide_as_maxtext_does():
 
 def _cut(spec):
     """The axes of each dimension but those of size 1, which MaxText's file leaves out."""
-    cut = {dim: [axis for axis in entry_axes(entry) if axis in ("fsdp", "expert")] for dim, entry in enumerate(spec)}
+    cut = {
+        dim: [axis for axis in entry_axes(entry) if axis in ("fsdp", "expert")]
+        for dim, entry in enumerate(spec)
+    }
     return {dim: axes for dim, axes in cut.items() if axes}
 
 
@@ -155,7 +197,8 @@ def test_nothing_is_found_in_maxtexts_rules(which):
 
 def test_mistakes_in_a_large_set_are_found_among_its_rules():
     tree, names = deepseek()
-    # As in MaxText's `ep-as-dp.yml`: rules to axes that the mesh lacks, and logical names without rules.
+    # As in MaxText's `ep-as-dp.yml`: rules to axes that the mesh lacks, and logical
+    # names without rules.
     axes = AXES.without("embed_moe").extend([("activation_extra", "sequence_parallel")])
     found = sfx.lint(tree, mesh(fsdp=4, tensor=2), names=names, axes=axes)
     assert [(one.code, one.where) for one in found] == [

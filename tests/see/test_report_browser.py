@@ -1,4 +1,6 @@
-"""The page of a report in headless Chromium, as someone uses it: mouse, keyboard, hostile names."""
+"""The page of a report in headless Chromium, as someone uses it: mouse, keyboard,
+hostile names.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -19,14 +21,26 @@ pytestmark = pytest.mark.browser
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:
     pytest.skip("no `chromium` and `chromedriver` on the path", allow_module_level=True)
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+webdriver = pytest.importorskip(
+    "selenium.webdriver", reason="selenium is not installed"
+)
 Keys = webdriver.Keys
 support = pytest.importorskip("selenium.webdriver.support.ui")
 HLO = Path(__file__).parents[1] / "data" / "hlo"
 # The browser may reach nothing: every name that it looks up is unknown to it.
 FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *(
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+    ),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+    ),
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE localhost , EXCLUDE 127.0.0.1",
 )
 
@@ -48,7 +62,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 class Page:
     """A page in the browser: what a person sees and does there."""
 
-    def __init__(self, driver: Any, text: str, file: Path, width: int = 1440, scheme: str = "light"):
+    def __init__(
+        self,
+        driver: Any,
+        text: str,
+        file: Path,
+        width: int = 1440,
+        scheme: str = "light",
+    ):
         self.driver = driver
         file.write_text(text)
         self.resize(width)
@@ -68,7 +89,9 @@ class Page:
         return found
 
     def text(self, selector: str) -> str:
-        return self.run("return document.querySelector(arguments[0]).textContent", selector)
+        return self.run(
+            "return document.querySelector(arguments[0]).textContent", selector
+        )
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -83,11 +106,17 @@ class Page:
     @property
     def paths(self) -> list[str]:
         """The paths in the table, from the top."""
-        return self.run("return [...document.querySelectorAll('#table button.row')].map((one) => one.textContent)")
+        return self.run(
+            "return [...document.querySelectorAll('#table button.row')].map((one) =>"
+            " one.textContent)"
+        )
 
     @property
     def trail(self) -> list[str]:
-        return self.run("return [...document.querySelectorAll('#trail li')].map((one) => one.textContent)")
+        return self.run(
+            "return [...document.querySelectorAll('#trail li')].map((one) =>"
+            " one.textContent)"
+        )
 
     def search(self, text: str) -> list[str]:
         field = self.one("#search")
@@ -97,12 +126,21 @@ class Page:
 
     def complaints(self) -> list[str]:
         """What the browser logged, and what the page fetched: nothing, if all is well."""
-        fetched = self.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+        fetched = self.run(
+            "return performance.getEntriesByType('resource').map((entry) => entry.name)"
+        )
         return [entry["message"] for entry in self.driver.get_log("browser")] + fetched
 
 
 def finding(**fields: Any) -> Finding:
-    given = {"code": "corrected", "severity": "warning", "where": "embed", "bytes": 4096, "message": "", "fix": "f()"}
+    given = {
+        "code": "corrected",
+        "severity": "warning",
+        "where": "embed",
+        "bytes": 4096,
+        "message": "",
+        "fix": "f()",
+    }
     return Finding(**{**given, **fields})
 
 
@@ -113,15 +151,30 @@ def model() -> ShardPlan:
         "norm": leaf(1024),
     }
     tree = {"embed": leaf(50257, 1024), "layers": [layer] * 24}
-    rules = PathRules.parse("embed->tensor.fsdp, qkv|up->fsdp.tensor, out|down->tensor.fsdp, norm->replicate")
-    return plan(tree, MeshSpec({"data": 2, "fsdp": 8, "tensor": 8}, dcn={"data": 2}), paths=rules)
+    rules = PathRules.parse(
+        "embed->tensor.fsdp, qkv|up->fsdp.tensor, out|down->tensor.fsdp,"
+        " norm->replicate"
+    )
+    return plan(
+        tree,
+        MeshSpec({"data": 2, "fsdp": 8, "tensor": 8}, dcn={"data": 2}),
+        paths=rules,
+    )
 
 
 @pytest.fixture
 def page(browser: Any, tmp_path: Path) -> Iterator[Page]:
-    sent = traffic((HLO / "tpu_gathered_weights.txt").read_text(), MeshSpec({"data": 2, "tensor": 4}))
-    found = [finding(), finding(code="cut-head", severity="error", where="layers/3/attn/qkv", fix="")]
-    made = html_report(model(), title="A model", findings=found, traffic=sent, chip="v5e")
+    sent = traffic(
+        (HLO / "tpu_gathered_weights.txt").read_text(),
+        MeshSpec({"data": 2, "tensor": 4}),
+    )
+    found = [
+        finding(),
+        finding(code="cut-head", severity="error", where="layers/3/attn/qkv", fix=""),
+    ]
+    made = html_report(
+        model(), title="A model", findings=found, traffic=sent, chip="v5e"
+    )
     page = Page(browser, made, tmp_path / "page.html")
     yield page
     assert page.complaints() == []
@@ -132,13 +185,22 @@ def test_the_page_says_what_the_plan_says(page):
     assert page.driver.title == page.text("h1") == "A model"
     tiles = [tile.text.split("\n")[0] for tile in page.all("#tiles li")]
     assert tiles[:2] == [f"{len(made):,}", "128"]
-    assert page.paths[:3] == ["embed", "layers/{0..23}/mlp/down", "layers/{0..23}/mlp/up"]
+    assert page.paths[:3] == [
+        "embed",
+        "layers/{0..23}/mlp/down",
+        "layers/{0..23}/mlp/up",
+    ]
     assert "121 arrays in 6 rows" in page.text("#count")
     assert "that a program may use on v5e" in page.text("#memory .verdict")
-    assert page.one("#mesh [role=img]").get_attribute("aria-label") == (
-        "128 devices in a mesh of data=2(dcn=2),fsdp=8,tensor=8, in 2 slices"
+    assert (
+        page.one("#mesh [role=img]").get_attribute("aria-label")
+        == "128 devices in a mesh of data=2(dcn=2),fsdp=8,tensor=8, in 2 slices"
     )
-    assert [row.text.split()[1] for row in page.all("#mesh tbody th")] == ["data", "fsdp", "tensor"]
+    assert [row.text.split()[1] for row in page.all("#mesh tbody th")] == [
+        "data",
+        "fsdp",
+        "tensor",
+    ]
     assert "nothing" in page.all("#mesh tbody tr")[0].text
     assert "160.0 MiB enter each of 8 devices" in page.text("#traffic")
 
@@ -147,7 +209,9 @@ def test_the_memory_of_a_step(browser, tmp_path):
     found = fitted(2**20)
     page = Page(browser, html_report(model(), fit=found), tmp_path / "page.html")
     assert not found.fits and "more than there is" in page.text("#memory .verdict.bad")
-    assert [cell.text for cell in page.all("#memory .parts th")] == [row.group for row in found.rows if row.bytes]
+    assert [cell.text for cell in page.all("#memory .parts th")] == [
+        row.group for row in found.rows if row.bytes
+    ]
     assert "Estimated" in page.text("#memory .note")
     assert len(page.all("#memory .changes tr")) == min(len(found.changes), 8) > 0
     largest, made = found.moment[:2]
@@ -155,8 +219,17 @@ def test_the_memory_of_a_step(browser, tmp_path):
     assert largest.what in page.text("#step-inspector h3")
     page.one("#step-map .top[aria-label*='test_report_data.py'] .cell").click()
     details = page.text("#step-inspector")
-    assert made.what in details and place in details and "jax.grad(" in details and "axes from" in details
-    (row,) = [row for row in page.all("#source tr") if row.get_attribute("textContent").startswith(place.split(":")[1])]
+    assert (
+        made.what in details
+        and place in details
+        and "jax.grad(" in details
+        and "axes from" in details
+    )
+    (row,) = [
+        row
+        for row in page.all("#source tr")
+        if row.get_attribute("textContent").startswith(place.split(":")[1])
+    ]
     assert "f32[1048576,4096] data" in row.get_attribute("textContent")
     assert page.complaints() == []
 
@@ -190,22 +263,35 @@ def test_the_numbers_filter_and_what_got_less_is_marked(page):
     less.click()
     whole.click()
     assert page.paths == ["layers/{0..23}/norm"]
-    assert len(page.all("#treemap .less-mark")) == 1 and "got less than was asked" in page.text("#legend")
+    assert len(
+        page.all("#treemap .less-mark")
+    ) == 1 and "got less than was asked" in page.text("#legend")
 
 
 def test_sorting_and_the_details_of_a_row(page):
     heads = {head.text.split("\n")[0]: head for head in page.all("#table thead th")}
     assert heads["bytes/device"].get_attribute("aria-sort") == "descending"
     heads["path"].find_element("tag name", "button").click()
-    assert page.paths == sorted(page.paths) and heads["path"].get_attribute("aria-sort") == "ascending"
+    assert (
+        page.paths == sorted(page.paths)
+        and heads["path"].get_attribute("aria-sort") == "ascending"
+    )
     heads["path"].find_element("tag name", "button").click()
     assert page.paths == sorted(page.paths, reverse=True)
     row = page.one("#table [data-row='0'] button")
     row.click()
     assert page.focused.get_attribute("aria-expanded") == "true"
     details = page.one("#table .open")
-    assert "indivisible" in details.text and "size 50257 is not divisible by `tensor` (8)" in details.text
-    cells = [cell.text for cell in details.find_elements("css selector", ".dims tbody tr:first-child td")]
+    assert (
+        "indivisible" in details.text
+        and "size 50257 is not divisible by `tensor` (8)" in details.text
+    )
+    cells = [
+        cell.text
+        for cell in details.find_elements(
+            "css selector", ".dims tbody tr:first-child td"
+        )
+    ]
     assert cells == ["0", "50,257", "tensor", "-", "50,257"]
     page.focused.click()
     assert not page.all("#table .open")
@@ -218,13 +304,18 @@ def top(page: Page, name: str) -> Any:
 
 def test_a_click_on_the_map_zooms_and_shows_the_array(page):
     assert page.trail == ["all arrays"]
-    assert "embed, 12.3 MiB on each device" in top(page, "embed").get_attribute("aria-label")
+    assert "embed, 12.3 MiB on each device" in top(page, "embed").get_attribute(
+        "aria-label"
+    )
     cell = page.run(
-        "return [...document.querySelectorAll('#treemap .cell')].find((one) => one.textContent.startsWith('up'))"
+        "return [...document.querySelectorAll('#treemap .cell')].find((one) =>"
+        " one.textContent.startsWith('up'))"
     )
     cell.click()
     assert page.trail == ["all arrays", "layers/{0..23}/"]
-    assert "layers/{0..23}/mlp/up" in page.text("#inspector") and "fsdp" in page.text("#inspector .dims")
+    assert "layers/{0..23}/mlp/up" in page.text("#inspector") and "fsdp" in page.text(
+        "#inspector .dims"
+    )
     top(page, "mlp/").click()
     assert page.trail[-1] == "mlp/" and len(page.all("#treemap .top")) == 2
     page.all("#trail button")[0].click()
@@ -250,10 +341,19 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(page):
         )
         assert ring, element.get_attribute("outerHTML")[:200]
     focusable = "a[href], button:not([hidden]), input, select, [tabindex='0']"
-    assert {one.id for one in page.all(focusable) if one.is_displayed() or one.get_attribute("class") == "skip"} <= seen
+    assert {
+        one.id
+        for one in page.all(focusable)
+        if one.is_displayed() or one.get_attribute("class") == "skip"
+    } <= seen
     assert len(reached) >= 20
     assert all(
-        page.run("return arguments[0].ariaLabel || arguments[0].textContent || arguments[0].id", one) for one in reached
+        page.run(
+            "return arguments[0].ariaLabel || arguments[0].textContent ||"
+            " arguments[0].id",
+            one,
+        )
+        for one in reached
     )
 
 
@@ -269,19 +369,25 @@ def test_the_map_by_keyboard(page):
     assert page.trail == ["all arrays", "layers/{0..23}/"]
     assert page.focused.get_attribute("aria-label").startswith("mlp/")
     page.press(Keys.SPACE)
-    assert page.trail[-1] == "mlp/" and page.focused.get_attribute("aria-label").startswith("down")
+    assert page.trail[-1] == "mlp/" and page.focused.get_attribute(
+        "aria-label"
+    ).startswith("down")
     page.press(Keys.ENTER)
     assert "layers/{0..23}/mlp/down" in page.text("#inspector")
     assert page.focused.get_attribute("aria-label").startswith("down")
     page.press(Keys.ESCAPE)
     assert page.focused.get_attribute("aria-label").startswith("mlp/")
     page.press(Keys.ESCAPE, Keys.ESCAPE)
-    assert page.trail == ["all arrays"] and page.focused.get_attribute("aria-label").startswith("layers")
+    assert page.trail == ["all arrays"] and page.focused.get_attribute(
+        "aria-label"
+    ).startswith("layers")
 
 
 def test_a_finding_leads_to_its_arrays(page):
     first, second = page.all("#findings .finding")
-    assert "warning" in first.text and "f()" in first.find_element("tag name", "pre").text
+    assert (
+        "warning" in first.text and "f()" in first.find_element("tag name", "pre").text
+    )
     assert "error" in second.text and not second.find_elements("tag name", "pre")
     second.find_element("css selector", "button").click()
     assert page.paths == ["layers/{0..23}/attn/qkv"]
@@ -291,26 +397,45 @@ def test_a_finding_leads_to_its_arrays(page):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
 def test_widths_and_colours(browser, tmp_path, width, scheme):
-    page = Page(browser, html_report(model(), chip="v5e"), tmp_path / "page.html", width, scheme=scheme)
+    page = Page(
+        browser,
+        html_report(model(), chip="v5e"),
+        tmp_path / "page.html",
+        width,
+        scheme=scheme,
+    )
     assert page.run("return document.documentElement.scrollWidth") <= width
     every = "return [...document.querySelectorAll('main *')]"
     wide = "filter((one) => one.getBoundingClientRect().right > innerWidth)"
     assert page.run(f"{every}.{wide}.map((one) => one.outerHTML.slice(0, 80))") == []
-    ink, paper = page.run("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
+    ink, paper = page.run(
+        "const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]"
+    )
     assert contrast(ink, paper) > 7
     soft = page.run("return getComputedStyle(document.getElementById('summary')).color")
     assert contrast(soft, paper) > 4.5
     assert (luminance(paper) > 0.5) == (scheme == "light")
     # The picture is drawn anew in another size.
     page.resize(800)
-    drawn = "return document.documentElement.scrollWidth <= 800 && document.querySelector('#treemap svg').clientWidth"
-    support.WebDriverWait(page.driver, 5).until(lambda _: (page.run(drawn) or 0) in range(600, 800))
+    drawn = (
+        "return document.documentElement.scrollWidth <= 800 &&"
+        " document.querySelector('#treemap svg').clientWidth"
+    )
+    support.WebDriverWait(page.driver, 5).until(
+        lambda _: (page.run(drawn) or 0) in range(600, 800)
+    )
     assert page.complaints() == []
 
 
 def luminance(colour: str) -> float:
-    parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
-    red, green, blue = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    parts = [
+        int(part) / 255
+        for part in colour.removeprefix("rgb(").removesuffix(")").split(",")
+    ]
+    red, green, blue = [
+        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4
+        for part in parts
+    ]
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -322,8 +447,17 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("width", [390, 1440])
 def test_hostile_names_stay_text(browser, tmp_path, width):
     title = "<script>window.pwned = 3</script>"
-    bad = [finding(**{field: name}) for name in HOSTILE for field in ("where", "message", "fix", "code")]
-    page = Page(browser, html_report(hostile(), title=title, findings=bad), tmp_path / "page.html", width)
+    bad = [
+        finding(**{field: name})
+        for name in HOSTILE
+        for field in ("where", "message", "fix", "code")
+    ]
+    page = Page(
+        browser,
+        html_report(hostile(), title=title, findings=bad),
+        tmp_path / "page.html",
+        width,
+    )
     assert page.driver.title == page.text("h1") == title
     assert page.run("return window.pwned") is None
     assert not page.all("main script, main img, main b > script, b[onerror]")
@@ -343,18 +477,25 @@ def test_hostile_names_stay_text(browser, tmp_path, width):
 
 
 def test_fifty_thousand_leaves_stay_usable(browser, tmp_path):
-    name = "f'model/layers/{n // 10}/experts/w{n % 10}' if n < 25_000 else f'{n * 7919 % 50021:05d}x{n:x}'"
-    page = Page(browser, of_many(name, tmp_path / "made.json")["page"], tmp_path / "page.html")
+    name = (
+        "f'model/layers/{n // 10}/experts/w{n % 10}' if n < 25_000 else f'{n * 7919 %"
+        " 50021:05d}x{n:x}'"
+    )
+    page = Page(
+        browser, of_many(name, tmp_path / "made.json")["page"], tmp_path / "page.html"
+    )
     assert "50,000 arrays" in page.text("#count") and len(page.paths) <= 100
     assert len(page.run("return document.querySelectorAll('*')")) < 8000
-    # Of many numbers a range shows the ends: what may hold this one is found, and nothing else.
+    # Of many numbers a range shows the ends: what may hold this one is found, and
+    # nothing else.
     found = page.search("layers/2321/experts/w3")
     assert 0 < len(found) <= 7 and all(path.endswith("/experts/w3") for path in found)
     assert page.search("layers/2500/experts/w3") == []
     page.search("")
     page.one("#more").click()
     assert len(page.paths) == 200
-    # Names that are too many for one picture are in groups; each click shows fewer of them.
+    # Names that are too many for one picture are in groups; each click shows fewer of
+    # them.
     for _ in range(3):
         page.run("document.querySelector('#treemap .top').focus()")
         page.press(Keys.ENTER)

@@ -1,4 +1,6 @@
-"""What a report says as data, and as the text of a page; what a browser makes of it is in test_report_browser.py."""
+"""What a report says as data, and as the text of a page; what a browser makes of it is
+in test_report_browser.py.
+"""
 
 import importlib.resources
 import json
@@ -46,7 +48,12 @@ def struct(*shape, dtype=jnp.float32):
 
 def planned(rules: str, tree: Any = None, **others: Any) -> ShardPlan:
     """The plan of one small matrix, or of the given tree."""
-    return plan({"w": struct(8, 8)} if tree is None else tree, MESH, paths=PathRules.parse(rules), **others)
+    return plan(
+        {"w": struct(8, 8)} if tree is None else tree,
+        MESH,
+        paths=PathRules.parse(rules),
+        **others,
+    )
 
 
 def hostile() -> ShardPlan:
@@ -55,7 +62,9 @@ def hostile() -> ShardPlan:
 
 def embedded(page: str) -> dict:
     """The data that a page holds, as its script reads it."""
-    (text,) = re.findall('<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    (text,) = re.findall(
+        '<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL
+    )
     return json.loads(text)
 
 
@@ -70,11 +79,15 @@ def paths(data: dict) -> list[str]:
 
 def test_the_rows_are_those_of_the_report():
     layer = {"w": struct(8, 6), "b": struct(6)}
-    made = planned("w->data.tensor, .*->replicate", {"layers": [layer] * 3, "n": struct()})
+    made = planned(
+        "w->data.tensor, .*->replicate", {"layers": [layer] * 3, "n": struct()}
+    )
     data = report_data(made, title="three layers")
     rows = made.content.groups
     assert [row["path"] for row in data["rows"]] == [row.where for row in rows]
-    assert [row["bytes_per_device"] for row in data["rows"]] == [row.bytes_per_device for row in rows]
+    assert [row["bytes_per_device"] for row in data["rows"]] == [
+        row.bytes_per_device for row in rows
+    ]
     assert data["totals"] == {
         "arrays": 7,
         "bytes": made.bytes_total,
@@ -84,21 +97,39 @@ def test_the_rows_are_those_of_the_report():
         "corrected_arrays": 3,
     }
     (w,) = [row for row in data["rows"] if row["path"].endswith("w")]
-    assert w["requested"] == [["data"], ["tensor"]] and w["spec"] == [["data"], []] and w["shard_shape"] == [4, 6]
-    assert [(reason["code"], reason["dim"], reason["axes"]) for reason in w["reasons"]] == [
-        ("indivisible", 1, ["tensor"])
-    ]
+    assert (
+        w["requested"] == [["data"], ["tensor"]]
+        and w["spec"] == [["data"], []]
+        and w["shard_shape"] == [4, 6]
+    )
+    assert [
+        (reason["code"], reason["dim"], reason["axes"]) for reason in w["reasons"]
+    ] == [("indivisible", 1, ["tensor"])]
     assert (data["title"], data["digest"]) == ("three layers", made.digest)
 
 
 def test_what_a_strategy_adds_is_not_less_than_was_asked():
-    rules = PathRules([("norm", fsdp("data")), ("odd", fsdp("data")), ("w", P("tensor") | fsdp("data"))])
-    made = plan({"norm": struct(8), "odd": struct(7), "w": struct(8, 6), "w_odd": struct(7, 6)}, MESH, paths=rules)
+    rules = PathRules(
+        [
+            ("norm", fsdp("data")),
+            ("odd", fsdp("data")),
+            ("w", P("tensor") | fsdp("data")),
+        ]
+    )
+    made = plan(
+        {"norm": struct(8), "odd": struct(7), "w": struct(8, 6), "w_odd": struct(7, 6)},
+        MESH,
+        paths=rules,
+    )
     data = report_data(made)
-    rows = {row["path"]: (row["less"], row["lost"], row["spec"]) for row in data["rows"]}
+    rows = {
+        row["path"]: (row["less"], row["lost"], row["spec"]) for row in data["rows"]
+    }
     assert rows["norm"] == (False, [], [["data"]]) and rows["odd"] == (True, [], [[]])
     assert rows["w"][:2] == (False, [])
-    assert data["totals"]["corrected_arrays"] == sum(less for less, _, _ in rows.values())
+    assert data["totals"]["corrected_arrays"] == sum(
+        less for less, _, _ in rows.values()
+    )
 
 
 def test_everything_that_a_plan_can_hold_is_json():
@@ -117,7 +148,11 @@ def test_everything_that_a_plan_can_hold_is_json():
     axes = AxisRules([("a", ("data", "tensor")), ("b", None)])
     made = plan(
         tree,
-        MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": AxisType.Explicit}, dcn={"data": 2}),
+        MeshSpec(
+            {"data": 2, "tensor": 4},
+            axis_types={"tensor": AxisType.Explicit},
+            dcn={"data": 2},
+        ),
         paths=PathRules([("named", ("a", "b")), ("fp8", fsdp("tensor")), (".*", P())]),
         axes=axes,
         memory_kinds=[("int4", "pinned_host")],
@@ -131,20 +166,30 @@ def test_everything_that_a_plan_can_hold_is_json():
         {"name": "data", "size": 2, "slices": 2, "type": "Auto"},
         {"name": "tensor", "size": 4, "slices": 1, "type": "Explicit"},
     ]
-    assert {(part["group"], part["memory_kind"]) for part in data["memory"]} >= {("int4", "pinned_host")}
+    assert {(part["group"], part["memory_kind"]) for part in data["memory"]} >= {
+        ("int4", "pinned_host")
+    }
     assert embedded(html_report(made))["totals"] == data["totals"]
 
 
 @pytest.mark.parametrize("tree", [{}, {"n": jnp.ones(())}, jnp.ones(4)])
 def test_the_smallest_trees(tree):
-    made = plan(tree, MeshSpec({"data": 1}), paths=PathRules([(".*", P())]), unused="allow")
+    made = plan(
+        tree, MeshSpec({"data": 1}), paths=PathRules([(".*", P())]), unused="allow"
+    )
     data = embedded(html_report(made))
-    assert data["totals"]["arrays"] == len(made) and data["totals"]["replicated_bytes"] == 0
+    assert (
+        data["totals"]["arrays"] == len(made)
+        and data["totals"]["replicated_bytes"] == 0
+    )
 
 
 def test_a_chip_by_its_name():
     made = planned("w->replicate")
-    assert report_data(made, chip="v5p")["chip"]["name"] == "v5p" and report_data(made)["chip"] is None
+    assert (
+        report_data(made, chip="v5p")["chip"]["name"] == "v5p"
+        and report_data(made)["chip"] is None
+    )
     with pytest.raises(ChipError, match="v5"):
         html_report(made, chip="v5x")
 
@@ -165,12 +210,23 @@ def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
     found = fitted(1024)
     made = planned("w->replicate")
     data = json.loads(json.dumps(report_data(made, fit=found)))
-    assert sum(part["bytes_per_device"] for part in data["memory"]) == found.peak_bytes == data["fit"]["peak_bytes"]
+    assert (
+        sum(part["bytes_per_device"] for part in data["memory"])
+        == found.peak_bytes
+        == data["fit"]["peak_bytes"]
+    )
     assert data["memory"][0]["group"] in {row.group for row in found.rows}
-    assert (data["chip"]["name"], data["fit"]["how"], data["fit"]["fits"]) == ("v5e", "estimated", True)
+    assert (data["chip"]["name"], data["fit"]["how"], data["fit"]["fits"]) == (
+        "v5e",
+        "estimated",
+        True,
+    )
     assert len(data["fit"]["changes"]) == len(found.changes)
     moment = data["step"]["moment"]
-    assert {row["array"] for row in moment} >= {"w", "f32[4096,4096]"} and moment == sorted(moment, key=_smaller)
+    assert {row["array"] for row in moment} >= {
+        "w",
+        "f32[4096,4096]",
+    } and moment == sorted(moment, key=_smaller)
     (source,) = [one for one in data["step"]["source"] if one["file"] == __file__]
     (line,) = [one for one in source["lines"] if "jax.grad(" in one["text"]]
     assert "f32[4096,4096] -" in line["makes"]
@@ -178,7 +234,9 @@ def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
     assert report_data(made)["fit"] is None
     timeline = data["fit"]["timeline"]
     assert timeline["operations"] == len(found.timeline) > 1
-    assert max(timeline["bytes"]) == max(found.timeline) and len(timeline["bytes"]) <= 300
+    assert (
+        max(timeline["bytes"]) == max(found.timeline) and len(timeline["bytes"]) <= 300
+    )
 
 
 def test_names_stay_text_whatever_they_hold():
@@ -191,7 +249,11 @@ def test_names_stay_text_whatever_they_hold():
     shown = paths(embedded(page))
     assert len(shown) == len(HOSTILE) and all(path.isprintable() for path in shown)
     assert "\\u202egnp.tsohg\\u202c \\u2066\\u2029\\x1b[31m\\x00" in shown
-    assert HOSTILE[0] in shown and "\u6743\u91cd/\u0648\u0632\u0646" in shown and "x" * 10_000 in shown
+    assert (
+        HOSTILE[0] in shown
+        and "\u6743\u91cd/\u0648\u0632\u0646" in shown
+        and "x" * 10_000 in shown
+    )
 
 
 def test_every_file_of_the_page_is_in_it_and_the_same_plan_gives_the_same_page():
@@ -200,16 +262,23 @@ def test_every_file_of_the_page_is_in_it_and_the_same_plan_gives_the_same_page()
     assert page == html_report(hostile()) and "{{" not in page.partition("<script")[0]
     for file in folder.iterdir():
         text = file.read_text(encoding="utf-8")
-        assert text.isascii() and (text in page) != (file.name == "report.html"), file.name
+        assert text.isascii() and (text in page) != (file.name == "report.html"), (
+            file.name
+        )
 
 
 def test_the_picture_in_the_readme_shows_what_is_said_of_it():
     made = draw_report.planned()
     rows = {row.where.rpartition("layers/")[2]: row for row in made.content.groups}
-    key, query, out = (rows[f"{{0..47}}/self_attn/{name}_proj/weight"] for name in ("k", "q", "o"))
+    key, query, out = (
+        rows[f"{{0..47}}/self_attn/{name}_proj/weight"] for name in ("k", "q", "o")
+    )
     assert key.row.spec == P(None, "fsdp") and key.row.reasons[0].code.name == "unit"
     assert key.bytes_per_device > query.bytes_per_device + out.bytes_per_device
-    assert draw_report.PICTURE.read_bytes().startswith(b"\x89PNG") and draw_report.PICTURE.stat().st_size < 200_000
+    assert (
+        draw_report.PICTURE.read_bytes().startswith(b"\x89PNG")
+        and draw_report.PICTURE.stat().st_size < 200_000
+    )
 
 
 # In a process of its own, without the checks of types that would take most of the time.
@@ -239,7 +308,11 @@ def test_fifty_thousand_leaves_are_a_page_below_2_mb(tmp_path):
     data = embedded(made["page"])
     assert sum(row[2] for row in data["rows"]) + data["more"]["arrays"] == 50_000
     share = [kind["bytes_per_device"] for kind in data["kinds"]]
-    assert sum(row[2] * share[row[3]] for row in data["rows"]) + data["more"]["bytes_per_device"] == made["bytes"]
+    assert (
+        sum(row[2] * share[row[3]] for row in data["rows"])
+        + data["more"]["bytes_per_device"]
+        == made["bytes"]
+    )
     # Those left out are those with the fewest bytes.
     shown = set(paths(data))
     left = {path: count for path, count in made["leaves"].items() if path not in shown}
@@ -252,7 +325,10 @@ def test_many_parts_of_a_tree_are_the_largest_and_the_rest(count, shown):
     tree = {f"part{chr(97 + at)}": struct(8, 8 * (at + 1)) for at in range(count)}
     made = planned(".*->data", tree)
     memory = embedded(html_report(made))["memory"]
-    assert len(memory) == shown and sum(part["bytes_per_device"] for part in memory) == made.bytes_per_device
+    assert (
+        len(memory) == shown
+        and sum(part["bytes_per_device"] for part in memory) == made.bytes_per_device
+    )
     assert (memory[-1]["group"] == "2 others") == (shown < count)
 
 
@@ -260,8 +336,18 @@ def test_many_findings_and_much_traffic_are_cut_and_counted():
     made = planned("w->replicate")
     found = Finding("replicated", "warning", "w", 9, "m" * 100, "f")
     data = packed(report_data(made, findings=[found] * 10_000, traffic=Traffic((), 8)))
-    assert 100 < len(data["findings"]) < 10_000 and len(data["findings"]) + data["more_findings"] == 10_000
-    assert data["traffic"] == {"devices": 8, "wire_bytes": 0, "dcn_bytes": 0, "unsure_bytes": 0, "rows": [], "more": 0}
+    assert (
+        100 < len(data["findings"]) < 10_000
+        and len(data["findings"]) + data["more_findings"] == 10_000
+    )
+    assert data["traffic"] == {
+        "devices": 8,
+        "wire_bytes": 0,
+        "dcn_bytes": 0,
+        "unsure_bytes": 0,
+        "rows": [],
+        "more": 0,
+    }
     assert len(html_report(made, findings=[found] * 10_000)) < 2_000_000
 
 
@@ -272,7 +358,14 @@ NOT_FIT = "2 arrays got less than asked, 2 times an even split, it does not fit 
 @pytest.mark.parametrize(
     "tree, rules, findings, chip, level, told",
     [
-        (None, "w->data.tensor", "", None, "good", "every array got what its rule asked for, 1 times an even split"),
+        (
+            None,
+            "w->data.tensor",
+            "",
+            None,
+            "good",
+            "every array got what its rule asked for, 1 times an even split",
+        ),
         (None, "w->tensor", "", None, "warn", "2 times an even split"),
         (None, "w->replicate", "", None, "bad", "8 times an even split"),
         (None, "w->data.tensor", "warning", None, "warn", "1 warning"),
@@ -282,8 +375,12 @@ NOT_FIT = "2 arrays got less than asked, 2 times an even split, it does not fit 
 )
 def test_the_verdict(tree, rules, findings, chip, level, told):
     made = planned(rules, tree)
-    found = [Finding("corrected", severity, "w", 0, "", "") for severity in findings.split()]
+    found = [
+        Finding("corrected", severity, "w", 0, "", "") for severity in findings.split()
+    ]
     verdict = report_data(made, findings=found, chip=chip)["verdict"]
     assert verdict["level"] == level and told in verdict["text"]
     page = html_report(made, findings=found, chip=chip)
-    assert f'<p id="verdict" class="verdict {level}"><b>{verdict["text"]}</b></p>' in page
+    assert (
+        f'<p id="verdict" class="verdict {level}"><b>{verdict["text"]}</b></p>' in page
+    )

@@ -1,4 +1,6 @@
-"""A lowered step as operations: how often each runs, what it computes, and which dimensions belong together."""
+"""A lowered step as operations: how often each runs, what it computes, and which
+dimensions belong together.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,11 @@ def f32(*shape):
 
 
 def program(step, *args, platform="tpu"):
-    lowered = jax.jit(step, keep_unused=True).trace(*args).lower(lowering_platforms=(platform,))
+    lowered = (
+        jax.jit(step, keep_unused=True)
+        .trace(*args)
+        .lower(lowering_platforms=(platform,))
+    )
     module = lowered.compiler_ir("stablehlo")
     assert module is not None
     return program_of(module)
@@ -27,7 +33,8 @@ def named(made, name):
 def groups(made, one):
     """The sizes of the factors of each dimension of the operands and results."""
     sizes = [
-        [tuple(one.factors.sizes[f] for f in dim) for dim in dims] for dims in (*one.factors.ins, *one.factors.outs)
+        [tuple(one.factors.sizes[f] for f in dim) for dim in dims]
+        for dims in (*one.factors.ins, *one.factors.outs)
     ]
     assert len(sizes) == len(one.ins) + len(one.outs)
     return sizes
@@ -37,7 +44,11 @@ def test_products_and_reshapes_have_factors():
     (one,) = named(program(lambda x, w: x @ w, f32(8, 16), f32(16, 32)), "dot_general")
     (rows, summed), (also, columns) = one.factors.ins
     assert summed == also and one.factors.outs == ((rows, columns),)
-    assert one.factors.reduction == {summed[0]} and one.flops == 2 * 8 * 16 * 32 and one.times == 1
+    assert (
+        one.factors.reduction == {summed[0]}
+        and one.flops == 2 * 8 * 16 * 32
+        and one.times == 1
+    )
     made = program(lambda x: x.reshape(4, 3, 6, 16), f32(4, 288))
     (one,) = named(made, "reshape")
     assert groups(made, one) == [[(4,), (3, 6, 16)], [(4,), (3,), (6,), (16,)]]
@@ -50,16 +61,26 @@ def test_a_scan_runs_as_often_as_it_is_long_and_walks_through_its_layers():
     made = program(step, f32(7, 16, 16), f32(8, 16))
     assert {one.times for one in named(made, "dot_general")} == {7.0}
     (taken,) = named(made, "dynamic_slice")
-    assert taken.ins[0] == made.arguments[0], "what the loop does not change is one value inside and outside"
+    assert taken.ins[0] == made.arguments[0], (
+        "what the loop does not change is one value inside and outside"
+    )
     assert [dim for dim, _ in taken.counted] == [0]
     (stacked,) = named(made, "dynamic_update_slice")
-    assert [dim for dim, _ in stacked.counted] == [0] and stacked.counted[0][1] == taken.counted[0][1]
-    assert {made.values[one.outs[0]].shape for one in named(made, "return")} == {(), (8, 16), (7, 8, 16)}
+    assert [dim for dim, _ in stacked.counted] == [0] and stacked.counted[0][
+        1
+    ] == taken.counted[0][1]
+    assert {made.values[one.outs[0]].shape for one in named(made, "return")} == {
+        (),
+        (8, 16),
+        (7, 8, 16),
+    }
     assert not made.notes
 
 
 def _nested(x):
-    return jax.lax.fori_loop(2, 10, lambda i, y: jax.lax.fori_loop(0, 3, lambda j, z: jnp.sin(z), y) + i, x)
+    return jax.lax.fori_loop(
+        2, 10, lambda i, y: jax.lax.fori_loop(0, 3, lambda j, z: jnp.sin(z), y) + i, x
+    )
 
 
 def _closing(x):
@@ -71,14 +92,22 @@ def _closing(x):
     ("step", "args", "times"),
     [
         (_nested, (), 24.0),
-        (lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y), x), (jnp.int32(3),), None),
+        (
+            lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y), x),
+            (jnp.int32(3),),
+            None,
+        ),
         (_closing, (), None),
     ],
 )
-def test_loops_count_as_often_as_they_run_or_say_that_nothing_is_known(step, args, times):
+def test_loops_count_as_often_as_they_run_or_say_that_nothing_is_known(
+    step, args, times
+):
     made = program(step, f32(8), *args)
     assert {one.times for one in named(made, "sine")} == {times or 1.0}
-    notes = [] if times else ["the trips of a loop are not in the program: it counts once"]
+    notes = (
+        [] if times else ["the trips of a loop are not in the program: it counts once"]
+    )
     assert [*made.notes] == notes
 
 
@@ -110,18 +139,36 @@ def test_constants_and_masks_are_free():
         return jnp.where(mask, x * 2, -jnp.inf)
 
     made = program(step, f32(64, 64))
-    assert not [one for one in made.operations if all(made.values[value].free for value in one.ins)]
+    assert not [
+        one
+        for one in made.operations
+        if all(made.values[value].free for value in one.ins)
+    ]
     assert not made.values[made.results[0]].free
 
 
 def test_experts_in_groups_for_tpus():
     def step(rows, w, counts):
-        return jax.value_and_grad(lambda w: jnp.sum(jax.lax.ragged_dot(rows, w, counts) ** 2))(w)
+        return jax.value_and_grad(
+            lambda w: jnp.sum(jax.lax.ragged_dot(rows, w, counts) ** 2)
+        )(w)
 
-    made = program(step, f32(64, 16), f32(8, 16, 32), jax.ShapeDtypeStruct((8,), "int32"))
+    made = program(
+        step, f32(64, 16), f32(8, 16, 32), jax.ShapeDtypeStruct((8,), "int32")
+    )
     forward, backward = named(made, "ragged_dot")
-    assert groups(made, forward) == [[(64,), (16,)], [(8,), (16,), (32,)], [(8,)], [(64,), (32,)]]
-    assert groups(made, backward) == [[(64,), (16,)], [(64,), (32,)], [(8,)], [(8,), (16,), (32,)]]
+    assert groups(made, forward) == [
+        [(64,), (16,)],
+        [(8,), (16,), (32,)],
+        [(8,)],
+        [(64,), (32,)],
+    ]
+    assert groups(made, backward) == [
+        [(64,), (16,)],
+        [(64,), (32,)],
+        [(8,)],
+        [(8,), (16,), (32,)],
+    ]
     assert forward.flops == backward.flops == 2 * 64 * 16 * 32
     assert {forward.factors.sizes[f] for f in forward.factors.reduction} == {8, 16}
     assert {backward.factors.sizes[f] for f in backward.factors.reduction} == {64}
@@ -136,14 +183,20 @@ def test_a_convolution_counts_its_window():
 
 
 def test_a_shard_map_is_noted_and_its_work_is_that_of_all_shards():
-    mesh = jax.sharding.AbstractMesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.sharding.AbstractMesh(
+        (4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
 
     def step(x, w):
-        return jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))(x, w)
+        return jax.shard_map(
+            lambda x, w: x @ w, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a")
+        )(x, w)
 
     made = program(step, f32(8, 16), f32(16, 32))
     (one,) = named(made, "dot_general")
-    assert one.flops * one.times == 2 * 8 * 16 * 32 and "`shard_map`" in [*made.notes][0]
+    assert (
+        one.flops * one.times == 2 * 8 * 16 * 32 and "`shard_map`" in [*made.notes][0]
+    )
 
 
 def test_lines_are_those_of_the_program():

@@ -1,4 +1,6 @@
-"""A trainer or an engine of its own, for tests that end one: `sync_worker.py trainer`, `engine PORT`, `leave True`."""
+"""A trainer or an engine of its own, for tests that end one: `sync_worker.py trainer`,
+`engine PORT`, `leave True`.
+"""
 
 import sys
 
@@ -23,11 +25,18 @@ def plans(own, devices):
     trained = {f"layers/{i}/{name}": jax.ShapeDtypeStruct((WIDTH, HEADS * DIM), jnp.float32)
                for i in range(LAYERS) for name in ("query", "key")}  # fmt: skip
     repeated = From("layers/{i}/key").T.repeat(2, dim=0, unit=DIM)
-    made = TreeMap({"{i}.qk": From.concat([From("layers/{i}/query").T, repeated]).cast("bfloat16")})
-    served = {f"{i}.qk": jax.ShapeDtypeStruct((3 * HEADS * DIM, WIDTH), jnp.bfloat16) for i in range(LAYERS)}
+    made = TreeMap(
+        {"{i}.qk": From.concat([From("layers/{i}/query").T, repeated]).cast("bfloat16")}
+    )
+    served = {
+        f"{i}.qk": jax.ShapeDtypeStruct((3 * HEADS * DIM, WIDTH), jnp.bfloat16)
+        for i in range(LAYERS)
+    }
     meshes = [MeshSpec({"data": 4, "model": 2}), MeshSpec({"model": 4})]
     meshes[own] = meshes[own].build(jax.devices())
-    src = shardfx.plan(trained, meshes[0], paths=PathRules([(".*", P("data", "model"))]))
+    src = shardfx.plan(
+        trained, meshes[0], paths=PathRules([(".*", P("data", "model"))])
+    )
     dst = shardfx.plan(served, meshes[1], paths=PathRules([(".*", P("model"))]))
     return src, dst, plan_transfer(src, dst, made, limit_bytes=1 << 12)
 
@@ -38,7 +47,10 @@ def train():
     print(sender.address[1], flush=True)
     for revision in range(1, 1_000_000):
         arrays = {
-            leaf.path: jax.device_put(np.full(leaf.shape, revision % 100, np.float32), src.shardings[leaf.path])
+            leaf.path: jax.device_put(
+                np.full(leaf.shape, revision % 100, np.float32),
+                src.shardings[leaf.path],
+            )
             for leaf in src.leaves
         }
         sender.publish(arrays, revision)
@@ -54,8 +66,18 @@ def serve(port):
         except SyncError as error:
             failed = error
         # What it has is of one revision, whole.
-        values = {float(x) for leaf in receiver.arrays.values() for x in np.unique(np.asarray(leaf))}
-        print("kept" if failed else "has", receiver.revision, sorted(values), failed or "", flush=True)
+        values = {
+            float(x)
+            for leaf in receiver.arrays.values()
+            for x in np.unique(np.asarray(leaf))
+        }
+        print(
+            "kept" if failed else "has",
+            receiver.revision,
+            sorted(values),
+            failed or "",
+            flush=True,
+        )
         if failed:
             return
 

@@ -1,4 +1,6 @@
-"""Transfers between jobs: bit for bit what NumPy makes, each byte sent once, and nothing written by what is damaged."""
+"""Transfers between jobs: bit for bit what NumPy makes, each byte sent once, and
+nothing written by what is damaged.
+"""
 
 import contextlib
 import json
@@ -19,7 +21,16 @@ from maps import maps, same, written
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap
 from shardfx._convert import target_view
-from shardfx._reshard.sync import JaxChannel, Receiver, Sender, from_json, plan_transfer, receive, send, to_json
+from shardfx._reshard.sync import (
+    JaxChannel,
+    Receiver,
+    Sender,
+    from_json,
+    plan_transfer,
+    receive,
+    send,
+    to_json,
+)
 from shardfx._reshard.sync.codec import _checksum
 from shardfx._reshard.sync.sockets import _SocketChannel
 from shardfx.errors import MeshError, PlanFormatError, PlanMismatchError, SyncError
@@ -54,18 +65,30 @@ def mesh(start):
 
 
 def planned(tree, specs, where=None):
-    structs = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in tree.items()}
-    rules = PathRules([(f"^{path.replace('.', '[.]')}$", spec) for path, spec in specs.items()])
-    return shardfx.plan(structs, MeshSpec(SIZES) if where is None else where, paths=rules)
+    structs = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in tree.items()
+    }
+    rules = PathRules(
+        [(f"^{path.replace('.', '[.]')}$", spec) for path, spec in specs.items()]
+    )
+    return shardfx.plan(
+        structs, MeshSpec(SIZES) if where is None else where, paths=rules
+    )
 
 
-ENTRIES = st.sampled_from([(), ("a",), (("b", "a"),), (None, "a"), ("b", "a"), (None, None, "b")])
+ENTRIES = st.sampled_from(
+    [(), ("a",), (("b", "a"),), (None, "a"), ("b", "a"), (None, None, "b")]
+)
 
 
 def drawn(draw, tree):
     """A spec for each leaf, corrected to its shape."""
     mesh = MeshSpec(SIZES)
-    return {path: shardfx.correct(P(*draw(ENTRIES)[: leaf.ndim]), leaf.shape, mesh).spec for path, leaf in tree.items()}
+    return {
+        path: shardfx.correct(P(*draw(ENTRIES)[: leaf.ndim]), leaf.shape, mesh).spec
+        for path, leaf in tree.items()
+    }
 
 
 def carried(plan, arrays, dst):
@@ -90,7 +113,9 @@ def test_random_maps_between_random_plans_give_what_numpy_gives(case, data):
     specs = drawn(data.draw, arrays), drawn(data.draw, whole)
     plan = moved(arrays, specs[0], made, specs[1], limit)
     # The two jobs plan without the other's devices.
-    other = plan_transfer(planned(arrays, specs[0]), planned(whole, specs[1]), made, limit_bytes=limit)
+    other = plan_transfer(
+        planned(arrays, specs[0]), planned(whole, specs[1]), made, limit_bytes=limit
+    )
     assert other.digest == plan.digest and to_json(other) == to_json(plan)
 
 
@@ -105,13 +130,18 @@ def tree_of():
         "eight": numbers.normal(size=(4, 4)).astype(jnp.float8_e4m3fn),
         "four": numbers.integers(-8, 7, (4, 4)).astype(jnp.int4),
     }
-    return {path: jnp.asarray(leaf) for path, leaf in arrays.items()} | {"keys": jax.random.split(jax.random.key(0), 4)}
+    return {path: jnp.asarray(leaf) for path, leaf in arrays.items()} | {
+        "keys": jax.random.split(jax.random.key(0), 4)
+    }
 
 
 def job(processes=(1, 1), **changes):
     """Both plans of the tree as it is, the transfer, and the sender's arrays."""
     tree = tree_of()
-    specs = {path: P("a") if leaf.ndim and leaf.shape[0] % 2 == 0 else P() for path, leaf in tree.items()}
+    specs = {
+        path: P("a") if leaf.ndim and leaf.shape[0] % 2 == 0 else P()
+        for path, leaf in tree.items()
+    }
     src = planned(tree, specs, mesh(0))
     dst = planned(tree, {**specs, "wide": P("b", "a")}, mesh(4))
     plan = plan_transfer(src, dst, processes=processes, **changes)
@@ -119,7 +149,11 @@ def job(processes=(1, 1), **changes):
 
 
 def bits(leaf):
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return (
+        jax.random.key_data(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else leaf
+    )
 
 
 def test_each_leaf_arrives_and_each_byte_is_sent_once_per_process():
@@ -127,18 +161,29 @@ def test_each_leaf_arrives_and_each_byte_is_sent_once_per_process():
     found, sent = carried(plan, tree, dst)
     for path, leaf in tree.items():
         same(bits(found[path]), bits(leaf))
-        assert found[path].dtype == leaf.dtype and found[path].sharding == dst.shardings[path]
-    # One process holds every shard of the target: each array crosses once, replicas or not.
+        assert (
+            found[path].dtype == leaf.dtype
+            and found[path].sharding == dst.shardings[path]
+        )
+    # One process holds every shard of the target: each array crosses once, replicas or
+    # not.
     halves = {"four": 1 / 2}
-    assert sent == sum(np.asarray(bits(leaf)).nbytes * halves.get(path, 1) for path, leaf in tree.items())
+    assert sent == sum(
+        np.asarray(bits(leaf)).nbytes * halves.get(path, 1)
+        for path, leaf in tree.items()
+    )
 
 
 def moved(tree, specs, made, target_specs, limit_bytes=1 << 20):
-    """The plan of a transfer through a map, whose arrays arrive as NumPy makes them and in as many bytes as planned."""
+    """The plan of a transfer through a map, whose arrays arrive as NumPy makes them and
+    in as many bytes as planned.
+    """
     whole = made.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
     src, dst = planned(tree, specs, mesh(0)), planned(whole, target_specs, mesh(4))
     plan = plan_transfer(src, dst, made, limit_bytes=limit_bytes)
-    found, sent = carried(from_json(to_json(plan)), jax.device_put(tree, src.shardings), dst)
+    found, sent = carried(
+        from_json(to_json(plan)), jax.device_put(tree, src.shardings), dst
+    )
     assert sent == plan.wire_bytes
     for path, leaf in whole.items():
         same(found[path], leaf)
@@ -150,7 +195,9 @@ def test_a_cast_is_made_where_it_leaves_fewer_bytes_to_send():
     tree = {"w": jnp.arange(32, dtype=jnp.float32).reshape(4, 8)}
     for first, second in (("float32", "bfloat16"), ("bfloat16", "float32")):
         made = TreeMap({"v": From("w").cast(first).cast(second)})
-        assert moved(tree, {"w": P("a")}, made, {"v": P(None, "a")}).wire_bytes == 32 * 2
+        assert (
+            moved(tree, {"w": P("a")}, made, {"v": P(None, "a")}).wire_bytes == 32 * 2
+        )
 
 
 SCALED = [
@@ -163,28 +210,41 @@ SCALED = [
 
 @pytest.mark.parametrize("dtype, to, count", SCALED)
 def test_what_is_scaled_is_sent_as_what_is_smaller(dtype, to, count):
-    tree = {"q": jnp.arange(32).reshape(4, 8).astype(dtype), "s": jnp.float32([[1, 2], [3, 4]])}
+    tree = {
+        "q": jnp.arange(32).reshape(4, 8).astype(dtype),
+        "s": jnp.float32([[1, 2], [3, 4]]),
+    }
     made = TreeMap({"w": From("q").scale("s", block=(2, 4)).cast(to)})
     assert moved(tree, {"q": P("b"), "s": P()}, made, {"w": P("a")}).wire_bytes == count
 
 
 def test_what_a_process_needs_in_several_places_is_sent_once():
-    """Heads that are repeated for the devices that share them, next to what is theirs alone."""
-    tree = {"k": jnp.arange(64, dtype=jnp.float32).reshape(8, 8), "q": jnp.ones((8, 16))}
+    """Heads that are repeated for the devices that share them, next to what is theirs
+    alone.
+    """
+    tree = {
+        "k": jnp.arange(64, dtype=jnp.float32).reshape(8, 8),
+        "q": jnp.ones((8, 16)),
+    }
     repeated = From("k").repeat(2, dim=1, unit=2)
     made = TreeMap({"k": repeated, "kq": From.concat([repeated, From("q")], dim=1)})
     places = {"k": P(None, ("a", "b")), "kq": P(None, ("a", "b"))}
     specs = {"k": P("a"), "q": P("b")}
     assert moved(tree, specs, made, places).wire_bytes == 4 * (64 + 64 + 8 * 16)
     ends = planned(tree, specs), planned(made.apply(tree), places)
-    # Of two processes each needs half of the heads of `k`; the first half of `kq` is all heads, the second is `q`.
-    assert plan_transfer(*ends, made, processes=(2, 2)).wire_bytes == 4 * (64 + 64 + 8 * 16)
+    # Of two processes each needs half of the heads of `k`; the first half of `kq` is
+    # all heads, the second is `q`.
+    assert plan_transfer(*ends, made, processes=(2, 2)).wire_bytes == 4 * (
+        64 + 64 + 8 * 16
+    )
 
 
 @pytest.mark.parametrize("receiver", range(4))
 def test_a_receivers_part_is_that_of_the_whole_plan(receiver):
     plan, part = job((2, 4))[2], job((2, 4), receiver=receiver)[2]
-    assert part.digest == plan.digest and part.senders_to(receiver) == plan.senders_to(receiver)
+    assert part.digest == plan.digest and part.senders_to(receiver) == plan.senders_to(
+        receiver
+    )
     for sender in (-1, 0, 1):
         own, every = ([(s.leaf, p.piece) for steps in one.rounds(sender, receiver) for s in steps for p in s.places]
                       for one in (part, plan))  # fmt: skip
@@ -214,7 +274,10 @@ def mutated(data, draws):
 
 def is_whole(kind):
     """Whether the pieces fill every buffer once: counted element by element."""
-    counts = [np.zeros([stop - start for start, stop in buffer.box], int) for buffer in kind.buffers]
+    counts = [
+        np.zeros([stop - start for start, stop in buffer.box], int)
+        for buffer in kind.buffers
+    ]
     for number in range(len(kind.rows)):
         one = kind.transfer(number)
         target_view(counts[one.buffer], one.piece)[...] += 1
@@ -231,11 +294,14 @@ def test_a_damaged_plan_is_an_error_or_writes_each_element_once():
         mutated(body, draws)
         again = json.dumps(body)
         try:
-            found = from_json(json.dumps({**text, "plan": again, "checksum": _checksum(again)}))
+            found = from_json(
+                json.dumps({**text, "plan": again, "checksum": _checksum(again)})
+            )
         except PlanFormatError:
             refused += 1
             continue
-        # What passes may say other names, senders or places to read; every buffer is written whole, nothing beside it.
+        # What passes may say other names, senders or places to read; every buffer is
+        # written whole, nothing beside it.
         assert found.digest == plan.digest and all(map(is_whole, found.kinds))
     assert refused > 180
     for cut in range(0, len(to_json(plan)), 997):
@@ -251,7 +317,9 @@ def served():
 
 
 def receiver_of(plan, dst, *senders, secret=SECRET):
-    return Receiver(plan, dst, [sender.address for sender in senders], secret, timeout_seconds=2)
+    return Receiver(
+        plan, dst, [sender.address for sender in senders], secret, timeout_seconds=2
+    )
 
 
 def test_a_receiver_gets_the_newest_revision_once(served):
@@ -281,7 +349,10 @@ def test_a_receiver_that_the_plan_is_not_for_is_refused(served):
     src, dst, plan, tree, sender = served
     sender.publish(tree, 1)
     specs = {leaf.path: leaf.spec for leaf in dst.content.leaves}
-    eight, wide = (planned(tree, specs | more, mesh(4)) for more in ({"eight": P(None, "b")}, {"wide": P(None, "a")}))
+    eight, wide = (
+        planned(tree, specs | more, mesh(4))
+        for more in ({"eight": P(None, "b")}, {"wide": P(None, "a")})
+    )
     for other, own, text in (
         (plan_transfer(src, eight), eight, "leaf `eight`"),
         (plan_transfer(src, dst, limit_bytes=64), dst, "limits"),
@@ -291,7 +362,10 @@ def test_a_receiver_that_the_plan_is_not_for_is_refused(served):
     ):
         with pytest.raises(PlanMismatchError, match=text):
             receiver_of(other, own, sender).pull()
-    with pytest.raises(MeshError, match="`processes` is 3 for 4 devices; give a number that divides them"):
+    with pytest.raises(
+        MeshError,
+        match="`processes` is 3 for 4 devices; give a number that divides them",
+    ):
         job((3, 1))
 
 
@@ -318,21 +392,31 @@ def test_what_the_engine_still_holds_of_an_older_revision_is_never_written(serve
         sender.publish({**tree, "wide": tree["wide"] * 0 + revision}, revision)
         assert receiver.pull()
         own = receiver.arrays["wide"]
-        held.append((revision, (own, np.asarray(own.addressable_data(0)), own + 0)[revision % 3]))
+        held.append(
+            (
+                revision,
+                (own, np.asarray(own.addressable_data(0)), own + 0)[revision % 3],
+            )
+        )
         assert all((np.asarray(leaf) == number).all() for number, leaf in held)
     held.clear()
     pointers = set()
     for revision in range(9, 15):
         sender.publish(tree, revision)
         assert receiver.pull()
-        pointers.add(receiver.arrays["wide"].addressable_data(0).unsafe_buffer_pointer())
+        pointers.add(
+            receiver.arrays["wide"].addressable_data(0).unsafe_buffer_pointer()
+        )
     assert len(pointers) <= 3
 
 
 def test_two_senders_and_one_that_is_behind():
     _, dst, plan, tree = job((2, 1))
     with contextlib.ExitStack() as closing:
-        made = [Sender(plan, SECRET, process=number, timeout_seconds=2) for number in range(2)]
+        made = [
+            Sender(plan, SECRET, process=number, timeout_seconds=2)
+            for number in range(2)
+        ]
         senders = [closing.enter_context(contextlib.closing(sender)) for sender in made]
         receiver = receiver_of(plan, dst, *senders)
         for revision in (1, 2):
@@ -348,7 +432,9 @@ def test_two_senders_and_one_that_is_behind():
 
 
 def test_damaged_pieces_are_errors():
-    """What goes over a socket, with one byte or run of bytes changed, lost, doubled or cut off."""
+    """What goes over a socket, with one byte or run of bytes changed, lost, doubled or
+    cut off.
+    """
     _, dst, plan, tree = job(limit_bytes=64)
     ends, draws = socket.socketpair(), random.Random(0)
     with ends[0], ends[1]:
@@ -358,7 +444,12 @@ def test_damaged_pieces_are_errors():
     for number in range(300):
         at, count = draws.randrange(len(sent)), draws.choice([1, 1, 4, 20])
         part = sent[at : at + count]
-        changed = [bytes([part[0] ^ 1 << draws.randrange(8)]) + part[1:], b"", part * 2, part[::-1] + b"\0"][number % 4]
+        changed = [
+            bytes([part[0] ^ 1 << draws.randrange(8)]) + part[1:],
+            b"",
+            part * 2,
+            part[::-1] + b"\0",
+        ][number % 4]
         damaged = sent[:at] + changed + sent[at + count :] if number % 5 else sent[:at]
         if damaged[: len(sent)] == sent:
             continue
@@ -372,7 +463,10 @@ def test_damaged_pieces_are_errors():
 
 def test_a_peer_that_drips_counts_as_dead():
     with contextlib.closing(Sender(job()[2], SECRET, timeout_seconds=0.5)) as sender:
-        with socket.create_connection(sender.address) as connection, pytest.raises(OSError):
+        with (
+            socket.create_connection(sender.address) as connection,
+            pytest.raises(OSError),
+        ):
             for _ in range(100):
                 connection.sendall(b"x")
                 time.sleep(0.1)
@@ -381,11 +475,18 @@ def test_a_peer_that_drips_counts_as_dead():
 def test_transfer_servers_of_jax_carry_a_plan():
     _, dst, plan, tree = job(limit_bytes=64)
     client = jax.devices()[0].client
-    servers = [start_transfer_server(client, "127.0.0.1:0", ["127.0.0.1:0"]) for _ in range(2)]
-    here, there = (JaxChannel(servers[at], servers[1 - at].address(), 5, timeout_seconds=20) for at in range(2))
+    servers = [
+        start_transfer_server(client, "127.0.0.1:0", ["127.0.0.1:0"]) for _ in range(2)
+    ]
+    here, there = (
+        JaxChannel(servers[at], servers[1 - at].address(), 5, timeout_seconds=20)
+        for at in range(2)
+    )
     for revision in (3, 4):
         with ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(send, plan, tree, here, revision, sender=0, receiver=0)
+            sending = pool.submit(
+                send, plan, tree, here, revision, sender=0, receiver=0
+            )
             found, got = receive(plan, dst, {0: there}, receiver=0)
             sending.result()
         assert got == revision

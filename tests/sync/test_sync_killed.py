@@ -1,4 +1,6 @@
-"""Either side killed at a random moment: the other has one revision, whole, and goes on or says so."""
+"""Either side killed at a random moment: the other has one revision, whole, and goes on
+or says so.
+"""
 
 import os
 import random
@@ -21,8 +23,18 @@ def started():
 
     def start(*arguments):
         command = [sys.executable, str(WORKER), *map(str, arguments)]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(WORKER.parents[2])}
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+        environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(WORKER.parents[2]),
+        }
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
         children.append(child)
         return child
 
@@ -34,7 +46,9 @@ def started():
 
 
 def whole(line):
-    """The revision of a line of the engine, whose arrays all have the number of that revision."""
+    """The revision of a line of the engine, whose arrays all have the number of that
+    revision.
+    """
     _, revision, value, *_ = line.split()
     assert value == f"[{float(int(revision) % 100)}]", line
     return int(revision)
@@ -42,7 +56,9 @@ def whole(line):
 
 def first(engine):
     """The first line of an engine that has a revision."""
-    return next(line for line in engine.stdout if line.startswith("has") and "None" not in line)
+    return next(
+        line for line in engine.stdout if line.startswith("has") and "None" not in line
+    )
 
 
 @pytest.mark.parametrize("seed", range(KILLS))

@@ -1,7 +1,8 @@
-"""Bodies of `shard_map` with a mistake, as people make them, each beside the same body without it.
+"""Bodies of `shard_map` with a mistake, as people make them, each beside the same body
+without it.
 
-Each function takes whether to make the mistake and the arrays of one device, on a mesh of `d` x `t` devices. The
-mistake is on the lines that are marked `# wrong`.
+Each function takes whether to make the mistake and the arrays of one device, on a mesh
+of `d` x `t` devices. The mistake is on the lines that are marked `# wrong`.
 """
 
 import functools as ft
@@ -35,13 +36,19 @@ class Planted(NamedTuple):
         """The step on a mesh."""
         specs = tuple(spec for _, spec, *_ in self.args)
         body = ft.partial(self.body, wrong)
-        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=self.out, check_vma=False)
+        return jax.shard_map(
+            body, mesh=mesh, in_specs=specs, out_specs=self.out, check_vma=False
+        )
 
     def arrays(self, mesh: Mesh) -> list[jax.Array]:
         made = []
         for at, (shape, spec, *high) in enumerate(self.args):
             key = jax.random.key(at)
-            one = jax.random.randint(key, shape, 0, high[0]) if high else jax.random.normal(key, shape)
+            one = (
+                jax.random.randint(key, shape, 0, high[0])
+                if high
+                else jax.random.normal(key, shape)
+            )
             made.append(jax.device_put(one, NamedSharding(mesh, spec)))
         return made
 
@@ -168,7 +175,9 @@ def gathered_weight_whose_gradient_is_cut_and_not_summed(wrong, x, w):
         return (own if wrong else lax.psum_scatter(g, "d", tiled=True),)
 
     whole.defvjp(lambda w: (whole(w), None), back)
-    value, g = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(x @ whole(w)) ** 2))(w)  # wrong
+    value, g = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(x @ whole(w)) ** 2))(
+        w
+    )  # wrong
     return lax.psum(value, "d"), w - 0.1 * g
 
 
@@ -266,7 +275,9 @@ def embedding_of_foreign_rows(wrong, table, ids):
 @planted(SEQUENCE, WHOLE, out=P("d", "t"))
 def mask_not_offset(wrong, q, kv):
     scores = jnp.einsum("bqd,bkd->bqk", q, kv)
-    rows = jnp.arange(q.shape[1]) + (0 if wrong else lax.axis_index("t") * q.shape[1])  # wrong
+    rows = jnp.arange(q.shape[1]) + (
+        0 if wrong else lax.axis_index("t") * q.shape[1]
+    )  # wrong
     mask = rows[:, None] >= jnp.arange(kv.shape[1])
     weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
     return jnp.einsum("bqk,bkd->bqd", weights, kv)
@@ -283,7 +294,11 @@ def positions_counted_in_the_wrong_order(wrong, x):
 def labels_shifted_after_the_cut(wrong, x, tokens):
     logits = jnp.pad(x, [(0, 0), (0, 0), (0, 10)])
     following = lax.ppermute(tokens[:, :1], "t", neighbours("t", -1))
-    labels = jnp.roll(tokens, -1, 1) if wrong else jnp.concatenate([tokens[:, 1:], following], 1)  # wrong
+    labels = (
+        jnp.roll(tokens, -1, 1)
+        if wrong
+        else jnp.concatenate([tokens[:, 1:], following], 1)
+    )  # wrong
     picked = jnp.take_along_axis(logits, labels[..., None], -1)  # wrong
     return lax.pmean(jnp.mean(picked), ("d", "t"))
 
@@ -298,7 +313,9 @@ def experts_not_offset(wrong, x, experts):
 @planted(((8, 16), P("d", "t")), out=P("d", "t"))
 def running_sum_of_parts(wrong, x):
     totals = lax.all_gather(x.sum(-1), "t")
-    before = jnp.where(jnp.arange(totals.shape[0])[:, None] < lax.axis_index("t"), totals, 0).sum(0)
+    before = jnp.where(
+        jnp.arange(totals.shape[0])[:, None] < lax.axis_index("t"), totals, 0
+    ).sum(0)
     own = jnp.cumsum(x, -1)  # wrong
     return own if wrong else own + before[:, None]  # wrong
 
@@ -344,11 +361,15 @@ def gathered_in_the_wrong_order(wrong, x):
 
 @planted(((8, 8), P(None, "t")), ((8, 8), P("t")), out=P("t"))
 def scattered_along_the_wrong_dimension(wrong, x, w):
-    y = lax.psum_scatter(x @ w, "t", scatter_dimension=1 if wrong else 0, tiled=True)  # wrong
+    y = lax.psum_scatter(
+        x @ w, "t", scatter_dimension=1 if wrong else 0, tiled=True
+    )  # wrong
     return jnp.tanh(y.reshape(-1, 8))  # wrong
 
 
-@planted(((16, 8), P(("d", "t"))), ((8, 8), P()), ((8, 8, 8), P("t")), out=P(("d", "t")))
+@planted(
+    ((16, 8), P(("d", "t"))), ((8, 8), P()), ((8, 8, 8), P("t")), out=P(("d", "t"))
+)
 def experts_that_answer_in_another_order(wrong, x, router, experts):
     gate, choice = lax.top_k(jax.nn.softmax(x @ router), 2)
     chosen = jax.nn.one_hot(choice, router.shape[1])
@@ -360,4 +381,6 @@ def experts_that_answer_in_another_order(wrong, x, router, experts):
 
 
 def mesh_of(devices: Any) -> Mesh:
-    return jax.make_mesh((2, 4), ("d", "t"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    return jax.make_mesh(
+        (2, 4), ("d", "t"), axis_types=(AxisType.Auto,) * 2, devices=devices
+    )

@@ -1,4 +1,6 @@
-"""Steps under their plans beside the same steps on one device: planted mistakes, right steps, and bugs of XLA."""
+"""Steps under their plans beside the same steps on one device: planted mistakes, right
+steps, and bugs of XLA.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +20,18 @@ def mesh():
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_mistake_is_found_on_its_line_and_the_right_step_is_not_accused(name, mesh):
+def test_a_planted_mistake_is_found_on_its_line_and_the_right_step_is_not_accused(
+    name, mesh
+):
     case = PLANTED[name]
     args = case.arrays(mesh)
     if [*PLANTED].index(name) % 4 == 0:
         args = [x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in args]
     right = check_step(lambda mesh: case.make(mesh, False), *args, mesh=mesh)
     assert right, str(right)
-    wrong = check_step(lambda mesh: case.make(mesh, True), *case.arrays(mesh), mesh=mesh)
+    wrong = check_step(
+        lambda mesh: case.make(mesh, True), *case.arrays(mesh), mesh=mesh
+    )
     assert not wrong
     assert case.lines & {frame.line for frame in wrong.lines}, str(wrong)
 
@@ -40,19 +46,36 @@ def some(*shape, dtype=jnp.float32):
 
 def capacity(x, router):
     """A mixture of experts with a capacity: counts choose where a token goes."""
-    choice = jax.nn.one_hot(lax.top_k(jax.nn.softmax(x @ router), 2)[1], router.shape[1])
-    places = jnp.cumsum(choice.reshape(-1, router.shape[1]), 0).reshape(choice.shape) * choice - choice
-    return jnp.einsum("nke,nkec,nd->ecd", choice * (places < 6), jax.nn.one_hot(places.astype(jnp.int32), 6), x)
+    choice = jax.nn.one_hot(
+        lax.top_k(jax.nn.softmax(x @ router), 2)[1], router.shape[1]
+    )
+    places = (
+        jnp.cumsum(choice.reshape(-1, router.shape[1]), 0).reshape(choice.shape)
+        * choice
+        - choice
+    )
+    return jnp.einsum(
+        "nke,nkec,nd->ecd",
+        choice * (places < 6),
+        jax.nn.one_hot(places.astype(jnp.int32), 6),
+        x,
+    )
 
 
 def converged(a, _):
     def turn(carry):
         i, v, _ = carry
         y = a @ (a.T @ v)
-        return i + 1, y / jnp.linalg.norm(y), jnp.max(jnp.abs(y / jnp.linalg.norm(y) - v))
+        return (
+            i + 1,
+            y / jnp.linalg.norm(y),
+            jnp.max(jnp.abs(y / jnp.linalg.norm(y) - v)),
+        )
 
     start = 0, jnp.ones(len(a)) / len(a) ** 0.5, jnp.float32(1)
-    return lax.while_loop(lambda carry: (carry[0] < 99) & (carry[2] > 1e-4), turn, start)[1]
+    return lax.while_loop(
+        lambda carry: (carry[0] < 99) & (carry[2] > 1e-4), turn, start
+    )[1]
 
 
 def called_back(x, w):
@@ -64,28 +87,48 @@ RIGHT = {
     "capacity": capacity,
     "converged": converged,
     "called_back": called_back,
-    "quantised": lambda x, w: jnp.round(x @ w / jnp.max(jnp.abs(x @ w)) * 127).astype(jnp.int8),
-    "nearly_singular": lambda x, w: jnp.linalg.inv(w.T @ w + 1e-4 * jnp.eye(w.shape[1])),
-    "chaos": lambda x, w: lax.scan(lambda x, _: (3.99 * x * (1 - x), None), jax.nn.sigmoid(x @ w), None, length=40)[0],
-    "float16": lambda x, w: jax.grad(lambda w: jnp.sum((x.astype(w.dtype) @ w) ** 2).astype(jnp.float32))(
-        w.astype(jnp.float16)
+    "quantised": (
+        lambda x, w: jnp.round(x @ w / jnp.max(jnp.abs(x @ w)) * 127).astype(jnp.int8)
     ),
-    "transform": lambda x, w: (jnp.abs(jnp.fft.fft(x, axis=-1)), jnp.sort(x, -1), jnp.argsort(x, -1)),
-    "switched": lambda x, w: lax.cond(x.mean() > 5, jnp.sin, jnp.cos, lax.switch(2, [jnp.abs, jnp.exp, jnp.sinh], x)),
+    "nearly_singular": lambda x, w: jnp.linalg.inv(
+        w.T @ w + 1e-4 * jnp.eye(w.shape[1])
+    ),
+    "chaos": lambda x, w: lax.scan(
+        lambda x, _: (3.99 * x * (1 - x), None), jax.nn.sigmoid(x @ w), None, length=40
+    )[0],
+    "float16": lambda x, w: jax.grad(
+        lambda w: jnp.sum((x.astype(w.dtype) @ w) ** 2).astype(jnp.float32)
+    )(w.astype(jnp.float16)),
+    "transform": lambda x, w: (
+        jnp.abs(jnp.fft.fft(x, axis=-1)),
+        jnp.sort(x, -1),
+        jnp.argsort(x, -1),
+    ),
+    "switched": lambda x, w: lax.cond(
+        x.mean() > 5, jnp.sin, jnp.cos, lax.switch(2, [jnp.abs, jnp.exp, jnp.sinh], x)
+    ),
     "keys": lambda x, w: (
         jax.random.split(jax.random.key(1)),
         x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape),
     ),
-    "sampled": lambda x, w: jax.random.categorical(jax.random.key(0, impl="rbg"), x @ w, -1),
+    "sampled": lambda x, w: jax.random.categorical(
+        jax.random.key(0, impl="rbg"), x @ w, -1
+    ),
     "tied": lambda x, w: jnp.argmax(jnp.stack([x @ x.T, (x * 1.0) @ x.T + 1e-9]), 0),
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_under_a_plan_is_not_accused(name, mesh):
-    found = check_step(RIGHT[name], cut(some(16, 8), "d", "t", mesh=mesh), np.asarray(some(8, 8)))
+    found = check_step(
+        RIGHT[name], cut(some(16, 8), "d", "t", mesh=mesh), np.asarray(some(8, 8))
+    )
     assert found, str(found)
-    assert all(one.allowed < 0.1 for one in found.outputs) or name in ("chaos", "nearly_singular", "tied"), str(found)
+    assert all(one.allowed < 0.1 for one in found.outputs) or name in (
+        "chaos",
+        "nearly_singular",
+        "tied",
+    ), str(found)
 
 
 def test_random_numbers_that_depend_on_the_layout_are_said(mesh):
@@ -93,7 +136,9 @@ def test_random_numbers_that_depend_on_the_layout_are_said(mesh):
         with jax.threefry_partitionable(False):
             return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
 
-    found = check_step(dropped, jax.random.key(0), cut(some(16, 16), "d", "t", mesh=mesh))
+    found = check_step(
+        dropped, jax.random.key(0), cut(some(16, 16), "d", "t", mesh=mesh)
+    )
     assert not found
     assert "`random_bits` at test_check_step.py:" in str(found)
     assert "random numbers here hang on the layout" in str(found)
@@ -103,7 +148,13 @@ def test_a_sum_in_bfloat16_is_found_beside_a_reference_in_float32(mesh):
     def product(x, w):
         return lax.psum((x @ w).astype(jnp.bfloat16), "t").astype(jnp.float32)
 
-    step = jax.shard_map(product, mesh=mesh, in_specs=(P("d", "t"), P("t")), out_specs=P("d"), check_vma=False)
+    step = jax.shard_map(
+        product,
+        mesh=mesh,
+        in_specs=(P("d", "t"), P("t")),
+        out_specs=P("d"),
+        check_vma=False,
+    )
     args = cut(some(8, 256), "d", "t", mesh=mesh), cut(some(256, 6), "t", mesh=mesh)
     found = check_step(step, *args, reference=lambda x, w: x @ w)
     assert not found
@@ -114,14 +165,22 @@ def test_a_step_under_a_mesh_of_explicit_axes_that_is_set():
     mesh = jax.make_mesh((2, 4), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         args = cut(some(16, 8), "d", mesh=mesh), cut(some(8, 8), "d", "t", mesh=mesh)
-        assert check_step(lambda x, w: jnp.tanh(x @ jax.sharding.reshard(w, P(None, "t"))), *args)
+        assert check_step(
+            lambda x, w: jnp.tanh(x @ jax.sharding.reshard(w, P(None, "t"))), *args
+        )
 
 
 def test_a_mistake_that_bfloat16_hides_is_found_in_float32(mesh):
     @jax.jit
-    def nearly(x):  # a constraint says nothing of numbers; the shard_map adds a thousandth
-        own = lambda x: x * (1 + jnp.where(lax.axis_index("t") == 0, 0.0, 0.001).astype(x.dtype))
-        return jax.shard_map(own, mesh=mesh, in_specs=P("d", "t"), out_specs=P("d", "t"))(x)
+    def nearly(
+        x,
+    ):  # a constraint says nothing of numbers; the shard_map adds a thousandth
+        own = lambda x: (
+            x * (1 + jnp.where(lax.axis_index("t") == 0, 0.0, 0.001).astype(x.dtype))
+        )
+        return jax.shard_map(
+            own, mesh=mesh, in_specs=P("d", "t"), out_specs=P("d", "t")
+        )(x)
 
     x = jax.device_put(jnp.ones((8, 8), jnp.bfloat16), NamedSharding(mesh, P("d", "t")))
     found = check_step(nearly, x, reference=lambda x: x)
@@ -131,21 +190,32 @@ def test_a_mistake_that_bfloat16_hides_is_found_in_float32(mesh):
 
 def test_the_story_says_what_differs_where_and_how_it_lies(mesh):
     case = PLANTED["sum_left_out_in_a_loop"]
-    found = check_step(lambda mesh: case.make(mesh, True), *case.arrays(mesh), mesh=mesh)
+    found = check_step(
+        lambda mesh: case.make(mesh, True), *case.arrays(mesh), mesh=mesh
+    )
     text = str(found)
-    assert text.startswith("the plan changes 1 of 1 output:\noutput  difference  rounding  at\n")
+    assert text.startswith(
+        "the plan changes 1 of 1 output:\noutput  difference  rounding  at\n"
+    )
     assert "the first equation that differs: `add` at planted.py:" in text
     assert "in turn 0 of its loop" in text
     assert "f32[4,6] on each device of d, t, which waits for the sum over t" in text
     assert "`sin` at planted.py:" in text and "is a psum missing?" in text
     case = PLANTED["sum_left_out"]
-    found = check_step(lambda mesh: case.make(mesh, True), *case.arrays(mesh), mesh=mesh)
-    assert "it waits for the sum over t, and leaves its shard_map as if it were whole" in str(found)
+    found = check_step(
+        lambda mesh: case.make(mesh, True), *case.arrays(mesh), mesh=mesh
+    )
+    assert (
+        "it waits for the sum over t, and leaves its shard_map as if it were whole"
+        in str(found)
+    )
 
 
 def test_a_right_step_says_so_and_its_arguments_stay(mesh):
     x = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("d", "t")))
-    found = check_step(jax.jit(lambda x: {"y": jnp.tanh(x) @ x, "sum": x.sum()}, donate_argnums=0), x)
+    found = check_step(
+        jax.jit(lambda x: {"y": jnp.tanh(x) @ x, "sum": x.sum()}, donate_argnums=0), x
+    )
     assert found and not x.is_deleted()
     assert str(found) == "the plan changes none of 2 outputs by more than rounding does"
     assert [one.path for one in found.outputs] == ["sum", "y"]
@@ -154,7 +224,10 @@ def test_a_right_step_says_so_and_its_arguments_stay(mesh):
 def test_a_shard_map_over_several_devices_needs_a_reference(mesh):
     case = PLANTED["sum_left_out"]
     args = case.arrays(mesh)
-    with pytest.raises(sfx.errors.ProgramError, match=r"over a mesh of 8 devices.*`reference=`.*mesh=mesh"):
+    with pytest.raises(
+        sfx.errors.ProgramError,
+        match=r"over a mesh of 8 devices.*`reference=`.*mesh=mesh",
+    ):
         check_step(case.make(mesh, False), *args)
     plain = lambda x, w1, w2: jax.nn.relu(x @ w1) @ w2
     assert check_step(case.make(mesh, False), *args, reference=plain)
@@ -163,26 +236,38 @@ def test_a_shard_map_over_several_devices_needs_a_reference(mesh):
     assert any("is a psum missing?" in line for line in found.story)
 
 
-def test_suspects_are_a_sum_that_is_doubled_or_narrow_and_positions_without_an_offset(mesh):
+def test_suspects_are_a_sum_that_is_doubled_or_narrow_and_positions_without_an_offset(
+    mesh,
+):
     def body(x):
         mask = jnp.arange(x.shape[0]) > 1
         x = jnp.where(mask[:, None], x, 0)
         return lax.psum(lax.psum(x.astype(jnp.bfloat16), "d"), "d")
 
-    step = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)
+    step = jax.shard_map(
+        body, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False
+    )
     x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("d")))
     story = "\n".join(check_step(step, x, reference=lambda x: x[:4] * 0).story)
     assert "adds up in bfloat16" in story
     assert "along which all devices have the same: is it doubled?" in story
-    assert "counts from 0 on every device along d, and no axis_index offsets it" in story
+    assert (
+        "counts from 0 on every device along d, and no axis_index offsets it" in story
+    )
 
 
 def explicit_step(mesh: Mesh):
     def step(table, ids):
         def loss(table):
-            # https://github.com/openxla/xla/issues/42481: sums over `tp` follow the slice, not the scatter.
-            rows = jax.sharding.reshard(table, NamedSharding(mesh, P("dp", None, reduced=frozenset({"tp"}))))
-            return jnp.sum(rows.at[ids].get(out_sharding=NamedSharding(mesh, P("dp", "tp", None))) ** 2)  # wrong
+            # https://github.com/openxla/xla/issues/42481: sums over `tp` follow the
+            # slice, not the scatter.
+            rows = jax.sharding.reshard(
+                table, NamedSharding(mesh, P("dp", None, reduced=frozenset({"tp"})))
+            )
+            return jnp.sum(
+                rows.at[ids].get(out_sharding=NamedSharding(mesh, P("dp", "tp", None)))
+                ** 2
+            )  # wrong
 
         return jax.grad(loss)(table)
 
@@ -194,20 +279,31 @@ def bug_of_scatter():
     table = jax.random.normal(jax.random.key(0), (16, 8))
     ids = jax.random.randint(jax.random.key(1), (4, 8), 0, 5)
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
-    return jax.jit(explicit_step(mesh)), (put(table, "tp"), put(ids, "dp", "tp")), "scatter-add"
+    return (
+        jax.jit(explicit_step(mesh)),
+        (put(table, "tp"), put(ids, "dp", "tp")),
+        "scatter-add",
+    )
 
 
 def columns():
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+    )
     return NamedSharding(mesh, P(None, "x")), NamedSharding(mesh, P())
 
 
 def bug_of_update():
     cut, whole = columns()
-    # https://github.com/openxla/xla/issues/49118: a start that needs clamping is in no device's part.
+    # https://github.com/openxla/xla/issues/49118: a start that needs clamping is in no
+    # device's part.
     step = lambda x, y, at: lax.dynamic_update_slice(x, y, [jnp.int32(0), at]) * 2
     args = jnp.arange(4.0).reshape(2, 2), jnp.full((2, 1), 99.0), jnp.int32(2)
-    return jax.jit(step, in_shardings=(cut, whole, whole), out_shardings=cut), args, "dynamic_update_slice"
+    return (
+        jax.jit(step, in_shardings=(cut, whole, whole), out_shardings=cut),
+        args,
+        "dynamic_update_slice",
+    )
 
 
 def bug_of_slice():
@@ -215,7 +311,11 @@ def bug_of_slice():
     # https://github.com/openxla/xla/issues/49122: each device clamps its own start.
     step = lambda x, at: lax.dynamic_slice(x, [jnp.int32(0), at], (2, 6)) + 1
     args = jnp.arange(16.0).reshape(2, 8), jnp.int32(7)
-    return jax.jit(step, in_shardings=(cut, whole), out_shardings=cut), args, "dynamic_slice"
+    return (
+        jax.jit(step, in_shardings=(cut, whole), out_shardings=cut),
+        args,
+        "dynamic_slice",
+    )
 
 
 @pytest.mark.parametrize("bug", [bug_of_scatter, bug_of_update, bug_of_slice])
@@ -224,19 +324,34 @@ def test_a_bug_of_xla_is_found_by_its_operation(bug):
     found = check_step(step, *args)
     if jax.__version_info__ < (0, 11):
         assert not found
-    # A JAX that mended it computes the same; JAX 0.12 does not, and refuses to keep what is not summed yet.
-    named = f"the first equation that differs: `{primitive}` at test_check_step.py:" in str(found)
-    assert found or named or "XLA refuses the step where every value is kept" in str(found)
+    # A JAX that mended it computes the same; JAX 0.12 does not, and refuses to keep
+    # what is not summed yet.
+    named = (
+        f"the first equation that differs: `{primitive}` at test_check_step.py:"
+        in str(found)
+    )
+    assert (
+        found or named or "XLA refuses the step where every value is kept" in str(found)
+    )
     assert named or jax.__version_info__ >= (0, 11)
 
 
 def test_a_training_step_of_structs_is_made_small_and_run():
     axes = sfx.AxisRules([("embed", "d"), ("mlp", "t"), ("vocab", "t"), ("batch", "d")])
-    shapes = {"table": ("vocab", "embed"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
+    shapes = {
+        "table": ("vocab", "embed"),
+        "up": ("embed", "mlp"),
+        "down": ("mlp", "embed"),
+    }
     sizes = {"vocab": 32_000, "embed": 512, "mlp": 2048}
-    structs = {k: jax.ShapeDtypeStruct(tuple(sizes[one] for one in v), jnp.float32) for k, v in shapes.items()}
+    structs = {
+        k: jax.ShapeDtypeStruct(tuple(sizes[one] for one in v), jnp.float32)
+        for k, v in shapes.items()
+    }
     plan = sfx.plan(structs, sfx.MeshSpec({"d": 2, "t": 4}), names=shapes, axes=axes)
-    tokens = jax.ShapeDtypeStruct((64, 4096), jnp.int32, sharding=plan.sharding(("batch", None)))
+    tokens = jax.ShapeDtypeStruct(
+        (64, 4096), jnp.int32, sharding=plan.sharding(("batch", None))
+    )
     seen = []
 
     def loss(w, tokens):
@@ -255,8 +370,12 @@ def test_a_training_step_of_structs_is_made_small_and_run():
     assert all(np.isfinite(one.allowed) for one in found.outputs)
 
 
-@pytest.mark.parametrize(("shape", "small"), [((1024, 96), (16, 96)), ((1024, 96, 96), (16, 2, 96))])
-def test_a_size_that_a_step_knows_by_heart_stays_and_a_sequence_of_its_length_shrinks(shape, small):
+@pytest.mark.parametrize(
+    ("shape", "small"), [((1024, 96), (16, 96)), ((1024, 96, 96), (16, 2, 96))]
+)
+def test_a_size_that_a_step_knows_by_heart_stays_and_a_sequence_of_its_length_shrinks(
+    shape, small
+):
     mesh, seen = sfx.MeshSpec({"d": 8}).abstract(), []
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("d")))
 
@@ -269,6 +388,13 @@ def test_a_size_that_a_step_knows_by_heart_stays_and_a_sequence_of_its_length_sh
 
 
 def test_structs_need_devices():
-    x = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=NamedSharding(sfx.MeshSpec({"d": 16}).abstract(), P("d")))
-    with pytest.raises(sfx.errors.MeshError, match=r"for 16 devices, and 8 are here.*jax_num_cpu_devices"):
+    x = jax.ShapeDtypeStruct(
+        (16, 4),
+        jnp.float32,
+        sharding=NamedSharding(sfx.MeshSpec({"d": 16}).abstract(), P("d")),
+    )
+    with pytest.raises(
+        sfx.errors.MeshError,
+        match=r"for 16 devices, and 8 are here.*jax_num_cpu_devices",
+    ):
         check_step(lambda x: x, x)

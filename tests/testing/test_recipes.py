@@ -1,4 +1,6 @@
-"""The page of recipes runs, and its steps compute under their plans what they compute on one device."""
+"""The page of recipes runs, and its steps compute under their plans what they compute
+on one device.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

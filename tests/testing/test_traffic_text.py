@@ -21,8 +21,12 @@ def loss(weights, x):
 @pytest.fixture(scope="module")
 def traffic():
     mesh = sfx.MeshSpec({"data": 8}).abstract()
-    up = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    up = jax.ShapeDtypeStruct(
+        (16, 16), jnp.float32, sharding=NamedSharding(mesh, P("data"))
+    )
+    x = jax.ShapeDtypeStruct(
+        (64, 16), jnp.float32, sharding=NamedSharding(mesh, P("data"))
+    )
     step = jax.jit(jax.grad(loss), out_shardings=NamedSharding(mesh, P("data")))
     return sfx.cost.estimate(step, {"layers": [{"up": up}] * 2}, x)
 
@@ -38,26 +42,44 @@ all-reduce over data: 2 x backward f32[16,16], LINE
 
 def test_the_text_joins_what_is_alike_and_quotes_the_lines(traffic):
     for order in (1, -1):
-        assert traffic_text(dataclasses.replace(traffic, rows=traffic.rows[::order])) == EXPECTED
+        assert (
+            traffic_text(dataclasses.replace(traffic, rows=traffic.rows[::order]))
+            == EXPECTED
+        )
     text = traffic_text(traffic, sizes=True)
     assert "8 devices, 4.4 KiB enter each\n" in text and 'up"]), 896 B\n' in text
-    rows = [dataclasses.replace(row, source=row.source and row.source._replace(file="gone.py")) for row in traffic.rows]
+    rows = [
+        dataclasses.replace(
+            row, source=row.source and row.source._replace(file="gone.py")
+        )
+        for row in traffic.rows
+    ]
     gone = traffic_text(dataclasses.replace(traffic, rows=tuple(rows)))
     assert f"gone.py:{traffic.rows[0].source.line} loss" in gone
 
 
-def test_a_golden_file_is_written_compared_and_shown_where_it_differs(traffic, tmp_path):
+def test_a_golden_file_is_written_compared_and_shown_where_it_differs(
+    traffic, tmp_path
+):
     golden = tmp_path / "traffic.txt"
-    with pytest.raises(AssertionError, match=r"there is no file .* with the text of a traffic yet"):
+    with pytest.raises(
+        AssertionError, match=r"there is no file .* with the text of a traffic yet"
+    ):
         assert_same_traffic_text(traffic, golden)
     assert_same_traffic_text(traffic, golden, update=True)
     assert_same_traffic_text(traffic, golden)
-    more = dataclasses.replace(traffic, rows=(*traffic.rows, dataclasses.replace(traffic.rows[0], kind="all-to-all")))
+    more = dataclasses.replace(
+        traffic,
+        rows=(*traffic.rows, dataclasses.replace(traffic.rows[0], kind="all-to-all")),
+    )
     with pytest.raises(AssertionError) as error:
         assert_same_traffic_text(more, golden)
     message = str(error.value)
     assert "+all-to-all over data: 1 x" in message
-    assert f"run `assert_same_traffic_text(traffic, {str(golden)!r}, update=True)`" in message
+    assert (
+        f"run `assert_same_traffic_text(traffic, {str(golden)!r}, update=True)`"
+        in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,15 +106,21 @@ def test_limits_are_calls_or_bytes(traffic):
         assert_collectives(traffic, at_most={"all-gather": 1})
     with pytest.raises(AssertionError, match=r"4.4 KiB, more than 3 KiB"):
         assert_collectives(traffic, at_most={"any": "3 KiB"})
-    unknown = dataclasses.replace(traffic, rows=(dataclasses.replace(traffic.rows[0], calls=None),))
-    with pytest.raises(AssertionError, match="in a loop whose turns are not known, more than 9 may be"):
+    unknown = dataclasses.replace(
+        traffic, rows=(dataclasses.replace(traffic.rows[0], calls=None),)
+    )
+    with pytest.raises(
+        AssertionError, match="in a loop whose turns are not known, more than 9 may be"
+    ):
         assert_collectives(unknown, at_most={"all-reduce": 9})
 
 
 def test_a_pattern_that_cannot_find_anything_is_an_error(traffic):
     with pytest.raises(ValueError, match="no pattern of collectives"):
         assert_collectives(traffic, none=["allgather"])
-    with pytest.raises(ValueError, match="names the axis 'tensor', and the mesh has data"):
+    with pytest.raises(
+        ValueError, match="names the axis 'tensor', and the mesh has data"
+    ):
         assert_collectives(traffic, none=["any over tensor"])
     with pytest.raises(ValueError, match="is no number of bytes"):
         assert_collectives(traffic, at_most={"any": "3 bytes"})

@@ -26,20 +26,33 @@ def ids(order):
 # Four slices of four devices; eight of three slices.
 SLICES = chips((2, 2, 1, 1), (2, 2, 1, 1), slices=4)
 UNEVEN = [*SLICES[:6], *SLICES[8:10]]
-SLICED, T24 = MeshSpec({"data": 8}, dcn={"data": 4}), MeshSpec({"data": 2, "t": 24}, dcn={"t": 8})
+SLICED, T24 = (
+    MeshSpec({"data": 8}, dcn={"data": 4}),
+    MeshSpec({"data": 2, "t": 24}, dcn={"t": 8}),
+)
 DATA_T = MeshSpec({"data": 2, "t": 16})
 
 
 def test_a_mesh_is_a_value():
-    mesh = MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": EXPLICIT}, dcn={"data": 2})
+    mesh = MeshSpec(
+        {"data": 2, "tensor": 4}, axis_types={"tensor": EXPLICIT}, dcn={"data": 2}
+    )
     types = {"tensor": EXPLICIT, "data": AxisType.Auto}
     same = MeshSpec([("data", 2), ("tensor", 4)], axis_types=types, dcn={"data": 2})
     assert mesh == same and hash(mesh) == hash(same) and not jax.tree.leaves(mesh)
     assert mesh.axis_types == (AxisType.Auto, EXPLICIT) and mesh.dcn_sizes == (2, 1)
     assert dict(mesh.shape) == {"data": 2, "tensor": 4} and mesh.size == 8
-    slices = MeshSpec({"data": 8, "fsdp": -1, "tensor": 2}, dcn={"data": 4, "tensor": 2})
-    assert str(slices) == "data=8(dcn=4),fsdp=-1,tensor=2(dcn=2)" and MeshSpec.parse(str(slices)) == slices
-    assert mesh not in (MeshSpec({"tensor": 4, "data": 2}), MeshSpec({"data": 2, "tensor": 4}))
+    slices = MeshSpec(
+        {"data": 8, "fsdp": -1, "tensor": 2}, dcn={"data": 4, "tensor": 2}
+    )
+    assert (
+        str(slices) == "data=8(dcn=4),fsdp=-1,tensor=2(dcn=2)"
+        and MeshSpec.parse(str(slices)) == slices
+    )
+    assert mesh not in (
+        MeshSpec({"tensor": 4, "data": 2}),
+        MeshSpec({"data": 2, "tensor": 4}),
+    )
     for shown in (MeshSpec({"data": 2, "tensor": -1}), mesh):
         assert eval(repr(shown)) == shown
 
@@ -47,34 +60,97 @@ def test_a_mesh_is_a_value():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MeshSpec([("a", 1), ("a", 2)]), r"`a` occurs twice in \('a', 'a'\); give each axis one name"),
-        (lambda: MeshSpec({"a": 0}), "`a` has size 0; use a positive integer, or -1 for the rest"),
+        (
+            lambda: MeshSpec([("a", 1), ("a", 2)]),
+            r"`a` occurs twice in \('a', 'a'\); give each axis one name",
+        ),
+        (
+            lambda: MeshSpec({"a": 0}),
+            "`a` has size 0; use a positive integer, or -1 for the rest",
+        ),
         (lambda: MeshSpec({"": 2}), "named by a non-empty string, not ''"),
-        (lambda: MeshSpec({"a": -1, "b": -1}), "mesh a=-1,b=-1 has two sizes of -1; at most one"),
-        (lambda: MeshSpec({"a": 4}, dcn={"a": 3}), "`a` of size 4 cannot span 3 slices; `dcn` must divide the size"),
-        (lambda: MeshSpec({"a": 4}, dcn={"b": 2}), r"`dcn` names mesh axis `b`, but the mesh has \('a',\)"),
-        (lambda: MeshSpec({"a": 4}, axis_types={"b": EXPLICIT}), "`axis_types` names mesh axis `b`"),
-        (lambda: MeshSpec({"a": 10**5000}), r"\('a',\) have more devices than JAX can number; use smaller sizes"),
-        (lambda: MeshSpec({"a": 2**16, "b": 2**16}), r"\('a', 'b'\) have more devices than JAX can number"),
+        (
+            lambda: MeshSpec({"a": -1, "b": -1}),
+            "mesh a=-1,b=-1 has two sizes of -1; at most one",
+        ),
+        (
+            lambda: MeshSpec({"a": 4}, dcn={"a": 3}),
+            "`a` of size 4 cannot span 3 slices; `dcn` must divide the size",
+        ),
+        (
+            lambda: MeshSpec({"a": 4}, dcn={"b": 2}),
+            r"`dcn` names mesh axis `b`, but the mesh has \('a',\)",
+        ),
+        (
+            lambda: MeshSpec({"a": 4}, axis_types={"b": EXPLICIT}),
+            "`axis_types` names mesh axis `b`",
+        ),
+        (
+            lambda: MeshSpec({"a": 10**5000}),
+            r"\('a',\) have more devices than JAX can number; use smaller sizes",
+        ),
+        (
+            lambda: MeshSpec({"a": 2**16, "b": 2**16}),
+            r"\('a', 'b'\) have more devices than JAX can number",
+        ),
         (lambda: MeshSpec.parse("a=" + "9" * 5000), "9 is not of the form `name=size`"),
-        (lambda: MeshSpec.parse("data=4,tensor"), "'tensor' is not of the form `name=size`"),
+        (
+            lambda: MeshSpec.parse("data=4,tensor"),
+            "'tensor' is not of the form `name=size`",
+        ),
         (lambda: MeshSpec.parse("data=4(dcn=2"), r"'data=4\(dcn=2' is not of the form"),
-        (lambda: MeshSpec({"a": 4}).fit(8), r"a=4 has 4 devices, but there are 8; give one axis the size -1"),
-        (lambda: MeshSpec({"a": 4, "b": -1}).fit(6), "give 4, which does not divide 6 devices"),
-        (lambda: MeshSpec({"a": -1}).abstract(), r"axis of unknown size; call `.fit\(device_count\)` first"),
+        (
+            lambda: MeshSpec({"a": 4}).fit(8),
+            r"a=4 has 4 devices, but there are 8; give one axis the size -1",
+        ),
+        (
+            lambda: MeshSpec({"a": 4, "b": -1}).fit(6),
+            "give 4, which does not divide 6 devices",
+        ),
+        (
+            lambda: MeshSpec({"a": -1}).abstract(),
+            r"axis of unknown size; call `.fit\(device_count\)` first",
+        ),
         (lambda: MeshSpec({"a": 4}).axis_size("b"), "`axis_size` names mesh axis `b`"),
         (lambda: MeshSpec({"a": 4}).axis_size(("a", "a")), "an axis occurs twice"),
-        (lambda: MeshSpec.of("data=4"), "expected a MeshSpec, a jax Mesh or an AbstractMesh, not str"),  # pyright: ignore
-        (lambda: MeshSpec({"data": 4}).build(jax.devices()), "has 4 devices, but there are 8"),
-        (lambda: MeshSpec({"data": 2}).build(jax.devices()[:1] * 2), "a device was given twice; pass each device once"),
-        (lambda: SLICED.order(SLICES[:8]), "over 4 slices, but .* are of 2; use `dcn` sizes whose product is 2"),
-        (lambda: MeshSpec({"a": 6}, dcn={"a": 2}).order(SLICES[:6]), r"the 6 devices are \[4, 2\] per slice"),
-        (lambda: MeshSpec({"a": 4, "b": 2}).order(UNEVEN), r"3 slices, and no axes of .*\(4, 2\).*dcn=\{\"data\": 3\}"),
-        (lambda: DATA_T.split("t", {"x": 3, "y": 4}), "x=3,y=4 has 12 devices, but there are 16"),
-        (lambda: DATA_T.split("t", {"x": 3, "y": -1}), "give 3, which does not divide 16"),
+        (
+            lambda: MeshSpec.of("data=4"),
+            "expected a MeshSpec, a jax Mesh or an AbstractMesh, not str",
+        ),  # pyright: ignore
+        (
+            lambda: MeshSpec({"data": 4}).build(jax.devices()),
+            "has 4 devices, but there are 8",
+        ),
+        (
+            lambda: MeshSpec({"data": 2}).build(jax.devices()[:1] * 2),
+            "a device was given twice; pass each device once",
+        ),
+        (
+            lambda: SLICED.order(SLICES[:8]),
+            "over 4 slices, but .* are of 2; use `dcn` sizes whose product is 2",
+        ),
+        (
+            lambda: MeshSpec({"a": 6}, dcn={"a": 2}).order(SLICES[:6]),
+            r"the 6 devices are \[4, 2\] per slice",
+        ),
+        (
+            lambda: MeshSpec({"a": 4, "b": 2}).order(UNEVEN),
+            r"3 slices, and no axes of .*\(4, 2\).*dcn=\{\"data\": 3\}",
+        ),
+        (
+            lambda: DATA_T.split("t", {"x": 3, "y": 4}),
+            "x=3,y=4 has 12 devices, but there are 16",
+        ),
+        (
+            lambda: DATA_T.split("t", {"x": 3, "y": -1}),
+            "give 3, which does not divide 16",
+        ),
         (lambda: DATA_T.split("t", {"data": 4, "y": 4}), "`data` occurs twice"),
         (lambda: DATA_T.split("zz", {"x": 16}), "`split` names mesh axis `zz`"),
-        (lambda: T24.split("t", {"x": 6, "y": 4}), "8 slices, which x=6,y=4 would cut; .* be a multiple of 8"),
+        (
+            lambda: T24.split("t", {"x": 6, "y": 4}),
+            "8 slices, which x=6,y=4 would cut; .* be a multiple of 8",
+        ),
     ],
 )
 def test_a_mesh_refuses(make, message):
@@ -83,13 +159,23 @@ def test_a_mesh_refuses(make, message):
 
 
 def test_reading_filling_and_asking():
-    assert MeshSpec.parse(" data = -1, tensor=2 ").fit(8) == MeshSpec({"data": 4, "tensor": 2})
+    assert MeshSpec.parse(" data = -1, tensor=2 ").fit(8) == MeshSpec(
+        {"data": 4, "tensor": 2}
+    )
     mesh = MeshSpec({"data": 4, "tensor": 2})
-    assert (mesh.axis_size("data"), mesh.axis_size(("tensor", "data")), mesh.axis_size(())) == (4, 8, 1)
+    assert (
+        mesh.axis_size("data"),
+        mesh.axis_size(("tensor", "data")),
+        mesh.axis_size(()),
+    ) == (4, 8, 1)
     assert MeshSpec.of(mesh) is mesh and MeshSpec.of(mesh.abstract()) == mesh
     spec = MeshSpec({"data": -1, "tensor": 2}, axis_types=EXPLICIT)
     mesh = spec.build(jax.devices())
-    assert mesh == Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"), axis_types=(EXPLICIT, EXPLICIT))
+    assert mesh == Mesh(
+        np.array(jax.devices()).reshape(4, 2),
+        ("data", "tensor"),
+        axis_types=(EXPLICIT, EXPLICIT),
+    )
     assert MeshSpec.of(mesh) == spec.fit(8)
 
 
@@ -104,18 +190,28 @@ def test_other_devices_stay_in_the_order_given():
 def test_the_order_of_tpus_does_not_depend_on_the_list(shuffled):
     devices = chips((4, 4, 2, 1), (2, 2, 1, 1), "TPU v5p")
     spec = MeshSpec({"data": 4, "tensor": 8})
-    assert (ids(spec.order([devices[i] for i in shuffled])) == ids(spec.order(devices))).all()
+    assert (
+        ids(spec.order([devices[i] for i in shuffled])) == ids(spec.order(devices))
+    ).all()
 
 
-@pytest.mark.parametrize("sizes", [(64,), (16, 4), (4, 4, 4), (2, 8, 4), (32, 2), (2, 2, 2, 2, 2, 2)])
+@pytest.mark.parametrize(
+    "sizes", [(64,), (16, 4), (4, 4, 4), (2, 8, 4), (32, 2), (2, 2, 2, 2, 2, 2)]
+)
 def test_a_built_mesh_is_a_permutation_that_says_what_it_changed(sizes):
     devices = chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p")
     order = MeshSpec((f"a{i}", size) for i, size in enumerate(sizes)).order(devices)
-    assert sorted(ids(order).ravel()) == list(range(64)) and order.devices.shape == sizes
-    theirs = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    assert (
+        sorted(ids(order).ravel()) == list(range(64)) and order.devices.shape == sizes
+    )
+    theirs = mesh_utils.create_device_mesh(
+        sizes, devices, allow_split_physical_axes=True
+    )
     changed = [reason for reason in order.reasons if "walk their boxes" in reason]
     assert bool(changed) == (list(order.devices.flat) != list(theirs.flat))
-    assert ("physical axes split" in order.method) == any("no products of whole" in why for why in order.reasons)
+    assert ("physical axes split" in order.method) == any(
+        "no products of whole" in why for why in order.reasons
+    )
 
 
 def test_slices_are_ordered_one_by_one():
@@ -123,17 +219,28 @@ def test_slices_are_ordered_one_by_one():
     spec = MeshSpec({"replica": 2, "data": 8, "tensor": 2}, dcn={"replica": 2})
     order = spec.order(devices)
     assert order.method == "hybrid: mesh_utils, physical axes split"
-    assert all(len({device.slice_index for device in piece.flat}) == 1 for piece in order.devices)
+    assert all(
+        len({device.slice_index for device in piece.flat}) == 1
+        for piece in order.devices
+    )
     alone = MeshSpec({"data": 8, "tensor": 2}).order(devices[:16])
-    assert (ids(order)[0] == ids(alone)).all() and (ids(order)[1] == ids(alone) + 16).all()
+    assert (ids(order)[0] == ids(alone)).all() and (
+        ids(order)[1] == ids(alone) + 16
+    ).all()
 
 
 def test_an_axis_that_spans_slices_is_slowest_over_them():
-    order = MeshSpec({"data": 8, "tensor": 2}, dcn={"data": 2, "tensor": 2}).order(SLICES)
+    order = MeshSpec({"data": 8, "tensor": 2}, dcn={"data": 2, "tensor": 2}).order(
+        SLICES
+    )
     piece = np.vectorize(lambda device: device.slice_index)(order.devices)
     assert piece.tolist() == [[0, 1]] * 4 + [[2, 3]] * 4
     without = MeshSpec({"data": 2, "fsdp": 8}).order(SLICES)
-    assert without.reasons[0] == "the devices are of 4 slices and `dcn` is not given: axes span (2, 2) of them"
+    assert (
+        without.reasons[0]
+        == "the devices are of 4 slices and `dcn` is not given: axes span (2, 2) of"
+        " them"
+    )
 
 
 def test_processes_are_slices_where_devices_name_none_and_one_cpu_process_emulates_slices():
@@ -141,27 +248,43 @@ def test_processes_are_slices_where_devices_name_none_and_one_cpu_process_emulat
     for device in nodes:
         device.platform = "gpu"
     order = MeshSpec({"data": 2, "tensor": 2}, dcn={"data": 2}).order(nodes)
-    assert ids(order).tolist() == [[0, 1], [2, 3]] and order.method == "hybrid: mesh_utils"
+    assert (
+        ids(order).tolist() == [[0, 1], [2, 3]] and order.method == "hybrid: mesh_utils"
+    )
     order = MeshSpec({"data": 4, "tensor": 2}, dcn={"tensor": 2}).order(jax.devices())
     assert ids(order).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert order.reasons == ("one process emulates 2 slices of 4 devices, in the order given",)
+    assert order.reasons == (
+        "one process emulates 2 slices of 4 devices, in the order given",
+    )
 
 
 @pytest.mark.parametrize(
     ("devices", "sizes", "method", "reason"),
     [
         (chips((2, 2, 2, 2), (2, 2, 1, 2)), (4, 4), "torus", "one device per chip"),
-        (chips((3, 3, 1, 1))[:4] + chips((3, 3, 1, 1))[5:], (8,), "as given", "none sits at (1, 1, 0, 0)"),
-        # `mesh_utils` loses the 2 in 14 when it factors it, and finds no place for an axis of 4; JAX 0.12 does.
+        (
+            chips((3, 3, 1, 1))[:4] + chips((3, 3, 1, 1))[5:],
+            (8,),
+            "as given",
+            "none sits at (1, 1, 0, 0)",
+        ),
+        # `mesh_utils` loses the 2 in 14 when it factors it, and finds no place for an
+        # axis of 4; JAX 0.12 does.
         (chips((2, 14, 1, 1), kind="TPU v5p"), (7, 4), "", "hysical"),
     ],
 )
-def test_where_jax_has_no_order_a_torus_is_walked_and_a_torn_one_is_ordered_by_id(devices, sizes, method, reason):
-    order = MeshSpec((f"a{at}", size) for at, size in enumerate(sizes)).order(devices[::-1])
+def test_where_jax_has_no_order_a_torus_is_walked_and_a_torn_one_is_ordered_by_id(
+    devices, sizes, method, reason
+):
+    order = MeshSpec((f"a{at}", size) for at, size in enumerate(sizes)).order(
+        devices[::-1]
+    )
     assert order.method.startswith(method) and reason in order.reasons[0]
     assert sorted(ids(order).ravel()) == [device.id for device in devices]
     if method == "as given":
-        assert ids(order).tolist() == [0, 1, 2, 3, 5, 6, 7, 8] and order.mean_hops is None
+        assert (
+            ids(order).tolist() == [0, 1, 2, 3, 5, 6, 7, 8] and order.mean_hops is None
+        )
     else:
         assert order.mean_hops is not None and order.mean_hops[1] == 1.0
 
@@ -170,9 +293,14 @@ sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
 @given(sizes, sizes, st.integers(1, 4))
-def test_splitting_names_the_same_places_and_gives_slices_to_the_slowest_parts(parts, others, slices):
+def test_splitting_names_the_same_places_and_gives_slices_to_the_slowest_parts(
+    parts, others, slices
+):
     names = [f"p{i}" for i in range(len(parts))]
-    mesh = MeshSpec({"a": math.prod(others), "t": math.prod(parts) * slices, "z": 2}, dcn={"t": slices})
+    mesh = MeshSpec(
+        {"a": math.prod(others), "t": math.prod(parts) * slices, "z": 2},
+        dcn={"t": slices},
+    )
     split = mesh.split("t", {"s": slices} | dict(zip(names, parts, strict=True)))
     assert split.axis_names == ("a", "s", *names, "z")
     assert split.axis_size(("s", *names)) == mesh.axis_size("t")
@@ -185,12 +313,22 @@ def test_a_split_mesh_has_every_device_in_place_so_that_arrays_mix_with_those_of
     spec = MeshSpec({"data": 2, "tensor": 4})
     mesh = spec.build(jax.devices())
     finer = spec.split("tensor", {"kv": 2, "rep": 2}).build(mesh)
-    a = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("data", "tensor")))
-    b = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(finer, P("data", ("kv", "rep"))))
+    a = jax.device_put(
+        jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("data", "tensor"))
+    )
+    b = jax.device_put(
+        jnp.arange(64.0).reshape(8, 8), NamedSharding(finer, P("data", ("kv", "rep")))
+    )
     assert a.sharding.is_equivalent_to(b.sharding, 2)
     c = jax.device_put(jnp.ones((8, 2)), NamedSharding(finer, P(None, "kv")))
     out = jax.jit(lambda a, b, c: (a + b) @ c)(a, b, c)
-    np.testing.assert_array_equal(out, (2 * np.arange(64.0).reshape(8, 8)) @ np.ones((8, 2)))
-    torus = MeshSpec({"data": 4, "tensor": 16}).build(chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p"))
+    np.testing.assert_array_equal(
+        out, (2 * np.arange(64.0).reshape(8, 8)) @ np.ones((8, 2))
+    )
+    torus = MeshSpec({"data": 4, "tensor": 16}).build(
+        chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p")
+    )
     split = MeshSpec.of(torus).split("tensor", {"kv": 8, "rep": 2}).build(torus)
-    assert split.devices.shape == (4, 8, 2) and list(split.devices.flat) == list(torus.devices.flat)
+    assert split.devices.shape == (4, 8, 2) and list(split.devices.flat) == list(
+        torus.devices.flat
+    )

@@ -1,4 +1,6 @@
-"""Device orders: laws over boxes, choices over the hardware that exists, and every message."""
+"""Device orders: laws over boxes, choices over the hardware that exists, and every
+message.
+"""
 
 import itertools
 import math
@@ -27,17 +29,23 @@ HARDWARE = [
     ("TPU v6 lite", (16, 16, 1, 1), (2, 2, 1, 1)),
     ("TPU v9", (2, 6, 3, 1), (2, 2, 1, 1)),
 ]
-boxes = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(lambda box: math.prod(box) <= 300)
+boxes = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(
+    lambda box: math.prod(box) <= 300
+)
 
 
 def hops(path, box, closed):
     """How far successive places are apart, by brute force."""
-    far = lambda p, q, size, ring: min(abs(p - q), size - abs(p - q)) if ring else abs(p - q)
+    far = lambda p, q, size, ring: (
+        min(abs(p - q), size - abs(p - q)) if ring else abs(p - q)
+    )
     return [sum(map(far, a, b, box, closed)) for a, b in itertools.pairwise(path)]
 
 
 def is_permutation(order, bounds):
-    flat = np.ravel_multi_index(tuple(np.moveaxis(order, -1, 0).reshape(len(bounds), -1)), bounds)
+    flat = np.ravel_multi_index(
+        tuple(np.moveaxis(order, -1, 0).reshape(len(bounds), -1)), bounds
+    )
     return np.array_equal(np.sort(flat), np.arange(math.prod(bounds)))
 
 
@@ -48,7 +56,10 @@ def test_bounds_and_positions_need_neither_order_nor_origin(order, origin):
         device.coords = tuple(np.add(device.coords, origin).tolist())
     assert topology.bounds(devices) == (2, 2, 2, 2)
     for place, index in np.ndenumerate(topology.positions(devices)):
-        assert (*np.subtract(devices[index].coords, origin), devices[index].core_on_chip) == place
+        assert (
+            *np.subtract(devices[index].coords, origin),
+            devices[index].core_on_chip,
+        ) == place
 
 
 def test_devices_without_a_torus_are_processes_by_devices_and_coordinates_need_not_be_three():
@@ -69,24 +80,68 @@ OTHER = [SimpleNamespace(id=i, process_index=i // 2) for i in range(3)]
     "function, arguments, message",
     [
         (topology.bounds, [[]], r"there are no devices; pass `jax.devices\(\)`"),
-        (topology.bounds, [[*chips((2, 1, 1, 1)), OTHER[0]]], r"different lengths \(\[0, 4\]; 0 is none\)"),
+        (
+            topology.bounds,
+            [[*chips((2, 1, 1, 1)), OTHER[0]]],
+            r"different lengths \(\[0, 4\]; 0 is none\)",
+        ),
         (topology.bounds, [OTHER], r"different numbers of devices: \[2, 1\]"),
         (
             topology.positions,
             [chips(HOST)[2:]],
             r"6 devices span bounds \(2, 2, 1, 2\), but none sits at \(0, 0, 0, 0\)",
         ),
-        (topology.positions, [chips(HOST, slices=2)], r"2 of the 16 .* \(0, 0, 0, 0\); slices are ordered one by one"),
-        (topology.coords, [OTHER[0], 0], "`local_device_count` is 0; it must be at least 1"),
+        (
+            topology.positions,
+            [chips(HOST, slices=2)],
+            r"2 of the 16 .* \(0, 0, 0, 0\); slices are ordered one by one",
+        ),
+        (
+            topology.coords,
+            [OTHER[0], 0],
+            "`local_device_count` is 0; it must be at least 1",
+        ),
         (topology.hybrid_shape, [1, 8, 0], "`processes` is 0; it must be at least 1"),
-        (topology.torus_order, [(2, 2), (2, 3)], r"sizes \(2, 3\) have 6 devices, but bounds \(2, 2\) hold 4"),
-        (SUBMESH, [TORUS, HOST, (3, 1, 1, 2)], r"no multiple of 3; use `num_partitions` out of \[1, 2, 4, 8, 16, 32\]"),
-        (SUBMESH, [(4, 6, 1, 2), HOST, (3, 2, 1, 1)], r"boxes of 6 devices that fit are \[\(1, 3, 1, 2\), \(1, 6"),
-        (SUBMESH, [TORUS, HOST, (0, 1, 1, 2)], r"`submesh` \(0, 1, 1, 2\) has size 0 in dim 0"),
-        (SUBMESH, [TORUS, (3, 2, 1, 2), (1, 1, 1, 2)], r"`host_bounds` \(3, 2, 1, 2\) does not divide"),
-        (SUBMESH, [TORUS, HOST, (4, 1, 1, 1)], r"spans dim 0 of .* 1 of 2 cores \(dim 3\); use \(4, 1, 1, 2\)"),
-        (SUBMESH, [(4, 6, 1, 2), HOST, (1, 3, 1, 2)], r"`tile_by_host=False`, or one of .* \[\(1, 6, 1, 1\)"),
-        (SUBMESH, [TORUS, HOST, (1, 2)], r"`submesh` \(1, 2\) has 2 dimensions, but `bounds`"),
+        (
+            topology.torus_order,
+            [(2, 2), (2, 3)],
+            r"sizes \(2, 3\) have 6 devices, but bounds \(2, 2\) hold 4",
+        ),
+        (
+            SUBMESH,
+            [TORUS, HOST, (3, 1, 1, 2)],
+            r"no multiple of 3; use `num_partitions` out of \[1, 2, 4, 8, 16, 32\]",
+        ),
+        (
+            SUBMESH,
+            [(4, 6, 1, 2), HOST, (3, 2, 1, 1)],
+            r"boxes of 6 devices that fit are \[\(1, 3, 1, 2\), \(1, 6",
+        ),
+        (
+            SUBMESH,
+            [TORUS, HOST, (0, 1, 1, 2)],
+            r"`submesh` \(0, 1, 1, 2\) has size 0 in dim 0",
+        ),
+        (
+            SUBMESH,
+            [TORUS, (3, 2, 1, 2), (1, 1, 1, 2)],
+            r"`host_bounds` \(3, 2, 1, 2\) does not divide",
+        ),
+        (
+            SUBMESH,
+            [TORUS, HOST, (4, 1, 1, 1)],
+            r"spans dim 0 of .* 1 of 2 cores \(dim 3\); use \(4, 1, 1, 2\)",
+        ),
+        (
+            SUBMESH,
+            [(4, 6, 1, 2), HOST, (1, 3, 1, 2)],
+            r"`tile_by_host=False`, or one of .* \[\(1, 6, 1, 1\)",
+        ),
+        (
+            SUBMESH,
+            [TORUS, HOST, (1, 2)],
+            r"`submesh` \(1, 2\) has 2 dimensions, but `bounds`",
+        ),
     ],
 )
 def test_what_is_no_box_is_refused(function, arguments, message):
@@ -95,25 +150,36 @@ def test_what_is_no_box_is_refused(function, arguments, message):
 
 
 def whole(box, bounds):
-    return math.prod(side for side, bound in zip(box, bounds, strict=True) if side == bound)
+    return math.prod(
+        side for side, bound in zip(box, bounds, strict=True) if side == bound
+    )
 
 
 @pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE)
-def test_default_submesh_fits_and_prefers_cores_then_whole_rings_or_says_what_fits(kind, bounds, host):
-    candidates = {n: topology.feasible_submeshes(n, bounds) for n in range(1, math.prod(bounds) + 1)}
+def test_default_submesh_fits_and_prefers_cores_then_whole_rings_or_says_what_fits(
+    kind, bounds, host
+):
+    candidates = {
+        n: topology.feasible_submeshes(n, bounds)
+        for n in range(1, math.prod(bounds) + 1)
+    }
     feasible = [n for n, boxes in candidates.items() if boxes]
     for partitions, boxes in candidates.items():
         if not boxes:
             with pytest.raises(MeshError) as caught:
                 topology.default_submesh(kind, partitions, bounds)
-            assert str(caught.value).endswith(f"use `num_partitions` out of {feasible}.")
+            assert str(caught.value).endswith(
+                f"use `num_partitions` out of {feasible}."
+            )
             continue
         box = topology.default_submesh(kind, partitions, bounds)
         assert math.prod(box) == partitions
         assert all(bound % side == 0 for side, bound in zip(box, bounds, strict=True))
         if kind > "TPU v4":  # the others have T5X's table
             assert box[3] == max(other[3] for other in boxes)
-            assert whole(box, bounds) == max(whole(other, bounds) for other in boxes if other[3] == box[3])
+            assert whole(box, bounds) == max(
+                whole(other, bounds) for other in boxes if other[3] == box[3]
+            )
 
 
 @pytest.mark.parametrize(
@@ -121,11 +187,21 @@ def test_default_submesh_fits_and_prefers_cores_then_whole_rings_or_says_what_fi
     [
         ("TPU v5p", 4, (4, 4, 4, 1), (4, 1, 1, 1)),  # a ring
         ("TPU v5p", 16, (4, 4, 16, 1), (4, 4, 1, 1)),  # a torus rather than a ring
-        ("TPU v5p", 4, (8, 8, 8, 1), (2, 2, 1, 1)),  # no ring is whole: the box with a closed walk
+        (
+            "TPU v5p",
+            4,
+            (8, 8, 8, 1),
+            (2, 2, 1, 1),
+        ),  # no ring is whole: the box with a closed walk
         ("TPU v5 lite", 16, (16, 16, 1, 1), (16, 1, 1, 1)),
         ("TPU v6 lite", 4, (16, 16, 1, 1), (2, 2, 1, 1)),
         ("TPU7x", 8, (4, 4, 4, 2), (4, 1, 1, 2)),  # cores first
-        ("TPU v4", 8, (2, 2, 2, 1), (2, 2, 2, 1)),  # the table's (4, 2, 1, 1) does not fit
+        (
+            "TPU v4",
+            8,
+            (2, 2, 2, 1),
+            (2, 2, 2, 1),
+        ),  # the table's (4, 2, 1, 1) does not fit
         ("TPU v4", 4, (4, 4, 4, 2), (2, 1, 1, 2)),  # the table is for one core per chip
     ],
 )
@@ -137,7 +213,9 @@ def test_chosen_submeshes(kind, partitions, bounds, expected):
 @pytest.mark.parametrize("tile", [True, False])
 def test_every_submesh_order_is_a_permutation_of_boxes(kind, bounds, host, tile):
     counts = [n for n in range(1, math.prod(bounds) + 1) if math.prod(bounds) % n == 0]
-    for box in itertools.chain.from_iterable(topology.feasible_submeshes(n, bounds) for n in counts[:8]):
+    for box in itertools.chain.from_iterable(
+        topology.feasible_submeshes(n, bounds) for n in counts[:8]
+    ):
         try:
             order = topology.submesh_order(bounds, host, box, tile_by_host=tile)
         except MeshError as error:
@@ -154,7 +232,9 @@ def test_host_tiling_gives_each_host_a_box(kind, bounds, host):
     grid = topology.positions(devices)
     for box in ((1, 1, 1, bounds[3]), (2, 2, 1, bounds[3])):
         order = topology.submesh_order(bounds, host, box)
-        mesh = Mesh(objects(devices)[grid[tuple(np.moveaxis(order, -1, 0))]], ("data", "model"))
+        mesh = Mesh(
+            objects(devices)[grid[tuple(np.moveaxis(order, -1, 0))]], ("data", "model")
+        )
         assert hosts.grid_of(mesh).process_count == math.prod(bounds) // math.prod(host)
 
 
@@ -166,7 +246,11 @@ def test_hybrid_shape_uses_every_device(partitions, local, processes):
         assert f"{partitions} partitions do not tile" in str(error)
         assert partitions not in eval(str(error).split("use one of ")[1][:-1])
         return
-    assert math.prod(ici) == local and math.prod(dcn) == processes and ici[1] * dcn[1] == partitions
+    assert (
+        math.prod(ici) == local
+        and math.prod(dcn) == processes
+        and ici[1] * dcn[1] == partitions
+    )
 
 
 @given(boxes, st.lists(st.booleans(), min_size=4, max_size=4))
@@ -186,17 +270,28 @@ def test_ring_path_steps_to_neighbours_and_closes_where_it_can(box, closed):
 def test_torus_order_is_a_permutation_and_walks_the_last_axis(box, data):
     size = math.prod(box)
     last = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-    middle = data.draw(st.sampled_from([n for n in range(1, size // last + 1) if (size // last) % n == 0]))
+    middle = data.draw(
+        st.sampled_from(
+            [n for n in range(1, size // last + 1) if (size // last) % n == 0]
+        )
+    )
     order = topology.torus_order(box, (size // last // middle, middle, last))
     assert is_permutation(order, tuple(box))
     assert topology.mean_hops(order, 2, box) == (0.0 if last == 1 else 1.0)
     # A second axis takes a dimension of its own.
-    assert topology.mean_hops(topology.torus_order((8, 8, 8, 1), (128, 2, 2)), 1, (8, 8, 8, 1)) == 1.0
+    assert (
+        topology.mean_hops(
+            topology.torus_order((8, 8, 8, 1), (128, 2, 2)), 1, (8, 8, 8, 1)
+        )
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE)
 def test_mean_hops_against_brute_force(kind, bounds, host):
-    order = topology.submesh_order(bounds, host, topology.default_submesh(kind, 2 * bounds[3], bounds))
+    order = topology.submesh_order(
+        bounds, host, topology.default_submesh(kind, 2 * bounds[3], bounds)
+    )
     closed = topology.wraps(kind, bounds)
     rows = [hops(row, bounds, closed) for row in order.tolist()]
     assert topology.mean_hops(order, 1, bounds, closed) == pytest.approx(np.mean(rows))
@@ -212,9 +307,22 @@ def test_which_dimensions_are_rings():
 
 
 SMALL = [
-    *(("TPU v2", (4, 4, 1, 2)), ("TPU v3", (2, 2, 1, 2)), ("TPU v4", (2, 2, 4, 1)), ("TPU v4 lite", (2, 2, 1, 1))),
-    *(("TPU v5 lite", (2, 4, 1, 1)), ("TPU v5 lite", (4, 4, 1, 1)), ("TPU v5p", (2, 2, 2, 1))),
-    *(("TPU v5p", (4, 4, 4, 2)), ("TPU v6 lite", (4, 2, 1, 1)), ("TPU7x", (2, 2, 4, 2))),
+    *(
+        ("TPU v2", (4, 4, 1, 2)),
+        ("TPU v3", (2, 2, 1, 2)),
+        ("TPU v4", (2, 2, 4, 1)),
+        ("TPU v4 lite", (2, 2, 1, 1)),
+    ),
+    *(
+        ("TPU v5 lite", (2, 4, 1, 1)),
+        ("TPU v5 lite", (4, 4, 1, 1)),
+        ("TPU v5p", (2, 2, 2, 1)),
+    ),
+    *(
+        ("TPU v5p", (4, 4, 4, 2)),
+        ("TPU v6 lite", (4, 2, 1, 1)),
+        ("TPU7x", (2, 2, 4, 2)),
+    ),
 ]
 
 
@@ -225,13 +333,22 @@ def factorings(number, count):
     return [(n, *rest) for n in divisors for rest in factorings(number // n, count - 1)]
 
 
-@pytest.mark.parametrize(("kind", "bounds"), [*SMALL, *(row[:2] for row in HARDWARE)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "bounds"), [*SMALL, *(row[:2] for row in HARDWARE)], ids=str
+)
 def test_neighbours_on_the_last_axis_are_linked_whatever_the_sizes(kind, bounds):
     devices, size = chips(bounds, (2, 2, 1, bounds[3]), kind), math.prod(bounds)
     every = [sizes for count in (1, 2, 3) for sizes in factorings(size, count)]
-    models = [(size // model, model) for model in (4, 8, 16) if topology.feasible_submeshes(model, bounds)]
+    models = [
+        (size // model, model)
+        for model in (4, 8, 16)
+        if topology.feasible_submeshes(model, bounds)
+    ]
     for sizes in every if (kind, bounds) in SMALL else models:
         order = topology.device_order(devices, sizes)
         assert sorted(device.id for device in order.devices.flat) == list(range(size))
         last = max(i for i, size in enumerate(sizes) if size > 1)
-        assert order.mean_hops is not None and order.mean_hops[last] == 1.0, (sizes, order.method)
+        assert order.mean_hops is not None and order.mean_hops[last] == 1.0, (
+            sizes,
+            order.method,
+        )

@@ -1,4 +1,6 @@
-"""What type checkers see of functions that give back what they get. Nothing runs: `tests/types/check.py` reads it."""
+"""What type checkers see of functions that give back what they get. Nothing runs:
+`tests/types/check.py` reads it.
+"""
 
 from typing import Any, assert_type
 
@@ -26,16 +28,25 @@ def doubled(x: jax.Array) -> jax.Array:
     return 2 * x
 
 
-def step(model: Model, batch: dict[str, jax.Array], *, rate: float = 0.1) -> tuple[Model, jax.Array]:
+def step(
+    model: Model, batch: dict[str, jax.Array], *, rate: float = 0.1
+) -> tuple[Model, jax.Array]:
     return model, batch["x"] * rate
 
 
 def functions(model: Model, batch: dict[str, jax.Array], plan: sfx.ShardPlan) -> None:
     jitted = sfx.filter_jit(step, in_shardings=(plan,), donate=(0,))
     assert_type(jitted(model, batch, rate=0.2), tuple[Model, jax.Array])
-    assert_type(sfx.filter_jit(out_shardings=plan)(step)(model, batch), tuple[Model, jax.Array])
-    assert_type(jitted.lower(model, batch).compile()(model, batch), tuple[Model, jax.Array])
-    assert_type(jitted.trace(model, batch).lower().compile()(model, batch), tuple[Model, jax.Array])
+    assert_type(
+        sfx.filter_jit(out_shardings=plan)(step)(model, batch), tuple[Model, jax.Array]
+    )
+    assert_type(
+        jitted.lower(model, batch).compile()(model, batch), tuple[Model, jax.Array]
+    )
+    assert_type(
+        jitted.trace(model, batch).lower().compile()(model, batch),
+        tuple[Model, jax.Array],
+    )
     assert_type(doubled(batch["x"]), jax.Array)
     assert_type(model.scaled(2.0), jax.Array)
     assert_type(model.shifted(), jax.Array)
@@ -45,13 +56,21 @@ def trees(model: Model, batch: dict[str, jax.Array], plan: sfx.ShardPlan) -> Non
     assert_type(sfx.shard(model, plan), Model)
     assert_type(sfx.shard(batch, plan), dict[str, jax.Array])
     assert_type(sfx.reshard(model, plan), Model)
-    assert_type(sfx.reshard((model, batch), plan, donate=True), tuple[Model, dict[str, jax.Array]])
+    assert_type(
+        sfx.reshard((model, batch), plan, donate=True),
+        tuple[Model, dict[str, jax.Array]],
+    )
     assert_type(sfx.gather(model), Model)
     assert_type(sfx.checkpoint.load("path", model), Model)
     assert_type(sfx.checkpoint.load("path", plan), Any)
 
 
-def arrays(array: jax.Array, host: np.ndarray, struct: jax.ShapeDtypeStruct, plan: sfx.ShardPlan) -> None:
+def arrays(
+    array: jax.Array,
+    host: np.ndarray,
+    struct: jax.ShapeDtypeStruct,
+    plan: sfx.ShardPlan,
+) -> None:
     assert_type(sfx.shard(array, plan), jax.Array)
     assert_type(sfx.shard(host, plan), jax.Array)
     assert_type(sfx.reshard(host, plan), jax.Array)
@@ -68,7 +87,8 @@ class Dense(eqx.Module):
 
 
 def fields(array: jax.Array) -> None:
-    # A field with names and without a default is required, and fields without a default may follow it.
+    # A field with names and without a default is required, and fields without a default
+    # may follow it.
     assert_type(Dense(array, 1.0), Dense)
     assert_type(Dense(array, 1.0, array).bias, jax.Array | None)
     assert_type(Dense(weight=array, scale=1.0).weight, jax.Array)

@@ -1,4 +1,6 @@
-"""One use of each public function. Nothing runs: `tests/types/check.py` has type checkers read it."""
+"""One use of each public function. Nothing runs: `tests/types/check.py` has type
+checkers read it.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +11,27 @@ import numpy as np
 from jax.sharding import Mesh
 
 import shardfx as sfx
-from shardfx import auto, checkpoint, chips, cost, hosts, presets, sync, testing, topology
-from shardfx.interop import eformer, flax, huggingface, keras, levanter, maxtext, t5x, tpu
+from shardfx import (
+    auto,
+    checkpoint,
+    chips,
+    cost,
+    hosts,
+    presets,
+    sync,
+    testing,
+    topology,
+)
+from shardfx.interop import (
+    eformer,
+    flax,
+    huggingface,
+    keras,
+    levanter,
+    maxtext,
+    t5x,
+    tpu,
+)
 from shardfx.presets import maps, models
 
 
@@ -32,17 +53,36 @@ def plans(tree: Tree, mesh: sfx.MeshSpec) -> sfx.ShardPlan:
     paths = paths.extend([(".*", sfx.optional(sfx.fsdp("fsdp")))])
     sfx.match(tree, paths)
     plan = sfx.plan(tree, mesh, paths=paths, axes=axes, mode=None)
-    text: str = sfx.report(plan, width=88) + sfx.html_report(plan, findings=sfx.lint(tree, mesh, paths=paths))
-    print(text, sfx.explain(plan, "wq"), sfx.diff(plan, sfx.follow(lambda params: params, plan)))
+    text: str = sfx.report(plan, width=88) + sfx.html_report(
+        plan, findings=sfx.lint(tree, mesh, paths=paths)
+    )
+    print(
+        text,
+        sfx.explain(plan, "wq"),
+        sfx.diff(plan, sfx.follow(lambda params: params, plan)),
+    )
     return plan
 
 
 def arrays(tree: Tree, plan: sfx.ShardPlan, x: jax.Array) -> Tree:
     placed = sfx.shard(tree, plan)
-    print(sfx.misplaced(placed, plan), sfx.specs_of(placed), sfx.shardings_of(placed), sfx.gather(placed))
+    print(
+        sfx.misplaced(placed, plan),
+        sfx.specs_of(placed),
+        sfx.shardings_of(placed),
+        sfx.gather(placed),
+    )
     jitted = sfx.filter_jit(step, in_shardings=(plan, None), donate=(0,))
-    moved = sfx.reshard(jitted(placed, sfx.constrain(x, ("batch",), plan)), plan, memory_limit_bytes=1 << 20)
-    print(sfx.plan_reshard(plan, plan, map=sfx.TreeMap({"a": sfx.From("b").transpose(1, 0)})).wire_bytes)
+    moved = sfx.reshard(
+        jitted(placed, sfx.constrain(x, ("batch",), plan)),
+        plan,
+        memory_limit_bytes=1 << 20,
+    )
+    print(
+        sfx.plan_reshard(
+            plan, plan, map=sfx.TreeMap({"a": sfx.From("b").transpose(1, 0)})
+        ).wire_bytes
+    )
     sfx.map_matrices(lambda matrix: matrix, plan)(moved)
     sfx.clear_caches()
     return moved
@@ -52,7 +92,11 @@ def costs(plan: sfx.ShardPlan, tree: Tree, x: jax.Array) -> float:
     estimated = cost.estimate(step, tree, x)
     compiled = cost.compile_for(step, tree, x, target="tpu:v5e:4x4")
     sent = cost.traffic(compiled, plan.mesh)
-    print(cost.compare(estimated, compiled), cost.fit(step, tree, x, chip=chips.find("v5p")), chips.table())
+    print(
+        cost.compare(estimated, compiled),
+        cost.fit(step, tree, x, chip=chips.find("v5p")),
+        chips.table(),
+    )
     lines = cost.shardings(step, tree, x)
     testing.assert_same_traffic_text(sent, testing.traffic_text(estimated))
     testing.assert_same_shardings_text(lines, testing.shardings_text(lines))
@@ -62,7 +106,9 @@ def costs(plan: sfx.ShardPlan, tree: Tree, x: jax.Array) -> float:
     return cost.seconds(sent, chips.parse_slice("v5e-16").chip).seconds
 
 
-def searched(plan: sfx.ShardPlan, tree: Tree, x: jax.Array, mesh: Mesh) -> auto.Candidate:
+def searched(
+    plan: sfx.ShardPlan, tree: Tree, x: jax.Array, mesh: Mesh
+) -> auto.Candidate:
     names = auto.name_axes(step, tree, x)
     auto.renamed(tree, {"wq": ("embed", "mlp")}, names=names)
     print(auto.frontier(step, tree, x, devices=[8, 16]), auto.replan(plan, mesh))
@@ -74,11 +120,17 @@ def searched(plan: sfx.ShardPlan, tree: Tree, x: jax.Array, mesh: Mesh) -> auto.
 def files(plan: sfx.ShardPlan, tree: Tree) -> Tree:
     checkpoint.save("path", tree, plan)
     index = checkpoint.read_index("path")
-    print(checkpoint.plan_reads(index, plan), checkpoint.left_over("path"), checkpoint.saved_plan("path"))
+    print(
+        checkpoint.plan_reads(index, plan),
+        checkpoint.left_over("path"),
+        checkpoint.saved_plan("path"),
+    )
     return checkpoint.load(index, checkpoint.structs(index))
 
 
-def transfers(plan: sfx.ShardPlan, tree: Tree, channel: sync.Channel) -> Mapping[str, jax.Array]:
+def transfers(
+    plan: sfx.ShardPlan, tree: Tree, channel: sync.Channel
+) -> Mapping[str, jax.Array]:
     transfer = sync.from_json(sync.to_json(sync.plan_transfer(plan, plan)))
     sync.send(transfer, tree, channel, 1, sender=0, receiver=0)
     received, revision = sync.receive(transfer, plan, {0: channel}, receiver=0)
@@ -90,39 +142,98 @@ def processes(mesh: Mesh, plan: sfx.ShardPlan, x: jax.Array) -> int:
     grid = hosts.grid_of(mesh)
     hosts.regular_grid(plan.mesh, {"data": 2})
     hosts.assert_same_plan(plan)
-    print(hosts.local_chunk((8,), plan["wq"].spec, grid, 0).slices, hosts.owned((8,), x.sharding, 0))
+    print(
+        hosts.local_chunk((8,), plan["wq"].spec, grid, 0).slices,
+        hosts.owned((8,), x.sharding, 0),
+    )
     hosts.global_batch(x, plan)
     layout = hosts.data_layout(8, "data", grid, 0)
-    return layout.shard_id + hosts.shard_id("data", grid, 0) + hosts.replica_id("data", grid, 0)
+    return (
+        layout.shard_id
+        + hosts.shard_id("data", grid, 0)
+        + hosts.replica_id("data", grid, 0)
+    )
 
 
 def hardware(devices: list[Any]) -> np.ndarray:
     box = topology.bounds(devices)
-    print(topology.coords(devices[0], 8), topology.slices(devices), topology.feasible_submeshes(8, box))
-    print(topology.default_submesh("TPU v4", 8, box), topology.hybrid_shape(8, 4, 2), topology.ring_path(box))
+    print(
+        topology.coords(devices[0], 8),
+        topology.slices(devices),
+        topology.feasible_submeshes(8, box),
+    )
+    print(
+        topology.default_submesh("TPU v4", 8, box),
+        topology.hybrid_shape(8, 4, 2),
+        topology.ring_path(box),
+    )
     order = topology.device_order(devices, (2, 4))
     places = topology.torus_order(box, (2, 4), topology.wraps("TPU v4", box))
-    print(order.devices, topology.mean_hops(places, 1, box), topology.submesh_order(box, box, box))
-    tpu.mesh_of("tpu:v5e:4x4", sfx.MeshSpec({"data": len(tpu.devices_of("tpu:v5e:4x4"))}))
+    print(
+        order.devices,
+        topology.mean_hops(places, 1, box),
+        topology.submesh_order(box, box, box),
+    )
+    tpu.mesh_of(
+        "tpu:v5e:4x4", sfx.MeshSpec({"data": len(tpu.devices_of("tpu:v5e:4x4"))})
+    )
     return topology.positions(devices)
 
 
 def tables(config: dict[str, Any]) -> list[sfx.PathRules]:
-    print(models.names(), models.strategies("llama3-8b"), models.tree("llama3-8b"), models.config("llama3-8b"))
+    print(
+        models.names(),
+        models.strategies("llama3-8b"),
+        models.tree("llama3-8b"),
+        models.config("llama3-8b"),
+    )
     layout = maps.hugging_face(config)
-    for target in (maps.stacked(config), maps.maxtext(config), maps.engine(config, shards=8)):
+    for target in (
+        maps.stacked(config),
+        maps.maxtext(config),
+        maps.engine(config, shards=8),
+    ):
         print(layout.to(target))
-    print(presets.t5x(), presets.eformer(), presets.infer_mode((8, 1), 1), presets.gpt2(), presets.deepseek_v3())
-    families = [presets.bert, presets.gemma, presets.llama, presets.mistral, presets.mixtral, presets.qwen2]
+    print(
+        presets.t5x(),
+        presets.eformer(),
+        presets.infer_mode((8, 1), 1),
+        presets.gpt2(),
+        presets.deepseek_v3(),
+    )
+    families = [
+        presets.bert,
+        presets.gemma,
+        presets.llama,
+        presets.mistral,
+        presets.mixtral,
+        presets.qwen2,
+    ]
     families += [presets.qwen3, presets.qwen3_moe, presets.starcoder2, presets.t5]
-    return [models.rules_for("llama3-8b", "fsdp"), *(family(head_dim=64) for family in families)]
+    return [
+        models.rules_for("llama3-8b", "fsdp"),
+        *(family(head_dim=64) for family in families),
+    ]
 
 
-def others(tree: Tree, mesh: sfx.MeshSpec, devices: Mesh, config: dict[str, Any]) -> None:
+def others(
+    tree: Tree, mesh: sfx.MeshSpec, devices: Mesh, config: dict[str, Any]
+) -> None:
     flax.composite_rules(flax.rules_of(tree), flax.core_rules({"mlp": "tensor"}, mesh))
     flax.add_axis(flax.remove_axis(("layers", "mlp"), 0, "layers"), 0, "layers")
-    print(flax.names_of(tree), flax.unboxed(tree), huggingface.rules_of(huggingface.plans_of(config)))
-    print(keras.rules_of({"dense": (None, "model")}), levanter.rules_of({"mlp": "model"}))
-    print(levanter.mappings_of({}), maxtext.rules_of(config), t5x.partitioning_of("text"))
-    eformer.apply(eformer.replicate(tree, devices), eformer.shardings(checkpoint.read_index("path"), mesh))
+    print(
+        flax.names_of(tree),
+        flax.unboxed(tree),
+        huggingface.rules_of(huggingface.plans_of(config)),
+    )
+    print(
+        keras.rules_of({"dense": (None, "model")}), levanter.rules_of({"mlp": "model"})
+    )
+    print(
+        levanter.mappings_of({}), maxtext.rules_of(config), t5x.partitioning_of("text")
+    )
+    eformer.apply(
+        eformer.replicate(tree, devices),
+        eformer.shardings(checkpoint.read_index("path"), mesh),
+    )
     print(eformer.structure_diff(tree, tree), eformer.axis_names_of(sfx.specs_of(tree)))

@@ -1,5 +1,6 @@
-"""`shardfx convert` writes a checkpoint with other names, shapes, dtypes or files; `shardfx clean` removes the
-incomplete checkpoints of saves that were killed. Parameters are options, which their `help` texts explain.
+"""`shardfx convert` writes a checkpoint with other names, shapes, dtypes or files;
+`shardfx clean` removes the incomplete checkpoints of saves that were killed. Parameters
+are options, which their `help` texts explain.
 """
 
 import math
@@ -32,10 +33,23 @@ _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 )
 @click.argument("source", metavar="FROM")
 @click.argument("target", metavar="TO")
-@click.option("--map", "map_name", metavar="MAP", help="MODULE:NAME of a TreeMap, or a file with its JSON.")
+@click.option(
+    "--map",
+    "map_name",
+    metavar="MAP",
+    help="MODULE:NAME of a TreeMap, or a file with its JSON.",
+)
 @click.option("--inverse", is_flag=True, help="Take the map backwards; needs --like.")
-@click.option("--like", metavar="MODEL", help="What TO shall hold: a model or checkpoint, as other verbs name it.")
-@click.option("--dtype", type=click.Choice(_DTYPES), help="Cast all floating-point arrays on the way.")
+@click.option(
+    "--like",
+    metavar="MODEL",
+    help="What TO shall hold: a model or checkpoint, as other verbs name it.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(_DTYPES),
+    help="Cast all floating-point arrays on the way.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a file TO that exists.")
 @click.option("--dry-run", is_flag=True, help="Only say what TO would hold.")
 @JSON
@@ -52,48 +66,81 @@ def convert(
 ) -> None:
     """Convert a checkpoint: change names, shapes, dtypes, files.
 
-    FROM is any checkpoint that shardfx reads: safetensors, Orbax, zarr, eformer. TO is a directory for safetensors
-    files, or one file NAME.safetensors. The command holds all arrays in memory once. Without --map, TO gets the arrays
-    of FROM with the same names.
+    FROM is any checkpoint that shardfx reads: safetensors, Orbax, zarr, eformer. TO is
+    a directory for safetensors files, or one file NAME.safetensors. The command holds
+    all arrays in memory once. Without --map, TO gets the arrays of FROM with the same
+    names.
     """
     if inverse and (map_name is None or like is None):
-        raise UsageError("--inverse needs --map, and --like that says what there shall be")
+        raise UsageError(
+            "--inverse needs --map, and --like that says what there shall be"
+        )
     relation = None if map_name is None else _map(map_name)
     relation = relation.inverse() if relation is not None and inverse else relation
     index = calling(f"reading {source!r}", lambda: checkpoint.read_index(source))
     structs = calling(f"reading {source!r}", lambda: checkpoint.structs(index))
-    structs = structs if dtype is None else jax.tree.map(lambda one: _cast(one, dtype), structs)
+    structs = (
+        structs
+        if dtype is None
+        else jax.tree.map(lambda one: _cast(one, dtype), structs)
+    )
     wanted = None if like is None else load_model(like).tree
     leaves: Mapping[str, Any] = tree_structs(structs)
     if relation is not None:
         there = None if wanted is None else tree_structs(wanted)
-        leaves = calling("mapping", lambda: bound(relation, tree_structs(structs), there))
+        leaves = calling(
+            "mapping", lambda: bound(relation, tree_structs(structs), there)
+        )
     if not dry_run:
-        # Every leaf is replicated, so this process writes all of it. `load` and `save` show their progress.
+        # Every leaf is replicated, so this process writes all of it. `load` and `save`
+        # show their progress.
         mesh = MeshSpec({"device": 1}).build(jax.devices()[:1])
         held = plan(structs, mesh, paths=PathRules([(".*", replicate)]))
         tree = calling(
-            "reading", lambda: checkpoint.load(index, held, dtype=None if dtype is None else jnp.dtype(dtype))
+            "reading",
+            lambda: checkpoint.load(
+                index, held, dtype=None if dtype is None else jnp.dtype(dtype)
+            ),
         )
         given = {"map": relation, "like": wanted, "overwrite": overwrite}
-        calling(f"writing {target!r}", lambda: checkpoint.save(target, tree, held, **given))
-    size = sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves.values())
-    arrays = [{"path": path, "shape": leaf.shape, "dtype": str(leaf.dtype)} for path, leaf in leaves.items()]
-    cells = [("path", "array"), *[(path, array_text(leaf.dtype, leaf.shape)) for path, leaf in leaves.items()]]
+        calling(
+            f"writing {target!r}", lambda: checkpoint.save(target, tree, held, **given)
+        )
+    size = sum(
+        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+        for leaf in leaves.values()
+    )
+    arrays = [
+        {"path": path, "shape": leaf.shape, "dtype": str(leaf.dtype)}
+        for path, leaf in leaves.items()
+    ]
+    cells = [
+        ("path", "array"),
+        *[(path, array_text(leaf.dtype, leaf.shape)) for path, leaf in leaves.items()],
+    ]
     end = f"{' would be' if dry_run else ','} written to {target}."
-    lines = [*table(cells, right=()), "", f"{plural(len(leaves), 'array')}, {bytes_text(size)}{end}"]
+    lines = [
+        *table(cells, right=()),
+        "",
+        f"{plural(len(leaves), 'array')}, {bytes_text(size)}{end}",
+    ]
     told = {"written": None if dry_run else target, "bytes": size, "arrays": arrays}
     answer(json_file, lambda: "\n".join(lines), lambda: told)
 
 
 def _map(name: str) -> TreeMap:
     if os.path.isfile(name) and not name.endswith(".py"):
-        return calling(f"reading {name!r}", lambda: TreeMap.from_json(Path(name).read_text(encoding="utf-8")))
+        return calling(
+            f"reading {name!r}",
+            lambda: TreeMap.from_json(Path(name).read_text(encoding="utf-8")),
+        )
     return made_of(name, TreeMap, "a TreeMap, or a function that makes one")
 
 
 def _cast(struct: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
-    kind = jnp.dtype(dtype) if jnp.issubdtype(struct.dtype, jnp.floating) else struct.dtype
+    kind = (
+        jnp.dtype(dtype) if jnp.issubdtype(struct.dtype, jnp.floating) else struct.dtype
+    )
     return jax.ShapeDtypeStruct(struct.shape, kind)
 
 
@@ -110,17 +157,27 @@ def _cast(struct: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
     help="Only what nothing was written to for so long.",
 )
 @JSON
-def clean(directory: str, remove: bool, older_than_seconds: float, json_file: str | None) -> None:
+def clean(
+    directory: str, remove: bool, older_than_seconds: float, json_file: str | None
+) -> None:
     """List or remove the incomplete checkpoints of killed saves.
 
-    A save writes to .NAME.partial-... in DIRECTORY and renames it at the end. If a save is killed, this directory or
-    file remains.
+    A save writes to .NAME.partial-... in DIRECTORY and renames it at the end. If a save
+    is killed, this directory or file remains.
     """
     found = calling(
         f"looking at {directory!r}",
-        lambda: checkpoint.left_over(directory, older_than_seconds=older_than_seconds, remove=remove),
+        lambda: checkpoint.left_over(
+            directory, older_than_seconds=older_than_seconds, remove=remove
+        ),
     )
-    cells = [(one.path, bytes_text(one.nbytes), f"{one.age_seconds / 3600:.1f} h") for one in found]
-    lines = table([("removed" if remove else "left over", "bytes", "age"), *cells], right={"bytes", "age"})
+    cells = [
+        (one.path, bytes_text(one.nbytes), f"{one.age_seconds / 3600:.1f} h")
+        for one in found
+    ]
+    lines = table(
+        [("removed" if remove else "left over", "bytes", "age"), *cells],
+        right={"bytes", "age"},
+    )
     text = "\n".join(lines) if found else "nothing is left over"
     answer(json_file, lambda: text, lambda: list(found))

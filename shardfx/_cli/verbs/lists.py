@@ -1,4 +1,6 @@
-"""`shardfx chips` and `shardfx models`: the accelerators and the published models that a command line may name."""
+"""`shardfx chips` and `shardfx models`: the accelerators and the published models that
+a command line may name.
+"""
 
 import functools as ft
 from collections.abc import Mapping
@@ -13,7 +15,16 @@ from .._screen import JSON, answer, terminal_width, verb
 from .._usage import UsageError, calling
 
 
-_NUMBERS = ("layers", "embed", "heads", "kv_heads", "head_dim", "hidden", "experts", "vocab")
+_NUMBERS = (
+    "layers",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "hidden",
+    "experts",
+    "vocab",
+)
 # The columns that are left out on a narrow terminal, in this order.
 _SPARE = ("--rules", "head_dim", "vocab", "kv_heads", "heads")
 
@@ -24,10 +35,18 @@ _SPARE = ("--rules", "head_dim", "vocab", "kv_heads", "heads")
 def chips(names: tuple[str, ...], json_file: str | None) -> None:
     """List accelerators: memory, arithmetic, links.
 
-    NAME is a common name of an accelerator, such as v5p or "NVIDIA H200". --json has the source of every number.
+    NAME is a common name of an accelerator, such as v5p or "NVIDIA H200". --json has
+    the source of every number.
     """
-    found = calling("reading NAME", lambda: tuple(known.find(name) for name in names)) or known.CHIPS
-    answer(json_file, lambda: known.table(found, width=terminal_width()), lambda: list(found))
+    found = (
+        calling("reading NAME", lambda: tuple(known.find(name) for name in names))
+        or known.CHIPS
+    )
+    answer(
+        json_file,
+        lambda: known.table(found, width=terminal_width()),
+        lambda: list(found),
+    )
 
 
 @verb(examples=("shardfx models", "shardfx models qwen3 --json"))
@@ -36,20 +55,35 @@ def chips(names: tuple[str, ...], json_file: str | None) -> None:
 def models(text: str, json_file: str | None) -> None:
     """List the published models.
 
-    With TEXT, list only the models whose names contain it. --kwargs of other verbs may change the numbers of a model,
-    as in --kwargs layers=2.
+    With TEXT, list only the models whose names contain it. --kwargs of other verbs may
+    change the numbers of a model, as in --kwargs layers=2.
     """
     published = presets.models
-    named = {name: published.config(name) for name in published.names() if text.lower() in name}
+    named = {
+        name: published.config(name)
+        for name in published.names()
+        if text.lower() in name
+    }
     if not named:
         raise UsageError(f"no published model has {text!r} in its name")
-    rows = {name: {**config, "strategies": list(published.strategies(name))} for name, config in named.items()}
-    cells = [("model", *_NUMBERS, "--rules"), *[(name, *_cells(row)) for name, row in rows.items()]]
-    lines = ft.partial(table, cells, right=set(_NUMBERS), width=terminal_width(), spare=_SPARE)
+    rows = {
+        name: {**config, "strategies": list(published.strategies(name))}
+        for name, config in named.items()
+    }
+    cells = [
+        ("model", *_NUMBERS, "--rules"),
+        *[(name, *_cells(row)) for name, row in rows.items()],
+    ]
+    lines = ft.partial(
+        table, cells, right=set(_NUMBERS), width=terminal_width(), spare=_SPARE
+    )
     answer(json_file, lambda: "\n".join(lines()), lambda: rows)
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     # If every feed-forward block has experts, the column `hidden` shows their size.
     numbers = {**row, "hidden": row.get("hidden", row.get("expert_hidden", ""))}
-    return (*(str(numbers.get(name, "")) for name in _NUMBERS), " ".join(row["strategies"]))
+    return (
+        *(str(numbers.get(name, "")) for name in _NUMBERS),
+        " ".join(row["strategies"]),
+    )

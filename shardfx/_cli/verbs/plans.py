@@ -1,5 +1,6 @@
-"""`shardfx plan`, `explain`, `lint`, `diff` and `report`: print a plan, the reasons for one array, mistakes in rules,
-the difference of two plans, or an HTML page. `help` texts explain the options; a text about MODEL replaces {MODEL}.
+"""`shardfx plan`, `explain`, `lint`, `diff` and `report`: print a plan, the reasons for
+one array, mistakes in rules, the difference of two plans, or an HTML page. `help` texts
+explain the options; a text about MODEL replaces {MODEL}.
 """
 
 import dataclasses
@@ -24,11 +25,22 @@ from .._options import (
     takes_plan_options,
     traffic_of,
 )
-from .._screen import JSON, answer, as_json, data_of, show, terminal_width, verb, working, write
+from .._screen import (
+    JSON,
+    answer,
+    as_json,
+    data_of,
+    show,
+    terminal_width,
+    verb,
+    working,
+    write,
+)
 from .._usage import UsageError, calling
 
 
-# A range of layers in a path of a plan's table, `layers/{0..125}/up`; group 1 is the first layer.
+# A range of layers in a path of a plan's table, `layers/{0..125}/up`; group 1 is the
+# first layer.
 _RANGE = re.compile(r"\{(\d{1,18})[\d.,]*\}")
 _SEVERITIES = click.Choice(["error", "warning", "info"])
 
@@ -36,14 +48,27 @@ _SEVERITIES = click.Choice(["error", "warning", "info"])
 @verb(
     examples=(
         "shardfx plan llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp",
-        "shardfx plan mixtral-8x7b --mesh expert=8,fsdp=-1 --target tpu:v5e:4x4 --rules ep --json plan.json",
+        (
+            "shardfx plan mixtral-8x7b --mesh expert=8,fsdp=-1 --target tpu:v5e:4x4"
+            " --rules ep --json plan.json"
+        ),
     )
 )
 @takes_plan_options()
-@click.option("--only", metavar="REGEX", help="Show the arrays whose paths it finds, and their totals.")
-@click.option("--width", type=click.IntRange(1), help="Columns of text; the terminal's, else no limit.")
+@click.option(
+    "--only",
+    metavar="REGEX",
+    help="Show the arrays whose paths it finds, and their totals.",
+)
+@click.option(
+    "--width",
+    type=click.IntRange(1),
+    help="Columns of text; the terminal's, else no limit.",
+)
 @JSON
-def plan(options: PlanOptions, only: str | None, width: int | None, json_file: str | None) -> None:
+def plan(
+    options: PlanOptions, only: str | None, width: int | None, json_file: str | None
+) -> None:
     """Print how every array of a model is sharded on a mesh, and why.
 
     Allocates nothing and needs no device: the mesh need not exist here.
@@ -65,8 +90,14 @@ def plan(options: PlanOptions, only: str | None, width: int | None, json_file: s
 
 @verb(
     examples=(
-        "shardfx explain llama3-405b 'model/layers/{0..125}/mlp/up_proj/weight' --mesh tensor=3 --rules tp",
-        "shardfx explain my_model:make layer_0/up --mesh fsdp=3,tensor=2 --rules my_model:BOTH",
+        (
+            "shardfx explain llama3-405b 'model/layers/{0..125}/mlp/up_proj/weight'"
+            " --mesh tensor=3 --rules tp"
+        ),
+        (
+            "shardfx explain my_model:make layer_0/up --mesh fsdp=3,tensor=2 --rules"
+            " my_model:BOTH"
+        ),
     )
 )
 @takes_plan_options()
@@ -75,8 +106,9 @@ def plan(options: PlanOptions, only: str | None, width: int | None, json_file: s
 def explain(options: PlanOptions, path: str, json_file: str | None) -> None:
     """Say why one array is sharded as it is, and what would change it.
 
-    PATH is the array's path, as `shardfx plan` prints it, or a regex that matches only this path, such as k_proj. If
-    the path stands for several layers, as in {0..31}, the first one is explained.
+    PATH is the array's path, as `shardfx plan` prints it, or a regex that matches only
+    this path, such as k_proj. If the path stands for several layers, as in {0..31}, the
+    first one is explained.
 
     {MODEL}
     """
@@ -89,15 +121,31 @@ def explain(options: PlanOptions, path: str, json_file: str | None) -> None:
 @verb(
     examples=(
         "shardfx lint llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp",
-        "shardfx lint my_model:make --mesh fsdp=4,tensor=3 --rules my_model:BOTH --json",
+        (
+            "shardfx lint my_model:make --mesh fsdp=4,tensor=3 --rules my_model:BOTH"
+            " --json"
+        ),
     ),
     exits="0; 1 if there are findings of the severity of --fail-on or a worse one",
 )
 @takes_plan_options()
-@click.option("--fail-on", type=_SEVERITIES, default="warning", show_default=True, help="Exit with 1 for these.")
-@click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings of this code; may be repeated.")
+@click.option(
+    "--fail-on",
+    type=_SEVERITIES,
+    default="warning",
+    show_default=True,
+    help="Exit with 1 for these.",
+)
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="CODE",
+    help="Leave out findings of this code; may be repeated.",
+)
 @JSON
-def lint(options: PlanOptions, fail_on: str, ignore: tuple[str, ...], json_file: str | None) -> int:
+def lint(
+    options: PlanOptions, fail_on: str, ignore: tuple[str, ...], json_file: str | None
+) -> int:
     """List the mistakes in a model's rules, with a fix for each.
 
     An error is a mistake for which `plan` would fail; a warning is a probable mistake.
@@ -112,15 +160,25 @@ def lint(options: PlanOptions, fail_on: str, ignore: tuple[str, ...], json_file:
 
 @verb(
     examples=(
-        "shardfx diff llama3-8b --mesh fsdp=8 --rules fsdp --to-mesh fsdp=4,tensor=2 --to-rules fsdp_tp",
-        "shardfx diff my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --to-rules '.*->fsdp(fsdp)' --json",
+        (
+            "shardfx diff llama3-8b --mesh fsdp=8 --rules fsdp --to-mesh"
+            " fsdp=4,tensor=2 --to-rules fsdp_tp"
+        ),
+        (
+            "shardfx diff my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH"
+            " --to-rules '.*->fsdp(fsdp)' --json"
+        ),
     ),
     exits="0; 1 with --exit-code if the plans differ",
 )
 @takes_plan_options()
 @click.argument("to", type=click.Path(), required=False, metavar="[OTHER]")
-@click.option("--to-mesh", metavar="MESH", help="The second plan's; the first's by default.")
-@click.option("--to-rules", metavar="RULES", help="The second plan's; the first's by default.")
+@click.option(
+    "--to-mesh", metavar="MESH", help="The second plan's; the first's by default."
+)
+@click.option(
+    "--to-rules", metavar="RULES", help="The second plan's; the first's by default."
+)
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
 @JSON
 def diff(
@@ -133,38 +191,66 @@ def diff(
 ) -> int:
     """Compare two plans: the differences, and the cost of moving.
 
-    The second plan is the plan of OTHER, or the plan of MODEL on another mesh or by other rules.
+    The second plan is the plan of OTHER, or the plan of MODEL on another mesh or by
+    other rules.
 
     {MODEL}
     """
     if to is None and to_mesh is None and to_rules is None:
-        raise UsageError("there is one plan; name another, or give --to-mesh or --to-rules")
-    # The second mesh has as many devices as the first if --devices or --target says how many.
+        raise UsageError(
+            "there is one plan; name another, or give --to-mesh or --to-rules"
+        )
+    # The second mesh has as many devices as the first if --devices or --target says how
+    # many.
     usual = (options.mesh, options.rules)
     if to is not None and to_mesh is None and to_rules is None and to.endswith(".json"):
         usual = (None, None)
     mesh, rules = to_mesh or usual[0], to_rules or usual[1]
-    other = dataclasses.replace(options, model=to or options.model, mesh=mesh, rules=rules)
+    other = dataclasses.replace(
+        options, model=to or options.model, mesh=mesh, rules=rules
+    )
     first, second = plan_of(options), plan_of(other)
     with working("comparing the plans"):
         found = calling("comparing", lambda: sfx.diff(first, second))
-    answer(json_file, lambda: str(found), lambda: {"wire_bytes": found.wire_bytes, **data_of(found)})
+    answer(
+        json_file,
+        lambda: str(found),
+        lambda: {"wire_bytes": found.wire_bytes, **data_of(found)},
+    )
     return 1 if exit_code and found else 0
 
 
 @verb(
     examples=(
-        "shardfx report llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp --chip v5p --html llama.html",
-        "shardfx report my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --step my_model:train_step --json",
+        (
+            "shardfx report llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp"
+            " --chip v5p --html llama.html"
+        ),
+        (
+            "shardfx report my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH"
+            " --step my_model:train_step --json"
+        ),
     )
 )
 @takes_plan_options()
-@click.option("--html", "html_file", metavar="FILE", help="Write one page that needs no network, to open in a browser.")
-@click.option("--chip", metavar="CHIP", help="Compare with the memory of this one, as v5p; see `shardfx chips`.")
+@click.option(
+    "--html",
+    "html_file",
+    metavar="FILE",
+    help="Write one page that needs no network, to open in a browser.",
+)
+@click.option(
+    "--chip",
+    metavar="CHIP",
+    help="Compare with the memory of this one, as v5p; see `shardfx chips`.",
+)
 @click.option(
     "--step",
     metavar="MODULE:STEP",
-    help="With the traffic of this step, estimated on large meshes; and with --chip its memory, moment by moment.",
+    help=(
+        "With the traffic of this step, estimated on large meshes; and with --chip its"
+        " memory, moment by moment."
+    ),
 )
 @JSON
 def report(
@@ -181,7 +267,9 @@ def report(
     {MODEL}
     """
     if html_file is None and json_file is None:
-        raise UsageError("Missing option '--html'; say where the page goes, as in --html plan.html")
+        raise UsageError(
+            "Missing option '--html'; say where the page goes, as in --html plan.html"
+        )
     hardware, inputs = None if chip is None else chip_of(chip), inputs_of(options)
     made = plan_of(options, inputs)
     with working("checking the plan"):
@@ -190,11 +278,22 @@ def report(
     sent = needs = None
     if loaded is not None:
         with working(f"compiling {step}"):
-            sent = traffic_of(loaded, "estimate" if loaded.mesh.size > MOST_DEVICES else "compile")
+            sent = traffic_of(
+                loaded, "estimate" if loaded.mesh.size > MOST_DEVICES else "compile"
+            )
         needs = None if hardware is None else fit_of(loaded, hardware)
-    about = {"title": options.model, "findings": found, "chip": hardware, "traffic": sent, "fit": needs}
+    about = {
+        "title": options.model,
+        "findings": found,
+        "chip": hardware,
+        "traffic": sent,
+        "fit": needs,
+    }
     with working("writing the report"):
         if html_file is not None:
-            write(calling("drawing the page", lambda: html_report(made, **about)), html_file)
+            write(
+                calling("drawing the page", lambda: html_report(made, **about)),
+                html_file,
+            )
         if json_file is not None:
             write(as_json(report_data(made, **about)), json_file)

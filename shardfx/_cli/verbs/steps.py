@@ -1,5 +1,6 @@
-"""`shardfx traffic`, `why`, `fit` and `search`: a step's collectives, the sharding of its arrays, its memory, and the
-choice of its mesh and rules. `help` texts explain the options; texts about MODEL and STEP replace {MODEL} and {STEP}.
+"""`shardfx traffic`, `why`, `fit` and `search`: a step's collectives, the sharding of
+its arrays, its memory, and the choice of its mesh and rules. `help` texts explain the
+options; texts about MODEL and STEP replace {MODEL} and {STEP}.
 """
 
 import json
@@ -29,7 +30,16 @@ from .._options import (
     takes_plan_options,
     traffic_of,
 )
-from .._screen import JSON, answer, data_of, require_writable, terminal_width, verb, working, write
+from .._screen import (
+    JSON,
+    answer,
+    data_of,
+    require_writable,
+    terminal_width,
+    verb,
+    working,
+    write,
+)
 from .._usage import UsageError, calling
 
 
@@ -40,22 +50,41 @@ _STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its
 @verb(
     examples=(
         "shardfx traffic my_model:train_step --mesh data=2,fsdp=2,tensor=2",
-        "shardfx traffic my_model:train_step --mesh data=16,fsdp=64,tensor=8 --how estimate --json traffic.json",
+        (
+            "shardfx traffic my_model:train_step --mesh data=16,fsdp=64,tensor=8 --how"
+            " estimate --json traffic.json"
+        ),
     )
 )
 @click.argument("step", metavar="MODULE:STEP")
-@click.option("--mesh", metavar="MESH", help="The function's argument `mesh`, as in data=2,fsdp=4.")
-@click.option("--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'.")
+@click.option(
+    "--mesh",
+    metavar="MESH",
+    help="The function's argument `mesh`, as in data=2,fsdp=4.",
+)
+@click.option(
+    "--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'."
+)
 @click.option(
     "--how",
     type=click.Choice(["compile", "estimate", "compare"]),
     default="compile",
     show_default=True,
-    help="Compile for emulated CPU devices; estimate, for any mesh, without compiling; or do both, and say where the "
-    "compiler sends more.",
+    help=(
+        "Compile for emulated CPU devices; estimate, for any mesh, without compiling;"
+        " or do both, and say where the compiler sends more."
+    ),
 )
-@click.option("--target", metavar="tpu:KIND:AxBxC", help="Compile for this TPU slice; needs the extra `aot`.")
-@click.option("--chip", metavar="CHIP", help="Say how long it takes over the links of this one; see `shardfx chips`.")
+@click.option(
+    "--target",
+    metavar="tpu:KIND:AxBxC",
+    help="Compile for this TPU slice; needs the extra `aot`.",
+)
+@click.option(
+    "--chip",
+    metavar="CHIP",
+    help="Say how long it takes over the links of this one; see `shardfx chips`.",
+)
 @JSON
 def traffic(
     step: str,
@@ -68,18 +97,31 @@ def traffic(
 ) -> None:
     """List the collectives of a step, and the lines that cause them.
 
-    {STEP} Nothing runs. The donated arguments and the shardings of the results are those that the step's `jax.jit` or
-    `filter_jit` sets.
+    {STEP} Nothing runs. The donated arguments and the shardings of the results are
+    those that the step's `jax.jit` or `filter_jit` sets.
     """
     if target is not None and how == "estimate":
-        raise UsageError("--target is what is compiled for; with --how estimate leave it out")
-    hardware, loaded = None if chip is None else chip_of(chip), load_step(step, kwargs, mesh)
+        raise UsageError(
+            "--target is what is compiled for; with --how estimate leave it out"
+        )
+    hardware, loaded = (
+        None if chip is None else chip_of(chip),
+        load_step(step, kwargs, mesh),
+    )
     with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}"):
         found = traffic_of(loaded, how, target)
     sent = found.compiled if how == "compare" else found
-    timed = None if hardware is None else calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
+    timed = (
+        None
+        if hardware is None
+        else calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
+    )
     text = str(found) if how == "compare" else found.text(terminal_width())
-    sums = ("extra_bytes",) if how == "compare" else ("wire_bytes", "dcn_bytes", "unsure_bytes")
+    sums = (
+        ("extra_bytes",)
+        if how == "compare"
+        else ("wire_bytes", "dcn_bytes", "unsure_bytes")
+    )
     told = {name: getattr(found, name) for name in sums} | data_of(found)
     if timed is not None:
         text, told = f"{text}\n\n{timed}", {**told, "seconds": data_of(timed)}
@@ -94,49 +136,96 @@ def traffic(
 )
 @click.argument("step", metavar="MODULE:STEP")
 @click.argument("line", required=False, metavar="[LINE]")
-@click.option("--mesh", metavar="MESH", help="The function's argument `mesh`, as in data=2,fsdp=4.")
-@click.option("--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'.")
+@click.option(
+    "--mesh",
+    metavar="MESH",
+    help="The function's argument `mesh`, as in data=2,fsdp=4.",
+)
+@click.option(
+    "--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'."
+)
 @JSON
-def why(step: str, line: str | None, mesh: str | None, kwargs: str | None, json_file: str | None) -> None:
+def why(
+    step: str,
+    line: str | None,
+    mesh: str | None,
+    kwargs: str | None,
+    json_file: str | None,
+) -> None:
     """Show how a step's arrays are sharded, and why.
 
-    With LINE, such as train.py:41, print the arrays that this line makes, the collectives that the line causes, and
-    why. {STEP}
+    With LINE, such as train.py:41, print the arrays that this line makes, the
+    collectives that the line causes, and why. {STEP}
     """
     loaded = load_step(step, kwargs, mesh)
     with working(f"asking about {step}"):
         if line is None:
-            found = calling("asking", lambda: cost.shardings(loaded.function, *loaded.args))
+            found = calling(
+                "asking", lambda: cost.shardings(loaded.function, *loaded.args)
+            )
         else:
-            found = calling("asking", lambda: explain(loaded.function, line, *loaded.args))
-    answer(json_file, lambda: str(found), lambda: {"arrays": json.loads(found.to_json()), "notes": found.notes})
+            found = calling(
+                "asking", lambda: explain(loaded.function, line, *loaded.args)
+            )
+    answer(
+        json_file,
+        lambda: str(found),
+        lambda: {"arrays": json.loads(found.to_json()), "notes": found.notes},
+    )
 
 
 @verb(
     examples=(
-        "shardfx fit llama3-70b --mesh fsdp=64,tensor=4 --rules fsdp_tp --optimizer optax:adamw --chip v5e",
-        "shardfx fit --step my_model:train_step --mesh data=2,fsdp=2,tensor=2 --chip v5p --json",
+        (
+            "shardfx fit llama3-70b --mesh fsdp=64,tensor=4 --rules fsdp_tp --optimizer"
+            " optax:adamw --chip v5e"
+        ),
+        (
+            "shardfx fit --step my_model:train_step --mesh data=2,fsdp=2,tensor=2"
+            " --chip v5p --json"
+        ),
     ),
     exits="0 if a step fits; 1 if it does not, or where no step was counted",
 )
 @takes_plan_options(model_is_needed=False)
 @click.option(
-    "--chip", metavar="CHIP", help="As v5e or h100, see `shardfx chips`; by default that of --target, else v5p."
+    "--chip",
+    metavar="CHIP",
+    help="As v5e or h100, see `shardfx chips`; by default that of --target, else v5p.",
 )
-@click.option("--step", metavar="MODULE:STEP", help="In the place of MODEL: a step; see `shardfx traffic`.")
-@click.option("--compile", "compiles", is_flag=True, help="Compile the step for --target: the compiler's own numbers.")
+@click.option(
+    "--step",
+    metavar="MODULE:STEP",
+    help="In the place of MODEL: a step; see `shardfx traffic`.",
+)
+@click.option(
+    "--compile",
+    "compiles",
+    is_flag=True,
+    help="Compile the step for --target: the compiler's own numbers.",
+)
 @JSON
-def fit(options: PlanOptions, chip: str | None, step: str | None, compiles: bool, json_file: str | None) -> int:
+def fit(
+    options: PlanOptions,
+    chip: str | None,
+    step: str | None,
+    compiles: bool,
+    json_file: str | None,
+) -> int:
     """Say whether a step fits a chip, and which changes would make it fit.
 
-    For a step, it counts the bytes that are live when the step uses most memory. For a model, it counts the bytes of
-    its arrays and of the state of --optimizer; these alone do not say whether a step fits.
+    For a step, it counts the bytes that are live when the step uses most memory. For a
+    model, it counts the bytes of its arrays and of the state of --optimizer; these
+    alone do not say whether a step fits.
 
     {MODEL}
     """
     hardware = chip_of(chip or options.target or "v5p")
     if compiles and (step is None or options.target is None):
-        raise UsageError("--compile needs --step MODULE:STEP, and --target that says what to compile for")
+        raise UsageError(
+            "--compile needs --step MODULE:STEP, and --target that says what to"
+            " compile for"
+        )
     if (step is None) == (options.model is None):
         raise UsageError("give a MODEL, as llama3-8b, or --step MODULE:STEP")
     if step is None:
@@ -147,15 +236,32 @@ def fit(options: PlanOptions, chip: str | None, step: str | None, compiles: bool
         found = calling("counting", lambda: cost.fit(parts, chip=hardware))
     else:
         loaded = load_step(step, options.kwargs, options.mesh)
-        found = fit_of(loaded, hardware, compiled(loaded, options.target) if compiles else None)
-    answer(json_file, lambda: calling("trying changes", found.explain), lambda: _data(found))
+        found = fit_of(
+            loaded, hardware, compiled(loaded, options.target) if compiles else None
+        )
+    answer(
+        json_file,
+        lambda: calling("trying changes", found.explain),
+        lambda: _data(found),
+    )
     return 0 if found.fits and found.how != "arguments" else 1
 
 
 def _data(found: cost.Fit) -> dict[str, Any]:
-    names = ("fits", "is_close", "peak_bytes", "usable_bytes", "headroom_bytes", "how", "batch", "largest_batch")
+    names = (
+        "fits",
+        "is_close",
+        "peak_bytes",
+        "usable_bytes",
+        "headroom_bytes",
+        "how",
+        "batch",
+        "largest_batch",
+    )
     tables = ("rows", "largest", "changes", "notes")
-    return {name: data_of(getattr(found, name)) for name in (*names, *tables)} | {"chip_name": found.chip.name}
+    return {name: data_of(getattr(found, name)) for name in (*names, *tables)} | {
+        "chip_name": found.chip.name
+    }
 
 
 for _one in (traffic, why):
@@ -163,16 +269,23 @@ for _one in (traffic, why):
 
 
 _FIELDS = tuple(
-    "assignments by seconds compute_seconds exposed_seconds hidden_seconds wire_bytes memory_bytes unsure_bytes "
-    "limit_bytes fits constrained donated results state_over states reasons notes".split()
+    "assignments by seconds compute_seconds exposed_seconds hidden_seconds wire_bytes"
+    " memory_bytes unsure_bytes limit_bytes fits constrained donated results state_over"
+    " states reasons notes".split()
 )
 
 
 @verb(
     examples=(
         "shardfx search my_model:plain_step --target tpu:v5e:2x4",
-        "shardfx search my_model:plain_step --devices 16 --chip h100 --keep 2 --write chosen.py --json",
-        "shardfx search my_model:plain_step --target cpu:4 --kwargs width=64 --verify --closely 1",
+        (
+            "shardfx search my_model:plain_step --devices 16 --chip h100 --keep 2"
+            " --write chosen.py --json"
+        ),
+        (
+            "shardfx search my_model:plain_step --target cpu:4 --kwargs width=64"
+            " --verify --closely 1"
+        ),
     ),
     exits="0; 1 if nothing fits in memory",
 )
@@ -182,21 +295,55 @@ _FIELDS = tuple(
     metavar="tpu:KIND:AxBxC|cpu:N",
     help="A slice, as tpu:v5p:4x4x4 (two: tpu:v5p:4x4x4*2), or emulated CPU devices.",
 )
-@click.option("--devices", type=click.IntRange(1), help="How many devices of --chip, where they are no slice.")
-@click.option("--chip", metavar="CHIP", help="What N devices are, as h100; see `shardfx chips`.")
-@click.option("--keep", type=click.IntRange(1), default=5, show_default=True, help="How many candidates to show.")
-@click.option("--rules", "rules", metavar="MODULE:NAME", multiple=True, help="AxisRules to compile too, for --verify.")
+@click.option(
+    "--devices",
+    type=click.IntRange(1),
+    help="How many devices of --chip, where they are no slice.",
+)
+@click.option(
+    "--chip", metavar="CHIP", help="What N devices are, as h100; see `shardfx chips`."
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="How many candidates to show.",
+)
+@click.option(
+    "--rules",
+    "rules",
+    metavar="MODULE:NAME",
+    multiple=True,
+    help="AxisRules to compile too, for --verify.",
+)
 @click.option(
     "--verify",
     is_flag=False,
     flag_value="compile",
     type=click.Choice(["compile", "run"]),
-    help="Compile the best and the usual ways by hand, order them by their programs, and drop what does not fit: with "
-    "the TPU's compiler where libtpu is installed, else for emulated CPU devices. Or run them on the devices here.",
+    help=(
+        "Compile the best and the usual ways by hand, order them by their programs, and"
+        " drop what does not fit: with the TPU's compiler where libtpu is installed,"
+        " else for emulated CPU devices. Or run them on the devices here."
+    ),
 )
-@click.option("--closely", type=click.IntRange(1), default=12, show_default=True, help="How many to compile, at most.")
-@click.option("--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'.")
-@click.option("--write", "code_file", metavar="FILE", help="Write the best mesh and rules as Python.")
+@click.option(
+    "--closely",
+    type=click.IntRange(1),
+    default=12,
+    show_default=True,
+    help="How many to compile, at most.",
+)
+@click.option(
+    "--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'."
+)
+@click.option(
+    "--write",
+    "code_file",
+    metavar="FILE",
+    help="Write the best mesh and rules as Python.",
+)
 @JSON
 def search(
     step: str,
@@ -213,20 +360,34 @@ def search(
 ) -> int:
     """Choose a mesh and rules for a step by their estimated cost.
 
-    MODULE:STEP is a function that returns a step and a tuple of its arguments, trees of ShapeDtypeStructs. The search
-    names their dimensions by their use in the step. XLA's partitioner makes the program of one device for the best
-    candidates and for the usual strategies. Only --verify compiles these programs.
+    MODULE:STEP is a function that returns a step and a tuple of its arguments, trees of
+    ShapeDtypeStructs. The search names their dimensions by their use in the step. XLA's
+    partitioner makes the program of one device for the best candidates and for the
+    usual strategies. Only --verify compiles these programs.
     """
     if (target is None) == (devices is None):
-        raise UsageError("say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip h100")
+        raise UsageError(
+            "say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip"
+            " h100"
+        )
     if devices is not None and chip is None:
-        raise UsageError(f"--devices {devices} does not say which chip; add one, as --chip h100")
+        raise UsageError(
+            f"--devices {devices} does not say which chip; add one, as --chip h100"
+        )
     hardware = {"devices": target or devices, "chip": chip}
     require_writable(code_file, json_file)
     function, args = load_bare_step(step, kwargs)
-    also = [made_of(name, AxisRules, "AxisRules, whose names are those of `name_axes`") for name in rules]
+    also = [
+        made_of(name, AxisRules, "AxisRules, whose names are those of `name_axes`")
+        for name in rules
+    ]
     if verify is not None:
-        emulate(calling("reading --target", lambda: asked_for(hardware["devices"], hardware["chip"]).total))
+        emulate(
+            calling(
+                "reading --target",
+                lambda: asked_for(hardware["devices"], hardware["chip"]).total,
+            )
+        )
     with working(f"searching for {step}") as tell:
         more = {"verify": verify, "closely": closely}
         given = {"keep": keep, "also": also, "progress": tell, **hardware, **more}
@@ -239,11 +400,24 @@ def search(
 
 
 def _table(found: Sequence[Candidate]) -> str:
-    """Returns the candidates of a search as the text of a table, with one line for each candidate."""
+    """Returns the candidates of a search as the text of a table, with one line for each
+    candidate.
+    """
     rows = [("", "candidate", "by", "ms a step", "sent", "a device")]
     for number, one in enumerate(found, start=1):
-        sent = bytes_text(one.wire_bytes) + (f" ± {bytes_text(one.unsure_bytes)}" if one.unsure_bytes else "")
-        rows.append((f"[{number}]", one.title, one.by, f"{one.seconds * 1e3:.3g}", sent, bytes_text(one.memory_bytes)))
+        sent = bytes_text(one.wire_bytes) + (
+            f" ± {bytes_text(one.unsure_bytes)}" if one.unsure_bytes else ""
+        )
+        rows.append(
+            (
+                f"[{number}]",
+                one.title,
+                one.by,
+                f"{one.seconds * 1e3:.3g}",
+                sent,
+                bytes_text(one.memory_bytes),
+            )
+        )
     return "\n".join(table(rows, right={"ms a step", "sent", "a device"}))
 
 
@@ -251,10 +425,30 @@ def _candidate_data(found: Candidate) -> dict[str, object]:
     fields = {name: getattr(found, name) for name in _FIELDS}
     plans = [{leaf.path: leaf.spec for leaf in plan.leaves} for plan in found.plans]
     sent = [_row(row) for row in found.traffic.rows]
-    return {"mesh": str(found.mesh), "rules": found.rules.rules, "plans": plans, **fields, "traffic": sent}
+    return {
+        "mesh": str(found.mesh),
+        "rules": found.rules.rules,
+        "plans": plans,
+        **fields,
+        "traffic": sent,
+    }
 
 
 def _row(row: TrafficRow) -> dict[str, object]:
-    """Returns a collective of a step as a dict. Of its source lines, the dict has only the innermost one."""
-    names = ("kind", "axes", "leaf", "wire_bytes", "dcn_bytes", "unsure_bytes", "calls", "note")
-    return {**{name: getattr(row, name) for name in names}, "at": place_text(row.source)}
+    """Returns a collective of a step as a dict. Of its source lines, the dict has only
+    the innermost one.
+    """
+    names = (
+        "kind",
+        "axes",
+        "leaf",
+        "wire_bytes",
+        "dcn_bytes",
+        "unsure_bytes",
+        "calls",
+        "note",
+    )
+    return {
+        **{name: getattr(row, name) for name in names},
+        "at": place_text(row.source),
+    }

@@ -1,7 +1,8 @@
-"""The parts of shards that each device needs to assemble its shard of an array. This file computes with integers only,
-not with arrays.
+"""The parts of shards that each device needs to assemble its shard of an array. This
+file computes with integers only, not with arrays.
 
-Devices are given by numbers. Of the devices that hold a replica of one shard, `Senders.choose` takes one that sends it.
+Devices are given by numbers. Of the devices that hold a replica of one shard,
+`Senders.choose` takes one that sends it.
 """
 
 import bisect
@@ -42,16 +43,21 @@ Holders = Mapping[Box, Sequence[int]]
 
 
 class ShardPart(NamedTuple):
-    """A part of a shard that one device sends to another device, or copies into a shard of its own.
+    """A part of a shard that one device sends to another device, or copies into a shard
+    of its own.
 
     **Arguments:**
 
-    - `sender`, `receiver`: the numbers of the two devices. They are equal if the device copies its own elements.
-    - `piece`: a strided copy, with positions in the sender's shard and in the receiver's shard. A constant has a
-        position only in the receiver's shard. If the elements of a quantised array are multiplied by scales, the
-        position in the source is that in the whole array, which also tells which scales they need.
+    - `sender`, `receiver`: the numbers of the two devices. They are equal if the device
+      copies its own elements.
+    - `piece`: a strided copy, with positions in the sender's shard and in the
+      receiver's shard. A constant has a
+        position only in the receiver's shard. If the elements of a quantised array are
+        multiplied by scales, the position in the source is that in the whole array,
+        which also tells which scales they need.
     - `bytes`: the bytes sent, if sender and receiver differ.
-    - `bits`: the bits of an element in the widest dtype that it has on its way from the source to the target.
+    - `bits`: the bits of an element in the widest dtype that it has on its way from the
+      source to the target.
     """
 
     sender: int
@@ -62,17 +68,20 @@ class ShardPart(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes that the part spans, gaps included, in the source's or the target's shard, whichever is more."""
+        """The bytes that the part spans, gaps included, in the source's or the target's
+        shard, whichever is more.
+        """
         return -(-_extent(self.piece) * self.bits // 8)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardParts:
-    """The parts of shards from which all devices assemble their shards of one array. A device receives each element
-    that it lacks exactly once.
+    """The parts of shards from which all devices assemble their shards of one array. A
+    device receives each element that it lacks exactly once.
 
-    `all` has the parts, receiver by receiver. `missing` are the boxes of the source that some device needs and no
-    device holds. `replicas` has, for each shard that several devices could send, these devices.
+    `all` has the parts, receiver by receiver. `missing` are the boxes of the source
+    that some device needs and no device holds. `replicas` has, for each shard that
+    several devices could send, these devices.
     """
 
     all: tuple[ShardPart, ...]
@@ -81,7 +90,9 @@ class ShardParts:
 
     @ft.cached_property
     def links(self) -> Links:
-        """The bytes that devices send each other, in the order of the receivers, without copies within a device."""
+        """The bytes that devices send each other, in the order of the receivers,
+        without copies within a device.
+        """
         links = collections.Counter[tuple[int, int]]()
         for part in self.all:
             if part.sender != part.receiver:
@@ -102,23 +113,33 @@ class ShardParts:
         return sum(self.links.values())
 
     def sent_before(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
-        """Pairs: a device, and how many more bytes it has sent than the device with the same shard that has sent the
-        fewest. `sent` has the bytes that each device has sent. The choice of senders depends on these differences only.
+        """Pairs: a device, and how many more bytes it has sent than the device with the
+        same shard that has sent the fewest. `sent` has the bytes that each device has
+        sent. The choice of senders depends on these differences only.
         """
         leads = []
         for holders in self.replicas:
             least = min(sent.get(device, 0) for device in holders)
-            leads += [(device, sent[device] - least) for device in holders if sent.get(device, 0) > least]
+            leads += [
+                (device, sent[device] - least)
+                for device in holders
+                if sent.get(device, 0) > least
+            ]
         return tuple(leads)
 
 
 class Senders:
-    """The devices that hold a replica of one shard, each of which can send it. There are none if all are lost.
-    `process_of` has the process of each device. `sent` has the bytes that each device has sent, and `choose` updates
-    it.
+    """The devices that hold a replica of one shard, each of which can send it. There
+    are none if all are lost. `process_of` has the process of each device. `sent` has
+    the bytes that each device has sent, and `choose` updates it.
     """
 
-    def __init__(self, holders: Sequence[int], process_of: Mapping[int, int], sent: dict[int, int]):
+    def __init__(
+        self,
+        holders: Sequence[int],
+        process_of: Mapping[int, int],
+        sent: dict[int, int],
+    ):
         self.holders = dict.fromkeys(holders)
         self.sent, self._process_of = sent, process_of
         for device in holders:
@@ -126,22 +147,28 @@ class Senders:
 
     @ft.cached_property
     def _everywhere(self) -> list[tuple[int, int, int]]:
-        return sorted((self.sent[device], index, device) for index, device in enumerate(self.holders))
+        return sorted(
+            (self.sent[device], index, device)
+            for index, device in enumerate(self.holders)
+        )
 
     @ft.cached_property
     def _nearby(self) -> dict[int | None, list[tuple[int, int, int]]]:
         return together(self._everywhere, lambda entry: self._process_of.get(entry[2]))
 
     def choose(self, receiver: int, nbytes: int) -> int:
-        """Chooses the device that sends `nbytes` to `receiver`: the one that has sent the fewest bytes. If some of the
-        devices are in the receiver's process, it is one of these.
+        """Chooses the device that sends `nbytes` to `receiver`: the one that has sent
+        the fewest bytes. If some of the devices are in the receiver's process, it is
+        one of these.
         """
         if len(self.holders) == 1:
             (device,) = self.holders
             self.sent[device] += nbytes
             return device
         heap = self._nearby.get(self._process_of.get(receiver), self._everywhere)
-        while heap[0][0] != self.sent[heap[0][2]]:  # the device has sent other bytes since this entry was made
+        while (
+            heap[0][0] != self.sent[heap[0][2]]
+        ):  # the device has sent other bytes since this entry was made
             _, index, device = heap[0]
             heapq.heapreplace(heap, (self.sent[device], index, device))
         _, index, device = heap[0]
@@ -151,13 +178,22 @@ class Senders:
 
 
 class ShardGrid:
-    """The devices that hold each box of an array of `dtype`. The boxes form a grid, as under every JAX sharding.
-    `process_of` has the process of each device, and `sent` the bytes that it has sent.
+    """The devices that hold each box of an array of `dtype`. The boxes form a grid, as
+    under every JAX sharding. `process_of` has the process of each device, and `sent`
+    the bytes that it has sent.
     """
 
-    def __init__(self, dtype: object, holders: Holders, process_of: Mapping[int, int], sent: dict[int, int]):
+    def __init__(
+        self,
+        dtype: object,
+        holders: Holders,
+        process_of: Mapping[int, int],
+        sent: dict[int, int],
+    ):
         self.dtype = dtype
-        self.senders = {box: Senders(devices, process_of, sent) for box, devices in holders.items()}
+        self.senders = {
+            box: Senders(devices, process_of, sent) for box, devices in holders.items()
+        }
         self._intervals = [sorted(set(column)) for column in zip(*holders, strict=True)]
 
     def overlapping(self, box: Box) -> Iterable[Box]:
@@ -181,14 +217,16 @@ def shard_parts(
     process_of: Mapping[int, int],
     sent_before: Iterable[tuple[int, int]] = (),
 ) -> ShardParts:
-    """Decides which device sends which part of its shard to which device, to assemble the array `made`.
+    """Decides which device sends which part of its shard to which device, to assemble
+    the array `made`.
 
-    A device copies elements that it holds. It receives every other element from one of the devices that hold it, which
-    `Senders.choose` chooses. Senders of the largest parts are chosen first.
+    A device copies elements that it holds. It receives every other element from one of
+    the devices that hold it, which `Senders.choose` chooses. Senders of the largest
+    parts are chosen first.
 
-    `targets` has the device and the box of each shard to assemble, and `sources` the arrays that are read, by path.
-    `process_of` has the process of each device. `sent_before` has pairs of a device and the bytes that it has sent for
-    other arrays.
+    `targets` has the device and the box of each shard to assemble, and `sources` the
+    arrays that are read, by path. `process_of` has the process of each device.
+    `sent_before` has pairs of a device and the bytes that it has sent for other arrays.
     """
     sent = dict(sent_before)
     shards = {id(held): ShardGrid(*held, process_of, sent) for held in sources.values()}
@@ -199,40 +237,61 @@ def shard_parts(
         start = [-low for low, _ in box]
         for piece in made.pieces:
             if piece.value.path is None or piece.value.scale is not None:
-                found += [(ShardPart(receiver, receiver, shifted(one, start), 0), None) for one in within(piece, box)]
+                found += [
+                    (ShardPart(receiver, receiver, shifted(one, start), 0), None)
+                    for one in within(piece, box)
+                ]
                 continue
             source = shards[id(sources[piece.value.path])]
-            # All entries of a stack are divided like the first one. Positions inside the box are relative to the box.
+            # All entries of a stack are divided like the first one. Positions inside
+            # the box are relative to the box.
             by = from_start(piece, box)
             first = shifted(piece, [-more for more in by])
-            key = (box, first.source, first.target, first.factors, piece.value.casts, id(source))
+            key = (
+                box,
+                first.source,
+                first.target,
+                first.factors,
+                piece.value.casts,
+                id(source),
+            )
             if key not in known:
                 known[key] = list(_split(first, box, source, missing))
             for part, senders in known[key]:
                 own = Piece(piece.value, *shifted(part.piece, by)[1:])
-                found.append((ShardPart(receiver, receiver, own, part.bytes, part.bits), senders))
+                found.append(
+                    (ShardPart(receiver, receiver, own, part.bytes, part.bits), senders)
+                )
     replicas = _choose(found)
     return ShardParts(tuple(part for part, _ in found), tuple(missing), replicas)
 
 
-def _choose(parts: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, ...], ...]:
-    """Chooses a sender for each of `parts`, in place. Each part comes with its possible senders, or with `None` if it
-    is not sent. Returns, for each shard that several devices could send, these devices.
+def _choose(
+    parts: list[tuple[ShardPart, Senders | None]],
+) -> tuple[tuple[int, ...], ...]:
+    """Chooses a sender for each of `parts`, in place. Each part comes with its possible
+    senders, or with `None` if it is not sent. Returns, for each shard that several
+    devices could send, these devices.
     """
     replicas: dict[tuple[int, ...], None] = {}
     for at in sorted(range(len(parts)), key=lambda at: -parts[at][0].bytes):
         part, senders = parts[at]
         if senders is not None and part.receiver not in senders.holders:
-            parts[at] = ShardPart(senders.choose(part.receiver, part.bytes), *part[1:]), senders
+            parts[at] = (
+                ShardPart(senders.choose(part.receiver, part.bytes), *part[1:]),
+                senders,
+            )
             if len(senders.holders) > 1:
                 replicas[tuple(senders.holders)] = None
     return tuple(replicas)
 
 
-def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) -> Iterator[tuple[ShardPart, Senders]]:
-    """Yields the parts of the strided copy `piece` that write into `box` of the target, each with its possible senders.
-    Each part reads from one shard of the source. If no device holds this shard, the part's box in the source is added
-    to `missing` instead.
+def _split(
+    piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]
+) -> Iterator[tuple[ShardPart, Senders]]:
+    """Yields the parts of the strided copy `piece` that write into `box` of the target,
+    each with its possible senders. Each part reads from one shard of the source. If no
+    device holds this shard, the part's box in the source is added to `missing` instead.
     """
     widths = [bits(source.dtype), *map(bits, dtypes_of(piece.value.casts))]
     for inside in within(piece, box):
@@ -240,7 +299,10 @@ def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) 
         for cell in source.overlapping(hull(other)):
             if common(hull(other), cell) is None:
                 continue
-            for own in [swapped(shifted(one, [-low for low, _ in cell])) for one in within(other, cell)]:
+            for own in [
+                swapped(shifted(one, [-low for low, _ in cell]))
+                for one in within(other, cell)
+            ]:
                 if not source.senders[cell].holders:
                     starts = [low for low, _ in cell]
                     missing[hull(shifted(swapped(once(own)), starts))] = None
@@ -250,8 +312,9 @@ def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) 
 
 
 def first_casts(casts: Sequence[object], dtype: object) -> int:
-    """The number of casts after which elements have the fewest bits. The sender applies these, and the receiver the
-    others. For float32 elements (`dtype`) and `casts` to bfloat16 and then to float32, it is 1.
+    """The number of casts after which elements have the fewest bits. The sender applies
+    these, and the receiver the others. For float32 elements (`dtype`) and `casts` to
+    bfloat16 and then to float32, it is 1.
     """
     sizes = [bits(dtype)]
     for to in casts:
@@ -260,12 +323,16 @@ def first_casts(casts: Sequence[object], dtype: object) -> int:
 
 
 def sent_bits(value: Value, dtype: object) -> int:
-    """The bits of an element of `dtype` when it is sent, after the casts of `value` that the sender applies."""
+    """The bits of an element of `dtype` when it is sent, after the casts of `value`
+    that the sender applies.
+    """
     return min([bits(dtype), *map(bits, dtypes_of(value.casts))])
 
 
 def _extent(piece: Piece) -> int:
-    """The number of elements that a piece spans, in the source or in the target, whichever is larger."""
+    """The number of elements that a piece spans, in the source or in the target,
+    whichever is larger.
+    """
     return _extent_of(piece.factors, len(piece.source), len(piece.target))
 
 
@@ -276,27 +343,35 @@ def _extent_of(factors: tuple[Factor, ...], here: int, there: int) -> int:
 
 
 def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
-    """Divides a part into parts of at most `most_bytes` of memory. They are larger only if an element would otherwise
-    be sent twice.
+    """Divides a part into parts of at most `most_bytes` of memory. They are larger only
+    if an element would otherwise be sent twice.
     """
     factors = [f for f in part.piece.factors if f.source_dim != NOWHERE]
     if part.memory_bytes <= most_bytes or not factors:
         return [part]
-    # Divide along the factor whose elements have the largest gaps; of several, along the longest, which gives the
-    # fewest parts.
-    outer = min(factors, key=lambda f: (_extent(rows(part.piece, f, 0, -(-f.size // 2))), -f.size))
+    # Divide along the factor whose elements have the largest gaps; of several, along
+    # the longest, which gives the fewest parts.
+    outer = min(
+        factors,
+        key=lambda f: (_extent(rows(part.piece, f, 0, -(-f.size // 2))), -f.size),
+    )
     count = -(-outer.size // max(1, outer.size * most_bytes // part.memory_bytes))
     step = -(-outer.size // max(2, count))
     per = part.bytes / outer.size
     found = []
     for start in range(0, outer.size, step):
         stop = min(outer.size, start + step)
-        own = part._replace(piece=rows(part.piece, outer, start, stop), bytes=math.ceil(per * (stop - start)))
+        own = part._replace(
+            piece=rows(part.piece, outer, start, stop),
+            bytes=math.ceil(per * (stop - start)),
+        )
         found += divided(own, most_bytes)
     return found
 
 
 def least_memory_bytes(part: ShardPart) -> int:
-    """The memory, in bytes, of the smallest parts into which a part of a shard can be divided."""
+    """The memory, in bytes, of the smallest parts into which a part of a shard can be
+    divided.
+    """
     repeated = tuple(f for f in part.piece.factors if f.source_dim == NOWHERE)
     return part._replace(piece=part.piece._replace(factors=repeated)).memory_bytes

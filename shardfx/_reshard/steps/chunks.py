@@ -1,11 +1,14 @@
-"""Moves shards chunk by chunk where the temporaries of a whole move would be large on TPUs.
+"""Moves shards chunk by chunk where the temporaries of a whole move would be large on
+TPUs.
 
-TPUs keep arrays in tiles of 8 x 128 elements, and pad them to whole tiles. If an all-to-all splits a (129, 4160) shard
-for 64 devices, each (129, 65) chunk takes as much memory as (136, 128). The compiler holds several such copies.
+TPUs keep arrays in tiles of 8 x 128 elements, and pad them to whole tiles. If an
+all-to-all splits a (129, 4160) shard for 64 devices, each (129, 65) chunk takes as much
+memory as (136, 128). The compiler holds several such copies.
 
-All steps of a move keep the order of elements within a *block*, a range of a dimension. The number of blocks along a
-dimension is the least common multiple of its shard counts in all layouts of the path. So the first eighth of every
-block can move first, then the second, and so on. Temporaries are then an eighth as large.
+All steps of a move keep the order of elements within a *block*, a range of a dimension.
+The number of blocks along a dimension is the least common multiple of its shard counts
+in all layouts of the path. So the first eighth of every block can move first, then the
+second, and so on. Temporaries are then an eighth as large.
 """
 
 import dataclasses
@@ -22,7 +25,8 @@ from .redistribution import MoveStep
 
 
 _TILE = (8, 128)
-# The numbers of chunks: for blocks that do not fill tiles, for blocks that do, and for three or more dimensions.
+# The numbers of chunks: for blocks that do not fill tiles, for blocks that do, and for
+# three or more dimensions.
 _CHUNKS = 8
 _CHUNKS_OF_TILES = 2
 _CHUNKS_OF_STACKS = 4
@@ -36,14 +40,17 @@ _STRIPS_AT_ONCE = 8
 class Chunks:
     """The chunks in which the shards of an array move, one after another.
 
-    A chunk is the same part of every block along one dimension. For blocks of 8 elements and chunks of 4, the first
-    chunk of a shard of 16 elements has the elements 0 to 3 and 8 to 11.
+    A chunk is the same part of every block along one dimension. For blocks of 8
+    elements and chunks of 4, the first chunk of a shard of 16 elements has the elements
+    0 to 3 and 8 to 11.
 
     **Arguments:**
 
     - `dim`: the dimension that is divided.
-    - `block`: the size of a block along the dimension. All steps keep the order of elements inside a block.
-    - `chunk`: the size along the dimension of a chunk's part of one block; the last chunk may be smaller.
+    - `block`: the size of a block along the dimension. All steps keep the order of
+      elements inside a block.
+    - `chunk`: the size along the dimension of a chunk's part of one block; the last
+      chunk may be smaller.
     - `target_shape`: the shape of the shard after the move.
     """
 
@@ -58,9 +65,11 @@ class Chunks:
         return -(-self.block // self.chunk)
 
 
-def chunks_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]) -> Chunks | None:
-    """Returns the chunks in which shards of `shape` move by `steps` on TPUs; `None` if whole shards move at once.
-    `itemsize_bits` are the bits of an element.
+def chunks_on_tpus(
+    shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]
+) -> Chunks | None:
+    """Returns the chunks in which shards of `shape` move by `steps` on TPUs; `None` if
+    whole shards move at once. `itemsize_bits` are the bits of an element.
     """
     whole, blocks, target_shape = _blocks(shape, steps)
     shard_bytes = max(math.prod(shape), math.prod(target_shape)) * itemsize_bits // 8
@@ -68,11 +77,14 @@ def chunks_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[M
     if count == 1 or shard_bytes < _SMALL_BYTES:
         return None
     chunks = [-(-block // count) for block in blocks]
-    # The dimension whose chunks are padded least; of several, the one along which blocks consist of the fewest strips.
+    # The dimension whose chunks are padded least; of several, the one along which
+    # blocks consist of the fewest strips.
     dim = min(
         (dim for dim in range(len(shape)) if blocks[dim] > 1),
         key=lambda dim: (
-            _best_order([*blocks[:dim], chunks[dim], *blocks[dim + 1 :]])[0] / chunks[dim] * blocks[dim],
+            _best_order([*blocks[:dim], chunks[dim], *blocks[dim + 1 :]])[0]
+            / chunks[dim]
+            * blocks[dim],
             max(shape[dim], target_shape[dim]) // blocks[dim],
         ),
         default=None,
@@ -80,32 +92,53 @@ def chunks_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[M
     return None if dim is None else Chunks(dim, blocks[dim], chunks[dim], target_shape)
 
 
-def split_into(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> Chunks | None:
-    """Divides shards of `shape` into at least `count` chunks, which move by `steps` one after another. There are fewer
-    chunks if no block is long enough. `None` if all blocks have one element.
+def split_into(
+    count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]
+) -> Chunks | None:
+    """Divides shards of `shape` into at least `count` chunks, which move by `steps` one
+    after another. There are fewer chunks if no block is long enough. `None` if all
+    blocks have one element.
     """
     _, blocks, target_shape = _blocks(shape, steps)
-    dim = next((dim for dim, block in enumerate(blocks) if block >= count), blocks.index(max(blocks)))
-    return None if blocks[dim] < 2 else Chunks(dim, blocks[dim], max(1, blocks[dim] // count), target_shape)
+    dim = next(
+        (dim for dim, block in enumerate(blocks) if block >= count),
+        blocks.index(max(blocks)),
+    )
+    return (
+        None
+        if blocks[dim] < 2
+        else Chunks(dim, blocks[dim], max(1, blocks[dim] // count), target_shape)
+    )
 
 
-def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
-    """Returns the shape of the whole array, the size of its blocks along each dimension, and the shape of a shard after
-    the move. `shape` is the shape of a shard before it.
+def _blocks(
+    shape: Sequence[int], steps: Sequence[MoveStep]
+) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
+    """Returns the shape of the whole array, the size of its blocks along each
+    dimension, and the shape of a shard after the move. `shape` is the shape of a shard
+    before it.
     """
-    whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
+    whole = tuple(
+        size * count for size, count in zip(shape, steps[0].source.counts, strict=True)
+    )
     layouts = [steps[0].source, *(step.target for step in steps)]
-    blocks = [size // math.lcm(*counts) for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)]
+    blocks = [
+        size // math.lcm(*counts)
+        for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)
+    ]
     return whole, blocks, layouts[-1].shard_shape(whole)
 
 
-def _chunk_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]) -> int:
-    """The number of chunks in which shards move; 1 for whole shards. `whole` is the shape of the whole array, and
-    `blocks` the size of a block along each dimension.
+def _chunk_count(
+    whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]
+) -> int:
+    """The number of chunks in which shards move; 1 for whole shards. `whole` is the
+    shape of the whole array, and `blocks` the size of a block along each dimension.
 
-    If blocks do not fill tiles, all-to-alls and all-gathers need chunks. Otherwise two kinds of moves need them.
-    `_doubles_after_copies` says which moves are of the first kind. The second kind has a permutation, ends in an
-    all-to-all, and moves arrays of three or more dimensions. For it the compiler holds up to 4.7 times the larger
+    If blocks do not fill tiles, all-to-alls and all-gathers need chunks. Otherwise two
+    kinds of moves need them. `_doubles_after_copies` says which moves are of the first
+    kind. The second kind has a permutation, ends in an all-to-all, and moves arrays of
+    three or more dimensions. For it the compiler holds up to 4.7 times the larger
     shard, and in four chunks 1.6 times.
     """
     kinds = [step.kind for step in steps]
@@ -117,17 +150,28 @@ def _chunk_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[
     return _CHUNKS_OF_TILES if _doubles_after_copies(whole, steps, kinds) else 1
 
 
-def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kinds: Sequence[str]) -> bool:
-    """Whether a move that ends in an all-gather, which doubles the shard, takes much memory on TPUs. The compiler then
-    cannot reuse the memory of the copies that it makes around the move's last all-to-all.
+def _doubles_after_copies(
+    whole: tuple[int, ...], steps: Sequence[MoveStep], kinds: Sequence[str]
+) -> bool:
+    """Whether a move that ends in an all-gather, which doubles the shard, takes much
+    memory on TPUs. The compiler then cannot reuse the memory of the copies that it
+    makes around the move's last all-to-all.
 
-    `whole` is the shape of the whole array, and `kinds` has the kind of each of the `steps`. The doubled shard must be
-    at least as large as the source's shard. The other conditions were found by compiling 388 moves of this kind for a
-    v5p of 4 x 4 x 4 chips. Of these, 58 took more memory than twice the larger shard. The conditions hold for all 58,
-    and for 2 others.
+    `whole` is the shape of the whole array, and `kinds` has the kind of each of the
+    `steps`. The doubled shard must be at least as large as the source's shard. The
+    other conditions were found by compiling 388 moves of this kind for a v5p of 4 x 4 x
+    4 chips. Of these, 58 took more memory than twice the larger shard. The conditions
+    hold for all 58, and for 2 others.
     """
-    before, after, first = (end.shard_count for end in (steps[-1].source, steps[-1].target, steps[0].source))
-    if kinds[-1] != "all_gather" or before != 2 * after or after > first or "all_to_all" not in kinds:
+    before, after, first = (
+        end.shard_count for end in (steps[-1].source, steps[-1].target, steps[0].source)
+    )
+    if (
+        kinds[-1] != "all_gather"
+        or before != 2 * after
+        or after > first
+        or "all_to_all" not in kinds
+    ):
         return False
     at = len(kinds) - 1 - kinds[::-1].index("all_to_all")
     step, earlier, later = steps[at], kinds[:at], kinds[at + 1 :]
@@ -137,31 +181,51 @@ def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kin
     if order == sorted(order):
         return False
     one_tile_wide = step.target.shard_shape(whole)[-1] == _TILE[1]
-    cuts_rows = not any(splits[:-1]) and (one_tile_wide or (bool(earlier) and "permute" not in earlier))
+    cuts_rows = not any(splits[:-1]) and (
+        one_tile_wide or (bool(earlier) and "permute" not in earlier)
+    )
     return "permute" in later or cuts_rows
 
 
-def in_chunks(shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_tpus: bool = True) -> Any:
-    """Returns `move(shard)`, computed by calling `move` with one chunk of the shard after another. With `as_on_tpus`,
-    shards are stored in the order of dimensions that needs the least memory on TPUs.
+def in_chunks(
+    shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_tpus: bool = True
+) -> Any:
+    """Returns `move(shard)`, computed by calling `move` with one chunk of the shard
+    after another. With `as_on_tpus`, shards are stored in the order of dimensions that
+    needs the least memory on TPUs.
     """
-    source, target = (_Stored.of(shape, chunks, as_on_tpus) for shape in (shard.shape, chunks.target_shape))
+    source, target = (
+        _Stored.of(shape, chunks, as_on_tpus)
+        for shape in (shard.shape, chunks.target_shape)
+    )
 
     def moved_to(out: object, start: object, size: int) -> Any:
         chunk = source.unturned(_in_order_of_dims(source.chunk_of(stored, start, size)))
-        return _in_order_of_dims(target.with_chunk(out, _in_order_of_dims(target.turned(move(chunk))), start, size))
+        return _in_order_of_dims(
+            target.with_chunk(
+                out, _in_order_of_dims(target.turned(move(chunk))), start, size
+            )
+        )
 
     stored = _in_order_of_dims(source.turned(shard))
-    out = _in_order_of_dims(lax.empty(tuple(chunks.target_shape[dim] for dim in target.order), shard.dtype))
+    out = _in_order_of_dims(
+        lax.empty(tuple(chunks.target_shape[dim] for dim in target.order), shard.dtype)
+    )
     full, rest = divmod(chunks.block, chunks.chunk)
-    out = lax.fori_loop(0, full, lambda index, out: moved_to(out, index * chunks.chunk, chunks.chunk), out)
+    out = lax.fori_loop(
+        0,
+        full,
+        lambda index, out: moved_to(out, index * chunks.chunk, chunks.chunk),
+        out,
+    )
     return target.unturned(moved_to(out, full * chunks.chunk, rest) if rest else out)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """How a shard is stored in memory. `order` is the order of its dimensions, with the minor-most last. The dimension
-    at the position `dim` in `order` is divided into chunks. It has `strips` blocks of the size `block`.
+    """How a shard is stored in memory. `order` is the order of its dimensions, with the
+    minor-most last. The dimension at the position `dim` in `order` is divided into
+    chunks. It has `strips` blocks of the size `block`.
     """
 
     order: tuple[int, ...]
@@ -171,11 +235,16 @@ class _Stored:
 
     @staticmethod
     def of(shape: tuple[int, ...], chunks: Chunks, as_on_tpus: bool) -> "_Stored":
-        """Returns how a shard of `shape` is stored. With `as_on_tpus`, it is in the order that takes the least TPU
-        memory.
+        """Returns how a shard of `shape` is stored. With `as_on_tpus`, it is in the
+        order that takes the least TPU memory.
         """
         order = _best_order(shape)[1] if as_on_tpus else tuple(range(len(shape)))
-        return _Stored(order, order.index(chunks.dim), shape[chunks.dim] // chunks.block, chunks.block)
+        return _Stored(
+            order,
+            order.index(chunks.dim),
+            shape[chunks.dim] // chunks.block,
+            chunks.block,
+        )
 
     def turned(self, shard: Any) -> Any:
         return shard.transpose(self.order)
@@ -184,21 +253,27 @@ class _Stored:
         return stored.transpose(np.argsort(self.order))
 
     def chunk_of(self, stored: Any, start: Any, size: int) -> Any:
-        """Returns a chunk of the stored shard: the elements `start` to `start + size` of each block, concatenated."""
+        """Returns a chunk of the stored shard: the elements `start` to `start + size`
+        of each block, concatenated.
+        """
         if self.strips == 1:
             return lax.dynamic_slice_in_dim(stored, start, size, self.dim)
         shape = list(stored.shape)
         shape[self.dim] = self.strips * size
         copy = lambda index, chunk: lax.dynamic_update_slice_in_dim(
             chunk,
-            lax.dynamic_slice_in_dim(stored, index * self.block + start, size, self.dim),
+            lax.dynamic_slice_in_dim(
+                stored, index * self.block + start, size, self.dim
+            ),
             index * size,
             self.dim,
         )
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
     def with_chunk(self, stored: object, chunk: Any, start: object, size: int) -> Any:
-        """Returns the stored shard with `chunk` in place of the elements `start` to `start + size` of each block."""
+        """Returns the stored shard with `chunk` in place of the elements `start` to
+        `start + size` of each block.
+        """
         copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
             stored,
             lax.dynamic_slice_in_dim(chunk, index * size, size, self.dim),
@@ -208,21 +283,31 @@ class _Stored:
         return self._for_each_strip(copy, stored)
 
     def _for_each_strip(self, copy: Callable[[Any, Any], Any], out: object) -> Any:
-        return lax.fori_loop(0, self.strips, copy, out, unroll=min(self.strips, _STRIPS_AT_ONCE))
+        return lax.fori_loop(
+            0, self.strips, copy, out, unroll=min(self.strips, _STRIPS_AT_ONCE)
+        )
 
 
 def _best_order(shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Finds the order of dimensions in which an array of `shape` takes the fewest elements, padding to tiles included.
-    Returns this number of elements and the order. Of equally good orders, the one nearest to the array's own is taken.
+    """Finds the order of dimensions in which an array of `shape` takes the fewest
+    elements, padding to tiles included. Returns this number of elements and the order.
+    Of equally good orders, the one nearest to the array's own is taken.
     """
     rank = len(shape)
-    orders = [(*(dim for dim in range(rank) if dim != minor), minor) for minor in reversed(range(rank))]
-    return min([(_padded([shape[dim] for dim in order]), order) for order in orders], key=lambda one: one[0])
+    orders = [
+        (*(dim for dim in range(rank) if dim != minor), minor)
+        for minor in reversed(range(rank))
+    ]
+    return min(
+        [(_padded([shape[dim] for dim in order]), order) for order in orders],
+        key=lambda one: one[0],
+    )
 
 
 def _padded(shape: Sequence[int]) -> int:
-    """Returns the number of elements that an array of `shape` takes on a TPU, which pads it to tiles. The last
-    dimension is the minor-most one in memory. A shape of (129, 65) takes 136 x 128 elements.
+    """Returns the number of elements that an array of `shape` takes on a TPU, which
+    pads it to tiles. The last dimension is the minor-most one in memory. A shape of
+    (129, 65) takes 136 x 128 elements.
     """
     *outer, minor = shape
     found = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
@@ -234,7 +319,8 @@ def _padded(shape: Sequence[int]) -> int:
 
 
 def _in_order_of_dims(x: Any) -> Any:
-    """Constrains `x` to be stored in the order of its dimensions, the last one minor-most. Otherwise the compiler
-    stores whole shards in the order that suits the collectives on chunks, and pads them.
+    """Constrains `x` to be stored in the order of its dimensions, the last one
+    minor-most. Otherwise the compiler stores whole shards in the order that suits the
+    collectives on chunks, and pads them.
     """
     return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))

@@ -1,7 +1,9 @@
-"""The replica groups of the steps of a move, and the split of a shard into the chunks that an all-to-all sends.
+"""The replica groups of the steps of a move, and the split of a shard into the chunks
+that an all-to-all sends.
 
-All functions number devices by their position in the mesh order of the move's source, the layout `like`. `split` and
-`join` take NumPy arrays and traced arrays. A *sub-axis* is a mesh axis or a part of one.
+All functions number devices by their position in the mesh order of the move's source,
+the layout `like`. `split` and `join` take NumPy arrays and traced arrays. A *sub-axis*
+is a mesh axis or a part of one.
 """
 
 import dataclasses
@@ -21,12 +23,16 @@ class AllToAll:
 
     **Arguments:**
 
-    - `groups`: an integer array of shape `(groups, members)`. Each row lists the devices of one replica group, in the
+    - `groups`: an integer array of shape `(groups, members)`. Each row lists the
+      devices of one replica group, in the
         order of their shards.
-    - `sizes`: the sizes of the moving sub-axes, major first. Their product is the number of members of a group.
-    - `splits`: for each dimension, the moving sub-axes that shard it after the all-to-all, major first. A sub-axis is
+    - `sizes`: the sizes of the moving sub-axes, major first. Their product is the
+      number of members of a group.
+    - `splits`: for each dimension, the moving sub-axes that shard it after the
+      all-to-all, major first. A sub-axis is
         given by its index in `sizes`.
-    - `joins`: for each dimension, the moving sub-axes that shard it before the all-to-all, in the same form.
+    - `joins`: for each dimension, the moving sub-axes that shard it before the
+      all-to-all, in the same form.
     """
 
     groups: np.ndarray
@@ -36,8 +42,9 @@ class AllToAll:
 
 
 def groups_of(layout: StepLayout, sub_axes: SubAxes, like: StepLayout) -> np.ndarray:
-    """Returns the replica groups along `sub_axes` of `layout`, as an integer array with one row for each group. A row
-    lists devices that differ only in their coordinates along these sub-axes, in the order of these coordinates.
+    """Returns the replica groups along `sub_axes` of `layout`, as an integer array with
+    one row for each group. A row lists devices that differ only in their coordinates
+    along these sub-axes, in the order of these coordinates.
     """
     where = coordinates(layout, like)
     others = tuple(axis for axis in range(len(layout.sizes)) if axis not in sub_axes)
@@ -48,63 +55,93 @@ def groups_of(layout: StepLayout, sub_axes: SubAxes, like: StepLayout) -> np.nda
 
 
 def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllToAll:
-    """Returns the all-to-all from layout `source` to layout `target`, which have one mesh and equally many shards."""
-    before = {sub_axis: dim for dim, axes in enumerate(source.dims) for sub_axis in axes}
+    """Returns the all-to-all from layout `source` to layout `target`, which have one
+    mesh and equally many shards.
+    """
+    before = {
+        sub_axis: dim for dim, axes in enumerate(source.dims) for sub_axis in axes
+    }
     after = {sub_axis: dim for dim, axes in enumerate(target.dims) for sub_axis in axes}
-    moving = tuple(sub_axis for axes in source.dims for sub_axis in axes if before[sub_axis] != after[sub_axis])
+    moving = tuple(
+        sub_axis
+        for axes in source.dims
+        for sub_axis in axes
+        if before[sub_axis] != after[sub_axis]
+    )
     rank = {sub_axis: index for index, sub_axis in enumerate(moving)}
     return AllToAll(
         groups=groups_of(source, moving, like),
         sizes=tuple(source.sizes[sub_axis] for sub_axis in moving),
-        splits=tuple(tuple(rank[f] for f in axes if before[f] != dim) for dim, axes in enumerate(target.dims)),
-        joins=tuple(tuple(rank[f] for f in axes if after[f] != dim) for dim, axes in enumerate(source.dims)),
+        splits=tuple(
+            tuple(rank[f] for f in axes if before[f] != dim)
+            for dim, axes in enumerate(target.dims)
+        ),
+        joins=tuple(
+            tuple(rank[f] for f in axes if after[f] != dim)
+            for dim, axes in enumerate(source.dims)
+        ),
     )
 
 
 def split(shard: Any, exchange: AllToAll) -> Any:
-    """Splits a shard into one chunk for each member of the replica group, stacked along a new first dimension."""
+    """Splits a shard into one chunk for each member of the replica group, stacked along
+    a new first dimension.
+    """
     shape, front = [], []
     for size, sub_axes in zip(shard.shape, exchange.splits, strict=True):
         count = math.prod(exchange.sizes[sub_axis] for sub_axis in sub_axes)
         front += [len(shape)] if sub_axes else []
         shape += [count, size // count] if sub_axes else [size]
     rest = [axis for axis in range(len(shape)) if axis not in front]
-    # The split dimensions move to the front before they are reshaped into sub-axes. Reshaping in place would cost one
-    # more copy on TPUs, because the small dimensions do not fill tiles.
+    # The split dimensions move to the front before they are reshaped into sub-axes.
+    # Reshaping in place would cost one more copy on TPUs, because the small dimensions
+    # do not fill tiles.
     parts = shard.reshape(shape).transpose((*front, *rest))
     parts = parts.reshape((math.prod(exchange.sizes), *parts.shape[len(front) :]))
     order = [sub_axis for sub_axes in exchange.splits for sub_axis in sub_axes]
-    apart = parts.reshape((*[exchange.sizes[sub_axis] for sub_axis in order], *parts.shape[1:]))
+    apart = parts.reshape(
+        (*[exchange.sizes[sub_axis] for sub_axis in order], *parts.shape[1:])
+    )
     axes = (*np.argsort(order).tolist(), *range(len(order), len(apart.shape)))
     return apart.transpose(axes).reshape(parts.shape)
 
 
 def join(parts: Any, exchange: AllToAll) -> Any:
-    """Joins the chunks that a device received in an all-to-all into one shard. It is the inverse of `split`."""
+    """Joins the chunks that a device received in an all-to-all into one shard. It is
+    the inverse of `split`.
+    """
     sizes = parts.shape[1:]
     parts = parts.reshape((*exchange.sizes, *sizes))
     order, shape = [], []
     for dim, sub_axes in enumerate(exchange.joins):
         order += [*sub_axes, len(exchange.sizes) + dim]
-        shape.append(sizes[dim] * math.prod(exchange.sizes[sub_axis] for sub_axis in sub_axes))
+        shape.append(
+            sizes[dim] * math.prod(exchange.sizes[sub_axis] for sub_axis in sub_axes)
+        )
     return parts.transpose(order).reshape(shape)
 
 
 def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns which part of its shard each device keeps in a slice step from `source` to `target`, which cuts shards
-    into equal parts: an integer array of shape `(devices, rank)` with the index of the part along each dimension.
+    """Returns which part of its shard each device keeps in a slice step from `source`
+    to `target`, which cuts shards into equal parts: an integer array of shape
+    `(devices, rank)` with the index of the part along each dimension.
     """
     where = coordinates(target, like)
     parts = [
         shard_index(target.sizes, where, axes) % (count // had)
-        for axes, count, had in zip(target.dims, target.counts, source.counts, strict=True)
+        for axes, count, had in zip(
+            target.dims, target.counts, source.counts, strict=True
+        )
     ]
     return np.stack(parts, axis=1)
 
 
-def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[tuple[int, np.ndarray]]:
-    """Returns pairs: a dimension along which an all-gather from `source` to `target` concatenates shards, and the
-    replica groups. Each group is a row of an integer array, and lists devices in the order of their shards.
+def gathered(
+    source: StepLayout, target: StepLayout, like: StepLayout
+) -> list[tuple[int, np.ndarray]]:
+    """Returns pairs: a dimension along which an all-gather from `source` to `target`
+    concatenates shards, and the replica groups. Each group is a row of an integer
+    array, and lists devices in the order of their shards.
     """
     return [
         (dim, groups_of(source, have[len(axes) :], like))

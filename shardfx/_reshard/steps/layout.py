@@ -1,8 +1,10 @@
-"""`StepLayout`, which describes an array's sharding by integers, and the shards that devices hold under it.
+"""`StepLayout`, which describes an array's sharding by integers, and the shards that
+devices hold under it.
 
-A *sub-axis* is a mesh axis or a part of one: an axis of 8 devices may be split into sub-axes of 2 and 4. A *weight* is
-the cost of a byte along an axis or a sub-axis: 1 inside a TPU slice (or node), and more between slices. The *mesh
-order* of a layout is the row-major order of the devices in its mesh.
+A *sub-axis* is a mesh axis or a part of one: an axis of 8 devices may be split into
+sub-axes of 2 and 4. A *weight* is the cost of a byte along an axis or a sub-axis: 1
+inside a TPU slice (or node), and more between slices. The *mesh order* of a layout is
+the row-major order of the devices in its mesh.
 """
 
 import dataclasses
@@ -24,15 +26,19 @@ Counts = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
-    """An array's sharding: the mesh axis sizes, the devices in mesh order, and the axes that shard each dimension.
+    """An array's sharding: the mesh axis sizes, the devices in mesh order, and the axes
+    that shard each dimension.
 
     **Arguments:**
 
     - `sizes`: the mesh axis sizes, major first.
-    - `dims`: for each dimension of the array, the indices of the mesh axes that shard it, major first.
-    - `order`: device ids in row-major order of the mesh. It is `None` if the layouts before and after a move list their
+    - `dims`: for each dimension of the array, the indices of the mesh axes that shard
+      it, major first.
+    - `order`: device ids in row-major order of the mesh. It is `None` if the layouts
+      before and after a move list their
         devices in the same order.
-    - `weights`: the cost of a byte along each mesh axis; `()` if all cost 1. An axis between TPU slices (or nodes) has
+    - `weights`: the cost of a byte along each mesh axis; `()` if all cost 1. An axis
+      between TPU slices (or nodes) has
         a weight above 1.
     """
 
@@ -43,7 +49,9 @@ class StepLayout:
 
     def __post_init__(self):
         # Hashing thousands of ids on each look-up would cost more than the look-up.
-        object.__setattr__(self, "_hash", hash((self.sizes, self.dims, self.order, self.weights)))
+        object.__setattr__(
+            self, "_hash", hash((self.sizes, self.dims, self.order, self.weights))
+        )
 
     def __hash__(self) -> int:
         return object.__getattribute__(self, "_hash")
@@ -65,13 +73,16 @@ class StepLayout:
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one device's shard of an array of `shape`."""
-        return tuple(size // count for size, count in zip(shape, self.counts, strict=True))
+        return tuple(
+            size // count for size, count in zip(shape, self.counts, strict=True)
+        )
 
 
 def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns the position of each device in the mesh order of `layout`. The result lists the devices in the mesh order
-    of `like`: for device ids 0, 1, 2 in `like` and 2, 0, 1 in `layout` it is [1, 2, 0]. A layout whose `order` is
-    `None` has the mesh order of the other. Raises `MeshError` if the two meshes have different devices.
+    """Returns the position of each device in the mesh order of `layout`. The result
+    lists the devices in the mesh order of `like`: for device ids 0, 1, 2 in `like` and
+    2, 0, 1 in `layout` it is [1, 2, 0]. A layout whose `order` is `None` has the mesh
+    order of the other. Raises `MeshError` if the two meshes have different devices.
     """
     if layout.order is None or like.order is None or layout.order == like.order:
         places = np.arange(layout.size)
@@ -80,16 +91,18 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
         places = np.asarray([place[device] for device in like.order if device in place])
     if not layout.size == like.size == len(places):
         raise MeshError(
-            f"the meshes of a move must have the same devices, but one has {like.size} (axis sizes {like.sizes}) "
-            f"and the other {layout.size} (axis sizes {layout.sizes}), and {len(places)} are in both; move between "
-            "device sets outside of `jit`."
+            f"the meshes of a move must have the same devices, but one has {like.size}"
+            f" (axis sizes {like.sizes}) and the other {layout.size} (axis sizes"
+            f" {layout.sizes}), and {len(places)} are in both; move between device sets"
+            " outside of `jit`."
         )
     return places
 
 
 def mesh_coordinates(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
-    """Returns the coordinates of the devices at the positions `position` in mesh order. `sizes` are the sizes of the
-    mesh axes. The result has a row for each mesh axis and a column for each device.
+    """Returns the coordinates of the devices at the positions `position` in mesh order.
+    `sizes` are the sizes of the mesh axes. The result has a row for each mesh axis and
+    a column for each device.
     """
     if not sizes:
         return np.zeros((0, len(position)), np.int64)
@@ -99,12 +112,17 @@ def mesh_coordinates(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray
 def slice_numbers(layout: StepLayout) -> np.ndarray:
     """Returns the number of each device's TPU slice (or node), in mesh order."""
     slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
-    return shard_index(layout.sizes, mesh_coordinates(layout.sizes, np.arange(layout.size)), slow)
+    return shard_index(
+        layout.sizes, mesh_coordinates(layout.sizes, np.arange(layout.size)), slow
+    )
 
 
-def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: SubAxes) -> np.ndarray:
-    """Returns the index of each device's shard along a dimension that `axes` shard. `coordinates` has a row of device
-    coordinates for each mesh axis, and `sizes` the sizes of these axes.
+def shard_index(
+    sizes: tuple[int, ...], coordinates: np.ndarray, axes: SubAxes
+) -> np.ndarray:
+    """Returns the index of each device's shard along a dimension that `axes` shard.
+    `coordinates` has a row of device coordinates for each mesh axis, and `sizes` the
+    sizes of these axes.
     """
     index = np.zeros(coordinates.shape[1], np.int64)
     for axis in axes:
@@ -114,8 +132,9 @@ def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: SubAxes) 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FineLayout:
-    """A `StepLayout` over sub-axes. `coordinates` has a row for each sub-axis: the coordinate of each device along it.
-    Its columns are the devices, in the mesh order of the layout before the move.
+    """A `StepLayout` over sub-axes. `coordinates` has a row for each sub-axis: the
+    coordinate of each device along it. Its columns are the devices, in the mesh order
+    of the layout before the move.
     """
 
     layout: StepLayout
@@ -123,21 +142,24 @@ class FineLayout:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """For each sub-axis a key: the coordinates of all devices along it, as bytes. Sub-axes of two meshes have equal
-        keys if each device has the same coordinate along both.
+        """For each sub-axis a key: the coordinates of all devices along it, as bytes.
+        Sub-axes of two meshes have equal keys if each device has the same coordinate
+        along both.
         """
         return tuple(row.astype(np.uint16).tobytes() for row in self.coordinates)
 
 
 def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns a row of device coordinates for each axis of `layout`, with devices in the mesh order of `like`."""
+    """Returns a row of device coordinates for each axis of `layout`, with devices in
+    the mesh order of `like`.
+    """
     return mesh_coordinates(layout.sizes, positions(layout, like))
 
 
 def link_groups(end: FineLayout) -> list[tuple[float, np.ndarray]]:
-    """Divides the devices into groups once for each weight that sub-axes have, in ascending order. A byte between two
-    devices of one group costs at most this weight. Returns pairs: the weight, and an array with the number of each
-    device's group.
+    """Divides the devices into groups once for each weight that sub-axes have, in
+    ascending order. A byte between two devices of one group costs at most this weight.
+    Returns pairs: the weight, and an array with the number of each device's group.
     """
     weights = end.layout.weights or (1.0,) * len(end.layout.sizes)
     found = []
@@ -148,11 +170,14 @@ def link_groups(end: FineLayout) -> list[tuple[float, np.ndarray]]:
 
 
 class Shards:
-    """The shard that each device holds, for any layout over the sub-axes of one mesh. Results are cached."""
+    """The shard that each device holds, for any layout over the sub-axes of one mesh.
+    Results are cached.
+    """
 
     def __init__(self, end: FineLayout):
         self.sizes = end.layout.sizes
-        # Half the bytes, half the time: on thousands of devices the search is bound by these arrays.
+        # Half the bytes, half the time: on thousands of devices the search is bound by
+        # these arrays.
         self.coordinates = end.coordinates.astype(np.int32)
         self.devices = end.coordinates.shape[1]
         self._count: dict[SubAxes, int] = {}
@@ -173,15 +198,21 @@ class Shards:
         return math.prod([self.count(axes) for axes in dims])
 
     def index(self, axes: SubAxes) -> np.ndarray:
-        """The index of each device's shard along a dimension that is sharded over `axes`."""
+        """The index of each device's shard along a dimension that is sharded over
+        `axes`.
+        """
         if axes not in self._index:
             *outer, last = axes
-            self._index[axes] = self.index(tuple(outer)) * np.int32(self.sizes[last]) + self.coordinates[last]
+            self._index[axes] = (
+                self.index(tuple(outer)) * np.int32(self.sizes[last])
+                + self.coordinates[last]
+            )
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:
-        """The number of each device's shard in the layout `dims`. Shards are numbered in row-major order of their
-        places in the array. So equal shards have equal numbers in any two layouts with the same shard counts.
+        """The number of each device's shard in the layout `dims`. Shards are numbered
+        in row-major order of their places in the array. So equal shards have equal
+        numbers in any two layouts with the same shard counts.
         """
         if dims not in self._numbers:
             out = np.zeros(self.devices, np.int64)
@@ -193,24 +224,34 @@ class Shards:
 
 
 def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
-    """Returns the fraction of an array that a device lacks before a move and must receive, as the mean over devices."""
+    """Returns the fraction of an array that a device lacks before a move and must
+    receive, as the mean over devices.
+    """
     common, unit, here, there = None, 1, Shards(source), Shards(target)
     for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
         if not have and not want:
             continue
-        both, parts = overlap(here.index(have), here.count(have), there.index(want), there.count(want))
+        both, parts = overlap(
+            here.index(have), here.count(have), there.index(want), there.count(want)
+        )
         both = both.astype(np.int64)
         common, unit = both if common is None else common * both, unit * parts
     if common is None:
         return Fraction(0)
-    return Fraction(1, target.layout.shard_count) - Fraction(int(common.sum()), unit * len(common))
+    return Fraction(1, target.layout.shard_count) - Fraction(
+        int(common.sum()), unit * len(common)
+    )
 
 
-def overlap(index: np.ndarray, count: int, other_index: np.ndarray, other_count: int) -> tuple[np.ndarray, int]:
-    """Compares each device's shards in two shardings of one dimension. `index` and `other_index` have the index of each
-    device's shard among `count` and `other_count` shards. The dimension has as many elements here as the least common
-    multiple of these counts. Returns how many elements the two shards of each device have in common, and the size of
-    the dimension. With 2 and 3 shards the size is 6, and the shards [0, 3) and [0, 2) have 2 elements in common.
+def overlap(
+    index: np.ndarray, count: int, other_index: np.ndarray, other_count: int
+) -> tuple[np.ndarray, int]:
+    """Compares each device's shards in two shardings of one dimension. `index` and
+    `other_index` have the index of each device's shard among `count` and `other_count`
+    shards. The dimension has as many elements here as the least common multiple of
+    these counts. Returns how many elements the two shards of each device have in
+    common, and the size of the dimension. With 2 and 3 shards the size is 6, and the
+    shards [0, 3) and [0, 2) have 2 elements in common.
     """
     parts = math.lcm(count, other_count)
     mine, theirs = np.int32(parts // count), np.int32(parts // other_count)

@@ -1,8 +1,9 @@
 """The costs of collectives, by which the search compares paths.
 
-A cost is the bytes that a device receives, times the weight of the mesh axis over which they arrive. It is the mean
-over devices, as a fraction of the bytes of the whole array. A cost of 0.5 means that each device receives half the
-array's bytes over axes of weight 1, or a twentieth of them over axes of weight 10.
+A cost is the bytes that a device receives, times the weight of the mesh axis over which
+they arrive. It is the mean over devices, as a fraction of the bytes of the whole array.
+A cost of 0.5 means that each device receives half the array's bytes over axes of weight
+1, or a twentieth of them over axes of weight 10.
 """
 
 import itertools as it
@@ -12,10 +13,12 @@ import numpy as np
 from .layout import FineLayout, SubAxes, link_groups
 
 
-# A small cost per step makes the search prefer the path with fewer steps among paths of equal traffic.
+# A small cost per step makes the search prefer the path with fewer steps among paths of
+# equal traffic.
 STEP = 1e-9
-# Among paths with equally many steps, the search prefers a permutation before any all-to-all. A first permutation reads
-# the source directly and needs no copy. The TPU compiler may keep one shard of the later steps in on-chip memory.
+# Among paths with equally many steps, the search prefers a permutation before any
+# all-to-all. A first permutation reads the source directly and needs no copy. The TPU
+# compiler may keep one shard of the later steps in on-chip memory.
 STEP_BEFORE_PERMUTATION = 1.01 * STEP
 
 
@@ -27,16 +30,21 @@ class Prices:
         self.weights = end.layout.weights or (1.0,) * len(self.sizes)
 
     def all_to_all(self, shard_count: int, group: SubAxes) -> float:
-        """The cost of an all-to-all along the sub-axes `group`, for an array that has `shard_count` shards."""
+        """The cost of an all-to-all along the sub-axes `group`, for an array that has
+        `shard_count` shards.
+        """
         left, cost = 1.0, 0.0
         for sub_axis in self._dearest_first(group):
-            # Only the bytes that must cross a slow axis do so, once. The rest moves over faster axes.
+            # Only the bytes that must cross a slow axis do so, once. The rest moves
+            # over faster axes.
             cost += left * (1 - 1 / self.sizes[sub_axis]) * self.weights[sub_axis]
             left /= self.sizes[sub_axis]
         return cost / shard_count
 
     def all_gather(self, shard_count: int, group: SubAxes) -> float:
-        """The cost of an all-gather along the sub-axes `group`. Before it the array has `shard_count` shards."""
+        """The cost of an all-gather along the sub-axes `group`. Before it the array has
+        `shard_count` shards.
+        """
         held, cost = 1, 0.0
         for sub_axis in self._dearest_first(group):
             # A shard enters a slice once and is copied inside it.
@@ -53,18 +61,22 @@ class Prices:
 
 
 class PermutationPrices:
-    """The costs of permutations, in which each device's shard is sent to another device. `cost` computes which bytes go
-    over expensive axes only if the result depends on it, since that takes time. `computed` counts such calls of `cost`.
+    """The costs of permutations, in which each device's shard is sent to another
+    device. `cost` computes which bytes go over expensive axes only if the result
+    depends on it, since that takes time. `computed` counts such calls of `cost`.
     """
 
     def __init__(self, source: FineLayout):
         self.link_groups = link_groups(source)
         self.computed = 0
 
-    def cost(self, have: np.ndarray, want: np.ndarray, share: float, limit: float) -> float:
-        """Returns the cost of a permutation. `have` and `want` are the numbers of the shards that devices hold before
-        and after it. `share` is the size of one shard as a fraction of the array. If the permutation costs more than
-        `limit`, the result may be any lower bound above `limit`.
+    def cost(
+        self, have: np.ndarray, want: np.ndarray, share: float, limit: float
+    ) -> float:
+        """Returns the cost of a permutation. `have` and `want` are the numbers of the
+        shards that devices hold before and after it. `share` is the size of one shard
+        as a fraction of the array. If the permutation costs more than `limit`, the
+        result may be any lower bound above `limit`.
         """
         moves = have != want
         moving = int(moves.sum())
@@ -75,15 +87,23 @@ class PermutationPrices:
         if len(self.link_groups) == 1 or total >= limit:
             return total + STEP
         self.computed += 1
-        # Each device sends its shard to one other, so a group serves at most as many requests as it has copies.
+        # Each device sends its shard to one other, so a group serves at most as many
+        # requests as it has copies.
         span, have, want = int(want.max()) + 1, have[moves], want[moves]
         for (cheap, group), (weight, _) in it.pairwise(self.link_groups):
             # The size of the multiset intersection of the two sides.
             marked = np.sort(
-                np.concatenate([2 * (group[moves] * span + side) + at for at, side in enumerate((have, want))])
+                np.concatenate(
+                    [
+                        2 * (group[moves] * span + side) + at
+                        for at, side in enumerate((have, want))
+                    ]
+                )
             )
             starts = np.flatnonzero(np.diff(marked >> 1, prepend=-1))
             wants = np.add.reduceat(marked & 1, starts)
-            near = int(np.minimum(wants, np.diff(starts, append=len(marked)) - wants).sum())
+            near = int(
+                np.minimum(wants, np.diff(starts, append=len(marked)) - wants).sum()
+            )
             total += (weight - cheap) * (moving - near) * share
         return total + STEP

@@ -1,7 +1,9 @@
-"""Runs the steps of a `Redistribution` on traced or live arrays, as one `shard_map` over the source's mesh.
+"""Runs the steps of a `Redistribution` on traced or live arrays, as one `shard_map`
+over the source's mesh.
 
-Collectives name the devices of their replica groups by their positions in the mesh of `like`, the source's layout.
-With `chunks`, shards move chunk by chunk to limit memory; with `None`, whole shards move.
+Collectives name the devices of their replica groups by their positions in the mesh of
+`like`, the source's layout. With `chunks`, shards move chunk by chunk to limit memory;
+with `None`, whole shards move.
 """
 
 import functools as ft
@@ -30,14 +32,20 @@ def program(
     like: StepLayout,
     chunks: Chunks | None = None,
 ) -> Shaped[Array, "..."]:
-    """Moves a traced array by `steps` from `src` to `dst`. Both meshes must list their devices in the same order."""
+    """Moves a traced array by `steps` from `src` to `dst`. Both meshes must list their
+    devices in the same order.
+    """
     if not steps:
         return placed(x, dst)
     mapped = ft.partial(_moving, src=src, steps=steps, like=like, chunks=chunks)
     if src.mesh.abstract_mesh == dst.mesh.abstract_mesh:
         return mapped(placed(x, src), spec=dst.spec)
-    # The shards concatenated along dimension 0 in device order mean the same on either mesh, so nothing moves here.
-    x = placed(mapped(placed(x, src), spec=flat(src.mesh)), NamedSharding(dst.mesh, flat(dst.mesh)))
+    # The shards concatenated along dimension 0 in device order mean the same on either
+    # mesh, so nothing moves here.
+    x = placed(
+        mapped(placed(x, src), spec=flat(src.mesh)),
+        NamedSharding(dst.mesh, flat(dst.mesh)),
+    )
     return _mapped(lambda shard: shard, dst.mesh, flat(dst.mesh), dst.spec)(x)
 
 
@@ -49,7 +57,9 @@ def _moving(
     chunks: Chunks | None,
     spec: PartitionSpec,
 ) -> Shaped[Array, "..."]:
-    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), chunks=chunks)
+    body = ft.partial(
+        run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), chunks=chunks
+    )
     return _mapped(body, src.mesh, src.spec, spec)(x)
 
 
@@ -62,18 +72,30 @@ def live_program(
     donate: bool,
     chunks: Chunks | None = None,
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that moves live arrays of one shape from `src` to `dst` by the steps of `plan`. Both meshes
-    have the same devices, in any order. With `donate`, the function deletes its argument.
+    """Returns a function that moves live arrays of one shape from `src` to `dst` by the
+    steps of `plan`. Both meshes have the same devices, in any order. With `donate`, the
+    function deletes its argument.
     """
     here, there = untyped(src), untyped(dst)
-    planned = {"src": here, "steps": plan.steps, "like": layouts(len(shape), here, there)[0], "chunks": chunks}
+    planned = {
+        "src": here,
+        "steps": plan.steps,
+        "like": layouts(len(shape), here, there)[0],
+        "chunks": chunks,
+    }
     if same_order(here, there):
         # XLA reuses a buffer only for a result of the same size.
-        reuse = (0,) if donate and here.shard_shape(shape) == there.shard_shape(shape) else ()
+        reuse = (
+            (0,)
+            if donate and here.shard_shape(shape) == there.shard_shape(shape)
+            else ()
+        )
         fn = ft.partial(program, dst=there, **planned)
         step = jax.jit(fn, in_shardings=here, out_shardings=there, donate_argnums=reuse)
     else:
-        step = jax.jit(ft.partial(_moving, spec=flat(here.mesh), **planned), in_shardings=here)
+        step = jax.jit(
+            ft.partial(_moving, spec=flat(here.mesh), **planned), in_shardings=here
+        )
 
     def run(x: jax.Array) -> jax.Array:
         given = x
@@ -92,11 +114,15 @@ def live_program(
     return run
 
 
-def _mapped(body, mesh: Mesh | AbstractMesh, source: PartitionSpec, target: PartitionSpec):
+def _mapped(
+    body, mesh: Mesh | AbstractMesh, source: PartitionSpec, target: PartitionSpec
+):
     def run_on(x):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             # JAX cannot infer the replication that the steps establish.
-            return jax.shard_map(body, mesh=mesh, in_specs=source, out_specs=target, check_vma=False)(x)
+            return jax.shard_map(
+                body, mesh=mesh, in_specs=source, out_specs=target, check_vma=False
+            )(x)
 
     return run_on
 
@@ -109,91 +135,156 @@ def run(
     axes: tuple[str, ...],
     chunks: Chunks | None = None,
 ) -> Shaped[Array, "..."]:
-    """Applies all steps of a move to one device's shard, inside a `shard_map` over a mesh with the axes `axes`."""
+    """Applies all steps of a move to one device's shard, inside a `shard_map` over a
+    mesh with the axes `axes`.
+    """
 
     def at_once(shard: Array) -> Array:
         for step in steps:
             shard = _RUN[step.kind](shard, step, like, axes)
         return shard
 
-    is_key = jnp.issubdtype(shard.dtype, jax.dtypes.extended)  # whose memory is none of ours
+    is_key = jnp.issubdtype(
+        shard.dtype, jax.dtypes.extended
+    )  # whose memory is none of ours
     on_tpus = None if is_key else chunks_on_tpus(shard.shape, bits(shard.dtype), steps)
-    if on_tpus is None or (chunks is not None and chunks.per_block >= on_tpus.per_block):
+    if on_tpus is None or (
+        chunks is not None and chunks.per_block >= on_tpus.per_block
+    ):
         on_tpus = chunks
     if on_tpus is None:
         return at_once(shard)
     tpu = ft.partial(in_chunks, move=at_once, chunks=on_tpus)
-    other = at_once if chunks is None else ft.partial(in_chunks, move=at_once, chunks=chunks, as_on_tpus=False)
-    return lax.platform_dependent(shard, tpu=tpu, cpu=other if chunks is None else on_bits(other), default=other)
+    other = (
+        at_once
+        if chunks is None
+        else ft.partial(in_chunks, move=at_once, chunks=chunks, as_on_tpus=False)
+    )
+    return lax.platform_dependent(
+        shard, tpu=tpu, cpu=other if chunks is None else on_bits(other), default=other
+    )
 
 
-def _slice(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
-    part = jnp.asarray(starts(step.source, step.target, like), jnp.int32)[lax.axis_index(axes)]
+def _slice(
+    shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
+) -> Array:
+    part = jnp.asarray(starts(step.source, step.target, like), jnp.int32)[
+        lax.axis_index(axes)
+    ]
     sizes = [
         size * have // want
-        for size, have, want in zip(shard.shape, step.source.counts, step.target.counts, strict=True)
+        for size, have, want in zip(
+            shard.shape, step.source.counts, step.target.counts, strict=True
+        )
     ]
     start = [part[dim] * size for dim, size in enumerate(sizes)]
-    return moved(ft.partial(lax.dynamic_slice, start_indices=start, slice_sizes=sizes), shard)
+    return moved(
+        ft.partial(lax.dynamic_slice, start_indices=start, slice_sizes=sizes), shard
+    )
 
 
-def _permute(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
-    pairs = [(sender, device) for device, sender in enumerate(permutation(step.source, step.target, like).tolist())]
+def _permute(
+    shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
+) -> Array:
+    pairs = [
+        (sender, device)
+        for device, sender in enumerate(
+            permutation(step.source, step.target, like).tolist()
+        )
+    ]
     return moved(ft.partial(lax.ppermute, axis_name=axes, perm=pairs), shard)
 
 
-def _all_gather(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
+def _all_gather(
+    shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
+) -> Array:
     for dim, groups in gathered(step.source, step.target, like):
-        gather = ft.partial(lax.all_gather, axis_name=axes, axis_index_groups=groups.tolist())
+        gather = ft.partial(
+            lax.all_gather, axis_name=axes, axis_index_groups=groups.tolist()
+        )
         shape = (*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
-        stacked = lambda shard, gather=gather, dim=dim, shape=shape: jnp.moveaxis(gather(shard), 0, dim).reshape(shape)
+        stacked = lambda shard, gather=gather, dim=dim, shape=shape: jnp.moveaxis(
+            gather(shard), 0, dim
+        ).reshape(shape)
         shard = _either(shard, ft.partial(gather, axis=dim, tiled=True), stacked)
     return shard
 
 
-def _either(shard: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
-    """Runs a collective on one device's shard by one of two functions that return the same. `at_once` is a single
-    operation. XLA's CPU compiler would run it in a transposed buffer, which it copies element by element. So on CPUs
-    `stacked` runs, which stacks the received shards and joins them.
+def _either(
+    shard: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]
+) -> Array:
+    """Runs a collective on one device's shard by one of two functions that return the
+    same. `at_once` is a single operation. XLA's CPU compiler would run it in a
+    transposed buffer, which it copies element by element. So on CPUs `stacked` runs,
+    which stacks the received shards and joins them.
     """
     return lax.platform_dependent(shard, cpu=on_bits(stacked), default=at_once)
 
 
-def _all_to_all(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
+def _all_to_all(
+    shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
+) -> Array:
     how = all_to_all(step.source, step.target, like)
-    swap = ft.partial(lax.all_to_all, axis_name=axes, tiled=True, axis_index_groups=how.groups.tolist())
-    stacked = lambda shard: join(swap(split(shard, how), split_axis=0, concat_axis=0), how)
+    swap = ft.partial(
+        lax.all_to_all,
+        axis_name=axes,
+        tiled=True,
+        axis_index_groups=how.groups.tolist(),
+    )
+    stacked = lambda shard: join(
+        swap(split(shard, how), split_axis=0, concat_axis=0), how
+    )
     members = tuple(range(len(how.sizes)))
     if how.splits.count(members) == 1 and how.joins.count(members) == 1:
-        ends = {"split_axis": how.splits.index(members), "concat_axis": how.joins.index(members)}
+        ends = {
+            "split_axis": how.splits.index(members),
+            "concat_axis": how.joins.index(members),
+        }
         return _either(shard, ft.partial(swap, **ends), stacked)
     return moved(stacked, shard)
 
 
-_RUN = {"slice": _slice, "permute": _permute, "all_gather": _all_gather, "all_to_all": _all_to_all}
+_RUN = {
+    "slice": _slice,
+    "permute": _permute,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+}
 
 
 def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that does what `move` does, but moves arrays of bfloat16 and smaller float dtypes as integers
-    of the same bits. XLA's CPU compiler would move them as larger floats: the traffic and the memory double, and a NaN
-    does not keep its bits.
+    """Returns a function that does what `move` does, but moves arrays of bfloat16 and
+    smaller float dtypes as integers of the same bits. XLA's CPU compiler would move
+    them as larger floats: the traffic and the memory double, and a NaN does not keep
+    its bits.
     """
 
     def run(x: Any, *others: Any) -> Any:
         if not is_small_float(x.dtype):
             return move(x, *others)
         integer = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
-        as_bits = [lax.bitcast_convert_type(y, integer) if y.dtype == x.dtype else y for y in (x, *others)]
+        as_bits = [
+            lax.bitcast_convert_type(y, integer) if y.dtype == x.dtype else y
+            for y in (x, *others)
+        ]
         return lax.bitcast_convert_type(move(*as_bits), x.dtype)
 
     return run
 
 
 def is_small_float(dtype: Any) -> bool:
-    """Whether `dtype` is a float that XLA's CPU compiler moves by converting it to a larger float."""
-    return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16 and jnp.finfo(dtype).bits < 32
+    """Whether `dtype` is a float that XLA's CPU compiler moves by converting it to a
+    larger float.
+    """
+    return (
+        jnp.issubdtype(dtype, jnp.floating)
+        and dtype != jnp.float16
+        and jnp.finfo(dtype).bits < 32
+    )
 
 
 def moved(move: Callable[..., object], *arrays: object) -> Any:
-    """Applies `move`, which changes no bits, to `arrays`. On CPUs, bfloat16 and smaller floats move as integers."""
+    """Applies `move`, which changes no bits, to `arrays`. On CPUs, bfloat16 and smaller
+    floats move as integers.
+    """
     return lax.platform_dependent(*arrays, cpu=on_bits(move), default=move)

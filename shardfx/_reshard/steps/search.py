@@ -1,28 +1,35 @@
-"""The search for the cheapest path between two layouts: a bidirectional A* over slices, all-to-alls, one permutation
-and all-gathers.
+"""The search for the cheapest path between two layouts: a bidirectional A* over slices,
+all-to-alls, one permutation and all-gathers.
 
-No step may need more memory than about one shard to read and one to write, so gathering the whole array is no solution.
-Rink et al. 2021 (arXiv 2112.01075) show that four kinds of steps suffice:
+No step may need more memory than about one shard to read and one to write, so gathering
+the whole array is no solution. Rink et al. 2021 (arXiv 2112.01075) show that four kinds
+of steps suffice:
 
 - a *slice* keeps a chunk of each shard; it costs nothing;
-- an *all-to-all* within replica groups moves sub-axes (mesh axes or parts of them) from one dimension to another;
+- an *all-to-all* within replica groups moves sub-axes (mesh axes or parts of them) from
+  one dimension to another;
 - a *permutation* sends every device's shard to another device;
 - an *all-gather* concatenates the shards of a replica group on each of its devices.
 
-A path begins with slices and all-to-alls on the source's sub-axes, since traffic is least while shards are small. Then
-it has one permutation, the *crossing*, and ends with all-to-alls and all-gathers on the target's sub-axes. `Problem`
-allows exceptions. `prices` defines the cost of a path.
+A path begins with slices and all-to-alls on the source's sub-axes, since traffic is
+least while shards are small. Then it has one permutation, the *crossing*, and ends with
+all-to-alls and all-gathers on the target's sub-axes. `Problem` allows exceptions.
+`prices` defines the cost of a path.
 
-The search has two halves. The *forward half* starts at the source, and the *backward half* at the target. Each half has
-a heap of layouts, ordered by a lower bound on the cost of a path through the layout: the known cost to it, plus the
-`LowerBound` of the rest. The search takes the layout with the smallest lower bound, and *settles* it: it tries a
-crossing to every settled layout of the other half with the same shard counts, and adds the neighbours to the heap.
-Layouts that cannot be on a cheaper path than the best one so far are dropped.
+The search has two halves. The *forward half* starts at the source, and the *backward
+half* at the target. Each half has a heap of layouts, ordered by a lower bound on the
+cost of a path through the layout: the known cost to it, plus the `LowerBound` of the
+rest. The search takes the layout with the smallest lower bound, and *settles* it: it
+tries a crossing to every settled layout of the other half with the same shard counts,
+and adds the neighbours to the heap. Layouts that cannot be on a cheaper path than the
+best one so far are dropped.
 
-Some moves have too many layouts, so the search ends after a number of them, with the best path so far. It runs twice.
-The first run splits no dimension into more shards than the least common multiple of its counts in source and target, so
-it has few layouts. The second run drops all layouts that cannot beat the first path. If no path was found within the
-budget, the layouts whose counts are nearest to those of the other half's start come first, at any cost.
+Some moves have too many layouts, so the search ends after a number of them, with the
+best path so far. It runs twice. The first run splits no dimension into more shards than
+the least common multiple of its counts in source and target, so it has few layouts. The
+second run drops all layouts that cannot beat the first path. If no path was found
+within the budget, the layouts whose counts are nearest to those of the other half's
+start come first, at any cost.
 """
 
 import dataclasses
@@ -43,20 +50,24 @@ _ROUNDING = 1e-12
 _FEW_LAYOUTS = 900
 _MOST_LAYOUTS = 3000
 
-# The layouts along a path: over the source's sub-axes, from the source on, and over the target's, to the target.
+# The layouts along a path: over the source's sub-axes, from the source on, and over the
+# target's, to the target.
 Route = tuple[list[StepLayout], list[StepLayout]]
-# The layouts one step away that are reached for less than a given cost, each with the step's cost.
+# The layouts one step away that are reached for less than a given cost, each with the
+# step's cost.
 NextLayouts = Callable[[ShardDims, float], Iterator[tuple[ShardDims, float]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """The input of the search: the layouts before and after a move, over sub-axes. `max_counts` has a number for each
-    dimension, which the number of shards along it must divide.
+    """The input of the search: the layouts before and after a move, over sub-axes.
+    `max_counts` has a number for each dimension, which the number of shards along it
+    must divide.
 
-    With `takes_detours`, the search also tries all-gathers before the crossing, slices after it, and permutations of
-    the sub-axes of a dimension. These steps help in three cases: sub-axes of different sizes block each other; a byte
-    costs more along some sub-axes than along others; source and target have no sub-axes in common.
+    With `takes_detours`, the search also tries all-gathers before the crossing, slices
+    after it, and permutations of the sub-axes of a dimension. These steps help in three
+    cases: sub-axes of different sizes block each other; a byte costs more along some
+    sub-axes than along others; source and target have no sub-axes in common.
     """
 
     max_counts: Counts
@@ -66,50 +77,82 @@ class Problem:
 
 
 def cheapest_route(problem: Problem) -> Route | None:
-    """Returns the layouts along the cheapest path from the source to the target of a move. If the search ends before it
-    has examined all layouts, the path is the best one found so far. `None` if no steps along these sub-axes lead from
-    source to target.
+    """Returns the layouts along the cheapest path from the source to the target of a
+    move. If the search ends before it has examined all layouts, the path is the best
+    one found so far. `None` if no steps along these sub-axes lead from source to
+    target.
     """
     source, target = problem.source, problem.target
-    # The number of layouts to examine takes a fraction of a second: fewer for more devices, and if some axes are slow.
+    # The number of layouts to examine takes a fraction of a second: fewer for more
+    # devices, and if some axes are slow.
     devices = source.layout.size
-    most = _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
+    most = (
+        _FEW_LAYOUTS
+        if devices <= 16
+        else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
+    )
     most //= len(link_groups(source))
-    narrow = dataclasses.replace(problem, max_counts=tuple(map(math.lcm, source.layout.counts, target.layout.counts)))
+    narrow = dataclasses.replace(
+        problem,
+        max_counts=tuple(map(math.lcm, source.layout.counts, target.layout.counts)),
+    )
     path, cost, examined = explore(narrow, most // 2, math.inf)
     factors = [prime for size in source.layout.sizes for prime in primes(size)]
     differ = len({*factors}) > 1 or len({*source.layout.weights}) > 1
     takes_detours = differ or source.coordinates is not target.coordinates
-    if path is None or ((takes_detours or narrow.max_counts != problem.max_counts) and examined < most):
+    if path is None or (
+        (takes_detours or narrow.max_counts != problem.max_counts) and examined < most
+    ):
         wide = dataclasses.replace(problem, takes_detours=takes_detours)
         better, _, _ = explore(wide, most - examined, cost)
         path = better or path
     return path
 
 
-def explore(problem: Problem, most: int, limit: float) -> tuple[Route | None, float, int]:
-    """Searches for the cheapest path whose cost is below `limit`, among about `most` layouts. If `limit` is infinite,
-    it goes on until it has found some path. Returns the path (or `None`), its cost, and the number of layouts examined.
+def explore(
+    problem: Problem, most: int, limit: float
+) -> tuple[Route | None, float, int]:
+    """Searches for the cheapest path whose cost is below `limit`, among about `most`
+    layouts. If `limit` is infinite, it goes on until it has found some path. Returns
+    the path (or `None`), its cost, and the number of layouts examined.
     """
     permutations = PermutationPrices(problem.source)
-    halves = _half(problem, permutations, "target"), _half(problem, permutations, "source")
+    halves = (
+        _half(problem, permutations, "target"),
+        _half(problem, permutations, "source"),
+    )
     state = _State(*halves, permutations, limit)
-    for half, end in ((state.forward, problem.source), (state.backward, problem.target)):
+    for half, end in (
+        (state.forward, problem.source),
+        (state.backward, problem.target),
+    ):
         half.reach(end.layout.dims, 0.0, None, limit)
     while half := state.next_half():
         dims, least = half.pop()
-        if least >= state.cost - _ROUNDING or dims in half.settled.get(half.shards.counts(dims), ()):
+        if least >= state.cost - _ROUNDING or dims in half.settled.get(
+            half.shards.counts(dims), ()
+        ):
             continue
         _settle(dims, half, state, most)
-        _expand(dims, half, state, most, problem.source.coordinates is problem.target.coordinates)
+        _expand(
+            dims,
+            half,
+            state,
+            most,
+            problem.source.coordinates is problem.target.coordinates,
+        )
         if state.is_enough(most):
             break
     return _route(problem, state), state.cost, state.examined
 
 
-def _half(problem: Problem, permutations: PermutationPrices, far_is: Literal["target", "source"]) -> "_Half":
-    """Returns the half that searches for the end `far_is` of the move: the forward half for "target", the backward half
-    for "source".
+def _half(
+    problem: Problem,
+    permutations: PermutationPrices,
+    far_is: Literal["target", "source"],
+) -> "_Half":
+    """Returns the half that searches for the end `far_is` of the move: the forward half
+    for "target", the backward half for "source".
     """
     ends = (problem.source, problem.target)
     near, far = ends if far_is == "target" else ends[::-1]
@@ -119,41 +162,67 @@ def _half(problem: Problem, permutations: PermutationPrices, far_is: Literal["ta
     if far_is == "source":
         first, early, each = steps.gathers_into, steps.slices_into, STEP
 
-    def next_layouts(dims: ShardDims, limit: float) -> Iterator[tuple[ShardDims, float]]:
+    def next_layouts(
+        dims: ShardDims, limit: float
+    ) -> Iterator[tuple[ShardDims, float]]:
         yield from first(dims)
         if problem.takes_detours:
             yield from early(dims)
             yield from steps.permutes(dims, limit)
         yield from steps.all_to_alls(dims, each, limit)
 
-    return _Half(shards, LowerBound(shards, near, far, far_is), next_layouts, far.layout.counts)
+    return _Half(
+        shards, LowerBound(shards, near, far, far_is), next_layouts, far.layout.counts
+    )
 
 
 class _Half:
-    """One half of the search. It keeps each layout that it has reached, with the cost of the path to it and the layout
-    before it on this path, and the heap of layouts to examine next.
+    """One half of the search. It keeps each layout that it has reached, with the cost
+    of the path to it and the layout before it on this path, and the heap of layouts to
+    examine next.
 
-    `bound` is the lower bound on the cost from a layout to the start of the other half, and `far_counts` has the shard
-    counts of that start. `next_layouts` yields the layouts one step away.
+    `bound` is the lower bound on the cost from a layout to the start of the other half,
+    and `far_counts` has the shard counts of that start. `next_layouts` yields the
+    layouts one step away.
     """
 
-    def __init__(self, shards: Shards, bound: LowerBound, next_layouts: NextLayouts, far_counts: Counts):
-        self.shards, self.bound, self.next_layouts, self.far_counts = shards, bound, next_layouts, far_counts
+    def __init__(
+        self,
+        shards: Shards,
+        bound: LowerBound,
+        next_layouts: NextLayouts,
+        far_counts: Counts,
+    ):
+        self.shards, self.bound, self.next_layouts, self.far_counts = (
+            shards,
+            bound,
+            next_layouts,
+            far_counts,
+        )
         self.cost: dict[ShardDims, float] = {}
         self.parent: dict[ShardDims, ShardDims | None] = {}
         self.heap: list[tuple[float, float, int, ShardDims]] = []
         self.examined = 0  # the layouts whose lower bound was computed
         self.first_of_counts: dict[Counts, ShardDims] = {}
-        self.settled: dict[Counts, dict[ShardDims, None]] = {}  # in the order of settling
+        self.settled: dict[
+            Counts, dict[ShardDims, None]
+        ] = {}  # in the order of settling
 
     def reach(
-        self, dims: ShardDims, cost: float, parent: ShardDims | None, limit: float, nearest_first: bool = False
+        self,
+        dims: ShardDims,
+        cost: float,
+        parent: ShardDims | None,
+        limit: float,
+        nearest_first: bool = False,
     ) -> bool:
-        """Adds the layout `dims` to the heap if a path through it can cost less than `limit`, the cost of the best path
-        so far. Returns whether it was added. A layout that was reached before at the same or less `cost` is not added.
+        """Adds the layout `dims` to the heap if a path through it can cost less than
+        `limit`, the cost of the best path so far. Returns whether it was added. A
+        layout that was reached before at the same or less `cost` is not added.
 
-        `parent` is the layout before it on the path; `None` at the start. With `nearest_first`, the heap is ordered by
-        how near shard counts are to `far_counts`, instead of by the lower bound.
+        `parent` is the layout before it on the path; `None` at the start. With
+        `nearest_first`, the heap is ordered by how near shard counts are to
+        `far_counts`, instead of by the lower bound.
         """
         if cost + _ROUNDING >= min(limit, self.cost.get(dims, math.inf)):
             return False
@@ -163,22 +232,30 @@ class _Half:
             return False
         counts, key = self.shards.counts(dims), cost + estimate
         self.first_of_counts.setdefault(counts, dims)
-        if parent is None:  # source and target come first, since their neighbours may meet
+        if (
+            parent is None
+        ):  # source and target come first, since their neighbours may meet
             key = 0.0
         elif nearest_first:
             pairs = zip(counts, self.far_counts, strict=True)
-            key = -1 / math.prod([math.lcm(count, far) // math.gcd(count, far) for count, far in pairs])
+            key = -1 / math.prod(
+                [math.lcm(count, far) // math.gcd(count, far) for count, far in pairs]
+            )
         self.cost[dims], self.parent[dims] = cost, parent
         heapq.heappush(self.heap, (key, estimate, self.examined, dims))
         return True
 
     def pop(self) -> tuple[ShardDims, float]:
-        """Removes the first layout from the heap. Returns it, and a lower bound on the cost of any path through it."""
+        """Removes the first layout from the heap. Returns it, and a lower bound on the
+        cost of any path through it.
+        """
         _, estimate, _, dims = heapq.heappop(self.heap)
         return dims, self.cost[dims] + estimate
 
     def layouts_to(self, dims: ShardDims) -> list[ShardDims]:
-        """Returns the layouts on the path from the layout at which this half starts to `dims`."""
+        """Returns the layouts on the path from the layout at which this half starts to
+        `dims`.
+        """
         layouts = [dims]
         while (parent := self.parent[layouts[-1]]) is not None:
             layouts.append(parent)
@@ -187,8 +264,8 @@ class _Half:
 
 @dataclasses.dataclass
 class _State:
-    """The state of the search: both halves, and the `cost` of the best path so far, which crosses from `before` to
-    `after`.
+    """The state of the search: both halves, and the `cost` of the best path so far,
+    which crosses from `before` to `after`.
     """
 
     forward: _Half
@@ -200,16 +277,20 @@ class _State:
 
     @property
     def examined(self) -> int:
-        """The number of layouts whose lower bound was computed, plus the number of permutations whose bytes over
-        expensive axes were computed: both take time.
+        """The number of layouts whose lower bound was computed, plus the number of
+        permutations whose bytes over expensive axes were computed: both take time.
         """
-        return self.forward.examined + self.backward.examined + self.permutations.computed
+        return (
+            self.forward.examined + self.backward.examined + self.permutations.computed
+        )
 
     def is_enough(self, most: int) -> bool:
         return self.examined > most and self.cost < math.inf
 
     def next_half(self) -> _Half | None:
-        """The half whose first layout has the smaller lower bound; `None` if the heaps of both are empty."""
+        """The half whose first layout has the smaller lower bound; `None` if the heaps
+        of both are empty.
+        """
         halves = [half for half in (self.forward, self.backward) if half.heap]
         return min(halves, key=lambda half: half.heap[0][:2], default=None)
 
@@ -218,27 +299,35 @@ class _State:
 
 
 def _settle(dims: ShardDims, half: _Half, state: _State, most: int) -> None:
-    """Tries a crossing from the layout `dims`, just taken from the heap of `half`, to each settled layout of the other
-    half with the same shard counts. `most` is the number of layouts after which the search ends.
+    """Tries a crossing from the layout `dims`, just taken from the heap of `half`, to
+    each settled layout of the other half with the same shard counts. `most` is the
+    number of layouts after which the search ends.
     """
     counts, cost = half.shards.counts(dims), half.cost[dims]
     half.settled.setdefault(counts, {})[dims] = None
     other = state.other(half)
     for match in other.settled.get(counts, ()):
-        if state.cost - cost - other.cost[match] > _ROUNDING and not state.is_enough(most):
+        if state.cost - cost - other.cost[match] > _ROUNDING and not state.is_enough(
+            most
+        ):
             _cross(dims, match, half, state)
 
 
-def _expand(dims: ShardDims, half: _Half, state: _State, most: int, same_sub_axes: bool) -> None:
-    """Adds the layouts one step away from `dims`, a layout of `half`, to the heap, and completes paths through them.
-    With `same_sub_axes`, both halves have the same sub-axes, so a layout that both reach completes a path. `most` is
-    the number of layouts after which the search ends.
+def _expand(
+    dims: ShardDims, half: _Half, state: _State, most: int, same_sub_axes: bool
+) -> None:
+    """Adds the layouts one step away from `dims`, a layout of `half`, to the heap, and
+    completes paths through them. With `same_sub_axes`, both halves have the same
+    sub-axes, so a layout that both reach completes a path. `most` is the number of
+    layouts after which the search ends.
     """
     cost = half.cost[dims]
     for after, extra in half.next_layouts(dims, state.cost - cost):
         nearest_first = state.cost == math.inf and state.examined > most
         if half.reach(after, cost + extra, dims, state.cost, nearest_first):
-            if same_sub_axes:  # if the other half has reached this layout too, a path is complete
+            if (
+                same_sub_axes
+            ):  # if the other half has reached this layout too, a path is complete
                 _meet(after, after, 0.0, state)
             match = state.other(half).first_of_counts.get(half.shards.counts(after))
             if state.cost == math.inf and match is not None:  # any path is welcome
@@ -248,19 +337,24 @@ def _expand(dims: ShardDims, half: _Half, state: _State, most: int, same_sub_axe
 
 
 def _cross(dims: ShardDims, match: ShardDims, half: _Half, state: _State) -> None:
-    """Updates `state` if the path with a crossing between `dims` and `match` is cheaper than the best one so far.
-    `dims` is a layout of `half`, and `match` is one of the other half.
+    """Updates `state` if the path with a crossing between `dims` and `match` is cheaper
+    than the best one so far. `dims` is a layout of `half`, and `match` is one of the
+    other half.
     """
     before, after = (dims, match) if half is state.forward else (match, dims)
     left = state.cost - state.forward.cost[before] - state.backward.cost[after]
-    have, want = state.forward.shards.numbers(before), state.backward.shards.numbers(after)
+    have, want = (
+        state.forward.shards.numbers(before),
+        state.backward.shards.numbers(after),
+    )
     share = 1 / state.forward.shards.shard_count(before)
     _meet(before, after, state.permutations.cost(have, want, share, left), state)
 
 
 def _meet(before: ShardDims, after: ShardDims, crossing: float, state: _State) -> None:
-    """Updates `state` if the path that crosses from `before`, a layout of the forward half, to `after`, a layout of the
-    backward half, is cheaper than the best one so far. The crossing costs `crossing`.
+    """Updates `state` if the path that crosses from `before`, a layout of the forward
+    half, to `after`, a layout of the backward half, is cheaper than the best one so
+    far. The crossing costs `crossing`.
     """
     paid = state.forward.cost.get(before, math.inf)
     total = paid + crossing + state.backward.cost.get(after, math.inf)
@@ -271,7 +365,10 @@ def _meet(before: ShardDims, after: ShardDims, crossing: float, state: _State) -
 def _route(problem: Problem, state: _State) -> Route | None:
     if state.before is None or state.after is None:
         return None
-    forward, backward = state.forward.layouts_to(state.before), state.backward.layouts_to(state.after)[::-1]
+    forward, backward = (
+        state.forward.layouts_to(state.before),
+        state.backward.layouts_to(state.after)[::-1],
+    )
     before, after = (
         [dataclasses.replace(end.layout, dims=dims) for dims in layouts]
         for end, layouts in ((problem.source, forward), (problem.target, backward))

@@ -1,11 +1,13 @@
-"""Transfers of weights from one job to another: a transfer plan, which each job computes by itself, and channels that
-carry the bytes.
+"""Transfers of weights from one job to another: a transfer plan, which each job
+computes by itself, and channels that carry the bytes.
 
-It may import `_plan`, `_convert`, its siblings in this room and what is below them. It never moves an array within a
-job, and it never changes a receiver's arrays before all bytes of the new revision have arrived.
+It may import `_plan`, `_convert`, its siblings in this room and what is below them. It
+never moves an array within a job, and it never changes a receiver's arrays before all
+bytes of the new revision have arrived.
 
-A *piece* is a part of a source array that equals a part of a target array. A *buffer* is one box of a target array in a
-receiving process. A *revision* is one version of all weights.
+A *piece* is a part of a source array that equals a part of a target array. A *buffer*
+is one box of a target array in a receiving process. A *revision* is one version of all
+weights.
 """
 
 from .codec import from_json as from_json, to_json as to_json

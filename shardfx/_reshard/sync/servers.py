@@ -1,4 +1,6 @@
-"""A channel over JAX's transfer servers, which move arrays from the devices of one process to those of another."""
+"""A channel over JAX's transfer servers, which move arrays from the devices of one
+process to those of another.
+"""
 
 import time
 from collections.abc import Sequence
@@ -15,25 +17,37 @@ _POLL_SECONDS = 2e-4
 
 
 class JaxChannel:
-    """A Channel over the transfer servers of `jax.experimental.transfer`. Each process has a server and connects to the
-    other process's server.
+    """A Channel over the transfer servers of `jax.experimental.transfer`. Each process
+    has a server and connects to the other process's server.
 
-    One round (the bytes that are sent together) is on its way at a time. A server does not report that its peer is
-    dead, so a round that does not arrive within the time-out counts as lost. After an error both processes make a new
-    channel with another `session`.
+    One round (the bytes that are sent together) is on its way at a time. A server does
+    not report that its peer is dead, so a round that does not arrive within the
+    time-out counts as lost. After an error both processes make a new channel with
+    another `session`.
 
     **Arguments:**
 
-    - `server`: the object that `jax.experimental.transfer.start_transfer_server` returned.
+    - `server`: the object that `jax.experimental.transfer.start_transfer_server`
+      returned.
     - `address`: the address of the other process's server.
-    - `session`: a number below 2**31 that is the same in both processes. No other channel of the two servers has it.
-    - `device`: the device whose memory holds the bytes of a round; by default this process's first device.
+    - `session`: a number below 2**31 that is the same in both processes. No other
+      channel of the two servers has it.
+    - `device`: the device whose memory holds the bytes of a round; by default this
+      process's first device.
     - `timeout_seconds`: the time after which a round counts as lost.
     """
 
     __module__ = "shardfx.sync"
 
-    def __init__(self, server: Any, address: str, session: int, *, device: Any = None, timeout_seconds: float = 30.0):
+    def __init__(
+        self,
+        server: Any,
+        address: str,
+        session: int,
+        *,
+        device: Any = None,
+        timeout_seconds: float = 30.0,
+    ):
         self._server, self._peer = server, server.connect(address)
         self._session, self._timeout = session, timeout_seconds
         self._device = jax.local_devices()[0] if device is None else device
@@ -73,10 +87,14 @@ class JaxChannel:
         return found
 
     def _offer(self, number: int, data: np.ndarray) -> None:
-        self._server.await_pull(self._session << 32 | number, [jax.device_put(data, self._device)])
+        self._server.await_pull(
+            self._session << 32 | number, [jax.device_put(data, self._device)]
+        )
 
     def _pull(self, number: int, count: int) -> np.ndarray:
-        wanted = jax.ShapeDtypeStruct((count,), np.uint8, sharding=SingleDeviceSharding(self._device))
+        wanted = jax.ShapeDtypeStruct(
+            (count,), np.uint8, sharding=SingleDeviceSharding(self._device)
+        )
         deadline = time.monotonic() + self._timeout
         try:
             (found,) = self._peer.pull(self._session << 32 | number, [wanted])
@@ -86,4 +104,7 @@ class JaxChannel:
                 return np.asarray(found)
         except RuntimeError as error:
             raise SyncError(f"the other side's server is gone: {error}") from error
-        raise SyncError(f"nothing came from the other side's server for {self._timeout:g} s; is it alive?")
+        raise SyncError(
+            f"nothing came from the other side's server for {self._timeout:g} s; is it"
+            " alive?"
+        )

@@ -1,7 +1,9 @@
-"""Layouts of weight trees, and maps between them: Hugging Face, models that scan over layers, MaxText, vLLM.
+"""Layouts of weight trees, and maps between them: Hugging Face, models that scan over
+layers, MaxText, vLLM.
 
-It may import `_convert` and `_ground`. It never reads a checkpoint. A `TreeLayout` has the path and the axes of each
-kind of weight. From two layouts of one model follows the `TreeMap` between them.
+It may import `_convert` and `_ground`. It never reads a checkpoint. A `TreeLayout` has
+the path and the axes of each kind of weight. From two layouts of one model follows the
+`TreeMap` between them.
 """
 
 from ._entries import Counted as Counted, Fused as Fused, Scaled as Scaled

@@ -1,5 +1,6 @@
-"""Parses the entries of a layout: `"query: layers[:3] embed (heads dim)"` names the kind of weight and the axes of an
-array. An axis is a named dimension. Axes in parentheses form one dimension of the array, major to minor.
+"""Parses the entries of a layout: `"query: layers[:3] embed (heads dim)"` names the
+kind of weight and the axes of an array. An axis is a named dimension. Axes in
+parentheses form one dimension of the array, major to minor.
 """
 
 import dataclasses
@@ -17,9 +18,11 @@ class Fused:
 
     **Arguments:**
 
-    - `parts`: the kinds and axes, such as `"query: (heads dim) embed"`; see [`shardfx.presets.maps.TreeLayout`][].
+    - `parts`: the kinds and axes, such as `"query: (heads dim) embed"`; see
+      [`shardfx.presets.maps.TreeLayout`][].
     - `dim`: the dimension along which the kinds are concatenated.
-    - `shards`: the number of equal parts of each kind. They are interleaved: with 2 the array is `[q0 k0 v0 q1 k1 v1]`,
+    - `shards`: the number of equal parts of each kind. They are interleaved: with 2 the
+      array is `[q0 k0 v0 q1 k1 v1]`,
         so that each of 2 devices gets its own query, key and value.
 
     !!! Example
@@ -53,7 +56,8 @@ class Scaled:
 
     **Arguments:**
 
-    - `part`: the kind and its axes, such as `"up: hidden embed"`; see [`shardfx.presets.maps.TreeLayout`][].
+    - `part`: the kind and its axes, such as `"up: hidden embed"`; see
+      [`shardfx.presets.maps.TreeLayout`][].
     - `by`: the path of the array of scales.
     - `block`: the size of a block along each dimension.
     - `dtype`: the dtype of the weight after multiplication by its scales.
@@ -82,11 +86,13 @@ class Scaled:
 class Counted:
     """A weight that the tree stores as `weight * times + plus`.
 
-    A map rounds the result to the dtype of the weight in both directions. A factor that is a power of two is exact.
+    A map rounds the result to the dtype of the weight in both directions. A factor that
+    is a power of two is exact.
 
     **Arguments:**
 
-    - `part`: the kind and its axes, such as `"norm: embed"`; see [`shardfx.presets.maps.TreeLayout`][].
+    - `part`: the kind and its axes, such as `"norm: embed"`; see
+      [`shardfx.presets.maps.TreeLayout`][].
     - `times`: the factor; not 0.
     - `plus`: the number added after the multiplication.
 
@@ -126,7 +132,9 @@ class Range(NamedTuple):
     step: int = 1
 
     def entries(self, size: int | None) -> int | None:
-        """Returns the number of entries; `None` if the range has no stop and the `size` of the axis is unknown."""
+        """Returns the number of entries; `None` if the range has no stop and the `size`
+        of the axis is unknown.
+        """
         end = size if self.stop is None else self.stop
         return None if end is None else len(range(self.start, end, self.step or 1))
 
@@ -136,8 +144,10 @@ class Weight(NamedTuple):
 
     - `dims`: the axes of each dimension.
     - `range`: the entries of an axis that the array has; `None` if it has all.
-    - `in_path`: the axes in braces in the path. Each entry of these axes has an array of its own.
-    - `entry`, `number`: the entry of the array in the layout, and the index of this kind if the array holds several.
+    - `in_path`: the axes in braces in the path. Each entry of these axes has an array
+      of its own.
+    - `entry`, `number`: the entry of the array in the layout, and the index of this
+      kind if the array holds several.
     """
 
     kind: str
@@ -154,20 +164,35 @@ class Weight(NamedTuple):
 
 
 def groups_of(axes: str) -> list[str]:
-    """Returns the text of each dimension. For `"embed (heads dim)"`: `["embed", "(heads dim)"]`."""
+    """Returns the text of each dimension. For `"embed (heads dim)"`:
+    `["embed", "(heads dim)"]`.
+    """
     return re.findall(r"\([^)]*\)|\S+", axes)
 
 
 _LINE = re.compile(r"\s*(\w+)\s*:(.*)", re.DOTALL)
-_DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(?:(\d*):(\d*)(?::([1-9]\d*))?|(\d+))\])?)\s*")
+_DIM = re.compile(
+    r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(?:(\d*):(\d*)(?::([1-9]\d*))?|(\d+))\])?)\s*"
+)
 
 
 def weights_of(path: str, entry: Entry) -> list[Weight]:
-    """Returns a `Weight` for each kind of weight in the array at `path`. Only a `Fused` array has several."""
-    texts = entry.parts if isinstance(entry, Fused) else (entry.part if isinstance(entry, Scaled | Counted) else entry,)
+    """Returns a `Weight` for each kind of weight in the array at `path`. Only a `Fused`
+    array has several.
+    """
+    texts = (
+        entry.parts
+        if isinstance(entry, Fused)
+        else (entry.part if isinstance(entry, Scaled | Counted) else entry,)
+    )
     found = [_place(path, text, entry, number) for number, text in enumerate(texts)]
-    if isinstance(entry, Fused) and (len({len(one.dims) for one in found}) != 1 or not found):
-        raise MapError(f"{quoted(path)}: parts along one dimension have as many dimensions each: {entry}.")
+    if isinstance(entry, Fused) and (
+        len({len(one.dims) for one in found}) != 1 or not found
+    ):
+        raise MapError(
+            f"{quoted(path)}: parts along one dimension have as many dimensions each:"
+            f" {entry}."
+        )
     if isinstance(entry, Fused) and not 0 <= entry.dim < len(found[0].dims):
         raise MapError(f"{quoted(path)}: the parts have no dim {entry.dim}: {entry}.")
     return found
@@ -185,16 +210,29 @@ def _place(path: str, text: str, entry: Entry, number: int) -> Weight:
             continue
         dims.append(tuple(found[1].split()) if found[1] is not None else (found[2],))
         if found[3] is not None:
-            parts.append(Range(found[2], int(found[3] or 0), int(found[4]) if found[4] else None, int(found[5] or 1)))
+            parts.append(
+                Range(
+                    found[2],
+                    int(found[3] or 0),
+                    int(found[4]) if found[4] else None,
+                    int(found[5] or 1),
+                )
+            )
     if line is None or at < len(axes) or len(parts) > 1:
         raise MapError(
-            f"{quoted(path)}: {quoted(text)} cannot be read; write the kind and its axes, as in "
-            '"query: layers[:3] embed (heads dim)", where at most one axis has a range.'
+            f"{quoted(path)}: {quoted(text)} cannot be read; write the kind and its"
+            ' axes, as in "query: layers[:3] embed (heads dim)", where at most one'
+            " axis has a range."
         )
     in_path = pattern(path).names
-    place = Weight(line[1], path, tuple(dims), parts[0] if parts else None, in_path, entry, number)
+    place = Weight(
+        line[1], path, tuple(dims), parts[0] if parts else None, in_path, entry, number
+    )
     every = (*place.axes, *in_path, *[one.axis for one in parts if not one.step])
     if len(set(every)) != len(every):
         twice = next(axis for axis in every if every.count(axis) > 1)
-        raise MapError(f"{quoted(path)}: {quoted(text)} has the axis `{twice}` twice, in braces or without.")
+        raise MapError(
+            f"{quoted(path)}: {quoted(text)} has the axis `{twice}` twice, in braces or"
+            " without."
+        )
     return place

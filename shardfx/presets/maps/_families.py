@@ -1,9 +1,12 @@
-"""The rows of each family of models: the path of each kind of weight in a checkpoint, and the axes of its array.
+"""The rows of each family of models: the path of each kind of weight in a checkpoint,
+and the axes of its array.
 
-`families.txt` in this folder has the rows, with torch's dimensions, `[out, in]`. The functions here combine them and
-add the paths of the layers. Shapes, rules and maps are all made from these rows. In a path, names in braces stand for
-the numbers of layers and experts. In the function of a family, such as `_gpt_oss`, `at` is the prefix of the paths,
-`head` is the path of the output weights without `.weight`, and `form` has the options of the model.
+`families.txt` in this folder has the rows, with torch's dimensions, `[out, in]`. The
+functions here combine them and add the paths of the layers. Shapes, rules and maps are
+all made from these rows. In a path, names in braces stand for the numbers of layers and
+experts. In the function of a family, such as `_gpt_oss`, `at` is the prefix of the
+paths, `head` is the path of the output weights without `.weight`, and `form` has the
+options of the model.
 """
 
 import importlib.resources
@@ -15,25 +18,38 @@ from typing import Final
 from ._entries import Entry, Fused, groups_of
 
 
-# The rows of a model: from the path of an array to its entry, such as `"query: (heads dim) embed"`.
+# The rows of a model: from the path of an array to its entry, such as
+# `"query: (heads dim) embed"`.
 Rows = dict[str, Entry]
-# The options of a model, as in the table of models: `tied`, `qkv_bias`, `out_bias`, `mlp_bias`, `qk_norm`,
-# `four_norms`; for DeepSeek also `q_lora`, `dense_layers`, `score_bias`. A missing option is off.
+# The options of a model, as in the table of models: `tied`, `qkv_bias`, `out_bias`,
+# `mlp_bias`, `qk_norm`, `four_norms`; for DeepSeek also `q_lora`, `dense_layers`,
+# `score_bias`. A missing option is off.
 Form = Mapping[str, int]
 
-_TEXT = importlib.resources.files("shardfx.presets.maps").joinpath("families.txt").read_text(encoding="utf-8")
+_TEXT = (
+    importlib.resources.files("shardfx.presets.maps")
+    .joinpath("families.txt")
+    .read_text(encoding="utf-8")
+)
 # From the name of a section of the file, such as `[qkv]`, to its rows, one per line.
-_PARTS: Final = dict(re.findall(r"^\[([^]]+)\]\n(.*?\n)(?:\n|\Z)", _TEXT, re.DOTALL | re.MULTILINE))
+_PARTS: Final = dict(
+    re.findall(r"^\[([^]]+)\]\n(.*?\n)(?:\n|\Z)", _TEXT, re.DOTALL | re.MULTILINE)
+)
 
 
 def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
     """Returns the rows of a family's text model.
 
-    `family` is a family in the table of models, or a `model_type` of Hugging Face. Every path begins with `prefix`, or
-    the family's usual prefix, except that of the output weights.
+    `family` is a family in the table of models, or a `model_type` of Hugging Face.
+    Every path begins with `prefix`, or the family's usual prefix, except that of the
+    output weights.
     """
     usual = prefix_of(family)
-    return _FAMILIES[family](usual if prefix is None else prefix, f"{usual.removesuffix('model.')}lm_head", form)
+    return _FAMILIES[family](
+        usual if prefix is None else prefix,
+        f"{usual.removesuffix('model.')}lm_head",
+        form,
+    )
 
 
 def prefix_of(family: str) -> str:
@@ -42,19 +58,23 @@ def prefix_of(family: str) -> str:
 
 
 def vision_rows_of(family: str) -> Rows:
-    """Returns the rows of a family's vision encoder and projector; none for a family without vision."""
+    """Returns the rows of a family's vision encoder and projector; none for a family
+    without vision.
+    """
     return _SIGHT[family]() if family in _SIGHT else {}
 
 
 def further_rows_of(family: str) -> Rows:
-    """Returns the rows of arrays that only checkpoints have: masks, rotary frequencies, pretraining heads and
-    multi-token prediction layers.
+    """Returns the rows of arrays that only checkpoints have: masks, rotary frequencies,
+    pretraining heads and multi-token prediction layers.
     """
     return _rows("", _PARTS.get(f"{family}.beside", _PARTS["beside"]), leaf="")
 
 
 def with_experts_stacked(rows: Rows) -> Rows:
-    """Returns only the rows of experts, with all experts of a layer in one array instead of one array per expert."""
+    """Returns only the rows of experts, with all experts of a layer in one array
+    instead of one array per expert.
+    """
     found: Rows = {}
     for path, entry in rows.items():
         if "experts.{experts}." in path:
@@ -69,10 +89,13 @@ def _rows(at: str, text: str, leaf: str = ".weight") -> Rows:
 
 
 def _with_biases(rows: Rows, dim: int = 0) -> Rows:
-    """Returns the rows with one more for the bias of each weight. A bias has the axes of the weight's dimension
-    `dim`.
+    """Returns the rows with one more for the bias of each weight. A bias has the axes
+    of the weight's dimension `dim`.
     """
-    return rows | {path.replace(".weight", ".bias"): _bias(entry, dim) for path, entry in rows.items()}
+    return rows | {
+        path.replace(".weight", ".bias"): _bias(entry, dim)
+        for path, entry in rows.items()
+    }
 
 
 def _bias(entry: Entry, dim: int) -> Entry:
@@ -94,14 +117,19 @@ def _mlp(at: str, kind: str = "", hidden: str = "hidden") -> Rows:
 
 
 def _routed(at: str) -> Rows:
-    return _rows(at, "gate  router: experts embed") | _mlp(f"{at}experts.{{experts}}.", "expert_")
+    return _rows(at, "gate  router: experts embed") | _mlp(
+        f"{at}experts.{{experts}}.", "expert_"
+    )
 
 
 def _causal(at: str, head: str, form: Form, layer: Rows) -> Rows:
-    """Returns the rows of a decoder: embedding, norms, the rows `layer` of its layers, and the output weights unless
-    they are tied to the embedding.
+    """Returns the rows of a decoder: embedding, norms, the rows `layer` of its layers,
+    and the output weights unless they are tied to the embedding.
     """
-    norms = _rows(f"{at}layers.{{layers}}.", _PARTS["four_norms"] if form.get("four_norms") else _PARTS["norms"])
+    norms = _rows(
+        f"{at}layers.{{layers}}.",
+        _PARTS["four_norms"] if form.get("four_norms") else _PARTS["norms"],
+    )
     last = _rows(at, "norm  norm: embed")
     if form.get("norm_bias"):
         norms, last = _with_biases(norms), _with_biases(last)
@@ -126,33 +154,59 @@ def _mixtral(at: str, head: str, form: Form) -> Rows:
 
 def _qwen3_moe(at: str, head: str, form: Form) -> Rows:
     layer = f"{at}layers.{{layers}}."
-    return _causal(at, head, form, _attention(f"{layer}self_attn.", {"qk_norm": True}) | _routed(f"{layer}mlp."))
+    return _causal(
+        at,
+        head,
+        form,
+        _attention(f"{layer}self_attn.", {"qk_norm": True}) | _routed(f"{layer}mlp."),
+    )
 
 
 def _qwen3_next(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of Qwen3-Next. Most layers have linear attention, the others gated attention. There is also a
-    multi-token prediction layer.
+    """Returns the rows of Qwen3-Next. Most layers have linear attention, the others
+    gated attention. There is also a multi-token prediction layer.
     """
     # The rows of each head hold its query, then its gate.
-    gated = _PARTS["qkv"].replace("query: (heads dim)", "query_and_gate: (heads two_dims)")
+    gated = _PARTS["qkv"].replace(
+        "query: (heads dim)", "query_and_gate: (heads two_dims)"
+    )
 
     def mlp(layer: str) -> Rows:
         shared = _mlp(f"{layer}shared_expert.", "shared_", "shared_hidden")
-        return _routed(layer) | shared | _rows(layer, "shared_expert_gate  shared_router: one embed")
+        return (
+            _routed(layer)
+            | shared
+            | _rows(layer, "shared_expert_gate  shared_router: one embed")
+        )
 
     form = {**form, "qk_norm": True}
-    layer = _attention(f"{at}layers.{{full_layers}}.self_attn.", form, gated) | mlp(f"{at}layers.{{layers}}.mlp.")
-    # In linear attention, the rows are grouped by key head: its query, its key, and its values and gates.
-    layer |= _rows(f"{at}layers.{{linear_layers}}.linear_attn.", _PARTS["qwen3_next.linear"], leaf="")
+    layer = _attention(f"{at}layers.{{full_layers}}.self_attn.", form, gated) | mlp(
+        f"{at}layers.{{layers}}.mlp."
+    )
+    # In linear attention, the rows are grouped by key head: its query, its key, and its
+    # values and gates.
+    layer |= _rows(
+        f"{at}layers.{{linear_layers}}.linear_attn.",
+        _PARTS["qwen3_next.linear"],
+        leaf="",
+    )
     last = _attention("mtp.layers.0.self_attn.", form, gated) | mlp("mtp.layers.0.mlp.")
-    last |= _rows("mtp.", _PARTS["qwen3_next.ahead"]) | _rows("mtp.layers.0.", _PARTS["norms"])
+    last |= _rows("mtp.", _PARTS["qwen3_next.ahead"]) | _rows(
+        "mtp.layers.0.", _PARTS["norms"]
+    )
     return _causal(at, head, form, layer) | last
 
 
 def _deepseek(at: str, head: str, form: Form) -> Rows:
     layer, dense = f"{at}layers.{{layers}}.", form.get("dense_layers", 0)
-    query = _PARTS["deepseek.compressed"] if form.get("q_lora") else "q_proj  query: (heads dim) embed"
-    own = _rows(f"{layer}self_attn.", query) | _rows(f"{layer}self_attn.", _PARTS["deepseek.latent"])
+    query = (
+        _PARTS["deepseek.compressed"]
+        if form.get("q_lora")
+        else "q_proj  query: (heads dim) embed"
+    )
+    own = _rows(f"{layer}self_attn.", query) | _rows(
+        f"{layer}self_attn.", _PARTS["deepseek.latent"]
+    )
     own |= _mlp(f"{at}layers.{{dense_layers}}.mlp.") if dense else {}
     moe = f"{at}layers.{{moe_layers+{dense}}}.mlp." if dense else f"{layer}mlp."
     own |= _routed(moe) | _mlp(f"{moe}shared_experts.", "shared_", "shared_hidden")
@@ -161,40 +215,62 @@ def _deepseek(at: str, head: str, form: Form) -> Rows:
 
 
 def _gpt_oss(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of GPT-OSS after unpacking from MXFP4. Experts are stacked, `[in, out]`, and the columns of gate
-    and up alternate.
+    """Returns the rows of GPT-OSS after unpacking from MXFP4. Experts are stacked,
+    `[in, out]`, and the columns of gate and up alternate.
     """
     layer = f"{at}layers.{{layers}}."
     own = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
     own |= _rows(f"{layer}self_attn.", "sinks  sinks: heads", leaf="")
     own |= _with_biases(_rows(f"{layer}mlp.", "router  router: experts embed"))
-    return _causal(at, head, form, own | _rows(f"{layer}mlp.experts.", _PARTS["gpt_oss.experts"], leaf=""))
+    return _causal(
+        at,
+        head,
+        form,
+        own | _rows(f"{layer}mlp.experts.", _PARTS["gpt_oss.experts"], leaf=""),
+    )
 
 
 def _llama4(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of Llama 4's text model. Experts are stacked, `[in, out]`. Gate and up are concatenated, so a
-    shard may hold only one of them.
+    """Returns the rows of Llama 4's text model. Experts are stacked, `[in, out]`. Gate
+    and up are concatenated, so a shard may hold only one of them.
     """
     moe = f"{at}layers.{{routed_layers}}.feed_forward."
-    own = _attention(f"{at}layers.{{layers}}.self_attn.", form) | _mlp(f"{at}layers.{{plain_layers}}.feed_forward.")
-    own |= _rows(moe, _PARTS["llama4.experts"], leaf="") | _mlp(f"{moe}shared_expert.", "shared_", "shared_hidden")
+    own = _attention(f"{at}layers.{{layers}}.self_attn.", form) | _mlp(
+        f"{at}layers.{{plain_layers}}.feed_forward."
+    )
+    own |= _rows(moe, _PARTS["llama4.experts"], leaf="") | _mlp(
+        f"{moe}shared_expert.", "shared_", "shared_hidden"
+    )
     return _causal(at, head, form, own)
 
 
 def _starcoder2(at: str, head: str, form: Form) -> Rows:
     layer = f"{at}layers.{{layers}}."
     own = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
-    own |= _with_biases(_rows(f"{layer}mlp.", "c_fc    up: hidden embed\nc_proj  down: embed hidden"))
+    own |= _with_biases(
+        _rows(f"{layer}mlp.", "c_fc    up: hidden embed\nc_proj  down: embed hidden")
+    )
     return _causal(at, head, {**form, "norm_bias": True}, own)
 
 
 def _gpt(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of GPT-2 and GPT-3: Conv1D weights, `[in, out]`, with query, key and value concatenated."""
+    """Returns the rows of GPT-2 and GPT-3: Conv1D weights, `[in, out]`, with query, key
+    and value concatenated.
+    """
     layer = f"{at}h.{{layers}}."
-    thirds = Fused("query: embed (heads dim)", "key: embed (kv_heads dim)", "value: embed (kv_heads dim)", dim=1)
+    thirds = Fused(
+        "query: embed (heads dim)",
+        "key: embed (kv_heads dim)",
+        "value: embed (kv_heads dim)",
+        dim=1,
+    )
     rows = _rows(at, "wte  embedding: vocab embed\nwpe  positions: positions embed")
-    rows |= _with_biases(_rows(layer, "ln_1  attention_norm: embed\nln_2  mlp_norm: embed"))
-    rows |= _with_biases({f"{layer}attn.c_attn.weight": thirds} | _rows(layer, _PARTS["gpt.out"]), dim=-1)
+    rows |= _with_biases(
+        _rows(layer, "ln_1  attention_norm: embed\nln_2  mlp_norm: embed")
+    )
+    rows |= _with_biases(
+        {f"{layer}attn.c_attn.weight": thirds} | _rows(layer, _PARTS["gpt.out"]), dim=-1
+    )
     return rows | _with_biases(_rows(at, "ln_f  norm: embed"))
 
 
@@ -207,24 +283,38 @@ def _bert(at: str, head: str, form: Form) -> Rows:
 
 
 def _t5(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of T5 v1.1. Feed-forward blocks are gated; output weights are not tied."""
+    """Returns the rows of T5 v1.1. Feed-forward blocks are gated; output weights are
+    not tied.
+    """
     rows = _rows(at, "shared  embedding: vocab embed\nlm_head  head: vocab embed")
     for stack, cross in (("encoder", ()), ("decoder", ("EncDecAttention",))):
         block = f"{at}{stack}.block."
         for number, part in enumerate(("SelfAttention", *cross, "DenseReluDense")):
             layer = f"{block}{{layers}}.layer.{number}."
-            rows |= _rows(f"{layer}{part}.", _PARTS["t5.attention"] if part.endswith("Attention") else _PARTS["t5.mlp"])
+            rows |= _rows(
+                f"{layer}{part}.",
+                (
+                    _PARTS["t5.attention"]
+                    if part.endswith("Attention")
+                    else _PARTS["t5.mlp"]
+                ),
+            )
             rows |= _rows(layer, "layer_norm  norm: embed")
-        rows |= _rows(f"{block}{{first}}.layer.0.SelfAttention.", "relative_attention_bias  relative: buckets heads")
+        rows |= _rows(
+            f"{block}{{first}}.layer.0.SelfAttention.",
+            "relative_attention_bias  relative: buckets heads",
+        )
         rows |= _rows(f"{at}{stack}.", "final_layer_norm  norm: embed")
     return rows
 
 
 def _vit(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of a ViT under big_vision's names: flax kernels, `[in, out]`, with heads and head_dim as
-    separate dimensions.
+    """Returns the rows of a ViT under big_vision's names: flax kernels, `[in, out]`,
+    with heads and head_dim as separate dimensions.
     """
-    block = _rows(f"{at}Transformer.encoderblock_{{layers}}.", _PARTS["vit.block"], leaf="")
+    block = _rows(
+        f"{at}Transformer.encoderblock_{{layers}}.", _PARTS["vit.block"], leaf=""
+    )
     return _rows(at, _PARTS["vit.ends"], leaf="") | block
 
 
@@ -232,18 +322,31 @@ def _sight_of_gemma3() -> Rows:
     layer = _PARTS["eye"].format(out="out_proj", norms=("layer_norm1", "layer_norm2"))
     tower = "vision_tower.vision_model."
     rows = _with_biases(_rows(f"{tower}encoder.layers.{{vision_layers}}.", layer))
-    patches = "embeddings.patch_embedding  patches: vision_embed colors patch_rows patch_columns"
+    patches = (
+        "embeddings.patch_embedding  patches: vision_embed colors patch_rows"
+        " patch_columns"
+    )
     rows |= _with_biases(_rows(tower, f"{patches}\npost_layernorm  norm: vision_embed"))
-    rows |= _rows(tower, "embeddings.position_embedding  positions: vision_tokens vision_embed")
-    projector = "mm_input_projection_weight  projector: projected embed\nmm_soft_emb_norm.weight  norm: vision_embed"
+    rows |= _rows(
+        tower, "embeddings.position_embedding  positions: vision_tokens vision_embed"
+    )
+    projector = (
+        "mm_input_projection_weight  projector: projected"
+        " embed\nmm_soft_emb_norm.weight  norm: vision_embed"
+    )
     return rows | _rows("multi_modal_projector.", projector, leaf="")
 
 
 def _sight_of_llama4() -> Rows:
-    layer = _PARTS["eye"].format(out="o_proj", norms=("input_layernorm", "post_attention_layernorm"))
+    layer = _PARTS["eye"].format(
+        out="o_proj", norms=("input_layernorm", "post_attention_layernorm")
+    )
     rows = _with_biases(_rows("vision_model.model.layers.{vision_layers}.", layer))
     rows |= _with_biases(
-        _rows("vision_model.", "layernorm_pre  norm: vision_embed\nlayernorm_post  norm: vision_embed")
+        _rows(
+            "vision_model.",
+            "layernorm_pre  norm: vision_embed\nlayernorm_post  norm: vision_embed",
+        )
     )
     rows |= _rows("multi_modal_projector.", "linear_1  projector: embed vision_out")
     return rows | _rows("vision_model.", _PARTS["llama4.sight"], leaf="")
@@ -258,7 +361,9 @@ _FAMILIES: Final[Mapping[str, Callable[[str, str, Form], Rows]]] = MappingProxyT
     {
         **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama),
         **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), _llama),
-        **dict.fromkeys(("deepseek", "deepseek_v2", "deepseek_v3", "kimi_k2"), _deepseek),
+        **dict.fromkeys(
+            ("deepseek", "deepseek_v2", "deepseek_v3", "kimi_k2"), _deepseek
+        ),
         **dict.fromkeys(("gpt", "gpt2"), _gpt),
         "bert": _bert,
         "gpt_oss": _gpt_oss,

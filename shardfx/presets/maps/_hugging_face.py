@@ -15,17 +15,26 @@ from ._layout import TreeLayout
 Config = Mapping[str, Any]
 
 
-def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["raise", "drop"] = "raise") -> TreeLayout:
+def hugging_face(
+    config: Config,
+    *,
+    prefix: str | None = None,
+    ahead: Literal["raise", "drop"] = "raise",
+) -> TreeLayout:
     """Returns the layout of a checkpoint under Hugging Face's names.
 
-    BERT's layout includes the pooler. For a checkpoint without one use `.without("pooler", "pooler_bias")`.
+    BERT's layout includes the pooler. For a checkpoint without one use
+    `.without("pooler", "pooler_bias")`.
 
     **Arguments:**
 
-    - `config`: the content of `config.json`. For a model with vision, only the text model is used.
-    - `prefix`: the prefix of every name except that of the output weights, such as `"transformer."` for a GPT-2 that
+    - `config`: the content of `config.json`. For a model with vision, only the text
+      model is used.
+    - `prefix`: the prefix of every name except that of the output weights, such as
+      `"transformer."` for a GPT-2 that
         was saved with its language-model head. `None` for the family's usual prefix.
-    - `ahead`: `"raise"` raises for DeepSeek's multi-token prediction layers, for which there is no table. `"drop"`
+    - `ahead`: `"raise"` raises for DeepSeek's multi-token prediction layers, for which
+      there is no table. `"drop"`
         leaves them out, as Transformers does.
 
     **Returns:**
@@ -34,8 +43,8 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
 
     **Raises:**
 
-    `MapError` for a `model_type` without a table, for a missing number in the config, and for multi-token prediction
-    layers under `ahead="raise"`.
+    `MapError` for a `model_type` without a table, for a missing number in the config,
+    and for multi-token prediction layers under `ahead="raise"`.
 
     !!! Example
 
@@ -50,15 +59,18 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
     kind = config.get("model_type")
     if kind not in _MODEL_TYPES:
         raise MapError(
-            f"there is no table for the `model_type` {quoted(str(kind))}{near(str(kind), _MODEL_TYPES)}; there are "
-            f"{', '.join(_MODEL_TYPES)}. Write its `TreeLayout`, one line per kind of weight."
+            "there is no table for the `model_type`"
+            f" {quoted(str(kind))}{near(str(kind), _MODEL_TYPES)}; there are"
+            f" {', '.join(_MODEL_TYPES)}. Write its `TreeLayout`, one line per kind of"
+            " weight."
         )
     text = text_config(config)
     count = text.get("num_nextn_predict_layers")
     if count and ahead != "drop":
         raise MapError(
-            f"the configuration has {count} layer(s) behind the last that predict ahead (`num_nextn_predict_layers`), "
-            "and there is no table for them; leave them out: `maps.hugging_face(config, ahead='drop')`."
+            f"the configuration has {count} layer(s) behind the last that predict ahead"
+            " (`num_nextn_predict_layers`), and there is no table for them; leave them"
+            " out: `maps.hugging_face(config, ahead='drop')`."
         )
     rows = rows_of(str(kind), _form(text), prefix)
     rest = _rest(text, prefix_of(str(kind)) if prefix is None else prefix)
@@ -68,9 +80,15 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
 
 
 def text_config(config: Config) -> Config:
-    """Returns the part of a config that describes the text model, with the `model_type` of the whole model."""
+    """Returns the part of a config that describes the text model, with the `model_type`
+    of the whole model.
+    """
     inner = config.get("text_config")
-    return {**config, **inner, "model_type": config["model_type"]} if isinstance(inner, Mapping) else dict(config)
+    return (
+        {**config, **inner, "model_type": config["model_type"]}
+        if isinstance(inner, Mapping)
+        else dict(config)
+    )
 
 
 _SIZES = {
@@ -86,34 +104,65 @@ _SIZES = {
 
 
 def sizes_of(config: Config) -> dict[str, int]:
-    """Returns the sizes of all axes, such as "embed" and "heads", whose size follows from the config."""
-    given = {axis: [config[name] for name in names if config.get(name) is not None] for axis, names in _SIZES.items()}
+    """Returns the sizes of all axes, such as "embed" and "heads", whose size follows
+    from the config.
+    """
+    given = {
+        axis: [config[name] for name in names if config.get(name) is not None]
+        for axis, names in _SIZES.items()
+    }
     found = {axis: next(iter(numbers), None) for axis, numbers in given.items()}
-    if found["dim"] is None and found["embed"] and found["heads"] and found["latent"] is None:
+    if (
+        found["dim"] is None
+        and found["embed"]
+        and found["heads"]
+        and found["latent"] is None
+    ):
         found["dim"] = found["embed"] // found["heads"]
     found["kv_heads"] = found["kv_heads"] or found["heads"]
     if found["latent"] is not None:
-        nope, rope = needed(config, "qk_nope_head_dim"), needed(config, "qk_rope_head_dim")
-        found |= {"dim": nope + rope, "both_dim": nope + needed(config, "v_head_dim"), "kv_heads": None}
-        found |= {"query_latent": config.get("q_lora_rank"), "latent_and_rope": needed(config, "kv_lora_rank") + rope}
+        nope, rope = (
+            needed(config, "qk_nope_head_dim"),
+            needed(config, "qk_rope_head_dim"),
+        )
+        found |= {
+            "dim": nope + rope,
+            "both_dim": nope + needed(config, "v_head_dim"),
+            "kv_heads": None,
+        }
+        found |= {
+            "query_latent": config.get("q_lora_rank"),
+            "latent_and_rope": needed(config, "kv_lora_rank") + rope,
+        }
     if config.get("num_nextn_predict_layers"):
-        # A multi-token prediction layer has the path of one further layer, so the number of layers must be known.
-        layers, dense = needed(config, "num_hidden_layers"), config.get("first_k_dense_replace", 0)
+        # A multi-token prediction layer has the path of one further layer, so the
+        # number of layers must be known.
+        layers, dense = (
+            needed(config, "num_hidden_layers"),
+            config.get("first_k_dense_replace", 0),
+        )
         found |= {"layers": layers, "moe_layers": layers - dense}
     return {axis: size for axis, size in found.items() if size}
 
 
 def needed(config: Config, name: str) -> int:
-    """Returns the number `name` of the config. Raises `MapError` with this name if the number is missing."""
+    """Returns the number `name` of the config. Raises `MapError` with this name if the
+    number is missing.
+    """
     if config.get(name) is None:
-        raise MapError(f"the configuration of {config['model_type']!r} does not say `{name}`; add it.")
+        raise MapError(
+            f"the configuration of {config['model_type']!r} does not say `{name}`;"
+            " add it."
+        )
     return config[name]
 
 
 def _form(config: Config) -> Form:
     kind, has_bias = config["model_type"], bool(config.get("attention_bias", False))
     is_gemma = kind.startswith("gemma")
-    scores = config.get("topk_method", "greedy" if kind == "deepseek_v2" else "noaux_tc")
+    scores = config.get(
+        "topk_method", "greedy" if kind == "deepseek_v2" else "noaux_tc"
+    )
     return {
         "tied": bool(config.get("tie_word_embeddings", is_gemma)),
         "qkv_bias": has_bias or kind == "qwen2",
@@ -128,13 +177,16 @@ def _form(config: Config) -> Form:
 
 
 def _rest(config: Config, prefix: str) -> tuple[str, ...]:
-    """Returns the paths of arrays that a checkpoint may have besides the weights of its text model, such as causal
-    masks. The paths of the text model begin with `prefix`.
+    """Returns the paths of arrays that a checkpoint may have besides the weights of its
+    text model, such as causal masks. The paths of the text model begin with `prefix`.
     """
     at, kind = f"{prefix}layers.", config["model_type"]
     if kind == "gpt2":
         # The causal masks, which are not weights.
-        masks = (f"{prefix}h.{{layers}}.attn.bias", f"{prefix}h.{{layers}}.attn.masked_bias")
+        masks = (
+            f"{prefix}h.{{layers}}.attn.bias",
+            f"{prefix}h.{{layers}}.attn.masked_bias",
+        )
         return (*masks, "lm_head.weight") if prefix else masks
     if kind == "bert":
         return (f"{prefix}embeddings.position_ids",)
@@ -149,20 +201,42 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
 
 
 def _with_scales(rows: Rows, quantization: Config) -> Rows:
-    """Returns the rows of an fp8 checkpoint, in which each linear weight is a `Scaled` one. `quantization` is the part
-    `quantization_config` of the config.
+    """Returns the rows of an fp8 checkpoint, in which each linear weight is a `Scaled`
+    one. `quantization` is the part `quantization_config` of the config.
     """
-    if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
+    if quantization.get("quant_method") != "fp8" or not quantization.get(
+        "weight_block_size"
+    ):
         method = quantization.get("quant_method")
-        raise MapError(f"weights of the `quant_method` {method!r} without blocks; there is a table for fp8 in blocks.")
+        raise MapError(
+            f"weights of the `quant_method` {method!r} without blocks; there is a table"
+            " for fp8 in blocks."
+        )
     block, found = tuple(quantization["weight_block_size"]), {}
     for path, entry in rows.items():
-        is_linear = isinstance(entry, str) and path.endswith(("_proj.weight", "_with_mqa.weight"))
-        found[path] = Scaled(str(entry), f"{path}_scale_inv", block, "bfloat16") if is_linear else entry
+        is_linear = isinstance(entry, str) and path.endswith(
+            ("_proj.weight", "_with_mqa.weight")
+        )
+        found[path] = (
+            Scaled(str(entry), f"{path}_scale_inv", block, "bfloat16")
+            if is_linear
+            else entry
+        )
     return found
 
 
 _MODEL_TYPES = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3", "gemma3_text"),
+    *(
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+    ),
     *("gpt2", "deepseek_v2", "deepseek_v3", "kimi_k2", "bert"),
 )

@@ -1,4 +1,6 @@
-"""`TreeLayout`: the path of each kind of weight in a tree, and the names and order of its axes."""
+"""`TreeLayout`: the path of each kind of weight in a tree, and the names and order of
+its axes.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -12,27 +14,41 @@ from ._entries import Entry, weights_of
 
 @dataclasses.dataclass(frozen=True, init=False)
 class TreeLayout:
-    """The layout of a weight tree: the path of each kind of weight, and the names of its axes in order.
+    """The layout of a weight tree: the path of each kind of weight, and the names of
+    its axes in order.
 
-    From two layouts of one model follows the map between them, `one.to(other)`. The names of the axes determine which
-    arrays the map transposes, splits into heads, stacks, fuses, repeats or pads. A layout has no shardings.
+    From two layouts of one model follows the map between them, `one.to(other)`. The
+    names of the axes determine which arrays the map transposes, splits into heads,
+    stacks, fuses, repeats or pads. A layout has no shardings.
 
     **Arguments:**
 
-    - `weights`: a mapping from the path of an array to its kind and axes: `"query: layers embed (heads dim)"`.
+    - `weights`: a mapping from the path of an array to its kind and axes:
+      `"query: layers embed (heads dim)"`.
         - Axes in parentheses form one dimension, major to minor.
-        - If each entry of an axis is an array of its own, the axis is in braces in the path and not in the text:
-            `model.layers.{layers}.self_attn.q_proj.weight`. The braces may add a number: `{layers+3}`.
-        - With `layers[:3]` or `layers[3:]` an array has some entries of an axis, with `layers[0::2]` or `layers[1::2]`
-            every other entry. With `layers[3]` it has one entry, and `layers` is no dimension of it.
-        - Along an axis that only the target's layout has, entries are repeated. Of an axis that only the source's
+        - If each entry of an axis is an array of its own, the axis is in braces in the
+          path and not in the text:
+            `model.layers.{layers}.self_attn.q_proj.weight`. The braces may add a
+            number: `{layers+3}`.
+        - With `layers[:3]` or `layers[3:]` an array has some entries of an axis, with
+          `layers[0::2]` or `layers[1::2]`
+            every other entry. With `layers[3]` it has one entry, and `layers` is no
+            dimension of it.
+        - Along an axis that only the target's layout has, entries are repeated. Of an
+          axis that only the source's
             layout has, the first entry is read.
-        - See also [`shardfx.presets.maps.Fused`][] and [`shardfx.presets.maps.Scaled`][].
-    - `sizes`: a mapping from an axis to its size. A map needs the sizes of all axes in parentheses except the first, of
-        repeated axes, and of axes whose size differs between two layouts, such as a padded vocabulary.
-    - `rest`: the paths of further leaves that a tree of this layout may have and that no map uses.
-    - `apart`: the sub-axes of axes that this layout splits, such as `{"dim": "two half"}`. A map then treats `dim` of
-        the other layout as `two half`, so that this layout may have `two` and `half` in another order.
+        - See also [`shardfx.presets.maps.Fused`][] and
+          [`shardfx.presets.maps.Scaled`][].
+    - `sizes`: a mapping from an axis to its size. A map needs the sizes of all axes in
+      parentheses except the first, of
+        repeated axes, and of axes whose size differs between two layouts, such as a
+        padded vocabulary.
+    - `rest`: the paths of further leaves that a tree of this layout may have and that
+      no map uses.
+    - `apart`: the sub-axes of axes that this layout splits, such as
+      `{"dim": "two half"}`. A map then treats `dim` of
+        the other layout as `two half`, so that this layout may have `two` and `half` in
+        another order.
 
     !!! Example
 
@@ -60,7 +76,10 @@ class TreeLayout:
         apart: Mapping[str, str] | None = None,
     ):
         pairs = {"weights": weights, "sizes": sizes or {}, "apart": apart or {}}
-        for name, value in {**{name: dict(given).items() for name, given in pairs.items()}, "rest": rest}.items():
+        for name, value in {
+            **{name: dict(given).items() for name, given in pairs.items()},
+            "rest": rest,
+        }.items():
             object.__setattr__(self, name, tuple(value))
         for path, entry in self.weights:
             weights_of(path, entry)
@@ -68,44 +87,74 @@ class TreeLayout:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of weights in the layout, such as "query", each once."""
-        return tuple(dict.fromkeys(place.kind for path, entry in self.weights for place in weights_of(path, entry)))
+        return tuple(
+            dict.fromkeys(
+                place.kind
+                for path, entry in self.weights
+                for place in weights_of(path, entry)
+            )
+        )
 
     def with_paths(self, paths: Mapping[str, str]) -> "TreeLayout":
-        """Returns the layout with some paths replaced: `{"layers/query": "blocks/wq"}`. Other paths do not change."""
+        """Returns the layout with some paths replaced: `{"layers/query": "blocks/wq"}`.
+        Other paths do not change.
+        """
         known = dict(self.weights)
         for path in paths:
             if path not in known:
-                raise MapError(f"the layout has no {quoted(path)}; it has {', '.join(known)}.")
+                raise MapError(
+                    f"the layout has no {quoted(path)}; it has {', '.join(known)}."
+                )
         moved = {paths.get(path, path): entry for path, entry in self.weights}
         return dataclasses.replace(self, weights=moved)
 
     def without(self, *kinds: str) -> "TreeLayout":
-        """Returns the layout without some kinds of weights, such as "pooler". A tree may still have them, and maps then
-        ignore them.
+        """Returns the layout without some kinds of weights, such as "pooler". A tree
+        may still have them, and maps then ignore them.
         """
         unknown = [kind for kind in kinds if kind not in self.kinds]
         if unknown:
-            raise MapError(f"the layout has no kind {quoted(unknown[0])}; it has {', '.join(self.kinds)}.")
-        left = {path: {place.kind for place in weights_of(path, entry)} - {*kinds} for path, entry in self.weights}
+            raise MapError(
+                f"the layout has no kind {quoted(unknown[0])}; it has"
+                f" {', '.join(self.kinds)}."
+            )
+        left = {
+            path: {place.kind for place in weights_of(path, entry)} - {*kinds}
+            for path, entry in self.weights
+        }
         kept = {path: entry for path, entry in self.weights if left[path]}
-        mixed = [path for path, entry in kept.items() if len(left[path]) < len(weights_of(path, entry))]
+        mixed = [
+            path
+            for path, entry in kept.items()
+            if len(left[path]) < len(weights_of(path, entry))
+        ]
         if mixed:
-            raise MapError(f"{quoted(mixed[0])} has other kinds beside; leave out all of them, or none.")
+            raise MapError(
+                f"{quoted(mixed[0])} has other kinds beside; leave out all of them, or"
+                " none."
+            )
         rest = (*self.rest, *[path for path, _ in self.weights if path not in kept])
         return dataclasses.replace(self, weights=kept, rest=rest)
 
     def with_sizes(self, **sizes: int) -> "TreeLayout":
-        """Returns the layout with other sizes: `with_sizes(vocab=50304)` for a tree with a padded vocabulary."""
+        """Returns the layout with other sizes: `with_sizes(vocab=50304)` for a tree
+        with a padded vocabulary.
+        """
         return dataclasses.replace(self, sizes={**dict(self.sizes), **sizes})
 
-    def to(self, other: "TreeLayout", *, drop: Iterable[str] = (), casts: bool = False) -> TreeMap:
-        """Returns the map that makes a tree of the other layout from a tree of this layout.
+    def to(
+        self, other: "TreeLayout", *, drop: Iterable[str] = (), casts: bool = False
+    ) -> TreeMap:
+        """Returns the map that makes a tree of the other layout from a tree of this
+        layout.
 
         **Arguments:**
 
         - `other`: the layout of the target.
-        - `drop`: kinds of weights of this layout, such as "query", that the target lacks.
-        - `casts`: whether leaves are cast to the dtypes of the target, as for a [`shardfx.TreeMap`][].
+        - `drop`: kinds of weights of this layout, such as "query", that the target
+          lacks.
+        - `casts`: whether leaves are cast to the dtypes of the target, as for a
+          [`shardfx.TreeMap`][].
 
         **Returns:**
 
@@ -113,14 +162,23 @@ class TreeLayout:
 
         **Raises:**
 
-        `MapError` for kinds that only one layout has, and for a needed size that is unknown.
+        `MapError` for kinds that only one layout has, and for a needed size that is
+        unknown.
         """
-        places = [place for path, entry in self.weights for place in weights_of(path, entry)]
+        places = [
+            place for path, entry in self.weights for place in weights_of(path, entry)
+        ]
         dropped = (drop,) if isinstance(drop, str) else tuple(drop)
-        apart = {axis: tuple(parts.split()) for axis, parts in (*self.apart, *other.apart)}
+        apart = {
+            axis: tuple(parts.split()) for axis, parts in (*self.apart, *other.apart)
+        }
         sizes = Sizes(dict(self.sizes), dict(other.sizes), apart)
         rules = between(places, other.weights, sizes, dropped)
-        unused = [place.path for place in places if place.kind in dropped and place.kind not in other.kinds]
+        unused = [
+            place.path
+            for place in places
+            if place.kind in dropped and place.kind not in other.kinds
+        ]
         return TreeMap(rules, drop=dict.fromkeys(unused), rest=self.rest, casts=casts)
 
     def __str__(self) -> str:
@@ -128,5 +186,9 @@ class TreeLayout:
         sizes = "".join(f", {name}={size}" for name, size in self.sizes)
         rows = [f"  {path:<{wide}}  {entry}" for path, entry in self.weights]
         return "\n".join(
-            [f"{len(self.weights)} arrays{sizes}", *rows, *[f"  {path:<{wide}}  (not used)" for path in self.rest]]
+            [
+                f"{len(self.weights)} arrays{sizes}",
+                *rows,
+                *[f"  {path:<{wide}}  (not used)" for path in self.rest],
+            ]
         )

@@ -1,4 +1,6 @@
-"""The layout of MaxText's parameters, as MaxText's converter makes them from Hugging Face checkpoints."""
+"""The layout of MaxText's parameters, as MaxText's converter makes them from Hugging
+Face checkpoints.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -20,38 +22,54 @@ _GEMMA = {
     "mlp_norm": "pre_ffw_norm/scale",
     "mlp_post_norm": "post_ffw_norm/scale",
 }
-# The layers of Gemma 3 in one scanned block: five with sliding-window attention, and one with global attention.
+# The layers of Gemma 3 in one scanned block: five with sliding-window attention, and
+# one with global attention.
 _PATTERN = 6
 _MOE = {"mixtral": "MoeBlock_0", "qwen3_moe": "moe_block"}
-# Families for which MaxText's converter divides the query weights by the square root of head_dim. MaxText's attention
-# then does not divide.
+# Families for which MaxText's converter divides the query weights by the square root of
+# head_dim. MaxText's attention then does not divide.
 _DIVIDED = ("llama", "mistral", "mixtral", "gemma", "gemma2")
 _GEMMAS = ("gemma", "gemma2", "gemma3", "gemma3_text")
 _TYPES = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "kimi_k2"),
+    *(
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "kimi_k2",
+    ),
     *_GEMMAS,
 )
 
 
-def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool | None = None) -> TreeLayout:
-    """Returns the layout of MaxText's parameters with scanned layers: heads and head_dim are separate, and layers are
-    the second axis.
+def maxtext(
+    config: Config, *, prefix: str = "params/", interleaved_rope: bool | None = None
+) -> TreeLayout:
+    """Returns the layout of MaxText's parameters with scanned layers: heads and
+    head_dim are separate, and layers are the second axis.
 
-    MaxText stores the query weights of Llama, Mistral, Mixtral, Gemma and Gemma 2 divided by the square root of
-    head_dim, Gemma's embedding times the square root of its width, and Gemma's norm weights plus 1. The map applies the
-    same factors in float32 and rounds to the weight's dtype, which is exact if the root is a power of two.
+    MaxText stores the query weights of Llama, Mistral, Mixtral, Gemma and Gemma 2
+    divided by the square root of head_dim, Gemma's embedding times the square root of
+    its width, and Gemma's norm weights plus 1. The map applies the same factors in
+    float32 and rounds to the weight's dtype, which is exact if the root is a power of
+    two.
 
-    The layers of Gemma 2 are scanned in pairs of a layer with sliding-window and one with global attention, the layers
-    of Gemma 3 in blocks of six. Remaining layers are not stacked. MaxText pads Gemma's vocabulary: use
-    `with_sizes(vocab=256128)`.
+    The layers of Gemma 2 are scanned in pairs of a layer with sliding-window and one
+    with global attention, the layers of Gemma 3 in blocks of six. Remaining layers are
+    not stacked. MaxText pads Gemma's vocabulary: use `with_sizes(vocab=256128)`.
 
     **Arguments:**
 
     - `config`: the content of the model's `config.json` from Hugging Face.
     - `prefix`: a prefix of every path.
-    - `interleaved_rope`: whether the two elements that a rotary embedding rotates are neighbours, as in MaxText for
-        Llama 3.1 and later, instead of half a head apart. `None` means `True` exactly if the config has Llama 3's rope
-        scaling.
+    - `interleaved_rope`: whether the two elements that a rotary embedding rotates are
+      neighbours, as in MaxText for
+        Llama 3.1 and later, instead of half a head apart. `None` means `True` exactly
+        if the config has Llama 3's rope scaling.
 
     **Returns:**
 
@@ -59,7 +77,8 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
     **Raises:**
 
-    `MapError` for a family without a table, such as GPT-2, and for a missing number in the config.
+    `MapError` for a family without a table, such as GPT-2, and for a missing number in
+    the config.
 
     !!! Example
 
@@ -74,20 +93,27 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
     """
     family = config.get("model_type")
     if family not in _TYPES:
-        raise MapError(f"there is no table of MaxText's names for {family!r}; there are {', '.join(_TYPES)}.")
+        raise MapError(
+            f"there is no table of MaxText's names for {family!r}; there are"
+            f" {', '.join(_TYPES)}."
+        )
     if interleaved_rope is None:
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         interleaved_rope = scaling.get("rope_type") == "llama3"
     theirs = hugging_face(config, ahead="drop")
     sizes = dict(theirs.sizes)
-    moe, rows = _MOE.get(str(family), "DeepSeekMoeBlock_0/MoeBlock_0"), dict[str, Entry]()
+    moe, rows = (
+        _MOE.get(str(family), "DeepSeekMoeBlock_0/MoeBlock_0"),
+        dict[str, Entry](),
+    )
     names = {kind: one.maxtext for kind, one in SCANNED.items() if one.maxtext != "-"}
     names |= _GEMMA if family in _GEMMAS else {}
     absent = [kind for kind in theirs.kinds if kind not in names]
     if absent:
         raise MapError(
-            f"MaxText has no {' and no '.join(f'`{kind}`' for kind in absent)}, which this configuration has "
-            "(`attention_bias`, `mlp_bias`); write a `TreeLayout` for your own model."
+            f"MaxText has no {' and no '.join(f'`{kind}`' for kind in absent)}, which"
+            " this configuration has (`attention_bias`, `mlp_bias`); write a"
+            " `TreeLayout` for your own model."
         )
     for (kind, layers, axis), suffix in _scanned(config):
         name, axes = names[kind], re.sub("[()]", "", SCANNED[kind].axes)
@@ -96,7 +122,9 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
         first, *others = axes.split(" ", 1)
         block, _, rest = name.partition("/")
         path = f"decoder/{layers}/{block}{suffix}/{rest}" if layers else name
-        entry = _as_stored(str(family), kind, f"{kind}: {' '.join([first, axis, *others])}", sizes)
+        entry = _as_stored(
+            str(family), kind, f"{kind}: {' '.join([first, axis, *others])}", sizes
+        )
         rows[f"{prefix}{path.replace('{moe}', moe)}"] = entry
     if not interleaved_rope:
         return TreeLayout(rows, sizes=sizes)
@@ -105,10 +133,12 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
 
 def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
-    """Yields a `LayerStack` for each array of MaxText: one kind of weight in the layers that are scanned together.
+    """Yields a `LayerStack` for each array of MaxText: one kind of weight in the layers
+    that are scanned together.
 
-    The second result is the suffix of the block's name in the path: "_local" for Gemma 2's layers with sliding-window
-    attention, "_global" for its other layers, and "" otherwise.
+    The second result is the suffix of the block's name in the path: "_local" for Gemma
+    2's layers with sliding-window attention, "_global" for its other layers, and ""
+    otherwise.
     """
     family = config["model_type"]
     for stack in stacks_of(config):
@@ -120,17 +150,34 @@ def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
         else:
             count = text_config(config).get("num_hidden_layers")
             if count is None:
-                raise MapError("the layers of Gemma 3 come in blocks of six; say `num_hidden_layers`.")
+                raise MapError(
+                    "the layers of Gemma 3 come in blocks of six; say"
+                    " `num_hidden_layers`."
+                )
             end = count - count % _PATTERN
             for at in range(_PATTERN if end else 0):
-                yield stack._replace(layers=f"layers/layers_{at}", axis=f"layers[{at}:{end}:{_PATTERN}]"), ""
+                yield (
+                    stack._replace(
+                        layers=f"layers/layers_{at}",
+                        axis=f"layers[{at}:{end}:{_PATTERN}]",
+                    ),
+                    "",
+                )
             for at in range(end, count):
-                yield LayerStack(stack.kind, f"layers_remainder/layers_{at - end}", f"layers[{at}]"), ""
+                yield (
+                    LayerStack(
+                        stack.kind,
+                        f"layers_remainder/layers_{at - end}",
+                        f"layers[{at}]",
+                    ),
+                    "",
+                )
 
 
 def _as_stored(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> Entry:
-    """Returns the entry of a weight in MaxText's layout: `text`, such as `"norm: embed"`, or a `Counted` if MaxText
-    stores the weight multiplied or with a number added. The factor follows from `sizes`, the sizes of the axes.
+    """Returns the entry of a weight in MaxText's layout: `text`, such as
+    `"norm: embed"`, or a `Counted` if MaxText stores the weight multiplied or with a
+    number added. The factor follows from `sizes`, the sizes of the axes.
     """
     if kind == "query" and family in _DIVIDED:
         return Counted(text, times=_size(sizes, "dim", "head_dim") ** -0.5)
@@ -138,11 +185,16 @@ def _as_stored(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> E
         root = _size(sizes, "embed", "hidden_size") ** 0.5
         # For Gemma 3, MaxText rounds the root itself to bfloat16.
         is_rounded = family in ("gemma3", "gemma3_text")
-        return Counted(text, times=float(np.asarray(root, jnp.bfloat16)) if is_rounded else root)
+        return Counted(
+            text, times=float(np.asarray(root, jnp.bfloat16)) if is_rounded else root
+        )
     return Counted(text, plus=1) if "norm" in kind and family in _GEMMAS else text
 
 
 def _size(sizes: Mapping[str, int], axis: str, name: str) -> int:
     if axis not in sizes:
-        raise MapError(f"MaxText's weights hold a root of `{name}`, which the configuration does not say; add it.")
+        raise MapError(
+            f"MaxText's weights hold a root of `{name}`, which the configuration does"
+            " not say; add it."
+        )
     return sizes[axis]

@@ -1,4 +1,6 @@
-"""The layouts of two kinds of programs: models that scan over their layers, and inference engines such as vLLM."""
+"""The layouts of two kinds of programs: models that scan over their layers, and
+inference engines such as vLLM.
+"""
 
 import importlib.resources
 import re
@@ -15,8 +17,10 @@ class LayerStack(NamedTuple):
     """The array that holds one kind of weight of a stack of layers.
 
     - `kind`: the kind of weight, such as "query".
-    - `layers`: the name of the stack, such as "dense_layers"; empty for a weight outside of layers.
-    - `axis`: the axis of the layers, such as `layers[:3]`; empty for a weight outside of layers.
+    - `layers`: the name of the stack, such as "dense_layers"; empty for a weight
+      outside of layers.
+    - `axis`: the axis of the layers, such as `layers[:3]`; empty for a weight outside
+      of layers.
     """
 
     kind: str
@@ -37,15 +41,23 @@ class Scanned(NamedTuple):
     maxtext: str
 
 
-_SCANNED = importlib.resources.files("shardfx.presets.maps").joinpath("scanned.txt").read_text(encoding="utf-8")
-SCANNED = {kind: Scanned(*row) for kind, *row in (re.split("  +", line) for line in _SCANNED.splitlines())}
+_SCANNED = (
+    importlib.resources.files("shardfx.presets.maps")
+    .joinpath("scanned.txt")
+    .read_text(encoding="utf-8")
+)
+SCANNED = {
+    kind: Scanned(*row)
+    for kind, *row in (re.split("  +", line) for line in _SCANNED.splitlines())
+}
 
 
 def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
-    """Returns the layout of a model that scans over its layers: one array per kind of weight, `[layers, in, out]`.
+    """Returns the layout of a model that scans over its layers: one array per kind of
+    weight, `[layers, in, out]`.
 
-    If a model's first layers are dense and the others have experts, there are two stacks, `dense_layers` and
-    `moe_layers`.
+    If a model's first layers are dense and the others have experts, there are two
+    stacks, `dense_layers` and `moe_layers`.
 
     **Arguments:**
 
@@ -54,11 +66,13 @@ def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
 
     **Returns:**
 
-    A [`shardfx.presets.maps.TreeLayout`][]; `with_paths` gives the arrays the names that they have in your model.
+    A [`shardfx.presets.maps.TreeLayout`][]; `with_paths` gives the arrays the names
+    that they have in your model.
 
     **Raises:**
 
-    `MapError` for a `model_type` without a table, or for a missing number in the config.
+    `MapError` for a `model_type` without a table, or for a missing number in the
+    config.
 
     !!! Example
 
@@ -74,27 +88,32 @@ def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
     rows: dict[str, Entry] = {}
     for kind, layers, axis in stacks_of(config):
         axes, name, _ = SCANNED[kind]
-        rows[f"{prefix}{layers}/{name}" if layers else f"{prefix}{name}"] = f"{kind}: {axis} {axes}"
+        rows[f"{prefix}{layers}/{name}" if layers else f"{prefix}{name}"] = (
+            f"{kind}: {axis} {axes}"
+        )
     return TreeLayout(rows, sizes=dict(hugging_face(config, ahead="drop").sizes))
 
 
 def engine(config: Config, *, shards: int) -> TreeLayout:
-    """Returns the layout of an inference engine such as vLLM: separate arrays per layer, with matrices fused for tensor
-    parallelism.
+    """Returns the layout of an inference engine such as vLLM: separate arrays per
+    layer, with matrices fused for tensor parallelism.
 
-    Query, key and value are one matrix. Their rows are interleaved by shard, so that each device holds its own query,
-    key and value heads. Gate and up are one matrix in the same way. With more shards than key heads, each key and value
-    head is repeated. The experts of a layer are one array: `w13_weight` for gate and up, `w2_weight` for down. GPT-2's
-    matrices are `[out, in]` and its paths begin with `transformer.`. DeepSeek's `q_a_proj` and `kv_a_proj_with_mqa` are
-    one matrix, `fused_qkv_a_proj`, which every device holds whole.
+    Query, key and value are one matrix. Their rows are interleaved by shard, so that
+    each device holds its own query, key and value heads. Gate and up are one matrix in
+    the same way. With more shards than key heads, each key and value head is repeated.
+    The experts of a layer are one array: `w13_weight` for gate and up, `w2_weight` for
+    down. GPT-2's matrices are `[out, in]` and its paths begin with `transformer.`.
+    DeepSeek's `q_a_proj` and `kv_a_proj_with_mqa` are one matrix, `fused_qkv_a_proj`,
+    which every device holds whole.
 
-    The names are those of `vllm/model_executor/models` in vLLM 0.10 and later, before vLLM rearranges weights for its
-    kernels.
+    The names are those of `vllm/model_executor/models` in vLLM 0.10 and later, before
+    vLLM rearranges weights for its kernels.
 
     **Arguments:**
 
     - `config`: the content of the model's `config.json` from Hugging Face.
-    - `shards`: the number of devices over which the engine shards a matrix (its tensor parallel size).
+    - `shards`: the number of devices over which the engine shards a matrix (its tensor
+      parallel size).
 
     **Returns:**
 
@@ -102,8 +121,8 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
 
     **Raises:**
 
-    `MapError` if `shards` does not divide the number of heads, or if neither `shards` nor the number of key heads
-    divides the other.
+    `MapError` if `shards` does not divide the number of heads, or if neither `shards`
+    nor the number of key heads divides the other.
 
     !!! Example
 
@@ -115,48 +134,87 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
         print(trained.to(served).rules["model.layers.{layers}.self_attn.qkv_proj.weight"])
         ```
     """
-    theirs = hugging_face(config, prefix=_PREFIXES.get(str(config.get("model_type"))), ahead="drop")
+    theirs = hugging_face(
+        config, prefix=_PREFIXES.get(str(config.get("model_type"))), ahead="drop"
+    )
     sizes = dict(theirs.sizes)
     heads = sizes.get("kv_heads", 1)
     if sizes.get("heads", shards) % shards:
-        raise MapError(f"{sizes['heads']} heads do not divide into {shards} shards; use another `shards`.")
+        raise MapError(
+            f"{sizes['heads']} heads do not divide into {shards} shards; use another"
+            " `shards`."
+        )
     copies = max(1, shards // heads)
     if (copies * heads) % shards:
-        raise MapError(f"{heads} key heads for {shards} shards: neither divides the other; use another `shards`.")
+        raise MapError(
+            f"{heads} key heads for {shards} shards: neither divides the other; use"
+            " another `shards`."
+        )
     rows: dict[str, Entry] = {}
     for path, entry in theirs.weights:
         rows |= _fused(path, entry, shards, copies, theirs.kinds)
     return TreeLayout(rows, sizes=sizes | ({"copies": copies} if copies > 1 else {}))
 
 
-# The prefix that vLLM adds to the names of a checkpoint that was saved without its language-model head.
+# The prefix that vLLM adds to the names of a checkpoint that was saved without its
+# language-model head.
 _PREFIXES = {"gpt2": "transformer."}
 
 
-def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[str]) -> dict[str, Entry]:
+def _fused(
+    path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[str]
+) -> dict[str, Entry]:
     place, *others = weights_of(path, entry)
-    text = entry if isinstance(entry, str) else entry.part if not isinstance(entry, Fused) else ""
+    text = (
+        entry
+        if isinstance(entry, str)
+        else entry.part
+        if not isinstance(entry, Fused)
+        else ""
+    )
     is_latent, experts = "kv_a" in kinds, path.partition("{experts}")[0]
     key = "kv_heads copies" if copies > 1 else "kv_heads"
     match place.kind:
         case _ if others and isinstance(entry, Fused):
-            parts = [_transposed(part) for part in entry.parts] if entry.dim else entry.parts
+            parts = (
+                [_transposed(part) for part in entry.parts]
+                if entry.dim
+                else entry.parts
+            )
             return {path: Fused(*parts, shards=shards)}
-        case "out" | "up" | "down" if text.startswith(("out: (", "up: embed", "down: hidden")):
+        case "out" | "up" | "down" if text.startswith(
+            ("out: (", "up: embed", "down: hidden")
+        ):
             return {path: _transposed(text)}
         case "query_a":
-            return {path.replace("q_a_proj", "fused_qkv_a_proj"): Fused(text, "kv_a: latent_and_rope embed")}
+            return {
+                path.replace("q_a_proj", "fused_qkv_a_proj"): Fused(
+                    text, "kv_a: latent_and_rope embed"
+                )
+            }
         case "kv_a" if "query_a" in kinds:
             return {}
         case "query" | "query_bias" if not is_latent:
-            own = path.replace(".self.query.", ".self.qkv_proj.").replace("q_proj", "qkv_proj")
-            others = [text.replace("query", kind).replace("heads", key) for kind in ("key", "value")]
+            own = path.replace(".self.query.", ".self.qkv_proj.").replace(
+                "q_proj", "qkv_proj"
+            )
+            others = [
+                text.replace("query", kind).replace("heads", key)
+                for kind in ("key", "value")
+            ]
             return {own: Fused(text, *others, shards=shards)}
         case "gate" | "gate_bias" | "shared_gate":
             up = text.replace("gate", "up")
-            return {path.replace("gate_proj", "gate_up_proj"): Fused(text, up, shards=shards)}
+            return {
+                path.replace("gate_proj", "gate_up_proj"): Fused(
+                    text, up, shards=shards
+                )
+            }
         case "expert_gate":
-            both = ("expert_gate: experts hidden embed", "expert_up: experts hidden embed")
+            both = (
+                "expert_gate: experts hidden embed",
+                "expert_up: experts hidden embed",
+            )
             return {f"{experts}w13_weight": Fused(*both, dim=1, shards=shards)}
         case "expert_down":
             return {f"{experts}w2_weight": "expert_down: experts embed hidden"}
@@ -168,18 +226,22 @@ def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[st
 
 
 def _transposed(text: str) -> str:
-    """Returns the text of a GPT-2 weight with its axes transposed: `"up: hidden embed"` for `"up: embed hidden"`."""
+    """Returns the text of a GPT-2 weight with its axes transposed: `"up: hidden embed"`
+    for `"up: embed hidden"`.
+    """
     kind, _, axes = text.partition(": ")
     first, *others = re.findall(r"\([^)]*\)|\S+", axes)
     return f"{kind}: {' '.join([*others, first])}"
 
 
 def stacks_of(config: Config) -> Iterator[LayerStack]:
-    """Yields a `LayerStack` for each kind of weight of a model. It yields two if the model's dense layers and its
-    layers with experts are separate stacks.
+    """Yields a `LayerStack` for each kind of weight of a model. It yields two if the
+    model's dense layers and its layers with experts are separate stacks.
     """
     theirs = hugging_face(config, ahead="drop")
-    places = [place for path, entry in theirs.weights for place in weights_of(path, entry)]
+    places = [
+        place for path, entry in theirs.weights for place in weights_of(path, entry)
+    ]
     dense = text_config(config).get("first_k_dense_replace", 0)
     for place in places:
         axis = next((one for one in place.in_path if one.endswith("layers")), "")

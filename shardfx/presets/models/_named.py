@@ -1,8 +1,9 @@
-"""Published models by name: the tree of shapes of each, from its family and config, and path rules for each training
-strategy.
+"""Published models by name: the tree of shapes of each, from its family and config, and
+path rules for each training strategy.
 
-The numbers are from each checkpoint's config.json, except: GPT-3 from its paper (arXiv:2005.14165, table 2.1), T5 from
-t5x's gin files, ViT from big_vision's models/vit.py. `llama3-405b` is Llama 3.1 405B, since Llama 3 has no such model.
+The numbers are from each checkpoint's config.json, except: GPT-3 from its paper
+(arXiv:2005.14165, table 2.1), T5 from t5x's gin files, ViT from big_vision's
+models/vit.py. `llama3-405b` is Llama 3.1 405B, since Llama 3 has no such model.
 big_vision distinguishes ViT "g" and "G"; other libraries call the larger one "bigG".
 """
 
@@ -28,9 +29,14 @@ from ..maps._entries import Fused, Weight, weights_of
 from ..maps._families import Rows, rows_of, vision_rows_of, with_experts_stacked
 
 
-# The text has a header line per family: the names of its numbers, and `name=value` for numbers that all its models
-# share. Then follows a line per model, with its numbers in that order.
-_TEXT = importlib.resources.files("shardfx.presets.models").joinpath("table.txt").read_text(encoding="utf-8")
+# The text has a header line per family: the names of its numbers, and `name=value` for
+# numbers that all its models share. Then follows a line per model, with its numbers in
+# that order.
+_TEXT = (
+    importlib.resources.files("shardfx.presets.models")
+    .joinpath("table.txt")
+    .read_text(encoding="utf-8")
+)
 
 
 class ModelRow(NamedTuple):
@@ -46,9 +52,21 @@ def _rows() -> Iterator[tuple[str, ModelRow]]:
         first, *words = line.split()
         if first.endswith(":"):
             family, names = first[:-1], [word for word in words if "=" not in word]
-            same = {name: _number(text) for name, _, text in (word.partition("=") for word in words) if text}
+            same = {
+                name: _number(text)
+                for name, _, text in (word.partition("=") for word in words)
+                if text
+            }
         else:
-            yield first, ModelRow(family, MappingProxyType(dict(zip(names, map(_number, words), strict=True)) | same))
+            yield (
+                first,
+                ModelRow(
+                    family,
+                    MappingProxyType(
+                        dict(zip(names, map(_number, words), strict=True)) | same
+                    ),
+                ),
+            )
 
 
 def _number(text: str) -> int | bool:
@@ -59,7 +77,8 @@ TABLE: Final[Mapping[str, ModelRow]] = MappingProxyType(dict(_rows()))
 
 
 Tree = dict[str, Any]
-# From an axis to its size. An axis of layers that are not consecutive has the list of their indices instead.
+# From an axis to its size. An axis of layers that are not consecutive has the list of
+# their indices instead.
 Sizes = Mapping[str, int | Sequence[int]]
 # The options of a family, with their defaults for configs that lack them.
 _OPTIONS: Final[Mapping[str, Mapping[str, bool]]] = MappingProxyType(
@@ -75,7 +94,8 @@ _OPTIONS: Final[Mapping[str, Mapping[str, bool]]] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of the published models that [`shardfx.presets.models.tree`][] knows.
+    """Returns the names of the published models that [`shardfx.presets.models.tree`][]
+    knows.
 
     **Returns:**
 
@@ -101,7 +121,8 @@ def config(name: str) -> dict[str, Any]:
 
     **Returns:**
 
-    A new dict; each of its keys is a keyword argument of [`shardfx.presets.models.tree`][].
+    A new dict; each of its keys is a keyword argument of
+    [`shardfx.presets.models.tree`][].
 
     **Raises:**
 
@@ -118,18 +139,29 @@ def config(name: str) -> dict[str, Any]:
     return dict(row_of(name).config)
 
 
-def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = False, **changes: int) -> Tree:
-    """Returns the arrays of a published model as ShapeDtypeStructs, under the names of its checkpoint.
+def tree(
+    name: str,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    stack_experts: bool = False,
+    **changes: int,
+) -> Tree:
+    """Returns the arrays of a published model as ShapeDtypeStructs, under the names of
+    its checkpoint.
 
-    Weights have the dimensions of the checkpoint, torch's `[out, in]`. Nothing is allocated.
+    Weights have the dimensions of the checkpoint, torch's `[out, in]`. Nothing is
+    allocated.
 
     **Arguments:**
 
     - `name`: one of [`shardfx.presets.models.names`][].
-    - `dtype`: the dtype of all arrays, except those that the checkpoint keeps in float32.
-    - `stack_experts`: whether the experts of a layer are one array with a leading dimension, as expert parallelism
+    - `dtype`: the dtype of all arrays, except those that the checkpoint keeps in
+      float32.
+    - `stack_experts`: whether the experts of a layer are one array with a leading
+      dimension, as expert parallelism
         needs them, instead of one array per expert.
-    - `changes`: numbers that replace the published ones, by the names in [`shardfx.presets.models.config`][]. With
+    - `changes`: numbers that replace the published ones, by the names in
+      [`shardfx.presets.models.config`][]. With
         `layers=2`, for example, the model is small enough to compile.
 
     **Returns:**
@@ -165,7 +197,9 @@ def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = Fa
 
 
 def row_of(name: str) -> ModelRow:
-    """Returns the row of the model `name`. Raises `RuleError` with the nearest names for an unknown model."""
+    """Returns the row of the model `name`. Raises `RuleError` with the nearest names
+    for an unknown model.
+    """
     if name not in TABLE:
         hint = near(name.lower(), names()) or f"; there are {', '.join(TABLE)}"
         raise RuleError(f"`presets.models` has no {quoted(name)}{hint}.")
@@ -181,12 +215,16 @@ def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None
         kind = type(known[given])
         # In Python a bool is an int, but it is not a number of layers.
         if type(value) is not kind or value < 0:
-            raise RuleError(f"`{name}`: `{given}={value!r:.60}` is no {'bool' if kind is bool else 'whole number'}.")
+            raise RuleError(
+                f"`{name}`: `{given}={value!r:.60}` is no"
+                f" {'bool' if kind is bool else 'whole number'}."
+            )
 
 
 def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
-    """Returns the sizes of all axes of a model's weights, such as "embed": the numbers of its config, and sizes that
-    follow from them. For layers that are not consecutive, it is a list of their indices.
+    """Returns the sizes of all axes of a model's weights, such as "embed": the numbers
+    of its config, and sizes that follow from them. For layers that are not consecutive,
+    it is a list of their indices.
     """
     n = collections.defaultdict[str, int](int, config)
     layers, linear = n["layers"], n["linear_head_dim"]
@@ -198,27 +236,54 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
     return {
         **config,
         **{"one": 1, "two": 2, "colors": 3, "types": 2, "first": min(layers, 1)},
-        **{"embed": embed, "pooled": embed, "dim": n["head_dim"] or n["nope"] + n["rope"]},
-        **{"two_dims": 2 * n["head_dim"], "ahead_embed": embed, "two_embeds": 2 * embed},
+        **{
+            "embed": embed,
+            "pooled": embed,
+            "dim": n["head_dim"] or n["nope"] + n["rope"],
+        },
+        **{
+            "two_dims": 2 * n["head_dim"],
+            "ahead_embed": embed,
+            "two_embeds": 2 * embed,
+        },
         # Latent attention.
-        **{"query_latent": n["q_lora"], "latent": n["kv_lora"], "latent_and_rope": n["kv_lora"] + n["rope"]},
+        **{
+            "query_latent": n["q_lora"],
+            "latent": n["kv_lora"],
+            "latent_and_rope": n["kv_lora"] + n["rope"],
+        },
         **{"both_dim": n["nope"] + n["value"], "value_dim": n["value"]},
-        # The counts or indices of layers of different kinds, such as dense and expert layers.
+        # The counts or indices of layers of different kinds, such as dense and expert
+        # layers.
         "dense_layers": min(n["dense_layers"], layers),
         "moe_layers": max(layers - n["dense_layers"], 0),
         "full_layers": [index for index in range(layers) if (index + 1) % full == 0],
         "linear_layers": [index for index in range(layers) if (index + 1) % full],
-        "routed_layers": [index for index in range(layers) if (index + 1) % routed == 0],
+        "routed_layers": [
+            index for index in range(layers) if (index + 1) % routed == 0
+        ],
         "plain_layers": [index for index in range(layers) if (index + 1) % routed],
         # Experts, and linear attention.
-        **{"both_hidden": 2 * n["expert_hidden"], "shared_hidden": (n["shared_experts"] or 1) * n["expert_hidden"]},
+        **{
+            "both_hidden": 2 * n["expert_hidden"],
+            "shared_hidden": (n["shared_experts"] or 1) * n["expert_hidden"],
+        },
         **{"qkvz": 2 * linear * (1 + ratio), "ba": 2 * ratio},
         "conv_rows": linear * (2 * n["linear_key_heads"] + n["linear_value_heads"]),
-        # The vision encoder. The adapter's input is four neighbouring patches, whose joint width is `vision_hidden`.
+        # The vision encoder. The adapter's input is four neighbouring patches, whose
+        # joint width is `vision_hidden`.
         **{"patch_rows": patch, "patch_columns": patch, "pixels": 3 * patch * patch},
-        **{"vision_embed": vision_embed, "projected": vision_embed, "vision_places": n["vision_tokens"] + 1},
+        **{
+            "vision_embed": vision_embed,
+            "projected": vision_embed,
+            "vision_places": n["vision_tokens"] + 1,
+        },
         "vision_hidden": n["vision_hidden"] or n["hidden"],
-        **{"vision_out_units": n["vision_out"], "adapter_out": n["vision_out"], "adapted": n["vision_hidden"]},
+        **{
+            "vision_out_units": n["vision_out"],
+            "adapter_out": n["vision_out"],
+            "adapted": n["vision_hidden"],
+        },
     }
 
 
@@ -229,12 +294,18 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
     """
     tree: Tree = {}
     for path, entry in rows.items():
-        shape = _shape(weights_of(path, entry), entry.dim if isinstance(entry, Fused) else 0, sizes)
+        shape = _shape(
+            weights_of(path, entry), entry.dim if isinstance(entry, Fused) else 0, sizes
+        )
         kept = jnp.float32 if path.endswith("e_score_correction_bias") else dtype
         name = pattern(path)
         counts = [sizes[axis] for axis in name.names]
-        for numbers in it.product(*[range(count) if isinstance(count, int) else count for count in counts]):
-            *above, last = str(name.filled(dict(zip(name.names, numbers, strict=True)))).split(".")
+        for numbers in it.product(
+            *[range(count) if isinstance(count, int) else count for count in counts]
+        ):
+            *above, last = str(
+                name.filled(dict(zip(name.names, numbers, strict=True)))
+            ).split(".")
             node = tree
             for key in above:
                 node = node.setdefault(key, {})
@@ -243,16 +314,34 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
 
 
 def _shape(places: Sequence[Weight], dim: int, sizes: Sizes) -> tuple[int, ...]:
-    """Returns the shape of the array that holds the weights `places`, which are concatenated along dimension `dim`."""
-    shapes = [[math.prod(_size(axis, place, sizes) for axis in group) for group in place.dims] for place in places]
-    whole = [sum(shape[dim] for shape in shapes) if at == dim else size for at, size in enumerate(shapes[0])]
+    """Returns the shape of the array that holds the weights `places`, which are
+    concatenated along dimension `dim`.
+    """
+    shapes = [
+        [math.prod(_size(axis, place, sizes) for axis in group) for group in place.dims]
+        for place in places
+    ]
+    whole = [
+        sum(shape[dim] for shape in shapes) if at == dim else size
+        for at, size in enumerate(shapes[0])
+    ]
     return tuple(whole)
 
 
 def _size(axis: str, place: Weight, sizes: Sizes) -> int:
-    is_expert = axis == "hidden" and place.kind.startswith("expert_") and "expert_hidden" in sizes
+    is_expert = (
+        axis == "hidden"
+        and place.kind.startswith("expert_")
+        and "expert_hidden" in sizes
+    )
     # A config without `kv_heads` (GPT, BERT) has as many key heads as query heads.
-    size = sizes["expert_hidden"] if is_expert else sizes["heads"] if axis not in sizes else sizes[axis]
+    size = (
+        sizes["expert_hidden"]
+        if is_expert
+        else sizes["heads"]
+        if axis not in sizes
+        else sizes[axis]
+    )
     assert isinstance(size, int)
     return size
 
@@ -270,11 +359,13 @@ _CUTS: Final[Mapping[str, tuple[bool, bool, bool]]] = MappingProxyType(
 
 
 def strategies(name: str | None = None) -> tuple[str, ...]:
-    """Returns the strategies that [`shardfx.presets.models.rules_for`][] accepts for a model.
+    """Returns the strategies that [`shardfx.presets.models.rules_for`][] accepts for a
+    model.
 
     **Arguments:**
 
-    - `name`: one of [`shardfx.presets.models.names`][]; `None` for the strategies of all models together.
+    - `name`: one of [`shardfx.presets.models.names`][]; `None` for the strategies of
+      all models together.
 
     **Returns:**
 
@@ -289,23 +380,38 @@ def strategies(name: str | None = None) -> tuple[str, ...]:
         assert "ep" not in models.strategies("llama3-8b")
         ```
     """
-    return tuple(how for how in _CUTS if how != "ep" or name is None or "experts" in row_of(name).config)
+    return tuple(
+        how
+        for how in _CUTS
+        if how != "ep" or name is None or "experts" in row_of(name).config
+    )
 
 
 def rules_for(
-    name: str, how: str, *, data: str = "data", fsdp: str = "fsdp", tensor: str = "tensor", expert: str = "expert"
+    name: str,
+    how: str,
+    *,
+    data: str = "data",
+    fsdp: str = "fsdp",
+    tensor: str = "tensor",
+    expert: str = "expert",
 ) -> PathRules:
-    """Returns path rules that shard the arrays of a published model by a training strategy.
+    """Returns path rules that shard the arrays of a published model by a training
+    strategy.
 
     **Arguments:**
 
     - `name`: one of [`shardfx.presets.models.names`][].
-    - `how`: the strategy. "dp" replicates all arrays. "fsdp" shards each array over `fsdp`, but never inside of a
-        head. "tp" shards the dimensions of heads, hidden units and vocabulary over `tensor`. "fsdp_tp" does both. "ep"
-        shards the dimension of experts over `expert` and their other dimensions as "fsdp_tp" does, and shards all
-        other arrays over `fsdp` and `expert` together; it needs `tree(..., stack_experts=True)`.
+    - `how`: the strategy. "dp" replicates all arrays. "fsdp" shards each array over
+      `fsdp`, but never inside of a
+        head. "tp" shards the dimensions of heads, hidden units and vocabulary over
+        `tensor`. "fsdp_tp" does both. "ep" shards the dimension of experts over
+        `expert` and their other dimensions as "fsdp_tp" does, and shards all other
+        arrays over `fsdp` and `expert` together; it needs
+        `tree(..., stack_experts=True)`.
     - `data`: the mesh axis over which only the batch is sharded.
-    - `fsdp`, `tensor`, `expert`: the mesh axes to use; an axis that the mesh lacks is ignored.
+    - `fsdp`, `tensor`, `expert`: the mesh axes to use; an axis that the mesh lacks is
+      ignored.
 
     **Returns:**
 
@@ -334,22 +440,35 @@ def rules_for(
     """
     row = row_of(name)
     if how not in strategies(name):
-        raise RuleError(f"`{name}` has no rules {quoted(how)}; there are {', '.join(strategies(name))}.")
+        raise RuleError(
+            f"`{name}` has no rules {quoted(how)}; there are"
+            f" {', '.join(strategies(name))}."
+        )
     if how == "dp":
         return PathRules([(".*", replicate)], axes=(data,))
     along, across, routed = (
-        (axis,) if used else () for axis, used in zip((fsdp, tensor, expert), _CUTS[how], strict=True)
+        (axis,) if used else ()
+        for axis, used in zip((fsdp, tensor, expert), _CUTS[how], strict=True)
     )
     sizes, every = sizes_of(row.config), rows_for_rules(row.family, row.config)
     # The experts of a layer that the checkpoint itself holds as one array.
-    packed = {path: one for path, one in every.items() if re.match("expert_.*: experts", str(one))}
+    packed = {
+        path: one
+        for path, one in every.items()
+        if re.match("expert_.*: experts", str(one))
+    }
     stacked = with_experts_stacked(every) | packed
     rest = {path: entry for path, entry in every.items() if path not in stacked}
-    # The rules for experts must match: otherwise a tree with one array per expert would not be sharded over `expert`.
+    # The rules for experts must match: otherwise a tree with one array per expert would
+    # not be sharded over `expert`.
     rules = [
         (regex, target if routed else optional(target))
-        for regex, target in rules_of(stacked, sizes, along, across, expert=routed, others=[*rest])
+        for regex, target in rules_of(
+            stacked, sizes, along, across, expert=routed, others=[*rest]
+        )
     ]
-    for regex, target in rules_of(rest, sizes, (*along, *routed), across, others=[*stacked]):
+    for regex, target in rules_of(
+        rest, sizes, (*along, *routed), across, others=[*stacked]
+    ):
         rules.append((regex, optional(target)))
     return PathRules(rules, axes=(data, *along, *across, *routed))

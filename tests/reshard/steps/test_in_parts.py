@@ -26,39 +26,88 @@ def layouts(draw, rank: int):
 
 @st.composite
 def moves(draw):
-    """The sizes of blocks, a dtype, two layouts, the size of parts, and the dimension that is cut into them."""
+    """The sizes of blocks, a dtype, two layouts, the size of parts, and the dimension
+    that is cut into them.
+    """
     rank = draw(st.integers(1, 3))
     src, dst = draw(layouts(rank)), draw(layouts(rank))
     more = draw(st.lists(st.integers(1, 5), min_size=rank, max_size=rank))
-    dtype = draw(st.sampled_from([np.dtype("uint8"), np.dtype("float32"), np.dtype("uint16")]))
-    return more, dtype, src, dst, draw(st.integers(1, 4)), draw(st.integers(0, rank - 1))
+    dtype = draw(
+        st.sampled_from([np.dtype("uint8"), np.dtype("float32"), np.dtype("uint16")])
+    )
+    return (
+        more,
+        dtype,
+        src,
+        dst,
+        draw(st.integers(1, 4)),
+        draw(st.integers(0, rank - 1)),
+    )
 
 
-def moved(values: np.ndarray, src: StepLayout, dst: StepLayout, plan: Redistribution, chunks: Chunks) -> jax.Array:
-    """The array after the steps of a plan, part by part; its pieces lie end to end along the first dimension."""
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(src.sizes), tuple("abc"[: len(src.sizes)]))
+def moved(
+    values: np.ndarray,
+    src: StepLayout,
+    dst: StepLayout,
+    plan: Redistribution,
+    chunks: Chunks,
+) -> jax.Array:
+    """The array after the steps of a plan, part by part; its pieces lie end to end
+    along the first dimension.
+    """
+    mesh = Mesh(
+        np.array(jax.devices()[:8]).reshape(src.sizes), tuple("abc"[: len(src.sizes)])
+    )
     spec = P(*[tuple("abc"[axis] for axis in axes) or None for axes in src.dims])
     step = ft.partial(run, steps=plan.steps, like=src, axes=mesh.axis_names)
     body = ft.partial(in_chunks, move=step, chunks=chunks)
-    program = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=flat(mesh), check_vma=False)
+    program = jax.shard_map(
+        body, mesh=mesh, in_specs=spec, out_specs=flat(mesh), check_vma=False
+    )
     return jax.jit(program)(jax.device_put(values, NamedSharding(mesh, spec)))
 
 
-def assert_moved(shape: tuple[int, ...], dtype: np.dtype, src: StepLayout, dst: StepLayout, part: int, dim: int):
+def assert_moved(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    src: StepLayout,
+    dst: StepLayout,
+    part: int,
+    dim: int,
+):
     plan = redistribute(shape, 8 * dtype.itemsize, src, dst)
     if not plan.steps:
         return
     on_the_way = [plan.steps[0].source, *(step.target for step in plan.steps)]
     block = shape[dim] // math.lcm(*(end.counts[dim] for end in on_the_way))
-    # Every element has bits of its own, also where they are those of a NaN (of a small one the CPU would change them).
-    bits = np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(32 - 8 * dtype.itemsize)
+    # Every element has bits of its own, also where they are those of a NaN (of a small
+    # one the CPU would change them).
+    bits = np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(
+        2654435761
+    ) >> np.uint32(32 - 8 * dtype.itemsize)
     values = bits.astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(shape)
-    got = moved(values, src, dst, plan, Chunks(dim, block, min(part, block), dst.shard_shape(shape)))
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(dst.sizes), tuple("abc"[: len(dst.sizes)]))
-    right = NamedSharding(mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in dst.dims]))
-    wanted = {device: values[index] for device, index in right.devices_indices_map(shape).items()}
+    got = moved(
+        values,
+        src,
+        dst,
+        plan,
+        Chunks(dim, block, min(part, block), dst.shard_shape(shape)),
+    )
+    mesh = Mesh(
+        np.array(jax.devices()[:8]).reshape(dst.sizes), tuple("abc"[: len(dst.sizes)])
+    )
+    right = NamedSharding(
+        mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in dst.dims])
+    )
+    wanted = {
+        device: values[index]
+        for device, index in right.devices_indices_map(shape).items()
+    }
     for shard in got.addressable_shards:
-        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(wanted[shard.device]).tobytes()
+        assert (
+            np.asarray(shard.data).tobytes()
+            == np.ascontiguousarray(wanted[shard.device]).tobytes()
+        )
 
 
 # The last part of a block of 13 is smaller.
@@ -68,22 +117,38 @@ def assert_moved(shape: tuple[int, ...], dtype: np.dtype, src: StepLayout, dst: 
 def test_a_move_in_parts_gives_every_device_its_piece(move):
     blocks, dtype, src, dst, part, dim = move
     src, dst = StepLayout(*src), StepLayout(*dst)
-    shape = tuple(math.lcm(*counts) * size for *counts, size in zip(src.counts, dst.counts, blocks, strict=True))
+    shape = tuple(
+        math.lcm(*counts) * size
+        for *counts, size in zip(src.counts, dst.counts, blocks, strict=True)
+    )
     assert_moved(shape, dtype, src, dst, part, dim)
 
 
 @pytest.mark.parametrize(
     ("src", "dst", "kinds"),
     [
-        (StepLayout((8,), ((), (0,))), StepLayout((2, 2, 2), ((0,), (2,))), ["permute", "all_to_all", "all_gather"]),
-        (StepLayout((2, 2, 2), ((0, 2), ())), StepLayout((4, 2), ((), (0,))), ["slice", "all_to_all", "all_gather"]),
-        (StepLayout((2, 4), ((), (1, 0))), StepLayout((2, 2, 2), ((1, 0), ())), ["all_to_all", "all_gather"]),
+        (
+            StepLayout((8,), ((), (0,))),
+            StepLayout((2, 2, 2), ((0,), (2,))),
+            ["permute", "all_to_all", "all_gather"],
+        ),
+        (
+            StepLayout((2, 2, 2), ((0, 2), ())),
+            StepLayout((4, 2), ((), (0,))),
+            ["slice", "all_to_all", "all_gather"],
+        ),
+        (
+            StepLayout((2, 4), ((), (1, 0))),
+            StepLayout((2, 2, 2), ((1, 0), ())),
+            ["all_to_all", "all_gather"],
+        ),
     ],
 )
 @pytest.mark.parametrize("dim", [0, 1])
 def test_what_is_doubled_at_last_comes_in_halves(src, dst, kinds, dim):
     assert [step.kind for step in redistribute((64, 128), 32, src, dst).steps] == kinds
-    # The least common multiple of all counts is 8, so that blocks are of 8 rows or of 16 columns.
+    # The least common multiple of all counts is 8, so that blocks are of 8 rows or of
+    # 16 columns.
     assert_moved((64, 128), np.dtype("float32"), src, dst, part=(4, 8)[dim], dim=dim)
 
 
@@ -93,14 +158,28 @@ ROWS, COLUMNS = StepLayout((64,), ((0,), ())), StepLayout((64,), ((), (0,)))
 @pytest.mark.parametrize(
     "shape, bits, src, dst, chunks",
     [
-        # A block is 129 x 65. Of 17 x 65 there are 24 x 128 stored, of 129 x 9 there would be 256 x 16.
+        # A block is 129 x 65. Of 17 x 65 there are 24 x 128 stored, of 129 x 9 there
+        # would be 256 x 16.
         ((8256, 4160), 16, ROWS, COLUMNS, Chunks(0, 129, 17, (8256, 65))),
         ((8192, 8192), 16, ROWS, COLUMNS, None),  # 128 x 128
         ((640, 640), 16, ROWS, COLUMNS, None),  # small
-        ((8256, 4160), 16, ROWS, StepLayout((64,), ((), ())), Chunks(1, 4160, 520, (8256, 4160))),
-        ((8256, 4160), 16, StepLayout((64,), ((), ())), COLUMNS, None),  # nothing but a slice
+        (
+            (8256, 4160),
+            16,
+            ROWS,
+            StepLayout((64,), ((), ())),
+            Chunks(1, 4160, 520, (8256, 4160)),
+        ),
+        (
+            (8256, 4160),
+            16,
+            StepLayout((64,), ((), ())),
+            COLUMNS,
+            None,
+        ),  # nothing but a slice
         ((2**22,), 16, StepLayout((8,), ((0,),)), StepLayout((8,), ((),)), None),
-        # The heads are the minor dimension's neighbour, and the minor one is cut no further.
+        # The heads are the minor dimension's neighbour, and the minor one is cut no
+        # further.
         (
             (5120, 64, 80),
             16,
@@ -110,7 +189,9 @@ ROWS, COLUMNS = StepLayout((64,), ((0,), ())), StepLayout((64,), ((), (0,)))
         ),
     ],
 )
-def test_pieces_that_fill_no_tiles_are_cut_where_parts_are_padded_least(shape, bits, src, dst, chunks):
+def test_pieces_that_fill_no_tiles_are_cut_where_parts_are_padded_least(
+    shape, bits, src, dst, chunks
+):
     plan = redistribute(shape, bits, src, dst)
     assert chunks_on_tpus(src.shard_shape(shape), bits, plan.steps) == chunks
 
@@ -123,8 +204,14 @@ def grid(*sizes: int) -> StepLayout:
 @pytest.mark.parametrize(
     "shape, src, dst, chunks",
     [
-        # A permutation, an all-to-all of 16 in another order into pieces of one tile's width, and a gather of two.
-        ((8192, 8192), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), Chunks(0, 512, 256, (8192, 256))),
+        # A permutation, an all-to-all of 16 in another order into pieces of one tile's
+        # width, and a gather of two.
+        (
+            (8192, 8192),
+            grid(16, 4),
+            StepLayout((4, 2, 8), ((), (2, 0))),
+            Chunks(0, 512, 256, (8192, 256)),
+        ),
         # The same, two tiles wide: the compiler finds room.
         ((8192, 16384), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), None),
         # The permutation comes after the all-to-all.
@@ -135,20 +222,35 @@ def grid(*sizes: int) -> StepLayout:
             Chunks(0, 128, 64, (4096, 512)),
         ),
         # Parts in the order in which they lie.
-        ((8192, 8192), StepLayout((64,), ((0,), ())), StepLayout((32, 2), ((), (0,))), None),
+        (
+            (8192, 8192),
+            StepLayout((64,), ((0,), ())),
+            StepLayout((32, 2), ((), (0,))),
+            None,
+        ),
         # The source's piece is twice the target's.
-        ((8192, 8192), StepLayout((16, 4), ((0,), ())), StepLayout((4, 2, 8), ((), (2, 0))), None),
+        (
+            (8192, 8192),
+            StepLayout((16, 4), ((0,), ())),
+            StepLayout((4, 2, 8), ((), (2, 0))),
+            None,
+        ),
         ((128, 8192), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), None),  # small
     ],
 )
-def test_pieces_that_fill_tiles_are_halved_where_a_gather_doubles_what_was_put_in_order(shape, src, dst, chunks):
+def test_pieces_that_fill_tiles_are_halved_where_a_gather_doubles_what_was_put_in_order(
+    shape, src, dst, chunks
+):
     steps = redistribute(shape, 32, src, dst).steps
     assert chunks_on_tpus(src.shard_shape(shape), 32, steps) == chunks
 
 
 def test_stacks_whose_all_to_all_follows_a_permutation_come_in_four():
     shape = (192, 768, 640)
-    src, dst = StepLayout((2, 8, 4), ((0, 1), (2,), ())), StepLayout((8, 8), ((1,), (0,), ()))
+    src, dst = (
+        StepLayout((2, 8, 4), ((0, 1), (2,), ())),
+        StepLayout((8, 8), ((1,), (0,), ())),
+    )
     plan = redistribute(shape, 32, src, dst)
     assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
     chunks = chunks_on_tpus(src.shard_shape(shape), 32, plan.steps)

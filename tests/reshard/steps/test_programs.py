@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec as P,
+    SingleDeviceSharding,
+)
 
 from benchmarks._programs import lowered, planned, program_of, steps_program, wire_bytes
 from shardfx import MeshSpec, reshard
@@ -20,27 +27,54 @@ from shardfx._reshard.move import move_of
 from shardfx._reshard.mover import resharded
 
 
-DTYPES = ("bool", "int4", "uint4", "int8", "uint32", "float8_e4m3", "float8_e4m3fn", "float8_e5m2")
-DTYPES += ("float8_e3m4", "float8_e8m0fnu", "float4_e2m1fn", "bfloat16", "float16", "complex64")
+DTYPES = (
+    "bool",
+    "int4",
+    "uint4",
+    "int8",
+    "uint32",
+    "float8_e4m3",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
+DTYPES += (
+    "float8_e3m4",
+    "float8_e8m0fnu",
+    "float4_e2m1fn",
+    "bfloat16",
+    "float16",
+    "complex64",
+)
 KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
 def mesh(kind: AxisType = AxisType.Auto, order=None, **sizes: int) -> Mesh:
     devices = np.array(jax.devices())[: math.prod(sizes.values())]
     devices = devices if order is None else devices[np.asarray(order)]
-    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(kind,) * len(sizes))
+    return Mesh(
+        devices.reshape(tuple(sizes.values())),
+        tuple(sizes),
+        axis_types=(kind,) * len(sizes),
+    )
 
 
 def put(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+    return jax.make_array_from_callback(
+        values.shape, sharding, lambda index: values[index]
+    )
 
 
 def assert_lies(x: jax.Array, values: np.ndarray, sharding: NamedSharding):
-    """Bitwise, shard by shard: what each device holds, and the label that the array carries."""
+    """Bitwise, shard by shard: what each device holds, and the label that the array
+    carries.
+    """
     assert x.sharding == sharding
     assert x.dtype == values.dtype
     for shard in x.addressable_shards:
-        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(values[shard.index]).tobytes()
+        assert (
+            np.asarray(shard.data).tobytes()
+            == np.ascontiguousarray(values[shard.index]).tobytes()
+        )
 
 
 def move(x, dst, src=None, donate=False):
@@ -51,7 +85,9 @@ def move(x, dst, src=None, donate=False):
 def pair(kind: AxisType = AxisType.Auto) -> tuple[NamedSharding, NamedSharding]:
     """A move that needs several steps: XLA alone would replicate the array."""
     source, target = mesh(kind, a=2, b=4), mesh(kind, c=4, d=2)
-    return NamedSharding(source, P("b", "a")), NamedSharding(target, P(None, ("d", "c")))
+    return NamedSharding(source, P("b", "a")), NamedSharding(
+        target, P(None, ("d", "c"))
+    )
 
 
 VALUES = np.arange(16 * 32, dtype=np.float32).reshape(16, 32)
@@ -59,11 +95,15 @@ VALUES = np.arange(16 * 32, dtype=np.float32).reshape(16, 32)
 
 @st.composite
 def ends(draw):
-    """Two meshes over the eight devices, each with a spec of one rank, and the least shape that both divide."""
+    """Two meshes over the eight devices, each with a spec of one rank, and the least
+    shape that both divide.
+    """
     rank = draw(st.integers(0, 4))
     found = []
     for _ in range(2):
-        sizes = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (4, 1, 2)]))
+        sizes = draw(
+            st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (4, 1, 2)])
+        )
         dims = [[] for _ in range(rank)]
         for axis in draw(st.permutations(list(range(len(sizes))))):
             dim = draw(st.integers(0, rank))
@@ -71,7 +111,11 @@ def ends(draw):
                 dims[dim].append("abc"[axis])
         order = draw(st.permutations(list(range(8)))) if draw(st.booleans()) else None
         found.append((sizes, tuple(map(tuple, dims)), order))
-    return rank, found, draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=rank, max_size=rank))
+    return (
+        rank,
+        found,
+        draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=rank, max_size=rank)),
+    )
 
 
 @given(ends(), st.sampled_from(KINDS), st.sampled_from(KINDS))
@@ -79,11 +123,25 @@ def ends(draw):
 def test_a_live_array_gets_from_anywhere_to_anywhere(ends, source_kind, target_kind):
     rank, found, spare = ends
     shardings, counts = [], []
-    for (sizes, dims, order), kind in zip(found, (source_kind, target_kind), strict=True):
+    for (sizes, dims, order), kind in zip(
+        found, (source_kind, target_kind), strict=True
+    ):
         m = mesh(kind, order, **dict(zip("abc", sizes, strict=False)))
-        shardings.append(NamedSharding(m, P(*[axes if len(axes) > 1 else axes[0] if axes else None for axes in dims])))
+        shardings.append(
+            NamedSharding(
+                m,
+                P(
+                    *[
+                        axes if len(axes) > 1 else axes[0] if axes else None
+                        for axes in dims
+                    ]
+                ),
+            )
+        )
         counts.append([int(np.prod([m.shape[axis] for axis in axes])) for axes in dims])
-    shape = tuple(int(np.lcm(a, b)) * more for a, b, more in zip(*counts, spare, strict=True))
+    shape = tuple(
+        int(np.lcm(a, b)) * more for a, b, more in zip(*counts, spare, strict=True)
+    )
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     src, dst = shardings
     x = put(values, src)
@@ -93,7 +151,10 @@ def test_a_live_array_gets_from_anywhere_to_anywhere(ends, source_kind, target_k
 
 @pytest.mark.parametrize(
     "dtype, target",
-    [*it.product(DTYPES, ["other"]), *it.product(("bfloat16", "int4", "float8_e5m2"), ["same", "permuted", "fewer"])],
+    [
+        *it.product(DTYPES, ["other"]),
+        *it.product(("bfloat16", "int4", "float8_e5m2"), ["same", "permuted", "fewer"]),
+    ],
 )
 def test_every_dtype_keeps_its_bits_also_in_the_finest_parts(dtype, target):
     src, dst = pair()
@@ -109,13 +170,23 @@ def test_every_dtype_keeps_its_bits_also_in_the_finest_parts(dtype, target):
         resharded(x, dst, copies=False, memory_limit_bytes=1)
     (least,) = re.findall(r"pass `memory_limit_bytes=(\d+)` or more", str(error.value))
     for limit in (None, int(least)):
-        assert_lies(resharded(x, dst, copies=False, memory_limit_bytes=limit), values, dst)
+        assert_lies(
+            resharded(x, dst, copies=False, memory_limit_bytes=limit), values, dst
+        )
 
 
 def any_bits(dtype: np.dtype) -> np.ndarray:
     """Elements of all kinds, among them NaNs that arithmetic would replace by others."""
-    raw = np.random.default_rng(0).integers(0, 256, (16, 32 * dtype.itemsize)).astype(np.uint8)
-    return (raw % 8).astype(dtype) if dtype.name in ("bool", "int4", "uint4", "float4_e2m1fn") else raw.view(dtype)
+    raw = (
+        np.random.default_rng(0)
+        .integers(0, 256, (16, 32 * dtype.itemsize))
+        .astype(np.uint8)
+    )
+    return (
+        (raw % 8).astype(dtype)
+        if dtype.name in ("bool", "int4", "uint4", "float4_e2m1fn")
+        else raw.view(dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.int2, jnp.uint2])
@@ -125,7 +196,9 @@ def test_two_bit_integers_are_refused(dtype):
     with pytest.raises(LeafTypeError, match=message):
         move_of((16, 32), jnp.dtype(dtype), src, dst)
     with pytest.raises(LeafTypeError, match=message):
-        jax.jit(lambda x: move(x.astype(dtype), dst, src=src)).lower(jax.ShapeDtypeStruct((16, 32), jnp.int8))
+        jax.jit(lambda x: move(x.astype(dtype), dst, src=src)).lower(
+            jax.ShapeDtypeStruct((16, 32), jnp.int8)
+        )
 
 
 def concrete(sharding: NamedSharding) -> Mesh:
@@ -163,7 +236,10 @@ def test_the_gradient_is_moved_back_by_the_planned_steps(kind):
     def pull(x, y):
         return jax.vjp(lambda x: move(x, dst, src=src), x)[1](y)[0]
 
-    structs = (jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=end) for end in (src, dst))
+    structs = (
+        jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=end)
+        for end in (src, dst)
+    )
     text = jax.jit(pull, out_shardings=src).lower(*structs).compile().as_text()
     assert text is not None
     plan = planned(
@@ -209,8 +285,13 @@ def test_outside_of_jit_a_value_lies_where_it_lies_whatever_src_says(kind):
     rows, columns = NamedSharding(here, P("a")), NamedSharding(here, P("b"))
     weights = jax.device_put(VALUES, columns)
 
-    for target in (NamedSharding(there, P("x")), NamedSharding(there, P(None, ("y", "x"))), rows):
-        # The cotangent comes in the sharding of the weights, which JAX lets `multiply` keep under Auto axes.
+    for target in (
+        NamedSharding(there, P("x")),
+        NamedSharding(there, P(None, ("y", "x"))),
+        rows,
+    ):
+        # The cotangent comes in the sharding of the weights, which JAX lets `multiply`
+        # keep under Auto axes.
         move_out = lambda x, target=target: move(x, target, src=rows)
         ones = jax.device_put(np.ones_like(VALUES), rows)
         moved, back = jax.vjp(move_out, ones)
@@ -222,9 +303,13 @@ def test_outside_of_jit_a_value_lies_where_it_lies_whatever_src_says(kind):
             np.testing.assert_array_equal(gradient, VALUES)
             assert gradient.sharding.is_equivalent_to(rows, 2)
         stacked = jax.vmap(move_out)(jnp.stack([ones, 2 * ones]))
-        np.testing.assert_array_equal(stacked, np.stack([np.ones_like(VALUES), 2 * np.ones_like(VALUES)]))
+        np.testing.assert_array_equal(
+            stacked, np.stack([np.ones_like(VALUES), 2 * np.ones_like(VALUES)])
+        )
         if kind == AxisType.Auto:  # an untrue source
-            np.testing.assert_array_equal(jax.jvp(move_out, (weights,), (weights,))[0], VALUES)
+            np.testing.assert_array_equal(
+                jax.jvp(move_out, (weights,), (weights,))[0], VALUES
+            )
 
 
 def test_what_vmap_is_mapped_over_stays_sharded():
@@ -236,20 +321,30 @@ def test_what_vmap_is_mapped_over_stays_sharded():
         fn = jax.vmap(ft.partial(move, dst=dst, src=src), spmd_axis_name=names)
         program = jax.jit(fn, out_shardings=NamedSharding(square, P("a", "b")))
         np.testing.assert_array_equal(program(x), values)
-        # An all-to-all of half a shard each way; gathered over `a` it would be more than all of the array.
+        # An all-to-all of half a shard each way; gathered over `a` it would be more
+        # than all of the array.
         text = program.lower(x).compile().as_text()
         assert text is not None
         assert wire_bytes(text, 4) == values.nbytes // 4 // 2
     with pytest.raises(Exception, match="duplicate entries for `a`"):
-        jax.jit(jax.vmap(ft.partial(move, dst=NamedSharding(square, P("a"))), in_axes=0))(x)
+        jax.jit(
+            jax.vmap(ft.partial(move, dst=NamedSharding(square, P("a"))), in_axes=0)
+        )(x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_arrays_that_are_constants_inside_jit_move_too(kind):
     here, there = mesh(kind, a=2, b=4), mesh(kind, c=2, d=2, e=2)
-    src, dst = NamedSharding(here, P("a", "b")), NamedSharding(there, P("e", ("d", "c")))
+    src, dst = (
+        NamedSharding(here, P("a", "b")),
+        NamedSharding(there, P("e", ("d", "c"))),
+    )
     x = jax.device_put(VALUES, src)
-    others = {"placed": jax.device_put(2 * VALUES, src), "elsewhere": jnp.asarray(3 * VALUES), "numpy": 4 * VALUES}
+    others = {
+        "placed": jax.device_put(2 * VALUES, src),
+        "elsewhere": jnp.asarray(3 * VALUES),
+        "numpy": 4 * VALUES,
+    }
     fn = lambda x: reshard({"traced": x, **others}, dst, src=src)
     moved = jax.jit(fn, out_shardings=dst)(x)
     for name, factor in (("traced", 1), ("placed", 2), ("elsewhere", 3), ("numpy", 4)):
@@ -259,10 +354,15 @@ def test_arrays_that_are_constants_inside_jit_move_too(kind):
 
 def test_sums_that_are_due_are_left_to_jax():
     square = mesh(AxisType.Explicit, a=2, b=2)
-    src, dst = NamedSharding(square, P(None, None, unreduced=frozenset({"b"}))), NamedSharding(square, P(None, None))
+    src, dst = (
+        NamedSharding(square, P(None, None, unreduced=frozenset({"b"}))),
+        NamedSharding(square, P(None, None)),
+    )
     rows = jax.device_put(VALUES, NamedSharding(square, P(None, "b")))
     columns = jax.device_put(VALUES.T, NamedSharding(square, P("b", None)))
-    product = jax.jit(lambda x, y: move(jnp.einsum("ij,jk->ik", x, y, out_sharding=src), dst))(rows, columns)
+    product = jax.jit(
+        lambda x, y: move(jnp.einsum("ij,jk->ik", x, y, out_sharding=src), dst)
+    )(rows, columns)
     np.testing.assert_allclose(product, VALUES @ VALUES.T, rtol=1e-5)
 
 
@@ -272,8 +372,12 @@ def test_reduced_axes_are_kept_and_differentiated_as_jax_does(ends, cross):
     square, other = mesh(AxisType.Explicit, a=2, b=4), mesh(AxisType.Explicit, c=2, b=4)
     reduced = [frozenset(end) for end in ends]
     src = NamedSharding(square, P("a", None, reduced=reduced[0]))
-    dst = NamedSharding(other if cross else square, P(None, "c" if cross else "a", reduced=reduced[1]))
-    x = jax.sharding.reshard(jax.device_put(VALUES, NamedSharding(square, P("a", None))), src)
+    dst = NamedSharding(
+        other if cross else square, P(None, "c" if cross else "a", reduced=reduced[1])
+    )
+    x = jax.sharding.reshard(
+        jax.device_put(VALUES, NamedSharding(square, P("a", None))), src
+    )
     eager = reshard(x, dst)
     seen = []
 
@@ -291,16 +395,27 @@ def test_reduced_axes_are_kept_and_differentiated_as_jax_does(ends, cross):
     tangents = jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=due)
     with jax.set_mesh(square):
         pulled = [
-            jax.eval_shape(lambda x, y, way=way: jax.vjp(lambda x: way(x, dst), x)[1](y)[0], x, tangents)
+            jax.eval_shape(
+                lambda x, y, way=way: jax.vjp(lambda x: way(x, dst), x)[1](y)[0],
+                x,
+                tangents,
+            )
             for way in (move, jax.sharding.reshard)
         ]
-    assert pulled[0].sharding.spec == pulled[1].sharding.spec == P("a", None, unreduced=reduced[0])
+    assert (
+        pulled[0].sharding.spec
+        == pulled[1].sharding.spec
+        == P("a", None, unreduced=reduced[0])
+    )
 
 
 def test_the_gradient_of_a_reduced_array_is_the_sum_that_is_due():
     square = mesh(AxisType.Explicit, a=2, b=4)
     plain, reduced = P("a", None), P("a", None, reduced=frozenset({"b"}))
-    x = jax.sharding.reshard(jax.device_put(VALUES, NamedSharding(square, plain)), NamedSharding(square, reduced))
+    x = jax.sharding.reshard(
+        jax.device_put(VALUES, NamedSharding(square, plain)),
+        NamedSharding(square, reduced),
+    )
     dst = NamedSharding(square, P(None, "a"))
 
     def gradient(x):
@@ -312,14 +427,19 @@ def test_the_gradient_of_a_reduced_array_is_the_sum_that_is_due():
         np.testing.assert_array_equal(jax.jit(gradient)(x), 2 * VALUES)
 
 
-@pytest.mark.parametrize("types", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)])
+@pytest.mark.parametrize(
+    "types", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)]
+)
 def test_meshes_of_mixed_axis_types_are_refused_inside_jit_and_taken_outside(types):
     mixed = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=types)
     dst = NamedSharding(mixed, P("y", "x"))
     for kind in (AxisType.Explicit, AxisType.Auto):
         src = NamedSharding(mesh(kind, a=2, b=4), P("a", "b"))
         x = put(VALUES, src)
-        with pytest.raises(SpecError, match="of mixed axis types, .*reshard outside|Auto axes and the target's"):
+        with pytest.raises(
+            SpecError,
+            match="of mixed axis types, .*reshard outside|Auto axes and the target's",
+        ):
             jax.jit(lambda x, src=src: move(x, dst, src=src), out_shardings=dst)(x)
         assert_lies(move(x, dst), VALUES, dst)
 
@@ -339,7 +459,11 @@ def test_meshes_without_devices_under_another_mesh(kind):
             np.testing.assert_array_equal(fn(x, src), VALUES)
         else:
             with pytest.raises(
-                MeshError, match=r"without devices, and `jax.set_mesh` has set .*NamedSharding\(mesh, spec\)"
+                MeshError,
+                match=(
+                    r"without devices, and `jax.set_mesh` has set"
+                    r" .*NamedSharding\(mesh, spec\)"
+                ),
             ):
                 fn(x, src)
 
@@ -348,16 +472,29 @@ def test_meshes_without_devices_under_another_mesh(kind):
 @pytest.mark.parametrize("spec", [P(), P(None, "b"), P("a", "b"), None])
 def test_what_is_compiled_sends_what_is_planned(dtype, spec):
     src, dst = pair()
-    array = ((256, 256), jnp.dtype(dtype), src, dst if spec is None else NamedSharding(src.mesh, spec))
-    sent = [wire_bytes(lowered(fn, *array).compile().as_text(), 8) for fn in (steps_program(*array), lambda x: x)]
+    array = (
+        (256, 256),
+        jnp.dtype(dtype),
+        src,
+        dst if spec is None else NamedSharding(src.mesh, spec),
+    )
+    sent = [
+        wire_bytes(lowered(fn, *array).compile().as_text(), 8)
+        for fn in (steps_program(*array), lambda x: x)
+    ]
     # XLA's own program of the pair replicates the array.
     assert sent[0] == planned(*array).wire_bytes <= sent[1]
 
 
 def test_between_slices_the_planned_steps_cross_less_than_xla():
-    m, told = mesh(slices=2, a=2, b=2), MeshSpec({"slices": 2, "a": 2, "b": 2}, dcn={"slices": 2})
+    m, told = (
+        mesh(slices=2, a=2, b=2),
+        MeshSpec({"slices": 2, "a": 2, "b": 2}, dcn={"slices": 2}),
+    )
     src, dst = NamedSharding(m, P("b", "a")), NamedSharding(m, P("slices", "a"))
-    chosen = move_of((256, 256), jnp.dtype("float32"), src, dst, copies=False, meshes=(told, told))
+    chosen = move_of(
+        (256, 256), jnp.dtype("float32"), src, dst, copies=False, meshes=(told, told)
+    )
     plan = chosen.plan
     assert plan is not None
     # The other half of a row's columns is in the own slice: nothing need cross.
@@ -376,23 +513,45 @@ def test_errors_say_what_to_do():
     src, dst = pair()
     with pytest.raises(SpecError, match="pass `src=` with its sharding"):
         jax.jit(lambda x: move(x, dst))(put(VALUES, src))
-    with pytest.raises(SpecError, match="leaf `w`: inside `jit` an array can only move to a NamedSharding"):
-        jax.jit(lambda x: move({"w": x}, SingleDeviceSharding(jax.devices()[0])))(put(VALUES, src))
+    with pytest.raises(
+        SpecError,
+        match="leaf `w`: inside `jit` an array can only move to a NamedSharding",
+    ):
+        jax.jit(lambda x: move({"w": x}, SingleDeviceSharding(jax.devices()[0])))(
+            put(VALUES, src)
+        )
     permuted = NamedSharding(mesh(order=[1, 0, 2, 3, 4, 5, 6, 7], c=4, d=2), P("c"))
     with pytest.raises(MeshError, match="different orders.*reshard outside"):
         jax.jit(lambda x: move(x, permuted, src=src))(put(VALUES, src))
     typed = pair(AxisType.Explicit)[1]
-    with pytest.raises(SpecError, match=r"Auto axes and the target's mesh .* Explicit ones.*axis_types"):
+    with pytest.raises(
+        SpecError, match=r"Auto axes and the target's mesh .* Explicit ones.*axis_types"
+    ):
         jax.jit(lambda x: move(x, typed, src=src))(put(VALUES, src))
-    with pytest.raises(SpecError, match=r"dim 1 .*\(16, 30\) does not divide into the 8 shards.*pad it to 32"):
-        jax.jit(lambda x: move(x, dst, src=src))(put(VALUES[:, :30], NamedSharding(src.mesh, P("a"))))
+    with pytest.raises(
+        SpecError,
+        match=r"dim 1 .*\(16, 30\) does not divide into the 8 shards.*pad it to 32",
+    ):
+        jax.jit(lambda x: move(x, dst, src=src))(
+            put(VALUES[:, :30], NamedSharding(src.mesh, P("a")))
+        )
     few = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("a",)), P("a"))
     with pytest.raises(MeshError, match="different orders"):
         jax.jit(lambda x: move(x, few, src=src))(put(VALUES, src))
-    rows, columns = (NamedSharding(AbstractMesh((8,), ("a",)), spec) for spec in (P("a"), P(None, "a")))
-    with pytest.raises(MeshError, match="outside of `jit` .* has no devices .* give a jax Mesh"):
+    rows, columns = (
+        NamedSharding(AbstractMesh((8,), ("a",)), spec)
+        for spec in (P("a"), P(None, "a"))
+    )
+    with pytest.raises(
+        MeshError, match="outside of `jit` .* has no devices .* give a jax Mesh"
+    ):
         jax.grad(lambda x: move(x, columns, src=rows).sum())(put(VALUES, src))
     with pytest.raises(SpecError, match="inside `shard_map`.*outside"):
-        jax.jit(jax.shard_map(lambda x: move(x, dst), mesh=src.mesh, in_specs=src.spec, out_specs=src.spec))(
-            put(VALUES, src)
-        )
+        jax.jit(
+            jax.shard_map(
+                lambda x: move(x, dst),
+                mesh=src.mesh,
+                in_specs=src.spec,
+                out_specs=src.spec,
+            )
+        )(put(VALUES, src))

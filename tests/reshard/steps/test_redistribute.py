@@ -16,7 +16,12 @@ from shardfx import MeshSpec
 from shardfx._ground.errors import MeshError
 from shardfx._reshard.shardings import layout
 from shardfx._reshard.steps.groups import all_to_all, gathered
-from shardfx._reshard.steps.layout import StepLayout, missing_share, positions, slice_numbers
+from shardfx._reshard.steps.layout import (
+    StepLayout,
+    missing_share,
+    positions,
+    slice_numbers,
+)
 from shardfx._reshard.steps.redistribution import path_along, permutation, redistribute
 from shardfx._reshard.steps.search import Problem, explore
 from shardfx._reshard.steps.splits import refine
@@ -26,7 +31,9 @@ CATALOGUE = every_layout(16)
 
 
 def check(shape: tuple[int, ...], src: StepLayout, dst: StepLayout):
-    """Runs the plan and compares what is held after every step with the definition of the step's layout."""
+    """Runs the plan and compares what is held after every step with the definition of
+    the step's layout.
+    """
     array = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
     plan = redistribute(shape, 64, src, dst)
     known = slice_numbers(refine(src, dst)[0].layout)
@@ -46,12 +53,15 @@ def check(shape: tuple[int, ...], src: StepLayout, dst: StepLayout):
         np.testing.assert_array_equal(mine, right)
     assert plan.lower_bound_bytes <= plan.wire_bytes <= wire
     assert (plan.wire_bytes > 0) == (plan.lower_bound_bytes > 0)
-    assert plan.peak_bytes == max([step.peak_bytes for step in plan.steps], default=max(bytes_of))
+    assert plan.peak_bytes == max(
+        [step.peak_bytes for step in plan.steps], default=max(bytes_of)
+    )
     return plan
 
 
 def crossing(step, like: StepLayout, known: np.ndarray, piece_bytes: int) -> float:
-    """Bytes that enter a device from other slices, the mean over devices, counted device by device.
+    """Bytes that enter a device from other slices, the mean over devices, counted
+    device by device.
 
     `known` says in which slice each device is by the source's factors.
     """
@@ -61,23 +71,36 @@ def crossing(step, like: StepLayout, known: np.ndarray, piece_bytes: int) -> flo
     if step.kind == "slice":
         return 0.0
     if step.kind == "permute":
-        return piece_bytes * float(np.mean(known[permutation(step.source, step.target, like)] != known))
+        return piece_bytes * float(
+            np.mean(known[permutation(step.source, step.target, like)] != known)
+        )
     total, gathers = 0.0, step.kind == "all_gather"
     pairs = gathered(step.source, step.target, like) if gathers else []
-    for groups in [groups for _, groups in pairs] or [all_to_all(step.source, step.target, like).groups]:
+    for groups in [groups for _, groups in pairs] or [
+        all_to_all(step.source, step.target, like).groups
+    ]:
         members = slices[groups]
         if gathers:  # a piece enters a slice once
             total += np.mean([len(np.unique(row)) - 1 for row in members]) * piece_bytes
         else:
-            total += (members[:, :, None] != members[:, None, :]).sum() / groups.size * piece_bytes / groups.shape[1]
+            total += (
+                (members[:, :, None] != members[:, None, :]).sum()
+                / groups.size
+                * piece_bytes
+                / groups.shape[1]
+            )
     return float(total)
 
 
 def lower_bound(shape: tuple[int, ...], src: StepLayout, dst: StepLayout) -> float:
-    """What devices need and do not have, counted element by element; in bytes of 64-bit elements."""
+    """What devices need and do not have, counted element by element; in bytes of 64-bit
+    elements.
+    """
     array = np.arange(math.prod(shape)).reshape(shape)
     have, want = pieces(array, src, src), pieces(array, dst, src)
-    return 8 * float(np.mean([np.setdiff1d(w, h).size for h, w in zip(have, want, strict=True)]))
+    return 8 * float(
+        np.mean([np.setdiff1d(w, h).size for h, w in zip(have, want, strict=True)])
+    )
 
 
 def test_every_step_puts_every_piece_where_its_layout_says():
@@ -103,7 +126,13 @@ def ends(draw, count: int, rank: int):
     """The fields of a random layout over `count` devices."""
     sizes, left = [], count
     while left > 1:
-        sizes.append(draw(st.sampled_from([size for size in range(2, left + 1) if left % size == 0])))
+        sizes.append(
+            draw(
+                st.sampled_from(
+                    [size for size in range(2, left + 1) if left % size == 0]
+                )
+            )
+        )
         left //= sizes[-1]
     if draw(st.booleans()):
         sizes.insert(draw(st.integers(0, len(sizes))), 1)
@@ -112,18 +141,35 @@ def ends(draw, count: int, rank: int):
         dim = draw(st.integers(0, rank))
         if dim < rank:
             dims[dim].append(axis)
-    order = random.Random(draw(st.integers(0, 9))).sample(range(count), count) if draw(st.booleans()) else range(count)
-    weights = [draw(st.sampled_from([1.0, 1.0, 10.0])) for _ in sizes] if draw(st.booleans()) else ()
+    order = (
+        random.Random(draw(st.integers(0, 9))).sample(range(count), count)
+        if draw(st.booleans())
+        else range(count)
+    )
+    weights = (
+        [draw(st.sampled_from([1.0, 1.0, 10.0])) for _ in sizes]
+        if draw(st.booleans())
+        else ()
+    )
     return tuple(sizes), tuple(map(tuple, dims)), tuple(order), tuple(weights)
 
 
 @st.composite
 def moves(draw):
-    """An array's spare room per dimension and two layouts over the same devices, ranks 0 to 4."""
-    few, many = [1, 2, 3, 4, 6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21, 24, 30, 36], [192, 288, 384, 480]
+    """An array's spare room per dimension and two layouts over the same devices, ranks
+    0 to 4.
+    """
+    few, many = (
+        [1, 2, 3, 4, 6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21, 24, 30, 36],
+        [192, 288, 384, 480],
+    )
     count = draw(st.sampled_from(few + 2 * many))
     rank = 2 if count in many else draw(st.integers(0, 4))
-    spare = [1] * rank if count in many else [draw(st.sampled_from([0, 1, 1, 1, 2, 3])) for _ in range(rank)]
+    spare = (
+        [1] * rank
+        if count in many
+        else [draw(st.sampled_from([0, 1, 1, 1, 2, 3])) for _ in range(rank)]
+    )
     return spare, draw(ends(count, rank)), draw(ends(count, rank))
 
 
@@ -132,7 +178,10 @@ def moves(draw):
 def test_any_ranks_factors_orders_and_empty_dimensions(move):
     spare, src, dst = move[0], StepLayout(*move[1]), StepLayout(*move[2])
     # The least shape that both ends divide leaves no room for a detour.
-    shape = tuple(math.lcm(a, b) * more for a, b, more in zip(src.counts, dst.counts, spare, strict=True))
+    shape = tuple(
+        math.lcm(a, b) * more
+        for a, b, more in zip(src.counts, dst.counts, spare, strict=True)
+    )
     assume(math.prod(shape) <= 5000)
     check(shape, src, dst)
 
@@ -140,9 +189,17 @@ def test_any_ranks_factors_orders_and_empty_dimensions(move):
 @pytest.mark.parametrize(
     "shape, src, dst",
     [
-        ((1, 15, 10), StepLayout((5, 2, 3), ((), (0, 2), (1,))), StepLayout((10, 3), ((), (1,), (0,)))),
+        (
+            (1, 15, 10),
+            StepLayout((5, 2, 3), ((), (0, 2), (1,))),
+            StepLayout((10, 3), ((), (1,), (0,))),
+        ),
         ((12, 15), StepLayout((12, 5), ((0,), (1,))), StepLayout((15, 4), ((), (0,)))),
-        ((20, 6), StepLayout((5, 3, 4), ((2, 0), (1,))), StepLayout((2, 3, 10), ((2,), (0, 1)))),
+        (
+            (20, 6),
+            StepLayout((5, 3, 4), ((2, 0), (1,))),
+            StepLayout((2, 3, 10), ((2,), (0, 1))),
+        ),
         (
             (6, 10),
             StepLayout((10, 3), ((), (0,)), tuple(range(30))),
@@ -167,30 +224,51 @@ def test_factors_that_block_each_other_or_have_no_room(shape, src, dst):
         ((2, 4), ((0,), (1,)), ((0,), ()), (3, 1, 2, 0, 7, 5, 6, 4)),
     ],
 )
-def test_what_is_gathered_wherever_devices_are_in_the_other_order_is_not_permuted_first(sizes, src, dst, order):
+def test_what_is_gathered_wherever_devices_are_in_the_other_order_is_not_permuted_first(
+    sizes, src, dst, order
+):
     rank, devices = len(src), math.prod(sizes)
-    plan = check((16,) * rank, StepLayout(sizes, src, tuple(range(devices))), StepLayout(sizes, dst, order))
+    plan = check(
+        (16,) * rank,
+        StepLayout(sizes, src, tuple(range(devices))),
+        StepLayout(sizes, dst, order),
+    )
     assert [step.kind for step in plan.steps] == ["all_gather"]
     assert plan.wire_bytes == plan.lower_bound_bytes
 
 
 def test_gathers_along_factors_of_two_meshes_stay_two():
-    # The meshes differ in which of two neighbours is first, and in which axis has which name.
-    ours = [StepLayout((2, 2, 2), (axes,), (0, 1, 2, 3, 4, 5, 6, 7)) for axes in ((0, 1, 2), (0, 1))]
-    theirs = [StepLayout((2, 2, 2), (axes,), (1, 0, 4, 5, 2, 3, 6, 7)) for axes in ((1, 0), (1,))]
+    # The meshes differ in which of two neighbours is first, and in which axis has which
+    # name.
+    ours = [
+        StepLayout((2, 2, 2), (axes,), (0, 1, 2, 3, 4, 5, 6, 7))
+        for axes in ((0, 1, 2), (0, 1))
+    ]
+    theirs = [
+        StepLayout((2, 2, 2), (axes,), (1, 0, 4, 5, 2, 3, 6, 7))
+        for axes in ((1, 0), (1,))
+    ]
     found = path_along(ours, theirs)
-    assert [(step.kind, step.source, step.target) for step in found] == [("all_gather", *ours), ("all_gather", *theirs)]
+    assert [(step.kind, step.source, step.target) for step in found] == [
+        ("all_gather", *ours),
+        ("all_gather", *theirs),
+    ]
 
 
 def binary(end: StepLayout) -> StepLayout:
     """`end` with every axis split into factors of 2."""
     start = np.cumsum([0, *[size.bit_length() - 1 for size in end.sizes]])
-    dims = tuple(tuple(f for axis in axes for f in range(start[axis], start[axis + 1])) for axes in end.dims)
+    dims = tuple(
+        tuple(f for axis in axes for f in range(start[axis], start[axis + 1]))
+        for axes in end.dims
+    )
     return StepLayout((2,) * int(start[-1]), dims)
 
 
 def steps_from(dims, factors: int, slow: int):
-    """Every layout that one slice, gather or all-to-all of factors of 2 leads to, with what it costs."""
+    """Every layout that one slice, gather or all-to-all of factors of 2 leads to, with
+    what it costs.
+    """
     share = 2.0 ** -sum(map(len, dims))
     for dim, axes in enumerate(dims):
         for factor in set(range(factors)) - {axis for axes in dims for axis in axes}:
@@ -200,17 +278,28 @@ def steps_from(dims, factors: int, slow: int):
             cost = share * (DEAR * (far - 1) + 2 ** (len(axes) - kept) - far)
             yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), cost
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
-        kept = [axes[: len(axes) - length] for axes, length in zip(dims, lengths, strict=True)]
-        moving = [f for axes, length in zip(dims, lengths, strict=True) for f in axes[len(axes) - length :]]
+        kept = [
+            axes[: len(axes) - length]
+            for axes, length in zip(dims, lengths, strict=True)
+        ]
+        moving = [
+            f
+            for axes, length in zip(dims, lengths, strict=True)
+            for f in axes[len(axes) - length :]
+        ]
         gainers = [dim for dim, length in enumerate(lengths) if not length]
         if not moving or not gainers:
             continue
         near = 2.0 ** -sum(factor < slow for factor in moving)
         cost = share * (DEAR * (1 - near) + near - 2.0 ** -len(moving))
         for order in it.permutations(moving):
-            for cuts in it.combinations_with_replacement(range(len(order) + 1), len(gainers) - 1):
+            for cuts in it.combinations_with_replacement(
+                range(len(order) + 1), len(gainers) - 1
+            ):
                 after = list(kept)
-                for dim, first, last in zip(gainers, (0, *cuts), (*cuts, len(order)), strict=True):
+                for dim, first, last in zip(
+                    gainers, (0, *cuts), (*cuts, len(order)), strict=True
+                ):
                     after[dim] = (*kept[dim], *order[first:last])
                 yield tuple(after), cost
 
@@ -219,9 +308,11 @@ DEAR = 10
 
 
 def exhaustive(factors: int, src: StepLayout, dst: StepLayout, slow: int) -> float:
-    """The least cost over all sequences of steps in bounded memory, per byte of the array.
+    """The least cost over all sequences of steps in bounded memory, per byte of the
+    array.
 
-    Dijkstra over every layout of factors of 2 for two dimensions, of which the first `slow` lie between slices.
+    Dijkstra over every layout of factors of 2 for two dimensions, of which the first
+    `slow` lie between slices.
     """
     where = np.stack(np.unravel_index(np.arange(2**factors), (2,) * factors))
     slices = np.arange(2**factors) >> (factors - slow)
@@ -240,10 +331,17 @@ def exhaustive(factors: int, src: StepLayout, dst: StepLayout, slow: int) -> flo
             return cost
         if cost > best[now]:
             continue
-        ways = [way for way in steps_from(now, factors, slow) if sum(map(len, way[0])) >= least]
+        ways = [
+            way
+            for way in steps_from(now, factors, slow)
+            if sum(map(len, way[0])) >= least
+        ]
         have, same = tiles[index[now]], alike[tuple(map(len, now))]
         share = 2.0 ** -sum(map(len, now))
-        ways += [(states[number], permuted(have, tiles[number], slices) * share) for number in same]
+        ways += [
+            (states[number], permuted(have, tiles[number], slices) * share)
+            for number in same
+        ]
         for after, extra in ways:
             if cost + extra < best.get(after, math.inf) - 1e-12:
                 best[after] = cost + extra
@@ -252,11 +350,16 @@ def exhaustive(factors: int, src: StepLayout, dst: StepLayout, slow: int) -> flo
 
 
 def permuted(have: np.ndarray, want: np.ndarray, slices: np.ndarray) -> float:
-    """The cost per device, in pieces, if each gives its piece to one other, in its slice where one wants it there."""
+    """The cost per device, in pieces, if each gives its piece to one other, in its
+    slice where one wants it there.
+    """
     lacking = have != want
     if not slices.any():
         return float(lacking.mean())
-    wanted, given = (Counter(zip(slices[lacking], tiles[lacking], strict=True)) for tiles in (want, have))
+    wanted, given = (
+        Counter(zip(slices[lacking], tiles[lacking], strict=True))
+        for tiles in (want, have)
+    )
     near = (wanted & given).total()
     return (near + DEAR * (lacking.sum() - near)) / len(have)
 
@@ -272,12 +375,23 @@ def _tile(dims, where: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     "src, dst",
     [
-        (StepLayout((16, 2, 2), ((), (2,), (1, 0))), StepLayout((2, 32), ((1,), (0,), ()))),
-        (StepLayout((4, 32, 32), ((), (1, 2), (0,))), StepLayout((2, 512, 4), ((1,), (0, 2), ()))),
-        (StepLayout((16, 16, 16), ((0, 2), (1,), ())), StepLayout((1024, 2, 2), ((), (1,), (2, 0)))),
+        (
+            StepLayout((16, 2, 2), ((), (2,), (1, 0))),
+            StepLayout((2, 32), ((1,), (0,), ())),
+        ),
+        (
+            StepLayout((4, 32, 32), ((), (1, 2), (0,))),
+            StepLayout((2, 512, 4), ((1,), (0, 2), ())),
+        ),
+        (
+            StepLayout((16, 16, 16), ((0, 2), (1,), ())),
+            StepLayout((1024, 2, 2), ((), (1,), (2, 0))),
+        ),
     ],
 )
-def test_two_exchanges_are_found_where_a_layout_finer_than_both_ends_lies_between_them(src, dst):
+def test_two_exchanges_are_found_where_a_layout_finer_than_both_ends_lies_between_them(
+    src, dst
+):
     plan = redistribute((65536,) * 3, 16, src, dst)
     assert [step.kind for step in plan.steps] == ["all_to_all", "all_to_all"]
     assert plan.wire_bytes < 2 * plan.lower_bound_bytes
@@ -296,11 +410,22 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
     for _ in range(12):
         ends = []
         for _ in range(2):
-            cuts = [0, *sorted(rng.choice(range(1, power), rng.integers(3), replace=False).tolist()), power]
+            cuts = [
+                0,
+                *sorted(
+                    rng.choice(range(1, power), rng.integers(3), replace=False).tolist()
+                ),
+                power,
+            ]
             dims = [[], [], []]
             for axis in rng.permutation(len(cuts) - 1).tolist():
                 dims[rng.integers(3)].append(axis)
-            ends.append(StepLayout(tuple(2 ** (b - a) for a, b in it.pairwise(cuts)), tuple(map(tuple, dims[:2]))))
+            ends.append(
+                StepLayout(
+                    tuple(2 ** (b - a) for a, b in it.pairwise(cuts)),
+                    tuple(map(tuple, dims[:2])),
+                )
+            )
         plan = redistribute((65536, 65536), 16, *ends)
         bound = 2 * max(2 * 65536**2 // end.shard_count for end in ends)
         assert plan.peak_bytes <= bound
@@ -316,26 +441,41 @@ def in_slices(sizes: tuple[int, ...], dims, slices: int) -> StepLayout:
     """A layout on a mesh whose slowest axis spans slices of consecutive devices."""
     names = "abcd"[: len(sizes)]
     mesh = MeshSpec(zip(names, sizes, strict=True), dcn={"a": slices})
-    return layout(mesh, P(*[tuple(names[axis] for axis in axes) for axes in dims]), len(dims))
+    return layout(
+        mesh, P(*[tuple(names[axis] for axis in axes) for axes in dims]), len(dims)
+    )
 
 
 @pytest.mark.parametrize(
     "shape, src, dst, prime",
     [
-        # The source is cut finely enough only by factors of the dear axis, which seem to lead away from the target.
-        ((512, 16), in_slices((4, 32, 2, 16), [(2,), (3,)], 4), in_slices((4, 2, 64, 8), [(0, 1, 2), (3,)], 4), False),
-        # All factors are prime and none is shared: the estimates of all layouts between the ends are alike.
+        # The source is cut finely enough only by factors of the dear axis, which seem
+        # to lead away from the target.
+        (
+            (512, 16),
+            in_slices((4, 32, 2, 16), [(2,), (3,)], 4),
+            in_slices((4, 2, 64, 8), [(0, 1, 2), (3,)], 4),
+            False,
+        ),
+        # All factors are prime and none is shared: the estimates of all layouts between
+        # the ends are alike.
         (
             (720,),
             StepLayout((288, 2, 5), ((2,),), tuple(range(2880))),
-            StepLayout((36, 4, 20), ((0, 2),), tuple(np.random.default_rng(0).permutation(2880).tolist())),
+            StepLayout(
+                (36, 4, 20),
+                ((0, 2),),
+                tuple(np.random.default_rng(0).permutation(2880).tolist()),
+            ),
             True,
         ),
     ],
 )
 def test_some_path_is_soon_found(shape, src, dst, prime):
     most = 500
-    found, cost, looked = explore(Problem(shape, *refine(src, dst, prime=prime)), most, math.inf)
+    found, cost, looked = explore(
+        Problem(shape, *refine(src, dst, prime=prime)), most, math.inf
+    )
     assert found is not None and cost < math.inf
     assert looked <= 2 * most
 
@@ -343,7 +483,11 @@ def test_some_path_is_soon_found(shape, src, dst, prime):
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_no_sequence_of_steps_costs_less_on_16_devices(slices):
     rng = np.random.default_rng(slices)
-    ends = [in_slices(end.sizes, end.dims, slices) for end in CATALOGUE if end.sizes[0] % slices == 0]
+    ends = [
+        in_slices(end.sizes, end.dims, slices)
+        for end in CATALOGUE
+        if end.sizes[0] % slices == 0
+    ]
     for _ in range(20):
         src, dst = (ends[index] for index in rng.integers(len(ends), size=2))
         plan = check((16, 16), src, dst)
@@ -356,8 +500,14 @@ def test_no_sequence_of_steps_costs_less_on_16_devices(slices):
 def test_slices_that_one_end_alone_knows_of_count_for_both(known):
     ends = [((2, 4, 2), ((2,), (0, 1))), ((16,), ((0,), ()))]
     both = [in_slices(sizes, dims, 2) for sizes, dims in ends]
-    one = [both[at] if at == known else StepLayout(sizes, dims) for at, (sizes, dims) in enumerate(ends)]
-    costs = [(plan.wire_bytes, plan.dcn_bytes) for plan in (redistribute((16, 16), 64, *pair) for pair in (both, one))]
+    one = [
+        both[at] if at == known else StepLayout(sizes, dims)
+        for at, (sizes, dims) in enumerate(ends)
+    ]
+    costs = [
+        (plan.wire_bytes, plan.dcn_bytes)
+        for plan in (redistribute((16, 16), 64, *pair) for pair in (both, one))
+    ]
     assert costs[0] == costs[1] and costs[0][1] > 0
 
 
@@ -368,7 +518,11 @@ def test_layouts_of_meshes_and_specs():
     assert layout(MeshSpec({"a": 2, "b": 4}), P("b", "a"), 3) == found
     assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2) == StepLayout((2, 4), ((), (0,)))
     assert layout(mesh, P("b"), 1) is layout(mesh, P("b"), 1)
-    assert found.shard_count == 8 and found.counts == (4, 2, 1) and found.shard_shape((8, 8, 8)) == (2, 4, 8)
+    assert (
+        found.shard_count == 8
+        and found.counts == (4, 2, 1)
+        and found.shard_shape((8, 8, 8)) == (2, 4, 8)
+    )
 
 
 def test_an_axis_that_spans_slices_is_two():
@@ -376,15 +530,22 @@ def test_an_axis_that_spans_slices_is_two():
     assert layout(mesh, P("b", ("c", "a")), 2) == StepLayout(
         (2, 4, 2, 3), ((2,), (3, 0, 1)), None, (10.0, 1.0, 10.0, 1.0)
     )
-    assert layout(MeshSpec({"a": 8}, dcn={"a": 8}), P("a"), 1) == StepLayout((8,), ((0,),), None, (10.0,))
+    assert layout(MeshSpec({"a": 8}, dcn={"a": 8}), P("a"), 1) == StepLayout(
+        (8,), ((0,),), None, (10.0,)
+    )
 
 
 @pytest.mark.parametrize(
     "order, sizes, weights",
     [
         (np.arange(16), (2, 2, 4), (10.0, 1.0, 1.0)),
-        (np.arange(16).reshape(2, 4, 2).transpose(1, 0, 2).ravel(), (4, 2, 2), (1.0, 10.0, 1.0)),
-        # Where no cut of an axis leaves its parts in one slice each, all of it counts as slow.
+        (
+            np.arange(16).reshape(2, 4, 2).transpose(1, 0, 2).ravel(),
+            (4, 2, 2),
+            (1.0, 10.0, 1.0),
+        ),
+        # Where no cut of an axis leaves its parts in one slice each, all of it counts
+        # as slow.
         (np.arange(16).reshape(2, 8).T.ravel(), (4, 4), (1.0, 10.0)),
     ],
 )
@@ -392,14 +553,24 @@ def test_devices_say_in_which_slice_they_are(order, sizes, weights):
     devices = objects(chips((4, 2, 1, 1), slices=2))[order]
     mesh = Mesh(devices.reshape(4, 4), ("a", "b"))
     end = layout(mesh, P(("a", "b")), 1)
-    assert end == StepLayout(sizes, (tuple(range(len(sizes))),), tuple(order.tolist()), weights)
-    assert layout(Mesh(objects(chips((4, 4, 1, 1))).reshape(4, 4), ("a", "b")), P("a"), 1).weights == ()
+    assert end == StepLayout(
+        sizes, (tuple(range(len(sizes))),), tuple(order.tolist()), weights
+    )
+    assert (
+        layout(
+            Mesh(objects(chips((4, 4, 1, 1))).reshape(4, 4), ("a", "b")), P("a"), 1
+        ).weights
+        == ()
+    )
 
 
 def test_equal_moves_are_planned_once():
     src, dst = StepLayout((2, 4), ((0,), (1,))), StepLayout((4, 2), ((), (0,)))
-    assert redistribute((8, 8), 32, src, dst) is redistribute((8, 8), 32, StepLayout((2, 4), ((0,), (1,))), dst)
-    # Another shape with the same room for cuts shares the path, and only the bytes differ.
+    assert redistribute((8, 8), 32, src, dst) is redistribute(
+        (8, 8), 32, StepLayout((2, 4), ((0,), (1,))), dst
+    )
+    # Another shape with the same room for cuts shares the path, and only the bytes
+    # differ.
     large = redistribute((80, 8), 32, src, dst)
     assert large.wire_bytes == 10 * redistribute((8, 8), 32, src, dst).wire_bytes
 
@@ -412,5 +583,11 @@ def test_equal_moves_are_planned_once():
     ],
 )
 def test_meshes_of_other_devices_are_an_error(src, dst):
-    with pytest.raises(MeshError, match=r"one has 2 \(axis sizes \(2,\)\) and the other .* are in both; move between"):
+    with pytest.raises(
+        MeshError,
+        match=(
+            r"one has 2 \(axis sizes \(2,\)\) and the other .* are in both; move"
+            r" between"
+        ),
+    ):
         redistribute((6,), 8, src, dst)
