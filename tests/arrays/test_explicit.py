@@ -180,9 +180,7 @@ PROGRAMS: dict[str, Callable[[Say, jax.Array], jax.Array]] = {
 
 @SOME_KINDS
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_constrain_under_transformations_changes_no_value_and_no_gradient(
-    kinds, program
-):
+def test_constrain_changes_no_value_and_no_gradient(kinds, program):
     made = tiny(kinds)
     w = shard({"w": W}, made)["w"]
 
@@ -198,7 +196,7 @@ def test_constrain_under_transformations_changes_no_value_and_no_gradient(
 @pytest.mark.parametrize(
     "types", [AUTO, EXPLICIT, {"data": EXPLICIT}], ids=["auto", "explicit", "mixed"]
 )
-def test_sizes_that_no_power_of_two_divides_on_two_by_three_devices(types):
+def test_odd_sizes_on_two_by_three_devices(types):
     mesh = MeshSpec({"data": 2, "tensor": 3}, axis_types=types).build(jax.devices()[:6])
     tree = {
         "embed": X.reshape(-1)[:711].reshape(237, 3),

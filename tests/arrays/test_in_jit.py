@@ -181,7 +181,7 @@ def test_a_constraint_that_would_do_nothing_is_an_error():
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_a_constraint_of_what_a_closed_over_array_makes_is_no_silence(on):
+def test_a_constraint_on_a_closed_over_array_is_told(on):
     made = plan(TREE, MeshSpec(SIZES), paths=RULES, axes=AXES)
     there = made.on(made.mesh.build(jax.devices()))
     w, x = shard(TREE, there)["w"], jnp.ones((8, 8))

@@ -29,7 +29,7 @@ def test_nothing_is_misplaced_where_the_plan_put_it(plan):
     assert str(found) == "every array lies as the plan says"
 
 
-def test_a_layout_is_equal_under_other_names_and_another_order_of_the_same_parts(plan):
+def test_equal_layouts_under_other_names_are_not_misplaced(plan):
     placed = sfx.shard(TREE, plan)
     devices = np.array(jax.devices())
     renamed = NamedSharding(

@@ -92,9 +92,7 @@ def test_constrain_gives_the_same_layout_for_every_axis_type(mesh, ambient, spec
         ),
     ],
 )
-def test_constrain_by_names_raises_in_strict_mode_where_a_name_gets_nothing(
-    names, message
-):
+def test_strict_constrain_raises_for_a_name_without_an_axis(names, message):
     made = plan_on(AUTO)
     x = jax.device_put(X, NamedSharding(AUTO, P()))
     asked = lambda x: constrain(x, names, made, strict=True, unmatched="replicate")
@@ -109,7 +107,7 @@ def test_constrain_by_names_raises_in_strict_mode_where_a_name_gets_nothing(
     assert constrain(x, ("batch", None), made, strict=True).sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_constrain_leaves_unconstrained_dimensions_to_the_compiler():
+def test_constrain_leaves_unconstrained_dimensions_open():
     made = plan_on(AUTO)
     x = jax.device_put(X, NamedSharding(AUTO, P(None, "tensor")))
     out = jax.jit(lambda x: constrain(x * 2, P("data", U), made))(x)
@@ -218,7 +216,7 @@ def test_reading_back_inside_jit_sees_explicit_types():
 
 
 @pytest.mark.parametrize("read", [specs_of, shardings_of])
-def test_reading_back_inside_jit_does_not_guess_what_auto_axes_do(read):
+def test_reading_back_inside_jit_does_not_guess_auto_axes(read):
     x = jax.device_put(X, NamedSharding(AUTO, P("data")))
     with pytest.raises(
         LeafTypeError,

@@ -158,7 +158,7 @@ def test_calls_by_turns_are_traced_once():
     assert len(traced) == 9
 
 
-def test_static_values_are_not_kept_and_structures_within_a_bound():
+def test_static_values_are_not_kept_alive():
     alive = weakref.WeakSet()
 
     def born():

@@ -191,7 +191,7 @@ SIZES = st.lists(st.integers(-1, 4), max_size=3)
     ),
     st.integers(-2, 2),
 )
-def test_what_is_accepted_is_what_the_format_s_own_library_accepts(rows, extra):
+def test_files_are_accepted_as_by_the_library_of_the_format(rows, extra):
     header, reached = {}, 0
     for number, (dtype, shape, early, late) in enumerate(rows):
         nbytes = -(-math.prod(shape) * STORED.get(dtype, (8,))[0] // 8)

@@ -307,7 +307,7 @@ def is_read_there(header, nbytes):
 
 
 @pytest.mark.parametrize("case", HEADERS | STRICTER)
-def test_a_header_is_read_where_the_library_of_the_format_reads_it(tmp_path, case):
+def test_headers_are_read_as_by_the_library_of_the_format(tmp_path, case):
     header, message = (HEADERS | STRICTER)[case]
     header = header if isinstance(header, bytes) else json.dumps(header).encode()
     for nbytes in (0, 4):
@@ -363,7 +363,7 @@ def test_an_index_that_names_files_elsewhere(tmp_path, name):
         checkpoint.read_index(tmp_path)
 
 
-def test_symbolic_links_are_followed_unless_they_leave_the_directory(tmp_path):
+def test_links_are_followed_inside_the_directory_alone(tmp_path):
     outside, directory = tmp_path / "outside", tmp_path / "model"
     outside.mkdir()
     directory.mkdir()

@@ -110,7 +110,7 @@ def test_any_shape_any_spec_any_transpose_and_any_dtype(tmp_path_factory, data):
     )
 
 
-def test_a_live_model_comes_back_with_its_leaves_that_are_no_arrays(tmp_path):
+def test_a_live_model_comes_back_with_its_static_leaves(tmp_path):
     model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
     made = shardfx.plan(
         model, MESH.build(jax.devices()), paths=PathRules.parse("weight->a.b, bias->c")
@@ -178,7 +178,7 @@ def test_what_has_no_place_is_refused(tmp_path, case):
         checkpoint.load(tmp_path, {"n": arrays["n"]})
 
 
-def test_every_leaf_that_cannot_be_read_is_named_before_anything_is(tmp_path, reads):
+def test_unreadable_leaves_are_named_before_reading(tmp_path, reads):
     arrays = {"a": np.ones((8, 4), np.float32), "b": np.ones(8, np.float32)}
     save_file(arrays, tmp_path / "x.safetensors")
     plan = {

@@ -65,7 +65,7 @@ def test_every_process_reads_its_shards_and_they_are_right(job):
         assert sum(result[f"written.{name}"] for result in job[1]) == total
 
 
-def test_processes_write_another_layout_together_and_read_it_back(job):
+def test_processes_write_another_layout_and_read_it_back(job):
     folder, results = job
     arrays = checkpoint_worker.EXPORT.apply(checkpoint_worker.tree())
     for name in ("rows", "others"):
@@ -93,7 +93,7 @@ def test_one_process_reads_what_four_wrote(job):
         assert checkpoint.saved_plan(folder / name)["rows"].spec != made["rows"].spec
 
 
-def test_a_manager_keeps_the_last_steps_and_numpy_arrays_are_saved_once(job):
+def test_a_manager_of_processes_keeps_the_last_steps(job):
     folder, results = job
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     assert names == {"rows", "others", "rows-mapped", "others-mapped", "numpy", "run"}

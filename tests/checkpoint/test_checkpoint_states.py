@@ -70,7 +70,7 @@ def test_keys_come_back_as_keys(tmp_path, mesh, impl, name):
     assert np.array_equal(load_file(file)["many"], bits(tree["many"]))
 
 
-def test_keys_are_planned_from_the_checkpoint_and_loaded_elsewhere(tmp_path, mesh):
+def test_keys_are_planned_from_a_checkpoint_and_loaded(tmp_path, mesh):
     tree = {
         "key": jax.random.key(3),
         "layers": [jax.random.split(jax.random.key(i), 4) for i in range(2)],
@@ -323,7 +323,7 @@ def held(value, dtype):
     st.sampled_from([P(), P("b")]),
     st.booleans(),
 )
-def test_no_integer_changes_its_value_and_none_is_made_of_a_fraction(
+def test_no_integer_changes_its_value(
     tmp_path_factory, mesh, stored, to, value, spec, is_store
 ):
     stored, to = jnp.dtype(stored), jnp.dtype(to)

@@ -398,7 +398,7 @@ def test_lint_fails_for_findings_of_the_chosen_severity(fail_on, code, here, cap
     assert capsys.readouterr().out == "no findings\n"
 
 
-def test_lint_shows_what_plan_would_refuse_and_does_not_fail_itself(here, capsys):
+def test_lint_shows_what_plan_would_refuse(here, capsys):
     flags = "my_model:make --mesh fsdp=4 --rules up->fsdp,none->fsdp"
     assert "no rule covers" in failure(capsys, "plan", *flags.split())
     found = data(capsys, f"lint {flags}", 1)
@@ -469,7 +469,7 @@ def test_diff_of_two_plans(here, capsys):
     assert "there is one plan; name another" in failure(capsys, "diff", "a.json")
 
 
-def test_fit_of_a_model_counts_its_arrays_alone_and_does_not_say_that_a_step_fits(
+def test_fit_of_a_model_counts_its_arrays_alone(
     capsys,
 ):
     found = data(

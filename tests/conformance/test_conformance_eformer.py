@@ -261,7 +261,7 @@ def test_every_vector_is_run_or_named_with_a_reason():
     SUITE.check(("eformer-0246",))
 
 
-def test_every_public_symbol_is_on_the_page_for_those_who_come_from_eformer():
+def test_the_migration_page_has_every_symbol_of_eformer():
     symbols = """
         MIN_SHARDING_SIZE LOG_SHARDING_MOVE names_in_current_mesh make_shard_and_gather_fns
         get_names_from_partition_spec with_sharding_constraint get_corrected_named_sharding match_partition_rules
@@ -501,7 +501,7 @@ def test_patterns(vector):
     "constraints.extract_shardings",
     "constraints.get_partition_spec",
 )
-def test_shardings_are_read_off_structs_and_arrays_without_a_mesh(vector):
+def test_shardings_are_read_without_a_mesh(vector):
     sharding = NamedSharding(built(MESH), P("dp", None))
     leaf: Any = jax.device_put(jnp.ones((8, 8)), sharding)
     if vector["function"].endswith("structure"):

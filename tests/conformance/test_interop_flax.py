@@ -233,7 +233,7 @@ def test_rules_of_boxes_and_variables_are_merged():
 
 @given(PAIRS, st.lists(st.one_of(NAMES, AXES), unique=True, max_size=4))
 @settings(deadline=None, max_examples=200)
-def test_last_wins_and_keep_are_flax_core_where_flax_core_is_valid(pairs, names):
+def test_last_wins_and_keep_equal_flax_core(pairs, names):
     rules = [(name, axis) for name, axis in pairs]
     wanted = spmd.from_sharding_rules(tuple(names), rules)
     used = [axis for axis in wanted if axis is not None]
@@ -259,7 +259,7 @@ def test_composite_rules_is_flaxs_where_no_name_occurs_twice(one, two):
     assert interop.composite_rules(one, two).rules == tuple(wanted)
 
 
-def test_rules_come_in_every_form_and_keep_modes_units_and_aliases():
+def test_flax_rules_keep_modes_units_and_aliases():
     assert interop.composite_rules(None, None) == AxisRules()
     assert (
         interop.composite_rules({"embed": "fsdp"}, AxisRules({"mlp": "tensor"}))

@@ -61,7 +61,7 @@ def unknown(paths, known):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_trees_of_the_hand_checked_plans_have_the_names_of_transformers(name):
+def test_hand_checked_plans_have_the_names_of_transformers(name):
     folders = [
         file.parent
         for file in (folder_of("transformers") / "models").glob("*/configuration_*.py")
@@ -74,7 +74,7 @@ def test_the_trees_of_the_hand_checked_plans_have_the_names_of_transformers(name
     assert {path.split(".")[0] for path in PLANS[name]} <= {prefix, "lm_head"}
 
 
-def test_the_layer_after_the_last_is_what_transformers_leaves_out():
+def test_the_layer_after_the_last_is_no_layer_of_transformers():
     text = (
         folder_of("transformers") / "models" / "deepseek_v3" / "modeling_deepseek_v3.py"
     ).read_text()

@@ -37,9 +37,7 @@ def box_of(draw, shape):
 
 @settings(max_examples=120, deadline=None)
 @given(maps(), st.data())
-def test_pieces_within_a_box_are_what_numpy_has_there_and_land_as_boxes_of_the_source(
-    case, data
-):
+def test_pieces_within_a_box_equal_numpy_slices(case, data):
     made, arrays = written(case)
     whole = made.apply(arrays)
     for path, one in pieces_of(made, arrays).items():
@@ -83,7 +81,7 @@ def test_two_maps_are_one(case, data):
 
 @settings(max_examples=40, deadline=None)
 @given(maps(keeps_all=True), st.data())
-def test_the_inverse_of_one_map_or_several_leads_back_also_as_one_map(case, data):
+def test_the_inverse_of_maps_leads_back(case, data):
     made, arrays = written(case)
     for number in range(data.draw(st.integers(0, 2))):
         notes = {
@@ -144,7 +142,7 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
     same(memory, whole[100:130, 5:190])
 
 
-def test_numbers_are_counted_in_float32_and_rounded_to_their_dtype():
+def test_arithmetic_is_in_float32_and_rounded_to_the_dtype():
     arrays = {
         "x": filled((8, 6), np.dtype("float32")).astype(jnp.bfloat16),
         "n": filled((6,), np.dtype("float32")),

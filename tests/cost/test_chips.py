@@ -73,7 +73,7 @@ def test_every_number_has_a_source_and_a_size_that_can_be(chip):
     assert hash(chip) == hash(dataclasses.replace(chip))
 
 
-def test_names_are_of_one_chip_alone_and_jaxs_names_are_those_that_say_which_tori_close():
+def test_each_name_is_of_one_chip():
     names = [name for chip in chips.CHIPS for name in (chip.name, *chip.kinds)]
     assert len(names) == len(set(names))
     for chip in chips.CHIPS:
@@ -175,7 +175,7 @@ def test_slices_that_do_not_exist(text, message):
 
 
 @pytest.mark.parametrize("extents", [(4, 4), (8, 16), (16, 16)])
-def test_one_axis_over_a_whole_slice_has_the_same_links_for_arrays_and_for_rows(
+def test_an_axis_over_a_slice_has_the_links_of_its_rows(
     extents,
 ):
     chip = chips.find("v5e")

@@ -56,7 +56,7 @@ def test_a_difference_is_explained(ours, theirs, why):
     assert "step.py:1 step" in text and found.why in text and "+10.0 KiB" in text
 
 
-def test_bytes_that_move_to_another_line_along_the_same_axes_are_no_surplus():
+def test_bytes_on_another_line_of_the_same_axes_are_no_excess():
     assert (
         compared([row("all-gather", 10, line=1)], [row("all-gather", 10, line=2)]).rows
         == ()
@@ -85,7 +85,7 @@ def test_bytes_that_move_to_another_line_along_the_same_axes_are_no_surplus():
     )
 
 
-def test_small_differences_are_one_row_and_a_line_that_sends_less_is_named():
+def test_small_differences_are_one_row():
     small = [row("all-gather", 1, line=line, axes=("data",)) for line in (3, 4)]
     made = compared([row("all-gather", 3000)], [row("all-gather", 9000), *small])
     named, rest = made.rows

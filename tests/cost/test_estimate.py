@@ -44,7 +44,7 @@ def sums(made):
 
 # Counted by hand: a gather of n pieces brings (n - 1) / n of the result, a reduction
 # twice that.
-def test_a_product_gathers_a_weight_that_is_cut_like_its_batch_and_adds_up_over_a_dimension_that_both_cut():
+def test_a_product_gathers_a_weight_sharded_like_its_batch():
     x, w = struct((64, 32), "tensor"), struct((32, 16), "tensor")
     for compiler in ("cpu", "gpu"):
         assert listed(jnp.dot, x, w, compiler=compiler) == [
@@ -213,7 +213,7 @@ def test_an_estimate_is_what_the_cpu_s_compiler_makes(name):
     assert sums(estimate(step, *args, compiler="cpu")) == sums(made)
 
 
-def test_loops_count_as_often_as_they_run_and_say_where_that_is_not_known():
+def test_an_estimate_counts_loops_as_often_as_they_run():
     x, w = struct((64, 64), None, "tensor"), struct((8, 64, 64), None, "tensor")
     (row,) = estimate(lambda x, w: layers(x, w), x, w, compiler="cpu").rows
     assert row.calls == 8
@@ -266,7 +266,7 @@ def test_rows_name_lines_leaves_and_slices():
     assert change.kind in ("reduce-scatter", "all-reduce") and change.leaf == "mlp/up"
 
 
-def test_results_are_free_where_nothing_says_how_they_lie_and_two_of_one_structure_lie_each_as_its_plan_says():
+def test_results_without_a_plan_have_free_shardings():
     params, ema = struct((256, 256), "data"), struct((256, 256), None, "data")
     rows = jax.jit(lambda w: w.T, out_shardings=params.sharding)
     assert listed(lambda w: w.T, params) == []
@@ -441,9 +441,7 @@ def training(mesh, constrain=False):
 
 
 @pytest.mark.parametrize("constrain", [False, True])
-def test_traffic_of_large_meshes_is_extrapolated_from_smaller_ones(
-    constrain, monkeypatch
-):
+def test_traffic_of_large_meshes_is_extrapolated(constrain, monkeypatch):
     step, *args = training(MeshSpec({"fsdp": 64, "tensor": 8}).abstract(), constrain)
     right, windowed = estimate(step, *args, compiler="gpu"), estimate(step, *args)
     for name in ("DIRECT", "LARGEST"):

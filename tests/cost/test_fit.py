@@ -85,7 +85,7 @@ def groups(found):
 ONE = 2 * LAYERS * WIDTH * HIDDEN * 4 // 2
 
 
-def test_arguments_are_told_apart_by_what_the_step_does_with_them():
+def test_fit_groups_arguments_by_their_use():
     found = fit(*made(), chip="h100")
     exact = {row.group: row.bytes for row in found.rows if row.exact}
     assert exact == {
@@ -158,7 +158,7 @@ def test_a_train_state_is_told_apart_by_what_reads_its_fields():
     )
 
 
-def test_weights_that_stay_are_parameters_and_whole_numbers_are_the_batch():
+def test_unchanged_weights_are_parameters_for_fit():
     base = jax.ShapeDtypeStruct(
         (64, 64), jnp.float32, sharding=jax.NamedSharding(MESH.abstract(), P())
     )

@@ -93,7 +93,7 @@ def test_the_operation_that_frees_most_runs_next():
     assert order in ([0, 2, 1, 3, 4], [1, 3, 0, 2, 4])
 
 
-def test_fused_operations_take_no_memory_and_gathered_operands_count_whole():
+def test_fused_operations_take_no_memory():
     x, w = structs({"data": 4}, x=((4096, 512), P("data")), w=((512, 32), P("data")))
     found = fit(lambda x: jnp.sum(jnp.tanh(x) * 2 + x), x, chip="h100")
     assert found.peak_bytes - found.bytes_of("batch") < 1024
@@ -184,7 +184,7 @@ def test_tpus_keep_in_bfloat16_what_only_products_read(layer, chip, dtype):
     assert stacks == {dtype}
 
 
-def test_what_a_loop_hands_on_and_what_a_step_returns_stay_as_they_are():
+def test_loop_carries_and_results_keep_their_memory():
     params, batch = structs(
         {"data": 2}, w=((LAYERS, WIDTH, WIDTH), P()), x=((ROWS, WIDTH), P("data"))
     )

@@ -178,7 +178,7 @@ def decoder(constrained, batch_axis="fsdp", batch=16):
     return step, params, cut((batch, 32), batch_axis, dtype=jnp.int32)
 
 
-def test_a_lost_batch_is_found_and_mended_by_the_constraint_that_is_told():
+def test_a_lost_batch_is_mended_by_the_told_constraint():
     found = shardings(*decoder(constrained=False))
     worst = found.replicated().rows[0]
     assert worst.shape == (3, 16, 32, 256) and not worst.origins
@@ -202,7 +202,7 @@ def test_a_lost_batch_is_found_and_mended_by_the_constraint_that_is_told():
     )
 
 
-def test_rows_of_one_parameter_and_of_one_line_and_the_reasons_of_collectives():
+def test_shardings_have_rows_of_parameters_and_lines():
     step, *args = decoder(constrained=False)
     found = shardings(step, *args)
     shaped = found.of("params/down").rows
@@ -282,7 +282,7 @@ def test_layouts_are_those_that_xla_chooses():
     )
 
 
-def test_the_worst_moment_of_a_step_says_why_its_arrays_are_whole():
+def test_the_peak_of_a_step_says_why_arrays_are_replicated():
     found = fit(*decoder(constrained=False), chip="v5e")
     whole = next(one for one in found.moment if one.what == "f32[3,16,32,256]")
     assert (
@@ -296,7 +296,7 @@ def test_the_worst_moment_of_a_step_says_why_its_arrays_are_whole():
     assert not [one for one in mended.moment if one.bytes > 2**17 and one.why]
 
 
-def test_the_constraint_that_is_missing_is_told_with_its_line_and_what_it_saves():
+def test_a_missing_constraint_is_told_with_its_savings():
     def trained(**how):
         step, params, tokens = decoder(**how, batch=64)
         return (

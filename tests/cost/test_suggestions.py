@@ -42,7 +42,7 @@ def test_a_change_saves_what_the_compiler_saves(before, words, change):
         ]
 
 
-def test_a_step_that_keeps_its_state_on_the_host_needs_what_was_said(before):
+def test_a_state_on_the_host_needs_the_told_memory(before):
     found, _ = before
     (told,) = [one for one in found.changes if "host memory" in one.what]
     jitted, params, opt, batch = changed()

@@ -94,7 +94,7 @@ def test_loops_without_an_end_and_branches_say_so(name, itemsize):
     assert "the one that sends most counts" in text
 
 
-def test_the_permutes_of_a_windowed_product_have_the_kind_of_what_they_replace():
+def test_permutes_of_a_windowed_product_have_its_kind():
     made = read("tpu_windowed_product")
     activations = 4 * 1024 * 2048 * 2  # of one group of data
     assert made.by("kind") == {
@@ -515,7 +515,7 @@ MOVED = [
 ]
 
 
-def test_what_is_done_apart_on_a_gpu_counts_once_a_trip_also_where_the_counter_is_moved():
+def test_asynchronous_operations_on_a_gpu_count_once_a_trip():
     for added in (
         ADDED,
         "\n  ".join(MOVED),
@@ -588,7 +588,7 @@ def test_what_is_no_program():
         traffic(one("%d = f32[8]{0} add(%s, %s)", 2), MeshSpec({"data": 4}))
 
 
-def test_compiled_and_lowered_programs_name_axes_and_leaves_by_themselves():
+def test_compiled_programs_name_axes_and_leaves():
     mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
     model = eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0))
     made = plan(model, mesh, paths=PathRules([("weight", P("tensor")), ("bias", P())]))
@@ -639,7 +639,7 @@ def test_the_tables_of_a_step_and_of_the_difference_of_two():
     assert str(Traffic((), 2)) == "no traffic: a step on 2 devices sends nothing."
 
 
-def test_rows_say_their_pass_and_shape_and_those_of_one_line_follow_each_other():
+def test_rows_have_pass_and_shape_and_lines_stay_together():
     mesh = MeshSpec({"fsdp": 4}).build(jax.devices()[:4])
     rows = NamedSharding(mesh, P("fsdp"))
 
@@ -751,7 +751,7 @@ def test_a_sum_of_which_a_fusion_keeps_a_part_is_scattered():
 
 # What GPUs send, from programs that XLA compiled for eight H200, with JAX 0.12 and no
 # GPU at hand.
-def test_a_gradient_that_is_scattered_and_then_begun_to_be_added_up_is_of_its_weight():
+def test_a_scattered_gradient_is_of_its_weight():
     made, weight = read("gpu_gathered_weights"), 2048 * 8192 * 4
     sums = 2 * (weight // 4) // 2
     assert [row for row in listed(made) if row[4]] == [
@@ -781,7 +781,7 @@ def test_weights_that_are_gathered_together_have_their_own_bytes():
     assert made.by("leaf") == {"up": 3 * 6 * half, "down": 3 * 6 * half, None: 9 * MIB}
 
 
-def test_a_loop_without_an_end_and_a_branch_and_a_permute_that_is_sent_and_received_counts_once_a_trip():
+def test_loops_without_a_known_end_count_once_a_trip():
     assert listed(read("gpu_branches")) == [
         ("all-gather", ("tensor",), 1024 * 1024 * 4 * 3 // 4, 1, "w"),
         ("all-reduce", ("data",), 4, None, None),

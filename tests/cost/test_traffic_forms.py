@@ -182,7 +182,7 @@ def test_what_cannot_be_counted_is_an_error_with_its_line(line, words):
     assert line.partition("(")[0] in str(caught.value)
 
 
-def test_a_ragged_exchange_says_that_its_sizes_are_not_known_and_a_program_of_replicas_is_an_error():
+def test_a_ragged_exchange_has_unknown_sizes():
     line = (
         "%r = s8[16]{0} ragged-all-to-all(%x, %o, %a, %b, %c, %d), channel_id=1,"
         " replica_groups={{0,1,2,3}}"
@@ -199,7 +199,7 @@ def test_a_ragged_exchange_says_that_its_sizes_are_not_known_and_a_program_of_re
         traffic(program(line, 4).replace("HloModule m", "HloModule m, replica_count=4"))
 
 
-def test_a_kernel_that_sends_by_itself_is_an_error_and_one_that_does_not_is_read():
+def test_a_kernel_that_communicates_is_an_error():
     # Its attributes go over several lines, one of which begins with a bracket.
     text = (HLO / "tpu_kernel_that_sends.txt").read_text()
     with pytest.raises(
@@ -243,7 +243,7 @@ def test_a_step_on_two_slices_of_tpus_whose_text_is_that_of_one():
     } == {23}
 
 
-def test_devices_that_exchange_with_another_slice_and_with_their_own():
+def test_exchanges_with_the_own_and_another_slice():
     # 64 x 256 f32 from rows over (ici, dcn) to rows over dcn and columns over ici. What
     # each slice does differently is in branches, of which every one runs.
     made, shard = (
@@ -270,7 +270,7 @@ def test_devices_that_exchange_with_another_slice_and_with_their_own():
     assert traffic(local).devices == 8  # the branches say how many slices there are
 
 
-def test_what_a_loop_asks_before_each_trip_and_a_leaf_in_a_branch():
+def test_collectives_of_loop_conditions_and_branches_count():
     mesh = MeshSpec({"x": 8}).build(jax.devices())
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
 

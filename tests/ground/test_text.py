@@ -68,7 +68,7 @@ def test_long_numbers_are_part_of_a_name():
     )
 
 
-def test_a_table_holds_one_line_per_row_and_gives_up_columns_before_paths():
+def test_a_table_has_one_line_per_row_and_keeps_paths():
     odd = [("path", "n"), ("a\nb", "1"), ("\x1b[2J", "2")]
     assert table(odd, right={"n"}) == ["path     n", r"a\nb     1", r"\x1b[2J  2"]
     rows = [

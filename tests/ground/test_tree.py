@@ -49,7 +49,7 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_paths_are_those_of_jax_and_templates_have_zeros_for_digits(tree):
+def test_paths_are_those_of_jax_and_templates_have_zeros(tree):
     flat = flatten(tree)
     keyed, treedef = jtu.tree_flatten_with_path(tree)
     assert flat.treedef == treedef

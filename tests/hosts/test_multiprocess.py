@@ -50,7 +50,7 @@ def test_plans_and_training_give_what_one_process_gives(job, alone):
         assert_trees_equal(result["trained"][:2], job[0]["trained"][:2])
 
 
-def test_each_process_finds_its_place_and_processes_are_nodes_of_a_hybrid_mesh(job):
+def test_processes_are_nodes_of_a_hybrid_mesh(job):
     count = len(job)
     for index, result in enumerate(job):
         assert result["grid"] == (
@@ -65,7 +65,7 @@ def test_each_process_finds_its_place_and_processes_are_nodes_of_a_hybrid_mesh(j
         )
 
 
-def test_batches_and_parameters_come_back_whole_and_a_short_batch_is_an_error_that_names_the_leaf(
+def test_batches_come_back_whole_and_short_ones_raise(
     job,
 ):
     rows = 24 // len(job)

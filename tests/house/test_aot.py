@@ -169,9 +169,7 @@ def compiled_steps(shape, src, dst, dtype="bfloat16"):
         (P(("replica", "data")), P("data", "replica"), True),
     ],
 )
-def test_between_two_slices_what_is_compiled_sends_what_is_planned(
-    source, target, fewer
-):
+def test_compiled_moves_between_slices_send_as_planned(source, target, fewer):
     mesh = tpu.mesh_of(
         "v5e:4x4", MeshSpec({"replica": 2, "data": -1, "model": 4}, dcn={"replica": 2})
     )
@@ -270,7 +268,7 @@ MOVES = [
 @pytest.mark.parametrize(
     ("dtype", "shape", "sizes", "source", "others", "target"), MOVES
 )
-def test_a_move_takes_at_most_twice_the_larger_shard_and_sends_what_is_planned(
+def test_a_move_takes_at_most_twice_the_larger_shard(
     dtype, shape, sizes, source, others, target
 ):
     devices = np.array(
@@ -303,9 +301,7 @@ def test_a_move_takes_at_most_twice_the_larger_shard_and_sends_what_is_planned(
 @pytest.mark.parametrize(
     ("name", "sizes"), [("v5e:8x8", (4, 16)), ("v5p:4x4x4", (4, 16))]
 )
-def test_what_a_permutation_takes_beside_two_pieces_is_of_one_size_for_all_arrays(
-    name, sizes
-):
+def test_a_permutation_has_a_constant_overhead(name, sizes):
     devices = np.array(tpu.devices_of(f"tpu:{name}"))
     here, there = (
         Mesh(devices.reshape(sizes), ("a", "b")),

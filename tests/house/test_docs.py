@@ -222,7 +222,7 @@ def files_named(text: str) -> dict[str, Path]:
     }
 
 
-def test_every_file_and_function_on_the_page_about_the_house_exists():
+def test_files_and_functions_of_contributing_exist():
     named = files_named(HOUSE_PAGE.read_text())
     # What one adds is not there yet.
     missing = [
@@ -242,7 +242,7 @@ def test_every_file_and_function_on_the_page_about_the_house_exists():
     assert not files_named("`_plan/nothing.py`")["_plan/nothing.py"].exists()
 
 
-def test_the_page_about_the_house_knows_every_room_and_every_line_of_the_readme():
+def test_contributing_knows_every_room_and_readme_line():
     text = HOUSE_PAGE.read_text()
     index = text[text.index("## Where is it?") : text.index("## Three walks")]
     rooms = {

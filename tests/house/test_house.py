@@ -410,3 +410,11 @@ def test_every_documented_name_exists():
         importlib.import_module(f"shardfx.interop.{path.stem}")
     for name in sorted(documented()):
         assert pkgutil.resolve_name(name).__doc__, name
+
+
+def test_test_names_are_short():
+    """A name says the noun and the law, in at most 60 characters."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                assert len(function.name) <= 60, f"{path}: {function.name}"

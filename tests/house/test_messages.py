@@ -442,7 +442,7 @@ def test_nothing_moves_if_one_leaf_does_not_fit():
     assert all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(tree))
 
 
-def test_errors_and_the_main_types_are_named_as_users_import_them():
+def test_types_are_named_as_users_import_them():
     kinds = [RuleError, SpecError, ShardPlan, MeshSpec, AxisRules, PathRules]
     assert {kind.__module__ for kind in kinds} == {"shardfx", "shardfx.errors"}
     assert copy.deepcopy(MESH) == MESH

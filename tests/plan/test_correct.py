@@ -223,7 +223,7 @@ def test_errors(arguments, keywords, message):
         (P(), (4,), "gone", None, P(), [Code.absent]),
     ],
 )
-def test_fsdp_takes_the_largest_free_dimension_that_divides_or_says_why_not(
+def test_fsdp_takes_the_largest_dimension_or_says_why_not(
     spec, shape, axes, units, expected, why
 ):
     made = added(spec, shape, axes, units)
@@ -266,7 +266,7 @@ def cuts(spec: P, shape: tuple[int, ...], mesh: MeshSpec, dim: int) -> list[int]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_mesh_cuts_a_head_of_a_real_model_and_none_is_left_whole_for_nothing(name):
+def test_no_mesh_cuts_a_head_of_a_real_model(name):
     model = MODELS[name]
     preset, fused = getattr(hf, str(model.preset)), catalogue.fused_of(model)
     tree = {
@@ -326,7 +326,7 @@ def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):
     )
 
 
-def test_an_array_that_counts_units_has_none_whatever_was_planned_before_it():
+def test_an_array_that_counts_units_has_no_unit():
     axes = sfx.AxisRules([("heads", None)], units={"heads": 16})
     tree = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (32, 8)]
     made = sfx.plan(tree, MeshSpec({"x": 2}), names=("heads",), axes=axes)

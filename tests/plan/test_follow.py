@@ -349,7 +349,7 @@ def test_the_reason_says_where_jax_follows_no_sharding():
         follow(lambda tree: tree["no such thing"], SMALL_PLAN)
 
 
-def test_a_plan_for_explicit_and_for_mixed_axes_is_followed_alike(params_plan):
+def test_follow_works_alike_on_explicit_and_mixed_axes(params_plan):
     wanted = follow(optax.adafactor(1e-3).init, params_plan)
     for types in (AxisType.Explicit, {"data": AxisType.Explicit}):
         made = plan(params(), MeshSpec(SIZES, axis_types=types), paths=RULES)
@@ -357,7 +357,7 @@ def test_a_plan_for_explicit_and_for_mixed_axes_is_followed_alike(params_plan):
         assert found.specs == wanted.specs and found.mesh == made.mesh
 
 
-def test_names_and_units_go_to_copies_and_histories_and_not_to_the_transposed():
+def test_names_and_units_go_to_copies_and_histories():
     square = plan(
         {"w": struct(8, 8)}, MESH, names={"w": ("heads", "embed")}, axes=HEADS
     )

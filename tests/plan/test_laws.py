@@ -129,9 +129,7 @@ def by_trial(
 
 @given(requests(), st.integers(0, 4096))
 @settings(max_examples=500)
-def test_correct_keeps_what_trying_everything_would_keep_but_of_small_arrays(
-    request_, min_bytes
-):
+def test_correct_equals_brute_force(request_, min_bytes):
     spec, shape, axes, units = request_
     once = correct(spec, shape, MeshSpec(axes), units=units)
     assert (
@@ -156,7 +154,7 @@ def test_correct_keeps_what_trying_everything_would_keep_but_of_small_arrays(
 
 @given(requests())
 @settings(max_examples=300)
-def test_correct_gives_a_reason_exactly_where_it_changed_something(request_):
+def test_correct_has_a_reason_exactly_for_each_change(request_):
     spec, shape, axes, units = request_
     decision = correct(spec, shape, MeshSpec(axes), units=units)
     asked = [*entries_of(spec), *[None] * len(shape)][: len(shape)]
@@ -325,7 +323,7 @@ def test_every_leaf_is_planned_as_if_it_were_alone(tree, rules):
 
 @given(TREES, RULES)
 @settings(max_examples=200)
-def test_a_plan_comes_back_from_json_equal_and_is_of_its_shapes_alone(tree, rules):
+def test_a_plan_equals_itself_after_json(tree, rules):
     made = planned(tree, rules)
     text = made.to_json()
     for again in (
@@ -442,7 +440,7 @@ print(plan(tree, mesh, paths=rules, axes=axes).digest)
 """
 
 
-def test_plans_are_the_same_in_every_process_and_under_every_hash_seed():
+def test_plans_are_equal_under_every_hash_seed():
     printed = set()
     for seed in ("0", "31337"):
         env = {

@@ -206,7 +206,7 @@ def edited(change: Callable[[Any], Any]) -> str:
     return json.dumps(data)
 
 
-def test_json_brings_back_all_that_a_plan_has_and_an_edit_without_digest():
+def test_json_brings_back_a_whole_plan():
     again = ShardPlan.from_json(RICH.to_json())
     assert (
         again == RICH
@@ -315,7 +315,7 @@ PLACES = [path for path in places(JSON) if path[0] != "digest"]
     )
 )
 @settings(deadline=None, max_examples=500)
-def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
+def test_edited_json_is_a_whole_plan_or_an_error(edits):
     def change(data):
         for path, value in edits:
             node = data

@@ -251,7 +251,7 @@ def test_refining_saves_memory_and_moves_nothing_else(shapes, wanted, t, d):
             assert shards[0] == shards[1]
 
 
-def test_refined_and_plain_arrays_mix_in_one_jit_and_keep_their_place():
+def test_refined_and_plain_arrays_mix_in_one_jit():
     rules = PathRules([("kv", P(None, "tensor")), (".*", P("data", "tensor"))])
     axes = AxisRules([("batch", "data"), ("kv_heads", "tensor")])
     tree = {

@@ -243,7 +243,7 @@ def test_a_report_escapes_what_a_terminal_would_obey():
 
 
 @pytest.mark.parametrize("made", [awkward(), planned({"w": struct(8, 16)}, P("data"))])
-def test_a_notebook_shows_a_plan_as_a_table_with_the_facts_of_the_report(made):
+def test_a_notebook_shows_a_plan_as_a_table(made):
     page = made._repr_html_()
     assert set(re.findall(r"<(\w+)", page)) == {"table", "tr", "td", "th", "p"}
     rows = [

@@ -93,9 +93,7 @@ def test_names_of_a_field_do_not_shift_where_layers_are_stacked():
     ],
     ids=str,
 )
-def test_dots_stand_for_the_dimensions_that_are_not_named_and_a_spec_ends_in_them(
-    names, full
-):
+def test_dots_stand_for_dimensions_that_are_not_named(names, full):
     tree = {"w": jnp.ones((8, 4, 16))}
     by_name = plan(tree, MESH, names={"w": names}, axes=AXES)
     assert (
@@ -207,9 +205,7 @@ MLP = {
     ],
     ids=["by two", "by the rest"],
 )
-def test_rules_that_never_apply_are_named_with_the_one_that_shadows_them(
-    rules, message
-):
+def test_unused_rules_are_named_with_the_rule_that_shadows(rules, message):
     with pytest.raises(RuleError, match=message):
         plan(MLP, MESH, paths=PathRules(rules), unmatched="replicate")
     declared = PathRules(
@@ -221,7 +217,7 @@ def test_rules_that_never_apply_are_named_with_the_one_that_shadows_them(
 
 
 @pytest.mark.parametrize("rest", ["", ".", ".*", "^", ".+", "^.*$", "[^/]*"])
-def test_the_last_rule_may_be_for_the_rest_or_for_what_is_no_array(rest):
+def test_the_last_rule_may_match_nothing_or_the_rest(rest):
     plan(MLP, MESH, paths=PathRules([("mlp", P("data")), ("norm", P()), (rest, P())]))
     plan(MLP, MESH, paths=PathRules([("mlp|norm", P()), ("act", P("data"))]))
 
@@ -253,7 +249,7 @@ def test_a_name_that_no_rule_is_about():
     ].spec == P("tensor")
 
 
-def test_a_name_that_another_mode_has_rules_for_is_no_typing_error():
+def test_a_name_with_rules_in_another_mode_is_known():
     rules = AxisRules(
         [("mlp", "tensor")], modes={"decode": [("cache", "data")], "train": []}
     )
@@ -681,7 +677,7 @@ def test_an_order_that_jax_would_turn_around_is_an_error():
     assert decisions == [P(("y", "x"))]
 
 
-def test_meshes_that_differ_in_the_order_of_axes_are_other_meshes():
+def test_the_order_of_axes_distinguishes_meshes():
     turned = MeshSpec({"tensor": 4, "data": 2}).build(jax.devices())
     x = jax.device_put(W, NamedSharding(turned, P("data")))
     with pytest.raises(

@@ -322,7 +322,7 @@ class Outer:
     plain: jax.Array | None = None
 
 
-def test_declared_names_of_every_dataclass_go_down_to_the_arrays_below():
+def test_declared_names_reach_the_arrays_below_a_dataclass():
     inner = Inner(weight=jnp.ones((3, 4, 6)), scale=jnp.ones((3, 4)))
     tree = Outer([inner, inner], {"a": jnp.ones((5, 7))}, jnp.ones(2))
     axes = AxisRules(

@@ -79,7 +79,7 @@ def test_each_device_holds_its_part_and_what_heads_cost(name):
     assert made.bytes_per_device <= excess * made.bytes_total / 8
 
 
-def test_weights_into_and_out_of_heads_and_an_axis_that_is_several_of_the_mesh():
+def test_weights_of_heads_over_several_mesh_axes():
     model, at = MODELS["llama3-70b"], "model/layers/1/self_attn"
     both: Any = ("data", "fsdp")
     rules, mesh = (
@@ -95,7 +95,7 @@ def test_weights_into_and_out_of_heads_and_an_axis_that_is_several_of_the_mesh()
     ].spec == P(both)
 
 
-def test_the_fp8_checkpoint_of_deepseek_and_its_last_layer_have_rules():
+def test_deepseek_fp8_and_its_last_layer_have_rules():
     tree = models.tree("deepseek-v3", layers=4)
     layers = tree["model"]["layers"]
     ahead = {
@@ -117,7 +117,7 @@ def test_the_fp8_checkpoint_of_deepseek_and_its_last_layer_have_rules():
     assert made["model/layers/4/self_attn/o_proj/weight_scale_inv"].spec == P("fsdp")
 
 
-def test_what_early_checkpoints_hold_beside_the_parameters_has_rules():
+def test_extra_arrays_of_early_checkpoints_have_rules():
     gpt2 = MODELS["gpt2"].make()
     gpt2["h"]["0"]["attn"] |= {"bias": leaf(1, 1, 1024, 1024), "masked_bias": leaf()}
     assert plan(gpt2, MeshSpec({"fsdp": 8}), paths=hf.gpt2())[

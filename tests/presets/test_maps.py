@@ -104,9 +104,7 @@ def test_trees_of_maxtext_with_experts(family, at, experts, first):
 @pytest.mark.parametrize(
     "heads, kv_heads, shards", [(4, 2, 1), (4, 2, 2), (4, 2, 4), (8, 1, 8), (8, 2, 8)]
 )
-def test_each_shard_of_an_engine_has_the_heads_and_the_hidden_units_that_it_computes_with(
-    heads, kv_heads, shards
-):
+def test_each_shard_of_an_engine_has_its_heads_and_units(heads, kv_heads, shards):
     sizes = {"heads": heads, "kv_heads": kv_heads}
     config, files = config_of("llama", **sizes), files_of("llama", **sizes)
     trainer, served = maps.stacked(config), maps.engine(config, shards=shards)
@@ -292,7 +290,7 @@ def test_a_bert_with_and_without_its_pooler():
     assert "pooler.dense.bias" in str(theirs) and "(not used)" in str(theirs)
 
 
-def test_a_checkpoint_with_a_prefix_and_what_no_model_has_use_for():
+def test_a_checkpoint_with_a_prefix_and_unused_arrays():
     config, files = config_of("gpt2"), files_of("gpt2")
     prefixed = {f"transformer.{path}": one for path, one in files.items()}
     prefixed |= {
@@ -408,9 +406,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("layout, config, message", CONFIGS.values(), ids=CONFIGS)
-def test_what_a_configuration_does_not_say_or_cannot_have_is_named(
-    layout, config, message
-):
+def test_missing_and_impossible_configuration_is_named(layout, config, message):
     with pytest.raises(MapError, match=message):
         layout(config, **{"shards": 4} if layout is maps.engine else {})
 
@@ -512,7 +508,7 @@ def test_what_is_wrong_with_a_layout_is_said(make, message):
         make()
 
 
-def test_a_layout_shows_its_sizes_and_ranges_under_paths_of_ones_own():
+def test_a_layout_shows_sizes_under_custom_paths():
     halves = maps.TreeLayout(
         {"first": "w: layers[:2] b a", "second": "w: layers[2:] b a"}
     )

@@ -147,7 +147,7 @@ def test_trees_are_as_maxtexts_converter_makes_them(family, layers):
     close(stacked.to(mine).apply(theirs.to(stacked).apply(files)), expected, rtol=0)
 
 
-def test_numbers_of_bfloat16_are_rounded_as_maxtexts_converter_rounds_them():
+def test_bfloat16_is_rounded_as_by_the_maxtext_converter():
     config = config_of("gemma3_text", layers=7) | {"hidden_size": 40}
     files = {
         p: one.astype(ml_dtypes.bfloat16)

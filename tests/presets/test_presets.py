@@ -23,7 +23,7 @@ def spec(*names, mode=None, **fields):
 
 
 @pytest.mark.parametrize("rules", PRESETS.values(), ids=PRESETS)
-def test_every_name_of_a_preset_resolves_to_its_first_rule_and_presets_are_values(
+def test_names_of_presets_resolve_to_their_first_rule(
     rules,
 ):
     for mode in (None, *dict(rules.modes)):
@@ -81,7 +81,7 @@ def test_every_field_decides_its_token(field):
     [f for f in inspect.signature(eformer).parameters if f.startswith("decode_")],
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_every_decode_field_decides_its_token_in_the_generation_modes(field, mode):
+def test_decode_fields_decide_tokens_in_generation_modes(field, mode):
     base, is_generation = field.removeprefix("decode_"), mode in tokens.GENERATION_MODES
     token = tokens.TOKENS[base]
     assert spec(token, mode=mode, **{base: "base", field: "gen"}) == P(
@@ -151,7 +151,7 @@ def test_the_mode_of_a_hidden_state_follows_from_its_shape(length, fields, wante
     )
 
 
-def test_a_generation_rule_that_is_blocked_does_not_fall_back_to_training():
+def test_a_blocked_generation_rule_has_no_training_fallback():
     decision = resolve(
         (tokens.KV_LENGTH, tokens.HEAD),
         eformer(decode_head_axis="sp"),

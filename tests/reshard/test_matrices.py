@@ -197,7 +197,7 @@ def test_any_layout_and_any_owners(seed):
     same(result, wanted)
 
 
-def test_leading_dimensions_with_names_count_matrices_and_may_be_cut():
+def test_leading_dimensions_count_matrices():
     names = {
         "up": ("experts", "embed", "mlp"),
         "down": ("experts", "layers", "mlp", "embed"),
@@ -283,7 +283,7 @@ def test_states_stay_with_the_owners():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_in_a_scan_over_layers_under_checkpoint_with_donated_arrays(kind, sizes):
+def test_matrices_in_a_scan_under_checkpoint_with_donation(kind, sizes):
     mesh, axes = (
         built(sizes, axis_types=kind),
         ("fsdp", "tensor") if len(sizes) > 1 else ("fsdp",),

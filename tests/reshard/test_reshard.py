@@ -103,7 +103,7 @@ def test_a_tree_moves_to_a_tree_of_shardings(move):
             assert leaf.sharding == target
 
 
-def test_one_sharding_is_for_all_arrays_and_a_prefix_for_those_below():
+def test_a_prefix_of_shardings_spreads_over_arrays_below():
     source = put(
         {"p": {"w": host((8, 4)), "v": host((8,))}, "q": host((8, 8))},
         sharding((8,), "a"),
@@ -118,7 +118,7 @@ def test_one_sharding_is_for_all_arrays_and_a_prefix_for_those_below():
     assert half["p"]["w"] is source["p"]["w"] and half["q"].sharding == other
 
 
-def test_rows_of_a_replicated_array_share_its_memory_and_outlive_it():
+def test_rows_of_a_replicated_array_share_its_memory():
     x = jax.device_put(
         np.arange(64 * 64, dtype=np.float32).reshape(64, 64),
         NamedSharding(mesh((8,)), P()),
@@ -153,7 +153,7 @@ def rows(tree, wanted):
     return list(zip(range(len(leaves)), leaves, ends, strict=True))
 
 
-def test_a_thousand_leaves_with_twenty_moves_take_twenty_programs_or_fewer():
+def test_a_thousand_leaves_take_one_program_a_move():
     shapes = [(8 * (i + 1), 16) for i in range(10)]
     source = [
         jax.device_put(host(shapes[i % 10]), sharding((8,), "a")) for i in range(1000)
@@ -229,7 +229,7 @@ def test_a_move_is_what_was_asked_for(move, around, limit_bytes, capfd):
 
 
 @pytest.mark.parametrize("guard", ["disallow_explicit", "log_explicit"])
-def test_guards_against_explicit_transfers_stop_those_to_devices_alone(guard, capfd):
+def test_transfer_guards_stop_transfers_to_devices(guard, capfd):
     x = jax.device_put(host((8,)), sharding((8,)))
     targets = [
         sharding((4,), "a"),
@@ -310,7 +310,7 @@ def least_in(error):
     return int(least)
 
 
-def test_a_limit_that_no_parts_reach_is_an_error_with_one_that_works():
+def test_an_unreachable_limit_is_an_error_with_one_that_works():
     source = put(
         state() | {"v": host((16, 8)), "fits": host((8,))}, sharding((8,), "a")
     )
@@ -387,9 +387,7 @@ def test_an_error_says_within_which_limit_an_array_moves(shape, source, target, 
     ],
 )
 @pytest.mark.parametrize("parts", [1, 3, 10])
-def test_what_a_move_says_it_needs_covers_what_its_program_allocates(
-    source, target, parts
-):
+def test_the_told_peak_covers_what_programs_allocate(source, target, parts):
     shape, dtype = (480, 960), np.dtype("float32")
     move = move_of(shape, dtype, source(), target(), copies=False)
     chunks = None if parts == 1 else move.chunks_of(parts)
@@ -706,9 +704,7 @@ def pointers(array):
 
 @both_ways
 @pytest.mark.parametrize("ours", range(len(list(every_end()))))
-def test_a_result_has_the_very_sharding_and_a_donated_source_is_gone_unless_it_is_shared(
-    move, ours
-):
+def test_a_donated_source_is_gone_unless_it_is_shared(move, ours):
     ends = list(every_end())
     for theirs, dst in enumerate(ends):
         x = jax.make_array_from_callback(

@@ -30,7 +30,7 @@ def mapping(job):
     return [result["maps"] for result in job]
 
 
-def test_every_process_gets_its_shards_also_where_it_owns_nothing_of_what_is_moved(job):
+def test_every_process_gets_its_shards(job):
     for result in job:
         assert {
             name for name in moving_worker.CASES if not result[name]["right"]
@@ -102,7 +102,7 @@ def test_processes_give_up_and_refuse_alike(mapping):
     assert all(result["error"] == mapping[0]["error"] for result in mapping)
 
 
-def test_processes_with_different_maps_are_told_before_anything_moves(mapping):
+def test_processes_with_different_maps_raise_before_moving(mapping):
     for number, result in enumerate(mapping):
         other = 0 if number == 1 else 1
         assert (

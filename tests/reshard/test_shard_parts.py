@@ -72,7 +72,7 @@ def index(b):
 
 @settings(deadline=None, max_examples=200)
 @given(moves())
-def test_every_target_is_put_together_exactly_once_from_what_it_holds_and_exactly_what_it_lacks(
+def test_each_target_receives_exactly_what_it_lacks(
     move,
 ):
     shape, sources, targets = move
@@ -153,7 +153,7 @@ def test_sub_byte_elements_are_counted_by_their_bits():
     assert made.wire_bytes == 3
 
 
-def test_thousands_of_devices_take_no_product_of_sources_and_targets():
+def test_planning_is_no_product_of_sources_and_targets():
     count = 4096
     sources = [(i, box((4 * i, 4 * i + 4), (0, 64))) for i in range(count)]
     targets = [(count + i, box((4 * i, 4 * i + 4), (0, 64))) for i in range(count)]
@@ -189,7 +189,7 @@ def test_earlier_loads_change_senders_only(move, sent):
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_rounds_are_matchings_and_as_few_as_the_busiest_device_needs(data):
+def test_rounds_are_matchings_and_as_few_as_possible(data):
     count = data.draw(st.integers(1, 6))
     cut = [(2 * i, 2 * i + 2) for i in range(count)]
     replicas = data.draw(st.integers(1, 3))

@@ -254,7 +254,7 @@ def test_a_plan_through_a_map_says_what_will_move():
         plan_reshard(ours, plan, map=ENGINE, lost=jax.devices()[:1])
 
 
-def test_an_element_that_is_needed_twice_has_a_bound_below_what_travels():
+def test_the_bound_counts_an_element_needed_twice_once():
     arrays = {"w": np.arange(64, dtype=np.float32).reshape(8, 8)}
     first, last = mesh(0, 4, 2, 2), mesh(4, 8, 2, 2)
     twice = TreeMap({"w": From.concat([From("w"), From("w").slice(0, 4)])})
@@ -332,7 +332,7 @@ def pieces_of(array):
     return [] if array.is_deleted() else array.addressable_shards
 
 
-def test_between_other_devices_no_device_has_a_block_of_the_other_side(monkeypatch):
+def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
     from shardfx._reshard.pieces import run
 
     arrays = {

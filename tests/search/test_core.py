@@ -142,7 +142,7 @@ def test_slices_cost_what_the_network_between_them_does():
     )
 
 
-def test_where_there_are_too_many_candidates_the_last_assignments_are_left_out(
+def test_too_many_candidates_lose_the_last_assignments(
     monkeypatch,
 ):
     monkeypatch.setattr(core, "_ALL", 2000)

@@ -45,7 +45,7 @@ def searched(args):
     return space, lowered, {one.title: one for one in by_hand(space, space.usual)}
 
 
-def test_zero_1_cuts_the_state_over_the_data_axis_and_sends_as_much(searched, args):
+def test_zero_1_shards_the_state_and_sends_as_much(searched, args):
     space, lowered, ways = searched
     whole = ways["data=8 (batch)"]
     assert lowered.states(space.classes) == (1,)

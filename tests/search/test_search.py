@@ -41,7 +41,7 @@ def test_what_a_layer_sends_is_what_textbooks_say():
     assert sent_under(("mlp",), *model) == [("all-reduce", (512, 64))]
 
 
-def test_data_parallelism_for_many_rows_and_tensor_parallelism_for_few():
+def test_search_takes_data_or_tensor_parallelism_by_rows():
     many = search(*mlp_step(1024, 8192, 2**20), devices="tpu:v5e:2x4")[0]
     assert dict(many.assignments)["data"] == ("batch",) and many.mesh.shape["data"] == 8
     few = search(*mlp_step(8192, 32768, 16), devices="tpu:v5e:2x4")[0]

@@ -46,7 +46,7 @@ def test_axes_that_moved_are_grouped_over_layers():
     assert biases.steps == ("all_gather",)
 
 
-def test_bytes_and_steps_are_those_of_the_move_and_none_between_equal_plans():
+def test_diff_has_the_bytes_and_steps_of_the_move():
     same = diff(BEFORE, sfx.ShardPlan.from_json(BEFORE.to_json()))
     assert (
         not same and same.leaves == () and str(same).startswith("the plans are equal")
@@ -188,7 +188,7 @@ layers/{0..11}/w: 12 x bf16[32,32] fsdp,tensor
 """
 
 
-def test_a_plan_has_the_text_that_its_specs_give_whatever_its_rules():
+def test_the_text_of_a_plan_depends_on_its_specs_alone():
     assert plan_text(BEFORE) == GOLDEN
     assert_same_plan_text(
         planned("^embed$->tensor.fsdp, /w$->fsdp.tensor, .*->fsdp"), GOLDEN

@@ -77,9 +77,7 @@ def test_clean_rules_have_no_findings(clean):
 
 
 @pytest.mark.parametrize("told, planted", PLANTED)
-def test_a_planted_mistake_is_found_and_nothing_else_and_each_fix_takes_its_finding_away(
-    told, planted
-):
+def test_lint_finds_a_planted_mistake_and_its_fix_mends_it(told, planted):
     arguments, expected = planted(), found_in(told)
     found = lint(arguments)
     assert sorted((one.code, one.where) for one in found) == sorted(expected), str(
@@ -158,7 +156,7 @@ def test_a_state_that_follows_another_plan_is_told():
     assert sfx.lint(plan) == ()
 
 
-def test_a_plan_is_what_its_rules_have_made_so_dead_rules_are_no_findings():
+def test_lint_of_a_plan_has_no_findings_about_dead_rules():
     axes, names = (
         sfx.AxisRules([("embed", "fsdp"), ("embed", "fsdp")]),
         {"w": ("embed", None)},
@@ -195,7 +193,7 @@ LESS = {
 
 
 @pytest.mark.parametrize("which", LESS)
-def test_a_state_of_another_shape_than_its_parameter_is_compared_with_it(which):
+def test_lint_compares_a_state_with_its_parameter(which):
     optimizer, path, spec, less, more = LESS[which]
     layer = {
         "w": leaf(4096, 8192, dtype=jnp.float32),

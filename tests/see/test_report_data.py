@@ -256,7 +256,7 @@ def test_names_stay_text_whatever_they_hold():
     )
 
 
-def test_every_file_of_the_page_is_in_it_and_the_same_plan_gives_the_same_page():
+def test_the_page_is_whole_and_the_same_for_the_same_plan():
     folder = importlib.resources.files("shardfx._see").joinpath("page")
     page = html_report(hostile())
     assert page == html_report(hostile()) and "{{" not in page.partition("<script")[0]

@@ -54,7 +54,7 @@ def test_products_and_reshapes_have_factors():
     assert groups(made, one) == [[(4,), (3, 6, 16)], [(4,), (3,), (6,), (16,)]]
 
 
-def test_a_scan_runs_as_often_as_it_is_long_and_walks_through_its_layers():
+def test_a_scan_runs_as_often_as_it_is_long():
     def step(w, x):
         return jax.lax.scan(lambda x, one: (jnp.tanh(x @ one), x), x, w)
 
@@ -100,9 +100,7 @@ def _closing(x):
         (_closing, (), None),
     ],
 )
-def test_loops_count_as_often_as_they_run_or_say_that_nothing_is_known(
-    step, args, times
-):
+def test_loops_count_as_often_as_they_run_if_known(step, args, times):
     made = program(step, f32(8), *args)
     assert {one.times for one in named(made, "sine")} == {times or 1.0}
     notes = (

@@ -63,7 +63,7 @@ def test_transforms_of_whole_rows_send_nothing(transform):
     assert sent(transform, struct((16, 32, 32), "data")) == []
 
 
-def test_a_transform_over_cut_rows_adds_up_two_products_of_all_its_numbers():
+def test_a_transform_over_sharded_rows_is_two_products():
     step = jax.jit(jnp.fft.rfft, out_shardings=NamedSharding(MESH, P("data")))
     found = sent(step, struct((16, 128), "data", "model"))
     assert found == [("all-reduce", ("model",), 4 * 128 * 4 * 3 // 2)] * 2
@@ -102,7 +102,7 @@ def test_rows_of_an_index_are_seen_as_rows():
         ),
     ],
 )
-def test_rows_of_a_stack_that_are_rolled_are_the_larger_of_both_parts(roll, kinds):
+def test_a_rolled_stack_sends_the_larger_part(roll, kinds):
     found = estimate(
         jax.jit(roll), struct((9, 128, 256), None, "data", "model"), compiler="tpu"
     )

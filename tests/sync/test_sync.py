@@ -156,7 +156,7 @@ def bits(leaf):
     )
 
 
-def test_each_leaf_arrives_and_each_byte_is_sent_once_per_process():
+def test_each_byte_is_sent_once_per_process():
     src, dst, plan, tree = job()
     found, sent = carried(plan, tree, dst)
     for path, leaf in tree.items():
@@ -369,7 +369,7 @@ def test_a_receiver_that_the_plan_is_not_for_is_refused(served):
         job((3, 1))
 
 
-def test_what_was_donated_cannot_be_pulled_and_the_trainer_goes_on(served):
+def test_a_donated_revision_cannot_be_pulled(served):
     _, dst, plan, tree, sender = served
     sender.publish(tree, 1)
     receiver = receiver_of(plan, dst, sender)
@@ -384,7 +384,7 @@ def test_what_was_donated_cannot_be_pulled_and_the_trainer_goes_on(served):
     assert receiver.pull() and receiver.revision == 3
 
 
-def test_what_the_engine_still_holds_of_an_older_revision_is_never_written(served):
+def test_arrays_of_an_older_revision_are_never_written(served):
     """Memory serves again only when no array is left that lies in it."""
     _, dst, plan, tree, sender = served
     receiver, held = receiver_of(plan, dst, sender), []

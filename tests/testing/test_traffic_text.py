@@ -58,9 +58,7 @@ def test_the_text_joins_what_is_alike_and_quotes_the_lines(traffic):
     assert f"gone.py:{traffic.rows[0].source.line} loss" in gone
 
 
-def test_a_golden_file_is_written_compared_and_shown_where_it_differs(
-    traffic, tmp_path
-):
+def test_a_golden_file_is_written_and_compared(traffic, tmp_path):
     golden = tmp_path / "traffic.txt"
     with pytest.raises(
         AssertionError, match=r"there is no file .* with the text of a traffic yet"

@@ -243,7 +243,7 @@ def test_an_axis_that_spans_slices_is_slowest_over_them():
     )
 
 
-def test_processes_are_slices_where_devices_name_none_and_one_cpu_process_emulates_slices():
+def test_processes_are_slices_where_devices_name_none():
     nodes = chips((4, 1, 1, 1), (2, 1, 1, 1), "NVIDIA H100")
     for device in nodes:
         device.platform = "gpu"
@@ -273,9 +273,7 @@ def test_processes_are_slices_where_devices_name_none_and_one_cpu_process_emulat
         (chips((2, 14, 1, 1), kind="TPU v5p"), (7, 4), "", "hysical"),
     ],
 )
-def test_where_jax_has_no_order_a_torus_is_walked_and_a_torn_one_is_ordered_by_id(
-    devices, sizes, method, reason
-):
+def test_a_torus_is_walked_where_jax_has_no_order(devices, sizes, method, reason):
     order = MeshSpec((f"a{at}", size) for at, size in enumerate(sizes)).order(
         devices[::-1]
     )
@@ -293,9 +291,7 @@ sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
 @given(sizes, sizes, st.integers(1, 4))
-def test_splitting_names_the_same_places_and_gives_slices_to_the_slowest_parts(
-    parts, others, slices
-):
+def test_splitting_gives_slices_to_the_slowest_parts(parts, others, slices):
     names = [f"p{i}" for i in range(len(parts))]
     mesh = MeshSpec(
         {"a": math.prod(others), "t": math.prod(parts) * slices, "z": 2},
@@ -309,7 +305,7 @@ def test_splitting_names_the_same_places_and_gives_slices_to_the_slowest_parts(
     assert T24.split("t", {"x": 2, "y": 12}).dcn_sizes == (1, 2, 4)
 
 
-def test_a_split_mesh_has_every_device_in_place_so_that_arrays_mix_with_those_of_the_old_one():
+def test_arrays_of_a_split_mesh_mix_with_the_old_ones():
     spec = MeshSpec({"data": 2, "tensor": 4})
     mesh = spec.build(jax.devices())
     finer = spec.split("tensor", {"kv": 2, "rep": 2}).build(mesh)

@@ -62,7 +62,7 @@ def test_bounds_and_positions_need_neither_order_nor_origin(order, origin):
         ) == place
 
 
-def test_devices_without_a_torus_are_processes_by_devices_and_coordinates_need_not_be_three():
+def test_devices_without_a_torus_are_processes_by_devices():
     devices = [SimpleNamespace(id=i, process_index=10 + i // 3) for i in range(6)]
     assert topology.bounds(devices[::-1]) == (2, 3)
     assert topology.positions(devices[::-1]).tolist() == [[5, 4, 3], [2, 1, 0]]
@@ -156,9 +156,7 @@ def whole(box, bounds):
 
 
 @pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE)
-def test_default_submesh_fits_and_prefers_cores_then_whole_rings_or_says_what_fits(
-    kind, bounds, host
-):
+def test_default_submesh_prefers_cores_then_whole_rings(kind, bounds, host):
     candidates = {
         n: topology.feasible_submeshes(n, bounds)
         for n in range(1, math.prod(bounds) + 1)
@@ -336,7 +334,7 @@ def factorings(number, count):
 @pytest.mark.parametrize(
     ("kind", "bounds"), [*SMALL, *(row[:2] for row in HARDWARE)], ids=str
 )
-def test_neighbours_on_the_last_axis_are_linked_whatever_the_sizes(kind, bounds):
+def test_neighbours_on_the_last_axis_are_linked(kind, bounds):
     devices, size = chips(bounds, (2, 2, 1, bounds[3]), kind), math.prod(bounds)
     every = [sizes for count in (1, 2, 3) for sizes in factorings(size, count)]
     models = [

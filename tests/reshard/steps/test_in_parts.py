@@ -189,9 +189,7 @@ ROWS, COLUMNS = StepLayout((64,), ((0,), ())), StepLayout((64,), ((), (0,)))
         ),
     ],
 )
-def test_pieces_that_fill_no_tiles_are_cut_where_parts_are_padded_least(
-    shape, bits, src, dst, chunks
-):
+def test_untiled_pieces_are_split_where_padding_is_least(shape, bits, src, dst, chunks):
     plan = redistribute(shape, bits, src, dst)
     assert chunks_on_tpus(src.shard_shape(shape), bits, plan.steps) == chunks
 
@@ -238,14 +236,12 @@ def grid(*sizes: int) -> StepLayout:
         ((128, 8192), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), None),  # small
     ],
 )
-def test_pieces_that_fill_tiles_are_halved_where_a_gather_doubles_what_was_put_in_order(
-    shape, src, dst, chunks
-):
+def test_tiled_pieces_are_halved_before_a_doubling_gather(shape, src, dst, chunks):
     steps = redistribute(shape, 32, src, dst).steps
     assert chunks_on_tpus(src.shard_shape(shape), 32, steps) == chunks
 
 
-def test_stacks_whose_all_to_all_follows_a_permutation_come_in_four():
+def test_all_to_all_after_a_permutation_comes_in_four():
     shape = (192, 768, 640)
     src, dst = (
         StepLayout((2, 8, 4), ((0, 1), (2,), ())),

@@ -208,7 +208,7 @@ def concrete(sharding: NamedSharding) -> Mesh:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_set", [False, True])
-def test_traced_values_and_their_gradients_move_whatever_mesh_is_set(kind, is_set):
+def test_traced_values_move_under_any_set_mesh(kind, is_set):
     src, dst = pair(kind)
     x = put(VALUES, src)
     weights = np.random.default_rng(0).standard_normal(VALUES.shape).astype(np.float32)
@@ -280,7 +280,7 @@ def test_inside_checkpoint_scan_vmap_and_forward_mode(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outside_of_jit_a_value_lies_where_it_lies_whatever_src_says(kind):
+def test_src_is_ignored_outside_of_jit(kind):
     here, there = mesh(kind, a=2, b=2), mesh(kind, x=2, y=2)
     rows, columns = NamedSharding(here, P("a")), NamedSharding(here, P("b"))
     weights = jax.device_put(VALUES, columns)
@@ -430,7 +430,7 @@ def test_the_gradient_of_a_reduced_array_is_the_sum_that_is_due():
 @pytest.mark.parametrize(
     "types", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)]
 )
-def test_meshes_of_mixed_axis_types_are_refused_inside_jit_and_taken_outside(types):
+def test_mixed_axis_types_are_refused_inside_jit_alone(types):
     mixed = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=types)
     dst = NamedSharding(mixed, P("y", "x"))
     for kind in (AxisType.Explicit, AxisType.Auto):

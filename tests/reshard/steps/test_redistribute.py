@@ -112,7 +112,7 @@ def test_every_step_puts_every_piece_where_its_layout_says():
 
 
 @pytest.mark.parametrize("sizes", [((2, 4, 3), (3, 4, 2)), ((2, 2, 3), (3, 2, 2))])
-def test_what_every_device_has_is_cut_out_of_its_piece_whatever_the_factors_are(sizes):
+def test_a_local_slice_moves_nothing_for_any_factors(sizes):
     found = 0
     for src, dst in it.product(*map(all_layouts, sizes)):
         if not missing_share(*refine(src, dst)):
@@ -224,9 +224,7 @@ def test_factors_that_block_each_other_or_have_no_room(shape, src, dst):
         ((2, 4), ((0,), (1,)), ((0,), ()), (3, 1, 2, 0, 7, 5, 6, 4)),
     ],
 )
-def test_what_is_gathered_wherever_devices_are_in_the_other_order_is_not_permuted_first(
-    sizes, src, dst, order
-):
+def test_a_gather_needs_no_permute_before_it(sizes, src, dst, order):
     rank, devices = len(src), math.prod(sizes)
     plan = check(
         (16,) * rank,
@@ -389,15 +387,13 @@ def _tile(dims, where: np.ndarray) -> np.ndarray:
         ),
     ],
 )
-def test_two_exchanges_are_found_where_a_layout_finer_than_both_ends_lies_between_them(
-    src, dst
-):
+def test_two_exchanges_meet_in_a_finer_layout(src, dst):
     plan = redistribute((65536,) * 3, 16, src, dst)
     assert [step.kind for step in plan.steps] == ["all_to_all", "all_to_all"]
     assert plan.wire_bytes < 2 * plan.lower_bound_bytes
 
 
-def test_of_paths_of_equal_traffic_the_one_that_permutes_the_source_itself_is_taken():
+def test_of_equal_paths_the_source_is_permuted_first():
     src, dst = StepLayout((4, 4, 4), ((0, 1, 2), ())), StepLayout((16, 4), ((1,), (0,)))
     plan = redistribute((64, 64), 64, src, dst)
     assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
