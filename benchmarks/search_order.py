@@ -14,12 +14,12 @@ from jax.sharding import AbstractMesh
 
 import shardfx as sfx
 from shardfx import chips
+from shardfx._step import parse_hlo
 from shardfx.auto._asked import asked_for
 from shardfx.auto._core import find
 from shardfx.auto._programs import jitted
 from shardfx.auto._search import opened
 from shardfx.auto._space import various
-from shardfx.cost._hlo_text import parse_hlo
 from shardfx.cost._work import work_of
 
 from ._case import Finding, Limit, Value

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 
 import shardfx as sfx
 from shardfx import chips
-from shardfx._step import step_of
+from shardfx._step import parse_hlo, step_of
 from shardfx.cost import ArrayRow, StepShardings
 from shardfx.cost._counted import StepOnChip, saving_constraints, with_constraints
-from shardfx.cost._hlo_text import parse_hlo
 from shardfx.cost._shardings import shardings_of
 from shardfx.cost._traffic import read
 

@@ -2,13 +2,50 @@
 make of it without a device.
 
 There are two such programs: the program of one device, made by XLA's own partitioner,
-and a list of operations with Shardy's factors. The room may import the ground values,
+and a list of operations with Shardy's factors. `hlo_text.py` is the one reader of the
+text of programs, and `collectives.py` of their collectives. The room may import the ground values,
 plans and meshes. It never runs a step, never needs the devices of a mesh, and never
 changes the user's process: XLA runs in a separate process.
 """
 
+from .collectives import (
+    KINDS,
+    MOVING,
+    Collective,
+    DevicePositions,
+    Groups,
+    channel_of,
+    collective_of,
+    groups_of,
+    is_transfer,
+    slices_of,
+    transfer_of,
+)
 from .factors import Operation, Program, StepValue
 from .graph import program_of
+from .hlo_text import (
+    CONSTANTS,
+    ELEMENTWISE,
+    IN_PLACE,
+    PIECES,
+    PRODUCTS,
+    VIEWS,
+    Array,
+    HloModule,
+    Instruction,
+    Phase,
+    Result,
+    Tile,
+    array_of,
+    arrays_in,
+    bytes_of,
+    index_of,
+    padded,
+    parse_hlo,
+    phase_of,
+    result_of,
+    root_of,
+)
 from .lowered import (
     ArraySharding,
     Dims,

@@ -24,12 +24,11 @@ from .._arrays import filter_jit
 from .._ground.errors import MeshError, OutOfMemoryError
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, follow
-from .._step import Dims, Parameter, Platform, Step, step_of
+from .._step import Dims, Parameter, Platform, Step, parse_hlo, step_of
 from ..cost import Traffic, TrafficRow, compare, compile_for, seconds, traffic
 from ..cost._after import as_compiled
 from ..cost._compile_for import memory_of
 from ..cost._estimate import DIRECT, LARGEST, SIZED, extrapolated
-from ..cost._hlo_text import parse_hlo
 from ..cost._live import device_memory
 from ..cost._traffic import read
 from ..cost._traffic_rows import largest_first

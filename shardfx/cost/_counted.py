@@ -17,19 +17,22 @@ from .. import chips
 from .._ground.errors import ProgramError
 from .._ground.spec import entry_axes
 from .._step import (
+    Array,
     Dims,
     Frame,
+    HloModule,
     Module,
     Op,
     Platform,
     Step,
+    bytes_of,
     lines_of,
     meshes,
     operations,
     own_line,
+    parse_hlo,
 )
 from ._after import as_compiled
-from ._hlo_text import Array, HloModule, bytes_of, parse_hlo
 from ._live import Memory, device_memory
 from ._live.program import FlatProgram, program_of
 from ._purpose import ArgumentPurpose, purposes_of

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from jax.sharding import AbstractMesh, Mesh
 
 from .._ground.errors import MeshError, ProgramError
-from .._step import MOST_DEVICES, Platform, Step, step_of
+from .._step import KINDS, MOST_DEVICES, Platform, Step, parse_hlo, step_of
 from ..topology import MeshSpec
 from ._after import as_compiled
-from ._collective import KINDS
-from ._hlo_text import parse_hlo
 from ._traffic import read
 from ._traffic_rows import Traffic, TrafficRow, largest_first
 

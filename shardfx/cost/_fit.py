@@ -22,13 +22,11 @@ from .._ground.text import (
     table,
 )
 from .._plan import ShardPlan
-from .._step import Frame, place_text, step_of
+from .._step import MOVING, Frame, padded, place_text, step_of
 from ..topology import MeshSpec
 from ._changes import Change, batch_of, changes_of, largest_batch
-from ._collective import MOVING
 from ._compile_for import MemoryAnalysis, memory_of
 from ._counted import StepOnChip
-from ._hlo_text import padded
 from ._live import LiveArray
 from ._shardings import Origin, StepShardings
 

@@ -12,9 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from .._step import Frame
-from ._collective import MOVING
-from ._hlo_text import PRODUCTS, HloModule, Instruction
+from .._step import MOVING, PRODUCTS, Frame, HloModule, Instruction
 from ._live.program import FlatOp, Uses, program_of, reached
 
 

@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 from .._ground.tree import flatten
-from .._step import Parameter, Step
-from ._collective import MOVING
-from ._hlo_text import ELEMENTWISE, PIECES, VIEWS
+from .._step import ELEMENTWISE, MOVING, PIECES, VIEWS, Parameter, Step
 from ._live.program import FlatProgram, Uses, reached
 
 

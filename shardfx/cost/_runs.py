@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from .._ground.errors import ProgramError
-from ._hlo_text import HloModule, Instruction, index_of, root_of
+from .._step import HloModule, Instruction, index_of, root_of
 
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')

@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 from .. import chips
 from .._ground.errors import MeshError
 from .._ground.text import bytes_text, first_lines, html_text, table, together
+from .._step import KINDS
 from ..chips._chip import Ring, axes_on, extents_of
 from ..topology import MeshSpec
-from ._collective import KINDS
 from ._traffic_rows import Traffic, TrafficRow, axes_text
 
 

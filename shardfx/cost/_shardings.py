@@ -29,18 +29,19 @@ from .._ground.tree import flatten
 from .._rules import near
 from .._step import (
     Frame,
+    Phase,
     Platform,
     Step,
     lines_of,
     name_stacks,
     own_line,
+    phase_of,
     place_text,
     program_of,
     step_of,
 )
 from ..topology import MeshSpec
 from ._estimate import estimated, platform_of
-from ._hlo_text import Phase, phase_of
 from ._live import LiveArray
 from ._propagation import Conflict, DimKey, Graph, Stop
 from ._traffic_rows import Traffic, TrafficRow

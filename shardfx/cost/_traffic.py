@@ -16,19 +16,21 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .._arrays import Compiled, Lowered
 from .._ground.errors import LeafTypeError, ProgramError
 from .._ground.text import together
-from .._step import own_line
-from ..topology import MeshSpec
-from ._collective import (
+from .._step import (
     Collective,
     DevicePositions,
+    HloModule,
+    Instruction,
     channel_of,
     collective_of,
     is_transfer,
+    own_line,
+    parse_hlo,
     slices_of,
     transfer_of,
 )
+from ..topology import MeshSpec
 from ._compile_for import CompiledFor
-from ._hlo_text import HloModule, Instruction, parse_hlo
 from ._origin import Origins, path_of
 from ._runs import Runs, runs_of
 from ._traffic_rows import Traffic, TrafficRow, largest_first

@@ -15,8 +15,7 @@ from .._ground.text import (
     table,
     together,
 )
-from .._step import Frame, place_text
-from ._hlo_text import Phase
+from .._step import Frame, Phase, place_text
 
 
 Key = Literal["axes", "kind", "source", "leaf", "dtype"]

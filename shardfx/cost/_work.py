@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from ._hlo_text import HloModule, Instruction, array_of, arrays_in, root_of
+from .._step import HloModule, Instruction, array_of, arrays_in, root_of
 from ._runs import runs_of
 
 

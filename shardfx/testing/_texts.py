@@ -21,9 +21,8 @@ from .._ground.text import (
     spec_text,
 )
 from .._plan import Row, ShardPlan, check_plan
-from .._step import place_text
+from .._step import KINDS, place_text
 from ..cost import Frame, StepShardings, Traffic, TrafficRow
-from ..cost._collective import KINDS
 
 
 _PLAN_FORMAT = "# shardfx plan text 1"

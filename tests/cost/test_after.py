@@ -2,9 +2,8 @@
 
 import pytest
 
+from shardfx._step import collective_of, parse_hlo
 from shardfx.cost._after import PASSES, as_compiled
-from shardfx.cost._collective import collective_of
-from shardfx.cost._hlo_text import parse_hlo
 from shardfx.cost._runs import runs_of
 
 

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec
+from shardfx._step import padded, parse_hlo
 from shardfx.cost import fit
-from shardfx.cost._hlo_text import padded, parse_hlo
 from shardfx.cost._live import device_memory
 from shardfx.cost._live.arrays import list_schedule
 

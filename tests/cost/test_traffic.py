@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, filter_jit, plan
 from shardfx._ground.errors import LeafTypeError
-from shardfx.cost import Traffic, _collective, traffic
+from shardfx._step import collectives
+from shardfx.cost import Traffic, traffic
 from shardfx.errors import MeshError, ProgramError
 
 
@@ -413,9 +414,9 @@ def test_bytes_between_two_slices(line, right):
 
 
 def test_a_kind_with_pairs_that_is_added_is_read_by_its_pairs(monkeypatch):
-    permute = _collective.KINDS["collective-permute"]
+    permute = collectives.KINDS["collective-permute"]
     monkeypatch.setattr(
-        _collective, "KINDS", {**_collective.KINDS, "all-scan": permute}
+        collectives, "KINDS", {**collectives.KINDS, "all-scan": permute}
     )
     line = "%c = f32[8]{0} all-scan(%x), source_target_pairs={{0,1},{1,2},{2,3}}"
     (added,), (known,) = (

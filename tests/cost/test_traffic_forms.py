@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfx import MeshSpec
+from shardfx._step import KINDS
 from shardfx.cost import traffic
-from shardfx.cost._collective import KINDS
 from shardfx.errors import ProgramError
 
 

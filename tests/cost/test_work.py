@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from shardfx import MeshSpec
-from shardfx._step import step_of
-from shardfx.cost._hlo_text import parse_hlo
+from shardfx._step import parse_hlo, step_of
 from shardfx.cost._work import work_of
 
 

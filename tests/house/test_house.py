@@ -82,7 +82,7 @@ PAST_THE_TABLE = {
         ("cost", "chips"),
         ("cost", "interop"),
     ),
-    *(("testing", "cost"), ("_see", "cost"), ("_cli", "auto")),
+    *(("_see", "cost"), ("_cli", "auto")),
 }
 
 

@@ -8,8 +8,7 @@ import functools as ft
 import re
 from collections.abc import Mapping, Sequence
 
-from .._collective import KINDS, Groups, groups_of
-from .._hlo_text import HloModule, Instruction
+from ..._step import KINDS, Groups, HloModule, Instruction, groups_of
 from .._live.narrow import narrow_values
 from .._live.program import Uses, program_of
 

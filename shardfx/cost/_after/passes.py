@@ -11,9 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..._step import Platform
-from .._collective import KINDS
-from .._hlo_text import HloModule, Instruction, array_of
+from ..._step import KINDS, HloModule, Instruction, Platform, array_of
 from .merge import Computation, Rewritten, gathered_once, users_of
 from .reductions import added_once, folded, scattered, summed_after, summed_parts
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._collective import Groups
-from .._hlo_text import Array, Instruction, array_of, index_of, root_of
+from ..._step import Array, Groups, Instruction, array_of, index_of, root_of
 from .._live.program import reached
 from .merge import Computation, Rewritten, renamed, users_of, with_groups, with_operands
 

@@ -5,7 +5,7 @@ schedules operations to use little memory.
 import heapq
 from collections.abc import Callable, Collection, Sequence
 
-from .._hlo_text import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
+from ..._step import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
 from .program import FlatProgram, Uses
 
 

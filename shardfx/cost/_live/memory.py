@@ -7,15 +7,16 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..._step import Frame, own_line
-from .._hlo_text import (
+from ..._step import (
     IN_PLACE,
     PRODUCTS,
     Array,
+    Frame,
     HloModule,
     Phase,
     Tile,
     bytes_of,
+    own_line,
     phase_of,
 )
 from .arrays import list_schedule, sources_of

@@ -13,8 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from .._collective import MOVING
-from .._hlo_text import PIECES, VIEWS
+from ..._step import MOVING, PIECES, VIEWS
 from .program import Body, FlatOp, FlatProgram, Uses
 
 

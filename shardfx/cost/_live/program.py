@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar
 
 import jax
 
-from .._hlo_text import Array, HloModule, Instruction, Result, index_of, result_of
+from ..._step import Array, HloModule, Instruction, Result, index_of, result_of
 
 
 # The numbers of the values of an instruction: one number, or a tuple of them.

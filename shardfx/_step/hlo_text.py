@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Literal, NamedTuple, TypeAlias
 
 from .._ground.errors import ProgramError
-from .._step import Frame
+from .lowered import Frame
 
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")

@@ -21,7 +21,7 @@ from .. import topology
 from .._ground.errors import MeshError, ProgramError
 from .._ground.text import together
 from ..topology import MeshSpec
-from ._hlo_text import Array, HloModule, Instruction, array_of, arrays_in, parts_of
+from .hlo_text import Array, HloModule, Instruction, array_of, arrays_in, parts_of
 
 
 def _gathered(size: Fraction, members: np.ndarray) -> Fraction:
