@@ -13,6 +13,7 @@ from ._ground.errors import (
     PlanFormatError as PlanFormatError,
     PlanMismatchError as PlanMismatchError,
     ProgramError as ProgramError,
+    RefusedError as RefusedError,
     RuleError as RuleError,
     SpecError as SpecError,
     SyncError as SyncError,

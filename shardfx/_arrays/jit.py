@@ -20,6 +20,7 @@ from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.tree import is_array_type, tree_paths
 from .._plan import ShardPlan
 from ..topology import MeshSpec
+from .checked import Check, CheckedPrograms
 from .entries import (
     Donate,
     arguments,
@@ -60,12 +61,17 @@ def filter_jit(
     in_shardings: Any = None,
     out_shardings: Any = None,
     donate: Donate = "none",
+    check: Check | None = None,
 ) -> "Jitted[P, R]": ...
 
 
 @overload
 def filter_jit(
-    *, in_shardings: Any = None, out_shardings: Any = None, donate: Donate = "none"
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate: Donate = "none",
+    check: Check | None = None,
 ) -> "Callable[[Callable[P, R]], Jitted[P, R]]": ...
 
 
@@ -75,6 +81,7 @@ def filter_jit(
     in_shardings: object = None,
     out_shardings: object = None,
     donate: Donate = "none",
+    check: Check | None = None,
 ) -> Any:
     """Compiles a function of any trees under plans: arrays are traced and sharded, and
     all other values are static.
@@ -93,6 +100,11 @@ def filter_jit(
         or the positions or names of parameters. JAX warns if a donated buffer fits no
         output. Equinox's "warn" and "warn-except-first" mean "all" and
         "all-except-first" here.
+    - `check`: a function that is called with what `.trace` returns, once for each
+      program, before the program first runs, such as `shardfx.testing.verify`. If it
+        raises, or returns something false other than `None`, nothing runs. A function
+        that is called inside another traced function is not checked: its operations
+        belong to the program of that function.
 
     **Returns:**
 
@@ -126,6 +138,8 @@ def filter_jit(
         has no entry. If the function donates nothing, only the first array of each
         sharding is checked for deletion.
     - `LeafTypeError` for a static argument that cannot be hashed.
+    - `RefusedError` if `check` returns something false other than `None`. The error
+      has its text.
 
     !!! Example
 
@@ -155,7 +169,11 @@ def filter_jit(
         ```
     """
     made = ft.partial(
-        Jitted, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate
+        Jitted,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate=donate,
+        check=check,
     )
     return made if fn is None else made(fn)
 
@@ -217,6 +235,7 @@ class Jitted(Generic[P, R]):
         in_shardings: object,
         out_shardings: object,
         donate: Donate,
+        check: Check | None = None,
     ):
         self._fn: Callable[..., R] = fn
         self._signature = inspect.signature(fn)
@@ -246,6 +265,7 @@ class Jitted(Generic[P, R]):
             ft.lru_cache(_FORMS)(self._jit_of),
         )
         self._last: _Form | None = None
+        self._checked = None if check is None else CheckedPrograms(check, self._name)
         # JAX keeps the static argument of each program, and finds a program faster if
         # equal ones are one object.
         self._statics: weakref.WeakValueDictionary[Any, Static] = (
@@ -273,6 +293,10 @@ class Jitted(Generic[P, R]):
                 " `plan.on(plan.mesh.build(jax.devices()))`."
             )
         run, static, arrays = self._ready(args, kwargs)
+        if self._checked is not None:
+            self._checked.before_run(
+                static, arrays, lambda: self.trace(*args, **kwargs)
+            )
         try:
             out = run(static, *arrays)
         except (TypeError, ValueError, AttributeError) as error:
@@ -326,8 +350,8 @@ class Jitted(Generic[P, R]):
         self,
         lowered: Static,
         compiled: jax.stages.Compiled,
-        args: object,
-        kwargs: object,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         _, static, arrays = self._ready(args, kwargs)
         if static != lowered:
@@ -335,6 +359,10 @@ class Jitted(Generic[P, R]):
                 f"`{self._name}` was compiled for other arguments: they differ in their"
                 f" structure, or in what is no array ({lowered.values!r:.60} then,"
                 f" {static.values!r:.60} now); lower it with what you call it with."
+            )
+        if self._checked is not None:
+            self._checked.before_run(
+                static, arrays, lambda: self.trace(*args, **kwargs)
             )
         out = compiled(*arrays)
         return out.rest.tree(*out.lists) if type(out) is Parted else out

@@ -52,6 +52,12 @@ class ProgramError(ValueError):
     """
 
 
+class RefusedError(ValueError):
+    """A program that the function `check` of [`shardfx.filter_jit`][] refused, before
+    it ran.
+    """
+
+
 class OutOfMemoryError(ProgramError):
     """A program that its compiler refuses because it needs more memory than a device
     has.

@@ -72,7 +72,12 @@ def arrays(tree: Tree, plan: sfx.ShardPlan, x: jax.Array) -> Tree:
         sfx.shardings_of(placed),
         sfx.gather(placed),
     )
-    jitted = sfx.filter_jit(step, in_shardings=(plan, None), donate=(0,))
+    jitted = sfx.filter_jit(
+        step,
+        in_shardings=(plan, None),
+        donate=(0,),
+        check=lambda traced: len(traced.arrays) == 1,
+    )
     moved = sfx.reshard(
         jitted(placed, sfx.constrain(x, ("batch",), plan)),
         plan,

@@ -1,0 +1,72 @@
+"""The programs of a function of `filter_jit` that its `check` has passed.
+
+A program is checked before it first runs. Which program a call runs follows from its
+static argument and from the type and the sharding of each array.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from .._ground.errors import RefusedError
+from .constraint import is_tracing
+from .given import is_placed
+from .stages import Traced
+
+
+Check: TypeAlias = Callable[[Traced[..., Any]], object]
+
+
+class CheckedPrograms:
+    """The programs that `check` passed, of the function with the name `name`."""
+
+    def __init__(self, check: Check, name: str):
+        self._check, self._name = check, name
+        self._passed: set[tuple[Any, ...]] = set()
+        # What decided which program the last call ran. Steps of a training loop get
+        # the same objects, and comparing identities costs less than hashing.
+        self._last: tuple[Any, ...] = ()
+
+    def before_run(
+        self, static: Any, arrays: Sequence[Any], trace: Callable[[], Traced[..., Any]]
+    ) -> None:
+        """Calls `check` with what `trace` returns if the program of these arguments did
+        not pass before.
+
+        Raises `RefusedError` if `check` returns something false. A call inside another
+        traced function runs no program of its own, and is not checked.
+        """
+        kinds = {*map(type, arrays)}
+        if any(issubclass(kind, Tracer) for kind in kinds):
+            return
+        if all(map(is_placed, kinds)):
+            types = [array.aval for array in arrays]
+            shardings = [array.sharding for array in arrays]
+        else:
+            types, shardings = map(list, zip(*map(_type_of, arrays), strict=True))
+        parts = (static, *types, *shardings)
+        last = self._last
+        if len(parts) == len(last) and all(map(operator.is_, parts, last)):
+            return
+        if parts not in self._passed:
+            if is_tracing():
+                return
+            found = self._check(trace())
+            if found is not None and not found:
+                raise RefusedError(
+                    f"`check` refused the program of `{self._name}`, and nothing ran."
+                    f" It says:\n{found}"
+                )
+            self._passed.add(parts)
+        self._last = parts
+
+
+def _type_of(array: Any) -> tuple[Any, Any]:
+    """The type and the sharding of an array; NumPy arrays have no sharding."""
+    if isinstance(array, jax.Array):
+        return array.aval, array.sharding
+    return jax.typeof(np.asarray(array)), None

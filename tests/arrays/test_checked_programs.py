@@ -1,0 +1,140 @@
+"""`filter_jit(check=...)`: once for each program, before it first runs."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from shardfx import MeshSpec, filter_jit
+from shardfx.errors import RefusedError
+
+
+MESH = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
+ROWS, COLUMNS = NamedSharding(MESH, P("data")), NamedSharding(MESH, P(None, "tensor"))
+X = jnp.arange(64.0).reshape(8, 8)
+
+
+def passing(seen):
+    """A check that passes everything, and says what it saw."""
+    return lambda traced: seen.append([one.struct for one in traced.arrays])
+
+
+def test_a_program_is_checked_once():
+    seen = []
+    double = filter_jit(lambda x: 2 * x, in_shardings=ROWS, check=passing(seen))
+    for _ in range(3):
+        assert np.array_equal(double(X), 2 * X)
+    assert [[one.sharding for one in structs] for structs in seen] == [[ROWS]]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        jnp.ones((16, 8)),
+        X.astype(jnp.bfloat16),
+        jax.device_put(X, ROWS),
+        jax.device_put(X, COLUMNS),
+    ],
+    ids=["shape", "dtype", "rows", "columns"],
+)
+def test_another_type_or_sharding_is_another_program(other):
+    seen = []
+    double = filter_jit(lambda x: 2 * x, check=passing(seen))
+    for _ in range(2):
+        for x in (X, other):
+            assert np.array_equal(double(x), 2 * x)
+    assert len(seen) == 2
+
+
+def test_another_static_argument_is_another_program():
+    seen = []
+    scaled = filter_jit(lambda x, by: x * by, check=passing(seen))
+    for by in (2, 3, 2, 2.0):
+        scaled(X, by)
+    assert len(seen) == 3
+
+
+def test_numpy_arrays_and_those_of_the_function_are_arguments():
+    seen = []
+    linear = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+    apply: Any = filter_jit(jax.vmap(linear), check=passing(seen))
+    for _ in range(2):
+        apply(np.ones((4, 8), np.float32))
+    shapes = [[struct.shape for struct in structs] for structs in seen]
+    assert shapes == [[(4, 8)]] or shapes == [[(8, 8), (8,), (4, 8)]]
+
+
+def test_a_false_answer_refuses_the_program_each_time():
+    ran = []
+
+    class Verdict:
+        def __bool__(self):
+            return False
+
+        def __str__(self):
+            return "the sum at train.py:7 is wrong"
+
+    def step(x):
+        jax.debug.callback(lambda: ran.append(1))
+        return x + 1
+
+    step = filter_jit(step, donate="all", check=lambda traced: Verdict())
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="nothing ran.*\nthe sum at train.py:7"):
+            step(X)
+    jax.effects_barrier()
+    assert ran == [] and not X.is_deleted()
+    with pytest.raises(RefusedError, match=r"program of `.*\.step`"):
+        step.lower(X).compile()(X)
+
+
+def test_what_a_check_raises_is_raised_unchanged():
+    def check(traced):
+        raise KeyError("my own")
+
+    with pytest.raises(KeyError, match="my own"):
+        filter_jit(lambda x: x, check=check)(X)
+
+
+@pytest.mark.parametrize("answer", [None, True, "proved", 1])
+def test_none_and_what_is_true_pass(answer):
+    assert filter_jit(lambda x: x + 1, check=lambda traced: answer)(X)[0, 0] == 1
+
+
+def test_a_compiled_stage_is_checked_before_it_first_runs():
+    seen = []
+    double = filter_jit(lambda x: 2 * x, check=passing(seen))
+    compiled = double.lower(X).compile()
+    assert seen == []
+    for _ in range(2):
+        compiled(X)
+    assert len(seen) == 1
+
+
+def test_inside_another_program_nothing_is_checked():
+    seen = []
+    double = filter_jit(lambda x: 2 * x, check=passing(seen))
+    assert np.array_equal(
+        jax.jit(lambda x: double(x) + double(jnp.ones(3)).sum())(X), 2 * X + 6
+    )
+    assert jax.grad(lambda x: double(x).sum())(X).sum() == 128
+    assert seen == []
+
+
+def test_a_check_is_for_decorators_and_methods_too():
+    seen = []
+
+    class Model(eqx.Module):
+        scale: jax.Array
+
+        @filter_jit(check=passing(seen))
+        def apply(self, x):
+            return x * self.scale
+
+    for scale in (2.0, 3.0):
+        assert Model(jnp.array(scale)).apply(X)[0, 1] == scale
+    assert len(seen) == 1
