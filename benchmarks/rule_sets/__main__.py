@@ -1,0 +1,136 @@
+"""`python -m benchmarks.rule_sets`: every rule set that ships, its models and five
+meshes, in numbers.
+
+The loss and the gradients under the plan are compared with those of one device, in
+float32. Where they differ by more than a ten-thousandth of their norm,
+`shardfx.testing.check_step` decides, and names the line. XLA may end the process, so
+cases run in a second one, which goes on behind the case that ended it.
+"""
+
+import argparse
+import functools as ft
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+
+_CLOSE = 1e-4
+_RESULTS = Path(__file__).parents[1] / "results"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rule_sets", description=__doc__
+    )
+    parser.add_argument("--only", default="", help="a regex of names of cases")
+    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--behind", type=int, help=argparse.SUPPRESS)
+    flags = parser.parse_args(arguments)
+    if flags.behind is not None:
+        _work(flags.only, flags.behind)
+        return 0
+    results = _all(flags.only)
+    outcomes = [one["outcome"] for one in results.values()]
+    counts = {outcome: outcomes.count(outcome) for outcome in sorted({*outcomes})}
+    print(f"JAX {jax.__version__}: {counts}")
+    file = flags.json or _RESULTS / f"rule-sets-{jax.__version__}.json"
+    document = {"jax": jax.__version__, "counts": counts, "cases": results}
+    file.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if {*outcomes} & {"wrong", "ended", "refused"} else 0
+
+
+def _all(only: str) -> dict[str, Any]:
+    """The result of each case, by its name."""
+    results: dict[str, Any] = {}
+    count = 0
+    while True:
+        command = [sys.executable, "-m", "benchmarks.rule_sets"]
+        command += ["--only", only, "--behind", str(count)]
+        pending = ""
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                told = json.loads(line)
+                if "begins" in told:
+                    pending, count = told["begins"], count + 1
+                else:
+                    results[told.pop("case")] = told
+                    pending = ""
+        if not pending:
+            if process.returncode:
+                raise RuntimeError(f"the process of cases ended: {process.returncode}")
+            return results
+        results[pending] = {"outcome": "ended", "code": process.returncode}
+
+
+def _work(only: str, behind: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    from . import _pages, _presets
+
+    every = [*_pages.cases(), *_presets.cases()]
+    chosen = [case for case in every if re.search(only, case.name)]
+    for case in chosen[behind:]:
+        print(json.dumps({"begins": case.name}), flush=True)
+        began = time.perf_counter()
+        try:
+            found = _result(case)
+        except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
+            # XLA or JAX refuses the program; the sweep goes on.
+            found = {"outcome": "refused", "told": f"{type(error).__name__}: {error}"}
+        seconds = round(time.perf_counter() - began, 1)
+        told = {"case": case.name, **found, "seconds": seconds}
+        print(json.dumps(told), flush=True)
+
+
+# Programs that run once need not be fast.
+_QUICKLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+def _result(case: Any) -> dict[str, Any]:
+    import shardfx as sfx
+    from shardfx.testing._args import made
+
+    step, args = case.step()
+    arrays = made(args, mild=False)
+    whole = _on_one(case.make)
+    got = step.lower(*arrays).compile(_QUICKLY)(*arrays)
+    apart = max(map(_apart, jax.tree.leaves(got), whole))
+    if apart <= _CLOSE:
+        return {"outcome": "right", "apart": float(f"{apart:.1e}")}
+    checked = sfx.testing.check_step(step, *args)
+    outcome = "right" if checked else "wrong"
+    return {"outcome": outcome, "apart": float(f"{apart:.1e}"), "told": str(checked)}
+
+
+@ft.lru_cache(maxsize=8)
+def _on_one(make: Any) -> list[np.ndarray]:
+    """Loss and gradients on one device, for the arguments that a case gets."""
+    from shardfx.testing._args import made
+
+    model = make()
+    arrays = made((model.params, model.batch), mild=False)
+    step = jax.jit(jax.value_and_grad(model.loss), compiler_options=_QUICKLY)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(step(*arrays))]
+
+
+def _apart(got: Any, whole: np.ndarray) -> float:
+    """The norm of the difference, as a share of the norm of the right array."""
+    scale = max(float(np.linalg.norm(whole)), 1e-12)
+    return float(np.linalg.norm(np.asarray(got) - whole)) / scale
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

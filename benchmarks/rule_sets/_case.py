@@ -1,0 +1,83 @@
+"""A case of the sweep: a rule set that ships, a model and a mesh."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import shardfx as sfx
+
+
+# Rows, fully sharded and tensor parallel, as far as the mesh has them.
+MESHES = {
+    "2x2x2": (2, 2, 2),
+    "2x2x1": (2, 2, 1),
+    "4x2": (1, 4, 2),
+    "2x4": (1, 2, 4),
+    "3x2": (1, 3, 2),
+}
+# Divides by the devices of every mesh along which rows are sharded.
+ROWS = 24
+Loss = Callable[..., jax.Array]
+
+
+class Model(NamedTuple):
+    """The loss of a model, and structs of its parameters and of its batch."""
+
+    loss: Loss
+    params: Any
+    batch: jax.ShapeDtypeStruct
+
+
+class Case(NamedTuple):
+    """A rule set, a model, a mesh, and a function that makes the plan of the model's
+    parameters on that mesh.
+
+    `axes` are the names of the mesh axes; the batch is sharded over all but the last.
+    """
+
+    rules: str
+    model: str
+    mesh: str
+    make: Callable[[], Model]
+    planned: Callable[[Any, sfx.MeshSpec], sfx.ShardPlan]
+    axes: tuple[str, ...] = ("data", "fsdp", "tensor")
+
+    @property
+    def name(self) -> str:
+        return f"{self.rules} | {self.model} | {self.mesh}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        sizes = MESHES[self.mesh]
+        return dict(zip(self.axes, sizes[-len(self.axes) :], strict=True))
+
+    def step(self) -> tuple[Any, tuple[Any, ...]]:
+        """The jitted step, loss and gradient, and its arguments as structs."""
+        model, spec = self.make(), sfx.MeshSpec(self.sizes)
+        mesh = spec.build(jax.devices()[: spec.size])
+        plan = self.planned(model.params, spec).on(mesh)
+        rows = jax.NamedSharding(mesh, jax.P(self.axes[:-1]))
+        batch = jax.ShapeDtypeStruct(
+            model.batch.shape, model.batch.dtype, sharding=rows
+        )
+        whole = jax.NamedSharding(mesh, jax.P())
+        step = jax.jit(
+            jax.value_and_grad(model.loss), out_shardings=(whole, plan.shardings)
+        )
+        return step, (plan.structs, batch)
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def tokens(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def by_paths(rules: sfx.PathRules, **how: Any) -> Callable[..., sfx.ShardPlan]:
+    """Plans parameters by path rules. A model need not have all paths of the rules."""
+    return ft.partial(sfx.plan, paths=rules, unused="allow", **how)

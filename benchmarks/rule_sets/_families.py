@@ -1,0 +1,267 @@
+"""Forward passes of the published families, for trees with the names and the shapes of
+`shardfx.presets.models.tree`, a few layers deep.
+
+They are as plain as the families allow: one block, written as its paper writes it, for
+weights in torch's layout `[out, in]`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+Params = Mapping[str, Any]
+
+
+def linear(p: Params, x: jax.Array) -> jax.Array:
+    """A projection by `[out, in]`, with the bias if there is one."""
+    return x @ p["weight"].T + p.get("bias", 0)
+
+
+def normed(p: Params, x: jax.Array) -> jax.Array:
+    """The norm of a family: that of RMS, or with a bias that of layers."""
+    if "bias" in p:
+        scale = p.get("weight", p.get("scale"))
+        return jax.nn.standardize(x, epsilon=1e-6) * scale + p["bias"]
+    return (
+        x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * p["weight"]
+    )
+
+
+def turned(x: jax.Array) -> jax.Array:
+    """Rotary positions of `[batch, length, heads, dim]`."""
+    half = x.shape[-1] // 2
+    rates = 1e4 ** (-jnp.arange(half) / half)
+    angles = jnp.arange(x.shape[1])[:, None, None] * rates
+    first, second = x[..., :half], x[..., half:]
+    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate(
+        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    )
+
+
+def attended(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, bias: Any = 0.0
+) -> jax.Array:
+    """Attention over `[batch, length, heads, dim]`, the heads joined in the result."""
+    repeats = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(each, repeats, axis=2) for each in (key, value))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5 + bias
+    if causal:
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), value)
+    return mixed.reshape(*mixed.shape[:2], -1)
+
+
+def heads_of(x: jax.Array, width: int) -> jax.Array:
+    """The last dimension as heads of `width` elements."""
+    return x.reshape(*x.shape[:-1], -1, width)
+
+
+def token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    right = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
+
+
+def layers_of(p: Params) -> list[Params]:
+    return [p[number] for number in sorted(p, key=int)]
+
+
+def decoder_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
+    """Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 1 to 3, StarCoder 2."""
+    model = p["model"]
+    x = model["embed_tokens"]["weight"][tokens]
+    for layer in layers_of(model["layers"]):
+        has_four = "pre_feedforward_layernorm" in layer
+        mixed = _self_attention(
+            layer["self_attn"], normed(layer["input_layernorm"], x), head_dim
+        )
+        after = layer["post_attention_layernorm"]
+        if has_four:
+            x = x + normed(after, mixed)
+            wide = _feed_forward(layer, normed(layer["pre_feedforward_layernorm"], x))
+            x = x + normed(layer["post_feedforward_layernorm"], wide)
+        else:
+            x = x + mixed
+            x = x + _feed_forward(layer, normed(after, x))
+    head = p["lm_head"] if "lm_head" in p else model["embed_tokens"]
+    return token_loss(linear(head, normed(model["norm"], x)), tokens)
+
+
+def _self_attention(p: Params, x: jax.Array, head_dim: int) -> jax.Array:
+    query, key, value = (
+        heads_of(linear(p[f"{name}_proj"], x), head_dim) for name in "qkv"
+    )
+    if "q_norm" in p:
+        query, key = normed(p["q_norm"], query), normed(p["k_norm"], key)
+    return linear(p["o_proj"], attended(turned(query), turned(key), value, causal=True))
+
+
+def _feed_forward(layer: Params, x: jax.Array) -> jax.Array:
+    if "block_sparse_moe" in layer:
+        return _experts(layer["block_sparse_moe"], x, ("w1", "w3", "w2"))
+    p = layer["mlp"]
+    if "experts" in p:
+        return _experts(p, x, ("gate_proj", "up_proj", "down_proj"))
+    if "c_fc" in p:
+        return linear(p["c_proj"], jax.nn.gelu(linear(p["c_fc"], x)))
+    wide = jax.nn.silu(linear(p["gate_proj"], x)) * linear(p["up_proj"], x)
+    return linear(p["down_proj"], wide)
+
+
+def _experts(p: Params, x: jax.Array, names: tuple[str, str, str]) -> jax.Array:
+    """Each token through its two best experts. The experts are an array each, or one
+    array with a leading dimension.
+    """
+    gates = jax.nn.softmax(linear(p["gate"], x), axis=-1)
+    _, chosen = jax.lax.top_k(gates, 2)
+    shares = jax.nn.one_hot(chosen, gates.shape[-1], dtype=x.dtype).sum(-2) * gates
+    gate, up, down = names
+    if gate in p["experts"]:
+        gate, up, down = (p["experts"][name]["weight"] for name in names)
+        rows = jnp.einsum("bse,bsx->xbse", x, shares)
+        wide = jax.nn.silu(jnp.einsum("xbse,xhe->xbsh", rows, gate))
+        wide = wide * jnp.einsum("xbse,xhe->xbsh", rows, up)
+        return jnp.einsum("xbsh,xeh->bse", wide, down)
+    result = jnp.zeros_like(x)
+    for number, expert in enumerate(layers_of(p["experts"])):
+        wide = jax.nn.silu(linear(expert[gate], x)) * linear(expert[up], x)
+        result = result + shares[..., number : number + 1] * linear(expert[down], wide)
+    return result
+
+
+def latent_loss(
+    p: Params, tokens: jax.Array, nope: int, rope: int, value: int
+) -> jax.Array:
+    """DeepSeek-V3 with latent attention and dense layers."""
+    model = p["model"]
+    x = model["embed_tokens"]["weight"][tokens]
+    for layer in layers_of(model["layers"]):
+        y, own = normed(layer["input_layernorm"], x), layer["self_attn"]
+        query = normed(own["q_a_layernorm"], linear(own["q_a_proj"], y))
+        query = heads_of(linear(own["q_b_proj"], query), nope + rope)
+        joint = linear(own["kv_a_proj_with_mqa"], y)
+        latent, shared = joint[..., :-rope], joint[..., -rope:]
+        both = linear(own["kv_b_proj"], normed(own["kv_a_layernorm"], latent))
+        both = heads_of(both, nope + value)
+        shared = jnp.broadcast_to(turned(shared[:, :, None]), (*both.shape[:-1], rope))
+        key = jnp.concatenate([both[..., :nope], shared], axis=-1)
+        query = jnp.concatenate([query[..., :nope], turned(query[..., nope:])], axis=-1)
+        mixed = attended(query, key, both[..., nope:], causal=True)
+        x = x + linear(own["o_proj"], mixed)
+        x = x + _feed_forward(layer, normed(layer["post_attention_layernorm"], x))
+    return token_loss(linear(p["lm_head"], normed(model["norm"], x)), tokens)
+
+
+def gpt_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
+    """GPT-2 and 3, whose weights are `[in, out]`."""
+
+    def conv(own: Params, x: jax.Array) -> jax.Array:
+        return x @ own["weight"] + own["bias"]
+
+    x = p["wte"]["weight"][tokens] + p["wpe"]["weight"][: tokens.shape[1]]
+    for layer in layers_of(p["h"]):
+        joint = conv(layer["attn"]["c_attn"], normed(layer["ln_1"], x))
+        query, key, value = (
+            heads_of(each, head_dim) for each in jnp.split(joint, 3, axis=-1)
+        )
+        mixed = attended(query, key, value, causal=True)
+        x = x + conv(layer["attn"]["c_proj"], mixed)
+        wide = jax.nn.gelu(conv(layer["mlp"]["c_fc"], normed(layer["ln_2"], x)))
+        x = x + conv(layer["mlp"]["c_proj"], wide)
+    return token_loss(normed(p["ln_f"], x) @ p["wte"]["weight"].T, tokens)
+
+
+def bert_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
+    """BERT and MiniLM, with a loss over the pooled first tokens."""
+    tables = p["embeddings"]
+    x = tables["word_embeddings"]["weight"][tokens]
+    x = x + tables["position_embeddings"]["weight"][: tokens.shape[1]]
+    x = normed(tables["LayerNorm"], x + tables["token_type_embeddings"]["weight"][0])
+    for layer in layers_of(p["encoder"]["layer"]):
+        own, out = layer["attention"]["self"], layer["attention"]["output"]
+        query, key, value = (
+            heads_of(linear(own[name], x), head_dim)
+            for name in ("query", "key", "value")
+        )
+        mixed = linear(out["dense"], attended(query, key, value, causal=False))
+        x = normed(out["LayerNorm"], x + mixed)
+        wide = jax.nn.gelu(linear(layer["intermediate"]["dense"], x))
+        x = normed(
+            layer["output"]["LayerNorm"], x + linear(layer["output"]["dense"], wide)
+        )
+    return jnp.mean(jnp.tanh(linear(p["pooler"]["dense"], x[:, 0])) ** 2)
+
+
+def t5_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
+    """T5 v1.1, encoder and decoder."""
+
+    def attention(
+        own: Params, x: jax.Array, y: jax.Array, bias: Any, *, causal: bool
+    ) -> jax.Array:
+        query = heads_of(linear(own["q"], x), head_dim)
+        key, value = (heads_of(linear(own[name], y), head_dim) for name in "kv")
+        return linear(own["o"], attended(query, key, value, causal=causal, bias=bias))
+
+    def gated(own: Params, x: jax.Array) -> jax.Array:
+        return linear(
+            own["wo"], jax.nn.gelu(linear(own["wi_0"], x)) * linear(own["wi_1"], x)
+        )
+
+    def bias_of(side: Params, length: int) -> jax.Array:
+        first = side["block"]["0"]["layer"]["0"]["SelfAttention"]
+        table = first["relative_attention_bias"]["weight"]
+        apart = jnp.arange(length)[None] - jnp.arange(length)[:, None]
+        return table[jnp.clip(apart + 8, 0, 31)].transpose(2, 0, 1)
+
+    table, encoder, decoder = p["shared"]["weight"], p["encoder"], p["decoder"]
+    x, bias = table[tokens], bias_of(encoder, tokens.shape[1])
+    for block in layers_of(encoder["block"]):
+        first, second = layers_of(block["layer"])
+        y = normed(first["layer_norm"], x)
+        x = x + attention(first["SelfAttention"], y, y, bias, causal=False)
+        x = x + gated(second["DenseReluDense"], normed(second["layer_norm"], x))
+    read = normed(encoder["final_layer_norm"], x)
+    x, bias = table[tokens], bias_of(decoder, tokens.shape[1])
+    for block in layers_of(decoder["block"]):
+        first, second, third = layers_of(block["layer"])
+        y = normed(first["layer_norm"], x)
+        x = x + attention(first["SelfAttention"], y, y, bias, causal=True)
+        y = normed(second["layer_norm"], x)
+        x = x + attention(second["EncDecAttention"], y, read, 0.0, causal=False)
+        x = x + gated(third["DenseReluDense"], normed(third["layer_norm"], x))
+    logits = linear(p["lm_head"], normed(decoder["final_layer_norm"], x))
+    return token_loss(logits, tokens)
+
+
+def vit_loss(p: Params, images: jax.Array) -> jax.Array:
+    """ViT under big_vision's names, with a loss over its last tokens."""
+    kernel = p["embedding"]["kernel"]
+    x = jax.lax.conv_general_dilated(
+        images,
+        kernel,
+        kernel.shape[:2],
+        "VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    x = x.reshape(x.shape[0], -1, x.shape[-1]) + p["embedding"]["bias"]
+    x = x + p["pos_embedding"]
+    body = p["Transformer"]
+    names = [name for name in body if name.startswith("encoderblock")]
+    for name in sorted(names):
+        layer = body[name]
+        own = layer["MultiHeadDotProductAttention_0"]
+        y = normed(layer["LayerNorm_0"], x)
+        query, key, value = (
+            jnp.einsum("bse,ehd->bshd", y, own[each]["kernel"]) + own[each]["bias"]
+            for each in ("query", "key", "value")
+        )
+        mixed = heads_of(attended(query, key, value, causal=False), query.shape[-1])
+        x = x + jnp.einsum("bshd,hde->bse", mixed, own["out"]["kernel"])
+        x = x + own["out"]["bias"]
+        first, second = layer["MlpBlock_0"]["Dense_0"], layer["MlpBlock_0"]["Dense_1"]
+        wide = normed(layer["LayerNorm_1"], x) @ first["kernel"] + first["bias"]
+        x = x + jax.nn.gelu(wide) @ second["kernel"] + second["bias"]
+    return jnp.mean(normed(body["encoder_norm"], x) ** 2 * jnp.arange(x.shape[-1]))
