@@ -214,9 +214,7 @@ def _fastsafetensors(file: Path, shardings: Any) -> Any:
 
 
 def _streamer(file: Path, shardings: Any) -> Any:
-    from runai_model_streamer import (
-        SafetensorsStreamer,
-    )  # pyright: ignore[reportMissingImports]
+    from runai_model_streamer import SafetensorsStreamer  # pyright: ignore
 
     with SafetensorsStreamer() as streamer:
         streamer.stream_file(str(file))

@@ -45,7 +45,7 @@ def judged(known: StepOnChip) -> str:
     told = list(advised.constraints) if advised else []
     module = with_constraints(step, told, "tpu")
     after = shardings_of(step, "tpu", module)
-    told += [one for row in _whole(after) for one in after.wanted(row)[:1]]
+    told += [one for row in _whole(after) for one in after.missed_axes(row)[:1]]
     if not told:
         return "nothing is whole that could be cut"
     module = with_constraints(step, told, "tpu")
@@ -73,7 +73,7 @@ def _whole(found: StepShardings) -> list[ArrayRow]:
     largest: dict[Any, ArrayRow] = {}
     for row in found.replicated().rows:
         largest.setdefault((row.source, row.shape), row)
-    return [row for row in [*largest.values()][:3] if found.wanted(row)]
+    return [row for row in [*largest.values()][:3] if found.missed_axes(row)]
 
 
 def _laid(made: Any) -> tuple[Any, ...]:

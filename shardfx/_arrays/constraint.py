@@ -111,7 +111,7 @@ def constrain(
         such axes are dropped. By default the plan's own `strict` holds.
     - `unmatched`: "raise": an error for a name without a rule in the plan, and for a
       mesh axis in a spec that neither
-        the mesh nor `AxisRules(..., axes=...)` knows. "replicate": such names and axes
+        the mesh nor `AxisRules(..., mesh_axes=...)` knows. "replicate": such names and axes
         are left out.
     - `explain`: whether to return the [`shardfx.Decision`][] too.
 

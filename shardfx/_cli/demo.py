@@ -59,7 +59,7 @@ AXIS_RULES = AxisRules(
         ("sequence", None),
     ],
     units={"heads": HEAD_DIM, "kv_heads": HEAD_DIM},
-    axes=("data", "fsdp", "tensor"),  # a mesh may lack some of them
+    mesh_axes=("data", "fsdp", "tensor"),  # a mesh may lack some of them
 )
 
 _ROWS, _KV_ROWS = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM

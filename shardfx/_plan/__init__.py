@@ -34,6 +34,6 @@ from .leaf import (
 from .names import field, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, drafted, plan
-from .replanning import refined, replan
+from .replanning import refined
 from .shard_plan import ShardPlan, Target, check_plan, shardings_of_leaves, target_of
 from .single import Policy, decision_for

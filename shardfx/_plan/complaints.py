@@ -276,8 +276,8 @@ def raise_absent(draft: Draft) -> None:
     ]
     head = (
         f"the mesh {mesh} lacks mesh axes that the rules use. If they are for other"
-        f" meshes, declare them, `AxisRules(..., axes={tuple(wrong)})` or"
-        f" `PathRules(..., axes={tuple(wrong)})`; or give the mesh the axis with size"
+        f" meshes, declare them, `AxisRules(..., mesh_axes={tuple(wrong)})` or"
+        f" `PathRules(..., mesh_axes={tuple(wrong)})`; or give the mesh the axis with size"
         ' 1; or pass `unmatched="replicate"`:'
     )
     _refuse(RuleError, head, lines)
@@ -330,7 +330,7 @@ def raise_misspelled(draft: Draft) -> None:
             f"no rule uses the mesh axis {axis!r} of size {mesh.shape[axis]}, and the"
             f" mesh {mesh} lacks {meant!r}, which the rules use: did you mean"
             f" `MeshSpec({sizes!r})`? If {axis!r} is for the batch alone, declare it:"
-            f" `PathRules(..., axes=({axis!r},))`."
+            f" `PathRules(..., mesh_axes=({axis!r},))`."
         )
 
 

@@ -201,7 +201,7 @@ def skipping(
     never shards.
     """
     return tuple(
-        dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims})))
+        dataclasses.replace(step, skip_dims=tuple(sorted({*step.skip_dims, *dims})))
         for step in strategies
     )
 

@@ -158,7 +158,7 @@ def follow(
                 )
             )
     raise_errors(follower.errors)
-    declared = by_path.declared + (() if known is None else known.axes)
+    declared = by_path.declared + (() if known is None else known.mesh_axes)
     found = Draft(flat, plan.mesh, by_path, kinds, known, declared, index, rows, [])
     raise_unknown(found)
     raise_absent(
@@ -197,7 +197,7 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
     if over is None:
         return None
     given = over if isinstance(over, Strategy) else fsdp(over)
-    known = (*plan.mesh.axis_names, *(() if plan.axes is None else plan.axes.axes))
+    known = (*plan.mesh.axis_names, *(() if plan.axes is None else plan.axes.mesh_axes))
     for axis in given.axes:
         if axis not in known:
             raise RuleError(

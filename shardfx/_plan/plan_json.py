@@ -198,7 +198,7 @@ def encode_rules(rules: AxisRules | None) -> object:
     }
     # `axes` is left out if empty, so that the text and digest of older plans stay the
     # same.
-    return written | ({"axes": list(rules.axes)} if rules.axes else {})
+    return written | ({"axes": list(rules.mesh_axes)} if rules.mesh_axes else {})
 
 
 def decode_rules(data: Any) -> AxisRules | None:
@@ -209,7 +209,7 @@ def decode_rules(data: Any) -> AxisRules | None:
         modes=decode_entry(data["modes"]),
         units=[tuple(pair) for pair in data["units"]],
         aliases=[tuple(pair) for pair in data["aliases"]],
-        axes=data.get("axes", ()),
+        mesh_axes=data.get("axes", ()),
     )
 
 
@@ -235,19 +235,19 @@ def encode_strategy(strategy: Strategy) -> object:
         *name,
         list(strategy.axes),
         strategy.min_bytes,
-        *([list(strategy.skip)] if strategy.skip else []),
+        *([list(strategy.skip_dims)] if strategy.skip_dims else []),
     ]
 
 
 def decode_strategy(data: Any) -> Strategy:
     name, *fields = data if str(data[0]) in STRATEGIES else ["fsdp", *data]
-    axes, min_bytes, skip = fields if len(fields) == 3 else [*fields, []]
-    if not (_fits(axes, [str]) and _fits(min_bytes, int) and _fits(skip, [int])):
+    axes, min_bytes, skip_dims = fields if len(fields) == 3 else [*fields, []]
+    if not (_fits(axes, [str]) and _fits(min_bytes, int) and _fits(skip_dims, [int])):
         raise PlanFormatError(
             f"{data!r} is no strategy; it must be [list of axes, bytes, list of whole"
             " dimensions]."
         )
-    return strategy_of(name, axes, min_bytes, skip)
+    return strategy_of(name, axes, min_bytes, skip_dims)
 
 
 @ft.lru_cache(maxsize=1)

@@ -91,7 +91,7 @@ def plan(
     - `unmatched`: "raise" makes three things an error: an array that neither names nor
       a path rule covers, a logical
         name without a rule in `axes`, and a mesh axis of a rule that the mesh lacks,
-        unless `AxisRules(..., axes=...)` or `PathRules(..., axes=...)` declares it.
+        unless `AxisRules(..., mesh_axes=...)` or `PathRules(..., mesh_axes=...)` declares it.
         "replicate" replicates such dimensions, with a reason.
     - `unused`: "raise" makes a tree without arrays an error, and each rule of `paths`
       or pair of `memory_kinds` that
@@ -242,7 +242,7 @@ def drafted(
                 errors.append((flat.paths[at], error))
             numbers[key] = number
         index.append(number)
-    declared = (*by_path.declared, *(() if axes is None else axes.axes))
+    declared = (*by_path.declared, *(() if axes is None else axes.mesh_axes))
     return Draft(
         flat, mesh_spec, by_path, kinds, axes, declared, index, planner.rows, errors
     )

@@ -26,51 +26,21 @@ from ..topology import MeshSpec
 from .content import Content
 from .decide import Axes, Request, axes_of, row_of
 from .leaf import Row
-from .shard_plan import ShardPlan
 
 
-def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
-    """Plans the same arrays by the same rules for another mesh: fewer devices after a
-    loss, more after a recovery.
-
-    **Arguments:**
-
-    - `plan`: any plan, such as one read back from JSON.
-    - `mesh`: the new mesh. Specs lose the axes that it lacks and the axes that no
-      longer divide a dimension. Axes that
-        did not fit on the old mesh are tried again.
-
-    **Returns:**
-
-    The new plan. [`shardfx.diff`][] shows the changes; `reshard(state, new_plan)` moves
-    the arrays.
-
-    !!! Example
-
-        ```python
-        import jax
-        import jax.numpy as jnp
-        from shardfx import MeshSpec, PathRules, diff, plan
-        from shardfx.auto import replan
-
-        tree = {
-            "w": jax.ShapeDtypeStruct((24, 8), jnp.float32),
-            "b": jax.ShapeDtypeStruct((8,), jnp.float32),
-        }
-        before = plan(tree, MeshSpec({"data": 8}), paths=PathRules.parse(".*->data"))
-        after = replan(before, MeshSpec({"data": 6}))
-        assert after["w"].spec == jax.P("data") and after["b"].spec == jax.P()
-        print(diff(before, after))
-        ```
+def replanned(content: Content, mesh: MeshSpec | Mesh | AbstractMesh) -> Content:
+    """Returns the plan of the same arrays by the same rules for another mesh. Axes that
+    did not fit on the old mesh are tried again.
     """
     spec = MeshSpec.of(mesh).filled()
-    rows, axes = [], axes_of(spec)
-    for row in plan.content.rows:
+    axes = axes_of(spec)
+    rows = []
+    for row in content.rows:
         # An array that is replicated because it is small is so on every mesh.
-        kept = _is_small(row) and row.requested != row.spec == PartitionSpec()
-        rows.append(row if kept else row_on(row, plan.content, axes))
+        stays = _is_small(row) and row.requested != row.spec == PartitionSpec()
+        rows.append(row if stays else row_on(row, content, axes))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
-    return ShardPlan(plan.content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows))
+    return content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows)
 
 
 def _is_small(row: Row) -> bool:
@@ -231,7 +201,7 @@ def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRu
         axes,
         rules=by_part(axes.rules),
         modes=modes,
-        axes=_renamed_axes(axes.axes, parts),
+        mesh_axes=_renamed_axes(axes.mesh_axes, parts),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from .._ground.errors import (
@@ -27,6 +27,7 @@ from ..topology import MeshSpec
 from .content import Content, joined_contents, read_json, rows_of, shaped_like
 from .facts import html_of
 from .leaf import LeafPlan, named_sharding
+from .replanning import replanned
 from .single import decision_for, replaced, require_constrained
 
 
@@ -392,6 +393,40 @@ class ShardPlan(eqx.Module):
                 f" `{next(iter(self), '')}`."
             )
         return ShardPlan(self.content.replaced(index=index))
+
+    def replan(self, mesh: MeshSpec | Mesh | AbstractMesh) -> "ShardPlan":
+        """Returns the plan of the same arrays by the same rules for another mesh: fewer
+        devices after a loss, more after a recovery.
+
+        **Arguments:**
+
+        - `mesh`: the new mesh. Specs lose the axes that it lacks and the axes that no
+          longer divide a dimension. Axes that did not fit on the old mesh are tried
+          again.
+
+        **Returns:**
+
+        The new plan. [`shardfx.diff`][] shows the changes; `reshard(state, new_plan)`
+        moves the arrays.
+
+        !!! Example
+
+            ```python
+            import jax
+            import jax.numpy as jnp
+            from shardfx import MeshSpec, PathRules, diff, plan
+
+            tree = {
+                "w": jax.ShapeDtypeStruct((24, 8), jnp.float32),
+                "b": jax.ShapeDtypeStruct((8,), jnp.float32),
+            }
+            before = plan(tree, MeshSpec({"data": 8}), paths=PathRules.parse(".*->data"))
+            after = before.replan(MeshSpec({"data": 6}))
+            assert after["w"].spec == jax.P("data") and after["b"].spec == jax.P()
+            print(diff(before, after))
+            ```
+        """
+        return ShardPlan(replanned(self.content, mesh))
 
     def to_json(self) -> str:
         """Returns the plan as JSON text with a format version and its digest, without

@@ -221,7 +221,7 @@ def check_absent(
     """Raises `SpecError` if `reasons` say that a spec lost an axis that `mesh` lacks
     and that `axes` do not declare.
     """
-    declared = () if axes is None else axes.axes
+    declared = () if axes is None else axes.mesh_axes
     for axis in (
         axis for why in reasons if why.code is Code.absent for axis in why.axes
     ):
@@ -230,7 +230,7 @@ def check_absent(
                 f"the plan's mesh {mesh} has no axis"
                 f" {axis!r}{near(axis, mesh.axis_names)}. Use one of its axes; if"
                 f" {axis!r} is one of other meshes, declare it with `AxisRules(...,"
-                f" axes=({axis!r},))`."
+                f" mesh_axes=({axis!r},))`."
             )
 
 
@@ -302,7 +302,7 @@ def _row(content: Content, path: str, row: Row, target: object) -> Row:
     ):  # units stay indivisible under another spec
         request = request._replace(units=row.units)
     whole = {
-        dim for step in row.strategies for dim in step.skip
+        dim for step in row.strategies for dim in step.skip_dims
     }  # another strategy skips the same dimensions
     request = request._replace(strategies=skipping(request.strategies, whole))
     if request.names is not None and content.axes is not None:

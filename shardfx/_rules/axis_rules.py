@@ -27,7 +27,7 @@ class AxisRules(eqx.Module):
     AxisRules are immutable and hashable, and compare with `==`. A jitted function can
     close over them or take them as an argument. Every method returns new AxisRules. The
     fields are the constructor's arguments as tuples of pairs, such as (alias, logical
-    name) in `aliases`; `axes` is a tuple of names.
+    name) in `aliases`; `mesh_axes` is a tuple of names.
 
     !!! Example
 
@@ -56,7 +56,7 @@ class AxisRules(eqx.Module):
     modes: tuple[tuple[str, tuple[Rule, ...]], ...] = eqx.field(static=True)
     units: tuple[tuple[str, int], ...] = eqx.field(static=True)
     aliases: tuple[tuple[str, str], ...] = eqx.field(static=True)
-    axes: tuple[str, ...] = eqx.field(static=True)
+    mesh_axes: tuple[str, ...] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class AxisRules(eqx.Module):
         modes: Mapping[str, object] | Iterable[object] | None = None,
         units: Mapping[str, int] | Iterable[object] | None = None,
         aliases: Mapping[str, str] | Iterable[object] | None = None,
-        axes: Iterable[object] = (),
+        mesh_axes: Iterable[object] = (),
     ):
         """**Arguments:**
 
@@ -82,7 +82,7 @@ class AxisRules(eqx.Module):
           may split, such as `head_dim`.
         - `aliases`: mapping from an alias to the logical name whose rules the alias has
           in every mode.
-        - `axes`: the mesh axes that a mesh may lack, so that one set of rules serves
+        - `mesh_axes`: the mesh axes that a mesh may lack, so that one set of rules serves
           several meshes. [`shardfx.plan`][]
             raises for any other axis that its mesh lacks, because that axis is probably
             misspelled.
@@ -100,7 +100,7 @@ class AxisRules(eqx.Module):
         )
         self.units = tuple(_pairs(units or (), "units"))
         self.aliases = tuple(_pairs(aliases or (), "aliases"))
-        self.axes = declared_axes(axes)
+        self.mesh_axes = declared_axes(mesh_axes)
 
     def __check_init__(self):
         for what, pairs in (
@@ -139,7 +139,7 @@ class AxisRules(eqx.Module):
         )
 
     def extend(
-        self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[Any] = ()
+        self, rules: RulesLike = (), *, modes: Any = None, mesh_axes: Iterable[Any] = ()
     ) -> "AxisRules":
         """New AxisRules with `rules` after these, as fallbacks with less priority.
 
@@ -148,7 +148,7 @@ class AxisRules(eqx.Module):
         - `rules`: pairs of a logical name and a target, as in `AxisRules(...)`.
         - `modes`: mapping from a mode, which may be new, to rules. They come after the
           mode's present rules.
-        - `axes`: more mesh axes that a mesh may lack without an error, besides those in
+        - `mesh_axes`: more mesh axes that a mesh may lack without an error, besides those in
           these AxisRules.
 
         **Returns:**
@@ -164,10 +164,10 @@ class AxisRules(eqx.Module):
             assert rules.rules == (("mlp", "tensor"), ("mlp", "fsdp"), ("embed", None))
             ```
         """
-        return _stacked(self, AxisRules(rules, modes=modes, axes=axes))
+        return _stacked(self, AxisRules(rules, modes=modes, mesh_axes=mesh_axes))
 
     def prepend(
-        self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[Any] = ()
+        self, rules: RulesLike = (), *, modes: Any = None, mesh_axes: Iterable[Any] = ()
     ) -> "AxisRules":
         """New AxisRules with `rules` before these, so that `rules` override them.
 
@@ -176,7 +176,7 @@ class AxisRules(eqx.Module):
         - `rules`: pairs of a logical name and a target, as in `AxisRules(...)`.
         - `modes`: mapping from a mode, which may be new, to rules. They come before the
           mode's present rules.
-        - `axes`: more mesh axes that a mesh may lack without an error, besides those in
+        - `mesh_axes`: more mesh axes that a mesh may lack without an error, besides those in
           these AxisRules.
 
         **Returns:**
@@ -194,7 +194,7 @@ class AxisRules(eqx.Module):
             assert resolve(("batch", "embed"), serve).spec == P("data")
             ```
         """
-        return _stacked(AxisRules(rules, modes=modes, axes=axes), self)
+        return _stacked(AxisRules(rules, modes=modes, mesh_axes=mesh_axes), self)
 
     def without(self, *names: str) -> "AxisRules":
         """New AxisRules without any rule, unit or alias of `names`, in all modes.
@@ -375,7 +375,7 @@ class AxisRules(eqx.Module):
             },
             units=_agreed(self.units, other.units, "unit of"),
             aliases=_agreed(self.aliases, other.aliases, "alias"),
-            axes=self.axes + other.axes,
+            mesh_axes=self.mesh_axes + other.mesh_axes,
         )
 
     @classmethod
@@ -457,15 +457,15 @@ def all_rules(rules: AxisRules) -> tuple[Rule, ...]:
     return (*rules.rules, *(rule for _, given in rules.modes for rule in given))
 
 
-def declared_axes(axes: Iterable[object]) -> tuple[Any, ...]:
-    """The names of mesh axes in `axes` without duplicates. Raises `RuleError` if one is
+def declared_axes(mesh_axes: Iterable[object]) -> tuple[Any, ...]:
+    """The names of mesh axes in `mesh_axes` without duplicates. Raises `RuleError` if one is
     no string or is empty.
     """
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    names = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
     for name in names:
         if not isinstance(name, str) or not name:
             raise RuleError(
-                f"`axes` holds {name!r}; it declares mesh axes by their names."
+                f"`mesh_axes` holds {name!r}; it declares mesh axes by their names."
             )
     return tuple(dict.fromkeys(names))
 
@@ -569,7 +569,7 @@ def _stacked(first: AxisRules, second: AxisRules) -> AxisRules:
         modes={mode: one.get(mode, ()) + two.get(mode, ()) for mode in {**one, **two}},
         units=first.units + second.units,
         aliases=first.aliases + second.aliases,
-        axes=first.axes + second.axes,
+        mesh_axes=first.mesh_axes + second.mesh_axes,
     )
 
 

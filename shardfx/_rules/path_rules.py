@@ -39,7 +39,7 @@ class PathRules(eqx.Module):
 
     A path joins dict keys, attribute names and indices by "/", as in
     `layers/0/attn/q_proj/weight`. A rule matches if `re.search` finds its regex in the
-    path. `axes` are the mesh axes that a mesh may lack without an error.
+    path. `mesh_axes` are the mesh axes that a mesh may lack without an error.
 
     !!! Example
 
@@ -61,9 +61,9 @@ class PathRules(eqx.Module):
     __module__ = "shardfx"
 
     rules: tuple[tuple[str, Any], ...] = eqx.field(static=True)
-    axes: tuple[str, ...] = eqx.field(static=True)
+    mesh_axes: tuple[str, ...] = eqx.field(static=True)
 
-    def __init__(self, rules: Iterable[object], *, axes: Iterable[object] = ()):
+    def __init__(self, rules: Iterable[object], *, mesh_axes: Iterable[object] = ()):
         """**Arguments:**
 
         - `rules`: pairs of a regex and a target, or a mapping. A target is a
@@ -74,7 +74,7 @@ class PathRules(eqx.Module):
             may also return `atomic(PartitionSpec, units)`. Dimensions beyond the end of
             a PartitionSpec are not sharded. A tuple has one name per dimension; `...`
             stands for all unsharded dimensions. `()` and `None` replicate.
-        - `axes`: the mesh axes that a mesh may lack; see [`shardfx.AxisRules`][].
+        - `mesh_axes`: the mesh axes that a mesh may lack; see [`shardfx.AxisRules`][].
 
         **Raises:**
 
@@ -83,7 +83,7 @@ class PathRules(eqx.Module):
         """
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         self.rules = tuple(_checked(index, rule) for index, rule in enumerate(pairs))
-        self.axes = declared_axes(axes)
+        self.mesh_axes = declared_axes(mesh_axes)
 
     def prepend(self, rules: Iterable[object]) -> "PathRules":
         """New PathRules with `rules` before these, so that `rules` override them.
@@ -94,7 +94,7 @@ class PathRules(eqx.Module):
 
         **Returns:**
 
-        New PathRules with the same `axes`.
+        New PathRules with the same `mesh_axes`.
 
         !!! Example
 
@@ -104,17 +104,17 @@ class PathRules(eqx.Module):
             rules = presets.llama().prepend([(r"layers.0.mlp", replicate)])
             ```
         """
-        return PathRules([*rules, *self.rules], axes=self.axes)
+        return PathRules([*rules, *self.rules], mesh_axes=self.mesh_axes)
 
     def extend(
-        self, rules: Iterable[object] = (), *, axes: Iterable[object] = ()
+        self, rules: Iterable[object] = (), *, mesh_axes: Iterable[object] = ()
     ) -> "PathRules":
         """New PathRules with `rules` after these, for paths that none of these matches.
 
         **Arguments:**
 
         - `rules`: pairs of a regex and a target, as in `PathRules(...)`.
-        - `axes`: more mesh axes that a mesh may lack without an error, besides those in
+        - `mesh_axes`: more mesh axes that a mesh may lack without an error, besides those in
           these PathRules.
 
         **Returns:**
@@ -130,7 +130,10 @@ class PathRules(eqx.Module):
             assert [regex for regex, _ in rules.rules] == ["embed", ".*"]
             ```
         """
-        return PathRules([*self.rules, *rules], axes=(*self.axes, *declared_axes(axes)))
+        return PathRules(
+            [*self.rules, *rules],
+            mesh_axes=(*self.mesh_axes, *declared_axes(mesh_axes)),
+        )
 
     def drop(self, *numbers: int) -> "PathRules":
         """New PathRules without the rules at these positions. [`shardfx.lint`][]
@@ -142,7 +145,7 @@ class PathRules(eqx.Module):
 
         **Returns:**
 
-        New PathRules with the same `axes`.
+        New PathRules with the same `mesh_axes`.
 
         **Raises:**
 
@@ -160,7 +163,7 @@ class PathRules(eqx.Module):
         check_positions(len(self.rules), numbers, "drop")
         return PathRules(
             [rule for at, rule in enumerate(self.rules) if at not in numbers],
-            axes=self.axes,
+            mesh_axes=self.mesh_axes,
         )
 
     def replace(self, number: int, target: object) -> "PathRules":
@@ -174,7 +177,7 @@ class PathRules(eqx.Module):
 
         **Returns:**
 
-        New PathRules with the same `axes`.
+        New PathRules with the same `mesh_axes`.
 
         **Raises:**
 
@@ -195,7 +198,7 @@ class PathRules(eqx.Module):
             (regex, target if at == number else was)
             for at, (regex, was) in enumerate(self.rules)
         ]
-        return PathRules(changed, axes=self.axes)
+        return PathRules(changed, mesh_axes=self.mesh_axes)
 
     @classmethod
     def parse(cls, text: str) -> "PathRules":
@@ -325,7 +328,7 @@ class Matcher:
     def __init__(self, rules: PathRules):
         self.rules, self.declared, self.patterns = (
             rules.rules,
-            rules.axes,
+            rules.mesh_axes,
             compiled(rules),
         )
         self.called = [is_callable(target) for _, target in rules.rules]

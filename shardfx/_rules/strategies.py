@@ -105,13 +105,13 @@ class Strategy:
     adds mesh axes to that sharding.
 
     `axes` are the mesh axes to shard over. Arrays of fewer than `min_bytes` bytes are
-    not changed. The dimensions `skip`, in ascending order, are never sharded. Its name
+    not changed. The dimensions `skip_dims`, in ascending order, are never sharded. Its name
     in text, JSON and code is that of its class in lower case.
     """
 
     axes: tuple[str, ...]
     min_bytes: int = 0
-    skip: tuple[int, ...] = ()
+    skip_dims: tuple[int, ...] = ()
 
     __or__, __ror__ = pipeline, _piped
 
@@ -120,7 +120,7 @@ class Strategy:
         has sharded them. The strategy shards the one of them that its axes divide into
         the most shards.
         """
-        return [dim for dim in range(len(shape)) if dim not in self.skip]
+        return [dim for dim in range(len(shape)) if dim not in self.skip_dims]
 
     def preference(self, size: int) -> int:
         """Ranks dimensions that the strategy's axes divide into equally many shards:
@@ -139,8 +139,8 @@ class Strategy:
         """The Python code that makes the strategy."""
         axes = repr(self.axes[0]) if len(self.axes) == 1 else repr(self.axes)
         least = f", {self.min_bytes}" if self.min_bytes else ""
-        dims = self.skip[0] if len(self.skip) == 1 else self.skip
-        return f"{type(self).__name__.lower()}({axes}{least}{f', skip={dims}' if self.skip else ''})"
+        dims = self.skip_dims[0] if len(self.skip_dims) == 1 else self.skip_dims
+        return f"{type(self).__name__.lower()}({axes}{least}{f', skip_dims={dims}' if self.skip_dims else ''})"
 
 
 class Fsdp(Strategy):
@@ -157,7 +157,7 @@ def strategy_of(
     name: str,
     axes: str | Iterable[str],
     min_bytes: int = 0,
-    skip: int | Iterable[int] = (),
+    skip_dims: int | Iterable[int] = (),
 ) -> Strategy:
     """Makes the strategy that `STRATEGIES` lists under `name`; raises `RuleError` for
     invalid arguments.
@@ -176,10 +176,12 @@ def strategy_of(
         raise RuleError(
             f"`{name}(..., min_bytes={min_bytes})`: a number of bytes is not negative."
         )
-    dims = (skip,) if isinstance(skip, int) else tuple(skip)
+    dims = (skip_dims,) if isinstance(skip_dims, int) else tuple(skip_dims)
     if any(isinstance(dim, bool) or dim < 0 for dim in dims):
-        fix = "dimensions are numbered from 0, as in `skip=0` or `skip=(0, 1)`."
-        raise RuleError(f"`{name}(..., skip={skip!r})`: {fix}")
+        fix = (
+            "dimensions are numbered from 0, as in `skip_dims=0` or `skip_dims=(0, 1)`."
+        )
+        raise RuleError(f"`{name}(..., skip_dims={skip_dims!r})`: {fix}")
     return STRATEGIES[name](axes, min_bytes, tuple(sorted(set(dims))))
 
 
@@ -265,7 +267,10 @@ def axes_of_target(target: object) -> tuple[str, ...]:
 
 
 def fsdp(
-    axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[int] = ()
+    axes: str | Iterable[str],
+    min_bytes: int = 0,
+    *,
+    skip_dims: int | Iterable[int] = (),
 ) -> Strategy:
     """The strategy of fully sharded data parallelism: shard the largest free dimension
     that the axes divide.
@@ -273,13 +278,13 @@ def fsdp(
     A dimension is not free if a rule of `AxisRules` replicates its name, or if it
     indexes stacked layers: a `lax.scan` over a sharded dimension gathers the arrays of
     all layers at once. `field(stacked=...)` declares such dimensions in a module,
-    `skip` names them for all other trees.
+    `skip_dims` names them for all other trees.
 
     **Arguments:**
 
     - `axes`: the mesh axis, or axes, to shard over.
     - `min_bytes`: arrays of fewer bytes are not changed.
-    - `skip`: dimensions that are not sharded: 0 for arrays of stacked layers.
+    - `skip_dims`: dimensions that are not sharded: 0 for arrays of stacked layers.
 
     **Returns:**
 
@@ -290,7 +295,7 @@ def fsdp(
     **Raises:**
 
     `RuleError` without an axis, for an axis that occurs twice, and for a negative
-    number in `min_bytes` or `skip`.
+    number in `min_bytes` or `skip_dims`.
 
     !!! Example
 
@@ -300,10 +305,10 @@ def fsdp(
         PathRules(
             [
                 ("norm|bias", ()),
-                ("layers", fsdp("data", skip=0)),  # stacked for `lax.scan`
+                ("layers", fsdp("data", skip_dims=0)),  # stacked for `lax.scan`
                 (".*", fsdp("data", min_bytes=2**20)),
             ]
         )
         ```
     """
-    return strategy_of("fsdp", axes, min_bytes, skip)
+    return strategy_of("fsdp", axes, min_bytes, skip_dims)

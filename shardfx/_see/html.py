@@ -34,7 +34,7 @@ from .._ground.text import (
 )
 from .._plan import Group, Row, ShardPlan, check_plan
 from ..chips import Chip, find
-from ..cost import ArrayRow, Fit, Offender, Traffic
+from ..cost import ArrayRow, Fit, LargeArray, Traffic
 from ..topology import MeshSpec
 from .finding import Finding
 
@@ -270,7 +270,7 @@ def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
 def _fit(fit: Fit) -> dict[str, object]:
     changes = [dataclasses.asdict(change) for change in fit.changes]
     told = {
-        "how": fit.how,
+        "basis": fit.basis,
         "peak_bytes": fit.peak_bytes,
         "fits": fit.fits,
         "changes": changes,
@@ -330,12 +330,12 @@ def step_data(fit: Fit) -> dict[str, object] | None:
     """
     known = fit.shardings
     return known and {
-        "moment": [_held(one) for one in fit.moment if one.bytes],
+        "moment": [_held(one) for one in fit.peak_arrays if one.bytes],
         "source": _source(known.rows),
     }
 
 
-def _held(one: Offender) -> dict[str, object]:
+def _held(one: LargeArray) -> dict[str, object]:
     line = one.source and linecache.getline(one.source.file, one.source.line).strip()
     axes = (
         [list(entry_axes(entry)) for entry in entries_of(one.spec)]

@@ -385,7 +385,7 @@ def unknown_names(
 
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
     """Findings, of this severity, for mesh axes that rules of `draft` use and its mesh
-    lacks. Axes that the rules declare, as in `PathRules(..., axes=["x"])`, are not
+    lacks. Axes that the rules declare, as in `PathRules(..., mesh_axes=["x"])`, are not
     found.
     """
     known = draft.mesh.axis_names
@@ -397,7 +397,7 @@ def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Findi
         what = "axes" if subject.axes is not None else "paths"
         meant = nearest(axis, known)
         fix = "\n".join(_corrected_axis(subject, axis, meant[0])) if meant else ""
-        fix = fix or f"{what} = {what}.extend(axes=({axis!r},))"
+        fix = fix or f"{what} = {what}.extend(mesh_axes=({axis!r},))"
         yield Finding("absent-axis", severity, f"mesh axis {axis!r}", 0, message, fix)
 
 

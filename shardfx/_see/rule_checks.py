@@ -75,7 +75,7 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
         axis
         for rules in (subject.paths, subject.axes)
         if rules is not None
-        for axis in rules.axes
+        for axis in rules.mesh_axes
     ]
     used = axes_used(subject.content.rows, path_rules, subject.axes)
     meant = misspelled_axes(subject.content.mesh, declared, used)
@@ -87,7 +87,7 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
         sizes.items() if subject.axes is not None or subject.paths is not None else ()
     ):
         if size > 1 and axis not in {*declared, *used}:
-            fix = f"{what} = {what}.extend(axes=({axis!r},))"
+            fix = f"{what} = {what}.extend(mesh_axes=({axis!r},))"
             told = f"If it is for the batch alone, declare it: `{fix}`"
             if axis in meant:
                 renamed = {

@@ -125,7 +125,7 @@ class Subject:
         """
         skip = (0,) if len(shape) > 2 else ()
         return next(
-            (fsdp(axis, skip=skip) for _, axis in self.divisible(shape, units)),
+            (fsdp(axis, skip_dims=skip) for _, axis in self.divisible(shape, units)),
             replicate,
         )
 

@@ -13,7 +13,7 @@ axis. A cost term is a sum of work, bytes or traffic that the same assignments d
 candidate is a strategy with the sizes of its mesh axes.
 """
 
-from .._plan import renamed as renamed, replan as replan
+from .._plan import renamed as renamed
 from ._candidate import Candidate as Candidate
 from ._constrain_step import constrain_step as constrain_step
 from ._name_axes import (

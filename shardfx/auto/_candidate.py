@@ -308,7 +308,7 @@ def mesh_and_rules(
             some = itertools.combinations([axes[at] for at in having], count)
             entries += [(name, one[0] if count == 1 else one) for one in some]
     entries += [(name, None) for name in sorted({*known}.difference(ranked))]
-    return mesh, AxisRules(entries, axes=mesh.axis_names), axes
+    return mesh, AxisRules(entries, mesh_axes=mesh.axis_names), axes
 
 
 def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
@@ -385,7 +385,7 @@ MESH = MeshSpec({_text(dict(mesh.shape))}{f", dcn={_text(spans)}" if spans else 
 RULES = AxisRules(
     [
 {"".join(rules)}    ],
-    axes={_text(mesh.axis_names)},
+    mesh_axes={_text(mesh.axis_names)},
 )
 
 

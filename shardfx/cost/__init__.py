@@ -11,7 +11,7 @@ from .._step import Frame as Frame
 from ._changes import Change as Change
 from ._compare import (
     Comparison as Comparison,
-    Surplus as Surplus,
+    Excess as Excess,
     compare as compare,
 )
 from ._compile_for import (
@@ -20,7 +20,7 @@ from ._compile_for import (
     compile_for as compile_for,
 )
 from ._estimate import estimate as estimate
-from ._fit import Fit as Fit, FitRow as FitRow, Offender as Offender, fit as fit
+from ._fit import Fit as Fit, FitRow as FitRow, LargeArray as LargeArray, fit as fit
 from ._seconds import (
     Seconds as Seconds,
     SecondsRow as SecondsRow,
@@ -28,9 +28,9 @@ from ._seconds import (
 )
 from ._shardings import (
     ArrayRow as ArrayRow,
+    MissedAxis as MissedAxis,
     Origin as Origin,
     StepShardings as StepShardings,
-    Wanted as Wanted,
     shardings as shardings,
 )
 from ._traffic import traffic as traffic

@@ -16,7 +16,7 @@ _REST = "what has no line, and lines at which little differs"
 
 
 @dataclasses.dataclass(frozen=True)
-class Surplus:
+class Excess:
     """The difference between a compiled step's traffic and its estimate, for one source
     line and tuple of mesh axes.
 
@@ -58,7 +58,7 @@ class Comparison:
 
     **Arguments:**
 
-    - `rows`, `less`: a [`shardfx.cost.Surplus`][] for each source line and tuple of
+    - `rows`, `less`: a [`shardfx.cost.Excess`][] for each source line and tuple of
       mesh axes where the compiled step
         sends more (or less) than the estimate, the largest first. The last row of each
         can be the sum of other lines.
@@ -67,10 +67,10 @@ class Comparison:
 
     __module__ = "shardfx.cost"
 
-    rows: tuple[Surplus, ...]
+    rows: tuple[Excess, ...]
     estimated: Traffic
     compiled: Traffic
-    less: tuple[Surplus, ...] = ()
+    less: tuple[Excess, ...] = ()
 
     @property
     def different_bytes(self) -> int:
@@ -192,17 +192,15 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
                 place.extra -= moved
                 other.extra += moved
     least = max(1, max(estimated.wire_bytes, found.wire_bytes) // 1000)
-    sides: list[tuple[Surplus, ...]] = []
+    sides: list[tuple[Excess, ...]] = []
     for sign in (1, -1):
         own = sorted(
             (one for one in places.values() if one.extra * sign > 0),
             key=lambda one: -abs(one.extra),
         )
         rest = [one for one in own if one.source is None or abs(one.extra) < least]
-        named = (
-            _surplus([one], one.source, one.axes) for one in own if one not in rest
-        )
-        sides.append((*named, *([_surplus(rest)] if rest else ())))
+        named = (_excess([one], one.source, one.axes) for one in own if one not in rest)
+        sides.append((*named, *([_excess(rest)] if rest else ())))
     return Comparison(sides[0], estimated, found, sides[1])
 
 
@@ -241,12 +239,12 @@ def _rows_by_line(
             missing = 0
 
 
-def _surplus(
+def _excess(
     places: Sequence[_LineTraffic],
     source: Frame | None = None,
     axes: tuple[str, ...] = (),
-) -> Surplus:
-    """The sum of `places` as a `Surplus`. `source` and `axes` are the line and the axes
+) -> Excess:
+    """The sum of `places` as a `Excess`. `source` and `axes` are the line and the axes
     of a single place. The sum of several places has neither.
     """
     ours, theirs = (
@@ -280,7 +278,7 @@ def _surplus(
     expected, sent = (
         tuple(Traffic(tuple(rows), 1).by("kind").items()) for rows in (ours, theirs)
     )
-    return Surplus(extra, source, axes, leaves, expected, sent, passes, why)
+    return Excess(extra, source, axes, leaves, expected, sent, passes, why)
 
 
 def _kinds(sums: tuple[tuple[str, int], ...]) -> str:

@@ -36,7 +36,7 @@ from ._after import as_compiled
 from ._live import Memory, device_memory
 from ._live.program import FlatProgram, program_of
 from ._purpose import ArgumentPurpose, purposes_of
-from ._shardings import ArrayRow, StepShardings, Wanted, shardings_of
+from ._shardings import ArrayRow, MissedAxis, StepShardings, shardings_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,7 +175,7 @@ class Constrained(NamedTuple):
     """Sharding constraints on activations, and the peak memory of a step with them."""
 
     peak_bytes: int
-    constraints: tuple[Wanted, ...]
+    constraints: tuple[MissedAxis, ...]
 
 
 def saving_constraints(known: StepOnChip) -> Constrained | None:
@@ -184,7 +184,7 @@ def saving_constraints(known: StepOnChip) -> Constrained | None:
     much.
     """
     before = known.memory.peak_bytes
-    constraints: tuple[Wanted, ...] = ()
+    constraints: tuple[MissedAxis, ...] = ()
     peak = before
     for _ in range(_ROUNDS):
         more = dict.fromkeys((*constraints, *_candidates(known, constraints)))
@@ -205,7 +205,7 @@ def saving_constraints(known: StepOnChip) -> Constrained | None:
     return None if memory is None else Constrained(memory.peak_bytes, constraints)
 
 
-def _memory_with(known: StepOnChip, constraints: Sequence[Wanted]) -> Memory | None:
+def _memory_with(known: StepOnChip, constraints: Sequence[MissedAxis]) -> Memory | None:
     try:
         return known.memory_with(
             with_constraints(known.step, constraints, known.platform)
@@ -214,7 +214,9 @@ def _memory_with(known: StepOnChip, constraints: Sequence[Wanted]) -> Memory | N
         return None
 
 
-def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wanted]:
+def _candidates(
+    known: StepOnChip, constraints: Sequence[MissedAxis]
+) -> Iterator[MissedAxis]:
     """Yields sharding constraints for the largest arrays in memory at the peak, over
     mesh axes of the batch. The peak is that of the step with the constraints
     `constraints`, which are already chosen.
@@ -235,11 +237,11 @@ def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wa
         made.setdefault(row.source, []).append(row)
     for line in dict.fromkeys(one.source for one in memory.arrays[:_LARGEST]):
         for row in made.get(line, ()):
-            yield from (one for one in found.wanted(row) if one.by in batch)
+            yield from (one for one in found.missed_axes(row) if one.by in batch)
 
 
 def with_constraints(
-    step: Step, constraints: Sequence[Wanted], platform: Platform
+    step: Step, constraints: Sequence[MissedAxis], platform: Platform
 ) -> Module:
     """A copy of the step's StableHLO module with sharding constraints. Each constraint
     is added to all values that have its source line and its shape.
@@ -248,7 +250,7 @@ def with_constraints(
     sizes = dict(step.mesh.shape)
     mesh = next(name for name, own in meshes(module).items() if dict(own) == sizes)
     clone = module.operation.clone()
-    found: list[tuple[Op, ir.Value, Wanted]] = []
+    found: list[tuple[Op, ir.Value, MissedAxis]] = []
     with clone.context, ir.Location.unknown(clone.context):
         for op in operations(clone):
             line = own_line(lines_of((op.location,)))

@@ -72,7 +72,7 @@ class FitRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Offender:
+class LargeArray:
     """A large array in memory at the peak, or several arrays of equal size whose paths
     differ only in numbers.
 
@@ -89,7 +89,7 @@ class Offender:
       "" if it is not known.
     - `spec`, `origins`, `why`: the spec of the array, the origin of each of its mesh
       axes, and a sentence that says why
-        it is not sharded further. Only `Fit.moment` has them.
+        it is not sharded further. Only `Fit.peak_arrays` has them.
     """
 
     __module__ = "shardfx.cost"
@@ -114,7 +114,7 @@ class Fit:
     - `rows`: the bytes of each group of arrays, the largest first. Their sum is
       `peak_bytes`.
     - `chip`: the chip.
-    - `how`: the source of the numbers. "compiled": the compiler's count. "estimated":
+    - `basis`: the source of the numbers. "compiled": the compiler's count. "estimated":
       an estimate from the program of
         XLA's partitioner. "arguments": a plan without a step, so only the plan's arrays
         are counted.
@@ -126,8 +126,8 @@ class Fit:
 
     rows: tuple[FitRow, ...]
     chip: chips.Chip
-    how: Basis
-    largest: tuple[Offender, ...] = ()
+    basis: Basis
+    largest: tuple[LargeArray, ...] = ()
     notes: tuple[str, ...] = ()
     _known: StepOnChip | None = dataclasses.field(
         default=None, repr=False, compare=False
@@ -163,7 +163,7 @@ class Fit:
         Only a compiler's count decides whether such a step fits.
         """
         return (
-            self.how == "estimated"
+            self.basis == "estimated"
             and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
         )
 
@@ -178,14 +178,14 @@ class Fit:
         return () if self._known is None else changes_of(self._known, self.peak_bytes)
 
     @ft.cached_property
-    def moment(self) -> tuple[Offender, ...]:
+    def peak_arrays(self) -> tuple[LargeArray, ...]:
         """All arrays in memory at the peak, the largest first, each with its sharding.
 
         The field `why` of each says why the array is not sharded further, if that is
         known. The first access runs Shardy's propagation, as
         [`shardfx.cost.shardings`][] does.
         """
-        return () if self._known is None else _moment(self._known)
+        return () if self._known is None else _peak_arrays(self._known)
 
     @property
     def shardings(self) -> StepShardings | None:
@@ -230,7 +230,7 @@ class Fit:
         """
         parts = [str(self)]
         why: dict[str, dict[str, None]] = {}
-        for one in self.moment[:_LARGEST]:
+        for one in self.peak_arrays[:_LARGEST]:
             why.setdefault(one.why, {})[f"{one.what} of {place_text(one.source)}"] = (
                 None
             )
@@ -346,7 +346,7 @@ def fit(
     known = StepOnChip(step_of(step, args, mesh), chip, step if args else None)
     rows, largest = _arguments(known)
     shapes = _gradient_shapes(known)
-    temporaries = [_offender(one, shapes) for one in known.memory.arrays]
+    temporaries = [_large_array(one, shapes) for one in known.memory.arrays]
     largest = tuple(
         sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST]
     )
@@ -365,7 +365,7 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
     paths.
     """
     rows: dict[str, list[int]] = {}
-    largest: list[Offender] = []
+    largest: list[LargeArray] = []
     for leaf in plan.leaves:
         counts = shard_counts(leaf.spec, len(leaf.shape), dict(plan.mesh.shape))
         shard = tuple(
@@ -376,19 +376,19 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
         on_host = leaf.memory_kind not in (None, "device")
         rows.setdefault(group, [0, 0])[on_host] += taken
         if not on_host:
-            largest.append(Offender(leaf.path, taken, group))
+            largest.append(LargeArray(leaf.path, taken, group))
     found = [
         FitRow(group, here, host, exact=True) for group, (here, host) in rows.items()
     ]
     return Fit(_sorted(found), chip, "arguments", tuple(_alike(largest)[:_LARGEST]))
 
 
-def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
-    """A row for each group of arguments, and an `Offender` for each argument in device
+def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[LargeArray, ...]]:
+    """A row for each group of arguments, and an `LargeArray` for each argument in device
     memory, the largest first.
     """
     sizes: dict[str, list[int]] = {}
-    largest: list[Offender] = []
+    largest: list[LargeArray] = []
     for at, (one, here) in enumerate(
         zip(known.purposes, known.memory.arguments, strict=True)
     ):
@@ -397,13 +397,13 @@ def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
             row[1] += known.host_bytes(at)
         else:
             row[0] += here
-            largest.append(Offender(one.argument.path, here, one.group))
+            largest.append(LargeArray(one.argument.path, here, one.group))
     return [
         FitRow(group, here, host, exact=True) for group, (here, host) in sizes.items()
     ], tuple(_alike(largest))
 
 
-def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:
+def _temporaries(found: Sequence[LargeArray], known: StepOnChip) -> list[FitRow]:
     """A row for each group of the temporary buffers `found`. Temporaries can reuse the
     memory of the results: the bytes that they reuse are subtracted from the largest
     groups.
@@ -461,17 +461,17 @@ def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
     )
 
 
-def _alike(found: Sequence[Offender]) -> list[Offender]:
+def _alike(found: Sequence[LargeArray]) -> list[LargeArray]:
     """The arrays, the largest first, with one entry for arrays of equal size whose
     paths differ only in numbers.
     """
-    groups: dict[tuple[object, ...], list[Offender]] = {}
+    groups: dict[tuple[object, ...], list[LargeArray]] = {}
     for one in found:
         groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(
             one
         )
     merged = [
-        Offender(
+        LargeArray(
             joined([one.what for one in these]),
             sum(one.bytes for one in these),
             these[0].group,
@@ -497,7 +497,7 @@ def _gradient_shapes(known: StepOnChip) -> set[tuple[int, ...]]:
     return found
 
 
-def _moment(known: StepOnChip) -> tuple[Offender, ...]:
+def _peak_arrays(known: StepOnChip) -> tuple[LargeArray, ...]:
     shapes = _gradient_shapes(known)
     found = []
     for one, here in zip(known.purposes, known.memory.arguments, strict=True):
@@ -509,7 +509,7 @@ def _moment(known: StepOnChip) -> tuple[Offender, ...]:
             for axis in axes
         )
         found.append(
-            Offender(
+            LargeArray(
                 ours.path or ours.name,
                 here,
                 one.group,
@@ -520,11 +520,13 @@ def _moment(known: StepOnChip) -> tuple[Offender, ...]:
     for one in known.memory.arrays:
         row, why = known.shardings.of_held(one)
         sharding = {} if row is None else {"spec": row.spec, "origins": row.origins}
-        found.append(dataclasses.replace(_offender(one, shapes), why=why, **sharding))
+        found.append(
+            dataclasses.replace(_large_array(one, shapes), why=why, **sharding)
+        )
     return tuple(sorted(found, key=lambda one: -one.bytes))
 
 
-def _offender(one: LiveArray, shapes: set[tuple[int, ...]]) -> Offender:
+def _large_array(one: LiveArray, shapes: set[tuple[int, ...]]) -> LargeArray:
     is_gradient = (
         one.phase == "backward"
         and len(one.buffer.shape) > 1
@@ -537,7 +539,7 @@ def _offender(one: LiveArray, shapes: set[tuple[int, ...]]) -> Offender:
         if one.opcode in _COPIES
         else "activations"
     )
-    return Offender(str(one.buffer), one.bytes, group, one.source, one.phase)
+    return LargeArray(str(one.buffer), one.bytes, group, one.source, one.phase)
 
 
 _NUMBERS = {"bytes/device", "share", "largest", "saves", "then"}
@@ -596,7 +598,7 @@ def _changes_table(changes: Sequence[Change]) -> _Rows:
 
 def _verdict(found: Fit) -> list[str]:
     usable, peak = bytes_text(found.usable_bytes), bytes_text(found.peak_bytes)
-    if found.how == "arguments":
+    if found.basis == "arguments":
         return [
             f"The arrays alone take {peak} of {usable} on {found.chip.name};"
             " activations are not counted."

@@ -73,7 +73,7 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class MissedAxis:
     """A mesh axis that could shard a dimension of an array and does not.
 
     **Arguments:**
@@ -234,11 +234,11 @@ class StepShardings:
         found = (row for row in large if axes > {origin.axis for origin in row.origins})
         return dataclasses.replace(self, rows=tuple(found))
 
-    def wanted(self, row: ArrayRow) -> tuple[Wanted, ...]:
+    def missed_axes(self, row: ArrayRow) -> tuple[MissedAxis, ...]:
         """The mesh axes that could shard the array of a row and do not, each with the
         constraint that would add it.
         """
-        return tuple(self._known.wanted(row))
+        return tuple(self._known.missed_axes(row))
 
     @property
     def conflicts(self) -> tuple[str, ...]:
@@ -275,7 +275,7 @@ class StepShardings:
         row = min(alike, key=lambda row: row.phase != array.phase, default=None)
         if row is None:
             return None, self._known.gathered(array.source)
-        return row, next(map(str, self.wanted(row)), "")
+        return row, next(map(str, self.missed_axes(row)), "")
 
     def to_json(self) -> str:
         """The rows as JSON text: a list with an object for each row."""
@@ -296,13 +296,13 @@ class StepShardings:
             f"{plural(len(self.rows), 'array')} of {plural(len(lines), 'line')} on"
             f" {self.mesh}"
         )
-        wanted = self.wanted(shown[0]) if len(lines) == 1 else ()
+        missed = self.missed_axes(shown[0]) if len(lines) == 1 else ()
         text = [
             *table([header, *map(_cells, shown)], right={"bytes/device"}),
             below,
             *self.notes,
         ]
-        return "\n".join([*text, *(f"  {one}" for one in wanted)])
+        return "\n".join([*text, *(f"  {one}" for one in missed)])
 
     __repr__ = first_lines
 
@@ -509,7 +509,7 @@ class _Explainer:
             else self.name(f"input: {self.graph.program.arguments.index(value)}")
         )
 
-    def wanted(self, row: ArrayRow) -> Iterator[Wanted]:
+    def missed_axes(self, row: ArrayRow) -> Iterator[MissedAxis]:
         for axis, size in self.sizes.items():
             stop = self.graph.stop_of(row.number, axis) if size > 1 else None
             if stop is not None:
@@ -523,9 +523,9 @@ class _Explainer:
                     % (others * size)
                     == 0
                 ):
-                    yield self._wanted(axis, stop)
+                    yield self._missed_axis(axis, stop)
 
-    def _wanted(self, axis: str, stop: Stop) -> Wanted:
+    def _missed_axis(self, axis: str, stop: Stop) -> MissedAxis:
         last, near = stop.last.value, stop.near.value
         first = (
             self.origin_of(last, axis)
@@ -541,7 +541,9 @@ class _Explainer:
         spec = PartitionSpec(*map(canonical_entry, entries))
         line = self.lines[self.graph.makers.get(near, stop.operation)]
         by = self.origin_of(stop.with_axis.value, axis)
-        return Wanted(axis, stop.dim, by, first, line, value.shape, value.dtype, spec)
+        return MissedAxis(
+            axis, stop.dim, by, first, line, value.shape, value.dtype, spec
+        )
 
     @ft.cached_property
     def conflicts(self) -> tuple[str, ...]:

@@ -172,7 +172,7 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
         modes=modes,
         units=given.units,
         aliases=given.aliases,
-        axes=given.axes,
+        mesh_axes=given.mesh_axes,
     )
     return last.prepend(
         [

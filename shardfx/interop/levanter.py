@@ -53,7 +53,7 @@ def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
     axes = dict.fromkeys(
         axis for target in targets.values() for axis in entry_axes(target)
     )
-    return AxisRules(targets, axes=axes)
+    return AxisRules(targets, mesh_axes=axes)
 
 
 def mappings_of(

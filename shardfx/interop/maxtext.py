@@ -73,7 +73,8 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
     return MeshAndRules(
         mesh_axes,
         AxisRules(
-            merged, axes=[*mesh_axes, *[one for one in axes if one not in mesh_axes]]
+            merged,
+            mesh_axes=[*mesh_axes, *[one for one in axes if one not in mesh_axes]],
         ),
     )
 

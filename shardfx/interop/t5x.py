@@ -93,7 +93,7 @@ def partitioning_of(text: str) -> Partitioning:
     if standard is None and given != "None":
         axes = ("data", "expert", "model") if kind == _MOE else ("data", "model")
         rules = AxisRules(
-            _literal(bound, f"{kind}.logical_axis_rules", None) or (), axes=axes
+            _literal(bound, f"{kind}.logical_axis_rules", None) or (), mesh_axes=axes
         )
     else:
         # Both modules have a function of this name; a file imports the one for experts
@@ -157,7 +157,7 @@ def _standard(bound: Bindings, experts: bool) -> AxisRules:
         (name, ("expert", "data") if name == "batch" else target)
         for name, target in rules.rules
     ]
-    return AxisRules(spread, axes=("data", "expert", "model"))
+    return AxisRules(spread, mesh_axes=("data", "expert", "model"))
 
 
 def _value_of(bound: Bindings, *names: str) -> Any:

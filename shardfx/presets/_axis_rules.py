@@ -129,7 +129,7 @@ def eformer(
     made = AxisRules(rules, modes=modes)
     # A mesh may lack some of the five axes. eformer ignores these, so they are declared
     # here.
-    return made.extend(axes=[axis for _, axis in axes_in(made)])
+    return made.extend(mesh_axes=[axis for _, axis in axes_in(made)])
 
 
 def _generation_rules(
@@ -246,6 +246,6 @@ def t5x(
     )
     standard = AxisRules(
         [("batch", "data"), *rest, *((name, None) for name in _REPLICATED)],
-        axes=("data", "model"),
+        mesh_axes=("data", "model"),
     )
-    return standard.extend(added.rules, modes=added.modes, axes=added.axes)
+    return standard.extend(added.rules, modes=added.modes, mesh_axes=added.mesh_axes)

@@ -337,4 +337,4 @@ def _preset(
         for regex, target in rules_of(rows, sizes, fsdp, tensor)
     ]
     axes = [(one,) if isinstance(one, str) else one for one in (fsdp, tensor)]
-    return PathRules(rules, axes=(*axes[0], *axes[1]))
+    return PathRules(rules, mesh_axes=(*axes[0], *axes[1]))

@@ -477,7 +477,7 @@ def test_fit_of_a_model_counts_its_arrays_alone(
         "fit llama3-8b --mesh fsdp=2 --rules fsdp --optimizer optax:adamw --chip v5e",
         1,
     )
-    assert found["how"] == "arguments" and found["is_close"] is False
+    assert found["basis"] == "arguments" and found["is_close"] is False
     assert (
         not found["fits"]
         and found["headroom_bytes"] == found["usable_bytes"] - found["peak_bytes"] < 0

@@ -348,11 +348,9 @@ def test_with_sharding_constraint(vector):
             result = jax.tree.map(lambda leaf: constrain(leaf, spec, made), value)["a"]
         else:
             result = constrain(value, spec, made)
-        assert (
-            isinstance(result.sharding, NamedSharding)
-            and result.sharding.mesh == made.jax_mesh
-        )  # pyright: ignore[reportAttributeAccessIssue]
-        assert canonical(result.sharding.spec) == wanted  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(result.sharding, NamedSharding)
+        assert result.sharding.mesh == made.jax_mesh
+        assert canonical(result.sharding.spec) == wanted
         # Under Explicit axes JAX wants the argument of a jitted function on the mesh
         # already.
         inside = jax.jit(lambda x: constrain(x, spec, made))(

@@ -1,3 +1,5 @@
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -142,9 +144,8 @@ def test_nnx_states_are_planned_and_sharded():
     )
     arrays = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), state)
     placed = shard(arrays, made)
-    assert placed["kernel"].get_value().sharding == NamedSharding(
-        mesh, P("fsdp", "tensor")
-    )  # pyright: ignore[reportAttributeAccessIssue]
+    kernel: Any = placed["kernel"]
+    assert kernel.get_value().sharding == NamedSharding(mesh, P("fsdp", "tensor"))
     doubled = jax.jit(
         lambda state: jax.tree.map(lambda x: 2 * x, state), out_shardings=made.shardings
     )(placed)

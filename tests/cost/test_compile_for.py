@@ -103,7 +103,7 @@ def test_it_is_what_jax_compiles_and_pickles():
     memory = theirs.memory_analysis()
     assert first.memory.temp_size_in_bytes == memory.temp_size_in_bytes
     assert first.memory.alias_size_in_bytes == memory.alias_size_in_bytes > 0
-    assert fit(first, chip="v5e").how == "compiled" and first.seconds > 0
+    assert fit(first, chip="v5e").basis == "compiled" and first.seconds > 0
     assert traffic(pickle.loads(pickle.dumps(first))) == traffic(first)
 
 

@@ -96,7 +96,7 @@ def test_fit_groups_arguments_by_their_use():
         "optimizer: the rest": 4,
         "results": 3 * ONE + 4,
     }
-    assert found.how == "estimated" and found.batch == BATCH
+    assert found.basis == "estimated" and found.batch == BATCH
     assert (
         found.peak_bytes
         == sum(row.bytes for row in found.rows)
@@ -180,14 +180,14 @@ def test_a_compiled_step_says_it_exactly(donate):
     program = compile_for(step, *args, target="cpu")
     memory = program.memory_analysis()
     found = fit(program, chip="h100")
-    assert found.how == "compiled" and all(row.exact for row in found.rows)
+    assert found.basis == "compiled" and all(row.exact for row in found.rows)
     assert (
         found.peak_bytes == memory.needed_bytes
         and not found.changes
         and found.largest_batch is None
     )
     both = fit(step, *args, compiled=program, chip="h100")
-    assert (both.peak_bytes, both.how) == (found.peak_bytes, "compiled")
+    assert (both.peak_bytes, both.basis) == (found.peak_bytes, "compiled")
     assert groups(both)["parameters"] == ONE and both.changes
     # What the estimate says of the same step is near, and nearer where nothing is left
     # to chance: results.
@@ -233,7 +233,7 @@ def test_a_plan_alone_says_what_its_arrays_take_and_no_more():
     found = fit(ShardPlan.join(params=weights, opt=opt), chip="h100")
     assert (
         groups(found) == {"params": 288, "opt": 0}
-        and found.how == "arguments"
+        and found.basis == "arguments"
         and not found.is_close
     )
     assert "The arrays alone take 288 B of" in str(

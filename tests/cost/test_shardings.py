@@ -182,14 +182,14 @@ def test_a_lost_batch_is_mended_by_the_told_constraint():
     found = shardings(*decoder(constrained=False))
     worst = found.replicated().rows[0]
     assert worst.shape == (3, 16, 32, 256) and not worst.origins
-    (wanted,) = found.wanted(worst)
-    assert (wanted.by, wanted.first, wanted.shape) == (
+    (missed,) = found.missed_axes(worst)
+    assert (missed.by, missed.first, missed.shape) == (
         "tokens",
         "params/down",
         (16, 32, 64),
     )
-    assert wanted.spec == P("fsdp", None, None) and wanted.line is not None
-    assert wanted.line.place == LINES["block"]
+    assert missed.spec == P("fsdp", None, None) and missed.line is not None
+    assert missed.line.place == LINES["block"]
     assert "jax.P('fsdp', None, None)" in str(found.at(LINES["block"]))
     mended = shardings(*decoder(constrained=True))
     again = next(row for row in mended.rows if row.shape == worst.shape)
@@ -284,16 +284,16 @@ def test_layouts_are_those_that_xla_chooses():
 
 def test_the_peak_of_a_step_says_why_arrays_are_replicated():
     found = fit(*decoder(constrained=False), chip="v5e")
-    whole = next(one for one in found.moment if one.what == "f32[3,16,32,256]")
+    whole = next(one for one in found.peak_arrays if one.what == "f32[3,16,32,256]")
     assert (
         whole.spec == P()
         and "tokens has it there, and params/down took it first" in whole.why
     )
     assert whole.why in found.explain() and found.shardings is not None
-    table = next(one for one in found.moment if one.what == "params/down")
+    table = next(one for one in found.peak_arrays if one.what == "params/down")
     assert table.spec == P(None, None, "fsdp") and table.origins[0].by == "params/down"
     mended = fit(*decoder(constrained=True), chip="v5e")
-    assert not [one for one in mended.moment if one.bytes > 2**17 and one.why]
+    assert not [one for one in mended.peak_arrays if one.bytes > 2**17 and one.why]
 
 
 def test_a_missing_constraint_is_told_with_its_savings():
@@ -369,5 +369,7 @@ def test_an_array_that_a_constraint_made_lie_so_names_it():
     found = shardings(
         step, [struct((16, 16), P("b", "a"))] * 2, struct((8, 16), P("a"))
     )
-    givers = {one.first or one.by for row in found.rows for one in found.wanted(row)}
+    givers = {
+        one.first or one.by for row in found.rows for one in found.missed_axes(row)
+    }
     assert any("the constraint at test_shardings.py" in one for one in givers)

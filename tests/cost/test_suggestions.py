@@ -147,4 +147,4 @@ def test_a_verdict_that_is_close_says_so(before):
     assert not found.is_close and "close" not in str(found).split("largest")[0]
     far = dataclasses.replace(found, chip=chips.find("h100"))
     assert far.fits and not far.is_close and "MAY" not in str(far)
-    assert not dataclasses.replace(near, how="compiled").is_close
+    assert not dataclasses.replace(near, basis="compiled").is_close

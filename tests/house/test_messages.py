@@ -105,11 +105,11 @@ SpecError: [...]leaf `decoder/norm`: the units (1, 2) are for rank 2, and the ar
 
 >>> plan(TREE, MESH, paths=PathRules(MISSPELLED))
 RuleError: the mesh data=2,tensor=4 lacks mesh axes that the rules use. If they are for other meshes, declare them, \
-`AxisRules(..., axes=('datta',))` or `PathRules(..., axes=('datta',))`; or give the mesh the axis with size 1; or \
-pass `unmatched="replicate"`:
+`AxisRules(..., mesh_axes=('datta',))` or `PathRules(..., mesh_axes=('datta',))`; or give the mesh the axis with \
+size 1; or pass `unmatched="replicate"`:
   leaf `embed` (paths[0] embed) uses the mesh axis 'datta' (did you mean 'data'?)
 
->>> plan(TREE, MESH, paths=PathRules(MISSPELLED, axes=["datta"]), strict=True)
+>>> plan(TREE, MESH, paths=PathRules(MISSPELLED, mesh_axes=["datta"]), strict=True)
 SpecError: `strict=True`, and these leaves are not sharded as asked:
   leaf `embed`, shape (64, 4): dim 0: the mesh has no axis `datta`; add the axis to the mesh, or drop it from the rule
 

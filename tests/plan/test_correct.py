@@ -30,9 +30,9 @@ def added(spec, shape, axes, units=None, mesh=MESH):
     """The plan of an array under `fsdp` after a spec."""
     target = (spec if units is None else sfx.atomic(spec, units)) | fsdp(axes)
     tree = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    return sfx.plan(tree, mesh, paths=sfx.PathRules([("w", target)], axes=("gone",)))[
-        "w"
-    ]
+    return sfx.plan(
+        tree, mesh, paths=sfx.PathRules([("w", target)], mesh_axes=("gone",))
+    )["w"]
 
 
 def codes(decision):
@@ -69,11 +69,11 @@ def test_correct(spec, shape, keywords, expected, why):
     "unreduced_kind" not in dir(P), reason="JAX 0.11 and later can leave out a maximum"
 )
 def test_an_unreduced_maximum_stays_a_maximum():
-    from jax.sharding import (
-        UnreducedKind,
-    )  # pyright: ignore[reportAttributeAccessIssue]
-
-    kinds: Any = {"unreduced": frozenset({"data"}), "unreduced_kind": UnreducedKind.max}
+    sharding: Any = jax.sharding
+    kinds: Any = {
+        "unreduced": frozenset({"data"}),
+        "unreduced_kind": sharding.UnreducedKind.max,
+    }
     spec = P("tensor", None, **kinds)
     assert (
         sfx._ground.spec.canonical(spec)

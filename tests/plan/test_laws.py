@@ -32,7 +32,6 @@ from shardfx import (
     replicate,
 )
 from shardfx._ground.spec import canonical, constrained, entries_of, entry_axes
-from shardfx.auto import replan
 from shardfx.errors import SpecError
 
 
@@ -355,10 +354,10 @@ def test_a_plan_equals_itself_after_json(tree, rules):
 @settings(max_examples=100)
 def test_a_replan_is_the_plan_that_the_rules_give_there(tree, rules, sizes, min_bytes):
     first, there = planned(tree, rules, min_bytes=min_bytes), MeshSpec.parse(sizes)
-    again = replan(first, there)
+    again = first.replan(there)
     assert (
         again == planned(tree, rules, there, min_bytes=min_bytes)
-        and replan(again, MESH) == first
+        and again.replan(MESH) == first
     )
 
 
@@ -400,7 +399,7 @@ def test_bytes_per_device_are_what_xla_allocates(shape, dtype, axes, order):
     made = plan(
         {"x": struct},
         mesh,
-        paths=PathRules([("x", P(*order[: len(shape)]))], axes=order),
+        paths=PathRules([("x", P(*order[: len(shape)]))], mesh_axes=order),
     )
     compiled = (
         jax.jit(lambda x: x, in_shardings=made.shardings["x"]).lower(struct).compile()
@@ -435,7 +434,7 @@ for mode in (None, "d"):
     print(following.digest)
 print([str(why) for leaf in made.leaves for why in leaf.reasons])
 # The sets differ in order under the two seeds.
-rules = PathRules([(".*", P("gone", unreduced=frozenset(["data", "fsdp", "tensor"])))], axes=["gone"])
+rules = PathRules([(".*", P("gone", unreduced=frozenset(["data", "fsdp", "tensor"])))], mesh_axes=["gone"])
 print(plan(tree, mesh, paths=rules, axes=axes).digest)
 """
 

@@ -166,7 +166,7 @@ RICH_AXES = AxisRules(
     modes=MODES,
     units=UNITS,
     aliases={"c": "a"},
-    axes=["pod"],
+    mesh_axes=["pod"],
 )
 RICH = plan(
     {
@@ -190,7 +190,7 @@ RICH = plan(
             ("by_number/1", atomic(P(None, "tensor"), (1, 2, 1))),
             ("scalar|module", ()),
         ],
-        axes=["gone"],
+        mesh_axes=["gone"],
     ),
     axes=RICH_AXES,
     memory_kinds=[("^w", "pinned_host")],

@@ -142,7 +142,7 @@ def test_a_reason_is_told_once():
         few.count("min_bytes") == 1
         and "[1] arrays of fewer than 10000 bytes stay whole" in few
     )
-    rules = PathRules([("a", P("gone")), ("b", P(None, "gone"))], axes=["gone"])
+    rules = PathRules([("a", P("gone")), ("b", P(None, "gone"))], mesh_axes=["gone"])
     wide = plan({"a": struct(8, 8), "b": struct(8, 8)}, MESH, paths=rules)
     assert report(wide).count("the mesh has no axis `gone`") == 1
 

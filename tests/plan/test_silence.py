@@ -278,13 +278,13 @@ def test_a_mesh_axis_that_no_mesh_is_known_to_have(target):
 
 
 def test_a_mesh_axis_that_is_declared():
-    other = AXES.prepend([("heads", "pipe")]).extend(axes=["pipe"])
+    other = AXES.prepend([("heads", "pipe")]).extend(mesh_axes=["pipe"])
     assert plan(TREE, MESH, names=NAMES, axes=other)["w"].spec == P("tensor")
     (leaf,) = plan(
-        TREE, MESH, paths=PathRules([("w", P("pipe"))], axes=["pipe"])
+        TREE, MESH, paths=PathRules([("w", P("pipe"))], mesh_axes=["pipe"])
     ).leaves
     assert leaf.spec == P() and leaf.reasons[0].code is Code.absent
-    rules = AxisRules([("batch", ("pod", "data"))], axes=("pod",))
+    rules = AxisRules([("batch", ("pod", "data"))], mesh_axes=("pod",))
     made = plan(TREE, MESH, names={"w": ("batch", None)}, axes=rules)
     assert {
         made.sharding(asked).spec for asked in (("batch",), P(("pod", "data")))
@@ -321,7 +321,7 @@ def test_a_plan_remembers_that_it_is_strict():
             ShardPlan.join(a=STRICT, b=MADE),
             STRICT.on(MESH.build(jax.devices())),
         ),
-        sfx.auto.replan(STRICT, MeshSpec({"data": 1, "tensor": 4})),
+        STRICT.replan(MeshSpec({"data": 1, "tensor": 4})),
     ):
         assert made.strict
 
@@ -455,8 +455,7 @@ def test_replace_by_path_or_regex(where, target, path, spec):
         == one
     )
     assert (
-        sfx.auto.replan(one, MeshSpec({"data": 1, "tensor": 4}))[path].rule
-        == "replaced by hand"
+        one.replan(MeshSpec({"data": 1, "tensor": 4}))[path].rule == "replaced by hand"
     )
 
 

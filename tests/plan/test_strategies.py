@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, ShardPlan, explain, follow, lint, plan
 from shardfx._rules import STRATEGIES, Strategy, strategy_of
-from shardfx.auto import replan
 
 
 MESH = MeshSpec({"data": 2, "fsdp": 4})
@@ -41,7 +40,7 @@ def _known(monkeypatch):
 
 
 def test_it_is_planned_alone_and_after_others():
-    over = largest("fsdp", skip=1)
+    over = largest("fsdp", skip_dims=1)
     made = plan(
         TREE,
         MESH,
@@ -86,7 +85,7 @@ def test_it_is_read_from_text_and_from_json():
 def test_what_reads_plans_calls_it_by_its_name():
     made = plan(TREE, MESH, paths=PathRules.parse("odd->replicate, .*->largest(fsdp)"))
     assert "then largest(fsdp)" in str(explain(made, "wide"))
-    assert replan(made, MeshSpec({"data": 1, "fsdp": 2})).specs["wide"] == P(
+    assert made.replan(MeshSpec({"data": 1, "fsdp": 2})).specs["wide"] == P(
         None, "fsdp"
     )
     assert follow(lambda tree: tree, made, over=largest("data"))["wide"].spec == P(

@@ -81,7 +81,8 @@ def same(found, wanted, tolerance=1e-5):
 )
 def test_each_matrix_is_whole(count, sizes):
     rules = PathRules(
-        [("w", P("fsdp", "tensor")), (".*", sfx.replicate)], axes=("fsdp", "tensor")
+        [("w", P("fsdp", "tensor")), (".*", sfx.replicate)],
+        mesh_axes=("fsdp", "tensor"),
     )
     tree = matrices(count, (16, 36)) | {
         "b": jnp.ones(8),
@@ -190,7 +191,7 @@ def test_any_layout_and_any_owners(seed):
         unit,
         tree,
         built(sizes),
-        rules=PathRules(rules, axes=(*sizes,)),
+        rules=PathRules(rules, mesh_axes=(*sizes,)),
         where=where,
         over=over,
     )

@@ -37,11 +37,13 @@ def test_rules_are_values():
     assert make() == make() and hash(make()) == hash(make())
     assert make() != PathRules([("a", P("x"))])
     declared = (
-        PathRules([("w", P())], axes=("pod",))
+        PathRules([("w", P())], mesh_axes=("pod",))
         .prepend([("b", P())])
         .extend([("c", P())])
     )
-    assert declared == PathRules([("b", P()), ("w", P()), ("c", P())], axes=["pod"])
+    assert declared == PathRules(
+        [("b", P()), ("w", P()), ("c", P())], mesh_axes=["pod"]
+    )
     assert PathRules({"mlp": P("x"), ".*": None}) == PathRules(
         [("mlp", P("x")), (".*", None)]
     )

@@ -275,12 +275,14 @@ def test_a_name_comes_before_its_aliases_in_order():
 @settings(max_examples=100)
 def test_extend_and_prepend_are_concatenation_in_modes_too(one, two):
     parts: list[dict] = [
-        {"modes": {"m": one, "n": one}, "axes": ["x"]},
-        {"modes": {"m": two, "o": two}, "axes": ["y"]},
+        {"modes": {"m": one, "n": one}, "mesh_axes": ["x"]},
+        {"modes": {"m": two, "o": two}, "mesh_axes": ["y"]},
     ]
     first, second = AxisRules(one, **parts[0]), AxisRules(two, **parts[1])
     both = AxisRules(
-        [*one, *two], modes={"m": [*one, *two], "n": one, "o": two}, axes=["x", "y"]
+        [*one, *two],
+        modes={"m": [*one, *two], "n": one, "o": two},
+        mesh_axes=["x", "y"],
     )
     assert first.extend(two, **parts[1]) == both == second.prepend(one, **parts[0])
     # What is declared stays, whatever else changes.
@@ -289,7 +291,7 @@ def test_extend_and_prepend_are_concatenation_in_modes_too(one, two):
         both.with_alias("c2", of="c"),
         both.merge(AxisRules({"q": "z"})),
     ]
-    assert {one.axes for one in others} == {("x", "y")}
+    assert {one.mesh_axes for one in others} == {("x", "y")}
 
 
 @given(RULES)
@@ -372,14 +374,14 @@ def test_everything_is_part_of_equality_and_hash():
         "modes": {"m": ()},
         "units": {"a": 2},
         "aliases": {"b": "a"},
-        "axes": ("q",),
+        "mesh_axes": ("q",),
     }
     base = AxisRules({"a": "x"}, **given)
     changes: list[dict[str, Any]] = [
         {"modes": {"n": ()}},
         {"units": {"a": 4}},
         {"aliases": {}},
-        {"axes": ("pod",)},
+        {"mesh_axes": ("pod",)},
     ]
     others: list[Any] = [AxisRules({"a": "x"}, **given | change) for change in changes]
     others += [base, AxisRules({"a": U}, **given)]
@@ -488,8 +490,8 @@ UNITS: list[Any] = [0, -1, 1.5, True, None]
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: AxisRules(axes=[""]), "it declares mesh axes by their names"),
-        (lambda: AxisRules(axes=[None]), "it declares mesh axes by their names"),
+        (lambda: AxisRules(mesh_axes=[""]), "it declares mesh axes by their names"),
+        (lambda: AxisRules(mesh_axes=[None]), "it declares mesh axes by their names"),
         *((lambda unit=unit: AxisRules(units=[("a", unit)]), UNIT) for unit in UNITS),
         (lambda: AxisRules(units=[("a", 1), ("a", 2)]), "`units` gives 'a' twice"),
         (lambda: AxisRules(modes=[("m", ()), ("m", ())]), "`modes` gives 'm' twice"),

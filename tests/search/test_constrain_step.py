@@ -48,7 +48,7 @@ def rules_for(step, args, **axes):
     entries = [(name, target) for name, cut in cuts.items() for target in (cut, *cut)]
     return AxisRules(
         [*entries, *((name, None) for name in known if name not in cuts)],
-        axes=tuple(axes),
+        mesh_axes=tuple(axes),
     )
 
 

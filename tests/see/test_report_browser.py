@@ -214,7 +214,7 @@ def test_the_memory_of_a_step(browser, tmp_path):
     ]
     assert "Estimated" in page.text("#memory .note")
     assert len(page.all("#memory .changes tr")) == min(len(found.changes), 8) > 0
-    largest, made = found.moment[:2]
+    largest, made = found.peak_arrays[:2]
     place = made.source.place if made.source else ""
     assert largest.what in page.text("#step-inspector h3")
     page.one("#step-map .top[aria-label*='test_report_data.py'] .cell").click()

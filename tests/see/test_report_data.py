@@ -216,7 +216,7 @@ def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
         == data["fit"]["peak_bytes"]
     )
     assert data["memory"][0]["group"] in {row.group for row in found.rows}
-    assert (data["chip"]["name"], data["fit"]["how"], data["fit"]["fits"]) == (
+    assert (data["chip"]["name"], data["fit"]["basis"], data["fit"]["fits"]) == (
         "v5e",
         "estimated",
         True,

@@ -114,9 +114,9 @@ def test_a_mesh_is_a_value():
         (lambda: MeshSpec({"a": 4}).axis_size("b"), "`axis_size` names mesh axis `b`"),
         (lambda: MeshSpec({"a": 4}).axis_size(("a", "a")), "an axis occurs twice"),
         (
-            lambda: MeshSpec.of("data=4"),
+            lambda: MeshSpec.of("data=4"),  # pyright: ignore
             "expected a MeshSpec, a jax Mesh or an AbstractMesh, not str",
-        ),  # pyright: ignore
+        ),
         (
             lambda: MeshSpec({"data": 4}).build(jax.devices()),
             "has 4 devices, but there are 8",

@@ -244,7 +244,7 @@ def fit(
         lambda: calling("trying changes", found.explain),
         lambda: _data(found),
     )
-    return 0 if found.fits and found.how != "arguments" else 1
+    return 0 if found.fits and found.basis != "arguments" else 1
 
 
 def _data(found: cost.Fit) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _data(found: cost.Fit) -> dict[str, Any]:
         "peak_bytes",
         "usable_bytes",
         "headroom_bytes",
-        "how",
+        "basis",
         "batch",
         "largest_batch",
     )

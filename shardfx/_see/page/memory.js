@@ -22,7 +22,7 @@ function stepParts(fit) {
     el('td', {}, change.what, change.how ? el('div', { class: 'mono' }, el('bdi', {}, change.how)) : null)));
   const table = el('table', { class: 'changes' }, el('caption', {}, 'Single changes that save memory'), el('tbody', {}, lines));
   const notes = fit.notes.map((note) => el('p', { class: 'note' }, note));
-  const said = el('p', { class: 'note' }, `${HOWS.get(fit.how) || ''}${batch}`);
+  const said = el('p', { class: 'note' }, `${HOWS.get(fit.basis) || ''}${batch}`);
   return [said, ...timeline(fit.timeline), ...(lines.length ? [table] : []), ...notes];
 }
 

@@ -445,7 +445,7 @@ def rules_for(
             f" {', '.join(strategies(name))}."
         )
     if how == "dp":
-        return PathRules([(".*", replicate)], axes=(data,))
+        return PathRules([(".*", replicate)], mesh_axes=(data,))
     along, across, routed = (
         (axis,) if used else ()
         for axis, used in zip((fsdp, tensor, expert), _CUTS[how], strict=True)
@@ -471,4 +471,4 @@ def rules_for(
         rest, sizes, (*along, *routed), across, others=[*stacked]
     ):
         rules.append((regex, optional(target)))
-    return PathRules(rules, axes=(data, *along, *across, *routed))
+    return PathRules(rules, mesh_axes=(data, *along, *across, *routed))
