@@ -48,11 +48,36 @@ class Code(enum.Enum):
         "the array has {size} bytes, fewer than the {limit} asked for; lower"
         " `min_bytes` to shard it"
     )
-    rank = "{what}; give one entry per dimension, at most"
-    scalar = "an array of rank 0 has nothing to shard; no rule is needed"
+    scalar = "{what} has nothing to shard; no rule is needed"
 
     def __repr__(self) -> str:
         return str(self)  # without the template
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether nothing is lost: no rule could shard such an array."""
+        return self is Code.scalar
+
+    @property
+    def is_about_size(self) -> bool:
+        """Whether the size of a dimension is the cause: it is not divisible by the
+        mesh axes, in elements or in units.
+        """
+        return self in (Code.indivisible, Code.unit)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the array is sharded less than its rule requests, for a cause that
+        the rule does not ask for itself.
+        """
+        return self.is_about_size or self is Code.duplicate
+
+    @property
+    def is_of_request(self) -> bool:
+        """Whether the request itself has the cause, so that it is the same on every
+        mesh.
+        """
+        return self in (Code.scalar, Code.unmatched)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +129,10 @@ def reason_for(
     `{...}`.
     """
     return Reason(code, dim, axes, code.value.format(**values))
+
+
+# The reason of an array that no mesh axis could shard.
+SCALAR = reason_for(Code.scalar, None, what="an array of rank 0")
 
 
 def refined_reasons(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:

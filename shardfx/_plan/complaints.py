@@ -458,7 +458,7 @@ def raise_strict(arrays: Iterable[tuple[str, Row]], advice: str = "") -> None:
         f"  leaf `{path}`, shape {row.shape}: {why}"
         for path, row in arrays
         for why in row.reasons
-        if why.code is not Code.scalar
+        if not why.code.is_expected
     ]
     _refuse(
         SpecError,

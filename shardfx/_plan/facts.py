@@ -66,9 +66,9 @@ def _cells(
     group: Group, notes: dict[str, int], dims: Mapping[str, set[int | None]]
 ) -> tuple[str, ...]:
     row = group.row
-    # The reason "scalar" explains nothing, and a table of optimizer states would show
+    # A reason that is expected explains nothing, and a table of optimizer states would show
     # it often.
-    reasons = [why for why in row.reasons if why.code is not Code.scalar]
+    reasons = [why for why in row.reasons if not why.code.is_expected]
     told = dict.fromkeys(_note(why, len(dims[why.message]) > 1) for why in reasons)
     why = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in told)
     why += (" " if why else "") + (row.rule or ("-" if not why else ""))

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
-from .._ground.reason import Code, reason_for
+from .._ground.reason import SCALAR, Code, reason_for
 from .._ground.spec import canonical, constrained, entries_of, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
@@ -338,7 +338,7 @@ class _Follower:
     def request(self, path: str, leaf: Any) -> Request:
         shape = tuple(leaf.shape)
         if not shape:
-            return NOTHING._replace(reasons=(reason_for(Code.scalar, None),))
+            return NOTHING._replace(reasons=(SCALAR,))
         for what, matcher in self.bases.items():
             number = matcher.first(path)
             if number is not None:

@@ -54,9 +54,7 @@ def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
     """
     # The reasons that the rule gave stay; the reasons from the correction to the old
     # mesh are dropped.
-    reasons = tuple(
-        why for why in row.reasons if why.code in (Code.scalar, Code.unmatched)
-    )
+    reasons = tuple(why for why in row.reasons if why.code.is_of_request)
     if row.names is not None and content.axes is not None:
         reasons = resolve(row.names, content.axes, mode=content.mode).reasons
     request = Request(

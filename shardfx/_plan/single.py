@@ -309,7 +309,7 @@ def _row(content: Content, path: str, row: Row, target: object) -> Row:
         check_known(request.names, content.axes)
     made = row_of(request, row.shape, row.dtype, axes_of(mesh), row.memory_kind)
     check_absent(made.reasons, mesh, content.axes)
-    cut = [why for why in made.reasons if why.code is not Code.scalar]
+    cut = [why for why in made.reasons if not why.code.is_expected]
     if content.strict and cut:
         raise SpecError(
             f"the plan is strict, and {target} would be cut down:"

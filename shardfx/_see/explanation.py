@@ -213,7 +213,7 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
         left = count // plan.mesh.axis_size(has) if has else count
         free = tuple(axis for axis, ways in unused.items() if size and left % ways == 0)
         sizes: tuple[int, ...] = ()
-        if any(why.code in _OF_SIZE for why in reasons):
+        if any(why.code.is_about_size for why in reasons):
             product = (
                 math.prod(plan.mesh.shape.get(axis, 1) for axis in wanted) * units[dim]
             )
@@ -271,7 +271,6 @@ def _found(plan: ShardPlan, where: str) -> LeafPlan:
 
 
 _MOST_GROUPS = 4
-_OF_SIZE = (Code.indivisible, Code.unit)
 
 
 def _changes(
@@ -290,7 +289,7 @@ def _changes(
     dimension that all requested mesh axes divide.
     """
     mesh = plan.mesh
-    if why.code in _OF_SIZE and why.dim is not None:
+    if why.code.is_about_size and why.dim is not None:
         shares = [
             (axis, math.gcd(left, mesh.shape[axis]))
             for axis in why.axes

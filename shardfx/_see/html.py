@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .._ground.reason import Code
 from .._ground.spec import (
     UNCONSTRAINED,
     constrained,
@@ -219,13 +218,8 @@ def _lost(leaf: Row) -> list[list[str]]:
     ]
 
 
-# The reasons why a strategy, which requests no particular dimension, could not shard an
-# array.
-_CUT_SHORT = (Code.indivisible, Code.unit, Code.duplicate)
-
-
 def _is_less(leaf: Row) -> bool:
-    return any(_lost(leaf)) or any(reason.code in _CUT_SHORT for reason in leaf.reasons)
+    return any(_lost(leaf)) or any(reason.code.is_cut for reason in leaf.reasons)
 
 
 def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:

@@ -35,7 +35,7 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
             size < limit
             or size != shard
             or row.rule is None
-            or any(why.code in _CUT for why in row.reasons)
+            or any(why.code.is_cut for why in row.reasons)
         ):
             continue
         message = f"every device holds all {bytes_text(size)} of it, as {_asks(group)}"
@@ -70,12 +70,6 @@ def _sharded(subject: Subject, group: Group) -> str | None:
     return None
 
 
-# The reasons why a leaf is sharded less than its rule requests, except for reasons that
-# the user has accepted.
-_CUT = (Code.indivisible, Code.unit, Code.duplicate)
-_OF_SIZE = (Code.indivisible, Code.unit)
-
-
 def corrected(subject: Subject) -> Iterator[Finding]:
     """Findings for arrays that are sharded less than their rule requests.
 
@@ -96,7 +90,7 @@ def corrected(subject: Subject) -> Iterator[Finding]:
         reasons = _shortfall(subject, rows[group.number])
         if reasons:
             axes = {axis for why in reasons for axis in why.axes}
-            is_size = len(axes) == 1 and all(why.code in _OF_SIZE for why in reasons)
+            is_size = len(axes) == 1 and all(why.code.is_about_size for why in reasons)
             # Units may be declared for meshes that have more devices along an axis than
             # there are units.
             foreseen = all(why.code is Code.unit for why in reasons)
@@ -146,8 +140,8 @@ class _Short(NamedTuple):
 
 def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
     if subject.strict:
-        return tuple(why for why in row.reasons if why.code is not Code.scalar)
-    found = [why for why in row.reasons if why.code in _CUT]
+        return tuple(why for why in row.reasons if not why.code.is_expected)
+    found = [why for why in row.reasons if why.code.is_cut]
     if subject.refine:
         # The mesh has been split so that the dimension is sharded over all axes that
         # divide it: no more is possible.
@@ -207,7 +201,7 @@ def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
             )
             target = subject.target_for(row.shape, row.units) if is_whole else row.spec
             targets.setdefault(target, []).extend(group.paths)
-        elif subject.strict and not all(why.code in _CUT for why in reasons):
+        elif subject.strict and not all(why.code.is_cut for why in reasons):
             lines["strict = False"] = None
         else:
             # A dimension that is sharded over some of its axes gets a name of its own,
