@@ -586,18 +586,17 @@ def apply_strategy(
     if found := _too_small(leaf, strategy.axes, strategy.min_bytes):
         return Decision(spec, found)
     sizes, entries = mesh.sizes, [*_fitted(spec, leaf.shape)]
-    free, reasons = _free(
-        strategy.axes,
-        None,
-        sizes,
-        {axis for entry in entries for axis in entry_axes(entry)},
-    )
+    used = {axis for entry in entries for axis in entry_axes(entry)}
+    free, reasons = _free(strategy.axes, None, sizes, used)
+    cutting = tuple(axis for axis in free if sizes[axis] > 1)
     open_dims = strategy.open_dims(leaf.shape)
-    if not free or (entries and not open_dims):
+    if cutting and entries and not open_dims:
+        reasons.append(_skipped(strategy, cutting, len(entries)))
+    if not free or not open_dims:
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
     dim, kept = _best_dim(strategy, free, entries, leaf, sizes, dims)
-    if entries and not dims:
+    if cutting and not dims:
         text = (
             f"no dimension is free for {_product(free, sizes)}: all that may be cut are"
             " sharded already"
@@ -610,15 +609,21 @@ def apply_strategy(
                 f"{text}; put the axes into the rule's spec",
             )
         )
-    elif len(kept) < len(free):
-        told = (
-            max(dims, key=leaf.shape.__getitem__, default=None) if dim is None else dim
-        )
-        size, unit = (1, 1) if told is None else (leaf.shape[told], leaf.units[told])
+    elif dims and len(kept) < len(free):
+        told = max(dims, key=leaf.shape.__getitem__) if dim is None else dim
+        size, unit = leaf.shape[told], leaf.units[told]
         reasons.append(_indivisible(free, kept, dim, size, unit, sizes))
     if dim is not None:
         entries[dim] = canonical_entry(kept)
     return Decision(trimmed(entries, spec), tuple(reasons))
+
+
+def _skipped(strategy: Strategy, axes: tuple[str, ...], rank: int) -> Reason:
+    """Returns the reason why `strategy`, which may shard none of the `rank` dimensions
+    of an array, does not shard it over `axes`.
+    """
+    dims = f"dim{'s' if rank > 1 else ''} {', '.join(map(str, range(rank)))}"
+    return reason_for(Code.skipped, None, axes, strategy=strategy.text, dims=dims)
 
 
 def shard_over(
@@ -636,45 +641,64 @@ def shard_over(
     dimension that is already sharded is split further. Axes that divide no dimension
     are dropped with a reason.
     """
-    leaf, axes, sizes = leaf_of(shape, dtype, request.units), axes_of(mesh), mesh.shape
-    if not math.prod(shape):
-        return request
-    kept = corrected(request.spec, leaf, axes).spec
+    sizes = mesh.shape
+    leaf = leaf_of(shape, dtype, request.units)
+    kept = corrected(request.spec, leaf, axes_of(mesh)).spec
     entries = [*_fitted(kept, shape)]
     used = {axis for entry in entries for axis in entry_axes(entry)}
-    free = tuple(
-        axis for axis in over.axes if sizes.get(axis, 1) > 1 and axis not in used
-    )
+    asked = tuple(axis for axis in over.axes if axis not in used)
+    free, reasons = _free(asked, None, sizes, ())
+    free = tuple(axis for axis in free if sizes[axis] > 1)
+    if free and not math.prod(shape):
+        reasons.append(reason_for(Code.scalar, None, what="an array without elements"))
+        free = ()
     if free and (small := _too_small(leaf, free, over.min_bytes)):
-        return request._replace(reasons=request.reasons + small)
-    dims, added = over.open_dims(shape), ()
+        reasons += small
+        free = ()
+    dims = over.open_dims(shape)
+    added: tuple[str, ...] = ()
     while free:
-        dim, more = _best_dim(over, free, entries, leaf, sizes, dims)
+        dim, divisors = _best_dim(over, free, entries, leaf, sizes, dims)
         if dim is None:
-            size, product = max(shape), math.prod(sizes[axis] for axis in free)
-            what = (
-                f"{_product(free, sizes)} beside the axes that shard it already, and no"
-                " other dimension is"
-            )
-            values = {
-                "size": size,
-                "what": what,
-                "pad": _advice_to_pad(size, math.lcm(size, product)),
-                "whole": size,
-            }
-            request = request._replace(
-                reasons=(
-                    *request.reasons,
-                    reason_for(Code.indivisible, None, free, **values),
-                )
-            )
+            reasons.append(_no_room(over, free, leaf, sizes, dims))
             break
-        entries[dim] = (*entry_axes(entries[dim]), *more)
-        free, added = tuple(axis for axis in free if axis not in more), (*added, *more)
+        entries[dim] = (*entry_axes(entries[dim]), *divisors)
+        free = tuple(axis for axis in free if axis not in divisors)
+        added = (*added, *divisors)
+    request = request._replace(reasons=(*request.reasons, *reasons))
     if not added:
         return request
     rule = f"{request.rule + ', ' if request.rule else ''}over {', '.join(added)}"
     return request._replace(spec=trimmed(entries, kept), rule=rule)
+
+
+def _no_room(
+    over: Strategy,
+    axes: tuple[str, ...],
+    leaf: Leaf,
+    sizes: Mapping[str, int],
+    dims: Sequence[int],
+) -> Reason:
+    """Returns the reason why the strategy `over` adds `axes` to none of `dims`, the
+    dimensions that it may shard.
+    """
+    if not dims:
+        return _skipped(over, axes, len(leaf.shape))
+    size = max(leaf.shape[dim] for dim in dims)
+    product = math.prod(sizes[axis] for axis in axes)
+    what = (
+        f"{_product(axes, sizes)} beside the axes that shard it already, and no other"
+        " dimension is"
+    )
+    return reason_for(
+        Code.indivisible,
+        None,
+        axes,
+        size=size,
+        what=what,
+        pad=_advice_to_pad(size, math.lcm(size, product)),
+        whole=size,
+    )
 
 
 def _best_dim(

@@ -38,7 +38,10 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
             or any(why.code.is_cut for why in row.reasons)
         ):
             continue
-        message = f"every device holds all {bytes_text(size)} of it, as {_asks(group)}"
+        cause = _asks(group)
+        if any(why.code is Code.skipped for why in row.reasons):
+            cause = f"{rule_of(group)} may cut no dimension of it"
+        message = f"every device holds all {bytes_text(size)} of it, as {cause}"
         fix = _sharded(subject, group) or f"replicated_bytes = {size + 1}"
         lost = subject.lost(row.shape, row.dtype) * len(group.paths)
         yield Finding("replicated", "warning", group.where, lost, message, fix)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import re
 import types
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardfx
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, filter_jit, plan, shard
+from shardfx import (
+    AxisRules,
+    Code,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    filter_jit,
+    plan,
+    shard,
+)
 from shardfx._plan import differences, renamed
 from shardfx.errors import (
     MeshError,
@@ -319,6 +329,73 @@ EXAMPLES = dict(
 def test_the_text_of_an_error(call, as_users_run_it):
     told, parts = raised(call), EXAMPLES[call].rstrip().split("[...]")
     assert re.fullmatch(".*".join(map(re.escape, parts)), told, re.DOTALL), told
+
+
+# Each code, a call that gives an array a reason with it, and the reason's text.
+REASONS = {
+    "indivisible": (
+        """planned(("wi", P(None, "tensor")))["decoder/mlp/wi"]""",
+        "dim 1: size 10 is not divisible by `tensor` (4); use axes whose product"
+        " divides 10",
+    ),
+    "unit": (
+        """planned(("wi", atomic(P("tensor"), (2, 1))))["decoder/mlp/wi"]""",
+        "dim 0: 4 elements are 2 units of 2, and `tensor` (4) would cut inside a unit;"
+        " use axes whose product divides 2, or split the mesh axis (`refine=True`)",
+    ),
+    "duplicate": (
+        """planned(("wi", P("tensor") | fsdp("tensor")))["decoder/mlp/wi"]""",
+        "`tensor` is already used by an earlier dimension; map one of the two to"
+        " another axis",
+    ),
+    "blocked": (
+        """planned(("wi", ("mlp", "wide")), axes=BOTH)["decoder/mlp/wi"]""",
+        "dim 1: logical name `wide` (`tensor` is used by `mlp` on dim 0) wanted mesh"
+        " axes that a dimension with priority already uses; add a later rule with"
+        " another target as a fallback, or move its rule up",
+    ),
+    "absent": (
+        """plan(TREE, MESH, paths=PathRules(MISSPELLED, axes=["datta"]))["embed"]""",
+        "dim 0: the mesh has no axis `datta`; add the axis to the mesh, or drop it"
+        " from the rule",
+    ),
+    "small": (
+        """planned(("norm", fsdp("data", 64)))["decoder/norm"]""",
+        "the array has 16 bytes, fewer than the 64 asked for; lower `min_bytes` to"
+        " shard it",
+    ),
+    "skipped": (
+        """planned(("norm", fsdp("data", skip=0)))["decoder/norm"]""",
+        "`fsdp(data)` may shard no dimension of the array, since it skips dim 0"
+        " (`skip`, stacked layers, or a name that is replicated); put a rule with the"
+        " target `replicate` before it if the array is to be whole",
+    ),
+    "unmatched": (
+        """plan(TREE, MESH, unmatched="replicate")["embed"]""",
+        "no rule covers the array, so it is replicated; add a rule for it (target"
+        " `None` if that is what you want)",
+    ),
+    "scalar": (
+        """planned()["step"]""",
+        "an array of rank 0 has nothing to shard; no rule is needed",
+    ),
+}
+BOTH = AxisRules([("mlp", "tensor"), ("wide", "tensor")])
+
+
+@pytest.mark.parametrize("code", [code.name for code in Code])
+def test_the_text_of_a_reason(code):
+    assert code in REASONS, f"no message test produces a reason of the code {code!r}"
+    call, text = REASONS[code]
+    (reason,) = eval(call, {**NAMED, "BOTH": BOTH}).reasons
+    assert (reason.code.name, str(reason)) == (code, text)
+
+
+def test_the_codes_of_reasons_are_those_of_their_page():
+    page = (Path(__file__).parents[2] / "docs" / "look.md").read_text()
+    table = page.partition("| code | why an array")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(rows) == sorted(code.name for code in Code)
 
 
 def test_of_many_leaves_without_a_rule_the_largest_are_shown():

@@ -535,7 +535,7 @@ STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
         ("over large", "0/mu/a/w", P("data", "tensor"), ", over data|"),
         ("over large", "0/mu/a/b", P(), "fewer than the 1024 asked for"),
         ("over units", "w", P("tensor", "fsdp"), "`data` (2) beside the axes"),
-        ("over units", "e", P(), "|"),
+        ("over units", "e", P(), "an array without elements has nothing to shard"),
         # What nothing has room for is a reason, whether other axes found some or not.
         ("over each", "a", P("x", "y"), "over y, x|"),
         ("over each", "b", P("y"), "over y|size 12 is not divisible by `x` (2) beside"),

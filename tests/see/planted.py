@@ -256,6 +256,14 @@ PLANTED: list[tuple[str, Callable[[], dict[str, Any]]]] = [
     ),
     (
         "replicated embed",
+        lambda: by_path(
+            (r"embed$", fsdp("fsdp", skip=(0, 1))),
+            rules=without(RULES, 2),
+            replicated_bytes=2**18,
+        ),
+    ),
+    (
+        "replicated embed",
         lambda: by_name(
             axes_with("table", None),
             names=changed_names(embed=("table", None)),

@@ -1,0 +1,253 @@
+"""What a rule requests and an array does not get has a reason, and is an error under
+`strict=True`: for all rules, strategies, names, units, skipped dimensions and sizes.
+
+The mesh axes that a rule requests are found here without the code that plans.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
+
+from shardfx import (
+    AxisRules,
+    Code,
+    LeafPlan,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    atomic,
+    field,
+    follow,
+    fsdp,
+    optional,
+    plan,
+    replicate,
+)
+from shardfx._ground.spec import entries_of, entry_axes
+from shardfx.errors import SpecError
+
+
+MESHES = (
+    {"a": 2, "b": 4, "c": 1},
+    {"a": 3, "b": 2, "c": 4},
+    {"a": 1, "b": 8},
+)
+SIZES = st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 24])
+SHAPES = st.lists(SIZES, max_size=4).map(tuple)
+AXIS = st.sampled_from(["a", "b", "c"])
+ENTRIES = st.one_of(
+    st.none(), AXIS, st.permutations(["a", "b", "c"]).map(lambda axes: tuple(axes[:2]))
+)
+NAMES = ("batch", "heads", "embed", "mlp", "norm", "gone")
+TARGETS = st.one_of(st.none(), AXIS, st.permutations(["a", "b"]).map(tuple))
+DTYPES = st.sampled_from(["int8", "float32", "bfloat16"])
+
+
+class Wish(NamedTuple):
+    """One request of a rule: mesh axes for the dimension `dim`, or for any dimension if
+    it is `None`. One of the alternatives is enough.
+    """
+
+    dim: int | None
+    alternatives: tuple[tuple[str, ...], ...]
+
+
+def axes_at(leaf: LeafPlan, dim: int | None) -> set[str]:
+    """The mesh axes that shard a dimension of an array, or any dimension."""
+    entries = entries_of(leaf.spec)
+    chosen = entries if dim is None else entries[dim : dim + 1]
+    return {axis for entry in chosen for axis in entry_axes(entry)}
+
+
+def is_granted(leaf: LeafPlan, wish: Wish, sizes: dict[str, int]) -> bool:
+    has = axes_at(leaf, wish.dim)
+    return any(
+        has.issuperset(axis for axis in axes if sizes.get(axis) != 1)
+        for axes in wish.alternatives
+    )
+
+
+def is_told(leaf: LeafPlan, wish: Wish) -> bool:
+    """Whether a reason names the dimension and each axis that the array did not get."""
+    about = [
+        why for why in leaf.reasons if wish.dim is None or why.dim in (None, wish.dim)
+    ]
+    named = {axis for why in about for axis in why.axes}
+    has = axes_at(leaf, wish.dim)
+    return any(why.code.is_expected for why in about) or any(
+        named.issuperset(set(axes) - has) for axes in wish.alternatives
+    )
+
+
+def check(leaf: LeafPlan, wishes: list[Wish], sizes: dict[str, int]) -> None:
+    refused = [wish for wish in wishes if not is_granted(leaf, wish, sizes)]
+    for wish in refused:
+        assert is_told(leaf, wish), (leaf, wish)
+    # A reason is never made up. An axis that two parts of a rule request is left out:
+    # the second may get what the first did not.
+    axes = [axis for wish in wishes for axis in itertools.chain(*wish.alternatives)]
+    if len(set(axes)) < len(axes):
+        return
+    unsure = (Code.scalar, Code.duplicate, Code.blocked, Code.small)
+    lost = [why for why in leaf.reasons if why.code not in unsure]
+    assert not lost or refused, leaf
+
+
+def wishes_of_spec(spec: P) -> list[Wish]:
+    return [
+        Wish(dim, (entry_axes(entry),))
+        for dim, entry in enumerate(entries_of(spec))
+        if entry_axes(entry)
+    ]
+
+
+def wishes_of_names(names: tuple[Any, ...], rules: AxisRules) -> list[Wish]:
+    """The targets of each name's rules before the first `None`."""
+    found = []
+    for dim, name in enumerate(names):
+        if name is None:
+            continue
+        targets = [target for ruled, target in rules.rules if ruled == name]
+        wanted = list(itertools.takewhile(lambda target: target is not None, targets))
+        if wanted:
+            found.append(Wish(dim, tuple(map(entry_axes, wanted))))
+    return found
+
+
+class Layers(eqx.Module):
+    w: Any = field(stacked=("layers",))
+
+
+@st.composite
+def strategies_(draw: Any) -> Any:
+    axes = draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(1, 2))]
+    skip = draw(st.sets(st.integers(0, 4)))
+    return fsdp(axes, draw(st.sampled_from([0, 0, 0, 8, 4096])), skip=skip)
+
+
+@st.composite
+def axis_rules(draw: Any) -> AxisRules:
+    pairs = draw(st.lists(st.tuples(st.sampled_from(NAMES[:-1]), TARGETS), max_size=8))
+    declared = [(name, None) for name in NAMES[:-1]]
+    return AxisRules(
+        [*pairs, *declared], units={"heads": draw(st.sampled_from([1, 2, 4]))}, axes="c"
+    )
+
+
+@st.composite
+def requests(draw: Any) -> tuple[Any, tuple[int, ...], list[Wish], AxisRules]:
+    """The target of a rule, the shape of an array, and what the rule requests for it."""
+    shape, rules = draw(SHAPES), draw(axis_rules())
+    kind = draw(st.sampled_from(["spec", "names", "strategy", "callable", "nothing"]))
+    units = tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in shape)
+    if kind == "names":
+        count = len(shape)
+        names = tuple(
+            draw(st.permutations([*NAMES[:-1], None, None]))[:count] if count else ()
+        )
+        target, wishes = names, wishes_of_names(names, rules)
+    elif kind in ("spec", "callable"):
+        entries = draw(st.lists(ENTRIES, max_size=len(shape)))
+        axes = [axis for entry in entries for axis in entry_axes(entry)]
+        spec = P(*entries) if len(set(axes)) == len(axes) else P()
+        target, wishes = spec, wishes_of_spec(spec)
+        target = atomic(spec, units) if draw(st.booleans()) else spec
+        if kind == "callable":
+            target = lambda path, leaf, target=target: target
+    else:
+        target, wishes = replicate, []
+        if kind == "strategy":
+            target = draw(strategies_())
+            wishes = [Wish(None, ((axis,),)) for axis in target.axes]
+    if kind != "callable":
+        for _ in range(draw(st.integers(0, 2))):
+            step = draw(strategies_())
+            target = target | step
+            wishes = [*wishes, *(Wish(None, ((axis,),)) for axis in step.axes)]
+    return optional(target), shape, wishes, rules
+
+
+# All shapes up to rank 3 of these sizes.
+ALL_SHAPES = [
+    shape
+    for rank in range(1, 4)
+    for shape in itertools.product([1, 2, 3, 4], repeat=rank)
+]
+SKIPS = [dims for count in range(4) for dims in itertools.combinations(range(3), count)]
+
+
+def planned(
+    tree: Any, mesh: MeshSpec, strict: bool = False, **given_: Any
+) -> ShardPlan:
+    return plan(tree, mesh, unused="allow", strict=strict, **given_)
+
+
+@given(
+    requests(), st.sampled_from(MESHES), DTYPES, st.booleans(), st.sampled_from([0, 64])
+)
+@settings(max_examples=150)
+def test_a_rule_that_is_not_followed_has_a_reason(
+    request_, sizes, dtype, is_stacked, min_bytes
+):
+    target, shape, wishes, rules = request_
+    leaf = jax.ShapeDtypeStruct(shape, dtype)
+    tree = Layers(leaf) if is_stacked else {"w": leaf}
+    paths = PathRules([("w", target)], axes="abc")
+    given_ = {"paths": paths, "axes": rules, "min_bytes": min_bytes}
+    made = planned(tree, MeshSpec(sizes), **given_)
+    if not shape:
+        assert all(why.code.is_expected for why in made["w"].reasons)
+        return
+    check(made["w"], wishes, sizes)
+    lost = [why for why in made["w"].reasons if not why.code.is_expected]
+    if lost:
+        with pytest.raises(SpecError, match="leaf `w`"):
+            planned(tree, MeshSpec(sizes), strict=True, **given_)
+    else:
+        assert planned(tree, MeshSpec(sizes), strict=True, **given_).specs == made.specs
+
+
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 3, "c": 1}, {"a": 4, "b": 2, "c": 1}])
+def test_each_strategy_has_a_reason_on_each_shape(sizes):
+    tree = {str(shape): jax.ShapeDtypeStruct(shape, "int8") for shape in ALL_SHAPES}
+    mesh = MeshSpec(sizes)
+    for axes, first, skip in itertools.product(
+        ["a", "b", "c", "ab"], [P(), P("a")], SKIPS
+    ):
+        target = first | fsdp(tuple(axes), skip=skip)
+        made = planned(tree, mesh, paths=PathRules([("", target)]))
+        wishes = [*wishes_of_spec(first), *(Wish(None, ((axis,),)) for axis in axes)]
+        for leaf in made.leaves:
+            check(leaf, wishes, sizes)
+
+
+@given(
+    shape=SHAPES,
+    base=st.permutations(["a", "b", None, None]),
+    sizes=st.sampled_from(MESHES[:2]),
+    over=strategies_(),
+)
+@settings(max_examples=100)
+def test_axes_of_over_that_do_not_fit_have_a_reason(shape, base, sizes, over):
+    leaf = jax.ShapeDtypeStruct(shape, "float32")
+    paths = PathRules([("", optional(P(*base[: len(shape)])))])
+    params = planned({"w": leaf}, MeshSpec(sizes), paths=paths)
+    state = follow(lambda tree: tree, params, over=over)["w"]
+    has = axes_at(params["w"], None)
+    wishes = [Wish(None, ((axis,),)) for axis in over.axes if axis not in has]
+    check(state, wishes, sizes)
+
+
+def test_an_absent_axis_of_over_has_a_reason():
+    axes = AxisRules([("embed", "a")], axes=["c"])
+    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
+    names = {"w": ("embed", None)}
+    params = plan({"w": leaf}, MeshSpec({"a": 2, "b": 2}), names=names, axes=axes)
+    state = follow(lambda tree: tree, params, over=("b", "c"))["w"]
+    assert state.spec == P("a", "b")
+    assert [(why.code, why.axes) for why in state.reasons] == [(Code.absent, ("c",))]
