@@ -8,6 +8,7 @@ plans and meshes. It never runs a step, never needs the devices of a mesh, and n
 changes the user's process: XLA runs in a separate process.
 """
 
+from .callbacks import CALLBACKS
 from .collectives import (
     KINDS,
     MOVING,
@@ -67,4 +68,12 @@ from .lowered import (
     place_text,
 )
 from .partitioner import MOST_DEVICES, partitioned
-from .step import EquinoxJitted, JaxJitted, Platform, Step, argument_names, step_of
+from .step import (
+    EquinoxJitted,
+    JaxJitted,
+    Platform,
+    Step,
+    argument_names,
+    is_traced,
+    step_of,
+)

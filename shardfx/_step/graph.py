@@ -32,6 +32,7 @@ from .lowered import (
     Module,
     Op,
     argument_shardings,
+    is_callback,
     maker,
     result_shardings,
 )
@@ -214,7 +215,9 @@ class _Walk:
             self.note(
                 "the step constrains arrays over a mesh of its own: that is not priced"
             )
-        if factors is None:
+        if is_callback(op):
+            self.note("a callback to Python takes and returns whole arrays")
+        elif factors is None:
             what = (
                 ir.StringAttr(op.attributes["call_target_name"]).value
                 if name == "custom_call"

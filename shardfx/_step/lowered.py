@@ -24,6 +24,10 @@ Op: TypeAlias = ir.Operation | ir.OpView
 # A StableHLO module, as `lowered.compiler_ir("stablehlo")` returns it, or its
 # operation.
 Module: TypeAlias = ir.Module | Op
+# JAX's custom calls for callbacks to Python on CPUs. With the second, each device calls
+# back with its own shard.
+CALLS_BACK = "xla_ffi_python_cpu_callback"
+CALLS_BACK_BY_SHARD = "xla_ffi_partitioned_python_cpu_callback"
 _OF_LOOPS = "sdy.result_sharding_origins"
 _MANUAL = "sdy.manual_computation"
 _REFERENCE = re.compile(r'@"?([\w.]+)"?$')
@@ -82,6 +86,14 @@ def maker(value: ir.Value, name: str) -> Op | None:
     """
     made = None if isinstance(value.owner, ir.Block) else value.owner
     return made if made is not None and made.name.rpartition(".")[2] == name else None
+
+
+def is_callback(op: Op) -> bool:
+    """Whether an operation calls back to Python."""
+    if op.name != "stablehlo.custom_call":
+        return False
+    target = ir.StringAttr(op.attributes["call_target_name"]).value
+    return target in (CALLS_BACK, CALLS_BACK_BY_SHARD)
 
 
 def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
@@ -257,8 +269,12 @@ def argument_shardings(function: Op) -> list[ArraySharding | None]:
 
 
 def result_shardings(operation: Op) -> list[ArraySharding | None]:
-    """The shardings of an operation's results in a module after Shardy's propagation."""
+    """The shardings of an operation's results in a module after Shardy's propagation.
+    The results of a callback are on one device, and have none.
+    """
     attributes = operation.attributes
+    if is_callback(operation):
+        return []
     origins = (
         attributes["sdy.sharding_origins"]
         if "sdy.sharding_origins" in attributes
@@ -354,6 +370,9 @@ def _sharded_inside(module: Module) -> set[str]:
     """The names of the operations inside the step that have a sharding attribute."""
     found: set[str] = set()
     for op in operations(module):
+        # A callback's sharding is one device, on any mesh.
+        if is_callback(op):
+            continue
         names = [name if isinstance(name, str) else name.name for name in op.attributes]
         if op.name not in ("func.func", "sdy.mesh") and any(
             "shard" in name for name in names

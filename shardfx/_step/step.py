@@ -13,10 +13,16 @@ import jax
 from jax.extend.mlir import ir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError
+from .._ground.errors import (
+    LeafTypeError,
+    MeshError,
+    PlanMismatchError,
+    ProgramError,
+)
 from .._ground.tree import flatten
 from .._plan import ShardPlan
 from ..topology import MeshSpec
+from .callbacks import callbacks_in, without_callbacks
 from .lowered import (
     Dims,
     Module,
@@ -34,6 +40,8 @@ from .rewrites import rewritten
 Platform = Literal["tpu", "gpu", "cpu"]
 # The platforms, by JAX's names for lowering.
 _PLATFORMS: Mapping[Platform, str] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
+# A part of JAX's error.
+_NEEDS_DEVICES = "require devices to be present during lowering"
 # After the partitioner, the TPU's compiler merges fewer gathers than the CPU's does.
 _OPTIONS: Mapping[Platform, Mapping[str, str]] = {
     "tpu": {"xla_disable_hlo_passes": "cse"},
@@ -51,6 +59,16 @@ class _JaxTraced(Protocol):
     jaxpr: Any
 
     def lower(self, *, lowering_platforms: object) -> Any: ...
+
+
+@runtime_checkable
+class _FlaxTraced(Protocol):
+    """The traced step that `trace` of a function from `flax.nnx.jit` returns. `traced`
+    is JAX's traced step, which takes and returns the state of modules.
+    """
+
+    traced: Any
+    jit_wrapped: Any
 
 
 @runtime_checkable
@@ -111,6 +129,20 @@ class Step:
         """The mesh that the caller passed, or that of the arguments. Only a Mesh shows
         the slice of each device.
         """
+        mesh = self._mesh_of_arrays
+        if mesh is None:
+            raise MeshError(
+                "the step has no mesh: none of its arguments has a sharding; pass"
+                " structs with shardings, as `plan.structs` are, or a step by"
+                " `jax.jit(step, in_shardings=plan.shardings)`."
+            )
+        return mesh
+
+    @ft.cached_property
+    def _mesh_of_arrays(self) -> MeshSpec | Mesh | AbstractMesh | None:
+        """The mesh that the caller passed, or that of the first argument or result with
+        a sharding; `None` if there is none.
+        """
         if self.given_mesh is not None:
             return self.given_mesh
         for leaf in jax.tree.leaves(self.args):
@@ -118,21 +150,46 @@ class Step:
                 return sharding.mesh
         module = self.module(self._any)
         name = mesh_of_arguments(module)
-        if name is None:
-            raise MeshError(
-                "the step has no mesh: none of its arguments has a sharding; pass"
-                " structs with shardings, as `plan.structs` are, or a step by"
-                " `jax.jit(step, in_shardings=plan.shardings)`."
-            )
-        return MeshSpec(meshes(module)[name])
+        return None if name is None else MeshSpec(meshes(module)[name])
+
+    @property
+    def is_without_mesh(self) -> bool:
+        """Whether no mesh is named: not by the caller, the arguments or the results,
+        and not within the step.
+        """
+        if self._mesh_of_arrays is not None:
+            return False
+        return not any(meshes(self.module(self._any)).values())
 
     def lowered(self, platform: Platform) -> Any:
         """The step as JAX lowers it for a platform; cached."""
         if platform not in self._lowered:
-            self._lowered[platform] = self.traced.lower(
-                lowering_platforms=(_PLATFORMS[platform],)
-            )
+            try:
+                self._lowered[platform] = self._to_lower.lower(
+                    lowering_platforms=(_PLATFORMS[platform],)
+                )
+            except ValueError as error:
+                if _NEEDS_DEVICES not in str(error):
+                    raise
+                raise ProgramError(
+                    "the step has an operation that JAX lowers only for devices of this"
+                    " process, such as a `custom_partitioning`, whose Python code"
+                    " partitions it; compile the step for devices, and read that:"
+                    " `compiled = jax.jit(step).lower(*args).compile()`, then"
+                    " `shardfx.cost.traffic(compiled)` and `shardfx.cost.fit(compiled,"
+                    " chip=...)`."
+                ) from error
         return self._lowered[platform]
+
+    @ft.cached_property
+    def callbacks(self) -> tuple[str, ...]:
+        """The step's callbacks to Python, each with its source line."""
+        return callbacks_in(self.traced.jaxpr)
+
+    @ft.cached_property
+    def _to_lower(self) -> Any:
+        """The traced step with a stand-in for each callback to Python."""
+        return without_callbacks(self.traced)
 
     def module(self, platform: Platform) -> Module:
         return self.lowered(platform).compiler_ir("stablehlo")
@@ -285,9 +342,16 @@ def step_of(
         )
     if isinstance(step, JaxJitted):
         made = step.trace(*args)
+        if isinstance(made, _FlaxTraced):
+            made = made.traced
         if isinstance(made, _JaxTraced):
             return _named(made, tuple(args), mesh)
     return _traced(function, args, mesh)
+
+
+def is_traced(step: object) -> bool:
+    """Whether a step is what `.trace` of a jitted function returned."""
+    return isinstance(step, _JaxTraced)
 
 
 def _mesh_of_devices(args: Sequence[object]) -> Mesh | None:

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .. import chips
-from .._ground.errors import ChipError, MeshError, OutOfMemoryError
+from .._ground.errors import ChipError, MeshError, OutOfMemoryError, ProgramError
 from .._step import Platform, step_of
 from ..interop import tpu
 from ..topology import MeshSpec
@@ -203,6 +203,12 @@ def compile_for(
     made = step_of(step, args, mesh)
     on, name = _mesh_of(target, made.mesh)
     devices, chip = tuple(on.devices.flat), None
+    if made.callbacks and devices[0].platform == "tpu":
+        raise ProgramError(
+            f"{made.callbacks[0]} calls back to Python, which libtpu compiles only for"
+            " the devices of its own process; compile the step without it, or see what"
+            " it gathers by `shardfx.cost.estimate(step, *args)`."
+        )
     lowered = made.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
     start = time.perf_counter()
     # By default, JAX compiles a program that was lowered without devices for the

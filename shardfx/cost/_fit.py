@@ -22,7 +22,7 @@ from .._ground.text import (
     table,
 )
 from .._plan import ShardPlan
-from .._step import MOVING, Frame, padded, place_text, step_of
+from .._step import MOVING, Frame, is_traced, padded, place_text, step_of
 from ..topology import MeshSpec
 from ._changes import Change, batch_of, changes_of, largest_batch
 from ._compile_for import MemoryAnalysis, memory_of
@@ -291,7 +291,8 @@ def fit(
         the memory is then the compiler's count. Or a plan without arguments: only the
         plan's arrays are counted.
     - `chip`: the chip's name, or a [`shardfx.chips.Chip`][].
-    - `mesh`: the mesh of the step; by default the mesh of its arguments.
+    - `mesh`: the mesh of the step; by default the mesh of its arguments. Without any
+      mesh, the step is one for a single device.
     - `compiled`: the same step, compiled. The peak memory is then the compiler's count,
       and only the savings of changes
         are estimated.
@@ -337,13 +338,18 @@ def fit(
     if isinstance(step, _Measured):
         rows, notes = _compiled_rows([], memory_of(step))
         return Fit(rows, chip, "compiled", notes=notes)
-    if not callable(step) and not args:
+    if not callable(step) and not is_traced(step) and not args:
         raise LeafTypeError(
             "`step` must be a function, what one compiled to, or a plan, not"
             f" {type(step).__name__}; pass `fit(step, *args, chip=...)`, as the step is"
             " called."
         )
-    known = StepOnChip(step_of(step, args, mesh), chip, step if args else None)
+    traced = step_of(step, args, mesh)
+    notes: tuple[str, ...] = ()
+    if traced.is_without_mesh:
+        traced = dataclasses.replace(traced, given_mesh=MeshSpec({"device": 1}))
+        notes = (_ALONE,)
+    known = StepOnChip(traced, chip, step if args else None)
     rows, largest = _arguments(known)
     shapes = _gradient_shapes(known)
     temporaries = [_large_array(one, shapes) for one in known.memory.arrays]
@@ -351,13 +357,13 @@ def fit(
         sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST]
     )
     if compiled is not None:
-        rows, notes = _compiled_rows(rows, memory_of(compiled))
-        return Fit(rows, chip, "compiled", largest, notes, known)
+        rows, differences = _compiled_rows(rows, memory_of(compiled))
+        return Fit(rows, chip, "compiled", largest, (*notes, *differences), known)
     rows += [
         FitRow("results", sum(known.memory.results), exact=True),
         *_temporaries(temporaries, known),
     ]
-    return Fit(_sorted(rows), chip, "estimated", largest, (), known)
+    return Fit(_sorted(rows), chip, "estimated", largest, notes, known)
 
 
 def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
@@ -481,6 +487,10 @@ def _alike(found: Sequence[LargeArray]) -> list[LargeArray]:
     return sorted(merged, key=lambda one: -one.bytes)
 
 
+_ALONE = (
+    "no array of the step has a sharding: this is the memory of the whole step on one"
+    " device."
+)
 _COPIES = MOVING | {"convert"}
 
 

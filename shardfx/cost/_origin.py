@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from .._step import MOVING, PRODUCTS, Frame, HloModule, Instruction
+from .._step import CALLBACKS, MOVING, PRODUCTS, VIEWS, Frame, HloModule, Instruction
 from ._live.program import FlatOp, Uses, program_of, reached
 
 
@@ -32,6 +32,13 @@ _RENEWING = PRODUCTS | frozenset(
 )
 _ARGUMENT = re.compile(r"^[A-Za-z_]\w*")
 _KEY = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|([^\]]*))\]|\.([A-Za-z_]\w*)")
+# A custom call to Python on CPUs and GPUs; on TPUs, an array is sent to the host.
+_CALLS_BACK = re.compile(
+    r'custom_call_target="xla_ffi_(?:partitioned_)?python_\w+_callback"'
+    r"|is_host_transfer=true"
+)
+# Operations that hand a callback's result from one device to all.
+_SPREADS = VIEWS | {"select", "convert"}
 # The largest number of operations on a path backwards from a value, and of values that
 # are visited forwards from it.
 _FAR, _MANY = 64, 2000
@@ -186,6 +193,52 @@ class Origins:
             value = op.reads[at if at < len(op.reads) else 0]
         return None
 
+    def callback(self, instruction: Instruction) -> str:
+        """The callback to Python for which alone a collective sends, such as
+        "jax.debug.print": it sends the operands to one device, or the results to all.
+        "" if there is none.
+        """
+        op = self._ops.get(id(instruction))
+        if op is None:
+            return ""
+        return self._read_by_callback(op) or self._made_by_callback(op)
+
+    def _read_by_callback(self, op: FlatOp) -> str:
+        name = ""
+        for value in itertools.islice(reached(op.makes, self._forms_of), _MANY):
+            if value in self._uses.results:
+                return ""
+            for user, _, _ in self._uses.users.get(value, ()):
+                # The branches of a conditional read its operands.
+                if user.opcode in _SPREADS or user.opcode == "conditional":
+                    continue
+                name = _callback_name(user)
+                if not name:
+                    return ""
+        return name
+
+    def _forms_of(self, value: int) -> Iterator[int]:
+        """The other forms of a value, such as its transpose."""
+        for user, _, _ in self._uses.users.get(value, ()):
+            if user.opcode in _SPREADS:
+                yield from user.makes
+
+    def _made_by_callback(self, op: FlatOp) -> str:
+        values = itertools.islice(reached(op.reads, self._unspread), _FAR)
+        makers = (self._uses.maker.get(value) for value in values)
+        names = (_callback_name(maker) for maker in makers if maker is not None)
+        return next(filter(None, names), "")
+
+    def _unspread(self, value: int) -> Iterable[int]:
+        """The values of which one device's copy of a value is made."""
+        maker = self._uses.maker.get(value)
+        if maker is None:
+            return ()
+        if maker.opcode == "conditional":
+            position = maker.makes.index(value)
+            return (body.results[position] for body in maker.bodies)
+        return maker.reads if maker.opcode in _SPREADS else ()
+
     def is_sum_of_products(self, instruction: Instruction) -> bool:
         """Whether a permute sends partial sums of a matrix product. The permutes that
         replace a reduce-scatter send them. Those that replace an all-gather send an
@@ -221,6 +274,16 @@ class Origins:
         return len(sizes) == len(limits) and all(
             size and not limit % size for size, limit in zip(sizes, limits, strict=True)
         )
+
+
+def _callback_name(op: FlatOp) -> str:
+    """The user's name of the callback that an operation runs; "" for other operations."""
+    if op.opcode not in ("custom-call", "send"):
+        return ""
+    if not _CALLS_BACK.search(op.instruction.attributes):
+        return ""
+    primitive = op.instruction.op_name.rpartition("/")[2]
+    return CALLBACKS.get(primitive, primitive) or "a callback"
 
 
 def _results_of(op: FlatOp, at: int) -> tuple[int, ...]:

@@ -288,6 +288,7 @@ class _ModuleReader:
             unsure_bytes=round(wire * Fraction(instruction.unsure)),
             arrays=tuple(map(str, collective.arrays)),
             phase=instruction.phase,
+            callback=self.origins.callback(instruction),
         )
 
     def kind_of(self, instruction: Instruction, collective: Collective) -> str:

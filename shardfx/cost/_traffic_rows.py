@@ -62,6 +62,8 @@ class TrafficRow:
       collective, and the bytes by
         which a compiled program may differ from `wire_bytes`, in either direction.
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
+    - `callback`: the callback to Python for which alone the collective sends, such as
+      "jax.debug.print"; else "". Without the callback, the collective is gone.
     """
 
     __module__ = "shardfx.cost"
@@ -83,6 +85,7 @@ class TrafficRow:
     unsure_bytes: int = 0
     arrays: tuple[str, ...] = ()
     phase: Phase = ""
+    callback: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +285,9 @@ def place_cells(
 def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
     first, _, others = (row.leaf or "").partition(", ")
     leaf = printable(first + (f" +{others.count(', ') + 1}" if others else "") or "-")
+    if row.callback:
+        words = ("for", row.callback)
+        leaf = " ".join((leaf, *words) if row.leaf else words)
     kind = f"{row.kind} (windowed)" if row.windowed else row.kind
     calls = "?" if row.calls is None else str(row.calls)
     array = (row.arrays[0] if row.arrays else row.dtype or "-") + (

@@ -10,7 +10,12 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, ShardPlan, chips, filter_jit, follow, plan
 from shardfx.cost import compile_for, fit
-from shardfx.errors import ChipError, LeafTypeError, PlanMismatchError
+from shardfx.errors import (
+    ChipError,
+    LeafTypeError,
+    MeshError,
+    PlanMismatchError,
+)
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})
@@ -312,3 +317,34 @@ def test_messages():
         match="argument 0 is a plan, and a step takes arrays or structs",
     ):
         fit(step, plan(args[0], MESH, paths=PathRules([(".*", P())])), *args[1:])
+
+
+def test_a_step_without_any_sharding_is_for_one_device():
+    weights = {
+        "up": jax.ShapeDtypeStruct((64, 256), jnp.float32),
+        "down": jax.ShapeDtypeStruct((256, 64), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+
+    def step(w, x):
+        def loss(w):
+            return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w))
+
+    compiled = jax.jit(step).lower(weights, x).compile()
+    counted = fit(compiled, chip="h100").peak_bytes
+    estimate = fit(step, weights, x, chip="h100")
+    assert estimate.peak_bytes == pytest.approx(counted, rel=0.01)
+    assert estimate.bytes_of("parameters") == 2 * 64 * 256 * 4
+    assert "one device" in str(estimate) and estimate.changes
+    for traced in (jax.jit(step).trace(weights, x), filter_jit(step).trace(weights, x)):
+        assert fit(traced, chip="h100").peak_bytes == estimate.peak_bytes
+
+    # A mesh within the step is one.
+    def constrained(w, x):
+        rows = jax.NamedSharding(MeshSpec({"data": 8}).abstract(), jax.P("data"))
+        return step(w, jax.lax.with_sharding_constraint(x, rows))
+
+    with pytest.raises(MeshError, match="the step has no mesh"):
+        fit(constrained, weights, x)

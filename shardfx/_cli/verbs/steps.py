@@ -442,6 +442,7 @@ def _row(row: TrafficRow) -> dict[str, object]:
         "kind",
         "axes",
         "leaf",
+        "callback",
         "wire_bytes",
         "dcn_bytes",
         "unsure_bytes",
