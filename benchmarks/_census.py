@@ -188,9 +188,8 @@ def _row(
     x = _checked(shape, dtype, src, programs)
     speedup = _speedup(programs, x, 11)
     if speedup < 1 / SLOWER:
-        speedup = _speedup(
-            programs, x, 31
-        )  # one bad moment of the machine is no result
+        # One bad moment of the machine is no result.
+        speedup = _speedup(programs, x, 31)
     return dataclasses.replace(row, speedup=speedup)
 
 

@@ -225,9 +225,8 @@ def disagreements():
     def cut(name, odd, after_seconds, late=None):
         """On the process `odd` somebody presses Ctrl-C."""
         multihost_utils.sync_global_devices(name)
-        pwrite = slowed(
-            1.2
-        )  # even the process with the fewest writes is still at it when the key is pressed
+        # Even the process with the fewest writes is still at it when the key is pressed.
+        pwrite = slowed(1.2)
         if me == odd:
             interrupted(after_seconds)
         if me == late:

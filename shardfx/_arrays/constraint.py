@@ -162,9 +162,8 @@ def constrain(
     if names_or_spec is None:
         return (x, Decision(PartitionSpec())) if explain else x
     if not isinstance(x, Tracer) and is_tracing():
-        x = jax.device_put(
-            x
-        )  # a constant of the traced function, which becomes a traced value
+        # A constant of the traced function, which becomes a traced value.
+        x = jax.device_put(x)
     mesh = _mesh_of(x, plan)
     free = {
         name: kind

@@ -161,9 +161,8 @@ def follow(
     declared = by_path.declared + (() if known is None else known.mesh_axes)
     found = Draft(flat, plan.mesh, by_path, kinds, known, declared, index, rows, [])
     raise_unknown(found)
-    raise_absent(
-        found._replace(axes=axes)
-    )  # the plan's own rules were checked for its mesh
+    # The plan's own rules were checked for its mesh.
+    raise_absent(found._replace(axes=axes))
     if unused == "raise":
         followed = [None if path in follower.open else path for path in flat.paths]
         raise_unused("rule", by_path, flat, followed, "what they follow")

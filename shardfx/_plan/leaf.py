@@ -18,11 +18,12 @@ from .._ground.text import array_text, printable
 from .._rules import Matcher, PathRules, Units
 
 
+# Of XLA; only the device itself knows which it has.
 MEMORY_KINDS = (
     "device",
     "pinned_host",
     "unpinned_host",
-)  # of XLA; only the device itself knows which it has
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -206,10 +206,11 @@ def _text(node: object) -> str:
 
 def _hashable(node: Any) -> Any:
     if isinstance(node, PartitionSpec):
+        # In JAX, a spec may have fewer entries than the array has dimensions.
         return (
             *entries_of(node),
             ...,
-        )  # in JAX, a spec may have fewer entries than the array has dimensions
+        )
     return (
         tuple(tuple(e) if isinstance(e, list) else e for e in node)
         if type(node) in (tuple, list)

@@ -96,9 +96,8 @@ def decision_for(
         units = units or (1,) * len(entries_of(spec))
         if not isinstance(names_or_spec, PartitionSpec):
             _require_whole_units(tuple(names_or_spec), spec, units, plan, mesh)
-        shape = tuple(
-            mesh.size * unit for unit in units
-        )  # every set of mesh axes divides these sizes
+        # Every set of mesh axes divides these sizes.
+        shape = tuple(mesh.size * unit for unit in units)
         named = ()
     elif units is not None:
         units = units_at(named, shape, units, lambda name: _sizes_of(name, plan))
@@ -301,9 +300,8 @@ def _row(content: Content, path: str, row: Row, target: object) -> Row:
         request.units is None and request.names is None
     ):  # units stay indivisible under another spec
         request = request._replace(units=row.units)
-    whole = {
-        dim for step in row.strategies for dim in step.skip_dims
-    }  # another strategy skips the same dimensions
+    # Another strategy skips the same dimensions.
+    whole = {dim for step in row.strategies for dim in step.skip_dims}
     request = request._replace(strategies=skipping(request.strategies, whole))
     if request.names is not None and content.axes is not None:
         check_known(request.names, content.axes)

@@ -376,9 +376,8 @@ def _assembled(
         and not move.lost
         and all(end.is_fully_addressable for end in (move.src, move.dst))
     ):
-        return jax.device_put(
-            x, move.dst, donate=donate
-        )  # an array assembled from shards has no weak type
+        # An array assembled from shards has no weak type.
+        return jax.device_put(x, move.dst, donate=donate)
     is_copied = assembly.method == "host"
     shards = LocalShards(
         {"": x}, keeps_replicas=is_copied and (donate or bool(move.lost))

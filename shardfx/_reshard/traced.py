@@ -90,9 +90,8 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
     here, there = _on_devices(src, dst), _on_devices(dst, src)
     _require_one_type(there, here)
     _require_names(here)
-    redistribute(
-        x.shape, bits(x.dtype), *layouts(x.ndim, here, there)
-    )  # raised here rather than at compile time
+    # Raised here rather than at compile time.
+    redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, here, there))
     if src.spec.reduced:
         x = placed(x, here)
     moved = _move.bind(x, src=here, dst=there)

@@ -636,9 +636,8 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             kind[name] //= row["arrays"]
         path = printable(row["path"])
         prefix = os.path.commonprefix([before, path])
-        common = (
-            len(prefix) if prefix.isascii() else 0
-        )  # JavaScript counts other characters differently
+        # JavaScript counts other characters differently.
+        common = len(prefix) if prefix.isascii() else 0
         lines.append(
             [
                 common,

@@ -231,9 +231,8 @@ def _text(index: Index, path: str, problem: CheckpointError | None) -> str:
 def _unmapped_leaf(index: Index, path: str, leaf: Any, dtype: DType) -> LeafToLoad:
     entry = _loadable(index, path)
     one, name = struct(entry, index), quoted(path)
-    _is_keys(
-        leaf.dtype, one.dtype, name
-    )  # this error says more than the difference of the shapes
+    # This error says more than the difference of the shapes.
+    _is_keys(leaf.dtype, one.dtype, name)
     if one.shape != tuple(leaf.shape):
         fix = "plan from the checkpoint's own shapes with `checkpoint.structs(index)`"
         if one.shape[::-1] == tuple(leaf.shape) and len(one.shape) == 2:

@@ -22,10 +22,11 @@ _ALIASES = {
     "a100": ("a100-80", "a100-80gb"),
     "a100-40": ("a100-40gb",),
     "h100": ("h100-80", "h100-sxm"),
+    # The name in XLA's description of a chip, for compiling without it.
     "h200": (
         "h200 141gb hbm3e",
         "h200-sxm",
-    ),  # the name in XLA's description of a chip, for compiling without it
+    ),
     "mi300x": ("instinct mi300x",),
 }
 

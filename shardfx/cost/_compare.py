@@ -227,9 +227,8 @@ def _rows_by_line(
     """
     for row in made.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
-        missing = row.wire_bytes - sum(
-            count for _, count in shares
-        )  # the rounding error of the shares
+        # The rounding error of the shares.
+        missing = row.wire_bytes - sum(count for _, count in shares)
         for leaf, count in shares:
             source = lines[leaf] if leaf in lines and row.kind in _SUMS else row.source
             yield (

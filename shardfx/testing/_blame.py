@@ -94,9 +94,8 @@ def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
         [float(differences(one, exact).max(initial=0.0)) for one in others], default=0.0
     )
     if not jnp.issubdtype(dtype, np.inexact):
-        return (
-            math.inf if changed else 0.0
-        )  # rounding made two numbers equal, and one was chosen
+        # Rounding made two numbers equal, and one was chosen.
+        return math.inf if changed else 0.0
     finite = np.abs(exact[np.isfinite(exact)])
     return 8 * changed + 4 * float(jnp.finfo(dtype).eps) * float(
         finite.max(initial=0.0)

@@ -310,9 +310,8 @@ class Tape:
             key: None if isinstance(one, NamedSharding) else one
             for key, one in equation.params.items()
         }
-        context = (
-            jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx
-        )  # without the mesh of the trace
+        # Without the mesh of the trace.
+        context = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx
         return applied(jaxpr, equation.replace(params=params, ctx=context), ins)
 
     def inlined(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:

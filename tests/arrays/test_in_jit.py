@@ -127,9 +127,8 @@ def test_axes_of_size_one_stay_and_trip_nothing(kind):
 
     @jax.jit
     def step(x, w):
-        x = constrain(
-            x, ("batch", None), made
-        )  # `with_sharding_constraint` of the same spec is refused or asserts
+        # `with_sharding_constraint` of the same spec is refused or asserts.
+        x = constrain(x, ("batch", None), made)
         return constrain(x[:, :8], ("batch", None), made) + x @ constrain(
             w, (None, None), made
         )

@@ -43,9 +43,10 @@ def test_a_model_is_initialised_sharded_without_a_full_copy():
     model = make(KEY)
     weight = model.mlp.layers[1].weight
     assert weight.addressable_shards[0].data.shape == (32, 16)
+    # A pointer per output.
     assert (
         compiled.memory_analysis().output_size_in_bytes <= PARAMS.bytes_per_device + 256
-    )  # a pointer per output
+    )
     assert np.array_equal(weight, Net(KEY).mlp.layers[1].weight)
 
 

@@ -256,11 +256,12 @@ def plan_with(*sizes):
         ((2048,), (2, 128, 16), True),  # as many as a fused array has heads
         ((256,), (2, 16, 16), True),
         ((128,), (2, 128, 16), True),  # 8 units of 16
+        # As large as a fused array of two heads, which decides.
         (
             (32, 512),
             (2, 32, 16),
             False,
-        ),  # as large as a fused array of two heads, which decides
+        ),
     ],
 )
 def test_heads_that_are_apart_may_have_the_name_of_fused_ones(sizes, shape, cut):

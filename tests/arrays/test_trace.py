@@ -45,9 +45,8 @@ def test_plans_without_devices_are_traced_and_lowered(platform):
     made = traced(out_shardings={"new": params, "y": None, "text": None})
     text = made.lower(lowering_platforms=(platform,)).as_text()
     assert 'sdy.mesh @mesh = <["data"=2, "tensor"=4]>' in text
-    assert (
-        text.count('#sdy.sharding<@mesh, [{}, {"tensor"}]>') == 2
-    )  # `w` as it comes in, and as it goes out
+    # `w` as it comes in, and as it goes out.
+    assert text.count('#sdy.sharding<@mesh, [{}, {"tensor"}]>') == 2
 
 
 def test_a_trace_says_what_it_takes():

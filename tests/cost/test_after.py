@@ -222,17 +222,19 @@ def test_a_reduction_of_a_reduction_is_one_over_both_axes():
         ("f32[512,128]", "f32[128,128]", "reduce-scatter"),
         ("f32[64,512]", "f32[64,128]", "reduce-scatter"),
         ("f32[64,384]", "f32[64,96]", "all-reduce"),  # 96 fill no tile
+        # Two numbers of bfloat16 lie in one place.
         (
             "bf16[64,512]",
             "bf16[64,128]",
             "all-reduce",
-        ),  # two numbers of bfloat16 lie in one place
+        ),
         ("bf16[256,2048]", "bf16[256,512]", "reduce-scatter"),
+        # The compiler turns it: 16 rows of 512.
         (
             "f32[512,64]",
             "f32[512,16]",
             "reduce-scatter",
-        ),  # the compiler turns it: 16 rows of 512
+        ),
         ("f32[512,128]", "f32[256,128]", "all-reduce"),  # a part of two devices
     ],
 )

@@ -37,10 +37,11 @@ def test_a_chip_is_found_by_the_names_that_people_and_jax_use(name, asked):
             ),
         ),
         ("abacus", "no chip 'abacus'. There are v2"),
+        # A card of another form factor has other numbers.
         (
             "NVIDIA H100 PCIe",
             "did you mean",
-        ),  # a card of another form factor has other numbers
+        ),
     ],
 )
 def test_an_unknown_chip_names_near_ones(name, message):

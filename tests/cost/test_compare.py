@@ -122,9 +122,8 @@ ROWS = st.lists(
 def drawn(rows):
     made = []
     for kind, wire, axes, source, own in rows:
-        shares = tuple(
-            (leaf, round(wire / len(own))) for leaf in own
-        )  # rounded, as those of programs
+        # Rounded, as those of programs.
+        shares = tuple((leaf, round(wire / len(own))) for leaf in own)
         leaf = ", ".join(filter(None, own)) or None
         made.append(
             TrafficRow(kind, wire, 0, 1, "f32", 8, axes, source, (), leaf, shares)

@@ -361,9 +361,8 @@ def test_the_same_step_under_another_mesh_is_not_traced_again():
             == len(traffic(compile_for(step, *args, target="cpu"), spec).rows)
             > 0
         )
-    assert (
-        len(traced) == 3
-    )  # once for the estimate, and once for each program that is compiled
+    # Once for the estimate, and once for each program that is compiled.
+    assert len(traced) == 3
 
 
 def test_what_cannot_be_estimated():

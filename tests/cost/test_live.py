@@ -74,9 +74,8 @@ def test_a_loop_carries_its_state_in_place():
     assert 2 * row <= found.temporary_bytes <= 3 * row + 64
     assert max(found.timeline) == found.peak_bytes
     given = device_memory(parse_hlo(TEXT), tile=(8, 128), tpu=True)
-    assert (
-        given.arguments == found.arguments and given.peak_bytes > found.peak_bytes
-    )  # copies on chip
+    # Copies on chip.
+    assert given.arguments == found.arguments and given.peak_bytes > found.peak_bytes
 
 
 def test_the_operation_that_frees_most_runs_next():

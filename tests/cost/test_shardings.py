@@ -74,13 +74,13 @@ def a_program(seed):
                 else:
                     made = x + y if x.shape == y.shape else x * 2
                 if at == 3 and any(cuts["c0"]):
-                    made = jax.lax.with_sharding_constraint(
+                    made = jax.lax.with_sharding_constraint(  # c0
                         made, NamedSharding(MESH, cuts["c0"])
-                    )  # c0
+                    )
                 if at == 6 and any(cuts["c1"]):
-                    made = jax.lax.with_sharding_constraint(
+                    made = jax.lax.with_sharding_constraint(  # c1
                         made, NamedSharding(MESH, cuts["c1"])
-                    )  # c1
+                    )
                 arrays.append(made)
             return arrays[3:]
 
@@ -162,9 +162,9 @@ def decoder(constrained, batch_axis="fsdp", batch=16):
     def block(x, layer):
         x = x + jax.nn.silu(x @ layer["up"]) @ layer["down"]  # block
         if constrained:
-            x = jax.lax.with_sharding_constraint(
+            x = jax.lax.with_sharding_constraint(  # constraint
                 x, NamedSharding(mesh, P("fsdp"))
-            )  # constraint
+            )
         return x, None
 
     def step(params, tokens):

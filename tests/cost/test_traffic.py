@@ -45,9 +45,8 @@ def test_every_kind(platform):
         ("all-reduce", ("tensor",), 2 * 64 * 128 * 4 * 3 // 4, 1, None),
         ("all-to-all", ("tensor",), 64 * 128 * 4 * 3 // 4, 1, "x"),
         ("collective-permute", ("tensor",), 64 * 128 * 4, 1, "x"),
-        (
-            whole if platform == "tpu" else scattered
-        ),  # the TPU's compiler reduces whole where it could scatter
+        # The TPU's compiler reduces whole where it could scatter.
+        (whole if platform == "tpu" else scattered),
     ]
     compared = 4 if platform == "gpu" else 5
     assert [row[:compared] for row in listed(read(f"{platform}_kinds"))] == [
@@ -100,9 +99,8 @@ def test_permutes_of_a_windowed_product_have_its_kind():
     activations = 4 * 1024 * 2048 * 2  # of one group of data
     assert made.by("kind") == {
         "all-gather": 2 * activations * 3 // 4,
-        "reduce-scatter": (
-            5 * activations // 4
-        ),  # one more than the four pieces of a ring
+        # One more than the four pieces of a ring.
+        "reduce-scatter": (5 * activations // 4),
         "all-reduce": 2 * 2048 * 2048 * 2 * 2 // 2 + 7,
     }
     assert [row.windowed for row in made.rows if row.kind == "reduce-scatter"] == [
@@ -763,18 +761,16 @@ def test_a_scattered_gradient_is_of_its_weight():
         ("reduce-scatter", ("tensor",), weight * 3 // 4, 1, "down"),
         ("reduce-scatter", ("tensor",), weight * 3 // 4, 1, "up"),
     ]
-    assert made.by("leaf")[None] == 2 * (
-        1024 // 2 * 2048 * 4 * 3 // 4
-    )  # the activations
+    # The activations.
+    assert made.by("leaf")[None] == 2 * (1024 // 2 * 2048 * 4 * 3 // 4)
 
 
 def test_weights_that_are_gathered_together_have_their_own_bytes():
     # The compiler joins what it gathers of a layer, and what it scatters, into one
     # collective of two arrays.
     made = read("gpu_scanned_layers")
-    half = (
-        1024 * 256 * 2 // 2
-    )  # of a layer's weight that is whole along data, what one of two devices lacks
+    # Of a layer's weight that is whole along data, what one of two devices lacks.
+    half = 1024 * 256 * 2 // 2
     for row in made.rows:
         if row.kind != "all-reduce":
             assert row.calls == 6 and row.axes == ("data",) and row.dtype == "bf16"

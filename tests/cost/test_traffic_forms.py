@@ -256,13 +256,14 @@ def test_exchanges_with_the_own_and_another_slice():
     ) == [
         ("all-to-all", ("dcn", "ici"), shard * 3 // 4, shard // 2, 1),
         ("collective-permute", ("dcn", "ici"), shard // 2, shard // 2, 1),
+        # One of four devices in each slice.
         (
             "collective-permute",
             ("ici",),
             shard // 8,
             0,
             1,
-        ),  # one of four devices in each slice
+        ),
         ("collective-permute", ("ici",), shard // 8, 0, 1),
     ]
     text = (HLO / "tpu_exchange_between_slices.txt").read_text()

@@ -38,31 +38,35 @@ def test_repeated_rows_are_copied_in_blocks_too():
 @pytest.mark.parametrize(
     "shape,there,here,expected",
     [
+        # Rows of 2048 bytes: 2048 lines in 32 sets.
         (
             (1024, 2048),
             (4096, 2),
             (2, 2048),
             1,
-        ),  # rows of 2048 bytes: 2048 lines in 32 sets
+        ),
+        # Rows of 2816 bytes spread over all sets.
         (
             (1408, 1024),
             (2048, 2),
             (2, 2816),
             None,
-        ),  # rows of 2816 bytes spread over all sets
+        ),
         ((1024, 2048), (4096, 2), (4096, 2), None),  # not turned
+        # Blocks too small to be worth a call each.
         (
             (16, 2048),
             (4096, 2),
             (2, 2048),
             None,
-        ),  # blocks too small to be worth a call each
+        ),
+        # Lines that are read only in part anyway.
         (
             (8, 4096),
             (8192, 2),
             (2, 2048),
             None,
-        ),  # lines that are read only in part anyway
+        ),
         ((64, 64), (128, 2), (2, 128), None),  # small
     ],
 )

@@ -114,17 +114,17 @@ def test_no_cycles_inside_a_package():
         for module, targets in graph.items()
         if len(module) > 1
     }
-    assert list(
-        graphlib.TopologicalSorter(modules).static_order()
-    )  # a cycle would be a CycleError
+    # A cycle would be a CycleError.
+    assert list(graphlib.TopologicalSorter(modules).static_order())
 
 
 def test_init_is_a_table_of_contents():
     for path in INITS:
+        # Behind the docstring.
         is_root, body = (
             path.parent == PACKAGE,
             tree_of(path).body[1:],
-        )  # behind the docstring
+        )
         entries = [node for node in body if isinstance(node, ast.ImportFrom)]
         # At the root some parts load when they are first named; nothing else may stand
         # beside the table.

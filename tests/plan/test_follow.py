@@ -548,12 +548,13 @@ STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
         ("scales", "q/scale", P(None, "fsdp", "tensor"), ""),  # blocks of 8 x 64
         ("scales", "o/scale", P("fsdp"), ""),
         ("scales", "o/all", P(), "rank 0"),
+        # Two blocks of 32 rows on four devices.
         (
             "scales",
             "o/zero",
             P(),
             "not divisible",
-        ),  # two blocks of 32 rows on four devices
+        ),
     ],
 )
 def test_each_leaf_follows_the_array_that_it_belongs_to(state, path, spec, says):

@@ -32,10 +32,11 @@ def test_a_step_on_one_gpu_from_plan_to_program():
     made = sfx.cost.traffic(compiled)
     assert made.rows == () and str(made).startswith("no traffic: ")
     assert sfx.cost.seconds(made, "h200", ONE).seconds == 0
+    # A model that holds functions.
     ours = (
         eqx.combine(plans[0].structs, model),
         plans[1].structs,
-    )  # a model that holds functions
+    )
     assert sfx.cost.estimate(step, *ours).wire_bytes == 0
     fit = sfx.cost.fit(step, *ours, chip="NVIDIA H200")
     assert fit.fits and "h200" in str(fit)

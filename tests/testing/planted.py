@@ -175,9 +175,8 @@ def gathered_weight_whose_gradient_is_cut_and_not_summed(wrong, x, w):
         return (own if wrong else lax.psum_scatter(g, "d", tiled=True),)
 
     whole.defvjp(lambda w: (whole(w), None), back)
-    value, g = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(x @ whole(w)) ** 2))(
-        w
-    )  # wrong
+    loss = lambda w: jnp.sum(jnp.tanh(x @ whole(w)) ** 2)  # wrong
+    value, g = jax.value_and_grad(loss)(w)  # wrong
     return lax.psum(value, "d"), w - 0.1 * g
 
 
@@ -275,9 +274,9 @@ def embedding_of_foreign_rows(wrong, table, ids):
 @planted(SEQUENCE, WHOLE, out=P("d", "t"))
 def mask_not_offset(wrong, q, kv):
     scores = jnp.einsum("bqd,bkd->bqk", q, kv)
-    rows = jnp.arange(q.shape[1]) + (
+    rows = jnp.arange(q.shape[1]) + (  # wrong
         0 if wrong else lax.axis_index("t") * q.shape[1]
-    )  # wrong
+    )
     mask = rows[:, None] >= jnp.arange(kv.shape[1])
     weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
     return jnp.einsum("bqk,bkd->bqd", weights, kv)
@@ -294,11 +293,11 @@ def positions_counted_in_the_wrong_order(wrong, x):
 def labels_shifted_after_the_cut(wrong, x, tokens):
     logits = jnp.pad(x, [(0, 0), (0, 0), (0, 10)])
     following = lax.ppermute(tokens[:, :1], "t", neighbours("t", -1))
-    labels = (
+    labels = (  # wrong
         jnp.roll(tokens, -1, 1)
         if wrong
         else jnp.concatenate([tokens[:, 1:], following], 1)
-    )  # wrong
+    )
     picked = jnp.take_along_axis(logits, labels[..., None], -1)  # wrong
     return lax.pmean(jnp.mean(picked), ("d", "t"))
 
@@ -361,9 +360,9 @@ def gathered_in_the_wrong_order(wrong, x):
 
 @planted(((8, 8), P(None, "t")), ((8, 8), P("t")), out=P("t"))
 def scattered_along_the_wrong_dimension(wrong, x, w):
-    y = lax.psum_scatter(
+    y = lax.psum_scatter(  # wrong
         x @ w, "t", scatter_dimension=1 if wrong else 0, tiled=True
-    )  # wrong
+    )
     return jnp.tanh(y.reshape(-1, 8))  # wrong
 
 

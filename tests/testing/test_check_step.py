@@ -262,10 +262,10 @@ def explicit_step(mesh: Mesh):
             rows = jax.sharding.reshard(
                 table, NamedSharding(mesh, P("dp", None, reduced=frozenset({"tp"})))
             )
-            return jnp.sum(
+            return jnp.sum(  # wrong
                 rows.at[ids].get(out_sharding=NamedSharding(mesh, P("dp", "tp", None)))
                 ** 2
-            )  # wrong
+            )
 
         return jax.grad(loss)(table)
 

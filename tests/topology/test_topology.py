@@ -185,21 +185,23 @@ def test_default_submesh_prefers_cores_then_whole_rings(kind, bounds, host):
     [
         ("TPU v5p", 4, (4, 4, 4, 1), (4, 1, 1, 1)),  # a ring
         ("TPU v5p", 16, (4, 4, 16, 1), (4, 4, 1, 1)),  # a torus rather than a ring
+        # No ring is whole: the box with a closed walk.
         (
             "TPU v5p",
             4,
             (8, 8, 8, 1),
             (2, 2, 1, 1),
-        ),  # no ring is whole: the box with a closed walk
+        ),
         ("TPU v5 lite", 16, (16, 16, 1, 1), (16, 1, 1, 1)),
         ("TPU v6 lite", 4, (16, 16, 1, 1), (2, 2, 1, 1)),
         ("TPU7x", 8, (4, 4, 4, 2), (4, 1, 1, 2)),  # cores first
+        # The table's (4, 2, 1, 1) does not fit.
         (
             "TPU v4",
             8,
             (2, 2, 2, 1),
             (2, 2, 2, 1),
-        ),  # the table's (4, 2, 1, 1) does not fit
+        ),
         ("TPU v4", 4, (4, 4, 4, 2), (2, 1, 1, 2)),  # the table is for one core per chip
     ],
 )

@@ -77,9 +77,8 @@ def main() -> int:
     ):  # outside, since lint reads the tree meanwhile
         copy, mistakes = Path(directory) / "wrong.py", Path(directory) / MISTAKES.name
         copy.write_text(wrong)
-        mistakes.write_text(
-            MISTAKES.read_text()
-        )  # the file itself is left out of what basedpyright looks at
+        # The file itself is left out of what basedpyright looks at.
+        mistakes.write_text(MISTAKES.read_text())
         files = {SIGNATURES: set(), USES: set(), copy: asserted, mistakes: refused}
         for checker in CHECKERS:
             for (file, expected), found in zip(

@@ -144,9 +144,8 @@ def run(
             shard = _RUN[step.kind](shard, step, like, axes)
         return shard
 
-    is_key = jnp.issubdtype(
-        shard.dtype, jax.dtypes.extended
-    )  # whose memory is none of ours
+    # Whose memory is none of ours.
+    is_key = jnp.issubdtype(shard.dtype, jax.dtypes.extended)
     on_tpus = None if is_key else chunks_on_tpus(shard.shape, bits(shard.dtype), steps)
     if on_tpus is None or (
         chunks is not None and chunks.per_block >= on_tpus.per_block

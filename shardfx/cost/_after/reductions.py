@@ -443,9 +443,8 @@ def _fills_tiles(dtype: str, before: tuple[int, ...], after: tuple[int, ...]) ->
         if old != new
     )
     if cut < len(before) - 2:
-        return (
-            math.prod(before[:cut]) == 1
-        )  # the slice is contiguous, so tiles do not matter
+        # The slice is contiguous, so tiles do not matter.
+        return math.prod(before[:cut]) == 1
     if len(before) < 2:
         return False
     packed = 32 // Array(dtype, ()).bits

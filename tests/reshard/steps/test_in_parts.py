@@ -170,13 +170,14 @@ ROWS, COLUMNS = StepLayout((64,), ((0,), ())), StepLayout((64,), ((), (0,)))
             StepLayout((64,), ((), ())),
             Chunks(1, 4160, 520, (8256, 4160)),
         ),
+        # Nothing but a slice.
         (
             (8256, 4160),
             16,
             StepLayout((64,), ((), ())),
             COLUMNS,
             None,
-        ),  # nothing but a slice
+        ),
         ((2**22,), 16, StepLayout((8,), ((0,),)), StepLayout((8,), ((),)), None),
         # The heads are the minor dimension's neighbour, and the minor one is cut no
         # further.
