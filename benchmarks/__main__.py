@@ -12,6 +12,7 @@ import jax
 from . import _machine, _plots, _report
 from ._progress import Progress
 from ._runner import Options, Record, run_suite
+from .faults import command as faults
 
 
 FILES = {
@@ -39,6 +40,8 @@ def main(arguments: list[str]) -> int:
         arguments = ["reshard-trees", *(a for a in arguments[1:] if a != "--trees")]
     parser, suites = _parser()
     flags = parser.parse_args(arguments)
+    if flags.command == "faults":
+        return faults.main(flags)
     if flags.command == "compare":
         print(_report.compare(_read(flags.first), _read(flags.second)))
         return 0
@@ -114,6 +117,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         module.arguments(suites[name])
         _common(suites[name])
     _common(commands.add_parser("all", help="every suite, one after another"))
+    faults.arguments(commands.add_parser("faults", help=faults.SUMMARY))
     compare = commands.add_parser("compare", help="two JSON files side by side")
     compare.add_argument("first", type=Path)
     compare.add_argument("second", type=Path)

@@ -34,6 +34,7 @@ _STANDARD_PROMOTION = {
     *(
         "test_aot",
         "test_benchmarks",
+        "test_benchmarks_faults",
         "test_benchmarks_reshard",
         "test_cli",
         "test_demo",

@@ -1,0 +1,108 @@
+"""The process that runs cases; XLA can abort it. `_driver.py` starts it, with any
+interpreter that has JAX.
+
+It reads a request a line from standard input: `{"draw": [seed, number, layouts]}`
+draws its cases, `{"cases": [...]}` holds them. For each case it writes the case, and
+then its outcome; so whoever reads knows which case ended the process. A line
+`{"done": true}` follows each request.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+from typing import Any
+
+import jax
+
+
+DEVICES = 8
+
+
+def main() -> None:
+    """Answers requests until standard input ends."""
+    flags = _flags()
+    configure(shardy=bool(flags.shardy), optimised=bool(flags.optimised))
+    # Libraries that print do not reach the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(line: dict[str, Any]) -> None:
+        answers.write(json.dumps(line) + "\n")
+        answers.flush()
+
+    answer({"versions": versions()})
+    for line in sys.stdin:
+        _answered(json.loads(line), answer)
+        answer({"done": True})
+        jax.clear_caches()
+
+
+def configure(*, shardy: bool, optimised: bool) -> None:
+    """Sets JAX up for emulated devices, before it starts them."""
+    # XLA reads it when JAX starts it. The older way to make code compiles three times
+    # as fast; from 0.12 on there is but one way, and the flag is an error.
+    if not optimised and jax.__version_info__ < (0, 12):
+        os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_use_shardy_partitioner", shardy)
+    jax.config.update("jax_disable_most_optimizations", not optimised)
+
+
+def versions() -> dict[str, str]:
+    """The versions of what computes the numbers."""
+    return {
+        "python": sys.version.split()[0],
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+    }
+
+
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shardy", type=int, default=1)
+    parser.add_argument("--optimised", type=int, default=0)
+    return parser.parse_args()
+
+
+def _answered(request: dict[str, Any], answer: Any) -> None:
+    from ._data import from_json, to_json
+    from ._draws import draw
+    from ._numbers import Prepared, outcome
+
+    if "draw" in request:
+        cases = draw(*request["draw"])
+    else:
+        cases = [from_json(data) for data in request["cases"]]
+    ready: dict[str, Any] = {}
+    for case in cases:
+        answer({"case": to_json(case)})
+        key = json.dumps(to_json(case)["program"])
+        if key not in ready:
+            try:
+                ready[key] = Prepared(case.program)
+            except Exception as error:  # JAX's and XLA's errors have many types
+                ready[key] = f"{type(error).__name__}: {error}"[:800]
+        if isinstance(ready[key], str):
+            answer({"outcome": "refused", "message": ready[key]})
+            continue
+        line = outcome(case, ready[key])
+        if request.get("mutations") and line["outcome"] == "right":
+            from ._mutations import mutated
+
+            line["mutated"] = mutated(case, request["mutations"], case.number)
+        if request.get("verify") and line["outcome"] in ("right", "wrong"):
+            from ._verdicts import verdict
+
+            line["verdict"] = verdict(case)
+        if request.get("explain") and line["outcome"] == "wrong":
+            from ._verdicts import explanation
+
+            line |= explanation(case)
+        answer(line)
+
+
+if __name__ == "__main__":
+    main()

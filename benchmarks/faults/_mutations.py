@@ -1,0 +1,77 @@
+"""Mutations of right partitioned programs: what the numbers say beside the judge.
+
+The numbers are the oracle: the mutated text runs on emulated devices, beside the text
+before the mutation. Programs whose text does not give the numbers of `jit` do not count.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._data import Case
+from ._draws import shapes_between
+from ._mutate import UNCHANGED, mutations
+from ._numbers import mesh_of, sharded
+from ._texts import difference, is_whole, placed, run, shards, texts
+from ._values import arguments
+from ._verdicts import verdict_of_text
+
+
+class Original(NamedTuple):
+    """A right program that is mutated: its text, the text before the partitioner, its
+    arguments on the devices, and what it computes on each device.
+    """
+
+    text: str
+    whole: str
+    arguments: list[Any]
+    results: list[list[np.ndarray]]
+    devices: int
+
+
+def original(case: Case) -> tuple[Original | None, str]:
+    """The partitioned program of a case, or `None` and why it does not count."""
+    given = arguments(case.program, shapes_between(case.program)[-1])
+    devices = mesh_of(case.layout.mesh).size
+    text, whole = texts(case, given)
+    if not is_whole(text):
+        return None, "constants are not written out"
+    arrays = placed(case, given)
+    results = run(text, arrays, devices)
+    if difference(results, shards(sharded(case)(*arrays))) > UNCHANGED:
+        return None, "its text gives other numbers than jit"
+    return Original(text, whole, arrays, results, devices), ""
+
+
+def mutated(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
+    """Mutations of the case's program, each with what its numbers and the judge say."""
+    program, reason = original(case)
+    if program is None:
+        return [{"skipped": reason}]
+    before = _judged(program, program.text)
+    lines: list[dict[str, Any]] = []
+    for mutation in mutations(program.text, program.devices, count, seed):
+        line: dict[str, Any] = {
+            "kind": mutation.kind,
+            "line": mutation.line,
+            "name": case.program.name,
+            "before": before.get("outcome"),
+        }
+        try:
+            results = run(mutation.text, program.arguments, program.devices)
+        except Exception as error:  # XLA refuses the text
+            lines.append(line | {"refused": str(error)[:200]})
+            continue
+        changed = difference(results, program.results)
+        line["changed"] = float(f"{changed:.3g}")
+        verdict = _judged(program, mutation.text)
+        lines.append(line | {"verdict": verdict})
+    return lines
+
+
+def _judged(program: Original, text: str) -> Mapping[str, Any]:
+    started = time.process_time()
+    verdict = verdict_of_text(text, program.whole)
+    return verdict | {"seconds": round(time.process_time() - started, 3)}

@@ -1,0 +1,239 @@
+"""Layers of the bank: attention in its forms."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ._layers import layer
+
+
+def attend(q, k, v, mask=None):
+    """Attention of (batch, time, heads, width) arrays with as many heads each."""
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) / 2
+    if mask is not None:
+        scores = jnp.where(mask, scores, -1e9)
+    weights = jax.nn.softmax(scores, axis=-1)
+    return jnp.einsum("bhts,bshk->bthk", weights, v)
+
+
+def causal(queries: int, keys: int):
+    """The mask of earlier keys."""
+    return jnp.arange(queries)[:, None] >= jnp.arange(keys)[None, :]
+
+
+@layer("attention", q="b t h k", key="b t h k", v="b t h k")
+def multi_head(q, key, v):
+    return attend(q, key, v, causal(q.shape[1], key.shape[1]))
+
+
+@layer("attention", q="b t 4*g k", key="b t 4 k", v="b t 4 k")
+def grouped_query(q, key, v):
+    batch, time, heads, width = q.shape
+    groups = heads // key.shape[2]
+    split = q.reshape(batch, time, key.shape[2], groups, width)
+    scores = jnp.einsum("btngk,bsnk->bngts", split, key) / 2
+    scores = jnp.where(causal(time, time), scores, -1e9)
+    mixed = jnp.einsum("bngts,bsnk->btngk", jax.nn.softmax(scores, axis=-1), v)
+    return mixed.reshape(q.shape)
+
+
+@layer("attention", q="b t 4*g k", key="b t 4 k", v="b t 4 k")
+def repeated_keys(q, key, v):
+    groups = q.shape[2] // key.shape[2]
+    return attend(q, jnp.repeat(key, groups, 2), jnp.repeat(v, groups, 2))
+
+
+@layer("attention", q="b t h k", key="b t k", v="b t k")
+def multi_query(q, key, v):
+    scores = jnp.einsum("bthk,bsk->bhts", q, key) / 2
+    scores = jnp.where(causal(q.shape[1], key.shape[1]), scores, -1e9)
+    return jnp.einsum("bhts,bsk->bthk", jax.nn.softmax(scores, axis=-1), v)
+
+
+@layer("attention", q="b t h k", key="b t h k", v="b t h k")
+def local_window(q, key, v):
+    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
+    return attend(q, key, v, (distance >= 0) & (distance < 3))
+
+
+@layer("attention", q="b 2*t h k", key="b 2*t h k", v="b 2*t h k")
+def local_blocks(q, key, v):
+    batch, time, heads, width = q.shape
+    blocks = (batch * time // 4, 4, heads, width)
+    split = [array.reshape(blocks) for array in (q, key, v)]
+    return attend(*split).reshape(q.shape)
+
+
+@layer("attention", x="b t d", memory="b s d", wq="d h*k", wkv="d 2*h*k", wo="h*k d")
+def cross(x, memory, wq, wkv, wo):
+    width = wo.shape[0]
+    q = x @ wq
+    k, v = jnp.split(memory @ wkv, 2, axis=-1)
+    heads = [array.reshape(*array.shape[:2], 2, width // 2) for array in (q, k, v)]
+    mixed = attend(*heads)
+    return mixed.reshape(*x.shape[:2], width) @ wo
+
+
+@layer("attention", x="b t 4*k", w="4*k 12*k", wo="4*k 4*k")
+def fused_qkv(x, w, wo):
+    batch, time, width = x.shape
+    parts = jnp.split(x @ w, 3, axis=-1)
+    q, k, v = (part.reshape(batch, time, 4, width // 4) for part in parts)
+    return attend(q, k, v, causal(time, time)).reshape(x.shape) @ wo
+
+
+@layer("attention", x="b t 4*k", w="4*k 3 4 k", wo="4 k 4*k")
+def fused_qkv_heads(x, w, wo):
+    qkv = jnp.einsum("btd,dzhk->zbthk", x, w)
+    return jnp.einsum("bthk,hkd->btd", attend(qkv[0], qkv[1], qkv[2]), wo)
+
+
+@layer("attention", x="b t d", wq="d h k", wk="d h k", wv="d h k", wo="h k d")
+def attention_block(x, wq, wk, wv, wo):
+    q = jnp.einsum("btd,dhk->bthk", x, wq)
+    k = jnp.einsum("btd,dhk->bthk", x, wk)
+    v = jnp.einsum("btd,dhk->bthk", x, wv)
+    mixed = attend(q, k, v, causal(x.shape[1], x.shape[1]))
+    return x + jnp.einsum("bthk,hkd->btd", mixed, wo)
+
+
+@layer("attention", x="b t d", down="d r*4", up="r*4 h 2*k", wq="d h k", wo="h k d")
+def latent(x, down, up, wq, wo):
+    q = jnp.einsum("btd,dhk->bthk", x, wq)
+    k, v = jnp.split(jnp.einsum("btr,rhk->bthk", x @ down, up), 2, axis=-1)
+    return jnp.einsum("bthk,hkd->btd", attend(q, k, v), wo)
+
+
+@layer(
+    "kv cache",
+    gradient=False,
+    q="b 1 h k",
+    keys="b s h k",
+    values="b s h k",
+    key="b 1 h k",
+    value="b 1 h k",
+    index="1 : below s",
+)
+def decode(q, keys, values, key, value, index):
+    keys = lax.dynamic_update_slice_in_dim(keys, key, index[0], axis=1)
+    values = lax.dynamic_update_slice_in_dim(values, value, index[0], axis=1)
+    return attend(q, keys, values, jnp.arange(keys.shape[1]) <= index[0])
+
+
+@layer("kv cache", gradient=False, cache="b s h k", new="b h k", index="b : below s")
+def cache_rows(cache, new, index):
+    return cache.at[jnp.arange(cache.shape[0]), index].set(new)
+
+
+@layer("kv cache", gradient=False, cache="b s h k", new="b 1 h k", index="b : below s")
+def cache_mapped(cache, new, index):
+    def one_row(row, update, start):
+        return lax.dynamic_update_slice_in_dim(row, update, start, axis=0)
+
+    return jax.vmap(one_row)(cache, new, index)
+
+
+@layer("kv cache", gradient=False, cache="b s h k", index="1 : below s")
+def cache_window(cache, index):
+    return lax.dynamic_slice_in_dim(cache, index[0], 4, axis=1)
+
+
+@layer("kv cache", gradient=False, pages="2*s 4 h k", table="b 2 : below s")
+def paged_cache(pages, table):
+    batch, count = table.shape
+    fetched = pages[table]
+    return fetched.reshape(batch, count * pages.shape[1], *pages.shape[2:])
+
+
+@layer("rotary", x="b t h 2*k", angles="t k")
+def rotary_halves(x, angles):
+    cos = jnp.cos(angles)[:, None]
+    sin = jnp.sin(angles)[:, None]
+    left, right = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+@layer("rotary", x="b t h 2*k", angles="t k")
+def rotary_pairs(x, angles):
+    cos = jnp.cos(angles)[:, None]
+    sin = jnp.sin(angles)[:, None]
+    even, odd = x[..., ::2], x[..., 1::2]
+    pairs = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
+    return pairs.reshape(x.shape)
+
+
+@layer("attention", q="b t h k", key="b t h k", v="b t h k", table="31 h")
+def relative_bias(q, key, v, table):
+    time = q.shape[1]
+    distance = jnp.arange(time)[:, None] - jnp.arange(time)[None, :] + 15
+    bias = jnp.take(table, distance, axis=0, mode="clip").transpose(2, 0, 1)
+    scores = jnp.einsum("bthk,bshk->bhts", q, key) / 2 + bias
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores, axis=-1), v)
+
+
+@layer("attention", q="b t h k", key="b t h k", v="b t h k")
+def linear_attention(q, key, v):
+    q, key = jax.nn.softplus(q), jax.nn.softplus(key)
+    state = jnp.cumsum(jnp.einsum("bshk,bshv->bshkv", key, v), axis=1)
+    total = jnp.cumsum(key, axis=1)
+    top = jnp.einsum("bthk,bthkv->bthv", q, state)
+    return top / jnp.einsum("bthk,bthk->bth", q, total)[..., None]
+
+
+@layer("attention", q="b t h k", key="b 2*s h k", v="b 2*s h k")
+def blockwise(q, key, v):
+    batch, time, heads, width = key.shape
+    blocks = (batch, 2, time // 2, heads, width)
+    keys = jnp.moveaxis(key.reshape(blocks), 1, 0)
+    values = jnp.moveaxis(v.reshape(blocks), 1, 0)
+
+    def step(carry, block):
+        top, total, largest = carry
+        scores = jnp.einsum("bthk,bshk->bths", q, block[0]) / 2
+        new_largest = jnp.maximum(largest, scores.max(-1))
+        weights = jnp.exp(scores - new_largest[..., None])
+        scale = jnp.exp(largest - new_largest)
+        top = top * scale[..., None] + jnp.einsum("bths,bshk->bthk", weights, block[1])
+        return (top, total * scale + weights.sum(-1), new_largest), None
+
+    start = jnp.zeros_like(q), q[..., 0] * 0, q[..., 0] * 0 - 1e9
+    (top, total, _), _ = lax.scan(step, start, (keys, values))
+    return top / total[..., None]
+
+
+@layer("ring attention", takes_mesh=True, q="b t h k", key="b t h k", v="b t h k")
+def ring_attention(q, key, v, mesh=None):
+    if mesh is None or q.shape[1] % mesh.shape["a"]:
+        return attend(q, key, v)
+    count = mesh.shape["a"]
+    pairs = [(device, (device + 1) % count) for device in range(count)]
+
+    def one_device(q, key, v):
+        top, total = jnp.zeros_like(q), q[..., 0] * 0
+        for _ in range(count):
+            weights = jnp.exp(jnp.einsum("bthk,bshk->bths", q, key) / 2)
+            top = top + jnp.einsum("bths,bshk->bthk", weights, v)
+            total = total + weights.sum(-1)
+            key = lax.ppermute(key, "a", pairs)
+            v = lax.ppermute(v, "a", pairs)
+        return top / total[..., None]
+
+    spec = P(None, "a")
+    mapped = jax.shard_map(
+        one_device, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec
+    )
+    return mapped(q, key, v)
+
+
+@layer("attention", x="b t d", w="2 d 3*d", wo="2 d d")
+def scanned_attention(x, w, wo):
+    @ft.partial(jax.checkpoint)
+    def step(x, weights):
+        q, k, v = jnp.split(x @ weights[0], 3, axis=-1)
+        mixed = attend(*(part[:, :, None] for part in (q, k, v)))[:, :, 0]
+        return x + mixed @ weights[1], None
+
+    return lax.scan(step, x, (w, wo))[0]

@@ -1,0 +1,237 @@
+"""Layers of the bank: residual stacks, feed-forward blocks, adapters, norms and steps
+of optimizers.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._layers import layer
+
+
+def normed(x):
+    """A norm without a scale over the last dimension."""
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-2)
+
+
+@layer("residual", x="2*b d", w0="d d", w1="d d")
+def residual_pair(x, w0, w1):
+    for weight in (w0, w1):
+        x = x + jnp.tanh(x @ weight)
+    return x
+
+
+@layer("residual", x="2*b d", w0="d d", w1="d d", w2="d d")
+def residual_three(x, w0, w1, w2):
+    for weight in (w0, w1, w2):
+        x = x + jnp.sin(x @ weight)
+    return x
+
+
+@layer("residual", x="b t d", w0="d d", w1="d d")
+def residual_normed(x, w0, w1):
+    for weight in (w0, w1):
+        x = x + jax.nn.gelu(normed(x) @ weight)
+    return x
+
+
+@layer("residual", x="2*b d", w="4 d d")
+def residual_scan(x, w):
+    return lax.scan(lambda x, weight: (x + jnp.tanh(x @ weight), None), x, w)[0]
+
+
+@layer("residual", x="2*b d", w="4 d d")
+def residual_scan_checkpoint(x, w):
+    step = jax.checkpoint(lambda x, weight: (x + jnp.tanh(x @ weight), None))
+    return lax.scan(step, x, w)[0]
+
+
+@layer("residual", x="e b d", w="e d d", v="e d d")
+def residual_mapped(x, w, v):
+    def one(x, w, v):
+        x = x + jnp.tanh(x @ w)
+        return x + jnp.tanh(x @ v)
+
+    return jax.vmap(one)(x, w, v)
+
+
+@layer("residual", x="2*b d", up0="d f", down0="f d", up1="d f", down1="f d")
+def residual_mlp(x, up0, down0, up1, down1):
+    x = x + jax.nn.gelu(x @ up0) @ down0
+    return x + jax.nn.gelu(x @ up1) @ down1
+
+
+@layer("residual", x="b t d", up="4 d f", down="4 f d")
+def residual_mlp_scan(x, up, down):
+    def step(x, weights):
+        return x + jax.nn.gelu(normed(x) @ weights[0]) @ weights[1], None
+
+    return lax.scan(step, x, (up, down))[0]
+
+
+@layer("residual", x="2*b d", w0="d d", w1="d d")
+def dense_concat(x, w0, w1):
+    hidden = jnp.tanh(x @ w0)
+    both = jnp.concatenate([x, hidden], axis=-1)
+    return both[:, : x.shape[1]] * both[:, x.shape[1] :] + hidden @ w1
+
+
+@layer("residual", x="2*b d", w="d 2*d", v="d d")
+def highway(x, w, v):
+    gate, value = jnp.split(x @ w, 2, axis=-1)
+    gate = jax.nn.sigmoid(gate)
+    x = gate * jnp.tanh(value) + (1 - gate) * x
+    return x + jnp.tanh(x @ v)
+
+
+@layer("feed-forward", x="b t d", gate="d f", up="d f", down="f d")
+def gated(x, gate, up, down):
+    return x + (jax.nn.silu(normed(x) @ gate) * (normed(x) @ up)) @ down
+
+
+@layer("feed-forward", x="b t d", w="d 2*f", down="f d")
+def gated_fused(x, w, down):
+    gate, up = jnp.split(x @ w, 2, axis=-1)
+    return (jax.nn.silu(gate) * up) @ down
+
+
+@layer("feed-forward", x="b t d", tokens="t t", channels="d d")
+def mixer(x, tokens, channels):
+    x = x + jnp.einsum("btd,ts->bsd", jnp.tanh(x), tokens)
+    return x + jnp.tanh(x) @ channels
+
+
+@layer("lora", x="b t d", w="d f", a="d r", b="r f")
+def lora(x, w, a, b):
+    return x @ w + (x @ a) @ b * 2
+
+
+@layer("lora", x="b t d", w="d d", a="e d r", b="e r d", choice="b : below e")
+def lora_many(x, w, a, b, choice):
+    small = jnp.einsum("btd,bdr->btr", x, a[choice])
+    return x + x @ w + jnp.einsum("btr,brd->btd", small, b[choice])
+
+
+@layer(
+    "dit", x="b t d", condition="b c", modulate="c 6*d", w="d d", up="d f", down="f d"
+)
+def dit_block(x, condition, modulate, w, up, down):
+    parts = jnp.split((jax.nn.silu(condition) @ modulate)[:, None], 6, axis=-1)
+    x = x + parts[2] * ((normed(x) * (1 + parts[1]) + parts[0]) @ w)
+    hidden = normed(x) * (1 + parts[4]) + parts[3]
+    return x + parts[5] * (jax.nn.gelu(hidden @ up) @ down)
+
+
+@layer("dit", x="b y x c", condition="b d", w="d 2*c")
+def film(x, condition, w):
+    scale, shift = jnp.split(condition @ w, 2, axis=-1)
+    return x * (1 + scale[:, None, None]) + shift[:, None, None]
+
+
+@layer("norm", x="b t d", scale="d", shift="d")
+def layer_norm(x, scale, shift):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * scale + shift
+
+
+@layer("norm", x="b t d", scale="d")
+def rms_norm(x, scale):
+    return normed(x) * scale
+
+
+@layer("norm", x="b t h k", scale="k")
+def head_norm(x, scale):
+    return normed(x) * scale
+
+
+@layer("norm", x="b y x 4*g", scale="4*g")
+def group_norm(x, scale):
+    batch, height, width, channels = x.shape
+    groups = x.reshape(batch, height, width, 4, channels // 4)
+    mean = groups.mean((1, 2, 4), keepdims=True)
+    variance = groups.var((1, 2, 4), keepdims=True)
+    return ((groups - mean) * lax.rsqrt(variance + 1e-3)).reshape(x.shape) * scale
+
+
+@layer("norm", x="b c y x", scale="c")
+def batch_norm(x, scale):
+    mean = x.mean((0, 2, 3), keepdims=True)
+    variance = x.var((0, 2, 3), keepdims=True)
+    return (x - mean) * lax.rsqrt(variance + 1e-3) * scale[:, None, None]
+
+
+@layer("norm", x="b c y x")
+def instance_norm(x):
+    mean = x.mean((2, 3), keepdims=True)
+    return (x - mean) * lax.rsqrt(x.var((2, 3), keepdims=True) + 1e-3)
+
+
+@layer("norm", x="2*b d", w="d f", scale="f")
+def weight_norm(x, w, scale):
+    return x @ (w * scale * lax.rsqrt(jnp.sum(w * w, axis=0) + 1e-3))
+
+
+@layer("optimizer", w="d f")
+def muon(w):
+    x = w * lax.rsqrt(jnp.sum(w * w) + 1e-3)
+    for _ in range(2):
+        gram = x @ x.T
+        x = 3 * x - 3 * gram @ x + gram @ (gram @ x)
+    return x
+
+
+@layer("optimizer", gradient=False, w="d d", left="d d", right="d d")
+def shampoo_statistics(w, left, right):
+    left = 0.9 * left + w @ w.T
+    right = 0.9 * right + w.T @ w
+    return left @ w @ right / 8
+
+
+@layer(
+    "optimizer",
+    gradient=False,
+    w="d f",
+    gradient_="d f",
+    mean="d f",
+    square="d f : positive",
+)
+def adamw(w, gradient_, mean, square):
+    mean = 0.9 * mean + 0.1 * gradient_
+    square = 0.99 * square + 0.01 * gradient_**2
+    clip = jnp.minimum(1.0, lax.rsqrt(jnp.sum(gradient_**2) + 1e-3))
+    return w - 0.1 * (clip * mean * lax.rsqrt(square + 1e-3) + 0.01 * w)
+
+
+@layer(
+    "optimizer",
+    gradient=False,
+    w="d f",
+    gradient_="d f",
+    rows="d : positive",
+    columns="f : positive",
+)
+def adafactor(w, gradient_, rows, columns):
+    rows = 0.9 * rows + 0.1 * jnp.mean(gradient_**2, axis=1)
+    columns = 0.9 * columns + 0.1 * jnp.mean(gradient_**2, axis=0)
+    square = rows[:, None] * columns[None, :] / jnp.mean(rows)
+    return w - 0.1 * gradient_ * lax.rsqrt(square + 1e-3)
+
+
+@layer("training", gradient=False, w0="d f", w1="f d", x="2*b d", target="2*b d")
+def training_step(w0, w1, x, target):
+    def loss(w0, w1):
+        return jnp.mean((x + jax.nn.gelu(x @ w0) @ w1 - target) ** 2)
+
+    first, second = jax.grad(loss, (0, 1))(w0, w1)
+    return (w0 - 0.1 * first) @ (w1 - 0.1 * second)
+
+
+@layer("training", gradient=False, w="d f", x="4 b d", target="4 b f")
+def accumulated_gradients(w, x, target):
+    def loss(w, x, target):
+        return jnp.mean((jnp.tanh(x @ w) - target) ** 2)
+
+    def step(total, batch):
+        return total + jax.grad(loss)(w, *batch), None
+
+    return lax.scan(step, jnp.zeros_like(w), (x, target))[0]

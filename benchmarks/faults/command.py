@@ -1,0 +1,137 @@
+"""`python -m benchmarks faults`: the options, and what they do."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import _report
+from ._data import Case, from_json
+from ._driver import Child, Configuration, Result
+from ._hunt import Tally, hunt
+
+
+SUMMARY = "what XLA's partitioner computes wrongly, found by random layouts"
+MUTATIONS_A_PROGRAM = 12
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    add = parser.add_argument
+    add("--minutes", type=float, default=10, help="how long cases are drawn")
+    add("--seed", type=int, default=1, help="the seed of the draws")
+    add("--first", type=int, default=0, help="the number of the first draw")
+    add("--layouts", type=int, default=6, help="layouts of each program")
+    add("--family", help="only the layers of this family, such as attention")
+    add("--python", default=sys.executable, help="an interpreter with another JAX")
+    add("--gspmd", action="store_true", help="without Shardy, where JAX still can")
+    add("--verify", action="store_true", help="ask shardfx.testing.verify, too")
+    add("--minimise", type=float, default=60, help="seconds to shrink each failure")
+    add("--mutations", type=int, help="mutate this many right programs instead")
+    add("--replay", type=Path, help="run the cases of a results file again")
+    add("--records", type=Path, help="add each result to this file as it comes")
+    add("--summarise", type=Path, help="no draws: the results in this file of records")
+    add("--json", type=Path, help="write the results here")
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Runs the command. Returns 1 if wrong numbers are what `verify` proves, if it
+    accuses right ones, or if a replay fails again.
+    """
+    configuration = Configuration(python=flags.python, shardy=not flags.gspmd)
+    if flags.replay is not None:
+        return _replayed(flags, configuration)
+    if flags.mutations is not None:
+        return _mutated(flags, configuration)
+    tally = _tally(flags, configuration)
+    causes = _causes(tally, configuration, flags.minimise)
+    document = _report.document(tally, configuration, causes)
+    _write(document, flags.json)
+    print(_report.table(document))
+    return int(bool(_report.mistakes(document)))
+
+
+def _tally(flags: argparse.Namespace, configuration: Configuration) -> Tally:
+    if flags.summarise is None:
+        return hunt(
+            configuration,
+            seed=flags.seed,
+            minutes=flags.minutes,
+            first=flags.first,
+            layouts=flags.layouts,
+            family=flags.family,
+            verify=flags.verify,
+            records=flags.records,
+        )
+    tally = Tally(seed=flags.seed, first=flags.first)
+    for line in flags.summarise.read_text().splitlines():
+        record = json.loads(line)
+        tally.add(Result(record["case"], record["outcome"]))
+        tally.seconds += record["seconds"]
+    with Child(configuration) as child:
+        tally.versions = child.versions
+    return tally
+
+
+def _causes(
+    tally: Tally, configuration: Configuration, seconds: float
+) -> Sequence[Mapping[str, Any]]:
+    from ._causes import explained, groups
+
+    return explained(
+        groups(tally.failures), configuration, seconds=seconds, progress=_progress
+    )
+
+
+def _replayed(flags: argparse.Namespace, configuration: Configuration) -> int:
+    """Runs the minimal cases of a results file, and says what becomes of each."""
+    from ._causes import is_alike, once
+
+    document = json.loads(flags.replay.read_text())
+    failing = 0
+    with Child(configuration) as child:
+        print(f"JAX {child.versions['jax']}, Shardy {configuration.shardy}")
+        for entry in document["causes"]:
+            case: Case = from_json(entry["minimal"])
+            outcome = once(child, case, explain=True)
+            failing += outcome["outcome"] not in ("right", "unstable")
+            same = is_alike(outcome, entry["outcome"])
+            print(_report.replay_line(case, outcome, entry["cause"], same))
+    return int(failing > 0)
+
+
+def _mutated(flags: argparse.Namespace, configuration: Configuration) -> int:
+    """Mutates right programs of the bank until enough mutations ran."""
+    lines: list[dict[str, Any]] = []
+    number = flags.first
+    with Child(configuration) as child:
+        while len(lines) < flags.mutations:
+            request = {
+                "draw": [flags.seed, number, 1, flags.family],
+                "mutations": min(MUTATIONS_A_PROGRAM, flags.mutations - len(lines)),
+            }
+            for result in child.results(request):
+                lines += result.outcome.get("mutated", [])
+            number += 2
+            _progress(f"{len(lines)} mutations")
+        document = {
+            "versions": dict(child.versions),
+            "seed": flags.seed,
+            "programs": (number - flags.first) // 2,
+            "mutations": _report.mutation_table(lines),
+            "mistakes": [line for line in lines if _report.is_mistake(line)],
+        }
+    _write(document, flags.json)
+    print(json.dumps(document["mutations"], indent=1))
+    return int(bool(document["mistakes"]))
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _write(document: Mapping[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1) + "\n")
