@@ -47,6 +47,7 @@ from .hlo_text import (
     result_of,
     root_of,
 )
+from .judge import Outcome, Refutation, UnjudgedOperation, Verdict, judged
 from .lowered import (
     ArraySharding,
     Dims,
@@ -67,7 +68,7 @@ from .lowered import (
     own_line,
     place_text,
 )
-from .partitioner import MOST_DEVICES, partitioned
+from .partitioner import MOST_DEVICES, Programs, partitioned
 from .step import (
     EquinoxJitted,
     JaxJitted,
@@ -75,5 +76,6 @@ from .step import (
     Step,
     argument_names,
     is_traced,
+    platform_of,
     step_of,
 )

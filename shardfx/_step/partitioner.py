@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._ground.errors import MeshError, ProgramError
 from .lowered import Dims
@@ -28,7 +28,8 @@ from .lowered import Dims
 MOST_DEVICES = 8192
 # The passes of XLA's pipeline after which the text can be requested; after the last, a
 # program for CPUs is final.
-_PARTITIONED, _UNPROPAGATED, _FINISHED = (
+_WHOLE, _PARTITIONED, _UNPROPAGATED, _FINISHED = (
+    "before_spmd-partitioning",
     "after_spmd-partitioning",
     "before_shardy-xla",
     "after_optimizations",
@@ -67,9 +68,42 @@ def partitioned(
         "devices": devices,
         "options": dict(options),
         "seconds": seconds,
-        "dumped": dumped,
+        "dumped": [dumped],
+        "propagated": None,
     }
-    return _asked(module, request | {"propagated": None}).decode()
+    return _asked(module, request)[0].decode()
+
+
+class Programs(NamedTuple):
+    """A program before and after XLA's SPMD partitioner, as HLO texts.
+
+    - `whole`: the program of all devices, with the sharding of each value.
+    - `partitioned`: the program of one device.
+    """
+
+    whole: str
+    partitioned: str
+
+
+def programs(
+    module: bytes,
+    devices: int,
+    options: Mapping[str, str] = MappingProxyType({}),
+    *,
+    seconds: float = _SECONDS,
+) -> Programs:
+    """The program of a module before and after XLA's SPMD partitioner, with all numbers
+    of its constants. The arguments and errors are those of `partitioned`.
+    """
+    request = {
+        "devices": devices,
+        "options": dict(options),
+        "seconds": seconds,
+        "dumped": [_PARTITIONED, _WHOLE],
+        "propagated": None,
+    }
+    after, before = _asked(module, request)
+    return Programs(whole=before.decode(), partitioned=after.decode())
 
 
 def propagated(
@@ -88,12 +122,13 @@ def propagated(
         "devices": math.prod(mesh.values()),
         "options": {},
         "seconds": _SECONDS,
-        "dumped": _UNPROPAGATED,
+        "dumped": [_UNPROPAGATED],
+        "propagated": asked,
     }
-    return _asked(module, request | {"propagated": asked})
+    return _asked(module, request)[0]
 
 
-def _asked(module: bytes, request: dict[str, Any]) -> bytes:
+def _asked(module: bytes, request: dict[str, Any]) -> list[bytes]:
     if (count := request["devices"]) > MOST_DEVICES:
         raise MeshError(
             f"XLA's CPU client has at most {MOST_DEVICES:,} devices, and the mesh has"
@@ -103,12 +138,12 @@ def _asked(module: bytes, request: dict[str, Any]) -> bytes:
     if not worker.is_alive:
         _worker.cache_clear()
         worker = _worker(os.getpid())
-    text, error = worker.ask(module, request)
+    texts, error = worker.ask(module, request)
     if error:
         raise ProgramError(
             f"XLA cannot partition this step for {count} devices: {error:.2000}"
         )
-    return text
+    return texts
 
 
 class _Worker:
@@ -130,8 +165,8 @@ class _Worker:
     def is_alive(self) -> bool:
         return self._end.alive and self._process.poll() is None
 
-    def ask(self, module: bytes, request: dict[str, object]) -> tuple[bytes, str]:
-        """The answer to a request about `module`, and an error text. One of them is
+    def ask(self, module: bytes, request: dict[str, object]) -> tuple[list[bytes], str]:
+        """The answers to a request about `module`, and an error text. One of them is
         empty. `request` has the entries that `main` in `worker.py` reads, such as
         "devices" and "options".
         """
@@ -147,11 +182,11 @@ class _Worker:
                 )
                 sink.flush()
                 answer = json.loads(source.readline())
-                text = source.read(answer["size"])
+                texts = [source.read(size) for size in answer["sizes"]]
                 is_answered = True
-                return text, answer["error"]
+                return texts, answer["error"]
             except (OSError, ValueError) as error:
-                return b"", f"the process that asks XLA ended ({error})"
+                return [], f"the process that asks XLA ended ({error})"
             finally:
                 # An unread answer, for example after Ctrl-C, would be read as the
                 # answer to the next request.

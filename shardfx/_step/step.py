@@ -33,7 +33,7 @@ from .lowered import (
     parameters,
     resharded,
 )
-from .partitioner import partitioned, propagated
+from .partitioner import Programs, partitioned, programs, propagated
 from .rewrites import rewritten
 
 
@@ -42,6 +42,7 @@ Platform = Literal["tpu", "gpu", "cpu"]
 _PLATFORMS: Mapping[Platform, str] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
 # A part of JAX's error.
 _NEEDS_DEVICES = "require devices to be present during lowering"
+COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 # After the partitioner, the TPU's compiler merges fewer gathers than the CPU's does.
 _OPTIONS: Mapping[Platform, Mapping[str, str]] = {
     "tpu": {"xla_disable_hlo_passes": "cse"},
@@ -259,8 +260,38 @@ class Step:
         `ProgramError` if XLA refuses the program, or if the step constrains its arrays
         over another mesh than `mesh`; `MeshError` for more than 8,192 devices.
         """
-        module = self.module(platform) if module is None else module
         mesh = self.mesh if mesh is None else mesh
+        text = self._bytecode(platform, mesh, arguments, results, module)
+        return partitioned(
+            text, mesh.size, _OPTIONS[platform], finished=platform == "cpu"
+        )
+
+    def programs(
+        self,
+        platform: Platform,
+        *,
+        mesh: MeshSpec | None = None,
+        arguments: Sequence[Dims | None] | None = None,
+        results: Sequence[Dims | None] | None = None,
+        module: Module | None = None,
+    ) -> Programs:
+        """The step's program before and after XLA's partitioner. The arguments and
+        errors are those of `Step.partitioned`.
+        """
+        mesh = self.mesh if mesh is None else mesh
+        text = self._bytecode(platform, mesh, arguments, results, module)
+        return programs(text, mesh.size, _OPTIONS[platform])
+
+    def _bytecode(
+        self,
+        platform: Platform,
+        mesh: MeshSpec,
+        arguments: Sequence[Dims | None] | None,
+        results: Sequence[Dims | None] | None,
+        module: Module | None,
+    ) -> bytes:
+        """The bytecode of the step for these shardings, as XLA's partitioner takes it."""
+        module = self.module(platform) if module is None else module
         if (
             arguments is None
             and results is None
@@ -274,9 +305,7 @@ class Step:
             text = resharded(module, dict(mesh.shape), arguments, results)
         if platform == "tpu":
             text = rewritten(text, module.context)
-        return partitioned(
-            text, mesh.size, _OPTIONS[platform], finished=platform == "cpu"
-        )
+        return text
 
     def propagated(self, platform: Platform, *, module: Any = None) -> Any:
         """The step's StableHLO module after Shardy's propagation, with the sharding of
@@ -352,6 +381,17 @@ def step_of(
 def is_traced(step: object) -> bool:
     """Whether a step is what `.trace` of a jitted function returned."""
     return isinstance(step, _JaxTraced)
+
+
+def platform_of(compiler: Platform | str) -> Platform:
+    """The platform with the name `compiler`. Raises `MeshError` for an unknown name."""
+    found: Platform | None = next((one for one in COMPILERS if one == compiler), None)
+    if found is None:
+        raise MeshError(
+            f"there is no compiler {compiler!r:.60}; `compiler` is one of"
+            f" {', '.join(COMPILERS)}."
+        )
+    return found
 
 
 def _mesh_of_devices(args: Sequence[object]) -> Mesh | None:

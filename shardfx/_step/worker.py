@@ -20,9 +20,16 @@ import sys
 import tempfile
 import time
 import types
+from typing import Any
 
 import numpy as np
 from jaxlib import xla_client
+
+
+try:
+    from jaxlib import _hlo as hlo  # pyright: ignore[reportAttributeAccessIssue]
+except ImportError:  # before JAX 0.10
+    hlo = xla_client._xla  # pyright: ignore[reportPrivateImportUsage]
 
 
 # The passes before and after which texts are requested:
@@ -30,6 +37,9 @@ from jaxlib import xla_client
 # xla/service/cpu/cpu_compiler.cc. For one device nothing is partitioned.
 _WHOLE, _FINISHED = "*before_optimizations.txt", "after_optimizations"
 _OPTIONS = {"xla_backend_optimization_level": 0}
+# How XLA prints a constant of many numbers, and the bytes of a program above which it
+# stays so.
+_ELIDED, _MOST_BYTES = b"constant({...})", 2**27
 _LOOK_EVERY_SECONDS = 0.003
 # XLA assumes several processes for a client with more devices, and then needs a
 # transport. It sends nothing: see TfrtCpuClient::CompileInternal,
@@ -45,18 +55,20 @@ def main() -> None:
     while line := source.readline():
         request = json.loads(line)
         module = source.read(request["size"])
-        text, error = partitioned(
+        texts, error = partitioned(
             module,
             request["devices"],
             request["options"],
             request["seconds"],
             request["dumped"],
         )
-        if text and request["propagated"] is not None:
-            text, error = _shardy().propagated(text, request | request["propagated"])
-        answer = {"size": len(text), "error": error}
+        if texts and request["propagated"] is not None:
+            asked = request | request["propagated"]
+            text, error = _shardy().propagated(texts[0], asked)
+            texts = [text]
+        answer = {"sizes": [len(text) for text in texts], "error": error}
         try:
-            sink.write(json.dumps(answer).encode() + b"\n" + text)
+            sink.write(json.dumps(answer).encode() + b"\n" + b"".join(texts))
             sink.flush()
         except BrokenPipeError:
             os._exit(0)
@@ -75,10 +87,15 @@ def _shardy() -> types.ModuleType:
 
 
 def partitioned(
-    module: bytes, devices: int, options: dict[str, str], seconds: float, dumped: str
-) -> tuple[bytes, str]:
-    """The text of the program at the stage `dumped` of XLA's pipeline, such as
-    "after_spmd-partitioning", and an error text. One of them is empty. `options` are
+    module: bytes,
+    devices: int,
+    options: dict[str, str],
+    seconds: float,
+    dumped: list[str],
+) -> tuple[list[bytes], str]:
+    """The texts of the program at the stages `dumped` of one pass of XLA's pipeline,
+    such as "after_spmd-partitioning", and an error text. One of them is empty. If
+    there are several stages, all numbers of constants are in the texts. `options` are
     XLA's debug options. XLA may take at most `seconds`.
     """
     with tempfile.TemporaryDirectory(prefix="shardfx-") as folder:
@@ -88,13 +105,25 @@ def partitioned(
             os.close(reading)
             told = {
                 "xla_dump_to": folder,
-                "xla_dump_hlo_pass_re": dumped.partition("_")[2],
+                "xla_dump_hlo_pass_re": dumped[0].partition("_")[2],
             }
+            if len(dumped) > 1:
+                told |= {"xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": True}
             _compile(module, devices, {**told, **_OPTIONS, **options}, writing)
         os.close(writing)
         try:
-            name = f"*{dumped}*.txt" if devices > 1 or dumped == _FINISHED else _WHOLE
-            return _text_from(folder, name, reading, time.monotonic() + seconds)
+            texts = []
+            deadline = time.monotonic() + seconds
+            for stage in dumped:
+                has_pass = devices > 1 or stage == _FINISHED
+                name = f"*{stage}*.txt" if has_pass else _WHOLE
+                text, error = _text_from(folder, name, reading, deadline)
+                if error:
+                    return [], error
+                if len(dumped) > 1 and _ELIDED in text:
+                    text = _complete(folder, f"*{stage}*.pb", deadline) or text
+                texts.append(text)
+            return texts, ""
         finally:
             os.close(reading)
             os.kill(child, signal.SIGKILL)
@@ -102,7 +131,10 @@ def partitioned(
 
 
 def _compile(
-    module: bytes, devices: int, debug_options: dict[str, str | int], writing: int
+    module: bytes,
+    devices: int,
+    debug_options: dict[str, str | int | bool],
+    writing: int,
 ) -> None:
     """Compiles the module in the child process, and ends the process. Writes any error
     to the pipe `writing`.
@@ -180,6 +212,40 @@ def _whole(path: str) -> bytes:
         file.seek(0)
         text = file.read()
     return text if b"\nENTRY " in text and text.rstrip().endswith(b"\n}") else b""
+
+
+def _complete(folder: str, name: str, deadline: float) -> bytes:
+    """The text of the module that XLA dumps to a file in `folder`, with all numbers of
+    its constants; "" if the file is not there in time, or is too large.
+    """
+    while time.monotonic() < deadline:
+        for path in glob.glob(os.path.join(folder, name)):
+            size = os.path.getsize(path)
+            if size > _MOST_BYTES:
+                return b""
+            with open(path, "rb") as file:
+                message = file.read()
+            module = _module_in(message)
+            if module is not None:
+                options = hlo.HloPrintOptions()
+                options.print_large_constants = True
+                return module.to_string(options).encode()
+        time.sleep(_LOOK_EVERY_SECONDS)
+    return b""
+
+
+def _module_in(message: bytes) -> Any:
+    """The module in the first field of a message; `None` while it is written."""
+    size, shift, start = 0, 0, 1
+    while start < len(message):
+        size |= (message[start] & 127) << shift
+        shift += 7
+        start += 1
+        if message[start - 1] < 128:
+            break
+    if not size or len(message) < start + size:
+        return None
+    return hlo.HloModule.from_serialized_hlo_module_proto(message[start : start + size])
 
 
 def _error_output(folder: str) -> str:

@@ -8,8 +8,16 @@ from collections.abc import Callable, Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
-from .._ground.errors import MeshError, ProgramError
-from .._step import KINDS, MOST_DEVICES, Platform, Step, parse_hlo, step_of
+from .._ground.errors import ProgramError
+from .._step import (
+    KINDS,
+    MOST_DEVICES,
+    Platform,
+    Step,
+    parse_hlo,
+    platform_of,
+    step_of,
+)
 from ..topology import MeshSpec
 from ._after import as_compiled
 from ._traffic import read
@@ -153,7 +161,6 @@ SIZED = ("windowed einsum",)
 # A pass for shards that are whole tiles. An extrapolation leaves it out if the smaller
 # meshes differ in it.
 TILED = "tpu-all-reduce-scatter-fusion"
-COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
 
 def estimate(
@@ -212,17 +219,6 @@ def estimate(
     """
     platform = platform_of(compiler)
     return estimated(step_of(step, args, mesh), platform)
-
-
-def platform_of(compiler: Platform | str) -> Platform:
-    """The platform with the name `compiler`. Raises `MeshError` for an unknown name."""
-    found: Platform | None = next((one for one in COMPILERS if one == compiler), None)
-    if found is None:
-        raise MeshError(
-            f"there is no compiler {compiler!r:.60}; `compiler` is one of"
-            f" {', '.join(COMPILERS)}."
-        )
-    return found
 
 
 def estimated(step: Step, compiler: Platform) -> Traffic:

@@ -37,11 +37,12 @@ from .._step import (
     own_line,
     phase_of,
     place_text,
+    platform_of,
     program_of,
     step_of,
 )
 from ..topology import MeshSpec
-from ._estimate import estimated, platform_of
+from ._estimate import estimated
 from ._live import LiveArray
 from ._propagation import Conflict, DimKey, Graph, Stop
 from ._traffic_rows import Traffic, TrafficRow

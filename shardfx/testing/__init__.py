@@ -5,6 +5,11 @@ It may import plans, steps, costs and the rooms below them. It never makes a pla
 never imports a command.
 """
 
+from .._step import (
+    Refutation as Refutation,
+    UnjudgedOperation as UnjudgedOperation,
+    Verdict as Verdict,
+)
 from ._check import (
     CheckedOutput as CheckedOutput,
     CheckedStep as CheckedStep,
@@ -19,3 +24,4 @@ from ._texts import (
     shardings_text as shardings_text,
     traffic_text as traffic_text,
 )
+from ._verify import verify as verify

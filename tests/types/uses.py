@@ -108,6 +108,11 @@ def costs(plan: sfx.ShardPlan, tree: Tree, x: jax.Array) -> float:
     testing.assert_same_plan_text(plan, testing.plan_text(plan))
     testing.assert_collectives(sent, none=("all-gather",))
     print(testing.check_step(step, tree, x))
+    verdict = testing.verify(step, tree, x, compiler="gpu")
+    for refutation in verdict.refutations:
+        print(refutation.operation, refutation.source, refutation.mend)
+    for cause in verdict.unjudged:
+        print(cause.reason, cause.bytes)
     return cost.seconds(sent, chips.parse_slice("v5e-16").chip).seconds
 
 

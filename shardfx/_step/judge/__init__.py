@@ -1,0 +1,42 @@
+"""The judge: proves that the program of one device, which XLA's SPMD partitioner made,
+computes what the whole program computes, or says where it does not.
+
+The judge reads both programs, and gives each value of the program of one device a type.
+A type says, for each device, what its array holds:
+
+- **Of which value.** The values of the whole program are numbered (`values.py`), so that
+  equal expressions have equal numbers. An operation on one device makes the value that
+  the whole program makes by the same operation of the same values (`forms.py`). So an
+  exchanged operand or a changed constant is another value. Broadcasts and transposes are
+  views, and have no numbers of their own.
+- **Which box of it.** For each dimension of the array, a `Cut` says which elements each
+  device holds (`cuts.py`): segments of the whole dimension, or nothing. Devices that
+  hold tiles have one segment each. A shard with rows of its neighbours has several.
+- **Which terms of a sum.** A product over a dimension that is cut leaves each device with
+  the terms of its own part. A term is the set of the devices that have it. An all-reduce
+  gives a term to all devices of a group, and must find it there once.
+
+Each operation has a rule, from the types of its operands to that of its result:
+
+| file | operations |
+|---|---|
+| `pointwise.py` | operands must hold the same boxes |
+| `views.py` | broadcasts, transposes, reshapes |
+| `pieces.py` | slices, pads, concatenations, updates |
+| `products.py`, `windows.py` | products, reductions, convolutions and pooling |
+| `exchanges.py` | collectives |
+| `indices.py` | gathers and scatters, and the partitioner's idioms for them |
+| `sources.py` | constants, iotas, the device's number |
+| `judge.py` | calls, conditionals, loops, and the comparison of the results |
+
+A rule that cannot follow an operation raises `Unjudged`, and nothing is said of what
+reads its result. A rule whose operands cannot belong together raises `Wrong`; that is a
+refutation only if a result of the program hangs on it. The program is proved if each of
+its results is the whole program's, in the boxes of the result's sharding.
+
+The package may import the readers of programs in its room, and the ground. It never runs
+a program.
+"""
+
+from .judge import judged
+from .verdict import Outcome, Refutation, UnjudgedOperation, Verdict

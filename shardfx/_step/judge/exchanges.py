@@ -1,0 +1,370 @@
+"""Collectives: exchanges between the devices of a replica group.
+
+A permute, an all-gather and an all-to-all move elements. An all-reduce adds the terms of
+an unfinished sum, which its devices must not have twice.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from ..collectives import groups_of
+from ..hlo_text import Instruction, arrays_in
+from .cuts import HOLE, Cut
+from .forms import numbers, reducer_of
+from .held import Axis, Context, Held, require_finished
+from .joining import with_axis
+from .verdict import Unjudged, Wrong
+from .views import absorbed
+
+
+def groups_in(context: Context, instruction: Instruction) -> np.ndarray:
+    """The replica groups, an array (groups, members) in the order of the members."""
+    kind = instruction.opcode.removesuffix("-start")
+    groups = groups_of(instruction, kind, context.devices)
+    if len(groups) != 1 or sorted(groups[0].ravel()) != [*range(context.devices)]:
+        raise Unjudged("replica groups of different sizes, or without some devices")
+    return groups[0]
+
+
+class Members(NamedTuple):
+    """The replica groups by device.
+
+    - `others`: the devices of each device's group, an array (devices, members).
+    - `ranks`: the place of each device in its group.
+    """
+
+    others: np.ndarray
+    ranks: np.ndarray
+
+
+def members_of(context: Context, groups: np.ndarray) -> Members:
+    others = np.zeros((context.devices, groups.shape[1]), np.int64)
+    ranks = np.zeros(context.devices, np.int64)
+    for group in groups:
+        others[group] = group
+        ranks[group] = np.arange(len(group))
+    return Members(others, ranks)
+
+
+def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
+    sources = np.full(context.devices, -1)
+    # Pairs of one device are left out of the groups.
+    text = instruction.structure.partition("source_target_pairs={")[2]
+    pairs = text.partition("}}")[0].replace("{", "").split("},")
+    for pair in pairs:
+        if pair.strip(" ,}"):
+            source, target = (int(one) for one in pair.strip(" ,}").split(","))
+            if sources[target] >= 0:
+                raise Unjudged("a permute with two senders to one device")
+            sources[target] = source
+    if operand.known is not None and operand.is_uniform and (sources >= 0).all():
+        return operand
+    axes = tuple(
+        None if axis is None else Axis(axis.dim, context.cuts.taken(axis.cut, sources))
+        for axis in operand.axes
+    )
+    rest = tuple(
+        Axis(axis.dim, context.cuts.taken(axis.cut, sources)) for axis in operand.rest
+    )
+    terms = operand.terms
+    is_partial = bool((sources < 0).any())
+    if terms is not None:
+        terms = tuple(sorted(_permuted_mask(term, sources) for term in terms))
+    fill = operand.fill
+    if is_partial:
+        # Devices that receive nothing have zeros.
+        if all(axis is None for axis in axes):
+            if terms is None:
+                terms = (_permuted_mask(context.everywhere, sources),)
+        elif operand.has_holes and fill != 0:
+            fill = None
+        else:
+            fill = 0
+    return dataclasses.replace(
+        operand, axes=axes, rest=rest, terms=terms, fill=fill, known=None
+    )
+
+
+def _permuted_mask(mask: int, sources: np.ndarray) -> int:
+    return sum(
+        1 << target
+        for target, source in enumerate(sources.tolist())
+        if source >= 0 and mask >> source & 1
+    )
+
+
+def all_gather(context: Context, instruction: Instruction, operand: Held) -> Held:
+    shape = arrays_in(instruction.result)[0].shape
+    (along,) = numbers(instruction, "dimensions")
+    groups = groups_in(context, instruction)
+    members = members_of(context, groups)
+    _require_equal(context, instruction, operand, groups, along)
+    if operand.terms is not None:
+        _require_same_terms(operand, groups)
+    axis = operand.axes[along]
+    if axis is None:
+        return dataclasses.replace(operand, shape=shape, known=None)
+    cut = gathered(context, axis.cut, members)
+    held = with_axis(operand, along, Axis(axis.dim, cut))
+    return dataclasses.replace(held, shape=shape, known=None)
+
+
+def gathered(context: Context, cut: Cut, members: Members) -> Cut:
+    """The cuts of the members of each group, side by side."""
+    count = members.others.shape[1]
+    starts = cut.starts[members.others].reshape(context.devices, -1)
+    if cut.size == 1:
+        return context.cuts.from_indices(starts)
+    return context.cuts.made(cut.lengths * count, starts, cut.step)
+
+
+def _require_equal(
+    context: Context,
+    instruction: Instruction,
+    operand: Held,
+    groups: np.ndarray,
+    along: int | None,
+) -> None:
+    """Raises `Wrong` if the devices of a group hold different parts in another
+    dimension than `along`.
+    """
+    for place, axis in enumerate(operand.axes):
+        if axis is None or place == along:
+            continue
+        starts = axis.cut.starts[groups]
+        if (starts == starts[:, :1]).all():
+            continue
+        group = next(
+            row
+            for row, own in zip(groups.tolist(), starts, strict=True)
+            if (own != own[:1]).any()
+        )
+        first = axis.cut.on(group[0])
+        other = next(axis.cut.on(one) for one in group if axis.cut.on(one) != first)
+        raise Wrong(
+            f"{instruction.opcode} over devices {group} joins different parts of"
+            f" dimension {place}: {first} and {other}",
+            f"the same part of dimension {place} on these devices",
+            "constrain the operand's sharding at this line",
+        )
+    for axis in operand.rest:
+        if (axis.cut.starts[groups] != axis.cut.starts[groups][:, :1]).any():
+            raise Unjudged(f"{instruction.opcode} of a dropped dimension")
+    del context
+
+
+def _require_same_terms(operand: Held, groups: np.ndarray) -> None:
+    for group in groups.tolist():
+        for term in operand.terms or ():
+            if len({term >> device & 1 for device in group}) > 1:
+                raise Unjudged("a gather of unfinished sums")
+
+
+def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Held:
+    how = reducer_of(context.module, instruction)
+    if operand.known is not None and operand.is_uniform:
+        if not operand.known.any() and how == "add":
+            return operand
+    groups = groups_in(context, instruction)
+    if not how:
+        raise Unjudged("an all-reduce by another function")
+    if operand.root < 0:
+        raise Unjudged("an all-reduce of numbers of one device's program")
+    if how == "add" and operand.has_holes and operand.fill == 0:
+        union = _united(context, operand, groups)
+        if union is not None:
+            return union
+    _require_equal(context, instruction, operand, groups, None)
+    if operand.kind != how and not operand.is_finished:
+        require_finished(operand, f"an all-reduce by {how}")
+    terms = (context.everywhere,) if operand.terms is None else operand.terms
+    if how != "add":
+        made = {_spread(term, groups) for term in terms}
+        return _reduced(context, operand, made, how, operand.scale)
+    made = set()
+    counts = set()
+    for term in terms:
+        mask = 0
+        for group in groups.tolist():
+            holders = sum(term >> device & 1 for device in group)
+            if holders:
+                counts.add(holders)
+                mask |= sum(1 << device for device in group)
+        made.add(mask)
+    if len(counts) > 1:
+        raise Wrong(
+            f"an all-reduce over {groups.tolist()} adds some terms of a sum once and"
+            " others more often",
+            "a reduction over devices that hold different terms",
+            "constrain the sharding of this line's operands",
+        )
+    scale = operand.scale * Fraction(counts.pop())
+    if scale > 1:
+        times = int(scale) if scale.denominator == 1 else scale
+        raise Wrong(
+            f"an all-reduce over devices {groups[0].tolist()} adds what these devices"
+            f" hold already: the result is {times} times what it should be",
+            "a reduction over the devices that hold different terms, and no others",
+            "constrain the sharding of this line's operands with"
+            " `jax.lax.with_sharding_constraint`, so that no mesh axis is unused",
+        )
+    return _reduced(context, operand, made, how, scale)
+
+
+def _spread(term: int, groups: np.ndarray) -> int:
+    mask = 0
+    for group in groups.tolist():
+        if any(term >> device & 1 for device in group):
+            mask |= sum(1 << device for device in group)
+    return mask
+
+
+def _reduced(
+    context: Context,
+    operand: Held,
+    made: set[int],
+    how: str,
+    scale: Fraction | int,
+) -> Held:
+    terms = None if made == {context.everywhere} else tuple(sorted(made))
+    return dataclasses.replace(
+        operand,
+        terms=terms,
+        kind=how,
+        scale=1 if scale == 1 else scale,
+        known=operand.known if terms is None and scale == 1 and how != "add" else None,
+    )
+
+
+def _united(context: Context, operand: Held, groups: np.ndarray) -> Held | None:
+    """The sum of parts of a value with zeros elsewhere; `None` if parts overlap, or if
+    they are no rows and columns of a larger part.
+    """
+    if operand.terms is not None or operand.scale != 1 or operand.rest:
+        return None
+    members = members_of(context, groups)
+    count = groups.shape[1]
+    axes: list[Axis | None] = []
+    patterns: list[np.ndarray] = []
+    for axis in operand.axes:
+        if axis is None:
+            axes.append(None)
+            continue
+        indices = context.cuts.indices(axis.cut)[members.others]
+        united = indices.max(axis=1)
+        if ((indices != HOLE) & (indices != united[:, None])).any():
+            return None
+        axes.append(Axis(axis.dim, context.cuts.from_indices(united)))
+        patterns.append((indices != HOLE).reshape(len(indices), count, -1))
+    for group in groups.tolist():
+        if not _are_disjoint(patterns, group[0], count):
+            return None
+    return dataclasses.replace(
+        operand,
+        axes=tuple(axes),
+        fill=0 if any(a is not None and a.cut.has_holes for a in axes) else None,
+        known=None,
+    )
+
+
+def _are_disjoint(patterns: Sequence[np.ndarray], device: int, count: int) -> bool:
+    """Whether the parts of the members of a device's group are disjoint, and together
+    all rows times all columns that any of them has.
+    """
+    rows = [pattern[device] for pattern in patterns]
+    total = 0
+    for member in range(count):
+        sizes = [int(row[member].sum()) for row in rows]
+        total += int(np.prod(sizes))
+        for other in range(member):
+            if all((row[member] & row[other]).any() for row in rows):
+                return False
+    together = [int(row.any(axis=0).sum()) for row in rows]
+    return total == int(np.prod(together))
+
+
+def reduce_scatter(context: Context, instruction: Instruction, operand: Held) -> Held:
+    shape = arrays_in(instruction.result)[0].shape
+    (along,) = numbers(instruction, "dimensions")
+    groups = groups_in(context, instruction)
+    members = members_of(context, groups)
+    held = all_reduce(context, instruction, operand)
+    axis = held.axes[along]
+    if axis is None:
+        return dataclasses.replace(held, shape=shape)
+    offsets = members.ranks * shape[along]
+    cut = context.cuts.window(axis.cut, offsets, shape[along])
+    return dataclasses.replace(with_axis(held, along, Axis(axis.dim, cut)), shape=shape)
+
+
+def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Held:
+    """The exchange of the parts of dimension k, one for each member of a group: part j
+    comes from member j, which sends the part at the receiver's own rank.
+    """
+    groups = groups_in(context, instruction)
+    members = members_of(context, groups)
+    (split,) = numbers(instruction, "dimensions")
+    count = groups.shape[1]
+    require_finished(operand, "all-to-all")
+    if operand.shape[split] != count:
+        return _all_to_all_in_place(context, operand, split, members)
+    axes: list[Axis | None] = list(operand.axes)
+    rest = list(operand.rest)
+    own = operand.axes[split]
+    axes[split] = None
+    varying: list[tuple[int, np.ndarray]] = []
+    if own is not None:
+        indices = context.cuts.indices(own.cut)
+        received = indices[members.others, members.ranks[:, None]]
+        if (received == received[:, :1]).all():
+            starts = received[:, 0]
+            rest.append(Axis(own.dim, context.cuts.from_starts(starts, 1)))
+        else:
+            varying.append((own.dim, received))
+    for place, axis in enumerate(operand.axes):
+        if place == split or axis is None:
+            continue
+        if len(axis.cut.lengths) != 1 or axis.cut.has_holes:
+            raise Unjudged("an all-to-all of a dimension in pieces")
+        starts = axis.cut.starts[:, 0][members.others]
+        if (starts == starts[:, :1]).all():
+            continue
+        varying.append((axis.dim, starts))
+        zeros = np.zeros(context.devices, np.int64)
+        cut = context.cuts.from_starts(zeros, axis.cut.size, axis.cut.step)
+        axes[place] = Axis(axis.dim, cut)
+    if len(varying) > 1:
+        raise Unjudged("an all-to-all of several dimensions")
+    for dim, starts in varying:
+        axes[split] = Axis(dim, context.cuts.from_indices(starts))
+    held = dataclasses.replace(operand, axes=tuple(axes), rest=tuple(rest), known=None)
+    return absorbed(context, held)
+
+
+def _all_to_all_in_place(
+    context: Context, operand: Held, split: int, members: Members
+) -> Held:
+    """An exchange of several rows a member, within one dimension."""
+    count = members.others.shape[1]
+    for place, axis in enumerate(operand.axes):
+        if axis is None or place == split:
+            continue
+        starts = axis.cut.starts[members.others]
+        if (starts != starts[:, :1]).any():
+            raise Unjudged("an all-to-all of several dimensions")
+    axis = operand.axes[split]
+    if axis is None:
+        return operand
+    if operand.shape[split] % count:
+        raise Unjudged("an all-to-all of unequal parts")
+    indices = context.cuts.indices(axis.cut)
+    parts = indices.reshape(context.devices, count, -1)
+    received = parts[members.others, members.ranks[:, None]]
+    cut = context.cuts.from_indices(received.reshape(context.devices, -1))
+    return dataclasses.replace(
+        with_axis(operand, split, Axis(axis.dim, cut)), known=None
+    )

@@ -1,0 +1,279 @@
+"""The form of an operation: what identifies it, and which dimensions of its operands
+the dimensions of its result follow.
+
+The whole program and the partitioned program have the same forms, since a form has no
+sizes in it.
+"""
+
+import functools as ft
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..hlo_text import ELEMENTWISE, HloModule, Instruction, arrays_in, root_of
+
+
+class View(NamedTuple):
+    """A numbered value, seen with other dimensions.
+
+    - `root`: the number of the value.
+    - `dims`: for each dimension, the dimension of the value that it follows; `None` if
+      nothing changes along it.
+    """
+
+    root: int
+    dims: tuple[int | None, ...]
+
+
+class Form(NamedTuple):
+    """The form of an operation.
+
+    - `key`: what identifies its result.
+    - `dims`: for each dimension of the result, its dimension in the numbered value;
+      `None` if nothing changes along it.
+    - `kept`: the dimensions of the result that the numbered value has.
+    """
+
+    key: tuple[object, ...]
+    dims: tuple[int | None, ...]
+    kept: tuple[int, ...]
+
+
+_ATTRIBUTE = re.compile(
+    r"(\w+)=(\{(?:[^{}]|\{[^{}]*\})*\}|\[[^\]]*\](?:<=\[[^\]]*\])?(?:T\([^)]*\))?"
+    r'|"(?:[^"\\]|\\.)*"|[^,\s{}"]+)'
+)
+_NUMBER = re.compile(r"-?\d+")
+# Attributes that do not say what an operation computes.
+_NOISE = frozenset(
+    "sharding metadata channel_id frontend_attributes backend_config to_apply calls"
+    " body condition branch_computations true_computation false_computation"
+    " called_computations control parameter_replication use_global_device_ids"
+    " replica_groups operand_layout_constraints indices_are_sorted origin"
+    " statistics".split()
+)
+
+
+@ft.lru_cache(maxsize=2**15)
+def _attributes(text: str) -> dict[str, str]:
+    return dict(_ATTRIBUTE.findall(text))
+
+
+def attributes_of(instruction: Instruction) -> dict[str, str]:
+    """The attributes of an instruction by name, without its metadata."""
+    text = instruction.attributes
+    if instruction.opcode != "custom-call":
+        text = text.partition(", metadata={")[0]
+    text = text.partition(", backend_config=")[0]
+    return _attributes(text)
+
+
+def attribute(instruction: Instruction, name: str) -> str:
+    return attributes_of(instruction).get(name, "")
+
+
+def numbers(instruction: Instruction, name: str) -> tuple[int, ...]:
+    """The numbers in an attribute, such as the dimensions of a broadcast."""
+    return tuple(int(one) for one in _NUMBER.findall(attribute(instruction, name)))
+
+
+def meaning_of(
+    instruction: Instruction, sizes: frozenset[str] = frozenset()
+) -> tuple[tuple[str, str], ...]:
+    """The attributes that say what an operation computes, without those in `sizes`,
+    which depend on the size of a shard.
+    """
+    return tuple(
+        (name, text)
+        for name, text in sorted(attributes_of(instruction).items())
+        if name not in _NOISE and name not in sizes
+    )
+
+
+def sizes_of(instruction: Instruction) -> tuple[str, ...]:
+    """The attributes of an instruction that hold sizes, such as its window."""
+    found = attributes_of(instruction)
+    return tuple(found[name] for name in sorted(_SIZES & found.keys()))
+
+
+def computation_text(module: HloModule, name: str) -> str:
+    """The text of a computation without the names of its instructions, so that equal
+    computations have equal texts.
+    """
+    rows = []
+    places: dict[str, int] = {}
+    for instruction in module.computations[name].values():
+        places[instruction.name] = len(places)
+        operands = ",".join(str(places[one]) for one in instruction.operands)
+        inside = instruction.inside if not instruction.operands else ""
+        types = "+".join(array.dtype for array in arrays_in(instruction.result))
+        called = "".join(
+            computation_text(module, callee) for _, callee in instruction.called
+        )
+        row = (instruction.opcode, types, operands, inside, called)
+        rows.append(f"{row}{meaning_of(instruction)}{instruction.is_root}")
+    return ";".join(rows)
+
+
+def reducer_of(module: HloModule, instruction: Instruction) -> str:
+    """The opcode of the computation with which an instruction reduces, such as "add";
+    "" if it is no single operation of its two parameters.
+    """
+    name = dict(instruction.called).get("to_apply", "")
+    computation = module.computations.get(name)
+    if computation is None:
+        return ""
+    root = root_of(computation)
+    operands = [computation[operand] for operand in root.operands]
+    parameters = sorted(one.inside for one in operands if one.opcode == "parameter")
+    if parameters != ["0", "1"]:
+        return ""
+    return root.opcode if root.opcode in _REDUCERS else ""
+
+
+_REDUCERS = ("add", "maximum", "minimum", "and", "or", "multiply", "xor")
+# Attributes with sizes of shards.
+_SIZES = frozenset(
+    "slice_sizes dynamic_slice_sizes window padding slice iota_dimension".split()
+)
+_CALLING = frozenset("reduce scatter sort reduce-window select-and-scatter".split())
+
+
+def form_of(
+    instruction: Instruction,
+    views: Sequence[View],
+    shape: tuple[int, ...],
+    module: HloModule,
+) -> Form | View:
+    """The form of an operation on operands with these views, whose result has the shape
+    `shape`. A view for an operation that only views its operand.
+    """
+    opcode = instruction.opcode
+    if opcode in ("copy", "bitcast-convert-type") or _is_constraint(instruction):
+        return views[0]
+    if opcode == "broadcast":
+        return broadcast_view(views[0], numbers(instruction, "dimensions"), len(shape))
+    if opcode == "transpose":
+        order = numbers(instruction, "dimensions")
+        return View(views[0].root, tuple(views[0].dims[at] for at in order))
+    if opcode in ELEMENTWISE:
+        return _elementwise(instruction, views, len(shape))
+    if opcode == "dot":
+        return _dot(instruction, views)
+    if opcode == "iota":
+        along = int(attribute(instruction, "iota_dimension"))
+        dims = tuple(0 if at == along else None for at in range(len(shape)))
+        return Form(("iota", arrays_in(instruction.result)[0].dtype), dims, ())
+    if opcode == "constant":
+        dtype = arrays_in(instruction.result)[0].dtype if instruction.result else ""
+        dims = tuple(range(len(shape)))
+        return Form(("constant", dtype, shape, instruction.inside.strip()), dims, dims)
+    if opcode == "reduce" and len(views) == 2:
+        return _reduce(instruction, views, module)
+    called: tuple[str, ...] = ()
+    if opcode in _CALLING:
+        called = (
+            reducer_of(module, instruction)
+            or computation_text(module, dict(instruction.called)["to_apply"]),
+        )
+    meaning = meaning_of(instruction, _SIZES)
+    if opcode in ("slice", "pad"):
+        meaning = ()
+    dims = tuple(range(len(shape)))
+    return Form((opcode, meaning, called, *views), dims, dims)
+
+
+def _is_constraint(instruction: Instruction) -> bool:
+    return instruction.opcode == "custom-call" and (
+        'custom_call_target="Sharding"' in instruction.attributes
+    )
+
+
+def broadcast_view(view: View, dimensions: Sequence[int], rank: int) -> View:
+    dims: list[int | None] = [None] * rank
+    for source, target in enumerate(dimensions):
+        dims[target] = view.dims[source]
+    return View(view.root, tuple(dims))
+
+
+def _elementwise(instruction: Instruction, views: Sequence[View], rank: int) -> Form:
+    """Dimensions along which no operand changes are none of the value's: the program of
+    one device may broadcast before or after the operation.
+    """
+    spread = [
+        view if len(view.dims) == rank else View(view.root, (None,) * rank)
+        for view in views
+    ]
+    kept = tuple(
+        at for at in range(rank) if any(view.dims[at] is not None for view in spread)
+    )
+    places = {position: place for place, position in enumerate(kept)}
+    operands = tuple(
+        View(view.root, tuple(view.dims[at] for at in kept)) for view in spread
+    )
+    dtype = ""
+    if instruction.opcode in ("convert", "bitcast-convert"):
+        dtype = arrays_in(instruction.result)[0].dtype
+    key = (instruction.opcode, meaning_of(instruction), dtype, *operands)
+    return Form(key, tuple(places.get(at) for at in range(rank)), kept)
+
+
+class DotDims(NamedTuple):
+    """The dimensions of a product's operands, and those of the result's."""
+
+    contracted: tuple[tuple[int, int], ...]
+    batch: tuple[tuple[int, int], ...]
+    free: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def dot_dims(instruction: Instruction, ranks: tuple[int, int]) -> DotDims:
+    contracted = (
+        numbers(instruction, "lhs_contracting_dims"),
+        numbers(instruction, "rhs_contracting_dims"),
+    )
+    batch = (
+        numbers(instruction, "lhs_batch_dims"),
+        numbers(instruction, "rhs_batch_dims"),
+    )
+    free = tuple(
+        tuple(at for at in range(rank) if at not in gone + beside)
+        for rank, gone, beside in zip(ranks, contracted, batch, strict=True)
+    )
+    return DotDims(
+        contracted=tuple(zip(*contracted, strict=True)),
+        batch=tuple(zip(*batch, strict=True)),
+        free=(free[0], free[1]),
+    )
+
+
+def _dot(instruction: Instruction, views: Sequence[View]) -> Form:
+    one, other = views
+    dims = dot_dims(instruction, (len(one.dims), len(other.dims)))
+    follows = [
+        one.dims[left] is not None or other.dims[right] is not None
+        for left, right in dims.batch
+    ]
+    follows += [one.dims[at] is not None for at in dims.free[0]]
+    follows += [other.dims[at] is not None for at in dims.free[1]]
+    places = tuple(at if is_real else None for at, is_real in enumerate(follows))
+    key = ("dot", meaning_of(instruction), one, other)
+    return Form(key, places, tuple(range(len(follows))))
+
+
+def _reduce(instruction: Instruction, views: Sequence[View], module: HloModule) -> Form:
+    over = numbers(instruction, "dimensions")
+    left = [dim for at, dim in enumerate(views[0].dims) if at not in over]
+    how = reducer_of(module, instruction) or computation_text(
+        module, dict(instruction.called)["to_apply"]
+    )
+    places = tuple(at if dim is not None else None for at, dim in enumerate(left))
+    key = ("reduce", over, how, *views)
+    return Form(key, places, tuple(range(len(left))))
+
+
+def squeezed(view: View, shape: Sequence[int]) -> View:
+    """The view without dimensions of size 1: nothing changes along them."""
+    dims = tuple(
+        None if size == 1 else dim for dim, size in zip(view.dims, shape, strict=True)
+    )
+    return View(view.root, dims)

@@ -1,0 +1,205 @@
+"""What the devices hold of a value: the types of the judge."""
+
+import dataclasses
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..hlo_text import HloModule
+from .cuts import Cut, Cuts
+from .forms import View
+from .values import Values, WholeProgram
+from .verdict import Unjudged, Wrong
+
+
+# Known numbers are kept for arrays up to this size, devices included.
+MOST_KNOWN = 2**20
+NOWHERE = -1
+
+
+class Axis(NamedTuple):
+    """A dimension of the array of one device: the dimension of the value along which it
+    lies, and what its positions hold.
+    """
+
+    dim: int
+    cut: Cut
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What the devices hold of a value.
+
+    On device `p`, the element at some position is the element of the value at the index
+    that `axes` and `rest` say; or the sum of the terms that `p` has.
+
+    - `root`: the number of the value; `NOWHERE` for numbers that only the program of
+      one device has, such as the device's own.
+    - `shape`: the shape of the array on one device.
+    - `axes`: for each dimension of this array, an `Axis`; `None` if nothing changes
+      along it.
+    - `rest`: for dimensions of the value without an axis, the cut of size 1 at each
+      device's index.
+    - `terms`: `None` if each device has the whole sum. Else, for each term of an
+      unfinished sum, the devices that have it, as a bit mask.
+    - `kind`: the operation that finishes the sum, such as "add" or "maximum".
+    - `scale`: the array holds this many times the value.
+    - `fill`: the number in holes; `None` if it is not known.
+    - `known`: the numbers themselves, if they follow from constants and from the
+      device's number: an array (devices, 1 or size, ...).
+    - `idiom`: an unfinished idiom of the partitioner.
+    """
+
+    root: int
+    shape: tuple[int, ...]
+    axes: tuple[Axis | None, ...]
+    rest: tuple[Axis, ...] = ()
+    terms: tuple[int, ...] | None = None
+    kind: str = "add"
+    scale: Fraction | int = 1
+    fill: float | None = None
+    known: np.ndarray | None = None
+    idiom: object = None
+
+    @property
+    def has_holes(self) -> bool:
+        return any(axis is not None and axis.cut.has_holes for axis in self.axes)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.terms is None and self.scale == 1
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether its known numbers are the same on each device."""
+        known = self.known
+        return known is not None and bool((known == known[:1]).all())
+
+
+class Faulty(NamedTuple):
+    """A result that hangs on something wrong: the number of the refutation."""
+
+    number: int
+
+
+class Unknown(NamedTuple):
+    """A result that is not judged: the number of the cause."""
+
+    cause: int
+
+
+# What an instruction returns.
+Result: TypeAlias = "Held | Faulty | Unknown | tuple[Result, ...]"
+
+
+class Context(NamedTuple):
+    """What all rules need."""
+
+    module: HloModule
+    whole: WholeProgram
+    cuts: Cuts
+
+    @property
+    def values(self) -> Values:
+        return self.whole.values
+
+    @property
+    def devices(self) -> int:
+        return self.cuts.devices
+
+    @property
+    def everywhere(self) -> int:
+        return (1 << self.cuts.devices) - 1
+
+
+def view_of(held: Held) -> View:
+    """The view of the value, as the whole program has it: a dimension of size 1 that
+    holds the first element counts as one along which nothing changes.
+    """
+    dims: list[int | None] = []
+    for axis in held.axes:
+        if axis is None:
+            dims.append(None)
+        elif axis.cut.size == 1 and not axis.cut.starts.any():
+            dims.append(None)
+        else:
+            dims.append(axis.dim)
+    return View(held.root, tuple(dims))
+
+
+def settled(held: Held) -> Held:
+    """The same with an axis for each dimension of the value that is cut: `rest` moves
+    into free dimensions of size 1.
+    """
+    rest = [axis for axis in held.rest if axis.cut.starts.any()]
+    axes = list(held.axes)
+    for axis in sorted(rest, key=lambda axis: axis.dim):
+        free = [
+            place
+            for place, other in enumerate(axes)
+            if held.shape[place] == 1
+            and (other is None or not other.cut.starts.any())
+            and _in_order(axes, place, axis.dim)
+        ]
+        if not free:
+            raise Unjudged("a reshape that drops a cut dimension")
+        axes[free[0]] = axis
+    return dataclasses.replace(held, axes=tuple(axes), rest=())
+
+
+def _in_order(axes: Sequence[Axis | None], place: int, dim: int) -> bool:
+    before = [axis.dim for axis in axes[:place] if axis is not None]
+    after = [axis.dim for axis in axes[place + 1 :] if axis is not None]
+    return all(one < dim for one in before) and all(one > dim for one in after)
+
+
+def require_finished(held: Held, what: str) -> None:
+    """Raises `Wrong` for an operand that is an unfinished sum, where the operation
+    needs the whole.
+    """
+    if held.known is not None and not held.known.any():
+        return
+    if held.terms is not None:
+        raise Wrong(
+            f"{what} takes a sum that is not finished: the devices hold"
+            f" {len(held.terms)} terms of it in parts",
+            f"an all-reduce of the operand before {what}",
+            "constrain the operand's sharding at this line",
+        )
+    if held.scale != 1:
+        raise multiplied(held.scale, what)
+
+
+def multiplied(scale: Fraction | int, what: str) -> Wrong:
+    return Wrong(
+        f"{what} takes a value that is {scale} times what it should be",
+        "a reduction over the devices that hold different terms, and no others",
+        "constrain the operand's sharding at this line",
+    )
+
+
+def term_devices(mask: int) -> list[int]:
+    """The devices of a bit mask."""
+    return [device for device in range(mask.bit_length()) if mask >> device & 1]
+
+
+def product_of_terms(
+    everywhere: int, *each: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """The terms of a product of sums: each pair of terms is a term, and is on the
+    devices that have both. Raises `Wrong` if no device has them.
+    """
+    product = {everywhere}
+    for terms in each:
+        if terms is not None:
+            product = {one & other for one in product for other in terms}
+    if 0 in product:
+        raise Wrong(
+            "it sums parts of a dimension on devices that hold only some terms of its"
+            " operand: no device computes the other terms",
+            "an all-reduce of the operand before this operation",
+            "constrain the operand's sharding at this line",
+        )
+    return None if product == {everywhere} else tuple(sorted(product))

@@ -1,0 +1,305 @@
+"""The match of an operation of the partitioned program with one of the whole program."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..hlo_text import Instruction
+from .cuts import HOLE, Cut
+from .forms import Form, View, attribute, numbers
+from .held import Axis, Context, Held, view_of
+from .values import Global, Node
+
+
+def node_for(context: Context, form: Form, instruction: Instruction) -> int | None:
+    """The number of the whole program's value with this form. Of several, which differ
+    in sizes alone, it is the one that has the instruction's name.
+    """
+    values = context.values
+    found = [
+        number
+        for number in values.with_key(form.key)
+        if values.nodes[number].instruction is not None
+    ]
+    named = [one for one in found if values.is_named(one, instruction.op_name)]
+    if len(named) == 1 or (named and len(found) == len(named)):
+        return named[0] if len(named) == 1 else None
+    return found[0] if len(found) == 1 else None
+
+
+def candidates(context: Context, form: Form, instruction: Instruction) -> list[int]:
+    """The numbers of the values with this form, those with the instruction's name
+    first.
+    """
+    values = context.values
+    found = [
+        number
+        for number in values.with_key(form.key)
+        if values.nodes[number].instruction is not None
+    ]
+    return sorted(found, key=lambda one: not values.is_named(one, instruction.op_name))
+
+
+def placed(
+    context: Context,
+    form: Form,
+    instruction: Instruction,
+    shape: tuple[int, ...],
+    cuts: Sequence[Cut | None],
+    number: int | None = None,
+) -> Held:
+    """What devices hold of the result of an operation, whose dimensions have these
+    cuts. If the whole program has no such operation, its value is a new one, which is
+    no result of the whole program.
+    """
+    if number is None:
+        number = node_for(context, form, instruction)
+    if number is None:
+        kept = tuple(_size(context, form, place) for place in form.kept)
+        node = Node(instruction.opcode, form.key, kept, ("derived",))
+        number = context.values.number_of(node)
+    known = context.values.nodes[number].shape
+    axes: list[Axis | None] = []
+    for dim, cut, size in zip(form.dims, cuts, shape, strict=True):
+        if dim is not None and cut is None and known[dim] == size and size != 1:
+            # Nothing changes along it, so its devices hold all of it.
+            cut = context.cuts.whole(size)
+        axes.append(None if dim is None or cut is None else Axis(dim, cut))
+    return Held(number, shape, tuple(axes))
+
+
+def _size(context: Context, form: Form, place: int) -> int | None:
+    """The size of a dimension of an elementwise result, from its operands."""
+    dim = form.dims[place]
+    for part in form.key:
+        if isinstance(part, View) and dim is not None and dim < len(part.dims):
+            source = part.dims[dim]
+            shape = context.values.nodes[part.root].shape
+            if source is not None and source < len(shape):
+                return shape[source]
+    return None
+
+
+def is_matched(context: Context, held: Held) -> bool:
+    """Whether the whole program computes this value."""
+    if held.root < 0:
+        return True
+    return context.values.nodes[held.root].instruction is not None
+
+
+def expressed(context: Context, held: Held, array: Global) -> Held | None:
+    """What devices hold of `array`, from what they hold of the values that it consists
+    of: a slice, a padded array, a concatenation or a reversed array has elements of
+    others. `None` if they hold none.
+    """
+    if held.root == array.view.root:
+        return held if _fits(held, array) else None
+    if held.idiom is not None or held.root < 0 or array.view.root < 0:
+        return None
+    node = context.values.nodes[array.view.root]
+    moves = _MOVES.get(node.opcode)
+    if moves is None or len(array.shape) != len(held.axes) or node.result is None:
+        return None
+    for number, operand in enumerate(node.operands):
+        if len(operand.shape) != len(node.shape):
+            continue
+        # The operand with its dimensions in the order of `array`.
+        dims: list[int | None] = []
+        shape = []
+        for place, dim in enumerate(array.view.dims):
+            if dim is None:
+                dims.append(None)
+                shape.append(array.shape[place])
+            else:
+                dims.append(operand.view.dims[dim])
+                shape.append(operand.shape[dim])
+        source = Global(View(operand.view.root, tuple(dims)), tuple(shape))
+        below = expressed(context, held, source)
+        if below is None:
+            continue
+        moved = _moved(context, below, array, node, number)
+        if moved is not None:
+            return moved
+    return None
+
+
+def _fits(held: Held, array: Global) -> bool:
+    if len(held.axes) != len(array.shape):
+        return False
+    return view_of(held).dims == array.view.dims or all(
+        axis is None or axis.dim == dim or array.shape[place] == 1
+        for place, (axis, dim) in enumerate(
+            zip(held.axes, array.view.dims, strict=True)
+        )
+    )
+
+
+def _moved(
+    context: Context, below: Held, array: Global, node: Node, number: int
+) -> Held | None:
+    """The elements of operand `number` of a node that moves elements, as elements of
+    its result.
+    """
+    assert node.instruction is not None
+    axes: list[Axis | None] = []
+    fill = below.fill
+    for place, (dim, axis) in enumerate(zip(array.view.dims, below.axes, strict=True)):
+        if dim is None:
+            axes.append(None if array.shape[place] == 1 else axis)
+            continue
+        move = _MOVES[node.opcode](context, node, number, dim)
+        if move is None:
+            return None
+        if axis is None:
+            if move.is_same:
+                axes.append(None)
+                continue
+            # Dimensions of size 1 hold the first element.
+            if below.shape[place] != 1:
+                return None
+            axis = Axis(0, context.cuts.whole(1))
+        cut = move.applied(context, axis.cut, array.shape[place], fill)
+        axes.append(Axis(dim, cut))
+    return dataclasses.replace(
+        below, root=array.view.root, axes=tuple(axes), known=None
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Move:
+    """Index i of the operand is index `(i - start) / stride * spread + offset` of the
+    result. `padding` is the number in the result's other elements, and `operand_size`
+    the size of the operand.
+    """
+
+    start: int = 0
+    stride: int = 1
+    spread: int = 1
+    offset: int = 0
+    padding: float | None = None
+    operand_size: int = 0
+    reversed_size: int = 0
+
+    @property
+    def is_same(self) -> bool:
+        is_moved = self.start or self.offset or self.reversed_size
+        return not is_moved and self.stride == 1 and self.spread == 1
+
+    def applied(self, context: Context, cut: Cut, size: int, fill: float | None) -> Cut:
+        cuts = context.cuts
+        if self.is_same:
+            return cut
+        indices = cuts.indices(cut)
+        is_real = indices != HOLE
+        if self.reversed_size:
+            moved = self.reversed_size - 1 - indices
+        else:
+            behind = indices - self.start
+            is_real &= behind % self.stride == 0
+            moved = behind // self.stride * self.spread + self.offset
+        is_real &= (moved >= 0) & (moved < size)
+        moved = np.where(is_real, moved, HOLE)
+        if self.padding is not None and fill is not None and fill == self.padding:
+            moved = _continued(moved, indices == HOLE, size, self)
+        return cuts.from_indices(moved)
+
+
+def _continued(
+    moved: np.ndarray, are_holes: np.ndarray, size: int, move: _Move
+) -> np.ndarray:
+    """Holes that hold the padding's number, beside elements of the operand, are
+    elements of the padded array.
+    """
+    places = np.arange(moved.shape[1])
+    filled = np.full(moved.shape, HOLE)
+    for device, row in enumerate(moved):
+        shifts = (row - places)[row != HOLE]
+        if len(shifts) and (shifts == shifts[0]).all():
+            filled[device] = places + shifts[0]
+    behind = filled - move.offset
+    is_operand = (behind >= 0) & (behind < move.operand_size * move.spread)
+    is_operand &= behind % move.spread == 0
+    is_padding = are_holes & (filled >= 0) & (filled < size) & ~is_operand
+    return np.where(is_padding, filled, moved)
+
+
+def _slice_move(context: Context, node: Node, number: int, dim: int) -> _Move | None:
+    bounds = slice_bounds(_instruction(node))[dim]
+    return _Move(start=bounds[0], stride=bounds[2])
+
+
+def slice_bounds(instruction: Instruction) -> list[tuple[int, int, int]]:
+    """The start, limit and stride of each dimension of a slice."""
+    text = attribute(instruction, "slice")[1:-1]
+    bounds = []
+    for part in text.replace("[", "").split("],"):
+        parts = [int(number) for number in part.rstrip("]").strip(", ").split(":")]
+        stride = parts[2] if len(parts) > 2 else 1
+        bounds.append((parts[0], parts[1], stride))
+    return bounds
+
+
+def padding_of(instruction: Instruction) -> list[tuple[int, int, int]]:
+    """The low, high and interior padding of each dimension of a pad."""
+    bounds = []
+    for part in attribute(instruction, "padding").split("x"):
+        parts = [int(number) for number in part.split("_")]
+        bounds.append((parts[0], parts[1], parts[2] if len(parts) > 2 else 0))
+    return bounds
+
+
+def _pad_move(context: Context, node: Node, number: int, dim: int) -> _Move | None:
+    if number != 0:
+        return None
+    low, high, interior = padding_of(_instruction(node))[dim]
+    if not (low or high or interior):
+        return _Move()
+    filled = context.values.nodes[node.operands[1].view.root]
+    return _Move(
+        spread=interior + 1,
+        offset=low,
+        padding=scalar_constant(filled),
+        operand_size=node.operands[0].shape[dim],
+    )
+
+
+def scalar_constant(node: Node) -> float | None:
+    """The number of a scalar constant of the whole program; `None` for others."""
+    if node.opcode != "constant" or node.shape or node.instruction is None:
+        return None
+    text = node.instruction.inside.strip()
+    try:
+        return float({"true": "1", "false": "0"}.get(text, text))
+    except ValueError:
+        return None
+
+
+def _instruction(node: Node) -> Instruction:
+    assert node.instruction is not None
+    return node.instruction
+
+
+def _concatenate_move(
+    context: Context, node: Node, number: int, dim: int
+) -> _Move | None:
+    (along,) = numbers(_instruction(node), "dimensions")
+    if dim != along:
+        return _Move()
+    before = sum(operand.shape[dim] for operand in node.operands[:number])
+    return _Move(offset=before)
+
+
+def _reverse_move(context: Context, node: Node, number: int, dim: int) -> _Move | None:
+    if dim not in numbers(_instruction(node), "dimensions"):
+        return _Move()
+    size = node.shape[dim]
+    return None if size is None else _Move(reversed_size=size)
+
+
+_MOVES = {
+    "slice": _slice_move,
+    "pad": _pad_move,
+    "concatenate": _concatenate_move,
+    "reverse": _reverse_move,
+}

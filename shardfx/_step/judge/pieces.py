@@ -1,0 +1,551 @@
+"""Operations that take pieces of arrays or join them: slices, pads, concatenations.
+
+The partitioner cuts, exchanges and joins pieces where the whole program shifts, pads or
+slices a dimension that is cut. None of these changes an element, so the devices hold
+pieces of the same value; the operation that reads them next says which array of the
+whole program they have to be.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..hlo_text import Instruction, arrays_in
+from .cuts import HOLE
+from .forms import numbers
+from .held import (
+    MOST_KNOWN,
+    NOWHERE,
+    Axis,
+    Context,
+    Held,
+    require_finished,
+    settled,
+)
+from .joining import constant_number, form_in, joined_cut, with_axis
+from .matching import (
+    candidates,
+    expressed,
+    padding_of,
+    placed,
+    slice_bounds,
+)
+from .values import Global
+from .verdict import Unjudged
+
+
+def slice_(context: Context, instruction: Instruction, operand: Held) -> Held:
+    bounds = slice_bounds(instruction)
+    shape = arrays_in(instruction.result)[0].shape
+    starts = [np.full(context.devices, start) for start, _, _ in bounds]
+    strides = [stride for _, _, stride in bounds]
+    return _window(context, operand, shape, starts, strides)
+
+
+def _window(
+    context: Context,
+    operand: Held,
+    shape: tuple[int, ...],
+    starts: Sequence[np.ndarray],
+    strides: Sequence[int],
+) -> Held:
+    """The part of an array of `shape` at each device's starts."""
+    axes: list[Axis | None] = []
+    for place, axis in enumerate(operand.axes):
+        is_all = shape[place] == operand.shape[place]
+        if axis is None or is_all:
+            axes.append(axis)
+            continue
+        cut = context.cuts.window(axis.cut, starts[place], shape[place], strides[place])
+        axes.append(Axis(axis.dim, cut))
+    known = _known_window(operand, shape, starts, strides)
+    if operand.root == NOWHERE and known is None:
+        raise Unjudged("a slice of numbers of one device's program")
+    held = dataclasses.replace(operand, shape=shape, axes=tuple(axes), known=known)
+    return held if held.has_holes else dataclasses.replace(held, fill=None)
+
+
+def _known_window(
+    operand: Held,
+    shape: tuple[int, ...],
+    starts: Sequence[np.ndarray],
+    strides: Sequence[int],
+) -> np.ndarray | None:
+    known = operand.known
+    if known is None:
+        return None
+    for place, size in enumerate(shape):
+        if known.shape[1 + place] == 1:
+            continue
+        steps = np.arange(size) * strides[place]
+        columns = starts[place][:, None] + steps
+        sizes = [1] * known.ndim
+        sizes[0], sizes[1 + place] = columns.shape
+        known = np.take_along_axis(known, columns.reshape(sizes), axis=1 + place)
+    return known
+
+
+def dynamic_slice(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Held:
+    operand, *places = operands
+    shape = arrays_in(instruction.result)[0].shape
+    starts: list[np.ndarray] = []
+    for place, index in enumerate(places):
+        room = operand.shape[place] - shape[place]
+        if room == 0:
+            starts.append(np.zeros(context.devices, np.int64))
+        elif index.known is None:
+            return _indexed_slice(context, instruction, operands, shape)
+        else:
+            index_numbers = index.known.reshape(-1).astype(np.int64)
+            starts.append(np.clip(index_numbers, 0, room))
+    if not _is_global(operands):
+        held = _window(context, operand, shape, starts, [1] * len(shape))
+        if held.known is None:
+            return held
+        # A table of the partitioner, read at the device's number.
+        return Held(NOWHERE, shape, (None,) * len(shape), known=held.known)
+    try:
+        return _indexed_slice(context, instruction, operands, shape)
+    except Unjudged:
+        return _window(context, operand, shape, starts, [1] * len(shape))
+
+
+def _is_global(operands: Sequence[Held]) -> bool:
+    return all(operand.root != NOWHERE for operand in operands)
+
+
+def _indexed_slice(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    shape: tuple[int, ...],
+) -> Held:
+    """A slice at indices of the whole program, along dimensions that are not cut."""
+    operand, *places = operands
+    for index in places:
+        require_finished(index, "an index")
+    form = form_in(context, instruction, operands, shape)
+    for number in candidates(context, form, instruction):
+        node = context.values.nodes[number]
+        before = node.operands[0].shape
+        cuts = []
+        for at, axis in enumerate(operand.axes):
+            size, after = before[at], node.shape[at]
+            is_all = size == after and operand.shape[at] == shape[at]
+            if is_all:
+                cuts.append(None if axis is None else axis.cut)
+                continue
+            is_whole = axis is None or context.cuts.is_whole(axis.cut, size)
+            if not is_whole or after != shape[at] or operand.shape[at] != size:
+                break
+            cuts.append(context.cuts.whole(shape[at]))
+        else:
+            # Broadcasts stay broadcasts in the whole program's shape.
+            held = placed(context, form, instruction, shape, cuts, number)
+            return dataclasses.replace(
+                held, terms=operand.terms, kind=operand.kind, scale=operand.scale
+            )
+    raise Unjudged("a slice, at an index that is computed, of a dimension that is cut")
+
+
+def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) -> Held:
+    operand, value = operands
+    shape = arrays_in(instruction.result)[0].shape
+    bounds = padding_of(instruction)
+    number = constant_number(value)
+    if number != 0:
+        require_finished(operand, "pad")
+    matched = _padded_globally(context, instruction, operands, shape)
+    if matched is not None:
+        return matched
+    axes: list[Axis | None] = []
+    is_padded = False
+    for place, (axis, (low, high, interior)) in enumerate(
+        zip(operand.axes, bounds, strict=True)
+    ):
+        if not (low or high or interior):
+            axes.append(axis)
+            continue
+        if axis is None:
+            raise Unjudged("padding along a dimension where nothing changes")
+        indices = _padded_row(context, axis, low, high, interior)
+        is_padded |= bool(indices.shape[1] > axis.cut.size)
+        axes.append(Axis(axis.dim, context.cuts.from_indices(indices)))
+        assert axes[-1] is not None and axes[-1].cut.size == shape[place]
+    fill = number if is_padded else operand.fill
+    if operand.has_holes and operand.fill != number and is_padded:
+        fill = None
+    if operand.root == NOWHERE:
+        raise Unjudged("padding of numbers of one device's program")
+    return dataclasses.replace(
+        operand, shape=shape, axes=tuple(axes), fill=fill, known=None
+    )
+
+
+def _padded_row(
+    context: Context, axis: Axis, low: int, high: int, interior: int
+) -> np.ndarray:
+    indices = context.cuts.indices(axis.cut)
+    if interior and indices.shape[1]:
+        spread = np.full(
+            (len(indices), (indices.shape[1] - 1) * (interior + 1) + 1), HOLE
+        )
+        spread[:, :: interior + 1] = indices
+        indices = spread
+    sides = [np.full((len(indices), max(side, 0)), HOLE) for side in (low, high)]
+    indices = np.concatenate([sides[0], indices, sides[1]], axis=1)
+    stop = indices.shape[1] + min(high, 0)
+    return indices[:, max(-low, 0) : stop]
+
+
+def _padded_globally(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    shape: tuple[int, ...],
+) -> Held | None:
+    """The result of a pad of the whole program along dimensions that are not cut."""
+    operand, value = operands
+    form = form_in(context, instruction, operands, shape)
+    bounds = padding_of(instruction)
+    for number in candidates(context, form, instruction):
+        node = context.values.nodes[number]
+        assert node.instruction is not None
+        if padding_of(node.instruction) != bounds:
+            continue
+        cuts = []
+        for at, axis in enumerate(operand.axes):
+            size = node.operands[0].shape[at]
+            if bounds[at] == (0, 0, 0):
+                cuts.append(None if axis is None else axis.cut)
+            elif operand.shape[at] == size and (
+                axis is None or context.cuts.is_whole(axis.cut, size)
+            ):
+                cuts.append(context.cuts.whole(shape[at]))
+            else:
+                break
+        else:
+            require_finished(value, "pad")
+            held = placed(context, form, instruction, shape, cuts, number)
+            return dataclasses.replace(
+                held, terms=operand.terms, kind=operand.kind, scale=operand.scale
+            )
+    return None
+
+
+def concatenate(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Held:
+    shape = arrays_in(instruction.result)[0].shape
+    (along,) = numbers(instruction, "dimensions")
+    known = [operand.known for operand in operands if operand.known is not None]
+    if any(operand.root == NOWHERE for operand in operands):
+        return _known_concatenation(operands, known, shape, along)
+    matched = _concatenated_globally(context, instruction, operands, shape, along)
+    if matched is not None:
+        return matched
+    pieces = [settled(operand) for operand in operands]
+    held = _joined_pieces(context, instruction, pieces, shape, along)
+    if held is not None:
+        return held
+    for number in context.values.with_name("concatenate", instruction.op_name):
+        node = context.values.nodes[number]
+        assert node.result is not None
+        lifted = [_lifted(context, piece, node.result) for piece in pieces]
+        found = [piece for piece in lifted if piece is not None]
+        if len(found) == len(pieces):
+            held = _joined_pieces(context, instruction, found, shape, along)
+            if held is not None:
+                return held
+    raise Unjudged("a concatenation of pieces of different arrays")
+
+
+def _lifted(context: Context, piece: Held, array: Global) -> Held | None:
+    number = constant_number(piece)
+    return piece if number is not None else expressed(context, piece, array)
+
+
+def _known_concatenation(
+    operands: Sequence[Held],
+    known: Sequence[np.ndarray],
+    shape: tuple[int, ...],
+    along: int,
+) -> Held:
+    devices = len(known[0]) if known else 0
+    if len(known) != len(operands) or devices * np.prod(shape) > MOST_KNOWN:
+        raise Unjudged("a concatenation of numbers of one device's program")
+    full = [
+        np.broadcast_to(table, (devices, *operand.shape))
+        for table, operand in zip(known, operands, strict=True)
+    ]
+    joined = np.concatenate(full, axis=1 + along)
+    return Held(NOWHERE, shape, (None,) * len(shape), known=joined)
+
+
+def _concatenated_globally(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    shape: tuple[int, ...],
+    along: int,
+) -> Held | None:
+    """The result of a concatenation of the whole program along a dimension that is not
+    cut.
+    """
+    form = form_in(context, instruction, operands, shape)
+    for number in candidates(context, form, instruction):
+        node = context.values.nodes[number]
+        is_whole = all(
+            operand.shape[along] == array.shape[along]
+            and (
+                (axis := operand.axes[along]) is None
+                or context.cuts.is_whole(axis.cut, array.shape[along])
+            )
+            for operand, array in zip(operands, node.operands, strict=True)
+        )
+        if not is_whole:
+            continue
+        cuts = []
+        for place in range(len(shape)):
+            if place == along:
+                cuts.append(context.cuts.whole(shape[along]))
+                continue
+            axes = [operand.axes[place] for operand in operands]
+            cut = joined_cut(context, "concatenate", place, axes)
+            if cut is None and shape[place] == node.shape[place]:
+                cut = context.cuts.whole(shape[place])
+            if cut is None and shape[place] != 1:
+                raise Unjudged("a concatenation of broadcasts")
+            cuts.append(cut)
+        states = {(one.terms, one.kind, one.scale) for one in operands}
+        if len(states) > 1:
+            for operand in operands:
+                require_finished(operand, "concatenate")
+        terms, kind, scale = states.pop()
+        held = placed(context, form, instruction, shape, cuts, number)
+        return dataclasses.replace(held, terms=terms, kind=kind, scale=scale)
+    return None
+
+
+def _joined_pieces(
+    context: Context,
+    instruction: Instruction,
+    pieces: Sequence[Held],
+    shape: tuple[int, ...],
+    along: int,
+) -> Held | None:
+    """The pieces of one value, side by side; `None` if they are of several. Constants
+    are holes with a fill.
+    """
+    real = [piece for piece in pieces if constant_number(piece) is None]
+    if not real or len({piece.root for piece in real}) > 1:
+        return None
+    first = real[0].axes[along]
+    if first is None or any(not piece.is_finished for piece in pieces):
+        return None
+    dims = {axis.dim for piece in real if (axis := piece.axes[along]) is not None}
+    if len(dims) > 1:
+        return None
+    cuts = []
+    fills = set()
+    for piece in pieces:
+        axis = piece.axes[along]
+        number = constant_number(piece)
+        if number is not None:
+            cuts.append(context.cuts.holes(piece.shape[along]))
+            fills.add(number)
+        elif axis is None:
+            return None
+        else:
+            cuts.append(axis.cut)
+            if piece.has_holes:
+                fills.add(piece.fill)
+    held = real[0]
+    for place in range(len(shape)):
+        if place != along:
+            axes = [_beside(context, piece, place, along) for piece in real]
+            if any(axis is None for axis in axes) and axes.count(None) < len(axes):
+                return None
+            cut = joined_cut(context, "concatenate", place, axes)
+            axis = next((axis for axis in axes if axis is not None), None)
+            joined = None if axis is None or cut is None else Axis(axis.dim, cut)
+            held = with_axis(held, place, joined)
+    held = with_axis(held, along, Axis(first.dim, context.cuts.concatenated(cuts)))
+    fill = fills.pop() if len(fills) == 1 else None
+    del instruction
+    return dataclasses.replace(held, shape=shape, fill=fill, known=None)
+
+
+def _beside(context: Context, piece: Held, place: int, along: int) -> Axis | None:
+    """The axis of a piece in another dimension than that of the concatenation. A device
+    whose piece is empty may hold anything there.
+    """
+    del context, along
+    return piece.axes[place]
+
+
+def dynamic_update_slice(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Held:
+    operand, update, *places = operands
+    shape = operand.shape
+    starts: list[np.ndarray] = []
+    is_known = True
+    for place, index in enumerate(places):
+        if shape[place] == update.shape[place]:
+            starts.append(np.zeros(context.devices, np.int64))
+        elif index.known is None:
+            is_known = False
+        else:
+            room = shape[place] - update.shape[place]
+            index_numbers = index.known.reshape(-1).astype(np.int64)
+            starts.append(np.clip(index_numbers, 0, room))
+    if _is_global(operands):
+        held = _updated_globally(context, instruction, operands)
+        if held is not None:
+            return held
+    if not is_known:
+        raise Unjudged(
+            "an update, at an index that is computed, of a dimension that is cut"
+        )
+    return _updated(context, instruction, operand, update, starts)
+
+
+def _updated_globally(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Held | None:
+    operand, update, *places = operands
+    for index in places:
+        require_finished(index, "an index")
+    shape = operand.shape
+    form = form_in(context, instruction, operands, shape)
+    for number in candidates(context, form, instruction):
+        node = context.values.nodes[number]
+        before, changed = node.operands[0].shape, node.operands[1].shape
+        cuts = []
+        for at in range(len(shape)):
+            axes = [operand.axes[at], update.axes[at]]
+            if before[at] == changed[at] and shape[at] == update.shape[at]:
+                cut = joined_cut(context, "dynamic-update-slice", at, axes)
+                cuts.append(cut)
+                continue
+            sizes = (before[at], changed[at])
+            is_whole = all(
+                axis is None or context.cuts.is_whole(axis.cut, size)
+                for axis, size in zip(axes, sizes, strict=True)
+            )
+            if not is_whole or (shape[at], update.shape[at]) != sizes:
+                break
+            cuts.append(context.cuts.whole(shape[at]))
+        else:
+            return _update_sums(
+                placed(context, form, instruction, shape, cuts, number),
+                operand,
+                update,
+            )
+    return None
+
+
+def _update_sums(held: Held, operand: Held, update: Held) -> Held:
+    is_zero = operand.known is not None and not operand.known.any()
+    if not is_zero and (operand.terms, operand.scale) != (update.terms, update.scale):
+        require_finished(operand, "dynamic-update-slice")
+        require_finished(update, "dynamic-update-slice")
+    return dataclasses.replace(
+        held, terms=update.terms, kind=update.kind, scale=update.scale
+    )
+
+
+def _updated(
+    context: Context,
+    instruction: Instruction,
+    operand: Held,
+    update: Held,
+    starts: Sequence[np.ndarray],
+) -> Held:
+    """A piece written at each device's own place into zeros, or into other pieces of
+    the same value.
+    """
+    if not operand.is_finished or not update.is_finished:
+        raise Unjudged("an update of an unfinished sum")
+    number = constant_number(operand)
+    if number is None and operand.root != update.root:
+        operand, update = _same_array(context, instruction, operand, update)
+    changed = [
+        at for at in range(len(operand.shape)) if operand.shape[at] != update.shape[at]
+    ]
+    if number is None and len(changed) > 1:
+        raise Unjudged("an update of several cut dimensions")
+    axes: list[Axis | None] = list(update.axes)
+    for at in range(len(axes)):
+        axis, before = update.axes[at], operand.axes[at]
+        if at not in changed:
+            if number is None and axis != before:
+                raise Unjudged("an update by a piece that lies differently")
+            continue
+        if axis is None:
+            raise Unjudged("an update by a broadcast")
+        if number is None and (before is None or before.dim != axis.dim):
+            raise Unjudged("an update by a piece that lies differently")
+        rows = np.full((context.devices, operand.shape[at]), HOLE)
+        if number is None and before is not None:
+            rows = context.cuts.indices(before.cut).copy()
+        columns = starts[at][:, None] + np.arange(update.shape[at])
+        np.put_along_axis(rows, columns, context.cuts.indices(axis.cut), axis=1)
+        axes[at] = Axis(axis.dim, context.cuts.from_indices(rows))
+    fill = number if number is not None else operand.fill
+    if update.has_holes and update.fill != fill:
+        fill = None
+    return dataclasses.replace(
+        update, shape=operand.shape, axes=tuple(axes), fill=fill, known=None
+    )
+
+
+def _same_array(
+    context: Context, instruction: Instruction, operand: Held, update: Held
+) -> tuple[Held, Held]:
+    """Pieces of two arrays as pieces of a concatenation of the whole program."""
+    for opcode in ("concatenate", "pad"):
+        for number in context.values.with_name(opcode, instruction.op_name):
+            array = context.values.nodes[number].result
+            assert array is not None
+            one = expressed(context, operand, array)
+            other = expressed(context, update, array)
+            if one is not None and other is not None:
+                return one, other
+    raise Unjudged("an update by a piece of another array")
+
+
+def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
+    shape = operand.shape
+    turned = numbers(instruction, "dimensions")
+    form = form_in(context, instruction, [operand], shape)
+    for number in candidates(context, form, instruction):
+        node = context.values.nodes[number]
+        cuts = []
+        for at, axis in enumerate(operand.axes):
+            cut = None if axis is None else axis.cut
+            size = node.shape[at]
+            if at in turned and cut is not None and size is not None:
+                indices = context.cuts.indices(cut)[:, ::-1]
+                flipped = np.where(indices == HOLE, HOLE, size - 1 - indices)
+                cut = context.cuts.from_indices(flipped)
+            cuts.append(cut)
+        held = placed(context, form, instruction, shape, cuts, number)
+        return dataclasses.replace(
+            held,
+            terms=operand.terms,
+            kind=operand.kind,
+            scale=operand.scale,
+            fill=operand.fill,
+        )
+    axes: list[Axis | None] = list(operand.axes)
+    for at in turned:
+        axis = axes[at]
+        if axis is not None:
+            indices = context.cuts.indices(axis.cut)[:, ::-1]
+            axes[at] = Axis(axis.dim, context.cuts.from_indices(indices))
+    return dataclasses.replace(operand, axes=tuple(axes), known=None)

@@ -1,0 +1,464 @@
+"""Operations that compute each element from the same element of each operand.
+
+Their operands hold the same elements on each device. That is the rule that a residual
+sum of two device orders breaks.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..hlo_text import Instruction, arrays_in
+from .cuts import HOLE
+from .forms import attribute
+from .held import (
+    MOST_KNOWN,
+    NOWHERE,
+    Axis,
+    Context,
+    Held,
+    require_finished,
+    view_of,
+)
+from .indices import indexed
+from .joining import constant_number, form_in, joined_cut, with_axis
+from .matching import expressed, node_for, placed
+from .verdict import Unjudged, Wrong
+
+
+# Of sums and their parts: `f(a) + f(b) = f(a + b)`.
+_LINEAR = frozenset(
+    "add subtract negate convert copy real imag reduce-precision".split()
+)
+_NUMBERS: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.logical_not,
+    "negate": np.negative,
+    "abs": np.abs,
+    "sign": np.sign,
+    "select": np.where,
+    "shift-left": np.left_shift,
+    "shift-right-logical": np.right_shift,
+    "shift-right-arithmetic": np.right_shift,
+    "clamp": lambda low, number, high: np.minimum(np.maximum(number, low), high),
+}
+_COMPARED = {
+    "EQ": np.equal,
+    "NE": np.not_equal,
+    "LT": np.less,
+    "LE": np.less_equal,
+    "GT": np.greater,
+    "GE": np.greater_equal,
+}
+
+
+def elementwise(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Held:
+    shape = arrays_in(instruction.result)[0].shape
+    operands = [spread(operand, shape) for operand in operands]
+    known = _known(instruction, operands)
+    if any(operand.idiom is not None for operand in operands):
+        held = indexed(context, instruction, operands)
+        if held is None:
+            raise Unjudged("a lookup that is not finished")
+        return held
+    if any(operand.root == NOWHERE for operand in operands):
+        return _partial(context, instruction, operands, shape, known)
+    held = _matched(context, instruction, operands, shape)
+    if held is None:
+        masked = _selected(context, instruction, operands, shape)
+        if masked is not None:
+            return masked
+        union = _union(context, instruction, operands, shape)
+        if union is not None:
+            return union
+        bounded = indexed(context, instruction, operands)
+        if bounded is not None:
+            return bounded
+        held = joined(context, instruction, operands, shape)
+    if known is not None:
+        return dataclasses.replace(held, known=known)
+    return held
+
+
+def spread(operand: Held, shape: tuple[int, ...]) -> Held:
+    """A scalar operand, such as a predicate, as an array."""
+    if operand.shape == shape:
+        return operand
+    known = operand.known
+    if known is not None:
+        known = known.reshape(known.shape[:1] + (1,) * len(shape))
+    return dataclasses.replace(
+        operand, shape=shape, axes=(None,) * len(shape), known=known
+    )
+
+
+def _matched(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    shape: tuple[int, ...],
+) -> Held | None:
+    """The result if the whole program has this operation on the same values; `None` if
+    it has not.
+    """
+    form = form_in(context, instruction, operands, shape)
+    number = node_for(context, form, instruction)
+    fault: Wrong | None = None
+    if number is not None:
+        try:
+            return joined(context, instruction, operands, shape)
+        except Wrong as error:
+            fault = error
+    for other in context.values.with_name(instruction.opcode, instruction.op_name):
+        if other == number:
+            continue
+        wanted = context.values.nodes[other].operands
+        if len(wanted) != len(operands):
+            continue
+        lifted = [
+            expressed(context, operand, array)
+            for operand, array in zip(operands, wanted, strict=True)
+        ]
+        found = [operand for operand in lifted if operand is not None]
+        if len(found) != len(operands) or found == list(operands):
+            continue
+        again = form_in(context, instruction, found, shape)
+        if node_for(context, again, instruction) is None:
+            continue
+        try:
+            return joined(context, instruction, found, shape)
+        except Wrong as error:
+            fault = error
+    if fault is not None:
+        raise fault
+    return None
+
+
+def joined(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    shape: tuple[int, ...],
+) -> Held:
+    """The result of operands that hold the same elements on each device. Raises `Wrong`
+    if they hold different ones.
+    """
+    opcode = instruction.opcode
+    form = form_in(context, instruction, operands, shape)
+    cuts = [
+        joined_cut(context, opcode, place, [one.axes[place] for one in operands])
+        for place in range(len(shape))
+    ]
+    terms, kind, scale = _sums(context, opcode, operands)
+    held = placed(context, form, instruction, shape, cuts)
+    fill = _fill(instruction, operands) if held.has_holes else None
+    return dataclasses.replace(held, terms=terms, kind=kind, scale=scale, fill=fill)
+
+
+def _sums(
+    context: Context, opcode: str, operands: Sequence[Held]
+) -> tuple[tuple[int, ...] | None, str, Any]:
+    """The terms, the kind and the scale of the result."""
+    if all(operand.is_finished for operand in operands):
+        return None, "add", 1
+    counted = [operand for operand in operands if not _is_zero(operand)]
+    states = {(one.terms, one.kind, one.scale) for one in counted}
+    parts = [operand for operand in counted if not operand.is_finished]
+    if not parts:
+        return None, "add", 1
+    part = parts[0]
+    if len(states) == 1 and (
+        len(operands) == 1
+        and opcode in ("convert", "copy")
+        or part.kind == "add"
+        and opcode in _LINEAR
+        or part.kind == opcode
+    ):
+        return part.terms, part.kind, part.scale
+    if part.kind == "add" and len(parts) == 1 and _is_linear_in(opcode, operands, part):
+        return part.terms, part.kind, part.scale
+    for operand in parts:
+        require_finished(operand, opcode)
+    raise AssertionError("an unfinished operand is refused")
+
+
+def _is_linear_in(opcode: str, operands: Sequence[Held], part: Held) -> bool:
+    if opcode == "multiply":
+        return True
+    if opcode == "divide":
+        return operands[0] is part
+    if opcode == "select":
+        others = [one for one in operands[1:] if one is not part]
+        return operands[0] is not part and all(map(_is_zero, others))
+    return False
+
+
+def _is_zero(held: Held) -> bool:
+    return held.known is not None and not held.known.any()
+
+
+def _fill(instruction: Instruction, operands: Sequence[Held]) -> float | None:
+    """The number that an operation makes of the numbers in holes."""
+    numbers = []
+    for operand in operands:
+        if operand.known is not None and operand.known.size == operand.known.shape[0]:
+            if not operand.is_uniform:
+                return None
+            numbers.append(operand.known.flat[0].item())
+        elif operand.has_holes and operand.fill is not None:
+            numbers.append(operand.fill)
+        else:
+            return None
+    if instruction.opcode in ("convert", "copy"):
+        return numbers[0]
+    compute = _NUMBERS.get(instruction.opcode)
+    if compute is None or instruction.opcode in ("select", "not"):
+        return None
+    try:
+        return float(compute(*numbers))
+    except TypeError:
+        return None
+
+
+def _known(instruction: Instruction, operands: Sequence[Held]) -> np.ndarray | None:
+    """The numbers of the result, if those of the operands are known."""
+    numbers = [operand.known for operand in operands if operand.known is not None]
+    if len(numbers) != len(operands):
+        return None
+    opcode = instruction.opcode
+    size = np.prod(
+        [max(sizes) for sizes in zip(*[one.shape for one in numbers], strict=True)]
+    )
+    if size > MOST_KNOWN:
+        return None
+    dtype = arrays_in(instruction.result)[0].dtype
+    if opcode == "convert":
+        return _converted(numbers[0], dtype)
+    compute = _NUMBERS.get(opcode)
+    if opcode == "compare":
+        compute = _COMPARED[attribute(instruction, "direction")]
+    is_float = any(one.dtype.kind == "f" for one in numbers)
+    if opcode in ("divide", "remainder") and not is_float:
+        return _divided(opcode, numbers[0], numbers[1])
+    if compute is None or (is_float and opcode not in ("select", "compare", "add")):
+        return None
+    if opcode == "not" and dtype != "pred":
+        return None
+    made = compute(*numbers)
+    # Numbers that wrap are followed by no rule.
+    if made.dtype.kind in "iu" and np.abs(made).max(initial=0) >= 2**31:
+        return None
+    return made
+
+
+def _converted(numbers: np.ndarray, dtype: str) -> np.ndarray | None:
+    if dtype == "pred":
+        return numbers != 0
+    if numbers.dtype.kind == "f":
+        return numbers if dtype.startswith(("f", "bf")) else None
+    if dtype.startswith(("s", "u")):
+        return numbers.astype(np.int64)
+    return numbers.astype(np.float64) if dtype.startswith(("f", "bf")) else None
+
+
+def _divided(opcode: str, one: np.ndarray, other: np.ndarray) -> np.ndarray | None:
+    if (other == 0).any():
+        return None
+    quotient = np.sign(one) * np.sign(other) * (np.abs(one) // np.abs(other))
+    return quotient if opcode == "divide" else one - quotient * other
+
+
+def _partial(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    shape: tuple[int, ...],
+    known: np.ndarray | None,
+) -> Held:
+    """The result of an operation with a number that only one device's program has."""
+    masked = _selected(context, instruction, operands, shape)
+    if masked is not None:
+        return masked
+    if known is not None:
+        return from_known(context, known, shape, operands)
+    held = indexed(context, instruction, operands)
+    if held is None:
+        raise Unjudged("arithmetic with the device's number")
+    return held
+
+
+def from_known(
+    context: Context,
+    known: np.ndarray,
+    shape: tuple[int, ...],
+    operands: Sequence[Held] = (),
+) -> Held:
+    """Numbers of one device's program. Those that come from an iota are its elements:
+    the partitioner writes the iota of a shard as a small one plus an offset.
+    """
+    varying = [at for at in range(len(shape)) if known.shape[1 + at] > 1]
+    for operand in operands:
+        node = context.values.nodes[operand.root] if operand.root >= 0 else None
+        if node is None or node.opcode != "iota" or known.dtype.kind != "i":
+            continue
+        along = next(
+            (at for at, axis in enumerate(operand.axes) if axis is not None), None
+        )
+        if along is None or varying not in ([along], []) or (known < 0).any():
+            continue
+        if known.shape[1 + along] != shape[along]:
+            continue
+        axes: list[Axis | None] = [None] * len(shape)
+        rows = known.reshape(known.shape[0], -1)
+        axes[along] = Axis(0, context.cuts.from_indices(rows))
+        return Held(operand.root, shape, tuple(axes), known=known)
+    return Held(NOWHERE, shape, (None,) * len(shape), known=known)
+
+
+def _selected(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    shape: tuple[int, ...],
+) -> Held | None:
+    """The result of a `select` by a known mask, as the partitioner masks padding."""
+    if instruction.opcode != "select":
+        return None
+    mask, one, other = operands
+    if mask.known is None or mask.terms is not None:
+        return None
+    chosen = mask.known != 0
+    if chosen.all():
+        return one
+    if not chosen.any():
+        return other
+    if _is_zero(one) and _is_zero(other):
+        return other
+    varying = [at for at in range(len(shape)) if chosen.shape[1 + at] > 1]
+    if len(varying) > 1:
+        return None
+    rows = chosen.reshape(len(chosen), -1)
+    if not varying:
+        return _selected_on_devices(context, rows[:, 0], one, other, shape)
+    return _merged(context, varying[0], rows, one, other)
+
+
+def _selected_on_devices(
+    context: Context,
+    chosen: np.ndarray,
+    one: Held,
+    other: Held,
+    shape: tuple[int, ...],
+) -> Held | None:
+    if not one.is_finished or not other.is_finished:
+        return None
+    if one.root == other.root and one.root >= 0 and view_of(one) == view_of(other):
+        pairs = list(zip(one.axes, other.axes, strict=True))
+        if all(first is None or second is not None for first, second in pairs):
+            places = [
+                at
+                for at, (first, second) in enumerate(pairs)
+                if first is not None
+                and second is not None
+                and first.cut is not second.cut
+            ]
+            held = one
+            for at in places:
+                rows = np.repeat(chosen[:, None], shape[at], axis=1)
+                merged = _merged(context, at, rows, held, other, is_device_mask=True)
+                if merged is None:
+                    return None
+                held = merged
+            return held
+    for part, rest, is_part in ((one, other, chosen), (other, one, ~chosen)):
+        if _is_zero(rest) and part.root >= 0:
+            mask = sum(1 << at for at in np.flatnonzero(is_part).tolist())
+            return dataclasses.replace(part, terms=(mask,), known=None)
+    return None
+
+
+def _merged(
+    context: Context,
+    place: int,
+    chosen: np.ndarray,
+    one: Held,
+    other: Held,
+    is_device_mask: bool = False,
+) -> Held | None:
+    """The elements of `one` where a mask along dimension `place` is true, and those of
+    `other` elsewhere.
+    """
+    if not one.is_finished or not other.is_finished:
+        return None
+    cuts = context.cuts
+    for first, second, mask in ((one, other, chosen), (other, one, ~chosen)):
+        axis = first.axes[place]
+        if axis is None:
+            continue
+        number = constant_number(second)
+        if number is not None:
+            indices = np.where(mask, cuts.indices(axis.cut), HOLE)
+            held = with_axis(first, place, Axis(axis.dim, cuts.from_indices(indices)))
+            # Holes that were there before keep what they had.
+            is_same = not first.has_holes or first.fill == number
+            return dataclasses.replace(
+                held, fill=number if is_same else None, known=None
+            )
+    axis, beside = one.axes[place], other.axes[place]
+    if one.root != other.root or axis is None or beside is None:
+        return None
+    if axis.dim != beside.dim or one.rest != other.rest:
+        return None
+    for at, (first, second) in enumerate(zip(one.axes, other.axes, strict=True)):
+        if at != place and first != second and not is_device_mask:
+            return None
+    indices = np.where(chosen, cuts.indices(axis.cut), cuts.indices(beside.cut))
+    held = with_axis(one, place, Axis(axis.dim, cuts.from_indices(indices)))
+    fill = one.fill if one.fill == other.fill else None
+    return dataclasses.replace(held, fill=fill, known=None)
+
+
+def _union(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    shape: tuple[int, ...],
+) -> Held | None:
+    """The sum of two parts of one value, where each has zeros in the place of the
+    other's elements.
+    """
+    if instruction.opcode not in ("add", "or") or len(operands) != 2:
+        return None
+    one, other = operands
+    if one.root != other.root or one.fill != 0 or other.fill != 0:
+        return None
+    if not (one.is_finished and other.is_finished) or one.rest or other.rest:
+        return None
+    places = [
+        at
+        for at, (first, second) in enumerate(zip(one.axes, other.axes, strict=True))
+        if first != second
+    ]
+    if len(places) != 1:
+        return None
+    axis, beside = one.axes[places[0]], other.axes[places[0]]
+    if axis is None or beside is None or axis.dim != beside.dim:
+        return None
+    first, second = context.cuts.indices(axis.cut), context.cuts.indices(beside.cut)
+    if ((first != HOLE) & (second != HOLE)).any():
+        return None
+    both = np.where(first == HOLE, second, first)
+    cut = context.cuts.from_indices(both)
+    del shape
+    return with_axis(one, places[0], Axis(axis.dim, cut))

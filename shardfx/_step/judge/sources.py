@@ -1,0 +1,74 @@
+"""Instructions without operands: constants, iotas and the device's own number."""
+
+import dataclasses
+import re
+
+import numpy as np
+
+from ..hlo_text import Instruction, arrays_in
+from .held import MOST_KNOWN, NOWHERE, Context, Held
+from .joining import form_in
+from .matching import placed
+
+
+OPCODES = ("constant", "iota", "partition-id", "replica-id")
+_INTEGER = re.compile(r"-?\d+|true|false")
+
+
+def source(context: Context, instruction: Instruction) -> Held:
+    array = arrays_in(instruction.result)[0]
+    shape, devices = array.shape, context.devices
+    if instruction.opcode == "partition-id":
+        return Held(NOWHERE, (), (), known=np.arange(devices))
+    if instruction.opcode == "replica-id":
+        return Held(NOWHERE, (), (), known=np.zeros(devices, np.int64))
+    if instruction.opcode == "iota":
+        form = form_in(context, instruction, [], shape)
+        cuts = [context.cuts.whole(size) for size in shape]
+        held = placed(context, form, instruction, shape, cuts)
+        along = next(at for at, dim in enumerate(form.dims) if dim is not None)
+        sizes = [1] * (1 + len(shape))
+        sizes[1 + along] = shape[along]
+        known = None
+        if shape[along] * devices <= MOST_KNOWN and array.dtype[0] in "su":
+            row = np.arange(shape[along]).reshape(sizes)
+            known = np.broadcast_to(row, (devices, *sizes[1:]))
+        return dataclasses.replace(held, known=known)
+    return _constant(context, instruction, shape, array.dtype)
+
+
+def _constant(
+    context: Context, instruction: Instruction, shape: tuple[int, ...], dtype: str
+) -> Held:
+    form = form_in(context, instruction, [], shape)
+    cuts = [context.cuts.whole(size) for size in shape]
+    held = placed(context, form, instruction, shape, cuts)
+    known = known_constant(instruction, shape, dtype)
+    if known is None:
+        return held
+    table = np.broadcast_to(known, (context.devices, *known.shape))
+    return dataclasses.replace(held, known=table)
+
+
+def known_constant(
+    instruction: Instruction, shape: tuple[int, ...], dtype: str
+) -> np.ndarray | None:
+    """The numbers of a constant: a scalar, or a table of integers."""
+    text = instruction.inside.strip()
+    if not shape:
+        if dtype.startswith("c"):
+            return None
+        if dtype == "pred" or dtype[0] in "su":
+            return np.array(_integer(text))
+        return np.array(float(text))
+    size = int(np.prod(shape))
+    if dtype[0] not in "sup" or "..." in text or size > 2**14:
+        return None
+    found = [_integer(one) for one in _INTEGER.findall(text)]
+    return np.array(found).reshape(shape) if len(found) == size else None
+
+
+def _integer(text: str) -> int:
+    if text in ("true", "false"):
+        return int(text == "true")
+    return int(text)

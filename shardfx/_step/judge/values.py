@@ -1,0 +1,425 @@
+"""The values of the whole program, before it is partitioned, numbered so that equal
+expressions have equal numbers.
+
+Views have no numbers of their own. A broadcast, a transpose, or a reshape that adds or
+drops dimensions of size 1 is its operand, with a list that says which dimension of the
+operand each dimension follows. So the partitioned program may broadcast a value to the
+size of a shard, and the judge still knows whose elements it holds.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from ..hlo_text import (
+    ELEMENTWISE,
+    HloModule,
+    Instruction,
+    arrays_in,
+    index_of,
+    parts_of,
+    root_of,
+)
+from .forms import Form, View, form_of, sizes_of, squeezed
+
+
+class Global(NamedTuple):
+    """An array of the whole program: its view of a numbered value, and its shape."""
+
+    view: View
+    shape: tuple[int, ...]
+
+
+# An array or a tuple of the whole program.
+GlobalTree: TypeAlias = "Global | tuple[GlobalTree, ...]"
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A numbered value.
+
+    - `opcode`, `key`: the operation that makes it, and what identifies it.
+    - `shape`: its shape.
+    - `exact`: sizes that the key leaves out, since they are others on one device.
+    - `operands`: the arrays that the operation takes in the whole program.
+    - `instruction`: the first instruction of the whole program that makes it; `None`
+      for a value of the partitioned program alone.
+    - `result`: the whole result of this instruction.
+    """
+
+    opcode: str
+    key: tuple[object, ...]
+    shape: tuple[int | None, ...]
+    exact: tuple[object, ...] = ()
+    operands: tuple[Global, ...] = ()
+    instruction: Instruction | None = None
+    result: Global | None = None
+
+
+class Loop(NamedTuple):
+    """A loop of the whole program.
+
+    - `number`: its place in the order of the program.
+    - `instruction`: its `while`.
+    - `initial`: the arrays with which it starts.
+    - `carried`: the arrays at the start of a turn.
+    - `ahead`: the arrays at the end of a turn.
+    - `goes_on`: the condition of a further turn.
+    - `results`: the arrays that it returns.
+    """
+
+    number: int
+    instruction: Instruction
+    initial: tuple[Global, ...]
+    carried: tuple[Global, ...]
+    ahead: tuple[Global, ...]
+    goes_on: Global
+    results: tuple[Global, ...]
+
+
+class Values:
+    """All numbered values, and where to find them."""
+
+    def __init__(self):
+        self.nodes: list[Node] = []
+        self._by_key: dict[tuple[object, ...], list[int]] = {}
+        self._by_name: dict[tuple[str, str], list[int]] = {}
+        self.loops: list[Loop] = []
+
+    def number_of(self, node: Node, op_name: str = "") -> int:
+        """The number of a value; new if no equal value of this shape is known."""
+        numbers_of_key = self._by_key.setdefault(node.key, [])
+        for number in numbers_of_key:
+            known = self.nodes[number]
+            if known.shape == node.shape and known.exact == node.exact:
+                self._name(known, number, op_name)
+                return number
+        number = len(self.nodes)
+        self.nodes.append(node)
+        numbers_of_key.append(number)
+        self._name(node, number, op_name)
+        return number
+
+    def _name(self, node: Node, number: int, op_name: str) -> None:
+        if op_name:
+            named = self._by_name.setdefault((node.opcode, op_name), [])
+            if number not in named:
+                named.append(number)
+
+    def with_key(self, key: tuple[object, ...]) -> list[int]:
+        return self._by_key.get(key, [])
+
+    def with_name(self, opcode: str, op_name: str) -> list[int]:
+        """The values that operations of this kind and name make."""
+        return self._by_name.get((opcode, op_name), [])
+
+    def is_named(self, number: int, op_name: str) -> bool:
+        node = self.nodes[number]
+        return number in self._by_name.get((node.opcode, op_name), ())
+
+
+class WholeProgram(NamedTuple):
+    """The whole program: its values, its arguments by number, and its results."""
+
+    values: Values
+    parameters: Mapping[int, Global]
+    results: tuple[Global, ...]
+    root: Instruction
+
+
+def read_whole(module: HloModule) -> WholeProgram:
+    """Numbers the values of a module before it is partitioned."""
+    reader = _Reader(module)
+    entry = module.computations[module.entry]
+    parameters: dict[int, Global] = {}
+    for instruction in entry.values():
+        if instruction.opcode == "parameter" and not instruction.result.startswith("("):
+            number = int(instruction.inside)
+            parameters[number] = reader.named(("parameter", number), instruction)
+    arguments = [parameters.get(number) for number in range(len(parameters))]
+    result = reader.run(module.entry, arguments)
+    results = tuple(_leaves(result))
+    return WholeProgram(reader.values, parameters, results, root_of(entry))
+
+
+def shape_of(result: str) -> tuple[int, ...]:
+    arrays = arrays_in(result)
+    return arrays[0].shape if arrays else ()
+
+
+def _leaves(tree: GlobalTree) -> Iterator[Global]:
+    if isinstance(tree, Global):
+        yield tree
+    else:
+        for part in tree:
+            yield from _leaves(part)
+
+
+class _Reader:
+    def __init__(self, module: HloModule):
+        self.module = module
+        self.values = Values()
+
+    def named(
+        self,
+        key: tuple[object, ...],
+        instruction: Instruction,
+        shape: tuple[int, ...] | None = None,
+        operands: tuple[Global, ...] = (),
+    ) -> Global:
+        """The array of a value that is no expression of others."""
+        shape = shape_of(instruction.result) if shape is None else shape
+        dims = tuple(range(len(shape)))
+        form = Form(key, dims, dims)
+        return self.array(form, instruction, shape, operands)
+
+    def array(
+        self,
+        form: Form,
+        instruction: Instruction,
+        shape: tuple[int, ...],
+        operands: tuple[Global, ...],
+    ) -> Global:
+        kept = tuple(shape[position] for position in form.kept)
+        node = Node(
+            opcode=instruction.opcode,
+            key=form.key,
+            shape=kept,
+            exact=_exact(instruction, operands),
+            operands=operands,
+            instruction=instruction,
+        )
+        number = self.values.number_of(node, instruction.op_name)
+        array = Global(squeezed(View(number, form.dims), shape), shape)
+        known = self.values.nodes[number]
+        if known.result is None:
+            known.result = array
+        return array
+
+    def run(self, name: str, arguments: "Sequence[GlobalTree | None]") -> GlobalTree:
+        arrays: dict[str, GlobalTree] = {}
+        for instruction in self.module.computations[name].values():
+            if instruction.opcode == "parameter":
+                argument = arguments[int(instruction.inside)]
+                array = (
+                    self.unread(instruction.result) if argument is None else argument
+                )
+            else:
+                operands = [arrays[operand] for operand in instruction.operands]
+                array = self.made(instruction, operands)
+            arrays[instruction.name] = array
+            if instruction.is_root:
+                return array
+        raise AssertionError(f"computation {name} has no root")
+
+    def unread(self, result: str) -> GlobalTree:
+        """Tokens and tuples of them."""
+        if result.startswith("("):
+            return tuple(self.unread(part) for part in parts_of(result) if part)
+        return Global(View(-1, ()), ())
+
+    def made(
+        self, instruction: Instruction, operands: Sequence[GlobalTree]
+    ) -> GlobalTree:
+        opcode = instruction.opcode
+        if opcode == "tuple":
+            return tuple(operands)
+        if opcode == "get-tuple-element":
+            whole = operands[0]
+            number = index_of(instruction)
+            assert number is not None
+            if isinstance(whole, Global):
+                return self.named(("element", whole.view, number), instruction)
+            return whole[number]
+        if opcode in ("opt-barrier", "optimization-barrier"):
+            return operands[0] if len(operands) == 1 else tuple(operands)
+        if opcode in ("call", "fusion", "map"):
+            called = dict(instruction.called)
+            return self.run(called.get("calls") or called["to_apply"], operands)
+        if opcode == "while":
+            return self.loop(instruction, operands[0])
+        if opcode == "conditional":
+            return self.conditional(instruction, operands)
+        arrays = [array for operand in operands for array in _leaves(operand)]
+        return self.operation(instruction, arrays)
+
+    def operation(
+        self, instruction: Instruction, operands: Sequence[Global]
+    ) -> GlobalTree:
+        shapes = [array.shape for array in arrays_in(instruction.result)]
+        views = [operand.view for operand in operands]
+        shape = shapes[0] if shapes else ()
+        if instruction.opcode == "reshape":
+            return self.reshape(instruction, operands[0], shape)
+        form = form_of(instruction, views, shape, self.module)
+        if isinstance(form, View):
+            return Global(squeezed(form, shape), shape)
+        if not instruction.result.startswith("("):
+            return self.array(form, instruction, shape, tuple(operands))
+        results = []
+        for number, part in enumerate(shapes):
+            keyed = form._replace(
+                key=(*form.key, number),
+                dims=form.dims[: len(part)],
+                kept=form.kept[: len(part)],
+            )
+            results.append(self.array(keyed, instruction, part, tuple(operands)))
+        return tuple(results)
+
+    def reshape(
+        self, instruction: Instruction, operand: Global, shape: tuple[int, ...]
+    ) -> Global:
+        dims = reshaped_dims(operand.view.dims, operand.shape, shape)
+        if dims is not None:
+            return Global(View(operand.view.root, dims), shape)
+        key = ("reshape", operand.view.root, _without_none(operand.view.dims))
+        kept = tuple(range(len(shape)))
+        form = Form(key, _changing(operand, shape), kept)
+        return self.array(form, instruction, shape, (operand,))
+
+    def loop(self, instruction: Instruction, initial: GlobalTree) -> GlobalTree:
+        called = dict(instruction.called)
+        starts = tuple(_leaves(initial))
+        number = len(self.values.loops)
+        same = unchanged(self.module, called["body"], len(starts))
+        carried = []
+        for place, start in enumerate(starts):
+            if place in same:
+                carried.append(start)
+            else:
+                key = ("carried", number, place)
+                carried.append(self.named(key, instruction, start.shape))
+        # A loop inside the body has a later number.
+        self.values.loops.append(
+            Loop(number, instruction, starts, (), (), starts[0], ())
+        )
+        ahead = tuple(_leaves(self.run(called["body"], [tuple(carried)])))
+        goes_on = self.run(called["condition"], [tuple(carried)])
+        results = []
+        for place, start in enumerate(starts):
+            if place in same:
+                results.append(start)
+            else:
+                key = ("result", number, place)
+                results.append(self.named(key, instruction, start.shape))
+        assert isinstance(goes_on, Global)
+        self.values.loops[number] = Loop(
+            number=number,
+            instruction=instruction,
+            initial=starts,
+            carried=tuple(carried),
+            ahead=ahead,
+            goes_on=goes_on,
+            results=tuple(results),
+        )
+        return tuple(results) if not isinstance(initial, Global) else results[0]
+
+    def conditional(
+        self, instruction: Instruction, operands: Sequence[GlobalTree]
+    ) -> GlobalTree:
+        chosen = operands[0]
+        assert isinstance(chosen, Global)
+        branches = [
+            self.run(name, [operand])
+            for (_, name), operand in zip(instruction.called, operands[1:], strict=True)
+        ]
+        each = [tuple(_leaves(branch)) for branch in branches]
+        results = []
+        for arrays in zip(*each, strict=True):
+            key = conditional_key(chosen.view, [array.view for array in arrays])
+            shape = arrays[0].shape
+            results.append(self.named(key, instruction, shape, (chosen, *arrays)))
+        if isinstance(branches[0], Global):
+            return results[0]
+        return tuple(results)
+
+
+def _changing(operand: Global, shape: tuple[int, ...]) -> tuple[int | None, ...]:
+    """The dimensions of a reshape's result along which it changes."""
+    dims: list[int | None] = [None] * len(shape)
+    for sources, targets in groups_of_reshape(operand.shape, shape):
+        if any(operand.view.dims[source] is not None for source in sources):
+            for target in targets:
+                dims[target] = target
+    return tuple(dims)
+
+
+def _exact(instruction: Instruction, operands: Sequence[Global]) -> tuple[object, ...]:
+    """The sizes that a key leaves out: those of windows and slices, and of dimensions
+    along which an operand does not change.
+    """
+    if instruction.opcode in ELEMENTWISE:
+        return ()
+    sizes = tuple(
+        size
+        for operand in operands
+        for dim, size in zip(operand.view.dims, operand.shape, strict=True)
+        if dim is None and size != 1
+    )
+    return (sizes, *sizes_of(instruction))
+
+
+def conditional_key(chosen: View, views: Sequence[View]) -> tuple[object, ...]:
+    return ("conditional", chosen, *views)
+
+
+def unchanged(module: HloModule, body: str, count: int) -> set[int]:
+    """The places of a loop's state that each turn leaves as they are."""
+    computation = module.computations[body]
+    root = root_of(computation)
+    if root.opcode != "tuple" or len(root.operands) != count:
+        return set()
+    same = set()
+    for place, name in enumerate(root.operands):
+        element = computation[name]
+        if index_of(element) != place:
+            continue
+        if computation[element.operands[0]].opcode == "parameter":
+            same.add(place)
+    return same
+
+
+def _without_none(dims: Sequence[int | None]) -> tuple[int, ...]:
+    return tuple(dim for dim in dims if dim is not None)
+
+
+def reshaped_dims(
+    dims: Sequence[int | None], before: Sequence[int], after: Sequence[int]
+) -> tuple[int | None, ...] | None:
+    """The dimensions that a reshape's result follows, if it only adds and drops
+    dimensions of size 1, or merges and splits dimensions along which nothing changes;
+    else `None`.
+    """
+    followed: list[int | None] = [None] * len(after)
+    for sources, targets in groups_of_reshape(before, after):
+        if all(dims[source] is None for source in sources):
+            continue
+        if len(sources) != 1 or len(targets) != 1:
+            return None
+        followed[targets[0]] = dims[sources[0]]
+    return tuple(followed)
+
+
+def groups_of_reshape(
+    before: Sequence[int], after: Sequence[int]
+) -> list[tuple[list[int], list[int]]]:
+    """The smallest groups of dimensions with equal products. A dimension of size 1 is a
+    group of its own.
+    """
+    groups: list[tuple[list[int], list[int]]] = []
+    groups += [([at], []) for at, size in enumerate(before) if size == 1]
+    groups += [([], [at]) for at, size in enumerate(after) if size == 1]
+    sources = [at for at, size in enumerate(before) if size != 1]
+    targets = [at for at, size in enumerate(after) if size != 1]
+    while sources and targets:
+        group = ([sources.pop(0)], [targets.pop(0)])
+        left, right = before[group[0][0]], after[group[1][0]]
+        while left != right:
+            if left < right:
+                group[0].append(sources.pop(0))
+                left *= before[group[0][-1]]
+            else:
+                group[1].append(targets.pop(0))
+                right *= after[group[1][-1]]
+        groups.append(group)
+    return groups

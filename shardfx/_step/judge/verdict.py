@@ -1,0 +1,136 @@
+"""What the judge says of a program: `Verdict`, its refutations, and what it could not
+judge.
+"""
+
+import dataclasses
+from typing import Literal
+
+from ..._ground.text import plural
+from ..lowered import Frame, place_text
+
+
+Outcome = Literal["proved", "refuted", "not judged"]
+# The largest number of causes in a printed verdict.
+_MOST = 8
+
+
+class Unjudged(Exception):
+    """The reason for which an operation cannot be judged. The judge catches it."""
+
+
+class Wrong(Exception):
+    """The fault of an operation whose operands cannot belong together. The judge
+    catches it.
+
+    - `fault`: what the devices hold.
+    - `right`: what would be right.
+    - `mend`: what mends it in the user's code.
+    """
+
+    def __init__(self, fault: str, right: str, mend: str):
+        super().__init__(fault)
+        self.fault = fault
+        self.right = right
+        self.mend = mend
+
+
+@dataclasses.dataclass(frozen=True)
+class Refutation:
+    """An operation of a partitioned program that computes something wrong.
+
+    **Arguments:**
+
+    - `operation`: the name and the opcode of the operation, such as "%add.8 (add)".
+    - `source`: the source line of the step from which it comes; `None` if the program
+      does not say.
+    - `fault`: what its devices hold.
+    - `right`: what would be right.
+    - `mend`: what mends it.
+    """
+
+    __module__ = "shardfx.testing"
+
+    operation: str
+    source: Frame | None
+    fault: str
+    right: str
+    mend: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operation} at {place_text(self.source)}: {self.fault}\n"
+            f"    right would be: {self.right}\n"
+            f"    {self.mend}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class UnjudgedOperation:
+    """An operation that the rules cannot follow.
+
+    **Arguments:**
+
+    - `operation`: the name and the opcode of the operation.
+    - `source`: the source line of the step from which it comes; `None` if the program
+      does not say.
+    - `reason`: why it is not judged.
+    - `bytes`: the bytes of the results, on one device, of this operation and of all
+      operations that are not judged because of it.
+    """
+
+    __module__ = "shardfx.testing"
+
+    operation: str
+    source: Frame | None
+    reason: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operation} at {place_text(self.source)}: {self.reason}"
+            f" ({self.bytes:,} bytes hang on it)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What [`shardfx.testing.verify`][] says of a program. It is false if the program is
+    refuted.
+
+    **Arguments:**
+
+    - `outcome`: "proved", "refuted" or "not judged".
+    - `refutations`: the operations that compute something wrong.
+    - `unjudged`: the operations that the rules cannot follow, those with most bytes
+      first. Operations that only read their results are not listed.
+    - `operations`, `judged_operations`: the number of operations of the program, and of
+      those that are judged.
+    - `bytes`, `judged_bytes`: the bytes of their results on one device.
+    - `program`: the program that was read, such as "XLA's partitioned program".
+    """
+
+    __module__ = "shardfx.testing"
+
+    outcome: Outcome
+    refutations: tuple[Refutation, ...] = ()
+    unjudged: tuple[UnjudgedOperation, ...] = ()
+    operations: int = 0
+    judged_operations: int = 0
+    bytes: int = 0
+    judged_bytes: int = 0
+    program: str = "XLA's partitioned program"
+
+    def __bool__(self) -> bool:
+        return self.outcome != "refuted"
+
+    def __str__(self) -> str:
+        count = plural(self.operations, "operation")
+        share = f"{self.judged_operations:,} of {count} are judged"
+        lines = [f"{self.outcome}: {self.program}; {share}"]
+        lines += [str(one) for one in self.refutations]
+        lines += [str(one) for one in self.unjudged[:_MOST]]
+        if len(self.unjudged) > _MOST:
+            lines.append(f"and {len(self.unjudged) - _MOST} causes with fewer bytes")
+        return "\n".join(lines)
+
+    __repr__ = __str__

@@ -1,0 +1,355 @@
+"""Views: broadcasts, transposes and reshapes.
+
+A reshape of the whole program has a shape that the program of one device does not show:
+`[16, 1, 64]` may be a shard of `[16, 4, 64]` or whole. So the whole program's own
+reshapes of the same value are tried. A reshape that is none of them, as the partitioner
+writes around an all-to-all, only splits and merges the dimensions of one device.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..hlo_text import Instruction, arrays_in
+from .cuts import HOLE, Cut
+from .forms import Form, numbers
+from .held import NOWHERE, Axis, Context, Held, settled, view_of
+from .matching import candidates
+from .values import Node, groups_of_reshape
+from .verdict import Unjudged
+
+
+def broadcast(context: Context, instruction: Instruction, operand: Held) -> Held:
+    shape = arrays_in(instruction.result)[0].shape
+    targets = numbers(instruction, "dimensions")
+    axes: list[Axis | None] = [None] * len(shape)
+    sizes = [1] * len(shape)
+    for source, target in enumerate(targets):
+        axes[target] = operand.axes[source]
+        if operand.known is not None:
+            sizes[target] = operand.known.shape[1 + source]
+    known = operand.known
+    if known is not None:
+        known = known.reshape(context.devices, *sizes)
+    return dataclasses.replace(operand, shape=shape, axes=tuple(axes), known=known)
+
+
+def transpose(instruction: Instruction, operand: Held) -> Held:
+    order = numbers(instruction, "dimensions")
+    known = operand.known
+    if known is not None:
+        known = known.transpose(0, *(1 + at for at in order))
+    return dataclasses.replace(
+        operand,
+        shape=tuple(operand.shape[at] for at in order),
+        axes=tuple(operand.axes[at] for at in order),
+        known=known,
+    )
+
+
+def reshape(context: Context, instruction: Instruction, operand: Held) -> Held:
+    shape = arrays_in(instruction.result)[0].shape
+    known = _reshaped_known(operand, shape)
+    if operand.root == NOWHERE and operand.idiom is None:
+        if known is None:
+            raise Unjudged("a reshape of numbers of one device's program")
+        return Held(NOWHERE, shape, (None,) * len(shape), known=known)
+    if operand.idiom is None:
+        held = _global_reshape(context, instruction, operand, shape)
+        if held is not None:
+            return dataclasses.replace(held, known=known)
+    held = local_reshape(context, operand, shape)
+    return dataclasses.replace(held, known=known)
+
+
+def _reshaped_known(operand: Held, shape: tuple[int, ...]) -> np.ndarray | None:
+    known = operand.known
+    if known is None:
+        return None
+    devices = len(known)
+    if known.size == devices:
+        return known.reshape(devices, *(1,) * len(shape))
+    if known.shape[1:] == operand.shape:
+        return known.reshape(devices, *shape)
+    return None
+
+
+def _global_reshape(
+    context: Context,
+    instruction: Instruction,
+    operand: Held,
+    shape: tuple[int, ...],
+) -> Held | None:
+    """What devices hold of a reshape of the whole program; `None` if no reshape of the
+    operand's value fits.
+    """
+    try:
+        operand = settled(operand)
+    except Unjudged:
+        return None
+    dims = tuple(dim for dim in view_of(operand).dims if dim is not None)
+    form = Form(("reshape", operand.root, dims), (), ())
+    for number in candidates(context, form, instruction):
+        node = context.values.nodes[number]
+        held = _fitted(context, operand, shape, number, node)
+        if held is not None:
+            return held
+    return None
+
+
+def _fitted(
+    context: Context,
+    operand: Held,
+    shape: tuple[int, ...],
+    number: int,
+    node: Node,
+) -> Held | None:
+    source = node.operands[0]
+    after = tuple(size for size in node.shape if size is not None)
+    if len(source.shape) != len(operand.shape) or len(after) != len(shape):
+        return None
+    for dim, axis in zip(source.view.dims, operand.axes, strict=True):
+        if axis is not None and dim is not None and dim != axis.dim:
+            return None
+    axes: list[Axis | None] = [None] * len(shape)
+    for sources, targets in groups_of_reshape(source.shape, after):
+        before_size = math.prod(operand.shape[at] for at in sources)
+        if before_size != math.prod(shape[at] for at in targets):
+            return None
+        if not sources or not targets:
+            continue
+        cuts = [
+            _cut_of(context, operand.axes[at], source.shape[at], operand.shape[at])
+            for at in sources
+        ]
+        if any(cut is None for cut in cuts):
+            if len(sources) == len(targets) == 1:
+                continue
+            return None
+        if len(sources) == len(targets) == 1:
+            found = [cut for cut in cuts if cut is not None]
+        else:
+            found = _regrouped(
+                context,
+                [cut for cut in cuts if cut is not None],
+                [source.shape[at] for at in sources],
+                [after[at] for at in targets],
+                [shape[at] for at in targets],
+            )
+            if found is None:
+                return None
+        for target, cut in zip(targets, found, strict=True):
+            axes[target] = Axis(target, cut)
+    return dataclasses.replace(
+        operand, root=number, shape=shape, axes=tuple(axes), rest=()
+    )
+
+
+def _cut_of(
+    context: Context, axis: Axis | None, size: int, local_size: int
+) -> Cut | None:
+    if axis is not None:
+        return axis.cut
+    # Where nothing changes along a dimension of the whole value, any cut is right, and
+    # a shard of size 1 of a larger dimension holds the first element.
+    return context.cuts.whole(1) if local_size == 1 and size >= 1 else None
+
+
+def _regrouped(
+    context: Context,
+    cuts: Sequence[Cut],
+    before: Sequence[int],
+    after: Sequence[int],
+    local_after: Sequence[int],
+) -> list[Cut] | None:
+    """The cuts of the dimensions into which a reshape makes others. `before` and
+    `after` are their sizes in the whole value, and `local_after` on one device.
+
+    The element at each position has a linear index in the group: the sum of what the
+    dimensions add. Its digits in the sizes `after` are the new indices.
+    """
+    strides = _strides(before)
+    pieces: list[_Piece] = []
+    offsets = np.zeros(context.devices, np.int64)
+    for cut, stride in zip(cuts, strides, strict=True):
+        if len(cut.lengths) != 1 or cut.has_holes:
+            return None
+        offsets += cut.starts[:, 0] * stride
+        pieces.append(_Piece(cut.size, cut.step * stride))
+    made = _divided(pieces, local_after)
+    if made is None:
+        return None
+    digits: list[Cut] = []
+    rest = offsets
+    for piece, size, stride in zip(made, after, _strides(after), strict=True):
+        start = rest // stride
+        rest = rest % stride
+        step = piece.step
+        if piece.length == 1:
+            step = stride
+        if step % stride:
+            return None
+        step //= stride
+        last = start + (piece.length - 1) * step
+        if (start < 0).any() or (last >= size).any() or (last < 0).any():
+            return None
+        digits.append(context.cuts.from_starts(start, piece.length, step))
+    return digits
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    strides = [1]
+    for size in reversed(sizes[1:]):
+        strides.insert(0, strides[0] * size)
+    return strides
+
+
+class _Piece(NamedTuple):
+    """Positions of one dimension, and the distance between neighbours."""
+
+    length: int
+    step: int
+
+
+def _divided(pieces: Sequence[_Piece], sizes: Sequence[int]) -> list[_Piece] | None:
+    """The pieces merged and split into these sizes; `None` if they do not fit."""
+    left = [piece for piece in pieces if piece.length != 1]
+    made: list[_Piece] = []
+    for size in reversed(sizes):
+        if size == 1:
+            made.insert(0, _Piece(1, 1))
+            continue
+        if not left:
+            return None
+        piece = left.pop()
+        while piece.length < size and left:
+            above = left[-1]
+            if above.step != piece.step * piece.length:
+                return None
+            left.pop()
+            piece = _Piece(above.length * piece.length, piece.step)
+        if piece.length % size:
+            return None
+        made.insert(0, _Piece(size, piece.step))
+        if piece.length > size:
+            left.append(_Piece(piece.length // size, piece.step * size))
+    return made if not left else None
+
+
+class _Part(NamedTuple):
+    """A part of a dimension of one device's array: the cut of an axis, or no axis."""
+
+    length: int
+    dim: int | None
+    step: int
+    starts: np.ndarray | None
+
+
+def local_reshape(context: Context, operand: Held, shape: tuple[int, ...]) -> Held:
+    """A reshape of the array of one device, which holds the same value after it."""
+    axes: list[Axis | None] = [None] * len(shape)
+    rest = list(operand.rest)
+    for sources, targets in groups_of_reshape(operand.shape, shape):
+        if not targets:
+            axis = operand.axes[sources[0]]
+            if axis is not None:
+                rest.append(axis)
+            continue
+        if not sources:
+            continue
+        if len(sources) == len(targets) == 1:
+            axes[targets[0]] = operand.axes[sources[0]]
+            continue
+        parts = [_part(operand.axes[at], operand.shape[at]) for at in sources]
+        for target, part in zip(
+            targets, _split(parts, [shape[at] for at in targets]), strict=True
+        ):
+            if part.dim is not None:
+                assert part.starts is not None
+                cut = context.cuts.from_starts(part.starts, part.length, part.step)
+                axes[target] = Axis(part.dim, cut)
+    held = dataclasses.replace(operand, shape=shape, axes=tuple(axes), rest=tuple(rest))
+    return absorbed(context, held)
+
+
+def absorbed(context: Context, held: Held) -> Held:
+    """The same with the indices in `rest` added to an axis of the same dimension, or in
+    a free dimension of size 1 in its order.
+    """
+    axes = list(held.axes)
+    rest = []
+    for axis in held.rest:
+        along = next(
+            (
+                at
+                for at, other in enumerate(axes)
+                if other is not None and other.dim == axis.dim
+            ),
+            None,
+        )
+        if along is None:
+            rest.append(axis)
+            continue
+        other = axes[along]
+        assert other is not None
+        if other.cut.has_holes or axis.cut.has_holes:
+            raise Unjudged("a reshape of padding")
+        starts = other.cut.starts + axis.cut.starts[:, :1]
+        cut = context.cuts.made(other.cut.lengths, starts, other.cut.step)
+        axes[along] = Axis(axis.dim, cut)
+    held = dataclasses.replace(held, axes=tuple(axes), rest=tuple(rest))
+    if not held.rest:
+        return held
+    try:
+        return settled(held)
+    except Unjudged:
+        return held
+
+
+def _part(axis: Axis | None, length: int) -> _Part:
+    if axis is None:
+        return _Part(length, None, 0, None)
+    if len(axis.cut.lengths) != 1 or (axis.cut.starts == HOLE).any():
+        raise Unjudged("a reshape of a dimension in pieces")
+    return _Part(length, axis.dim, axis.cut.step, axis.cut.starts[:, 0])
+
+
+def _split(parts: list[_Part], sizes: list[int]) -> list[_Part]:
+    """The parts merged and split into these sizes."""
+    left = [part for part in parts if part.length != 1 or part.dim is not None]
+    made: list[_Part] = []
+    for size in reversed(sizes):
+        if not left:
+            raise Unjudged("a reshape that merges different dimensions")
+        part = left.pop()
+        while part.length < size and left:
+            part = _merged(left.pop(), part)
+        if part.length % size:
+            raise Unjudged("a reshape that merges different dimensions")
+        if part.length == size:
+            made.insert(0, part)
+            continue
+        zeros = None if part.starts is None else np.zeros_like(part.starts)
+        made.insert(0, _Part(size, part.dim, part.step, zeros))
+        left.append(_Part(part.length // size, part.dim, part.step * size, part.starts))
+    if left:
+        raise Unjudged("a reshape that merges different dimensions")
+    return made
+
+
+def _merged(major: _Part, minor: _Part) -> _Part:
+    if major.dim != minor.dim:
+        raise Unjudged("a reshape that merges different dimensions")
+    length = major.length * minor.length
+    if major.dim is None:
+        return _Part(length, None, 0, None)
+    assert major.starts is not None and minor.starts is not None
+    starts = major.starts + minor.starts
+    if minor.length == 1:
+        return _Part(length, major.dim, major.step, starts)
+    if major.length > 1 and major.step != minor.step * minor.length:
+        raise Unjudged("a reshape that reorders a dimension")
+    return _Part(length, major.dim, minor.step, starts)

@@ -1,0 +1,207 @@
+"""Windows of convolutions and of pooling, along one dimension.
+
+Where the dimension is cut, a device's own rows come with rows of its neighbours, and
+with zeros at the ends. Each position of the result has to read, at each tap of its
+window, the same elements as some position of the whole result reads.
+"""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from ..hlo_text import Instruction
+from .cuts import HOLE, Cut, Cuts
+from .forms import attribute
+from .verdict import Unjudged
+
+
+class Window(NamedTuple):
+    """The window of an operation along one dimension, in HLO's words."""
+
+    size: int
+    stride: int
+    low: int
+    high: int
+    image_dilation: int
+    kernel_dilation: int
+    is_reversed: bool
+
+    @property
+    def is_trivial(self) -> bool:
+        return self == Window(1, 1, 0, 0, 1, 1, False)
+
+
+def window_of(instruction: Instruction, rank: int) -> list[Window]:
+    text = attribute(instruction, "window")
+    entries = dict(re.findall(r"(\w+)=([\w\-]+)", text))
+
+    def numbers(name: str, default: int) -> list[int]:
+        if name not in entries:
+            return [default] * rank
+        return [int(part) for part in entries[name].split("x")]
+
+    pads = [(0, 0)] * rank
+    if "pad" in entries:
+        pairs = [part.split("_") for part in entries["pad"].split("x")]
+        pads = [(int(low), int(high)) for low, high in pairs]
+    columns = zip(
+        numbers("size", 1),
+        numbers("stride", 1),
+        pads,
+        numbers("lhs_dilate", 1),
+        numbers("rhs_dilate", 1),
+        numbers("rhs_reversal", 0),
+        strict=True,
+    )
+    return [
+        Window(size, stride, pad[0], pad[1], image, kernel, bool(turned))
+        for size, stride, pad, image, kernel, turned in columns
+    ]
+
+
+def windowed_cut(
+    cuts: Cuts,
+    held: tuple[np.ndarray, np.ndarray],
+    windows: tuple[Window, Window],
+    sizes: tuple[int, int],
+    results: tuple[int, int],
+) -> tuple[Cut, tuple[int, ...] | None]:
+    """The cut of the result, and the terms of the sum over taps that are cut.
+
+    **Arguments:**
+
+    - `held`: the indices that each device holds of the image and of the kernel.
+    - `windows`: the windows of the device's operation and of the whole one.
+    - `sizes`: the sizes of the whole image and kernel.
+    - `results`: the sizes of the device's result and of the whole one.
+
+    **Raises:**
+
+    `Unjudged` if a device's result is none of the whole one's.
+    """
+    image, kernel = held
+    local, whole = windows
+    if local.is_reversed or whole.is_reversed:
+        if local.is_reversed != whole.is_reversed:
+            raise Unjudged("a window in another order")
+        if not (kernel == np.arange(sizes[1])).all():
+            raise Unjudged("a window in reverse order that is cut")
+    if local[5] != whole[5]:
+        raise Unjudged("a window with another dilation")
+    if kernel.shape[1] != local.size:
+        raise Unjudged("a window of another size")
+    # In reverse order, a whole kernel's places in the window are those of the whole one.
+    taps = kernel
+    elements = _read(image, local, results[0])
+    if (taps != HOLE).all() and (taps == taps[:1]).all() and local.size == whole.size:
+        return _found(cuts, elements, taps, whole, sizes[0], results[1]), None
+    return _cut_kernel(cuts, elements, taps, whole, sizes, results)
+
+
+def _read(image: np.ndarray, window: Window, count: int) -> np.ndarray:
+    """The element that each position of the result reads at each tap: an array
+    (devices, positions, taps). `HOLE` for padding and between dilated elements.
+    """
+    places = (
+        np.arange(count)[:, None] * window.stride
+        + np.arange(window.size)[None, :] * window.kernel_dilation
+        - window.low
+    )
+    is_real = (places >= 0) & (places % window.image_dilation == 0)
+    rows = places // window.image_dilation
+    is_real &= rows < image.shape[1]
+    elements = image[:, np.clip(rows, 0, max(image.shape[1] - 1, 0))]
+    return np.where(is_real[None], elements, HOLE)
+
+
+def _expected(
+    positions: np.ndarray, taps: np.ndarray, window: Window, size: int
+) -> np.ndarray:
+    """The element of the whole image that positions of the whole result read."""
+    places = (
+        positions[..., None] * window.stride
+        + taps * window.kernel_dilation
+        - window.low
+    )
+    is_real = (places >= 0) & (places % window.image_dilation == 0)
+    rows = places // window.image_dilation
+    is_real &= rows < size
+    return np.where(is_real, rows, HOLE)
+
+
+def _found(
+    cuts: Cuts,
+    elements: np.ndarray,
+    taps: np.ndarray,
+    window: Window,
+    size: int,
+    count: int,
+) -> Cut:
+    """The positions of the whole result that read these elements."""
+    devices, positions, _ = elements.shape
+    indices = np.full((devices, positions), HOLE)
+    has_any = (elements != HOLE).any(axis=2)
+    first = np.argmax(elements != HOLE, axis=2)
+    element = np.take_along_axis(elements, first[..., None], axis=2)[..., 0]
+    tap = np.take_along_axis(
+        np.broadcast_to(taps[:, None, :], elements.shape), first[..., None], axis=2
+    )[..., 0]
+    place = element * window.image_dilation + window.low - tap * window.kernel_dilation
+    is_result = has_any & (place % window.stride == 0)
+    indices[is_result] = (place // window.stride)[is_result]
+    within = (indices >= 0) & (indices < count)
+    expected = _expected(indices, taps[:, None, :], window, size)
+    is_right = (expected == elements).all(axis=2) & within
+    # A position that reads nothing lies between two that are known.
+    indices[~is_right] = HOLE
+    _fill_gaps(indices, ~has_any, taps, window, size, count)
+    return cuts.from_indices(indices)
+
+
+def _fill_gaps(
+    indices: np.ndarray,
+    are_empty: np.ndarray,
+    taps: np.ndarray,
+    window: Window,
+    size: int,
+    count: int,
+) -> None:
+    for device in np.flatnonzero(are_empty.any(axis=1)).tolist():
+        row = indices[device]
+        known = np.flatnonzero(row != HOLE)
+        if not len(known):
+            continue
+        shift = row[known[0]] - known[0]
+        for place in np.flatnonzero(are_empty[device]).tolist():
+            index = place + shift
+            if 0 <= index < count:
+                reads = _expected(np.array(index), taps[device], window, size)
+                if (reads == HOLE).all():
+                    row[place] = index
+
+
+def _cut_kernel(
+    cuts: Cuts,
+    elements: np.ndarray,
+    taps: np.ndarray,
+    window: Window,
+    sizes: tuple[int, int],
+    results: tuple[int, int],
+) -> tuple[Cut, tuple[int, ...]]:
+    """The terms of a sum over taps that are cut, where each device has all positions of
+    the result.
+    """
+    if results[0] != results[1]:
+        raise Unjudged("a window and its result that are cut")
+    positions = np.arange(results[1])
+    expected = _expected(positions[None, :], taps[:, None, :], window, sizes[0])
+    is_used = (taps != HOLE)[:, None, :] & (expected != HOLE)
+    if (elements != expected)[is_used].any():
+        raise Unjudged("a window over other elements than the whole one's")
+    if (elements != HOLE)[(taps != HOLE)[:, None, :] & (expected == HOLE)].any():
+        raise Unjudged("a window over other elements than the whole one's")
+    terms = cuts.terms(cuts.from_indices(taps), sizes[1])
+    if terms is None:
+        raise Unjudged("a window that is not cut")
+    return cuts.whole(results[1]), terms
