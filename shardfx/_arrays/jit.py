@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
+from .._ground.purity import WatchedArguments, raise_if_updated
 from .._ground.tree import is_array_type, tree_paths
 from .._plan import ShardPlan
 from ..topology import MeshSpec
@@ -449,9 +450,7 @@ class Jitted(Generic[P, R]):
             return self._traced(static, arrays)
 
         # The name that profiles show.
-        traced.__name__ = traced.__qualname__ = getattr(
-            self._fn, "__name__", type(self._fn).__name__
-        )
+        traced.__name__ = traced.__qualname__ = self._fn_name
         return jax.jit(
             traced,
             static_argnums=0,
@@ -461,6 +460,10 @@ class Jitted(Generic[P, R]):
             ),
             donate_argnums=[*it.compress(it.count(1), donated)],
         )
+
+    @property
+    def _fn_name(self) -> str:
+        return getattr(self._fn, "__name__", type(self._fn).__name__)
 
     def _interned(self, static: Static, parts: Sequence[Any]) -> Static:
         """The static argument of an earlier call that equals `static`; `static` if
@@ -482,7 +485,12 @@ class Jitted(Generic[P, R]):
     def _traced(self, static: Static, arrays: Sequence[object]) -> Any:
         fn, args, kwargs = static.tree(arrays)
         self._given(fn, args, kwargs)
-        out = (self._fn if fn is None else eqx.combine(fn, self._rest))(*args, **kwargs)
+        run = self._fn if fn is None else eqx.combine(fn, self._rest)
+        words = {key: word for word, key in self._keys.items()}
+        watched = WatchedArguments([*args, *kwargs.values()])
+        out = run(*args, **kwargs)
+        names = [words.get(number, f"args[{number}]") for number in range(len(args))]
+        raise_if_updated(self._fn_name, [*names, *kwargs], watched, out)
         leaves, treedef = jax.tree.flatten(out)
         numbers = {key: at for at, key in enumerate(["statics", *self._results])}
         order = [

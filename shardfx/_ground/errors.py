@@ -48,7 +48,8 @@ class LeafTypeError(TypeError):
 
 class ProgramError(ValueError):
     """A compiled program that cannot be read, because its text is truncated or has an
-    unknown collective.
+    unknown collective; or a step that lacks a program, or whose program lacks a part of
+    what the step does.
     """
 
 

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from .._ground.errors import RuleError
+from .._ground.errors import LeafTypeError, RuleError
 from .._ground.spec import UNCONSTRAINED, entries_of
 from .._ground.tree import Flat, flatten, leaves_at
 from .._rules import Atomic, AxisRules, names_text
@@ -216,6 +216,32 @@ def _hashable(node: Any) -> Any:
         if type(node) in (tuple, list)
         else node
     )
+
+
+def raise_module(tree: object) -> None:
+    """Raises `LeafTypeError` if the tree is a module of nnx, or a dict, list or tuple
+    of them: nnx's functions take the shardings of a state.
+    """
+    parts: list[object] = [tree]
+    if isinstance(tree, dict):
+        parts += tree.values()
+    elif isinstance(tree, list | tuple):
+        parts += tree
+    kind = next((type(part) for part in parts if _is_module(type(part))), None)
+    if kind is not None:
+        raise LeafTypeError(
+            f"the tree is a module of nnx, {kind.__name__}, and `nnx.jit` and"
+            " `nnx.StateSharding` take the shardings of its state: plan"
+            " `nnx.state(module)`, and write `nnx.jit(make,"
+            " out_shardings=nnx.StateSharding(plan.shardings))`."
+        )
+
+
+@ft.lru_cache(maxsize=1024)
+def _is_module(cls: type) -> bool:
+    """Whether a class is a module or optimizer of nnx, or derives from one."""
+    homes = ("flax.nnx.module", "flax.nnx.pytreelib", "flax.nnx.object")
+    return any(base.__module__ in homes for base in cls.__mro__)
 
 
 def raise_tied(tree: object, flat: Flat) -> None:

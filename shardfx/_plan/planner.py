@@ -44,7 +44,7 @@ from .decide import (
     row_of,
 )
 from .leaf import PathTree, Row, canonical_dtype, kinds_matcher
-from .names import names_of_leaves, raise_tied
+from .names import names_of_leaves, raise_module, raise_tied
 from .replanning import refined
 from .shard_plan import ShardPlan
 
@@ -154,6 +154,7 @@ def plan(
         raise_empty(tree, flat, paths)
     raise_repeated(flat)
     raise_tied(tree, flat)
+    raise_module(tree)
     leaf_names = names_of_leaves(names, tree, flat, axes)
     found = drafted(
         flat,

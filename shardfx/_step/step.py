@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax.extend.mlir import ir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -18,6 +19,13 @@ from .._ground.errors import (
     MeshError,
     PlanMismatchError,
     ProgramError,
+)
+from .._ground.purity import (
+    WatchedArguments,
+    leaves_arrays,
+    may_be_updated,
+    raise_if_left,
+    raise_if_updated,
 )
 from .._ground.tree import flatten
 from .._plan import ShardPlan
@@ -30,6 +38,7 @@ from .lowered import (
     bytecode,
     mesh_of_arguments,
     meshes,
+    opened,
     parameters,
     resharded,
 )
@@ -40,6 +49,8 @@ from .rewrites import rewritten
 Platform = Literal["tpu", "gpu", "cpu"]
 # The platforms, by JAX's names for lowering.
 _PLATFORMS: Mapping[Platform, str] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
+# The name of an array that a function of `flax.nnx.jit` takes, as "model.states[0][1]".
+_OF_MODULE = re.compile(r"(\w+)\.states\[")
 # A part of JAX's error.
 _NEEDS_DEVICES = "require devices to be present during lowering"
 COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
@@ -353,6 +364,8 @@ def step_of(
             )
     mesh = _mesh_of_devices(args) if mesh is None else mesh
     args = jax.tree.map(_without_devices, tuple(args))
+    if isinstance(step, _FlaxTraced):
+        step = step.traced
     if isinstance(step, _JaxTraced):
         if args:
             raise LeafTypeError(
@@ -372,7 +385,11 @@ def step_of(
     if isinstance(step, JaxJitted):
         made = step.trace(*args)
         if isinstance(made, _FlaxTraced):
-            made = made.traced
+            return _with_module_paths(made.traced, tuple(args), mesh)
+        inner = inspect.unwrap(function)
+        if may_be_updated(args) or leaves_arrays(inner):
+            # JAX has traced the function without a look at what it does beside.
+            _traced(inner, args, mesh)
         if isinstance(made, _JaxTraced):
             return _named(made, tuple(args), mesh)
     return _traced(function, args, mesh)
@@ -380,7 +397,7 @@ def step_of(
 
 def is_traced(step: object) -> bool:
     """Whether a step is what `.trace` of a jitted function returned."""
-    return isinstance(step, _JaxTraced)
+    return isinstance(step, _JaxTraced | _FlaxTraced)
 
 
 def platform_of(compiler: Platform | str) -> Platform:
@@ -427,8 +444,13 @@ def _without_devices(leaf: Any) -> object:
     abstract = NamedSharding(
         sharding.mesh.abstract_mesh, sharding.spec, memory_kind=sharding.memory_kind
     )
+    # Typed PRNG keys have no weak type.
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=abstract, weak_type=leaf.weak_type
+        leaf.shape,
+        leaf.dtype,
+        sharding=abstract,
+        weak_type=False if is_key else leaf.weak_type,
     )
 
 
@@ -437,6 +459,33 @@ def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
         paths = {one.name: one.path for one in traced.arrays}
         return Step(traced.traced, args, paths, traced.mesh if mesh is None else mesh)
     return Step(traced, args, {}, mesh)
+
+
+def _with_module_paths(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
+    """The step of a function of `flax.nnx.jit`. It takes the arrays of each module as
+    one list, which are named by their paths in the module.
+    """
+    names = opened(traced.jaxpr)[0].debug_info.arg_names
+    lists: dict[str, list[str]] = {}
+    for name in names:
+        if found := _OF_MODULE.match(name):
+            lists.setdefault(found[1], []).append(name)
+    words = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names)
+    paths: dict[str, str] = {}
+    for word, arg in zip(words, args, strict=False):
+        flat = flatten(arg)
+        of_arrays = [
+            path
+            for path, is_array in zip(flat.paths, flat.is_array, strict=True)
+            if is_array
+        ]
+        listed = lists.get(word, [])
+        if len(listed) == len(of_arrays):
+            paths |= {
+                name: f"{word}/{path}"
+                for name, path in zip(listed, of_arrays, strict=True)
+            }
+    return Step(traced, args, paths, mesh)
 
 
 def _traced(
@@ -467,7 +516,11 @@ def _traced(
             pairs = zip(flat.leaves, flat.is_array, strict=True)
             leaves = [next(left) if is_array else leaf for leaf, is_array in pairs]
             trees.append(jax.tree.unflatten(flat.treedef, leaves))
-        return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, fn(*trees))
+        watched = WatchedArguments(trees)
+        result = fn(*trees)
+        raise_if_updated(run.__name__, words, watched, result)
+        raise_if_left(fn, result)
+        return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, result)
 
     run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
     gone = tuple(at for at, (_, _, is_gone) in enumerate(found) if is_gone)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools as ft
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -241,7 +242,8 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     # The shardings of a jitted step would be constraints inside of it, so the function
     # that it jits is traced.
     inner = inspect.unwrap(step, stop=lambda one: not isinstance(one, JaxJitted))
-    made = step_of(lambda *args: inner(*args), structs)
+    run = ft.update_wrapper(lambda *args: inner(*args), inner, updated=())
+    made = step_of(run, structs)
     words = tuple(argument_names(step, len(args)))
     arrays = tuple(
         StepArray(

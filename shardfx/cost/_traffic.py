@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -56,6 +56,22 @@ _STARTS = "async-collective-start"
 _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
 
 
+@runtime_checkable
+class _FlaxLowered(Protocol):
+    """A lowered function of `flax.nnx.jit`, around JAX's."""
+
+    lowered: jax.stages.Lowered
+    jit_wrapped: object
+
+
+@runtime_checkable
+class _FlaxCompiled(Protocol):
+    """A compiled function of `flax.nnx.jit`, around JAX's."""
+
+    compiled: jax.stages.Compiled
+    jit_wrapped: object
+
+
 def traffic(
     compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
 ) -> Traffic:
@@ -68,7 +84,7 @@ def traffic(
 
     **Arguments:**
 
-    - `compiled`: a compiled program of `jax.jit`, `filter_jit` or
+    - `compiled`: a compiled program of `jax.jit`, `filter_jit`, `flax.nnx.jit` or
       [`shardfx.cost.compile_for`][]; a lowered program,
         which is compiled first; or the text of an optimized HLO module. It may be for
         CPUs, GPUs or TPUs.
@@ -104,6 +120,10 @@ def traffic(
         assert (row.kind, row.axes, row.wire_bytes) == ("all-gather", ("data",), 7 * 8 * 16 * 4)
         ```
     """
+    if isinstance(compiled, _FlaxLowered):
+        compiled = compiled.lowered
+    if isinstance(compiled, _FlaxCompiled):
+        compiled = compiled.compiled
     if isinstance(compiled, Lowered | jax.stages.Lowered):
         compiled = compiled.compile()
     if isinstance(compiled, str):

@@ -13,6 +13,7 @@ import jax.extend.core as jex
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from .._ground.purity import WatchedArguments
 from .._ground.text import array_text, plural, spec_text, table
 from .._ground.tree import flatten
 from .._step import EquinoxJitted, Frame, JaxJitted, place_text
@@ -307,7 +308,12 @@ def _traced(step: Callable[..., object], args: Sequence[object]) -> _Traced:
     paths: list[str] = []
 
     def run(*leaves: jax.Array) -> list[Any]:
-        out = flatten(step(*eqx.combine(structure.unflatten(leaves), rest)))
+        combined = eqx.combine(structure.unflatten(leaves), rest)
+        watched = WatchedArguments(combined)
+        result = step(*combined)
+        # What it changes in modules of nnx is a result too.
+        updates = watched.updated(result)
+        out = flatten((result, updates) if updates else result)
         paths[:] = [
             path for path, yes in zip(out.paths, out.is_array, strict=True) if yes
         ]

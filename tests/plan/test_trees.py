@@ -31,7 +31,7 @@ from shardfx import (
     shard,
 )
 from shardfx.auto import renamed
-from shardfx.errors import RuleError, UnmatchedError
+from shardfx.errors import LeafTypeError, RuleError, UnmatchedError
 from shardfx.interop import flax as interop
 
 
@@ -102,11 +102,11 @@ TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "keys of tuples": (lambda: {(0, "a"): W, (1, "b"): W}, ("(0, 'a')", "(1, 'b')")),
     "odd keys": (lambda: {"a\nb": W, "": W, "é": W}, ("", "a\nb", "é")),
-    "nnx module": (
-        lambda: Net(nnx.Rngs(0)),
+    "nnx state": (
+        lambda: nnx.state(Net(nnx.Rngs(0))),
         ("linear/kernel/value", "norm/scale/value"),
     ),
-    "nnx state": (
+    "nnx parameters": (
         lambda: nnx.state(Net(nnx.Rngs(0)), nnx.Param),
         ("linear/kernel/value", "norm/scale/value"),
     ),
@@ -305,6 +305,15 @@ def test_a_variable_that_is_tied_is_no_tree():
         match="`embed/embedding` and `head` are one variable .* plan `nnx.state",
     ):
         plan(Tied(), MESH, paths=REST)
+
+
+def test_a_module_of_nnx_is_planned_by_its_state():
+    net = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(net, optax.sgd(1e-3), wrt=nnx.Param)
+    for tree, name in ((net, "Net"), ([optimizer], "Optimizer"), ({"m": net}, "Net")):
+        message = f"a module of nnx, {name}, .* plan `nnx.state\\(module\\)`"
+        with pytest.raises(LeafTypeError, match=message):
+            plan(tree, MESH, paths=REST)
 
 
 class Inner(struct.PyTreeNode):

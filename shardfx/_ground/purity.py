@@ -1,0 +1,183 @@
+"""What a traced function does beside returning its result: the updates of its arguments
+in place, and the traced arrays that it leaves in variables around it.
+
+A jitted function keeps only what it returns. The rest, and all that computes it, is no
+part of its program, which would then look too cheap.
+"""
+
+import copy
+import dataclasses
+import functools as ft
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.core import Tracer
+from jaxtyping import PyTree
+
+from .errors import ProgramError
+from .tree import flatten
+
+
+class WatchedArguments:
+    """The arguments of a function that is being traced, as they are before its call.
+
+    A function may fill the dicts and lists of its arguments anew, as
+    `batch["x"] = batch["x"] / 255`: they are copies that JAX made for the trace.
+    """
+
+    def __init__(self, args: PyTree):
+        self._args = args
+        self._containers: list[tuple[Any, Any]] = []
+        # The leaves are held, so that no other object gets the id of one.
+        self._leaves = jax.tree.leaves(args, is_leaf=self._visit)
+
+    def _visit(self, node: object) -> bool:
+        if type(node) in (dict, list):
+            self._containers.append((node, copy.copy(node)))
+        return False
+
+    def updated(self, result: PyTree) -> dict[str, Any]:
+        """The arrays in objects, such as modules of nnx, that the function put in the
+        place of others and that are not in its `result`, by their paths.
+        """
+        refilled = [
+            value
+            for container, before in self._containers
+            for value in _new_values(container, before)
+        ]
+        known = set(map(id, jax.tree.leaves((self._leaves, refilled, result))))
+        flat = flatten(self._args, takes_specs=True)
+        columns = zip(flat.leaves, flat.paths, flat.is_array, strict=True)
+        return {
+            path: leaf
+            for leaf, path, is_array in columns
+            if is_array and id(leaf) not in known
+        }
+
+
+def _new_values(container: Any, before: Any) -> Iterator[object]:
+    if type(container) is dict:
+        pairs = ((value, before.get(key)) for key, value in container.items())
+    else:
+        pairs = zip(container, [*before, *[None] * len(container)], strict=False)
+    for value, old in pairs:
+        if value is not old:
+            yield value
+
+
+def raise_if_updated(
+    name: str, words: Sequence[str], watched: WatchedArguments, result: PyTree
+) -> None:
+    """Raises `ProgramError` if the function called `name` has updated objects among its
+    arguments, and hides the new arrays from its `result`. `words` are the names of the
+    arguments.
+    """
+    updated = [_with_word(path, words) for path in watched.updated(result)]
+    if not updated:
+        return
+    others = f" and {len(updated) - 1} more" if len(updated) > 1 else ""
+    owners = [*dict.fromkeys(path.partition("/")[0] for path in updated)]
+    objects = f"({owners[0]},)" if len(owners) == 1 else f"({', '.join(owners)})"
+    raise ProgramError(
+        f"`{name}` updates `{updated[0]}`{others} in place, and does not return the new"
+        " values: a jitted function keeps only what it returns, so its program lacks"
+        " the updates and all that computes them. For modules of nnx use"
+        f" `flax.nnx.jit({name})`, or jit a function of their state: `graph, state ="
+        f" nnx.split({objects})` outside, and inside `{objects} = nnx.merge(graph,"
+        f" state)`, the body of `{name}`, and `return nnx.state({objects}), result`."
+    )
+
+
+def raise_if_left(fn: Callable[..., object], result: PyTree) -> None:
+    """Raises `ProgramError` if `fn`, which has been called while it is traced, leaves
+    traced arrays in variables that it uses, and hides them from its `result`.
+    """
+    left = _left_in_variables(fn, set(map(id, jax.tree.leaves(result))))
+    if left:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise ProgramError(
+            f"`{name}` leaves traced arrays in `{'`, `'.join(left)}`, and does not"
+            " return them: a jitted function keeps only what it returns, so its program"
+            " lacks all that computes them. Take them as an argument, and return them:"
+            f" `return result, {left[0]}`."
+        )
+
+
+def may_be_updated(args: PyTree) -> bool:
+    """Whether some object in the arguments can be updated in place: one that is no dict,
+    list or tuple, no Equinox module and no frozen dataclass.
+    """
+    kinds: set[type] = set()
+
+    def visit(node: object) -> bool:
+        kinds.add(type(node))
+        return False
+
+    leaves = jax.tree.leaves(args, is_leaf=visit)
+    kinds -= set(map(type, leaves))
+    return not all(map(_is_fixed, kinds))
+
+
+def _is_fixed(kind: type) -> bool:
+    if issubclass(kind, dict | list | tuple | eqx.Module | types.NoneType):
+        return True
+    return dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
+
+
+def leaves_arrays(fn: Callable[..., object]) -> bool:
+    """Whether variables that `fn` uses hold arrays of a trace, which has ended."""
+    return bool(_left_in_variables(fn, set()))
+
+
+def _with_word(path: str, words: Sequence[str]) -> str:
+    """The path of an array, with the argument's name in place of its number."""
+    number, slash, rest = path.partition("/")
+    position = int(number)
+    word = words[position] if position < len(words) else f"args[{position}]"
+    return f"{word}{slash}{rest}"
+
+
+def _left_in_variables(fn: Any, returned: set[int]) -> list[str]:
+    names = []
+    for name, value in _variables(fn).items():
+        leaves = jax.tree.leaves(_contents(value))
+        if any(
+            isinstance(leaf, Tracer) and id(leaf) not in returned for leaf in leaves
+        ):
+            names.append(name)
+    return names
+
+
+def _variables(fn: Any) -> dict[str, object]:
+    """The variables around a function that its code names, and the object of a method."""
+    fn = inspect.unwrap(fn)
+    while isinstance(fn, ft.partial):
+        fn = inspect.unwrap(fn.func)
+    held: dict[str, object] = {}
+    if isinstance(fn, types.MethodType):
+        held["self"], fn = fn.__self__, fn.__func__
+    if not isinstance(fn, types.FunctionType):
+        return held
+    try:
+        variables = inspect.getclosurevars(fn)
+    except ValueError:
+        # A cell is empty: the function's own name, before it is bound.
+        return held
+    return {**variables.globals, **variables.nonlocals, **held}
+
+
+def _contents(value: object) -> object:
+    """The items of a container or the attributes of an object, as a tree."""
+    if isinstance(value, set | frozenset):
+        return list(value)
+    if isinstance(value, types.ModuleType | type | types.FunctionType | jax.Array):
+        return value
+    try:
+        attributes = vars(value)
+    except TypeError:
+        return value
+    return list(attributes.values())
