@@ -39,7 +39,7 @@ def texts(case: Case, arguments: list[np.ndarray]) -> tuple[str, str]:
     """
     count = mesh_of(case.layout.mesh).size
     module = sharded(case).lower(*arguments).compiler_ir("stablehlo")
-    both = partitioner.programs(lowered.bytecode(module), count)  # pyright: ignore[reportAttributeAccessIssue]
+    both = partitioner.programs(lowered.bytecode(module), count)
     return explicit(both.partitioned, count), both.whole
 
 

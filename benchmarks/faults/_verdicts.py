@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from shardfx import testing
+from shardfx._step import Programs, judged
 
 from ._data import Case
 from ._draws import shapes_between
@@ -22,21 +23,19 @@ def verdict(case: Case) -> dict[str, Any]:
     own, "failed".
     """
     try:
-        judged = testing.verify(sharded(case), *structs(case))  # pyright: ignore[reportAttributeAccessIssue]
+        said = testing.verify(sharded(case), *structs(case), compiler="cpu")
     except Exception as error:  # whatever it is, it is a fault of `verify`
         return {
             "outcome": "failed",
             "message": f"{type(error).__name__}: {error}"[:400],
         }
-    return told(judged)
+    return told(said)
 
 
 def verdict_of_text(text: str, whole: str) -> dict[str, Any]:
     """The verdict on a partitioned text, by the text of the whole program."""
-    from shardfx._step import judged  # pyright: ignore[reportAttributeAccessIssue]
-
     try:
-        return told(judged(text, whole))
+        return told(judged(Programs(whole=whole, partitioned=text)))
     except Exception as error:  # whatever it is, it is a fault of the judge
         return {
             "outcome": "failed",
@@ -44,24 +43,24 @@ def verdict_of_text(text: str, whole: str) -> dict[str, Any]:
         }
 
 
-def told(judged: Any) -> dict[str, Any]:
+def told(said: testing.Verdict) -> dict[str, Any]:
     """A verdict as JSON holds it."""
     data: dict[str, Any] = {
-        "outcome": judged.outcome,
-        "operations": judged.operations,
-        "judged": judged.judged_operations,
-        "bytes": judged.bytes,
-        "judged_bytes": judged.judged_bytes,
+        "outcome": said.outcome,
+        "operations": said.operations,
+        "judged": said.judged_operations,
+        "bytes": said.bytes,
+        "judged_bytes": said.judged_bytes,
     }
-    if judged.refutations:
-        data["refutation"] = _refutation(judged.refutations[0])
-    if judged.unjudged:
-        data["reasons"] = [one.reason[:120] for one in judged.unjudged[:3]]
-        data["unjudged"] = [one.operation for one in judged.unjudged[:3]]
+    if said.refutations:
+        data["refutation"] = _refutation(said.refutations[0])
+    if said.unjudged:
+        data["reasons"] = [cause.reason[:120] for cause in said.unjudged[:3]]
+        data["unjudged"] = [cause.operation for cause in said.unjudged[:3]]
     return data
 
 
-def _refutation(refutation: Any) -> dict[str, str]:
+def _refutation(refutation: testing.Refutation) -> dict[str, str]:
     opcode = _OPCODE.search(refutation.operation)
     return {
         "operation": refutation.operation,
@@ -82,11 +81,10 @@ def structs(case: Case) -> list[jax.ShapeDtypeStruct]:
 
 def explanation(case: Case) -> dict[str, Any]:
     """What refutes the case, and the first equation that differs."""
-    data: dict[str, Any] = {}
-    if "verify" in dir(testing):
-        refutation = verdict(case).get("refutation")
-        if refutation:
-            data["refutation"] = refutation
+    judged_case = verdict(case)
+    data: dict[str, Any] = {"verify": judged_case["outcome"]}
+    if "refutation" in judged_case:
+        data["refutation"] = judged_case["refutation"]
     mesh = mesh_of(case.layout.mesh)
     given = arguments(case.program, shapes_between(case.program)[-1])
     placed = [

@@ -88,7 +88,10 @@ class Scatter:
 
     @staticmethod
     def apply(x, index, update, dim, kind, mode):
-        return getattr(x.at[at(x.ndim, dim, index)], kind)(update, mode=mode)
+        # A product has a gradient where each index occurs once.
+        is_unique = kind == "mul"
+        place = x.at[at(x.ndim, dim, index)]
+        return getattr(place, kind)(update, mode=mode, unique_indices=is_unique)
 
 
 @operation(weight=1.5)
