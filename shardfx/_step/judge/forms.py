@@ -131,6 +131,7 @@ def reducer_of(module: HloModule, instruction: Instruction) -> str:
     return root.opcode if root.opcode in _REDUCERS else ""
 
 
+_COMMUTATIVE = frozenset("add multiply maximum minimum and or xor".split())
 _REDUCERS = ("add", "maximum", "minimum", "and", "or", "multiply", "xor")
 # Attributes with sizes of shards.
 _SIZES = frozenset(
@@ -214,6 +215,9 @@ def _elementwise(instruction: Instruction, views: Sequence[View], rank: int) -> 
     dtype = ""
     if instruction.opcode in ("convert", "bitcast-convert"):
         dtype = arrays_in(instruction.result)[0].dtype
+    if instruction.opcode in _COMMUTATIVE:
+        # The partitioner's clean-up takes both orders for one.
+        operands = tuple(sorted(operands, key=str))
     key = (instruction.opcode, meaning_of(instruction), dtype, *operands)
     return Form(key, tuple(places.get(at) for at in range(rank)), kept)
 

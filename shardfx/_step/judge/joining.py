@@ -3,11 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..hlo_text import Instruction
-from .cuts import Cut
+from .cuts import HOLE, Cut
 from .forms import Form, form_of
 from .held import Axis, Context, Held, view_of
-from .verdict import Wrong
+from .verdict import Unjudged, Wrong
 
 
 def form_in(
@@ -69,3 +71,38 @@ def constant_number(held: Held) -> float | None:
     if known is None or known.size != known.shape[0] or not held.is_uniform:
         return None
     return known.flat[0].item()
+
+
+def is_empty(held: Held, devices: int) -> np.ndarray:
+    """Which devices hold no element, as after a permute that sends them nothing."""
+    empty = np.zeros(devices, bool)
+    for axis in held.axes:
+        if axis is not None:
+            empty |= (axis.cut.starts == HOLE).all(axis=1)
+    return empty
+
+
+def beside(
+    context: Context, pieces: Sequence[Held], place: int, used: Sequence[np.ndarray]
+) -> Axis | None:
+    """The axis that pieces of one value have in common in a dimension beside that in
+    which they are joined. `used` says which devices use which piece. Raises `Unjudged`
+    if a device uses pieces that lie differently.
+    """
+    axes = [piece.axes[place] for piece in pieces]
+    first = axes[0]
+    if all(axis == first for axis in axes):
+        return first
+    dims = {None if axis is None else axis.dim for axis in axes}
+    if len(dims) > 1 or first is None:
+        raise Unjudged("pieces that lie differently")
+    indices = np.full((context.devices, pieces[0].shape[place]), HOLE)
+    is_set = np.zeros(context.devices, bool)
+    for axis, are_used in zip(axes, used, strict=True):
+        assert axis is not None
+        own = context.cuts.indices(axis.cut)
+        if (own != indices)[are_used & is_set].any():
+            raise Unjudged("pieces that lie differently")
+        indices[are_used] = own[are_used]
+        is_set |= are_used
+    return Axis(first.dim, context.cuts.from_indices(indices))

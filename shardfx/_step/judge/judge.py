@@ -268,6 +268,8 @@ class Judge:
             result = self.applied(instruction, held)
             self.check(instruction, result)
         except Wrong as error:
+            if not all(is_matched(self.context, operand) for operand in held):
+                return _each(instruction, self.unknown(key, instruction, error.fault))
             self.states[key] = None
             return _each(instruction, self.fault(key, instruction, error))
         except Unjudged as error:

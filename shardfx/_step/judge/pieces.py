@@ -23,7 +23,7 @@ from .held import (
     require_finished,
     settled,
 )
-from .joining import constant_number, form_in, joined_cut, with_axis
+from .joining import beside, constant_number, form_in, is_empty, joined_cut, with_axis
 from .matching import (
     candidates,
     expressed,
@@ -364,27 +364,14 @@ def _joined_pieces(
             if piece.has_holes:
                 fills.add(piece.fill)
     held = real[0]
+    used = [~is_empty(piece, context.devices) for piece in real]
     for place in range(len(shape)):
         if place != along:
-            axes = [_beside(context, piece, place, along) for piece in real]
-            if any(axis is None for axis in axes) and axes.count(None) < len(axes):
-                return None
-            cut = joined_cut(context, "concatenate", place, axes)
-            axis = next((axis for axis in axes if axis is not None), None)
-            joined = None if axis is None or cut is None else Axis(axis.dim, cut)
-            held = with_axis(held, place, joined)
+            held = with_axis(held, place, beside(context, real, place, used))
     held = with_axis(held, along, Axis(first.dim, context.cuts.concatenated(cuts)))
     fill = fills.pop() if len(fills) == 1 else None
     del instruction
     return dataclasses.replace(held, shape=shape, fill=fill, known=None)
-
-
-def _beside(context: Context, piece: Held, place: int, along: int) -> Axis | None:
-    """The axis of a piece in another dimension than that of the concatenation. A device
-    whose piece is empty may hold anything there.
-    """
-    del context, along
-    return piece.axes[place]
 
 
 def dynamic_update_slice(

@@ -23,7 +23,7 @@ from .held import (
     view_of,
 )
 from .indices import indexed
-from .joining import constant_number, form_in, joined_cut, with_axis
+from .joining import constant_number, form_in, is_empty, joined_cut, with_axis
 from .matching import expressed, node_for, placed
 from .verdict import Unjudged, Wrong
 
@@ -85,7 +85,12 @@ def elementwise(
         bounded = indexed(context, instruction, operands)
         if bounded is not None:
             return bounded
-        held = joined(context, instruction, operands, shape)
+        try:
+            held = joined(context, instruction, operands, shape)
+        except Wrong as error:
+            raise Unjudged(
+                f"unlike any operation of the whole program: {error}"
+            ) from error
     if known is not None:
         return dataclasses.replace(held, known=known)
     return held
@@ -420,11 +425,16 @@ def _merged(
         return None
     if axis.dim != beside.dim or one.rest != other.rest:
         return None
-    for at, (first, second) in enumerate(zip(one.axes, other.axes, strict=True)):
-        if at != place and first != second and not is_device_mask:
-            return None
+    used = (chosen.any(axis=1), (~chosen).any(axis=1))
+    held = one
+    if not is_device_mask:
+        empty = [is_empty(held, context.devices) for held in (one, other)]
+        used = (used[0] & ~empty[0], used[1] & ~empty[1])
+        for at in range(len(one.axes)):
+            if at != place:
+                held = with_axis(held, at, beside(context, (one, other), at, used))
     indices = np.where(chosen, cuts.indices(axis.cut), cuts.indices(beside.cut))
-    held = with_axis(one, place, Axis(axis.dim, cuts.from_indices(indices)))
+    held = with_axis(held, place, Axis(axis.dim, cuts.from_indices(indices)))
     fill = one.fill if one.fill == other.fill else None
     return dataclasses.replace(held, fill=fill, known=None)
 

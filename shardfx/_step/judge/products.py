@@ -76,7 +76,10 @@ def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
             fault = error
     if fault is not None:
         raise fault
-    return _dot(context, instruction, operands, None)
+    try:
+        return _dot(context, instruction, operands, None)
+    except Wrong as error:
+        raise Unjudged(f"unlike any operation of the whole program: {error}") from error
 
 
 def _dot(
@@ -221,7 +224,10 @@ def reduce(
             fault = error
     if fault is not None:
         raise fault
-    return _reduced(context, instruction, operands, how, None)
+    try:
+        return _reduced(context, instruction, operands, how, None)
+    except Wrong as error:
+        raise Unjudged(f"unlike any operation of the whole program: {error}") from error
 
 
 def _reduced(

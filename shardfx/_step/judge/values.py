@@ -77,6 +77,13 @@ class Loop(NamedTuple):
     results: tuple[Global, ...]
 
 
+class ViewReshape(NamedTuple):
+    """A reshape of the whole program that only views its operand otherwise."""
+
+    source: View
+    target: View
+
+
 class Values:
     """All numbered values, and where to find them."""
 
@@ -85,6 +92,9 @@ class Values:
         self._by_key: dict[tuple[object, ...], list[int]] = {}
         self._by_name: dict[tuple[str, str], list[int]] = {}
         self.loops: list[Loop] = []
+        # The reshapes that only add or drop dimensions along which nothing changes, by
+        # value, with their names.
+        self.reshapes: dict[View, dict[ViewReshape, str]] = {}
 
     def number_of(self, node: Node, op_name: str = "") -> int:
         """The number of a value; new if no equal value of this shape is known."""
@@ -105,6 +115,13 @@ class Values:
             named = self._by_name.setdefault((node.opcode, op_name), [])
             if number not in named:
                 named.append(number)
+
+    def reshapes_of(self, view: View, op_name: str) -> list[ViewReshape]:
+        """The reshapes of the whole program that only view this value, those of this
+        name first.
+        """
+        names = self.reshapes.get(_unordered(view), {})
+        return sorted(names, key=lambda reshape: names[reshape] != op_name)
 
     def with_key(self, key: tuple[object, ...]) -> list[int]:
         return self._by_key.get(key, [])
@@ -271,7 +288,11 @@ class _Reader:
     ) -> Global:
         dims = reshaped_dims(operand.view.dims, operand.shape, shape)
         if dims is not None:
-            return Global(View(operand.view.root, dims), shape)
+            view = View(operand.view.root, dims)
+            self.values.reshapes.setdefault(_unordered(operand.view), {})[
+                ViewReshape(operand.view, view)
+            ] = instruction.op_name
+            return Global(view, shape)
         key = ("reshape", operand.view.root, _without_none(operand.view.dims))
         kept = tuple(range(len(shape)))
         form = Form(key, _changing(operand, shape), kept)
@@ -332,6 +353,10 @@ class _Reader:
         if isinstance(branches[0], Global):
             return results[0]
         return tuple(results)
+
+
+def _unordered(view: View) -> View:
+    return View(view.root, _without_none(view.dims))
 
 
 def _changing(operand: Global, shape: tuple[int, ...]) -> tuple[int | None, ...]:

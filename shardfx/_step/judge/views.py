@@ -18,7 +18,7 @@ from .cuts import HOLE, Cut
 from .forms import Form, numbers
 from .held import NOWHERE, Axis, Context, Held, settled, view_of
 from .matching import candidates
-from .values import Node, groups_of_reshape
+from .values import Node, ViewReshape, groups_of_reshape
 from .verdict import Unjudged
 
 
@@ -91,6 +91,10 @@ def _global_reshape(
     except Unjudged:
         return None
     dims = tuple(dim for dim in view_of(operand).dims if dim is not None)
+    for seen in context.values.reshapes_of(view_of(operand), instruction.op_name):
+        held = _viewed(context, operand, shape, seen)
+        if held is not None:
+            return held
     form = Form(("reshape", operand.root, dims), (), ())
     for number in candidates(context, form, instruction):
         node = context.values.nodes[number]
@@ -98,6 +102,30 @@ def _global_reshape(
         if held is not None:
             return held
     return None
+
+
+def _viewed(
+    context: Context, operand: Held, shape: tuple[int, ...], seen: ViewReshape
+) -> Held | None:
+    """What devices hold after a reshape that adds or drops dimensions along which
+    nothing changes; `None` if it is not `seen`.
+    """
+    source, target = seen
+    if len(source.dims) != len(operand.axes) or len(target.dims) != len(shape):
+        return None
+    if view_of(operand).dims != source.dims:
+        return None
+    sizes = dict(zip(source.dims, operand.shape, strict=True))
+    by_dim = dict(zip(source.dims, operand.axes, strict=True))
+    axes: list[Axis | None] = []
+    for dim, size in zip(target.dims, shape, strict=True):
+        if dim is None:
+            axes.append(None)
+            continue
+        if sizes[dim] != size:
+            return None
+        axes.append(by_dim[dim])
+    return dataclasses.replace(operand, shape=shape, axes=tuple(axes))
 
 
 def _fitted(
@@ -153,9 +181,8 @@ def _cut_of(
 ) -> Cut | None:
     if axis is not None:
         return axis.cut
-    # Where nothing changes along a dimension of the whole value, any cut is right, and
-    # a shard of size 1 of a larger dimension holds the first element.
-    return context.cuts.whole(1) if local_size == 1 and size >= 1 else None
+    # Where nothing changes along a dimension of the whole value, any cut is right.
+    return context.cuts.whole(local_size) if local_size in (1, size) else None
 
 
 def _regrouped(
