@@ -101,6 +101,7 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
     moves = _MOVES.get(node.opcode)
     if moves is None or len(array.shape) != len(held.axes) or node.result is None:
         return None
+    found: Held | None = None
     for number, operand in enumerate(node.operands):
         if len(operand.shape) != len(node.shape):
             continue
@@ -119,9 +120,31 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
         if below is None:
             continue
         moved = _moved(context, below, array, node, number)
-        if moved is not None:
+        if moved is None:
+            continue
+        if not moved.has_holes:
             return moved
-    return None
+        # The operands of a concatenation may be pieces of one value.
+        found = moved if found is None else _both(context, found, moved)
+    return found
+
+
+def _both(context: Context, one: Held, other: Held) -> Held:
+    """The elements that either of two views of the same array has."""
+    axes: list[Axis | None] = []
+    differing = 0
+    for first, second in zip(one.axes, other.axes, strict=True):
+        if first == second or first is None or second is None:
+            axes.append(first)
+            differing += first != second
+            continue
+        differing += 1
+        mine, others = context.cuts.indices(first.cut), context.cuts.indices(second.cut)
+        cut = context.cuts.from_indices(np.where(mine == HOLE, others, mine))
+        axes.append(Axis(first.dim, cut))
+    if differing > 1:
+        return one
+    return dataclasses.replace(one, axes=tuple(axes))
 
 
 def _fits(held: Held, array: Global) -> bool:

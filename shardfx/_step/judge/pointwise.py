@@ -420,10 +420,10 @@ def _merged(
             return dataclasses.replace(
                 held, fill=number if is_same else None, known=None
             )
-    axis, beside = one.axes[place], other.axes[place]
-    if one.root != other.root or axis is None or beside is None:
+    axis, other_axis = one.axes[place], other.axes[place]
+    if one.root != other.root or axis is None or other_axis is None:
         return None
-    if axis.dim != beside.dim or one.rest != other.rest:
+    if axis.dim != other_axis.dim or one.rest != other.rest:
         return None
     used = (chosen.any(axis=1), (~chosen).any(axis=1))
     held = one
@@ -433,7 +433,7 @@ def _merged(
         for at in range(len(one.axes)):
             if at != place:
                 held = with_axis(held, at, beside(context, (one, other), at, used))
-    indices = np.where(chosen, cuts.indices(axis.cut), cuts.indices(beside.cut))
+    indices = np.where(chosen, cuts.indices(axis.cut), cuts.indices(other_axis.cut))
     held = with_axis(held, place, Axis(axis.dim, cuts.from_indices(indices)))
     fill = one.fill if one.fill == other.fill else None
     return dataclasses.replace(held, fill=fill, known=None)
