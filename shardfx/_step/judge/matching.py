@@ -106,6 +106,7 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
         if len(operand.shape) != len(node.shape):
             continue
         # The operand with its dimensions in the order of `array`.
+        own_dims = _dims_with_ones(context, operand)
         dims: list[int | None] = []
         shape = []
         for place, dim in enumerate(array.view.dims):
@@ -113,7 +114,7 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
                 dims.append(None)
                 shape.append(array.shape[place])
             else:
-                dims.append(operand.view.dims[dim])
+                dims.append(own_dims[dim])
                 shape.append(operand.shape[dim])
         source = Global(View(operand.view.root, tuple(dims)), tuple(shape))
         below = expressed(context, held, source)
@@ -127,6 +128,19 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
         # The operands of a concatenation may be pieces of one value.
         found = moved if found is None else _both(context, found, moved)
     return found
+
+
+def _dims_with_ones(context: Context, array: Global) -> list[int | None]:
+    """The dimensions of an array's value, those of size 1 included."""
+    dims = list(array.view.dims)
+    shape = context.values.nodes[array.view.root].shape
+    ones = [dim for dim, size in enumerate(shape) if size == 1 and dim not in dims]
+    if len(shape) != len(dims):
+        return dims
+    for place, dim in enumerate(dims):
+        if dim is None and array.shape[place] == 1 and ones:
+            dims[place] = ones.pop(0)
+    return dims
 
 
 def _both(context: Context, one: Held, other: Held) -> Held:

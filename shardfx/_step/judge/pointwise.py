@@ -23,7 +23,7 @@ from .held import (
     view_of,
 )
 from .indices import indexed
-from .joining import constant_number, form_in, is_empty, joined_cut, with_axis
+from .joining import beside, constant_number, form_in, is_empty, joined_cut, with_axis
 from .matching import expressed, node_for, placed
 from .verdict import Unjudged, Wrong
 
