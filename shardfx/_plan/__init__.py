@@ -31,7 +31,7 @@ from .leaf import (
     kinds_matcher,
     named_sharding,
 )
-from .names import field, names_of_leaves, renamed
+from .names import field, is_named_array, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, drafted, plan
 from .replanning import refined

@@ -27,6 +27,7 @@ from .._rules import (
 )
 from ..topology import MeshSpec
 from .leaf import Row
+from .names import has_named_arrays
 
 
 class Draft(NamedTuple):
@@ -174,6 +175,10 @@ def raise_unmatched(draft: Draft) -> None:
             lines[at] += f"; the nearest rule is {close[0]!r}"
     # The names that modules declare are read only if `axes` is given.
     names = draft.axes is None and any(names is not None for names in draft.flat.names)
+    carried = (
+        "The names that haliax's arrays carry are read by"
+        " `names=shardfx.interop.haliax.names_of(tree), axes=AxisRules(...)`. "
+    )
     head = (
         f"no rule covers {len(found)} of {sum(draft.flat.is_array)} leaves; add path"
         ' rules or names for them, end the path rules with `(".*", fsdp(...))`, or'
@@ -183,6 +188,7 @@ def raise_unmatched(draft: Draft) -> None:
             if names
             else ""
         )
+        + (carried if has_named_arrays(draft.flat.treedef) else "")
         + "Largest first:"
     )
     _refuse(UnmatchedError, head, lines)

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, RuleError
 from .._ground.spec import UNCONSTRAINED, entries_of
-from .._ground.tree import Flat, flatten, leaves_at
+from .._ground.tree import Flat, TreeDef, flatten, leaves_at
 from .._rules import Atomic, AxisRules, names_text
 
 
@@ -277,6 +277,16 @@ def raise_unread(tree: object, flat: Flat) -> None:
         )
         names = box.names if kind == "Partitioned" else metadata.get("out_sharding")
         named += [] if names is None else [(path, names)]
+    # A `NamedArray` has one child, with the key 0.
+    is_possible = any(path.endswith("0") for path in flat.paths)
+    if is_possible and has_named_arrays(flat.treedef):
+        raise RuleError(
+            "arrays of the tree carry the names of their axes, as `NamedArray`s of"
+            " haliax, and only the names that `sfx.field` declares are read here. Pass"
+            " `names=shardfx.interop.haliax.names_of(tree)`; or"
+            " `names=jax.tree.map(lambda _: None, tree)`, if rules by path are to"
+            " decide."
+        )
     for path, names in named[:1]:
         raise RuleError(
             f"`{path}` carries the names {names_text(names)} of Flax, as do"
@@ -286,6 +296,23 @@ def raise_unread(tree: object, flat: Flat) -> None:
             " `names=jax.tree.map(lambda _: None, tree)`, if rules by path are to"
             " decide."
         )
+
+
+def has_named_arrays(treedef: TreeDef) -> bool:
+    """Whether a tree with this structure has arrays of haliax with named axes."""
+    data = treedef.node_data()
+    if data is None:
+        return False
+    return is_named_array(data[0]) or any(map(has_named_arrays, treedef.children()))
+
+
+@ft.lru_cache(maxsize=1024)
+def is_named_array(cls: type) -> bool:
+    """Whether a class is haliax's array with named axes."""
+    return any(
+        base.__name__ == "NamedArray" and base.__module__.startswith("haliax.")
+        for base in cls.__mro__
+    )
 
 
 def _boxes(tree: object, flat: Flat) -> list[tuple[str, str, Any]]:

@@ -3,21 +3,33 @@ libraries decide.
 """
 
 import ast
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from _sources import folder_of
 from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
-from shardfx import Code, MeshSpec, plan, presets, resolve
+from shardfx import (
+    Code,
+    MeshSpec,
+    PathRules,
+    follow,
+    fsdp,
+    plan,
+    presets,
+    resolve,
+)
 from shardfx._ground.spec import canonical
-from shardfx.errors import RuleError
-from shardfx.interop import huggingface, keras, levanter, maxtext, t5x
+from shardfx.errors import RuleError, UnmatchedError
+from shardfx.interop import haliax, huggingface, keras, levanter, maxtext, t5x
 
 
 DATA = json.loads(
@@ -395,6 +407,82 @@ def test_two_mappings_of_a_trainer():
         levanter.mappings_of({"fsdp_axis": None, "batch_axis": None}).parameter.rules
         == ()
     )
+
+
+# haliax
+
+
+class Axis(NamedTuple):
+    name: str
+    size: int
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class NamedArray:
+    """As in haliax/core.py, of which haliax 1.3 cannot be imported under JAX 0.10."""
+
+    __module__ = "haliax.core"
+    array: Any
+    axes: tuple[Axis, ...]
+
+    def tree_flatten(self):
+        return (self.array,), self.axes
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(children[0], aux)
+
+
+EMBED, MLP, LAYERS = Axis("embed", 16), Axis("mlp", 32), Axis("layers", 4)
+
+
+def named(*axes):
+    shape = tuple(axis.size for axis in axes)
+    return NamedArray(jax.ShapeDtypeStruct(shape, jnp.float32), axes)
+
+
+def module_of_haliax():
+    return {
+        "up": named(LAYERS, EMBED, MLP),
+        "down": named(LAYERS, MLP, EMBED),
+        "scale": jax.ShapeDtypeStruct((16,), jnp.float32),
+    }
+
+
+def test_named_arrays_are_planned_by_the_names_that_they_carry():
+    tree = module_of_haliax()
+    mesh = MeshSpec({"data": 4, "model": 2})
+    axes = levanter.rules_of({"embed": "data", "mlp": "model"}).extend(
+        [("layers", None)]
+    )
+    names = haliax.names_of(tree, default=())
+    assert names == {
+        "up": ("layers", "embed", "mlp"),
+        "down": ("layers", "mlp", "embed"),
+        "scale": (),
+    }
+    params = plan(tree, mesh, names=names, axes=axes)
+    assert params["up/0"].spec == P(None, "data", "model")
+    assert params["down/0"].spec == P(None, "model", "data")
+    assert params["scale"].spec == P()
+    moments = follow(optax.adam(1e-3).init, params)
+    assert moments["0/mu/down/0"].spec == P(None, "model", "data")
+    # Path rules remain for what has no names.
+    rest = PathRules([("scale", P("data"))])
+    mixed = plan(tree, mesh, names=haliax.names_of(tree), axes=axes, paths=rest)
+    assert mixed["scale"].spec == P("data")
+
+
+def test_named_arrays_that_nothing_reads_say_which_line_does():
+    tree, mesh = module_of_haliax(), MeshSpec({"data": 4})
+    line = r"names=shardfx\.interop\.haliax\.names_of\(tree\)"
+    with pytest.raises(RuleError, match=f"`NamedArray`s of haliax.*{line}"):
+        plan(tree, mesh, axes=levanter.rules_of({"embed": "data"}))
+    with pytest.raises(UnmatchedError, match=line):
+        plan(tree, mesh, paths=PathRules([("scale", P())]))
+    rules = PathRules([(".*", fsdp("data"))])
+    assert plan(tree, mesh, paths=rules)["up/0"].spec != P()
 
 
 # T5X

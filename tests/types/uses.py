@@ -25,6 +25,7 @@ from shardfx import (
 from shardfx.interop import (
     eformer,
     flax,
+    haliax,
     huggingface,
     keras,
     levanter,
@@ -240,7 +241,10 @@ def others(
         keras.rules_of({"dense": (None, "model")}), levanter.rules_of({"mlp": "model"})
     )
     print(
-        levanter.mappings_of({}), maxtext.rules_of(config), t5x.partitioning_of("text")
+        haliax.names_of({}),
+        levanter.mappings_of({}),
+        maxtext.rules_of(config),
+        t5x.partitioning_of("text"),
     )
     eformer.apply(
         eformer.replicate(tree, devices),
