@@ -50,7 +50,7 @@ class Code(enum.Enum):
     )
     skipped = (
         "`{strategy}` may shard no dimension of the array, since it skips {dims}"
-        " (`skip`, stacked layers, or a name that is replicated); put a rule with the"
+        " (`skip_dims`, stacked layers, or a name that is replicated); put a rule with the"
         " target `replicate` before it if the array is to be whole"
     )
     scalar = "{what} has nothing to shard; no rule is needed"
@@ -73,7 +73,7 @@ class Code(enum.Enum):
     @property
     def is_cut(self) -> bool:
         """Whether the array is sharded less than its rule requests, for a cause that
-        the rule does not ask for itself, as `min_bytes` and `skip` do.
+        the rule does not ask for itself, as `min_bytes` and `skip_dims` do.
         """
         return self.is_about_size or self is Code.duplicate
 

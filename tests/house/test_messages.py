@@ -355,7 +355,7 @@ REASONS = {
         " another target as a fallback, or move its rule up",
     ),
     "absent": (
-        """plan(TREE, MESH, paths=PathRules(MISSPELLED, axes=["datta"]))["embed"]""",
+        """plan(TREE, MESH, paths=PathRules(MISSPELLED, mesh_axes=["datta"]))["embed"]""",
         "dim 0: the mesh has no axis `datta`; add the axis to the mesh, or drop it"
         " from the rule",
     ),
@@ -365,9 +365,9 @@ REASONS = {
         " shard it",
     ),
     "skipped": (
-        """planned(("norm", fsdp("data", skip=0)))["decoder/norm"]""",
+        """planned(("norm", fsdp("data", skip_dims=0)))["decoder/norm"]""",
         "`fsdp(data)` may shard no dimension of the array, since it skips dim 0"
-        " (`skip`, stacked layers, or a name that is replicated); put a rule with the"
+        " (`skip_dims`, stacked layers, or a name that is replicated); put a rule with the"
         " target `replicate` before it if the array is to be whole",
     ),
     "unmatched": (

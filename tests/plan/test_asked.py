@@ -127,7 +127,7 @@ class Layers(eqx.Module):
 def strategies_(draw: Any) -> Any:
     axes = draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(1, 2))]
     skip = draw(st.sets(st.integers(0, 4)))
-    return fsdp(axes, draw(st.sampled_from([0, 0, 0, 8, 4096])), skip=skip)
+    return fsdp(axes, draw(st.sampled_from([0, 0, 0, 8, 4096])), skip_dims=skip)
 
 
 @st.composite
@@ -135,7 +135,9 @@ def axis_rules(draw: Any) -> AxisRules:
     pairs = draw(st.lists(st.tuples(st.sampled_from(NAMES[:-1]), TARGETS), max_size=8))
     declared = [(name, None) for name in NAMES[:-1]]
     return AxisRules(
-        [*pairs, *declared], units={"heads": draw(st.sampled_from([1, 2, 4]))}, axes="c"
+        [*pairs, *declared],
+        units={"heads": draw(st.sampled_from([1, 2, 4]))},
+        mesh_axes="c",
     )
 
 
@@ -197,7 +199,7 @@ def test_a_rule_that_is_not_followed_has_a_reason(
     target, shape, wishes, rules = request_
     leaf = jax.ShapeDtypeStruct(shape, dtype)
     tree = Layers(leaf) if is_stacked else {"w": leaf}
-    paths = PathRules([("w", target)], axes="abc")
+    paths = PathRules([("w", target)], mesh_axes="abc")
     given_ = {"paths": paths, "axes": rules, "min_bytes": min_bytes}
     made = planned(tree, MeshSpec(sizes), **given_)
     if not shape:
@@ -219,7 +221,7 @@ def test_each_strategy_has_a_reason_on_each_shape(sizes):
     for axes, first, skip in itertools.product(
         ["a", "b", "c", "ab"], [P(), P("a")], SKIPS
     ):
-        target = first | fsdp(tuple(axes), skip=skip)
+        target = first | fsdp(tuple(axes), skip_dims=skip)
         made = planned(tree, mesh, paths=PathRules([("", target)]))
         wishes = [*wishes_of_spec(first), *(Wish(None, ((axis,),)) for axis in axes)]
         for leaf in made.leaves:
@@ -244,7 +246,7 @@ def test_axes_of_over_that_do_not_fit_have_a_reason(shape, base, sizes, over):
 
 
 def test_an_absent_axis_of_over_has_a_reason():
-    axes = AxisRules([("embed", "a")], axes=["c"])
+    axes = AxisRules([("embed", "a")], mesh_axes=["c"])
     leaf = jax.ShapeDtypeStruct((8, 8), "float32")
     names = {"w": ("embed", None)}
     params = plan({"w": leaf}, MeshSpec({"a": 2, "b": 2}), names=names, axes=axes)

@@ -257,7 +257,7 @@ PLANTED: list[tuple[str, Callable[[], dict[str, Any]]]] = [
     (
         "replicated embed",
         lambda: by_path(
-            (r"embed$", fsdp("fsdp", skip=(0, 1))),
+            (r"embed$", fsdp("fsdp", skip_dims=(0, 1))),
             rules=without(RULES, 2),
             replicated_bytes=2**18,
         ),
