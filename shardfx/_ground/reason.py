@@ -4,6 +4,7 @@ than requested, and a `Decision` is a PartitionSpec with its reasons.
 
 import dataclasses
 import enum
+import math
 
 from jax.sharding import PartitionSpec
 
@@ -53,6 +54,9 @@ class Code(enum.Enum):
         " (`skip_dims`, stacked layers, or a name that is replicated); put a rule with the"
         " target `replicate` before it if the array is to be whole"
     )
+    unaligned = (
+        "{what}; give the array a spec of its own with `plan.replace(path, spec)`"
+    )
     scalar = "{what} has nothing to shard; no rule is needed"
 
     def __repr__(self) -> str:
@@ -82,7 +86,7 @@ class Code(enum.Enum):
         """Whether the request itself has the cause, so that it is the same on every
         mesh.
         """
-        return self in (Code.scalar, Code.unmatched)
+        return self in (Code.scalar, Code.unmatched, Code.unaligned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +140,14 @@ def reason_for(
     return Reason(code, dim, axes, code.value.format(**values))
 
 
-# The reason of an array that no mesh axis could shard.
-SCALAR = reason_for(Code.scalar, None, what="an array of rank 0")
+def nothing_to_shard(shape: tuple[int, ...]) -> Reason:
+    """The reason of an array of at most one element, which no mesh axis could shard."""
+    what = (
+        "an array of one element" if math.prod(shape) else "an array without elements"
+    )
+    if not shape:
+        what = "an array of rank 0"
+    return reason_for(Code.scalar, None, what=what)
 
 
 def refined_reasons(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:

@@ -6,6 +6,7 @@ No other folder decides how an array is sharded. This one may import `_rules`,
 device, so it can plan for a mesh of devices that this machine lacks.
 """
 
+from .aligning import correspondences
 from .compared import OTHER_TREES, Pair, differences, pairs, plan_lines, report
 from .complaints import (
     Draft,
@@ -21,7 +22,7 @@ from .complaints import (
 )
 from .content import Content, Group, aligned, rows_of
 from .decide import Request, correct, shard_over
-from .following import corresponding, follow
+from .following import follow
 from .leaf import (
     MEMORY_KINDS,
     LeafPlan,

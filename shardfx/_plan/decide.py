@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
-from .._ground.reason import Code, Decision, Reason, reason_for
+from .._ground.reason import Code, Decision, Reason, nothing_to_shard, reason_for
 from .._ground.spec import (
     UNCONSTRAINED,
     DType,
@@ -649,8 +649,9 @@ def shard_over(
     asked = tuple(axis for axis in over.axes if axis not in used)
     free, reasons = _free(asked, None, sizes, ())
     free = tuple(axis for axis in free if sizes[axis] > 1)
-    if free and not math.prod(shape):
-        reasons.append(reason_for(Code.scalar, None, what="an array without elements"))
+    if free and math.prod(shape) <= 1:
+        is_told = any(why.code.is_expected for why in request.reasons)
+        reasons += [] if is_told else [nothing_to_shard(shape)]
         free = ()
     if free and (small := _too_small(leaf, free, over.min_bytes)):
         reasons += small

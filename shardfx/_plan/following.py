@@ -4,6 +4,7 @@ optimizer's state, gradients, statistics, adapters or scales.
 
 import contextlib
 import dataclasses
+import functools as ft
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -11,15 +12,31 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
-from .._ground.reason import SCALAR, Code, reason_for
-from .._ground.spec import canonical, constrained, entries_of, trimmed
-from .._ground.text import between_numbers
-from .._ground.tree import flatten
+from .._ground.reason import Code, nothing_to_shard, reason_for
+from .._ground.spec import (
+    array_bytes,
+    canonical,
+    constrained,
+    entries_of,
+)
+from .._ground.tree import Flat, flatten
 from .._rules import AxisRules, Matcher, PathRules, Strategy, check_rules, fsdp, near
+from .aligning import Dims, correspondences
+from .bases import (
+    adapters_by_base,
+    agreed,
+    at_dims,
+    base_path,
+    matcher_of_bases,
+    request_from_base,
+    spec_at,
+    starred,
+    unaligned,
+)
 from .complaints import (
     Draft,
     raise_absent,
@@ -65,7 +82,9 @@ def follow(
     contained in the path of the result, at its end or before other names
     (`param_states/<path>/m`). The result is sharded like that array if it has the same
     shape, some of its dimensions, or more leading dimensions, such as a history; these
-    are not sharded. Path rules shard other arrays.
+    are not sharded. Dimensions that may be several ones of that array, which have equal
+    sizes, are not sharded where they would be so differently, with a reason. Path rules
+    shard other arrays.
 
     **Arguments:**
 
@@ -88,13 +107,13 @@ def follow(
       array's path counts.
     - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that turn the
       path of an adapter into the path
-        of its base array: `("lora_[ab]$", "weight")`. Each dimension that the adapter
-        shares with its base is sharded as in the base. The dimension of the rank is not
-        sharded.
+        of its base array: `("lora_[ab]$", "weight")`. The dimension of the rank, which
+        both adapters of a base share, is not sharded. The others are the first or the
+        last of the base, and are sharded as these.
     - `scales`: pairs like those of `adapters`, for the scales of quantised arrays. A
-      dimension of a scale has one
-        element for each block of the base's elements. It is sharded as in the base if
-        each device holds whole blocks.
+      scale has all dimensions of its base,
+        the first or the last. A dimension has one element for each block of the base's
+        elements. It is sharded as in the base if each device holds whole blocks.
     - `unused`: "raise" makes each item of `paths`, `memory_kinds`, `adapters` and
       `scales` that applies to no array an
         error; "allow" accepts it.
@@ -140,12 +159,20 @@ def follow(
     kinds, known = kinds_matcher(memory_kinds), plan.axes if axes is None else axes
     by_path = Matcher(PathRules(()) if paths is None else paths)
     pairs = {"adapters": adapters, "scales": scales}
-    bases = {what: _matcher_of_bases(given) for what, given in pairs.items()}
+    bases = {what: matcher_of_bases(given) for what, given in pairs.items()}
     made, refused = _evaluated(init, plan, args)
     flat = flatten(made)
     raise_repeated(flat)
     follower = _Follower(
-        plan, axes_of(plan.mesh), by_path, bases, known, _axes_over(over, plan), refused
+        plan=plan,
+        mesh=axes_of(plan.mesh),
+        paths=by_path,
+        bases=bases,
+        axes=known,
+        over=_axes_over(over, plan),
+        refused=refused,
+        adapters=adapters_by_base(bases["adapters"], flat),
+        constants=_ConstantPaths(init, (plan, *args), flat),
     )
     rows, index = [], []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
@@ -176,19 +203,6 @@ def follow(
     path_tree = PathTree(flat.paths, flat.treedef)
     return ShardPlan(
         content.replaced(axes=resolving, rows=rows, index=index, path_tree=path_tree)
-    )
-
-
-def _matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
-    """Returns path rules from `pairs` of a regex and a replacement. A rule's target is
-    `(replacement,)`. The replacement turns the path of an adapter or a scale into the
-    path of the array that it belongs to.
-    """
-    return Matcher(
-        PathRules(
-            pair if isinstance(pair, str) else (pair[0], tuple(pair[1:]))
-            for pair in pairs
-        )
     )
 
 
@@ -248,22 +262,19 @@ def _evaluated(
     return _shapes(init, given, *last), refused
 
 
-def _shapes(
-    init: Callable[..., object],
-    args: tuple[object, ...],
-    mesh: AbstractMesh | None,
-    other: object,
-) -> PyTree:
-    """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on
-    `mesh` unless it is `None`. In the call, the tree that a plan describes replaces
-    each plan in `args`: structs, with `other` at leaves that are no arrays.
+def _structs(
+    args: tuple[object, ...], mesh: AbstractMesh | None, other: object
+) -> list[Any]:
+    """Returns `args`, with the tree that a plan describes in the place of each plan:
+    structs, with shardings on `mesh` unless it is `None`, and `other` at leaves that
+    are no arrays.
     """
 
     def struct(row: Row) -> jax.ShapeDtypeStruct:
         sharding = None if mesh is None else NamedSharding(mesh, constrained(row.spec))
         return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
 
-    structs = [
+    return [
         (
             arg.content.tree(list(map(struct, arg.content.rows)), other)
             if isinstance(arg, ShardPlan)
@@ -271,6 +282,18 @@ def _shapes(
         )
         for arg in args
     ]
+
+
+def _shapes(
+    init: Callable[..., object],
+    args: tuple[object, ...],
+    mesh: AbstractMesh | None,
+    other: object,
+) -> PyTree:
+    """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on
+    `mesh` unless it is `None`. In the call, `_structs` replaces the plans in `args`.
+    """
+    structs = _structs(args, mesh, other)
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
     with (
         contextlib.nullcontext()
@@ -292,6 +315,30 @@ def _shapes(
 
 
 @dataclasses.dataclass
+class _ConstantPaths:
+    """The paths of the arrays in `flat`, the result of `init(*args)`, that are constants
+    of its program: their values do not depend on the planned tree.
+    """
+
+    init: Callable[..., object]
+    args: tuple[object, ...]
+    flat: Flat
+
+    @ft.cached_property
+    def found(self) -> frozenset[str]:
+        # A second trace is worth it only for the text of a reason.
+        structs = _structs(self.args, None, None)
+        jaxpr = eqx.filter_make_jaxpr(self.init)(*structs)[0].jaxpr
+        columns = zip(self.flat.paths, self.flat.is_array, strict=True)
+        paths = [path for path, shaped in columns if shaped]
+        if len(paths) != len(jaxpr.outvars):
+            return frozenset()
+        constants = {id(variable) for variable in jaxpr.constvars}
+        pairs = zip(paths, jaxpr.outvars, strict=True)
+        return frozenset(path for path, variable in pairs if id(variable) in constants)
+
+
+@dataclasses.dataclass
 class _Follower:
     """The arguments of one call of `follow`, and the errors of the arrays that it has
     planned.
@@ -299,6 +346,8 @@ class _Follower:
     - `bases`: for "adapters" and "scales", the regexes and replacements that make the
       path of the base array.
     - `refused`: why JAX cannot propagate shardings through `init`; "" if it can.
+    - `adapters`: the shapes of the adapters of each base, by the base's path.
+    - `constants`: the paths of the constants that `init` returns.
     - `open`: the paths of arrays that follow no planned array.
     - `errors`: pairs of an array's path and the error for it.
     - `strict`: if the plan is strict, the path and the plan of each array, to be
@@ -313,6 +362,8 @@ class _Follower:
     axes: AxisRules | None
     over: Strategy | None
     refused: str
+    adapters: dict[str, list[tuple[int, ...]]]
+    constants: _ConstantPaths
     open: dict[str, None] = dataclasses.field(default_factory=dict)
     errors: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     strict: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
@@ -336,15 +387,16 @@ class _Follower:
 
     def request(self, path: str, leaf: Any) -> Request:
         shape = tuple(leaf.shape)
-        if not shape:
-            return NOTHING._replace(reasons=(SCALAR,))
         for what, matcher in self.bases.items():
             number = matcher.first(path)
-            if number is not None:
-                name = matcher.patterns[number].sub(matcher.rules[number][1][0], path)
-                return _request_from_base(
-                    f"{what}[{number}]", name, shape, self.plan, what == "scales"
-                )
+            if number is not None and shape:
+                entry = f"{what}[{number}]"
+                base = self.base(entry, matcher, number, path)
+                partners = None if what == "scales" else self.partners(base.path, shape)
+                return request_from_base(entry, base, shape, partners)
+        if not shape:
+            self.paths.first(path)  # a rule for scalars alone is in use, too
+            return NOTHING._replace(reasons=(nothing_to_shard(shape),))
         found = _request_from_source(path, leaf, self.plan)
         if found is not None:
             return found
@@ -355,6 +407,11 @@ class _Follower:
             return request_of_target(
                 target, path, leaf, rule, self.axes, self.plan.mode
             )
+        if math.prod(shape) <= 1:
+            return NOTHING._replace(reasons=(nothing_to_shard(shape),))
+        if self.is_constant(path, leaf):
+            reason = reason_for(Code.scalar, None, what="a constant of `init`")
+            return NOTHING._replace(reasons=(reason,))
         if self.over is not None:
             return NOTHING
         why = (
@@ -369,53 +426,39 @@ class _Follower:
         )
         return NOTHING._replace(reasons=(reason_for(Code.unmatched, None, what=what),))
 
+    def base(self, entry: str, matcher: Matcher, number: int, path: str) -> LeafPlan:
+        """Returns the planned array to which the array at `path` belongs by the rule
+        `number` of `matcher`. `entry` names the rule in messages.
+        """
+        planned = self.plan.content.by_path
+        its_path = base_path(matcher, number, path)
+        base = planned.get(its_path)
+        if base is None:
+            raise RuleError(
+                f"`{entry}` makes `{its_path}` of this path, and the plan has no such"
+                f" array{near(its_path, list(planned))}; give the path of the base"
+                " array."
+            )
+        return base
 
-# For each dimension of an array, the corresponding dimension of the planned array that
-# it follows; `None` for none.
-Dims = tuple[int | None, ...]
+    def partners(self, base_path: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """Returns the shapes of the other adapters of a base, one of which has the
+        shape `shape` itself.
+        """
+        others = [*self.adapters[base_path]]
+        others.remove(shape)
+        return tuple(others)
+
+    def is_constant(self, path: str, leaf: Any) -> bool:
+        """Whether `init` returns the same few values for all arrays, such as the
+        coefficients of Muon.
+        """
+        size = array_bytes(tuple(leaf.shape), leaf.dtype)
+        return size <= _FEW_BYTES and path in self.constants.found
 
 
-def _request_from_base(
-    entry: str, path: str, shape: tuple[int, ...], plan: ShardPlan, in_blocks: bool
-) -> Request:
-    """Returns the request of an adapter or a scale with the shape `shape`. The planned
-    array at `path` is its base.
-
-    A dimension is sharded as the dimension of the base with the same index, counted
-    from the front or from the back, if their sizes are equal. With `in_blocks`, the
-    size of the base's dimension may also be a multiple: each element of a scale belongs
-    to a block of the base. `entry` names the item of `adapters` or `scales` in
-    messages.
-    """
-    planned = plan.content.by_path
-    base = planned.get(path)
-    if base is None:
-        raise RuleError(
-            f"`{entry}` makes `{path}` of this path, and the plan has no such"
-            f" array{near(path, list(planned))}; give the path of the base array."
-        )
-    taken: list[int | None] = []
-    for dim, size in enumerate(shape):
-        places = [
-            at
-            for at in (dim, dim - len(shape) + len(base.shape))
-            if 0 <= at < len(base.shape)
-        ]
-        pairs = [(at, base.shape[at]) for at in places if at not in taken]
-        fits = [
-            at
-            for at, whole in pairs
-            if whole == size or (in_blocks and size > 1 and whole % size == 0)
-        ]
-        taken.append(fits[0] if fits else None)
-    return Request(
-        None,
-        _spec_at(base, tuple(taken)),
-        f"{entry} of `{_starred(base.path)}`",
-        None,
-        (),
-        (),
-    )
+# A constant of fewer bytes has nothing to shard; a larger one may need a rule.
+_FEW_BYTES = 1024
 
 
 def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
@@ -425,100 +468,61 @@ def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | Non
     If JAX propagated none, it is the sharding of the planned array that the struct
     follows by its path. If it follows none, the result is `None`.
     """
-    names = units = namesake = None
-    source, dims = _source(path, tuple(leaf.shape), plan)
-    if source is not None:
-        names, units, namesake = (
-            _at_dims(source.names, dims),
-            _at_dims(source.units, dims, 1),
-            _spec_at(source, dims),
-        )
-    if isinstance(leaf.sharding, NamedSharding) and entries_of(
+    shape = tuple(leaf.shape)
+    source, choices = _source(path, shape, plan)
+    specs = [] if source is None else [spec_at(source, dims) for dims in choices]
+    is_propagated = isinstance(leaf.sharding, NamedSharding) and entries_of(
         canonical(leaf.sharding.spec)
-    ):
+    )
+    if is_propagated:
         spec, rule = canonical(leaf.sharding.spec), "the sharding that `init` gives it"
-        # The array may be transposed: then its dimensions do not correspond to those of
-        # the array in its path.
-        same = spec == namesake
-        return Request(
-            names if same else None, spec, rule, units if same else None, (), ()
-        )
-    if source is None or namesake is None:
+    elif source is not None:
+        spec, rule = specs[0], f"path and shape of `{starred(source.path)}`"
+    else:
         return None
+    if source is None:
+        return Request(None, spec, rule, None, (), ())
+    if not is_propagated and len(set(specs)) > 1:
+        spec = agreed(specs, len(shape))
+        why = unaligned(source, shape, choices, spec)
+        return Request(None, spec, rule, None, (), (why,))
+    # The array may be transposed: then its dimensions do not correspond to those of
+    # the array in its path.
+    names = {at_dims(source.names, dims) for dims in choices}
+    units = {at_dims(source.units, dims, 1) for dims in choices}
+    is_same = set(specs) == {spec} and len(names) == len(units) == 1
     return Request(
-        names, namesake, f"path and shape of `{_starred(source.path)}`", units, (), ()
+        names.pop() if is_same else None,
+        spec,
+        rule,
+        units.pop() if is_same else None,
+        (),
+        (),
     )
 
 
 def _source(
     path: str, shape: tuple[int, ...], plan: ShardPlan
-) -> tuple[LeafPlan | None, Dims]:
+) -> tuple[LeafPlan | None, list[Dims]]:
     """Returns the planned array that an array with this path and shape follows, and
-    which of its dimensions correspond to those of `shape`. If there is none, the result
-    is `(None, ())`.
+    the ways in which its dimensions may correspond to those of `shape`. If there is
+    none, the result is `(None, [])`.
 
     It is the array whose path is the longest suffix of `path`. If there is none, it is
     an array whose path is inside of `path`: the one that ends last, and of several such
-    ones the longest. Its shape must correspond to `shape`.
+    ones the longest. Its shape must correspond to `shape`; arrays for which it does so
+    in one way come first.
     """
     planned = plan.content.by_path
     parts = path.split("/")
+    doubtful: tuple[LeafPlan | None, list[Dims]] = None, []
     for stop in range(len(parts), 0, -1):
         # Only a suffix may be empty: the path of a tree that is one array.
         for start in range(stop if stop < len(parts) else stop + 1):
             leaf = planned.get("/".join(parts[start:stop]))
-            kept = None if leaf is None else corresponding(leaf.shape, shape)
-            if kept is not None:
-                return leaf, kept
-    return None, ()
-
-
-def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> Dims | None:
-    """Returns how the dimensions of `shape` correspond to those of an array of the
-    shape `planned`.
-
-    `shape` may lack dimensions of `planned`: for `planned` (8, 4), (4,) gives (1,). It
-    may also have more leading dimensions, such as a history: (3, 8, 4) gives (None, 0,
-    1). Shapes that match in no or several ways give `None`.
-    """
-    more = len(shape) - len(planned)
-    if more > 0:
-        return (
-            (*[None] * more, *range(len(planned)))
-            if planned and shape[more:] == planned
-            else None
-        )
-    choices = itertools.combinations(range(len(planned)), len(shape))
-    kept = [
-        dims
-        for dims in choices
-        if all(planned[dim] == size for dim, size in zip(dims, shape, strict=True))
-    ]
-    return kept[0] if len(kept) == 1 else None
-
-
-def _at_dims(
-    values: tuple[object, ...] | None, dims: Dims, other: object = None
-) -> Any:
-    """Returns `values[dim]` for each of `dims`, or `other` if `dim` is `None` or beyond
-    the end of `values`. The result is `None` if `values` is `None`.
-    """
-    if values is None:
-        return None
-    return tuple(
-        other if dim is None or dim >= len(values) else values[dim] for dim in dims
-    )
-
-
-def _spec_at(leaf: LeafPlan, dims: Dims) -> PartitionSpec:
-    """Returns the spec of an array with the dimensions `dims` that is sharded like the
-    planned array `leaf`.
-    """
-    return trimmed(_at_dims(entries_of(constrained(leaf.spec)), dims))
-
-
-def _starred(path: str) -> str:
-    """Returns `path` with `*` for its numbers, so that the arrays of repeated layers
-    have equal plans.
-    """
-    return "*".join(between_numbers(path))
+            choices = [] if leaf is None else correspondences(leaf.shape, shape)
+            if len(choices) == 1:
+                return leaf, choices
+            if choices and doubtful[0] is None:
+                doubtful = leaf, choices
+    return doubtful

@@ -14,7 +14,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
-from .._ground.reason import SCALAR, Code, Decision, reason_for, refined_reasons
+from .._ground.reason import (
+    Code,
+    Decision,
+    nothing_to_shard,
+    reason_for,
+    refined_reasons,
+)
 from .._ground.spec import DType, shard_counts
 from .._ground.tree import Flat, flatten
 from .._rules import AxisRules, Matcher, PathRules, check_rules
@@ -358,7 +364,7 @@ class _Planner:
             )
         rule = None if number is None else self.paths.text(number)
         if not leaf.shape:
-            return NOTHING._replace(rule=rule, reasons=(SCALAR,))
+            return NOTHING._replace(rule=rule, reasons=(nothing_to_shard(()),))
         if number is None or rule is None:
             return NOTHING._replace(
                 reasons=(reason_for(Code.unmatched, None, what="the array"),)

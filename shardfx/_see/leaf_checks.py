@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from .._ground.reason import Code, Reason
 from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, trimmed
 from .._ground.text import between_numbers, bytes_text, plural, spec_text, together
-from .._plan import Group, Request, Row, corresponding, shard_over
+from .._plan import Group, Request, Row, correspondences, shard_over
 from .._rules import axes_of_target, fsdp
 from .finding import Finding, Severity
 from .subject import Subject, code_of, rule_of
@@ -380,15 +380,18 @@ def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
             known.get("/".join(parts[at:])),
             known.get("/".join(parts[at:-1])),
         ):
-            dims = (
-                None
-                if param is None or not shape
-                else corresponding(param.shape, shape)
-            )
-            if param is not None and dims is not None:
-                entries = entries_at(param.spec, len(param.shape))
-                spec = trimmed([None if dim is None else entries[dim] for dim in dims])
-                return _State(root, group, param, spec, len(shape) >= len(param.shape))
+            if param is None or not shape:
+                continue
+            entries = entries_at(param.spec, len(param.shape))
+            specs = {
+                trimmed([None if dim is None else entries[dim] for dim in dims])
+                for dims in correspondences(param.shape, shape)
+            }
+            # Dimensions of equal sizes may be sharded differently: then nothing says
+            # what the state follows.
+            if len(specs) == 1:
+                is_whole = len(shape) >= len(param.shape)
+                return _State(root, group, param, specs.pop(), is_whole)
     return None
 
 

@@ -375,6 +375,13 @@ REASONS = {
         "no rule covers the array, so it is replicated; add a rule for it (target"
         " `None` if that is what you want)",
     ),
+    "unaligned": (
+        """follow(lambda tree: {"norm": jnp.ones(64)}, plan({"w": jnp.ones((64, 64))},
+        MESH, paths=PathRules.parse("w->data")), scales=[("norm", "w")])["norm"]""",
+        "the dimensions of shape (64,) may be those numbered (0) or (1) of `w`, shape"
+        " (64, 64), so only axes on which these agree are used; give the array a spec"
+        " of its own with `plan.replace(path, spec)`",
+    ),
     "scalar": (
         """planned()["step"]""",
         "an array of rank 0 has nothing to shard; no rule is needed",

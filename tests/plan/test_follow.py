@@ -503,7 +503,7 @@ STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
         ("history", "0/diff_params_memory/a/w", P(None, "fsdp", "tensor"), ""),
         ("below", "param_states/a/w/m", P("fsdp", "tensor"), ""),
         ("below", "param_states/a/w/v_row", P("fsdp"), ""),
-        ("below", "param_states/a/b/v", P(), "follows no planned one"),
+        ("below", "param_states/a/b/v", P(), "one element has nothing to shard"),
         ("shape", "a/w/y", P(), "follows no planned one"),
         ("bare", "0/projector/a/w", P(), "`follow(..., paths=...)`"),
         (
@@ -546,7 +546,7 @@ STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
         ("adapters", "o/a", P("fsdp"), ""),
         ("adapters", "o/b", P(), ""),
         ("scales", "q/scale", P(None, "fsdp", "tensor"), ""),  # blocks of 8 x 64
-        ("scales", "o/scale", P("fsdp"), ""),
+        ("scales", "o/scale", P(), "may be those numbered (0) or (1)"),
         ("scales", "o/all", P(), "rank 0"),
         # Two blocks of 32 rows on four devices.
         (

@@ -1,0 +1,276 @@
+"""Finds how the dimensions of an array correspond to those of the planned array that
+it belongs to: of a state to its parameter, of an adapter or a scale to its base.
+
+Position comes first: the first dimensions of one are the first of the other, or the
+last are the last. Sizes only say which positions are possible. Where several are, all
+are returned, and the caller says so.
+"""
+
+import functools as ft
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+Shape = tuple[int, ...]
+# For each dimension of an array, the corresponding dimension of the planned array that
+# it follows; `None` for none.
+Dims = tuple[int | None, ...]
+
+
+class Reading(NamedTuple):
+    """One way in which the dimensions of an array may correspond to those of its base.
+
+    **Arguments:**
+
+    - `dims`: the corresponding dimension of the base, for each dimension.
+    - `rank`: the dimension that is the rank of an adapter; `None` if there is none.
+    """
+
+    dims: Dims
+    rank: int | None = None
+
+    @property
+    def base_dims(self) -> tuple[int, ...]:
+        """The dimensions of the base that correspond to one of the array."""
+        return tuple(dim for dim in self.dims if dim is not None)
+
+
+def correspondences(planned: Shape, shape: Shape) -> list[Dims]:
+    """The ways in which the dimensions of `shape` correspond to those of an array of
+    the shape `planned`, such as a parameter of which `shape` is a state.
+
+    `shape` may lack dimensions of `planned`: for `planned` (8, 4), (4,) gives (1,). It
+    may also have more leading dimensions, such as a history: (3, 8, 4) gives (None, 0,
+    1). Shapes that do not match give no way.
+    """
+    if len(shape) > len(planned):
+        extra = len(shape) - len(planned)
+        is_history = bool(planned) and shape[extra:] == planned
+        return [(*[None] * extra, *range(len(planned)))] if is_history else []
+    return [
+        dims
+        for dims in itertools.combinations(range(len(planned)), len(shape))
+        if tuple(planned[dim] for dim in dims) == shape
+    ]
+
+
+@ft.lru_cache(maxsize=4096)
+def adapter_readings(
+    base: Shape, shape: Shape, partners: tuple[Shape, ...]
+) -> tuple[Reading, ...]:
+    """The ways to read the dimensions of an adapter.
+
+    One dimension is the rank. The dimensions before it are the first of the base, those
+    after it are its last, or one of both. `partners` are the shapes of the other
+    adapters of this base. The other half of the pair has the same rank, and the dimensions that
+    this one lacks; first dimensions that both have are those of a stack. Readings with
+    such a partner come before all others.
+    """
+    ranked = _ranked(base, shape)
+    paired = tuple(
+        reading
+        for reading in ranked
+        if any(_is_half_of(base, reading, shape, partner) for partner in partners)
+    )
+    if paired:
+        return paired
+    whole = _split(base, shape, _equal) or _split(base, shape, _kept)
+    is_beside_a_pair = any(
+        _is_half_of(base, reading, partner, other)
+        for partner, other in itertools.combinations(partners, 2)
+        for reading in _ranked(base, partner)
+    )
+    if is_beside_a_pair and whole:
+        # Such as the magnitudes of DoRA, which have no rank.
+        return whole
+    low = tuple(reading for reading in ranked if _is_low(base, shape, reading))
+    return (
+        (*(low or ranked), *whole)
+        or _anywhere(base, shape, _kept)
+        or _ranked_anywhere(base, shape)
+        or _by_place(base, shape)
+    )
+
+
+@ft.lru_cache(maxsize=4096)
+def scale_readings(base: Shape, shape: Shape) -> tuple[Reading, ...]:
+    """The ways to read the dimensions of a scale, each of whose elements belongs to a
+    block of the base's elements.
+
+    With all dimensions of the base, each corresponds to the one at its place. A scale
+    with fewer has the first or the last dimensions of the base. Dimensions of equal
+    sizes come before blocks, and neighbours at an end before others.
+    """
+    if len(shape) == len(base):
+        return (Reading(tuple(range(len(base)))),)
+    if len(shape) > len(base):
+        return _with_extra(base, shape)
+    for fits in (_equal, _kept, _in_blocks):
+        readings = _split(base, shape, fits) or _anywhere(base, shape, fits)
+        if readings:
+            return _with_most_equal(base, shape, readings)
+    return ()
+
+
+def _equal(whole: int, size: int) -> bool:
+    return size == whole
+
+
+def _kept(whole: int, size: int) -> bool:
+    """Whether a dimension is one of size `whole`, or was reduced to size 1."""
+    return size in (1, whole)
+
+
+def _in_blocks(whole: int, size: int) -> bool:
+    """Whether `size` elements may each be for a block of a dimension of size `whole`."""
+    return size == 1 or (size > 0 and whole % size == 0)
+
+
+def _is_equal(
+    base: Shape,
+    dims: Sequence[int],
+    shape: Shape,
+    fits: Callable[[int, int], bool] = _equal,
+) -> bool:
+    return all(fits(base[dim], size) for dim, size in zip(dims, shape, strict=True))
+
+
+def _split(
+    base: Shape, shape: Shape, fits: Callable[[int, int], bool]
+) -> tuple[Reading, ...]:
+    """The readings under which the dimensions of `shape` are the first and the last of
+    the base, in any number of each.
+    """
+    count, skipped = len(shape), len(base) - len(shape)
+    if skipped < 0:
+        return ()
+    readings = []
+    for front in range(count + 1):
+        dims = (*range(front), *range(front + skipped, len(base)))
+        if _is_equal(base, dims, shape, fits):
+            readings.append(Reading(dims))
+    return tuple(dict.fromkeys(readings))
+
+
+def _anywhere(
+    base: Shape, shape: Shape, fits: Callable[[int, int], bool]
+) -> tuple[Reading, ...]:
+    """The readings under which the dimensions of `shape` are any of the base, in their
+    order.
+    """
+    return tuple(
+        Reading(dims)
+        for dims in itertools.combinations(range(len(base)), len(shape))
+        if _is_equal(base, dims, shape, fits)
+    )
+
+
+def _ranked(base: Shape, shape: Shape) -> tuple[Reading, ...]:
+    """The readings of an adapter under which one dimension is the rank, and those
+    around it are the first and the last of the base.
+
+    An adapter may have more leading dimensions than its base, such as one for many
+    adapters in one array; these correspond to none.
+    """
+    for extra, fits in itertools.product(range(len(shape) - 1), (_equal, _kept)):
+        inner = shape[extra:]
+        readings = []
+        for rank in range(len(inner)):
+            others = (*inner[:rank], *inner[rank + 1 :])
+            skipped = len(base) - len(others)
+            if skipped < 1:
+                continue
+            front, back = range(rank), range(rank + skipped, len(base))
+            if _is_equal(base, (*front, *back), others, fits):
+                dims = (*[None] * extra, *front, None, *back)
+                readings.append(Reading(dims, extra + rank))
+        if readings:
+            return tuple(readings)
+    return ()
+
+
+def _ranked_anywhere(base: Shape, shape: Shape) -> tuple[Reading, ...]:
+    """The readings of an adapter under which one dimension is the rank, and the others
+    are any of the base, in their order: those of a base of experts that share it.
+    """
+    readings = []
+    for rank in range(len(shape)):
+        others = (*shape[:rank], *shape[rank + 1 :])
+        for reading in _anywhere(base, others, _equal) if others else ():
+            dims = (*reading.dims[:rank], None, *reading.dims[rank:])
+            readings.append(Reading(dims, rank))
+    return tuple(readings)
+
+
+def _by_place(base: Shape, shape: Shape) -> tuple[Reading, ...]:
+    """The reading under which each dimension is the one of the base with the same
+    index, counted from the front or else from the back, if their sizes are equal.
+    """
+    dims: list[int | None] = []
+    for index, size in enumerate(shape):
+        places = (index, index - len(shape) + len(base))
+        fitting = [
+            place
+            for place in places
+            if 0 <= place < len(base) and base[place] == size and place not in dims
+        ]
+        dims.append(fitting[0] if fitting else None)
+    is_found = any(dim is not None for dim in dims)
+    return (Reading(tuple(dims)),) if is_found else ()
+
+
+def _is_half_of(base: Shape, reading: Reading, shape: Shape, partner: Shape) -> bool:
+    """Whether an adapter and its `partner` are the halves of a product that has the
+    shape of the base: they share the rank, and of the base's dimensions only the first
+    ones, those of a stack.
+    """
+    for other in _ranked(base, partner):
+        if reading.rank is None or other.rank is None:
+            continue
+        shared = set(reading.base_dims) & set(other.base_dims)
+        both = set(reading.base_dims) | set(other.base_dims)
+        if (
+            shape[reading.rank] == partner[other.rank]
+            and both == set(range(len(base)))
+            and shared == set(range(len(shared)))
+        ):
+            return True
+    return False
+
+
+def _is_low(base: Shape, shape: Shape, reading: Reading) -> bool:
+    """Whether the rank is at most that of a matrix with the dimensions of the base that
+    the adapter has for rows, and the others for columns.
+    """
+    rows = math.prod(base[dim] for dim in reading.base_dims)
+    rank = 1 if reading.rank is None else shape[reading.rank]
+    return rank <= min(rows, math.prod(base) // max(rows, 1))
+
+
+def _with_extra(base: Shape, shape: Shape) -> tuple[Reading, ...]:
+    """The readings of a scale with more dimensions than its base: they come before or
+    after those of the base.
+    """
+    extra = len(shape) - len(base)
+    inner = tuple(range(len(base)))
+    readings = []
+    if _is_equal(base, inner, shape[extra:], _in_blocks):
+        readings.append(Reading((*[None] * extra, *inner)))
+    if _is_equal(base, inner, shape[: len(base)], _in_blocks):
+        readings.append(Reading((*inner, *[None] * extra)))
+    return _with_most_equal(base, shape, readings)
+
+
+def _with_most_equal(
+    base: Shape, shape: Shape, readings: Sequence[Reading]
+) -> tuple[Reading, ...]:
+    """Those of `readings` under which most dimensions have the size of the base's."""
+
+    def count(reading: Reading) -> int:
+        pairs = zip(reading.dims, shape, strict=True)
+        return sum(dim is not None and base[dim] == size != 1 for dim, size in pairs)
+
+    most = max(map(count, readings), default=0)
+    return tuple(reading for reading in readings if count(reading) == most)

@@ -1,0 +1,162 @@
+"""Requests of arrays that belong to a planned array: adapters and scales of a base, and
+states of a parameter.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._ground.reason import Code, Reason, reason_for
+from .._ground.spec import constrained, entries_at, entries_of, entry_axes, trimmed
+from .._ground.text import between_numbers
+from .._ground.tree import Flat
+from .._rules import Matcher, PathRules
+from .aligning import Dims, adapter_readings, scale_readings
+from .decide import Request
+from .leaf import LeafPlan
+
+
+def matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
+    """Returns path rules from `pairs` of a regex and a replacement. A rule's target is
+    `(replacement,)`. The replacement turns the path of an adapter or a scale into the
+    path of the array that it belongs to.
+    """
+    return Matcher(
+        PathRules(
+            pair if isinstance(pair, str) else (pair[0], tuple(pair[1:]))
+            for pair in pairs
+        )
+    )
+
+
+def base_path(matcher: Matcher, number: int, path: str) -> str:
+    """Returns the path of the array to which the array at `path` belongs by the rule
+    `number` of `matcher`.
+    """
+    return matcher.patterns[number].sub(matcher.rules[number][1][0], path)
+
+
+def adapters_by_base(matcher: Matcher, flat: Flat) -> dict[str, list[tuple[int, ...]]]:
+    """Returns the shapes of the adapters of each base, by the base's path."""
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
+        number = matcher.first(path) if shaped else None
+        if number is not None:
+            base = base_path(matcher, number, path)
+            shapes.setdefault(base, []).append(tuple(leaf.shape))
+    return shapes
+
+
+def request_from_base(
+    entry: str, base: LeafPlan, shape: tuple[int, ...], partners: tuple[Any, ...] | None
+) -> Request:
+    """Returns the request of an adapter or a scale of the planned array `base`.
+
+    `partners` are the shapes of the base's other adapters; `None` for a scale. `entry`
+    names the item of `adapters` or `scales` in messages.
+    """
+    if partners is None:
+        readings = scale_readings(base.shape, shape)
+    else:
+        readings = adapter_readings(base.shape, shape, partners)
+    lost: list[Reason] = []
+    requests = []
+    for reading in readings:
+        dims, reasons = _aligned(base, shape, reading.dims)
+        requests.append(spec_at(base, dims))
+        lost += reasons
+    spec = agreed(requests, len(shape))
+    if len(set(requests)) > 1 or not readings:
+        lost = [unaligned(base, shape, [reading.dims for reading in readings], spec)]
+    rule = f"{entry} of `{starred(base.path)}`"
+    reasons = tuple(why for why in lost if why.axes)
+    return Request(None, spec, rule, None, (), reasons)
+
+
+def _aligned(
+    base: LeafPlan, shape: tuple[int, ...], dims: Dims
+) -> tuple[Dims, list[Reason]]:
+    """Returns `dims` with `None` for the dimensions that are not sharded as the base's
+    dimension: those that were reduced to size 1, and those of a scale whose blocks are
+    no whole number. The latter have a reason.
+    """
+    entries = entries_at(base.spec, len(base.shape))
+    aligned: list[int | None] = []
+    reasons = []
+    for dim, (size, base_dim) in enumerate(zip(shape, dims, strict=True)):
+        whole = size if base_dim is None else base.shape[base_dim]
+        is_even = size > 0 and whole % size == 0
+        if base_dim is None or whole == size or (is_even and size > 1):
+            aligned.append(base_dim)
+            continue
+        aligned.append(None)
+        if not is_even:
+            what = (
+                f"{size} elements are not for whole blocks of dim {base_dim} of"
+                f" `{starred(base.path)}`, which has {whole}"
+            )
+            axes = entry_axes(entries[base_dim])
+            reasons.append(reason_for(Code.unaligned, dim, axes, what=what))
+    return tuple(aligned), reasons
+
+
+def agreed(specs: Sequence[PartitionSpec], rank: int) -> PartitionSpec:
+    """Returns the spec with the entries that all of `specs` have."""
+    columns = zip(*(entries_at(spec, rank) for spec in specs), strict=True)
+    agreed = [entries[0] if len(set(entries)) == 1 else None for entries in columns]
+    return trimmed(agreed)
+
+
+def unaligned(
+    base: LeafPlan, shape: tuple[int, ...], readings: Iterable[Dims], spec: Any
+) -> Reason:
+    """Returns the reason why an array of the shape `shape` has only the spec `spec`:
+    its dimensions may be several ones of `base`, by one of `readings`, or are none.
+    """
+    given = {axis for entry in entries_of(spec) for axis in entry_axes(entry)}
+    axes = tuple(
+        axis
+        for entry in entries_of(constrained(base.spec))
+        for axis in entry_axes(entry)
+        if axis not in given
+    )
+    texts = [
+        "(" + ", ".join("-" if dim is None else str(dim) for dim in dims) + ")"
+        for dims in readings
+    ]
+    owner = f"`{starred(base.path)}`, shape {base.shape}"
+    if texts:
+        ways = " or ".join(sorted(texts))
+        what = (
+            f"the dimensions of shape {shape} may be those numbered {ways} of {owner},"
+            " so only axes on which these agree are used"
+        )
+    else:
+        what = f"no dimension of shape {shape} is one of {owner}"
+    return reason_for(Code.unaligned, None, axes, what=what)
+
+
+def at_dims(values: tuple[object, ...] | None, dims: Dims, other: object = None) -> Any:
+    """Returns `values[dim]` for each of `dims`, or `other` if `dim` is `None` or beyond
+    the end of `values`. The result is `None` if `values` is `None`.
+    """
+    if values is None:
+        return None
+    return tuple(
+        other if dim is None or dim >= len(values) else values[dim] for dim in dims
+    )
+
+
+def spec_at(leaf: LeafPlan, dims: Dims) -> PartitionSpec:
+    """Returns the spec of an array with the dimensions `dims` that is sharded like the
+    planned array `leaf`.
+    """
+    return trimmed(at_dims(entries_of(constrained(leaf.spec)), dims))
+
+
+def starred(path: str) -> str:
+    """Returns `path` with `*` for its numbers, so that the arrays of repeated layers
+    have equal plans.
+    """
+    return "*".join(between_numbers(path))
