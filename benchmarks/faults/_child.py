@@ -70,7 +70,7 @@ def _flags() -> argparse.Namespace:
 def _answered(request: dict[str, Any], answer: Any) -> None:
     from ._data import from_json, to_json
     from ._draws import draw
-    from ._numbers import Prepared, outcome
+    from ._numbers import Prepared
 
     if "draw" in request:
         cases = draw(*request["draw"])
@@ -79,6 +79,13 @@ def _answered(request: dict[str, Any], answer: Any) -> None:
     ready: dict[str, Any] = {}
     for case in cases:
         answer({"case": to_json(case)})
+        if request.get("verify") == "first":
+            from ._verdicts import verdict
+
+            said = verdict(case)
+            if said["outcome"] in ("proved", "not judged"):
+                answer({"outcome": "not run", "verdict": said})
+                continue
         key = json.dumps(to_json(case)["program"])
         if key not in ready:
             try:
@@ -88,20 +95,28 @@ def _answered(request: dict[str, Any], answer: Any) -> None:
         if isinstance(ready[key], str):
             answer({"outcome": "refused", "message": ready[key]})
             continue
-        line = outcome(case, ready[key])
-        if request.get("mutations") and line["outcome"] == "right":
-            from ._mutations import mutated
+        answer(_compared(request, case, ready[key]))
 
-            line["mutated"] = mutated(case, request["mutations"], case.number)
-        if request.get("verify") and line["outcome"] in ("right", "wrong"):
-            from ._verdicts import verdict
 
-            line["verdict"] = verdict(case)
-        if request.get("explain") and line["outcome"] == "wrong":
-            from ._verdicts import explanation
+def _compared(request: dict[str, Any], case: Any, ready: Any) -> dict[str, Any]:
+    """The outcome of a case, with what the request asks for beside the numbers."""
+    from ._numbers import outcome
 
-            line |= explanation(case)
-        answer(line)
+    line = outcome(case, ready)
+    is_run = line["outcome"] in ("right", "wrong", "unstable")
+    if request.get("verify") and is_run:
+        from ._verdicts import verdict
+
+        line["verdict"] = verdict(case)
+    if request.get("explain") and line["outcome"] == "wrong":
+        from ._verdicts import explanation
+
+        line |= explanation(case)
+    if request.get("mutations") and line["outcome"] == "right":
+        from ._mutations import mutated
+
+        line["mutated"] = mutated(case, request["mutations"], case.number)
+    return line
 
 
 if __name__ == "__main__":

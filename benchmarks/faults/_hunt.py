@@ -82,11 +82,13 @@ def hunt(
     first: int = 0,
     layouts: int = 6,
     family: str | None = None,
-    verify: bool = False,
+    verify: str | None = None,
     records: Path | None = None,
 ) -> Tally:
     """Runs cases from number `first` on until the time is over.
 
+    With `verify="beside"`, `shardfx.testing.verify` judges each case that ran; with
+    "first", only what it refutes is run, so many more cases are judged for accusations.
     `records` gets each result as a line of JSON.
     """
     tally = Tally(seed=seed, first=first, last=first)

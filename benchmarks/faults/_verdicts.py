@@ -15,6 +15,8 @@ from ._values import arguments
 
 
 _OPCODE = re.compile(r"\(([\w-]+)\)")
+# The judge catches the errors of its rules. They are its faults all the same.
+_BROKEN = re.compile(r"^the rule of .* failed|^.* failed: \w+Error")
 _EQUATION = re.compile(r"first equation that differs: `([\w-]+)`")
 
 
@@ -54,6 +56,10 @@ def told(said: testing.Verdict) -> dict[str, Any]:
     }
     if said.refutations:
         data["refutation"] = _refutation(said.refutations[0])
+    broken = [cause.reason for cause in said.unjudged if _BROKEN.search(cause.reason)]
+    if broken:
+        data["outcome"] = "failed"
+        data["message"] = broken[0][:400]
     if said.unjudged:
         data["reasons"] = [cause.reason[:120] for cause in said.unjudged[:3]]
         data["unjudged"] = [cause.operation for cause in said.unjudged[:3]]

@@ -27,7 +27,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--family", help="only the layers of this family, such as attention")
     add("--python", default=sys.executable, help="an interpreter with another JAX")
     add("--gspmd", action="store_true", help="without Shardy, where JAX still can")
-    add("--verify", action="store_true", help="ask shardfx.testing.verify, too")
+    add(
+        "--verify",
+        nargs="?",
+        const="beside",
+        choices=("beside", "first"),
+        help="ask shardfx.testing.verify, too; first: and run only what it refutes",
+    )
     add("--minimise", type=float, default=60, help="seconds to shrink each failure")
     add("--mutations", type=int, help="mutate this many right programs instead")
     add("--replay", type=Path, help="run the cases of a results file again")
