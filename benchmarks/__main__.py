@@ -12,7 +12,7 @@ import jax
 from . import _machine, _plots, _report
 from ._progress import Progress
 from ._runner import Options, Record, run_suite
-from .faults import command as faults
+from .faults import _report as fault_report, command as faults
 
 
 FILES = {
@@ -64,6 +64,9 @@ def pages() -> dict[Path, str]:
             files, [_read(file) for file in sorted(RESULTS.glob("hands/*.json"))]
         )
     }
+    hunts = {name: data for name, data in read.items() if name.startswith("faults")}
+    if hunts:
+        made["benchmarks.md"] += "\n" + fault_report.section(hunts)
     made |= {name: drawn for name, (_, drawn) in _plots.plots(files).items()}
     return {DOCS / name: text for name, text in made.items()}
 

@@ -87,45 +87,49 @@ def explained(
 ) -> list[dict[str, Any]]:
     """The causes, most frequent first: each with its minimal case, the numbers of cases
     by operations, and whether XLA's default optimisations leave it wrong.
+
+    One case of each group is explained, and one case of each cause is minimised, which
+    takes at most `seconds`.
     """
-    causes: dict[str, dict[str, Any]] = {}
+    causes: dict[str, list[Group]] = {}
     optimised = Configuration(configuration.python, configuration.shardy, True)
     with Child(configuration) as child, Child(optimised) as default:
         for group in found:
-            symptom_text, name = group.key
-            progress(f"{name}: {symptom_text}, {len(group.results)} cases")
-            outcome = group.first.outcome
-
-            def fails(
-                case: Case,
-                child: Child = child,
-                outcome: Mapping[str, Any] = outcome,
-            ) -> bool:
-                return is_alike(once(child, case), outcome)
-
-            smallest, tried = minimised(from_json(group.first.case), fails, seconds)
-            told = once(child, smallest, explain=True)
-            cause = cause_of(told, symptom_text, smallest)
-            entry = causes.setdefault(
-                cause,
-                {
-                    "cause": cause,
-                    "cases": 0,
-                    "programs": {},
-                    "outcome": told,
-                    "error": told.get("error"),
-                    "refutation": told.get("refutation"),
-                    "equation": told.get("equation"),
-                    "message": outcome.get("message", "")[:300],
-                    "by default optimisations": once(default, smallest)["outcome"],
-                    "candidates tried": tried,
-                    "minimal": to_json(smallest),
-                    "first": group.first.case,
-                },
+            case = from_json(group.first.case)
+            told = once(child, case, explain=True)
+            cause = cause_of(told, group.key[0], case)
+            progress(f"{case.program.name}: {cause}, {len(group.results)} cases")
+            causes.setdefault(cause, []).append(group)
+        entries = []
+        for cause, groups_of_cause in causes.items():
+            smallest = min(groups_of_cause, key=lambda group: _size_of(group.first))
+            entry = _minimised(smallest, child, seconds)
+            minimal = from_json(entry["minimal"])
+            entry["by default optimisations"] = once(default, minimal)["outcome"]
+            programs = {group.key[1]: len(group.results) for group in groups_of_cause}
+            count = sum(programs.values())
+            entries.append(
+                {"cause": cause, "cases": count, "programs": programs} | entry
             )
-            entry["cases"] += len(group.results)
-            entry["programs"][name] = len(group.results)
-    return sorted(causes.values(), key=lambda entry: -entry["cases"])
+            progress(f"{cause}: {count} cases, least {minimal.program.name}")
+    return sorted(entries, key=lambda entry: -entry["cases"])
+
+
+def _minimised(group: Group, child: Child, seconds: float) -> dict[str, Any]:
+    """The smallest case of a group, and what is said of it."""
+    outcome = group.first.outcome
+
+    def fails(case: Case) -> bool:
+        return is_alike(once(child, case), outcome)
+
+    smallest, tried = minimised(from_json(group.first.case), fails, seconds)
+    told = once(child, smallest, explain=True)
+    return {
+        "outcome": told,
+        "candidates tried": tried,
+        "minimal": to_json(smallest),
+        "first": group.first.case,
+    }
 
 
 def once(child: Child, case: Case, **options: Any) -> Mapping[str, Any]:

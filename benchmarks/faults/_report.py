@@ -64,9 +64,8 @@ def is_mistake(line: Mapping[str, Any]) -> bool:
 def table(data: Mapping[str, Any]) -> str:
     """The counts, the causes, and what `verify` says, as Markdown."""
     versions = data["versions"]
-    front = "Shardy" if data["shardy"] else "GSPMD"
     lines = [
-        f"JAX {versions['jax']}, {front}, seed {data['seed']}: {data['draws']} programs"
+        f"JAX {versions['jax']}, {_front(data)}, seed {data['seed']}: {data['draws']} programs"
         f" in {data['seconds'] / 60:.0f} minutes",
         "",
     ]
@@ -81,7 +80,8 @@ def table(data: Mapping[str, Any]) -> str:
         operations = entry["minimal"]["program"]["operations"]
         name = "+".join(op["name"] for op in operations)
         lines.append(
-            f"| {entry['cause']} | {entry['cases']} | {name} | {entry['error'] or ''} |"
+            f"| {entry['cause']} | {entry['cases']} | {name} |"
+            f" {entry['outcome'].get('error', '')} |"
         )
     verdicts = data["verdicts"].get("all", {})
     if verdicts:
@@ -136,3 +136,81 @@ def mutation_table(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, in
         for kind in ("all", line["kind"]):
             counts.setdefault(kind, Counter())[f"{part}, {said}"] += 1
     return {kind: dict(counts[kind]) for kind in sorted(counts)}
+
+
+def section(documents: Mapping[str, Mapping[str, Any]]) -> str:
+    """The section of docs/benchmarks.md, from the results files by name."""
+    lines = [
+        "## What XLA's partitioner computes wrongly",
+        "",
+        "`python -m benchmarks faults`: layers of models and random programs under random",
+        "layouts on five meshes of up to 8 emulated devices, beside one device in float64.",
+        "The layouts are uniform over mesh axes, so that the rates are not those of users.",
+        "A cause is counted by the operation that `shardfx.testing.verify` refutes, the",
+        "first equation that differs, or the line of XLA that aborts.",
+        "",
+        "| JAX | partitioner | cases | wrong | errors | aborts | causes of wrong numbers |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    hunts = {name: data for name, data in documents.items() if "causes" in data}
+    for data in hunts.values():
+        lines.append(_hunt_row(data))
+    lines += [
+        "",
+        "| what fails | JAX | cases | smallest program | error |",
+        "|---|---|---|---|---|",
+    ]
+    for data in hunts.values():
+        lines += [_cause_row(data, entry) for entry in data["causes"]]
+    lines += ["", *_verdict_rows(documents), ""]
+    return "\n".join(lines)
+
+
+def _hunt_row(data: Mapping[str, Any]) -> str:
+    counts: Mapping[str, int] = data["counts"]["all"]
+    wrong_causes = [
+        entry for entry in data["causes"] if entry["outcome"]["outcome"] == "wrong"
+    ]
+    cells = (
+        data["versions"]["jax"],
+        _front(data),
+        f"{sum(counts.values()):,}",
+        f"{counts.get('wrong', 0):,}",
+        f"{counts.get('error', 0):,}",
+        f"{counts.get('abort', 0):,}",
+        str(len(wrong_causes)),
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cause_row(data: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
+    program = entry["minimal"]["program"]
+    name = "+".join(op["name"] for op in program["operations"])
+    part = " gradient" if program["gradient"] else ""
+    cells = (
+        entry["cause"].replace("|", "/"),
+        f"{data['versions']['jax']} {_front(data)}",
+        str(entry["cases"]),
+        f"{name}{part} on {entry['minimal']['layout']['mesh']}",
+        str(entry["outcome"].get("error", "")),
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _verdict_rows(documents: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What `verify` says beside the numbers, and of mutated programs."""
+    lines: list[str] = []
+    for data in documents.values():
+        counts = data.get("verdicts", {}).get("all") or data.get("mutations", {}).get(
+            "all"
+        )
+        if not counts:
+            continue
+        what = "mutations" if "mutations" in data else "layouts"
+        told = ", ".join(f"{words}: {count:,}" for words, count in counts.items())
+        lines.append(f"- `verify` on {what}, JAX {data['versions']['jax']}: {told}.")
+    return lines
+
+
+def _front(data: Mapping[str, Any]) -> str:
+    return "Shardy" if data["shardy"] else "GSPMD"
