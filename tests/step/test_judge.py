@@ -99,3 +99,13 @@ def test_a_sum_of_two_device_orders_is_refuted_at_its_line(name):
     assert refutation.right == "both operands at [4:8] on device 2"
     assert "with_sharding_constraint" in refutation.mend
     assert str(refutation) in str(verdict)
+
+
+@pytest.mark.parametrize("devices", [16, 32, 64])
+def test_more_devices_are_judged_too(devices):
+    mesh = sfx.MeshSpec({"data": devices // 8, "fsdp": 4, "tensor": 2}).abstract()
+    cut = NamedSharding(mesh, P("tensor", "fsdp"))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, ROWS))
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=cut)
+    verdict = sfx.testing.verify(block, x, w)
+    assert verdict.outcome == "proved" and verdict.operations > 5, str(verdict)

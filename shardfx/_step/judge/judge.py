@@ -2,6 +2,7 @@
 what the devices hold of each result.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -54,11 +55,13 @@ def judged(programs: Programs) -> Verdict:
     """Judges XLA's partitioned program by the same program before the partitioner, as
     `Step.programs` returns both.
     """
-    module = parse_hlo(programs.partitioned)
-    if module.partitions == 1:
+    whole = parse_hlo(programs.whole)
+    if whole.partitions == 1:
         return Verdict("proved", program="the program of one device")
-    program = read_whole(parse_hlo(programs.whole))
-    return Judge(module, program).verdict()
+    # XLA leaves the number out of the partitioned text of 32 devices or more.
+    partitioned = parse_hlo(programs.partitioned)
+    module = dataclasses.replace(partitioned, partitions=whole.partitions)
+    return Judge(module, read_whole(whole)).verdict()
 
 
 class Judge:
