@@ -49,7 +49,7 @@ _NOISE = frozenset(
     "sharding metadata channel_id frontend_attributes backend_config to_apply calls"
     " body condition branch_computations true_computation false_computation"
     " called_computations control parameter_replication use_global_device_ids"
-    " replica_groups operand_layout_constraints indices_are_sorted origin"
+    " replica_groups operand_layout_constraints indices_are_sorted origin select scatter"
     " statistics".split()
 )
 
@@ -137,7 +137,7 @@ _REDUCERS = ("add", "maximum", "minimum", "and", "or", "multiply", "xor")
 _SIZES = frozenset(
     "slice_sizes dynamic_slice_sizes window padding slice iota_dimension".split()
 )
-_CALLING = frozenset("reduce scatter sort reduce-window select-and-scatter".split())
+_CALLING = frozenset("reduce scatter sort reduce-window".split())
 
 
 def form_of(
@@ -177,6 +177,8 @@ def form_of(
             reducer_of(module, instruction)
             or computation_text(module, dict(instruction.called)["to_apply"]),
         )
+    if opcode == "select-and-scatter":
+        called = tuple(computation_text(module, name) for _, name in instruction.called)
     meaning = meaning_of(instruction, _SIZES)
     if opcode in ("slice", "pad"):
         meaning = ()

@@ -23,7 +23,7 @@ from .held import (
     require_finished,
 )
 from .joining import form_in, joined_cut
-from .matching import candidates, expressed, placed
+from .matching import are_same, candidates, placed, seen_as_named
 from .values import Node
 from .verdict import Unjudged, Wrong
 
@@ -292,18 +292,7 @@ def _matched(
     found = [(number, [*operands]) for number in candidates(context, form, instruction)]
     if found:
         return found
-    for number in context.values.with_name(instruction.opcode, instruction.op_name):
-        arrays = context.values.nodes[number].operands
-        if len(arrays) != len(operands):
-            continue
-        lifted = [
-            expressed(context, operand, array)
-            for operand, array in zip(operands, arrays, strict=True)
-        ]
-        seen = [operand for operand in lifted if operand is not None]
-        if len(seen) == len(operands):
-            found.append((number, seen))
-    return found
+    return seen_as_named(context, instruction, operands)
 
 
 def gather(
@@ -314,7 +303,8 @@ def gather(
     shape = arrays_in(instruction.result)[0].shape
     reason = Unjudged("no gather of the whole program has these operands")
     fault: Wrong | None = None
-    for number, seen in _matched(context, instruction, [operands[0], _plain(index)]):
+    operands = [operands[0], _plain(index)]
+    for number, seen in _matched(context, instruction, operands):
         try:
             return _gathered(
                 context, instruction, seen[0], seen[1], index, number, shape
@@ -322,7 +312,7 @@ def gather(
         except Unjudged as error:
             reason = error
         except Wrong as error:
-            fault = error
+            fault = error if are_same(seen, operands) else fault
     if fault is not None:
         raise fault
     raise reason
@@ -461,14 +451,14 @@ def scatter(
     index = operands[1]
     reason = Unjudged("no scatter of the whole program has these operands")
     fault: Wrong | None = None
-    seen = [operands[0], _plain(index), operands[2]]
-    for number, found in _matched(context, instruction, seen):
+    operands = [operands[0], _plain(index), operands[2]]
+    for number, seen in _matched(context, instruction, operands):
         try:
-            return _scattered(context, instruction, found, index, number)
+            return _scattered(context, instruction, seen, index, number)
         except Unjudged as error:
             reason = error
         except Wrong as error:
-            fault = error
+            fault = error if are_same(seen, operands) else fault
     if fault is not None:
         raise fault
     raise reason

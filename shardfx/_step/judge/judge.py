@@ -46,6 +46,8 @@ from .verdict import (
 _Rule: TypeAlias = Callable[[Context, Instruction, Sequence[Held]], Held]
 # Turns of a loop after which what it carries has to be settled.
 _TURNS = 6
+# Errors of a rule that meets a form of an operation for which it was not written.
+_UNREAD = (AssertionError, KeyError, IndexError, TypeError, ValueError)
 _CALLS = ("call", "fusion", "map", "while", "conditional")
 # The bytes of their results are no work of the program.
 _FREE = frozenset("parameter constant tuple get-tuple-element partition-id".split())
@@ -269,7 +271,7 @@ class Judge:
         held = [leaf for leaf in leaves if isinstance(leaf, Held)]
         try:
             result = self.applied(instruction, held)
-            self.check(instruction, result)
+            check(instruction, result)
         except Wrong as error:
             if not all(is_matched(self.context, operand) for operand in held):
                 return _each(instruction, self.unknown(key, instruction, error.fault))
@@ -277,6 +279,9 @@ class Judge:
             return _each(instruction, self.fault(key, instruction, error))
         except Unjudged as error:
             return _each(instruction, self.unknown(key, instruction, str(error)))
+        except _UNREAD as error:
+            reason = f"a form that its rule cannot read ({type(error).__name__})"
+            return _each(instruction, self.unknown(key, instruction, reason))
         self.states[key] = None
         self.note_match(key, instruction, held, result)
         return result
@@ -304,18 +309,6 @@ class Judge:
             if instruction.opcode in ELEMENTWISE:
                 self.states[key] = self.states.get(key)
 
-    def check(self, instruction: Instruction, result: Result) -> None:
-        """Every rule ends here: the axes fit the array of one device."""
-        shapes = [array.shape for array in arrays_in(instruction.result)]
-        for held, shape in zip(_leaves(result), shapes, strict=True):
-            assert isinstance(held, Held)
-            assert held.shape == shape, (instruction.text, held.shape)
-            assert len(held.axes) == len(shape), instruction.text
-            for axis, size in zip(held.axes, shape, strict=True):
-                assert axis is None or axis.cut.size == size, instruction.text
-            if held.known is not None:
-                assert held.known.ndim == 1 + len(shape), instruction.text
-
     def applied(self, instruction: Instruction, operands: Sequence[Held]) -> Result:
         opcode, context = instruction.opcode, self.context
         if any(operand.idiom is not None for operand in operands):
@@ -333,6 +326,8 @@ class Judge:
             return unary(context, instruction, operands[0])
         if opcode == "reduce" and len(operands) == 2:
             return products.reduce(context, instruction, operands)
+        if opcode == "reduce":
+            return products.reduce_several(context, instruction, operands)
         if opcode in ("all-reduce", "all-gather") and len(operands) > 1:
             return self.several(instruction, operands)
         if opcode in sources.OPCODES:
@@ -601,6 +596,28 @@ class Judge:
             self.causes.append((instruction, reason))
         self.states[key] = self.cause_numbers[key]
         return Unknown(self.cause_numbers[key])
+
+
+def check(instruction: Instruction, result: Result) -> None:
+    """Every rule ends here: raises `Unjudged` if the axes do not fit the array of one
+    device.
+    """
+    shapes = [array.shape for array in arrays_in(instruction.result)]
+    leaves = list(_leaves(result))
+    if len(leaves) != len(shapes):
+        raise Unjudged(f"a {instruction.opcode} with other results than its rule says")
+    for held, shape in zip(leaves, shapes, strict=True):
+        assert isinstance(held, Held)
+        is_right = held.shape == shape and len(held.axes) == len(shape)
+        if is_right:
+            is_right = all(
+                axis is None or axis.cut.size == size
+                for axis, size in zip(held.axes, shape, strict=True)
+            )
+        if held.known is not None:
+            is_right &= held.known.ndim == 1 + len(shape)
+        if not is_right:
+            raise Unjudged(f"a {instruction.opcode} in a form that its rule has not")
 
 
 def arrays_count(instruction: Instruction) -> int:

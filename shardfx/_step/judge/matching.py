@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..hlo_text import Instruction
+from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
 from .forms import Form, View, attribute, numbers
 from .held import Axis, Context, Held, view_of
+from .joining import form_in
 from .values import Global, Node
 
 
@@ -128,6 +129,66 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
         # The operands of a concatenation may be pieces of one value.
         found = moved if found is None else _both(context, found, moved)
     return found
+
+
+def seen_as_named(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> list[tuple[int, list[Held]]]:
+    """The values that operations of an instruction's kind and name make in the whole
+    program, each with the operands seen as its operands. Those come first whose
+    operands have all elements that the devices hold.
+    """
+    found: list[tuple[int, list[Held]]] = []
+    partial: list[tuple[int, list[Held]]] = []
+    for number in context.values.with_name(instruction.opcode, instruction.op_name):
+        arrays = context.values.nodes[number].operands
+        if len(arrays) != len(operands):
+            continue
+        lifted = [
+            expressed(context, operand, array)
+            for operand, array in zip(operands, arrays, strict=True)
+        ]
+        seen = [operand for operand in lifted if operand is not None]
+        if len(seen) != len(operands):
+            continue
+        if any(
+            new.has_holes and not old.has_holes
+            for new, old in zip(seen, operands, strict=True)
+        ):
+            partial.append((number, seen))
+        else:
+            found.append((number, seen))
+    return found + partial
+
+
+def matched_operands(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> list[tuple[int, list[Held]]]:
+    """The values of the whole program that an operation may compute, with its operands
+    seen as the operands of each.
+    """
+    shape = operands[0].shape
+    results = arrays_in(instruction.result)
+    if results:
+        shape = results[0].shape
+    key = form_in(context, instruction, operands, shape)
+    if instruction.result.startswith("("):
+        key = key._replace(key=(*key.key, 0))
+    found = [
+        (number, list(operands)) for number in candidates(context, key, instruction)
+    ]
+    if found:
+        return found
+    return seen_as_named(context, instruction, operands)
+
+
+def are_same(seen: Sequence[Held], operands: Sequence[Held]) -> bool:
+    """Whether operands are seen as they are, so that a mismatch is a fault: an
+    operation of the same name may take other pieces of the same arrays.
+    """
+    return all(
+        one.root == other.root for one, other in zip(seen, operands, strict=True)
+    )
 
 
 def _dims_with_ones(context: Context, array: Global) -> list[int | None]:

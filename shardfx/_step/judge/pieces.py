@@ -27,6 +27,7 @@ from .joining import beside, constant_number, form_in, is_empty, joined_cut, wit
 from .matching import (
     candidates,
     expressed,
+    matched_operands,
     padding_of,
     placed,
     slice_bounds,
@@ -127,8 +128,9 @@ def _indexed_slice(
     operand, *places = operands
     for index in places:
         require_finished(index, "an index")
-    form = form_in(context, instruction, operands, shape)
-    for number in candidates(context, form, instruction):
+    for number, seen in matched_operands(context, instruction, operands):
+        operand = seen[0]
+        form = form_in(context, instruction, seen, shape)
         node = context.values.nodes[number]
         before = node.operands[0].shape
         cuts = []
@@ -408,8 +410,9 @@ def _updated_globally(
     for index in places:
         require_finished(index, "an index")
     shape = operand.shape
-    form = form_in(context, instruction, operands, shape)
-    for number in candidates(context, form, instruction):
+    for number, seen in matched_operands(context, instruction, operands):
+        operand, update = seen[:2]
+        form = form_in(context, instruction, seen, shape)
         node = context.values.nodes[number]
         before, changed = node.operands[0].shape, node.operands[1].shape
         cuts = []

@@ -24,7 +24,7 @@ from .held import (
 )
 from .indices import indexed
 from .joining import beside, constant_number, form_in, is_empty, joined_cut, with_axis
-from .matching import expressed, node_for, placed
+from .matching import node_for, placed, seen_as_named
 from .verdict import Unjudged, Wrong
 
 
@@ -82,9 +82,10 @@ def elementwise(
         union = _union(context, instruction, operands, shape)
         if union is not None:
             return union
-        bounded = indexed(context, instruction, operands)
-        if bounded is not None:
-            return bounded
+        if known is None:
+            bounded = indexed(context, instruction, operands)
+            if bounded is not None:
+                return bounded
         try:
             held = joined(context, instruction, operands, shape)
         except Wrong as error:
@@ -125,26 +126,17 @@ def _matched(
             return joined(context, instruction, operands, shape)
         except Wrong as error:
             fault = error
-    for other in context.values.with_name(instruction.opcode, instruction.op_name):
+    for other, found in seen_as_named(context, instruction, operands):
         if other == number:
-            continue
-        wanted = context.values.nodes[other].operands
-        if len(wanted) != len(operands):
-            continue
-        lifted = [
-            expressed(context, operand, array)
-            for operand, array in zip(operands, wanted, strict=True)
-        ]
-        found = [operand for operand in lifted if operand is not None]
-        if len(found) != len(operands) or found == list(operands):
             continue
         again = form_in(context, instruction, found, shape)
         if node_for(context, again, instruction) is None:
             continue
         try:
             return joined(context, instruction, found, shape)
-        except Wrong as error:
-            fault = error
+        except Wrong:
+            # It may be another operation of the same name.
+            continue
     if fault is not None:
         raise fault
     return None
@@ -352,11 +344,32 @@ def _selected(
         return other
     varying = [at for at in range(len(shape)) if chosen.shape[1 + at] > 1]
     if len(varying) > 1:
-        return None
+        return _selected_in_box(context, chosen, varying, one, other)
     rows = chosen.reshape(len(chosen), -1)
     if not varying:
         return _selected_on_devices(context, rows[:, 0], one, other, shape)
     return _merged(context, varying[0], rows, one, other)
+
+
+def _selected_in_box(
+    context: Context,
+    chosen: np.ndarray,
+    varying: Sequence[int],
+    one: Held,
+    other: Held,
+) -> Held | None:
+    """The elements of `one` in some rows and columns, and a constant elsewhere."""
+    box = np.ones_like(chosen)
+    held: Held | None = one
+    for place in varying:
+        others = tuple(at for at in range(1, chosen.ndim) if at != 1 + place)
+        row = chosen.any(axis=others, keepdims=True)
+        box = box & row
+        if held is not None:
+            rows = row.reshape(len(chosen), -1)
+            held = _merged(context, place, rows, held, other)
+    is_constant = constant_number(other) is not None
+    return held if is_constant and (box == chosen).all() else None
 
 
 def _selected_on_devices(

@@ -25,42 +25,10 @@ from .held import (
     require_finished,
 )
 from .joining import constant_number, different, form_in, joined_cut
-from .matching import candidates, expressed, placed
+from .matching import are_same, candidates, matched_operands, placed
 from .values import Node
 from .verdict import Unjudged, Wrong
 from .windows import Window, window_of, windowed_cut
-
-
-def matched_operands(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
-) -> list[tuple[int, list[Held]]]:
-    """The values of the whole program that an operation may compute, with its operands
-    seen as the operands of each.
-    """
-    shape = operands[0].shape
-    results = arrays_in(instruction.result)
-    if results:
-        shape = results[0].shape
-    key = form_in(context, instruction, operands, shape)
-    if instruction.result.startswith("("):
-        key = key._replace(key=(*key.key, 0))
-    found = [
-        (number, list(operands)) for number in candidates(context, key, instruction)
-    ]
-    if found:
-        return found
-    for number in context.values.with_name(instruction.opcode, instruction.op_name):
-        arrays = context.values.nodes[number].operands
-        if len(arrays) != len(operands):
-            continue
-        lifted = [
-            expressed(context, operand, array)
-            for operand, array in zip(operands, arrays, strict=True)
-        ]
-        seen = [operand for operand in lifted if operand is not None]
-        if len(seen) == len(operands) and number not in [one for one, _ in found]:
-            found.append((number, seen))
-    return found
 
 
 def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) -> Held:
@@ -73,7 +41,7 @@ def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
         try:
             return _dot(context, instruction, seen, number)
         except Wrong as error:
-            fault = error
+            fault = error if are_same(seen, operands) else fault
     if fault is not None:
         raise fault
     try:
@@ -221,7 +189,7 @@ def reduce(
         try:
             return _reduced(context, instruction, seen, how, number)
         except Wrong as error:
-            fault = error
+            fault = error if are_same(seen, operands) else fault
     if fault is not None:
         raise fault
     try:
@@ -315,7 +283,7 @@ def convolution(
         try:
             return _convolved(context, instruction, seen, number)
         except Wrong as error:
-            fault = error
+            fault = error if are_same(seen, operands) else fault
         except Unjudged as error:
             reason = error
     if fault is not None and reason is None:
@@ -583,21 +551,70 @@ def whole_operation(
             return placed(context, found, instruction, shape, axes, number)
         parts = []
         for place, array in enumerate(results):
-            keyed = Form(
-                (*found.key, place),
-                tuple(range(len(array.shape))),
-                tuple(range(len(array.shape))),
-            )
-            numbers_of_part = candidates(context, keyed, instruction)
-            if not numbers_of_part:
-                raise Unjudged(f"{instruction.opcode} that the whole program has not")
-            cuts = axes if len(axes) == len(array.shape) else None
-            if cuts is None:
+            cuts: list[Cut | None] = axes
+            if len(axes) != len(array.shape):
                 cuts = [context.cuts.whole(size) for size in array.shape]
-            part = numbers_of_part[0]
-            parts.append(placed(context, keyed, instruction, array.shape, cuts, part))
+            parts.append(
+                _part_of(context, instruction, found, place, cuts, array.shape)
+            )
         return tuple(parts)
     raise Unjudged(f"no rule for this {instruction.opcode}")
+
+
+def reduce_several(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> tuple[Held, ...]:
+    """The reduction of several arrays together, as for an argmax, over dimensions that
+    are not cut.
+    """
+    arrays = operands[: len(operands) // 2]
+    over = numbers(instruction, "dimensions")
+    results = arrays_in(instruction.result)
+    for operand in operands:
+        require_finished(operand, "reduce")
+    for number, seen in matched_operands(context, instruction, operands):
+        node = context.values.nodes[number]
+        own = seen[: len(arrays)]
+        if any(
+            operand.shape[at] != array.shape[at]
+            or not _is_whole(context, operand.axes[at], array.shape[at])
+            for operand, array in zip(own, node.operands, strict=False)
+            for at in over
+        ):
+            continue
+        cuts = []
+        for at in range(len(own[0].shape)):
+            if at in over:
+                continue
+            axes = [operand.axes[at] for operand in own]
+            cuts.append(joined_cut(context, "reduce", at, axes))
+        found = form_in(context, instruction, seen, results[0].shape)
+        return tuple(
+            _part_of(context, instruction, found, place, cuts, results[place].shape)
+            for place in range(len(results))
+        )
+    raise Unjudged("a reduction of several arrays over a dimension that is cut")
+
+
+def _is_whole(context: Context, axis: Axis | None, size: int) -> bool:
+    return axis is None or context.cuts.is_whole(axis.cut, size)
+
+
+def _part_of(
+    context: Context,
+    instruction: Instruction,
+    found: Form,
+    place: int,
+    cuts: Sequence[Cut | None],
+    shape: tuple[int, ...],
+) -> Held:
+    """One of the results of an operation with several."""
+    dims = tuple(range(len(shape)))
+    keyed = Form((*found.key, place), dims, dims)
+    parts = candidates(context, keyed, instruction)
+    if not parts:
+        raise Unjudged(f"{instruction.opcode} that the whole program has not")
+    return placed(context, keyed, instruction, shape, cuts, parts[0])
 
 
 def _whole_axes(
