@@ -26,7 +26,8 @@ from ..._ground.errors import PlanMismatchError, SyncError
 from ..._plan import ShardPlan, encode_dtype
 from ..pieces.assembly import leaves_of_plan
 from ..pieces.host import LocalShards, as_bytes
-from .transfer import SentPiece, Transfer, TransferPlan
+from .kinds import SentPiece, Transfer
+from .transfer import TransferPlan
 from .wire import ShardBytes, pack, range_in_buffer, range_in_shard, unpack
 
 

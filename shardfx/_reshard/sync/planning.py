@@ -5,7 +5,6 @@ of a quantised array are another array, with one number for each block of elemen
 which the elements are multiplied.
 """
 
-import dataclasses
 import itertools as it
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -22,7 +21,6 @@ from ..._convert import (
     TreeMap,
     Value,
     bound,
-    dtypes_of,
     extended,
     hull,
     names_of,
@@ -31,35 +29,19 @@ from ..._convert import (
 )
 from ..._ground.boxes import Box, common
 from ..._ground.errors import MeshError
-from ..._ground.spec import bits
 from ..._ground.text import together
 from ..._plan import ShardPlan
 from ..pieces.assembly import MovedLeaf, leaves_of_plan, numbered, shards_of
-from ..pieces.parts import (
-    Holders,
-    ShardPart,
-    divided,
-    first_casts,
-    sent_bits,
-    shard_parts,
-)
+from ..pieces.parts import Holders, ShardPart, divided, shard_parts
 from ..shardings import data_of
-from .transfer import (
-    BUFFER,
-    PLACE,
-    Buffer,
-    SentLeaf,
-    TransferKind,
-    TransferPlan,
-    WireForm,
-    hash_of,
-)
+from .encoding import Encoding, encoding_of, form_of
+from .kinds import BUFFER, PLACE, Buffer, SentLeaf, TransferKind, WireForm, hash_of
+from .transfer import TransferPlan
 
 
 # The number of processes of a job, or the process of each device in the order of the
 # job's mesh.
 Processes = int | Sequence[int]
-_FLOAT32 = np.dtype("float32")
 
 
 def plan_transfer(
@@ -96,128 +78,43 @@ def plan_transfer(
     `MapError` if the map does not fit the two trees; `MeshError` if `processes` or
     `receiver` does not fit the meshes.
     """
-    senders, receivers = (
-        _processes(one.mesh.size, count)
-        for one, count in zip((src, dst), processes, strict=True)
-    )
-    if receiver is not None and receiver not in receivers:
-        raise MeshError(
-            f"`receiver` is {receiver!r}, and `dst` has the processes 0 to"
-            f" {max(receivers)}."
-        )
-    jobs = _Jobs(senders, receivers, receiver, limit_bytes)
-    sources, targets = (
-        {leaf.path: leaf for leaf in leaves_of_plan(plan)} for plan in (src, dst)
-    )
-    here = {path: Struct(leaf.shape, leaf.dtype) for path, leaf in sources.items()}
-    there = {path: Struct(leaf.shape, leaf.dtype) for path, leaf in targets.items()}
-    made = bound(TreeMap({"{path*}": "{path*}"}) if map is None else map, here, there)
-    numbers: dict[object, int] = {}
+    jobs = _jobs(src, dst, processes, receiver, limit_bytes)
+    sources = {leaf.path: leaf for leaf in leaves_of_plan(src)}
+    targets = {leaf.path: leaf for leaf in leaves_of_plan(dst)}
+    if map is None:
+        map = TreeMap({"{path*}": "{path*}"})
+    made_leaves = bound(map, _structs(sources), _structs(targets))
+
     kinds: list[TransferKind] = []
-    leaves = []
+    kind_numbers: dict[object, int] = {}
+    leaves: list[SentLeaf] = []
     for path, target in targets.items():
-        shape, dtype = data_of(target.shape, target.dtype)
-        more = shape[len(target.shape) :]
-        own = dataclasses.replace(made[path], shape=shape, dtype=dtype)
-        own = dataclasses.replace(
-            own, pieces=tuple(extended(piece, more) for piece in own.pieces)
+        made = _of_raw_data(made_leaves[path], target)
+        source_leaves = _sources_of(made, sources)
+        key = _kind_key(target, made, source_leaves)
+        if key not in kind_numbers:
+            kind_numbers[key] = len(kinds)
+            kinds.append(_kind(target, made, source_leaves, jobs))
+        leaf = SentLeaf(
+            path=path,
+            shape=made.shape,
+            dtype=made.dtype,
+            digest=_leaf_digest(target, made, source_leaves),
+            kind=kind_numbers[key],
+            names=tuple(source_leaves),
         )
-        names = tuple(
-            dict.fromkeys(name for piece in own.pieces for name in names_of(piece))
-        )
-        ends = tuple(sources[name][1:] for name in names)
-        key = (
-            target[1:],
-            numbered(own.pieces, names),
-            str([piece.value.number for piece in own.pieces]),
-            ends,
-        )
-        if key not in numbers:
-            numbers[key] = len(kinds)
-            ends = {name: sources[name] for name in names}
-            kinds.append(_kind(target, own.pieces, ends, jobs))
-        text = [
-            path,
-            repr(shape),
-            str(target.dtype),
-            str(_spec(target)),
-            repr(own.pieces),
-        ]
-        text += [
-            f"{name} {sources[name].shape} {sources[name].dtype} {_spec(sources[name])}"
-            for name in names
-        ]
-        leaves.append(SentLeaf(path, shape, dtype, hash_of(text), numbers[key], names))
-    settings = repr(
-        (1, dict(src.mesh.shape), dict(dst.mesh.shape), senders, receivers, limit_bytes)
+        leaves.append(leaf)
+
+    return TransferPlan(
+        settings=_settings_digest(src, dst, jobs),
+        senders=jobs.senders,
+        receivers=jobs.receivers,
+        receiver=jobs.receiver,
+        limit_bytes=jobs.limit_bytes,
+        sources=_data_of_sources(leaves, sources),
+        kinds=tuple(kinds),
+        leaves=tuple(leaves),
     )
-    used = dict.fromkeys(name for leaf in leaves for name in leaf.names)
-    data = {
-        name: Struct(*data_of(sources[name].shape, sources[name].dtype))
-        for name in used
-    }
-    return TransferPlan(hash_of([settings]), *jobs, data, tuple(kinds), tuple(leaves))
-
-
-def _processes(size: int, given: Processes) -> tuple[int, ...]:
-    if isinstance(given, int) and given > 0 and size % given == 0:
-        return tuple(at * given // size for at in range(size))
-    if isinstance(given, int) or len(given) != size or min(given) < 0:
-        raise MeshError(
-            f"`processes` is {given!r:.80} for {size} devices; give a number that"
-            " divides them, or the process of each."
-        )
-    return tuple(given)
-
-
-def _spec(leaf: MovedLeaf) -> object:
-    assert isinstance(leaf.sharding, NamedSharding)
-    return leaf.sharding.spec
-
-
-class Encoding(NamedTuple):
-    """How elements of a source array are sent. `value` has the array, its scales and
-    its casts, and `path` is the array's path. If the receiver multiplies by the scales,
-    `scales` is their dtype, and `casts` is empty. Otherwise `scales` is `None`, and
-    elements have the dtype `dtype` before `casts`: float32 if the sender multiplies
-    them.
-    """
-
-    value: Value
-    path: str
-    dtype: np.dtype
-    casts: tuple[object, ...]
-    scales: np.dtype | None
-
-
-def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
-    """How elements of the source in `value` are sent. The receiver multiplies by scales
-    if that sends fewer bytes, else the sender does. `dtypes` has the dtypes of sources
-    and scales, by path.
-    """
-    assert value.path is not None
-    dtype = dtypes[value.path]
-    if value.scale is None:
-        return Encoding(value, value.path, dtype, value.casts, None)
-    if bits(dtype) < sent_bits(value, _FLOAT32):
-        # Elements and scales have fewer bytes than their product, so the receiver
-        # multiplies.
-        return Encoding(value, value.path, dtype, (), dtypes[value.scale.path])
-    return Encoding(value, value.path, _FLOAT32, value.casts, None)
-
-
-def form_of(
-    encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype
-) -> WireForm:
-    """The form in which a part of an array, `piece`, is sent. `encoding` says how the
-    source's elements are sent; a constant has none, and is not sent. `rank` is the
-    number of dimensions of the source, and `dtype` the dtype of the target.
-    """
-    if encoding is None:
-        return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
-    count = first_casts(encoding.casts, encoding.dtype)
-    sent = np.dtype([encoding.dtype, *dtypes_of(encoding.casts[:count])][-1])
-    return WireForm(encoding.value, piece.factors, rank, count, sent, encoding.scales)
 
 
 class _Jobs(NamedTuple):
@@ -233,54 +130,199 @@ class _Jobs(NamedTuple):
     limit_bytes: int
 
 
+def _jobs(
+    src: ShardPlan,
+    dst: ShardPlan,
+    processes: tuple[Processes, Processes],
+    receiver: int | None,
+    limit_bytes: int,
+) -> _Jobs:
+    sending_processes, receiving_processes = processes
+    senders = _process_of_each_device(src.mesh.size, sending_processes)
+    receivers = _process_of_each_device(dst.mesh.size, receiving_processes)
+    if receiver is not None and receiver not in receivers:
+        raise MeshError(
+            f"`receiver` is {receiver!r}, and `dst` has the processes 0 to"
+            f" {max(receivers)}."
+        )
+    return _Jobs(
+        senders=senders,
+        receivers=receivers,
+        receiver=receiver,
+        limit_bytes=limit_bytes,
+    )
+
+
+def _process_of_each_device(size: int, processes: Processes) -> tuple[int, ...]:
+    is_count = isinstance(processes, int)
+    if is_count and processes > 0 and size % processes == 0:
+        return tuple(device * processes // size for device in range(size))
+    if is_count or len(processes) != size or min(processes) < 0:
+        raise MeshError(
+            f"`processes` is {processes!r:.80} for {size} devices; give a number that"
+            " divides them, or the process of each."
+        )
+    return tuple(processes)
+
+
+def _structs(leaves: Mapping[str, MovedLeaf]) -> dict[str, Struct]:
+    return {path: Struct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+
+
+def _of_raw_data(made: Made, target: MovedLeaf) -> Made:
+    """`made` for the raw data of the leaf `target`: for PRNG keys their key data, which
+    has one more dimension.
+    """
+    shape, dtype = data_of(target.shape, target.dtype)
+    key_shape = shape[len(target.shape) :]
+    pieces = tuple(extended(piece, key_shape) for piece in made.pieces)
+    return Made(shape, dtype, pieces)
+
+
+def _sources_of(made: Made, sources: Mapping[str, MovedLeaf]) -> dict[str, MovedLeaf]:
+    """The leaves that the pieces of `made` read, by path, in the order of first use."""
+    names = dict.fromkeys(name for piece in made.pieces for name in names_of(piece))
+    return {name: sources[name] for name in names}
+
+
+def _kind_key(
+    target: MovedLeaf, made: Made, sources: Mapping[str, MovedLeaf]
+) -> object:
+    """A key that leaves share if their plans differ only in the paths of sources."""
+    return (
+        target._replace(path=""),
+        numbered(made.pieces, tuple(sources)),
+        # Equal numbers of two types, such as 0.0 and -0.0, differ in their text.
+        str([piece.value.number for piece in made.pieces]),
+        tuple(leaf._replace(path="") for leaf in sources.values()),
+    )
+
+
+def _leaf_digest(
+    target: MovedLeaf, made: Made, sources: Mapping[str, MovedLeaf]
+) -> str:
+    texts = [
+        target.path,
+        repr(made.shape),
+        str(target.dtype),
+        str(_spec(target)),
+        repr(made.pieces),
+    ]
+    for name, leaf in sources.items():
+        texts.append(f"{name} {leaf.shape} {leaf.dtype} {_spec(leaf)}")
+    return hash_of(texts)
+
+
+def _settings_digest(src: ShardPlan, dst: ShardPlan, jobs: _Jobs) -> str:
+    settings = (
+        1,
+        dict(src.mesh.shape),
+        dict(dst.mesh.shape),
+        jobs.senders,
+        jobs.receivers,
+        jobs.limit_bytes,
+    )
+    return hash_of([repr(settings)])
+
+
+def _data_of_sources(
+    leaves: Iterable[SentLeaf], sources: Mapping[str, MovedLeaf]
+) -> dict[str, Struct]:
+    """The shape and dtype of the raw data of each source that a leaf reads."""
+    names = dict.fromkeys(name for leaf in leaves for name in leaf.names)
+    return {name: _data_struct(sources[name]) for name in names}
+
+
+def _data_struct(leaf: MovedLeaf) -> Struct:
+    shape, dtype = data_of(leaf.shape, leaf.dtype)
+    return Struct(shape, dtype)
+
+
+def _spec(leaf: MovedLeaf) -> object:
+    assert isinstance(leaf.sharding, NamedSharding)
+    return leaf.sharding.spec
+
+
 def _kind(
-    target: MovedLeaf,
-    pieces: tuple[Piece, ...],
-    sources: Mapping[str, MovedLeaf],
-    jobs: _Jobs,
+    target: MovedLeaf, made: Made, sources: Mapping[str, MovedLeaf], jobs: _Jobs
 ) -> TransferKind:
-    locals_there = _local_numbers(jobs.receivers)
-    devices: dict[tuple[int, Box], list[int]] = {}
-    for at, box in enumerate(shards_of(target).boxes.values()):
-        if jobs.receiver in (None, jobs.receivers[at]):
-            devices.setdefault((jobs.receivers[at], box), []).append(locals_there[at])
-    buffers = tuple(
-        Buffer(process, tuple(own), box) for (process, box), own in devices.items()
-    )
-    # Each piece is treated as an array of its own, so that its parts have the dtype on
-    # the wire.
-    plain, read = [], dict[str, Encoding]()
-    dtypes = {
-        name: data_of(leaf.shape, leaf.dtype)[1] for name, leaf in sources.items()
-    }
-    for number, piece in enumerate(pieces):
-        if piece.value.path is not None:
-            own = read[str(number)] = encoding_of(piece.value, dtypes)
-            piece = piece._replace(value=Value(str(number), casts=own.casts))
-        plain.append(piece)
-    made = Made(*data_of(target.shape, target.dtype), tuple(plain))
-    held = {name: _holders(leaf) for name, leaf in sources.items()}
-    rank = max(
-        [len(data_of(leaf.shape, leaf.dtype)[0]) for leaf in sources.values()],
-        default=0,
-    )
+    buffers = _buffers_of(target, jobs)
+    structs = {name: _data_struct(leaf) for name, leaf in sources.items()}
+    holders_by_source = {name: _holders(leaf) for name, leaf in sources.items()}
+    encodings = _encodings(made, structs)
+    rank = max([len(struct.shape) for struct in structs.values()], default=0)
+
     table = _Table(rank, made.dtype)
-    for picks, group in _by_replica(buffers, held).items():
-        holders = {
-            name: {box: [own[pick]] for box, own in boxes.items()}
-            for (name, boxes), pick in zip(held.items(), picks, strict=True)
+    for replica_choice, numbers in _by_replica(buffers, holders_by_source).items():
+        senders_by_source = {
+            name: _with_replica(holders, replica)
+            for (name, holders), replica in zip(
+                holders_by_source.items(), replica_choice, strict=True
+            )
         }
+        group = [(number, buffers[number].box) for number in numbers]
         _add(
             table,
-            made,
-            read,
-            holders,
-            [(number, buffers[number].box) for number in group],
+            _wire_made(made, encodings),
+            encodings,
+            senders_by_source,
+            group,
             jobs,
         )
+
     return TransferKind(
-        tuple(sources), rank, buffers, tuple(table.forms), table.rows(len(made.shape))
+        names=tuple(sources),
+        rank=rank,
+        buffers=buffers,
+        forms=tuple(table.forms),
+        rows=table.rows(len(made.shape)),
     )
+
+
+def _buffers_of(target: MovedLeaf, jobs: _Jobs) -> tuple[Buffer, ...]:
+    """The boxes of `target` that the receiving processes hold, each once per process."""
+    local_numbers = _local_numbers(jobs.receivers)
+    devices: dict[tuple[int, Box], list[int]] = {}
+    for position, box in enumerate(shards_of(target).boxes.values()):
+        process = jobs.receivers[position]
+        if jobs.receiver in (None, process):
+            holders = devices.setdefault((process, box), [])
+            holders.append(local_numbers[position])
+    return tuple(
+        Buffer(process=process, devices=tuple(numbers), box=box)
+        for (process, box), numbers in devices.items()
+    )
+
+
+def _encodings(made: Made, structs: Mapping[str, Struct]) -> dict[str, Encoding]:
+    """How the source of each piece of `made` is sent, by the piece's number as text.
+    Constants are left out.
+    """
+    dtypes = {name: struct.dtype for name, struct in structs.items()}
+    return {
+        str(number): encoding_of(piece.value, dtypes)
+        for number, piece in enumerate(made.pieces)
+        if piece.value.path is not None
+    }
+
+
+def _wire_made(made: Made, encodings: Mapping[str, Encoding]) -> Made:
+    """`made` with each piece treated as an array of its own, named by its number, so
+    that its parts have the dtype on the wire.
+    """
+    pieces = []
+    for number, piece in enumerate(made.pieces):
+        encoding = encodings.get(str(number))
+        if encoding is not None:
+            value = Value(str(number), casts=encoding.casts)
+            piece = piece._replace(value=value)
+        pieces.append(piece)
+    return Made(made.shape, made.dtype, tuple(pieces))
+
+
+def _with_replica(holders: Holders, replica: int) -> Holders:
+    """For each box only the holder number `replica`."""
+    return {box: [devices[replica]] for box, devices in holders.items()}
 
 
 def _add(
@@ -297,36 +339,63 @@ def _add(
     `holders` says for each source, by path, which device sends each box of it. `group`
     has the number and the box of each buffer.
     """
-    alike = together(group, lambda pair: pair[1])
-    same, first = (
-        [[number for number, _ in pairs] for pairs in alike.values()],
-        len(jobs.senders),
-    )
-    wanted = [(first + at, box) for at, box in enumerate(alike)]
-    ends = {alias: (one.dtype, holders[one.path]) for alias, one in encodings.items()}
-    starts = {
-        name: {at: [low for low, _ in box] for box, (at,) in own.items()}
-        for name, own in holders.items()
+    # Buffers with the same box need the same parts. Each box counts as one receiver,
+    # and the receivers are numbered behind the sending devices.
+    first_receiver = len(jobs.senders)
+    numbers_by_box: dict[Box, list[int]] = {}
+    for number, box in group:
+        numbers_by_box.setdefault(box, []).append(number)
+    numbers_by_receiver = list(numbers_by_box.values())
+    wanted = [
+        (first_receiver + position, box) for position, box in enumerate(numbers_by_box)
+    ]
+
+    sources = {
+        name: (encoding.dtype, holders[encoding.path])
+        for name, encoding in encodings.items()
     }
-    locals_here, parts = _local_numbers(jobs.senders), list[ShardPart]()
-    for part in shard_parts(made, wanted, ends, {}).all:
-        parts += (
-            [part] if part.piece.value.path is None else divided(part, jobs.limit_bytes)
-        )
-    # An element of a source may be needed at two positions.
-    is_repeated = len({one.path for one in encodings.values()}) < len(encodings) or any(
+    parts = list[ShardPart]()
+    for part in shard_parts(made, wanted, sources, {}).all:
+        if part.piece.value.path is None:
+            parts.append(part)
+        else:
+            parts += divided(part, jobs.limit_bytes)
+    if _reads_an_element_twice(made, encodings):
+        parts = list(_split_at_edges(parts))
+
+    local_numbers = _local_numbers(jobs.senders)
+    shard_starts = {name: _starts(boxes) for name, boxes in holders.items()}
+    for part in parts:
+        numbers = numbers_by_receiver[part.receiver - first_receiver]
+        name = part.piece.value.path
+        if name is None:
+            table.add((-1, -1), None, [], part.piece, numbers)
+            continue
+        encoding = encodings[name]
+        sender = (jobs.senders[part.sender], local_numbers[part.sender])
+        start = shard_starts[encoding.path][part.sender]
+        table.add(sender, encoding, start, part.piece, numbers)
+
+
+def _starts(holders: Holders) -> dict[int, list[int]]:
+    """The position of the first element of each sending device's shard."""
+    starts: dict[int, list[int]] = {}
+    for box, devices in holders.items():
+        (device,) = devices
+        starts[device] = [low for low, _ in box]
+    return starts
+
+
+def _reads_an_element_twice(made: Made, encodings: Mapping[str, Encoding]) -> bool:
+    """Whether an element of a source may be needed at two positions of the target."""
+    paths = {encoding.path for encoding in encodings.values()}
+    if len(paths) < len(encodings):
+        return True
+    return any(
         factor.source_dim == NOWHERE
         for piece in made.pieces
         for factor in piece.factors
     )
-    for part in _split_at_edges(parts) if is_repeated else parts:
-        own = same[part.receiver - first]
-        if part.piece.value.path is None:
-            table.add((-1, -1), None, [], part.piece, own)
-            continue
-        one = encodings[part.piece.value.path]
-        ends_here = jobs.senders[part.sender], locals_here[part.sender]
-        table.add(ends_here, one, starts[one.path][part.sender], part.piece, own)
 
 
 class _Table:
@@ -337,8 +406,9 @@ class _Table:
 
     def __init__(self, rank: int, dtype: np.dtype):
         self.forms: list[WireForm] = []
-        self._rank, self._dtype = rank, dtype
-        self._numbers: dict[tuple[Value, tuple[Factor, ...]], int] = {}
+        self._rank = rank
+        self._dtype = dtype
+        self._form_numbers: dict[tuple[Value, tuple[Factor, ...]], int] = {}
         self._rows: list[int] = []
         self._counts: list[int] = []
         self._buffers: list[int] = []
@@ -356,13 +426,17 @@ class _Table:
         position of the shard in its array. `piece` copies the part from the shard to a
         buffer. `encoding` says how the elements are sent; `None` for a constant.
         """
-        number = self._numbers.setdefault((piece.value, piece.factors), len(self.forms))
-        if number == len(self.forms):
-            self.forms.append(form_of(encoding, piece, len(start), self._dtype))
-        source = [low + at for low, at in zip(start, piece.source, strict=False)] + [
-            0
-        ] * (self._rank - len(start))
-        self._rows += [*sender, 0, number, *source, *piece.target]
+        key = (piece.value, piece.factors)
+        form_number = self._form_numbers.setdefault(key, len(self.forms))
+        if form_number == len(self.forms):
+            form = form_of(encoding, piece, len(start), self._dtype)
+            self.forms.append(form)
+
+        source = [0] * self._rank
+        for dim, low in enumerate(start):
+            source[dim] = low + piece.source[dim]
+        # The number of the buffer is written by `rows`.
+        self._rows += [*sender, 0, form_number, *source, *piece.target]
         self._counts.append(len(buffers))
         self._buffers += buffers
 
@@ -371,12 +445,12 @@ class _Table:
         ordered by buffer. So a plan for one receiver has its rows in the same order as
         a plan for all.
         """
-        rows = np.array(self._rows, np.int64).reshape(
-            len(self._counts), PLACE + self._rank + dims
-        )
+        shape = (len(self._counts), PLACE + self._rank + dims)
+        rows = np.array(self._rows, np.int64).reshape(shape)
         rows = np.repeat(rows, self._counts, axis=0)
         rows[:, BUFFER] = self._buffers
-        return rows[np.argsort(rows[:, BUFFER], kind="stable")]
+        order = np.argsort(rows[:, BUFFER], kind="stable")
+        return rows[order]
 
 
 def _split_at_edges(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
@@ -386,25 +460,32 @@ def _split_at_edges(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
     """
     for group in together(parts, lambda part: part.sender).values():
         hulls = [hull(swapped(part.piece)) for part in group]
-        for part, own in zip(group, hulls, strict=True):
-            others = [box for box in {*hulls} - {own} if common(own, box) is not None]
-            edges = [
-                sorted(
-                    {
-                        *ends,
-                        *(
-                            edge
-                            for box in others
-                            for edge in box[dim]
-                            if ends[0] < edge < ends[1]
-                        ),
-                    }
-                )
-                for dim, ends in enumerate(own)
+        for part, box in zip(group, hulls, strict=True):
+            others = [
+                other for other in {*hulls} - {box} if common(other, box) is not None
             ]
-            for cell in it.product(*map(it.pairwise, edges)) if others else [own]:
-                for piece in within(swapped(part.piece), cell):
-                    yield part._replace(piece=swapped(piece))
+            if not others:
+                yield from _within_source(part, box)
+                continue
+            edges = [_edges(box, others, dim) for dim in range(len(box))]
+            for cell in it.product(*map(it.pairwise, edges)):
+                yield from _within_source(part, cell)
+
+
+def _within_source(part: ShardPart, box: Box) -> Iterator[ShardPart]:
+    for piece in within(swapped(part.piece), box):
+        yield part._replace(piece=swapped(piece))
+
+
+def _edges(box: Box, others: Iterable[Box], dim: int) -> list[int]:
+    """The start and stop of `box` along a dimension, and those of `others` between
+    them, in ascending order.
+    """
+    start, stop = box[dim]
+    edges = {start, stop}
+    for other in others:
+        edges.update(edge for edge in other[dim] if start < edge < stop)
+    return sorted(edges)
 
 
 def _holders(leaf: MovedLeaf) -> Holders:
@@ -413,19 +494,22 @@ def _holders(leaf: MovedLeaf) -> Holders:
 
 
 def _by_replica(
-    buffers: Sequence[Buffer], held: Mapping[str, Holders]
+    buffers: Sequence[Buffer], holders_by_source: Mapping[str, Holders]
 ) -> dict[tuple[int, ...], list[int]]:
     """Groups buffers that receive from the same replicas. A source with `count`
     replicas sends from replica `n % count` to the receiving process `n`. The keys of
-    the result have the number of the replica of each source in `held`, and the values
-    have positions in `buffers`. `held` has, by path, the devices that hold each box of
-    a source.
+    the result have the number of the replica of each source, and the values have
+    positions in `buffers`. `holders_by_source` has, by path, the devices that hold each
+    box of a source.
     """
-    replicas = [min(map(len, one.values())) for one in held.values()]
-    return together(
-        range(len(buffers)),
-        lambda at: tuple(buffers[at].process % count for count in replicas),
-    )
+    replica_counts = [
+        min(map(len, holders.values())) for holders in holders_by_source.values()
+    ]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, buffer in enumerate(buffers):
+        choice = tuple(buffer.process % count for count in replica_counts)
+        groups.setdefault(choice, []).append(number)
+    return groups
 
 
 def _local_numbers(processes: Iterable[int]) -> list[int]:
@@ -433,8 +517,9 @@ def _local_numbers(processes: Iterable[int]) -> list[int]:
     `processes` of 0, 0, 1, 1.
     """
     counts: dict[int, int] = {}
-    found = []
+    numbers = []
     for process in processes:
-        found.append(counts.get(process, 0))
-        counts[process] = found[-1] + 1
-    return found
+        number = counts.get(process, 0)
+        numbers.append(number)
+        counts[process] = number + 1
+    return numbers

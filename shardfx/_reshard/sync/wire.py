@@ -27,7 +27,7 @@ from ..._convert import (
 )
 from ..._ground.boxes import Box
 from ..._ground.spec import bits
-from .transfer import SentPiece, Transfer
+from .kinds import SentPiece, Transfer
 
 
 # The memory of each buffer of a leaf, by number.
@@ -122,13 +122,13 @@ def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
     own = (
         np.empty(one.shape, form.sent)
         if is_narrow
-        else _typed(memory[: one.own_bytes], form.sent, one.shape)
+        else _typed(memory[: one.element_bytes], form.sent, one.shape)
     )
     fill(own, box, Piece(value, piece.source, zero, tuple(factors)), read)
     if is_narrow:
-        memory[: one.own_bytes] = _packed(own)
+        memory[: one.element_bytes] = _packed(own)
     if form.scales and form.value.scale is not None:
-        memory[one.own_bytes :] = (
+        memory[one.element_bytes :] = (
             np.ascontiguousarray(read(form.value.scale.path, one.scale_box))
             .reshape(-1)
             .view(np.uint8)
@@ -140,13 +140,13 @@ def unpack(step: SentPiece, memory: np.ndarray, buffer_of: Memory) -> None:
     needs them. `buffer_of` returns the memory of a buffer, given its number.
     """
     one = step.places[0]
-    form, raw = one.form, memory[: one.own_bytes]
+    form, raw = one.form, memory[: one.element_bytes]
     values = (
         _unpacked(raw, form.sent, one.shape)
         if bits(form.sent) < 8
         else _typed(raw, form.sent, one.shape)
     )
-    read = _reader(one, values, memory[one.own_bytes :]) if form.scales else None
+    read = _reader(one, values, memory[one.element_bytes :]) if form.scales else None
     for place in step.places:
         buffer = buffer_of(place.buffer)
         if read is not None:
