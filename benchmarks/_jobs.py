@@ -199,10 +199,10 @@ def of_a_large_llama(
         )
         taken.append(time.perf_counter() - begin)
     begin = time.perf_counter()
-    text = sync.to_json(made)
+    text = made.to_json()
     written = time.perf_counter() - begin
     begin = time.perf_counter()
-    assert sync.from_json(text).digest == made.digest
+    assert sync.TransferPlan.from_json(text).digest == made.digest
     read = time.perf_counter() - begin
     pieces = sum(len(kind.rows) for kind in made.kinds)
     seconds = {

@@ -8,9 +8,7 @@ from ._reshard.sync import (
     Receiver as Receiver,
     Sender as Sender,
     TransferPlan as TransferPlan,
-    from_json as from_json,
     plan_transfer as plan_transfer,
     receive as receive,
     send as send,
-    to_json as to_json,
 )

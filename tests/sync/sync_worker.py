@@ -38,7 +38,7 @@ def plans(own, devices):
         trained, meshes[0], paths=PathRules([(".*", P("data", "model"))])
     )
     dst = shardfx.plan(served, meshes[1], paths=PathRules([(".*", P("model"))]))
-    return src, dst, plan_transfer(src, dst, made, limit_bytes=1 << 12)
+    return src, dst, plan_transfer(src, dst, made, memory_limit_bytes=1 << 12)
 
 
 def train():
@@ -68,7 +68,7 @@ def serve(port):
         # What it has is of one revision, whole.
         values = {
             float(x)
-            for leaf in receiver.arrays.values()
+            for leaf in (receiver.arrays or {}).values()
             for x in np.unique(np.asarray(leaf))
         }
         print(

@@ -2,12 +2,11 @@
 nothing written by what is damaged.
 """
 
-import contextlib
+import dataclasses
 import json
 import random
-import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +14,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.experimental.transfer import start_transfer_server
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from maps import maps, same, written
+from sync_jobs import SIZES, bits, job, mesh, planned
 
 import shardfx
-from shardfx import From, MeshSpec, PathRules, TreeMap
+from shardfx import From, MeshSpec, TreeMap
 from shardfx._convert import target_view
 from shardfx._reshard.sync import (
     JaxChannel,
-    Receiver,
-    Sender,
-    from_json,
+    TransferPlan,
     plan_transfer,
     receive,
     send,
-    to_json,
 )
 from shardfx._reshard.sync.codec import _checksum
-from shardfx._reshard.sync.sockets import _SocketChannel
-from shardfx.errors import MeshError, PlanFormatError, PlanMismatchError, SyncError
-
-
-SECRET = b"sixteen bytes or more"
-SIZES = {"a": 2, "b": 2}
+from shardfx._reshard.sync.contents import sent_sums
+from shardfx._reshard.sync.kinds import PLACE
+from shardfx._reshard.sync.publishing import publishable
+from shardfx._reshard.sync.scheduling import SentPart, schedule
+from shardfx.errors import MeshError, PlanFormatError, SyncError
 
 
 class Wire:
@@ -60,23 +56,6 @@ class Wire:
         return self.revision
 
 
-def mesh(start):
-    return Mesh(np.asarray(jax.devices()[start : start + 4]).reshape(2, 2), ("a", "b"))
-
-
-def planned(tree, specs, where=None):
-    structs = {
-        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        for path, leaf in tree.items()
-    }
-    rules = PathRules(
-        [(f"^{path.replace('.', '[.]')}$", spec) for path, spec in specs.items()]
-    )
-    return shardfx.plan(
-        structs, MeshSpec(SIZES) if where is None else where, paths=rules
-    )
-
-
 ENTRIES = st.sampled_from(
     [(), ("a",), (("b", "a"),), (None, "a"), ("b", "a"), (None, None, "b")]
 )
@@ -95,12 +74,10 @@ def carried(plan, arrays, dst):
     """What the receiver gets, and the bytes that were put."""
     wires = {sender: Wire() for sender in plan.senders_to(0)}
     for sender, wire in wires.items():
-        send(plan, arrays, wire, 7, sender=sender, receiver=0)
-    sent = sum(piece.nbytes for wire in wires.values() for _, piece in wire.pieces)
-    wires = wires or {0: Wire()}
-    if not sent:
-        wires[min(wires)].commit(7)
-    made, revision = receive(plan, dst, wires, receiver=0)
+        send(plan, arrays, wire, 7, sender=sender, receiver=0, check_content=True)
+    total = sum(piece.nbytes for wire in wires.values() for _, piece in wire.pieces)
+    sent = total - len(wires) * len(plan.leaves) * 16  # the sums of the content
+    made, revision = receive(plan, dst, wires, receiver=0, check_content=True)
     assert revision == 7
     return made, sent
 
@@ -114,46 +91,12 @@ def test_random_maps_between_random_plans_give_what_numpy_gives(case, data):
     plan = moved(arrays, specs[0], made, specs[1], limit)
     # The two jobs plan without the other's devices.
     other = plan_transfer(
-        planned(arrays, specs[0]), planned(whole, specs[1]), made, limit_bytes=limit
+        planned(arrays, specs[0]),
+        planned(whole, specs[1]),
+        made,
+        memory_limit_bytes=limit,
     )
-    assert other.digest == plan.digest and to_json(other) == to_json(plan)
-
-
-def tree_of():
-    """Odd sizes, rank 0, empty arrays, narrow dtypes and keys."""
-    numbers = np.random.default_rng(0)
-    arrays = {
-        "wide": numbers.normal(size=(8, 6)).astype(np.float32),
-        "odd": numbers.normal(size=(3, 5)).astype(jnp.bfloat16),
-        "one": np.float32(3),
-        "none": np.zeros((0, 4), np.float32),
-        "eight": numbers.normal(size=(4, 4)).astype(jnp.float8_e4m3fn),
-        "four": numbers.integers(-8, 7, (4, 4)).astype(jnp.int4),
-    }
-    return {path: jnp.asarray(leaf) for path, leaf in arrays.items()} | {
-        "keys": jax.random.split(jax.random.key(0), 4)
-    }
-
-
-def job(processes=(1, 1), **changes):
-    """Both plans of the tree as it is, the transfer, and the sender's arrays."""
-    tree = tree_of()
-    specs = {
-        path: P("a") if leaf.ndim and leaf.shape[0] % 2 == 0 else P()
-        for path, leaf in tree.items()
-    }
-    src = planned(tree, specs, mesh(0))
-    dst = planned(tree, {**specs, "wide": P("b", "a")}, mesh(4))
-    plan = plan_transfer(src, dst, processes=processes, **changes)
-    return src, dst, plan, jax.device_put(tree, src.shardings)
-
-
-def bits(leaf):
-    return (
-        jax.random.key_data(leaf)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        else leaf
-    )
+    assert other.digest == plan.digest and other.to_json() == plan.to_json()
 
 
 def test_each_byte_is_sent_once_per_process():
@@ -174,15 +117,15 @@ def test_each_byte_is_sent_once_per_process():
     )
 
 
-def moved(tree, specs, made, target_specs, limit_bytes=1 << 20):
+def moved(tree, specs, made, target_specs, memory_limit_bytes=1 << 20):
     """The plan of a transfer through a map, whose arrays arrive as NumPy makes them and
     in as many bytes as planned.
     """
     whole = made.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
     src, dst = planned(tree, specs, mesh(0)), planned(whole, target_specs, mesh(4))
-    plan = plan_transfer(src, dst, made, limit_bytes=limit_bytes)
+    plan = plan_transfer(src, dst, made, memory_limit_bytes=memory_limit_bytes)
     found, sent = carried(
-        from_json(to_json(plan)), jax.device_put(tree, src.shardings), dst
+        TransferPlan.from_json(plan.to_json()), jax.device_put(tree, src.shardings), dst
     )
     assert sent == plan.wire_bytes
     for path, leaf in whole.items():
@@ -239,6 +182,19 @@ def test_what_a_process_needs_in_several_places_is_sent_once():
     )
 
 
+def _scheduled(plan, sender, receiver):
+    """The pieces of each row of each round, with the numbers of leaves."""
+    order = schedule(plan, sender, receiver)
+    scheduled = []
+    for number, entries in enumerate(order.rounds):
+        for entry in entries:
+            row = order.rows_of_kind[plan.leaves[entry.leaf].kind][entry.number]
+            transfers = row.places if isinstance(row, SentPart) else row.transfers
+            pieces = [transfer.piece for transfer in transfers]
+            scheduled.append((number, entry.leaf, pieces))
+    return scheduled
+
+
 @pytest.mark.parametrize("receiver", range(4))
 def test_a_receivers_part_is_that_of_the_whole_plan(receiver):
     plan, part = job((2, 4))[2], job((2, 4), receiver=receiver)[2]
@@ -246,10 +202,8 @@ def test_a_receivers_part_is_that_of_the_whole_plan(receiver):
         receiver
     )
     for sender in (-1, 0, 1):
-        own, every = ([(s.leaf, p.piece) for steps in one.rounds(sender, receiver) for s in steps for p in s.places]
-                      for one in (part, plan))  # fmt: skip
-        assert own == every
-    from_json(to_json(part))
+        assert _scheduled(part, sender, receiver) == _scheduled(plan, sender, receiver)
+    TransferPlan.from_json(part.to_json())
 
 
 def mutated(data, draws):
@@ -287,14 +241,14 @@ def is_whole(kind):
 def test_a_damaged_plan_is_an_error_or_writes_each_element_once():
     """Its checksum made good again, so that the checks behind it are met."""
     plan, draws = job((2, 2))[2], random.Random(0)
-    text = json.loads(to_json(plan))
+    text = json.loads(plan.to_json())
     refused = 0
     for _ in range(300):
         body = json.loads(text["plan"])
         mutated(body, draws)
         again = json.dumps(body)
         try:
-            found = from_json(
+            found = TransferPlan.from_json(
                 json.dumps({**text, "plan": again, "checksum": _checksum(again)})
             )
         except PlanFormatError:
@@ -304,176 +258,13 @@ def test_a_damaged_plan_is_an_error_or_writes_each_element_once():
         # written whole, nothing beside it.
         assert found.digest == plan.digest and all(map(is_whole, found.kinds))
     assert refused > 180
-    for cut in range(0, len(to_json(plan)), 997):
+    for cut in range(0, len(plan.to_json()), 997):
         with pytest.raises(PlanFormatError):
-            from_json(to_json(plan)[:cut])
-
-
-@pytest.fixture
-def served():
-    src, dst, plan, tree = job()
-    with contextlib.closing(Sender(plan, SECRET, timeout_seconds=2)) as sender:
-        yield src, dst, plan, tree, sender
-
-
-def receiver_of(plan, dst, *senders, secret=SECRET):
-    return Receiver(
-        plan, dst, [sender.address for sender in senders], secret, timeout_seconds=2
-    )
-
-
-def test_a_receiver_gets_the_newest_revision_once(served):
-    _, dst, plan, tree, sender = served
-    receiver = receiver_of(plan, dst, sender)
-    assert not receiver.pull() and receiver.arrays == {}
-    sender.publish(tree, 3)
-    sender.publish({**tree, "one": tree["one"] + 1}, 5)
-    assert receiver.pull() and receiver.revision == 5 and not receiver.pull()
-    same(receiver.arrays["one"], np.float32(4))
-    with pytest.raises(SyncError, match="revision 5 is not above 5"):
-        sender.publish(tree, 5)
-
-
-def test_another_secret_gets_nothing(served):
-    _, dst, plan, tree, sender = served
-    sender.publish(tree, 1)
-    receiver = receiver_of(plan, dst, sender, secret=b"another" * 4)
-    with pytest.raises(SyncError):
-        receiver.pull()
-    assert receiver.arrays == {} and receiver.revision is None
-    with pytest.raises(SyncError, match="at least 16"):
-        Sender(plan, b"short")
-
-
-def test_a_receiver_that_the_plan_is_not_for_is_refused(served):
-    src, dst, plan, tree, sender = served
-    sender.publish(tree, 1)
-    specs = {leaf.path: leaf.spec for leaf in dst.content.leaves}
-    eight, wide = (
-        planned(tree, specs | more, mesh(4))
-        for more in ({"eight": P(None, "b")}, {"wide": P(None, "a")})
-    )
-    for other, own, text in (
-        (plan_transfer(src, eight), eight, "leaf `eight`"),
-        (plan_transfer(src, dst, limit_bytes=64), dst, "limits"),
-        (plan, wide, "leaf `wide` lies in `dst` otherwise"),
-        (job((1, 4), receiver=3)[2], dst, "no part for the receiving process 0"),
-        (job((2, 1))[2], dst, "1 addresses for 2 sending processes"),
-    ):
-        with pytest.raises(PlanMismatchError, match=text):
-            receiver_of(other, own, sender).pull()
-    with pytest.raises(
-        MeshError,
-        match="`processes` is 3 for 4 devices; give a number that divides them",
-    ):
-        job((3, 1))
-
-
-def test_a_donated_revision_cannot_be_pulled(served):
-    _, dst, plan, tree, sender = served
-    sender.publish(tree, 1)
-    receiver = receiver_of(plan, dst, sender)
-    assert receiver.pull()
-    lost = {**tree, "wide": tree["wide"] + 1}
-    sender.publish(lost, 2)
-    lost["wide"].delete()
-    with pytest.raises(SyncError, match="revision 1, whole"):
-        receiver.pull()
-    same(receiver.arrays["wide"], tree["wide"])
-    sender.publish(tree, 3)
-    assert receiver.pull() and receiver.revision == 3
-
-
-def test_arrays_of_an_older_revision_are_never_written(served):
-    """Memory serves again only when no array is left that lies in it."""
-    _, dst, plan, tree, sender = served
-    receiver, held = receiver_of(plan, dst, sender), []
-    for revision in range(1, 9):
-        sender.publish({**tree, "wide": tree["wide"] * 0 + revision}, revision)
-        assert receiver.pull()
-        own = receiver.arrays["wide"]
-        held.append(
-            (
-                revision,
-                (own, np.asarray(own.addressable_data(0)), own + 0)[revision % 3],
-            )
-        )
-        assert all((np.asarray(leaf) == number).all() for number, leaf in held)
-    held.clear()
-    pointers = set()
-    for revision in range(9, 15):
-        sender.publish(tree, revision)
-        assert receiver.pull()
-        pointers.add(
-            receiver.arrays["wide"].addressable_data(0).unsafe_buffer_pointer()
-        )
-    assert len(pointers) <= 3
-
-
-def test_two_senders_and_one_that_is_behind():
-    _, dst, plan, tree = job((2, 1))
-    with contextlib.ExitStack() as closing:
-        made = [
-            Sender(plan, SECRET, process=number, timeout_seconds=2)
-            for number in range(2)
-        ]
-        senders = [closing.enter_context(contextlib.closing(sender)) for sender in made]
-        receiver = receiver_of(plan, dst, *senders)
-        for revision in (1, 2):
-            for sender in senders:
-                sender.publish(tree, revision)
-            assert receiver.pull() and receiver.revision == revision
-            for path, leaf in tree.items():
-                same(bits(receiver.arrays[path]), bits(leaf))
-        senders[0].publish(tree, 3)
-        with pytest.raises(SyncError, match="offer the revisions"):
-            receiver.pull()
-        assert receiver.revision == 2
-
-
-def test_damaged_pieces_are_errors():
-    """What goes over a socket, with one byte or run of bytes changed, lost, doubled or
-    cut off.
-    """
-    _, dst, plan, tree = job(limit_bytes=64)
-    ends, draws = socket.socketpair(), random.Random(0)
-    with ends[0], ends[1]:
-        send(plan, tree, _SocketChannel(ends[0], 2), 3, sender=0, receiver=0)
-        ends[0].shutdown(socket.SHUT_WR)
-        sent = b"".join(iter(lambda: ends[1].recv(1 << 16), b""))
-    for number in range(300):
-        at, count = draws.randrange(len(sent)), draws.choice([1, 1, 4, 20])
-        part = sent[at : at + count]
-        changed = [
-            bytes([part[0] ^ 1 << draws.randrange(8)]) + part[1:],
-            b"",
-            part * 2,
-            part[::-1] + b"\0",
-        ][number % 4]
-        damaged = sent[:at] + changed + sent[at + count :] if number % 5 else sent[:at]
-        if damaged[: len(sent)] == sent:
-            continue
-        here, there = socket.socketpair()
-        with here, there:
-            here.sendall(damaged)
-            here.shutdown(socket.SHUT_WR)
-            with pytest.raises((SyncError, OSError)):
-                receive(plan, dst, {0: _SocketChannel(there, 2)}, receiver=0)
-
-
-def test_a_peer_that_drips_counts_as_dead():
-    with contextlib.closing(Sender(job()[2], SECRET, timeout_seconds=0.5)) as sender:
-        with (
-            socket.create_connection(sender.address) as connection,
-            pytest.raises(OSError),
-        ):
-            for _ in range(100):
-                connection.sendall(b"x")
-                time.sleep(0.1)
+            TransferPlan.from_json(plan.to_json()[:cut])
 
 
 def test_transfer_servers_of_jax_carry_a_plan():
-    _, dst, plan, tree = job(limit_bytes=64)
+    _, dst, plan, tree = job(memory_limit_bytes=64)
     client = jax.devices()[0].client
     servers = [
         start_transfer_server(client, "127.0.0.1:0", ["127.0.0.1:0"]) for _ in range(2)
@@ -495,3 +286,124 @@ def test_transfer_servers_of_jax_carry_a_plan():
     alone = JaxChannel(servers[1], servers[0].address(), 6, timeout_seconds=0.2)
     with pytest.raises(SyncError, match="nothing came"):
         alone.get(0, [np.zeros(3, np.uint8)])
+
+
+def checked(plan, dst, arrays, receiving_plan=None, swap=False):
+    """Sends over channels in memory, with checksums of the content."""
+    wires = {sender: Wire() for sender in plan.senders_to(0)}
+    for sender, wire in wires.items():
+        send(plan, arrays, wire, 7, sender=sender, receiver=0, check_content=True)
+    if swap:
+        wires = dict(zip(wires, reversed(wires.values()), strict=True))
+    plan = receiving_plan or plan
+    return receive(plan, dst, wires, receiver=0, check_content=True)[0]
+
+
+def with_rows(plan, change):
+    """The plan with other rows in each of its kinds. Its digest stays the same."""
+    kinds = []
+    for kind in plan.kinds:
+        rows = kind.rows.copy()
+        change(kind, rows)
+        kinds.append(dataclasses.replace(kind, rows=rows))
+    return dataclasses.replace(plan, kinds=tuple(kinds))
+
+
+def halves(processes=(2, 1)):
+    """An array whose halves two processes send."""
+    tree = {"w": jnp.arange(64, dtype=jnp.float32).reshape(8, 8)}
+    src = planned(tree, {"w": P("a")}, mesh(0))
+    dst = planned(tree, {"w": P(None, "b")}, mesh(4))
+    return tree, src, dst, plan_transfer(src, dst, processes=processes)
+
+
+def test_content_shows_a_wrong_sender():
+    """Every byte is right, and comes from the other process's half: all totals, and
+    what is checked for each piece, are right (tpu-inference#3379).
+    """
+    tree, src, dst, plan = halves()
+    arrays = jax.device_put(tree, src.shardings)
+    same(checked(plan, dst, arrays)["w"], tree["w"])
+    with pytest.raises(SyncError, match="leaf `w`: its 64 elements have the checksum"):
+        checked(plan, dst, arrays, swap=True)
+
+
+def test_content_shows_a_wrong_offset_on_both_sides():
+    tree, src, dst, plan = halves()
+    arrays = jax.device_put(tree, src.shardings)
+
+    def move(kind, rows):
+        # The rows of the source are read in another order. Each target is written once.
+        rows[:, PLACE] = rows[::-1, PLACE].copy()
+
+    wrong = with_rows(plan, move)
+    assert wrong.digest == plan.digest and wrong.wire_bytes == plan.wire_bytes
+    TransferPlan.from_json(wrong.to_json())  # It is whole, as far as bytes go.
+    with pytest.raises(SyncError, match="leaf `w`: its 64 elements have the checksum"):
+        checked(wrong, dst, arrays)
+
+
+def test_content_shows_a_wrong_cast():
+    tree = {"w": jnp.arange(64, dtype=jnp.float32).reshape(8, 8) * 1e4}
+    src = planned(tree, {"w": P("a")}, mesh(0))
+    structs = {"w": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)}
+    dst = planned(structs, {"w": P("b")}, mesh(4))
+    plan = plan_transfer(src, dst, TreeMap({"w": From("w").cast("bfloat16")}))
+    arrays = jax.device_put(tree, src.shardings)
+    same(checked(plan, dst, arrays)["w"], np.asarray(tree["w"]).astype(jnp.bfloat16))
+    (kind,) = plan.kinds
+    (form,) = kind.forms
+    through_half = (np.dtype("float16"), *form.value.casts)
+    value = form.value._replace(casts=through_half)
+    wrong = dataclasses.replace(
+        plan,
+        kinds=(
+            dataclasses.replace(kind, forms=(form._replace(value=value, casts=2),)),
+        ),
+    )
+    with pytest.raises(SyncError, match="leaf `w`: its 64 elements have the checksum"):
+        checked(wrong, dst, arrays)
+
+
+def test_content_shows_leaves_that_are_exchanged():
+    tree = {"v": jnp.ones((4, 4)), "w": jnp.zeros((4, 4))}
+    specs = {"v": P("a"), "w": P("a")}
+    src, dst = planned(tree, specs, mesh(0)), planned(tree, specs, mesh(4))
+    plan = plan_transfer(src, dst)
+    arrays = jax.device_put(tree, src.shardings)
+    first, second = plan.leaves
+    wrong = dataclasses.replace(
+        plan,
+        leaves=(
+            first._replace(names=second.names),
+            second._replace(names=first.names),
+        ),
+    )
+    wire = Wire()
+    send(wrong, arrays, wire, 7, sender=0, receiver=0)
+    sums = sent_sums(plan, publishable(arrays, plan.sources, {}).read, 0, 0)
+    wire.put(len(schedule(plan, 0, 0).rounds), [sums.reshape(-1).view(np.uint8)])
+    with pytest.raises(SyncError, match=r"leaf `v`: .*\(2 leaves differ\)"):
+        receive(plan, dst, {0: wire}, receiver=0, check_content=True)
+
+
+def test_sources_of_different_rank_that_are_repeated():
+    structs = {"stack": jnp.ones((2, 4, 4)), "extra": jnp.ones((4, 4)) * 2}
+    repeated = From.concat([From("stack").at(1), From("extra")]).repeat(2)
+    specs = {"stack": P(None, "a"), "extra": P("b")}
+    moved(structs, specs, TreeMap({"kv": repeated}), {"kv": P("a")})
+
+
+def test_plans_that_would_never_end_are_refused():
+    tree = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)}
+    src, dst = planned(tree, {"w": P("a")}), planned(tree, {"w": P(None, "a")})
+    with pytest.raises(SyncError, match="`w` would be sent in more than 4,194,304"):
+        plan_transfer(src, dst, memory_limit_bytes=16)
+    wide = MeshSpec({"a": 1 << 21})
+    many = planned({"w": tree["w"]}, {"w": P()}, wide)
+    with pytest.raises(MeshError, match="a mesh of 2,097,152 devices"):
+        plan_transfer(many, dst)
+    limits: list[Any] = [0, -1, 1.5, True, 1 << 40]
+    for limit in limits:
+        with pytest.raises(MeshError, match="give a number of bytes from 1"):
+            plan_transfer(src, dst, memory_limit_bytes=limit)

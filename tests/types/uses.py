@@ -142,7 +142,8 @@ def files(plan: sfx.ShardPlan, tree: Tree) -> Tree:
 def transfers(
     plan: sfx.ShardPlan, tree: Tree, channel: sync.Channel
 ) -> Mapping[str, jax.Array]:
-    transfer = sync.from_json(sync.to_json(sync.plan_transfer(plan, plan)))
+    planned = sync.plan_transfer(plan, plan, memory_limit_bytes=1 << 20)
+    transfer = sync.TransferPlan.from_json(planned.to_json())
     sync.send(transfer, tree, channel, 1, sender=0, receiver=0)
     received, revision = sync.receive(transfer, plan, {0: channel}, receiver=0)
     print(revision)

@@ -6,13 +6,16 @@ never moves an array within a job, and it never changes a receiver's arrays befo
 bytes of the new revision have arrived.
 
 A *piece* is a part of a source array that equals a part of a target array. A *buffer*
-is one box of a target array in a receiving process. A *revision* is one version of all
-weights.
+is one box of a target array in a receiving process. A *row* is the bytes that are sent
+for a part of a leaf, and a *round* the rows that are sent together. A *revision* is one
+version of all weights.
 """
 
-from .codec import from_json as from_json, to_json as to_json
-from .endpoints import Channel as Channel, receive as receive, send as send
+from .channel import Channel as Channel
+from .jax_channel import JaxChannel as JaxChannel
 from .planning import plan_transfer as plan_transfer
-from .servers import JaxChannel as JaxChannel
-from .sockets import Receiver as Receiver, Sender as Sender
+from .receiver import Receiver as Receiver
+from .receiving import receive as receive
+from .sender import Sender as Sender
+from .sending import send as send
 from .transfer import TransferPlan as TransferPlan

@@ -2,52 +2,54 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..._convert import NOWHERE, Arithmetic, Factor, Piece, Scale, Struct, Value
+from ..._convert import NOWHERE, Arithmetic, Factor, Piece, Scale, Value
 from ..._ground.errors import PlanFormatError
-from ..._plan import decode_dtype
+from ..._plan import decode_dtype, encode_dtype
 from .coverage import MOST_NUMBER, check_plan, require
 from .encoding import encoding_of, form_of
-from .kinds import BUFFER, FORM, PLACE, Buffer, SentLeaf, TransferKind, WireForm
-from .transfer import TransferPlan
+from .kinds import (
+    BUFFER,
+    FORM,
+    PLACE,
+    Buffer,
+    PlanFields,
+    SentLeaf,
+    SourceLeaf,
+    TransferKind,
+    WireForm,
+    hash_of,
+)
 
 
-_VERSION = 1
+_VERSION = 2
 
 
-def to_json(plan: TransferPlan) -> str:
-    """A transfer plan as JSON text with a checksum, which
-    [`shardfx._reshard.sync.from_json`][] reads.
+def digest_of(settings: str, leaves: Sequence[SentLeaf]) -> str:
+    """The digest of a plan with these settings and leaves."""
+    return hash_of([settings, *[leaf.digest for leaf in leaves]])
 
-    **Arguments:**
 
-    - `plan`: the plan for all receivers or for one.
-    """
-    text = _body_text(plan)
+def text_of(fields: PlanFields) -> str:
+    """The fields of a plan as JSON text with a checksum, for `fields_of`."""
+    body = _body_text(fields)
     data = {
         "version": _VERSION,
-        "digest": plan.digest,
-        "checksum": _checksum(text),
-        "plan": text,
+        "digest": digest_of(fields.settings, fields.leaves),
+        "checksum": _checksum(body),
+        "plan": body,
     }
     return json.dumps(data)
 
 
-def from_json(text: str) -> TransferPlan:
-    """Reads a transfer plan from JSON text. It checks that the plan writes each element
-    of each shard exactly once.
+def fields_of(text: str) -> PlanFields:
+    """Reads and checks the fields of a plan from the text that `text_of` returned.
 
-    **Arguments:**
-
-    - `text`: the text that [`shardfx._reshard.sync.to_json`][] returned.
-
-    **Raises:**
-
-    `PlanFormatError` for any other text.
+    Raises `PlanFormatError` for any other text.
     """
     try:
         data = json.loads(text)
@@ -58,13 +60,14 @@ def from_json(text: str) -> TransferPlan:
             )
         body = data["plan"]
         require(data["checksum"] == _checksum(body), "its checksum is another")
-        plan = _plan_of(json.loads(body))
-        require(plan.digest == data["digest"], "its digest is another")
+        fields = _read(json.loads(body))
+        digest = digest_of(fields.settings, fields.leaves)
+        require(digest == data["digest"], "its digest is another")
         # Values are read by `int`, `str` and `tuple`. A value that these change is of
         # another type.
-        is_unchanged = _body_text(plan) == body
+        is_unchanged = _body_text(fields) == body
         require(is_unchanged, "a value is not what it says, or of another type")
-        check_plan(plan)
+        check_plan(fields)
     except PlanFormatError:
         raise
     except (
@@ -78,18 +81,19 @@ def from_json(text: str) -> TransferPlan:
     ) as error:
         raise PlanFormatError(
             f"this is no TransferPlan's JSON ({type(error).__name__}: {error}); write"
-            " it with `shardfx.sync.to_json`."
+            " it with `plan.to_json()`."
         ) from error
-    return plan
+    return fields
 
 
 def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _body_text(plan: TransferPlan) -> str:
+def _body_text(plan: PlanFields) -> str:
     sources = [
-        [path, struct.shape, str(struct.dtype)] for path, struct in plan.sources.items()
+        [path, leaf.shape, encode_dtype(leaf.dtype), leaf.axes]
+        for path, leaf in plan.sources.items()
     ]
     leaves = [
         [leaf.path, leaf.shape, str(leaf.dtype), leaf.digest, leaf.kind, leaf.names]
@@ -98,6 +102,7 @@ def _body_text(plan: TransferPlan) -> str:
     kinds = [
         {
             "names": kind.names,
+            "pieces": [_piece_data(piece) for piece in kind.pieces],
             "rank": kind.rank,
             "buffers": kind.buffers,
             "forms": [_form_data(form) for form in kind.forms],
@@ -107,10 +112,11 @@ def _body_text(plan: TransferPlan) -> str:
     ]
     body = {
         "settings": plan.settings,
+        "mesh": plan.mesh,
         "senders": plan.senders,
         "receivers": plan.receivers,
         "receiver": plan.receiver,
-        "limit_bytes": plan.limit_bytes,
+        "memory_limit_bytes": plan.memory_limit_bytes,
         "sources": sources,
         "leaves": leaves,
         "kinds": kinds,
@@ -118,11 +124,19 @@ def _body_text(plan: TransferPlan) -> str:
     return json.dumps(body, separators=(",", ":"))
 
 
+def _piece_data(piece: Piece) -> list[object]:
+    return [_value_data(piece.value), piece.source, piece.target, piece.factors]
+
+
+def _value_data(value: Value) -> list[object]:
+    casts = [_cast_data(to) for to in value.casts]
+    return [value.path, value.number, value.scale, casts]
+
+
 def _form_data(form: WireForm) -> list[object]:
-    value = form.value
     scales = None if form.scales is None else str(form.scales)
     return [
-        [value.path, value.number, value.scale, [_cast_data(to) for to in value.casts]],
+        _value_data(form.value),
         form.factors,
         form.rank,
         form.casts,
@@ -137,10 +151,15 @@ def _cast_data(to: Any) -> object:
     return str(np.dtype(to))
 
 
-def _plan_of(data: Any) -> TransferPlan:
-    sources: dict[str, Struct] = {}
-    for path, shape, dtype in data["sources"]:
-        sources[str(path)] = Struct(_ints(shape), _dtype(dtype))
+def _read(data: Any) -> PlanFields:
+    sources: dict[str, SourceLeaf] = {}
+    for path, shape, dtype, axes in data["sources"]:
+        leaf = SourceLeaf(
+            shape=_ints(shape),
+            dtype=decode_dtype(str(dtype)),
+            axes=tuple([_texts(names) for names in axes]),
+        )
+        sources[str(path)] = leaf
 
     leaves = []
     first_of_kind: dict[int, SentLeaf] = {}
@@ -151,23 +170,24 @@ def _plan_of(data: Any) -> TransferPlan:
             dtype=_dtype(dtype),
             digest=str(digest),
             kind=int(kind),
-            names=tuple(map(str, names)),
+            names=_texts(names),
         )
         leaves.append(leaf)
         first_of_kind.setdefault(leaf.kind, leaf)
 
-    dtypes = {path: struct.dtype for path, struct in sources.items()}
+    dtypes = {path: leaf.data.dtype for path, leaf in sources.items()}
     kinds = [
         _kind_of(kind, first_of_kind[number], dtypes)
         for number, kind in enumerate(data["kinds"])
     ]
     receiver = data["receiver"]
-    return TransferPlan(
+    return PlanFields(
         settings=str(data["settings"]),
+        mesh=tuple([(str(axis), int(size)) for axis, size in data["mesh"]]),
         senders=_ints(data["senders"]),
         receivers=_ints(data["receivers"]),
         receiver=None if receiver is None else int(receiver),
-        limit_bytes=int(data["limit_bytes"]),
+        memory_limit_bytes=int(data["memory_limit_bytes"]),
         sources=sources,
         kinds=tuple(kinds),
         leaves=tuple(leaves),
@@ -183,7 +203,8 @@ def _kind_of(data: Any, leaf: SentLeaf, dtypes: Mapping[str, np.dtype]) -> Trans
     forms = tuple(_form_of(form, dtypes, leaf.dtype) for form in data["forms"])
     rank = int(data["rank"])
     return TransferKind(
-        names=tuple(map(str, data["names"])),
+        names=_texts(data["names"]),
+        pieces=tuple([_piece_of(piece) for piece in data["pieces"]]),
         rank=rank,
         buffers=tuple(buffers),
         forms=forms,
@@ -226,12 +247,27 @@ def _form_of(
     """
     value_data, factor_data, rank, *_ = data
     value = _value_of(value_data)
-    factors = tuple(Factor(*map(int, numbers)) for numbers in factor_data)
-    for factor in factors:
-        require(_is_factor(factor), "a factor that no piece has")
+    factors = _factors_of(factor_data)
     piece = Piece(value, (), (), factors)
     encoding = None if value.path is None else encoding_of(value, dtypes)
     return form_of(encoding, piece, int(rank), target_dtype)
+
+
+def _piece_of(data: Any) -> Piece:
+    value, source, target, factors = data
+    return Piece(
+        value=_value_of(value),
+        source=_ints(source),
+        target=_ints(target),
+        factors=_factors_of(factors),
+    )
+
+
+def _factors_of(data: Any) -> tuple[Factor, ...]:
+    factors = tuple([Factor(*map(int, numbers)) for numbers in data])
+    for factor in factors:
+        require(_is_factor(factor), "a factor that no piece has")
+    return factors
 
 
 def _is_factor(factor: Factor) -> bool:
@@ -273,6 +309,10 @@ def _dtype(name: Any) -> np.dtype:
     if not isinstance(dtype, np.dtype):
         raise ValueError(f"the dtype {name!r:.40}")
     return dtype
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    return tuple(map(str, values))
 
 
 def _ints(values: Any) -> tuple[int, ...]:

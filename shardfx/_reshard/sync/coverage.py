@@ -8,25 +8,26 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..._convert import Piece, Struct, dense, dtypes_of, hull, swapped
+from ..._convert import Piece, dense, dtypes_of, hull, names_of, swapped
 from .kinds import (
     BUFFER,
     FORM,
     PLACE,
     PROCESS,
     Buffer,
+    PlanFields,
     SentLeaf,
+    SourceLeaf,
     TransferKind,
     WireForm,
 )
-from .transfer import TransferPlan
 
 
 # Limits for numbers, boxes of one array and their corners; no plan of this package
 # exceeds them.
 MOST_NUMBER = 1 << 48
-_MOST_BOXES = 1 << 22
-_MOST_CORNERS = 1 << 26
+MOST_BOXES = 1 << 22
+_MOST_CORNERS = 1 << 24
 
 
 def require(holds: object, what: str) -> None:
@@ -35,18 +36,28 @@ def require(holds: object, what: str) -> None:
         raise ValueError(what)
 
 
-def check_plan(plan: TransferPlan) -> None:
+def check_plan(plan: PlanFields) -> None:
     """Raises `ValueError` unless all positions are inside their arrays, and each device
     receives each element of its shards once.
     """
     shapes = [leaf.shape for leaf in plan.leaves]
     shapes += [struct.shape for struct in plan.sources.values()]
-    numbers = [*plan.senders, *plan.receivers, plan.limit_bytes - 1]
+    numbers = [*plan.senders, *plan.receivers, plan.memory_limit_bytes - 1]
     numbers += [leaf.kind for leaf in plan.leaves]
     are_known = all(0 <= number < MOST_NUMBER for number in it.chain(numbers, *shapes))
     require(are_known, "a number that no plan has")
     paths = {leaf.path for leaf in plan.leaves}
     require(len(paths) == len(plan.leaves), "a leaf is there twice")
+
+    sizes = dict(plan.mesh)
+    is_mesh = (
+        len(sizes) == len(plan.mesh)
+        and all(size > 0 for size in sizes.values())
+        and math.prod(sizes.values()) == len(plan.senders)
+    )
+    require(is_mesh, "a mesh of another number of devices")
+    for path, source in plan.sources.items():
+        require(_is_sharded(source, sizes), f"`{path}` does not fit the mesh")
 
     first_of_kind: dict[int, SentLeaf] = {}
     for leaf in plan.leaves:
@@ -63,11 +74,22 @@ def check_plan(plan: TransferPlan) -> None:
             _check_kind(plan, leaf, kind)
 
 
-def _sources_of(plan: TransferPlan, leaf: SentLeaf) -> list[Struct]:
+def _is_sharded(source: SourceLeaf, sizes: Mapping[str, int]) -> bool:
+    """Whether the sharding of a source is one of a mesh with these axis sizes."""
+    names = [axis for axes in source.axes for axis in axes]
+    if len({*names}) < len(names) or not sizes.keys() >= {*names}:
+        return False
+    return len(source.axes) == len(source.shape) and all(
+        size % math.prod(sizes[axis] for axis in axes) == 0
+        for size, axes in zip(source.shape, source.axes, strict=True)
+    )
+
+
+def _sources_of(plan: PlanFields, leaf: SentLeaf) -> list[SourceLeaf]:
     return [plan.sources[name] for name in leaf.names]
 
 
-def _check_kind(plan: TransferPlan, leaf: SentLeaf, kind: TransferKind) -> None:
+def _check_kind(plan: PlanFields, leaf: SentLeaf, kind: TransferKind) -> None:
     where = f"leaf `{leaf.path}`"
     rank = len(leaf.shape)
 
@@ -84,6 +106,14 @@ def _check_kind(plan: TransferPlan, leaf: SentLeaf, kind: TransferKind) -> None:
         require(
             _is_inside(buffer, leaf.shape),
             f"{where} has the box {buffer.box} in shape {leaf.shape}",
+        )
+
+    for piece in kind.pieces:
+        is_known = set(names_of(piece)) <= set(kind.names)
+        require(is_known, f"{where} has a piece of no source")
+        require(
+            _is_piece(piece, leaf, plan.sources),
+            f"{where} has a piece that does not fit its shape {leaf.shape}",
         )
 
     for number, form in enumerate(kind.forms):
@@ -103,6 +133,20 @@ def _check_kind(plan: TransferPlan, leaf: SentLeaf, kind: TransferKind) -> None:
     require(
         _is_covered(kind, rank),
         f"{where}: the elements of its shards are not each written once",
+    )
+
+
+def _is_piece(piece: Piece, leaf: SentLeaf, sources: Mapping[str, SourceLeaf]) -> bool:
+    """Whether a piece is inside of the array `leaf`, and of its source."""
+    ends = [(piece, leaf.shape)]
+    if piece.value.path is not None:
+        ends.append((swapped(piece), sources[piece.value.path].data.shape))
+    return all(
+        len(end.target) == len(shape)
+        and all(factor.target_dim < len(shape) for factor in end.factors)
+        and min(end.target, default=0) >= 0
+        and _fits(end, shape)
+        for end, shape in ends
     )
 
 
@@ -126,11 +170,14 @@ def _at_start(form: WireForm, rank: int) -> Piece:
 
 
 def _check_source(
-    leaf: SentLeaf, form: WireForm, sources: Mapping[str, Struct], places: np.ndarray
+    leaf: SentLeaf,
+    form: WireForm,
+    sources: Mapping[str, SourceLeaf],
+    places: np.ndarray,
 ) -> None:
     value = form.value
     where = f"leaf `{leaf.path}`"
-    shape, dtype = sources[value.path or ""]
+    shape, dtype = sources[value.path or ""].data
     if value.scale is not None:
         dtype = np.dtype("float32")
         block = value.scale.block
@@ -138,7 +185,8 @@ def _check_source(
             -(-size // step) for size, step in zip(shape, block, strict=True)
         )
         is_scaled = (
-            min(block, default=1) > 0 and sources[value.scale.path].shape == scale_shape
+            min(block, default=1) > 0
+            and sources[value.scale.path].data.shape == scale_shape
         )
         require(is_scaled, f"{where} has scales of another shape")
 
@@ -188,8 +236,8 @@ def _is_covered(kind: TransferKind, rank: int) -> bool:
         places = rows[:, PLACE + kind.rank :]
         for part in dense(_at_start(form, rank)):
             box_count += len(rows)
-            if box_count > _MOST_BOXES:
-                raise ValueError(f"pieces of more than {_MOST_BOXES} boxes")
+            if box_count > MOST_BOXES:
+                raise ValueError(f"pieces of more than {MOST_BOXES} boxes")
             part_box = np.array(hull(part), np.int64).reshape(rank, 2)
             lows.append(places + part_box[:, 0])
             highs.append(places + part_box[:, 1])

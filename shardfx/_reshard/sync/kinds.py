@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._convert import Factor, Piece, Value, hull, once, scale_box, swapped
+from ..._convert import Factor, Piece, Struct, Value, hull, once, scale_box, swapped
 from ..._ground.boxes import Box, volume
-from ..._ground.spec import bits
+from ..._ground.spec import DType, bits
+from ..shardings import data_of
 
 
 class Buffer(NamedTuple):
@@ -127,6 +128,8 @@ class TransferKind:
     **Arguments:**
 
     - `names`: the paths of the first leaf's sources.
+    - `pieces`: the pieces that fill the whole array, whatever its sharding. The rows
+      follow from them and from both shardings.
     - `rank`: the largest number of dimensions of a source.
     - `buffers`: the buffers that receiving processes fill.
     - `forms`: the forms in which parts of the sources are sent.
@@ -137,6 +140,7 @@ class TransferKind:
     """
 
     names: tuple[str, ...]
+    pieces: tuple[Piece, ...]
     rank: int
     buffers: tuple[Buffer, ...]
     forms: tuple[WireForm, ...]
@@ -245,27 +249,46 @@ class SentLeaf(NamedTuple):
     names: tuple[str, ...]
 
 
-class SentPiece(NamedTuple):
-    """A row of bytes that is sent once, for the leaf number `leaf`. `places` has a
-    `Transfer` for each buffer that needs the bytes.
+class SourceLeaf(NamedTuple):
+    """An array of the sending job. `shape` and `dtype` are those of the array itself,
+    and `axes` has the mesh axes that shard each of its dimensions.
     """
 
-    leaf: int
-    places: tuple[Transfer, ...]
+    shape: tuple[int, ...]
+    dtype: DType
+    axes: tuple[tuple[str, ...], ...]
+
+    @property
+    def data(self) -> Struct:
+        """The shape and dtype of the raw data: for PRNG keys those of the key data."""
+        shape, dtype = data_of(self.shape, self.dtype)
+        return Struct(shape, dtype)
 
 
-def with_names(transfer: Transfer, names: Mapping[str, str]) -> Transfer:
-    """The transfer for another leaf of its kind. `names` has the path of each source of
+class PlanFields(NamedTuple):
+    """The fields of a [`shardfx.sync.TransferPlan`][], which are written as JSON."""
+
+    settings: str
+    mesh: tuple[tuple[str, int], ...]
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    receiver: int | None
+    memory_limit_bytes: int
+    sources: Mapping[str, SourceLeaf]
+    kinds: tuple[TransferKind, ...]
+    leaves: tuple[SentLeaf, ...]
+
+
+def renamed(value: Value, names: Mapping[str, str]) -> Value:
+    """The value for another leaf of its kind. `names` has the path of each source of
     that leaf, by the path of the first leaf's source.
     """
-    value = transfer.form.value
     if value.path is None:
-        return transfer
+        return value
     scale = value.scale
     if scale is not None:
         scale = scale._replace(path=names[scale.path])
-    value = value._replace(path=names[value.path], scale=scale)
-    return transfer._replace(form=transfer.form._replace(value=value))
+    return value._replace(path=names[value.path], scale=scale)
 
 
 def hash_of(texts: Sequence[str]) -> str:

@@ -6,11 +6,12 @@ which the elements are multiplied.
 """
 
 import itertools as it
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._convert import (
     NOWHERE,
@@ -28,20 +29,34 @@ from ..._convert import (
     within,
 )
 from ..._ground.boxes import Box, common
-from ..._ground.errors import MeshError
+from ..._ground.errors import MeshError, SyncError
+from ..._ground.spec import entries_at, entry_axes
 from ..._ground.text import together
 from ..._plan import ShardPlan
 from ..pieces.assembly import MovedLeaf, leaves_of_plan, numbered, shards_of
 from ..pieces.parts import Holders, ShardPart, divided, shard_parts
 from ..shardings import data_of
+from .coverage import MOST_BOXES
 from .encoding import Encoding, encoding_of, form_of
-from .kinds import BUFFER, PLACE, Buffer, SentLeaf, TransferKind, WireForm, hash_of
+from .kinds import (
+    BUFFER,
+    PLACE,
+    Buffer,
+    SentLeaf,
+    SourceLeaf,
+    TransferKind,
+    WireForm,
+    hash_of,
+)
 from .transfer import TransferPlan
 
 
 # The number of processes of a job, or the process of each device in the order of the
 # job's mesh.
 Processes = int | Sequence[int]
+_MOST_DEVICES = 1 << 20
+# What is sent at a time is encrypted under one nonce, which AES-GCM allows for 64 GiB.
+_MOST_LIMIT_BYTES = 16 << 30
 
 
 def plan_transfer(
@@ -51,7 +66,7 @@ def plan_transfer(
     *,
     processes: tuple[Processes, Processes] = (1, 1),
     receiver: int | None = None,
-    limit_bytes: int = 16 << 20,
+    memory_limit_bytes: int = 16 << 20,
 ) -> TransferPlan:
     """Plans the transfer of one job's arrays into another job's arrays. No device is
     needed.
@@ -67,7 +82,7 @@ def plan_transfer(
         devices.
     - `receiver`: the only receiving process to plan for. By default the plan is for
       all.
-    - `limit_bytes`: the most bytes that are sent to a process at a time.
+    - `memory_limit_bytes`: the most bytes that are sent to a process at a time.
 
     **Returns:**
 
@@ -78,7 +93,7 @@ def plan_transfer(
     `MapError` if the map does not fit the two trees; `MeshError` if `processes` or
     `receiver` does not fit the meshes.
     """
-    jobs = _jobs(src, dst, processes, receiver, limit_bytes)
+    jobs = _jobs(src, dst, processes, receiver, memory_limit_bytes)
     sources = {leaf.path: leaf for leaf in leaves_of_plan(src)}
     targets = {leaf.path: leaf for leaf in leaves_of_plan(dst)}
     if map is None:
@@ -107,11 +122,12 @@ def plan_transfer(
 
     return TransferPlan(
         settings=_settings_digest(src, dst, jobs),
+        mesh=tuple(src.mesh.shape.items()),
         senders=jobs.senders,
         receivers=jobs.receivers,
         receiver=jobs.receiver,
-        limit_bytes=jobs.limit_bytes,
-        sources=_data_of_sources(leaves, sources),
+        memory_limit_bytes=jobs.memory_limit_bytes,
+        sources={path: _source_leaf(leaf) for path, leaf in sources.items()},
         kinds=tuple(kinds),
         leaves=tuple(leaves),
     )
@@ -121,13 +137,13 @@ class _Jobs(NamedTuple):
     """What all leaves of a transfer have in common. `senders` has the process of each
     device of the sending job, and `receivers` that of each device of the receiving job.
     `receiver` is the only receiving process to plan for; `None` for all. At most
-    `limit_bytes` are sent at a time.
+    `memory_limit_bytes` are sent at a time.
     """
 
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
     receiver: int | None
-    limit_bytes: int
+    memory_limit_bytes: int
 
 
 def _jobs(
@@ -135,9 +151,22 @@ def _jobs(
     dst: ShardPlan,
     processes: tuple[Processes, Processes],
     receiver: int | None,
-    limit_bytes: int,
+    memory_limit_bytes: int,
 ) -> _Jobs:
     sending_processes, receiving_processes = processes
+    for name, plan in (("src", src), ("dst", dst)):
+        if plan.mesh.size > _MOST_DEVICES:
+            raise MeshError(
+                f"`{name}` has a mesh of {plan.mesh.size:,} devices; a transfer is"
+                f" planned for at most {_MOST_DEVICES:,}."
+            )
+    limit = memory_limit_bytes
+    is_number = isinstance(limit, int) and not isinstance(limit, bool)
+    if not is_number or not 1 <= limit <= _MOST_LIMIT_BYTES:
+        raise MeshError(
+            f"`memory_limit_bytes` is {limit!r:.40}; give a number of bytes from 1 to"
+            f" {_MOST_LIMIT_BYTES:,}, such as 16 << 20."
+        )
     senders = _process_of_each_device(src.mesh.size, sending_processes)
     receivers = _process_of_each_device(dst.mesh.size, receiving_processes)
     if receiver is not None and receiver not in receivers:
@@ -149,7 +178,7 @@ def _jobs(
         senders=senders,
         receivers=receivers,
         receiver=receiver,
-        limit_bytes=limit_bytes,
+        memory_limit_bytes=memory_limit_bytes,
     )
 
 
@@ -215,22 +244,23 @@ def _leaf_digest(
 
 def _settings_digest(src: ShardPlan, dst: ShardPlan, jobs: _Jobs) -> str:
     settings = (
-        1,
+        2,
         dict(src.mesh.shape),
         dict(dst.mesh.shape),
         jobs.senders,
         jobs.receivers,
-        jobs.limit_bytes,
+        jobs.memory_limit_bytes,
     )
     return hash_of([repr(settings)])
 
 
-def _data_of_sources(
-    leaves: Iterable[SentLeaf], sources: Mapping[str, MovedLeaf]
-) -> dict[str, Struct]:
-    """The shape and dtype of the raw data of each source that a leaf reads."""
-    names = dict.fromkeys(name for leaf in leaves for name in leaf.names)
-    return {name: _data_struct(sources[name]) for name in names}
+def _source_leaf(leaf: MovedLeaf) -> SourceLeaf:
+    entries = entries_at(_spec(leaf), len(leaf.shape))
+    return SourceLeaf(
+        shape=leaf.shape,
+        dtype=leaf.dtype,
+        axes=tuple(entry_axes(entry) for entry in entries),
+    )
 
 
 def _data_struct(leaf: MovedLeaf) -> Struct:
@@ -238,7 +268,7 @@ def _data_struct(leaf: MovedLeaf) -> Struct:
     return Struct(shape, dtype)
 
 
-def _spec(leaf: MovedLeaf) -> object:
+def _spec(leaf: MovedLeaf) -> PartitionSpec:
     assert isinstance(leaf.sharding, NamedSharding)
     return leaf.sharding.spec
 
@@ -252,7 +282,7 @@ def _kind(
     encodings = _encodings(made, structs)
     rank = max([len(struct.shape) for struct in structs.values()], default=0)
 
-    table = _Table(rank, made.dtype)
+    table = _Table(target.path, rank, made.dtype)
     for replica_choice, numbers in _by_replica(buffers, holders_by_source).items():
         senders_by_source = {
             name: _with_replica(holders, replica)
@@ -272,6 +302,7 @@ def _kind(
 
     return TransferKind(
         names=tuple(sources),
+        pieces=made.pieces,
         rank=rank,
         buffers=buffers,
         forms=tuple(table.forms),
@@ -358,10 +389,14 @@ def _add(
     for part in shard_parts(made, wanted, sources, {}).all:
         if part.piece.value.path is None:
             parts.append(part)
-        else:
-            parts += divided(part, jobs.limit_bytes)
+            continue
+        table.require_room(
+            len(parts) + part.memory_bytes // max(1, jobs.memory_limit_bytes)
+        )
+        parts += divided(part, jobs.memory_limit_bytes)
     if _reads_an_element_twice(made, encodings):
-        parts = list(_split_at_edges(parts))
+        paths = {name: encoding.path for name, encoding in encodings.items()}
+        parts = list(_split_at_edges(parts, paths, table))
 
     local_numbers = _local_numbers(jobs.senders)
     shard_starts = {name: _starts(boxes) for name, boxes in holders.items()}
@@ -400,12 +435,13 @@ def _reads_an_element_twice(made: Made, encodings: Mapping[str, Encoding]) -> bo
 
 class _Table:
     """The rows and the forms of a `TransferKind`, while these are collected one by one.
-    `rank` is the largest number of dimensions of a source, and `dtype` the dtype of the
-    target.
+    `path` is that of the first leaf, `rank` the largest number of dimensions of a
+    source, and `dtype` the dtype of the target.
     """
 
-    def __init__(self, rank: int, dtype: np.dtype):
+    def __init__(self, path: str, rank: int, dtype: np.dtype):
         self.forms: list[WireForm] = []
+        self._path = path
         self._rank = rank
         self._dtype = dtype
         self._form_numbers: dict[tuple[Value, tuple[Factor, ...]], int] = {}
@@ -440,6 +476,15 @@ class _Table:
         self._counts.append(len(buffers))
         self._buffers += buffers
 
+    def require_room(self, count: int) -> None:
+        """Raises `SyncError` if `count` more parts are too many for one array."""
+        if len(self._counts) + count > MOST_BOXES:
+            raise SyncError(
+                f"leaf `{self._path}` would be sent in more than {MOST_BOXES:,} parts;"
+                " plan with a larger `memory_limit_bytes`, or for one process with"
+                " `receiver=`."
+            )
+
     def rows(self, dims: int) -> np.ndarray:
         """The rows of a `TransferKind` whose target has `dims` dimensions. They are
         ordered by buffer. So a plan for one receiver has its rows in the same order as
@@ -453,21 +498,34 @@ class _Table:
         return rows[order]
 
 
-def _split_at_edges(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
-    """Yields parts of shards, split where parts with the same sender overlap. Their
-    common elements become a part of their own, which is sent once. For rows 0 to 4 and
-    2 to 6: rows 0 to 2, 2 to 4, again 2 to 4, and 4 to 6.
+def _split_at_edges(
+    parts: Sequence[ShardPart], paths: Mapping[str, str], table: "_Table"
+) -> Iterator[ShardPart]:
+    """Yields parts of shards, split where parts of the same array from the same sender
+    overlap. Their common elements become a part of their own, which is sent once. For
+    rows 0 to 4 and 2 to 6: rows 0 to 2, 2 to 4, again 2 to 4, and 4 to 6.
+
+    `paths` has the array's path by the name that a part has for its source.
     """
-    for group in together(parts, lambda part: part.sender).values():
+    groups = together(
+        parts, lambda part: (part.sender, paths.get(part.piece.value.path or ""))
+    )
+    count = 0
+    for group in groups.values():
         hulls = [hull(swapped(part.piece)) for part in group]
+        distinct = [*dict.fromkeys(hulls)]
         for part, box in zip(group, hulls, strict=True):
             others = [
-                other for other in {*hulls} - {box} if common(other, box) is not None
+                other
+                for other in distinct
+                if other != box and common(other, box) is not None
             ]
             if not others:
                 yield from _within_source(part, box)
                 continue
             edges = [_edges(box, others, dim) for dim in range(len(box))]
+            count += math.prod(len(stops) - 1 for stops in edges)
+            table.require_room(count)
             for cell in it.product(*map(it.pairwise, edges)):
                 yield from _within_source(part, cell)
 

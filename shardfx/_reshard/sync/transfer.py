@@ -5,9 +5,10 @@ process of another job.
 import dataclasses
 import functools as ft
 from collections.abc import Mapping
+from typing import Any
 
-from ..._convert import Struct
-from .kinds import PROCESS, SentLeaf, SentPiece, TransferKind, hash_of, with_names
+from .codec import digest_of, fields_of, text_of
+from .kinds import PROCESS, PlanFields, SentLeaf, SourceLeaf, TransferKind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -18,12 +19,12 @@ class TransferPlan:
     **Arguments:**
 
     - `settings`: a hash of the meshes, the processes and the limit.
+    - `mesh`: the axes of the sending job's mesh, with their sizes.
     - `senders`, `receivers`: the process of each device of the two jobs, in the order
       of their meshes.
     - `receiver`: the receiving process, if the plan covers only one; `None` for all.
-    - `limit_bytes`: the most bytes that are sent to a process at a time.
-    - `sources`: by path, the shape and dtype of each array that is read (for PRNG keys,
-      of their key data).
+    - `memory_limit_bytes`: the most bytes that are sent to a process at a time.
+    - `sources`: the arrays of the sending job, by path.
     - `leaves`: the arrays of the receiving job.
     - `kinds`: the plans of the leaves. Leaves that differ only in the paths of their
       sources share one.
@@ -32,11 +33,12 @@ class TransferPlan:
     __module__ = "shardfx.sync"
 
     settings: str
+    mesh: tuple[tuple[str, int], ...]
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
     receiver: int | None
-    limit_bytes: int
-    sources: Mapping[str, Struct]
+    memory_limit_bytes: int
+    sources: Mapping[str, SourceLeaf]
     kinds: tuple[TransferKind, ...]
     leaves: tuple[SentLeaf, ...]
 
@@ -45,7 +47,7 @@ class TransferPlan:
         """A hash of the plan. A plan for all receivers and a plan for one of them have
         the same hash.
         """
-        return hash_of([self.settings, *[leaf.digest for leaf in self.leaves]])
+        return digest_of(self.settings, self.leaves)
 
     @ft.cached_property
     def known(self) -> dict[object, object]:
@@ -60,44 +62,44 @@ class TransferPlan:
         bytes_of_kind = [kind.wire_bytes for kind in self.kinds]
         return sum(bytes_of_kind[leaf.kind] for leaf in self.leaves)
 
-    def rounds(self, sender: int, receiver: int) -> list[list[SentPiece]]:
-        """The parts of arrays that one process sends another, as a list for each round
-        (the parts that are sent together).
-
-        A round has at most `limit_bytes`, or one larger part. The `sender` -1 stands
-        for constants, which are not sent.
-        """
-        transfers_of_kind = [
-            [
-                tuple(map(kind.transfer, numbers))
-                for numbers in kind.sent(sender, receiver)
-            ]
-            for kind in self.kinds
-        ]
-        sizes_of_kind = [
-            [places[0].bytes for places in transfers] for transfers in transfers_of_kind
-        ]
-        rounds: list[list[SentPiece]] = []
-        remaining_bytes = 0
-        for number, leaf in enumerate(self.leaves):
-            names = dict(zip(self.kinds[leaf.kind].names, leaf.names, strict=True))
-            transfers = transfers_of_kind[leaf.kind]
-            for places, size in zip(transfers, sizes_of_kind[leaf.kind], strict=True):
-                if not rounds or size > remaining_bytes:
-                    rounds.append([])
-                    remaining_bytes = self.limit_bytes
-                named = tuple([with_names(transfer, names) for transfer in places])
-                rounds[-1].append(SentPiece(leaf=number, places=named))
-                remaining_bytes -= size
-        return rounds
-
     def senders_to(self, receiver: int) -> list[int]:
-        """The numbers of the processes that send bytes to a receiving process, in
-        ascending order.
+        """The numbers of the processes that send to a receiving process, in ascending
+        order. If it needs no bytes, the first process tells it of new revisions.
         """
         senders: set[int] = set()
         for kind in self.kinds:
             processes = kind.rows[kind.receivers == receiver, PROCESS]
             senders.update(processes.tolist())
         # Constants are sent by nobody.
-        return sorted(senders - {-1})
+        senders.discard(-1)
+        return sorted(senders or {min(self.senders)})
+
+    def to_json(self) -> str:
+        """The plan as JSON text with a checksum, for [`shardfx.sync.TransferPlan.from_json`][]."""
+        return text_of(self._fields)
+
+    @staticmethod
+    def from_json(text: str) -> "TransferPlan":
+        """Reads a plan from the text that `to_json` returned. It checks that the plan
+        writes each element of each shard exactly once.
+
+        **Arguments:**
+
+        - `text`: the text.
+
+        **Raises:**
+
+        `PlanFormatError` for any other text.
+        """
+        return TransferPlan(**fields_of(text)._asdict())
+
+    @property
+    def _fields(self) -> PlanFields:
+        return PlanFields(**self.__getstate__())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was computed from the plan stays behind: it refers to memory of this
+        # process.
+        return {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }

@@ -20,6 +20,10 @@ class JaxChannel:
     """A Channel over the transfer servers of `jax.experimental.transfer`. Each process
     has a server and connects to the other process's server.
 
+    The servers neither prove a secret nor authenticate bytes: whoever reaches them can
+    read and replace the weights. Take them on a private network, and with
+    `check_content=True`, which finds damage and bytes from a wrong place.
+
     One round (the bytes that are sent together) is on its way at a time. A server does
     not report that its peer is dead, so a round that does not arrive within the
     time-out counts as lost. After an error both processes make a new channel with
@@ -48,19 +52,25 @@ class JaxChannel:
         device: Any = None,
         timeout_seconds: float = 30.0,
     ):
-        self._server, self._peer = server, server.connect(address)
-        self._session, self._timeout = session, timeout_seconds
-        self._device = jax.local_devices()[0] if device is None else device
-        self._count, self._is_taken = 0, True
+        self._server = server
+        self._peer = server.connect(address)
+        self._session = session
+        self._timeout = timeout_seconds
+        if device is None:
+            device = jax.local_devices()[0]
+        self._device = device
+        self._count = 0
+        self._is_taken = True
 
     def put(self, round: int, pieces: Sequence[np.ndarray]) -> None:
         self._give(np.concatenate(pieces))
 
     def get(self, round: int, memories: Sequence[np.ndarray]) -> None:
-        found, at = self._take(sum(memory.nbytes for memory in memories)), 0
+        data = self._take(sum(memory.nbytes for memory in memories))
+        start = 0
         for memory in memories:
-            memory[...] = found[at : at + len(memory)]
-            at += len(memory)
+            memory[...] = data[start : start + len(memory)]
+            start += len(memory)
 
     def commit(self, revision: int | None = None) -> int:
         if revision is None:
@@ -72,7 +82,8 @@ class JaxChannel:
     def _give(self, data: np.ndarray) -> None:
         self._settle()
         self._offer(2 * self._count, data)
-        self._count, self._is_taken = self._count + 1, False
+        self._count += 1
+        self._is_taken = False
 
     def _settle(self) -> None:
         """Waits until the other process has received the last round."""
@@ -81,10 +92,10 @@ class JaxChannel:
             self._is_taken = True
 
     def _take(self, count: int) -> np.ndarray:
-        found = self._pull(2 * self._count, count)
+        data = self._pull(2 * self._count, count)
         self._offer(2 * self._count + 1, np.ones(1, np.uint8))
         self._count += 1
-        return found
+        return data
 
     def _offer(self, number: int, data: np.ndarray) -> None:
         self._server.await_pull(
@@ -92,16 +103,16 @@ class JaxChannel:
         )
 
     def _pull(self, number: int, count: int) -> np.ndarray:
-        wanted = jax.ShapeDtypeStruct(
+        struct = jax.ShapeDtypeStruct(
             (count,), np.uint8, sharding=SingleDeviceSharding(self._device)
         )
         deadline = time.monotonic() + self._timeout
         try:
-            (found,) = self._peer.pull(self._session << 32 | number, [wanted])
-            while not found.is_ready() and time.monotonic() < deadline:
+            (array,) = self._peer.pull(self._session << 32 | number, [struct])
+            while not array.is_ready() and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
-            if found.is_ready():
-                return np.asarray(found)
+            if array.is_ready():
+                return np.asarray(array)
         except RuntimeError as error:
             raise SyncError(f"the other side's server is gone: {error}") from error
         raise SyncError(

@@ -1,0 +1,138 @@
+"""The door of a sender: a thread that accepts connections, whatever moment it is for
+the operating system, and a thread for each connection.
+
+Connections that have not proved that they know the secret are bounded in number. All
+threads are daemons, and `close` ends them: a process that ends must not stop a thread
+while it lets go of arrays, which would abort the process.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from ..._ground.errors import SyncError
+
+
+_LOG = logging.getLogger("shardfx.sync")
+# If more come, the connection that waits longest is closed: an honest receiver proves
+# the secret within milliseconds.
+MOST_UNPROVED = 16
+# The wait after an error of the operating system, such as no free file descriptor.
+_RETRY_SECONDS = 0.2
+_SECONDS_BETWEEN_LOGS = 30.0
+
+# Answers a connection, and calls its second argument once the peer has proved that it
+# knows the secret.
+Answer = Callable[[socket.socket, Callable[[], None]], None]
+
+
+class Door:
+    """Accepts connections on `listening` and answers each in a thread. On closing,
+    connections that have proved the secret may go on for `grace_seconds`.
+    """
+
+    def __init__(self, listening: socket.socket, answer: Answer, grace_seconds: float):
+        self._listening = listening
+        self._answer = answer
+        self._grace_seconds = grace_seconds
+        self._lock = threading.Lock()
+        # The threads of connections, in the order of arrival.
+        self._unproved: dict[socket.socket, threading.Thread] = {}
+        self._proved: dict[socket.socket, threading.Thread] = {}
+        self._is_closed = False
+        self._next_log = 0.0
+        self._accepting = threading.Thread(target=self._accept_all, daemon=True)
+
+    def open(self) -> None:
+        """Starts to accept connections."""
+        self._accepting.start()
+
+    def close(self) -> None:
+        """Stops accepting, and ends all connections."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        # A thread that waits in `accept` is not woken by `close` alone.
+        _shut(self._listening)
+        self._listening.close()
+        self._accepting.join()
+        with self._lock:
+            unproved = dict(self._unproved)
+            proved = dict(self._proved)
+        for connection in unproved:
+            _shut(connection)
+        deadline = time.monotonic() + self._grace_seconds
+        for thread in (*proved.values(), *unproved.values()):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for connection, thread in proved.items():
+            if thread.is_alive():
+                _shut(connection)
+                thread.join()
+
+    def _accept_all(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError as error:
+                if not self._is_closed:
+                    self._wait_out(error)
+                continue
+            self._admit(connection)
+
+    def _wait_out(self, error: Exception) -> None:
+        """Goes on after a bad moment: no free file descriptor, an aborted connection."""
+        if time.monotonic() >= self._next_log:
+            self._next_log = time.monotonic() + _SECONDS_BETWEEN_LOGS
+            _LOG.warning("a connection was not accepted (%s); trying again", error)
+        with self._lock:
+            self._close_oldest()
+        time.sleep(_RETRY_SECONDS)
+
+    def _admit(self, connection: socket.socket) -> None:
+        thread = threading.Thread(target=self._run, args=(connection,), daemon=True)
+        with self._lock:
+            if len(self._unproved) >= MOST_UNPROVED:
+                self._close_oldest()
+            self._unproved[connection] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:  # The system has no thread for it.
+            with self._lock:
+                self._unproved.pop(connection, None)
+            connection.close()
+            self._wait_out(error)
+
+    def _close_oldest(self) -> None:
+        if self._unproved:
+            connection = next(iter(self._unproved))
+            # Its thread wakes up, and closes it.
+            del self._unproved[connection]
+            _shut(connection)
+
+    def _run(self, connection: socket.socket) -> None:
+        def accept() -> None:
+            with self._lock:
+                thread = self._unproved.pop(connection, None)
+                if thread is None:
+                    raise SyncError("the connection was closed for a newer one.")
+                self._proved[connection] = thread
+
+        try:
+            with connection:
+                self._answer(connection, accept)
+        except (OSError, SyncError) as error:
+            # The receiver is dead or was refused. The trainer goes on.
+            _LOG.info("a connection ended: %s", error)
+        finally:
+            with self._lock:
+                self._unproved.pop(connection, None)
+                self._proved.pop(connection, None)
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # The peer has closed it.

@@ -1,0 +1,78 @@
+"""A connected socket from which and to which whole messages go, within a time-out."""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+
+# Linux takes 1,024 buffers in one call.
+_MOST_BUFFERS = 512
+_SEND_BUFFER_BYTES = 4 << 20
+
+Memory = bytes | bytearray | memoryview
+
+
+class Line:
+    """A connected socket. Each call ends within the time-out, however slowly the peer
+    sends or reads; then it raises `TimeoutError`.
+    """
+
+    def __init__(self, connection: socket.socket, timeout_seconds: float):
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        self._connection = connection
+        self.set_timeout(timeout_seconds)
+
+    def set_timeout(self, timeout_seconds: float) -> None:
+        """Changes the time-out of later calls."""
+        self._timeout = timeout_seconds
+        self._wait_seconds = timeout_seconds
+        self._connection.settimeout(timeout_seconds)
+
+    def send(self, parts: Sequence[Memory]) -> None:
+        """Sends the bytes of `parts`, one after another."""
+        self._transmit(parts, self._connection.sendmsg)
+
+    def fill(self, parts: Sequence[Memory]) -> None:
+        """Reads bytes into `parts`, one after another, until all are full."""
+        self._transmit(parts, self._receive)
+
+    def read(self, count: int) -> bytes:
+        """Reads `count` bytes."""
+        memory = bytearray(count)
+        self.fill([memory])
+        return bytes(memory)
+
+    def _receive(self, parts: list[memoryview]) -> int:
+        return self._connection.recvmsg_into(parts)[0]
+
+    def _transmit(
+        self, parts: Sequence[Memory], carry: Callable[[list[memoryview]], int]
+    ) -> None:
+        deadline = time.monotonic() + self._timeout
+        # The next part stands last.
+        remaining = [memoryview(part) for part in parts if len(part)]
+        remaining.reverse()
+        self._wait_at_most(self._timeout)
+        while remaining:
+            count = carry(remaining[: -_MOST_BUFFERS - 1 : -1])
+            if not count:
+                raise ConnectionResetError("the connection ended early")
+            while remaining and count >= len(remaining[-1]):
+                count -= len(remaining.pop())
+            if not remaining:
+                return
+            if count:
+                remaining[-1] = remaining[-1][count:]
+            self._wait_at_most(deadline - time.monotonic())
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """Bounds the wait of the next call. A system call is saved while the bound is
+        about what it was.
+        """
+        if seconds <= 0:
+            raise TimeoutError("timed out")
+        if seconds < self._wait_seconds / 2 or seconds > self._wait_seconds:
+            self._wait_seconds = seconds
+            self._connection.settimeout(seconds)

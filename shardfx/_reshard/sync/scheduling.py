@@ -1,0 +1,243 @@
+"""The order in which one process sends its parts of arrays to another one. Both
+processes compute it from the plan.
+
+What is sent at a time is a row of bytes, in one of two forms. A *range* is a contiguous
+range of a buffer's bytes: the receiver needs no copy. A *part* is a part of an array
+whose elements the receiver still has to place, cast or multiply, or needs in several
+places.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..._convert import NOWHERE, hull, strides_of, within
+from ..._ground.boxes import Box, volume
+from ..._ground.spec import bits
+from .kinds import Buffer, Transfer, TransferKind
+from .transfer import TransferPlan
+
+
+# A round is sealed, sent and checked as one frame. It is so small that its bytes are
+# still in the processor's cache when the next of these steps reads them.
+ROUND_BYTES = 1 << 20
+
+
+class SentRange(NamedTuple):
+    """The bytes `start` to `stop` of the buffer number `buffer`, in the buffer's own
+    order. `transfers` fill them.
+    """
+
+    buffer: int
+    start: int
+    stop: int
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def bytes(self) -> int:
+        return self.stop - self.start
+
+
+class SentPart(NamedTuple):
+    """A part of an array that is sent once. `places` has a transfer for each buffer
+    that needs it.
+    """
+
+    places: tuple[Transfer, ...]
+
+    @property
+    def bytes(self) -> int:
+        return self.places[0].bytes
+
+
+Row = SentRange | SentPart
+
+
+class ScheduledRow(NamedTuple):
+    """A row of bytes of a leaf. `number` is its position among the rows of its kind."""
+
+    leaf: int
+    number: int
+
+
+class Schedule(NamedTuple):
+    """The rows of bytes that one process sends another, for each kind of leaves, with
+    the sources of the kind's first leaf, and the rounds in which they are sent.
+    """
+
+    rows_of_kind: tuple[tuple[Row, ...], ...]
+    rounds: tuple[tuple[ScheduledRow, ...], ...]
+
+
+def schedule(plan: TransferPlan, sender: int, receiver: int) -> Schedule:
+    """The schedule for two processes. The `sender` -1 stands for constants, which are
+    not sent. It is computed once per plan.
+    """
+    key = ("schedule", sender, receiver)
+    if key not in plan.known:
+        plan.known[key] = _schedule(plan, sender, receiver)
+    found = plan.known[key]
+    assert isinstance(found, Schedule)
+    return found
+
+
+def _schedule(plan: TransferPlan, sender: int, receiver: int) -> Schedule:
+    dtypes = {leaf.kind: leaf.dtype for leaf in plan.leaves}
+    limit = min(plan.memory_limit_bytes, ROUND_BYTES)
+    rows_of_kind = [
+        _rows_of(kind, dtypes[number], sender, receiver, limit)
+        for number, kind in enumerate(plan.kinds)
+    ]
+    sizes_of_kind = [[row.bytes for row in rows] for rows in rows_of_kind]
+
+    rounds: list[list[ScheduledRow]] = []
+    remaining_bytes = 0
+    for leaf_number, leaf in enumerate(plan.leaves):
+        for number, size in enumerate(sizes_of_kind[leaf.kind]):
+            if not rounds or size > remaining_bytes:
+                rounds.append([])
+                remaining_bytes = limit
+            rounds[-1].append(ScheduledRow(leaf=leaf_number, number=number))
+            remaining_bytes -= size
+    return Schedule(rows_of_kind=tuple(rows_of_kind), rounds=tuple(map(tuple, rounds)))
+
+
+def _rows_of(
+    kind: TransferKind, dtype: np.dtype, sender: int, receiver: int, limit: int
+) -> tuple[Row, ...]:
+    rows: list[Row] = []
+    # Transfers that may fill a range together, by the range's box in its buffer.
+    groups: dict[tuple[int, Box], list[Transfer]] = {}
+    position_of_group: dict[tuple[int, Box], int] = {}
+    for numbers in kind.sent(sender, receiver):
+        places = tuple(map(kind.transfer, numbers))
+        transfer = places[0]
+        buffer = kind.buffers[transfer.buffer]
+        if len(places) > 1 or not _is_written_unchanged(transfer, dtype):
+            rows.append(SentPart(places))
+            continue
+        key = (transfer.buffer, _outer_box(transfer, buffer))
+        if key not in groups:
+            position_of_group[key] = len(rows)
+            rows.append(SentPart(places))
+        groups.setdefault(key, []).append(transfer)
+
+    # A range stands where its first transfer stood, and the rows of a group that fills
+    # no range stand there one after another.
+    replaced: dict[int, list[Row]] = {}
+    for key, transfers in groups.items():
+        number, outer_box = key
+        buffer = kind.buffers[number]
+        replaced[position_of_group[key]] = _range_or_parts(
+            transfers, number, buffer, outer_box, dtype.itemsize, limit
+        )
+    return tuple(
+        new
+        for position, row in enumerate(rows)
+        for new in replaced.get(position, [row])
+    )
+
+
+def _is_written_unchanged(transfer: Transfer, dtype: np.dtype) -> bool:
+    """Whether the receiver writes the bytes of a transfer as they are, each once."""
+    form = transfer.form
+    if transfer.process < 0 or form.scales is not None or bits(form.sent) < 8:
+        return False
+    if form.casts < len(form.value.casts) or form.sent != dtype:
+        return False
+    return all(factor.source_dim != NOWHERE for factor in form.factors)
+
+
+def _sizes(buffer: Buffer) -> list[int]:
+    return [stop - start for start, stop in buffer.box]
+
+
+def _outer_box(transfer: Transfer, buffer: Buffer) -> Box:
+    """The intervals of a transfer in its buffer along the outer dimensions, up to the
+    first along which it has several elements. In the buffer's memory the elements of
+    this box, with the whole inner dimensions, are contiguous.
+    """
+    box = hull(transfer.piece)
+    for dim, (start, stop) in enumerate(box):
+        if stop - start > 1:
+            return box[: dim + 1]
+    return box
+
+
+def _range_or_parts(
+    transfers: Sequence[Transfer],
+    number: int,
+    buffer: Buffer,
+    outer_box: Box,
+    itemsize: int,
+    limit: int,
+) -> list[Row]:
+    sizes = _sizes(buffer)
+    count = volume(outer_box) * math.prod(sizes[len(outer_box) :])
+    # The plan writes each element once. So these fill the range if they have as many
+    # elements.
+    if sum(transfer.piece.elements for transfer in transfers) < count:
+        return [SentPart((transfer,)) for transfer in transfers]
+    strides = strides_of(sizes, itemsize)
+    rows = _rows_in_order(transfers, number, strides, itemsize)
+    if rows is not None:
+        return rows
+
+    # The sender copies the elements together, in memory of `limit` bytes at most.
+    inner_box = tuple((0, size) for size in sizes[len(outer_box) :])
+    (first, last) = outer_box[-1]
+    bytes_of_step = count // (last - first) * itemsize
+    step = limit // bytes_of_step
+    if not step:
+        return [SentPart((transfer,)) for transfer in transfers]
+    ranges: list[Row] = []
+    for low in range(first, last, step):
+        high = min(low + step, last)
+        box = (*outer_box[:-1], (low, high), *inner_box)
+        start = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
+        row = SentRange(
+            buffer=number,
+            start=start,
+            stop=start + (high - low) * bytes_of_step,
+            transfers=tuple(_within(transfers, box)),
+        )
+        ranges.append(row)
+    return ranges
+
+
+def _within(transfers: Iterable[Transfer], box: Box) -> Iterator[Transfer]:
+    """The parts of transfers inside a box of their buffer."""
+    for transfer in transfers:
+        for piece in within(transfer.piece, box):
+            yield transfer._replace(
+                form=transfer.form._replace(factors=piece.factors),
+                source=piece.source,
+                target=piece.target,
+            )
+
+
+def _rows_in_order(
+    transfers: Iterable[Transfer], number: int, strides: Sequence[int], itemsize: int
+) -> list[Row] | None:
+    """A range for each transfer, if each is contiguous in the buffer; else `None`. The
+    sender may have them without a copy.
+    """
+    rows: list[Row] = []
+    for transfer in transfers:
+        expected = strides_of(transfer.shape, itemsize)
+        factors = transfer.form.factors
+        actual = tuple(
+            strides[factor.target_dim] * factor.target_step for factor in factors
+        )
+        if actual != expected:
+            return None
+        start = sum(
+            low * stride for low, stride in zip(transfer.target, strides, strict=True)
+        )
+        stop = start + transfer.bytes
+        rows.append(
+            SentRange(buffer=number, start=start, stop=stop, transfers=(transfer,))
+        )
+    return rows

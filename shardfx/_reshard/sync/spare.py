@@ -1,0 +1,296 @@
+"""The memory of a new revision (version of all weights), until it is whole and becomes
+arrays.
+"""
+
+import itertools as it
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from ..._ground.boxes import Box, array_of, boxes_here, volume
+from ..._ground.copying import buffers
+from ..._ground.errors import PlanMismatchError
+from ..._plan import ShardPlan, encode_dtype
+from ..pieces.assembly import MovedLeaf, leaves_of_plan
+from ..shardings import data_of
+from .transfer import TransferPlan
+
+
+# The memory of leaves is allocated in blocks of this size: the kernel allocates large
+# blocks in large pages, which takes less time.
+_GROUP_BYTES = 64 << 20
+
+
+class SpareMemory:
+    """The memory of a new revision of the arrays in the receiving process number
+    `receiver`. When the last row of a leaf has arrived, its memory becomes a JAX array
+    with the leaf's sharding in `dst`.
+
+    Raises `PlanMismatchError` if `dst` has other arrays than the transfer's plan,
+    before memory is allocated.
+    """
+
+    def __init__(self, plan: TransferPlan, dst: ShardPlan, receiver: int):
+        self._layout = layout_of(plan, dst, receiver)
+        self._plan = plan
+        self._dst = dst
+        self._lock = threading.Lock()
+        self._remaining = [0] * len(plan.leaves)
+        self._memory: dict[int, dict[int, np.ndarray]] = {}
+        self._bytes: dict[tuple[int, int], np.ndarray] = {}
+        self._arrays: dict[int, jax.Array] = {}
+
+    def begin(self, row_counts: Sequence[Sequence[int]]) -> None:
+        """Says how many rows come for each leaf, from each sender."""
+        for counts in row_counts:
+            for leaf, count in enumerate(counts):
+                self._remaining[leaf] += count
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """All arrays by path. Every row of every leaf must have been written."""
+        for leaf in range(len(self._plan.leaves)):
+            if leaf not in self._arrays:
+                self._make(leaf)
+        self._layout.blocks.end_revision()
+        return {
+            leaf.path: self._arrays[number]
+            for number, leaf in enumerate(self._plan.leaves)
+        }
+
+    def tree(self, arrays: Mapping[str, jax.Array]) -> Any:
+        """The arrays as the tree that `dst` was made of."""
+        path_tree = self._dst.content.path_tree
+        return path_tree.filled([arrays.get(path) for path in path_tree.paths])
+
+    def memory(self, leaf: int, buffer: int) -> np.ndarray:
+        """The memory of the buffer number `buffer` of the leaf number `leaf`. It is
+        allocated at the first call.
+        """
+        memory = self._memory.get(leaf)
+        if memory is None:
+            with self._lock:
+                if leaf not in self._memory:
+                    self._allocate(self._layout.groups[leaf])
+                memory = self._memory[leaf]
+        return memory[buffer]
+
+    def bytes_of(self, leaf: int, buffer: int) -> np.ndarray:
+        """The memory of a buffer as bytes."""
+        flat = self._bytes.get((leaf, buffer))
+        if flat is None:
+            memory = self.memory(leaf, buffer).reshape(-1)
+            flat = memory.view(np.uint8) if memory.size else np.empty(0, np.uint8)
+            self._bytes[leaf, buffer] = flat
+        return flat
+
+    def wrote(self, leaf: int) -> None:
+        """Counts one written row of a leaf. After the last row, the leaf's memory
+        becomes a JAX array.
+        """
+        with self._lock:
+            self._remaining[leaf] -= 1
+            is_whole = self._remaining[leaf] == 0
+        if is_whole:
+            self._make(leaf)
+
+    def _allocate(self, group: int) -> None:
+        """Allocates one block of memory for all leaves of a group."""
+        places = self._layout.places_of_group[group]
+        shapes = [(place.shape, place.dtype) for place in places]
+        views = buffers(shapes, self._layout.blocks.take)
+        for place, view in zip(places, views, strict=True):
+            self._memory.setdefault(place.leaf, {})[place.buffer] = view
+
+    def _make(self, number: int) -> None:
+        layout = self._layout
+        boxes = layout.boxes_of_leaf[number]
+        if boxes:
+            self.memory(number, next(iter(boxes)))
+        memory = self._memory.pop(number, {})
+        for buffer in memory:
+            self._bytes.pop((number, buffer), None)
+        leaf = self._plan.leaves[number]
+        target = layout.targets[number]
+        assert target.sharding is not None
+        array = array_of(
+            leaf.shape,
+            leaf.dtype,
+            target.sharding,
+            [boxes[buffer] for buffer in memory],
+            list(memory.values()),
+        )
+        if jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
+            name = encode_dtype(target.dtype)
+            array = jax.random.wrap_key_data(array, impl=name[len("key<") : -1])
+        self._arrays[number] = array
+
+
+class _Place:
+    """Where a buffer of a leaf lies."""
+
+    def __init__(self, leaf: int, buffer: int, box: Box, dtype: np.dtype):
+        self.leaf = leaf
+        self.buffer = buffer
+        self.shape = tuple(stop - start for start, stop in box)
+        self.dtype = dtype
+
+
+class MemoryLayout:
+    """What all revisions have in common: the arrays that are made, and the blocks of
+    memory in which their buffers lie.
+    """
+
+    def __init__(self, plan: TransferPlan, targets: Sequence[MovedLeaf], receiver: int):
+        self.targets = targets
+        self.blocks = Blocks()
+        # For each leaf the boxes that this process fills, by the numbers of their
+        # buffers.
+        boxes_of_kind = [
+            {
+                number: buffer.box
+                for number, buffer in enumerate(kind.buffers)
+                if buffer.process == receiver
+            }
+            for kind in plan.kinds
+        ]
+        self.boxes_of_leaf = [boxes_of_kind[leaf.kind] for leaf in plan.leaves]
+        sizes = [
+            sum(map(volume, boxes.values())) * leaf.dtype.itemsize
+            for boxes, leaf in zip(self.boxes_of_leaf, plan.leaves, strict=True)
+        ]
+        # Leaves whose memory would start in the same 64 MiB if all leaves lay one after
+        # another.
+        self.groups = [
+            start // _GROUP_BYTES for start in it.accumulate(sizes[:-1], initial=0)
+        ]
+        self.places_of_group: dict[int, list[_Place]] = {}
+        for number, leaf in enumerate(plan.leaves):
+            places = self.places_of_group.setdefault(self.groups[number], [])
+            for buffer, box in self.boxes_of_leaf[number].items():
+                places.append(_Place(number, buffer, box, leaf.dtype))
+
+    def warm(self, states: int) -> None:
+        """Touches the memory of some states, all alive at the same time."""
+        sizes: list[int] = []
+        for places in self.places_of_group.values():
+            shapes = [(place.shape, place.dtype) for place in places]
+            # This asks for the same sizes as a revision does.
+            buffers(shapes, lambda nbytes: _noted(sizes, nbytes))
+        self.blocks.warm(sizes * states)
+
+
+def _noted(sizes: list[int], nbytes: int) -> np.ndarray:
+    sizes.append(nbytes)
+    return np.empty(nbytes, np.uint8)
+
+
+def layout_of(plan: TransferPlan, dst: ShardPlan, receiver: int) -> MemoryLayout:
+    """The layout of memory for the arrays of `dst`, from the plan's cache."""
+    key = ("memory", receiver)
+    known: Any = plan.known.setdefault(key, {})
+    if dst not in known:
+        targets = {leaf.path: leaf for leaf in leaves_of_plan(dst)}
+        _require_same(plan, targets, receiver)
+        layout = MemoryLayout(
+            plan, [targets[leaf.path] for leaf in plan.leaves], receiver
+        )
+        known.clear()
+        known[dst] = layout
+    return known[dst]
+
+
+def _require_same(
+    plan: TransferPlan, targets: Mapping[str, MovedLeaf], receiver: int
+) -> None:
+    """Raises `PlanMismatchError` unless the arrays lie as the transfer's plan says."""
+    paths = [leaf.path for leaf in plan.leaves]
+    if paths != list(targets):
+        other = next(iter({*paths} ^ {*targets}), paths[0])
+        raise PlanMismatchError(
+            f"leaf `{other}` is in only one of `dst` and the transfer's plan; give the"
+            " plan from which `plan_transfer` made it."
+        )
+    known: dict[object, set[Box]] = {}
+    for leaf in plan.leaves:
+        target = targets[leaf.path]
+        shape, dtype = data_of(target.shape, target.dtype)
+        boxes = {
+            buffer.box
+            for buffer in plan.kinds[leaf.kind].buffers
+            if buffer.process == receiver
+        }
+        key = (target.sharding, shape)
+        if key not in known:
+            known[key] = _boxes_of(target.sharding, shape)
+        if (shape, dtype) != (leaf.shape, leaf.dtype) or known[key] != boxes:
+            raise PlanMismatchError(
+                f"leaf `{leaf.path}` lies in `dst` otherwise than in the transfer's"
+                " plan; give the plan from which `plan_transfer` made it."
+            )
+
+
+def _boxes_of(sharding: Sharding | None, shape: tuple[int, ...]) -> set[Box]:
+    assert sharding is not None
+    return {*boxes_here(sharding, shape).values()}
+
+
+class Blocks:
+    """Large memory blocks that are reused for later revisions, since the kernel
+    allocates memory slowly. Several pulls may take blocks at the same time.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._taken = 0
+        # All arrays in a block have one base, a view through the buffer protocol. If it
+        # is deleted, no array is left.
+        self._blocks: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A memory block of `nbytes` bytes that no array uses."""
+        with self._lock:
+            block = self._free_block(nbytes)
+            if block is None:
+                block = np.empty(nbytes, np.uint8)
+            base = np.frombuffer(block.data, np.uint8)
+            self._blocks.append((block, weakref.ref(base)))
+            self._taken += 1
+        return base
+
+    def _free_block(self, nbytes: int) -> np.ndarray | None:
+        for position, (block, base) in enumerate(self._blocks):
+            if len(block) == nbytes and base() is None:
+                del self._blocks[position]
+                return block
+        return None
+
+    def warm(self, sizes: Sequence[int]) -> None:
+        """Allocates blocks of these sizes and writes to each page, so that the kernel
+        backs them with memory.
+        """
+        bases = [self.take(nbytes) for nbytes in sizes]
+        for base in bases:
+            base[::_PAGE_BYTES] = 0
+
+    def end_revision(self) -> None:
+        """Drops memory blocks that no array uses. As many as this revision took are
+        kept for the next one.
+        """
+        with self._lock:
+            kept = []
+            for block, base in self._blocks:
+                is_used = base() is not None
+                if is_used or self._taken > 0:
+                    self._taken -= not is_used
+                    kept.append((block, base))
+            self._blocks = kept
+            self._taken = 0
+
+
+_PAGE_BYTES = 4096

@@ -1,0 +1,71 @@
+"""A small trainer and a small engine, for tests of transfers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+import shardfx
+from shardfx import MeshSpec, PathRules
+from shardfx.sync import Receiver, plan_transfer
+
+
+SECRET = b"sixteen bytes or more"
+SIZES = {"a": 2, "b": 2}
+
+
+def mesh(start):
+    devices = np.asarray(jax.devices()[start : start + 4])
+    return Mesh(devices.reshape(2, 2), ("a", "b"))
+
+
+def planned(tree, specs, where=None):
+    structs = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in tree.items()
+    }
+    rules = PathRules(
+        [(f"^{path.replace('.', '[.]')}$", spec) for path, spec in specs.items()]
+    )
+    if where is None:
+        where = MeshSpec(SIZES)
+    return shardfx.plan(structs, where, paths=rules)
+
+
+def tree_of():
+    """Odd sizes, rank 0, empty arrays, narrow dtypes and keys."""
+    numbers = np.random.default_rng(0)
+    arrays = {
+        "wide": numbers.normal(size=(8, 6)).astype(np.float32),
+        "odd": numbers.normal(size=(3, 5)).astype(jnp.bfloat16),
+        "one": np.float32(3),
+        "none": np.zeros((0, 4), np.float32),
+        "eight": numbers.normal(size=(4, 4)).astype(jnp.float8_e4m3fn),
+        "four": numbers.integers(-8, 7, (4, 4)).astype(jnp.int4),
+    }
+    tree = {path: jnp.asarray(leaf) for path, leaf in arrays.items()}
+    return tree | {"keys": jax.random.split(jax.random.key(0), 4)}
+
+
+def job(processes=(1, 1), **changes):
+    """Both plans of the tree as it is, the transfer, and the sender's arrays."""
+    tree = tree_of()
+    specs = {}
+    for path, leaf in tree.items():
+        is_even = leaf.ndim and leaf.shape[0] % 2 == 0
+        specs[path] = P("a") if is_even else P()
+    src = planned(tree, specs, mesh(0))
+    dst = planned(tree, {**specs, "wide": P("b", "a")}, mesh(4))
+    plan = plan_transfer(src, dst, processes=processes, **changes)
+    return src, dst, plan, jax.device_put(tree, src.shardings)
+
+
+def bits(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
+def receiver_of(plan, dst, *senders, secret=SECRET, **options):
+    addresses = [sender.address for sender in senders]
+    return Receiver(plan, dst, addresses, secret, timeout_seconds=2, **options)

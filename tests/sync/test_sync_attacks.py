@@ -1,0 +1,395 @@
+"""Attacks on a transfer by a peer on the path that does not know the secret. None of
+them makes an engine take a byte that was not published.
+
+A man in the middle passes every byte of a pull on and changes something. The engine
+then raises an error, and its arrays are the ones that it had.
+"""
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+
+import numpy as np
+import pytest
+from maps import same
+from sync_jobs import SECRET, bits, job, receiver_of
+
+from shardfx._reshard.sync import frames, handshake, messages
+from shardfx._reshard.sync.line import Line
+from shardfx.errors import SyncError
+from shardfx.sync import Sender, receive, send
+
+
+AUTHENTICATED = handshake.Suite("authenticated", False)
+ENDS = handshake.Ends(sender=0, receiver=0)
+HELLO_BYTES = len(handshake._HELLO.pack(b"", 0, 0, 0, 0, 0, b"", b""))
+# The handshake is a hello and a proof of 32 bytes in each direction.
+HANDSHAKE_BYTES = HELLO_BYTES + 32
+
+
+class Path:
+    """A man in the middle: it gives the bytes of each direction to a function, which
+    returns what is passed on, and keeps what it saw.
+    """
+
+    def __init__(self, address, to_sender=lambda data: data, to_receiver=None):
+        self.address = address
+        self.changes = {"up": to_sender, "down": to_receiver or (lambda data: data)}
+        self.seen = {"up": b"", "down": b""}
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.own_address = self.server.getsockname()[:2]
+        self.connections = []
+        self.threads = [threading.Thread(target=self._serve, daemon=True)]
+        self.threads[0].start()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.server.accept()
+                far = socket.create_connection(self.address)
+                self.connections += [near, far]
+                self.seen = {"up": b"", "down": b""}
+                for source, target, name in ((near, far, "up"), (far, near, "down")):
+                    pump = (source, target, name)
+                    thread = threading.Thread(target=self._pump, args=pump, daemon=True)
+                    thread.start()
+
+    def _pump(self, source, target, name):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen[name] += data
+                target.sendall(self.changes[name](data))
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            self.server.shutdown(socket.SHUT_RDWR)
+        self.server.close()
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join()
+        for connection in self.connections:
+            connection.close()
+
+
+@pytest.fixture(params=[False, True], ids=["authenticated", "encrypted"])
+def served(request):
+    _, dst, plan, tree = job(memory_limit_bytes=32)
+    with contextlib.closing(
+        Sender(plan, SECRET, timeout_seconds=2, encrypt=request.param)
+    ) as sender:
+        sender.publish(tree, 1)
+        yield dst, plan, tree, sender, {"encrypt": request.param}
+
+
+def session_pair(suite=AUTHENTICATED):
+    """Both ends of a session over a socket pair, after the handshake."""
+    ends = socket.socketpair()
+    lines = [Line(end, 5) for end in ends]
+    sessions = {}
+    thread = threading.Thread(
+        target=lambda: sessions.update(
+            receiver=handshake.as_receiver(lines[1], SECRET, suite, ENDS)
+        )
+    )
+    thread.start()
+    sessions["sender"] = handshake.as_sender(lines[0], SECRET, suite, 0)
+    thread.join()
+    return ends, lines, sessions
+
+
+def recorded(suite=AUTHENTICATED, memory_limit_bytes=32):
+    """A whole transfer as the sender writes it, cut into frames, and what a receiver
+    needs to read such frames: its session.
+    """
+    _, dst, plan, tree = job(memory_limit_bytes=memory_limit_bytes)
+    ends, lines, sessions = session_pair(suite)
+    with ends[0], ends[1]:
+        writer = frames.FrameLine(lines[0], suite, sessions["sender"].keys)
+        send(plan, tree, frames.SocketChannel(writer), 3, sender=0, receiver=0)
+        ends[0].shutdown(socket.SHUT_WR)
+        data = b"".join(iter(lambda: ends[1].recv(1 << 16), b""))
+    return dst, plan, tree, frames_of(data), sessions
+
+
+def frames_of(data):
+    found = []
+    while data:
+        _, _, length = frames.HEADER.unpack(data[: frames.HEADER.size])
+        size = frames.HEADER.size + length + frames.TAG_BYTES
+        found.append(data[:size])
+        data = data[size:]
+    return found
+
+
+def received(data, dst, plan, keys, suite=AUTHENTICATED):
+    near, far = socket.socketpair()
+    with near, far:
+        near.sendall(data)
+        near.shutdown(socket.SHUT_WR)
+        reader = frames.FrameLine(Line(far, 2), suite, keys)
+        channels = {0: frames.SocketChannel(reader)}
+        return receive(plan, dst, channels, receiver=0)
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_altered_frames_are_errors(encrypt):
+    """One bit, byte or run of bytes changed, lost or doubled; frames exchanged,
+    repeated, left out, cut off, or with another header.
+    """
+    suite = handshake.Suite("authenticated", encrypt)
+    dst, plan, tree, sent, sessions = recorded(suite)
+    keys = sessions["receiver"].keys
+    whole, _ = received(b"".join(sent), dst, plan, keys, suite)
+    for path, leaf in tree.items():
+        same(bits(whole[path]), bits(leaf))
+
+    draws = random.Random(0)
+    count = 0
+    for number in range(300):
+        data = altered(sent, number % 10, draws)
+        if data.startswith(b"".join(sent)):
+            continue  # What follows a commit is not read.
+        count += 1
+        with pytest.raises((SyncError, OSError)):
+            received(data, dst, plan, keys, suite)
+    assert count > 250
+
+
+def altered(sent, kind, draws):
+    parts = list(sent)
+    data = b"".join(sent)
+    first, second = sorted(draws.sample(range(len(sent)), 2))
+    position = draws.randrange(len(data))
+    run = data[position : position + draws.choice([1, 4, 20])]
+    match kind:
+        case 0:
+            parts[first], parts[second] = parts[second], parts[first]
+        case 1:
+            parts.insert(second, parts[first])
+        case 2:
+            del parts[first]
+        case 3:
+            return b"".join(sent[:second])
+        case 4:
+            return data[:position]
+        case 5:
+            # The bodies are exchanged, and headers and tags stay.
+            parts[first] = exchanged(parts[first], draws)
+        case 6:
+            type, round, length = frames.HEADER.unpack(parts[first][:32])
+            changed = draws.choice(
+                [(frames.COMMIT, 3, 0), (type, round + 1, length), (type, round, 0)]
+            )
+            parts[first] = frames.HEADER.pack(*changed) + parts[first][32:]
+        case 7:
+            flipped = bytes([run[0] ^ 1 << draws.randrange(8)]) + run[1:]
+            return data[:position] + flipped + data[position + len(run) :]
+        case 8:
+            return data[:position] + run + data[position:]
+        case _:
+            return data[:position] + data[position + len(run) :]
+    return b"".join(parts)
+
+
+def exchanged(frame, draws):
+    """The frame with two halves of its body exchanged."""
+    body = frame[32:-16]
+    middle = draws.randrange(len(body) + 1)
+    return frame[:32] + body[middle:] + body[:middle] + frame[-16:]
+
+
+def test_a_relay_of_the_handshake_cannot_publish():
+    """It passes on the four messages of the handshake, and then its own weights."""
+    _, dst, plan, tree = job()
+    with contextlib.closing(Sender(plan, SECRET, timeout_seconds=2)) as sender:
+        sender.publish(tree, 1)
+        forged = frames.HEADER.pack(frames.OFFER, 0, 34)
+        forged += struct.pack(">??16sq", True, True, b"r" * 16, 666) + bytes(8)
+        state = {"down": 0}
+
+        def to_receiver(data):
+            state["down"] += len(data)
+            if state["down"] <= HANDSHAKE_BYTES:
+                return data
+            return forged + bytes(16)
+
+        path = Path(sender.address, to_receiver=to_receiver)
+        with contextlib.closing(path):
+            receiver = receiver_of(plan, dst, sender)
+            receiver._addresses = (path.own_address,)
+            with pytest.raises(SyncError):
+                receiver.pull()
+        assert receiver.arrays is None and receiver.revision is None
+
+
+def test_what_passes_a_path_unchanged_is_taken(served):
+    dst, plan, tree, sender, options = served
+    path = Path(sender.address)
+    with contextlib.closing(path):
+        receiver = receiver_of(plan, dst, sender, **options)
+        receiver._addresses = (path.own_address,)
+        assert receiver.pull()
+        same(receiver.arrays["wide"], tree["wide"])
+    values = np.asarray(tree["wide"]).tobytes()[:12]
+    # Only the encrypted session hides them.
+    assert (values in path.seen["down"]) == (not options["encrypt"])
+    assert SECRET not in path.seen["up"] + path.seen["down"]
+
+
+def test_a_replay_of_a_session_is_refused_by_both_sides(served):
+    dst, plan, tree, sender, options = served
+    path = Path(sender.address)
+    with contextlib.closing(path):
+        receiver = receiver_of(plan, dst, sender, **options)
+        receiver._addresses = (path.own_address,)
+        assert receiver.pull()
+    seen = dict(path.seen)
+
+    # As the receiver of then, to the sender: it answers with fresh random bytes, and
+    # refuses the old proof before it has sent its own.
+    with socket.create_connection(sender.address, 5) as connection:
+        connection.sendall(seen["up"])
+        answer = b""
+        with contextlib.suppress(OSError):
+            while data := connection.recv(1 << 16):
+                answer += data
+    assert len(answer) == HELLO_BYTES
+
+    # As the sender of then, to a receiver.
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def replay():
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(seen["down"])
+            while connection.recv(1 << 16):
+                pass
+
+    thread = threading.Thread(target=replay)
+    thread.start()
+    with server:
+        fresh = receiver_of(plan, dst, sender, **options)
+        fresh._addresses = (server.getsockname()[:2],)
+        with pytest.raises(SyncError, match="has another secret"):
+            fresh.pull()
+        thread.join()
+    assert fresh.arrays is None
+
+
+def test_reflection_is_refused():
+    """A peer that sends everything back: hellos, proofs, and later frames."""
+    _, dst, plan, tree = job()
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def mirror():
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(1 << 16):
+                connection.sendall(data)
+
+    thread = threading.Thread(target=mirror)
+    thread.start()
+    with server, contextlib.closing(Sender(plan, SECRET)) as sender:
+        receiver = receiver_of(plan, dst, sender)
+        receiver._addresses = (server.getsockname()[:2],)
+        with pytest.raises(SyncError, match="is no sender"):
+            receiver.pull()
+        thread.join()
+        with socket.create_connection(sender.address, 5) as connection:
+            hello = handshake._Exchange("sender", SECRET, AUTHENTICATED).hello(ENDS)
+            connection.sendall(hello)
+            connection.sendall(connection.recv(1 << 10))
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1 << 10) in (b"",)
+
+    ends, lines, sessions = session_pair()
+    with ends[0], ends[1]:
+        own = frames.FrameLine(lines[0], AUTHENTICATED, sessions["sender"].keys)
+        own.send(frames.COMMIT, 1)
+        ends[1].sendall(ends[1].recv(1 << 10))
+        with pytest.raises(SyncError, match="is not what the other side sent"):
+            own.receive_message(frames.COMMIT)
+
+
+def test_a_changed_hello_fails_the_proof(served):
+    """Each byte of either hello that both sides may still agree on."""
+    dst, plan, _, sender, options = served
+    for direction in ("up", "down"):
+        for position in (0, 9, 10, 11, 15, 19, 20, 40, 60, HELLO_BYTES - 1):
+            count = [0]
+
+            def change(data, position=position, count=count):
+                start, count[0] = count[0], count[0] + len(data)
+                if start <= position < count[0]:
+                    changed = bytearray(data)
+                    changed[position - start] ^= 1
+                    return bytes(changed)
+                return data
+
+            keyword = "to_sender" if direction == "up" else "to_receiver"
+            path = Path(sender.address, **{keyword: change})
+            with contextlib.closing(path):
+                receiver = receiver_of(plan, dst, sender, **options)
+                receiver._addresses = (path.own_address,)
+                with pytest.raises(SyncError):
+                    receiver.pull()
+                assert receiver.arrays is None
+
+
+def test_frames_of_another_session_are_refused():
+    dst, plan, _, sent, _ = recorded()
+    *_, other = recorded()
+    with pytest.raises(SyncError, match="is not what the other side sent"):
+        received(b"".join(sent), dst, plan, other["receiver"].keys)
+
+
+def test_keys_change_before_a_counter_ends(monkeypatch):
+    monkeypatch.setattr(frames, "FRAMES_PER_KEY", 2)
+    dst, plan, tree, sent, sessions = recorded()
+    keys = sessions["receiver"].keys
+    assert len(sent) > 6
+    whole, revision = received(b"".join(sent), dst, plan, keys)
+    assert revision == 3
+    same(whole["wide"], tree["wide"])
+    counter = frames._Counter(keys.to_receive)
+    pairs = [counter.next() for _ in range(7)]
+    assert len({*pairs}) == 7 and len({key for key, _ in pairs}) == 4
+    # The frame two places on has the same nonce, and another key.
+    sent[0], sent[2] = sent[2], sent[0]
+    with pytest.raises(SyncError):
+        received(b"".join(sent), dst, plan, keys)
+
+
+def test_keys_are_those_of_rfc_5869():
+    kdf = pytest.importorskip("cryptography.hazmat.primitives.kdf.hkdf")
+    hashes = pytest.importorskip("cryptography.hazmat.primitives.hashes")
+    info = f"shardfx sync {handshake.VERSION}: a label".encode()
+    expected = kdf.HKDF(hashes.SHA256(), 32, salt=b"salt", info=info).derive(b"key")
+    root = handshake.extracted(b"salt", b"key")
+    assert handshake.expanded(root, "a label") == expected
+    assert handshake.expanded(root, "a label", 16) == expected[:16]
+
+
+def test_messages_of_another_size_are_refused_unread():
+    suite = AUTHENTICATED
+    ends, lines, sessions = session_pair()
+    with ends[0], ends[1]:
+        writer = frames.FrameLine(lines[1], suite, sessions["receiver"].keys)
+        reader = frames.FrameLine(lines[0], suite, sessions["sender"].keys)
+        for type, length in (
+            (frames.REQUEST, 1 << 40),
+            (99, 8),
+            (frames.GONE, 1 << 30),
+        ):
+            ends[1].sendall(frames.HEADER.pack(type, 0, length))
+            with pytest.raises(SyncError, match="came where the protocol has another"):
+                reader.receive_message(frames.REQUEST)
+        writer.send(frames.REQUEST, 0, [b"[" * 200_000])
+        _, body = reader.receive_message(frames.REQUEST)
+        with pytest.raises(SyncError, match="a message of 200,000 bytes came where"):
+            messages.Request.from_bytes(body)

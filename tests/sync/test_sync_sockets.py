@@ -1,0 +1,487 @@
+"""Transfers over sockets: which revision an engine gets, what `publish` refuses, and
+what a bad moment does to a sender.
+"""
+
+import contextlib
+import pickle
+import resource
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from maps import same
+from sync_jobs import SECRET, bits, job, mesh, planned, receiver_of
+
+import shardfx
+from shardfx import PathRules
+from shardfx._reshard.sync import handshake
+from shardfx._reshard.sync.door import MOST_UNPROVED
+from shardfx.errors import MeshError, PlanMismatchError, SyncError
+from shardfx.sync import Receiver, Sender, TransferPlan, plan_transfer
+
+
+@contextlib.contextmanager
+def sending(plan, **options):
+    options = {"timeout_seconds": 2, **options}
+    with contextlib.closing(Sender(plan, SECRET, **options)) as sender:
+        yield sender
+
+
+@pytest.fixture
+def served():
+    src, dst, plan, tree = job()
+    with sending(plan) as sender:
+        yield src, dst, plan, tree, sender
+
+
+def test_a_receiver_gets_the_newest_revision_once(served):
+    _, dst, plan, tree, sender = served
+    receiver = receiver_of(plan, dst, sender)
+    assert not receiver.pull() and receiver.revision is None
+    sender.publish(tree, 3)
+    sender.publish({**tree, "one": tree["one"] + 1}, 5)
+    assert receiver.pull(check_content=True) and receiver.revision == 5
+    assert not receiver.pull()
+    same(receiver.arrays["one"], np.float32(4))
+    for revision, text in (
+        (5, "revision 5 is not above 5"),
+        (-1, "is not between 0 and"),
+        (1.5, "is no whole number"),
+        (True, "is no whole number"),
+    ):
+        with pytest.raises(SyncError, match=text):
+            sender.publish(tree, revision)
+
+
+def test_a_restarted_trainer_is_new_and_a_lower_number_is_old():
+    _, dst, plan, tree = job()
+    with sending(plan) as first:
+        first.publish(tree, 5)
+        receiver = receiver_of(plan, dst, first)
+        assert receiver.pull()
+        port = first.address[1]
+    for number, run in ((5, None), (3, None), (3, "night"), (4, "night")):
+        with sending(plan, port=port, run=run) as restarted:
+            restarted.publish({**tree, "one": tree["one"] + number}, number)
+            assert receiver.pull() and receiver.revision == number
+            same(receiver.arrays["one"], np.float32(3 + number))
+    with sending(plan, port=port, run="night") as restarted:
+        restarted.publish(tree, 2)
+        assert not receiver.pull() and receiver.revision == 4
+
+
+class Net(eqx.Module):
+    weight: jax.Array
+    scale: jax.Array
+    act: object = jnp.tanh
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Pair:
+    left: jax.Array
+    right: jax.Array
+
+
+def test_trees_come_back_as_the_tree_of_the_engines_plan():
+    nets = {"net": Net(jnp.ones((8, 4)), jnp.float32(2)), "pair": Pair(*jnp.eye(2))}
+    rules = PathRules([("weight", P("a")), (".*", P())])
+    src = shardfx.plan(nets, mesh(0), paths=rules)
+    dst = shardfx.plan(nets, mesh(4), paths=rules)
+    plan = plan_transfer(src, dst)
+    with sending(plan) as sender:
+        receiver = receiver_of(plan, dst, sender)
+        by_path = {
+            "net/weight": nets["net"].weight * 2,
+            "net/scale": nets["net"].scale,
+            "pair/left": nets["pair"].left,
+            "pair/right": nets["pair"].right,
+        }
+        for revision, tree in enumerate((nets, by_path)):
+            sender.publish(tree, revision)
+            assert receiver.pull(check_content=True)
+            net = eqx.combine(receiver.arrays["net"], nets["net"])
+            assert isinstance(net, Net) and net.act is jnp.tanh
+            same(net.weight, np.full((8, 4), revision + 1, np.float32))
+            assert isinstance(receiver.arrays["pair"], Pair)
+            same(receiver.arrays["pair"].right, np.eye(2, dtype=np.float32)[1])
+
+
+def test_publish_refuses_what_was_not_planned(served):
+    _, dst, plan, tree, sender = served
+    sender.publish(tree, 1)
+    deleted = tree["wide"] + 1
+    deleted.delete()
+    wide = tree["wide"]
+    for changed, text in (
+        ({"wide": wide.astype(jnp.bfloat16)}, "leaf `wide` is bfloat16.8, 6., but"),
+        ({"wide": wide.astype(jnp.int32)}, "leaf `wide` is int32.8, 6., but the plan"),
+        ({"wide": np.zeros((8, 6), np.int64)}, "leaf `wide` is int64.8, 6., but"),
+        ({"wide": wide[:4]}, "leaf `wide` is float32.4, 6., but the plan is for"),
+        ({"wide": [wide]}, "leaf `wide` of the plan is not in the tree; did you mean"),
+        ({"more": wide}, "leaf `more` is in the tree, but not in the plan"),
+        ({"wide": 1.0}, "leaf `wide` of the plan is not in the tree"),
+        ({"wide": jax.ShapeDtypeStruct((8, 6), np.float32)}, "without values"),
+        ({"keys": bits(tree["keys"])}, "leaf `keys` is uint32.4, 2., but the plan"),
+    ):
+        with pytest.raises(PlanMismatchError, match=text):
+            sender.publish(tree | changed, 2)
+    with pytest.raises(PlanMismatchError, match="leaf `one` of the plan is not in"):
+        sender.publish({path: x for path, x in tree.items() if path != "one"}, 2)
+    with pytest.raises(SyncError, match="leaf `wide` is deleted or donated; publish"):
+        sender.publish(tree | {"wide": deleted}, 2)
+    # Nothing of it was published, and the number is still free.
+    receiver = receiver_of(plan, dst, sender)
+    assert receiver.pull() and receiver.revision == 1
+    sender.publish(tree | {"wide": np.asarray(wide), "one": np.float32(3)}, 2)
+    assert receiver.pull(check_content=True)
+    same(receiver.arrays["wide"], wide)
+
+
+def test_arrays_may_lie_otherwise_than_planned(served):
+    _, dst, plan, tree, sender = served
+    receiver = receiver_of(plan, dst, sender)
+    layouts = [P(None, "b"), P(), P(("b", "a"))]
+    for revision, spec in enumerate(layouts):
+        wide = jax.device_put(tree["wide"], jax.NamedSharding(mesh(0), spec))
+        single = jax.device_put(tree["eight"], jax.devices()[2])
+        sender.publish({**tree, "wide": wide, "eight": single}, revision)
+        assert receiver.pull(check_content=True)
+        for path, leaf in tree.items():
+            same(bits(receiver.arrays[path]), bits(leaf))
+
+
+def test_a_tree_of_empty_leaves_and_constants_is_pulled():
+    tree = {"none": jnp.zeros((0, 4)), "also": jnp.zeros((2, 0))}
+    specs = {"none": P(), "also": P()}
+    src, dst = planned(tree, specs, mesh(0)), planned(tree, specs, mesh(4))
+    plan = plan_transfer(src, dst)
+    with sending(plan) as sender:
+        receiver = receiver_of(plan, dst, sender)
+        assert not receiver.pull()
+        sender.publish(tree, 1)
+        assert receiver.pull(check_content=True) and not receiver.pull()
+        assert receiver.arrays["none"].shape == (0, 4)
+
+
+def test_another_secret_gets_nothing(served):
+    _, dst, plan, tree, sender = served
+    sender.publish(tree, 1)
+    receiver = receiver_of(plan, dst, sender, secret=b"another" * 4)
+    with pytest.raises(SyncError, match="do both jobs have the same secret"):
+        receiver.pull()
+    assert receiver.arrays is None and receiver.revision is None
+    secrets: list[Any] = [b"short", "text" * 8]
+    for secret, text in zip(secrets, ("has at least 16", "of type str"), strict=True):
+        with pytest.raises(SyncError, match=text):
+            Sender(plan, secret)
+
+
+def test_a_receiver_that_the_plan_is_not_for_is_refused(served):
+    src, dst, plan, tree, sender = served
+    sender.publish(tree, 1)
+    specs = {leaf.path: leaf.spec for leaf in dst.content.leaves}
+    eight = planned(tree, specs | {"eight": P(None, "b")}, mesh(4))
+    wide = planned(tree, specs | {"wide": P(None, "a")}, mesh(4))
+    fewer = planned({"wide": tree["wide"]}, {"wide": P()}, mesh(4))
+    for other, target, text in (
+        (plan_transfer(src, eight), eight, "leaf `eight`"),
+        (plan_transfer(src, dst, memory_limit_bytes=64), dst, "limits"),
+        (plan, wide, "leaf `wide` lies in `dst` otherwise"),
+        (plan, fewer, "is in only one of `dst` and the transfer's plan"),
+        (job((1, 4), receiver=3)[2], dst, "no part for the receiving process 0"),
+        (job((2, 1))[2], dst, "1 addresses for 2 sending processes"),
+    ):
+        with pytest.raises(PlanMismatchError, match=text):
+            receiver_of(other, target, sender).pull()
+    with pytest.raises(
+        MeshError,
+        match="`processes` is 3 for 4 devices; give a number that divides them",
+    ):
+        job((3, 1))
+
+
+def test_security_is_the_same_on_both_sides_and_named(served, caplog):
+    _, dst, plan, tree, sender = served
+    choices: list[dict[str, Any]] = [{"encrypt": True}, {"security": "none"}]
+    for options in choices:
+        receiver = receiver_of(plan, dst, sender, **options)
+        with pytest.raises(SyncError, match="give both the same"):
+            receiver.pull()
+        with sending(plan, **options) as other:
+            other.publish(tree, 1)
+            receiver = receiver_of(plan, dst, other, **options)
+            assert receiver.pull(check_content=True)
+            for path, leaf in tree.items():
+                same(bits(receiver.arrays[path]), bits(leaf))
+    assert "has security='none': whoever is on the network" in caplog.text
+    with pytest.raises(SyncError, match="is no way to secure a connection"):
+        Sender(plan, SECRET, security="none", encrypt=True)
+
+
+def test_a_sender_of_another_process_is_refused():
+    _, dst, plan, tree = job((2, 1))
+    with pytest.raises(SyncError, match="`run` must name this run of the trainer"):
+        Sender(plan, SECRET)
+    with contextlib.ExitStack() as stack:
+        senders = [
+            stack.enter_context(sending(plan, process=number, run="r"))
+            for number in range(2)
+        ]
+        for sender in senders:
+            sender.publish(tree, 1)
+        receiver = receiver_of(plan, dst, *senders[::-1])
+        with pytest.raises(SyncError, match="is that of the sending process 1, not 0"):
+            receiver.pull()
+
+
+def test_a_sender_of_another_version_is_named():
+    _, dst, plan, _ = job()
+    hello = handshake.Hello(
+        version=9,
+        suite=1,
+        role=1,
+        ends=handshake.Ends(0, 0),
+        random=bytes(32),
+        public_key=bytes(32),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(hello.to_bytes())
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        addresses = [server.getsockname()[:2]]
+        receiver = Receiver(plan, dst, addresses, SECRET, timeout_seconds=2)
+        with pytest.raises(SyncError, match="speaks version 9 of the protocol, and"):
+            receiver.pull()
+        thread.join()
+
+
+def test_two_senders_and_one_that_is_behind():
+    _, dst, plan, tree = job((2, 1))
+    with contextlib.ExitStack() as stack:
+        senders = [
+            stack.enter_context(sending(plan, process=number, run="r"))
+            for number in range(2)
+        ]
+        receiver = receiver_of(plan, dst, *senders)
+        for revision in (1, 2):
+            for sender in senders:
+                sender.publish(tree, revision)
+            assert receiver.pull(check_content=True) and receiver.revision == revision
+            for path, leaf in tree.items():
+                same(bits(receiver.arrays[path]), bits(leaf))
+        senders[0].publish(tree, 3)
+        with pytest.raises(SyncError, match="offer the revisions"):
+            receiver.pull()
+        assert receiver.revision == 2
+
+
+def test_held_arrays_of_older_revisions_are_never_written(served):
+    """Memory serves again only when no array is left that lies in it."""
+    _, dst, plan, tree, sender = served
+    receiver, held = receiver_of(plan, dst, sender), []
+    receiver.warm()
+    for revision in range(1, 9):
+        sender.publish({**tree, "wide": tree["wide"] * 0 + revision}, revision)
+        assert receiver.pull()
+        wide = receiver.arrays["wide"]
+        kept = (wide, np.asarray(wide.addressable_data(0)), wide + 0)[revision % 3]
+        held.append((revision, kept))
+        assert all((np.asarray(leaf) == number).all() for number, leaf in held)
+    held.clear()
+    pointers = set()
+    for revision in range(9, 15):
+        sender.publish(tree, revision)
+        assert receiver.pull()
+        wide = receiver.arrays["wide"]
+        pointers.add(wide.addressable_data(0).unsafe_buffer_pointer())
+    assert len(pointers) <= 3
+
+
+def stalled(sender, plan, receiver=0):
+    """A receiver that takes the newest revision, and reads nothing of it."""
+    from shardfx._reshard.sync import frames, messages
+    from shardfx._reshard.sync.line import Line
+
+    connection = socket.create_connection(sender.address, 5)
+    suite = handshake.Suite("authenticated", False)
+    line = Line(connection, 5)
+    session = handshake.as_receiver(line, SECRET, suite, handshake.Ends(0, receiver))
+    peer = frames.FrameLine(line, suite, session.keys)
+    peer.send(frames.REQUEST, 0, [messages.Request(plan.digest, None).to_bytes()])
+    _, body = peer.receive_message(frames.OFFER)
+    offer = messages.Offer.from_bytes(body)
+    assert offer.revision is not None
+    peer.send(frames.TAKE, 0, [messages.Take(offer.revision, False).to_bytes()])
+    return connection, frames.SocketChannel(peer)
+
+
+def large():
+    """A transfer that is larger than the buffers of sockets."""
+    tree = {"w": jnp.zeros((4, 6 << 20), jnp.uint8)}
+    src = planned(tree, {"w": P("a")}, mesh(0))
+    dst = planned(tree, {"w": P("a")}, mesh(4))
+    plan = plan_transfer(src, dst, memory_limit_bytes=1 << 20)
+    return src, dst, plan, jax.device_put(tree, src.shardings)
+
+
+def test_publish_waits_for_the_revision_that_is_read():
+    _, dst, plan, tree = large()
+    with sending(plan, timeout_seconds=20) as sender:
+        sender.publish(tree, 1)
+        connection, channel = stalled(sender, plan)
+        publishing = threading.Thread(target=sender.publish, args=(tree, 2))
+        with connection:
+            publishing.start()
+            publishing.join(0.2)
+            assert publishing.is_alive()
+            # Others get the new revision meanwhile, and this one the old one, whole.
+            receiver = receiver_of(plan, dst, sender)
+            assert receiver.pull() and receiver.revision == 2
+            for number in range(24):
+                channel.get(number, [np.empty(1 << 20, np.uint8)])
+            assert channel.commit() == 1
+        publishing.join(10)
+        assert not publishing.is_alive()
+
+
+def test_a_withdrawn_revision_says_why():
+    _, dst, plan, tree = large()
+    with sending(plan, timeout_seconds=1) as sender:
+        sender.publish(tree, 1)
+        connection, channel = stalled(sender, plan)
+        with connection:
+            begin = time.monotonic()
+            sender.publish(tree, 2)
+            assert 0.5 < time.monotonic() - begin < 3
+            with pytest.raises(SyncError, match="revision 1 is withdrawn: the trainer"):
+                for number in range(24):
+                    channel.get(number, [np.empty(1 << 20, np.uint8)])
+        receiver = receiver_of(plan, dst, sender)
+        assert receiver.pull() and receiver.revision == 2
+
+
+def test_donated_arrays_are_pulled_whole_and_never_crash():
+    """The trainer donates the last revision after each `publish`, and deletes each
+    tenth one while it may be read.
+    """
+    _, dst, plan, tree = large()
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    done = threading.Event()
+    with sending(plan) as sender:
+        receiver = receiver_of(plan, dst, sender)
+        seen = []
+
+        def pull():
+            while not done.is_set():
+                if receiver.pull():
+                    wide = np.asarray(receiver.arrays["w"])
+                    seen.append((int(wide.min()), int(wide.max())))
+                    assert seen[-1] == (receiver.revision, receiver.revision)
+
+        pulling = threading.Thread(target=pull)
+        wide = tree["w"]
+        sender.publish({"w": wide}, 0)
+        pulling.start()
+        for revision in range(1, 12):
+            new = jax.device_put(np.full(wide.shape, revision, np.uint8), wide.sharding)
+            sender.publish({"w": new}, revision)
+            if not wide.is_deleted():
+                step(wide)  # It was replaced, so it may be donated.
+            wide = new
+            if revision % 5 == 0:
+                new.delete()
+        done.set()
+        pulling.join(20)
+        assert not pulling.is_alive() and len(seen) > 1
+
+
+def test_a_used_plan_pickles(served):
+    _, dst, plan, tree, sender = served
+    sender.publish(tree, 1)
+    receiver = receiver_of(plan, dst, sender)
+    assert receiver.pull()
+    again = pickle.loads(pickle.dumps(plan))
+    assert isinstance(again, TransferPlan) and again.to_json() == plan.to_json()
+    assert receiver_of(again, dst, sender).pull()
+
+
+def test_peers_without_the_secret_keep_nobody_out(served):
+    _, dst, plan, tree, sender = served
+    sender.publish(tree, 1)
+    before = threading.active_count()
+    peers = [socket.create_connection(sender.address) for _ in range(60)]
+    time.sleep(0.1)
+    assert threading.active_count() - before <= MOST_UNPROVED + 4
+    begin = time.monotonic()
+    assert receiver_of(plan, dst, sender).pull()
+    assert time.monotonic() - begin < 2
+    # Garbage instead of a hello ends a connection, and nothing else.
+    for peer in peers:
+        with contextlib.suppress(OSError):
+            peer.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        peer.close()
+    assert receiver_of(plan, dst, sender).pull()
+
+
+def test_a_moment_without_descriptors_is_no_end(served, caplog):
+    _, dst, plan, tree, sender = served
+    sender.publish(tree, 1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    peers = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with open("/dev/null") as lowest_free:
+            used = lowest_free.fileno()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, limits[1]))
+        with contextlib.suppress(OSError):
+            for _ in range(10):
+                peers.append(socket.create_connection(sender.address))
+                time.sleep(0.02)
+        # The last free descriptor is the peer's, and none is left to accept it with.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 5, limits[1]))
+        peers.append(socket.create_connection(sender.address))
+        time.sleep(0.5)
+        for peer in peers:
+            peer.close()
+    assert "a connection was not accepted" in caplog.text
+    sender.publish(tree, 2)
+    receiver = receiver_of(plan, dst, sender)
+    assert receiver.pull() and receiver.revision == 2
+
+
+def test_a_peer_that_drips_counts_as_dead():
+    with (
+        sending(job()[2], timeout_seconds=0.5) as sender,
+        socket.create_connection(sender.address) as connection,
+        pytest.raises(OSError),
+    ):
+        for _ in range(100):
+            connection.sendall(b"x")
+            time.sleep(0.1)
+
+
+def test_a_sender_without_cryptography_names_the_extra(monkeypatch):
+    name = "cryptography.hazmat.primitives.asymmetric.x25519"
+    monkeypatch.setitem(sys.modules, name, None)
+    plan = job()[2]
+    with pytest.raises(SyncError, match=r"pip install 'shardfx\[sync\]'"):
+        Sender(plan, SECRET)
+    _, dst, plan, tree = job()
+    with sending(plan, security="none") as sender:
+        sender.publish(tree, 1)
+        assert receiver_of(plan, dst, sender, security="none").pull()
