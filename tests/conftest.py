@@ -15,6 +15,8 @@ import pytest
 # failed.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fresh", deadline=None, print_blob=True)
+# Ten times the examples of the laws that ask for this profile, such as that of files.
+hypothesis.settings.register_profile("many", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 # One process with eight emulated devices; tests that need more processes or devices
 # start their own.

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._ground.errors import PlanMismatchError
 from .._ground.reason import Decision
 from .._ground.tree import flatten
-from .._plan import LeafPlan, ShardPlan, aligned, rows_of
+from .._plan import LeafPlan, ShardPlan, aligned, at_leaves, rows_of
 from .._rules import AxisRules, PathRules
 from ..topology import MeshSpec
 
@@ -133,8 +133,7 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
             raise PlanMismatchError(
                 f"{what} is not the tree that its plan is for: {error}"
             ) from error
-        table = [*entry.content.row_shardings, None]
-        return [table[i] for i in index]
+        return at_leaves(entry.content.row_shardings, index)
     if shapes and isinstance(entry, NamedSharding):
         flat = flatten(part)
         for path, leaf in it.compress(

@@ -39,7 +39,14 @@ from .pieces import (
     swapped,
     within,
 )
-from .tree_map import TreeMap, bound, bound_before
+from .routes import (
+    NO_NUMBERS,
+    NumberCopies,
+    copied_from,
+    number_copies,
+    number_paths,
+)
+from .tree_map import TreeMap, bound, bound_before, without_rest
 from .values import (
     Read,
     StridedBox,

@@ -7,7 +7,7 @@ of a strided copy: the number of iterations, and the step of one in elements.
 
 import functools as ft
 import itertools as it
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._ground.spec import DType
-from .._ground.tree import flatten
+from .._ground.tree import flatten, is_number
 from .binding import bound_steps, places, structs_of, tree_structs
 from .casts import cast_array
 from .evaluate import ON_SHAPES, evaluated, leaf_made
@@ -33,6 +33,7 @@ from .pieces import (
     hull,
     swapped,
 )
+from .routes import bound_with, number_copies, number_paths
 from .values import constant, fill
 
 
@@ -96,20 +97,23 @@ def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
     `None`, the result is a dict by path.
     """
     flat = flatten(tree)
-    arrays = {
-        path: leaf
-        for path, leaf, is_array in zip(
-            flat.paths, flat.leaves, flat.is_array, strict=True
-        )
-        if is_array
-    }
-    target = None if like is None else tree_structs(like)
-    made = bound_steps(steps, structs_of(arrays, arrays.values()), target)
+    rows = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True))
+    arrays = {path: leaf for path, leaf, is_array in rows if is_array}
+    own_numbers = {path: leaf for path, leaf, _ in rows if is_number(leaf)}
+    target, targets = None, None
+    if like is not None:
+        target, targets = tree_structs(like), number_paths(like)
+    numbers = number_copies(steps, own_numbers, targets)
+    structs = structs_of(arrays, arrays.values())
+    made = bound_with(numbers, steps, structs, target)
+    # The rules find a number as an array of rank 0, whatever its value.
+    arrays |= {path: np.zeros((), kind) for path, kind in numbers.kinds}
     if any(step.inverted for step in steps):
         assemble = _assembled_in_jax if _is_in_jax(arrays) else _assembled
         found = {path: assemble(one, arrays) for path, one in made.items()}
     else:
-        found = _by_rules(steps, arrays, made)
+        found = _by_rules(steps, arrays, made, own_numbers)
+    found |= {path: own_numbers[route] for path, route in numbers.routes}
     if like is None:
         return found
     there = flatten(like)
@@ -125,19 +129,22 @@ def _is_in_jax(arrays: Mapping[str, object]) -> bool:
 
 
 def _by_rules(
-    steps: Sequence[Rules], arrays: Mapping[str, object], made: Mapping[str, Made]
+    steps: Sequence[Rules],
+    arrays: Mapping[str, object],
+    made: Mapping[str, Made],
+    spare: Collection[str],
 ) -> dict[str, Any]:
     """Makes the leaves of the target from whole arrays, one step of the map after the
     other.
 
     `arrays` are the leaves of the source by path. `made` has the shape and dtype of
-    each leaf of the target.
+    each leaf of the target. The leaves `spare` of the source need not be used.
     """
     xp = jnp if _is_in_jax(arrays) else np
     leaves, structs = dict(arrays), structs_of(arrays, arrays.values())
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
-        target = made if last else bound_steps([step], structs)
+        target = made if last else bound_steps([step], structs, spare=spare)
         found, run = {}, ft.partial(on_arrays, xp)
         for path, rule, binding in places(step, structs, target, []):
             value = evaluated(rule, binding, leaves, leaves.__getitem__, run)

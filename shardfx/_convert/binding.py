@@ -9,7 +9,7 @@ source. A `Made` is a leaf that a map makes: its shape, its dtype, and the piece
 
 import itertools as it
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._ground.boxes import Box
@@ -47,14 +47,15 @@ def bound_steps(
     steps: Sequence[Rules],
     source: Mapping[str, Struct],
     target: Mapping[str, Struct] | None = None,
+    spare: Collection[str] = (),
 ) -> Mapping[str, Made]:
     """The leaves that a map makes, in the target's order. Raises `MapError` with all
-    problems of the map.
+    problems of the map. The leaves `spare` of the source need not be used.
     """
     made: Mapping[str, Made] | None = None
     known: TreeLeaves = source
     for step, there in zip(steps, _targets(steps, target), strict=True):
-        new = _step(step, known, there)
+        new = _step(step, known, there, spare if made is None else ())
         made = new if made is None else _through(new, made)
         known = new
     assert made is not None
@@ -84,10 +85,13 @@ def _targets(
 
 
 def _step(
-    step: Rules, source: TreeLeaves, target: TreeLeaves | None
+    step: Rules,
+    source: TreeLeaves,
+    target: TreeLeaves | None,
+    spare: Collection[str],
 ) -> Mapping[str, Made]:
     if not step.inverted:
-        return _forward(step, source, target)
+        return _forward(step, source, target, spare)
     if target is None:
         raise MapError(
             "an inverted map does not say what its target is, as a concatenation does"
@@ -99,11 +103,14 @@ def _step(
 
 
 def _forward(
-    step: Rules, source: TreeLeaves, target: TreeLeaves | None
+    step: Rules,
+    source: TreeLeaves,
+    target: TreeLeaves | None,
+    spare: Collection[str] = (),
 ) -> Mapping[str, Made]:
     problems: list[Problem] = []
     found: dict[str, Made] = {}
-    used: dict[str, None] = {}
+    used: dict[str, None] = dict.fromkeys(spare)
     failed: list[Pattern] = []
 
     def leaf(name: str) -> Made:

@@ -12,10 +12,10 @@ from jaxtyping import PyTree
 from .._ground.errors import MapError
 from .._ground.text import first_lines, html_text
 from .apply import apply_steps
-from .binding import bound_steps
 from .expression import From, Rules, from_data, leaves_of, to_data
 from .patterns import pattern
 from .pieces import Made, Struct
+from .routes import NO_NUMBERS, NumberCopies, bound_with
 
 
 _VERSION = 1
@@ -282,15 +282,17 @@ def bound(
     map: TreeMap,
     source: Mapping[str, Struct],
     target: Mapping[str, Struct] | None = None,
+    numbers: NumberCopies = NO_NUMBERS,
 ) -> Mapping[str, Made]:
     """The leaves that a map makes, from the shapes and dtypes of both trees by path, in
     the target's order.
 
-    Without a target, its leaves are inferred from the source. Raises `MapError` with
-    all leaves that have no rule or several rules, and with all leaves of the wrong
-    shape.
+    Without a target, its leaves are inferred from the source. Rules may also name the
+    Python numbers of the source, `numbers`, which are not in the result. Raises `MapError` with all
+    leaves that have no rule or several rules, with all leaves of the wrong shape, and
+    for an array that would be made of a number.
     """
-    return bound_steps(map.steps, source, target)
+    return bound_with(numbers, map.steps, source, target)
 
 
 @ft.lru_cache(maxsize=4)
@@ -312,6 +314,13 @@ def of_steps(steps: Iterable[Rules]) -> TreeMap:
     made = object.__new__(TreeMap)
     object.__setattr__(made, "steps", tuple(steps))
     return made
+
+
+def without_rest(map: TreeMap) -> TreeMap:
+    """The map that leaves out each leaf of the source that `map` does not use."""
+    first, *others = map.steps
+    open_ended = dataclasses.replace(first, rest=(*first.rest, "{rest*}"))
+    return of_steps([open_ended, *others])
 
 
 def _lines(step: Rules) -> Iterable[str]:

@@ -137,6 +137,13 @@ def is_array_type(kind: type) -> bool:
     return issubclass(kind, _ARRAYS)
 
 
+def is_number(leaf: object) -> bool:
+    """Whether a leaf is a Python number of a built-in type; an enumeration member is
+    not.
+    """
+    return type(leaf) in (bool, int, float, complex)
+
+
 def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, PartitionSpec | Sharding):

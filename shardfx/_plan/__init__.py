@@ -20,7 +20,15 @@ from .complaints import (
     unknown_units,
     unused_rules,
 )
-from .content import Content, Group, aligned, rows_of
+from .content import (
+    LEFT_OUT,
+    NUMBER,
+    Content,
+    Group,
+    aligned,
+    at_leaves,
+    rows_of,
+)
 from .decide import Request, correct, shard_over
 from .following import follow
 from .leaf import (
@@ -36,5 +44,12 @@ from .names import field, is_named_array, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, drafted, plan
 from .replanning import refined
-from .shard_plan import ShardPlan, Target, check_plan, shardings_of_leaves, target_of
+from .shard_plan import (
+    OtherLeaf,
+    ShardPlan,
+    Target,
+    check_plan,
+    shardings_of_leaves,
+    target_of,
+)
 from .single import Policy, decision_for

@@ -16,16 +16,22 @@ from jaxtyping import PyTree
 
 from .._ground.errors import PlanFormatError, PlanMismatchError
 from .._ground.text import between_numbers, joined, plural
-from .._ground.tree import Flat, flatten
+from .._ground.tree import Flat, flatten, is_number
 from .._rules import AxisRules
 from ..topology import MeshSpec
 from . import plan_json
 from .leaf import LeafPlan, PathTree, Row, canonical_dtype, named_sharding
 
 
-# For each leaf of a tree, the index of its plan in a list of Rows; -1 for a leaf that
-# is no array.
+# For each leaf of a tree, the index of its plan in a list of Rows, or one of the
+# negative numbers below.
 RowIndices = Sequence[int]
+# A leaf that is neither an array nor a number, such as a function.
+NO_ARRAY = -1
+# A Python number, such as a step counter.
+NUMBER = -2
+# An array that `ShardPlan.select` left out.
+LEFT_OUT = -3
 
 
 class Group(NamedTuple):
@@ -200,15 +206,27 @@ class Content:
     def specs(self) -> PyTree:
         return self.tree([row.spec for row in self.rows])
 
-    def tree(self, values: Sequence[object], other: object = None) -> PyTree:
+    def tree(
+        self, values: Sequence[object], other: object = None, number: object = None
+    ) -> PyTree:
         """Returns the planned tree with `values[i]` at arrays with the plan `rows[i]`,
-        and `other` at other leaves.
+        `number` at Python numbers, and `other` at other leaves.
         """
-        table = [*values, other]
+        # From the end: LEFT_OUT, NUMBER, NO_ARRAY.
+        table = [*values, other, number, other]
         return self.path_tree.filled([table[i] for i in self.index])
 
     def replaced(self, **changes: object) -> "Content":
         return dataclasses.replace(self, **changes)
+
+
+def at_leaves(values: Sequence[object], index: RowIndices) -> list[Any]:
+    """Returns for each leaf the entry of `values` for its row; `None` for a leaf
+    without a row.
+    """
+    # From the end: LEFT_OUT, NUMBER, NO_ARRAY.
+    table = [*values, None, None, None]
+    return [table[i] for i in index]
 
 
 def _in_order_of_use(
@@ -218,7 +236,7 @@ def _in_order_of_use(
     and each leaf's index in them.
     """
     merged: dict[Row, int] = {}
-    renumbered = {-1: -1}
+    renumbered = {code: code for code in (NO_ARRAY, NUMBER, LEFT_OUT)}
     for i in dict.fromkeys(index):
         if i >= 0:
             renumbered[i] = merged.setdefault(rows[i], len(merged))
@@ -344,15 +362,33 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
     if flat.paths == content.path_tree.paths:
         return content.index
     known, pairs = dict(content.numbered), zip(flat.paths, flat.is_array, strict=True)
-    # `select` gives an array that it leaves out the index -1.
-    given = [known.get(path, 0 if shaped else -1) >= 0 for path, shaped in pairs]
+    given = [known.get(path, 0 if shaped else NO_ARRAY) >= 0 for path, shaped in pairs]
     wanted = [pair for pair in content.numbered if pair[1] >= 0]
     if [path for path, kept in zip(flat.paths, given, strict=True) if kept] != [
         path for path, _ in wanted
     ]:
         _raise_other_tree(content, flat)
     numbers = iter([i for _, i in wanted])
-    return [next(numbers) if kept else -1 for kept in given]
+    others = [min(known.get(path, NO_ARRAY), NO_ARRAY) for path in flat.paths]
+    index = [
+        next(numbers) if kept else other
+        for kept, other in zip(given, others, strict=True)
+    ]
+    return with_numbers(index, flat)
+
+
+def with_numbers(index: RowIndices, flat: Flat) -> RowIndices:
+    """Returns the indices with `NUMBER` at each leaf of `flat` that is a Python number,
+    and `NO_ARRAY` at each other leaf without a row.
+    """
+    if all(flat.is_array):
+        return index
+    marked = list(index)
+    for position, is_array in enumerate(flat.is_array):
+        if not is_array and marked[position] in (NO_ARRAY, NUMBER):
+            leaf = flat.leaves[position]
+            marked[position] = NUMBER if is_number(leaf) else NO_ARRAY
+    return marked
 
 
 def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
@@ -393,7 +429,7 @@ def joined_contents(contents: dict[str, Content]) -> Content:
     for name, content in contents.items():
         for path, i in content.path_tree.in_order(list(content.numbered)):
             paths.append(f"{name}/{path}" if path else name)
-            index.append(i + len(rows) if i >= 0 else -1)
+            index.append(i + len(rows) if i >= 0 else i)
         rows += content.rows
     treedef = jax.tree.structure(
         {name: content.path_tree.indices for name, content in contents.items()}

@@ -8,7 +8,7 @@ import functools as ft
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,7 +23,7 @@ from .._ground.spec import (
     constrained,
     entries_of,
 )
-from .._ground.tree import Flat, flatten
+from .._ground.tree import Flat, flatten, is_number
 from .._rules import AxisRules, Matcher, PathRules, Strategy, check_rules, fsdp, near
 from .aligning import Dims, correspondences
 from .bases import (
@@ -46,6 +46,7 @@ from .complaints import (
     raise_unknown,
     raise_unused,
 )
+from .content import NO_ARRAY, NUMBER
 from .decide import (
     NOTHING,
     Axes,
@@ -176,7 +177,9 @@ def follow(
     )
     rows, index = [], []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
-        index.append(len(rows) if shaped else -1)
+        is_placeholder = isinstance(leaf, _Number)
+        other = NUMBER if is_placeholder or is_number(leaf) else NO_ARRAY
+        index.append(len(rows) if shaped else other)
         if shaped:
             kind = kinds.first(path)
             rows.append(
@@ -241,9 +244,10 @@ def _evaluated(
     # activation functions. But an optimizer's `init` accepts only arrays. So `init` is
     # tried with placeholders for these leaves, then with `None`.
     has_others = any(
-        isinstance(arg, ShardPlan) and -1 in arg.content.index for arg in given
+        isinstance(arg, ShardPlan) and min(arg.content.index, default=0) < 0
+        for arg in given
     )
-    others = (object(), None) if has_others else (None,)
+    others = (_PLACEHOLDERS, _ABSENT) if has_others else (_ABSENT,)
     # JAX cannot give shardings to every `init` on an Explicit mesh (an ambiguous
     # contraction, a foreign callback). Then only paths and shapes decide.
     *attempts, last = itertools.product((explicit, None), others)
@@ -262,11 +266,28 @@ def _evaluated(
     return _shapes(init, given, *last), refused
 
 
+class _Number:
+    """Stands for a Python number of a planned tree while `init` is evaluated."""
+
+
+class _Others(NamedTuple):
+    """What a planned tree has at its leaves that are no arrays, while `init` is
+    evaluated.
+    """
+
+    other: object
+    number: object
+
+
+_PLACEHOLDERS = _Others(object(), _Number())
+_ABSENT = _Others(None, None)
+
+
 def _structs(
-    args: tuple[object, ...], mesh: AbstractMesh | None, other: object
+    args: tuple[object, ...], mesh: AbstractMesh | None, others: _Others
 ) -> list[Any]:
     """Returns `args`, with the tree that a plan describes in the place of each plan:
-    structs, with shardings on `mesh` unless it is `None`, and `other` at leaves that
+    structs, with shardings on `mesh` unless it is `None`, and `others` at leaves that
     are no arrays.
     """
 
@@ -276,7 +297,7 @@ def _structs(
 
     return [
         (
-            arg.content.tree(list(map(struct, arg.content.rows)), other)
+            arg.content.tree(list(map(struct, arg.content.rows)), *others)
             if isinstance(arg, ShardPlan)
             else arg
         )
@@ -288,12 +309,12 @@ def _shapes(
     init: Callable[..., object],
     args: tuple[object, ...],
     mesh: AbstractMesh | None,
-    other: object,
+    others: _Others,
 ) -> PyTree:
     """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on
     `mesh` unless it is `None`. In the call, `_structs` replaces the plans in `args`.
     """
-    structs = _structs(args, mesh, other)
+    structs = _structs(args, mesh, others)
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
     with (
         contextlib.nullcontext()
@@ -327,7 +348,7 @@ class _ConstantPaths:
     @ft.cached_property
     def found(self) -> frozenset[str]:
         # A second trace is worth it only for the text of a reason.
-        structs = _structs(self.args, None, None)
+        structs = _structs(self.args, None, _ABSENT)
         jaxpr = eqx.filter_make_jaxpr(self.init)(*structs)[0].jaxpr
         columns = zip(self.flat.paths, self.flat.is_array, strict=True)
         paths = [path for path, shaped in columns if shaped]

@@ -96,7 +96,7 @@ def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
     rows = [decode_row(number, row, mesh) for number, row in enumerate(data["rows"])]
     paths, index = [path for path, _ in data["leaves"]], [i for _, i in data["leaves"]]
     if not _fits(paths, [str]) or not all(
-        type(i) is int and -1 <= i < len(rows) for i in index
+        type(i) is int and -3 <= i < len(rows) for i in index
     ):
         raise PlanFormatError(
             "`leaves` must hold pairs of a path and the number of a row"

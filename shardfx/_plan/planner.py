@@ -37,7 +37,7 @@ from .complaints import (
     raise_unmatched,
     raise_unused,
 )
-from .content import Content
+from .content import NO_ARRAY, Content, with_numbers
 from .decide import (
     NOTHING,
     Axes,
@@ -183,8 +183,9 @@ def plan(
         raise_unused("`memory_kinds` entry", found.kinds, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     path_tree = PathTree(flat.paths, flat.treedef)
+    index = with_numbers(found.numbers, flat)
     content = Content(
-        found.mesh, jax_mesh, axes, mode, found.rows, found.numbers, path_tree, strict
+        found.mesh, jax_mesh, axes, mode, found.rows, index, path_tree, strict
     )
     if refine:
         content = refined(content, min_bytes)
@@ -230,7 +231,7 @@ def drafted(
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     by_path = Matcher(PathRules(()) if paths is None else paths)
     planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, kinds)
-    numbers: dict[object, int] = {None: -1}
+    numbers: dict[object, int] = {None: NO_ARRAY}
     index, errors = [], []
     for key in _keys(
         flat.paths if by_path.needs_paths or kinds.needs_paths else flat.templates,

@@ -4,7 +4,7 @@ a loader reads from a file.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import equinox as eqx
 import jax
@@ -21,10 +21,20 @@ from .._ground.errors import (
 )
 from .._ground.reason import Decision
 from .._ground.text import plural, printable
-from .._ground.tree import Flat, flatten, near_paths
+from .._ground.tree import Flat, flatten, is_number, near_paths
 from .._rules import AxisRules, PathRules, compiled
 from ..topology import MeshSpec
-from .content import Content, joined_contents, read_json, rows_of, shaped_like
+from .content import (
+    LEFT_OUT,
+    NO_ARRAY,
+    NUMBER,
+    Content,
+    at_leaves,
+    joined_contents,
+    read_json,
+    rows_of,
+    shaped_like,
+)
 from .facts import html_of
 from .leaf import LeafPlan, named_sharding
 from .replanning import replanned
@@ -386,8 +396,11 @@ class ShardPlan(eqx.Module):
         `RuleError` if the regex does not compile, or matches no path.
         """
         (pattern,) = compiled(PathRules([(regex, None)]))
-        index = [i if pattern.search(path) else -1 for path, i in self.content.numbered]
-        if max(index, default=-1) < 0:
+        index = [
+            LEFT_OUT if i >= 0 and pattern.search(path) is None else i
+            for path, i in self.content.numbered
+        ]
+        if max(index, default=NO_ARRAY) < 0:
             raise RuleError(
                 f"`select({regex!r})` matches no path of the plan; paths look like"
                 f" `{next(iter(self), '')}`."
@@ -493,8 +506,24 @@ def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
             f"the plan is for the mesh {plan.mesh} and has no devices; use"
             " `plan.on(plan.mesh.build(jax.devices()))`."
         )
-    table = [*plan.content.row_shardings, None]
-    return [table[i] for i in index]
+    return at_leaves(plan.content.row_shardings, index)
+
+
+class OtherLeaf(NamedTuple):
+    """A leaf of a target that is not loaded as an array.
+
+    - `position`: its index among all leaves of the tree.
+    - `path`: its path.
+    - `value`: its value; `None` if a plan is the target, since a plan holds no values.
+    - `is_number`: whether it is a Python number.
+    - `is_left_out`: whether it is an array that `ShardPlan.select` left out.
+    """
+
+    position: int
+    path: str
+    value: Any
+    is_number: bool
+    is_left_out: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -503,12 +532,11 @@ class Target:
     values of the other leaves.
 
     `arrays` has, for each array, its path, and a ShapeDtypeStruct or an array with a
-    sharding. `others` has, for each other leaf, its index among all leaves, its path,
-    and its value: `None` if a plan is the source, as it holds none.
+    sharding. `others` has the other leaves.
     """
 
     arrays: list[tuple[str, Any]]
-    others: list[tuple[int, str, Any]]
+    others: list[OtherLeaf]
     treedef: Any
 
     def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> PyTree:
@@ -516,7 +544,7 @@ class Target:
         of other leaves to new values.
         """
         left = iter(values)
-        others = {**{at: value for at, _, value in self.others}, **kept}
+        others = {**{leaf.position: leaf.value for leaf in self.others}, **kept}
         leaves = [
             others[at] if at in others else next(left)
             for at in range(self.treedef.num_leaves)
@@ -530,36 +558,43 @@ def target_of(plan: object, what: str) -> Target:
     the name of the calling function, for the message.
     """
     if isinstance(plan, ShardPlan):
-        path_tree, structs = plan.content.path_tree, iter(jax.tree.leaves(plan.structs))
-        pairs, treedef = (
-            path_tree.in_order(list(plan.content.numbered)),
-            path_tree.treedef,
-        )
-        rows = [
-            (path, next(structs) if number >= 0 else None, number >= 0)
-            for path, number in pairs
-        ]
-    else:
-        flat = flatten(plan)
-        rows, treedef = (
-            list(zip(flat.paths, flat.leaves, flat.is_array, strict=True)),
-            flat.treedef,
-        )
-        # A tree without any array is a mistake, such as a file's name.
-        for path, leaf, _ in [row for row in rows if row[2]] or rows:
-            if (
-                not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
-                or leaf.sharding is None
-            ):
-                raise PlanMismatchError(
-                    f"`{what}` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s"
-                    f" with shardings; leaf `{printable(path)}` ({type(leaf).__name__})"
-                    " has none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
-                )
+        return _target_of_plan(plan.content, jax.tree.leaves(plan.structs))
+    flat = flatten(plan)
+    rows = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True))
+    # A tree without any array is a mistake, such as a file's name.
+    for path, leaf, _ in [row for row in rows if row[2]] or rows:
+        if (
+            not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
+            or leaf.sharding is None
+        ):
+            raise PlanMismatchError(
+                f"`{what}` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s"
+                f" with shardings; leaf `{printable(path)}` ({type(leaf).__name__})"
+                " has none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
+            )
     arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]
     others = [
-        (at, path, leaf)
-        for at, (path, leaf, is_array) in enumerate(rows)
+        OtherLeaf(position, path, leaf, is_number(leaf), is_left_out=False)
+        for position, (path, leaf, is_array) in enumerate(rows)
         if not is_array
     ]
-    return Target(arrays, others, treedef)
+    return Target(arrays, others, flat.treedef)
+
+
+def _target_of_plan(content: Content, structs: Sequence[Any]) -> Target:
+    path_tree, structs_left = content.path_tree, iter(structs)
+    arrays, others = [], []
+    pairs = path_tree.in_order(list(content.numbered))
+    for position, (path, code) in enumerate(pairs):
+        if code >= 0:
+            arrays.append((path, next(structs_left)))
+            continue
+        leaf = OtherLeaf(
+            position=position,
+            path=path,
+            value=None,
+            is_number=code == NUMBER,
+            is_left_out=code == LEFT_OUT,
+        )
+        others.append(leaf)
+    return Target(arrays, others, path_tree.treedef)

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
-from .._convert import TreeMap
+from .._convert import TreeMap, number_copies
 from .._ground.boxes import volume
 from .._ground.errors import (
     LeafTypeError,
@@ -31,7 +31,7 @@ from .._ground.errors import (
     check_type,
 )
 from .._ground.processes import coordination, exchanged
-from .._ground.tree import Flat, flatten
+from .._ground.tree import Flat, flatten, is_number
 from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
 from .flight import Job, require_memory, run_job
 from .move import Move, balanced, move_of
@@ -202,7 +202,7 @@ def resharded(
                 "`reshard` with a map takes neither `src` nor `lost`; move the tree as"
                 " it is first."
             )
-        arrays, target, plans = map_move(flat, dst, map, copies)
+        arrays, target, plans, numbers = map_move(flat, dst, map, copies)
         leaves = [arrays[one.sources[0]] if one.sources else None for one in plans]
         plain = [
             (at, leaves[at], one.leaf.sharding)
@@ -216,7 +216,7 @@ def resharded(
         ]
         job = job_of(plain, lambda at: plans[at].leaf.path, copies=copies)
         job = dataclasses.replace(job, arrays=arrays, assemblies=others)
-        return target.filled(_moved(job, leaves, limit_bytes, donate), {})
+        return target.filled(_moved(job, leaves, limit_bytes, donate), numbers)
     wanted, path_of = targets(dst, flat, "dst"), flat.paths.__getitem__
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
         sources = [None] * len(wanted) if src is None else targets(src, flat, "src")
@@ -410,12 +410,14 @@ def _require_devices(target: Sharding) -> None:
 
 class MapMove(NamedTuple):
     """The move of a tree into another tree: the source's arrays by path, the tree that
-    is made, and for each of its arrays the plan for assembling it.
+    is made, for each of its arrays the plan for assembling it, and its Python numbers by
+    their positions among its leaves.
     """
 
     arrays: Mapping[str, Any]
     target: Target
     plans: tuple[TargetArray, ...]
+    numbers: Mapping[int, Any]
 
 
 def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
@@ -461,7 +463,13 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
                 )
             ),
         )
-    return MapMove(arrays, target, target_arrays(map, sources, targets, copies))
+    pairs = zip(flat.paths, flat.leaves, strict=True)
+    own_numbers = {path: leaf for path, leaf in pairs if is_number(leaf)}
+    positions = {leaf.path: leaf.position for leaf in target.others if leaf.is_number}
+    numbers = number_copies(map.steps, own_numbers, positions)
+    plans = target_arrays(map, sources, targets, copies, numbers)
+    values = {positions[path]: own_numbers[route] for path, route in numbers.routes}
+    return MapMove(arrays, target, plans, values)
 
 
 @ft.lru_cache(maxsize=64)

@@ -12,7 +12,15 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from .._convert import TreeMap, hull, once, swapped
+from .._convert import (
+    NumberCopies,
+    TreeMap,
+    hull,
+    number_copies,
+    number_paths,
+    once,
+    swapped,
+)
 from .._ground.boxes import Box, common
 from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.spec import DType, array_bytes
@@ -26,7 +34,7 @@ from .._ground.text import (
     together,
 )
 from .._ground.tree import flatten
-from .._plan import ShardPlan
+from .._plan import NUMBER, ShardPlan
 from .move import Move, balanced, move_of, shares_memory
 from .mover import lost_devices, targets
 from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan, target_arrays
@@ -280,7 +288,10 @@ def plan_reshard(
                 "`plan_reshard` with a map takes no `lost`; move the tree as it is"
                 " first."
             )
-        return ReshardPlan(tuple(_moves_by_map(map, ours, _leaves_of(dst, "dst"))))
+        own_numbers = dict.fromkeys(_number_paths(src), 0)
+        numbers = number_copies(map.steps, own_numbers, _number_paths(dst))
+        theirs = _leaves_of(dst, "dst")
+        return ReshardPlan(tuple(_moves_by_map(map, ours, theirs, numbers)))
     theirs = (
         _leaves_of(dst, "dst")
         if isinstance(dst, ShardPlan) or isinstance(src, ShardPlan)
@@ -316,17 +327,27 @@ def plan_reshard(
     )
 
 
+def _number_paths(form: object) -> list[str]:
+    """The paths of the Python numbers of a plan or a tree."""
+    if isinstance(form, ShardPlan):
+        return [path for path, code in form.content.numbered if code == NUMBER]
+    return number_paths(form)
+
+
 def _moves_by_map(
-    map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]
+    map: TreeMap,
+    ours: Sequence[MovedLeaf],
+    theirs: Sequence[MovedLeaf],
+    numbers: NumberCopies,
 ) -> Iterable[LeafMove]:
     """Yields the move of each array of `theirs`, which a `TreeMap` makes of the arrays
-    `ours`.
+    `ours`. `numbers` are the Python numbers of the source.
     """
     source = {leaf.path: leaf for leaf in ours}
     # The costs are those of devices with separate memories. `live` says whether
     # `reshard` copies instead.
     works, live = (
-        target_arrays(map, tuple(ours), tuple(theirs), copies)
+        target_arrays(map, tuple(ours), tuple(theirs), copies, numbers)
         for copies in (False, True)
     )
     most_bytes = max(

@@ -28,6 +28,8 @@ from .._convert import (
     dense,
     extended,
     hull,
+    number_copies,
+    number_paths,
     strided_boxes,
     swapped,
     tree_structs,
@@ -37,13 +39,12 @@ from .._ground.boxes import Box, shard_boxes
 from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.spec import DType
 from .._ground.text import printable
-from .._ground.tree import flatten
-from .._plan import ShardPlan, encode_dtype, plan, rows_of
+from .._ground.tree import flatten, is_number
+from .._plan import LEFT_OUT, ShardPlan, canonical_dtype, encode_dtype, plan, rows_of
 from .._rules import PathRules
 from ..topology import MeshSpec
 from . import _metadata as prng, _safetensors as safetensors
 from ._entry import may_change
-from ._metadata import is_number
 
 
 # A box of an array, and the values of its elements.
@@ -102,19 +103,21 @@ def leaves_to_save(tree: object, own: ShardPlan | None) -> Leaves:
         )
     flat = flatten(tree)
     index = rows_of(own.content, flat)
-    found = [
-        (path, leaf, own.content.rows[i])
-        for path, leaf, i in zip(flat.paths, flat.leaves, index, strict=True)
-        if i >= 0
-    ]
-    kept = {
-        path: leaf
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_number(leaf)
-    }
-    for path, leaf, row in found:
-        _check_leaf(path, leaf, row.dtype)
-    twice = [path for path, *_ in found if path in kept]
+    found: list[tuple[str, Any]] = []
+    kept: dict[str, Any] = {}
+    rows = zip(flat.paths, flat.leaves, flat.is_array, index, strict=True)
+    for path, leaf, is_array, i in rows:
+        if i >= 0:
+            _check_leaf(path, leaf, own.content.rows[i].dtype)
+            found.append((path, leaf))
+        elif is_array and i != LEFT_OUT:
+            # The plan has a number or a function there, such as the step counter before
+            # the first step made an array of it.
+            _check_leaf(path, leaf, canonical_dtype(leaf.dtype))
+            found.append((path, leaf))
+        elif is_number(leaf):
+            kept[path] = leaf
+    twice = [path for path, _ in found if path in kept]
     if twice:
         raise CheckpointError(
             f"two leaves have the path `{printable(twice[0])}`; a checkpoint needs one"
@@ -122,11 +125,11 @@ def leaves_to_save(tree: object, own: ShardPlan | None) -> Leaves:
         )
     arrays = [
         (path, jax.random.key_data(leaf) if prng.is_key(leaf.dtype) else leaf)
-        for path, leaf, _ in found
+        for path, leaf in found
     ]
     kinds = {
         path: encode_dtype(leaf.dtype)
-        for path, leaf, _ in found
+        for path, leaf in found
         if leaf.dtype not in safetensors.NAMES
     }
     return Leaves(arrays, kinds, kept)
@@ -277,7 +280,11 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
         source[path] = Struct(
             tuple(value.shape[:rank]), np.dtype(value.dtype) if keys is None else keys
         )
-    made = bound(map, source, None if like is None else tree_structs(like))
+    target, targets = None, None
+    if like is not None:
+        target, targets = tree_structs(like), number_paths(like)
+    copies = number_copies(map.steps, leaves.numbers, targets)
+    made = bound(map, source, target, copies)
     arrays, kinds, found = dict(leaves.arrays), {}, []
     for path, one in made.items():
         if any(piece.value.scale is not None for piece in one.pieces):
@@ -299,4 +306,5 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
         found.append(
             (path, Output(one.shape, one.dtype, ft.partial(_pieces_of, one, arrays)))
         )
-    return Leaves(found, kinds, {})
+    numbers = {path: leaves.numbers[route] for path, route in copies.routes}
+    return Leaves(found, kinds, numbers)

@@ -10,7 +10,7 @@ array, and its other leaves.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -25,18 +25,26 @@ from .._convert import (
     TreeMap,
     bound_before,
     cast,
+    copied_from,
     extended,
     names_of,
+    without_rest,
 )
 from .._ground.boxes import Box, volume
 from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.spec import DType
-from .._ground.text import printable, quoted
+from .._ground.text import plural, printable, quoted
 from .._plan import Target, target_of
 from . import _metadata as prng
 from ._entry import FileArray, ListedArray, StoreArray, itemsize
 from ._index import Index, some, struct
-from ._metadata import from_metadata, is_number
+from ._numbers import (
+    Scalar,
+    numbers_of,
+    routed_numbers,
+    saved_numbers,
+    unread_numbers,
+)
 
 
 _SHOWN = 20
@@ -71,28 +79,44 @@ class LeafToLoad:
     is_cast_by_map: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class ToLoad:
+    """What a load reads, and the tree that it makes.
+
+    **Arguments:**
+
+    - `leaves`: the arrays to load, in the order of the tree.
+    - `scalars`: the Python numbers of the tree that are arrays in the checkpoint.
+    - `numbers`: the Python numbers of the tree that are in the checkpoint's metadata,
+      by their positions among all leaves.
+    - `target`: the tree.
+    """
+
+    leaves: list[LeafToLoad]
+    scalars: list[Scalar]
+    numbers: Mapping[int, Any]
+    target: Target
+
+
 def leaves_to_load(
     index: Index,
     plan: object,
     dtype: object,
     map: TreeMap | None = None,
     unread: Unread = "raise",
-) -> tuple[list[LeafToLoad], Callable[[Sequence[Any]], Any]]:
-    """The leaves to load for a plan, and a function that makes the tree from their
-    loaded arrays.
+) -> ToLoad:
+    """The leaves to load for a plan.
 
     `plan` is a plan, or a tree of arrays or structs with shardings. Raises one
     `CheckpointError` with every leaf that cannot be read, or with the stored arrays
-    that no leaf uses. With a map, raises `MapError` if the map does not fit, or
-    `CheckpointError` with the first leaf that cannot be read.
+    and numbers that no leaf uses. With a map, raises `MapError` if the map does not
+    fit, or `CheckpointError` with the first leaf that cannot be read.
     """
     target = target_of(plan, "load")
     if map is not None:
-        return _by_map(index, target, map, dtype), lambda values: target.filled(
-            values, {}
-        )
+        return _by_map(index, target, map, dtype, unread)
     found: list[LeafToLoad] = []
-    problems: list[tuple[str, CheckpointError | None]] = []
+    problems: list[tuple[str, str | None]] = []
     # A model has many leaves of few kinds: a result for one leaf holds for all of its
     # kind.
     known: dict[object, Any] = {}
@@ -111,61 +135,91 @@ def leaves_to_load(
         try:
             found.append(_unmapped_leaf(index, path, leaf, dtype))
         except CheckpointError as error:
-            problems.append((path, error))
+            problems.append((path, str(error)))
             continue
         if found[-1].keys is None:
             known[kind] = found[-1].dtype
-    kept = _numbers(index, target, problems)
-    if problems:
-        shown = [
-            f"leaf `{printable(path)}`: {_text(index, path, problem)}"
-            for path, problem in problems[:_SHOWN]
-        ]
-        more = (
-            f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        )
-        raise CheckpointError(
-            f"{len(problems)} of {len(target.arrays)} leaves cannot be read from"
-            f" {index.directory!r}; nothing was read:\n  " + "\n  ".join(shown) + more
-        )
+    numbers = numbers_of(index, target, is_lenient=unread == "allow")
+    _raise_unreadable(index, target, [*problems, *numbers.problems])
     if unread != "allow":
         _require_all_read(index, target)
-    return found, lambda values: target.filled(values, kept)
+    return ToLoad(found, numbers.scalars, numbers.values, target)
+
+
+def _raise_unreadable(
+    index: Index, target: Target, problems: Sequence[tuple[str, str | None]]
+) -> None:
+    """Raises `CheckpointError` if there are problems: a path, and the text of what is
+    wrong with its leaf; `None` if the checkpoint has no array there.
+    """
+    if not problems:
+        return
+    shown = []
+    for path, problem in problems[:_SHOWN]:
+        text = _absent(index, path) if problem is None else problem
+        shown.append(f"leaf `{printable(path)}`: {text}")
+    rest = len(problems) - _SHOWN
+    count = len(target.arrays) + len(target.others)
+    raise CheckpointError(
+        f"{len(problems)} of {count} leaves cannot be read from"
+        f" {index.directory!r}; nothing was read:\n  "
+        + "\n  ".join(shown)
+        + (f"\n  and {rest} more" if rest > 0 else "")
+    )
 
 
 def _require_all_read(index: Index, target: Target) -> None:
-    """Raises `CheckpointError` for stored arrays that no leaf uses, such as those of a
-    layer that the plan lacks.
+    """Raises `CheckpointError` for stored arrays and numbers that no leaf uses, such as
+    those of a layer that the plan lacks.
     """
     # `target.others` has the paths of the arrays that `plan.select` left out.
-    read = {path for path, _ in target.arrays} | {path for _, path, _ in target.others}
-    left = [path for path in index.by_path if path not in read]
-    if left:
+    read = {path for path, _ in target.arrays} | {leaf.path for leaf in target.others}
+    arrays = [path for path in index.by_path if path not in read]
+    numbers = unread_numbers(index, target)
+    kinds = []
+    if arrays:
+        kinds.append(f"{len(arrays)} of its {len(index.by_path)} arrays")
+    if numbers:
+        kinds.append(plural(len(numbers), "Python number"))
+    if kinds:
         raise CheckpointError(
-            f"the checkpoint {index.directory!r} has {len(left)} of its"
-            f" {len(index.by_path)} arrays in no leaf of the plan: {some(left)};"
-            " nothing was read. Plan the whole tree, and load a part of it by"
-            ' `plan.select(...)`; or pass `unread="allow"` if the others are not'
-            " needed."
+            f"the checkpoint {index.directory!r} has {' and '.join(kinds)} in no leaf"
+            f" of the plan: {some([*arrays, *numbers])}; nothing was read. Plan the"
+            " whole tree, and load a part of it by `plan.select(...)`; or pass"
+            ' `unread="allow"` if the others are not needed.'
         )
 
 
 def _by_map(
-    index: Index, target: Target, map: TreeMap, dtype: object
-) -> list[LeafToLoad]:
+    index: Index, target: Target, map: TreeMap, dtype: object, unread: Unread
+) -> ToLoad:
     """The leaves of `target`, each with the stored arrays from which the map makes it."""
+    saved = saved_numbers(index) or {}
     source = {
         entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries
     }
+    source |= {path: Struct((), np.dtype(type(saved[path]))) for path in saved}
     # The dtype of a leaf is decided below, by the rules of all loading.
     leaves = {
         path: Struct(tuple(leaf.shape), leaf.dtype if dtype is None else None)
         for path, leaf in target.arrays
     }
+    routes: dict[int, str] = {}
+    for leaf in target.others:
+        route = copied_from(map.steps, leaf.path) if leaf.is_number else None
+        if route is not None and route in source:
+            routes[leaf.position] = route
+            leaves[leaf.path] = Struct((), source[route].dtype)
+    if unread == "allow":
+        map = without_rest(map)
     made_by = bound_before(map, tuple(source.items()), tuple(leaves.items()))
+    numbers = routed_numbers(index, target, routes)
+    _raise_unreadable(index, target, numbers.problems)
     found = []
-    for (path, leaf), made in zip(target.arrays, made_by.values(), strict=True):
+    for path, leaf in target.arrays:
+        made = made_by[path]
         names = dict.fromkeys(name for piece in made.pieces for name in names_of(piece))
+        _require_arrays(path, names, saved)
         entries = tuple([_loadable(index, name) for name in names])
         found.append(
             _leaf(
@@ -179,48 +233,24 @@ def _by_map(
                 made,
             )
         )
-    return found
+    return ToLoad(found, numbers.scalars, numbers.values, target)
 
 
-def _numbers(
-    index: Index, target: Target, problems: list[tuple[str, CheckpointError | None]]
-) -> dict[int, Any]:
-    """The Python numbers that a checkpoint has for the tree of `target`. A key is a
-    number's position among all leaves.
-
-    For a number that the checkpoint lacks, its path and an error are added to
-    `problems`.
-    """
-    saved = from_metadata(index.metadata, index.directory)
-    kept: dict[int, Any] = {}
-    for at, path, value in target.others:
-        if saved is not None and path in saved:
-            kept[at] = saved[path]
-        # A checkpoint from another library has no Python numbers: the tree keeps its
-        # own, as it keeps functions.
-        elif is_number(value) and (saved is not None or path in index.by_path):
-            lacks = "has an array" if path in index.by_path else "has no number"
-            fix = (
-                "plan it as `jnp.asarray(...)`"
-                if path in index.by_path
-                else "take it out of the tree"
+def _require_arrays(
+    path: str, names: Iterable[str], saved: Mapping[str, object]
+) -> None:
+    for name in names:
+        if name in saved:
+            raise CheckpointError(
+                f"leaf `{printable(path)}` would be made of {quoted(name)}, which is the"
+                f" Python number {saved[name]!r:.60} in the checkpoint and no array;"
+                f" give the tree a number there, as in `int(step)`, and copy it:"
+                f" `{{{quoted(path)}: {quoted(name)}}}`."
             )
-            problems.append(
-                (
-                    path,
-                    CheckpointError(
-                        f"it is {value!r} here, and the checkpoint {lacks} there;"
-                        f" {fix}."
-                    ),
-                )
-            )
-    return kept
 
 
-def _text(index: Index, path: str, problem: CheckpointError | None) -> str:
-    if problem is not None:
-        return str(problem)
-    if path in (from_metadata(index.metadata, index.directory) or {}):
+def _absent(index: Index, path: str) -> str:
+    if path in (saved_numbers(index) or {}):
         return (
             "the checkpoint has a Python number there, and no array; give the tree a"
             " number, as in `int(step)`."

@@ -30,6 +30,7 @@ from ._files import ChangedError, require_seen_unchanged
 from ._index import Index, read_index
 from ._leaves_to_load import LeafToLoad, Unread, box_bytes, leaves_to_load
 from ._metadata import implementation
+from ._numbers import read_scalars
 from ._reader import (
     GAP_BYTES,
     RUN_BYTES,
@@ -213,13 +214,17 @@ def load(
     for left in reversed(range(tries)):
         try:
             index = path if isinstance(path, Index) else read_index(path, root=root)
-            leaves, rebuild = leaves_to_load(index, plan, dtype, map, unread)
+            to_load = leaves_to_load(index, plan, dtype, map, unread)
+            leaves = to_load.leaves
+            # A number that does not fit is an error before anything large is read.
+            scalars = read_scalars(index, to_load.scalars, missing_chunks)
             landed = _read(
                 index, leaves, memory_limit_bytes, gap_bytes, missing_chunks, progress
             )
-            return rebuild(
-                [_assembled(landed, number, leaf) for number, leaf in enumerate(leaves)]
-            )
+            arrays = [
+                _assembled(landed, number, leaf) for number, leaf in enumerate(leaves)
+            ]
+            return to_load.target.filled(arrays, {**to_load.numbers, **scalars})
         except ChangedError as error:
             if not left:
                 # The name of the private class would not say more than the sentence.

@@ -85,13 +85,6 @@ _KINDS = {"bool": bool, "int": int, "float": float, "complex": complex}
 _WIDE = 2**63
 
 
-def is_number(leaf: object) -> bool:
-    """Whether a leaf is a Python number of a built-in type; an enumeration member is
-    not.
-    """
-    return type(leaf) in (bool, int, float, complex)
-
-
 def to_text(numbers: Mapping[str, object]) -> str:
     """The text that stores Python numbers in a file's metadata. `numbers` has each
     number by its path in the state.

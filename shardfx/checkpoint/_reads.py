@@ -36,7 +36,7 @@ from .._ground.boxes import Box, shard_boxes
 from .._ground.errors import PlanMismatchError
 from .._ground.text import first_lines, html_text, table
 from . import _stores as stores
-from ._entry import FileArray, StoreArray, may_change
+from ._entry import FileArray, StoreArray, itemsize, may_change
 from ._index import Index
 from ._leaves_to_load import LeafToLoad, Unread, box_bytes, leaves_to_load
 from ._reader import COPY_BYTES, GAP_BYTES, Files, Read, spans_of
@@ -394,10 +394,10 @@ def plan_reads(
         assert [process.read_bytes for process in reads.processes] == [4096] * 4
         ```
     """
-    leaves, _ = leaves_to_load(index, plan, dtype, map, unread)
+    to_load = leaves_to_load(index, plan, dtype, map, unread)
     known: dict[object, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}
-    for leaf in leaves:
+    for leaf in to_load.leaves:
         # A model has many leaves of few kinds.
         stored = [
             (one.dtype, one.shape, one.chunks if isinstance(one, StoreArray) else None)
@@ -414,6 +414,13 @@ def plan_reads(
         for process, counts in known[key].items():
             total = totals.setdefault(process, [0, 0, 0])
             totals[process] = [a + b for a, b in zip(total, counts, strict=True)]
+    for scalar in to_load.scalars:
+        # Each process reads the Python numbers.
+        nbytes = itemsize(scalar.entry.dtype)
+        for total in totals.values():
+            total[0] += nbytes
+            total[1] += nbytes
+            total[2] += 1
     return ReadPlan(
         tuple(ProcessReads(process, *totals[process]) for process in sorted(totals))
     )

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _stores import zarr
+from _stores import orbax, zarr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
 import shardfx
-from shardfx import PathRules, checkpoint
+from shardfx import PathRules, TreeMap, checkpoint
 from shardfx._ground.errors import CheckpointError
-from shardfx.errors import LeafTypeError
+from shardfx.errors import LeafTypeError, MapError
 
 
 REPLICATE = PathRules.parse(".*->replicate")
@@ -188,9 +188,8 @@ def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
     arrays, made = planned({"w": jnp.arange(8.0), "step": 5}, mesh)
     assert isinstance(arrays, dict)
     checkpoint.save(tmp_path / "step", arrays, made)
-    save_file(
-        {"w": np.ones(8, np.float32), "epoch": np.array(3)}, tmp_path / "x.safetensors"
-    )
+    foreign = {"w": np.ones(8, np.float32), "epoch": np.array([3])}
+    save_file(foreign, tmp_path / "x.safetensors")
     for name, tree, text in (
         (
             "step",
@@ -200,7 +199,7 @@ def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
         (
             "step",
             {"v": arrays["w"], "w": 0},
-            "leaf `w`: it is 0 here, and the checkpoint has an array there; plan it",
+            r"leaf `w`: it is 0 here, and the checkpoint has the array float32\[8\]",
         ),
         (
             "step",
@@ -210,13 +209,14 @@ def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
         (
             "x.safetensors",
             arrays | {"epoch": 0},
-            "leaf `epoch`: it is 0 here, and the checkpoint has an array there",
+            r"the array int64\[1\] there, which is no int; plan an array, `jax.Sh",
         ),
     ):
         with pytest.raises(CheckpointError, match=text):
             checkpoint.load(tmp_path / name, tree)
     checkpoint.save(tmp_path / "arrays", {"w": arrays["w"]}, made)
-    assert checkpoint.load(tmp_path / "arrays", made)["step"] is None
+    with pytest.raises(CheckpointError, match="`step`: it is a Python number in the"):
+        checkpoint.load(tmp_path / "arrays", made)
     # A file of other origin has no numbers: those of the tree stay.
     assert (
         checkpoint.load(
@@ -355,3 +355,102 @@ def test_no_integer_changes_its_value(
         CheckpointError, match=f"^array 'n' holds .*{beyond if is_beyond else between}"
     ):
         checkpoint.load(path, structs, dtype="plan")
+
+
+# Numbers that are arrays on one side
+
+
+def test_a_counter_that_became_an_array_comes_back(tmp_path, mesh):
+    tree, made = planned({"w": jnp.arange(8.0), "step": 0}, mesh)
+    assert isinstance(tree, dict)
+    state = {**tree, "step": jnp.array(7)}
+    checkpoint.save(tmp_path / "by its plan", state, made)
+    checkpoint.save(tmp_path / "alone", state)
+    for name in ("by its plan", "alone"):
+        for target in (made, tree, {**tree, "step": 0.5}):
+            loaded = checkpoint.load(tmp_path / name, target)
+            kind = type(target["step"]) if isinstance(target, dict) else int
+            assert type(loaded["step"]) is kind and loaded["step"] == 7
+    # By select, it is left out by its name.
+    arrays = shardfx.plan(state, mesh, paths=REPLICATE)
+    checkpoint.save(tmp_path / "part", state, arrays.select("w"))
+    assert list(checkpoint.read_index(tmp_path / "part")) == ["w"]
+    assert checkpoint.load(tmp_path / "alone", arrays.select("w"))["step"] is None
+
+
+def test_a_step_of_another_library(tmp_path, mesh):
+    tree, made = planned({"w": jnp.arange(8.0), "step": 0}, mesh)
+    assert isinstance(tree, dict)
+    orbax(tmp_path / "orbax", {"w": np.arange(8, dtype=np.float32), "step": 17})
+    file = {"w": np.arange(8, dtype=np.float32), "step": np.array(17)}
+    save_file(file, tmp_path / "x.safetensors")
+    for name in ("orbax", "x.safetensors"):
+        for target in (made, tree):
+            loaded = checkpoint.load(tmp_path / name, target)
+            assert type(loaded["step"]) is int and loaded["step"] == 17
+        reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path / name), made)
+        assert reads.needed_bytes == 8 * 4 + 8
+    save_file({**file, "step": np.array(2**53 + 1)}, tmp_path / "x.safetensors")
+    text = "it is 0.5 here, and the checkpoint has 9007199254740993 there, which no fl"
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.load(tmp_path / "x.safetensors", {**tree, "step": 0.5})
+    save_file({**file, "step": np.array(True)}, tmp_path / "x.safetensors")
+    (tmp_path / "x.safetensors").write_bytes(
+        (tmp_path / "x.safetensors").read_bytes()[:-1] + b"\2"
+    )
+    with pytest.raises(CheckpointError, match="neither 0 nor 1; the file is damaged"):
+        checkpoint.load(tmp_path / "x.safetensors", made)
+
+
+@pytest.mark.parametrize("step", [5, np.float32(5), np.ones((4, 4), np.float32)])
+def test_a_function_uses_nothing(tmp_path, mesh, step):
+    checkpoint.save(tmp_path / "x", {"w": jnp.arange(8.0), "step": step})
+    tree, made = planned({"w": jnp.arange(8.0), "step": jax.nn.gelu}, mesh)
+    assert isinstance(tree, dict)
+    for target in (made, tree):
+        with pytest.raises(CheckpointError, match="which nothing would use; plan the"):
+            checkpoint.load(tmp_path / "x", target)
+        loaded = checkpoint.load(tmp_path / "x", target, unread="allow")
+        assert loaded["step"] is (jax.nn.gelu if target is tree else None)
+        both = TreeMap({"{p*}": "{p*}"})
+        with pytest.raises(MapError, match="source `step`: nothing is made of it"):
+            checkpoint.load(tmp_path / "x", target, both)
+        loaded = checkpoint.load(tmp_path / "x", target, both, unread="allow")
+        assert loaded["w"].shape == (8,)
+    with pytest.raises(CheckpointError, match="has 1 .*in no leaf of the plan: 'step'"):
+        checkpoint.load(tmp_path / "x", {"w": tree["w"]})
+
+
+def test_numbers_go_through_maps(tmp_path, mesh):
+    source = {"w": jnp.arange(8.0), "loop": {"step": 5, "rate": 0.1}}
+    checkpoint.save(tmp_path / "x", source)
+    tree, made = planned({"v": jnp.zeros(8), "at": 0, "f": jax.nn.gelu}, mesh)
+    renamed = TreeMap({"v": "w", "at": "loop/step"}, drop=["loop/rate"])
+    back = TreeMap({"w": "v", "loop/step": "at"}, rest=["f"]).inverse()
+    less = {"w": source["w"], "loop": {"step": 5}}
+    checkpoint.save(tmp_path / "less", less)
+    moved = [
+        checkpoint.load(tmp_path / "x", made, renamed),
+        checkpoint.load(tmp_path / "x", tree, renamed),
+        checkpoint.load(tmp_path / "less", made, back),
+        back.apply(less, tree),
+        shardfx.reshard(less, made, map=back),
+        shardfx.reshard(source, made, map=renamed.then(TreeMap({"{p*}": "{p*}"}))),
+        renamed.apply(source, tree),
+        renamed.apply(source),
+    ]
+    for loaded in moved:
+        assert loaded["at"] == 5 and (loaded["v"] == source["w"]).all()
+    planned_too = shardfx.plan(source, mesh, paths=REPLICATE)
+    assert shardfx.plan_reshard(planned_too, made, map=renamed).wire_bytes == 0
+    twice = TreeMap({"{p*}": "{p*}"}).then(renamed)
+    assert twice.apply(source, tree)["at"] == 5
+    checkpoint.save(tmp_path / "y", source, map=renamed)
+    again = checkpoint.load(tmp_path / "y", {"v": tree["v"], "at": 0})
+    assert again["at"] == 5
+    with pytest.raises(MapError, match="source `loop/rate`: nothing is made of it"):
+        checkpoint.load(tmp_path / "x", made, TreeMap({"v": "w", "at": "loop/step"}))
+    array = {"v": tree["v"], "at": jnp.zeros(())}
+    text = "leaf `at` would be made of 'loop/step', which is the Python number 5 in"
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.load(tmp_path / "x", array, renamed, dtype="plan")

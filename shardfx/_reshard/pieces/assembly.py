@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ..._convert import (
+    NO_NUMBERS,
     Arithmetic,
     Made,
+    NumberCopies,
     Piece,
     Scale,
     Struct,
@@ -261,15 +263,17 @@ def target_arrays(
     sources: tuple[MovedLeaf, ...],
     targets: tuple[MovedLeaf, ...],
     copies: bool,
+    numbers: NumberCopies = NO_NUMBERS,
 ) -> tuple[TargetArray, ...]:
     """Plans how each array of `targets`, which `map` makes, is assembled from `sources`
-    or moved. It caches results.
+    or moved. `numbers` are the Python numbers of the source. It caches results.
     """
     here, there = (
         {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in leaves}
         for leaves in (sources, targets)
     )
-    made, by_path = bound(map, here, there), {leaf.path: leaf for leaf in sources}
+    made = bound(map, here, there, numbers)
+    by_path = {leaf.path: leaf for leaf in sources}
     known: dict[object, Assembly] = {}
     found = []
     for leaf in targets:

@@ -1,0 +1,145 @@
+"""The leaves that a map copies unchanged, found from the paths alone.
+
+A Python number has no shape and no sharding, so a map moves it only by a rule that
+copies a leaf. A number that no such rule names stays behind, as functions do.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._ground.errors import MapError
+from .._ground.text import printable
+from .._ground.tree import flatten, is_number
+from .binding import bound_steps
+from .expression import Rules
+from .patterns import pattern
+from .pieces import Made, Struct, names_of
+
+
+class NumberCopies(NamedTuple):
+    """The Python numbers of a source, and which of them a map copies.
+
+    - `kinds`: pairs of a number's path in the source and its type.
+    - `routes`: pairs of a path in the target and the path in the source.
+    """
+
+    kinds: tuple[tuple[str, type], ...]
+    routes: tuple[tuple[str, str], ...]
+
+
+NO_NUMBERS = NumberCopies((), ())
+
+
+def copied_from(steps: Sequence[Rules], path: str) -> str | None:
+    """The path of the leaf of the source that a map of `steps` copies unchanged to the
+    leaf `path` of its target; `None` if it makes that leaf in another way or not at all.
+    """
+    route: str | None = path
+    for step in reversed(steps):
+        if route is None:
+            return None
+        route = _copied_from(step, route)
+    return route
+
+
+def copied_to(steps: Sequence[Rules], path: str) -> str | None:
+    """The path of the leaf of the target to which a map of `steps` copies the leaf
+    `path` of its source unchanged, or `None`.
+    """
+    route: str | None = path
+    for step in steps:
+        if route is None:
+            return None
+        route = _copied_to(step, route)
+    return route
+
+
+def _copied_from(step: Rules, path: str) -> str | None:
+    for target, source in _copies(step):
+        binding = pattern(target).matched(path)
+        if binding is not None:
+            return pattern(source).filled(binding)
+    return None
+
+
+def _copied_to(step: Rules, path: str) -> str | None:
+    for target, source in _copies(step):
+        binding = pattern(source).matched(path)
+        if binding is not None:
+            return pattern(target).filled(binding)
+    return None
+
+
+def _copies(step: Rules) -> list[tuple[str, str]]:
+    """For each rule of a step that copies a leaf: the path pattern of the target, and
+    that of the source.
+    """
+    pairs = [(made, rule.path) for made, rule in step.made if rule.op == "leaf"]
+    if step.inverted:
+        return [(source, target) for target, source in pairs]
+    return pairs
+
+
+def number_paths(tree: object) -> list[str]:
+    """The paths of the Python numbers of a tree."""
+    flat = flatten(tree)
+    pairs = zip(flat.paths, flat.leaves, strict=True)
+    return [path for path, leaf in pairs if is_number(leaf)]
+
+
+def number_copies(
+    steps: Sequence[Rules],
+    numbers: Mapping[str, Any],
+    targets: Iterable[str] | None = None,
+) -> NumberCopies:
+    """The Python numbers that a map of `steps` copies.
+
+    `numbers` has those of the source by path, and `targets` the paths of those of the
+    target; `None` if the target has whatever the map makes.
+    """
+    kinds = tuple((path, type(number)) for path, number in numbers.items())
+    if targets is None:
+        pairs = [(copied_to(steps, path), path) for path in numbers]
+    else:
+        pairs = [(path, copied_from(steps, path)) for path in targets]
+    routes = tuple(
+        (target, source)
+        for target, source in pairs
+        if target is not None and source is not None and source in numbers
+    )
+    return NumberCopies(kinds, routes)
+
+
+def bound_with(
+    numbers: NumberCopies,
+    steps: Sequence[Rules],
+    source: Mapping[str, Struct],
+    target: Mapping[str, Struct] | None,
+) -> Mapping[str, Made]:
+    """The arrays that a map of `steps` makes. Its rules find the Python numbers of the
+    source as arrays of rank 0, which need not be used.
+
+    Raises `MapError` if the map does not fit, or makes an array of a number.
+    """
+    if not numbers.kinds:
+        return bound_steps(steps, source, target)
+    scalars = {path: Struct((), np.dtype(kind)) for path, kind in numbers.kinds}
+    if steps[0].inverted:
+        # An inverted step has a rule for each leaf of its source.
+        scalars = {path: scalars[path] for _, path in numbers.routes}
+    own = {path: scalars[route] for path, route in numbers.routes}
+    both = None if target is None else {**target, **own}
+    made = bound_steps(steps, {**source, **scalars}, both, spare=scalars)
+    arrays = {path: leaf for path, leaf in made.items() if path not in own}
+    for path, leaf in arrays.items():
+        used = [name for piece in leaf.pieces for name in names_of(piece)]
+        for name in dict.fromkeys(used):
+            if name in scalars:
+                raise MapError(
+                    f"`{printable(path)}` would be made of `{printable(name)}`, which"
+                    " is a Python number and no array; a rule copies a number as it is."
+                    " Give the source an array there: `jnp.asarray(...)`."
+                )
+    return arrays

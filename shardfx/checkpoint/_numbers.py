@@ -1,0 +1,245 @@
+"""The Python numbers of a loaded tree: which number of the checkpoint each one gets.
+
+A checkpoint has a number in its metadata, if `save` wrote it, or as an array of rank 0,
+as Orbax writes it. A number is exactly the checkpoint's, or an error that names both
+sides.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._ground.errors import CheckpointError
+from .._ground.text import printable, quoted
+from .._plan import OtherLeaf, Target
+from . import _stores as stores
+from ._entry import ArrayEntry, FileArray, ListedArray, StoreArray
+from ._index import Index
+from ._metadata import from_metadata, is_key
+from ._reader import Read, open_files, spans_of
+
+
+# A path, and the text of what is wrong with its leaf.
+Problem = tuple[str, str]
+_TYPES: Mapping[type, tuple[Any, ...]] = {
+    bool: (jnp.bool_,),
+    int: (jnp.integer,),
+    float: (jnp.floating, jnp.integer),
+    complex: (jnp.complexfloating, jnp.floating, jnp.integer),
+}
+
+
+class Scalar(NamedTuple):
+    """A Python number of a tree that is an array of rank 0 in the checkpoint.
+
+    - `leaf`: the number.
+    - `entry`: the array.
+    """
+
+    leaf: OtherLeaf
+    entry: FileArray | StoreArray
+
+
+class Numbers(NamedTuple):
+    """The numbers of a tree to load.
+
+    - `values`: those that are in the checkpoint's metadata, by the positions of their
+      leaves.
+    - `scalars`: those that are still to be read.
+    - `problems`: what is wrong with the others.
+    """
+
+    values: dict[int, Any]
+    scalars: list[Scalar]
+    problems: list[Problem]
+
+
+def saved_numbers(index: Index) -> dict[str, Any] | None:
+    """The Python numbers of a checkpoint by path; `None` if `save` did not write it.
+
+    Raises `CheckpointError` if a path names a number and an array.
+    """
+    numbers = from_metadata(index.metadata, index.directory)
+    both = [path for path in numbers or () if path in index.by_path]
+    if both:
+        raise CheckpointError(
+            f"checkpoint {index.directory!r} has a number and an array with the path"
+            f" {quoted(both[0])}; a path names one of them. The file is damaged or"
+            " forged."
+        )
+    return numbers
+
+
+def numbers_of(index: Index, target: Target, is_lenient: bool) -> Numbers:
+    """What each leaf of `target` that is no array gets from the checkpoint.
+
+    A function or a string gets nothing. An array or a number of the checkpoint at its
+    path is a problem, unless `is_lenient`: the checkpoint's arrays need not be read.
+    """
+    saved = saved_numbers(index)
+    found = Numbers({}, [], [])
+    for leaf in target.others:
+        entry = index.by_path.get(leaf.path)
+        if leaf.is_left_out:
+            continue
+        if not leaf.is_number:
+            held = _held(leaf.path, saved or {}, entry)
+            if held is not None and not is_lenient:
+                found.problems.append((leaf.path, _not_used(leaf, held)))
+        elif saved is not None and leaf.path in saved:
+            found.values[leaf.position] = saved[leaf.path]
+        elif entry is not None:
+            _add_scalar(found, leaf, entry)
+        elif saved is not None:
+            # A checkpoint of another library has no Python numbers: the tree keeps its
+            # own, as it keeps functions.
+            found.problems.append((leaf.path, _missing(leaf)))
+    return found
+
+
+def routed_numbers(index: Index, target: Target, routes: Mapping[int, str]) -> Numbers:
+    """What the numbers of `target` get from the checkpoint through a map. `routes` has
+    the path in the checkpoint by the position of the leaf.
+    """
+    saved = saved_numbers(index) or {}
+    found = Numbers({}, [], [])
+    for leaf in target.others:
+        path = routes.get(leaf.position)
+        if path is None:
+            continue
+        if path in saved:
+            found.values[leaf.position] = saved[path]
+        else:
+            _add_scalar(found, leaf, index[path])
+    return found
+
+
+def _add_scalar(found: Numbers, leaf: OtherLeaf, entry: ArrayEntry) -> None:
+    if isinstance(entry, ListedArray):
+        text = "the checkpoint lists an array there, and its directory holds none"
+        found.problems.append((leaf.path, f"{_here(leaf)}, and {text}."))
+    elif entry.shape != () or not _may_be(leaf, entry.dtype):
+        found.problems.append((leaf.path, _no_number(leaf, entry)))
+    else:
+        found.scalars.append(Scalar(leaf, entry))
+
+
+def _may_be(leaf: OtherLeaf, dtype: Any) -> bool:
+    """Whether an array of rank 0 may hold a number of the leaf's type."""
+    if dtype is None or is_key(dtype):
+        return False
+    if leaf.value is None:
+        # A plan knows no types.
+        return True
+    return any(jnp.issubdtype(dtype, kind) for kind in _TYPES[type(leaf.value)])
+
+
+def unread_numbers(index: Index, target: Target) -> list[str]:
+    """The paths of the checkpoint's numbers at which `target` has no leaf at all."""
+    saved = saved_numbers(index) or {}
+    known = {path for path, _ in target.arrays} | {leaf.path for leaf in target.others}
+    return [path for path in saved if path not in known]
+
+
+def _here(leaf: OtherLeaf) -> str:
+    if leaf.value is not None:
+        return f"it is {leaf.value!r:.60} here"
+    if leaf.is_number:
+        return "it is a Python number in the plan"
+    return "it is no array and no number in the plan"
+
+
+def _held(path: str, saved: Mapping[str, Any], entry: ArrayEntry | None) -> str | None:
+    if path in saved:
+        return f"the number {saved[path]!r:.60}"
+    return None if entry is None else _array(entry)
+
+
+def _array(entry: ArrayEntry) -> str:
+    if entry.shape is None:
+        return f"an array of {printable(entry.stored)}"
+    dtype = printable(entry.stored) if entry.dtype is None else entry.dtype
+    return f"the array {dtype}{list(entry.shape)}"
+
+
+def _not_used(leaf: OtherLeaf, held: str) -> str:
+    return (
+        f"{_here(leaf)}, and the checkpoint has {held} there, which nothing would use;"
+        " plan the tree as it was saved, or leave out all that no leaf uses by"
+        ' `unread="allow"`.'
+    )
+
+
+def _missing(leaf: OtherLeaf) -> str:
+    return (
+        f"{_here(leaf)}, and the checkpoint has no number there; take it out of the"
+        " tree, as `equinox.filter(tree, equinox.is_array)` does."
+    )
+
+
+def _no_number(leaf: OtherLeaf, entry: FileArray | StoreArray) -> str:
+    kind = "number" if leaf.value is None else type(leaf.value).__name__
+    struct = "jax.ShapeDtypeStruct"
+    return (
+        f"{_here(leaf)}, and the checkpoint has {_array(entry)} there, which is no"
+        f" {kind}; plan an array, `{struct}({entry.shape}, {str(entry.dtype)!r})`."
+    )
+
+
+def read_scalars(
+    index: Index, scalars: Sequence[Scalar], missing_chunks: stores.MissingChunks
+) -> dict[int, Any]:
+    """Reads the numbers of a tree that are arrays of rank 0 in the checkpoint. A key is
+    the position of the leaf.
+
+    Raises `CheckpointError` for a number that the type of the leaf does not hold.
+    """
+    entries = [scalar.entry for scalar in scalars]
+    in_stores = [entry for entry in entries if isinstance(entry, StoreArray)]
+    stores.require_possible(in_stores, index.place)
+    names = dict.fromkeys(
+        entry.file for entry in entries if isinstance(entry, FileArray)
+    )
+    values = {}
+    with open_files(index.place, names, 1) as files:
+        for leaf, entry in scalars:
+            scratch = np.empty((), entry.dtype)
+            if isinstance(entry, StoreArray):
+                stores.read_into(entry, [()], [scratch], missing_chunks=missing_chunks)
+            else:
+                spans = spans_of((), entry.dtype.itemsize, ((),), True)
+                files.read([Read(entry, span, [scratch]) for span in spans])
+            values[leaf.position] = _exact(leaf, scratch)
+    return values
+
+
+def _exact(leaf: OtherLeaf, scratch: np.ndarray) -> Any:
+    value = _python_number(leaf, scratch)
+    if leaf.value is None or type(value) is type(leaf.value):
+        return value
+    number = type(leaf.value)(value)
+    if number != value:
+        raise CheckpointError(
+            f"leaf `{printable(leaf.path)}`: it is {leaf.value!r} here, and the"
+            f" checkpoint has {value!r} there, which no {type(leaf.value).__name__} is"
+            f" exactly; give the tree a number as `{type(value).__name__}(...)`."
+        )
+    return number
+
+
+def _python_number(leaf: OtherLeaf, scratch: np.ndarray) -> Any:
+    dtype = scratch.dtype
+    if jnp.issubdtype(dtype, jnp.bool_):
+        if scratch.view(np.uint8) > 1:
+            raise CheckpointError(
+                f"leaf `{printable(leaf.path)}`: a boolean in the checkpoint is neither"
+                " 0 nor 1; the file is damaged."
+            )
+        return bool(scratch)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(scratch)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return complex(scratch)
+    return float(scratch)
