@@ -5,11 +5,12 @@ training goes on.
 import concurrent.futures
 import dataclasses
 import functools as ft
+import operator
 import os
 import re
 import secrets
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 from jaxtyping import PyTree
 
@@ -22,7 +23,8 @@ from ._save import SavedContent, content_of, write
 from ._staging import remove_partial
 
 
-_STEP = re.compile(r"step-(\d+)")
+# As `save` names them: without leading zeros.
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 class Manager:
@@ -75,15 +77,12 @@ class Manager:
         keep: int | None = 3,
         wait_seconds: float = 25.0,
     ):
-        if keep is not None and keep < 1:
-            raise CheckpointError(
-                f"`keep={keep}` would keep no checkpoint; give 1 or more, or `None` for"
-                " all."
-            )
-        self.directory, self.keep = os.path.abspath(os.fspath(directory)), keep
+        self.directory = os.path.abspath(os.fspath(directory))
+        self.keep = None if keep is None else _kept_steps(keep)
         self._wait_seconds = wait_seconds
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "shardfx-manager")
         self._under_way: concurrent.futures.Future[None] | None = None
+        self._is_closed = False
 
     def __enter__(self) -> "Manager":
         return self
@@ -93,28 +92,41 @@ class Manager:
     ) -> None:
         self.close()
 
-    def path(self, step: int) -> str:
-        """The directory of a step, whether it exists or not."""
-        return os.path.join(self.directory, f"step-{step}")
+    def path(self, step: SupportsIndex) -> str:
+        """The directory of a step, whether it exists or not. Raises `CheckpointError`
+        for a number that is no step.
+        """
+        return os.path.join(self.directory, f"step-{_whole_step(step)}")
 
     def steps(self) -> tuple[int, ...]:
-        """The numbers of the complete steps, in order."""
+        """The numbers of the complete steps, in order.
+
+        Only directories that `save` wrote are steps. Empty directories and those of
+        other programs are passed over.
+        """
         names = os.listdir(self.directory) if os.path.isdir(self.directory) else []
-        return tuple(
-            sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name)))
-        )
+        steps = []
+        for name in names:
+            match = _STEP.fullmatch(name)
+            # A save renames its directory when it is complete.
+            if match is not None and _is_complete(os.path.join(self.directory, name)):
+                steps.append(int(match[1]))
+        return tuple(sorted(steps))
 
     def latest(self) -> int | None:
         """The number of the last complete step; `None` if no step is complete."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, tree: object, plan: ShardPlan | None = None) -> None:
+    def save(
+        self, step: SupportsIndex, tree: object, plan: ShardPlan | None = None
+    ) -> None:
         """Waits for the previous save, copies a tree to this process's memory, and
         starts to write it in a thread.
 
         **Arguments:**
 
-        - `step`: the number of the step.
+        - `step`: the number of the step, a whole number from 0 on: an int, or an array
+          of an integer dtype.
         - `tree`: the tree to save, of JAX or NumPy arrays.
         - `plan`: the tree's plan. Without it, the arrays' own shardings are saved as a
           plan, if they are on one mesh.
@@ -124,8 +136,17 @@ class Manager:
         The error of the previous save if it failed, or the errors of
         [`shardfx.checkpoint.save`][] for a tree that cannot be saved. If writing this
         step fails, the next call of `save`, `load`, `wait` or `close` raises.
+        `CheckpointError` for a step that is no whole number from 0 on, and after
+        `close`.
         """
+        step = _whole_step(step)
         self.wait()
+        if self._is_closed:
+            raise CheckpointError(
+                f"the manager of {self.directory!r} is closed, so step {step} is not"
+                " saved; save inside of `with checkpoint.Manager(...) as manager:`, or"
+                " make another manager of this directory."
+            )
         holders = holders_of(tree)
         try:
             content = content_of(tree, plan, None, None)
@@ -146,7 +167,9 @@ class Manager:
             raise
         self._under_way = self._pool.submit(self._write, step, holders, content)
 
-    def load(self, plan: PyTree, step: int | None = None, **options: Any) -> PyTree:
+    def load(
+        self, plan: PyTree, step: SupportsIndex | None = None, **options: Any
+    ) -> PyTree:
         """Waits for the previous save, and loads a step.
 
         **Arguments:**
@@ -163,8 +186,8 @@ class Manager:
         failed, and the errors of [`shardfx.checkpoint.load`][].
         """
         self.wait()
-        step = self.latest() if step is None else step
-        if step not in self.steps():
+        step = self.latest() if step is None else _whole_step(step)
+        if step is None or step not in self.steps():
             listed = ", ".join(map(str, self.steps()[-8:])) or "no step"
             raise CheckpointError(
                 f"{self.directory!r} has no step {step}; it has {listed}."
@@ -181,6 +204,7 @@ class Manager:
         """Waits until the last save is on disk, and ends the thread. Raises the error
         of the save if it failed.
         """
+        self._is_closed = True
         try:
             self.wait()
         finally:
@@ -211,3 +235,47 @@ class Manager:
 
 def _raise(error: Exception) -> SavedContent:
     raise error
+
+
+def _whole_step(step: SupportsIndex) -> int:
+    """The number of a step as an int. Raises `CheckpointError` for a number that names
+    no directory of `steps`.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError as error:
+        raise CheckpointError(
+            f"a step is a whole number, and this is {step!r:.60}, of type"
+            f" {type(step).__name__}; nothing would find such a checkpoint again. Give"
+            " an int: `int(step)`."
+        ) from error
+    if number < 0 or isinstance(step, bool):
+        raise CheckpointError(
+            f"a step is a whole number from 0 on, and this is {step!r}; count the steps"
+            " from 0, as in `manager.save(0, tree)`."
+        )
+    return number
+
+
+def _kept_steps(keep: SupportsIndex) -> int:
+    try:
+        count = operator.index(keep)
+    except TypeError as error:
+        raise CheckpointError(
+            f"`keep={keep!r:.60}` is no number of steps; give a whole number, such as"
+            " `keep=3`, or `None` for all."
+        ) from error
+    if count < 1:
+        raise CheckpointError(
+            f"`keep={count}` would keep no checkpoint; give 1 or more, or `None` for"
+            " all."
+        )
+    return count
+
+
+def _is_complete(directory: str) -> bool:
+    """Whether a directory holds what `save` writes."""
+    return any(
+        os.path.isfile(os.path.join(directory, name))
+        for name in ("model.safetensors", "model.safetensors.index.json")
+    )

@@ -8,6 +8,7 @@ NumPy arrays and the constants of a map, which all processes have.
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import functools as ft
 import itertools as it
 import json
@@ -211,7 +212,10 @@ def content_of(
     digests = ["nothing" if one is None else one.digest[:12] for one in (map, own)]
     given = {"map": digests[0], "leaves": digest_of(lines), "plan": digests[1]}
     if map is not None:
-        return SavedContent(leaves, lines, given, None, {"format": "pt"})
+        metadata = {"format": "pt"}
+        if leaves.numbers:
+            metadata[NUMBERS_KEY] = numbers
+        return SavedContent(leaves, lines, given, None, metadata)
     plan_digest = {} if own is None else {PLAN_KEY: own.digest}
     return SavedContent(leaves, lines, given, own, plan_digest | {NUMBERS_KEY: numbers})
 
@@ -239,6 +243,7 @@ def write(
     with (
         contextlib.ExitStack() as afterwards,
         SaveProcesses(what, me, holders, client, wait_seconds) as processes,
+        _naming(os.fspath(path)),
     ):
         path = os.path.abspath(require_local(os.fspath(path)))
         found, is_file = content(), path.endswith(".safetensors")
@@ -276,6 +281,25 @@ def write(
         )
         bar.end()
         return processes.is_first
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Adds the path of the save to an `OSError` of a system call that has none, such as
+    that of a write to a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        text = (
+            f"{error.strerror}, while saving; what was at the path before is unchanged."
+            " Free some space, or save elsewhere"
+        )
+        if error.errno != errno.ENOSPC:
+            text = f"{error.strerror}, while saving; what was at the path is unchanged"
+        raise OSError(error.errno, text, path) from error
 
 
 def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:

@@ -1,5 +1,6 @@
 """A manager: steps in the background, the latest few kept, and errors told."""
 
+import errno
 import threading
 
 import jax
@@ -98,3 +99,58 @@ def test_arrays_say_by_themselves_how_they_lie(tmp_path, state):
             with pytest.raises(CheckpointError, match="holds no plan"):
                 checkpoint.saved_plan(path)
     assert checkpoint.load(tmp_path / "mixed", mixed)["v"].sharding.spec == P("y")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    "step", [np.float32(100), 1.0, -1, np.int32(-1), "5", True, None, 10.5]
+)
+def test_a_step_that_nobody_would_find_is_not_saved(tmp_path, state, step):
+    text = r"^a step is a whole number( from 0 on)?, and this is .*(`int\(|from 0, as)"
+    with checkpoint.Manager(tmp_path, keep=1) as manager:
+        for use in (lambda: manager.save(step, state), lambda: manager.path(step)):
+            with pytest.raises(CheckpointError, match=text):
+                use()
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_are_whole_numbers_of_any_kind(tmp_path, state):
+    with checkpoint.Manager(tmp_path, keep=1) as manager:
+        for step in (0, np.int64(10), jnp.array(200)):
+            manager.save(step, state)
+        manager.wait()
+        assert manager.steps() == (200,) and manager.latest() == 200
+        assert manager.load(state, np.int32(200))["step"] == 0
+    # What a user, another program or an older version left there.
+    for name in ("step-99999", "step-0007", "step-300.0", "step--1", "step-8"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-8" / "_METADATA").write_text("{}")
+    (tmp_path / "step-0007" / "model.safetensors").write_bytes(b"")
+    assert manager.steps() == (200,) and manager.latest() == 200
+    with checkpoint.Manager(tmp_path, keep=1) as manager:
+        manager.save(201, state)
+        with pytest.raises(CheckpointError, match="step-8' exists, and nothing was"):
+            manager.save(8, state)
+            manager.wait()
+    assert manager.steps() == (201,) and (tmp_path / "step-99999").exists()
+
+
+def test_a_closed_manager_says_so(tmp_path, state):
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(1, state)
+    with pytest.raises(CheckpointError, match="is closed, so step 2 is not saved; sa"):
+        manager.save(2, state)
+    assert manager.load(state)["step"] == 0
+    for keep in (1.5, "3", np.float32(2)):
+        with pytest.raises(CheckpointError, match="is no number of steps; give a whol"):
+            checkpoint.Manager(tmp_path, keep=keep)
+
+
+def test_a_disk_that_fills_while_it_is_written_is_named(tmp_path, state, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saving.os, "pwritev", full)
+    text = r"No space left on device, while saving.*Free some space.*step-1'$"
+    with pytest.raises(OSError, match=text):
+        checkpoint.save(tmp_path / "step-1", state)
+    assert not list(tmp_path.iterdir())
