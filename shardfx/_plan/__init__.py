@@ -27,6 +27,7 @@ from .content import (
     Group,
     aligned,
     at_leaves,
+    devices_named,
     rows_of,
 )
 from .decide import Request, correct, shard_over

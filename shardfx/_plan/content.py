@@ -292,22 +292,34 @@ def _mesh_of_ids(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
     """Returns the jax Mesh of `mesh` on `devices`, pairs of a platform and an id.
     Raises `PlanMismatchError` if this process lacks one of these devices.
     """
-    try:
-        here = {
-            (d.platform, d.id): d
-            for platform in dict(devices)
-            for d in jax.devices(platform)
-        }
-        found = np.array([here[device] for device in devices])
-    except (KeyError, RuntimeError) as error:
-        raise PlanMismatchError(
-            "the plan was pickled on devices that this process does not have"
-            f" ({error}); pickle `plan.off()`, and put it on the devices here with"
-            " `plan.on(plan.mesh.build(jax.devices()))`."
-        ) from error
+    found = np.array(
+        devices_named(
+            devices,
+            "pickle `plan.off()`, and put it on the devices here with"
+            " `plan.on(plan.mesh.build(jax.devices()))`",
+        )
+    )
     return Mesh(
         found.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types
     )
+
+
+def devices_named(devices: Sequence[tuple[str, int]], fix: str) -> list[jax.Device]:
+    """Returns the devices with these pairs of a platform and an id. Raises
+    `PlanMismatchError`, with the advice `fix`, if this process lacks one of them.
+    """
+    try:
+        here = {
+            (device.platform, device.id): device
+            for platform in dict(devices)
+            for device in jax.devices(platform)
+        }
+        return [here[device] for device in devices]
+    except (KeyError, RuntimeError) as error:
+        raise PlanMismatchError(
+            "the plan was pickled on devices that this process does not have"
+            f" ({error}); {fix}."
+        ) from error
 
 
 def shaped_like(content: Content, like: object) -> Content:

@@ -37,6 +37,7 @@ from .._ground.tree import flatten
 from .._plan import NUMBER, ShardPlan
 from .move import Move, balanced, move_of, shares_memory
 from .mover import lost_devices, targets
+from .packing import packed, unpacked
 from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan, target_arrays
 from .pieces.parts import Links
 from .shardings import in_host_memory, leaf_name, naming
@@ -109,6 +110,11 @@ class LeafMove:
     made_of: tuple[str, ...] = ()
     rounds: int = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # JAX's devices cannot be pickled.
+        fields = {**vars(self), "src": packed(self.src), "dst": packed(self.dst)}
+        return _unpickled, (fields,)
+
     @property
     def idle(self) -> bool:
         """Whether no byte of the array is copied or sent."""
@@ -123,6 +129,11 @@ class LeafMove:
             0 if in_host_memory(end) else 1 for end in (self.src, self.dst)
         )
         return source * self.source_bytes, target * self.target_bytes
+
+
+def _unpickled(fields: dict[str, Any]) -> LeafMove:
+    ends = {"src": unpacked(fields["src"]), "dst": unpacked(fields["dst"])}
+    return LeafMove(**{**fields, **ends})
 
 
 @dataclasses.dataclass(frozen=True)

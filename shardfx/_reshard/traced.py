@@ -49,6 +49,11 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
     `jax.set_mesh` has set.
     """
     require_movable(x.shape, x.dtype, dst)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # Collectives take no keys. Their data has further dimensions, which no spec
+        # names.
+        data = move_traced(jax.random.key_data(x), dst, src)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     own = jax.typeof(x).sharding
     if any(kind == AxisType.Manual for kind in own.mesh.axis_types):
         raise SpecError(
@@ -90,8 +95,9 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
     here, there = _on_devices(src, dst), _on_devices(dst, src)
     _require_one_type(there, here)
     _require_names(here)
-    # Raised here rather than at compile time.
-    redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, here, there))
+    if 0 not in x.shape:
+        # Raised here rather than at compile time.
+        redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, here, there))
     if src.spec.reduced:
         x = placed(x, here)
     moved = _move.bind(x, src=here, dst=there)
@@ -209,6 +215,8 @@ def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
 
 
 def _lowering(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
+    if 0 in x.shape:
+        return placed(x, dst)
     ends = layouts(x.ndim, src, dst)
     return program(
         x, src, dst, redistribute(x.shape, bits(x.dtype), *ends).steps, ends[0]

@@ -1,0 +1,78 @@
+"""PRNG keys and empty arrays inside `jit`, and plans of live devices that are pickled."""
+
+import copy
+import itertools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import plan_reshard, reshard
+from shardfx.errors import PlanMismatchError
+
+
+SPECS = (P(), P("a"), P(None, "b"), P(("b", "a")))
+
+
+def mesh(kind=AxisType.Auto):
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    return Mesh(devices, ("a", "b"), axis_types=(kind, kind))
+
+
+def data(array):
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    whole = jax.random.key_data(array) if is_key else array
+    return [(shard.index, np.asarray(shard.data)) for shard in whole.addressable_shards]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_keys_and_empty_arrays_move_inside_jit(kind):
+    pairs = list(itertools.permutations(SPECS, 2))
+    ends = [[NamedSharding(mesh(kind), spec) for spec in pair] for pair in pairs]
+    keys = jax.random.split(jax.random.key(0), (8, 4))
+    for impl in ("rbg", "threefry2x32"):
+        keys = jax.random.split(jax.random.key(0, impl=impl), (8, 4))
+        empty = (jnp.zeros((0, 4)), jnp.zeros((8, 0), jnp.int8), keys[:0])
+        arrays = [jax.device_put((keys, *empty), src) for src, _ in ends]
+
+        def moved(arrays):
+            return [
+                reshard(tree, dst, **({"src": src} if kind == AxisType.Auto else {}))
+                for tree, (src, dst) in zip(arrays, ends, strict=True)
+            ]
+
+        results = jax.jit(moved, out_shardings=[dst for _, dst in ends])(arrays)
+        for tree, result, (_, dst) in zip(arrays, results, ends, strict=True):
+            for one, other in zip(tree, result, strict=True):
+                assert other.dtype == one.dtype and other.shape == one.shape
+                assert other.sharding.is_equivalent_to(dst, other.ndim)
+                # JAX cannot gather an empty array that is sharded.
+                there = data(jax.device_put(one, dst))
+                for (where, values), (here, mine) in zip(
+                    there, data(other), strict=True
+                ):
+                    assert where == here and (values == mine).all()
+
+
+def test_a_plan_of_live_devices_is_a_value():
+    src, dst = NamedSharding(mesh(), P("a")), NamedSharding(mesh(), P(None, "b"))
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[2])
+    tree = {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)}
+    arrays = jax.device_put(tree, {"w": src, "b": single})
+    abstract = jax.ShapeDtypeStruct(
+        (8,), jnp.float32, sharding=NamedSharding(mesh().abstract_mesh, P("a"))
+    )
+    moves = [
+        plan_reshard(arrays, {"w": dst, "b": NamedSharding(mesh(), P())}),
+        plan_reshard({"v": abstract}, {"v": abstract}),
+    ]
+    for move in moves:
+        for again in (pickle.loads(pickle.dumps(move)), copy.deepcopy(move)):
+            assert again == move and str(again) == str(move)
+            assert again.leaves[0].src == move.leaves[0].src
+    text = pickle.dumps(moves[0]).replace(b"cpu", b"tpu")
+    with pytest.raises(PlanMismatchError, match=r"src.off\(\), dst.off\(\)\)`\.$"):
+        pickle.loads(text)
