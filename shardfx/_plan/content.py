@@ -304,7 +304,7 @@ def _mesh_of_ids(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
     )
 
 
-def devices_named(devices: Sequence[tuple[str, int]], fix: str) -> list[jax.Device]:
+def devices_named(devices: Sequence[tuple[str, int]], fix: str) -> list[Any]:
     """Returns the devices with these pairs of a platform and an id. Raises
     `PlanMismatchError`, with the advice `fix`, if this process lacks one of them.
     """

@@ -17,6 +17,11 @@ from .._ground.spec import DType, bits
 from .._ground.text import quoted
 
 
+# The bits of an element of tensors that have several elements in a byte, by the name of
+# the dtype in safetensors.
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileArray:
     """One array of a checkpoint whose bytes are contiguous in a file, as in
@@ -44,7 +49,9 @@ class FileArray:
 
     @property
     def nbytes(self) -> int | None:
-        """The number of bytes of the array; `None` if JAX lacks its dtype."""
+        """The number of bytes of the array in the file; `None` if JAX lacks its dtype."""
+        if self.stored in PACKED_BITS:
+            return math.prod(self.shape) * PACKED_BITS[self.stored] // 8
         return _nbytes(self.shape, self.dtype)
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
@@ -286,7 +286,7 @@ def member(content: object, *names: str) -> Any:
     return content
 
 
-def is_sizes(values: object) -> bool:
+def is_sizes(values: object) -> TypeGuard[list[int]]:
     """Whether `values` is a possible shape of a NumPy array: a list of at most 64
     integers from 0 to 2**63 - 1.
     """
@@ -295,6 +295,14 @@ def is_sizes(values: object) -> bool:
         and len(values) <= 64
         and all([type(v) is int and 0 <= v < 2**63 for v in values])
     )
+
+
+def is_shape(values: object) -> TypeGuard[list[int]]:
+    """Whether `values` is a list of sizes that NumPy takes for an array of any dtype.
+
+    NumPy multiplies the sizes that are not 0, and 16 bytes are the widest element.
+    """
+    return is_sizes(values) and math.prod(size or 1 for size in values) < 2**59
 
 
 def read_json(where: FilePlace, real: str, limit_bytes: int = 100_000_000) -> Any:

@@ -4,6 +4,7 @@ import dataclasses
 import functools as ft
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,9 +23,11 @@ from .._ground.text import (
     quoted,
     table,
 )
-from . import _safetensors as safetensors, _stores as stores
-from ._entry import ArrayEntry, FileArray, StoreArray
+from . import _safetensors as safetensors, _stores as stores, _t5x as t5x
+from ._entry import ArrayEntry, FileArray, ListedArray, StoreArray
 from ._files import FilePlace, inside, member, place, read_json
+from ._kinds import told_files
+from ._packed import is_packed, raw_entry
 
 
 _SHOWN_ROWS = 24
@@ -44,10 +47,11 @@ class Index:
 
     **Arguments:**
 
-    - `format`: "safetensors", "eformer", "zarr", "ocdbt" or "orbax".
+    - `format`: "safetensors", "eformer", "zarr", "ocdbt", "orbax", "t5x" or "flax".
     - `directory`: the real path of the directory.
     - `entries`: one `ArrayEntry` per array, in the checkpoint's order.
-    - `metadata`: the metadata in a safetensors header.
+    - `metadata`: the metadata in a safetensors header, and the Python numbers of the
+      checkpoint.
     - `place`: the directories in which the checkpoint's files may be, for later reads.
     """
 
@@ -157,8 +161,8 @@ def read_index(
     - `path`: a safetensors file; the index of a sharded set
       (`model.safetensors.index.json`); or a directory with
         either of them, with an eformer `tensorstore_index.json`, with an Orbax
-        checkpoint, with an OCDBT database, or with zarr arrays. A directory is checked
-        for these in this order.
+        checkpoint, with an OCDBT database, with a T5X checkpoint, with zarr arrays, or
+        with a msgpack file of flax. A directory is checked for these in this order.
     - `root`: a further directory that symbolic links in the checkpoint may lead to. The
       cache of the Hugging Face
         hub is such a case: its snapshots are links to `../../blobs`.
@@ -208,6 +212,8 @@ def read_index(
     )
     if name.endswith(".json"):
         return _read_set(where, trusted, real)
+    if name.endswith(t5x.MSGPACK) or name == t5x.STATE_FILE:
+        return _of_flax(trusted, real)
     return _of_files(trusted, [real])
 
 
@@ -258,23 +264,61 @@ def _read_directory(where: FilePlace, path: str, names: list[str]) -> Index:
         return _indexed("ocdbt", where, stores.ocdbt_entries(where))
     if weights:
         return _of_files(where, [inside(where, name) for name in weights])
+    state = os.path.join(where.directory, t5x.STATE_FILE)
     entries = stores.zarr_entries(where)
+    if os.path.isfile(state) and (entries or t5x.is_state(where)):
+        content = t5x.t5x_content(where)
+        return _indexed("t5x", where, content.entries, content.metadata)
+    t5x.raise_if_half(where, entries)
+    msgpacks = [name for name in names if name.endswith(t5x.MSGPACK)]
+    if not entries and len(msgpacks) == 1:
+        return _of_flax(where, inside(where, msgpacks[0]))
     if not entries:
-        steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
-        hint = (
-            f" It holds {some(steps)}: if these are steps of a run, name one."
-            if steps
-            else ""
-        )
-        raise CheckpointError(
-            f"{path!r} holds no checkpoint: no .safetensors file, no"
-            f" {stores.EFORMER_INDEX}, no Orbax {stores.ORBAX_METADATA}, no"
-            f" {stores.OCDBT_MANIFEST} and no zarr array.{hint}"
-        )
+        raise _no_checkpoint(where, path, names)
+    _raise_if_told(where, names)
     return _indexed("zarr", where, entries)
 
 
-def _indexed(kind: str, where: FilePlace, entries: tuple[ArrayEntry, ...]) -> Index:
+def _of_flax(where: FilePlace, real: str) -> Index:
+    content = t5x.flax_content(where, real)
+    return _indexed("flax", where, content.entries, content.metadata)
+
+
+def _raise_if_told(where: FilePlace, names: list[str]) -> None:
+    """Raises `CheckpointError` if weights of another format are beside zarr arrays, as
+    such a checkpoint may be in two halves.
+    """
+    told = told_files(where, names)
+    if told:
+        raise CheckpointError(
+            f"{where.directory!r} holds zarr arrays, and {told[0]}. Nothing says which"
+            " of them are the checkpoint; move the other files to another directory."
+        )
+
+
+def _no_checkpoint(where: FilePlace, path: str, names: list[str]) -> CheckpointError:
+    told = told_files(where, names)
+    steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
+    hint = ""
+    if told:
+        hint = f" It holds other files: {'; '.join(told[:3])}."
+    elif steps:
+        hint = f" It holds {some(steps)}: if these are steps of a run, name one."
+    elif names:
+        hint = f" It holds {some(names)}."
+    return CheckpointError(
+        f"{path!r} holds no checkpoint: no .safetensors file, no"
+        f" {stores.EFORMER_INDEX}, no Orbax {stores.ORBAX_METADATA}, no"
+        f" {stores.OCDBT_MANIFEST}, no zarr array and no msgpack file of flax.{hint}"
+    )
+
+
+def _indexed(
+    kind: str,
+    where: FilePlace,
+    entries: tuple[ArrayEntry, ...],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> Index:
     known: dict[str, ArrayEntry] = {}
     for entry in entries:
         other = known.setdefault(entry.path, entry)
@@ -286,7 +330,7 @@ def _indexed(kind: str, where: FilePlace, entries: tuple[ArrayEntry, ...]) -> In
                 f" {quoted(_location(entry))}; a path names one array. Rename one of"
                 " them where the checkpoint is made."
             )
-    return Index(kind, where.directory, entries, place=where)
+    return Index(kind, where.directory, entries, metadata, where)
 
 
 def _location(entry: ArrayEntry) -> str:
@@ -370,8 +414,11 @@ def structs(
 
     **Raises:**
 
-    `CheckpointError` for an array whose shape or dtype is not in the checkpoint, or
-    whose dtype JAX lacks.
+    `CheckpointError` for an array whose shape or dtype is not in the checkpoint.
+
+    A safetensors array of 6 bits, a dtype that JAX lacks, is a struct of its bytes, of
+    dtype uint8. An array of a store with a dtype that JAX lacks is left out; `load`
+    names it, unless `unread="allow"`.
 
     !!! Example
 
@@ -390,8 +437,24 @@ def structs(
         ```
     """
     index = index if isinstance(index, Index) else read_index(index)
-    return _nested(
-        [(path, struct(entry, index)) for path, entry in _below(index, prefix)]
+    found = []
+    for path, entry in _below(index, prefix):
+        if is_unreadable(entry):
+            continue
+        if isinstance(entry, FileArray) and entry.dtype is None:
+            entry = raw_entry(entry)
+        found.append((path, struct(entry, index)))
+    return _nested(found)
+
+
+def is_unreadable(entry: ArrayEntry) -> bool:
+    """Whether the values of an array in a checkpoint cannot be read in any form, since
+    JAX has no such dtype and the checkpoint does not keep the bytes as they are.
+    """
+    return (
+        entry.dtype is None
+        and not isinstance(entry, ListedArray)
+        and not is_packed(entry)
     )
 
 
@@ -400,14 +463,23 @@ def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
 
     Raises `CheckpointError` if the array's shape or dtype is unknown.
     """
-    if entry.shape is None or entry.dtype is None:
-        stored = f"dtype that JAX has (it is stored as {printable(entry.stored)})"
-        what = "shape" if entry.shape is None else stored
+    if entry.shape is not None and entry.dtype is not None:
+        return jax.ShapeDtypeStruct(entry.shape, entry.dtype)
+    name = f"array {quoted(entry.path)} of checkpoint {index.directory!r}"
+    stored = printable(entry.stored)
+    if entry.shape is None:
+        raise CheckpointError(f"{name} has no known shape.")
+    if isinstance(entry, FileArray) and is_packed(entry):
+        raw = raw_entry(entry)
         raise CheckpointError(
-            f"array {quoted(entry.path)} of checkpoint {index.directory!r} has no known"
-            f" {what}."
+            f"{name} is stored as {stored}, a dtype that JAX lacks; load its bytes: plan"
+            f" it as `jax.ShapeDtypeStruct({raw.shape}, 'uint8')`."
         )
-    return jax.ShapeDtypeStruct(entry.shape, entry.dtype)
+    raise CheckpointError(
+        f"{name} has no known dtype that JAX has (it is stored as {stored}); leave it"
+        ' out of the plan, and load the others with `unread="allow"`, or by a map with'
+        f" `drop=[{quoted(entry.path)}]`."
+    )
 
 
 def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:

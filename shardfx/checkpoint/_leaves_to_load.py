@@ -27,6 +27,7 @@ from .._convert import (
     cast,
     copied_from,
     extended,
+    leaf_made,
     names_of,
     without_rest,
 )
@@ -45,6 +46,7 @@ from ._numbers import (
     saved_numbers,
     unread_numbers,
 )
+from ._packed import is_packed, raw_entry
 
 
 _SHOWN = 20
@@ -137,7 +139,7 @@ def leaves_to_load(
         except CheckpointError as error:
             problems.append((path, str(error)))
             continue
-        if found[-1].keys is None:
+        if found[-1].keys is None and found[-1].pieces is None:
             known[kind] = found[-1].dtype
     numbers = numbers_of(index, target, is_lenient=unread == "allow")
     _raise_unreadable(index, target, [*problems, *numbers.problems])
@@ -259,6 +261,12 @@ def _absent(index: Index, path: str) -> str:
 
 
 def _unmapped_leaf(index: Index, path: str, leaf: Any, dtype: DType) -> LeafToLoad:
+    listed = index[path]
+    if isinstance(listed, FileArray) and is_packed(listed):
+        # The plan says whether the elements or the bytes are loaded.
+        raw = raw_entry(listed)
+        if (raw.dtype, raw.shape) == (leaf.dtype, tuple(leaf.shape)):
+            return _leaf(path, leaf, raw.shape, raw.dtype, (raw,), dtype, quoted(path))
     entry = _loadable(index, path)
     one, name = struct(entry, index), quoted(path)
     # This error says more than the difference of the shapes.
@@ -294,11 +302,14 @@ def _leaf(
     name of the leaf in errors. `made` is the leaf as a map makes it; without a map, the
     leaf is the only array in `entries`.
     """
+    if made is None and is_packed(entries[0]):
+        # The elements are unpacked piece by piece.
+        made = leaf_made(entries[0].path, Struct(shape, stored))
     if not _is_keys(planned.dtype, stored, what):
         to = _dtype(planned.dtype, stored, dtype, what)
-        pieces, is_cast = (
-            (None, False) if made is None else (cast(made, to).pieces, made.dtype == to)
-        )
+        pieces, is_cast = None, False
+        if made is not None:
+            pieces, is_cast = cast(made, to).pieces, made.dtype == to
         return LeafToLoad(
             path, shape, to, planned.sharding, entries, pieces, None, is_cast
         )

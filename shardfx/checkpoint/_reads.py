@@ -39,6 +39,7 @@ from . import _stores as stores
 from ._entry import FileArray, StoreArray, itemsize, may_change
 from ._index import Index
 from ._leaves_to_load import LeafToLoad, Unread, box_bytes, leaves_to_load
+from ._packed import is_packed, raw_box, raw_entry, unpacked
 from ._reader import COPY_BYTES, GAP_BYTES, Files, Read, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
@@ -192,6 +193,7 @@ def _is_plain(
         value.path is None
         or value.scale is not None
         or not is_only(value.casts, leaf.dtype)
+        or is_packed(entries[value.path])
     ):
         return False
     return not (
@@ -219,9 +221,21 @@ def read_piece(
     entries = {entry.path: entry for entry in leaf.entries}
     read_bytes = 0
 
+    def read_raw(entry: FileArray, box: Box) -> tuple[np.ndarray, np.ndarray]:
+        """The elements of a box of a packed tensor, and the bytes that hold them."""
+        raw, rows = raw_entry(entry), raw_box(entry, box)
+        packed = np.empty([stop - start for start, stop in rows], np.uint8)
+        spans = spans_of(raw.shape, 1, (rows,), True, gap_bytes)
+        files.read([Read(raw, span, [packed]) for span in spans])
+        return unpacked(packed, entry, box), packed
+
     def read(path: str, box: Box) -> np.ndarray:
         nonlocal read_bytes
         entry = entries[path]
+        if isinstance(entry, FileArray) and is_packed(entry):
+            raw, packed = read_raw(entry, box)
+            read_bytes += packed.nbytes
+            return raw
         scratch = np.empty([stop - start for start, stop in box], entry.dtype)
         if isinstance(entry, StoreArray):
             read_bytes += stores.read_into(
@@ -257,7 +271,11 @@ def _gathered_fetches(
     for _, whole in gathered:
         for piece in _chunks(whole, entries) if whole.value.path is not None else ():
             box, value = hull(swapped(piece)), piece.value
-            yield Fetch(entries[str(value.path)], [box], None)
+            entry = entries[str(value.path)]
+            if isinstance(entry, FileArray) and is_packed(entry):
+                yield Fetch(raw_entry(entry), [raw_box(entry, box)], None)
+            else:
+                yield Fetch(entry, [box], None)
             if value.scale is not None:
                 yield Fetch(
                     entries[value.scale.path], [scale_box(box, value.scale)], None

@@ -20,8 +20,9 @@ import numpy as np
 from .._ground.errors import CheckpointError
 from .._ground.spec import DType
 from .._ground.text import quoted
-from ._entry import FileArray
-from ._files import FilePlace, is_sizes, opened, parsed_json, read_at
+from ._entry import PACKED_BITS, FileArray
+from ._files import FilePlace, is_shape, is_sizes, opened, parsed_json, read_at
+from ._kinds import kind_of
 from ._metadata import key_named, of_bits
 
 
@@ -43,8 +44,9 @@ NAMES = {jnp.dtype(name): stored for stored, name in map(str.split, _NAMED.split
 DTYPES: dict[str, tuple[int, Any]] = {
     stored: (8 * dtype.itemsize, dtype) for dtype, stored in NAMES.items()
 }
-# Several elements are packed in a byte, which no JAX array on the host can do.
-DTYPES |= {"F6_E2M3": (6, None), "F6_E3M2": (6, None), "F4": (4, None)}
+# Several elements are packed in a byte. JAX has a dtype for one of these.
+DTYPES |= {name: (each, None) for name, each in PACKED_BITS.items()}
+DTYPES["F4"] = (PACKED_BITS["F4"], np.dtype(jnp.float4_e2m1fn))
 # Other one-byte dtypes are stored as U8, PRNG keys as U32; the file's metadata names
 # their dtypes.
 DTYPES_KEY = "shardfx.dtypes"
@@ -82,8 +84,12 @@ def read_header(where: FilePlace, real: str) -> Header:
     """The checked header of the safetensors file `real`; no weight is read."""
     with opened(where, real) as descriptor:
         size = os.fstat(descriptor).st_size
-        length = int.from_bytes(read_at(descriptor, 8, 0), "little")
+        head = read_at(descriptor, 32, 0)
+        length = int.from_bytes(head[:8], "little")
         if length > min(HEADER_LIMIT_BYTES, size - 8):
+            kind = kind_of(head)
+            if kind is not None:
+                raise CheckpointError(f"{real!r} is {kind.name}; {kind.fix}.")
             raise CheckpointError(
                 f"safetensors file {real!r} of {size} bytes claims a header of {length}"
                 " bytes; the file is truncated, damaged, or of another format (a"
@@ -164,11 +170,12 @@ def _array(name: str, entry: object, base: int, file: str) -> FileArray:
             f"tensor {quoted(name)} in {file!r} has the dtype {_short(stored)}, which"
             f" is none of {', '.join(DTYPES)}."
         )
-    if not is_sizes(shape) or not is_sizes(offsets) or len(offsets) != 2:
+    if not is_shape(shape) or not is_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
             f"tensor {quoted(name)} in {file!r} has shape {_short(shape)} and offsets"
             f" {_short(offsets)}; both must be lists of at most 64 non-negative"
-            " integers below 2**63, the offsets two."
+            " integers below 2**63, the offsets two. The sizes that are not 0 must have"
+            " a product below 2**59."
         )
     begin, end = offsets
     bits_each, dtype = DTYPES[stored]

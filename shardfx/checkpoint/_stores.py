@@ -25,6 +25,7 @@ from ._entry import ListedArray, StoreArray, fill, itemsize, may_change
 from ._files import (
     FilePlace,
     inside,
+    is_shape,
     is_sizes,
     member,
     opened,
@@ -112,11 +113,11 @@ def zarr_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     for directory, directories, _ in os.walk(where.directory):
         directories.sort()
         path = os.path.relpath(directory, where.directory).replace(os.sep, "/")
-        found.append(_entry_in(where, path, directory))
+        found.append(entry_in(where, path, directory))
     return tuple(entry for entry in found if entry is not None)
 
 
-def _entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
+def entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
     """The zarr array in `directory`, with the name `path`; `None` if the directory has
     no array's metadata.
     """
@@ -150,14 +151,14 @@ def _described(
         member(content, *keys[1]),
     )
     if (
-        not is_sizes(shape)
+        not is_shape(shape)
         or not is_sizes(chunks)
         or len(chunks) != len(shape)
         or not all(chunks)
     ):
         raise CheckpointError(
             f"{where} describes no zarr array: its shape and chunks must be lists of as"
-            " many sizes."
+            " many sizes, and their product below 2**59."
         )
     if not isinstance(stored, str):
         stored = str(stored)[:80]
@@ -557,7 +558,7 @@ def _listed(
     directory = inside(where, path)
     # The array's own metadata decides what a read returns; the index is a copy that may
     # be out of date.
-    found = _entry_in(where, path, directory)
+    found = entry_in(where, path, directory)
     if found is not None:
         if shape is not None and list(found.shape) != shape:
             raise CheckpointError(
@@ -565,7 +566,7 @@ def _listed(
                 f" own metadata says {found.shape}."
             )
         return dataclasses.replace(found, group=group)
-    if shape is not None and not is_sizes(shape):
+    if shape is not None and not is_shape(shape):
         raise CheckpointError(
             f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}; it must be a"
             " list of sizes."
@@ -633,7 +634,7 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
         entry_of = {entry.key: entry for entry in ocdbt_entries(where)}.get
     else:
         entry_of = lambda name: (
-            _entry_in(where, name, inside(where, name)) if name else None
+            entry_in(where, name, inside(where, name)) if name else None
         )
     found = [(keys, must, entry_of(".".join(keys))) for keys, must in named]
     names: dict[str, list[str]] = {}

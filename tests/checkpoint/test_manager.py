@@ -2,6 +2,7 @@
 
 import errno
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +141,8 @@ def test_a_closed_manager_says_so(tmp_path, state):
     with pytest.raises(CheckpointError, match="is closed, so step 2 is not saved; sa"):
         manager.save(2, state)
     assert manager.load(state)["step"] == 0
-    for keep in (1.5, "3", np.float32(2)):
+    mistakes: list[Any] = [1.5, "3", np.float32(2)]
+    for keep in mistakes:
         with pytest.raises(CheckpointError, match="is no number of steps; give a whol"):
             checkpoint.Manager(tmp_path, keep=keep)
 

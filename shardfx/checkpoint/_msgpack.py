@@ -1,0 +1,261 @@
+"""The msgpack files of flax and T5X: a tree of arrays and numbers, read from its headers.
+
+flax/serialization.py writes an array as an extension whose content is msgpack again: the
+shape, the dtype's name and the bytes. So the bytes lie in the file as they are, and a
+load reads them like those of safetensors. Nothing is trusted: each length is compared
+with what is left of the file before anything is read.
+"""
+
+import dataclasses
+import math
+import os
+import struct
+from typing import Any, NamedTuple
+
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
+from ._entry import FileArray
+from ._files import FilePlace, is_shape, opened, read_at
+from ._stores import dtype_named
+
+
+# flax/serialization.py, `_MsgpackExtType`.
+_NDARRAY, _COMPLEX, _NPSCALAR = 1, 2, 3
+# flax divides arrays of more than 1 GiB; the dict that holds the parts has this key.
+_CHUNKED = "__msgpack_chunked_array__"
+_BLOCK_BYTES = 64 * 1024
+_TEXT_BYTES = 2**20
+_MOST_NESTED = 100
+# The format of a number by its first byte, as `struct` writes it.
+_NUMBERS = {
+    0xCA: ">f",
+    0xCB: ">d",
+    0xCC: ">B",
+    0xCD: ">H",
+    0xCE: ">I",
+    0xCF: ">Q",
+    0xD0: ">b",
+    0xD1: ">h",
+    0xD2: ">i",
+    0xD3: ">q",
+}
+# The width of the length that follows, by the first byte.
+_BINS = {0xC4: 1, 0xC5: 2, 0xC6: 4}
+_TEXTS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
+_EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+_FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+
+
+class Bytes(NamedTuple):
+    """Bytes in the file: their position and their number."""
+
+    offset: int
+    nbytes: int
+
+
+class Array(NamedTuple):
+    """An array in the file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    data: Bytes
+
+
+@dataclasses.dataclass
+class _Cursor:
+    """A position in an open file up to which it was parsed, and a block of the file."""
+
+    descriptor: int
+    file: str
+    offset: int
+    end: int
+    block: bytes = b""
+    block_offset: int = 0
+
+    def take(self, count: int) -> bytes:
+        if count > self.end - self.offset:
+            raise self.damaged("it ends too early")
+        start = self.offset - self.block_offset
+        if start < 0 or start + count > len(self.block):
+            size = min(max(count, _BLOCK_BYTES), self.end - self.offset)
+            self.block = read_at(self.descriptor, size, self.offset)
+            self.block_offset, start = self.offset, 0
+        self.offset += count
+        return self.block[start : start + count]
+
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "big")
+
+    def skip(self, count: int) -> Bytes:
+        if count > self.end - self.offset:
+            raise self.damaged("it ends too early")
+        self.offset += count
+        return Bytes(self.offset - count, count)
+
+    def damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"msgpack file {self.file!r} cannot be read: {why}, at byte"
+            f" {self.offset} of {self.end}. It is damaged, or no file of flax or T5X;"
+            " copy it again."
+        )
+
+
+def read_tree(where: FilePlace, real: str) -> Any:
+    """The content of the msgpack file `real`: dicts, lists, numbers, text, `None`, and
+    an `Array` for each array.
+    """
+    with opened(where, real) as descriptor:
+        size = os.fstat(descriptor).st_size
+        cursor = _Cursor(descriptor, real, 0, size)
+        tree = _value(cursor, 0)
+        if cursor.offset != size:
+            raise cursor.damaged("more follows the tree")
+        return tree
+
+
+def _value(cursor: _Cursor, depth: int) -> Any:
+    if depth > _MOST_NESTED:
+        raise cursor.damaged(f"it is nested more than {_MOST_NESTED} deep")
+    code = cursor.number(1)
+    if code <= 0x7F or code >= 0xE0:
+        return code if code <= 0x7F else code - 256
+    if code <= 0x8F:
+        return _map(cursor, code & 15, depth)
+    if code <= 0x9F:
+        return _list(cursor, code & 15, depth)
+    if code <= 0xBF:
+        return _text(cursor, code & 31)
+    if code in (0xC0, 0xC2, 0xC3):
+        return {0xC0: None, 0xC2: False, 0xC3: True}[code]
+    if code in _NUMBERS:
+        form = _NUMBERS[code]
+        return struct.unpack(form, cursor.take(struct.calcsize(form)))[0]
+    if code in _BINS:
+        return cursor.skip(cursor.number(_BINS[code]))
+    if code in _TEXTS:
+        return _text(cursor, cursor.number(_TEXTS[code]))
+    if code in _EXTENSIONS:
+        return _extension(cursor, cursor.number(_EXTENSIONS[code]), depth)
+    if code in _FIXED_EXTENSIONS:
+        return _extension(cursor, _FIXED_EXTENSIONS[code], depth)
+    if code in (0xDC, 0xDD):
+        return _list(cursor, cursor.number(2 if code == 0xDC else 4), depth)
+    if code in (0xDE, 0xDF):
+        return _map(cursor, cursor.number(2 if code == 0xDE else 4), depth)
+    raise cursor.damaged(f"the byte {code:#x} begins no value")
+
+
+def _text(cursor: _Cursor, nbytes: int) -> str:
+    if nbytes > _TEXT_BYTES:
+        raise cursor.damaged(f"a text of {nbytes} bytes is too long for a name")
+    try:
+        return cursor.take(nbytes).decode()
+    except UnicodeDecodeError:
+        raise cursor.damaged("a text is not UTF-8") from None
+
+
+def _list(cursor: _Cursor, count: int, depth: int) -> list[Any]:
+    if count > cursor.end - cursor.offset:
+        raise cursor.damaged("it ends too early")
+    return [_value(cursor, depth + 1) for _ in range(count)]
+
+
+def _map(cursor: _Cursor, count: int, depth: int) -> dict[str, Any]:
+    if 2 * count > cursor.end - cursor.offset:
+        raise cursor.damaged("it ends too early")
+    found: dict[str, Any] = {}
+    for _ in range(count):
+        key = _value(cursor, depth + 1)
+        if not isinstance(key, str | int) or str(key) in found:
+            raise cursor.damaged("a key is no text, or occurs twice")
+        found[str(key)] = _value(cursor, depth + 1)
+    return found
+
+
+def _extension(cursor: _Cursor, nbytes: int, depth: int) -> Any:
+    code, start = cursor.number(1), cursor.offset
+    if nbytes > cursor.end - start:
+        raise cursor.damaged("it ends too early")
+    if code not in (_NDARRAY, _COMPLEX, _NPSCALAR):
+        raise cursor.damaged(f"it has an extension {code}, which flax does not write")
+    content = _value(cursor, depth + 1)
+    if cursor.offset != start + nbytes:
+        raise cursor.damaged("an array has another length than it says")
+    match content:
+        case [int() | float() as real, int() | float() as imaginary] if (
+            code == _COMPLEX
+        ):
+            return complex(real, imaginary)
+        case [list() as shape, str() as dtype, Bytes() as data] if code != _COMPLEX:
+            return _array(cursor, shape, dtype, data)
+        case [list() as shape, Bytes() as name, Bytes() as data] if code != _COMPLEX:
+            text = read_at(cursor.descriptor, min(name.nbytes, 64), name.offset)
+            return _array(cursor, shape, text.decode("ascii", "replace"), data)
+    raise cursor.damaged("an array has no shape, dtype and bytes")
+
+
+def _array(cursor: _Cursor, shape: list[Any], dtype: str, data: Bytes) -> Array:
+    known = dtype_named(dtype)
+    if not is_shape(shape):
+        raise cursor.damaged("an array's shape is no list of sizes")
+    if known is not None and math.prod(shape) * known.itemsize != data.nbytes:
+        raise cursor.damaged(f"an array has {data.nbytes} bytes for the shape {shape}")
+    return Array(tuple(shape), dtype, data)
+
+
+def _is_spec(node: object) -> bool:
+    """Whether a dict is a spec of tensorstore, in the place of an array."""
+    if not isinstance(node, dict):
+        return False
+    is_cast = node.get("driver") == "cast" and _is_spec(node.get("base"))
+    return is_cast or {"driver", "kvstore"} <= node.keys()
+
+
+class Leaves(NamedTuple):
+    """The leaves of a msgpack tree: its arrays, its Python numbers by path, and for each
+    array that is elsewhere its path and its description.
+    """
+
+    arrays: list[FileArray]
+    numbers: dict[str, Any]
+    elsewhere: list[tuple[str, dict[str, Any]]]
+
+
+def leaves_of(tree: Any, file: str) -> Leaves:
+    """The leaves of a tree from the msgpack file `file`. Text and `None` are passed
+    over.
+    """
+    found = Leaves([], {}, [])
+    _add(found, tree, "", file)
+    return found
+
+
+def _add(found: Leaves, node: Any, path: str, file: str) -> None:
+    if isinstance(node, Array):
+        array = FileArray(
+            path=path,
+            shape=node.shape,
+            dtype=dtype_named(node.dtype),
+            file=file,
+            stored=node.dtype,
+            offset=node.data.offset,
+        )
+        found.arrays.append(array)
+    elif isinstance(node, bool | int | float | complex):
+        found.numbers[path] = node
+    elif isinstance(node, dict) and _CHUNKED in node:
+        sizes = node.get("shape")
+        shape = list(sizes.values()) if isinstance(sizes, dict) else []
+        if not is_shape(shape):
+            raise CheckpointError(
+                f"{quoted(path)} in {file!r} is an array in parts without a shape; the"
+                " file is damaged."
+            )
+        parts = FileArray(path, tuple(shape), None, file, "an array in parts", 0)
+        found.arrays.append(parts)
+    elif _is_spec(node):
+        found.elsewhere.append((path, node))
+    elif isinstance(node, dict | list):
+        pairs = node.items() if isinstance(node, dict) else enumerate(node)
+        for name, below in pairs:
+            _add(found, below, f"{path}/{name}" if path else str(name), file)

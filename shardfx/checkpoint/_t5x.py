@@ -1,0 +1,128 @@
+"""The checkpoints of T5X: large arrays in zarr directories, all else in a msgpack file
+`checkpoint`, which also says where the large arrays are (t5x/checkpoints.py, version 3).
+"""
+
+import os
+import posixpath
+from typing import Any, NamedTuple
+
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
+from ._entry import FileArray, StoreArray
+from ._files import FilePlace, inside, member, opened, read_at
+from ._kinds import is_msgpack_map, kind_of
+from ._metadata import NUMBERS_KEY, to_text
+from ._msgpack import Leaves, leaves_of, read_tree
+from ._stores import entry_in, zarr_entries
+
+
+STATE_FILE = "checkpoint"
+MSGPACK = ".msgpack"
+_STATE_KEY = "optimizer"
+_HEAD_BYTES = 32
+# The beginnings of the names that T5X gives to its zarr directories.
+_PREFIXES = ("target.", "state.", "flax_mutables.")
+
+
+class Content(NamedTuple):
+    """The arrays of a checkpoint, and its metadata, which has the Python numbers."""
+
+    entries: tuple[FileArray | StoreArray, ...]
+    metadata: dict[str, str]
+
+
+def flax_content(where: FilePlace, real: str) -> Content:
+    """The content of the msgpack file `real`, as flax writes it."""
+    leaves = leaves_of(read_tree(where, real), real)
+    if leaves.elsewhere:
+        path, _ = leaves.elsewhere[0]
+        raise CheckpointError(
+            f"{real!r} is the file `{STATE_FILE}` of a checkpoint of T5X, and"
+            f" {quoted(path)} is in a directory beside it; give the directory,"
+            f" {os.path.dirname(real)!r}."
+        )
+    return _content(leaves, ())
+
+
+def is_state(where: FilePlace) -> bool:
+    """Whether the file `checkpoint` of a directory is a msgpack file."""
+    with opened(where, inside(where, STATE_FILE)) as descriptor:
+        return is_msgpack_map(read_at(descriptor, _HEAD_BYTES, 0))
+
+
+def t5x_content(where: FilePlace) -> Content:
+    """The content of a checkpoint of T5X, from both of its halves."""
+    real = inside(where, STATE_FILE)
+    if not is_state(where):
+        with opened(where, real) as descriptor:
+            raise _damaged(where, kind_of(read_at(descriptor, _HEAD_BYTES, 0)))
+    tree = read_tree(where, real)
+    state = member(tree, _STATE_KEY)
+    leaves = leaves_of(tree if state is None else state, real)
+    rest = {entry.path: entry for entry in zarr_entries(where)}
+    arrays = []
+    for path, spec in leaves.elsewhere:
+        name = _directory_name(spec)
+        if name is None:
+            raise CheckpointError(
+                f"{real!r} says of {quoted(path)} that it is in another file, and not in"
+                " which; the file is damaged."
+            )
+        entry = entry_in(where, path, inside(where, name))
+        if entry is None:
+            raise CheckpointError(
+                f"{real!r} says that {quoted(path)} is in {quoted(name)}, but"
+                f" {where.directory!r} holds no such zarr array; it has"
+                f" {_listed(where)}. Copy the whole checkpoint."
+            )
+        rest.pop(name, None)
+        arrays.append(entry)
+    # Arrays of which the file says nothing keep the names of their directories.
+    return _content(leaves, (*arrays, *rest.values()))
+
+
+def raise_if_half(where: FilePlace, entries: tuple[StoreArray, ...]) -> None:
+    """Raises `CheckpointError` if zarr arrays have the names that T5X gives them, and
+    its file with all else is not there.
+    """
+    if entries and all(entry.path.startswith(_PREFIXES) for entry in entries):
+        raise CheckpointError(
+            f"{where.directory!r} holds {len(entries)} zarr arrays with the names of a"
+            f" checkpoint of T5X, such as {quoted(entries[0].path)}, and not its file"
+            f" `{STATE_FILE}`, which has the small arrays and the step; it has"
+            f" {_listed(where)}. Copy the whole checkpoint."
+        )
+
+
+def _damaged(where: FilePlace, kind: Any) -> CheckpointError:
+    what = "which is no msgpack" if kind is None else f"which is {kind.name}"
+    return CheckpointError(
+        f"{where.directory!r} holds zarr arrays and a file `{STATE_FILE}`, {what}."
+        " T5X keeps the small arrays and the step in a msgpack file of this name, so"
+        f" half of the checkpoint is damaged; it has {_listed(where)}. Copy the whole"
+        " checkpoint, or take the file away to load the zarr arrays alone."
+    )
+
+
+def _listed(where: FilePlace) -> str:
+    names = sorted(os.listdir(where.directory))
+    shown = ", ".join(map(quoted, names[:8]))
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+
+
+def _directory_name(spec: dict[str, Any]) -> str | None:
+    """The name of the zarr directory that a spec of tensorstore names."""
+    base = spec.get("base")
+    if spec.get("driver") == "cast" and isinstance(base, dict):
+        return _directory_name(base)
+    # Older versions of tensorstore have the path outside of `kvstore`.
+    for path in (member(spec, "kvstore", "path"), spec.get("path")):
+        if isinstance(path, str) and path.strip("/"):
+            return posixpath.basename(path.rstrip("/"))
+    return None
+
+
+def _content(leaves: Leaves, others: tuple[StoreArray, ...]) -> Content:
+    metadata = {NUMBERS_KEY: to_text(leaves.numbers)}
+    entries = (*leaves.arrays, *others)
+    return Content(entries, metadata)
