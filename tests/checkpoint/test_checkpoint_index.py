@@ -83,11 +83,7 @@ def test_structs_are_a_tree_that_a_plan_takes(tmp_path):
         "a/c/d"
     ].spec == jax.P("x")
     raw_file(tmp_path / "x.safetensors", {"w": tensor([2], [0, 1], "F4")}, b"\0")
-    with pytest.raises(
-        CheckpointError,
-        match=r"array 'w' of checkpoint .* has no known dtype that JAX has .*F4",
-    ):
-        checkpoint.structs(tmp_path)
+    assert checkpoint.structs(tmp_path)["w"].dtype == jnp.float4_e2m1fn
 
 
 def test_an_index_prints_as_a_short_table(tmp_path):
@@ -262,9 +258,8 @@ HEADERS = {
     "one offset": ({"a": tensor([1], [0])}, "the offsets two"),
     "three offsets": ({"a": tensor([1], [0, 4, 4])}, "the offsets two"),
     "offsets backwards": ({"a": tensor([1], [4, 0])}, "damaged or forged"),
-    "an absurd shape": ({"a": tensor([2**62, 2**62], [0, 4])}, "damaged or forged"),
+    "an absurd shape": ({"a": tensor([2**62, 2**62], [0, 4])}, "below 2\\*\\*59"),
     "an absurd shape of nothing": ({"a": tensor([2**62, 2**62, 0], [0, 0])}, ""),
-    "the same behind a zero": ({"a": tensor([0, 2**62, 2**62], [0, 0])}, ""),
     "a size beyond 64 bits": ({"a": tensor([2**70], [0, 4])}, "below 2\\*\\*63"),
     "too few bytes for the shape": ({"a": tensor([2], [0, 4])}, "needs 8 bytes"),
     "an overlap": (
@@ -290,6 +285,10 @@ STRICTER = {
     "more dimensions than NumPy has": (
         {"a": tensor([1] * 65, [0, 4])},
         "at most 64 non-negative integers",
+    ),
+    "an absurd shape behind a zero": (
+        {"a": tensor([0, 2**62, 2**62], [0, 0])},
+        "below 2\\*\\*59",
     ),
     "an empty array with a size beyond 63 bits": (
         {"a": tensor([1, 0, 2**63], [0, 0])},
