@@ -18,7 +18,8 @@ from .._rules import Atomic, PathRules, near, optional, replicate
 
 # The dimension of a weight that each style shards; `None` if every device has the whole
 # weight. It is the one that transformers' `ALL_PARALLEL_STYLES` shard; XLA finds the
-# shardings of activations itself.
+# shardings of activations itself. Those after the blank line are of transformers' main
+# branch in September 2026, `integrations/tensor_parallel.py`, and in no release yet.
 _ROWS, _COLUMNS, _EXPERTS = "rows", "columns", "experts"
 STYLES: dict[str, str | None] = {
     **dict.fromkeys(
@@ -39,8 +40,23 @@ STYLES: dict[str, str | None] = {
         None,
     ),
     "ep_dispatch_experts": None,
+    **dict.fromkeys(["colwise_allgather", "colwise_loss_parallel"], _ROWS),
+    "moe_tp_gate_up_colwise": _ROWS,
+    **dict.fromkeys(["rowwise_allreduce", "rowwise_reduce_scatter"], _COLUMNS),
+    "moe_tp_down_rowwise": _COLUMNS,
+    **dict.fromkeys(["vocab_allreduce", "vocab_reduce_scatter"], "first"),
+    **dict.fromkeys(["activation", "activation_seq_dim_2", "ep_router"], None),
+    **dict.fromkeys(["module_allgather", "module_allgather_hidden_states"], None),
+    **dict.fromkeys(["module_allgather_split", "moe_experts_allreduce"], None),
 }
+# The styles of weights that hold gate and up in one, and the number of these parts.
+_PACKED_STYLES = ("packed_colwise", "packed_rowwise", "moe_tp_gate_up_colwise")
 _PACKED = 2
+# The styles of the inside of experts, which a plan for experts replaces.
+_INSIDE_EXPERTS = ("moe_tp_gate_up_colwise", "moe_tp_down_rowwise")
+# transformers shards the table of embeddings over the vocabulary if a plan does not name
+# it: `distributed/mixin.py`, since 5.22.
+_EMBEDDING = {"embed_tokens": "embedding_rowwise"}
 # Checkpoints have parameters of single experts under these names; the plan has one
 # parameter for all experts. w1 and w3 are gate and up. The names are from
 # `transformers/conversion_mapping.py` of 5.23.
@@ -56,7 +72,7 @@ class Plans(NamedTuple):
     **Arguments:**
 
     - `tensor`: `base_model_tp_plan`, a dict from the names of modules and parameters to
-      styles such as "colwise".
+      styles such as "colwise"; or `base_model_sp_plan`.
     - `expert`: `base_model_ep_plan`; empty if the class has none.
     - `head`: `_tp_plan` of the model's class, for parameters outside of the base model
       (`lm_head`); may be empty.
@@ -104,7 +120,7 @@ class Style:
         # Gate and up are concatenated: no shard may hold a part of each.
         parts = (
             _PACKED
-            if self.style.startswith("packed") and rank > 1 and not self.is_one_expert
+            if self.style in _PACKED_STYLES and rank > 1 and not self.is_one_expert
             else 1
         )
         size = leaf.shape[dim]
@@ -116,13 +132,15 @@ class Style:
         )
 
 
-def plans_of(config: object) -> Plans:
+def plans_of(config: object, *, sequence: bool = False) -> Plans:
     """The parallelism plans of a model or a configuration, or of its class.
 
     **Arguments:**
 
     - `config`: a model, a configuration, or the class of either. A configuration has no
       plan for `lm_head`.
+    - `sequence`: read `base_model_sp_plan` and `_sp_plan`, the plans for sequence
+      parallelism, in the place of those for tensor parallelism.
 
     **Returns:**
 
@@ -130,22 +148,20 @@ def plans_of(config: object) -> Plans:
 
     **Raises:**
 
-    `RuleError` if there is no tensor parallel plan.
+    `RuleError` if there is no such plan.
     """
     # A model has all plans merged in its own `_tp_plan`; that of its class is only for
     # its head.
-    head = getattr(
-        config if isinstance(config, type) else type(config), "_tp_plan", None
-    )
+    kind = "sp" if sequence else "tp"
+    owner = config if isinstance(config, type) else type(config)
+    head = getattr(owner, f"_{kind}_plan", None)
     config = getattr(config, "config_class", None) or config
-    tensor, expert = (
-        getattr(config, name, None)
-        for name in ("base_model_tp_plan", "base_model_ep_plan")
-    )
+    tensor = getattr(config, f"base_model_{kind}_plan", None)
+    expert = getattr(config, "base_model_ep_plan", None)
     if not tensor:
         raise RuleError(
-            f"{config!r:.80} has no `base_model_tp_plan`; write rules for it, or take"
-            " `presets.hf`."
+            f"{config!r:.80} has no `base_model_{kind}_plan`; write rules for it, or"
+            " take `presets.hf`."
         )
     return Plans(dict(tensor), dict(expert or {}), dict(head or {}))
 
@@ -171,7 +187,7 @@ def rules_of(
         lack it, as those of a configuration do.
     - `tensor`: the mesh axis of tensor parallelism.
     - `expert`: the mesh axis of expert parallelism. If it is given, the plan for
-      experts has priority.
+      experts has priority, and replaces the styles of the inside of experts.
     - `prefix`: the `base_model_prefix` of the model's class: `"model"` for most,
       `"gpt_neox"` for GPT-NeoX. Paths
         without the prefix match too.
@@ -180,12 +196,15 @@ def rules_of(
         split, such as `head_dim`. Hugging Face checks only that the number of heads is
         divisible.
     - `rest`: the target for parameters that the plan does not name. By default they are
-      replicated, as by Hugging Face.
+      replicated, as by Hugging Face. But `embed_tokens` is sharded over the vocabulary
+        where the plan does not name it, as by transformers since 5.22:
+        `{"embed_tokens": "replicate", **plan}` keeps it whole.
 
     **Returns:**
 
     [`shardfx.PathRules`][]. All rules are optional, since a plan is for several
-    variants of a model. A packed weight (gate and up in one) is sharded only between
+    variants of a model. A name with a layer's number comes before one with `*`, in any
+    order of the plan. A packed weight (gate and up in one) is sharded only between
     its parts. The experts of a layer may be one array, as in the model, or one array
     each, as in checkpoints (`experts.0.gate_proj`, `experts.0.w1`).
 
@@ -209,10 +228,18 @@ def rules_of(
         assert made.leaves[0].spec == jax.P("tensor")
         ```
     """
-    own, experts, head = plans if isinstance(plans, Plans) else (plans, {}, {})
-    merged = {key: (style, tensor) for key, style in {**own, **head}.items()}
+    if not isinstance(plans, Plans):
+        plans = Plans(dict(plans), {}, {})
+    head = plans.head
+    implied = _EMBEDDING if plans.tensor else {}
+    styles = {**implied, **plans.tensor, **head}
+    if expert is not None and plans.expert:
+        styles = {
+            key: style for key, style in styles.items() if style not in _INSIDE_EXPERTS
+        }
+    merged = {key: (style, tensor) for key, style in styles.items()}
     if expert is not None:
-        for key, style in experts.items():
+        for key, style in plans.expert.items():
             merged[key] = style, expert if STYLES.get(style) == _EXPERTS else tensor
     for key, (style, _) in merged.items():
         if style not in STYLES:
@@ -221,8 +248,7 @@ def rules_of(
                 f" none of {[*STYLES]}."
             )
     rules: list[tuple[str, object]] = []
-    # A parameter's own name has priority over that of its module.
-    for key in sorted(merged, key=lambda key: -key.count(".")):
+    for key in sorted(merged, key=_priority):
         style, axis = merged[key]
         module, _, name = key.rpartition(".")
         begin = "" if key in head else prefix
@@ -234,6 +260,14 @@ def rules_of(
                 (_expert_path(module, _EXPERT_NAMES[name], begin), optional(single))
             )
     return PathRules([*rules, (".*", rest)])
+
+
+def _priority(key: str) -> tuple[bool, int, int]:
+    """The place of a key of a plan among its rules, as transformers looks them up: names
+    with numbers only before those with `*`, then a parameter's name before that of its
+    module.
+    """
+    return "*" in key, -key.count("."), key.count("*")
 
 
 def _dim(style: str, name: str, rank: int) -> int | None:

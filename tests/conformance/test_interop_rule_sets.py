@@ -86,7 +86,8 @@ def test_every_class_of_transformers_converts(classes):
     for plans in classes.values():
         both = huggingface.rules_of(plans, expert="expert")
         keys = {rule[1].target.key for rule in both.rules[:-1]}
-        assert keys == plans.tensor.keys() | plans.expert.keys()
+        implied = {"embed_tokens"} if plans.tensor else set()
+        assert keys == plans.tensor.keys() | plans.expert.keys() | implied
         assert hash(both) == hash(huggingface.rules_of(plans, expert="expert"))
 
 
@@ -148,6 +149,88 @@ def test_parts_of_packed_weights_and_heads_stay_whole():
         assert leaf.spec == P() and [why.code for why in leaf.reasons] == [Code.unit]
     refined = plan(tree, MeshSpec({"tensor": 4}), paths=rules, refine=True)
     assert refined.leaves[0].spec == P(None, "tensor_0")
+
+
+# Styles of transformers' main branch, with an array that each shards.
+NEW_STYLES = [
+    ("colwise_allgather", (64, 32), P("tensor")),
+    ("colwise_loss_parallel", (64, 32), P("tensor")),
+    ("rowwise_allreduce", (32, 64), P(None, "tensor")),
+    ("rowwise_reduce_scatter", (32, 64), P(None, "tensor")),
+    ("vocab_allreduce", (64, 32), P("tensor")),
+    ("vocab_reduce_scatter", (64, 32), P("tensor")),
+    ("moe_tp_gate_up_colwise", (8, 64, 32), P(None, "tensor")),
+    ("moe_tp_down_rowwise", (8, 32, 64), P(None, None, "tensor")),
+    ("moe_experts_allreduce", (64, 32), P()),
+    ("ep_router", (64, 32), P()),
+    ("activation", (64,), P()),
+    ("activation_seq_dim_2", (64,), P()),
+    ("module_allgather", (64, 32), P()),
+    ("module_allgather_hidden_states", (64, 32), P()),
+    ("module_allgather_split", (64, 32), P()),
+]
+
+
+@pytest.mark.parametrize("style, shape, spec", NEW_STYLES)
+def test_styles_of_the_main_branch(style, shape, spec):
+    rules = huggingface.rules_of({"layers.*.w": style})
+    specs = specs_of(
+        {"model.layers.3.w": struct(shape)}, rules, MeshSpec({"tensor": 2})
+    )
+    assert specs == {"model.layers.3.w": spec}
+
+
+def test_the_plan_of_experts_replaces_what_shards_them_inside():
+    inside = {
+        "layers.*.mlp.experts.gate_up_proj": "moe_tp_gate_up_colwise",
+        "layers.*.mlp.experts.down_proj": "moe_tp_down_rowwise",
+    }
+    plans = huggingface.Plans(
+        inside, {"layers.*.mlp.experts.gate_up_proj": "grouped_gemm"}, {}
+    )
+    tree = {
+        "layers.0.mlp.experts.gate_up_proj": struct((8, 64, 32)),
+        "layers.0.mlp.experts.down_proj": struct((8, 32, 64)),
+    }
+    mesh = MeshSpec({"expert": 2, "tensor": 2})
+    by_expert = specs_of(tree, huggingface.rules_of(plans, expert="expert"), mesh)
+    gate_up, down = sorted(tree, reverse=True)
+    assert (by_expert[gate_up], by_expert[down]) == (P("expert"), P())
+    by_tensor = specs_of(tree, huggingface.rules_of(plans), mesh)
+    assert by_tensor[gate_up] == P(None, "tensor")
+    assert by_tensor[down] == P(None, None, "tensor")
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_the_name_of_a_layer_comes_before_that_of_all(is_reversed):
+    styles = {
+        "layers.*.mlp.up_proj.weight": "colwise",
+        "layers.0.mlp.up_proj": "rowwise",
+    }
+    if is_reversed:
+        styles = dict(reversed(styles.items()))
+    tree = {f"layers.{n}.mlp.up_proj.weight": struct((64, 32)) for n in (0, 1)}
+    specs = specs_of(tree, huggingface.rules_of(styles))
+    assert [*specs.values()] == [P(None, "tensor"), P("tensor")]
+
+
+def test_embeddings_are_sharded_unless_a_plan_names_them():
+    tree = {"model.embed_tokens.weight": struct((256, 64))}
+    plans = {"layers.*.self_attn.q_proj": "colwise"}
+    assert [*specs_of(tree, huggingface.rules_of(plans)).values()] == [P("tensor")]
+    for styles in ({"embed_tokens": "replicate", **plans}, {}):
+        assert [*specs_of(tree, huggingface.rules_of(styles)).values()] == [P()]
+
+
+class SequenceConfig:
+    base_model_sp_plan = {"embed_tokens": "vocab_reduce_scatter"}
+
+
+def test_plans_for_sequence_parallelism_are_read():
+    plans = huggingface.plans_of(SequenceConfig, sequence=True)
+    assert plans == huggingface.Plans(SequenceConfig.base_model_sp_plan, {}, {})
+    with pytest.raises(RuleError, match="has no `base_model_sp_plan`"):
+        huggingface.plans_of(int, sequence=True)
 
 
 class LlamaConfig:
