@@ -57,6 +57,10 @@ class Code(enum.Enum):
     unaligned = (
         "{what}; give the array a spec of its own with `plan.replace(path, spec)`"
     )
+    large = (
+        "{size} bytes of the array stay on each device, more than the {limit} asked for;"
+        " add mesh axes to the strategy, or raise `max_bytes`"
+    )
     scalar = "{what} has nothing to shard; no rule is needed"
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from .._ground.spec import (
     entries_at,
     entries_of,
     entry_axes,
+    shard_counts,
     trimmed,
     unreduced_kind,
     with_reductions,
@@ -585,6 +586,8 @@ def apply_strategy(
     """
     if found := _too_small(leaf, strategy.axes, strategy.min_bytes):
         return Decision(spec, found)
+    if strategy.max_bytes:
+        return _until_small(spec, leaf, mesh, strategy)
     sizes, entries = mesh.sizes, [*_fitted(spec, leaf.shape)]
     used = {axis for entry in entries for axis in entry_axes(entry)}
     free, reasons = _free(strategy.axes, None, sizes, used)
@@ -618,6 +621,37 @@ def apply_strategy(
     return Decision(trimmed(entries, spec), tuple(reasons))
 
 
+def _until_small(
+    spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy
+) -> Decision:
+    """Returns `spec` with the first axes of `strategy` added, as many as are needed for
+    a device to hold at most `strategy.max_bytes` bytes of the array.
+    """
+    decision = Decision(spec)
+    absent = tuple(_free(strategy.axes, None, mesh.sizes, ())[1])
+    for count in range(len(strategy.axes) + 1):
+        if count:
+            axes = strategy.axes[:count]
+            step = dataclasses.replace(strategy, axes=axes, max_bytes=0)
+            decision = apply_strategy(spec, leaf, mesh, step)
+        size = _shard_bytes(decision.spec, leaf, mesh)
+        if size <= strategy.max_bytes:
+            return Decision(decision.spec, absent)
+    reason = _too_large(size, strategy)
+    return Decision(decision.spec, (*decision.reasons, reason))
+
+
+def _too_large(size: int, strategy: Strategy) -> Reason:
+    limit = strategy.max_bytes
+    return reason_for(Code.large, None, strategy.axes, size=size, limit=limit)
+
+
+def _shard_bytes(spec: PartitionSpec, leaf: Leaf, mesh: Axes) -> int:
+    counts = shard_counts(spec, len(leaf.shape), mesh.sizes)
+    pairs = zip(leaf.shape, counts, strict=True)
+    return array_bytes(tuple(size // count for size, count in pairs), leaf.dtype)
+
+
 def _skipped(strategy: Strategy, axes: tuple[str, ...], rank: int) -> Reason:
     """Returns the reason why `strategy`, which may shard none of the `rank` dimensions
     of an array, does not shard it over `axes`.
@@ -643,6 +677,8 @@ def shard_over(
     """
     sizes = mesh.shape
     leaf = leaf_of(shape, dtype, request.units)
+    if over.max_bytes:
+        return _over_until_small(request, leaf, mesh, over)
     kept = corrected(request.spec, leaf, axes_of(mesh)).spec
     entries = [*_fitted(kept, shape)]
     used = {axis for entry in entries for axis in entry_axes(entry)}
@@ -671,6 +707,25 @@ def shard_over(
         return request
     rule = f"{request.rule + ', ' if request.rule else ''}over {', '.join(added)}"
     return request._replace(spec=trimmed(entries, kept), rule=rule)
+
+
+def _over_until_small(
+    request: Request, leaf: Leaf, mesh: MeshSpec, over: Strategy
+) -> Request:
+    """Returns `request` with the first axes of `over` added, as many as are needed for
+    a device to hold at most `over.max_bytes` bytes of the array.
+    """
+    axes = axes_of(mesh)
+    further = request
+    for count in range(len(over.axes) + 1):
+        if count:
+            step = dataclasses.replace(over, axes=over.axes[:count], max_bytes=0)
+            further = shard_over(request, leaf.shape, leaf.dtype, mesh, step)
+        spec = corrected(further.spec, leaf, axes).spec
+        size = _shard_bytes(spec, leaf, axes)
+        if size <= over.max_bytes:
+            return further._replace(reasons=request.reasons)
+    return further._replace(reasons=(*further.reasons, _too_large(size, over)))
 
 
 def _no_room(

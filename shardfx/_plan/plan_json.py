@@ -231,23 +231,32 @@ def decode_reason(data: Any) -> Reason:
 
 def encode_strategy(strategy: Strategy) -> object:
     name = [] if isinstance(strategy, Fsdp) else [type(strategy).__name__.lower()]
-    return [
-        *name,
-        list(strategy.axes),
-        strategy.min_bytes,
-        *([list(strategy.skip_dims)] if strategy.skip_dims else []),
-    ]
+    fields: list[object] = [list(strategy.axes), strategy.min_bytes]
+    # Further fields are left out if empty, so that the text and digest of older plans
+    # stay the same.
+    if strategy.skip_dims or strategy.max_bytes:
+        fields.append(list(strategy.skip_dims))
+    if strategy.max_bytes:
+        fields.append(strategy.max_bytes)
+    return [*name, *fields]
 
 
 def decode_strategy(data: Any) -> Strategy:
     name, *fields = data if str(data[0]) in STRATEGIES else ["fsdp", *data]
-    axes, min_bytes, skip_dims = fields if len(fields) == 3 else [*fields, []]
-    if not (_fits(axes, [str]) and _fits(min_bytes, int) and _fits(skip_dims, [int])):
+    defaults = [None, None, [], 0]
+    axes, min_bytes, skip_dims, max_bytes = [*fields, *defaults[len(fields) :]][:4]
+    if not (
+        _fits(axes, [str])
+        and _fits(min_bytes, int)
+        and _fits(skip_dims, [int])
+        and _fits(max_bytes, int)
+        and len(fields) <= len(defaults)
+    ):
         raise PlanFormatError(
             f"{data!r} is no strategy; it must be [list of axes, bytes, list of whole"
-            " dimensions]."
+            " dimensions, bytes]."
         )
-    return strategy_of(name, axes, min_bytes, skip_dims)
+    return strategy_of(name, axes, min_bytes, skip_dims, max_bytes)
 
 
 @ft.lru_cache(maxsize=1)

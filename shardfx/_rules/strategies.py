@@ -105,13 +105,16 @@ class Strategy:
     adds mesh axes to that sharding.
 
     `axes` are the mesh axes to shard over. Arrays of fewer than `min_bytes` bytes are
-    not changed. The dimensions `skip_dims`, in ascending order, are never sharded. Its name
-    in text, JSON and code is that of its class in lower case.
+    not changed. The dimensions `skip_dims`, in ascending order, are never sharded. With
+    `max_bytes`, the axes are added one by one, in order, until a device holds at most so
+    many bytes of the array; 0 adds all. Its name in text, JSON and code is that of its
+    class in lower case.
     """
 
     axes: tuple[str, ...]
     min_bytes: int = 0
     skip_dims: tuple[int, ...] = ()
+    max_bytes: int = 0
 
     __or__, __ror__ = pipeline, _piped
 
@@ -137,10 +140,15 @@ class Strategy:
     @property
     def code(self) -> str:
         """The Python code that makes the strategy."""
-        axes = repr(self.axes[0]) if len(self.axes) == 1 else repr(self.axes)
-        least = f", {self.min_bytes}" if self.min_bytes else ""
-        dims = self.skip_dims[0] if len(self.skip_dims) == 1 else self.skip_dims
-        return f"{type(self).__name__.lower()}({axes}{least}{f', skip_dims={dims}' if self.skip_dims else ''})"
+        arguments = [repr(self.axes[0]) if len(self.axes) == 1 else repr(self.axes)]
+        if self.min_bytes:
+            arguments.append(str(self.min_bytes))
+        if self.skip_dims:
+            dims = self.skip_dims[0] if len(self.skip_dims) == 1 else self.skip_dims
+            arguments.append(f"skip_dims={dims}")
+        if self.max_bytes:
+            arguments.append(f"max_bytes={self.max_bytes}")
+        return f"{type(self).__name__.lower()}({', '.join(arguments)})"
 
 
 class Fsdp(Strategy):
@@ -158,6 +166,7 @@ def strategy_of(
     axes: str | Iterable[str],
     min_bytes: int = 0,
     skip_dims: int | Iterable[int] = (),
+    max_bytes: int = 0,
 ) -> Strategy:
     """Makes the strategy that `STRATEGIES` lists under `name`; raises `RuleError` for
     invalid arguments.
@@ -172,17 +181,23 @@ def strategy_of(
             f"`{name}({axes!r})` needs the name of one mesh axis, or of several"
             " different ones."
         )
-    if min_bytes < 0:
-        raise RuleError(
-            f"`{name}(..., min_bytes={min_bytes})`: a number of bytes is not negative."
-        )
+    for argument, count in (("min_bytes", min_bytes), ("max_bytes", max_bytes)):
+        if count < 0:
+            raise RuleError(
+                f"`{name}(..., {argument}={count})`: a number of bytes is not negative."
+            )
     dims = (skip_dims,) if isinstance(skip_dims, int) else tuple(skip_dims)
     if any(isinstance(dim, bool) or dim < 0 for dim in dims):
         fix = (
             "dimensions are numbered from 0, as in `skip_dims=0` or `skip_dims=(0, 1)`."
         )
         raise RuleError(f"`{name}(..., skip_dims={skip_dims!r})`: {fix}")
-    return STRATEGIES[name](axes, min_bytes, tuple(sorted(set(dims))))
+    return STRATEGIES[name](
+        axes=axes,
+        min_bytes=min_bytes,
+        skip_dims=tuple(sorted(set(dims))),
+        max_bytes=max_bytes,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,6 +286,7 @@ def fsdp(
     min_bytes: int = 0,
     *,
     skip_dims: int | Iterable[int] = (),
+    max_bytes: int = 0,
 ) -> Strategy:
     """The strategy of fully sharded data parallelism: shard the largest free dimension
     that the axes divide.
@@ -285,6 +301,8 @@ def fsdp(
     - `axes`: the mesh axis, or axes, to shard over.
     - `min_bytes`: arrays of fewer bytes are not changed.
     - `skip_dims`: dimensions that are not sharded: 0 for arrays of stacked layers.
+    - `max_bytes`: shard only until a device holds at most so many bytes of the array:
+      the axes are added one by one, in order. 0 adds all.
 
     **Returns:**
 
@@ -295,7 +313,7 @@ def fsdp(
     **Raises:**
 
     `RuleError` without an axis, for an axis that occurs twice, and for a negative
-    number in `min_bytes` or `skip_dims`.
+    number in `min_bytes`, `skip_dims` or `max_bytes`.
 
     !!! Example
 
@@ -306,9 +324,10 @@ def fsdp(
             [
                 ("norm|bias", ()),
                 ("layers", fsdp("data", skip_dims=0)),  # stacked for `lax.scan`
+                ("experts", fsdp(("data", "tensor"), max_bytes=2**26)),
                 (".*", fsdp("data", min_bytes=2**20)),
             ]
         )
         ```
     """
-    return strategy_of("fsdp", axes, min_bytes, skip_dims)
+    return strategy_of("fsdp", axes, min_bytes, skip_dims, max_bytes)

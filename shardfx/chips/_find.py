@@ -35,6 +35,8 @@ _ALIASES = {
 # have the number of chips.
 _NAMED_BY_CORES = ("v2", "v3", "v4", "v5p")
 _FORM = re.compile(r"((?:\w+:)?[\w ]+):([1-9]\d{0,8}(?:x[1-9]\d{0,8})*)")
+# The number of slices at the end of a name, as in "tpu:v5p:4x4x4*2".
+_TIMES = re.compile(r"\*[1-9]\d{0,8}$")
 _CLOUD = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")
 
 
@@ -95,7 +97,7 @@ def find(name: str | Chip) -> Chip:
 
     - `name`: the name of a chip ("v5p", "h100"), a value of `device.device_kind` ("TPU
       v5 lite", "NVIDIA H200"), or the
-        name of a slice ("tpu:v5e:4x4", "v5e-16"). A [`shardfx.chips.Chip`][] is
+        name of a slice or of several ("tpu:v5e:4x4", "v5e-16", "gpu:h100:8*2"). A [`shardfx.chips.Chip`][] is
         returned unchanged.
 
     **Returns:**
@@ -119,8 +121,9 @@ def find(name: str | Chip) -> Chip:
     """
     if isinstance(name, Chip):
         return name
-    if _CLOUD.fullmatch(name) or _FORM.fullmatch(name):
-        return parse_slice(name).chip
+    one_slice = _TIMES.sub("", name)
+    if _CLOUD.fullmatch(one_slice) or _FORM.fullmatch(one_slice):
+        return parse_slice(one_slice).chip
     known = {
         _plain(alias): chip
         for chip in CHIPS
@@ -246,5 +249,5 @@ def _plain(name: str) -> str:
     """A chip's name in lower case without vendor and extents: "tpu:v5e:4x4" is "v5e",
     "NVIDIA H200" is "h200".
     """
-    bare = re.sub(r"^(tpu|nvidia|amd)[\s:]+", "", name.strip().lower())
+    bare = re.sub(r"^(tpu|gpu|nvidia|amd)[\s:]+", "", name.strip().lower())
     return re.sub(r"[\s_-]+", " ", bare.split(":")[0]).strip()

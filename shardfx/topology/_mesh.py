@@ -24,7 +24,9 @@ _EMULATE = (
 
 # `name=size`, and the number of slices that the axis spans. No axis has a size of more
 # than ten digits.
-_PART = re.compile(r"([^=]*[^=\s])\s*=\s*(-?[0-9]{1,10})\s*(?:\(dcn=([0-9]{1,10})\))?")
+_PART = re.compile(
+    r"([^=:]*[^=:\s])\s*[=:]\s*(-?[0-9]{1,10})\s*(?:\(dcn=([0-9]{1,10})\))?"
+)
 
 
 class MeshSpec(eqx.Module):
@@ -174,7 +176,8 @@ class MeshSpec(eqx.Module):
         cls, text: str, *, axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto
     ) -> "MeshSpec":
         """The mesh of a text such as `"data=-1,fsdp=4,tensor=2"`, as `str(mesh)` writes
-        it. Spaces are allowed around names and sizes.
+        it. Spaces are allowed around names and sizes, and `:` in the place of `=`, as
+        in "dp:2,tp:4".
 
         **Arguments:**
 
@@ -197,6 +200,7 @@ class MeshSpec(eqx.Module):
             from shardfx import MeshSpec
 
             assert MeshSpec.parse("data=-1, tensor=4").fit(32).axis_sizes == (8, 4)
+            assert str(MeshSpec.parse("dp:2,tp:4")) == "dp=2,tp=4"
             ```
         """
         pairs, dcn = [], {}

@@ -165,3 +165,17 @@ def test_a_layout_map_decides_as_keras_does(layout_map, layouts):
         assert tuple(leaf.spec) == tuple(expected)[: len(leaf.spec)] and not any(
             expected[len(leaf.spec) :]
         ), path
+
+
+def test_the_page_about_eformer_has_each_name_of_escale():
+    module = ast.parse((folder_of("eformer") / "escale" / "__init__.py").read_text())
+    (names,) = [
+        ast.literal_eval(node.value)
+        for node in module.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    page = (
+        Path(__file__).parents[2].joinpath("docs", "migrating_eformer.md").read_text()
+    )
+    words = set(re.findall(r"\w+", page))
+    assert len(names) >= 45 and [name for name in names if name not in words] == []

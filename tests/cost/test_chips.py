@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardfx import chips, topology
+from shardfx.auto._asked import asked_for
 from shardfx.chips._chip import average_network, axes_on, extents_of
 from shardfx.errors import ChipError, MeshError
 
@@ -138,11 +139,19 @@ def test_users_make_their_own_and_the_table_has_a_line_for_each():
         ("v4-32", "tpu:v4:2x2x4", 16),
         ("v3-8", "tpu:v3:2x2", 8),
         ("nvidia:h100:64", "h100:64", 64),
+        ("gpu:h100:8", "h100:8", 8),
     ],
 )
 def test_slices_by_name(text, name, devices):
     made = chips.parse_slice(text)
     assert (made.name, made.devices, made.chip) == (name, devices, chips.find(text))
+
+
+@pytest.mark.parametrize("prefix", ["", "gpu:", "nvidia:"])
+def test_nodes_of_gpus_by_name(prefix):
+    assert chips.find(f"{prefix}h100:8*2") is chips.find("h100")
+    options = asked_for(f"{prefix}h100:8*2", None)
+    assert (options.total, options.slices, options.chip.name) == (16, 2, "h100")
 
 
 @pytest.mark.parametrize(

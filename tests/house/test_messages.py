@@ -176,8 +176,8 @@ RuleError: `memory_kinds` maps 'embed' to 'host'; a memory kind is one of device
 >>> follow(lambda tree: tree, planned(), memory_kinds=HOST)
 RuleError: `memory_kinds` maps 'embed' to 'host'; a memory kind is one of device, pinned_host, unpinned_host.
 
->>> MeshSpec.parse("data:2,tensor=4")
-MeshError: mesh 'data:2,tensor=4': 'data:2' is not of the form `name=size`; write it as in "data=-1,fsdp=4,tensor=2", \
+>>> MeshSpec.parse("data 2,tensor=4")
+MeshError: mesh 'data 2,tensor=4': 'data 2' is not of the form `name=size`; write it as in "data=-1,fsdp=4,tensor=2", \
 or "data=8(dcn=2)" for an axis over two slices.
 
 >>> MeshSpec((2, 2))
@@ -381,6 +381,11 @@ REASONS = {
         "the dimensions of shape (64,) may be those numbered (0) or (1) of `w`, shape"
         " (64, 64), so only axes on which these agree are used; give the array a spec"
         " of its own with `plan.replace(path, spec)`",
+    ),
+    "large": (
+        """planned(("embed", fsdp("tensor", max_bytes=128)))["embed"]""",
+        "256 bytes of the array stay on each device, more than the 128 asked for; add"
+        " mesh axes to the strategy, or raise `max_bytes`",
     ),
     "scalar": (
         """planned()["step"]""",

@@ -3,13 +3,25 @@ its name.
 """
 
 import functools as ft
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec, PathRules, ShardPlan, explain, follow, lint, plan
+from shardfx import (
+    Code,
+    MeshSpec,
+    PathRules,
+    ShardPlan,
+    explain,
+    follow,
+    fsdp,
+    lint,
+    plan,
+)
 from shardfx._rules import STRATEGIES, Strategy, strategy_of
+from shardfx.errors import RuleError, SpecError
 
 
 MESH = MeshSpec({"data": 2, "fsdp": 4})
@@ -93,3 +105,49 @@ def test_what_reads_plans_calls_it_by_its_name():
     )
     found = lint(TREE, MESH, paths=PathRules([(".*", largest("fdsp", 64))]))
     assert "largest('fsdp', 64)" in str(found)
+
+
+LIMITED = {"w": jnp.ones((64, 64)), "v": jnp.ones(8), "odd": jnp.ones((9, 3))}
+
+
+def limited(limit: int, **others: Any) -> ShardPlan:
+    target = fsdp(("data", "fsdp"), max_bytes=limit, **others)
+    return plan(LIMITED, MESH, paths=PathRules([(".*", target)]))
+
+
+def test_max_bytes_adds_axes_until_the_shard_is_small():
+    # The matrix has 16 KiB; `data` halves it, both axes make eight shards.
+    assert limited(2**14)["w"].spec == P()
+    assert limited(2**13)["w"].spec == P("data")
+    assert limited(2**13 - 1)["w"].spec == P(("data", "fsdp"))
+    assert limited(0)["w"].spec == P(("data", "fsdp"))
+    for limit in (2**11, 2**13, 2**14):
+        assert limited(limit)["w"].reasons == ()
+
+
+def test_an_array_above_max_bytes_has_a_reason():
+    leaf = limited(1000)["w"]
+    assert leaf.spec == P(("data", "fsdp"))
+    assert [why.code for why in leaf.reasons] == [Code.large]
+    codes = [why.code for why in limited(16)["odd"].reasons]
+    assert codes == [Code.indivisible, Code.large]
+    with pytest.raises(SpecError, match="2048 bytes of the array stay on each device"):
+        rules = PathRules([(".*", fsdp(("data", "fsdp"), max_bytes=1000))])
+        plan({"w": jnp.ones((64, 64))}, MESH, paths=rules, strict=True)
+
+
+def test_max_bytes_is_kept_in_json_and_code_and_over_states():
+    made = limited(2**13, skip_dims=1)
+    assert ShardPlan.from_json(made.to_json()) == made
+    (strategy,) = made["w"].strategies
+    assert eval(strategy.code, {"fsdp": fsdp}) == strategy
+    whole = plan(LIMITED, MESH, paths=PathRules([(".*", P())]))
+    over = fsdp(("data", "fsdp"), max_bytes=2**13)
+    state = follow(lambda tree: tree, whole, over=over)
+    assert state["w"].spec == P("data") and not state["w"].reasons
+    assert state["v"].spec == P() and not state["v"].reasons
+    strategy = fsdp("data", max_bytes=2**13)
+    with pytest.raises(RuleError, match="max_bytes=-1"):
+        fsdp("data", max_bytes=-1)
+    assert limited(2**13).digest != limited(2**12).digest
+    assert strategy != fsdp("data")
