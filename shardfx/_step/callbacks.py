@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import numpy as np
+from jax._src.interpreters.mlir import LoweringParameters
+from jax.experimental import io_callback
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
@@ -63,6 +65,55 @@ def without_callbacks(traced: Any) -> Any:
     changed._params = {**traced._params, "jaxpr": replaced}
     changed._lojax = None
     return changed
+
+
+def lower(traced: Any, platform: str) -> Any:
+    """Lowers a traced step for a platform, without its devices, with a stand-in for
+    each callback to Python.
+
+    Primitives of Equinox, as in the solvers of lineax and diffrax, hold their callbacks
+    in a function that is traced while JAX lowers them. So JAX's rules for callbacks are
+    replaced too.
+    """
+    rules = LoweringParameters(override_lowering_rules=_rules())
+    return without_callbacks(traced).lower(
+        lowering_platforms=(platform,), _private_parameters=rules
+    )
+
+
+@ft.lru_cache(maxsize=1)
+def _rules() -> tuple[tuple[Any, Any], ...]:
+    """Pairs of JAX's primitives of callbacks and the lowering rules of stand-ins."""
+
+    def calls(x: jax.Array) -> None:
+        jax.debug.print("{}", x)
+        jax.debug.callback(lambda x: None, x)
+        jax.pure_callback(lambda x: x, x, x)
+        io_callback(lambda x: None, None, x)
+
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    primitives = {
+        equation.primitive.name: equation.primitive
+        for equation in jax.make_jaxpr(calls)(scalar).eqns
+    }
+    return tuple((primitives[name], _rule(name)) for name in primitives)
+
+
+def _rule(name: str) -> Any:
+    def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if len(ctx.tokens_in):
+            # The order of callbacks moves nothing.
+            ctx.set_tokens_out(ctx.tokens_in)
+        return _lowered(
+            ctx,
+            *operands,
+            by_shard=bool(params.get("partitioned", False)),
+            has_side_effect=name != "pure_callback",
+            for_one_device=False,
+            place=f"`{CALLBACKS[name]}`",
+        )
+
+    return lowered
 
 
 def callbacks_in(jaxpr: Any) -> tuple[str, ...]:

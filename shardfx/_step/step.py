@@ -30,7 +30,7 @@ from .._ground.purity import (
 from .._ground.tree import flatten
 from .._plan import ShardPlan
 from ..topology import MeshSpec
-from .callbacks import callbacks_in, without_callbacks
+from .callbacks import callbacks_in, lower
 from .lowered import (
     Dims,
     Module,
@@ -177,9 +177,7 @@ class Step:
         """The step as JAX lowers it for a platform; cached."""
         if platform not in self._lowered:
             try:
-                self._lowered[platform] = self._to_lower.lower(
-                    lowering_platforms=(_PLATFORMS[platform],)
-                )
+                self._lowered[platform] = lower(self.traced, _PLATFORMS[platform])
             except ValueError as error:
                 if _NEEDS_DEVICES not in str(error):
                     raise
@@ -197,11 +195,6 @@ class Step:
     def callbacks(self) -> tuple[str, ...]:
         """The step's callbacks to Python, each with its source line."""
         return callbacks_in(self.traced.jaxpr)
-
-    @ft.cached_property
-    def _to_lower(self) -> Any:
-        """The traced step with a stand-in for each callback to Python."""
-        return without_callbacks(self.traced)
 
     def module(self, platform: Platform) -> Module:
         return self.lowered(platform).compiler_ir("stablehlo")

@@ -14,6 +14,7 @@ import glob
 import importlib.util
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -45,6 +46,16 @@ _LOOK_EVERY_SECONDS = 0.003
 # transport. It sends nothing: see TfrtCpuClient::CompileInternal,
 # xla/pjrt/cpu/cpu_client.cc.
 _ALONE = 2048
+
+
+# Routines of LAPACK and of its like on GPUs, whose leading dimensions XLA may partition:
+# `batch_partitionable_targets` in jaxlib/lapack.py and jaxlib/gpu_solver.py.
+_ROUTINES = re.compile(
+    rb"(?:lapack|cusolver|hipsolver)_[a-z0-9]+_ffi"
+    rb"|(?:cu|hip)hybrid_[a-z0-9_]+"
+    rb"|(?:cu|hip)sparse_gtsv2_ffi"
+    rb"|(?:cu|hip)_lu_pivots_to_permutation"
+)
 
 
 def main() -> None:
@@ -98,6 +109,8 @@ def partitioned(
     there are several stages, all numbers of constants are in the texts. `options` are
     XLA's debug options. XLA may take at most `seconds`.
     """
+    for name in set(_ROUTINES.findall(module)):
+        _register(name.decode())
     with tempfile.TemporaryDirectory(prefix="shardfx-") as folder:
         reading, writing = os.pipe()
         child = os.fork()
@@ -128,6 +141,14 @@ def partitioned(
             os.close(reading)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+
+
+@ft.lru_cache(maxsize=1024)
+def _register(name: str) -> None:
+    """Tells XLA, once, that it may partition a routine along leading dimensions, as JAX
+    does when it is imported.
+    """
+    xla_client.register_custom_call_as_batch_partitionable(name)
 
 
 def _compile(

@@ -455,3 +455,27 @@ def test_traffic_of_large_meshes_is_extrapolated(constrain, monkeypatch):
     assert abs(estimate(step, *args).wire_bytes / windowed.wire_bytes - 1) < 0.05
     huge = estimate(*training(MeshSpec({"fsdp": 4096, "tensor": 128}).abstract()))
     assert huge.devices == 524288 and huge.wire_bytes > 0
+
+
+LINALG = {
+    "solve": lambda x: jnp.linalg.solve(x, x[..., :1]),
+    "eigh": lambda x: jnp.linalg.eigh(x)[1],
+    "svd": lambda x: jnp.linalg.svd(x)[0],
+    "qr": lambda x: jnp.linalg.qr(x)[0],
+    "cholesky": jnp.linalg.cholesky,
+}
+
+
+@pytest.mark.parametrize("name", LINALG)
+def test_linear_algebra_of_a_sharded_batch_gathers_nothing(name):
+    mesh = SPEC.build(jax.devices())
+    x = jnp.broadcast_to(jnp.eye(4), (16, 4, 4))
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+
+    def step(x):
+        return LINALG[name](x).sum()
+
+    compiled = traffic(jax.jit(step).lower(x).compile()).by("kind")
+    for compiler in ("cpu", "gpu"):
+        assert estimate(step, x, compiler=compiler).by("kind") == compiled
+    assert compiled.keys() == {"all-reduce"}

@@ -1,0 +1,101 @@
+"""Steps that solve differential and linear equations, by diffrax and lineax."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import shardfx as sfx
+
+
+diffrax = pytest.importorskip("diffrax", reason="pip install '.[test-solvers]'")
+lineax = pytest.importorskip("lineax", reason="pip install '.[test-solvers]'")
+
+MESH = sfx.MeshSpec({"data": 8}).build(jax.devices())
+WEIGHTS = {"w": jnp.eye(4) * 0.5}
+ROWS = NamedSharding(MESH, P("data"))
+Y0 = jax.device_put(jax.random.normal(jax.random.key(0), (16, 4)), ROWS)
+
+
+def solved(weights, y0):
+    """A solve with checkpointed gradients and a check of its result, as a neural ODE
+    has.
+    """
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(lambda t, y, w: jnp.tanh(w @ y)),
+        diffrax.Euler(),
+        t0=0.0,
+        t1=1.0,
+        dt0=0.5,
+        y0=y0,
+        args=weights["w"],
+        max_steps=4,
+    )
+    return solution.ys[-1]
+
+
+def regularised(weights, y0):
+    """A linear solve whose gradient is another linear solve."""
+    matrix = weights["w"] + jnp.outer(y0, y0) + jnp.eye(4)
+    operator = lineax.MatrixLinearOperator(matrix)
+    return lineax.linear_solve(
+        operator, y0, lineax.AutoLinearSolver(well_posed=True)
+    ).value
+
+
+def train(solve):
+    def step(weights, y0):
+        def loss(weights):
+            return jnp.mean(jax.vmap(solve, (None, 0))(weights, y0) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient), value
+
+    return step
+
+
+def by_shard(solve):
+    """The same step with the batch's shards in a `shard_map`."""
+
+    def step(weights, y0):
+        def body(weights, y0):
+            return jax.vmap(solve, (None, 0))(weights, y0)
+
+        mapped = jax.shard_map(
+            body,
+            mesh=MESH,
+            in_specs=(P(), P("data")),
+            out_specs=P("data"),
+            check_vma=False,
+        )
+        return jnp.mean(mapped(weights, y0) ** 2)
+
+    return step
+
+
+def test_a_linear_solve_counts_what_its_compiled_program_sends():
+    step = train(regularised)
+    compiled = sfx.cost.traffic(jax.jit(step).lower(WEIGHTS, Y0).compile())
+    estimate = sfx.cost.estimate(step, WEIGHTS, Y0, compiler="cpu")
+    assert estimate.by("kind") == compiled.by("kind")
+    # The gradient of the weights is reduced over the batch. The solver checks its
+    # result by callbacks, which JAX meets only while it lowers the step.
+    assert estimate.wire_bytes >= 2 * WEIGHTS["w"].nbytes * 7 // 8
+    assert any(row.callback for row in estimate.rows)
+    assert sfx.cost.fit(step, WEIGHTS, Y0, chip="v5e").fits
+
+
+def test_a_differential_equation_is_estimated_and_solved_by_shard():
+    estimate = sfx.cost.estimate(train(solved), WEIGHTS, Y0)
+    assert estimate.wire_bytes >= 2 * WEIGHTS["w"].nbytes * 7 // 8
+
+    def whole(weights, y0):
+        return jnp.mean(jax.vmap(solved, (None, 0))(weights, y0) ** 2)
+
+    loss = jax.jit(by_shard(solved))(WEIGHTS, Y0)
+    assert float(loss) == pytest.approx(float(whole(WEIGHTS, Y0)), rel=1e-5)
+
+
+def test_a_solve_is_checked_beside_one_device():
+    check = sfx.testing.check_step(train(regularised), WEIGHTS, Y0)
+    assert "changes none" in str(check)
