@@ -85,7 +85,7 @@ def test_a_linear_solve_counts_what_its_compiled_program_sends():
     assert sfx.cost.fit(step, WEIGHTS, Y0, chip="v5e").fits
 
 
-def test_a_differential_equation_is_estimated_and_solved_by_shard():
+def test_a_differential_equation_is_estimated_and_solved():
     estimate = sfx.cost.estimate(train(solved), WEIGHTS, Y0)
     assert estimate.wire_bytes >= 2 * WEIGHTS["w"].nbytes * 7 // 8
 
