@@ -87,10 +87,10 @@ def _named(node: ast.ImportFrom, path: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _room(module: tuple[str, ...]) -> str:
-    """The room of a module; `errors` and `sync` are tables of names, as the root's
-    `__init__` is.
+    """The room of a module; `errors`, `results` and `sync` are tables of names, as the
+    root's `__init__` is.
     """
-    return "__init__" if module[0] in ("errors", "sync") else module[0]
+    return "__init__" if module[0] in ("errors", "results", "sync") else module[0]
 
 
 def rooms() -> dict[str, set[str]]:

@@ -14,6 +14,7 @@ if _typing.TYPE_CHECKING:
         hosts as hosts,
         interop as interop,
         presets as presets,
+        results as results,
         sync as sync,
         testing as testing,
         topology as topology,
@@ -70,8 +71,8 @@ _LATE = {
     name: room or name
     for room, names in {
         "": (
-            "auto checkpoint chips cost errors hosts interop presets sync testing"
-            " topology"
+            "auto checkpoint chips cost errors hosts interop presets results sync"
+            " testing topology"
         ),
         "_arrays": (
             "clear_caches constrain filter_jit gather misplaced shard shardings_of"

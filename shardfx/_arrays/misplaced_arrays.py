@@ -46,6 +46,8 @@ class MisplacedArray:
     - `fix`: how to correct the array, as a text.
     """
 
+    __module__ = "shardfx.results"
+
     path: str
     asked: str
     found: str
@@ -54,11 +56,13 @@ class MisplacedArray:
 
 
 class Misplaced(tuple[MisplacedArray, ...]):
-    """A tuple of [`shardfx._arrays.MisplacedArray`][]s, which `print`, a console and a
+    """A tuple of [`shardfx.results.MisplacedArray`][]s, which `print`, a console and a
     notebook show as a table.
 
     The tuple is empty, and so false, if every array is as planned.
     """
+
+    __module__ = "shardfx.results"
 
     __slots__ = ()
 
@@ -129,7 +133,7 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
 
     **Returns:**
 
-    A [`shardfx._arrays.Misplaced`][], with the most excess bytes first. It has the
+    A [`shardfx.results.Misplaced`][], with the most excess bytes first. It has the
     arrays with another sharding, shape, dtype or memory kind, and the arrays that are
     missing or not in the plan. It is false if there are none.
 

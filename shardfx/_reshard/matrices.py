@@ -40,6 +40,8 @@ class MappedMatrices:
     - `exchanges`: the groups of matrices, each of which is sent by one all-to-all.
     """
 
+    __module__ = "shardfx.results"
+
     plan: ShardPlan
     exchanges: tuple[OwnerExchange, ...]
     _fn: Callable[..., Any]

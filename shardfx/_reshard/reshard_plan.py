@@ -89,6 +89,8 @@ class LeafMove:
         part of a shard and receives at most one.
     """
 
+    __module__ = "shardfx.results"
+
     path: str
     shape: tuple[int, ...]
     dtype: DType
@@ -145,6 +147,8 @@ class ReshardPlan:
 
     - `leaves`: one `LeafMove` for each array, in the tree's order.
     """
+
+    __module__ = "shardfx.results"
 
     leaves: tuple[LeafMove, ...]
 

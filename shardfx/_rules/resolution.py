@@ -233,6 +233,8 @@ class Attempt:
       the dimension that use it.
     """
 
+    __module__ = "shardfx.results"
+
     name: str
     dim: int
     mode: str | None

@@ -45,6 +45,8 @@ class AxisMove:
         dimension.
     """
 
+    __module__ = "shardfx.results"
+
     axis: str
     src: int | None
     dst: int | None
@@ -80,6 +82,8 @@ class LeafDiff:
     - `wire_bytes`: the bytes that enter a device to move all these arrays, as the mean
       over devices.
     """
+
+    __module__ = "shardfx.results"
 
     path: str
     paths: tuple[str, ...]
@@ -124,7 +128,7 @@ class Diff:
       second.
     """
 
-    __module__ = "shardfx"
+    __module__ = "shardfx.results"
 
     plans: tuple[str, ...]
     leaves: tuple[LeafDiff, ...]

@@ -58,6 +58,8 @@ class DimExplanation:
     - `changes`: changes that would remove the reasons, a sentence each.
     """
 
+    __module__ = "shardfx.results"
+
     dim: int
     size: int
     unit: int
@@ -87,7 +89,7 @@ class Explanation:
     - `changes`: changes that would remove these reasons, a sentence each.
     """
 
-    __module__ = "shardfx"
+    __module__ = "shardfx.results"
 
     leaf: LeafPlan
     mesh: MeshSpec

@@ -72,7 +72,7 @@ class Finding:
         does not try them.
     """
 
-    __module__ = "shardfx"
+    __module__ = "shardfx.results"
 
     code: str
     severity: Severity
@@ -85,7 +85,7 @@ class Finding:
 class Findings(tuple[Finding, ...]):
     """A tuple of `Finding`s. `print`, a console and a notebook show it as a table."""
 
-    __module__ = "shardfx"
+    __module__ = "shardfx.results"
 
     __slots__ = ()
 

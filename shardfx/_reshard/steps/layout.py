@@ -42,6 +42,8 @@ class StepLayout:
         a weight above 1.
     """
 
+    __module__ = "shardfx.results"
+
     sizes: tuple[int, ...]
     dims: tuple[tuple[int, ...], ...]
     order: tuple[int, ...] | None = None

@@ -68,6 +68,8 @@ class MoveStep:
     - `peak_bytes`: the bytes of the shards that a device reads and writes in the step.
     """
 
+    __module__ = "shardfx.results"
+
     kind: StepKind
     source: StepLayout
     target: StepLayout

@@ -37,6 +37,8 @@ class Fused:
         ```
     """
 
+    __module__ = "shardfx.presets.maps"
+
     parts: tuple[str, ...]
     dim: int
     shards: int
@@ -73,6 +75,8 @@ class Scaled:
         ```
     """
 
+    __module__ = "shardfx.presets.maps"
+
     part: str
     by: str
     block: tuple[int, ...]
@@ -106,6 +110,8 @@ class Counted:
         assert str(gemma.to(maxtext).rules["norm/scale"]) == "From('norm.weight').plus(1.0)"
         ```
     """
+
+    __module__ = "shardfx.presets.maps"
 
     part: str
     times: float | int = 1

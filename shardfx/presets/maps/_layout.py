@@ -62,6 +62,8 @@ class TreeLayout:
         ```
     """
 
+    __module__ = "shardfx.presets.maps"
+
     weights: tuple[tuple[str, Entry], ...]
     sizes: tuple[tuple[str, int], ...]
     rest: tuple[str, ...]
