@@ -30,8 +30,13 @@ def symptom(outcome: Mapping[str, Any]) -> str:
             return f"abort at {source[1]}:{source[2]} {check}".strip()
     if kind in ("abort", "error"):
         first_line = message.strip().split("\n")[0]
-        return f"{kind}: {_NUMBERS.sub('_', first_line)[:120]}"
+        return f"{kind}: {plain(first_line)[:120]}"
     return kind
+
+
+def plain(text: str) -> str:
+    """The text without names and numbers."""
+    return re.sub(r"_[_ ,()]*", "_ ", _NUMBERS.sub("_", text)).strip()
 
 
 def is_alike(outcome: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -144,8 +149,7 @@ def cause_of(told: Mapping[str, Any], symptom_text: str, case: Case) -> str:
         return symptom_text
     refutation = told.get("refutation")
     if refutation:
-        fault = _NUMBERS.sub("_", refutation["fault"])[:80]
-        return f"wrong: {refutation['opcode']}: {fault}"
+        return f"wrong: {plain(refutation['fault'])[:80]}"
     if told.get("equation"):
         return f"wrong: first at {told['equation']}"
     return f"wrong: {case.program.name}"

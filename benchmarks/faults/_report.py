@@ -157,8 +157,8 @@ def section(documents: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append(_hunt_row(data))
     lines += [
         "",
-        "| what fails | JAX | cases | smallest program | error |",
-        "|---|---|---|---|---|",
+        "| what fails | JAX | cases | smallest program | error | elsewhere |",
+        "|---|---|---|---|---|---|",
     ]
     for data in hunts.values():
         lines += [_cause_row(data, entry) for entry in data["causes"]]
@@ -187,12 +187,14 @@ def _cause_row(data: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
     program = entry["minimal"]["program"]
     name = "+".join(op["name"] for op in program["operations"])
     part = " gradient" if program["gradient"] else ""
+    elsewhere: Mapping[str, str] = entry.get("elsewhere", {})
     cells = (
         entry["cause"].replace("|", "/"),
         f"{data['versions']['jax']} {_front(data)}",
         str(entry["cases"]),
         f"{name}{part} on {entry['minimal']['layout']['mesh']}",
         str(entry["outcome"].get("error", "")),
+        ", ".join(f"{where}: {said}" for where, said in elsewhere.items()),
     )
     return "| " + " | ".join(cells) + " |"
 
@@ -213,4 +215,9 @@ def _verdict_rows(documents: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _front(data: Mapping[str, Any]) -> str:
-    return "Shardy" if data["shardy"] else "GSPMD"
+    return front_of(data["shardy"])
+
+
+def front_of(shardy: bool) -> str:
+    """The name of what propagates shardings before the partitioner."""
+    return "Shardy" if shardy else "GSPMD"

@@ -92,19 +92,24 @@ def _causes(
 
 
 def _replayed(flags: argparse.Namespace, configuration: Configuration) -> int:
-    """Runs the minimal cases of a results file, and says what becomes of each."""
-    from ._causes import is_alike, once
+    """Runs the minimal cases of a results file, and says what becomes of each. With
+    `--json`, the results file that it writes says so, too.
+    """
+    from ._causes import is_alike, once, symptom
 
     document = json.loads(flags.replay.read_text())
     failing = 0
     with Child(configuration) as child:
-        print(f"JAX {child.versions['jax']}, Shardy {configuration.shardy}")
+        where = f"JAX {child.versions['jax']} {_report.front_of(configuration.shardy)}"
+        print(where)
         for entry in document["causes"]:
             case: Case = from_json(entry["minimal"])
             outcome = once(child, case, explain=True)
             failing += outcome["outcome"] not in ("right", "unstable")
             same = is_alike(outcome, entry["outcome"])
+            entry.setdefault("elsewhere", {})[where] = symptom(outcome)
             print(_report.replay_line(case, outcome, entry["cause"], same))
+    _write(document, flags.json)
     return int(failing > 0)
 
 
