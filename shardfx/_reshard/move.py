@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, Sharding
 from .._ground.boxes import shard_boxes
 from .._ground.spec import DType, array_bytes, bits
 from ..topology import MeshSpec
-from .pieces.assembly import Assembly, assembly_between
+from .pieces.assembly import Assembly
+from .pieces.planning import assembly_between
 from .shardings import (
     data_of,
     device_copy_bytes,

@@ -35,7 +35,8 @@ from .._ground.tree import Flat, flatten, is_number
 from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
 from .flight import Job, require_memory, run_job
 from .move import Move, balanced, move_of
-from .pieces.assembly import MovedLeaf, TargetArray, target_arrays
+from .pieces.assembly import MovedLeaf
+from .pieces.planning import TargetArray, target_arrays
 from .shardings import (
     has_devices,
     is_array,

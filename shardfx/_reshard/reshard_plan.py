@@ -38,8 +38,9 @@ from .._plan import NUMBER, ShardPlan
 from .move import Move, balanced, move_of, shares_memory
 from .mover import lost_devices, targets
 from .packing import packed, unpacked
-from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan, target_arrays
+from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan
 from .pieces.parts import Links
+from .pieces.planning import target_arrays
 from .shardings import in_host_memory, leaf_name, naming
 from .steps.redistribution import MoveStep
 

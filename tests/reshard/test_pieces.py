@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._reshard.flight import carry_out
 from shardfx._reshard.move import Move
-from shardfx._reshard.pieces.assembly import assembly_between
+from shardfx._reshard.pieces.planning import assembly_between
 from shardfx._reshard.shardings import data_of
 
 

@@ -277,7 +277,7 @@ def test_layers_and_leaves_of_one_kind_share_a_program():
 
 @both_ways
 def test_the_second_time_nothing_is_planned(move):
-    from shardfx._reshard.pieces.assembly import target_arrays
+    from shardfx._reshard.pieces.planning import target_arrays
 
     arrays = trainer()
     tree, plan = trained(mesh(0, 8, 2, 4), arrays), engine(mesh(0, 8, 2, 4), arrays)

@@ -25,7 +25,7 @@ from ..._convert import (
     transposed,
 )
 from ..steps.programs import is_small_float
-from .parts import ShardPart, first_casts
+from .parts import Block, ShardPart, first_casts
 
 
 AXIS = "device"
@@ -58,11 +58,9 @@ class Exchange(NamedTuple):
 
     - `keys`: the names of the arrays that are read.
     - `rounds`: the rounds, in the order in which they run.
-    - `places`: one row of integers for each device and round. The first integers are
-      the position, in the source's
-        shard, of the part that the device sends. The next are the position, in the
-        target's shard, of the part that the device receives. The last is 1 if the
-        device receives a part, else 0.
+    - `places`: one row of integers for each device and round: `source_start`, with as
+      many integers as the source of highest rank needs, `target_start`, and 1 if the
+      device receives a part, else 0.
     - `sizes`: for each round, the memory of its largest part, in bytes.
     """
 
@@ -70,6 +68,35 @@ class Exchange(NamedTuple):
     rounds: tuple[Round, ...]
     places: np.ndarray
     sizes: tuple[int, ...]
+
+
+def source_start(row: jax.Array, form: StridedCopy) -> list[jax.Array]:
+    """From a row of `Exchange.places`: the position, in the source's shard, of the part
+    that the device sends.
+    """
+    return list(row[: len(form.source)])
+
+
+def target_start(row: jax.Array, form: StridedCopy) -> list[jax.Array]:
+    """From a row of `Exchange.places`: the position, in the target's shard, of the part
+    that the device receives.
+    """
+    return list(row[-1 - len(form.target) : -1])
+
+
+def is_received(row: jax.Array) -> jax.Array:
+    """From a row of `Exchange.places`: whether the device receives a part."""
+    return row[-1] > 0
+
+
+class PartsKind(NamedTuple):
+    """What the parts of one round have in common: the name of their array, their shape,
+    strides and casts, and whether each device copies its own elements.
+    """
+
+    key: str
+    form: StridedCopy
+    is_local: bool
 
 
 def exchanges(
@@ -87,65 +114,79 @@ def exchanges(
     round. `kinds` has, by name, a value for each array that is read, such as its
     devices and dtype. Arrays with different values are read by different programs.
     """
-    alike: dict[tuple[str, StridedCopy, bool], list[ShardPart]] = {}
+    alike: dict[PartsKind, list[ShardPart]] = {}
     for part in parts:
-        kind_of = (
-            str(part.piece.value.path),
-            strided_copy(part.piece),
-            part.sender == part.receiver,
+        kind = PartsKind(
+            key=str(part.piece.value.path),
+            form=strided_copy(part.piece),
+            is_local=part.sender == part.receiver,
         )
-        alike.setdefault(kind_of, []).append(part)
-    groups: list[list[RoundParts]] = []
-    filled, keys, kind = 0, set[str](), None
+        alike.setdefault(kind, []).append(part)
+
     # The rounds of one array are neighbours, so that a program reads few arrays.
-    for (key, form, is_local), own in sorted(
-        alike.items(), key=lambda item: [*kinds].index(item[0][0])
-    ):
-        for sent in matchings(own):
-            size, home = (
-                max(part.memory_bytes for part in sent),
-                (kinds[key], form.casts),
-            )
-            is_much = most_bytes is not None and filled + size > most_bytes
-            if (
-                not groups
-                or is_much
-                or home != kind
-                or len(keys | {key}) > _MOST_SOURCES
-            ):
+    key_numbers = {key: number for number, key in enumerate(kinds)}
+    in_order = sorted(alike, key=lambda kind: key_numbers[kind.key])
+    groups: list[list[RoundParts]] = []
+    group_keys: set[str] = set()
+    group_bytes = 0
+    group_home: object = None
+    for kind in in_order:
+        home = (kinds[kind.key], kind.form.casts)
+        for sent in matchings(alike[kind]):
+            size = max(part.memory_bytes for part in sent)
+            is_much = most_bytes is not None and group_bytes + size > most_bytes
+            has_many_keys = len(group_keys | {kind.key}) > _MOST_SOURCES
+            if not groups or is_much or home != group_home or has_many_keys:
                 groups.append([])
-                filled, keys = 0, set()
-            groups[-1].append((key, form, is_local, size, sent))
-            filled, keys, kind = filled + size, keys | {key}, home
+                group_keys = set()
+                group_bytes = 0
+            groups[-1].append(RoundParts(kind, sent, size))
+            group_keys.add(kind.key)
+            group_bytes += size
+            group_home = home
     return [_exchange(group, count, receivers) for group in groups]
 
 
-# The parts of one round: the key of the array, the shape and casts of the parts,
-# whether each device copies its own elements, the bytes of the largest part, and the
-# parts.
-RoundParts = tuple[str, StridedCopy, bool, int, Sequence[ShardPart]]
+class RoundParts(NamedTuple):
+    """The parts of one round, and the memory of the largest one, in bytes."""
+
+    kind: PartsKind
+    parts: Sequence[ShardPart]
+    size: int
 
 
 def _exchange(group: Sequence[RoundParts], count: int, receivers: int) -> Exchange:
-    keys = tuple(dict.fromkeys(key for key, *_ in group))
-    rank = max(len(form.source) for _, form, *_ in group)
-    places = np.zeros((count, len(group), rank + len(group[0][1].target) + 1), np.int32)
+    """The program of the rounds in `group`. There are `count` devices, and `receivers`
+    of them are the target's.
+    """
+    keys = tuple(dict.fromkeys(entry.kind.key for entry in group))
+    source_rank = max(len(entry.kind.form.source) for entry in group)
+    target_rank = len(group[0].kind.form.target)
+    places = np.zeros((count, len(group), source_rank + target_rank + 1), np.int32)
     rounds = []
-    for at, (key, form, is_local, _, sent) in enumerate(group):
-        pairs = (
-            ()
-            if is_local
-            else tuple(sorted((part.sender, part.receiver) for part in sent))
+    for number, entry in enumerate(group):
+        kind = entry.kind
+        pairs: list[tuple[int, int]] = []
+        if not kind.is_local:
+            pairs = sorted((part.sender, part.receiver) for part in entry.parts)
+        step = Round(
+            number=keys.index(kind.key),
+            form=kind.form,
+            pairs=tuple(pairs),
+            is_full=len(entry.parts) == receivers,
         )
-        rounds.append(Round(keys.index(key), form, pairs, len(sent) == receivers))
-        for part in sent:
-            places[part.sender, at, : len(part.piece.source)] = part.piece.source
-            places[part.receiver, at, rank:] = (*part.piece.target, 1)
-    return Exchange(keys, tuple(rounds), places, tuple(size for *_, size, _ in group))
-
-
-# The shape and dtype of one device's shard.
-Block = tuple[tuple[int, ...], Any]
+        rounds.append(step)
+        for part in entry.parts:
+            source, target = part.piece.source, part.piece.target
+            places[part.sender, number, : len(source)] = source
+            places[part.receiver, number, source_rank:-1] = target
+            places[part.receiver, number, -1] = 1
+    return Exchange(
+        keys=keys,
+        rounds=tuple(rounds),
+        places=places,
+        sizes=tuple(entry.size for entry in group),
+    )
 
 
 def per_device(
@@ -155,7 +196,8 @@ def per_device(
     `devices`. Each device calls `body` with its own shards. `donated` are the positions
     of the arrays that are donated.
     """
-    mesh, spec = sharding_of(devices).mesh, PartitionSpec(AXIS)
+    mesh = sharding_of(devices).mesh
+    spec = PartitionSpec(AXIS)
     run = jax.shard_map(
         body, mesh=mesh, in_specs=(spec,) * count, out_specs=spec, check_vma=False
     )
@@ -178,37 +220,46 @@ def program(
     argument, which it writes into and returns. `sources` and `target` have the shape
     and dtype of a shard of each array.
     """
-    is_moved = not any(step.form.casts for step in rounds) and all(
-        dtype == target[1] for _, dtype in sources
-    )
-    own = program_dtype(target[1], devices) if is_moved else target[1]
+    has_casts = any(step.form.casts for step in rounds)
+    is_moved = not has_casts and all(source.dtype == target.dtype for source in sources)
+    # Elements that are only moved can be moved as integers of the same bits.
+    dtype = program_dtype(target.dtype, devices) if is_moved else target.dtype
 
-    def run(places: jax.Array, *given: jax.Array) -> jax.Array:
-        blocks = [
-            one.reshape(shape) for one, (shape, _) in zip(given, sources, strict=False)
+    def run(places: jax.Array, *arrays: jax.Array) -> jax.Array:
+        shards = [
+            array.reshape(source.shape)
+            for array, source in zip(arrays, sources, strict=False)
         ]
-        blocks = [bitcast(one, own) for one in blocks] if is_moved else blocks
-        out = (
-            jnp.zeros(target[0], own)
-            if makes_shards
-            else bitcast(given[-1].reshape(target[0]), own)
-        )
-        for at, step in enumerate(rounds):
+        if is_moved:
+            shards = [bitcast(shard, dtype) for shard in shards]
+        out = first_shard(target.shape, dtype, None if makes_shards else arrays[-1])
+        for number, step in enumerate(rounds):
             # Without the barrier XLA could slice and keep all parts before it sends the
             # first.
-            blocks, out = jax.lax.optimization_barrier((blocks, out))
-            block, place = blocks[step.number], places[0, at]
-            piece = slice_part(step.form, block, place)
-            piece = jax.lax.ppermute(piece, AXIS, step.pairs) if step.pairs else piece
-            out = write_part(step, out, piece, block.dtype, place)
-        return bitcast(out.reshape(block_shape(target[0])), target[1])
+            shards, out = jax.lax.optimization_barrier((shards, out))
+            shard = shards[step.number]
+            place = places[0, number]
+            part = slice_part(step.form, shard, place)
+            if step.pairs:
+                part = jax.lax.ppermute(part, AXIS, step.pairs)
+            out = write_part(step, out, part, shard.dtype, place)
+        return bitcast(out.reshape(block_shape(target.shape)), target.dtype)
 
     count = len(sources) + 1
-    return (
-        per_device(devices, run, count)
-        if makes_shards
-        else per_device(devices, run, count + 1, count)
-    )
+    if makes_shards:
+        return per_device(devices, run, count)
+    return per_device(devices, run, count + 1, count)
+
+
+def first_shard(
+    shape: tuple[int, ...], dtype: Any, earlier: jax.Array | None
+) -> jax.Array:
+    """The shard into which a program writes: the one that earlier programs made, or
+    zeros.
+    """
+    if earlier is None:
+        return jnp.zeros(shape, dtype)
+    return bitcast(earlier.reshape(shape), dtype)
 
 
 def program_dtype(dtype: Any, devices: Sequence[Any]) -> Any:
@@ -236,21 +287,21 @@ def sent_dtype(form: StridedCopy, dtype: object) -> Any:
 def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Array:
     """Slices a part out of `block`, a device's shard, and casts it to the dtype in
     which it is sent. `form` has the part's shape, strides and casts. `place` is the
-    device's row of integers in `Exchange.places`: the first ones are the part's
-    position in the shard, and the others are for the receiver (`write_part`).
+    device's row of `Exchange.places` for this round.
     """
-    piece = jax.lax.dynamic_slice(
-        block, list(place[: len(form.source)]), [size for size, _ in form.source]
-    )
-    return _cast(
-        gathered(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)]
-    )
+    starts = source_start(place, form)
+    sizes = [size for size, _ in form.source]
+    box = jax.lax.dynamic_slice(block, starts, sizes)
+    casts = form.casts[: first_casts(form.casts, block.dtype)]
+    return _cast(gathered(box, form.source), casts)
 
 
 def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
-    for at, to in enumerate(casts):
+    for number, to in enumerate(casts):
         # Without the barrier XLA may leave out a cast to a narrower dtype and back.
-        piece = changed(jax.lax.optimization_barrier(piece) if at else piece, to)
+        if number > 0:
+            piece = jax.lax.optimization_barrier(piece)
+        piece = changed(piece, to)
     return piece
 
 
@@ -259,25 +310,20 @@ def write_part(
 ) -> jax.Array:
     """Writes `piece`, the part that a device received in the round `step`, into its
     shard `out`, and returns the shard. `dtype` is the dtype of the source. `place` is
-    the device's row of integers for this round in `Exchange.places`. Its last integers
-    are the position in the shard, and then 1 if the device received a part, else 0.
+    the device's row of `Exchange.places` for this round.
     """
     form = step.form
-    piece = transposed(
-        bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype),
-        form,
-    )
-    starts, sizes = (
-        list(place[-1 - len(form.target) : -1]),
-        [size for size, _ in form.target],
-    )
+    casts = form.casts[first_casts(form.casts, dtype) :]
+    piece = transposed(bitcast(_cast(piece, casts), out.dtype), form)
+    starts = target_start(place, form)
+    sizes = [size for size, _ in form.target]
     if step.is_full and all(is_dense(size, digits) for size, digits in form.target):
         return jax.lax.dynamic_update_slice(out, piece.reshape(sizes), starts)
+
     before = jax.lax.dynamic_slice(out, starts, sizes)
     after = scattered(before, form.target, piece, 0)
-    return jax.lax.dynamic_update_slice(
-        out, jnp.where(place[-1] > 0, after, before), starts
-    )
+    written = jnp.where(is_received(place), after, before)
+    return jax.lax.dynamic_update_slice(out, written, starts)
 
 
 def block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -306,18 +352,18 @@ def blocks(
     device. A device without a shard gets zeros.
     """
     block = block_shape(shape)
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    found = [
-        (
-            shards[device].reshape(block)
-            if device in shards
-            else jnp.zeros(block, dtype, device=device)
-        )
-        for device in own
-    ]
+    process = jax.process_index()
+    arrays = []
+    for device in devices:
+        if device.process_index != process:
+            continue
+        if device in shards:
+            arrays.append(shards[device].reshape(block))
+        else:
+            arrays.append(jnp.zeros(block, dtype, device=device))
     whole = (len(devices) * block[0], *block[1:])
     return jax.make_array_from_single_device_arrays(
-        whole, sharding_of(devices), found, dtype=dtype
+        whole, sharding_of(devices), arrays, dtype=dtype
     )
 
 
@@ -339,14 +385,14 @@ def matchings(parts: Sequence[ShardPart]) -> list[tuple[ShardPart, ...]]:
     at_sender: Colours = {}
     at_receiver: Colours = {}
     for part in parts:
-        out, into = (
-            at_sender.setdefault(part.sender, {}),
-            at_receiver.setdefault(part.receiver, {}),
-        )
-        free_out, free_into = _first_free(out), _first_free(into)
-        if free_out in into:
-            _swap_colours(part.receiver, free_out, free_into, at_sender, at_receiver)
-        out[free_out] = into[free_out] = part
+        outgoing = at_sender.setdefault(part.sender, {})
+        incoming = at_receiver.setdefault(part.receiver, {})
+        colour = _first_free(outgoing)
+        if colour in incoming:
+            free = _first_free(incoming)
+            _swap_colours(part.receiver, colour, free, at_sender, at_receiver)
+        outgoing[colour] = part
+        incoming[colour] = part
     colours: dict[int, list[ShardPart]] = {}
     for used in at_sender.values():
         for colour, part in used.items():
@@ -364,16 +410,24 @@ def _swap_colours(
     and `at_receiver` have for each device the parts that it sends or receives, by
     colour.
     """
-    path, sides, node, colour = [], (at_receiver, at_sender), receiver, a
-    while (part := sides[len(path) % 2][node].get(colour)) is not None:
+    path: list[tuple[ShardPart, int]] = []
+    parts_of_node = at_receiver[receiver]
+    colour = a
+    while (part := parts_of_node.get(colour)) is not None:
         path.append((part, colour))
-        node = part.sender if len(path) % 2 else part.receiver
+        # The path alternates between receivers and senders.
+        is_at_sender = len(path) % 2 == 1
+        parts_of_node = (
+            at_sender[part.sender] if is_at_sender else at_receiver[part.receiver]
+        )
         colour = b if colour == a else a
     for part, colour in path:
-        del at_sender[part.sender][colour], at_receiver[part.receiver][colour]
+        del at_sender[part.sender][colour]
+        del at_receiver[part.receiver][colour]
     for part, colour in path:
         other = b if colour == a else a
-        at_sender[part.sender][other] = at_receiver[part.receiver][other] = part
+        at_sender[part.sender][other] = part
+        at_receiver[part.receiver][other] = part
 
 
 def _first_free(used: Mapping[int, ShardPart]) -> int:

@@ -6,7 +6,6 @@ aligned NumPy buffer. So each byte is copied once, from the old shard to the new
 
 import contextlib
 import functools as ft
-import itertools as it
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from ..._convert import (
 from ..._ground.boxes import Box, array_of, as_box, first_with, read_box, volume
 from ..._ground.copying import block_dim, buffers, copy_along
 from ..._ground.errors import SyncError
-from .parts import ShardPart
+from .parts import Block, ShardPart
 
 
 # Below this size, starting another thread costs more than the copy.
@@ -88,7 +87,7 @@ def host_copies(
     parts: Sequence[ShardPart],
     dtype: Any,
     box: Box,
-    shapes: Sequence[tuple[tuple[int, ...], object]],
+    shapes: Sequence[Block],
     orders: Sequence[Mapping[int, int]],
 ) -> HostCopies:
     """Decides for each part of a new shard whether its elements are copied unchanged or
@@ -99,57 +98,69 @@ def host_copies(
     the number of a device to the number of its shard among this process's shards of the
     array.
     """
-    copies, computed, itemsize = (
-        list[Copy](),
-        list[ShardPart](),
-        np.dtype(dtype).itemsize,
-    )
-    new = strides_of(_sizes(box), itemsize)
+    copies: list[Copy] = []
+    computed: list[ShardPart] = []
+    itemsize = np.dtype(dtype).itemsize
     for part in parts:
-        value, piece = part.piece.value, part.piece
+        value = part.piece.value
         if value.path is None or value.scale is not None:
             computed.append(part)
             continue
-        number = int(value.path)
-        part = part._replace(sender=orders[number][part.sender])
-        if value.casts or shapes[number][1] != dtype:
+        array = int(value.path)
+        part = part._replace(sender=orders[array][part.sender])
+        if value.casts or shapes[array].dtype != dtype:
             computed.append(part)
-            continue
-        old, shape = (
-            strides_of(shapes[number][0], itemsize),
-            tuple(f.size for f in piece.factors),
-        )
-        read = tuple(
-            0 if f.source_dim == NOWHERE else old[f.source_dim] * f.source_step
-            for f in piece.factors
-        )
-        written = tuple(new[f.target_dim] * f.target_step for f in piece.factors)
-        here, there = (
-            sum(map(operator.mul, at, by))
-            for at, by in ((piece.source, old), (piece.target, new))
-        )
-        copies.append(
-            Copy(
-                number,
-                part.sender,
-                shape,
-                here,
-                read,
-                there,
-                written,
-                block_dim(shape, written, read),
+        else:
+            copies.append(
+                _copy_of(part, array, shapes[array].shape, _sizes(box), itemsize)
             )
-        )
-    in_row = (
-        strides_of(copies[0].shape, itemsize)
-        if len(copies) == 1 and not computed
-        else None
+    is_slice = False
+    if len(copies) == 1 and not computed:
+        (copy,) = copies
+        contiguous = strides_of(copy.shape, itemsize)
+        is_slice = copy.source_strides == copy.target_strides == contiguous
+    return HostCopies(copies=tuple(copies), computed=tuple(computed), is_slice=is_slice)
+
+
+def _copy_of(
+    part: ShardPart,
+    array: int,
+    source_shape: tuple[int, ...],
+    target_shape: tuple[int, ...],
+    itemsize: int,
+) -> Copy:
+    """The copy that makes `part`. Its sender is the number of the shard of the array
+    number `array`. The shapes are those of the old and of the new shard.
+    """
+    piece = part.piece
+    shape = tuple(factor.size for factor in piece.factors)
+    old_strides = strides_of(source_shape, itemsize)
+    source_strides = tuple(
+        _stride(old_strides, factor.source_dim, factor.source_step)
+        for factor in piece.factors
     )
-    is_slice = (
-        in_row is not None
-        and copies[0].source_strides == copies[0].target_strides == in_row
+    new_strides = strides_of(target_shape, itemsize)
+    target_strides = tuple(
+        _stride(new_strides, factor.target_dim, factor.target_step)
+        for factor in piece.factors
     )
-    return HostCopies(tuple(copies), tuple(computed), is_slice)
+    return Copy(
+        array=array,
+        shard=part.sender,
+        shape=shape,
+        source_start=sum(map(operator.mul, piece.source, old_strides)),
+        source_strides=source_strides,
+        target_start=sum(map(operator.mul, piece.target, new_strides)),
+        target_strides=target_strides,
+        block_dim=block_dim(shape, target_strides, source_strides),
+    )
+
+
+def _stride(strides: Sequence[int], dim: int, step: int) -> int:
+    """The bytes between two iterations of a loop that moves `step` elements along
+    dimension `dim` of an array with these strides.
+    """
+    return 0 if dim == NOWHERE else strides[dim] * step
 
 
 class LocalShards:
@@ -164,46 +175,41 @@ class LocalShards:
         self._arrays = arrays
         self._bits: dict[str, Any] = {}
         self._boxes: dict[str, list[Box]] = {}
-        self._known: dict[tuple[str, int], np.ndarray] = {}
-        own = arrays if keeps_replicas else {}
-        self._owned = {
-            path: [shard.data for shard in leaf.addressable_shards]
-            for path, leaf in own.items()
-        }
+        self._typed: dict[tuple[str, int], np.ndarray] = {}
+        self._replicas: dict[str, list[jax.Array]] = {}
+        if keeps_replicas:
+            for path, leaf in arrays.items():
+                self._replicas[path] = [shard.data for shard in leaf.addressable_shards]
 
     def typed(self, path: str, number: int) -> np.ndarray:
         """The shard number `number` of the array at `path`, as a NumPy array. It is
         cached.
         """
-        found = self._known.get((path, number))
-        if found is None:
-            given = np.asarray(self._shard(path, number))
-            found = self._known[path, number] = (
-                given if given.flags.c_contiguous else given.copy()
-            )
-        return found
+        array = self._typed.get((path, number))
+        if array is None:
+            array = np.asarray(self._shard(path, number))
+            if not array.flags.c_contiguous:
+                array = array.copy()
+            self._typed[path, number] = array
+        return array
 
     def leaf(self, path: str) -> Any:
         """The array at a path; for PRNG keys, the array of their key data."""
         if path not in self._bits:
             leaf = self._arrays[path]
-            self._bits[path] = (
-                jax.random.key_data(leaf)
-                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-                else leaf
-            )
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaf = jax.random.key_data(leaf)
+            self._bits[path] = leaf
         return self._bits[path]
 
     def boxes(self, path: str) -> list[Box]:
         """The boxes of this process's shards of the array at `path`."""
         if path not in self._boxes:
             leaf = self.leaf(path)
-            own = (
-                [one.index for one in leaf.addressable_shards]
-                if isinstance(leaf, jax.Array)
-                else [()]
-            )
-            self._boxes[path] = [as_box(index, leaf.shape) for index in own]
+            indices: list[Any] = [()]
+            if isinstance(leaf, jax.Array):
+                indices = [shard.index for shard in leaf.addressable_shards]
+            self._boxes[path] = [as_box(index, leaf.shape) for index in indices]
         return self._boxes[path]
 
     def containing(self, path: str, box: Box) -> int | None:
@@ -216,17 +222,17 @@ class LocalShards:
         """The elements in `box` of the array at `path`, from several shards if no shard
         contains the whole box.
         """
-        found = read_box(box, self.boxes(path), ft.partial(self.typed, path))
-        if found is None:
+        elements = read_box(box, self.boxes(path), ft.partial(self.typed, path))
+        if elements is None:
             raise SyncError(
                 f"leaf `{path}`: this process holds a part of {list(box)} only; scales"
                 " must lie beside."
             )
-        return found
+        return elements
 
     def _shard(self, path: str, number: int) -> Any:
-        if path in self._owned:
-            return self._owned[path][number]
+        if path in self._replicas:
+            return self._replicas[path][number]
         leaf = self.leaf(path)
         # All shards of a replicated array are equal, and NumPy can view the first
         # without a copy.
@@ -239,29 +245,29 @@ class LocalShards:
     def forget(self, path: str) -> None:
         """Drops all references to the array at a path and to its shards."""
         self._bits.pop(path, None)
-        for key in [key for key in self._known if key[0] == path]:
-            del self._known[key]
+        for key in [key for key in self._typed if key[0] == path]:
+            del self._typed[key]
 
     def delete(self, but: Container[int] = (), only: int | None = None) -> None:
         """Deletes shards; there must be only one array. All shards are deleted but
         those whose numbers are in `but`, or just the shard with the number `only`.
         """
-        (path,) = self._owned
-        for number, shard in enumerate(self._owned[path]):
+        (path,) = self._replicas
+        for number, shard in enumerate(self._replicas[path]):
             if only in (None, number) and number not in but and not shard.is_deleted():
-                self._known.pop((path, number), None)
+                self._typed.pop((path, number), None)
                 shard.delete()
 
 
 def start_on_host(
-    wanted: jax.ShapeDtypeStruct,
+    struct: jax.ShapeDtypeStruct,
     targets: Sequence[Box],
     copies: Sequence[HostCopies],
     names: Sequence[str],
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> Callable[[], jax.Array]:
-    """Starts to assemble the array `wanted` from shards in this process's memory, by
+    """Starts to assemble the array `struct` from shards in this process's memory, by
     NumPy copies or as views. Returns a function that waits for the copies and returns
     the array.
 
@@ -274,42 +280,52 @@ def start_on_host(
     no more bytes than copies would have. Source and target then share memory. JAX does
     not write to shared memory if one of the two arrays is donated.
     """
-    shared = _shared(targets, copies, names, shards, np.dtype(wanted.dtype))
-    if shared is not None:
-        return ft.partial(_finished, wanted, targets, shared, ())
-    sizes = [(_sizes(box), wanted.dtype) for box in targets]
-    # One buffer for all shards of a small array takes less time to allocate.
-    is_small = sum(map(volume, targets)) * np.dtype(wanted.dtype).itemsize < _TASK_BYTES
-    built = buffers(sizes) if is_small else [buffers([one])[0] for one in sizes]
-    pairs = list(zip(built, copies, strict=True))
-    views = _views([(to, one.copies) for to, one in pairs], names, shards)
-    tasks = _run_copies(views, sum(buffer.nbytes for buffer in built), pool)
-    for buffer, one in pairs:
-        for part in one.computed:
+    dtype = np.dtype(struct.dtype)
+    views = _shared(targets, copies, names, shards, dtype)
+    if views is not None:
+        return ft.partial(_finished, struct, targets, views, ())
+
+    new_shards = _new_shards(targets, struct.dtype)
+    copies_into = [
+        CopiesInto(buffer, shard_copies.copies)
+        for buffer, shard_copies in zip(new_shards, copies, strict=True)
+    ]
+    nbytes = sum(buffer.nbytes for buffer in new_shards)
+    tasks = _run_copies(_views(copies_into, names, shards), nbytes, pool)
+    for buffer, shard_copies in zip(new_shards, copies, strict=True):
+        for part in shard_copies.computed:
             _compute(buffer, part, names, shards)
-    return ft.partial(_finished, wanted, targets, built, tasks)
+    return ft.partial(_finished, struct, targets, new_shards, tasks)
+
+
+def _new_shards(targets: Sequence[Box], dtype: Any) -> list[np.ndarray]:
+    """Memory for the shards of these boxes."""
+    sizes = [(_sizes(box), dtype) for box in targets]
+    # One buffer for all shards of a small array takes less time to allocate.
+    if sum(map(volume, targets)) * np.dtype(dtype).itemsize < _TASK_BYTES:
+        return buffers(sizes)
+    return [buffers([size])[0] for size in sizes]
 
 
 def _finished(
-    wanted: jax.ShapeDtypeStruct,
+    struct: jax.ShapeDtypeStruct,
     targets: Sequence[Box],
-    built: Sequence[np.ndarray],
+    shards: Sequence[np.ndarray],
     tasks: Sequence[Future[None]],
 ) -> jax.Array:
     for task in tasks:
         task.result()
+    sharding = struct.sharding
     guard = jax.config.jax_transfer_guard_host_to_device or ""  # pyright: ignore[reportAttributeAccessIssue]
     # A transfer guard forbids explicit transfers, but this copy stays within host
     # memory.
     is_excused = "explicit" in guard and all(
-        device.platform == "cpu" for device in wanted.sharding.device_set
+        device.platform == "cpu" for device in sharding.device_set
     )
-    with (
-        jax.transfer_guard_host_to_device("allow")
-        if is_excused
-        else contextlib.nullcontext()
-    ):
-        return array_of(wanted.shape, wanted.dtype, wanted.sharding, targets, built)
+    with contextlib.ExitStack() as stack:
+        if is_excused:
+            stack.enter_context(jax.transfer_guard_host_to_device("allow"))
+        return array_of(struct.shape, struct.dtype, sharding, targets, shards)
 
 
 def _sizes(box: Box) -> tuple[int, ...]:
@@ -329,81 +345,105 @@ def _shared(
     `copies` the parts of each. These give an array by its position in `names`, which
     has the paths.
     """
-    if not all(one.is_slice for one in copies):
+    if not all(shard_copies.is_slice for shard_copies in copies):
         return None
-    parts, kept = [], dict[int, int]()
-    for box, one in zip(targets, copies, strict=True):
-        (copy,) = one.copies
-        whole = shards.typed(names[copy.array], copy.shard).reshape(-1)
-        first = copy.source_start // dtype.itemsize
-        parts.append(whole[first : first + copy.elements].reshape(_sizes(box)))
-        # Replicas share memory, so they count once.
-        kept[whole.__array_interface__["data"][0]] = whole.nbytes
-    return parts if sum(kept.values()) <= sum(part.nbytes for part in parts) else None
+    new_shards: list[np.ndarray] = []
+    # Replicas share memory, so they count once.
+    bytes_of_memory: dict[int, int] = {}
+    for box, shard_copies in zip(targets, copies, strict=True):
+        (copy,) = shard_copies.copies
+        old_shard = shards.typed(names[copy.array], copy.shard).reshape(-1)
+        start = copy.source_start // dtype.itemsize
+        new_shard = old_shard[start : start + copy.elements].reshape(_sizes(box))
+        new_shards.append(new_shard)
+        address = old_shard.__array_interface__["data"][0]
+        bytes_of_memory[address] = old_shard.nbytes
+    if sum(bytes_of_memory.values()) > sum(shard.nbytes for shard in new_shards):
+        return None
+    return new_shards
 
 
 def assemble_and_delete(
-    wanted: jax.ShapeDtypeStruct,
+    struct: jax.ShapeDtypeStruct,
     targets: Sequence[Box],
     copies: Sequence[HostCopies],
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    """Assembles the array `wanted` from the only array in `shards`, and deletes each
+    """Assembles the array `struct` from the only array in `shards`, and deletes each
     old shard as soon as it has been read. `targets` are the boxes of the new shards,
     and `copies` the parts of each. Without `pool`, the calling thread copies.
     """
-    itemsize = np.dtype(wanted.dtype).itemsize
-    if math.prod(wanted.shape) * itemsize < _PAGE_BYTES or all(
-        one.is_slice for one in copies
-    ):
-        made = start_on_host(wanted, targets, copies, ("",), shards, pool)()
+    nbytes = math.prod(struct.shape) * np.dtype(struct.dtype).itemsize
+    are_slices = all(shard_copies.is_slice for shard_copies in copies)
+    if nbytes < _PAGE_BYTES or are_slices:
+        array = start_on_host(struct, targets, copies, ("",), shards, pool)()
         shards.delete()
-        return made
+        return array
+
     # The kernel allocates a page when it is first written, so an empty buffer uses no
     # memory.
-    built = [buffers([(_sizes(box), wanted.dtype)])[0] for box in targets]
-    rows = [(at, copy) for at, one in enumerate(copies) for copy in one.copies]
-    shards.delete(but={copy.shard for _, copy in rows})
-    by_sender = lambda pair: pair[1].shard
-    for sender, group in it.groupby(sorted(rows, key=by_sender), by_sender):
-        views = list(_views([(built[at], [copy]) for at, copy in group], ("",), shards))
-        for task in _run_copies(
-            views, sum(target.nbytes for target, *_ in views), pool
-        ):
+    new_shards = [buffers([(_sizes(box), struct.dtype)])[0] for box in targets]
+    copies_by_sender: dict[int, list[CopiesInto]] = {}
+    for buffer, shard_copies in zip(new_shards, copies, strict=True):
+        for copy in shard_copies.copies:
+            into = CopiesInto(buffer, [copy])
+            copies_by_sender.setdefault(copy.shard, []).append(into)
+    shards.delete(but=copies_by_sender)
+    for sender in sorted(copies_by_sender):
+        views = list(_views(copies_by_sender[sender], ("",), shards))
+        sent_bytes = sum(view.target.nbytes for view in views)
+        for task in _run_copies(views, sent_bytes, pool):
             task.result()
         shards.delete(only=sender)
-    return _finished(wanted, targets, built, ())
+    return _finished(struct, targets, new_shards, ())
 
 
-# A view of a new shard, a view of an old shard, and the dimension along which elements
-# are copied in blocks.
-Views = tuple[np.ndarray, np.ndarray, int | None]
+class CopiesInto(NamedTuple):
+    """A new shard, and copies that write into it."""
+
+    buffer: np.ndarray
+    copies: Sequence[Copy]
+
+
+class Views(NamedTuple):
+    """A view of a new shard, a view of an old shard, and the dimension along which
+    elements are copied in blocks.
+    """
+
+    target: np.ndarray
+    source: np.ndarray
+    block_dim: int | None
 
 
 def _views(
-    pairs: Sequence[tuple[np.ndarray, Sequence[Copy]]],
-    names: Sequence[str],
-    shards: LocalShards,
+    copies_into: Sequence[CopiesInto], names: Sequence[str], shards: LocalShards
 ) -> Iterator[Views]:
-    sources: dict[tuple[int, int], np.ndarray] = {}
-    for buffer, copies in pairs:
-        memory, kind = as_bytes(buffer), as_bits(buffer).dtype
-        for one in copies:
-            source = sources.get(one[:2])
-            if source is None:
-                source = sources[one[:2]] = as_bytes(
-                    shards.typed(names[one.array], one.shard)
-                )
-            new = np.ndarray(
-                one.shape, kind, memory, one.target_start, one.target_strides
-            )
-            yield (
-                new,
-                np.ndarray(
-                    one.shape, kind, source, one.source_start, one.source_strides
+    old_shards: dict[tuple[int, int], np.ndarray] = {}
+    for buffer, copies in copies_into:
+        new_memory = as_bytes(buffer)
+        dtype = as_bits(buffer).dtype
+        for copy in copies:
+            old_memory = old_shards.get((copy.array, copy.shard))
+            if old_memory is None:
+                old_memory = as_bytes(shards.typed(names[copy.array], copy.shard))
+                old_shards[copy.array, copy.shard] = old_memory
+            yield Views(
+                target=np.ndarray(
+                    copy.shape,
+                    dtype,
+                    new_memory,
+                    copy.target_start,
+                    copy.target_strides,
                 ),
-                one.block_dim,
+                source=np.ndarray(
+                    copy.shape,
+                    dtype,
+                    old_memory,
+                    copy.source_start,
+                    copy.source_strides,
+                ),
+                block_dim=copy.block_dim,
             )
 
 
@@ -425,13 +465,16 @@ def _run_copies(
     if pool is None or nbytes < 2 * _TASK_BYTES:
         _copy_all(views)
         return []
-    tasks, batch, size = list[Future[None]](), list[Views](), 0
-    for one in views:
-        batch.append(one)
-        size += one[0].nbytes
-        if size >= _TASK_BYTES:
+    tasks: list[Future[None]] = []
+    batch: list[Views] = []
+    batch_bytes = 0
+    for view in views:
+        batch.append(view)
+        batch_bytes += view.target.nbytes
+        if batch_bytes >= _TASK_BYTES:
             tasks.append(pool.submit(_copy_all, batch))
-            batch, size = [], 0
+            batch = []
+            batch_bytes = 0
     return [*tasks, pool.submit(_copy_all, batch)]
 
 
@@ -443,7 +486,8 @@ def _copy_all(batch: Iterable[Views]) -> None:
 def _compute(
     buffer: np.ndarray, part: ShardPart, names: Sequence[str], shards: LocalShards
 ) -> None:
-    value, piece = part.piece.value, part.piece
+    piece = part.piece
+    value = piece.value
     if value.path is not None and value.scale is None:
         shard = shards.typed(names[int(value.path)], part.sender)
         write(target_view(buffer, piece), source_view(shard, piece), piece)

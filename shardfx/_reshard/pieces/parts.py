@@ -42,6 +42,13 @@ Links = dict[tuple[int, int], int]
 Holders = Mapping[Box, Sequence[int]]
 
 
+class Block(NamedTuple):
+    """The shape and dtype of one device's shard."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
 class ShardPart(NamedTuple):
     """A part of a shard that one device sends to another device, or copies into a shard
     of its own.
@@ -128,6 +135,17 @@ class ShardParts:
         return tuple(leads)
 
 
+class HeapEntry(NamedTuple):
+    """A device in a heap of senders: the bytes that it had sent when the entry was
+    made, its position among the holders of the shard, and its number. Of devices that
+    have sent equally much, the first holder is chosen.
+    """
+
+    sent_bytes: int
+    position: int
+    device: int
+
+
 class Senders:
     """The devices that hold a replica of one shard, each of which can send it. There
     are none if all are lost. `process_of` has the process of each device. `sent` has
@@ -141,20 +159,23 @@ class Senders:
         sent: dict[int, int],
     ):
         self.holders = dict.fromkeys(holders)
-        self.sent, self._process_of = sent, process_of
+        self.sent = sent
+        self._process_of = process_of
         for device in holders:
             sent.setdefault(device, 0)
 
     @ft.cached_property
-    def _everywhere(self) -> list[tuple[int, int, int]]:
+    def _everywhere(self) -> list[HeapEntry]:
         return sorted(
-            (self.sent[device], index, device)
-            for index, device in enumerate(self.holders)
+            HeapEntry(self.sent[device], position, device)
+            for position, device in enumerate(self.holders)
         )
 
     @ft.cached_property
-    def _nearby(self) -> dict[int | None, list[tuple[int, int, int]]]:
-        return together(self._everywhere, lambda entry: self._process_of.get(entry[2]))
+    def _nearby(self) -> dict[int | None, list[HeapEntry]]:
+        return together(
+            self._everywhere, lambda entry: self._process_of.get(entry.device)
+        )
 
     def choose(self, receiver: int, nbytes: int) -> int:
         """Chooses the device that sends `nbytes` to `receiver`: the one that has sent
@@ -166,15 +187,17 @@ class Senders:
             self.sent[device] += nbytes
             return device
         heap = self._nearby.get(self._process_of.get(receiver), self._everywhere)
-        while (
-            heap[0][0] != self.sent[heap[0][2]]
-        ):  # the device has sent other bytes since this entry was made
-            _, index, device = heap[0]
-            heapq.heapreplace(heap, (self.sent[device], index, device))
-        _, index, device = heap[0]
+        # An entry is too old if its device has sent other bytes since it was made.
+        while (first := heap[0]).sent_bytes != self.sent[first.device]:
+            self._renew_first(heap)
+        device = heap[0].device
         self.sent[device] += nbytes
-        heapq.heapreplace(heap, (self.sent[device], index, device))
+        self._renew_first(heap)
         return device
+
+    def _renew_first(self, heap: list[HeapEntry]) -> None:
+        _, position, device = heap[0]
+        heapq.heapreplace(heap, HeapEntry(self.sent[device], position, device))
 
 
 class ShardGrid:
@@ -198,12 +221,21 @@ class ShardGrid:
 
     def overlapping(self, box: Box) -> Iterable[Box]:
         """The boxes of the grid that intersect `box`."""
-        found = []
+        columns = []
         for column, (start, stop) in zip(self._intervals, box, strict=True):
             first = bisect.bisect_right(column, start, key=lambda interval: interval[1])
             last = bisect.bisect_left(column, stop, key=lambda interval: interval[0])
-            found.append(column[first:last])
-        return it.product(*found)
+            columns.append(column[first:last])
+        return it.product(*columns)
+
+
+class PossiblePart(NamedTuple):
+    """A part whose sender is not chosen yet, and the devices that could send it; `None`
+    for a part that is not sent.
+    """
+
+    part: ShardPart
+    senders: Senders | None
 
 
 # The dtype of an array, and the devices that hold each of its boxes.
@@ -211,14 +243,14 @@ Source = tuple[Any, Holders]
 
 
 def shard_parts(
-    made: Made,
+    target: Made,
     targets: Sequence[tuple[int, Box]],
     sources: Mapping[str, Source],
     process_of: Mapping[int, int],
     sent_before: Iterable[tuple[int, int]] = (),
 ) -> ShardParts:
     """Decides which device sends which part of its shard to which device, to assemble
-    the array `made`.
+    the array `target`.
 
     A device copies elements that it holds. It receives every other element from one of
     the devices that hold it, which `Senders.choose` chooses. Senders of the largest
@@ -229,86 +261,120 @@ def shard_parts(
     `sent_before` has pairs of a device and the bytes that it has sent for other arrays.
     """
     sent = dict(sent_before)
-    shards = {id(held): ShardGrid(*held, process_of, sent) for held in sources.values()}
-    found: list[tuple[ShardPart, Senders | None]] = []
+    # Several paths may have one value, and then share one grid.
+    grids: dict[int, ShardGrid] = {}
+    for source in sources.values():
+        dtype, holders = source
+        grids[id(source)] = ShardGrid(dtype, holders, process_of, sent)
+    grid_of = {path: grids[id(source)] for path, source in sources.items()}
+
+    parts: list[PossiblePart] = []
     missing: dict[Box, None] = {}
-    known: dict[object, list[tuple[ShardPart, Senders]]] = {}
+    splits: dict[object, list[PossiblePart]] = {}
     for receiver, box in targets:
-        start = [-low for low, _ in box]
-        for piece in made.pieces:
-            if piece.value.path is None or piece.value.scale is not None:
-                found += [
-                    (ShardPart(receiver, receiver, shifted(one, start), 0), None)
-                    for one in within(piece, box)
-                ]
-                continue
-            source = shards[id(sources[piece.value.path])]
-            # All entries of a stack are divided like the first one. Positions inside
-            # the box are relative to the box.
-            by = from_start(piece, box)
-            first = shifted(piece, [-more for more in by])
-            key = (
-                box,
-                first.source,
-                first.target,
-                first.factors,
-                piece.value.casts,
-                id(source),
-            )
-            if key not in known:
-                known[key] = list(_split(first, box, source, missing))
-            for part, senders in known[key]:
-                own = Piece(piece.value, *shifted(part.piece, by)[1:])
-                found.append(
-                    (ShardPart(receiver, receiver, own, part.bytes, part.bits), senders)
+        for piece in target.pieces:
+            value = piece.value
+            if value.path is None or value.scale is not None:
+                parts += _not_split(piece, receiver, box)
+            else:
+                parts += _sent_parts(
+                    piece, receiver, box, grid_of[value.path], splits, missing
                 )
-    replicas = _choose(found)
-    return ShardParts(tuple(part for part, _ in found), tuple(missing), replicas)
+    replicas = _choose(parts)
+    return ShardParts(
+        all=tuple([entry.part for entry in parts]),
+        missing=tuple(missing),
+        replicas=replicas,
+    )
 
 
-def _choose(
-    parts: list[tuple[ShardPart, Senders | None]],
-) -> tuple[tuple[int, ...], ...]:
-    """Chooses a sender for each of `parts`, in place. Each part comes with its possible
-    senders, or with `None` if it is not sent. Returns, for each shard that several
-    devices could send, these devices.
+def _not_split(piece: Piece, receiver: int, box: Box) -> Iterator[PossiblePart]:
+    """Yields the parts in the receiver's `box` of a constant or of a quantised array,
+    which are not divided along the shards of a source.
+    """
+    start = [-low for low, _ in box]
+    for inside in within(piece, box):
+        yield PossiblePart(
+            ShardPart(receiver, receiver, shifted(inside, start), bytes=0), None
+        )
+
+
+def _sent_parts(
+    piece: Piece,
+    receiver: int,
+    box: Box,
+    source: ShardGrid,
+    splits: dict[object, list[PossiblePart]],
+    missing: dict[Box, None],
+) -> Iterator[PossiblePart]:
+    """Yields the parts of `piece` that `receiver` needs for its `box`, each with its
+    possible senders. `splits` is a cache: all entries of a stack are divided like the
+    first one.
+    """
+    # Positions inside the box are relative to the box.
+    offset = from_start(piece, box)
+    first = shifted(piece, [-step for step in offset])
+    key = (
+        box,
+        first.source,
+        first.target,
+        first.factors,
+        piece.value.casts,
+        id(source),
+    )
+    if key not in splits:
+        splits[key] = list(_split(first, box, source, missing))
+    for part, senders in splits[key]:
+        own_piece = shifted(part.piece, offset)._replace(value=piece.value)
+        yield PossiblePart(
+            ShardPart(receiver, receiver, own_piece, part.bytes, part.bits), senders
+        )
+
+
+def _choose(parts: list[PossiblePart]) -> tuple[tuple[int, ...], ...]:
+    """Chooses a sender for each of `parts`, in place. Returns, for each shard that
+    several devices could send, these devices.
     """
     replicas: dict[tuple[int, ...], None] = {}
-    for at in sorted(range(len(parts)), key=lambda at: -parts[at][0].bytes):
-        part, senders = parts[at]
-        if senders is not None and part.receiver not in senders.holders:
-            parts[at] = (
-                ShardPart(senders.choose(part.receiver, part.bytes), *part[1:]),
-                senders,
-            )
-            if len(senders.holders) > 1:
-                replicas[tuple(senders.holders)] = None
+    for number in sorted(
+        range(len(parts)), key=lambda number: -parts[number].part.bytes
+    ):
+        part, senders = parts[number]
+        if senders is None or part.receiver in senders.holders:
+            continue
+        sender = senders.choose(part.receiver, part.bytes)
+        parts[number] = PossiblePart(part._replace(sender=sender), senders)
+        if len(senders.holders) > 1:
+            replicas[tuple(senders.holders)] = None
     return tuple(replicas)
 
 
 def _split(
     piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]
-) -> Iterator[tuple[ShardPart, Senders]]:
+) -> Iterator[PossiblePart]:
     """Yields the parts of the strided copy `piece` that write into `box` of the target,
     each with its possible senders. Each part reads from one shard of the source. If no
     device holds this shard, the part's box in the source is added to `missing` instead.
     """
     widths = [bits(source.dtype), *map(bits, dtypes_of(piece.value.casts))]
+    start_of_box = [-low for low, _ in box]
     for inside in within(piece, box):
-        other = swapped(shifted(inside, [-low for low, _ in box]))
-        for cell in source.overlapping(hull(other)):
-            if common(hull(other), cell) is None:
+        reading = swapped(shifted(inside, start_of_box))
+        for cell in source.overlapping(hull(reading)):
+            if common(hull(reading), cell) is None:
                 continue
-            for own in [
-                swapped(shifted(one, [-low for low, _ in cell]))
-                for one in within(other, cell)
-            ]:
-                if not source.senders[cell].holders:
-                    starts = [low for low, _ in cell]
-                    missing[hull(shifted(swapped(once(own)), starts))] = None
+            senders = source.senders[cell]
+            start_of_cell = [low for low, _ in cell]
+            to_cell = [-low for low in start_of_cell]
+            for in_cell in within(reading, cell):
+                part = swapped(shifted(in_cell, to_cell))
+                if not senders.holders:
+                    missing[hull(shifted(swapped(once(part)), start_of_cell))] = None
                     continue
-                size = -(-once(own).elements * min(widths) // 8)
-                yield ShardPart(-1, -1, own, size, max(widths)), source.senders[cell]
+                nbytes = -(-once(part).elements * min(widths) // 8)
+                yield PossiblePart(
+                    ShardPart(-1, -1, part, nbytes, max(widths)), senders
+                )
 
 
 def first_casts(casts: Sequence[object], dtype: object) -> int:
@@ -337,8 +403,13 @@ def _extent(piece: Piece) -> int:
 
 
 @ft.lru_cache(maxsize=4096)
-def _extent_of(factors: tuple[Factor, ...], here: int, there: int) -> int:
-    piece = Piece(Value(None), (0,) * here, (0,) * there, factors)
+def _extent_of(factors: tuple[Factor, ...], source_rank: int, target_rank: int) -> int:
+    piece = Piece(
+        value=Value(None),
+        source=(0,) * source_rank,
+        target=(0,) * target_rank,
+        factors=factors,
+    )
     return max(piece.elements, volume(hull(piece)), volume(hull(swapped(once(piece)))))
 
 
@@ -346,32 +417,39 @@ def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
     """Divides a part into parts of at most `most_bytes` of memory. They are larger only
     if an element would otherwise be sent twice.
     """
-    factors = [f for f in part.piece.factors if f.source_dim != NOWHERE]
+    factors = [factor for factor in part.piece.factors if factor.source_dim != NOWHERE]
     if part.memory_bytes <= most_bytes or not factors:
         return [part]
-    # Divide along the factor whose elements have the largest gaps; of several, along
-    # the longest, which gives the fewest parts.
-    outer = min(
-        factors,
-        key=lambda f: (_extent(rows(part.piece, f, 0, -(-f.size // 2))), -f.size),
-    )
-    count = -(-outer.size // max(1, outer.size * most_bytes // part.memory_bytes))
+
+    outer = min(factors, key=lambda factor: _halved(part.piece, factor))
+    iterations = outer.size * most_bytes // part.memory_bytes
+    count = -(-outer.size // max(1, iterations))
     step = -(-outer.size // max(2, count))
-    per = part.bytes / outer.size
-    found = []
+    bytes_per_iteration = part.bytes / outer.size
+    smaller_parts = []
     for start in range(0, outer.size, step):
         stop = min(outer.size, start + step)
-        own = part._replace(
+        smaller = part._replace(
             piece=rows(part.piece, outer, start, stop),
-            bytes=math.ceil(per * (stop - start)),
+            bytes=math.ceil(bytes_per_iteration * (stop - start)),
         )
-        found += divided(own, most_bytes)
-    return found
+        smaller_parts += divided(smaller, most_bytes)
+    return smaller_parts
+
+
+def _halved(piece: Piece, factor: Factor) -> tuple[int, int]:
+    """Orders the factors along which a piece can be divided: the one whose elements have
+    the largest gaps first; of several, the longest, which gives the fewest parts.
+    """
+    half = rows(piece, factor, 0, -(-factor.size // 2))
+    return _extent(half), -factor.size
 
 
 def least_memory_bytes(part: ShardPart) -> int:
     """The memory, in bytes, of the smallest parts into which a part of a shard can be
     divided.
     """
-    repeated = tuple(f for f in part.piece.factors if f.source_dim == NOWHERE)
+    repeated = tuple(
+        factor for factor in part.piece.factors if factor.source_dim == NOWHERE
+    )
     return part._replace(piece=part.piece._replace(factors=repeated)).memory_bytes

@@ -13,7 +13,7 @@ import functools as ft
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,13 @@ from ..._convert import Piece, Scale, constant, target_view
 from .assembly import Assembly, ScaledArray
 from .exchange import (
     AXIS,
-    Block,
     Exchange,
     Round,
     StridedCopy,
     bitcast,
     block_shape,
     blocks,
+    first_shard,
     per_device,
     program,
     program_dtype,
@@ -40,19 +40,26 @@ from .exchange import (
     write_part,
 )
 from .host import LocalShards, start_on_host
-from .parts import first_casts
+from .parts import Block, first_casts
 
 
-# One round: the number of elements that a device sends, and the pairs of sender and
-# receiver.
-Sending = tuple[int, tuple[tuple[int, int], ...]]
+class Sending(NamedTuple):
+    """One round: the number of elements that a device sends, and the pairs of sender
+    and receiver.
+    """
+
+    size: int
+    pairs: tuple[tuple[int, int], ...]
 
 
 def _sent_shape(form: StridedCopy) -> list[int]:
     """The shape in which a part of a shard is sent. An element that is written several
     times is sent once.
     """
-    return [count for _, own in form.source for count, _ in own]
+    shape: list[int] = []
+    for _, digits in form.source:
+        shape += [count for _, count in digits]
+    return shape
 
 
 @ft.lru_cache(maxsize=256)
@@ -67,33 +74,28 @@ def slice_program(
     `sources` have the shape and dtype of a shard of each array that is read, and
     `block` has those of the message.
     """
-    dtype, (shape, to) = sources[0][1], block
+    source_dtype = sources[0].dtype
+    dtype = source_dtype
     # The sender casts values, not their bits.
-    own = (
-        program_dtype(dtype, devices)
-        if sent_dtype(rounds[0].form, dtype) == dtype
-        else dtype
-    )
+    if sent_dtype(rounds[0].form, source_dtype) == source_dtype:
+        dtype = program_dtype(source_dtype, devices)
 
-    def run(places: jax.Array, *given: jax.Array) -> jax.Array:
+    def run(places: jax.Array, *arrays: jax.Array) -> jax.Array:
         shards = [
-            bitcast(one.reshape(shape), own)
-            for one, (shape, _) in zip(given, sources, strict=True)
+            bitcast(array.reshape(source.shape), dtype)
+            for array, source in zip(arrays, sources, strict=True)
         ]
-        sent, start = jnp.zeros(shape, to), 0
-        for at, step in enumerate(rounds):
+        message = jnp.zeros(block.shape, block.dtype)
+        start = 0
+        for number, step in enumerate(rounds):
             # Without the barrier XLA could slice and keep all parts before it writes
             # the first.
-            shards, sent = jax.lax.optimization_barrier((shards, sent))
-            piece = bitcast(
-                slice_part(step.form, shards[step.number], places[0, at]).reshape(-1),
-                to,
-            )
-            sent, start = (
-                jax.lax.dynamic_update_slice(sent, piece, (start,)),
-                start + piece.size,
-            )
-        return sent
+            shards, message = jax.lax.optimization_barrier((shards, message))
+            part = slice_part(step.form, shards[step.number], places[0, number])
+            part = bitcast(part.reshape(-1), block.dtype)
+            message = jax.lax.dynamic_update_slice(message, part, (start,))
+            start += part.size
+        return message
 
     return per_device(devices, run, 1 + len(sources))
 
@@ -104,18 +106,16 @@ def send_program(devices: tuple[object, ...], rounds: tuple[Sending, ...]) -> An
     permute for each round.
     """
 
-    def run(sent: jax.Array) -> jax.Array:
+    def run(message: jax.Array) -> jax.Array:
         start = 0
         for size, pairs in rounds:
             if pairs:
-                piece = jax.lax.ppermute(
-                    jax.lax.slice(sent, (start,), (start + size,)), AXIS, pairs
-                )
-                sent = jax.lax.optimization_barrier(
-                    jax.lax.dynamic_update_slice(sent, piece, (start,))
-                )
+                part = jax.lax.slice(message, (start,), (start + size,))
+                part = jax.lax.ppermute(part, AXIS, pairs)
+                message = jax.lax.dynamic_update_slice(message, part, (start,))
+                message = jax.lax.optimization_barrier(message)
             start += size
-        return sent
+        return message
 
     return per_device(devices, run, 1, 0)
 
@@ -134,36 +134,28 @@ def write_program(
     true, the function makes the shards. Otherwise they are its last argument, which it
     writes into and returns.
     """
-    own, wire = (
-        program_dtype(target[1], devices),
-        sent_dtype(rounds[0].form, source_dtype),
-    )
+    dtype = program_dtype(target.dtype, devices)
+    wire_dtype = sent_dtype(rounds[0].form, source_dtype)
     casts = rounds[0].form.casts
-    is_ready = first_casts(casts, source_dtype) == len(casts)
+    is_cast = first_casts(casts, source_dtype) == len(casts)
 
-    def run(places: jax.Array, sent: jax.Array, *given: jax.Array) -> jax.Array:
-        out = (
-            jnp.zeros(target[0], own)
-            if makes_shards
-            else bitcast(given[0].reshape(target[0]), own)
-        )
+    def run(places: jax.Array, message: jax.Array, *arrays: jax.Array) -> jax.Array:
+        out = first_shard(target.shape, dtype, None if makes_shards else arrays[0])
         start = 0
-        for at, step in enumerate(rounds):
-            sent, out = jax.lax.optimization_barrier((sent, out))
+        for number, step in enumerate(rounds):
+            message, out = jax.lax.optimization_barrier((message, out))
             shape = _sent_shape(step.form)
-            piece = jax.lax.slice(sent, (start,), (start + math.prod(shape),)).reshape(
-                shape
-            )
-            piece, start = (
-                piece if is_ready else bitcast(piece, wire),
-                start + piece.size,
-            )
-            out = write_part(step, out, piece, source_dtype, places[0, at])
-        return bitcast(out.reshape(block_shape(target[0])), target[1])
+            part = jax.lax.slice(message, (start,), (start + math.prod(shape),))
+            part = part.reshape(shape)
+            if not is_cast:
+                part = bitcast(part, wire_dtype)
+            start += part.size
+            out = write_part(step, out, part, source_dtype, places[0, number])
+        return bitcast(out.reshape(block_shape(target.shape)), target.dtype)
 
-    return (
-        per_device(devices, run, 2) if makes_shards else per_device(devices, run, 3, 2)
-    )
+    if makes_shards:
+        return per_device(devices, run, 2)
+    return per_device(devices, run, 3, 2)
 
 
 @ft.lru_cache(maxsize=256)
@@ -171,10 +163,20 @@ def zeros(devices: tuple[object, ...], block: Block) -> Any:
     """A jitted function in which each device makes a message of zeros, of the shape and
     dtype in `block`.
     """
+    shape = (len(devices) * block.shape[0],)
     return jax.jit(
-        lambda: jnp.zeros((len(devices) * block[0][0],), block[1]),
-        out_shardings=sharding_of(devices),
+        lambda: jnp.zeros(shape, block.dtype), out_shardings=sharding_of(devices)
     )
+
+
+class BlockKey(NamedTuple):
+    """What an array that `Context.block` returns depends on: the paths of the source
+    and of its scales, the blocks and the dtype of the product as text, and the devices.
+    """
+
+    paths: tuple[str, ...]
+    product: str
+    devices: tuple[Any, ...]
 
 
 @dataclasses.dataclass
@@ -208,9 +210,7 @@ class Context:
     most_bytes: int
     pool: ThreadPoolExecutor | None
     shards: LocalShards
-    blocks: dict[tuple[tuple[str, ...], object], jax.Array] = dataclasses.field(
-        default_factory=dict
-    )
+    blocks: dict[BlockKey, jax.Array] = dataclasses.field(default_factory=dict)
     in_flight: list[jax.Array] = dataclasses.field(default_factory=list)
     in_flight_bytes: int = 0
 
@@ -220,14 +220,13 @@ class Context:
         all programs that may still run. If `limit_bytes` is `None`, the limit is
         `most_bytes` for each of the `sharers` devices that share one memory.
         """
-        most = (
-            self.most_bytes * sharers if self.limit_bytes is None else self.limit_bytes
-        )
-        if self.in_flight_bytes + nbytes > most:
+        most_bytes = self.limit_bytes
+        if most_bytes is None:
+            most_bytes = self.most_bytes * sharers
+        if self.in_flight_bytes + nbytes > most_bytes:
             # An array that was donated to a later program is deleted.
-            jax.block_until_ready(
-                [one for one in self.in_flight if not one.is_deleted()]
-            )
+            live = [array for array in self.in_flight if not array.is_deleted()]
+            jax.block_until_ready(live)
             self.in_flight.clear()
             self.in_flight_bytes = 0
         self.in_flight_bytes += nbytes
@@ -235,7 +234,7 @@ class Context:
     def forget(self, path: str) -> None:
         """Drops all references to the array at a path, so that its memory can be freed."""
         self.shards.forget(path)
-        for key in [key for key in self.blocks if path in key[0]]:
+        for key in [key for key in self.blocks if path in key.paths]:
             del self.blocks[key]
 
     def block(
@@ -246,51 +245,50 @@ class Context:
         `key` is the number of the source as text, or a name in `plan.scaled`. The array
         is cached, since many leaves can be slices of one stacked array.
         """
-        scaled, kind = plan.scaled.get(key), ""
-        paths = [names[int(key if scaled is None else scaled.source)]]
-        if scaled is not None:
-            paths, kind = (
-                [*paths, names[int(scaled.scale.path)]],
-                f"{scaled.scale.block} {scaled.dtype}",
+        product = plan.scaled.get(key)
+        if product is None:
+            block_key = BlockKey((names[int(key)],), "", devices)
+        else:
+            block_key = BlockKey(
+                paths=(names[int(product.source)], names[int(product.scale.path)]),
+                product=f"{product.scale.block} {product.dtype}",
+                devices=devices,
             )
-        known = (*paths, kind), devices
-        if known not in self.blocks:
-            array, *by = map(self.shards.leaf, paths)
-            array = array if scaled is None else self._scaled(scaled, array, *by)
+        if block_key not in self.blocks:
+            arrays = [self.shards.leaf(path) for path in block_key.paths]
+            array = arrays[0] if product is None else self._scaled(product, *arrays)
+            shape, dtype = plan.source_shapes[key]
             with _on(devices):
-                here = _shards(array).items()
                 shards = {
-                    device: _in_memory(one, device.default_memory().kind)
-                    for device, one in here
+                    device: _in_memory(shard, device.default_memory().kind)
+                    for device, shard in _shards(array).items()
                 }
-                self.blocks[known] = blocks(devices, *plan.source_shapes[key], shards)
-        return self.blocks[known]
+                self.blocks[block_key] = blocks(devices, shape, dtype, shards)
+        return self.blocks[block_key]
 
-    def _scaled(self, one: ScaledArray, x: jax.Array, scales: jax.Array) -> jax.Array:
-        """The array `x` multiplied by `scales` and cast as `one` says, with the
+    def _scaled(
+        self, product: ScaledArray, x: jax.Array, scales: jax.Array
+    ) -> jax.Array:
+        """The array `x` multiplied by `scales` and cast as `product` says, with the
         sharding of `x`.
         """
         assert self.move is not None
-        end = x.sharding
-        scales = self.move(
-            scales,
-            (
-                NamedSharding(end.mesh, PartitionSpec())
-                if isinstance(end, NamedSharding)
-                else end
-            ),
-        )
-        return _times(one.scale, one.dtype, end)(x, scales)
+        sharding = x.sharding
+        scales_sharding = sharding
+        if isinstance(sharding, NamedSharding):
+            scales_sharding = NamedSharding(sharding.mesh, PartitionSpec())
+        scales = self.move(scales, scales_sharding)
+        return _times(product.scale, product.dtype, sharding)(x, scales)
 
 
 @ft.lru_cache(maxsize=64)
 def _times(scale: Scale, dtype: Any, sharding: object) -> Any:
-    def run(x: jax.Array, by: jax.Array) -> jax.Array:
-        by = by.astype(jnp.float32)
+    def run(x: jax.Array, scales: jax.Array) -> jax.Array:
+        scales = scales.astype(jnp.float32)
         for dim, size in enumerate(scale.block):
-            by = jnp.repeat(by, size, axis=dim)
-        by = by[tuple(slice(size) for size in x.shape)]
-        return (x.astype(jnp.float32) * by).astype(dtype)
+            scales = jnp.repeat(scales, size, axis=dim)
+        scales = scales[tuple(slice(size) for size in x.shape)]
+        return (x.astype(jnp.float32) * scales).astype(dtype)
 
     return jax.jit(run, out_shardings=sharding)
 
@@ -309,32 +307,28 @@ def start_assembly(
     if plan.method == "host":
         return start_on_host(
             plan.struct,
-            plan.targets,
-            plan.host_copies,
-            names,
-            context.shards,
-            context.pool,
+            targets=plan.targets,
+            copies=plan.host_copies,
+            names=names,
+            shards=context.shards,
+            pool=context.pool,
         )
+    run_step = _run_three if plan.changes_devices else _run_one
     out = _constants(plan)
     for step, places in _programs(plan, context.limit_bytes, context.most_bytes):
-        out = (_run_three if plan.changes_devices else _run_one)(
-            plan, names, context, step, places, out
-        )
-    parts = {} if out is None else _shards(out)
-    mine = [
-        parts[device]
-        for device in plan.sharding.addressable_devices_indices_map(plan.shape)
-    ]
-    # Programs compute in device memory; an array in host memory is moved there
-    # afterwards.
-    mine = [
-        _in_memory(part.reshape(plan.shard_shape), plan.sharding.memory_kind)
-        for part in mine
-    ]
-    made = jax.make_array_from_single_device_arrays(
-        plan.shape, plan.sharding, mine, dtype=plan.dtype
+        out = run_step(plan, names, context, step, places, out)
+
+    shard_of = {} if out is None else _shards(out)
+    shards = []
+    for device in plan.sharding.addressable_devices_indices_map(plan.shape):
+        shard = shard_of[device].reshape(plan.shard_shape)
+        # Programs compute in device memory; an array in host memory is moved there
+        # afterwards.
+        shards.append(_in_memory(shard, plan.sharding.memory_kind))
+    array = jax.make_array_from_single_device_arrays(
+        plan.shape, plan.sharding, shards, dtype=plan.dtype
     )
-    return lambda: made
+    return lambda: array
 
 
 def _run_one(
@@ -351,13 +345,18 @@ def _run_one(
     earlier programs made, if any. Returns the updated shards.
     """
     devices = plan.devices
-    given = [context.block(plan, names, devices, key) for key in step.keys]
-    sources = tuple(plan.source_shapes[key] for key in step.keys)
+    arguments = [context.block(plan, names, devices, key) for key in step.keys]
+    if out is not None:
+        arguments.append(out)
     with _on(devices):
         run = program(
-            devices, step.rounds, sources, (plan.shard_shape, plan.dtype), out is None
+            devices,
+            step.rounds,
+            sources=tuple(plan.source_shapes[key] for key in step.keys),
+            target=Block(plan.shard_shape, plan.dtype),
+            makes_shards=out is None,
         )
-        out = run(places[0], *given, *(() if out is None else (out,)))
+        out = run(places[0], *arguments)
     if context.limit_bytes is not None or _crosses(devices):
         # Programs that talk to other processes block threads of the CPU's runtime;
         # several at once can block them all.
@@ -379,54 +378,77 @@ def _run_three(
     target's devices. `out` has the shards that earlier programs made, if any. Returns
     the updated shards; `None` if this process has none of the array's devices.
     """
-    here, there = plan.source_devices[step.keys[0]], plan.target_devices
     # Without senders and receivers, the programs of different parts of an array are
     # equal.
-    rounds = tuple(one._replace(pairs=()) for one in step.rounds)
-    sources = tuple(plan.source_shapes[key] for key in step.keys)
-    sizes = [math.prod(_sent_shape(one.form)) for one in rounds]
-    block = (
-        (sum(sizes),),
-        program_dtype(sent_dtype(rounds[0].form, sources[0][1]), here),
+    rounds = tuple(one_round._replace(pairs=()) for one_round in step.rounds)
+    sizes = [math.prod(_sent_shape(one_round.form)) for one_round in rounds]
+    source_dtype = plan.source_shapes[step.keys[0]].dtype
+    senders = plan.source_devices[step.keys[0]]
+    message = Block(
+        shape=(sum(sizes),),
+        dtype=program_dtype(sent_dtype(rounds[0].form, source_dtype), senders),
     )
     context.wait_for(plan.extra_bytes([step]), plan.sharers)
-    sent: dict[object, jax.Array] = {}
-    if any(map(_is_mine, here)):
-        given = [context.block(plan, names, here, key) for key in step.keys]
-        with _on(here):
-            sent = _shards(
-                slice_program(here, rounds, sources, block)(places[0], *given)
-            )
-    others = tuple(
-        device for device in plan.devices if _is_mine(device) and device not in sent
-    )
-    if others:  # devices that send nothing
-        with _on(others):
-            sent |= _shards(zeros(others, block)())
+    messages = _messages(plan, names, context, step.keys, rounds, message, places[0])
     with _on(plan.devices):
-        sends = tuple(zip(sizes, [one.pairs for one in step.rounds], strict=True))
-        received = _shards(
-            send_program(plan.devices, sends)(blocks(plan.devices, *block, sent))
+        sendings = tuple(
+            Sending(size, one_round.pairs)
+            for size, one_round in zip(sizes, step.rounds, strict=True)
         )
-    sent.clear()
-    if any(map(_is_mine, there)):
-        with _on(there):
-            put = write_program(
-                there,
+        send = send_program(plan.devices, sendings)
+        received = _shards(
+            send(blocks(plan.devices, message.shape, message.dtype, messages))
+        )
+    messages.clear()
+
+    receivers = plan.target_devices
+    if any(map(_is_mine, receivers)):
+        with _on(receivers):
+            write = write_program(
+                receivers,
                 rounds,
-                sources[0][1],
-                (plan.shard_shape, plan.dtype),
-                out is None,
+                source_dtype=source_dtype,
+                target=Block(plan.shard_shape, plan.dtype),
+                makes_shards=out is None,
             )
-            out = put(
-                places[1],
-                blocks(there, *block, received),
-                *(() if out is None else (out,)),
-            )
+            arguments = [blocks(receivers, message.shape, message.dtype, received)]
+            if out is not None:
+                arguments.append(out)
+            out = write(places[1], *arguments)
     context.in_flight.append(next(iter(received.values())) if out is None else out)
     if _crosses(plan.devices):
         jax.block_until_ready(context.in_flight[-1])
     return out
+
+
+def _messages(
+    plan: Assembly,
+    names: Sequence[str],
+    context: Context,
+    keys: Sequence[str],
+    rounds: tuple[Round, ...],
+    message: Block,
+    places: Any,
+) -> dict[Any, jax.Array]:
+    """The message of each of this process's devices, of the shape and dtype `message`.
+    It is zeros on devices that send nothing. `names` are the paths of the sources, and
+    `keys` the numbers of those that are read.
+    """
+    senders = plan.source_devices[keys[0]]
+    messages: dict[Any, jax.Array] = {}
+    if any(map(_is_mine, senders)):
+        arrays = [context.block(plan, names, senders, key) for key in keys]
+        sources = tuple(plan.source_shapes[key] for key in keys)
+        with _on(senders):
+            slice_parts = slice_program(senders, rounds, sources, message)
+            messages = _shards(slice_parts(places, *arrays))
+    others = tuple(
+        device for device in plan.devices if _is_mine(device) and device not in messages
+    )
+    if others:
+        with _on(others):
+            messages |= _shards(zeros(others, message)())
+    return messages
 
 
 def _is_mine(device: Any) -> bool:
@@ -468,23 +490,18 @@ def _programs(
     source and target. If it is `None` and source and target are on different devices,
     programs use at most `most_bytes` on a device.
     """
-    number, found = {device: at for at, device in enumerate(plan.devices)}, []
+    numbers = {device: number for number, device in enumerate(plan.devices)}
+    programs = []
     for step in plan.exchanges(limit_bytes, most_bytes):
-        sides = (
-            (plan.source_devices[step.keys[0]], plan.target_devices)
-            if plan.changes_devices
-            else (plan.devices,)
-        )
-        found.append(
-            (
-                step,
-                tuple(
-                    _placed(step.places[[number[one] for one in side]], side)
-                    for side in sides
-                ),
-            )
-        )
-    return tuple(found)
+        sides: tuple[tuple[Any, ...], ...] = (plan.devices,)
+        if plan.changes_devices:
+            sides = (plan.source_devices[step.keys[0]], plan.target_devices)
+        places = [
+            _placed(step.places[[numbers[device] for device in side]], side)
+            for side in sides
+        ]
+        programs.append((step, tuple(places)))
+    return tuple(programs)
 
 
 def _placed(rows: np.ndarray, devices: tuple[object, ...]) -> jax.Array | None:
@@ -508,23 +525,22 @@ def _constants(plan: Assembly) -> jax.Array | None:
             constants.setdefault(part.receiver, []).append(part.piece)
     # A single program is over all devices, so all of them then hold a shard of the
     # target.
-    devices, target = (
-        plan.target_devices if plan.changes_devices else plan.devices,
-        plan.shard_shape,
-    )
+    devices = plan.target_devices if plan.changes_devices else plan.devices
     if not constants or not any(map(_is_mine, devices)):
         return None
+
+    block = block_shape(plan.shard_shape)
     numbers = [plan.devices.index(device) for device in devices]
-    first = block_shape(target)[0]
 
     def shard(index: Any) -> np.ndarray:
-        out = np.zeros(target, plan.dtype)
-        for piece in constants.get(numbers[(index[0].start or 0) // first], ()):
+        out = np.zeros(plan.shard_shape, plan.dtype)
+        number = numbers[(index[0].start or 0) // block[0]]
+        for piece in constants.get(number, ()):
             with np.errstate(over="ignore", invalid="ignore"):
                 target_view(out, piece)[...] = constant(piece)
-        return out.reshape(block_shape(target))
+        return out.reshape(block)
 
-    whole = (len(devices) * first, *block_shape(target)[1:])
+    whole = (len(devices) * block[0], *block[1:])
     return jax.make_array_from_callback(
         whole, sharding_of(devices), shard, dtype=plan.dtype
     )

@@ -1,0 +1,482 @@
+"""Plans how each array is assembled from shards of other arrays, from shapes and
+shardings alone.
+
+`copies` says whether CPU devices of one process may copy shards in the memory that they
+share. `lost` are devices whose shards are not to be read.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+from ..._convert import (
+    NO_NUMBERS,
+    Arithmetic,
+    Made,
+    NumberCopies,
+    Piece,
+    Struct,
+    TreeMap,
+    Value,
+    bound,
+    extended,
+    leaf_made,
+    names_of,
+    simplified,
+)
+from ..._ground.boxes import Box
+from ..._ground.errors import MeshError
+from ..shardings import data_of, has_devices, naming, require_movable, require_reduced
+from .assembly import Assembly, MovedLeaf, ScaledArray, numbered, shards_of
+from .host import host_copies
+from .parts import Block, ShardPart, ShardParts, Source, shard_parts
+
+
+# The number that stands for the host, which holds NumPy arrays.
+_HOST = -1
+
+
+class TargetArray(NamedTuple):
+    """An array that a `TreeMap` makes, the paths of its sources, and the plan for
+    assembling it. `assembly` is `None` if the array is an unchanged source array, which
+    moves as it would without a map.
+    """
+
+    leaf: MovedLeaf
+    sources: tuple[str, ...]
+    assembly: Assembly | None
+
+
+@ft.lru_cache(maxsize=16)
+def target_arrays(
+    map: TreeMap,
+    sources: tuple[MovedLeaf, ...],
+    targets: tuple[MovedLeaf, ...],
+    copies: bool,
+    numbers: NumberCopies = NO_NUMBERS,
+) -> tuple[TargetArray, ...]:
+    """Plans how each array of `targets`, which `map` makes, is assembled from `sources`
+    or moved. `numbers` are the Python numbers of the source. It caches results.
+    """
+    source_structs = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in sources}
+    target_structs = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in targets}
+    target_by_path = bound(map, source_structs, target_structs, numbers)
+    source_by_path = {leaf.path: leaf for leaf in sources}
+    cache: dict[object, Assembly] = {}
+    arrays = []
+    for leaf in targets:
+        target = target_by_path[leaf.path]
+        names = _source_names(target)
+        leaf_sources = [source_by_path[name] for name in names]
+        with naming(str, leaf.path):
+            _require_movable(leaf, leaf_sources)
+            is_unchanged = len(names) == 1 and target == _unchanged(leaf_sources[0])
+            assembly = None
+            if not is_unchanged:
+                assembly = _cached_assembly(leaf, target, leaf_sources, copies, cache)
+        arrays.append(TargetArray(leaf, names, assembly))
+    return tuple(arrays)
+
+
+def _source_names(target: Made) -> tuple[str, ...]:
+    """The paths of the arrays that the pieces of `target` read, each once."""
+    names = [name for piece in target.pieces for name in names_of(piece)]
+    return tuple(dict.fromkeys(names))
+
+
+def _require_movable(leaf: MovedLeaf, sources: Sequence[MovedLeaf]) -> None:
+    assert leaf.sharding is not None
+    require_movable(leaf.shape, leaf.dtype, leaf.sharding)
+    shardings = [source.sharding for source in sources if source.sharding is not None]
+    require_reduced(leaf.sharding, *shardings)
+
+
+def _unchanged(leaf: MovedLeaf) -> Made:
+    target = leaf_made(leaf.path, Struct(leaf.shape, leaf.dtype))
+    return dataclasses.replace(target, pieces=tuple(map(simplified, target.pieces)))
+
+
+class _AssemblyKey(NamedTuple):
+    """All that the plan for assembling an array depends on."""
+
+    target: MovedLeaf
+    pieces: tuple[Piece, ...]
+    constants: str
+    sources: tuple[MovedLeaf, ...]
+
+
+def _assembly_key(
+    leaf: MovedLeaf, pieces: tuple[Piece, ...], sources: Sequence[MovedLeaf]
+) -> _AssemblyKey:
+    """The key of an array whose `pieces` name their sources by number. Paths do not
+    count.
+    """
+    return _AssemblyKey(
+        target=leaf._replace(path=""),
+        pieces=pieces,
+        # 0.0 and -0.0 are equal as numbers, but not as text.
+        constants=str([piece.value.number for piece in pieces]),
+        sources=tuple(source._replace(path="") for source in sources),
+    )
+
+
+def _cached_assembly(
+    leaf: MovedLeaf,
+    target: Made,
+    sources: Sequence[MovedLeaf],
+    copies: bool,
+    cache: dict[object, Assembly],
+) -> Assembly:
+    """The plan for assembling `leaf` from `sources`. `target` has the pieces of the
+    sources that fill it. `cache` has earlier plans, since arrays that differ only in
+    paths share one.
+    """
+    shape, dtype = data_of(leaf.shape, leaf.dtype)
+    pieces: Sequence[Piece] = target.pieces
+    key_sizes = shape[len(leaf.shape) :]
+    if key_sizes:
+        pieces = [extended(piece, key_sizes) for piece in pieces]
+    pieces = numbered(pieces, [source.path for source in sources])
+    key = _assembly_key(leaf, pieces, sources)
+    if key not in cache:
+        numbered_sources = [
+            source._replace(path=str(number)) for number, source in enumerate(sources)
+        ]
+        cache[key] = _assembly(
+            leaf, Made(shape, dtype, pieces), numbered_sources, copies
+        )
+    return cache[key]
+
+
+def assembly_between(
+    shape: tuple[int, ...],
+    dtype: object,
+    src: Sharding,
+    dst: Sharding,
+    lost: tuple[object, ...],
+    copies: bool,
+    sent_before: tuple[tuple[int, int], ...] = (),
+) -> Assembly:
+    """The plan for moving an array without a map to another sharding, on any devices.
+    For typed PRNG keys, `shape` and `dtype` are those of their `key_data`.
+
+    `parts.missing` of the plan has the boxes of the elements that only `lost` devices
+    hold. `sent_before` has pairs: the number of a device, and how many more bytes it
+    has sent in earlier moves than the device with the same shard that has sent the
+    fewest. Raises `MeshError` if no program spans the devices and no process can
+    address all shards.
+    """
+    return _assembly(
+        leaf=MovedLeaf("", shape, dtype, dst),
+        target=leaf_made("0", Struct(shape, dtype)),
+        sources=[MovedLeaf("0", shape, dtype, src)],
+        copies=copies,
+        lost=lost,
+        sent_before=sent_before,
+    )
+
+
+def _assembly(
+    leaf: MovedLeaf,
+    target: Made,
+    sources: Sequence[MovedLeaf],
+    copies: bool,
+    lost: tuple[object, ...] = (),
+    sent_before: tuple[tuple[int, int], ...] = (),
+) -> Assembly:
+    devices = _devices_of(leaf, sources, lost)
+    parts = _parts(target, sources, devices, sent_before)
+    method = _method(leaf, target, sources, copies, parts, devices)
+    scaled: dict[str, ScaledArray] = {}
+    if method == "programs" and _has_scales(target):
+        target, scaled = _scaled_first(target)
+        sources = _scaled_sources(target, sources, scaled)
+        devices = _devices_of(leaf, sources, lost)
+        parts = _parts(target, sources, devices, sent_before)
+
+    assert leaf.sharding is not None
+    assembly = Assembly(
+        sharding=leaf.sharding,
+        shape=target.shape,
+        dtype=target.dtype,
+        shard_shape=devices.shard_shape,
+        method=method,
+        pieces=target.pieces,
+        scaled=scaled,
+        parts=parts,
+        devices=devices.all,
+        target_devices=devices.remaining(devices.target),
+        source_devices={
+            path: devices.remaining(shards) for path, shards in devices.sources.items()
+        },
+        source_shapes=devices.source_shapes,
+    )
+    if method == "host" and devices.are_named:
+        return _with_host_copies(assembly, sources, devices)
+    return assembly
+
+
+def _has_scales(target: Made) -> bool:
+    return any(piece.value.scale is not None for piece in target.pieces)
+
+
+class _DeviceShard(NamedTuple):
+    """A shard: the device that holds it, and its box."""
+
+    device: Any
+    box: Box
+
+
+@dataclasses.dataclass(frozen=True)
+class _Devices:
+    """The devices of an array and of its sources, each with a number.
+
+    In a mesh without devices, ids or positions stand for devices. A NumPy array has the
+    device `None`.
+
+    **Arguments:**
+
+    - `are_named`: whether all shardings have devices.
+    - `lost`: the lost devices.
+    - `target`, `sources`: the shards of the array, and of each source by its path.
+    - `shard_shape`: the shape of one shard of the array.
+    - `source_shapes`: for each source, the shape and dtype of one shard.
+    - `all`: the devices, without lost devices that hold a source.
+    - `numbers`: the position of each device in `all`; `_HOST` for `None`.
+    """
+
+    are_named: bool
+    lost: set[Any]
+    target: list[_DeviceShard]
+    sources: dict[str, list[_DeviceShard]]
+    shard_shape: tuple[int, ...]
+    source_shapes: dict[str, Block]
+    all: tuple[Any, ...]
+    numbers: dict[Any, int]
+
+    def remaining(self, shards: Sequence[_DeviceShard]) -> tuple[Any, ...]:
+        """The devices of `shards`, without the lost ones."""
+        return tuple(
+            shard.device
+            for shard in shards
+            if shard.device is not None and shard.device in self.numbers
+        )
+
+    def holders(self, path: str) -> dict[Box, list[int]]:
+        """The numbers of the devices that hold each box of the source `path`. Lost
+        devices are left out.
+        """
+        holders: dict[Box, list[int]] = {}
+        for device, box in self.sources[path]:
+            numbers = holders.setdefault(box, [])
+            if device not in self.lost:
+                numbers.append(self.numbers[device])
+        return holders
+
+
+def _devices_of(
+    leaf: MovedLeaf, sources: Sequence[MovedLeaf], lost: Sequence[object]
+) -> _Devices:
+    shardings = [end.sharding for end in (*sources, leaf) if end.sharding is not None]
+    are_named = all(has_devices(sharding) for sharding in shardings)
+
+    def key_of(device: Any) -> Any:
+        return device if are_named else getattr(device, "id", device)
+
+    def device_shards(boxes: Mapping[Any, Box]) -> list[_DeviceShard]:
+        return [_DeviceShard(key_of(device), box) for device, box in boxes.items()]
+
+    lost_keys = {key_of(device) for device in lost}
+    target_shards = shards_of(leaf)
+    target = device_shards(target_shards.boxes)
+    source_shapes: dict[str, Block] = {}
+    source_shards: dict[str, list[_DeviceShard]] = {}
+    devices: dict[Any, None] = {}
+    for source in sources:
+        shards = shards_of(source)
+        source_shapes[source.path] = Block(shards.shape, shards.dtype)
+        source_shards[source.path] = device_shards(shards.boxes)
+        for device, _ in source_shards[source.path]:
+            if device is not None and device not in lost_keys:
+                devices[device] = None
+    devices |= {device: None for device, _ in target}
+
+    numbers: dict[Any, int] = {None: _HOST}
+    for number, device in enumerate(devices):
+        numbers[device] = number
+    return _Devices(
+        are_named=are_named,
+        lost=lost_keys,
+        target=target,
+        sources=source_shards,
+        shard_shape=target_shards.shape,
+        source_shapes=source_shapes,
+        all=tuple(devices),
+        numbers=numbers,
+    )
+
+
+def _method(
+    leaf: MovedLeaf,
+    target: Made,
+    sources: Sequence[MovedLeaf],
+    copies: bool,
+    parts: ShardParts,
+    devices: _Devices,
+) -> Literal["programs", "host"]:
+    """Decides whether programs on devices or NumPy copies on the host assemble `leaf`.
+    All processes decide alike. `target` has the pieces of the sources that fill the
+    array, and `parts` are the parts of shards in them.
+    """
+    if not devices.are_named:
+        return "programs" if sources else "host"
+
+    all_devices = set[Any]()
+    for end in (*sources, leaf):
+        if end.sharding is not None:
+            all_devices |= end.sharding.device_set
+    platforms = {device.platform for device in all_devices}
+    are_placed = [source.sharding is not None for source in sources]
+    has_program = (
+        len(platforms) == 1
+        and bool(sources)
+        and all(are_placed)
+        and 0 not in target.shape
+    )
+    if has_program and not (copies and platforms == {"cpu"}):
+        return "programs"
+
+    is_in_one_process = (
+        not any(are_placed)
+        or len({device.process_index for device in all_devices}) == 1
+    )
+    # Scales are always read as whole arrays.
+    if is_in_one_process or not (_travels(parts, devices) or _has_scales(target)):
+        return "host"
+    if has_program:
+        return "programs"
+    raise MeshError(
+        f"no program spans {' and '.join(sorted(platforms))} devices of several"
+        " processes, or NumPy arrays beside them; move to devices of one platform"
+        " within each process first."
+    )
+
+
+def _travels(parts: ShardParts, devices: _Devices) -> bool:
+    """Whether a process needs elements that another process holds."""
+    processes = [device.process_index for device in devices.all]
+    return any(
+        processes[part.sender] != processes[part.receiver]
+        for part in parts.all
+        if part.sender != _HOST
+    )
+
+
+def _parts(
+    target: Made,
+    sources: Sequence[MovedLeaf],
+    devices: _Devices,
+    sent_before: tuple[tuple[int, int], ...],
+) -> ShardParts:
+    # Sources that differ only in their paths share one value, and so one grid of shards.
+    source_values: dict[MovedLeaf, Source] = {}
+    values_by_path: dict[str, Source] = {}
+    for source in sources:
+        dtype = devices.source_shapes[source.path].dtype
+        key = source._replace(path="")
+        if key not in source_values:
+            source_values[key] = (dtype, devices.holders(source.path))
+        values_by_path[source.path] = source_values[key]
+    process_of: dict[int, int] = {}
+    if devices.are_named:
+        for number, device in enumerate(devices.all):
+            process_of[number] = device.process_index
+    return shard_parts(
+        target,
+        targets=[(devices.numbers[device], box) for device, box in devices.target],
+        sources=values_by_path,
+        process_of=process_of,
+        sent_before=sent_before,
+    )
+
+
+def _with_host_copies(
+    plan: Assembly, sources: Sequence[MovedLeaf], devices: _Devices
+) -> Assembly:
+    """Returns `plan` with the NumPy copies that this process makes. Replicas share
+    memory and are copied once.
+    """
+    receiver_of_box: dict[Box, int] = {}
+    for device, box in devices.target:
+        if device.process_index == jax.process_index():
+            receiver_of_box.setdefault(box, devices.numbers[device])
+    parts: dict[int, list[ShardPart]] = {
+        receiver: [] for receiver in receiver_of_box.values()
+    }
+    for part in plan.parts.all:
+        if part.receiver in parts:
+            parts[part.receiver].append(part)
+    shapes = [plan.source_shapes[source.path] for source in sources]
+    orders = [_shard_numbers(source, devices) for source in sources]
+    copies = [
+        host_copies(parts[receiver], plan.dtype, box, shapes, orders)
+        for box, receiver in receiver_of_box.items()
+    ]
+    return dataclasses.replace(
+        plan, targets=tuple(receiver_of_box), host_copies=tuple(copies)
+    )
+
+
+def _shard_numbers(source: MovedLeaf, devices: _Devices) -> dict[int, int]:
+    """From the number of a device to the number of its shard among the shards of the
+    source that this process holds.
+    """
+    if source.sharding is None:
+        return {_HOST: _HOST}
+    local = source.sharding.addressable_devices_indices_map(source.shape)
+    shard_numbers = {
+        devices.numbers.get(device, _HOST): number
+        for number, device in enumerate(local)
+    }
+    return shard_numbers or {_HOST: _HOST}
+
+
+def _scaled_first(target: Made) -> tuple[Made, dict[str, ScaledArray]]:
+    """Replaces each source that is multiplied by scales by a new array, the product.
+    Returns `target`, the pieces that fill an array, with the products as sources, and, by
+    the name of each product, how to compute it.
+    """
+    scaled: dict[str, ScaledArray] = {}
+    pieces = []
+    for piece in target.pieces:
+        value = piece.value
+        if value.scale is not None:
+            assert value.path is not None
+            dtype = jnp.dtype("float32")
+            casts = value.casts
+            if casts and not isinstance(casts[0], Arithmetic):
+                dtype = casts[0]
+                casts = casts[1:]
+            key = f"{value.path} * {value.scale.path} in {dtype}"
+            scaled[key] = ScaledArray(source=value.path, scale=value.scale, dtype=dtype)
+            value = Value(path=key, casts=casts)
+        pieces.append(piece._replace(value=value))
+    return dataclasses.replace(target, pieces=tuple(pieces)), scaled
+
+
+def _scaled_sources(
+    target: Made, sources: Sequence[MovedLeaf], scaled: Mapping[str, ScaledArray]
+) -> list[MovedLeaf]:
+    """The sources of `target`, the products among them. A product lies as the array that
+    is multiplied does.
+    """
+    by_path = {source.path: source for source in sources}
+    for key, product in scaled.items():
+        source = by_path[product.source]
+        by_path[key] = source._replace(path=key, dtype=product.dtype)
+    return [by_path[name] for name in _source_names(target)]
