@@ -58,7 +58,7 @@ def _sent_shape(form: StridedCopy) -> list[int]:
     """
     shape: list[int] = []
     for _, digits in form.source:
-        shape += [count for _, count in digits]
+        shape += [count for count, _ in digits]
     return shape
 
 

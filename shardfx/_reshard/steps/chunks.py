@@ -14,7 +14,7 @@ second, and so on. Temporaries are then an eighth as large.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
@@ -71,25 +71,31 @@ def chunks_on_tpus(
     """Returns the chunks in which shards of `shape` move by `steps` on TPUs; `None` if
     whole shards move at once. `itemsize_bits` are the bits of an element.
     """
-    whole, blocks, target_shape = _blocks(shape, steps)
-    shard_bytes = max(math.prod(shape), math.prod(target_shape)) * itemsize_bits // 8
-    count = _chunk_count(whole, blocks, steps)
-    if count == 1 or shard_bytes < _SMALL_BYTES:
+    blocks = _blocks(shape, steps)
+    elements = max(math.prod(shape), math.prod(blocks.target_shape))
+    count = _chunk_count(blocks.whole, blocks.sizes, steps)
+    if count == 1 or elements * itemsize_bits // 8 < _SMALL_BYTES:
         return None
-    chunks = [-(-block // count) for block in blocks]
+    chunks = [-(-block // count) for block in blocks.sizes]
+
+    def padding(dim: int) -> tuple[float, int]:
+        """The elements that chunks along `dim` take, padding included, and the strips
+        of which blocks consist.
+        """
+        block = blocks.sizes[dim]
+        chunk_shape = [*blocks.sizes]
+        chunk_shape[dim] = chunks[dim]
+        padded = _best_order(chunk_shape).padded
+        longest = max(shape[dim], blocks.target_shape[dim])
+        return padded / chunks[dim] * block, longest // block
+
     # The dimension whose chunks are padded least; of several, the one along which
     # blocks consist of the fewest strips.
-    dim = min(
-        (dim for dim in range(len(shape)) if blocks[dim] > 1),
-        key=lambda dim: (
-            _best_order([*blocks[:dim], chunks[dim], *blocks[dim + 1 :]])[0]
-            / chunks[dim]
-            * blocks[dim],
-            max(shape[dim], target_shape[dim]) // blocks[dim],
-        ),
-        default=None,
-    )
-    return None if dim is None else Chunks(dim, blocks[dim], chunks[dim], target_shape)
+    dims = [dim for dim in range(len(shape)) if blocks.sizes[dim] > 1]
+    if not dims:
+        return None
+    dim = min(dims, key=padding)
+    return Chunks(dim, blocks.sizes[dim], chunks[dim], blocks.target_shape)
 
 
 def split_into(
@@ -99,34 +105,40 @@ def split_into(
     after another. There are fewer chunks if no block is long enough. `None` if all
     blocks have one element.
     """
-    _, blocks, target_shape = _blocks(shape, steps)
-    dim = next(
-        (dim for dim, block in enumerate(blocks) if block >= count),
-        blocks.index(max(blocks)),
-    )
-    return (
-        None
-        if blocks[dim] < 2
-        else Chunks(dim, blocks[dim], max(1, blocks[dim] // count), target_shape)
-    )
+    blocks = _blocks(shape, steps)
+    long_enough = [dim for dim, block in enumerate(blocks.sizes) if block >= count]
+    longest = blocks.sizes.index(max(blocks.sizes))
+    dim = long_enough[0] if long_enough else longest
+    block = blocks.sizes[dim]
+    if block < 2:
+        return None
+    return Chunks(dim, block, max(1, block // count), blocks.target_shape)
 
 
-def _blocks(
-    shape: Sequence[int], steps: Sequence[MoveStep]
-) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
-    """Returns the shape of the whole array, the size of its blocks along each
-    dimension, and the shape of a shard after the move. `shape` is the shape of a shard
-    before it.
+class _Blocks(NamedTuple):
+    """The shape of the whole array, the size of its blocks along each dimension, and
+    the shape of a shard after the move.
+    """
+
+    whole: tuple[int, ...]
+    sizes: list[int]
+    target_shape: tuple[int, ...]
+
+
+def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> _Blocks:
+    """Returns the blocks of an array. `shape` is the shape of a shard before the
+    move.
     """
     whole = tuple(
         size * count for size, count in zip(shape, steps[0].source.counts, strict=True)
     )
     layouts = [steps[0].source, *(step.target for step in steps)]
-    blocks = [
-        size // math.lcm(*counts)
-        for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)
+    counts_by_layout = [layout.counts for layout in layouts]
+    sizes = [
+        size // math.lcm(*[counts[dim] for counts in counts_by_layout])
+        for dim, size in enumerate(whole)
     ]
-    return whole, blocks, layouts[-1].shard_shape(whole)
+    return _Blocks(whole, sizes, target_shape=layouts[-1].shard_shape(whole))
 
 
 def _chunk_count(
@@ -144,7 +156,8 @@ def _chunk_count(
     kinds = [step.kind for step in steps]
     tile = _TILE[-len(blocks) :]
     if any(size % full for size, full in zip(blocks[-len(tile) :], tile, strict=True)):
-        return _CHUNKS if {"all_to_all", "all_gather"} & {*kinds} else 1
+        needs_chunks = "all_to_all" in kinds or "all_gather" in kinds
+        return _CHUNKS if needs_chunks else 1
     if len(whole) > 2 and kinds[-1] == "all_to_all" and "permute" in kinds:
         return _CHUNKS_OF_STACKS
     return _CHUNKS_OF_TILES if _doubles_after_copies(whole, steps, kinds) else 1
@@ -163,27 +176,26 @@ def _doubles_after_copies(
     4 chips. Of these, 58 took more memory than twice the larger shard. The conditions
     hold for all 58, and for 2 others.
     """
-    before, after, first = (
-        end.shard_count for end in (steps[-1].source, steps[-1].target, steps[0].source)
-    )
-    if (
-        kinds[-1] != "all_gather"
-        or before != 2 * after
-        or after > first
-        or "all_to_all" not in kinds
-    ):
+    first_count = steps[0].source.shard_count
+    last_count = steps[-1].target.shard_count
+    doubles = steps[-1].source.shard_count == 2 * last_count
+    ends_in_gather = kinds[-1] == "all_gather"
+    if not ends_in_gather or not doubles or last_count > first_count:
         return False
-    at = len(kinds) - 1 - kinds[::-1].index("all_to_all")
-    step, earlier, later = steps[at], kinds[:at], kinds[at + 1 :]
+    if "all_to_all" not in kinds:
+        return False
+    position = len(kinds) - 1 - kinds[::-1].index("all_to_all")
+    step = steps[position]
+    earlier = kinds[:position]
+    later = kinds[position + 1 :]
     # The order of chunks is the same however devices are numbered.
     splits = all_to_all(step.source, step.target, step.source).splits
     order = [sub_axis for sub_axes in splits for sub_axis in sub_axes]
     if order == sorted(order):
         return False
     one_tile_wide = step.target.shard_shape(whole)[-1] == _TILE[1]
-    cuts_rows = not any(splits[:-1]) and (
-        one_tile_wide or (bool(earlier) and "permute" not in earlier)
-    )
+    follows_copies = bool(earlier) and "permute" not in earlier
+    cuts_rows = not any(splits[:-1]) and (one_tile_wide or follows_copies)
     return "permute" in later or cuts_rows
 
 
@@ -194,31 +206,26 @@ def in_chunks(
     after another. With `as_on_tpus`, shards are stored in the order of dimensions that
     needs the least memory on TPUs.
     """
-    source, target = (
-        _Stored.of(shape, chunks, as_on_tpus)
-        for shape in (shard.shape, chunks.target_shape)
-    )
+    source = _Stored.of(shard.shape, chunks, as_on_tpus)
+    target = _Stored.of(chunks.target_shape, chunks, as_on_tpus)
 
     def moved_to(out: object, start: object, size: int) -> Any:
-        chunk = source.unturned(_in_order_of_dims(source.chunk_of(stored, start, size)))
-        return _in_order_of_dims(
-            target.with_chunk(
-                out, _in_order_of_dims(target.turned(move(chunk))), start, size
-            )
-        )
+        chunk = _in_order_of_dims(source.chunk_of(stored, start, size))
+        moved = move(source.unturned(chunk))
+        moved = _in_order_of_dims(target.turned(moved))
+        return _in_order_of_dims(target.with_chunk(out, moved, start, size))
+
+    def move_chunk(index: Any, out: Any) -> Any:
+        return moved_to(out, index * chunks.chunk, chunks.chunk)
 
     stored = _in_order_of_dims(source.turned(shard))
-    out = _in_order_of_dims(
-        lax.empty(tuple(chunks.target_shape[dim] for dim in target.order), shard.dtype)
-    )
+    out_shape = tuple(chunks.target_shape[dim] for dim in target.order)
+    out = _in_order_of_dims(lax.empty(out_shape, shard.dtype))
     full, rest = divmod(chunks.block, chunks.chunk)
-    out = lax.fori_loop(
-        0,
-        full,
-        lambda index, out: moved_to(out, index * chunks.chunk, chunks.chunk),
-        out,
-    )
-    return target.unturned(moved_to(out, full * chunks.chunk, rest) if rest else out)
+    out = lax.fori_loop(0, full, move_chunk, out)
+    if rest:
+        out = moved_to(out, full * chunks.chunk, rest)
+    return target.unturned(out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,12 +245,14 @@ class _Stored:
         """Returns how a shard of `shape` is stored. With `as_on_tpus`, it is in the
         order that takes the least TPU memory.
         """
-        order = _best_order(shape)[1] if as_on_tpus else tuple(range(len(shape)))
+        order = tuple(range(len(shape)))
+        if as_on_tpus:
+            order = _best_order(shape).order
         return _Stored(
-            order,
-            order.index(chunks.dim),
-            shape[chunks.dim] // chunks.block,
-            chunks.block,
+            order=order,
+            dim=order.index(chunks.dim),
+            strips=shape[chunks.dim] // chunks.block,
+            block=chunks.block,
         )
 
     def turned(self, shard: Any) -> Any:
@@ -258,28 +267,28 @@ class _Stored:
         """
         if self.strips == 1:
             return lax.dynamic_slice_in_dim(stored, start, size, self.dim)
+
+        def copy(index: Any, chunk: Any) -> Any:
+            strip = lax.dynamic_slice_in_dim(
+                stored, index * self.block + start, size, self.dim
+            )
+            return lax.dynamic_update_slice_in_dim(chunk, strip, index * size, self.dim)
+
         shape = list(stored.shape)
         shape[self.dim] = self.strips * size
-        copy = lambda index, chunk: lax.dynamic_update_slice_in_dim(
-            chunk,
-            lax.dynamic_slice_in_dim(
-                stored, index * self.block + start, size, self.dim
-            ),
-            index * size,
-            self.dim,
-        )
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
     def with_chunk(self, stored: object, chunk: Any, start: object, size: int) -> Any:
         """Returns the stored shard with `chunk` in place of the elements `start` to
         `start + size` of each block.
         """
-        copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
-            stored,
-            lax.dynamic_slice_in_dim(chunk, index * size, size, self.dim),
-            index * self.block + start,
-            self.dim,
-        )
+
+        def copy(index: Any, stored: Any) -> Any:
+            strip = lax.dynamic_slice_in_dim(chunk, index * size, size, self.dim)
+            return lax.dynamic_update_slice_in_dim(
+                stored, strip, index * self.block + start, self.dim
+            )
+
         return self._for_each_strip(copy, stored)
 
     def _for_each_strip(self, copy: Callable[[Any, Any], Any], out: object) -> Any:
@@ -288,20 +297,26 @@ class _Stored:
         )
 
 
-def _best_order(shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Finds the order of dimensions in which an array of `shape` takes the fewest
-    elements, padding to tiles included. Returns this number of elements and the order.
-    Of equally good orders, the one nearest to the array's own is taken.
+class _Order(NamedTuple):
+    """An order of dimensions, and the number of elements that an array stored so takes,
+    padding to tiles included.
     """
-    rank = len(shape)
-    orders = [
-        (*(dim for dim in range(rank) if dim != minor), minor)
-        for minor in reversed(range(rank))
-    ]
-    return min(
-        [(_padded([shape[dim] for dim in order]), order) for order in orders],
-        key=lambda one: one[0],
-    )
+
+    padded: int
+    order: tuple[int, ...]
+
+
+def _best_order(shape: Sequence[int]) -> _Order:
+    """Finds the order of dimensions in which an array of `shape` takes the fewest
+    elements. Of equally good orders, the one nearest to the array's own is taken.
+    """
+    dims = range(len(shape))
+    orders = []
+    for minor in reversed(dims):
+        order = (*(dim for dim in dims if dim != minor), minor)
+        padded = _padded([shape[dim] for dim in order])
+        orders.append(_Order(padded, order))
+    return min(orders, key=lambda candidate: candidate.padded)
 
 
 def _padded(shape: Sequence[int]) -> int:
@@ -310,12 +325,12 @@ def _padded(shape: Sequence[int]) -> int:
     (129, 65) takes 136 x 128 elements.
     """
     *outer, minor = shape
-    found = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
+    elements = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
     if not outer:
-        return found
+        return elements
     # Arrays of few rows use tiles of 1, 2 or 4 rows.
     rows = min(_TILE[0], 1 << (outer[-1] - 1).bit_length())
-    return found * -(-outer[-1] // rows) * rows
+    return elements * -(-outer[-1] // rows) * rows
 
 
 def _in_order_of_dims(x: Any) -> Any:

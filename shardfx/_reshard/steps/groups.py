@@ -58,67 +58,81 @@ def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllT
     """Returns the all-to-all from layout `source` to layout `target`, which have one
     mesh and equally many shards.
     """
-    before = {
-        sub_axis: dim for dim, axes in enumerate(source.dims) for sub_axis in axes
-    }
-    after = {sub_axis: dim for dim, axes in enumerate(target.dims) for sub_axis in axes}
+    before = dim_of_sub_axis(source)
+    after = dim_of_sub_axis(target)
     moving = tuple(
-        sub_axis
-        for axes in source.dims
-        for sub_axis in axes
-        if before[sub_axis] != after[sub_axis]
+        sub_axis for sub_axis in before if before[sub_axis] != after[sub_axis]
     )
-    rank = {sub_axis: index for index, sub_axis in enumerate(moving)}
+    number = {sub_axis: index for index, sub_axis in enumerate(moving)}
+    splits = [
+        tuple(number[sub_axis] for sub_axis in axes if sub_axis in number)
+        for axes in target.dims
+    ]
+    joins = [
+        tuple(number[sub_axis] for sub_axis in axes if sub_axis in number)
+        for axes in source.dims
+    ]
     return AllToAll(
         groups=groups_of(source, moving, like),
         sizes=tuple(source.sizes[sub_axis] for sub_axis in moving),
-        splits=tuple(
-            tuple(rank[f] for f in axes if before[f] != dim)
-            for dim, axes in enumerate(target.dims)
-        ),
-        joins=tuple(
-            tuple(rank[f] for f in axes if after[f] != dim)
-            for dim, axes in enumerate(source.dims)
-        ),
+        splits=tuple(splits),
+        joins=tuple(joins),
     )
+
+
+def dim_of_sub_axis(layout: StepLayout) -> dict[int, int]:
+    """The dimension that each sub-axis shards."""
+    dim_of: dict[int, int] = {}
+    for dim, axes in enumerate(layout.dims):
+        for sub_axis in axes:
+            dim_of[sub_axis] = dim
+    return dim_of
 
 
 def split(shard: Any, exchange: AllToAll) -> Any:
     """Splits a shard into one chunk for each member of the replica group, stacked along
     a new first dimension.
     """
-    shape, front = [], []
+    shape: list[int] = []
+    front: list[int] = []
     for size, sub_axes in zip(shard.shape, exchange.splits, strict=True):
-        count = math.prod(exchange.sizes[sub_axis] for sub_axis in sub_axes)
-        front += [len(shape)] if sub_axes else []
-        shape += [count, size // count] if sub_axes else [size]
+        if sub_axes:
+            count = math.prod(exchange.sizes[sub_axis] for sub_axis in sub_axes)
+            front.append(len(shape))
+            shape += [count, size // count]
+        else:
+            shape.append(size)
     rest = [axis for axis in range(len(shape)) if axis not in front]
     # The split dimensions move to the front before they are reshaped into sub-axes.
     # Reshaping in place would cost one more copy on TPUs, because the small dimensions
     # do not fill tiles.
     parts = shard.reshape(shape).transpose((*front, *rest))
-    parts = parts.reshape((math.prod(exchange.sizes), *parts.shape[len(front) :]))
-    order = [sub_axis for sub_axes in exchange.splits for sub_axis in sub_axes]
-    apart = parts.reshape(
-        (*[exchange.sizes[sub_axis] for sub_axis in order], *parts.shape[1:])
-    )
-    axes = (*np.argsort(order).tolist(), *range(len(order), len(apart.shape)))
-    return apart.transpose(axes).reshape(parts.shape)
+    chunk_shape = parts.shape[len(front) :]
+    parts = parts.reshape((math.prod(exchange.sizes), *chunk_shape))
+
+    order: list[int] = []
+    for sub_axes in exchange.splits:
+        order += sub_axes
+    sizes = [exchange.sizes[sub_axis] for sub_axis in order]
+    by_sub_axis = parts.reshape((*sizes, *chunk_shape))
+    rest = range(len(order), len(by_sub_axis.shape))
+    axes = (*np.argsort(order).tolist(), *rest)
+    return by_sub_axis.transpose(axes).reshape(parts.shape)
 
 
 def join(parts: Any, exchange: AllToAll) -> Any:
     """Joins the chunks that a device received in an all-to-all into one shard. It is
     the inverse of `split`.
     """
-    sizes = parts.shape[1:]
-    parts = parts.reshape((*exchange.sizes, *sizes))
-    order, shape = [], []
+    chunk_shape = parts.shape[1:]
+    by_sub_axis = parts.reshape((*exchange.sizes, *chunk_shape))
+    order: list[int] = []
+    shape: list[int] = []
     for dim, sub_axes in enumerate(exchange.joins):
         order += [*sub_axes, len(exchange.sizes) + dim]
-        shape.append(
-            sizes[dim] * math.prod(exchange.sizes[sub_axis] for sub_axis in sub_axes)
-        )
-    return parts.transpose(order).reshape(shape)
+        count = math.prod(exchange.sizes[sub_axis] for sub_axis in sub_axes)
+        shape.append(chunk_shape[dim] * count)
+    return by_sub_axis.transpose(order).reshape(shape)
 
 
 def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
@@ -127,12 +141,11 @@ def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarr
     `(devices, rank)` with the index of the part along each dimension.
     """
     where = coordinates(target, like)
-    parts = [
-        shard_index(target.sizes, where, axes) % (count // had)
-        for axes, count, had in zip(
-            target.dims, target.counts, source.counts, strict=True
-        )
-    ]
+    parts = []
+    counts = zip(source.counts, target.counts, strict=True)
+    for axes, (old_count, count) in zip(target.dims, counts, strict=True):
+        index = shard_index(target.sizes, where, axes)
+        parts.append(index % (count // old_count))
     return np.stack(parts, axis=1)
 
 
@@ -143,8 +156,10 @@ def gathered(
     concatenates shards, and the replica groups. Each group is a row of an integer
     array, and lists devices in the order of their shards.
     """
-    return [
-        (dim, groups_of(source, have[len(axes) :], like))
-        for dim, (have, axes) in enumerate(zip(source.dims, target.dims, strict=True))
-        if have != axes
-    ]
+    gathers = []
+    pairs = zip(source.dims, target.dims, strict=True)
+    for dim, (old_axes, axes) in enumerate(pairs):
+        if old_axes != axes:
+            groups = groups_of(source, old_axes[len(axes) :], like)
+            gathers.append((dim, groups))
+    return gathers

@@ -10,6 +10,7 @@ the row-major order of the devices in its mesh.
 import dataclasses
 import math
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
@@ -89,8 +90,9 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
     if layout.order is None or like.order is None or layout.order == like.order:
         places = np.arange(layout.size)
     else:
-        place = {device: index for index, device in enumerate(layout.order)}
-        places = np.asarray([place[device] for device in like.order if device in place])
+        place_of = {device: index for index, device in enumerate(layout.order)}
+        common = [device for device in like.order if device in place_of]
+        places = np.asarray([place_of[device] for device in common])
     if not layout.size == like.size == len(places):
         raise MeshError(
             f"the meshes of a move must have the same devices, but one has {like.size}"
@@ -99,6 +101,15 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
             " outside of `jit`."
         )
     return places
+
+
+class LinkGroups(NamedTuple):
+    """Groups of devices. A byte between two devices of one group costs at most
+    `weight`. `numbers` has the number of each device's group.
+    """
+
+    weight: float
+    numbers: np.ndarray
 
 
 def mesh_coordinates(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
@@ -158,17 +169,18 @@ def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
     return mesh_coordinates(layout.sizes, positions(layout, like))
 
 
-def link_groups(end: FineLayout) -> list[tuple[float, np.ndarray]]:
+def link_groups(end: FineLayout) -> list[LinkGroups]:
     """Divides the devices into groups once for each weight that sub-axes have, in
-    ascending order. A byte between two devices of one group costs at most this weight.
-    Returns pairs: the weight, and an array with the number of each device's group.
+    ascending order.
     """
-    weights = end.layout.weights or (1.0,) * len(end.layout.sizes)
-    found = []
+    sizes = end.layout.sizes
+    weights = end.layout.weights or (1.0,) * len(sizes)
+    groups = []
     for weight in sorted(dict.fromkeys(weights)) or [1.0]:
         dearer = tuple(axis for axis, other in enumerate(weights) if other > weight)
-        found.append((weight, shard_index(end.layout.sizes, end.coordinates, dearer)))
-    return found
+        numbers = shard_index(sizes, end.coordinates, dearer)
+        groups.append(LinkGroups(weight, numbers))
+    return groups
 
 
 class Shards:
@@ -229,20 +241,28 @@ def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
     """Returns the fraction of an array that a device lacks before a move and must
     receive, as the mean over devices.
     """
-    common, unit, here, there = None, 1, Shards(source), Shards(target)
-    for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
-        if not have and not want:
+    shards = Shards(source)
+    new_shards = Shards(target)
+    # For each device, the elements that its old and its new shard have in common, in an
+    # array of `elements` elements.
+    common: np.ndarray | None = None
+    elements = 1
+    for axes, new_axes in zip(source.layout.dims, target.layout.dims, strict=True):
+        if not axes and not new_axes:
             continue
-        both, parts = overlap(
-            here.index(have), here.count(have), there.index(want), there.count(want)
+        common_in_dim, size = overlap(
+            shards.index(axes),
+            shards.count(axes),
+            new_shards.index(new_axes),
+            new_shards.count(new_axes),
         )
-        both = both.astype(np.int64)
-        common, unit = both if common is None else common * both, unit * parts
+        common_in_dim = common_in_dim.astype(np.int64)
+        common = common_in_dim if common is None else common * common_in_dim
+        elements *= size
     if common is None:
         return Fraction(0)
-    return Fraction(1, target.layout.shard_count) - Fraction(
-        int(common.sum()), unit * len(common)
-    )
+    needed = Fraction(1, target.layout.shard_count)
+    return needed - Fraction(int(common.sum()), elements * len(common))
 
 
 def overlap(
@@ -255,9 +275,11 @@ def overlap(
     common, and the size of the dimension. With 2 and 3 shards the size is 6, and the
     shards [0, 3) and [0, 2) have 2 elements in common.
     """
-    parts = math.lcm(count, other_count)
-    mine, theirs = np.int32(parts // count), np.int32(parts // other_count)
-    first, second = index * mine, other_index * theirs
-    both = np.minimum(first + mine, second + theirs)
-    both -= np.maximum(first, second)
-    return np.maximum(both, 0, out=both), parts
+    size = math.lcm(count, other_count)
+    shard_size = np.int32(size // count)
+    other_shard_size = np.int32(size // other_count)
+    start = index * shard_size
+    other_start = other_index * other_shard_size
+    common = np.minimum(start + shard_size, other_start + other_shard_size)
+    common -= np.maximum(start, other_start)
+    return np.maximum(common, 0, out=common), size

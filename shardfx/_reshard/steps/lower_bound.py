@@ -3,12 +3,22 @@ must receive.
 """
 
 import functools as ft
+import itertools as it
 import math
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from .layout import FineLayout, ShardDims, Shards, SubAxes, link_groups, overlap
+
+
+class FarDim(NamedTuple):
+    """A dimension in the layout at the far end of a move: the index of each device's
+    shard along it, and the number of shards.
+    """
+
+    shard_index: np.ndarray
+    shard_count: int
 
 
 class LowerBound:
@@ -34,14 +44,24 @@ class LowerBound:
         far: FineLayout,
         far_is: Literal["target", "source"],
     ):
-        self.shards, self.needs_far = shards, far_is == "target"
-        there = Shards(far)
-        self.far = [(there.index(axes), there.count(axes)) for axes in far.layout.dims]
+        self.shards = shards
+        self.needs_far = far_is == "target"
+        far_shards = Shards(far)
+        self.far = [
+            FarDim(far_shards.index(axes), far_shards.count(axes))
+            for axes in far.layout.dims
+        ]
         self.far_shard_count = far.layout.shard_count
-        (self.cheapest, _), *_ = cheaper = link_groups(near)
+        groups = link_groups(near)
+        self.cheapest = groups[0].weight
         self.dearer = [
-            _GroupBound(shards, self.far, group, weight - less)
-            for (less, group), (weight, _) in zip(cheaper, cheaper[1:], strict=False)
+            _GroupBound(
+                shards,
+                far=self.far,
+                group=cheaper.numbers,
+                extra=dearer.weight - cheaper.weight,
+            )
+            for cheaper, dearer in it.pairwise(groups)
         ]
         self._common_shares: dict[tuple[int, SubAxes], np.ndarray | None] = {}
 
@@ -57,14 +77,19 @@ class LowerBound:
         if not shares:
             return 0.0
         *others, last = shares
-        common = (
-            last.sum() if not others else np.dot(ft.reduce(np.multiply, others), last)
+        # A product of arrays and a dot product are faster than a product of all.
+        if others:
+            common = np.dot(ft.reduce(np.multiply, others), last)
+        else:
+            common = last.sum()
+        shard_count = self.far_shard_count
+        if not self.needs_far:
+            shard_count = self.shards.shard_count(dims)
+        missing = max(0.0, 1.0 / shard_count - float(common) / len(last))
+        between_groups = sum(
+            [group.bound(dims, self.needs_far) for group in self.dearer]
         )
-        wanted = (
-            self.far_shard_count if self.needs_far else self.shards.shard_count(dims)
-        )
-        bound = max(0.0, 1.0 / wanted - float(common) / len(last)) * self.cheapest
-        return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
+        return missing * self.cheapest + between_groups
 
     def _common_share(self, dim: int, axes: SubAxes) -> np.ndarray | None:
         """For each device, the fraction of the dimension `dim` that its shards in two
@@ -72,16 +97,20 @@ class LowerBound:
         and the other is `far`. `None` if neither shards it.
         """
         key = (dim, axes)
-        if key not in self._common_shares:
-            index, count = self.far[dim]
-            if axes or count > 1:
-                common, parts = overlap(
-                    self.shards.index(axes), self.shards.count(axes), index, count
-                )
-                self._common_shares[key] = common * (1.0 / parts)
-            else:
-                self._common_shares[key] = None
-        return self._common_shares[key]
+        if key in self._common_shares:
+            return self._common_shares[key]
+        far = self.far[dim]
+        share = None
+        if axes or far.shard_count > 1:
+            common, size = overlap(
+                self.shards.index(axes),
+                self.shards.count(axes),
+                far.shard_index,
+                far.shard_count,
+            )
+            share = common * (1.0 / size)
+        self._common_shares[key] = share
+        return share
 
 
 class _GroupBound:
@@ -90,52 +119,64 @@ class _GroupBound:
 
     `group` has the number of each device's group. `extra` is what a byte between groups
     costs more than over the next cheaper axis. `far` describes the layout at the far
-    end of the move. It has a pair for each dimension: the index of each device's shard
-    along it, and the number of shards.
+    end of the move, dimension by dimension.
     """
 
     def __init__(
         self,
         shards: Shards,
-        far: list[tuple[np.ndarray, int]],
+        far: list[FarDim],
         group: np.ndarray,
         extra: float,
     ):
-        self.shards, self.group, self.extra = shards, group, extra
+        self.shards = shards
+        self.group = group
+        self.extra = extra
         self.groups = int(group.max()) + 1
-        self.far = [_GroupShards(group, self.groups, *own) for own in far]
-        # The fraction of a dimension that each group holds under a layout, and the
-        # fraction of it that the group also holds under the far layout.
-        self._shares: dict[tuple[int, SubAxes], tuple[np.ndarray, np.ndarray]] = {}
+        self.far = [
+            _GroupShards(group, self.groups, dim.shard_index, dim.shard_count)
+            for dim in far
+        ]
+        self._shares: dict[tuple[int, SubAxes], _GroupShares] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
         """The additional cost of the bytes that groups of devices must receive from
         other groups, as the mean over devices. With `needs_far`, the move is from the
         layout `dims` to `far`, otherwise from `far` to `dims`.
         """
-        need, common = 1.0, 1.0
+        needed: Any = 1.0
+        common: Any = 1.0
         for dim, axes in enumerate(dims):
             if not axes and self.far[dim].count == 1:
                 continue
-            if (dim, axes) not in self._shares:
-                here = _GroupShards(
-                    self.group,
-                    self.groups,
-                    self.shards.index(axes),
-                    self.shards.count(axes),
-                )
-                self._shares[dim, axes] = here.share, here.common_share(self.far[dim])
-            share, both = self._shares[dim, axes]
-            need, common = (
-                need * (self.far[dim].share if needs_far else share),
-                common * both,
+            shares = self._group_shares(dim, axes)
+            needed = needed * (self.far[dim].share if needs_far else shares.held)
+            common = common * shares.common
+        missing = max(0.0, float(np.mean(needed - common)))
+        return missing * self.groups / self.shards.devices * self.extra
+
+    def _group_shares(self, dim: int, axes: SubAxes) -> "_GroupShares":
+        key = (dim, axes)
+        if key not in self._shares:
+            held = _GroupShards(
+                self.group,
+                self.groups,
+                index=self.shards.index(axes),
+                count=self.shards.count(axes),
             )
-        return (
-            max(0.0, float(np.mean(need - common)))
-            * self.groups
-            / self.shards.devices
-            * self.extra
-        )
+            self._shares[key] = _GroupShares(
+                held=held.share, common=held.common_share(self.far[dim])
+            )
+        return self._shares[key]
+
+
+class _GroupShares(NamedTuple):
+    """The fraction of a dimension that each group holds under a layout, and the
+    fraction of it that the group also holds under the far layout.
+    """
+
+    held: np.ndarray
+    common: np.ndarray
 
 
 class _GroupShards:
@@ -155,14 +196,16 @@ class _GroupShards:
         """For each group, the fraction of the dimension that it holds both under this
         sharding and under `other`.
         """
-        fine, coarse = (self, other) if self.count >= other.count else (other, self)
+        fine = self if self.count >= other.count else other
+        coarse = other if fine is self else self
         parts = math.lcm(fine.count, coarse.count)
-        step = parts // fine.count
-        group, part = fine.group, fine.index
-        if step > 1:
-            group, part = (
-                np.repeat(group, step),
-                np.add.outer(part * step, np.arange(step)).ravel(),
-            )
-        both = coarse.holds[group * coarse.count + part // (parts // coarse.count)]
-        return np.bincount(group[both], minlength=self.groups) * (1.0 / parts)
+        parts_of_shard = parts // fine.count
+        group = fine.group
+        part = fine.index
+        if parts_of_shard > 1:
+            group = np.repeat(group, parts_of_shard)
+            numbers = np.arange(parts_of_shard)
+            part = np.add.outer(part * parts_of_shard, numbers).ravel()
+        coarse_index = part // (parts // coarse.count)
+        is_common = coarse.holds[group * coarse.count + coarse_index]
+        return np.bincount(group[is_common], minlength=self.groups) * (1.0 / parts)

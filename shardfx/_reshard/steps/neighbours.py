@@ -9,6 +9,7 @@ part of one; its *weight* is the cost of a byte along it.
 import functools as ft
 import itertools as it
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from .layout import Counts, FineLayout, ShardDims, Shards, SubAxes
 from .prices import STEP, PermutationPrices, Prices
@@ -38,25 +39,21 @@ class Neighbours:
         shards: Shards,
         permutations: PermutationPrices,
     ):
-        self.max_counts, self.shards, self.permutations = (
-            max_counts,
-            shards,
-            permutations,
-        )
+        self.max_counts = max_counts
+        self.shards = shards
+        self.permutations = permutations
         self.prices = Prices(near)
         self.sub_axes = range(len(near.layout.sizes))
         self.least_shard_count = min(near.layout.shard_count, far.layout.shard_count)
         self.some_are_dearer = self.prices.are_mixed(tuple(self.sub_axes))
-        shared = near.coordinates is far.coordinates
-        self.far_dims: ShardDims = (
-            far.layout.dims if shared else ((),) * len(far.layout.dims)
-        )
-        self.far_places = {
-            sub_axis: (dim, place)
-            for dim, axes in enumerate(self.far_dims)
-            for place, sub_axis in enumerate(axes)
-        }
-        self._known: dict[
+        # The dimension and the place of each sub-axis in the layout `far`, if both ends
+        # have the same sub-axes.
+        self.far_places: dict[int, tuple[int, int]] = {}
+        if near.coordinates is far.coordinates:
+            for dim, axes in enumerate(far.layout.dims):
+                for place, sub_axis in enumerate(axes):
+                    self.far_places[sub_axis] = (dim, place)
+        self._assignments_of: dict[
             tuple[SubAxes, tuple[int, ...]], dict[Counts, list[ShardDims]]
         ] = {}
 
@@ -64,9 +61,8 @@ class Neighbours:
         """The layouts that a slice reaches from `dims`. In each, one dimension is
         sharded over one more sub-axis.
         """
-        for _, after in self._finer(
-            dims, [(sub_axis,) for sub_axis in self._free(dims)]
-        ):
+        runs: list[SubAxes] = [(sub_axis,) for sub_axis in self._free(dims)]
+        for _, after in self._finer(dims, runs):
             yield after, STEP
 
     def slices_into(self, dims: ShardDims) -> Priced:
@@ -93,11 +89,8 @@ class Neighbours:
         """
         shard_count = self.shards.shard_count(dims)
         for run, before in self._finer(dims, self._runs(self._free(dims))):
-            yield (
-                before,
-                self.prices.all_gather(shard_count * self.shards.count(run), run)
-                + STEP,
-            )
+            count_before = shard_count * self.shards.count(run)
+            yield before, self.prices.all_gather(count_before, run) + STEP
 
     def _finer(
         self, dims: ShardDims, runs: list[SubAxes]
@@ -106,9 +99,9 @@ class Neighbours:
         group added to a dimension.
         """
         for dim, axes in enumerate(dims):
-            left = self.max_counts[dim] // self.shards.count(axes)
+            most = self.max_counts[dim] // self.shards.count(axes)
             for run in runs:
-                if left % self.shards.count(run) == 0:
+                if most % self.shards.count(run) == 0:
                     yield run, (*dims[:dim], (*axes, *run), *dims[dim + 1 :])
 
     def _coarser(self, dims: ShardDims) -> Iterator[tuple[SubAxes, ShardDims]]:
@@ -117,35 +110,32 @@ class Neighbours:
         """
         shard_count = self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
-            for kept in range(len(axes)):
-                if (
-                    shard_count // self.shards.count(axes[kept:])
-                    >= self.least_shard_count
-                ):
-                    yield axes[kept:], (*dims[:dim], axes[:kept], *dims[dim + 1 :])
+            for length in range(len(axes)):
+                run = axes[length:]
+                if shard_count // self.shards.count(run) >= self.least_shard_count:
+                    yield run, (*dims[:dim], axes[:length], *dims[dim + 1 :])
 
     def all_to_alls(self, dims: ShardDims, each: float, limit: float) -> Priced:
         """The layouts that an all-to-all reaches from `dims` for less than `limit`.
         `each` is added to every cost.
         """
         shard_count = self.shards.shard_count(dims)
-        for kept, moving, to_dims in _choices(dims):
-            cost = self.prices.all_to_all(shard_count, moving) + each
+        for choice in _choices(dims):
+            cost = self.prices.all_to_all(shard_count, choice.moving) + each
             if cost >= limit:
                 continue
-            limits = [
-                self.max_counts[dim] // self.shards.count(kept[dim]) for dim in to_dims
+            most_counts = [
+                self.max_counts[dim] // self.shards.count(choice.staying[dim])
+                for dim in choice.to_dims
             ]
-            for counts, assignments in self._assignments(
-                moving, tuple(to_dims)
-            ).items():
-                if any(
-                    [most % count for most, count in zip(limits, counts, strict=True)]
-                ):
+            assignments_by_counts = self._assignments(choice.moving, choice.to_dims)
+            for counts, assignments in assignments_by_counts.items():
+                pairs = zip(most_counts, counts, strict=True)
+                if any([most % count for most, count in pairs]):
                     continue
                 for added in assignments:
-                    after = list(kept)
-                    for dim, sub_axes in zip(to_dims, added, strict=True):
+                    after = list(choice.staying)
+                    for dim, sub_axes in zip(choice.to_dims, added, strict=True):
                         after[dim] += sub_axes
                     yield tuple(after), cost
 
@@ -157,20 +147,15 @@ class Neighbours:
         share = 1 / self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
             for place in range(len(axes) - 1):
-                after = (
-                    *dims[:dim],
-                    (*axes[:place], *axes[place + 1 :], axes[place]),
-                    *dims[dim + 1 :],
+                new_axes = (*axes[:place], *axes[place + 1 :], axes[place])
+                after = (*dims[:dim], new_axes, *dims[dim + 1 :])
+                cost = self.permutations.cost(
+                    have=self.shards.numbers(dims),
+                    want=self.shards.numbers(after),
+                    share=share,
+                    limit=limit,
                 )
-                yield (
-                    after,
-                    self.permutations.cost(
-                        self.shards.numbers(dims),
-                        self.shards.numbers(after),
-                        share,
-                        limit,
-                    ),
-                )
+                yield after, cost
 
     def _free(self, dims: ShardDims) -> list[int]:
         used = {axis for axes in dims for axis in axes}
@@ -185,10 +170,8 @@ class Neighbours:
         if not self.some_are_dearer:
             return runs
         most = len(free) if len(free) <= _MOST_REORDERED else 2
-        some = it.chain.from_iterable(
-            it.permutations(free, length) for length in range(2, most + 1)
-        )
-        runs += filter(self.prices.are_mixed, some)
+        for length in range(2, most + 1):
+            runs += filter(self.prices.are_mixed, it.permutations(free, length))
         return runs
 
     def _assignments(
@@ -198,15 +181,17 @@ class Neighbours:
         lists the sub-axes that each of the dimensions gets. The key of a way has the
         factor by which the number of shards along each of them grows.
         """
-        found = self._known.get((moving, to_dims))
-        if found is None:
-            found = self._known[moving, to_dims] = {}
+        assignments = self._assignments_of.get((moving, to_dims))
+        if assignments is None:
+            assignments = {}
             for added in (
                 *_all_assignments(moving, len(to_dims)),
                 *self._far_assignment(moving, to_dims),
             ):
-                found.setdefault(self.shards.counts(added), []).append(added)
-        return found
+                counts = self.shards.counts(added)
+                assignments.setdefault(counts, []).append(added)
+            self._assignments_of[moving, to_dims] = assignments
+        return assignments
 
     def _far_assignment(
         self, moving: SubAxes, to_dims: tuple[int, ...]
@@ -219,45 +204,52 @@ class Neighbours:
         if len(moving) <= _MOST_REORDERED:
             return []
         last = (len(self.far_places), 0)
-        added: dict[int, SubAxes] = dict.fromkeys(to_dims, ())
-        for sub_axis in sorted(
+        in_far_order = sorted(
             moving, key=lambda sub_axis: self.far_places.get(sub_axis, last)
-        ):
-            dim = (
-                self.far_places[sub_axis][0]
-                if sub_axis in self.far_places
-                else to_dims[0]
-            )
-            added[dim if dim in to_dims else to_dims[0]] += (sub_axis,)
+        )
+        added: dict[int, SubAxes] = dict.fromkeys(to_dims, ())
+        for sub_axis in in_far_order:
+            dim, _ = self.far_places.get(sub_axis, (to_dims[0], 0))
+            if dim not in added:
+                dim = to_dims[0]
+            added[dim] += (sub_axis,)
         return [tuple(added.values())]
 
 
-def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list[int]]]:
-    """Yields each choice of sub-axes that an all-to-all can move between dimensions of
-    the layout `dims`. A choice has three values: the sub-axes that stay in each
-    dimension, the sub-axes that move, and the dimensions that can gain them. For ((0,
-    1), ()), where sub-axes 0 and 1 shard dimension 0, one choice is ((0,), ()), (1,)
-    and [1]: sub-axis 1 moves to dimension 1. No dimension both loses and gains
-    sub-axes, since its chunks would have unequal sizes.
+class _Choice(NamedTuple):
+    """Sub-axes that an all-to-all can move between dimensions.
+
+    **Arguments:**
+
+    - `staying`: the sub-axes that stay in each dimension.
+    - `moving`: the sub-axes that move.
+    - `to_dims`: the dimensions that can gain them.
     """
-    for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
-        to_dims = [dim for dim, length in enumerate(lengths) if not length]
+
+    staying: ShardDims
+    moving: SubAxes
+    to_dims: tuple[int, ...]
+
+
+def _choices(dims: ShardDims) -> Iterator[_Choice]:
+    """Yields each choice of sub-axes that an all-to-all can move between dimensions of
+    the layout `dims`. For ((0, 1), ()), where sub-axes 0 and 1 shard dimension 0, in
+    one choice (0,) and () stay, (1,) moves, and dimension 1 can gain it. No dimension
+    both loses and gains sub-axes, since its chunks would have unequal sizes.
+    """
+    # How many sub-axes stay in each dimension: first all of them, then fewer.
+    kept_counts = it.product(*[range(len(axes), -1, -1) for axes in dims])
+    for counts in kept_counts:
+        staying: list[SubAxes] = []
+        moving: list[int] = []
+        to_dims: list[int] = []
+        for dim, (axes, count) in enumerate(zip(dims, counts, strict=True)):
+            staying.append(axes[:count])
+            moving += axes[count:]
+            if count == len(axes):
+                to_dims.append(dim)
         if to_dims and len(to_dims) < len(dims):
-            cuts = [
-                len(axes) - length for axes, length in zip(dims, lengths, strict=True)
-            ]
-            moving = tuple(
-                [
-                    sub_axis
-                    for axes, cut in zip(dims, cuts, strict=True)
-                    for sub_axis in axes[cut:]
-                ]
-            )
-            yield (
-                tuple([axes[:cut] for axes, cut in zip(dims, cuts, strict=True)]),
-                moving,
-                to_dims,
-            )
+            yield _Choice(tuple(staying), tuple(moving), tuple(to_dims))
 
 
 @ft.lru_cache(maxsize=1024)
@@ -268,19 +260,16 @@ def _all_assignments(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...]:
     """
     if len(moving) > _MOST_REORDERED:
         return _assignments_in_order(moving, to_dims)
-    found: list[ShardDims] = [((),) * to_dims]
+    assignments: list[ShardDims] = [((),) * to_dims]
     for sub_axis in moving:
-        found = [
-            (
-                *added[:dim],
-                (*added[dim][:place], sub_axis, *added[dim][place:]),
-                *added[dim + 1 :],
-            )
-            for added in found
-            for dim in range(to_dims)
-            for place in range(len(added[dim]) + 1)
-        ]
-    return tuple(found)
+        longer: list[ShardDims] = []
+        for added in assignments:
+            for dim, axes in enumerate(added):
+                for place in range(len(axes) + 1):
+                    new_axes = (*axes[:place], sub_axis, *axes[place:])
+                    longer.append((*added[:dim], new_axes, *added[dim + 1 :]))
+        assignments = longer
+    return tuple(assignments)
 
 
 def _assignments_in_order(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...]:
@@ -288,22 +277,15 @@ def _assignments_in_order(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...
     dimensions: all go to one dimension, or the first few to one and the rest to
     another.
     """
-    whole = [
-        tuple(moving if dim == only else () for dim in range(to_dims))
-        for only in range(to_dims)
-    ]
-    halves = (
-        [(moving[:cut], moving[cut:]) for cut in range(len(moving))]
-        if to_dims > 1
-        else []
-    )
-    parted = [
-        tuple(
-            head if dim == first else tail if dim == second else ()
-            for dim in range(to_dims)
-        )
-        for (head, tail), (first, second) in it.product(
-            halves, it.permutations(range(to_dims), 2)
-        )
-    ]
-    return tuple(dict.fromkeys(whole + parted))
+    assignments: list[ShardDims] = []
+    for dim in range(to_dims):
+        added: list[SubAxes] = [()] * to_dims
+        added[dim] = moving
+        assignments.append(tuple(added))
+    for cut in range(len(moving)):
+        for first, second in it.permutations(range(to_dims), 2):
+            added = [()] * to_dims
+            added[first] = moving[:cut]
+            added[second] = moving[cut:]
+            assignments.append(tuple(added))
+    return tuple(dict.fromkeys(assignments))

@@ -33,23 +33,26 @@ class Prices:
         """The cost of an all-to-all along the sub-axes `group`, for an array that has
         `shard_count` shards.
         """
-        left, cost = 1.0, 0.0
+        share = 1.0
+        cost = 0.0
         for sub_axis in self._dearest_first(group):
             # Only the bytes that must cross a slow axis do so, once. The rest moves
             # over faster axes.
-            cost += left * (1 - 1 / self.sizes[sub_axis]) * self.weights[sub_axis]
-            left /= self.sizes[sub_axis]
+            cost += share * (1 - 1 / self.sizes[sub_axis]) * self.weights[sub_axis]
+            share /= self.sizes[sub_axis]
         return cost / shard_count
 
     def all_gather(self, shard_count: int, group: SubAxes) -> float:
         """The cost of an all-gather along the sub-axes `group`. Before it the array has
         `shard_count` shards.
         """
-        held, cost = 1, 0.0
+        held_shards = 1
+        cost = 0.0
         for sub_axis in self._dearest_first(group):
             # A shard enters a slice once and is copied inside it.
-            cost += held * (self.sizes[sub_axis] - 1) * self.weights[sub_axis]
-            held *= self.sizes[sub_axis]
+            received_shards = held_shards * (self.sizes[sub_axis] - 1)
+            cost += received_shards * self.weights[sub_axis]
+            held_shards *= self.sizes[sub_axis]
         return cost / shard_count
 
     def are_mixed(self, group: SubAxes) -> bool:
@@ -78,32 +81,37 @@ class PermutationPrices:
         as a fraction of the array. If the permutation costs more than `limit`, the
         result may be any lower bound above `limit`.
         """
-        moves = have != want
-        moving = int(moves.sum())
+        is_moving = have != want
+        moving = int(is_moving.sum())
         if not moving:
             return 0.0
         share /= len(have)
-        total = self.link_groups[0][0] * moving * share
+        total = self.link_groups[0].weight * moving * share
         if len(self.link_groups) == 1 or total >= limit:
             return total + STEP
         self.computed += 1
-        # Each device sends its shard to one other, so a group serves at most as many
-        # requests as it has copies.
-        span, have, want = int(want.max()) + 1, have[moves], want[moves]
-        for (cheap, group), (weight, _) in it.pairwise(self.link_groups):
-            # The size of the multiset intersection of the two sides.
-            marked = np.sort(
-                np.concatenate(
-                    [
-                        2 * (group[moves] * span + side) + at
-                        for at, side in enumerate((have, want))
-                    ]
-                )
-            )
-            starts = np.flatnonzero(np.diff(marked >> 1, prepend=-1))
-            wants = np.add.reduceat(marked & 1, starts)
-            near = int(
-                np.minimum(wants, np.diff(starts, append=len(marked)) - wants).sum()
-            )
-            total += (weight - cheap) * (moving - near) * share
+        have = have[is_moving]
+        want = want[is_moving]
+        for cheaper, dearer in it.pairwise(self.link_groups):
+            near = _served_inside(cheaper.numbers[is_moving], have, want)
+            total += (dearer.weight - cheaper.weight) * (moving - near) * share
         return total + STEP
+
+
+def _served_inside(group: np.ndarray, have: np.ndarray, want: np.ndarray) -> int:
+    """The number of devices that can receive their shard from a device of their group.
+    `group` has the number of each device's group.
+
+    Each device sends its shard to one other, so a group serves at most as many requests
+    as it has copies. So this is the size of the multiset intersection of what devices
+    hold and what they need.
+    """
+    shard_count = int(want.max()) + 1
+    held_keys = 2 * (group * shard_count + have)
+    # The last bit marks what is needed.
+    needed_keys = 2 * (group * shard_count + want) + 1
+    keys = np.sort(np.concatenate([held_keys, needed_keys]))
+    starts = np.flatnonzero(np.diff(keys >> 1, prepend=-1))
+    needed = np.add.reduceat(keys & 1, starts)
+    held = np.diff(starts, append=len(keys)) - needed
+    return int(np.minimum(needed, held).sum())

@@ -37,15 +37,13 @@ def program(
     """
     if not steps:
         return placed(x, dst)
-    mapped = ft.partial(_moving, src=src, steps=steps, like=like, chunks=chunks)
+    move = ft.partial(_moving, src=src, steps=steps, like=like, chunks=chunks)
+    x = placed(x, src)
     if src.mesh.abstract_mesh == dst.mesh.abstract_mesh:
-        return mapped(placed(x, src), spec=dst.spec)
+        return move(x, spec=dst.spec)
     # The shards concatenated along dimension 0 in device order mean the same on either
     # mesh, so nothing moves here.
-    x = placed(
-        mapped(placed(x, src), spec=flat(src.mesh)),
-        NamedSharding(dst.mesh, flat(dst.mesh)),
-    )
+    x = placed(move(x, spec=flat(src.mesh)), NamedSharding(dst.mesh, flat(dst.mesh)))
     return _mapped(lambda shard: shard, dst.mesh, flat(dst.mesh), dst.spec)(x)
 
 
@@ -76,30 +74,27 @@ def live_program(
     steps of `plan`. Both meshes have the same devices, in any order. With `donate`, the
     function deletes its argument.
     """
-    here, there = untyped(src), untyped(dst)
-    planned = {
-        "src": here,
-        "steps": plan.steps,
-        "like": layouts(len(shape), here, there)[0],
-        "chunks": chunks,
-    }
-    if same_order(here, there):
+    source = untyped(src)
+    target = untyped(dst)
+    like, _ = layouts(len(shape), source, target)
+    options = {"src": source, "steps": plan.steps, "like": like, "chunks": chunks}
+    if same_order(source, target):
         # XLA reuses a buffer only for a result of the same size.
-        reuse = (
-            (0,)
-            if donate and here.shard_shape(shape) == there.shard_shape(shape)
-            else ()
+        is_reused = donate and source.shard_shape(shape) == target.shard_shape(shape)
+        step = jax.jit(
+            ft.partial(program, dst=target, **options),
+            in_shardings=source,
+            out_shardings=target,
+            donate_argnums=(0,) if is_reused else (),
         )
-        fn = ft.partial(program, dst=there, **planned)
-        step = jax.jit(fn, in_shardings=here, out_shardings=there, donate_argnums=reuse)
     else:
         step = jax.jit(
-            ft.partial(_moving, spec=flat(here.mesh), **planned), in_shardings=here
+            ft.partial(_moving, spec=flat(source.mesh), **options), in_shardings=source
         )
 
-    def run(x: jax.Array) -> jax.Array:
-        given = x
-        if x.sharding.memory_kind != here.memory_kind:
+    def run(array: jax.Array) -> jax.Array:
+        x = array
+        if x.sharding.memory_kind != source.memory_kind:
             x = jax.device_put(x, NamedSharding(src.mesh, src.spec))
         # The caller may have set another mesh or `disable_jit`.
         with jax.sharding.use_abstract_mesh(NO_MESH), jax.disable_jit(False):
@@ -107,8 +102,8 @@ def live_program(
         y = labelled(y, NamedSharding(dst.mesh, dst.spec), shape)
         if dst.memory_kind != y.sharding.memory_kind:
             y = jax.device_put(y, dst)
-        if donate and not given.is_deleted():
-            given.delete()
+        if donate and not array.is_deleted():
+            array.delete()
         return y
 
     return run
@@ -144,37 +139,34 @@ def run(
             shard = _RUN[step.kind](shard, step, like, axes)
         return shard
 
-    # Whose memory is none of ours.
-    is_key = jnp.issubdtype(shard.dtype, jax.dtypes.extended)
-    on_tpus = None if is_key else chunks_on_tpus(shard.shape, bits(shard.dtype), steps)
-    if on_tpus is None or (
-        chunks is not None and chunks.per_block >= on_tpus.per_block
-    ):
-        on_tpus = chunks
-    if on_tpus is None:
+    tpu_chunks = None
+    # The memory of typed keys is JAX's own.
+    if not jnp.issubdtype(shard.dtype, jax.dtypes.extended):
+        tpu_chunks = chunks_on_tpus(shard.shape, bits(shard.dtype), steps)
+    if tpu_chunks is None:
+        tpu_chunks = chunks
+    elif chunks is not None and chunks.per_block >= tpu_chunks.per_block:
+        tpu_chunks = chunks
+    if tpu_chunks is None:
         return at_once(shard)
-    tpu = ft.partial(in_chunks, move=at_once, chunks=on_tpus)
-    other = (
-        at_once
-        if chunks is None
-        else ft.partial(in_chunks, move=at_once, chunks=chunks, as_on_tpus=False)
-    )
+    on_tpu = ft.partial(in_chunks, move=at_once, chunks=tpu_chunks)
+    if chunks is None:
+        return lax.platform_dependent(shard, tpu=on_tpu, cpu=at_once, default=at_once)
+    elsewhere = ft.partial(in_chunks, move=at_once, chunks=chunks, as_on_tpus=False)
     return lax.platform_dependent(
-        shard, tpu=tpu, cpu=other if chunks is None else on_bits(other), default=other
+        shard, tpu=on_tpu, cpu=on_bits(elsewhere), default=elsewhere
     )
 
 
 def _slice(
     shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
 ) -> Array:
-    part = jnp.asarray(starts(step.source, step.target, like), jnp.int32)[
-        lax.axis_index(axes)
-    ]
+    part_of_device = jnp.asarray(starts(step.source, step.target, like), jnp.int32)
+    part = part_of_device[lax.axis_index(axes)]
+    counts = zip(step.source.counts, step.target.counts, strict=True)
     sizes = [
-        size * have // want
-        for size, have, want in zip(
-            shard.shape, step.source.counts, step.target.counts, strict=True
-        )
+        size * old_count // count
+        for size, (old_count, count) in zip(shard.shape, counts, strict=True)
     ]
     start = [part[dim] * size for dim, size in enumerate(sizes)]
     return moved(
@@ -185,12 +177,8 @@ def _slice(
 def _permute(
     shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
 ) -> Array:
-    pairs = [
-        (sender, device)
-        for device, sender in enumerate(
-            permutation(step.source, step.target, like).tolist()
-        )
-    ]
+    senders = permutation(step.source, step.target, like).tolist()
+    pairs = [(sender, device) for device, sender in enumerate(senders)]
     return moved(ft.partial(lax.ppermute, axis_name=axes, perm=pairs), shard)
 
 
@@ -202,9 +190,15 @@ def _all_gather(
             lax.all_gather, axis_name=axes, axis_index_groups=groups.tolist()
         )
         shape = (*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
-        stacked = lambda shard, gather=gather, dim=dim, shape=shape: jnp.moveaxis(
-            gather(shard), 0, dim
-        ).reshape(shape)
+
+        def stacked(
+            shard: Array,
+            gather: Callable[[Array], Array] = gather,
+            dim: int = dim,
+            shape: tuple[int, ...] = shape,
+        ) -> Array:
+            return jnp.moveaxis(gather(shard), 0, dim).reshape(shape)
+
         shard = _either(shard, ft.partial(gather, axis=dim, tiled=True), stacked)
     return shard
 
@@ -223,23 +217,27 @@ def _either(
 def _all_to_all(
     shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
 ) -> Array:
-    how = all_to_all(step.source, step.target, like)
+    exchange = all_to_all(step.source, step.target, like)
     swap = ft.partial(
         lax.all_to_all,
         axis_name=axes,
         tiled=True,
-        axis_index_groups=how.groups.tolist(),
+        axis_index_groups=exchange.groups.tolist(),
     )
-    stacked = lambda shard: join(
-        swap(split(shard, how), split_axis=0, concat_axis=0), how
-    )
-    members = tuple(range(len(how.sizes)))
-    if how.splits.count(members) == 1 and how.joins.count(members) == 1:
-        ends = {
-            "split_axis": how.splits.index(members),
-            "concat_axis": how.joins.index(members),
-        }
-        return _either(shard, ft.partial(swap, **ends), stacked)
+
+    def stacked(shard: Array) -> Array:
+        chunks = swap(split(shard, exchange), split_axis=0, concat_axis=0)
+        return join(chunks, exchange)
+
+    members = tuple(range(len(exchange.sizes)))
+    splits_one_dim = exchange.splits.count(members) == 1
+    if splits_one_dim and exchange.joins.count(members) == 1:
+        at_once = ft.partial(
+            swap,
+            split_axis=exchange.splits.index(members),
+            concat_axis=exchange.joins.index(members),
+        )
+        return _either(shard, at_once, stacked)
     return moved(stacked, shard)
 
 

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from .groups import dim_of_sub_axis
 from .layout import (
     Counts,
     FineLayout,
@@ -118,10 +119,10 @@ def redistribute(
     max_counts = tuple(math.gcd(size, src.size) for size in shape)
     path, bound = _planned(max_counts, src, dst)
     return _measured(
-        math.prod(shape) * itemsize_bits,
-        path,
-        bound,
-        Fraction(1, min(src.shard_count, dst.shard_count)),
+        array_bits=math.prod(shape) * itemsize_bits,
+        path=path,
+        bound=bound,
+        larger_shard=Fraction(1, min(src.shard_count, dst.shard_count)),
     )
 
 
@@ -144,32 +145,37 @@ def _planned(
             "slices, all-to-alls and all-gathers of prime sub-axes lead everywhere;"
             " please report this move"
         )
-    return path_along(*route), bound
+    return path_along(route.before, route.after), bound
 
 
 def _measured(
-    total: int, path: Path, bound: Fraction, larger: Fraction
+    array_bits: int, path: Path, bound: Fraction, larger_shard: Fraction
 ) -> Redistribution:
-    steps = tuple(
-        MoveStep(
-            *(step.kind, step.source, step.target),
-            wire_bytes=_bytes(total * step.wire_share),
-            dcn_bytes=_bytes(total * step.dcn_share),
-            peak_bytes=sum(
-                _bytes(Fraction(total, end.shard_count))
-                for end in (step.source, step.target)
-            ),
+    """The steps of `path` with their bytes. `bound` and `larger_shard` are fractions of
+    the array: what a device must receive, and the larger shard of source and target.
+    """
+    steps = []
+    for step in path:
+        source_bytes = _bytes(Fraction(array_bits, step.source.shard_count))
+        target_bytes = _bytes(Fraction(array_bits, step.target.shard_count))
+        move_step = MoveStep(
+            kind=step.kind,
+            source=step.source,
+            target=step.target,
+            wire_bytes=_bytes(array_bits * step.wire_share),
+            dcn_bytes=_bytes(array_bits * step.dcn_share),
+            peak_bytes=source_bytes + target_bytes,
         )
-        for step in path
-    )
+        steps.append(move_step)
+    peak_bytes = _bytes(array_bits * larger_shard)
+    if steps:
+        peak_bytes = max(step.peak_bytes for step in steps)
     return Redistribution(
-        steps=steps,
-        wire_bytes=_bytes(total * sum(step.wire_share for step in path)),
-        dcn_bytes=_bytes(total * sum(step.dcn_share for step in path)),
-        peak_bytes=max(
-            (step.peak_bytes for step in steps), default=_bytes(total * larger)
-        ),
-        lower_bound_bytes=_bytes(total * bound),
+        steps=tuple(steps),
+        wire_bytes=_bytes(array_bits * sum(step.wire_share for step in path)),
+        dcn_bytes=_bytes(array_bits * sum(step.dcn_share for step in path)),
+        peak_bytes=peak_bytes,
+        lower_bound_bytes=_bytes(array_bits * bound),
     )
 
 
@@ -191,57 +197,78 @@ def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Pat
     for index, (source, target) in enumerate(pairs):
         # The two meshes number their sub-axes differently, so the step between them may
         # be any permutation.
-        crosses = index == len(before) - 1 and target.shard_count == source.shard_count
-        kind = "permute" if crosses else _kind(source, target)
-        if (
-            steps
-            and kind == steps[-1].kind
-            and _are_one(kind, steps[-1], source, target)
-        ):
+        is_crossing = index == len(before) - 1
+        if is_crossing and target.shard_count == source.shard_count:
+            kind = "permute"
+        else:
+            kind = _kind(source, target)
+        if steps and kind == steps[-1].kind and _are_one(steps[-1], source, target):
             source = steps.pop().source
-        step = PathStep(kind, source, target, *_shares(kind, source, target, before[0]))
-        if step.wire_share or kind != "permute":
-            steps.append(step)
+        wire_share, dcn_share = _shares(kind, source, target, like=before[0])
+        if wire_share or kind != "permute":
+            steps.append(PathStep(kind, source, target, wire_share, dcn_share))
     return tuple(steps)
 
 
 def _kind(source: StepLayout, target: StepLayout) -> StepKind:
-    if target.shard_count != source.shard_count:
-        return "slice" if target.shard_count > source.shard_count else "all_gather"
+    if target.shard_count > source.shard_count:
+        return "slice"
+    if target.shard_count < source.shard_count:
+        return "all_gather"
     return "all_to_all" if _changed(source, target) else "permute"
+
+
+class _Shares(NamedTuple):
+    """The bytes that a device receives in a step, from all devices (`wire`) and from
+    devices of other TPU slices (`dcn`). Both are fractions of the array's bytes.
+    """
+
+    wire: Fraction
+    dcn: Fraction
 
 
 def _shares(
     kind: StepKind, source: StepLayout, target: StepLayout, like: StepLayout
-) -> tuple[Fraction, Fraction]:
-    """Returns the bytes that a device receives in a step, from all devices and from
-    devices of other TPU slices. Both are fractions of the array's bytes. Devices are
-    numbered in the mesh order of `like`.
+) -> _Shares:
+    """Returns what a device receives in a step. Devices are numbered in the mesh order
+    of `like`.
     """
     if kind == "slice":
-        return Fraction(0), Fraction(0)
+        return _Shares(wire=Fraction(0), dcn=Fraction(0))
     if kind == "permute":
-        senders = permutation(source, target, like)
-        moved = [
-            int((ids[senders] != ids).sum())
-            for ids in (np.arange(len(senders)), slice_numbers(like))
-        ]
-        total = len(senders) * source.shard_count
-        return Fraction(moved[0], total), Fraction(moved[1], total)
+        return _permutation_shares(source, target, like)
+
     sub_axes = _changed(source, target)
-    members = math.prod(source.sizes[one] for one in sub_axes)
-    near = math.prod(
-        source.sizes[one]
-        for one in sub_axes
-        if not source.weights or source.weights[one] <= 1
+    members = math.prod(source.sizes[sub_axis] for sub_axis in sub_axes)
+    # The members of a replica group in one slice.
+    slice_members = math.prod(
+        source.sizes[sub_axis]
+        for sub_axis in sub_axes
+        if not source.weights or source.weights[sub_axis] <= 1
     )
     if kind == "all_gather":
         # A shard enters a slice once and is copied inside it.
-        return Fraction(members - 1, source.shard_count), Fraction(
-            members // near - 1, source.shard_count
+        return _Shares(
+            wire=Fraction(members - 1, source.shard_count),
+            dcn=Fraction(members // slice_members - 1, source.shard_count),
         )
-    return Fraction(members - 1, members * source.shard_count), Fraction(
-        members - near, members * source.shard_count
+    chunks = members * source.shard_count
+    return _Shares(
+        wire=Fraction(members - 1, chunks),
+        dcn=Fraction(members - slice_members, chunks),
+    )
+
+
+def _permutation_shares(
+    source: StepLayout, target: StepLayout, like: StepLayout
+) -> _Shares:
+    senders = permutation(source, target, like)
+    devices = np.arange(len(senders))
+    slices = slice_numbers(like)
+    total = len(senders) * source.shard_count
+    return _Shares(
+        wire=Fraction(int((devices[senders] != devices).sum()), total),
+        dcn=Fraction(int((slices[senders] != slices).sum()), total),
     )
 
 
@@ -249,16 +276,15 @@ def _changed(source: StepLayout, target: StepLayout) -> list[int]:
     """Returns the sub-axes that shard different dimensions in the layouts `source` and
     `target`, or that shard a dimension in only one of them.
     """
-    places = [
-        {f: dim for dim, axes in enumerate(end.dims) for f in axes}
-        for end in (source, target)
+    before = dim_of_sub_axis(source)
+    after = dim_of_sub_axis(target)
+    sub_axes = range(len(source.sizes))
+    return [
+        sub_axis for sub_axis in sub_axes if before.get(sub_axis) != after.get(sub_axis)
     ]
-    return [f for f in range(len(source.sizes)) if places[0].get(f) != places[1].get(f)]
 
 
-def _are_one(
-    kind: StepKind, earlier: PathStep, source: StepLayout, target: StepLayout
-) -> bool:
+def _are_one(earlier: PathStep, source: StepLayout, target: StepLayout) -> bool:
     """Whether the step `earlier` and a second step of the same kind, from `source` to
     `target`, can be done by one operation.
 
@@ -266,24 +292,21 @@ def _are_one(
     all-gathers can if they concatenate along the same dimension, and `earlier` ends in
     the layout `source`. Steps on one mesh do that.
     """
-    if kind != "all_gather":
-        return kind != "all_to_all"
+    if earlier.kind != "all_gather":
+        return earlier.kind != "all_to_all"
     if earlier.target != source:
         return False
-    pairs = [
-        *zip(earlier.source.dims, earlier.target.dims, strict=True),
-        *zip(source.dims, target.dims, strict=True),
-    ]
-    return (
-        len(
-            {
-                index % len(source.dims)
-                for index, (have, kept) in enumerate(pairs)
-                if have != kept
-            }
-        )
-        == 1
-    )
+    dims = {
+        *_changed_dims(earlier.source, earlier.target),
+        *_changed_dims(source, target),
+    }
+    return len(dims) == 1
+
+
+def _changed_dims(source: StepLayout, target: StepLayout) -> list[int]:
+    """The dimensions that are sharded differently in the two layouts."""
+    pairs = zip(source.dims, target.dims, strict=True)
+    return [dim for dim, (axes, new_axes) in enumerate(pairs) if axes != new_axes]
 
 
 def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
@@ -294,59 +317,69 @@ def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.
     receives its shard from a device that holds it and does not yet send. Of these, one
     over the cheapest links is taken. Devices are numbered in the mesh order of `like`.
     """
-    ends = [FineLayout(end, coordinates(end, like)) for end in (source, target)]
-    have, want = (Shards(end).numbers(end.layout.dims) for end in ends)
-    sender = np.where(have == want, np.arange(len(have)), -1)
-    span = int(max(have.max(), want.max())) + 1
-    for _, group in link_groups(ends[0]):
-        free = np.setdiff1d(np.arange(len(have)), sender)
+    before = FineLayout(source, coordinates(source, like))
+    after = FineLayout(target, coordinates(target, like))
+    holds = Shards(before).numbers(source.dims)
+    needs = Shards(after).numbers(target.dims)
+    devices = np.arange(len(holds))
+    sender = np.where(holds == needs, devices, -1)
+    shard_count = int(max(holds.max(), needs.max())) + 1
+    for _, group in link_groups(before):
+        # Only devices of one group match: the number of the group is part of the key.
+        held_keys = group * shard_count + holds
+        needed_keys = group * shard_count + needs
+        free = np.setdiff1d(devices, sender)
         without = np.flatnonzero(sender < 0)
-        _match(
-            sender,
-            without,
-            (group * span + want)[without],
-            free,
-            (group * span + have)[free],
-        )
+        _match(sender, without, needed_keys[without], free, held_keys[free])
     return sender
 
 
 def _match(
     sender: np.ndarray,
     without: np.ndarray,
-    wanted: np.ndarray,
+    needed: np.ndarray,
     free: np.ndarray,
     held: np.ndarray,
 ) -> None:
     """Chooses senders for the devices `without`, which need the shards with the numbers
-    `wanted`. Writes them into `sender`, which has an entry for each device. The devices
+    `needed`. Writes them into `sender`, which has an entry for each device. The devices
     `free`, which do not send yet, hold the shards `held`.
 
     Of the devices that need one shard, the k-th receives it from the k-th of the `free`
     devices that hold it. If fewer devices hold it than need it, the last ones get no
     sender.
     """
-    (without, wanted, first), (free, held, second) = (
-        _ranked(without, wanted),
-        _ranked(free, held),
+    receivers = _ranked(without, needed)
+    senders = _ranked(free, held)
+    base = len(sender) + 1
+    _, receiver_positions, sender_positions = np.intersect1d(
+        receivers.shards * base + receivers.ranks,
+        senders.shards * base + senders.ranks,
+        assume_unique=True,
+        return_indices=True,
     )
-    pair = len(sender) + 1
-    keys = wanted * pair + first, held * pair + second
-    _, here, there = np.intersect1d(*keys, assume_unique=True, return_indices=True)
-    sender[without[here]] = free[there]
+    sender[receivers.devices[receiver_positions]] = senders.devices[sender_positions]
 
 
-def _ranked(
-    devices: np.ndarray, shards: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sorts devices by the number of their shard. Returns the sorted devices, their
-    shards, and the position of each device among the devices of the same shard. For
-    shards 5, 3, 5 of devices 0, 1, 2 these are [1, 0, 2], [3, 5, 5] and [0, 0, 1].
+class _Ranked(NamedTuple):
+    """Devices sorted by the number of their shard, their shards, and the position of
+    each device among the devices of the same shard.
+    """
+
+    devices: np.ndarray
+    shards: np.ndarray
+    ranks: np.ndarray
+
+
+def _ranked(devices: np.ndarray, shards: np.ndarray) -> _Ranked:
+    """Sorts devices by the number of their shard. For shards 5, 3, 5 of devices 0, 1, 2
+    the result has the devices [1, 0, 2], the shards [3, 5, 5] and the ranks [0, 0, 1].
     """
     order = np.argsort(shards, kind="stable")
     ascending = shards[order]
-    return (
-        devices[order],
-        ascending,
-        np.arange(len(shards)) - np.searchsorted(ascending, ascending, side="left"),
+    first_of_shard = np.searchsorted(ascending, ascending, side="left")
+    return _Ranked(
+        devices=devices[order],
+        shards=ascending,
+        ranks=np.arange(len(shards)) - first_of_shard,
     )

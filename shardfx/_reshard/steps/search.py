@@ -36,7 +36,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .layout import Counts, FineLayout, ShardDims, Shards, StepLayout, link_groups
 from .lower_bound import LowerBound
@@ -50,9 +50,16 @@ _ROUNDING = 1e-12
 _FEW_LAYOUTS = 900
 _MOST_LAYOUTS = 3000
 
-# The layouts along a path: over the source's sub-axes, from the source on, and over the
-# target's, to the target.
-Route = tuple[list[StepLayout], list[StepLayout]]
+
+class Route(NamedTuple):
+    """The layouts along a path: over the source's sub-axes, from the source on, and
+    over the target's, to the target.
+    """
+
+    before: list[StepLayout]
+    after: list[StepLayout]
+
+
 # The layouts one step away that are reached for less than a given cost, each with the
 # step's cost.
 NextLayouts = Callable[[ShardDims, float], Iterator[tuple[ShardDims, float]]]
@@ -76,74 +83,77 @@ class Problem:
     takes_detours: bool = False
 
 
+class Exploration(NamedTuple):
+    """The result of `explore`: the cheapest path, its cost, and the number of layouts
+    examined.
+    """
+
+    route: Route | None
+    cost: float
+    examined: int
+
+
 def cheapest_route(problem: Problem) -> Route | None:
     """Returns the layouts along the cheapest path from the source to the target of a
     move. If the search ends before it has examined all layouts, the path is the best
     one found so far. `None` if no steps along these sub-axes lead from source to
     target.
     """
-    source, target = problem.source, problem.target
-    # The number of layouts to examine takes a fraction of a second: fewer for more
-    # devices, and if some axes are slow.
-    devices = source.layout.size
-    most = (
-        _FEW_LAYOUTS
-        if devices <= 16
-        else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
-    )
-    most //= len(link_groups(source))
+    source = problem.source.layout
+    target = problem.target.layout
+    most = _most_layouts(problem.source)
     narrow = dataclasses.replace(
-        problem,
-        max_counts=tuple(map(math.lcm, source.layout.counts, target.layout.counts)),
+        problem, max_counts=tuple(map(math.lcm, source.counts, target.counts))
     )
-    path, cost, examined = explore(narrow, most // 2, math.inf)
-    factors = [prime for size in source.layout.sizes for prime in primes(size)]
-    differ = len({*factors}) > 1 or len({*source.layout.weights}) > 1
-    takes_detours = differ or source.coordinates is not target.coordinates
-    if path is None or (
-        (takes_detours or narrow.max_counts != problem.max_counts) and examined < most
-    ):
-        wide = dataclasses.replace(problem, takes_detours=takes_detours)
-        better, _, _ = explore(wide, most - examined, cost)
-        path = better or path
-    return path
+    first = explore(narrow, most // 2, limit=math.inf)
+
+    prime_sizes = {prime for size in source.sizes for prime in primes(size)}
+    differ = len(prime_sizes) > 1 or len({*source.weights}) > 1
+    has_other_sub_axes = problem.source.coordinates is not problem.target.coordinates
+    takes_detours = differ or has_other_sub_axes
+    is_wider = takes_detours or narrow.max_counts != problem.max_counts
+    if first.route is not None and not (is_wider and first.examined < most):
+        return first.route
+    wide = dataclasses.replace(problem, takes_detours=takes_detours)
+    second = explore(wide, most - first.examined, limit=first.cost)
+    return second.route or first.route
 
 
-def explore(
-    problem: Problem, most: int, limit: float
-) -> tuple[Route | None, float, int]:
+def _most_layouts(source: FineLayout) -> int:
+    """The number of layouts that the search examines in a fraction of a second: fewer
+    for more devices, and if some axes are slow.
+    """
+    devices = source.layout.size
+    most = _FEW_LAYOUTS
+    if devices > 16:
+        most = min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
+    return most // len(link_groups(source))
+
+
+def explore(problem: Problem, most: int, limit: float) -> Exploration:
     """Searches for the cheapest path whose cost is below `limit`, among about `most`
-    layouts. If `limit` is infinite, it goes on until it has found some path. Returns
-    the path (or `None`), its cost, and the number of layouts examined.
+    layouts. If `limit` is infinite, it goes on until it has found some path.
     """
     permutations = PermutationPrices(problem.source)
-    halves = (
-        _half(problem, permutations, "target"),
-        _half(problem, permutations, "source"),
+    state = _State(
+        forward=_half(problem, permutations, "target"),
+        backward=_half(problem, permutations, "source"),
+        permutations=permutations,
+        most=most,
+        cost=limit,
     )
-    state = _State(*halves, permutations, limit)
-    for half, end in (
-        (state.forward, problem.source),
-        (state.backward, problem.target),
-    ):
-        half.reach(end.layout.dims, 0.0, None, limit)
+    state.forward.reach(problem.source.layout.dims, 0.0, None, limit)
+    state.backward.reach(problem.target.layout.dims, 0.0, None, limit)
+    has_same_sub_axes = problem.source.coordinates is problem.target.coordinates
     while half := state.next_half():
-        dims, least = half.pop()
-        if least >= state.cost - _ROUNDING or dims in half.settled.get(
-            half.shards.counts(dims), ()
-        ):
+        dims, least_cost = half.pop()
+        if least_cost >= state.cost - _ROUNDING or half.has_settled(dims):
             continue
-        _settle(dims, half, state, most)
-        _expand(
-            dims,
-            half,
-            state,
-            most,
-            problem.source.coordinates is problem.target.coordinates,
-        )
-        if state.is_enough(most):
+        _settle(dims, half, state)
+        _expand(dims, half, state, has_same_sub_axes)
+        if state.is_enough():
             break
-    return _route(problem, state), state.cost, state.examined
+    return Exploration(_route(problem, state), state.cost, state.examined)
 
 
 def _half(
@@ -154,26 +164,45 @@ def _half(
     """Returns the half that searches for the end `far_is` of the move: the forward half
     for "target", the backward half for "source".
     """
-    ends = (problem.source, problem.target)
-    near, far = ends if far_is == "target" else ends[::-1]
+    is_forward = far_is == "target"
+    near = problem.source if is_forward else problem.target
+    far = problem.target if is_forward else problem.source
     shards = Shards(near)
     steps = Neighbours(problem.max_counts, near, far, shards, permutations)
-    first, early, each = steps.slices_from, steps.gathers_from, STEP_BEFORE_PERMUTATION
-    if far_is == "source":
-        first, early, each = steps.gathers_into, steps.slices_into, STEP
+    if is_forward:
+        usual, detours = steps.slices_from, steps.gathers_from
+        step_cost = STEP_BEFORE_PERMUTATION
+    else:
+        usual, detours = steps.gathers_into, steps.slices_into
+        step_cost = STEP
 
     def next_layouts(
         dims: ShardDims, limit: float
     ) -> Iterator[tuple[ShardDims, float]]:
-        yield from first(dims)
+        yield from usual(dims)
         if problem.takes_detours:
-            yield from early(dims)
+            yield from detours(dims)
             yield from steps.permutes(dims, limit)
-        yield from steps.all_to_alls(dims, each, limit)
+        yield from steps.all_to_alls(dims, step_cost, limit)
 
     return _Half(
-        shards, LowerBound(shards, near, far, far_is), next_layouts, far.layout.counts
+        shards,
+        bound=LowerBound(shards, near, far, far_is),
+        next_layouts=next_layouts,
+        far_counts=far.layout.counts,
     )
+
+
+class _HeapEntry(NamedTuple):
+    """A layout in the heap. `key` orders the heap, then `estimate`, the lower bound on
+    the cost from the layout to the other half's start, then `number`, the order in
+    which layouts were reached.
+    """
+
+    key: float
+    estimate: float
+    number: int
+    dims: ShardDims
 
 
 class _Half:
@@ -193,20 +222,18 @@ class _Half:
         next_layouts: NextLayouts,
         far_counts: Counts,
     ):
-        self.shards, self.bound, self.next_layouts, self.far_counts = (
-            shards,
-            bound,
-            next_layouts,
-            far_counts,
-        )
+        self.shards = shards
+        self.bound = bound
+        self.next_layouts = next_layouts
+        self.far_counts = far_counts
         self.cost: dict[ShardDims, float] = {}
         self.parent: dict[ShardDims, ShardDims | None] = {}
-        self.heap: list[tuple[float, float, int, ShardDims]] = []
-        self.examined = 0  # the layouts whose lower bound was computed
+        self.heap: list[_HeapEntry] = []
+        # The layouts whose lower bound was computed.
+        self.examined = 0
         self.first_of_counts: dict[Counts, ShardDims] = {}
-        self.settled: dict[
-            Counts, dict[ShardDims, None]
-        ] = {}  # in the order of settling
+        # In the order of settling.
+        self.settled: dict[Counts, dict[ShardDims, None]] = {}
 
     def reach(
         self,
@@ -230,27 +257,35 @@ class _Half:
         estimate = self.bound(dims)
         if cost + estimate >= limit - _ROUNDING:
             return False
-        counts, key = self.shards.counts(dims), cost + estimate
+        counts = self.shards.counts(dims)
         self.first_of_counts.setdefault(counts, dims)
-        if (
-            parent is None
-        ):  # source and target come first, since their neighbours may meet
+        key = cost + estimate
+        if parent is None:
+            # Source and target come first, since their neighbours may meet.
             key = 0.0
         elif nearest_first:
-            pairs = zip(counts, self.far_counts, strict=True)
-            key = -1 / math.prod(
-                [math.lcm(count, far) // math.gcd(count, far) for count, far in pairs]
-            )
-        self.cost[dims], self.parent[dims] = cost, parent
-        heapq.heappush(self.heap, (key, estimate, self.examined, dims))
+            key = -1 / self._distance(counts)
+        self.cost[dims] = cost
+        self.parent[dims] = parent
+        heapq.heappush(self.heap, _HeapEntry(key, estimate, self.examined, dims))
         return True
+
+    def _distance(self, counts: Counts) -> int:
+        """How far shard counts are from those of the other half's start; 1 if equal."""
+        pairs = zip(counts, self.far_counts, strict=True)
+        return math.prod(
+            [math.lcm(count, far) // math.gcd(count, far) for count, far in pairs]
+        )
+
+    def has_settled(self, dims: ShardDims) -> bool:
+        return dims in self.settled.get(self.shards.counts(dims), ())
 
     def pop(self) -> tuple[ShardDims, float]:
         """Removes the first layout from the heap. Returns it, and a lower bound on the
         cost of any path through it.
         """
-        _, estimate, _, dims = heapq.heappop(self.heap)
-        return dims, self.cost[dims] + estimate
+        entry = heapq.heappop(self.heap)
+        return entry.dims, self.cost[entry.dims] + entry.estimate
 
     def layouts_to(self, dims: ShardDims) -> list[ShardDims]:
         """Returns the layouts on the path from the layout at which this half starts to
@@ -265,12 +300,14 @@ class _Half:
 @dataclasses.dataclass
 class _State:
     """The state of the search: both halves, and the `cost` of the best path so far,
-    which crosses from `before` to `after`.
+    which crosses from `before` to `after`. `most` is the number of layouts after which
+    the search ends.
     """
 
     forward: _Half
     backward: _Half
     permutations: PermutationPrices
+    most: int
     cost: float
     before: ShardDims | None = None
     after: ShardDims | None = None
@@ -284,55 +321,59 @@ class _State:
             self.forward.examined + self.backward.examined + self.permutations.computed
         )
 
-    def is_enough(self, most: int) -> bool:
-        return self.examined > most and self.cost < math.inf
+    def is_enough(self) -> bool:
+        """Whether the search has a path, and has examined `most` layouts."""
+        return self.examined > self.most and self.cost < math.inf
 
     def next_half(self) -> _Half | None:
         """The half whose first layout has the smaller lower bound; `None` if the heaps
         of both are empty.
         """
         halves = [half for half in (self.forward, self.backward) if half.heap]
-        return min(halves, key=lambda half: half.heap[0][:2], default=None)
+        return min(
+            halves,
+            key=lambda half: (half.heap[0].key, half.heap[0].estimate),
+            default=None,
+        )
 
     def other(self, half: _Half) -> _Half:
         return self.backward if half is self.forward else self.forward
 
 
-def _settle(dims: ShardDims, half: _Half, state: _State, most: int) -> None:
+def _settle(dims: ShardDims, half: _Half, state: _State) -> None:
     """Tries a crossing from the layout `dims`, just taken from the heap of `half`, to
-    each settled layout of the other half with the same shard counts. `most` is the
-    number of layouts after which the search ends.
+    each settled layout of the other half with the same shard counts.
     """
-    counts, cost = half.shards.counts(dims), half.cost[dims]
+    counts = half.shards.counts(dims)
     half.settled.setdefault(counts, {})[dims] = None
+    cost = half.cost[dims]
     other = state.other(half)
     for match in other.settled.get(counts, ()):
-        if state.cost - cost - other.cost[match] > _ROUNDING and not state.is_enough(
-            most
-        ):
+        is_cheaper = state.cost - cost - other.cost[match] > _ROUNDING
+        if is_cheaper and not state.is_enough():
             _cross(dims, match, half, state)
 
 
 def _expand(
-    dims: ShardDims, half: _Half, state: _State, most: int, same_sub_axes: bool
+    dims: ShardDims, half: _Half, state: _State, has_same_sub_axes: bool
 ) -> None:
     """Adds the layouts one step away from `dims`, a layout of `half`, to the heap, and
-    completes paths through them. With `same_sub_axes`, both halves have the same
-    sub-axes, so a layout that both reach completes a path. `most` is the number of
-    layouts after which the search ends.
+    completes paths through them. With `has_same_sub_axes`, both halves have the same
+    sub-axes, so a layout that both reach completes a path.
     """
     cost = half.cost[dims]
-    for after, extra in half.next_layouts(dims, state.cost - cost):
-        nearest_first = state.cost == math.inf and state.examined > most
-        if half.reach(after, cost + extra, dims, state.cost, nearest_first):
-            if (
-                same_sub_axes
-            ):  # if the other half has reached this layout too, a path is complete
+    other = state.other(half)
+    for after, step_cost in half.next_layouts(dims, state.cost - cost):
+        nearest_first = state.cost == math.inf and state.examined > state.most
+        if half.reach(after, cost + step_cost, dims, state.cost, nearest_first):
+            if has_same_sub_axes:
+                # If the other half has reached this layout too, a path is complete.
                 _meet(after, after, 0.0, state)
-            match = state.other(half).first_of_counts.get(half.shards.counts(after))
-            if state.cost == math.inf and match is not None:  # any path is welcome
+            match = other.first_of_counts.get(half.shards.counts(after))
+            if state.cost == math.inf and match is not None:
+                # Any path is welcome.
                 _cross(after, match, half, state)
-        if state.is_enough(most):
+        if state.is_enough():
             return
 
 
@@ -341,14 +382,17 @@ def _cross(dims: ShardDims, match: ShardDims, half: _Half, state: _State) -> Non
     than the best one so far. `dims` is a layout of `half`, and `match` is one of the
     other half.
     """
-    before, after = (dims, match) if half is state.forward else (match, dims)
-    left = state.cost - state.forward.cost[before] - state.backward.cost[after]
-    have, want = (
-        state.forward.shards.numbers(before),
-        state.backward.shards.numbers(after),
+    is_forward = half is state.forward
+    before = dims if is_forward else match
+    after = match if is_forward else dims
+    shards = state.forward.shards
+    crossing_cost = state.permutations.cost(
+        have=shards.numbers(before),
+        want=state.backward.shards.numbers(after),
+        share=1 / shards.shard_count(before),
+        limit=state.cost - state.forward.cost[before] - state.backward.cost[after],
     )
-    share = 1 / state.forward.shards.shard_count(before)
-    _meet(before, after, state.permutations.cost(have, want, share, left), state)
+    _meet(before, after, crossing_cost, state)
 
 
 def _meet(before: ShardDims, after: ShardDims, crossing: float, state: _State) -> None:
@@ -356,21 +400,23 @@ def _meet(before: ShardDims, after: ShardDims, crossing: float, state: _State) -
     half, to `after`, a layout of the backward half, is cheaper than the best one so
     far. The crossing costs `crossing`.
     """
-    paid = state.forward.cost.get(before, math.inf)
-    total = paid + crossing + state.backward.cost.get(after, math.inf)
+    cost_before = state.forward.cost.get(before, math.inf)
+    cost_after = state.backward.cost.get(after, math.inf)
+    total = cost_before + crossing + cost_after
     if total < state.cost - _ROUNDING:
-        state.cost, state.before, state.after = total, before, after
+        state.cost = total
+        state.before = before
+        state.after = after
 
 
 def _route(problem: Problem, state: _State) -> Route | None:
     if state.before is None or state.after is None:
         return None
-    forward, backward = (
-        state.forward.layouts_to(state.before),
-        state.backward.layouts_to(state.after)[::-1],
+    source = problem.source.layout
+    target = problem.target.layout
+    forward = state.forward.layouts_to(state.before)
+    backward = reversed(state.backward.layouts_to(state.after))
+    return Route(
+        before=[dataclasses.replace(source, dims=dims) for dims in forward],
+        after=[dataclasses.replace(target, dims=dims) for dims in backward],
     )
-    before, after = (
-        [dataclasses.replace(end.layout, dims=dims) for dims in layouts]
-        for end, layouts in ((problem.source, forward), (problem.target, backward))
-    )
-    return before, after

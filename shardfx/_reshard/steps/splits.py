@@ -21,7 +21,6 @@ import dataclasses
 import functools as ft
 import itertools as it
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -40,13 +39,16 @@ def primes(number: int) -> tuple[int, ...]:
     """Returns the prime factors of `number` in ascending order: `primes(12)` is
     `(2, 2, 3)`.
     """
-    found, factor = [], 2
-    while factor * factor <= number:
-        while number % factor == 0:
-            found.append(factor)
-            number //= factor
-        factor += 1
-    return tuple(found + [number] if number > 1 else found)
+    factors: list[int] = []
+    candidate = 2
+    while candidate * candidate <= number:
+        while number % candidate == 0:
+            factors.append(candidate)
+            number //= candidate
+        candidate += 1
+    if number > 1:
+        factors.append(number)
+    return tuple(factors)
 
 
 def order_primes(
@@ -59,27 +61,29 @@ def order_primes(
     """
     if all(len(_orders(size)) == 1 for size in (*src.sizes, *dst.sizes)):
         return [[_orders(size)[0] for size in layout.sizes] for layout in (src, dst)]
-    known = [
-        [
-            _factor_keys(row, size)
-            for row, size in zip(
-                mesh_coordinates(layout.sizes, place), layout.sizes, strict=True
-            )
-        ]
-        for layout, place in zip((src, dst), places, strict=True)
-    ]
+
+    src_place, dst_place = places
+    src_keys = _keys_by_axis(src, src_place)
+    dst_keys = _keys_by_axis(dst, dst_place)
     # First choose the source's orders: the most primes in common with any order of the
     # target's primes. Then choose the target's orders: the most primes in common with
     # the source's chosen orders.
-    first = _best_orders(
-        src, known[0], {key for keys in known[1] for key in keys.values()}
-    )
-    taken = {
-        keys[factor]
-        for keys, order in zip(known[0], first, strict=True)
-        for factor in _factors_in(order)
-    }
-    return [first, _best_orders(dst, known[1], taken)]
+    any_dst_keys = {key for keys in dst_keys for key in keys.values()}
+    src_orders = _best_orders(src, src_keys, any_dst_keys)
+    chosen_src_keys = set[bytes]()
+    for keys, order in zip(src_keys, src_orders, strict=True):
+        chosen_src_keys |= {keys[factor] for factor in _factors_in(order)}
+    return [src_orders, _best_orders(dst, dst_keys, chosen_src_keys)]
+
+
+def _keys_by_axis(
+    layout: StepLayout, place: np.ndarray
+) -> list[dict["_Factor", bytes]]:
+    """The keys of the prime factors of each mesh axis."""
+    rows = mesh_coordinates(layout.sizes, place)
+    return [
+        _factor_keys(row, size) for row, size in zip(rows, layout.sizes, strict=True)
+    ]
 
 
 class _Factor(NamedTuple):
@@ -95,18 +99,21 @@ class _Factor(NamedTuple):
 
 @ft.lru_cache(maxsize=256)
 def _orders(size: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the orders in which the prime factors of `size` can be written, at most 64. For 12 these are three."""
+    """Returns the orders in which the prime factors of `size` can be written, at most
+    64. For 12 these are three.
+    """
+    return tuple(it.islice(_arrangements(primes(size)), _MOST_ORDERS))
 
-    def arrange(rest: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if not rest:
-            yield ()
-        for prime in dict.fromkeys(rest):
-            left = list(rest)
-            left.remove(prime)
-            for tail in arrange(tuple(left)):
-                yield (prime, *tail)
 
-    return tuple(it.islice(arrange(primes(size)), _MOST_ORDERS))
+def _arrangements(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yields the distinct orders of `numbers`."""
+    if not numbers:
+        yield ()
+    for first in dict.fromkeys(numbers):
+        others = list(numbers)
+        others.remove(first)
+        for tail in _arrangements(tuple(others)):
+            yield (first, *tail)
 
 
 def _factors_in(order: Sequence[int]) -> list[_Factor]:
@@ -122,32 +129,34 @@ def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
     bytes. `row` has the position of each device along the axis. An axis of 12 has seven
     factors: 2 with the strides 1, 2, 3 and 6, and 3 with the strides 1, 2 and 4.
     """
-    found = dict.fromkeys(
-        factor for order in _orders(size) for factor in _factors_in(order)
-    )
+    factors: dict[_Factor, None] = {}
+    for order in _orders(size):
+        factors |= dict.fromkeys(_factors_in(order))
     return {
         factor: (row // factor.stride % factor.size).astype(np.uint16).tobytes()
-        for factor in found
+        for factor in factors
     }
 
 
 def _best_orders(
-    layout: StepLayout, known: Sequence[dict[_Factor, bytes]], wanted: set[bytes]
+    layout: StepLayout,
+    keys_by_axis: Sequence[dict[_Factor, bytes]],
+    other_keys: set[bytes],
 ) -> list[tuple[int, ...]]:
     """Returns for each mesh axis the order of its prime factors with the most factors
-    in common with the other mesh. `known` has a dict for each axis: from a prime factor
-    to its key, the coordinates of all devices along it as bytes. `wanted` has the keys
-    of the other mesh's factors. Common factors have equal keys.
+    in common with the other mesh. `keys_by_axis` has a dict for each axis: from a prime
+    factor to its key, the coordinates of all devices along it as bytes. `other_keys`
+    has the keys of the other mesh's factors. Common factors have equal keys.
     """
-    return [
-        max(
-            _orders(size),
-            key=lambda order, keys=keys: sum(
-                keys[factor] in wanted for factor in _factors_in(order)
-            ),
-        )
-        for size, keys in zip(layout.sizes, known, strict=True)
-    ]
+    best_orders = []
+    for size, keys in zip(layout.sizes, keys_by_axis, strict=True):
+        orders = _orders(size)
+        common = [
+            sum(keys[factor] in other_keys for factor in _factors_in(order))
+            for order in orders
+        ]
+        best_orders.append(orders[common.index(max(common))])
+    return best_orders
 
 
 def join_primes(
@@ -164,20 +173,27 @@ def join_primes(
     device has the same coordinate along both. A split in one mesh can require a split
     in the other, so both are checked until neither needs a further split.
     """
-    ends = [_Primes(*one) for one in zip(layouts, keys, strict=True)]
-    # `kept` holds the last prime of each sub-axis. These primes are not checked again.
-    kept = [set(it.accumulate(map(len, split), initial=-1)) for split in splits]
-    asked = True
-    while asked:
-        asked = False
-        for me, other in ((0, 1), (1, 0)):
-            for factor in range(len(keys[me]) - 1):
-                if factor not in kept[me] and ends[me].must_split_after(
-                    factor, ends[other], kept[other]
+    meshes = [
+        _Primes(layout, mesh_keys)
+        for layout, mesh_keys in zip(layouts, keys, strict=True)
+    ]
+    # The last prime of each sub-axis. These primes are not checked again.
+    last_primes = [set(it.accumulate(map(len, split), initial=-1)) for split in splits]
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for number, other in ((0, 1), (1, 0)):
+            for factor in range(len(keys[number]) - 1):
+                if factor in last_primes[number]:
+                    continue
+                if meshes[number].must_split_after(
+                    factor, meshes[other], last_primes[other]
                 ):
-                    kept[me].add(factor)
-                    asked = True
-    return [_joined(split, last) for split, last in zip(splits, kept, strict=True)]
+                    last_primes[number].add(factor)
+                    has_changed = True
+    return [
+        _joined(split, last) for split, last in zip(splits, last_primes, strict=True)
+    ]
 
 
 class _Primes:
@@ -195,46 +211,48 @@ class _Primes:
         self.factors = {key: factor for factor, key in enumerate(keys)}
         self.shard_counts: dict[int, tuple[int, int]] = {}
         for dim, axes in enumerate(layout.dims):
-            counts = it.accumulate(
-                [layout.sizes[factor] for factor in axes], operator.mul
-            )
-            self.shard_counts |= {
-                factor: (dim, count) for factor, count in zip(axes, counts, strict=True)
-            }
+            count = 1
+            for factor in axes:
+                count *= layout.sizes[factor]
+                self.shard_counts[factor] = (dim, count)
 
-    def must_split_after(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
+    def must_split_after(
+        self, factor: int, other: "_Primes", last_primes: set[int]
+    ) -> bool:
         """Whether the sub-axis number `factor` must stay separate from the next one.
-        `kept` has the sub-axes of the other mesh that are already separate from the
-        next one. There are three cases:
+        `last_primes` has the sub-axes of the other mesh that are already separate from
+        the next one. There are three cases:
 
         - The other mesh has only one of the two sub-axes.
         - The other mesh has both, but they do not follow each other there, or the first
-          is in `kept`.
+          is in `last_primes`.
         - The two meshes split one dimension into equally many shards: this mesh by the
-          sub-axes up to `factor`, the
-            other by the sub-axes up to one in `kept`.
+          sub-axes up to `factor`, the other by the sub-axes up to one in `last_primes`.
         """
-        here, after = (other.factors.get(key) for key in self.keys[factor : factor + 2])
+        first = other.factors.get(self.keys[factor])
+        second = other.factors.get(self.keys[factor + 1])
+        follows = first is not None and second == first + 1
         # The other mesh has both primes, one after the other, or neither.
-        is_alike = here == after or (
-            here is not None and after == here + 1 and here not in kept
-        )
-        return not is_alike or self.shard_counts.get(factor, ()) in [
-            other.shard_counts.get(theirs) for theirs in kept
-        ]
+        is_alike = first == second or (follows and first not in last_primes)
+        if not is_alike:
+            return True
+        other_counts = [other.shard_counts.get(theirs) for theirs in last_primes]
+        return self.shard_counts.get(factor, ()) in other_counts
 
 
-def _joined(split: Split, kept: set[int]) -> Split:
-    factors, out = it.count(), []
+def _joined(split: Split, last_primes: set[int]) -> Split:
+    numbers = it.count()
+    joined = []
     for primes_of_axis in split:
-        sizes, size = [], 1
+        sizes: list[int] = []
+        size = 1
         for prime in primes_of_axis:
             size *= prime
-            if next(factors) in kept:
+            if next(numbers) in last_primes:
                 sizes.append(size)
                 size = 1
-        out.append(tuple(sizes))
-    return out
+        joined.append(tuple(sizes))
+    return joined
 
 
 # With at most this many primes per mesh, none are joined.
@@ -255,25 +273,31 @@ def refine(
     places = (np.arange(src.size), positions(dst, src))
     splits = order_primes(src, dst, places)
     if not prime and max(sum(map(len, split)) for split in splits) > _FEW:
-        ends = [
-            _fine_layout(*one) for one in zip((src, dst), splits, places, strict=True)
-        ]
+        layouts = _fine_layouts((src, dst), splits, places)
         splits = join_primes(
-            [end.layout for end in ends], [end.keys for end in ends], splits
+            [end.layout for end in layouts], [end.keys for end in layouts], splits
         )
-    ours, theirs = _with_equal_weights(
-        *(_fine_layout(*one) for one in zip((src, dst), splits, places, strict=True))
-    )
-    factors = {key: factor for factor, key in enumerate(ours.keys)}
-    if not all(key in factors for key in theirs.keys):
-        return ours, theirs
-    rename = [factors[key] for key in theirs.keys]
+    source, target = _with_equal_weights(*_fine_layouts((src, dst), splits, places))
+    factors = {key: factor for factor, key in enumerate(source.keys)}
+    if not all(key in factors for key in target.keys):
+        return source, target
+    source_factor = [factors[key] for key in target.keys]
     dims = tuple(
-        tuple(rename[factor] for factor in axes) for axes in theirs.layout.dims
+        tuple(source_factor[factor] for factor in axes) for axes in target.layout.dims
     )
-    return ours, FineLayout(
-        dataclasses.replace(ours.layout, dims=dims), ours.coordinates
-    )
+    layout = dataclasses.replace(source.layout, dims=dims)
+    return source, FineLayout(layout, source.coordinates)
+
+
+def _fine_layouts(
+    layouts: Sequence[StepLayout],
+    splits: Sequence[Split],
+    places: Sequence[np.ndarray],
+) -> list[FineLayout]:
+    return [
+        _fine_layout(layout, split, place)
+        for layout, split, place in zip(layouts, splits, places, strict=True)
+    ]
 
 
 def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLayout:
@@ -281,50 +305,52 @@ def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLay
     device in the mesh.
     """
     sizes = tuple(size for factors in split for size in factors)
-    start = [0]
+    factors_of_axis: list[range] = []
+    start = 0
     for factors in split:
-        start.append(start[-1] + len(factors))
+        factors_of_axis.append(range(start, start + len(factors)))
+        start += len(factors)
     dims = tuple(
-        tuple(factor for axis in axes for factor in range(start[axis], start[axis + 1]))
+        tuple(factor for axis in axes for factor in factors_of_axis[axis])
         for axes in layout.dims
     )
-    weights = tuple(
-        weight
-        for weight, factors in zip(layout.weights, split, strict=False)
-        for _ in factors
-    )
+    weights: list[float] = []
+    for weight, factors in zip(layout.weights, split, strict=False):
+        weights += [weight] * len(factors)
     return FineLayout(
-        StepLayout(sizes, dims, layout.order, weights), mesh_coordinates(sizes, place)
+        StepLayout(sizes, dims, layout.order, tuple(weights)),
+        mesh_coordinates(sizes, place),
     )
 
 
-def _with_equal_weights(ours: FineLayout, theirs: FineLayout) -> list[FineLayout]:
-    """Returns the layouts `ours` and `theirs` with weights that suit both meshes of a
+def _with_equal_weights(source: FineLayout, target: FineLayout) -> list[FineLayout]:
+    """Returns the layouts `source` and `target` with weights that suit both meshes of a
     move. Devices that differ along one sub-axis alone may differ along several sub-axes
     of the other mesh. The highest weight among all these becomes the weight of the
     sub-axis.
     """
-    ends = [ours, theirs]
-    if not ours.layout.weights and not theirs.layout.weights:
-        return ends
-    return [
-        dataclasses.replace(
-            end, layout=dataclasses.replace(end.layout, weights=_weights(end, ends))
-        )
-        for end in ends
-    ]
+    layouts = [source, target]
+    if not source.layout.weights and not target.layout.weights:
+        return layouts
+    weighted = []
+    for end in layouts:
+        layout = dataclasses.replace(end.layout, weights=_weights(end, layouts))
+        weighted.append(dataclasses.replace(end, layout=layout))
+    return weighted
 
 
 def _weights(end: FineLayout, accounts: Sequence[FineLayout]) -> tuple[float, ...]:
     sizes = end.layout.sizes
     order = np.lexsort(end.coordinates[::-1]) if sizes else np.arange(1)
-    found = [1.0] * len(sizes)
+    weights = [1.0] * len(sizes)
     for account in accounts:
         for axis, weight in enumerate(account.layout.weights):
             grid = account.coordinates[axis][order].reshape(sizes)
             for factor in range(len(sizes)):
+                if weight <= weights[factor]:
+                    continue
                 # Devices that differ in this sub-axis also differ along the account's
                 # axis.
-                if weight > found[factor] and (grid != grid.take([0], factor)).any():
-                    found[factor] = weight
-    return tuple(found)
+                if (grid != grid.take([0], factor)).any():
+                    weights[factor] = weight
+    return tuple(weights)
