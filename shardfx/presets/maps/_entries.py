@@ -5,6 +5,7 @@ parentheses form one dimension of the array, major to minor.
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..._convert import pattern
@@ -48,8 +49,8 @@ class Fused:
             object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
-        more = f" x {self.shards}" if self.shards != 1 else ""
-        return f"[{' | '.join(self.parts)}] along {self.dim}{more}"
+        shards = f" x {self.shards}" if self.shards != 1 else ""
+        return f"[{' | '.join(self.parts)}] along {self.dim}{shards}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,8 @@ class Counted:
 
     def __str__(self) -> str:
         times = f", times {self.times:g}" if self.times != 1 else ""
-        return f"{self.part}{times}{f', plus {self.plus:g}' if self.plus else ''}"
+        plus = f", plus {self.plus:g}" if self.plus else ""
+        return f"{self.part}{times}{plus}"
 
 
 # The description of one array in a layout, such as `"query: embed (heads dim)"`.
@@ -176,9 +178,12 @@ def groups_of(axes: str) -> list[str]:
     return re.findall(r"\([^)]*\)|\S+", axes)
 
 
-_LINE = re.compile(r"\s*(\w+)\s*:(.*)", re.DOTALL)
+_LINE = re.compile(r"\s*(?P<kind>\w+)\s*:(?P<axes>.*)", re.DOTALL)
+# A group `(heads dim)`, or an axis, with a range `[0:4:2]` or an entry `[3]` if any.
 _DIM = re.compile(
-    r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(?:(\d*):(\d*)(?::([1-9]\d*))?|(\d+))\])?)\s*"
+    r"\s*(?:\(\s*(?P<group>\w[\w\s]*)\)|(?P<axis>[A-Za-z_]\w*)"
+    r"(?:\[(?:(?P<start>\d*):(?P<stop>\d*)(?::(?P<step>[1-9]\d*))?"
+    r"|(?P<entry>\d+))\])?)\s*"
 )
 
 
@@ -186,59 +191,94 @@ def weights_of(path: str, entry: Entry) -> list[Weight]:
     """Returns a `Weight` for each kind of weight in the array at `path`. Only a `Fused`
     array has several.
     """
-    texts = (
-        entry.parts
-        if isinstance(entry, Fused)
-        else (entry.part if isinstance(entry, Scaled | Counted) else entry,)
-    )
-    found = [_place(path, text, entry, number) for number, text in enumerate(texts)]
-    if isinstance(entry, Fused) and (
-        len({len(one.dims) for one in found}) != 1 or not found
-    ):
+    if isinstance(entry, Fused):
+        weights = [
+            _weight(path, text, entry, number)
+            for number, text in enumerate(entry.parts)
+        ]
+        _require_alike(path, entry, weights)
+        return weights
+    text = entry if isinstance(entry, str) else entry.part
+    return [_weight(path, text, entry, number=0)]
+
+
+def _require_alike(path: str, entry: Fused, weights: Sequence[Weight]) -> None:
+    """Raises `MapError` if the parts of an array cannot be concatenated."""
+    if len({len(weight.dims) for weight in weights}) != 1:
         raise MapError(
             f"{quoted(path)}: parts along one dimension have as many dimensions each:"
             f" {entry}."
         )
-    if isinstance(entry, Fused) and not 0 <= entry.dim < len(found[0].dims):
+    if not 0 <= entry.dim < len(weights[0].dims):
         raise MapError(f"{quoted(path)}: the parts have no dim {entry.dim}: {entry}.")
-    return found
 
 
-def _place(path: str, text: str, entry: Entry, number: int) -> Weight:
-    line = _LINE.fullmatch(text)
+class _Dimensions(NamedTuple):
+    """The axes of each dimension of an array, and the ranges of its axes."""
+
+    dims: tuple[tuple[str, ...], ...]
+    ranges: tuple[Range, ...]
+
+
+def _dimensions(text: str) -> _Dimensions | None:
+    """Reads the axes of an array, such as `layers[:3] embed (heads dim)`; `None` if
+    they cannot be read.
+    """
     dims: list[tuple[str, ...]] = []
-    parts: list[Range] = []
-    at, axes = 0, line[2].strip() if line else ""
-    while line and at < len(axes) and (found := _DIM.match(axes, at)):
-        at = found.end()
-        if found[6] is not None:
-            parts.append(Range(found[2], int(found[6]), int(found[6]) + 1, 0))
+    ranges: list[Range] = []
+    position = 0
+    while position < len(text):
+        dim = _DIM.match(text, position)
+        if dim is None:
+            return None
+        position = dim.end()
+        axis = dim["axis"]
+        if dim["entry"] is not None:
+            entry = int(dim["entry"])
+            ranges.append(Range(axis, start=entry, stop=entry + 1, step=0))
             continue
-        dims.append(tuple(found[1].split()) if found[1] is not None else (found[2],))
-        if found[3] is not None:
-            parts.append(
+        if axis is None:
+            dims.append(tuple(dim["group"].split()))
+            continue
+        dims.append((axis,))
+        if dim["start"] is not None:
+            stop = int(dim["stop"]) if dim["stop"] else None
+            ranges.append(
                 Range(
-                    found[2],
-                    int(found[3] or 0),
-                    int(found[4]) if found[4] else None,
-                    int(found[5] or 1),
+                    axis,
+                    start=int(dim["start"] or 0),
+                    stop=stop,
+                    step=int(dim["step"] or 1),
                 )
             )
-    if line is None or at < len(axes) or len(parts) > 1:
+    return _Dimensions(tuple(dims), tuple(ranges))
+
+
+def _weight(path: str, text: str, entry: Entry, number: int) -> Weight:
+    """Reads one kind of weight: `text` is `"query: embed (heads dim)"`, say."""
+    line = _LINE.fullmatch(text)
+    dimensions = _dimensions(line["axes"].strip()) if line is not None else None
+    if line is None or dimensions is None or len(dimensions.ranges) > 1:
         raise MapError(
             f"{quoted(path)}: {quoted(text)} cannot be read; write the kind and its"
             ' axes, as in "query: layers[:3] embed (heads dim)", where at most one'
             " axis has a range."
         )
-    in_path = pattern(path).names
-    place = Weight(
-        line[1], path, tuple(dims), parts[0] if parts else None, in_path, entry, number
+    weight = Weight(
+        kind=line["kind"],
+        path=path,
+        dims=dimensions.dims,
+        range=dimensions.ranges[0] if dimensions.ranges else None,
+        in_path=pattern(path).names,
+        entry=entry,
+        number=number,
     )
-    every = (*place.axes, *in_path, *[one.axis for one in parts if not one.step])
-    if len(set(every)) != len(every):
-        twice = next(axis for axis in every if every.count(axis) > 1)
-        raise MapError(
-            f"{quoted(path)}: {quoted(text)} has the axis `{twice}` twice, in braces or"
-            " without."
-        )
-    return place
+    axes = [*weight.axes, *weight.in_path]
+    axes += [span.axis for span in dimensions.ranges if not span.step]
+    for axis in axes:
+        if axes.count(axis) > 1:
+            raise MapError(
+                f"{quoted(path)}: {quoted(text)} has the axis `{axis}` twice, in braces"
+                " or without."
+            )
+    return weight

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from ..._convert import TreeMap
 from ..._ground.errors import MapError
 from ..._ground.text import quoted
-from ._between import Sizes, between
-from ._entries import Entry, weights_of
+from ._between import between
+from ._entries import Entry, Weight, weights_of
+from ._reading import Sizes
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -77,35 +78,39 @@ class TreeLayout:
         rest: Iterable[str] = (),
         apart: Mapping[str, str] | None = None,
     ):
-        pairs = {"weights": weights, "sizes": sizes or {}, "apart": apart or {}}
-        for name, value in {
-            **{name: dict(given).items() for name, given in pairs.items()},
+        fields = {
+            "weights": dict(weights).items(),
+            "sizes": dict(sizes or {}).items(),
+            "apart": dict(apart or {}).items(),
             "rest": rest,
-        }.items():
+        }
+        for name, value in fields.items():
             object.__setattr__(self, name, tuple(value))
         for path, entry in self.weights:
             weights_of(path, entry)
 
     @property
+    def _places(self) -> list[Weight]:
+        """The arrays of the layout, one for each kind of weight in them."""
+        places: list[Weight] = []
+        for path, entry in self.weights:
+            places += weights_of(path, entry)
+        return places
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of weights in the layout, such as "query", each once."""
-        return tuple(
-            dict.fromkeys(
-                place.kind
-                for path, entry in self.weights
-                for place in weights_of(path, entry)
-            )
-        )
+        return tuple(dict.fromkeys(place.kind for place in self._places))
 
     def with_paths(self, paths: Mapping[str, str]) -> "TreeLayout":
         """Returns the layout with some paths replaced: `{"layers/query": "blocks/wq"}`.
         Other paths do not change.
         """
-        known = dict(self.weights)
+        entries = dict(self.weights)
         for path in paths:
-            if path not in known:
+            if path not in entries:
                 raise MapError(
-                    f"the layout has no {quoted(path)}; it has {', '.join(known)}."
+                    f"the layout has no {quoted(path)}; it has {', '.join(entries)}."
                 )
         moved = {paths.get(path, path): entry for path, entry in self.weights}
         return dataclasses.replace(self, weights=moved)
@@ -120,23 +125,21 @@ class TreeLayout:
                 f"the layout has no kind {quoted(unknown[0])}; it has"
                 f" {', '.join(self.kinds)}."
             )
-        left = {
-            path: {place.kind for place in weights_of(path, entry)} - {*kinds}
-            for path, entry in self.weights
-        }
-        kept = {path: entry for path, entry in self.weights if left[path]}
-        mixed = [
-            path
-            for path, entry in kept.items()
-            if len(left[path]) < len(weights_of(path, entry))
-        ]
-        if mixed:
-            raise MapError(
-                f"{quoted(mixed[0])} has other kinds beside; leave out all of them, or"
-                " none."
-            )
-        rest = (*self.rest, *[path for path, _ in self.weights if path not in kept])
-        return dataclasses.replace(self, weights=kept, rest=rest)
+        weights: dict[str, Entry] = {}
+        rest = list(self.rest)
+        for path, entry in self.weights:
+            kinds_of_array = {place.kind for place in weights_of(path, entry)}
+            remaining = kinds_of_array - {*kinds}
+            if not remaining:
+                rest.append(path)
+                continue
+            if len(remaining) < len(weights_of(path, entry)):
+                raise MapError(
+                    f"{quoted(path)} has other kinds beside; leave out all of them, or"
+                    " none."
+                )
+            weights[path] = entry
+        return dataclasses.replace(self, weights=weights, rest=rest)
 
     def with_sizes(self, **sizes: int) -> "TreeLayout":
         """Returns the layout with other sizes: `with_sizes(vocab=50304)` for a tree
@@ -167,14 +170,12 @@ class TreeLayout:
         `MapError` for kinds that only one layout has, and for a needed size that is
         unknown.
         """
-        places = [
-            place for path, entry in self.weights for place in weights_of(path, entry)
-        ]
+        places = self._places
         dropped = (drop,) if isinstance(drop, str) else tuple(drop)
         apart = {
             axis: tuple(parts.split()) for axis, parts in (*self.apart, *other.apart)
         }
-        sizes = Sizes(dict(self.sizes), dict(other.sizes), apart)
+        sizes = Sizes(source=dict(self.sizes), target=dict(other.sizes), apart=apart)
         rules = between(places, other.weights, sizes, dropped)
         unused = [
             place.path
@@ -184,13 +185,9 @@ class TreeLayout:
         return TreeMap(rules, drop=dict.fromkeys(unused), rest=self.rest, casts=casts)
 
     def __str__(self) -> str:
-        wide = max((len(path) for path, _ in self.weights), default=0)
+        width = max((len(path) for path, _ in self.weights), default=0)
         sizes = "".join(f", {name}={size}" for name, size in self.sizes)
-        rows = [f"  {path:<{wide}}  {entry}" for path, entry in self.weights]
-        return "\n".join(
-            [
-                f"{len(self.weights)} arrays{sizes}",
-                *rows,
-                *[f"  {path:<{wide}}  (not used)" for path in self.rest],
-            ]
-        )
+        lines = [f"{len(self.weights)} arrays{sizes}"]
+        lines += [f"  {path:<{width}}  {entry}" for path, entry in self.weights]
+        lines += [f"  {path:<{width}}  (not used)" for path in self.rest]
+        return "\n".join(lines)
