@@ -21,10 +21,5 @@ from ._name_axes import (
     NamedAxis as NamedAxis,
     name_axes as name_axes,
 )
-from ._search import (
-    Frontier as Frontier,
-    FrontierPoint as FrontierPoint,
-    frontier as frontier,
-    search as search,
-)
+from ._search import search as search
 from ._space import Limits as Limits

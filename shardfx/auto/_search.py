@@ -1,21 +1,17 @@
-"""The search for the fastest mesh and rules of a step that fit in memory, and for
-several batches and devices.
-"""
+"""The search for the fastest mesh and rules of a step that fit in memory."""
 
 import concurrent.futures
 import dataclasses
 import functools as ft
 import itertools
-import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import jax
 from jaxtyping import PyTree
 
 from .. import chips
-from .._ground.errors import MeshError, ProgramError, RuleError
-from .._ground.text import bytes_text, first_lines, html_text, table
+from .._ground.errors import MeshError, ProgramError
+from .._ground.text import bytes_text
 from .._rules import AxisRules
 from .._step import bytecode
 from ..cost._estimate import DIRECT, LARGEST
@@ -27,26 +23,44 @@ from ._asked import (
     require_options,
     trace,
 )
-from ._candidate import Candidate, against, ms, rank, without_twins
-from ._name_axes import name_axes, named_classes
+from ._candidate import Candidate, against, rank, without_twins
+from ._name_axes import named_classes
 from ._programs import LoweredStep, Tell, devices_for, measured, zero_1
 from ._space import MODEL, Limits, Space, by_hand, fastest, near
 
 
-# The seconds that partitioning may take on two cores, and the smallest and the largest
-# number of programs: for the step without constraints, and for the constrained step,
-# which is also traced and lowered again.
-_WRITTEN_SECONDS, _WRITTEN = 15.0, (6, 36)
-_CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
+class _Budget(NamedTuple):
+    """The seconds that partitioning may take on two cores, and the smallest and the
+    largest number of programs.
+    """
+
+    seconds: float
+    least: int
+    most: int
+
+    def count(self, program_seconds: float) -> int:
+        """The number of programs of `program_seconds` each."""
+        return min(self.most, max(self.least, int(self.seconds / program_seconds)))
+
+
+# For the step without constraints, and for the constrained step, which is also traced
+# and lowered again.
+_PLAIN = _Budget(seconds=15.0, least=6, most=36)
+_CONSTRAINED = _Budget(seconds=8.0, least=2, most=6)
 # The seconds of one program: a fixed part; per byte of StableHLO, for partitioning and
 # for constraining; per device. These numbers are not measured by each search, so that
 # two hosts partition the same candidates.
-_EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
+_EACH = 0.1
+_BYTE = 1 / 42_000
+_CONSTRAINED_BYTE = 1 / 20_000
+_DEVICE = 1 / 2_700
 _THREADS = 2
-# The number of candidates by estimate that join the well-known ones; of programs
-# reserved for other mesh axis sizes; of best candidates for which other sizes are
-# tried.
-_DRAWN, _NEAR, _BEST = 12, 8, 3
+# The number of candidates by estimate that join the well-known ones.
+_DRAWN = 12
+# The number of programs reserved for other mesh axis sizes, and the number of best
+# candidates for which other sizes are tried.
+_NEAR = 8
+_BEST = 3
 # A constrained step must be this much faster to be preferred.
 _WORTH = 0.99
 _LESS = "use more devices, a smaller batch, or remat"
@@ -148,47 +162,55 @@ def search(
     """
     tell = progress or (lambda _: None)
     require_options(keep, closely, verify)
-    asked = asked_for(devices, chip, slices)
-    given = None if isinstance(devices, int | str) else devices
-    targets = () if verify is None else devices_for(verify, asked, given)
-    space, lowered = opened(step, args, asked, limits, also, tell)
-    tell(f"estimating meshes of {asked.total} devices")
-    found, usual = candidates_of(space, lowered, keep, tell)
-    if verify is not None and found[0].fits:
+    options = asked_for(devices, chip, slices)
+    jax_devices = None if isinstance(devices, int | str) else devices
+    compile_targets = ()
+    if verify is not None:
+        compile_targets = devices_for(verify, options, jax_devices)
+    space, lowered = opened(step, args, options, limits, also, tell)
+    tell(f"estimating meshes of {options.total} devices")
+    candidates, usual_titles = candidates_of(space, lowered, keep, tell)
+    if verify is not None and candidates[0].fits:
         chosen = [
-            one
-            for at, one in enumerate(found)
-            if one.fits and (at < closely or one.title in usual)
+            candidate
+            for number, candidate in enumerate(candidates)
+            if candidate.fits and (number < closely or candidate.title in usual_titles)
         ]
-        found = measured(lowered, chosen, targets, tell, runs=verify == "run")
-    if not found[0].fits:
-        least = min(found, key=lambda one: one.memory_bytes)
-        held = f"{bytes_text(least.memory_bytes)} of {bytes_text(least.limit_bytes)}"
-        return (
-            dataclasses.replace(
-                least, reasons=(f"nothing fits: this takes least, {held}; {_LESS}",)
-            ),
+        candidates = measured(
+            lowered, chosen, compile_targets, tell, runs=verify == "run"
         )
-    fitting = [one for one in found if one.fits]
-    return tuple(
-        dataclasses.replace(one, reasons=tuple(against(one, fitting[at + 1 : at + 3])))
-        for at, one in enumerate(fitting[:keep])
-    )
+    if not candidates[0].fits:
+        return (_smallest(candidates),)
+
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    results = []
+    for number, candidate in enumerate(fitting[:keep]):
+        reasons = against(candidate, fitting[number + 1 : number + 3])
+        results.append(dataclasses.replace(candidate, reasons=tuple(reasons)))
+    return tuple(results)
+
+
+def _smallest(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate that needs the least memory, with the reason that none fits."""
+    least = min(candidates, key=lambda candidate: candidate.memory_bytes)
+    memory = f"{bytes_text(least.memory_bytes)} of {bytes_text(least.limit_bytes)}"
+    reason = f"nothing fits: this takes least, {memory}; {_LESS}"
+    return dataclasses.replace(least, reasons=(reason,))
 
 
 def opened(
     step: Callable[..., object],
     args: Sequence[PyTree],
-    asked: SearchOptions,
+    options: SearchOptions,
     limits: Limits,
     also: Sequence[AxisRules],
     tell: Tell,
 ) -> tuple[Space, LoweredStep]:
-    """The search space of a step on the devices `asked`, and the step lowered for XLA
-    to partition. Each of the rules `also` gives a strategy that the search tries like
-    the usual ones.
+    """The search space of a step on the devices of `options`, and the step lowered for
+    XLA to partition. Each of the rules `also` gives a strategy that the search tries
+    like the usual ones.
     """
-    if asked.total == 1:
+    if options.total == 1:
         raise MeshError(
             "one device needs no plan: `search` chooses how several share the work."
         )
@@ -196,9 +218,8 @@ def opened(
     tell("propagating axis assignments through the step")
     with noted(args):
         traced = trace(step, *args)
-    return Space(named_classes(traced), asked, limits, also), LoweredStep(
-        step, traced, asked.chip, MODEL
-    )
+    space = Space(named_classes(traced), options, limits, also)
+    return space, LoweredStep(step, traced, options.chip, MODEL)
 
 
 def candidates_of(
@@ -211,329 +232,175 @@ def candidates_of(
     candidates are tried. The titles are those of the candidates that come from usual
     strategies or from the caller's rules.
     """
-    most, constrained = _counts(
+    counts = _program_counts(
         len(bytecode(lowered.plain.module(lowered.platform))), space.devices
     )
-    drawn = fastest(space, max(keep, min(_DRAWN, most)))
-    usual = [*by_hand(space, space.usual)]
+    trials = _Trials(lowered, lowered.states(space.classes), tell)
+    drawn = fastest(space, max(keep, min(_DRAWN, counts.plain)))
+    usual = list(by_hand(space, space.usual))
     others = itertools.chain(
         drawn, by_hand(space, space.usual, 1), by_hand(space, space.known)
     )
-    states = lowered.states(space.classes)
-    # For each candidate as it is estimated, the candidate with the numbers of its
-    # program, or XLA's error.
-    made: dict[Candidate, Candidate] = {}
-    refused: dict[Candidate, ProgramError] = {}
+    first = list(without_twins(filter(trials.has_room, usual)))
+    reserved = min(_NEAR, counts.plain // 3)
+    further = without_twins(filter(trials.has_room, others), first)
+    first += itertools.islice(further, max(0, counts.plain - reserved - len(first)))
+    trials.add(first or [*usual, *drawn][: counts.plain])
+    _try_other_sizes(space, trials, counts.plain)
+    if not trials.partitioned:
+        raise next(iter(trials.refused.values()))
+    _constrain_best(trials, counts.constrained)
 
-    def has_room(one: Candidate) -> bool:
-        """Whether the shards of the arguments fit in a device's memory. If not, XLA
-        need not partition the step.
+    usual_titles = {candidate.title for candidate in usual}
+    titles = {
+        partitioned.title
+        for estimated, partitioned in trials.partitioned.items()
+        if estimated.title in usual_titles
+    }
+    return sorted(trials.partitioned.values(), key=rank), titles
+
+
+@dataclasses.dataclass
+class _Trials:
+    """The candidates for which XLA has partitioned the step.
+
+    **Arguments:**
+
+    - `lowered`: the step, lowered for XLA to partition.
+    - `states`: the numbers of the arguments that hold an optimizer's state.
+    - `tell`: a function that receives a line of text for each candidate.
+    - `partitioned`: for each candidate as it is estimated, the candidate with the
+      numbers of its program.
+    - `refused`: for each candidate that XLA cannot partition, XLA's error.
+    """
+
+    lowered: LoweredStep
+    states: tuple[int, ...]
+    tell: Tell
+    partitioned: dict[Candidate, Candidate] = dataclasses.field(default_factory=dict)
+    refused: dict[Candidate, ProgramError] = dataclasses.field(default_factory=dict)
+
+    def has_room(self, candidate: Candidate) -> bool:
+        """Whether the shards of the arguments fit in a device's memory, under ZeRO-1 if
+        that needs less. If not, XLA need not partition the step.
         """
-        return (
-            sum(plan.bytes_per_device for plan in (zero_1(one, states) or one).plans)
-            <= one.limit_bytes
-        )
+        smaller = zero_1(candidate, self.states) or candidate
+        argument_bytes = sum(plan.bytes_per_device for plan in smaller.plans)
+        return argument_bytes <= candidate.limit_bytes
 
-    def partitioned(one: Candidate) -> Candidate | ProgramError:
+    def add(self, candidates: Sequence[Candidate]) -> None:
+        """Lets XLA partition the step for each of the candidates."""
+        # XLA partitions one program while another one is parsed.
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            results = pool.map(self._partition, candidates)
+            for candidate, result in zip(candidates, results, strict=True):
+                if isinstance(result, ProgramError):
+                    self.refused[candidate] = result
+                else:
+                    self.partitioned[candidate] = result
+                count = len(self.partitioned) + len(self.refused)
+                self.tell(f"partitioned candidate {count}: {candidate.title}")
+
+    def _partition(self, candidate: Candidate) -> Candidate | ProgramError:
         """The candidate with the numbers of its program, under ZeRO-1 if only so it
         fits in memory; or XLA's error.
         """
         try:
-            found = lowered.partitioned(one)
-            less = None if found.fits else zero_1(found, states)
-            return (
-                found
-                if less is None or not less.fits
-                else min(found, lowered.partitioned(less), key=rank)
-            )
+            partitioned = self.lowered.partitioned(candidate)
+            if partitioned.fits:
+                return partitioned
+            smaller = zero_1(partitioned, self.states)
+            if smaller is None or not smaller.fits:
+                return partitioned
+            return min(partitioned, self.lowered.partitioned(smaller), key=rank)
         except ProgramError as error:
             return error
 
-    def add(ones: Sequence[Candidate]) -> None:
-        # XLA partitions one program while another one is parsed.
-        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            for one, found in zip(ones, pool.map(partitioned, ones), strict=True):
-                if isinstance(found, ProgramError):
-                    refused[one] = found
-                else:
-                    made[one] = found
-                tell(f"partitioned candidate {len(made) + len(refused)}: {one.title}")
+    def ranked(self) -> list[Candidate]:
+        """The candidates as they were estimated, the best by their programs first."""
+        return sorted(
+            self.partitioned, key=lambda candidate: rank(self.partitioned[candidate])
+        )
 
-    def ranked() -> list[Candidate]:
-        return sorted(made, key=lambda one: rank(made[one]))
 
-    first = [*without_twins(filter(has_room, usual))]
-    more = without_twins(filter(has_room, others), first)
-    first += itertools.islice(more, max(0, most - min(_NEAR, most // 3) - len(first)))
-    add(first or [*usual, *drawn][:most])
-    # The sizes are those of the estimate. Sizes next to those of the best few are tried
-    # until nothing is new.
-    while (left := most - len(made)) > 0:
-        nearby = (other for one in ranked()[:_BEST] for other in near(space, one))
-        new = [
-            *itertools.islice(
-                without_twins(filter(has_room, nearby), [*made, *refused]), left
-            )
-        ]
-        if not new:
-            break
-        add(new)
-    if not made:
-        raise next(iter(refused.values()))
-    by_seconds = sorted(ranked(), key=lambda one: one.seconds)
+def _try_other_sizes(space: Space, trials: _Trials, most: int) -> None:
+    """Tries mesh axis sizes next to those of the best few, until nothing is new or
+    `most` programs are partitioned. The sizes are those of the estimate.
+    """
+    while len(trials.partitioned) < most:
+        nearby = itertools.chain.from_iterable(
+            near(space, candidate) for candidate in trials.ranked()[:_BEST]
+        )
+        tried = [*trials.partitioned, *trials.refused]
+        untried = without_twins(filter(trials.has_room, nearby), tried)
+        batch = list(itertools.islice(untried, most - len(trials.partitioned)))
+        if not batch:
+            return
+        trials.add(batch)
+
+
+def _constrain_best(trials: _Trials, most: int) -> None:
+    """Constrains intermediate values of up to `most` of the best candidates, where that
+    makes the step better.
+    """
+    ranked = trials.ranked()
+    by_seconds = sorted(ranked, key=lambda candidate: candidate.seconds)
     # Constraints reduce communication. Under plain data parallelism, XLA's own choice
     # is good.
-    worth = dict.fromkeys([*ranked()[:2], *by_seconds, *ranked()])
-    worth = [
-        one for one in worth if any(names != ("batch",) for _, names in one.assignments)
-    ][:constrained]
+    chosen = [
+        candidate
+        for candidate in dict.fromkeys([*ranked[:2], *by_seconds, *ranked])
+        if any(names != ("batch",) for _, names in candidate.assignments)
+    ][:most]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        better = pool.map(ft.partial(_better, lowered), [made[one] for one in worth])
-        for number, (one, other) in enumerate(zip(worth, better, strict=True), start=1):
-            tell(f"constrained candidate {number} of {len(worth)}: {one.title}")
-            made[one] = other
-    names = {one.title for one in usual}
-    return sorted(made.values(), key=rank), {
-        other.title for one, other in made.items() if one.title in names
-    }
+        constrained = pool.map(
+            ft.partial(_better, trials.lowered),
+            [trials.partitioned[candidate] for candidate in chosen],
+        )
+        pairs = zip(chosen, constrained, strict=True)
+        for number, (candidate, better) in enumerate(pairs, start=1):
+            trials.tell(
+                f"constrained candidate {number} of {len(chosen)}: {candidate.title}"
+            )
+            trials.partitioned[candidate] = better
 
 
-def _counts(size: int, devices: int) -> tuple[int, int]:
+class _ProgramCounts(NamedTuple):
     """The number of programs that a search partitions: without constraints on
-    intermediate values, and with them. `size` is the number of bytes of the step's
-    StableHLO.
+    intermediate values, and with them.
     """
-    # Larger meshes are extrapolated from three smaller ones.
-    each = _EACH + size * _BYTE + devices * _DEVICE
-    each = each if devices <= DIRECT else 3 * (_EACH + size * _BYTE + LARGEST * _DEVICE)
-    pairs = (
-        (_WRITTEN_SECONDS / each, _WRITTEN),
-        (_CONSTRAINED_SECONDS / (each + size * _CONSTRAINED_BYTE), _CONSTRAINED),
-    )
-    written, constrained = (
-        min(most, max(least, int(room))) for room, (least, most) in pairs
-    )
-    return written, constrained
+
+    plain: int
+    constrained: int
 
 
-def _better(lowered: LoweredStep, one: Candidate) -> Candidate:
-    """The candidate `one`, or the same with the step's intermediate values constrained.
+def _program_counts(size: int, devices: int) -> _ProgramCounts:
+    """Returns how many programs can be partitioned in the time of a search. `size` is
+    the number of bytes of the step's StableHLO.
+    """
+    program_seconds = _EACH + size * _BYTE
+    if devices <= DIRECT:
+        plain_seconds = program_seconds + devices * _DEVICE
+    else:
+        # Larger meshes are extrapolated from three smaller ones.
+        plain_seconds = 3 * (program_seconds + LARGEST * _DEVICE)
+    constrained_seconds = plain_seconds + size * _CONSTRAINED_BYTE
+    return _ProgramCounts(
+        plain=_PLAIN.count(plain_seconds),
+        constrained=_CONSTRAINED.count(constrained_seconds),
+    )
+
+
+def _better(lowered: LoweredStep, candidate: Candidate) -> Candidate:
+    """`candidate`, or the same with the step's intermediate values constrained.
     Constraints must make the step faster by a hundredth, or make it fit in memory.
     """
     try:
-        other = lowered.partitioned(one, constrained=True)
+        constrained = lowered.partitioned(candidate, constrained=True)
     except ProgramError:
-        return one
-    if one.fits != other.fits:
-        return one if one.fits else other
-    return other if other.seconds < _WORTH * one.seconds else one
-
-
-@dataclasses.dataclass(frozen=True)
-class FrontierPoint:
-    """A candidate that no other candidate for the same devices and batch size beats in
-    both time and memory.
-    """
-
-    __module__ = "shardfx.auto"
-
-    batch: int
-    candidate: Candidate
-
-    @property
-    def devices(self) -> int:
-        """The number of devices of the candidate's mesh."""
-        return self.candidate.mesh.size
-
-    @property
-    def per_second(self) -> float:
-        """The number of examples per second of training."""
-        return self.batch / self.candidate.seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class Frontier:
-    """The points of [`shardfx.auto.frontier`][], sorted by devices, batch size and
-    seconds. `str(...)` is a table.
-    """
-
-    __module__ = "shardfx.auto"
-
-    points: tuple[FrontierPoint, ...]
-
-    def of(self, devices: int, batch: int) -> tuple[FrontierPoint, ...]:
-        """The points for these numbers of devices and examples, the fastest first; each
-        next one takes less memory.
-        """
-        return tuple(
-            point
-            for point in self.points
-            if (point.devices, point.batch) == (devices, batch)
-        )
-
-    def fastest(self) -> tuple[FrontierPoint, ...]:
-        """The fastest point that fits in memory, for each number of devices and batch
-        size that has one.
-        """
-        found: dict[tuple[int, int], FrontierPoint] = {}
-        for point in self.points:
-            if point.candidate.fits:
-                found.setdefault((point.devices, point.batch), point)
-        return tuple(found.values())
-
-    def __str__(self) -> str:
-        rows = [
-            ("devices", "batch", "a step", "examples/s", "a device", "fits", "mesh")
-        ]
-        for point in self.points:
-            one = point.candidate
-            counts = (
-                str(point.devices),
-                str(point.batch),
-                ms(one.seconds),
-                f"{point.per_second:.4g}",
-            )
-            rows.append(
-                (
-                    *counts,
-                    bytes_text(one.memory_bytes),
-                    "yes" if one.fits else "no",
-                    one.title,
-                )
-            )
-        return "\n".join(
-            table(rows, right={"devices", "batch", "a step", "examples/s", "a device"})
-        )
-
-    __repr__ = first_lines
-    _repr_html_ = html_text
-
-
-def frontier(
-    step: Callable[..., object],
-    *args: PyTree,
-    devices: Sequence[int | str],
-    chip: str | chips.Chip | None = None,
-    slices: int = 1,
-    batches: Sequence[int] = (),
-    limits: Limits = _NO_LIMITS,
-) -> Frontier:
-    """The time and memory of a step's best candidates, for several numbers of devices
-    and batch sizes.
-
-    Each pair of a batch size and a number of devices is searched as by
-    [`shardfx.auto.search`][].
-
-    **Arguments:**
-
-    - `step`, `args`: the function that is jitted, and its arguments: arrays or structs,
-      in any trees.
-    - `devices`: numbers of devices, or slices such as "tpu:v5e:4x4".
-    - `chip`, `slices`: the kind of the devices, if `devices` does not name it, and the
-      number of slices.
-    - `limits`: see [`shardfx.auto.Limits`][]. Candidates that do not fit in memory
-      stay, and the table marks them.
-    - `batches`: sizes of the dimension that [`shardfx.auto.name_axes`][] names "batch";
-      the step is traced for each. By
-        default the batch size of the arguments.
-
-    **Returns:**
-
-    A [`shardfx.auto.Frontier`][].
-
-    **Raises:**
-
-    `RuleError` for batch sizes if no argument has a dimension with the name of the
-    batch; `MeshError` for no devices, or for devices that cannot be read.
-
-    !!! Example
-
-        ```python
-        import jax
-        import jax.numpy as jnp
-        import shardfx
-
-        def loss(params, x):
-            return jnp.mean((x + jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
-
-        def step(params, x):
-            return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
-
-        struct = jax.ShapeDtypeStruct
-        up, down = struct((1024, 8192), "bfloat16"), struct((8192, 1024), "bfloat16")
-        params, x = {"up": up, "down": down}, struct((4096, 1024), "bfloat16")
-        drawn = shardfx.auto.frontier(
-            step, params, x, devices=("tpu:v5e:2x2", "tpu:v5e:4x4"), batches=(65536,)
-        )
-        print(drawn)
-        few, many = drawn.of(4, 65536)[0], drawn.of(16, 65536)[0]
-        assert many.candidate.seconds < few.candidate.seconds
-        ```
-    """
-    asked = [asked_for(one, chip, slices) for one in devices]
-    if not asked:
-        raise MeshError(
-            "`devices` is empty; give numbers or slices, as `devices=(8, 16, 32)`."
-        )
-    points: list[FrontierPoint] = []
-    names = name_axes(step, *args).names if batches else ()
-    for these in asked:
-        for given in [_resized(args, names, size) for size in batches] or [args]:
-            space, lowered = opened(step, given, these, limits, (), lambda _: None)
-            found, _ = candidates_of(space, lowered, _DRAWN, lambda _: None)
-            size = next(
-                (
-                    logical.size
-                    for logical in space.classes.live()
-                    if logical.name == "batch"
-                ),
-                0,
-            )
-            least = math.inf
-            for one in sorted(found, key=lambda one: (one.seconds, one.memory_bytes)):
-                points += [FrontierPoint(size, one)] if one.memory_bytes < least else []
-                least = min(least, one.memory_bytes)
-    return Frontier(
-        tuple(
-            sorted(
-                points,
-                key=lambda point: (point.devices, point.batch, point.candidate.seconds),
-            )
-        )
-    )
-
-
-def _resized(
-    args: Sequence[PyTree], names: Sequence[PyTree], size: int
-) -> list[PyTree]:
-    """The arguments of a step with `size` elements in each dimension with the name
-    "batch". `names` has for each argument the tree of its arrays' logical names. Raises
-    `RuleError` if no dimension has this name.
-    """
-    found = False
-
-    def resized(leaf: object, called: tuple[object, ...] | None) -> object:
-        nonlocal found
-        if (
-            not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-            or called is None
-            or "batch" not in called
-        ):
-            return leaf
-        found = True
-        shape = (
-            size if name == "batch" else old
-            for name, old in zip(called, leaf.shape, strict=True)
-        )
-        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
-
-    made = [
-        jax.tree.map(resized, arg, called)
-        for arg, called in zip(args, names, strict=True)
-    ]
-    if not found:
-        raise RuleError(
-            '`batches` needs a dimension called "batch", and `name_axes` finds none;'
-            " leave `batches` out."
-        )
-    return made
+        return candidate
+    if candidate.fits != constrained.fits:
+        return candidate if candidate.fits else constrained
+    if constrained.seconds < _WORTH * candidate.seconds:
+        return constrained
+    return candidate

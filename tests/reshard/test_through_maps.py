@@ -354,8 +354,8 @@ def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
     before, most = live_bytes(), collections.Counter()
 
     def watched(make):
-        def made(devices, *args):
-            run = make(devices, *args)
+        def made(devices, *args, **options):
+            run = make(devices, *args, **options)
 
             def inner(*given):
                 own = run.lower(*given).compile().memory_analysis().temp_size_in_bytes

@@ -122,7 +122,7 @@ def searched(
 ) -> auto.Candidate:
     names = auto.name_axes(step, tree, x)
     auto.renamed(tree, {"wq": ("embed", "mlp")}, names=names)
-    print(auto.frontier(step, tree, x, devices=[8, 16]), plan.replan(mesh))
+    print(plan.replan(mesh))
     best, *_ = auto.search(step, tree, x, devices="tpu:v5e:2x4", limits=auto.Limits())
     auto.constrain_step(step, best.mesh, best.rules)
     return best
