@@ -79,22 +79,22 @@ def load_model(
             )
             raise UsageError(f"--kwargs {hint}, not {name!r}")
         return _file(name)
-    made = attribute(name)
-    if callable(made) and not isinstance(made, eqx.Module):
-        made = calling(f"`{name}`", lambda: _evaluated(made, arguments or {}))
+    model = attribute(name)
+    if callable(model) and not isinstance(model, eqx.Module):
+        model = calling(f"`{name}`", lambda: _evaluated(model, arguments or {}))
     elif arguments:
         raise UsageError(
-            f"--kwargs are for a callable, but `{name}` is {made!r:.60}; leave them out"
+            f"--kwargs are for a callable, but `{name}` is {model!r:.60}; leave them out"
         )
-    elif isinstance(made, ShardPlan):
-        return LoadedModel(made.structs, made)
-    elif not calling(f"reading `{name}`", lambda: jax.tree.leaves(made)):
+    elif isinstance(model, ShardPlan):
+        return LoadedModel(model.structs, model)
+    elif not calling(f"reading `{name}`", lambda: jax.tree.leaves(model)):
         raise UsageError(
-            f"`{name}` is {made!r:.60}; name a callable that makes the model, or a tree"
+            f"`{name}` is {model!r:.60}; name a callable that makes the model, or a tree"
             " of arrays."
         )
     return LoadedModel(
-        calling(f"reading `{name}`", lambda: jax.tree.map(_struct, made))
+        calling(f"reading `{name}`", lambda: jax.tree.map(_struct, model))
     )
 
 
@@ -104,9 +104,9 @@ def _struct(leaf: Any) -> Any:
 
 def _file(path: str) -> LoadedModel:
     if os.path.isfile(path):
-        made = calling(f"reading {path!r}", lambda: _plan(path))
-        if made is not None:
-            return LoadedModel(jax.tree.map(_struct, made.structs), made)
+        stored_plan = calling(f"reading {path!r}", lambda: _plan(path))
+        if stored_plan is not None:
+            return LoadedModel(jax.tree.map(_struct, stored_plan.structs), stored_plan)
     try:
         return LoadedModel(
             calling(
@@ -125,9 +125,9 @@ def _file(path: str) -> LoadedModel:
             map(str.isidentifier, module.split("."))
         ):
             raise
-        told = str(error).rstrip(".")
+        message = str(error).rstrip(".")
         raise UsageError(
-            f"{told}. A model is named as MODULE:CALLABLE, as in `{module}:make`"
+            f"{message}. A model is named as MODULE:CALLABLE, as in `{module}:make`"
         ) from error
 
 
@@ -168,22 +168,22 @@ def load_rules(name: str, model: str) -> Rules:
     """
     if "->" in name:
         return calling("reading --rules", lambda: PathRules.parse(name)), None
-    first, _, given = name.partition(":")
+    first, _, arguments_text = name.partition(":")
     # A user's module may have the name of a rule set: if it exists, `llama:RULES` is
     # the name RULES in it.
     if (
-        not given
-        or "=" in given
+        not arguments_text
+        or "=" in arguments_text
         or importlib.util.find_spec(first.partition(".")[0] or "_") is None
     ):
         if first in presets.models.strategies():
-            return _strategy(name, first, given, model), None
+            return _strategy(name, first, arguments_text, model), None
         if first in rule_set_names():
-            made = calling(
+            preset = calling(
                 f"--rules {name}",
-                lambda: vars(presets)[first](**_arguments(name, given)),
+                lambda: vars(presets)[first](**_arguments(name, arguments_text)),
             )
-            return _sorted(made, f"rules {first!r}")
+            return _sorted(preset, f"rules {first!r}")
     if ":" not in name:
         hint = near(name, (*presets.models.strategies(), *rule_set_names()))
         raise UsageError(
@@ -191,10 +191,10 @@ def load_rules(name: str, model: str) -> Rules:
             " 'attention->fsdp.tensor, .*->fsdp(fsdp)', and no ready set has this"
             f" name{hint}"
         )
-    found = attribute(name)
-    if callable(found):
-        found = calling(f"`{name}()`", found)
-    return _sorted(found, f"`{name}`")
+    rules = attribute(name)
+    if callable(rules):
+        rules = calling(f"`{name}()`", rules)
+    return _sorted(rules, f"`{name}`")
 
 
 def load_optimizer(name: str) -> Callable[..., Any]:
@@ -205,15 +205,15 @@ def load_optimizer(name: str) -> Callable[..., Any]:
     function that makes one. The function needs no arguments or only `learning_rate`,
     which does not change the shapes of the state.
     """
-    found = attribute(name)
-    if "init" not in dir(found) and callable(found):
-        found: Any = calling(f"`{name}()`", lambda: _optimizer(found))
-    if "init" not in dir(found):
+    optimizer = attribute(name)
+    if "init" not in dir(optimizer) and callable(optimizer):
+        optimizer: Any = calling(f"`{name}()`", lambda: _optimizer(optimizer))
+    if "init" not in dir(optimizer):
         raise UsageError(
-            f"`{name}` is {found!r:.60}; it must be an optimizer, with `init` and"
+            f"`{name}` is {optimizer!r:.60}; it must be an optimizer, with `init` and"
             " `update`, as optax makes them"
         )
-    return found.init
+    return optimizer.init
 
 
 def _optimizer(make: Callable[..., object]) -> Any:
@@ -244,24 +244,24 @@ def _arguments(text: str, arguments: str) -> dict[str, Any]:
     """Parses the `arguments` of a rule set, such as "head_dim=64,fsdp=data". Raises
     `UsageError`, which shows `text`, the value of --rules, if it cannot.
     """
-    found = {
+    values = {
         key: value
         for key, _, value in (
             part.partition("=") for part in arguments.split(",") if part
         )
     }
-    if not all(found.values()):
+    if not all(values.values()):
         raise UsageError(
             f"--rules {text!r:.200} is not of the form NAME or NAME:key=value,..., as"
             " llama:head_dim=64"
         )
     return {
-        key: int(value) if value.isdecimal() else value for key, value in found.items()
+        key: int(value) if value.isdecimal() else value for key, value in values.items()
     }
 
 
-def _sorted(found: object, what: str) -> Rules:
-    pieces = found if isinstance(found, tuple | list) else (found,)
+def _sorted(rules: object, what: str) -> Rules:
+    pieces = rules if isinstance(rules, tuple | list) else (rules,)
     paths = [piece for piece in pieces if isinstance(piece, PathRules)]
     axes = [piece for piece in pieces if isinstance(piece, AxisRules)]
     if (
@@ -271,7 +271,7 @@ def _sorted(found: object, what: str) -> Rules:
         or len(paths) + len(axes) < len(pieces)
     ):
         raise UsageError(
-            f"{what} is {found!r:.80}; it must be PathRules, AxisRules, or one of each"
+            f"{what} is {rules!r:.80}; it must be PathRules, AxisRules, or one of each"
             " in a tuple"
         )
     return next(iter(paths), None), next(iter(axes), None)
@@ -284,15 +284,15 @@ def made_of(name: str, cls: type, what: str) -> Any:
     Raises `UsageError` if neither is an instance of `cls`. In the message, `what` is a
     phrase for such an instance.
     """
-    found = attribute(name)
-    found = (
-        calling(f"`{name}()`", found)
-        if callable(found) and not isinstance(found, cls)
-        else found
+    value = attribute(name)
+    value = (
+        calling(f"`{name}()`", value)
+        if callable(value) and not isinstance(value, cls)
+        else value
     )
-    if not isinstance(found, cls):
-        raise UsageError(f"`{name}` is {found!r:.60}; it must be {what}")
-    return found
+    if not isinstance(value, cls):
+        raise UsageError(f"`{name}` is {value!r:.60}; it must be {what}")
+    return value
 
 
 def attribute(name: str) -> Any:
@@ -331,17 +331,17 @@ def attribute(name: str) -> Any:
     module = calling(
         f"importing `{module_name}`", lambda: importlib.import_module(module_name)
     )
-    found: Any = module
+    value: Any = module
     for part in attribute.split("."):
-        if part not in dir(found):
-            names = tuple(name for name in dir(found) if not name.startswith("_"))
+        if part not in dir(value):
+            names = tuple(name for name in dir(value) if not name.startswith("_"))
             hint = (
                 near(part, names)
                 or f"; it has {', '.join(names[:8]) or 'nothing public'}"
             )
             raise UsageError(f"module `{module_name}` has no `{attribute}`{hint}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _evaluated(function: Callable[..., object], arguments: Mapping[str, Any]) -> Any:
@@ -370,13 +370,13 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
             and isinstance(call.func, ast.Name)
             and not call.args
         ):
-            found = {
-                one.arg: ast.literal_eval(one.value)
-                for one in call.keywords
-                if one.arg is not None
+            values = {
+                keyword.arg: ast.literal_eval(keyword.value)
+                for keyword in call.keywords
+                if keyword.arg is not None
             }
-            if len(found) == len(call.keywords):
-                return found
+            if len(values) == len(call.keywords):
+                return values
         cause = None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         cause = error
@@ -387,19 +387,21 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
     raise UsageError(f"--{flag} {text!r:.200} is not of the form {form}") from cause
 
 
-def near(name: str, known: tuple[str, ...], cutoff: float = 0.6) -> str:
-    """Returns "; did you mean 'x' or 'y'?" with the names in `known` most similar to
+def near(name: str, names: tuple[str, ...], cutoff: float = 0.6) -> str:
+    """Returns "; did you mean 'x' or 'y'?" with the names in `names` most similar to
     `name`; "" if there are none.
 
     `cutoff` is the least ratio of `difflib`, from 0 to 1, for which two names count as
     similar.
     """
-    lower = {one.lower(): one for one in known}
-    found = [
-        lower[one]
-        for one in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=cutoff)
+    lower = {candidate.lower(): candidate for candidate in names}
+    close = [
+        lower[candidate]
+        for candidate in difflib.get_close_matches(
+            name.lower(), lower, n=3, cutoff=cutoff
+        )
     ]
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def rule_set_names() -> tuple[str, ...]:
@@ -407,12 +409,14 @@ def rule_set_names() -> tuple[str, ...]:
     return PathRules or AxisRules.
     """
     functions = {
-        name: one for name, one in vars(presets).items() if inspect.isfunction(one)
+        name: function
+        for name, function in vars(presets).items()
+        if inspect.isfunction(function)
     }
     return tuple(
         name
-        for name, one in sorted(functions.items())
-        if one.__annotations__["return"] in (PathRules, AxisRules)
+        for name, function in sorted(functions.items())
+        if function.__annotations__["return"] in (PathRules, AxisRules)
     )
 
 
@@ -421,15 +425,15 @@ def parse_slice(text: str) -> chips.Slice:
     for a text that names none.
     """
     try:
-        made = chips.parse_slice(text)
+        parsed = chips.parse_slice(text)
     except (MeshError, ChipError) as error:
         raise UsageError(f"--target: {error}") from error
-    if not made.chip.torus_dims:
+    if not parsed.chip.torus_dims:
         raise UsageError(
             f"--target {text!r:.60}: a switch joins its chips, so there is no order to"
             " choose"
         )
-    return made
+    return parsed
 
 
 def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
@@ -455,9 +459,9 @@ def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
     ]
     order = mesh.order(devices)
     hops = zip(mesh.axis_names, order.mean_hops or (), strict=False)
-    told = ", ".join(f"{name} {mean:.2f}" for name, mean in hops)
+    hops_text = ", ".join(f"{name} {mean:.2f}" for name, mean in hops)
     first = (
         f"On {target.name}: {target.devices:,} devices, ordered by {order.method}; mean"
-        f" hops: {told}."
+        f" hops: {hops_text}."
     )
     return "\n".join(map(printable, [first, *order.reasons]))

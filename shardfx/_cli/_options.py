@@ -82,33 +82,33 @@ def _made(
     makes. `kwargs` are its keyword arguments as text, and `mesh` is the value of its
     parameter `mesh`. Raises `UsageError` if it returns anything else.
     """
-    found = attribute(name)
-    if not callable(found):
+    maker = attribute(name)
+    if not callable(maker):
         raise UsageError(
-            f"`{name}` is {found!r:.60}; name a function that returns a step and its"
+            f"`{name}` is {maker!r:.60}; name a function that returns a step and its"
             " arguments"
         )
-    parameters = calling(f"`{name}`", lambda: inspect.signature(found)).parameters
-    given = literals(kwargs, "kwargs")
+    parameters = calling(f"`{name}`", lambda: inspect.signature(maker)).parameters
+    keywords = literals(kwargs, "kwargs")
     if "mesh" in parameters and mesh is not None:
-        given["mesh"] = mesh
+        keywords["mesh"] = mesh
     if "mesh" not in parameters and mesh is not None:
         raise UsageError(
             f"`{name}` takes no `mesh`, so its plans have their own; leave out --mesh"
         )
-    made = calling(f"`{name}`", lambda: found(**given))
+    result = calling(f"`{name}`", lambda: maker(**keywords))
     if not (
-        isinstance(made, tuple)
-        and len(made) == 2
-        and callable(made[0])
-        and isinstance(made[1], tuple)
+        isinstance(result, tuple)
+        and len(result) == 2
+        and callable(result[0])
+        and isinstance(result[1], tuple)
     ):
         form = (
             "a step and a tuple of its arguments, as in `return train_step,"
             " (params_plan.structs, batch)`"
         )
-        raise UsageError(f"`{name}` must return {form}, not {made!r:.60}")
-    return made
+        raise UsageError(f"`{name}` must return {form}, not {result!r:.60}")
+    return result
 
 
 def chip_of(name: str) -> chips.Chip:
@@ -122,11 +122,11 @@ def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
     or "compare" for a comparison of both. The step is compiled for the TPU slice
     `target`, such as "tpu:v5e:4x4", or else for emulated CPU devices.
     """
-    given = {
+    options = {
         "compiler": "cpu" if how == "compare" and target is None else "tpu",
         "mesh": step.mesh,
     }
-    guess = ft.partial(cost.estimate, step.function, *step.args, **given)
+    guess = ft.partial(cost.estimate, step.function, *step.args, **options)
     if how == "estimate":
         return calling("estimating the step's traffic", guess)
     sent = calling(
@@ -144,9 +144,9 @@ def fit_of(step: LoadedStep, chip: chips.Chip, program: object = None) -> cost.F
     if `None`, the memory is estimated.
     """
     with working("counting memory"):
-        given = {"compiled": program, "chip": chip, "mesh": step.mesh}
+        options = {"compiled": program, "chip": chip, "mesh": step.mesh}
         return calling(
-            "counting memory", lambda: cost.fit(step.function, *step.args, **given)
+            "counting memory", lambda: cost.fit(step.function, *step.args, **options)
         )
 
 
@@ -159,10 +159,10 @@ def compiled(step: LoadedStep, target: str | None = None) -> Any:
     """
     if target is None:
         emulate(step.mesh.size, f"the mesh {step.mesh} has")
-    given = {"target": target or "cpu", "mesh": step.mesh}
+    options = {"target": target or "cpu", "mesh": step.mesh}
     return calling(
         "compiling the step",
-        lambda: cost.compile_for(step.function, *step.args, **given),
+        lambda: cost.compile_for(step.function, *step.args, **options),
     )
 
 
@@ -190,18 +190,20 @@ def emulate(count: int, what: str = "the target has") -> None:
 
 
 def _mesh_of(name: str, structs: object) -> MeshSpec:
-    found = {
+    mesh_set = {
         MeshSpec.of(leaf.sharding.mesh): None
         for leaf in jax.tree.leaves(structs)
         if isinstance(leaf, jax.ShapeDtypeStruct)
         and isinstance(leaf.sharding, jax.NamedSharding)
     }
-    if len(found) != 1:
+    if len(mesh_set) != 1:
         meshes = (
-            f"several meshes, {' and '.join(map(str, found))}" if found else "no mesh"
+            f"several meshes, {' and '.join(map(str, mesh_set))}"
+            if mesh_set
+            else "no mesh"
         )
         raise UsageError(f"the arguments of `{name}` are on {meshes}; plan them on one")
-    return next(iter(found))
+    return next(iter(mesh_set))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,10 +339,10 @@ def takes_plan_options(
             return function(options, **words)
 
         call.__doc__ = (function.__doc__ or "").replace("{MODEL}", MODEL_HELP)
-        made: Callable[..., Any] = call
+        command: Callable[..., Any] = call
         for option in (*reversed(_OPTIONS), model):
-            made = option(made)
-        return made
+            command = option(command)
+        return command
 
     return decorated
 
@@ -402,14 +404,14 @@ def plan_of(options: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
     if inputs.model.plan is not None and options.rules is None:
         return inputs.model.plan
     _require_known(options, inputs)
-    made = calling(
+    made_plan = calling(
         "planning", lambda: plan(inputs.model.tree, inputs.mesh, **inputs.rules)
     )
     if options.optimizer is None:
-        return made
+        return made_plan
     init = load_optimizer(options.optimizer)
-    state = calling(f"`{options.optimizer}`", lambda: follow(init, made))
-    return ShardPlan.join(model=made, optimizer=state)
+    state = calling(f"`{options.optimizer}`", lambda: follow(init, made_plan))
+    return ShardPlan.join(model=made_plan, optimizer=state)
 
 
 def findings_of(options: PlanOptions, inputs: Inputs) -> Findings:
@@ -419,13 +421,16 @@ def findings_of(options: PlanOptions, inputs: Inputs) -> Findings:
     with working("checking the rules"):
         if inputs.model.plan is not None and options.rules is None:
             return lint(inputs.model.plan)
-        found = lint(inputs.model.tree, inputs.mesh, **inputs.rules)
-        if options.optimizer is None or found.worst("error"):
-            return found
+        findings = lint(inputs.model.tree, inputs.mesh, **inputs.rules)
+        if options.optimizer is None or findings.worst("error"):
+            return findings
         # `found` has the findings about the model already.
         joined = lint(plan_of(options, inputs))
         return Findings(
-            [*found, *[one for one in joined if one.code == "optimizer-state"]]
+            [
+                *findings,
+                *[finding for finding in joined if finding.code == "optimizer-state"],
+            ]
         )
 
 
@@ -446,11 +451,11 @@ def _require_known(options: PlanOptions, inputs: Inputs) -> None:
     ):
         return
     used = inputs.rules["paths"].axes
-    known = tuple(dict.fromkeys((*used, *_STRATEGY_AXES)))
+    used_axes = tuple(dict.fromkeys((*used, *_STRATEGY_AXES)))
     for axis, size in inputs.mesh.shape.items():
-        if size > 1 and axis not in known:
+        if size > 1 and axis not in used_axes:
             hint = (
-                near(axis, known)
+                near(axis, used_axes)
                 or f"; for another name write --rules {options.rules}:{used[-1]}={axis}"
             )
             raise UsageError(

@@ -69,10 +69,10 @@ def show(text: str) -> None:
 
 
 def coloured(text: str) -> Text:
-    made = Text(text)
+    coloured_text = Text(text)
     for pattern, style in _COLOURS:
-        made.highlight_regex(f"(?m){pattern}", style)
-    return made
+        coloured_text.highlight_regex(f"(?m){pattern}", style)
+    return coloured_text
 
 
 def answer(

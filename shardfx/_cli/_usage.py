@@ -80,9 +80,9 @@ def in_flags(text: str) -> str:
     becomes `--strict`.
     """
 
-    def flag(found: re.Match[str]) -> str:
-        value = found[2].strip("\"'")
-        return f"`--{found[1].replace('_', '-')}{'' if value in ('', 'True') else f' {value}'}`"
+    def flag(argument: re.Match[str]) -> str:
+        value = argument[2].strip("\"'")
+        return f"`--{argument[1].replace('_', '-')}{'' if value in ('', 'True') else f' {value}'}`"
 
     pair = "give --rules a pair, MODULE:NAME of (PathRules, AxisRules)"
     return _ARGUMENT.sub(flag, text).replace("pass `axes=AxisRules([...])`", pair)
@@ -123,7 +123,11 @@ def _place(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f" in {error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
+    user_frames = [
         frame for frame in frames if not frame.filename.startswith(("<", *_INSTALLED))
     ]
-    return f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+    return (
+        f" in {user_frames[-1].filename}, line {user_frames[-1].lineno}"
+        if user_frames
+        else ""
+    )

@@ -101,7 +101,7 @@ class Layer(eqx.Module):
         x = x + self.attention(_normed(x, self.attention_norm), plan)
         normed = _normed(x, self.mlp_norm)
         gate, up = (
-            _project(normed, one, "hidden", plan) for one in (self.gate, self.up)
+            _project(normed, weight, "hidden", plan) for weight in (self.gate, self.up)
         )
         return x + _project(
             jax.nn.silu(gate) * up, self.down, None, plan, over="hidden"
@@ -112,8 +112,8 @@ class Layer(eqx.Module):
     ) -> Float[Array, "b s embed"]:
         query = _rotate(_heads(_project(x, self.query, "heads", plan), HEADS))
         key, value = (
-            _heads(_project(x, one, "kv_heads", plan), KV_HEADS)
-            for one in (self.key, self.value)
+            _heads(_project(x, weight, "kv_heads", plan), KV_HEADS)
+            for weight in (self.key, self.value)
         )
         key, value = _per_query_head(_rotate(key), plan), _per_query_head(value, plan)
         scores = _einsum("bqhd,bthd->bhqt", query, key) / math.sqrt(HEAD_DIM)
@@ -252,10 +252,10 @@ def _rotate(x: Float[Array, "b s heads d"]) -> Float[Array, "b s heads d"]:
     """
     frequencies = 10_000 ** (-jnp.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
     angles = jnp.arange(x.shape[1])[:, None, None] * frequencies
-    left, right = jnp.split(x, 2, axis=-1)
+    first, second = jnp.split(x, 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate(
-        [left * cos - right * sin, right * cos + left * sin], axis=-1
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
     )
 
 
@@ -382,13 +382,13 @@ def start_sharded(
         out_shardings=(model, state, None),
         donate=(0, 1),
     )
-    made = filter_jit(lambda key: Transformer(key=key), out_shardings=model)(
+    sharded_model = filter_jit(lambda key: Transformer(key=key), out_shardings=model)(
         jax.random.key(run.seed)
     )
     init = filter_jit(
         lambda model: optimizer.init(model), in_shardings=(model,), out_shardings=state
     )
-    return step, made, init(made)
+    return step, sharded_model, init(sharded_model)
 
 
 def start_unsharded(run: Run) -> tuple[Callable, Transformer, optax.OptState]:
@@ -493,13 +493,16 @@ def show(
     print("\nThe same on one of the devices, without a plan, with Equinox alone:\n")
     unsharded = train(start_unsharded(run), text, run, show="one device")
 
-    differences = [abs(one - two) for one, two in zip(sharded, unsharded, strict=True)]
+    differences = [
+        abs(sharded_loss - unsharded_loss)
+        for sharded_loss, unsharded_loss in zip(sharded, unsharded, strict=True)
+    ]
     print(f"\n{'step':>6}  {'sharded':>9}  {'one device':>10}  {'difference':>10}")
-    for at in _tenths(run.steps):
-        bar = "#" * round(30 * sharded[at] / max(sharded))
+    for step_number in _tenths(run.steps):
+        bar = "#" * round(30 * sharded[step_number] / max(sharded))
         print(
-            f"{at + 1:>6}  {sharded[at]:>9.5f}  {unsharded[at]:>10.5f} "
-            f" {differences[at]:>10.1e}  {bar}"
+            f"{step_number + 1:>6}  {sharded[step_number]:>9.5f}  {unsharded[step_number]:>10.5f} "
+            f" {differences[step_number]:>10.1e}  {bar}"
         )
     agree = max(differences) <= TOLERANCE
     print(

@@ -89,12 +89,12 @@ class _Verbs(click.Group):
     def shell_complete(
         self, ctx: click.Context, incomplete: str
     ) -> list[CompletionItem]:
-        found = [
+        items = [
             CompletionItem(name, help=text)
             for name, (_, text) in _VERBS.items()
             if name.startswith(incomplete)
         ]
-        return found + click.Command.shell_complete(self, ctx, incomplete)
+        return items + click.Command.shell_complete(self, ctx, incomplete)
 
 
 @click.command(
@@ -113,11 +113,11 @@ def run(arguments: Sequence[str] | None) -> int:
     """Runs a command line and returns the exit code of the verb; 2 if the command line
     cannot be parsed.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if sys.stdout is None:  # a shell's `>&-` closes it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     try:
-        return shardfx_.main(given, prog_name="shardfx", standalone_mode=False) or 0
+        return shardfx_.main(words, prog_name="shardfx", standalone_mode=False) or 0
     except click.Abort as error:
         raise KeyboardInterrupt from error
     except click.ClickException as error:

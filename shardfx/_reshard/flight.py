@@ -73,18 +73,20 @@ def require_memory(job: Job, limit_bytes: int) -> None:
     its smallest chunks.
     """
     needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
-    needed += [(assembly, at, 1) for at, _, assembly in job.assemblies]
+    needed += [(assembly, number, 1) for number, _, assembly in job.assemblies]
     short = [
-        (one.least_bytes, at, count, one)
-        for one, at, count in needed
-        if one.least_bytes > limit_bytes
+        (move_or_assembly.least_bytes, number, count, move_or_assembly)
+        for move_or_assembly, number, count in needed
+        if move_or_assembly.least_bytes > limit_bytes
     ]
     if not short:
         return
-    need, at, _, one = max(short, key=lambda one: one[0])
+    need, number, _, move_or_assembly = max(
+        short, key=lambda move_or_assembly: move_or_assembly[0]
+    )
     others = sum(count for _, _, count, _ in short) - 1
     raise MoveError(
-        f"{leaf_name(job.path_of(at))}, {one.dtype}{list(one.shape)}, needs {need}"
+        f"{leaf_name(job.path_of(number))}, {move_or_assembly.dtype}{list(move_or_assembly.shape)}, needs {need}"
         " bytes beside its source and target, even in the smallest parts;"
         f" `memory_limit_bytes={limit_bytes}` is too little for"
         f" it{f' and {others} more' if others else ''}. Nothing was moved; pass"
@@ -99,25 +101,25 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
         donate
     ):  # moves that shrink arrays go first, so that those that grow find the room
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
-    at = -1
+    number = -1
     with ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move") as pool:
         flight = _Flight(job, limit_bytes, donate, pool)
         try:
-            for at, leaf, target in job.placements:
-                flight.made[at] = jax.device_put(leaf, target)
+            for number, leaf, target in job.placements:
+                flight.made[number] = jax.device_put(leaf, target)
             for move, places in order:
                 alike: dict[int, jax.Array] = {}
-                for at, leaf in places:
+                for number, leaf in places:
                     if id(leaf) not in alike:
                         alike[id(leaf)] = flight.move(move, leaf)
-                    flight.made[at] = alike[id(leaf)]
+                    flight.made[number] = alike[id(leaf)]
                 if limit_bytes is not None:
                     flight.window.drain()
-            for at, names, assembly in job.assemblies:
-                flight.assemble(at, names, assembly)
+            for number, names, assembly in job.assemblies:
+                flight.assemble(number, names, assembly)
             flight.finish()
         except _FAILURES as error:
-            raise _move_error(job, at, flight, error) from error
+            raise _move_error(job, number, flight, error) from error
     return flight.made
 
 
@@ -135,9 +137,9 @@ class _Flight:
         # How many more times each array of the source is read. An array that is in a
         # tree twice is moved once.
         self._left = collections.Counter(
-            one
+            leaf_id
             for places in job.moves.values()
-            for one in {id(leaf): None for _, leaf in places}
+            for leaf_id in {id(leaf): None for _, leaf in places}
         )
         self._left.update(
             id(job.arrays[name]) for _, names, _ in job.assemblies for name in names
@@ -180,7 +182,7 @@ class _Flight:
         give_up = (
             self.donate and not self._left[id(leaf)] and id(leaf) not in self._kept
         )
-        made = carry_out(
+        moved = carry_out(
             move, leaf, donate=give_up, limit_bytes=self._limit_bytes, pool=self._pool
         )
         # A copy by the host is finished when it is returned, and so is no move at all.
@@ -188,21 +190,26 @@ class _Flight:
         # queue without bound.
         if not move.idle and (move.assembly is None or move.assembly.method != "host"):
             self.window.add(
-                made,
+                moved,
                 move.target_bytes if move.how == "memory kind" else move.extra_bytes,
             )
             if move.how == "steps" and move.crosses_cpu:
                 self.window.drain()
-        return made
+        return moved
 
-    def assemble(self, at: int, names: tuple[str, ...], assembly: Assembly) -> None:
-        """Starts to assemble the target's array number `at` from the arrays with the
+    def assemble(self, number: int, names: tuple[str, ...], assembly: Assembly) -> None:
+        """Starts to assemble the target's array number `number` from the arrays with the
         paths `names`. Waits until the array that was started before is finished. Waits
         for this one too if sources are donated, or if it is not copied on CPUs. So at
         most two arrays are copied at a time. More would take more memory, which the
         kernel provides slowly.
         """
-        started = at, names, assembly, start_assembly(assembly, names, self._context)
+        started = (
+            number,
+            names,
+            assembly,
+            start_assembly(assembly, names, self._context),
+        )
         self.finish_copies()
         self._started = started
         if self.donate or assembly.method != "host" or not _is_on_cpu(assembly):
@@ -224,19 +231,19 @@ class _Flight:
         """
         if self._started is None:
             return
-        (at, names, assembly, there), self._started = self._started, None
-        made, like = there(), self._job.arrays[names[0]] if names else None
+        (number, names, assembly, there), self._started = self._started, None
+        array, like = there(), self._job.arrays[names[0]] if names else None
         if like is not None and jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-            made = jax.random.wrap_key_data(made, impl=jax.random.key_impl(like))
-        self.made[at] = made
+            array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
+        self.made[number] = array
         if not self.donate:
             self.window.add(
-                made,
+                array,
                 0,
                 _MOST_ASSEMBLED_ON_CPU if _is_on_cpu(assembly) else _IN_FLIGHT_COUNT,
             )
             return
-        jax.block_until_ready(made)
+        jax.block_until_ready(array)
         for name in names:
             leaf = self._job.arrays[name]
             self._left[id(leaf)] -= 1
@@ -298,7 +305,7 @@ class Window:
         jax.block_until_ready(array)
 
 
-def _move_error(job: Job, at: int, flight: _Flight, error: Exception) -> MoveError:
+def _move_error(job: Job, number: int, flight: _Flight, error: Exception) -> MoveError:
     with contextlib.suppress(*_FAILURES):  # moves in flight elsewhere may still arrive
         flight.finish_copies()
     moved = {}
@@ -312,15 +319,15 @@ def _move_error(job: Job, at: int, flight: _Flight, error: Exception) -> MoveErr
         f"`{path}`" if path else leaf_name(path) for path in list(moved)[:8]
     )
     listed += ", ..." if len(moved) > 8 else ""
-    kept = (
+    what_stays = (
         "the sources of these were donated"
         if flight.donate
         else "the tree itself is untouched"
     )
     return MoveError(
-        f"stopped at {leaf_name(job.path_of(at))} ({type(error).__name__}:"
+        f"stopped at {leaf_name(job.path_of(number))} ({type(error).__name__}:"
         f" {str(error).splitlines()[0][:300]}) after {len(moved)} of {total} leaves:"
-        f" {listed or 'none'}; {kept}, and they are in the error's `moved`.",
+        f" {listed or 'none'}; {what_stays}, and they are in the error's `moved`.",
         moved,
     )
 
@@ -388,12 +395,12 @@ def _assembled(
         )
     if not is_copied and limit_bytes is not None:
         limit_bytes -= move.copy_bytes
-    made = start_assembly(
+    array = start_assembly(
         assembly,
         ("",),
         Context({"": x}, None, limit_bytes, assembly.most_bytes, pool, shards),
     )()
     if donate:
-        jax.block_until_ready(made)
+        jax.block_until_ready(array)
         x.delete()
-    return made
+    return array

@@ -57,22 +57,26 @@ class MappedMatrices:
         rows_of(self.plan.content, flat)
         leaves, places = (
             [*flat.leaves],
-            [at for at, is_array in enumerate(flat.is_array) if is_array],
+            [number for number, is_array in enumerate(flat.is_array) if is_array],
         )
-        mesh = _mesh_of(self.plan, [leaves[at] for at in places])
+        mesh = _mesh_of(self.plan, [leaves[number] for number in places])
         new_states = {}
-        for at, other in self._others.items():
-            leaves[places[at]] = (
-                leaves[places[at]] if other is None else other(leaves[places[at]])
+        for number, other in self._others.items():
+            leaves[places[number]] = (
+                leaves[places[number]]
+                if other is None
+                else other(leaves[places[number]])
             )
         for exchange in self.exchanges:
-            own = {
-                one.name: None if self._state is None else states[one.name]
-                for one in exchange.stacks
+            old_states = {
+                stack.name: None if self._state is None else states[stack.name]
+                for stack in exchange.stacks
             }
             arrays = [leaves[places[part.at]] for part in exchange.arrays]
-            results, kept = _map_exchange(self._fn, exchange, arrays, own, mesh)
-            new_states |= kept
+            results, states_of_exchange = _map_exchange(
+                self._fn, exchange, arrays, old_states, mesh
+            )
+            new_states |= states_of_exchange
             for part, result in zip(exchange.arrays, results, strict=True):
                 leaves[places[part.at]] = result
         result = jax.tree.unflatten(flat.treedef, leaves)
@@ -92,16 +96,18 @@ class MappedMatrices:
             raise LeafTypeError(
                 "these matrices have no states; pass `map_matrices(..., state=init)`."
             )
-        init, made = self._state, {}
+        init, states = self._state, {}
         for exchange, number, stack in self._stacks():
             slots, first = (
                 exchange.starts(number).size * exchange.size(exchange.lead_axes),
                 stack.arrays[0],
             )
-            made[stack.name] = jax.vmap(
-                lambda _, one=first: init(jnp.zeros(one.matrix, one.dtype))
+            states[stack.name] = jax.vmap(
+                lambda _, stack_of_first=first: init(
+                    jnp.zeros(stack_of_first.matrix, stack_of_first.dtype)
+                )
             )(jnp.zeros(slots))
-        return made
+        return states
 
     @property
     def states(self) -> ShardPlan:
@@ -111,16 +117,16 @@ class MappedMatrices:
         shapes = jax.eval_shape(self.init)
         mesh = self.plan.mesh if self.plan.jax_mesh is None else self.plan.jax_mesh
         rules = [
-            (f"^{one.name}(/|$)", PartitionSpec((*by.lead_axes, *by.axes)))
-            for by, _, one in self._stacks()
+            (f"^{stack.name}(/|$)", PartitionSpec((*by.lead_axes, *by.axes)))
+            for by, _, stack in self._stacks()
         ]
         return plan_of(shapes, mesh, paths=PathRules(rules), strict=True)
 
     def _stacks(self) -> list[tuple[OwnerExchange, int, Stack]]:
         return [
-            (by, number, one)
+            (by, number, stack)
             for by in self.exchanges
-            for number, one in enumerate(by.stacks)
+            for number, stack in enumerate(by.stacks)
         ]
 
 
@@ -238,21 +244,21 @@ def _map_exchange(
     `mesh` is the mesh of the arrays. Returns the results and the new states.
     """
     parts = exchange.arrays
-    here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
+    shardings = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
     specs = [part.spec(part.sent_entries) for part in parts]
-    there = [NamedSharding(mesh, spec) for spec in specs]
+    sent_shardings = [NamedSharding(mesh, spec) for spec in specs]
     whole = [
-        jnp.reshape(one, (*part.many, *part.rest))
-        for one, part in zip(arrays, parts, strict=True)
+        jnp.reshape(result, (*part.many, *part.rest))
+        for result, part in zip(arrays, parts, strict=True)
     ]
 
     def run(arrays: list[Any], states: dict[str, object]) -> Any:
-        held, made = exchanged(exchange, packed(exchange, arrays)), {}
+        held, new_states = exchanged(exchange, packed(exchange, arrays)), {}
         for number, stack in enumerate(exchange.stacks):
-            held, made[stack.name] = _scan(
+            held, new_states[stack.name] = _scan(
                 fn, exchange, number, held, states[stack.name]
             )
-        return unpacked(exchange, exchanged(exchange, held)), made
+        return unpacked(exchange, exchanged(exchange, held)), new_states
 
     owners = PartitionSpec((*exchange.lead_axes, *exchange.axes))
     mapped = jax.shard_map(
@@ -262,10 +268,11 @@ def _map_exchange(
         out_specs=(specs, owners),
         check_vma=False,
     )
-    results, states = mapped([*map(_moved, whole, here, there)], states)
-    back = map(_moved, results, there, here)
+    results, states = mapped([*map(_moved, whole, shardings, sent_shardings)], states)
+    back = map(_moved, results, sent_shardings, shardings)
     return [
-        jnp.reshape(one, array.shape) for one, array in zip(back, arrays, strict=True)
+        jnp.reshape(result, array.shape)
+        for result, array in zip(back, arrays, strict=True)
     ], states
 
 
@@ -289,22 +296,22 @@ def _scan(
         def called() -> Any:
             shards = jax.lax.dynamic_slice_in_dim(owned, start, stack.width, axis=1)
             matrix = assembled(exchange, stack, shards)
-            given = (matrix,) if state is None else (matrix, state)
-            made = fn(*given)
-            wanted, found = (
-                jax.tree.map(lambda one: (one.shape, one.dtype), tree)
-                for tree in (matrix if state is None else given, made)
+            arguments = (matrix,) if state is None else (matrix, state)
+            result = fn(*arguments)
+            expected, actual = (
+                jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+                for tree in (matrix if state is None else arguments, result)
             )
-            if not eqx.tree_equal(wanted, found):
+            if not eqx.tree_equal(expected, actual):
                 raise LeafTypeError(
-                    f"`fn` makes {found} of {wanted}, each a shape and a dtype; return"
+                    f"`fn` makes {actual} of {expected}, each a shape and a dtype; return"
                     " the same shapes, dtypes and structure, for example with"
                     " `.astype(matrix.dtype)`."
                 )
-            made, new = (made, None) if state is None else made
+            result, new = (result, None) if state is None else result
             return (
                 jax.lax.dynamic_update_slice_in_dim(
-                    owned, split(exchange, stack, made), start, axis=1
+                    owned, split(exchange, stack, result), start, axis=1
                 ),
                 new,
             )
@@ -333,21 +340,21 @@ def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
     column, unit = iter(arrays), exchange.unit
     shards = [
         jnp.concatenate(
-            [next(column).reshape(-1, *one.shard_shape) for _ in one.arrays]
+            [next(column).reshape(-1, *stack.shard_shape) for _ in stack.arrays]
         )
-        for one in exchange.stacks
+        for stack in exchange.stacks
     ]
-    made, order = [], []
+    parts, order = [], []
     for owners, held in _owner_groups(exchange):
         blocks = [
-            _rows(shards[at], own.ravel()).reshape(len(owners), -1, *unit)
-            for at, own in held
+            _rows(shards[stack_number], owned.ravel()).reshape(len(owners), -1, *unit)
+            for stack_number, owned in held
         ]
-        left = exchange.width - sum(block.shape[1] for block in blocks)
-        blocks.append(jnp.zeros((len(owners), left, *unit), shards[0].dtype))
-        made.append(jnp.concatenate(blocks, axis=1))
+        padding = exchange.width - sum(block.shape[1] for block in blocks)
+        blocks.append(jnp.zeros((len(owners), padding, *unit), shards[0].dtype))
+        parts.append(jnp.concatenate(blocks, axis=1))
         order += [*owners]
-    return _rows(jnp.concatenate(made), np.argsort(order))
+    return _rows(jnp.concatenate(parts), np.argsort(order))
 
 
 def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
@@ -357,26 +364,33 @@ def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
     shards: list[list[jax.Array]] = [[] for _ in exchange.stacks]
     order: list[list[int]] = [[] for _ in exchange.stacks]
     for owners, held in _owner_groups(exchange):
-        ends = np.cumsum([own.shape[1] * exchange.stacks[at].width for at, own in held])
-        blocks = jnp.split(_rows(rows, owners), ends.tolist(), axis=1)
-        for (at, own), block in zip(
+        offsets = np.cumsum(
+            [
+                owned.shape[1] * exchange.stacks[stack_number].width
+                for stack_number, owned in held
+            ]
+        )
+        blocks = jnp.split(_rows(rows, owners), offsets.tolist(), axis=1)
+        for (stack_number, owned), block in zip(
             held, blocks, strict=False
         ):  # the last one is padding
-            shards[at].append(block.reshape(own.size, *exchange.stacks[at].shard_shape))
-            order[at] += own.ravel().tolist()
-    made = []
-    for stack, own, numbers in zip(exchange.stacks, shards, order, strict=True):
+            shards[stack_number].append(
+                block.reshape(owned.size, *exchange.stacks[stack_number].shard_shape)
+            )
+            order[stack_number] += owned.ravel().tolist()
+    arrays = []
+    for stack, owned, numbers in zip(exchange.stacks, shards, order, strict=True):
         shapes = [
             (part.many[0] // exchange.size(part.lead_axes), *part.many[1:])
             for part in stack.arrays
         ]
-        ends = np.cumsum([*map(math.prod, shapes)])[:-1].tolist()
-        parts = jnp.split(_rows(jnp.concatenate(own), np.argsort(numbers)), ends)
-        made += [
-            one.reshape(*shape, *stack.shard_shape)
-            for one, shape in zip(parts, shapes, strict=True)
+        offsets = np.cumsum([*map(math.prod, shapes)])[:-1].tolist()
+        parts = jnp.split(_rows(jnp.concatenate(owned), np.argsort(numbers)), offsets)
+        arrays += [
+            part_rows.reshape(*shape, *stack.shard_shape)
+            for part_rows, shape in zip(parts, shapes, strict=True)
         ]
-    return made
+    return arrays
 
 
 def _owner_groups(
@@ -441,7 +455,7 @@ def split(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array
     """
     every, grid, order = _grid(exchange, stack)
     shards = matrix.reshape(
-        [(*grid, *stack.shard_shape)[at] for at in order]
+        [(*grid, *stack.shard_shape)[axis] for axis in order]
     ).transpose(np.argsort(order))
     shards = jnp.broadcast_to(shards, (*every, *stack.shard_shape))
     return shards.reshape(len(exchange.owned), -1, *exchange.unit)
@@ -464,12 +478,16 @@ def _grid(
         dimension, so that a last reshape gives the matrix.
     """
     axes, entries = exchange.axes, stack.arrays[0].sent_entries
-    used = {axis for own in entries for axis in own}
+    used = {axis for dim_axes in entries for axis in dim_axes}
     every = [exchange.sizes[axis] for axis in axes]
     grid = [size if axis in used else 1 for axis, size in zip(axes, every, strict=True)]
     order = [
-        at
-        for dim, own in enumerate(entries)
-        for at in (*map(axes.index, own), len(axes) + dim)
+        position
+        for dim, dim_axes in enumerate(entries)
+        for position in (*map(axes.index, dim_axes), len(axes) + dim)
     ]
-    return every, grid, [at for at in range(len(axes)) if at not in order] + order
+    return (
+        every,
+        grid,
+        [position for position in range(len(axes)) if position not in order] + order,
+    )

@@ -236,11 +236,13 @@ def move_of(
             for end, mesh in zip((src, dst), meshes, strict=True)
             if isinstance(end, NamedSharding)
         ]
-        ends = [layout(mesh or end.mesh, end.spec, len(shape)) for end, mesh in pairs]
+        step_layouts = [
+            layout(mesh or end.mesh, end.spec, len(shape)) for end, mesh in pairs
+        ]
         # Devices that share a memory do not need steps, so none are searched.
         steps = (
-            redistribute(shape, bits(dtype), *ends)
-            if len(ends) == 2 and not (copies and _is_local_cpu(src))
+            redistribute(shape, bits(dtype), *step_layouts)
+            if len(step_layouts) == 2 and not (copies and _is_local_cpu(src))
             else None
         )
         if _same_shards(shape, src, dst) if steps is None else not steps.steps:
@@ -267,7 +269,7 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
     sent: dict[object, int] = {}
     chosen = {}
     for move, count in moves.items():
-        made = chosen[move] = move
+        balanced_move = chosen[move] = move
         if move.assembly is None:
             continue
         places = {
@@ -276,10 +278,10 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
         }
         before = move.assembly.parts.sent_before(places)
         if before:
-            made = chosen[move] = _with_senders(move, before)
-        assert made.assembly is not None
-        for place, size in made.assembly.parts.sent_bytes.items():
-            device = made.assembly.devices[place]
+            balanced_move = chosen[move] = _with_senders(move, before)
+        assert balanced_move.assembly is not None
+        for place, size in balanced_move.assembly.parts.sent_bytes.items():
+            device = balanced_move.assembly.devices[place]
             sent[device] = sent.get(device, 0) + count * size
     return chosen
 
@@ -290,8 +292,8 @@ def _with_senders(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
     position of a device in `assembly.devices`, and how many more bytes it has sent in
     earlier moves than the device with the same shard that has sent the fewest.
     """
-    ends = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
-    return dataclasses.replace(move, assembly=assembly_between(*ends, sent_before))
+    fields = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
+    return dataclasses.replace(move, assembly=assembly_between(*fields, sent_before))
 
 
 def shares_memory(move: Move) -> bool:
@@ -307,19 +309,19 @@ def _is_local_cpu(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)
 
 
-def _same_devices(*ends: Sharding) -> bool:
+def _same_devices(*shardings: Sharding) -> bool:
     """Whether all shardings have the same devices. Positions in a mesh without devices
     count as device ids.
     """
-    if all(map(has_devices, ends)):
-        return ends[0].device_set == ends[1].device_set
+    if all(map(has_devices, shardings)):
+        return shardings[0].device_set == shardings[1].device_set
     first, second = (
         (
             {d.id for d in end.device_set}
             if has_devices(end)
             else {*range(named(end).mesh.size)}
         )
-        for end in ends
+        for end in shardings
     )
     return first == second
 
@@ -347,6 +349,8 @@ def _program_bytes(plan: Redistribution, shape: tuple[int, ...], dtype: object) 
     # source, and the last step's new shard is the target.
     inner = [0, *held[1:-1], 0]
     return max(
-        sum(pair) + sum(ends)
-        for pair, ends in zip(it.pairwise(held), it.pairwise(inner), strict=True)
+        sum(pair) + sum(layouts_of_step)
+        for pair, layouts_of_step in zip(
+            it.pairwise(held), it.pairwise(inner), strict=True
+        )
     )

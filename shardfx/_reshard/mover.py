@@ -204,27 +204,33 @@ def resharded(
                 " it is first."
             )
         arrays, target, plans, numbers = map_move(flat, dst, map, copies)
-        leaves = [arrays[one.sources[0]] if one.sources else None for one in plans]
+        leaves = [
+            arrays[array.sources[0]] if array.sources else None for array in plans
+        ]
         plain = [
-            (at, leaves[at], one.leaf.sharding)
-            for at, one in enumerate(plans)
-            if one.assembly is None
+            (number, leaves[number], array.leaf.sharding)
+            for number, array in enumerate(plans)
+            if array.assembly is None
         ]
         others = [
-            (at, one.sources, one.assembly)
-            for at, one in enumerate(plans)
-            if one.assembly is not None
+            (number, array.sources, array.assembly)
+            for number, array in enumerate(plans)
+            if array.assembly is not None
         ]
-        job = job_of(plain, lambda at: plans[at].leaf.path, copies=copies)
+        job = job_of(plain, lambda number: plans[number].leaf.path, copies=copies)
         job = dataclasses.replace(job, arrays=arrays, assemblies=others)
         return target.filled(_moved(job, leaves, limit_bytes, donate), numbers)
-    wanted, path_of = targets(dst, flat, "dst"), flat.paths.__getitem__
+    new_shardings, path_of = targets(dst, flat, "dst"), flat.paths.__getitem__
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
-        sources = [None] * len(wanted) if src is None else targets(src, flat, "src")
-        moved = move_traced_leaves(flat.leaves, sources, wanted, path_of)
+        sources = (
+            [None] * len(new_shardings) if src is None else targets(src, flat, "src")
+        )
+        moved = move_traced_leaves(flat.leaves, sources, new_shardings, path_of)
     else:
         job = job_of(
-            list(zip(range(len(wanted)), flat.leaves, wanted, strict=True)),
+            list(
+                zip(range(len(new_shardings)), flat.leaves, new_shardings, strict=True)
+            ),
             path_of,
             lost,
             copies,
@@ -250,24 +256,24 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
         entries = flat.treedef.flatten_up_to(form)
     except ValueError:
         entries = _broadcast(form, jax.tree.unflatten(flat.treedef, flat.leaves), what)
-    found = [
+    shardings = [
         entry.sharding if isinstance(entry, jax.ShapeDtypeStruct | jax.Array) else entry
         for entry in entries
     ]
-    for at, one in enumerate(found):
-        if one is not None and not isinstance(one, Sharding):
-            path, kind = flat.paths[at], type(one).__name__
+    for number, sharding in enumerate(shardings):
+        if sharding is not None and not isinstance(sharding, Sharding):
+            path, kind = flat.paths[number], type(sharding).__name__
             where = (
                 f"`{what}` holds a {kind} at `{path}`"
                 if path
                 else f"`{what}` is a {kind}"
             )
             raise LeafTypeError(
-                f"{where}, {one!r:.80}, which is no sharding; use `NamedSharding(mesh,"
+                f"{where}, {sharding!r:.80}, which is no sharding; use `NamedSharding(mesh,"
                 " spec)`, the `.sharding` of a `Format`, or a plan: `plan(tree, mesh,"
                 " ...)`."
             )
-    return found
+    return shardings
 
 
 def _broadcast(form: object, tree: object, what: str) -> list[Any]:
@@ -288,14 +294,14 @@ def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
     """
     fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
     check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
-    found = tuple(lost)
-    for device in found:
+    devices = tuple(lost)
+    for device in devices:
         if not isinstance(device, jax.Device):
             raise LeafTypeError(
                 f"`lost` holds {device!r:.80}, of type {type(device).__name__}, not a"
                 f" device; {fix}"
             )
-    return found
+    return devices
 
 
 def _moved(
@@ -318,8 +324,8 @@ def _moved(
                 stack.enter_context(
                     getattr(jax, f"transfer_guard_{direction}")("allow")
                 )
-        made = run_job(job, limit_bytes, donate)
-    return [made.get(at, leaf) for at, leaf in enumerate(leaves)]
+        moved = run_job(job, limit_bytes, donate)
+    return [moved.get(number, leaf) for number, leaf in enumerate(leaves)]
 
 
 def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
@@ -332,11 +338,11 @@ def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
             None if memory_limit_bytes is None else operator.index(memory_limit_bytes)
         )
     except TypeError as error:
-        given = (
+        value = (
             f"{memory_limit_bytes!r:.80} of type {type(memory_limit_bytes).__name__}"
         )
         raise LeafTypeError(
-            f"`memory_limit_bytes` must be a whole number, not {given}; {fix}."
+            f"`memory_limit_bytes` must be a whole number, not {value}; {fix}."
         ) from error
     if limit_bytes is not None and limit_bytes < 0:
         raise MoveError(
@@ -358,26 +364,26 @@ def job_of(
     each leaf: its number, the leaf, and its target sharding, which is `None` for a leaf
     that does not move.
     """
-    known: dict[object, Move] = {}
+    moves: dict[object, Move] = {}
     job = Job(path_of, {}, [], [], {}, set(), copies)
-    for at, leaf, target in rows:
+    for number, leaf, target in rows:
         if target is None or not is_array(leaf):
             job.kept.add(id(leaf))
             continue
-        with naming(path_of, at):
+        with naming(path_of, number):
             _require_devices(target)
             if not isinstance(leaf, jax.Array):
                 require_movable(leaf.shape, leaf.dtype, target)
                 require_reduced(target)
-                job.placements.append((at, leaf, target))
+                job.placements.append((number, leaf, target))
                 continue
             key = (leaf.sharding, target, leaf.shape, leaf.dtype)
-            if key not in known:
-                known[key] = _move(leaf, target, lost, copies)
-        if known[key].how == "in place" and leaf.committed:
+            if key not in moves:
+                moves[key] = _move(leaf, target, lost, copies)
+        if moves[key].how == "in place" and leaf.committed:
             job.kept.add(id(leaf))
         else:
-            job.moves.setdefault(known[key], []).append((at, leaf))
+            job.moves.setdefault(moves[key], []).append((number, leaf))
     chosen = balanced({move: len(places) for move, places in job.moves.items()})
     return dataclasses.replace(
         job, moves={chosen[move]: places for move, places in job.moves.items()}
@@ -455,12 +461,16 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
         with naming(str, path):
             _require_devices(leaf.sharding)
     if jax.process_count() > 1:
-        ends = {end for end in shardings if end is not None}
+        distinct = {end for end in shardings if end is not None}
         require_same_map(
             map,
             tuple(
                 sorted(
-                    {device.process_index for end in ends for device in end.device_set}
+                    {
+                        device.process_index
+                        for end in distinct
+                        for device in end.device_set
+                    }
                 )
             ),
         )
@@ -483,7 +493,7 @@ def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
     if client is None or me not in processes:
         return
     name = f"shardfx.maps/{'-'.join(str(process) for process in processes)}"
-    found, late = exchanged(client, name, map.digest, _WAIT_SECONDS, me, processes)
+    digests, late = exchanged(client, name, map.digest, _WAIT_SECONDS, me, processes)
     if late:
         raise MapError(
             f"the processes {list(processes)} compare a map before they first move by"
@@ -491,7 +501,7 @@ def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
             " with this map on all of them. Nothing was moved."
         )
     other = next(
-        (process for process, digest in found.items() if digest != map.digest), None
+        (process for process, digest in digests.items() if digest != map.digest), None
     )
     if other is not None:
         raise MapError(

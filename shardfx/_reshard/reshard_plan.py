@@ -211,13 +211,13 @@ class ReshardPlan:
     @property
     def host_bytes(self) -> int:
         """The bytes of one device's shards in host memory, of all sources and targets."""
-        ends = [
+        bytes_of_leaves = [
             (leaf.source_bytes, 0 if leaf.idle else leaf.target_bytes, leaf.held_bytes)
             for leaf in self.leaves
         ]
         return sum(
-            source - here[0] + (target - here[1] if target else 0)
-            for source, target, here in ends
+            source - held[0] + (target - held[1] if target else 0)
+            for source, target, held in bytes_of_leaves
         )
 
     @ft.cached_property
@@ -314,12 +314,14 @@ def plan_reshard(
         else _targets(src, dst, ours)
     )
     if [leaf.path for leaf in ours] != [leaf.path for leaf in theirs]:
-        here, there = ({leaf.path for leaf in leaves} for leaves in (ours, theirs))
+        our_paths, their_paths = (
+            {leaf.path for leaf in leaves} for leaves in (ours, theirs)
+        )
         odd = next(
             (
                 leaf.path
                 for leaf in (*ours, *theirs)
-                if (leaf.path in here) != (leaf.path in there)
+                if (leaf.path in our_paths) != (leaf.path in their_paths)
             ),
             None,
         )
@@ -441,7 +443,7 @@ def _targets(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedL
     arrays of other shapes or dtypes.
     """
     flat, kinds = flatten(src), jax.Array | jax.ShapeDtypeStruct
-    wanted = [
+    shardings = [
         end
         for leaf, end in zip(flat.leaves, targets(dst, flat, "dst"), strict=True)
         if isinstance(leaf, kinds)
@@ -452,7 +454,7 @@ def _targets(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedL
             _require_same(leaf, other.shape, other.dtype)
     return [
         leaf._replace(sharding=end or leaf.sharding)
-        for leaf, end in zip(ours, wanted, strict=True)
+        for leaf, end in zip(ours, shardings, strict=True)
     ]
 
 
@@ -467,17 +469,17 @@ def _require_same(leaf: MovedLeaf, shape: tuple[int, ...], dtype: object) -> Non
 
 def _move(ours: MovedLeaf, theirs: MovedLeaf, lost: tuple[object, ...]) -> Move:
     _require_same(ours, theirs.shape, theirs.dtype)
-    ends, meshes = (ours.sharding, theirs.sharding), (ours.mesh, theirs.mesh)
+    shardings, meshes = (ours.sharding, theirs.sharding), (ours.mesh, theirs.mesh)
     with naming(str, ours.path):
-        return move_of(ours.shape, ours.dtype, *ends, lost, False, meshes)
+        return move_of(ours.shape, ours.dtype, *shardings, lost, False, meshes)
 
 
 @ft.lru_cache(maxsize=4096)
 def _move_fields(move: Move) -> dict[str, Any]:
     """The fields of a `LeafMove` that are the same for all arrays of one move, by name."""
-    ends = (move.source_bytes, move.target_bytes)
-    found: dict[str, Any] = {"src": move.src, "dst": move.dst, "how": move.how}
-    found |= {"source_bytes": ends[0], "target_bytes": ends[1]}
+    end_bytes = (move.source_bytes, move.target_bytes)
+    fields: dict[str, Any] = {"src": move.src, "dst": move.dst, "how": move.how}
+    fields |= {"source_bytes": end_bytes[0], "target_bytes": end_bytes[1]}
     if move.plan is not None:
         plan = move.plan
         wire = {
@@ -487,9 +489,9 @@ def _move_fields(move: Move) -> dict[str, Any]:
         }
         # Programs compute on devices, so a shard in host memory has a copy in device
         # memory.
-        peak = max(plan.peak_bytes, *ends)
+        peak = max(plan.peak_bytes, *end_bytes)
         return {
-            **found,
+            **fields,
             **wire,
             "steps": plan.steps,
             "copied": shares_memory(move),
@@ -500,21 +502,21 @@ def _move_fields(move: Move) -> dict[str, Any]:
         wire = -(-parts.wire_bytes // max(1, move.dst.num_devices))
         # While parts of shards are sliced and received, a device holds two copies of
         # them besides its shards.
-        found |= {
-            "peak_bytes": sum(ends) + 2 * max([0, *parts.links.values()]),
+        fields |= {
+            "peak_bytes": sum(end_bytes) + 2 * max([0, *parts.links.values()]),
             "missing": parts.missing,
         }
-        return found | {
+        return fields | {
             "wire_bytes": wire,
             "lower_bound_bytes": wire,
             "links": _links_by_id(move.assembly),
         }
-    here = [
+    host_sizes = [
         size
-        for end, size in zip((move.src, move.dst), ends, strict=True)
+        for end, size in zip((move.src, move.dst), end_bytes, strict=True)
         if not in_host_memory(end)
     ]
-    return {**found, "peak_bytes": max([0, *here])}
+    return {**fields, "peak_bytes": max([0, *host_sizes])}
 
 
 @ft.lru_cache(maxsize=4096)
@@ -559,8 +561,10 @@ def _least_bytes(assembly: Assembly) -> int:
     """
     by_source = together(assembly.pieces, lambda piece: piece.value.path)
     pairs = {
-        key: it.combinations([hull(swapped(once(one))) for one in own], 2)
-        for key, own in by_source.items()
+        key: it.combinations(
+            [hull(swapped(once(part_piece))) for part_piece in parts], 2
+        )
+        for key, parts in by_source.items()
     }
     repeated = {
         key
@@ -569,13 +573,14 @@ def _least_bytes(assembly: Assembly) -> int:
     }
     sent = [part for part in assembly.parts.all if part.sender != part.receiver]
     by_receiver = together(sent, lambda part: (part.receiver, part.piece.value.path))
-    sizes = {key: [part.bytes for part in own] for key, own in by_receiver.items()}
+    sizes = {key: [part.bytes for part in parts] for key, parts in by_receiver.items()}
     return sum(
-        max(own) if key in repeated else sum(own) for (_, key), own in sizes.items()
+        max(parts) if key in repeated else sum(parts)
+        for (_, key), parts in sizes.items()
     )
 
 
-def _lines(made: ReshardPlan) -> Iterable[str]:
+def _lines(plan: ReshardPlan) -> Iterable[str]:
     kind_of = lambda leaf: (
         between_numbers(leaf.path),
         leaf.shape,
@@ -584,43 +589,43 @@ def _lines(made: ReshardPlan) -> Iterable[str]:
         leaf.dst,
         leaf.rounds,
     )
-    groups = together([leaf for leaf in made.leaves if not leaf.idle], kind_of)
+    groups = together([leaf for leaf in plan.leaves if not leaf.idle], kind_of)
     head = ("array", "count", "shape", "move", "wire", "bound", "peak")
     yield from table([head, *map(_row, groups.values())], right=set())
-    idle, count = made.in_place, len(made.leaves) - len(made.in_place)
+    idle, count = plan.in_place, len(plan.leaves) - len(plan.in_place)
     moves = (
-        plural(made.moves, "move")
-        if made.moves == 1
-        else f"{made.moves} different moves"
+        plural(plan.moves, "move")
+        if plan.moves == 1
+        else f"{plan.moves} different moves"
     )
     yield (
         f"{plural(count, 'array')} {'moves' if count == 1 else 'move'} by {moves}; per"
-        f" device {_size(made.wire_bytes)} enter (at least"
-        f" {_size(made.lower_bound_bytes)} must), {_size(made.peak_bytes)} at the peak"
+        f" device {_size(plan.wire_bytes)} enter (at least"
+        f" {_size(plan.lower_bound_bytes)} must), {_size(plan.peak_bytes)} at the peak"
         + (
-            f"; {_size(made.dcn_bytes)} of what enters come from other slices"
-            if made.dcn_bytes
+            f"; {_size(plan.dcn_bytes)} of what enters come from other slices"
+            if plan.dcn_bytes
             else ""
         )
     )
-    copied = sum(leaf.copied for leaf in made.leaves)
+    copied = sum(leaf.copied for leaf in plan.leaves)
     if copied:
-        told = "1 array takes" if copied == 1 else f"{copied} arrays take"
+        subject = "1 array takes" if copied == 1 else f"{copied} arrays take"
         yield (
-            f"{told} no steps here, where this CPU plays all devices: its memory holds"
+            f"{subject} no steps here, where this CPU plays all devices: its memory holds"
             " both sides"
         )
     if idle:
         shown = ", ".join(idle[:5]) + (", ..." if len(idle) > 5 else "")
         yield f"nothing to do for {plural(len(idle), 'array')}: {shown}"
-    if made.links:
-        links = sorted(made.links.items(), key=lambda link: -link[1])
+    if plan.links:
+        links = sorted(plan.links.items(), key=lambda link: -link[1])
         shown = ", ".join(
             f"{sender} -> {receiver}: {_size(count)}"
             for (sender, receiver), count in links[:8]
         )
         yield f"{len(links)} links: {shown}" + (", ..." if len(links) > 8 else "")
-    for path, boxes in made.missing.items():
+    for path, boxes in plan.missing.items():
         text = ", ".join(
             "[" + ", ".join(f"{a}:{b}" for a, b in box) + "]" for box in boxes[:3]
         )
@@ -633,8 +638,8 @@ def _row(leaves: list[LeafMove]) -> tuple[str, ...]:
     if leaf.rounds:
         how = f"{plural(leaf.rounds, 'round')} of {how}"
     sizes = (
-        sum(one.wire_bytes for one in leaves),
-        sum(one.lower_bound_bytes for one in leaves),
+        sum(leaf_move.wire_bytes for leaf_move in leaves),
+        sum(leaf_move.lower_bound_bytes for leaf_move in leaves),
         leaf.peak_bytes,
     )
     return (

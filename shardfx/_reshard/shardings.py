@@ -45,14 +45,14 @@ def leaf_name(path: str) -> str:
 
 
 @contextlib.contextmanager
-def naming(path_of: Callable[[Any], str], at: object) -> Iterator[None]:
+def naming(path_of: Callable[[Any], str], key: object) -> Iterator[None]:
     """Returns a context manager that puts the path of a leaf in front of the message of
-    an error. `path_of` returns the path for `at`, the leaf's number or path.
+    an error. `path_of` returns the path for `key`, the leaf's number or path.
     """
     try:
         yield
     except (SpecError, MeshError, LeafTypeError) as error:
-        raise type(error)(f"{leaf_name(path_of(at))}: {error}") from error
+        raise type(error)(f"{leaf_name(path_of(key))}: {error}") from error
 
 
 def is_array(leaf: object) -> bool:
@@ -70,9 +70,9 @@ def data_of(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], Any]
     return data.shape, np.dtype(data.dtype)
 
 
-def require_movable(shape: tuple[int, ...], dtype: DType, *ends: Sharding) -> None:
+def require_movable(shape: tuple[int, ...], dtype: DType, *shardings: Sharding) -> None:
     """Raises `LeafTypeError` for dtypes that JAX moves wrongly, and `SpecError` if one
-    of the shardings `ends` does not divide the shape.
+    of the shardings `shardings` does not divide the shape.
     """
     if jnp.issubdtype(dtype, jnp.integer) and bits(dtype) < 4:
         raise LeafTypeError(
@@ -80,7 +80,7 @@ def require_movable(shape: tuple[int, ...], dtype: DType, *ends: Sharding) -> No
             " corrupts memory with it; move `x.astype(jnp.int4)` and convert it back."
         )
     for spec, mesh in (
-        (end.spec, end.mesh) for end in ends if isinstance(end, NamedSharding)
+        (end.spec, end.mesh) for end in shardings if isinstance(end, NamedSharding)
     ):
         if len(entries_of(spec)) > len(shape):
             raise SpecError(
@@ -99,11 +99,11 @@ def require_movable(shape: tuple[int, ...], dtype: DType, *ends: Sharding) -> No
                 )
 
 
-def require_reduced(*ends: Sharding) -> None:
-    """Raises `SpecError` if a sharding in `ends` has unreduced axes: devices then hold
+def require_reduced(*shardings: Sharding) -> None:
+    """Raises `SpecError` if a sharding in `shardings` has unreduced axes: devices then hold
     summands instead of elements.
     """
-    for end in ends:
+    for end in shardings:
         if isinstance(end, NamedSharding) and end.spec.unreduced:
             raise SpecError(
                 f"{end.spec} has the unreduced axes {sorted(end.spec.unreduced)}, and a"
@@ -146,12 +146,14 @@ def in_device_memory(sharding: Sharding) -> Sharding:
     )
 
 
-def device_copy_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
+def device_copy_bytes(
+    shape: tuple[int, ...], dtype: object, *shardings: Sharding
+) -> int:
     """Returns the bytes of device memory that a program, which computes there, uses for
-    copies of shards in host memory. `ends` are the array's shardings before and after
+    copies of shards in host memory. `shardings` are the array's shardings before and after
     the program. Devices that share a memory count together.
     """
-    away = [end for end in ends if in_host_memory(end)]
+    away = [end for end in shardings if in_host_memory(end)]
     return sum(
         array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set)
         for end in away

@@ -75,7 +75,7 @@ class Matrices(NamedTuple):
         return PartitionSpec(
             self.lead_axes or None,
             *[None] * (len(self.many) - 1),
-            *(own or None for own in entries),
+            *(axes or None for axes in entries),
         )
 
 
@@ -92,8 +92,8 @@ class Stack(NamedTuple):
     @property
     def name(self) -> str:
         """The key of this stack in the dict of the states that `map_matrices` keeps."""
-        one = self.arrays[0]
-        return f"{one.at}_{'x'.join(map(str, one.matrix))}_{np.dtype(one.dtype).name}"
+        first = self.arrays[0]
+        return f"{first.at}_{'x'.join(map(str, first.matrix))}_{np.dtype(first.dtype).name}"
 
 
 class OwnerExchange(NamedTuple):
@@ -127,13 +127,14 @@ class OwnerExchange(NamedTuple):
     @property
     def arrays(self) -> list[Matrices]:
         """The arrays that hold the matrices of all stacks."""
-        return [one for stack in self.stacks for one in stack.arrays]
+        return [array for stack in self.stacks for array in stack.arrays]
 
     @property
     def width(self) -> int:
         """The number of units that each device sends to each owner, padding included."""
         return max(
-            sum(self.stacks[stack].width for stack, _ in own) for own in self.owned
+            sum(self.stacks[stack].width for stack, _ in owned_stacks)
+            for owned_stacks in self.owned
         )
 
     def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
@@ -142,11 +143,15 @@ class OwnerExchange(NamedTuple):
         position for each of its matrices of the stack, and -1 in the remaining places.
         """
         rows: list[list[int]] = []
-        for own in self.owned:
-            stacks = [stack for stack, _ in own]
+        for owned_stacks in self.owned:
+            stacks = [stack for stack, _ in owned_stacks]
             starts = np.cumsum([0, *[self.stacks[stack].width for stack in stacks]])
             rows.append(
-                [int(starts[at]) for at, stack in enumerate(stacks) if stack == number]
+                [
+                    int(starts[position])
+                    for position, stack in enumerate(stacks)
+                    if stack == number
+                ]
             )
         slots = max(map(len, rows))
         return np.array([[*row, *[-1] * (slots - len(row))] for row in rows])
@@ -164,13 +169,13 @@ def exchanges_of(
     (the first `many` dimensions count matrices, the next `rows` are rows), a function
     of the array, or `None`. `limit` is the most bytes per device; `None` for no limit.
     """
-    found, others = _matrices_of_plan(plan, where)
+    matrices, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
     if over is None:
         used = {
             axis
-            for one in found
-            for axes in (one.lead_axes, *one.entries)
+            for array in matrices
+            for axes in (array.lead_axes, *array.entries)
             for axis in axes
         }
         rules = () if plan.axes is None else plan.axes.rules
@@ -185,45 +190,47 @@ def exchanges_of(
         )
     # Matrices with the largest products are assigned first, so that small ones even out
     # the load of the owners.
-    order = sorted(found, key=lambda one: (-_cost(one), one.at))
-    made: list[OwnerExchange] = []
+    order = sorted(matrices, key=lambda array: (-_cost(array), array.at))
+    exchanges: list[OwnerExchange] = []
     for (_, lead_axes), arrays in together(
-        order, lambda one: (one.dtype, one.lead_axes)
+        order, lambda array: (array.dtype, array.lead_axes)
     ).items():
         owners = _Owners(
             lead_axes, tuple(axis for axis in over if axis not in lead_axes), sizes
         )
-        own = owners.grouped([*map(owners.sharded, arrays)])
-        made += [
+        groups = owners.grouped([*map(owners.sharded, arrays)])
+        exchanges += [
             owners.exchange(some)
-            for group in own
+            for group in groups
             for some in owners.limited(group, limit)
         ]
-    return tuple(made), others
+    return tuple(exchanges), others
 
 
 def _matrices_of_plan(
     plan: ShardPlan, where: Where
 ) -> tuple[list[Matrices], dict[int, ArrayFn]]:
     unused: dict[str | None, None] = dict.fromkeys(where)
-    found: list[Matrices] = []
+    matrices: list[Matrices] = []
     others: dict[int, ArrayFn] = {}
-    for at, leaf in enumerate(plan.leaves):
-        regex = next((one for one in where if re.search(one, leaf.path)), None)
+    for number, leaf in enumerate(plan.leaves):
+        regex = next(
+            (pattern for pattern in where if re.search(pattern, leaf.path)), None
+        )
         if regex is None and len(leaf.shape) < 2:
             continue
         unused.pop(regex, None)
         asked = _dims(leaf) if regex is None else where[regex]
         if isinstance(asked, tuple):
-            found.append(_matrices(at, leaf, asked))
+            matrices.append(_matrices(number, leaf, asked))
         else:
-            others[at] = asked
+            others[number] = asked
     if unused:
         raise RuleError(
             f"`where`: {next(iter(unused))!r} decides about no array of the plan;"
             " correct it, or take it out."
         )
-    return found, others
+    return matrices, others
 
 
 def _dims(leaf: LeafPlan) -> MatrixDims:
@@ -244,7 +251,7 @@ def _dims(leaf: LeafPlan) -> MatrixDims:
     return many, 1
 
 
-def _matrices(at: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
+def _matrices(number: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
     many, rows = dims
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise LeafTypeError(
@@ -269,9 +276,16 @@ def _matrices(at: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
             " matrices; cut the first alone."
         )
     matrix = math.prod(rest[:rows]), math.prod(rest[rows:])
-    own = tuple(entries[many:])
+    row_entries = tuple(entries[many:])
     return Matrices(
-        at, lead or (1,), rest, entries[0] if many else (), own, own, matrix, leaf.dtype
+        number,
+        lead or (1,),
+        rest,
+        entries[0] if many else (),
+        row_entries,
+        row_entries,
+        matrix,
+        leaf.dtype,
     )
 
 
@@ -287,7 +301,9 @@ def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
     """Groups arrays by the shape of their matrices, and by the sharding of the matrices
     during the all-to-all.
     """
-    return together(arrays, lambda one: (one.rest, one.matrix, one.sent_entries))
+    return together(
+        arrays, lambda array: (array.rest, array.matrix, array.sent_entries)
+    )
 
 
 class _Owners:
@@ -314,28 +330,31 @@ class _Owners:
         """
         return array.number // self.size(self.lead_axes)
 
-    def sharded(self, one: Matrices) -> Matrices:
-        """Returns `one` with other `sent_entries`, which shard it over as many of the
+    def sharded(self, array: Matrices) -> Matrices:
+        """Returns `array` with other `sent_entries`, which shard it over as many of the
         owners' axes as possible.
         """
-        entries = [[axis for axis in own if axis in self.axes] for own in one.entries]
+        entries = [
+            [axis for axis in dim_axes if axis in self.axes]
+            for dim_axes in array.entries
+        ]
         for axis in self.axes:
             dims = (
                 dim
-                for dim, size in enumerate(one.rest)
+                for dim, size in enumerate(array.rest)
                 if size % self.size((*entries[dim], axis)) == 0
             )
             if (
-                not any(axis in own for own in entries)
+                not any(axis in dim_axes for dim_axes in entries)
                 and (dim := next(dims, None)) is not None
             ):
                 entries[dim].append(axis)
-        return one._replace(sent_entries=tuple(map(tuple, entries)))
+        return array._replace(sent_entries=tuple(map(tuple, entries)))
 
-    def shard_shape(self, one: Matrices) -> tuple[int, ...]:
+    def shard_shape(self, array: Matrices) -> tuple[int, ...]:
         return tuple(
             size // self.size(axes)
-            for size, axes in zip(one.rest, one.sent_entries, strict=True)
+            for size, axes in zip(array.rest, array.sent_entries, strict=True)
         )
 
     def exchange(self, arrays: Sequence[Matrices]) -> OwnerExchange:
@@ -345,7 +364,8 @@ class _Owners:
         the one with the least to compute.
         """
         widest = sorted(
-            arrays, key=lambda one: (-math.prod(self.shard_shape(one)), -_cost(one))
+            arrays,
+            key=lambda array: (-math.prod(self.shard_shape(array)), -_cost(array)),
         )
         alike = [
             (tuple(same), self.shard_shape(same[0]))
@@ -389,8 +409,8 @@ class _Owners:
         """
         if not arrays:
             return 0
-        made = _Owners(self.lead_axes, self.axes, self.sizes).exchange(arrays)
-        return made.width * math.prod(made.unit)
+        exchange = _Owners(self.lead_axes, self.axes, self.sizes).exchange(arrays)
+        return exchange.width * math.prod(exchange.unit)
 
     def grouped(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
         """Yields groups of arrays, each with an all-to-all of its own. Arrays share an
@@ -398,17 +418,22 @@ class _Owners:
         have no large matrix: small matrices then take the place of padding. Otherwise
         separate all-to-alls take less memory.
         """
-        left, least = _by_shape(arrays), self.sent_elements(arrays)
-        for kind, own in [*left.items()]:
+        remaining, least = _by_shape(arrays), self.sent_elements(arrays)
+        for kind, parts_of_kind in [*remaining.items()]:
             others = [
-                one for other, parts in left.items() if other != kind for one in parts
+                array
+                for other, parts in remaining.items()
+                if other != kind
+                for array in parts
             ]
-            if (rest := self.sent_elements(others)) + self.sent_elements(own) <= least:
-                yield own
-                del left[kind]
+            if (rest := self.sent_elements(others)) + self.sent_elements(
+                parts_of_kind
+            ) <= least:
+                yield parts_of_kind
+                del remaining[kind]
                 least = rest
-        if left:
-            yield [one for parts in left.values() for one in parts]
+        if remaining:
+            yield [array for parts in remaining.values() for array in parts]
 
     def limited(
         self, arrays: Sequence[Matrices], limit: int | None
@@ -420,21 +445,21 @@ class _Owners:
         """
         some: list[Matrices] = []
         most = math.inf if limit is None else limit
-        for one in arrays:
-            if (need := self.needed_bytes([one])) > most:
+        for array in arrays:
+            if (need := self.needed_bytes([array])) > most:
                 raise MoveError(
-                    f"`memory_limit_bytes={limit}`: {self.count(one)} matrices of"
-                    f" {one.matrix[0]} x {one.matrix[1]} on {self.owners} owners need"
+                    f"`memory_limit_bytes={limit}`: {self.count(array)} matrices of"
+                    f" {array.matrix[0]} x {array.matrix[1]} on {self.owners} owners need"
                     f" {need} bytes; allow as much, or name more axes in `over`."
                 )
-            if some and self.needed_bytes([*some, one]) > most:
+            if some and self.needed_bytes([*some, array]) > most:
                 yield some
                 some = []
-            some = [*some, one]
+            some = [*some, array]
         yield some
 
     def needed_bytes(self, arrays: Sequence[Matrices]) -> int:
         elements = 2 * self.owners * self.sent_elements(arrays) + max(
-            math.prod(one.matrix) for one in arrays
+            math.prod(array.matrix) for array in arrays
         )
         return elements * np.dtype(arrays[0].dtype).itemsize

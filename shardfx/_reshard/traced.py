@@ -54,15 +54,15 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
         # names.
         data = move_traced(jax.random.key_data(x), dst, src)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    own = jax.typeof(x).sharding
-    if any(kind == AxisType.Manual for kind in own.mesh.axis_types):
+    own_sharding = jax.typeof(x).sharding
+    if any(kind == AxisType.Manual for kind in own_sharding.mesh.axis_types):
         raise SpecError(
             f"an array of shape {x.shape} is one device's shard inside `shard_map`, and"
             " cannot be resharded there; reshard the whole array outside."
         )
     constant = not isinstance(x, Tracer)
-    if is_explicit(own):
-        src = own
+    if is_explicit(own_sharding):
+        src = own_sharding
     elif constant:
         src = (
             x.sharding
@@ -92,20 +92,20 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
         )
     if src.spec.unreduced or dst.spec.unreduced:  # a sum, which is more than a move
         return jax.sharding.reshard(x, dst)
-    here, there = _on_devices(src, dst), _on_devices(dst, src)
-    _require_one_type(there, here)
-    _require_names(here)
+    source, target = _on_devices(src, dst), _on_devices(dst, src)
+    _require_one_type(target, source)
+    _require_names(source)
     if 0 not in x.shape:
         # Raised here rather than at compile time.
-        redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, here, there))
+        redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, source, target))
     if src.spec.reduced:
-        x = placed(x, here)
-    moved = _move.bind(x, src=here, dst=there)
+        x = placed(x, source)
+    moved = _move.bind(x, src=source, dst=target)
     if (
-        len({*there.mesh.axis_types}) > 1
+        len({*target.mesh.axis_types}) > 1
     ):  # types say nothing about Auto axes, which the target leaves unsharded
         moved = jax.lax.with_sharding_constraint(
-            moved, NamedSharding(there.mesh, PartitionSpec())
+            moved, NamedSharding(target.mesh, PartitionSpec())
         )
     # A name for a value that is the same on all devices of an axis. Only gradients use
     # it: their sum over that axis is due.
@@ -124,20 +124,20 @@ def move_traced_leaves(
     a given number, for messages.
     """
     results = list(leaves)
-    for at, (leaf, source, target) in enumerate(
+    for number, (leaf, source, target) in enumerate(
         zip(leaves, sources, targets, strict=True)
     ):
         if target is None or not is_array(leaf):
             continue
-        with naming(path_of, at):
+        with naming(path_of, number):
             if not isinstance(target, NamedSharding):
                 raise SpecError(
                     "inside `jit` an array can only move to a NamedSharding, not to"
                     f" {target}; use `NamedSharding(mesh, spec)`."
                 )
-            results[at] = move_traced(leaf, target, source)
+            results[number] = move_traced(leaf, target, source)
         if target.memory_kind != NamedSharding(target.mesh, target.spec).memory_kind:
-            results[at] = jax.device_put(results[at], target)
+            results[number] = jax.device_put(results[number], target)
     return results
 
 
@@ -217,9 +217,13 @@ def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
 def _lowering(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
     if 0 in x.shape:
         return placed(x, dst)
-    ends = layouts(x.ndim, src, dst)
+    step_layouts = layouts(x.ndim, src, dst)
     return program(
-        x, src, dst, redistribute(x.shape, bits(x.dtype), *ends).steps, ends[0]
+        x,
+        src,
+        dst,
+        redistribute(x.shape, bits(x.dtype), *step_layouts).steps,
+        step_layouts[0],
     )
 
 

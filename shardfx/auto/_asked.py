@@ -73,25 +73,25 @@ def asked_for(
     their kind; `None` if `devices` shows it. `slices` is the number of slices if
     `devices` does not say it. Raises `MeshError` for other values.
     """
-    found = (
+    parts = (
         re.fullmatch(r"(.*)\*([1-9]\d*)", devices) if isinstance(devices, str) else None
     )
-    text, times = (found[1], int(found[2])) if found else (devices, 1)
-    if found and slices not in (1, times):
+    text, times = (parts[1], int(parts[2])) if parts else (devices, 1)
+    if parts and slices not in (1, times):
         raise MeshError(
             f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave"
             " `slices` out."
         )
-    found = _hardware(text, chip)
-    total, many_slices = found.total * times, max(slices, times)
+    parts = _hardware(text, chip)
+    total, many_slices = parts.total * times, max(slices, times)
     if many_slices < 1 or total % many_slices:
         raise MeshError(
             f"`slices={slices}` does not divide {total} devices; each slice has equally"
             " many."
         )
-    extents = found.extents if times == many_slices and found.extents else ()
-    extents = extents or extents_of(found.chip, total // many_slices)
-    return found._replace(
+    extents = parts.extents if times == many_slices and parts.extents else ()
+    extents = extents or extents_of(parts.chip, total // many_slices)
+    return parts._replace(
         total=total, slices=many_slices, targets=times, extents=extents
     )
 
@@ -105,14 +105,17 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
     if isinstance(devices, str):
-        if found := re.fullmatch(r"cpu:([1-9]\d*)", devices):
+        if emulated := re.fullmatch(r"cpu:([1-9]\d*)", devices):
             return SearchOptions(
-                int(found[1]), EMULATED if chip is None else chips.find(chip)
+                int(emulated[1]), EMULATED if chip is None else chips.find(chip)
             )
-        made = chips.parse_slice(devices)
-        kind = made.chip if chip is None else chips.find(chip)
+        hardware = chips.parse_slice(devices)
+        kind = hardware.chip if chip is None else chips.find(chip)
         return SearchOptions(
-            made.chips * kind.devices_per_chip, kind, made.name, extents=made.extents
+            hardware.chips * kind.devices_per_chip,
+            kind,
+            hardware.name,
+            extents=hardware.extents,
         )
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         if chip is None:
@@ -136,8 +139,8 @@ def require_options(keep: object, closely: object, verify: object) -> None:
     "compile", "run" or `None`.
     """
     are_counts = all(
-        isinstance(one, int) and not isinstance(one, bool) and one > 0
-        for one in (keep, closely)
+        isinstance(count, int) and not isinstance(count, bool) and count > 0
+        for count in (keep, closely)
     )
     if not are_counts or verify not in (None, "compile", "run"):
         raise RuleError(
@@ -156,9 +159,9 @@ def require_arrays(args: Sequence[PyTree]) -> None:
         for leaf in jax.tree.leaves(args)
     ):
         return
-    found = ", ".join(type(arg).__name__ for arg in args) or "nothing"
+    kinds = ", ".join(type(arg).__name__ for arg in args) or "nothing"
     raise LeafTypeError(
-        f"the arguments of the step hold no arrays ({found}); pass arrays, or structs"
+        f"the arguments of the step hold no arrays ({kinds}); pass arrays, or structs"
         " of them: `jax.ShapeDtypeStruct((64, 128), jnp.float32)`, or"
         " `eqx.filter_eval_shape(make, key)` for a model."
     )
@@ -241,9 +244,11 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     structs = structs_of(args)
     # The shardings of a jitted step would be constraints inside of it, so the function
     # that it jits is traced.
-    inner = inspect.unwrap(step, stop=lambda one: not isinstance(one, JaxJitted))
+    inner = inspect.unwrap(
+        step, stop=lambda function: not isinstance(function, JaxJitted)
+    )
     run = ft.update_wrapper(lambda *args: inner(*args), inner, updated=())
-    made = step_of(run, structs)
+    traced_step = step_of(run, structs)
     words = tuple(argument_names(step, len(args)))
     arrays = tuple(
         StepArray(
@@ -258,13 +263,13 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
         )
         if shaped
     )
-    program = program_of(_module(made))
-    if count := _count(made.traced.jaxpr, "custom_partitioning"):
+    program = program_of(_module(traced_step))
+    if count := _count(traced_step.traced.jaxpr, "custom_partitioning"):
         program.notes[
             "a `custom_partitioning` shards as its own rule says, and is read as what"
             " it computes"
         ] = count
-    return TracedStep(Tied(program), flats, words, arrays, structs, made)
+    return TracedStep(Tied(program), flats, words, arrays, structs, traced_step)
 
 
 def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
@@ -272,17 +277,17 @@ def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
     its calls and loops.
     """
     inner, _ = opened(jaxpr)
-    found = sum(equation.primitive.name == name for equation in inner.eqns)
+    count = sum(equation.primitive.name == name for equation in inner.eqns)
     params = [param for equation in inner.eqns for param in equation.params.values()]
     held = (
-        one
+        value
         for param in params
-        for one in (param if isinstance(param, tuple) else (param,))
+        for value in (param if isinstance(param, tuple) else (param,))
     )
-    return found + sum(
-        _count(one, name)
-        for one in held
-        if isinstance(one, jex.ClosedJaxpr | jex.Jaxpr)
+    return count + sum(
+        _count(value, name)
+        for value in held
+        if isinstance(value, jex.ClosedJaxpr | jex.Jaxpr)
     )
 
 
@@ -308,11 +313,11 @@ def structs_of(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True)
         if shaped
     ]
-    made = iter(jax.eval_shape(lambda leaves: leaves, arrays))
+    arrays_in_order = iter(jax.eval_shape(lambda leaves: leaves, arrays))
 
     def struct(leaf: object, shaped: bool) -> object:
         return (
-            jax.ShapeDtypeStruct((one := next(made)).shape, one.dtype)
+            jax.ShapeDtypeStruct((array := next(arrays_in_order)).shape, array.dtype)
             if shaped
             else leaf
         )

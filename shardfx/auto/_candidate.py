@@ -162,30 +162,30 @@ class Candidate:
         )
 
     def _below(self) -> list[str]:
-        told = [f"note: {note}" for note in self.notes]
+        lines = [f"note: {note}" for note in self.notes]
         if self.donated:
             donated = (
                 "it fits where results take over the memory of arguments: `jitted` in"
                 " `code()` donates "
             )
-            told.insert(0, donated + ", ".join(map(str, self.donated)))
+            lines.insert(0, donated + ", ".join(map(str, self.donated)))
         if self.state_over:
             over = self.state_over[0] if len(self.state_over) == 1 else self.state_over
             cut = (
                 f"the optimizer's state is cut over {' x '.join(self.state_over)} too,"
                 " the parameters are not"
             )
-            told.insert(
+            lines.insert(
                 0,
                 f"ZeRO-1: {cut}: `shardfx.follow(optimizer.init, params_plan,"
                 f" over={over!r})`",
             )
-        return [*told, *self.reasons]
+        return [*lines, *self.reasons]
 
 
-def rank(one: Candidate) -> tuple[bool, float]:
+def rank(candidate: Candidate) -> tuple[bool, float]:
     """A sort key: candidates that fit in memory come first, the fastest first."""
-    return not one.fits, one.seconds
+    return not candidate.fits, candidate.seconds
 
 
 def ms(seconds: float) -> str:
@@ -194,26 +194,27 @@ def ms(seconds: float) -> str:
 
 
 def without_twins(
-    found: Iterable[Candidate], known: Iterable[Candidate] = ()
+    candidates: Iterable[Candidate], earlier: Iterable[Candidate] = ()
 ) -> Iterator[Candidate]:
-    """Yields the candidates of `found` that are no duplicates of earlier ones or of
-    `known`. Two candidates are duplicates if they divide all arguments into the same
+    """Yields the candidates of `candidates` that are no duplicates of earlier ones or of
+    `earlier`. Two candidates are duplicates if they divide all arguments into the same
     shards.
     """
-    seen = {_shard_counts(one) for one in known}
-    for one in found:
-        if (counts := _shard_counts(one)) not in seen:
+    seen = {_shard_counts(candidate) for candidate in earlier}
+    for candidate in candidates:
+        if (counts := _shard_counts(candidate)) not in seen:
             seen.add(counts)
-            yield one
+            yield candidate
 
 
-def _shard_counts(one: Candidate) -> object:
+def _shard_counts(candidate: Candidate) -> object:
     """The slices that each mesh axis spans, and the number of shards of each dimension
     of each argument of the step.
     """
-    leaves = (leaf for made in one.plans for leaf in made.leaves)
-    return one.mesh.dcn_sizes, tuple(
-        tuple(one.mesh.axis_size(entry_axes(e)) for e in leaf.spec) for leaf in leaves
+    leaves = (leaf for plan in candidate.plans for leaf in plan.leaves)
+    return candidate.mesh.dcn_sizes, tuple(
+        tuple(candidate.mesh.axis_size(entry_axes(e)) for e in leaf.spec)
+        for leaf in leaves
     )
 
 
@@ -223,8 +224,10 @@ def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
     """
     for other in others:
         computation = _more(other.compute_seconds - mine.compute_seconds, mine.seconds)
-        told = [_more(other.seconds - mine.seconds, mine.seconds)]
-        told += [f"{computation} of it computation"] if computation != _AS_FAST else []
+        differences = [_more(other.seconds - mine.seconds, mine.seconds)]
+        differences += (
+            [f"{computation} of it computation"] if computation != _AS_FAST else []
+        )
         pairs = (
             (bytes_text(other.wire_bytes), bytes_text(mine.wire_bytes), " sent"),
             (
@@ -233,8 +236,10 @@ def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
                 " a device",
             ),
         )
-        told += [f"{its}{what}" for its, own, what in pairs if its != own]
-        yield f"{other.title}: {', '.join(told)}"
+        differences += [
+            f"{its}{what}" for its, mine_text, what in pairs if its != mine_text
+        ]
+        yield f"{other.title}: {', '.join(differences)}"
 
 
 _AS_FAST = "as fast"
@@ -268,29 +273,39 @@ def axis_name(order: Sequence[str]) -> str:
 
 
 def mesh_and_rules(
-    orders: Sequence[Sequence[str]], found: Estimate, known: Iterable[str]
+    orders: Sequence[Sequence[str]], estimate: Estimate, names: Iterable[str]
 ) -> tuple[MeshSpec, AxisRules, tuple[str, ...]] | None:
-    """The mesh, the rules, and the names of the mesh axes of the estimate `found`.
+    """The mesh, the rules, and the names of the mesh axes of the estimate `estimate`.
 
     `orders` has, for each mesh axis, the logical names that it shards, in its order of
     preference. Rules list the names in one order. If the orders of two mesh axes
-    contradict each other, the result is `None`. `known` are all names of the step;
+    contradict each other, the result is `None`. `names` are all names of the step;
     names that no mesh axis shards get a rule with the target `None`.
     """
     called = [axis_name(order) for order in orders]
-    counts = [called[: at + 1].count(name) for at, name in enumerate(called)]
+    counts = [
+        called[: axis_number + 1].count(name) for axis_number, name in enumerate(called)
+    ]
     axes = tuple(
         name if count == 1 else f"{name}_{count}"
         for name, count in zip(called, counts, strict=True)
     )
     inner = sorted(
         range(len(axes)),
-        key=lambda at: (-found.slices[at], _RANKS.get(called[at], 4), at),
+        key=lambda axis_number: (
+            -estimate.slices[axis_number],
+            _RANKS.get(called[axis_number], 4),
+            axis_number,
+        ),
     )
+    slices = {
+        axes[axis_number]: estimate.slices[axis_number]
+        for axis_number in inner
+        if estimate.slices[axis_number] > 1
+    }
     mesh = MeshSpec(
-        {axes[at]: found.sizes[at] for at in inner},
-        dcn={axes[at]: found.slices[at] for at in inner if found.slices[at] > 1}
-        or None,
+        {axes[axis_number]: estimate.sizes[axis_number] for axis_number in inner},
+        dcn=slices or None,
     )
     ranked = _in_order(orders)
     if ranked is None:
@@ -300,14 +315,20 @@ def mesh_and_rules(
         # The mesh axis that prefers the name least is innermost: rules try tuples
         # without it next.
         having = sorted(
-            (at for at in inner if name in orders[at]),
-            key=lambda at: orders[at].index(name),
+            (axis_number for axis_number in inner if name in orders[axis_number]),
+            key=lambda axis_number: orders[axis_number].index(name),
         )
-        least = len(having) if all(orders[at][0] == name for at in having) else 1
+        least = (
+            len(having)
+            if all(orders[axis_number][0] == name for axis_number in having)
+            else 1
+        )
         for count in range(len(having), least - 1, -1):
-            some = itertools.combinations([axes[at] for at in having], count)
-            entries += [(name, one[0] if count == 1 else one) for one in some]
-    entries += [(name, None) for name in sorted({*known}.difference(ranked))]
+            some = itertools.combinations(
+                [axes[axis_number] for axis_number in having], count
+            )
+            entries += [(name, group[0] if count == 1 else group) for group in some]
+    entries += [(name, None) for name in sorted({*names}.difference(ranked))]
     return mesh, AxisRules(entries, mesh_axes=mesh.axis_names), axes
 
 
@@ -316,26 +337,28 @@ def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
     contradict each other. For (a, b) and (b, c): (a, b, c). For (a, b) and (b, a):
     `None`.
     """
-    left, found = [list(order) for order in orders], list[str]()
-    while any(left):
-        heads = [order[0] for order in left if order]
-        free = [head for head in heads if not any(head in order[1:] for order in left)]
+    remaining, names_in_order = [list(order) for order in orders], list[str]()
+    while any(remaining):
+        heads = [order[0] for order in remaining if order]
+        free = [
+            head for head in heads if not any(head in order[1:] for order in remaining)
+        ]
         if not free:
             return None
-        found.append(free[0])
-        left = [[name for name in order if name != free[0]] for order in left]
-    return found
+        names_in_order.append(free[0])
+        remaining = [[name for name in order if name != free[0]] for order in remaining]
+    return names_in_order
 
 
-def _code_of(one: Candidate) -> str:
+def _code_of(candidate: Candidate) -> str:
     mesh, assignments, over = (
-        one.mesh,
-        dict(one.assignments),
-        " x ".join(one.state_over),
+        candidate.mesh,
+        dict(candidate.assignments),
+        " x ".join(candidate.state_over),
     )
-    told = [
+    comments = [
         (
-            f"{ms(one.seconds)} a step {_HOW[one.by]}, {bytes_text(one.memory_bytes)} a"
+            f"{ms(candidate.seconds)} a step {_HOW[candidate.by]}, {bytes_text(candidate.memory_bytes)} a"
             " device."
         ),
         *(
@@ -343,20 +366,20 @@ def _code_of(one: Candidate) -> str:
             for axis, size in mesh.shape.items()
         ),
         *([f"ZeRO-1: {over} cuts the optimizer's state, too."] if over else []),
-        *(f"Not {reason}." for reason in one.reasons[:1] if one.fits),
+        *(f"Not {reason}." for reason in candidate.reasons[:1] if candidate.fits),
     ]
     rules = [
         f"        ({_text(name)}, {_text(target)}),\n"
-        for name, target in one.rules.rules
+        for name, target in candidate.rules.rules
     ]
     follows = [
         f"    plans[{which}] = follow(lambda state: state, plans[{which}],"
-        f" over={_text(one.state_over)})\n"
-        for which in (one.states if over else ())
+        f" over={_text(candidate.state_over)})\n"
+        for which in (candidate.states if over else ())
     ]
     constrains = (
         "    step = constrain_step(step, plans[0].jax_mesh or MESH, RULES)\n"
-        if one.constrained
+        if candidate.constrained
         else ""
     )
     spans = {
@@ -365,16 +388,16 @@ def _code_of(one: Candidate) -> str:
         if span > 1
     }
     outs = ", ".join(
-        "None" if which is None else f"plans[{which}]" for which in one.results
+        "None" if which is None else f"plans[{which}]" for which in candidate.results
     )
-    outs = f"({outs})" if len(one.results) > 1 else outs
+    outs = f"({outs})" if len(candidate.results) > 1 else outs
     outs = (
         f", out_shardings={outs}"
-        if any(which is not None for which in one.results)
+        if any(which is not None for which in candidate.results)
         else ""
     )
-    donate = f", donate={_text(one.donated)}" if one.donated else ""
-    head = "\n# ".join(told)
+    donate = f", donate={_text(candidate.donated)}" if candidate.donated else ""
+    head = "\n# ".join(comments)
     return f'''\
 from shardfx import AxisRules, MeshSpec, filter_jit, {"follow, " if over else ""}plan
 from shardfx.auto import {"constrain_step, " if constrains else ""}name_axes

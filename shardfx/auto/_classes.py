@@ -69,10 +69,10 @@ class Classes:
         self.axes: list[LogicalAxis] = []
         self.of_root: dict[int, int] = {}
         placed = [
-            (ArgumentDim(argument, dim, at, len(roots)), root)
+            (ArgumentDim(argument, dim, index, len(roots)), root)
             for argument, dims in enumerate(self.dims)
             for dim, roots in enumerate(dims)
-            for at, root in enumerate(roots)
+            for index, root in enumerate(roots)
         ]
         for place, root in placed:
             if root not in self.of_root:
@@ -116,8 +116,8 @@ class Classes:
         # If slices separate queries, keys and values, each of the three is a unit.
         taken = next(
             (
-                at + 1
-                for at, root in enumerate(roots[:-1])
+                index + 1
+                for index, root in enumerate(roots[:-1])
                 if root in self.marked["sliced"]
             ),
             count,
@@ -130,7 +130,7 @@ class Classes:
         """The logical names of the dimensions of the array with the number `array`, for
         `plan(..., names=...)`. A name that an earlier dimension has becomes `None`.
         """
-        used, found = set[str](), list[object]()
+        used, entry_list = set[str](), list[object]()
         for roots in self.dims[array]:
             count = self.kept(roots)
             names = [
@@ -144,10 +144,10 @@ class Classes:
                 *names[:-1],
                 *(Atomic(name, unit) if unit > 1 else name for name in names[-1:]),
             ]
-            found.append(
+            entry_list.append(
                 tuple(entries) if len(entries) > 1 else next(iter(entries), None)
             )
-        return tuple(found)
+        return tuple(entry_list)
 
     def tie(self, first: int, second: int) -> bool:
         """Merges the logical axes with the numbers `first` and `second`, unless their
@@ -171,17 +171,17 @@ class Classes:
         """Merges logical axes with equal names. If two cannot be merged, the second
         gets a number, as in `mlp_2`.
         """
-        known: dict[str, list[int]] = {}
+        numbers_of_name: dict[str, list[int]] = {}
         for number, axis in enumerate(self.axes):
             if axis.roots:
-                known.setdefault(axis.name, []).append(number)
-        for name, numbers in known.items():
-            kept: list[int] = []
+                numbers_of_name.setdefault(axis.name, []).append(number)
+        for name, numbers in numbers_of_name.items():
+            tied: list[int] = []
             for number in numbers:
-                if not any(self.tie(other, number) for other in kept):
-                    kept.append(number)
+                if not any(self.tie(other, number) for other in tied):
+                    tied.append(number)
                     self.axes[number].name = (
-                        name if len(kept) == 1 else f"{name}_{len(kept)}"
+                        name if len(tied) == 1 else f"{name}_{len(tied)}"
                     )
 
     @property
@@ -239,30 +239,30 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
 _FAR = 400
 
 
-def residual(tied: Tied, own: set[Root]) -> set[Root]:
+def residual(tied: Tied, parameter_roots: set[Root]) -> set[Root]:
     """The classes of the dimensions of residual streams. A residual stream is `x` in a
     sum `x + f(x)`, where `f` has a matrix product. A sum whose dimensions are all in
-    `own`, the classes of the model's dimensions, updates parameters instead.
+    `parameter_roots`, the classes of the model's dimensions, updates parameters instead.
     """
     operations = tied.program.operations
-    maker = {out: made for made in operations for out in made.outs}
+    maker = {out: operation for operation in operations for out in operation.outs}
     spread = {
         out
-        for made in operations
-        if made.name == "broadcast_in_dim"
-        for out in made.outs
+        for operation in operations
+        if operation.name == "broadcast_in_dim"
+        for out in operation.outs
     }
-    found: set[int] = set()
-    for made in operations:
-        if made.name != "add" or not spread.isdisjoint(made.ins):
+    residual_roots: set[int] = set()
+    for operation in operations:
+        if operation.name != "add" or not spread.isdisjoint(operation.ins):
             continue
-        roots = tied.roots_of(made.outs[0])
-        if roots <= found or roots <= own:
+        roots = tied.roots_of(operation.outs[0])
+        if roots <= residual_roots or roots <= parameter_roots:
             continue
-        first, second = made.ins
+        first, second = operation.ins
         if _is_made_of(second, first, maker) or _is_made_of(first, second, maker):
-            found |= roots
-    return found
+            residual_roots |= roots
+    return residual_roots
 
 
 def _is_made_of(value: int, source: int, maker: dict[int, Operation]) -> bool:
@@ -270,20 +270,20 @@ def _is_made_of(value: int, source: int, maker: dict[int, Operation]) -> bool:
     goes back at most 400 operations. `maker` maps each value of the program to the
     operation that makes it.
     """
-    left, seen = [(value, False)], {(value, False)}
-    while left and len(seen) < _FAR:
-        one, by_product = left.pop(0)
-        made = maker.get(one)
-        if made is None:
+    queue, seen = [(value, False)], {(value, False)}
+    while queue and len(seen) < _FAR:
+        current, by_product = queue.pop(0)
+        operation = maker.get(current)
+        if operation is None:
             continue
-        by_product |= made.flops > 0
-        if by_product and source in made.ins:
+        by_product |= operation.flops > 0
+        if by_product and source in operation.ins:
             return True
         new = [
             (before, by_product)
-            for before in made.ins
+            for before in operation.ins
             if (before, by_product) not in seen
         ]
-        left += new
+        queue += new
         seen.update(new)
     return False

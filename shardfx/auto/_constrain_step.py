@@ -184,7 +184,8 @@ class _Walker:
             else:
                 if name in _NESTED:
                     params = {
-                        key: self.anew(given) for key, given in equation.params.items()
+                        key: self.anew(parameter)
+                        for key, parameter in equation.params.items()
                     }
                     equation = equation.replace(params=params)
                 with jax.named_scope(f"{_TAG}{number}"):
@@ -194,20 +195,22 @@ class _Walker:
             )
         return list(map(read, jaxpr.outvars))
 
-    def anew(self, given: object) -> Any:
-        """The parameter `given` of an equation, with its jaxprs traced again so that
+    def anew(self, parameter: object) -> Any:
+        """The parameter `parameter` of an equation, with its jaxprs traced again so that
         `change` sees their equations.
         """
-        if type(given) is tuple:
-            return tuple(map(self.anew, given))
-        if not isinstance(given, jex.ClosedJaxpr | jex.Jaxpr):
-            return given
-        jaxpr, consts = opened(given)
+        if type(parameter) is tuple:
+            return tuple(map(self.anew, parameter))
+        if not isinstance(parameter, jex.ClosedJaxpr | jex.Jaxpr):
+            return parameter
+        jaxpr, consts = opened(parameter)
         structs = [
             jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars
         ]
-        made = jax.make_jaxpr(lambda *arrays: self.run(jaxpr, consts, arrays))(*structs)
-        return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
+        closed = jax.make_jaxpr(lambda *arrays: self.run(jaxpr, consts, arrays))(
+            *structs
+        )
+        return closed if isinstance(parameter, jex.ClosedJaxpr) else closed.jaxpr
 
 
 class _Constrainer:
@@ -223,12 +226,12 @@ class _Constrainer:
     ):
         self.layouts, self.chosen, self.mesh = layouts, chosen, mesh
         self.operations: dict[int, list[Operation]] = {}
-        for made in layouts.program.operations:
+        for operation in layouts.program.operations:
             tags = next(
-                filter(None, map(_TAGS.findall, name_stacks(made.location))), None
+                filter(None, map(_TAGS.findall, name_stacks(operation.location))), None
             )
             if tags:
-                self.operations.setdefault(int(tags[-1]), []).append(made)
+                self.operations.setdefault(int(tags[-1]), []).append(operation)
 
     def __call__(self, number: int, name: str, outs: Sequence[Any]) -> Sequence[Any]:
         """Constrains `outs`, the results of equation `number`, whose primitive is
@@ -236,33 +239,35 @@ class _Constrainer:
         operation whose result has this shape.
         """
         values = self.layouts.program.values
-        left = [
-            value for made in self.operations.get(number, ()) for value in made.outs
+        result_values = [
+            value
+            for operation in self.operations.get(number, ())
+            for value in operation.outs
         ]
-        found = list(outs)
-        for at in reversed(range(len(outs))):
+        constrained = list(outs)
+        for index in reversed(range(len(outs))):
             value = next(
                 (
                     value
-                    for value in reversed(left)
-                    if values[value].shape == jnp.shape(outs[at])
+                    for value in reversed(result_values)
+                    if values[value].shape == jnp.shape(outs[index])
                 ),
                 None,
             )
             if value is None or values[value].free:
                 continue
-            left.remove(value)
+            result_values.remove(value)
             if name == "gather" and any(
-                value in made.unreduced for made in self.chosen.values()
+                value in operation.unreduced for operation in self.chosen.values()
             ):
                 # XLA's partitioner fails if a lookup in a sharded dimension is to be
                 # sharded along the same axis too: "Slice dim size 128 greater than
                 # dynamic slice dimension: 64".
-                found[at] = self.constrained(
-                    found[at], self.spec(value, whole_if_unreduced=True)
+                constrained[index] = self.constrained(
+                    constrained[index], self.spec(value, whole_if_unreduced=True)
                 )
-            found[at] = self.constrained(found[at], self.spec(value))
-        return found
+            constrained[index] = self.constrained(constrained[index], self.spec(value))
+        return constrained
 
     def spec(self, value: int, *, whole_if_unreduced: bool = False) -> PartitionSpec:
         """The PartitionSpec with the mesh axes over which the search shards each
@@ -271,38 +276,42 @@ class _Constrainer:
         parts are on several devices.
         """
         dims = self.layouts.roots[value]
-        flat = [(dim, at) for dim, roots in enumerate(dims) for at in range(len(roots))]
-        found: list[list[_Sharded]] = [[] for _ in dims]
-        for axis, made in self.chosen.items():
-            position = made.positions[value]
-            if position >= 0 and not (whole_if_unreduced and value in made.unreduced):
-                dim, at = flat[position]
-                used = [number for number in made.assignment if number in made.used]
+        flat = [
+            (dim, index)
+            for dim, roots in enumerate(dims)
+            for index in range(len(roots))
+        ]
+        sharded_dims: list[list[_Sharded]] = [[] for _ in dims]
+        for axis, layout in self.chosen.items():
+            position = layout.positions[value]
+            if position >= 0 and not (whole_if_unreduced and value in layout.unreduced):
+                dim, index = flat[position]
+                used = [number for number in layout.assignment if number in layout.used]
                 # The mesh axis that prefers the sub-dimension least is innermost, as in
                 # the rules of a candidate.
-                found[dim].append(
-                    (at, used.index(self.layouts.flat[value][position][0]), axis)
+                sharded_dims[dim].append(
+                    (index, used.index(self.layouts.flat[value][position][0]), axis)
                 )
-        return PartitionSpec(*map(self.entry, dims, found))
+        return PartitionSpec(*map(self.entry, dims, sharded_dims))
 
-    def entry(self, roots: Sequence[Root], given: Sequence[_Sharded]) -> object:
+    def entry(self, roots: Sequence[Root], shardings: Sequence[_Sharded]) -> object:
         """The entry of a spec for a dimension, whose sub-dimensions have the classes
         `roots`.
 
-        `given` has a triple for each mesh axis that shards a sub-dimension: the index
+        `shardings` has a triple for each mesh axis that shards a sub-dimension: the index
         of the sub-dimension, a number that orders the axes of one sub-dimension, and
         the axis. The entry is UNCONSTRAINED if no spec expresses this: in a spec, each
         mesh axis shards the parts that earlier axes leave, so that a minor
         sub-dimension is sharded only after the major ones are sharded completely.
         """
-        cut = sorted(given, key=lambda one: one[:2])
+        cut = sorted(shardings, key=lambda sharding: sharding[:2])
         sizes = [self.layouts.tied.sizes[root] for root in roots]
         counts = [
-            math.prod(self.mesh.shape[axis] for at, _, axis in cut if at == part)
+            math.prod(self.mesh.shape[axis] for index, _, axis in cut if index == part)
             for part in range(len(roots))
         ]
-        last = max((at for at, *_ in cut), default=0)
-        if any(counts[at] != sizes[at] for at in range(last)) or (
+        last = max((index for index, *_ in cut), default=0)
+        if any(counts[index] != sizes[index] for index in range(last)) or (
             cut and sizes[last] % counts[last]
         ):
             return PartitionSpec.UNCONSTRAINED

@@ -166,11 +166,11 @@ def _added(
     the distinct masks as an array (masks, count), and the sums as an array (masks,
     columns).
     """
-    found: dict[bytes, np.ndarray] = {}
+    sums: dict[bytes, np.ndarray] = {}
     for mask, column, amount in rows:
-        found.setdefault(mask.tobytes(), np.zeros(columns))[column] += amount
-    masks = np.frombuffer(b"".join(found), bool).reshape(-1, count)
-    return masks, np.array([*found.values()]).reshape(-1, columns)
+        sums.setdefault(mask.tobytes(), np.zeros(columns))[column] += amount
+    masks = np.frombuffer(b"".join(sums), bool).reshape(-1, count)
+    return masks, np.array([*sums.values()]).reshape(-1, columns)
 
 
 def _temporaries(program: Program) -> list[int]:
@@ -186,20 +186,20 @@ def _temporaries(program: Program) -> list[int]:
             value: max(number, dies.get(value, 0))
             for value in (*operation.outs, *operation.ins)
         }
-    kept = [
+    candidates = [
         value
         for value, number in born.items()
-        if (made := operations[number]).name not in _IN_PLACE
+        if (maker := operations[number]).name not in _IN_PLACE
         and not program.values[value].free
         # The other operations are fused into their users.
-        and (made.flops or made.name == "return" or dies[value] - number >= _LONG)
+        and (maker.flops or maker.name == "return" or dies[value] - number >= _LONG)
     ]
     totals = np.zeros(len(operations) + 2)
-    for value in kept:
+    for value in candidates:
         totals[born[value]] += program.values[value].bytes
         totals[dies[value] + 1] -= program.values[value].bytes
     most = int(np.argmax(np.cumsum(totals)))
-    return [value for value in kept if born[value] <= most <= dies[value]]
+    return [value for value in candidates if born[value] <= most <= dies[value]]
 
 
 def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
@@ -212,9 +212,9 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
     )
 
 
-def cut_by(made: list[AssignedLayout]) -> list[int]:
+def cut_by(layouts: list[AssignedLayout]) -> list[int]:
     """The numbers of the logical axes that at least one axis assignment shards."""
-    return sorted(frozenset().union(*(layout.used for layout in made)))
+    return sorted(frozenset().union(*(layout.used for layout in layouts)))
 
 
 def padded(terms: CostTerms) -> CostTerms:
@@ -227,14 +227,17 @@ def padded(terms: CostTerms) -> CostTerms:
     more_terms, few = -len(terms["shared"]) % 32, -terms["sent"].shape[1] % 16
     # The last assignment shards nothing. It fills up sets with fewer than four
     # assignments.
-    more, axes = 1 + (-1 - len(terms["calls"])) % 80, -len(terms["sizes"]) % 16
+    more_assignments, axes = (
+        1 + (-1 - len(terms["calls"])) % 80,
+        -len(terms["sizes"]) % 16,
+    )
     widths = {
-        "divides": (more_terms, more),
+        "divides": (more_terms, more_assignments),
         "shared": (more_terms, 0),
-        "divides_sent": (more, few, more),
-        "sent": (more, few, 0),
-        "calls": (more,),
-        "limits": (axes, more),
+        "divides_sent": (more_assignments, few, more_assignments),
+        "sent": (more_assignments, few, 0),
+        "calls": (more_assignments,),
+        "limits": (axes, more_assignments),
         "sizes": (axes,),
         "least": (axes,),
     }
@@ -296,12 +299,12 @@ def axis_sizes(devices: int, axes: int) -> Int[np.ndarray, "sizes axes"]:
         (first, math.prod(first))
         for first in itertools.product(divisors, repeat=axes - 1)
     ]
-    found = [
+    tuples = [
         (*first, devices // size)
         for first, size in firsts
         if size < devices and devices % size == 0
     ]
-    return np.array(found, np.int32).reshape(-1, axes)
+    return np.array(tuples, np.int32).reshape(-1, axes)
 
 
 @ft.partial(jax.jit, static_argnames="keep")
@@ -334,8 +337,8 @@ def best_of_block(
     best = jnp.concatenate(
         [jnp.take_along_axis(part, fastest, axis=1) for part in (seconds, memory)], -1
     )
-    _, at = jax.lax.top_k(-best[:, 0], min(keep, len(sets)))
-    return at, fastest[at, 0], best[at]
+    _, best_sets = jax.lax.top_k(-best[:, 0], min(keep, len(sets)))
+    return best_sets, fastest[best_sets, 0], best[best_sets]
 
 
 def costs(

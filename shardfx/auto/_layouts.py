@@ -147,16 +147,16 @@ class Layouts:
         self.roots = self.tied.roots
         self.flat = [
             [
-                (self.numbers.get(root, -1), at)
+                (self.numbers.get(root, -1), index)
                 for dim in dims
-                for at, root in enumerate(dim)
+                for index, root in enumerate(dim)
             ]
             for dims in self.roots
         ]
         kinds: dict[_Labelled, int] = {}
         self.kind = [
-            kinds.setdefault(_labelled(self, made), len(kinds))
-            for made in self.program.operations
+            kinds.setdefault(_labelled(self, operation), len(kinds))
+            for operation in self.program.operations
         ]
         self.labelled = list(kinds)
 
@@ -165,57 +165,60 @@ class Layouts:
         return _Propagation(self, assignment).layout()
 
 
-def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
-    """The operation `made` with a label for each sub-dimension of its operands and
+def _labelled(layouts: Layouts, operation: Operation) -> _Labelled:
+    """The operation `operation` with a label for each sub-dimension of its operands and
     results. A dimension with several sub-dimensions gets several labels for one factor
     of the operation's Shardy sharding rule.
     """
-    if made.name == "use":
-        return _Labelled(made.name, (), (), (), frozenset(), ())
+    if operation.name == "use":
+        return _Labelled(operation.name, (), (), (), frozenset(), ())
     sides = [
-        *zip(made.ins, made.factors.ins, strict=True),
-        *zip(made.outs, made.factors.outs, strict=True),
+        *zip(operation.ins, operation.factors.ins, strict=True),
+        *zip(operation.outs, operation.factors.outs, strict=True),
     ]
     roots: dict[int, list[int]] = {}
     for value, dims in sides:
-        for own, dim in zip(layouts.roots[value], dims, strict=True):
+        for classes_of_dim, dim in zip(layouts.roots[value], dims, strict=True):
             if len(dim) == 1:
-                roots.setdefault(dim[0], own)
+                roots.setdefault(dim[0], classes_of_dim)
     numbers: dict[tuple[int, int], int] = {}
     shardable: dict[int, int] = {}
     minor: set[int] = set()
-    found: list[tuple[int, ...]] = []
+    labels_of_values: list[tuple[int, ...]] = []
     for value, dims in sides:
         labels: list[int] = []
-        for size, own, dim in zip(
+        for size, classes_of_dim, dim in zip(
             layouts.program.values[value].shape, layouts.roots[value], dims, strict=True
         ):
             keys = [
-                (factor, at)
+                (factor, index)
                 for factor in dim
-                for at in range(len(roots.get(factor, ())))
+                for index in range(len(roots.get(factor, ())))
             ]
-            if [roots[factor][at] for factor, at in keys] != own or whole(
-                made, dim, size
-            ):
-                labels += [-1] * len(own)
+            if [
+                roots[factor][index] for factor, index in keys
+            ] != classes_of_dim or whole(operation, dim, size):
+                labels += [-1] * len(classes_of_dim)
                 continue
             labels += [numbers.setdefault(key, len(numbers)) for key in keys]
-            minor.update(labels[len(labels) - len(own) + 1 :])
-            pairs = zip(keys, own, strict=True)
+            minor.update(labels[len(labels) - len(classes_of_dim) + 1 :])
+            pairs = zip(keys, classes_of_dim, strict=True)
             shardable |= {
                 numbers[key]: layouts.numbers[root]
                 for key, root in pairs
                 if root in layouts.numbers
             }
-        found.append(tuple(labels))
-    values = [layouts.program.values[value] for value in made.ins]
+        labels_of_values.append(tuple(labels))
+    values = [layouts.program.values[value] for value in operation.ins]
     counts = tuple(
         0.0 if value.free or not value.shape else value.bytes for value in values
     )
-    ins, outs = tuple(found[: len(values)]), tuple(found[len(values) :])
+    ins, outs = (
+        tuple(labels_of_values[: len(values)]),
+        tuple(labels_of_values[len(values) :]),
+    )
     return _Labelled(
-        made.name, ins, outs, tuple(shardable.items()), frozenset(minor), counts
+        operation.name, ins, outs, tuple(shardable.items()), frozenset(minor), counts
     )
 
 
@@ -243,8 +246,8 @@ class _Propagation:
             self.set(value, self.preferred(value))
         divided = tuple(
             [
-                self.is_divided(number, made)
-                for number, made in enumerate(program.operations)
+                self.is_divided(number, operation)
+                for number, operation in enumerate(program.operations)
             ]
         )
         # A result has the sharding of the argument that it replaces, such as the weight
@@ -264,11 +267,12 @@ class _Propagation:
         shard; `WHOLE` if there is none.
         """
         flat = self.layouts.flat[value]
-        for wanted in self.assignment:
-            for position, (number, at) in enumerate(flat):
-                before = flat[position - at : position]
-                if number == wanted and (
-                    not at or (self.minor and all(known >= 0 for known, _ in before))
+        for axis in self.assignment:
+            for position, (number, index) in enumerate(flat):
+                before = flat[position - index : position]
+                if number == axis and (
+                    not index
+                    or (self.minor and all(major_axis >= 0 for major_axis, _ in before))
                 ):
                     return position
         return WHOLE
@@ -285,72 +289,79 @@ class _Propagation:
         if cut >= 0:
             self.used.add(self.layouts.flat[value][cut][0])
 
-    def is_divided(self, number: int, made: Operation) -> bool:
-        """Adds the collectives that the operands of operation `made` need, and sets the
+    def is_divided(self, number: int, operation: Operation) -> bool:
+        """Adds the collectives that the operands of operation `operation` need, and sets the
         shardings of its results. Returns whether the mesh axis divides the operation's
         work.
         """
-        if made.name == "use" or all(
-            self.layouts.program.values[value].free for value in made.outs
+        if operation.name == "use" or all(
+            self.layouts.program.values[value].free for value in operation.outs
         ):
             return False
-        if made.name in ("carry", "return"):
-            self.hand_on(number, made)
+        if operation.name in ("carry", "return"):
+            self.hand_on(number, operation)
             return False
         kind, states = (
             self.layouts.kind[number],
-            tuple(self.state[value] for value in made.ins),
+            tuple(self.state[value] for value in operation.ins),
         )
         if (kind, states) not in self.effects:
             self.effects[kind, states] = self.effect(
                 self.layouts.labelled[kind], states
             )
         is_divided, ins, outs = self.effects[kind, states]
-        for value, wanted in zip(made.ins, ins, strict=True):
-            self.move(value, wanted, made.times, number)
-        for value, state in zip(made.outs, outs, strict=True):
+        for value, needed_state in zip(operation.ins, ins, strict=True):
+            self.move(value, needed_state, operation.times, number)
+        for value, state in zip(operation.outs, outs, strict=True):
             self.set(value, state)
         return is_divided
 
-    def hand_on(self, number: int, made: Operation) -> None:
-        """Reshards a loop-carried value at the operation `made`, which is the start or
+    def hand_on(self, number: int, operation: Operation) -> None:
+        """Reshards a loop-carried value at the operation `operation`, which is the start or
         the end of a loop.
 
         At the start of the loop the value gets the sharding that the assignment
         prefers. At the end of the body it gets back the sharding from the start of the
         body.
         """
-        wanted = (
-            self.state[made.ins[1]]
-            if made.name == "return"
-            else self.preferred(made.outs[0])
+        new_state = (
+            self.state[operation.ins[1]]
+            if operation.name == "return"
+            else self.preferred(operation.outs[0])
         )
         # A reshape in the body may split a dimension that is one outside of the loop.
         # Such a value is replicated.
-        if made.name == "carry" and wanted >= len(self.layouts.flat[made.ins[0]]):
-            wanted = WHOLE
-        self.move(made.ins[0], wanted, made.times, number)
-        self.set(made.outs[0], wanted)
+        if operation.name == "carry" and new_state >= len(
+            self.layouts.flat[operation.ins[0]]
+        ):
+            new_state = WHOLE
+        self.move(operation.ins[0], new_state, operation.times, number)
+        self.set(operation.outs[0], new_state)
 
-    def effect(self, made: _Labelled, states: tuple[_State, ...]) -> _Effect:
-        """Whether the mesh axis divides the operation `made`, the shardings that its
+    def effect(self, operation: _Labelled, states: tuple[_State, ...]) -> _Effect:
+        """Whether the mesh axis divides the operation `operation`, the shardings that its
         operands must get, and the ones of its results. `states` are the shardings of
         the operands before the operation.
         """
-        if UNREDUCED in states and _stays_unreduced(made, states):
-            return False, states, (UNREDUCED,) * len(made.outs)
-        label = self.label(made, states)
-        unreduced = label is not None and any(label in labels for labels in made.ins)
-        outs = [_position(labels, label) for labels in made.outs]
-        made_of = tuple(UNREDUCED if at == WHOLE and unreduced else at for at in outs)
+        if UNREDUCED in states and _stays_unreduced(operation, states):
+            return False, states, (UNREDUCED,) * len(operation.outs)
+        label = self.label(operation, states)
+        unreduced = label is not None and any(
+            label in labels for labels in operation.ins
+        )
+        outs = [_position(labels, label) for labels in operation.outs]
+        made_of = tuple(
+            UNREDUCED if position == WHOLE and unreduced else position
+            for position in outs
+        )
         return (
             label is not None,
-            tuple(_position(labels, label) for labels in made.ins),
+            tuple(_position(labels, label) for labels in operation.ins),
             made_of,
         )
 
-    def label(self, made: _Labelled, states: tuple[_State, ...]) -> int | None:
-        """The label of `made` along which the mesh axis divides the operation; `None`
+    def label(self, operation: _Labelled, states: tuple[_State, ...]) -> int | None:
+        """The label of `operation` along which the mesh axis divides the operation; `None`
         if it is not divided.
 
         It is a label of the logical axis that the assignment prefers most. Of several
@@ -359,7 +370,7 @@ class _Propagation:
         """
 
         def moved(label: int) -> float:
-            sides = zip(made.ins, states, made.bytes, strict=True)
+            sides = zip(operation.ins, states, operation.bytes, strict=True)
             return math.fsum(
                 count
                 for labels, state, count in sides
@@ -373,56 +384,64 @@ class _Propagation:
             matrix product or a convolution. Another operation reduces over the label.
             It is divided only if an operand is sharded along it.
             """
-            if any(label in labels for labels in made.outs) or made.name in _PRODUCTS:
+            if (
+                any(label in labels for labels in operation.outs)
+                or operation.name in _PRODUCTS
+            ):
                 return True
             return any(
                 label in labels and state != WHOLE
-                for labels, state in zip(made.ins, states, strict=True)
+                for labels, state in zip(operation.ins, states, strict=True)
             )
 
         places = {
             label: self.rank[number]
-            for label, number in made.shardable
+            for label, number in operation.shardable
             if number in self.rank
-            and (self.minor or label not in made.minor)
+            and (self.minor or label not in operation.minor)
             and is_worth_it(label)
         }
         return min(
             places, key=lambda label: (places[label], moved(label)), default=None
         )
 
-    def move(self, value: int, wanted: _State, times: float, operation: int) -> None:
+    def move(self, value: int, new_state: _State, times: float, operation: int) -> None:
         state = self.state[value]
-        if state in (wanted, WHOLE):
+        if state in (new_state, WHOLE):
             return
         if state == UNREDUCED:
             self.events.append(
-                Event(_REDUCE if wanted == WHOLE else _SCATTER, value, times, operation)
+                Event(
+                    _REDUCE if new_state == WHOLE else _SCATTER, value, times, operation
+                )
             )
-            self.set(value, wanted)
+            self.set(value, new_state)
             return
-        if (value, wanted) not in self.copies:
-            self.copies.add((value, wanted))
+        if (value, new_state) not in self.copies:
+            self.copies.add((value, new_state))
             self.events.append(
                 Event(
-                    _GATHER if wanted == WHOLE else _EXCHANGE, value, times, operation
+                    _GATHER if new_state == WHOLE else _EXCHANGE,
+                    value,
+                    times,
+                    operation,
                 )
             )
 
 
-def _stays_unreduced(made: _Labelled, states: tuple[_State, ...]) -> bool:
+def _stays_unreduced(operation: _Labelled, states: tuple[_State, ...]) -> bool:
     """Whether an operation may read unreduced operands and return an unreduced result,
     because it is linear in them. `states` are the shardings of the operands.
     """
-    if made.name in _LINEAR:
+    if operation.name in _LINEAR:
         return all(state == UNREDUCED for state in states)
-    others = [at for at, state in enumerate(states) if state != UNREDUCED]
-    first = made.name == "multiply" or states[0] == UNREDUCED
+    others = [number for number, state in enumerate(states) if state != UNREDUCED]
+    first = operation.name == "multiply" or states[0] == UNREDUCED
     return (
-        made.name in _SCALED
+        operation.name in _SCALED
         and first
         and len(others) == 1
-        and not made.bytes[others[0]]
+        and not operation.bytes[others[0]]
     )
 
 
@@ -445,15 +464,15 @@ def assignments_of_rules(
     """The axis assignment of each mesh axis under given rules, in the order of the
     rules. The logical axes `never` are not sharded, whatever the rules say.
     """
-    known = {
-        one.name: number
-        for number, one in enumerate(classes.axes)
-        if one.roots and number not in never
+    numbers = {
+        logical.name: number
+        for number, logical in enumerate(classes.axes)
+        if logical.roots and number not in never
     }
     orders: dict[str, dict[int, None]] = {}
     for name, target in rules.rules:
-        for axis in entry_axes(target) if name in known else ():
-            orders.setdefault(axis, {})[known[name]] = None
+        for axis in entry_axes(target) if name in numbers else ():
+            orders.setdefault(axis, {})[numbers[name]] = None
     return {axis: tuple(order) for axis, order in orders.items()}
 
 
@@ -472,25 +491,29 @@ def seeds(
         layouts.classes,
         sorted({*layouts.numbers.values()} - never, reverse=True),
     )
-    known = {classes.axes[number].name: number for number in free}
+    numbers = {classes.axes[number].name: number for number in free}
 
     def strategies(*named: tuple[tuple[str, ...], ...]) -> list[tuple[Assignment, ...]]:
         """The strategies `named`, with each name replaced by its logical axis, without
         duplicates. Names that the step lacks are left out. A strategy is left out if
         the step has none of the names for one of its mesh axes.
         """
-        found = (
+        strategies_of_numbers = (
             tuple(
-                tuple(dict.fromkeys(known[n] for n in one if n in known))
-                for one in each
+                tuple(dict.fromkeys(numbers[n] for n in axis_names if n in numbers))
+                for axis_names in each
             )
             for each in named
         )
-        return list(dict.fromkeys(one for one in found if all(one)))
+        return list(
+            dict.fromkeys(
+                axis_names for axis_names in strategies_of_numbers if all(axis_names)
+            )
+        )
 
-    own = [
+    other_names = [
         name
-        for name, n in known.items()
+        for name, n in numbers.items()
         if classes.in_model(classes.axes[n]) and name not in (*_TENSOR, *_NEVER)
     ]
     batch, stored, sequence, experts = (
@@ -499,10 +522,10 @@ def seeds(
         ("sequence",),
         ("experts",),
     )
-    cut = (*_TENSOR[1:], *sorted(own))
+    cut = (*_TENSOR[1:], *sorted(other_names))
     pairs = itertools.product((stored, batch), (cut, experts))
     usual = strategies((batch,), (stored,), (cut,), (experts,), *pairs)
-    whole, cut_too = (*stored, *_TENSOR, *own), (*cut, *sequence)
+    whole, cut_too = (*stored, *_TENSOR, *other_names), (*cut, *sequence)
     pairs = itertools.product((stored, batch), (cut_too, sequence))
     others = strategies(
         (whole,),
@@ -559,18 +582,18 @@ def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
     """
     beside: dict[int, set[int]] = {}
     for flat in layouts.flat:
-        known = {number for number, _ in flat}
-        for number in known:
-            beside.setdefault(number, set()).update(known)
-    found: dict[tuple[int, ...], None] = {}
+        axes_of_array = {number for number, _ in flat}
+        for number in axes_of_array:
+            beside.setdefault(number, set()).update(axes_of_array)
+    sets: dict[tuple[int, ...], None] = {}
     for seed in numbers:
         group = [seed]
         for number in numbers:
             if beside[number].isdisjoint(group):
                 group.append(number)
-        found[tuple(sorted(group, key=numbers.index))] = None
+        sets[tuple(sorted(group, key=numbers.index))] = None
     sizes = [logical.size & -logical.size for logical in layouts.classes.axes]
-    for group in list(found):
+    for group in list(sets):
         for least in sorted({sizes[number] for number in group})[1:]:
-            found[tuple(number for number in group if sizes[number] >= least)] = None
-    return list(found)
+            sets[tuple(number for number in group if sizes[number] >= least)] = None
+    return list(sets)

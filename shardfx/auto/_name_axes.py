@@ -70,8 +70,8 @@ class _Namer:
         those with a class of this mark: for "scanned", the axes that loops iterate
         over.
         """
-        found = [axis for axis in self.classes.live() if not axis.name]
-        return [axis for axis in found if mark is None or self.is_marked(axis, mark)]
+        axes = [axis for axis in self.classes.live() if not axis.name]
+        return [axis for axis in axes if mark is None or self.is_marked(axis, mark)]
 
     def is_marked(self, axis: LogicalAxis, mark: str) -> bool:
         return not self.classes.marked[mark].isdisjoint(axis.roots)
@@ -123,20 +123,20 @@ class _Namer:
         """
         images = self.images()
         for axis in self.unnamed():
-            own = self.classes.in_model(axis)
+            is_of_model = self.classes.in_model(axis)
             places = [
                 place
                 for place in axis.places
                 if place.argument not in self.classes.model
             ]
-            positions = all(map(_POSITIONS.search, self.paths(own)))
+            positions = all(map(_POSITIONS.search, self.paths(is_of_model)))
             if not places or not (positions or images.get(axis) == "channels"):
                 continue
             first = max(
                 places, key=lambda place: (len(self.data_dims(place)), -place.dim)
             )
             dims = self.data_dims(first)
-            at = dims.index(first.dim)
+            position = dims.index(first.dim)
             if all(
                 self.data_dims(place)[:1] == [place.dim] and place.at == 0
                 for place in places
@@ -144,11 +144,11 @@ class _Namer:
                 axis.name = "batch"
             elif axis in images:
                 axis.name = images[axis]
-            elif not at or (own and self.is_marked(axis, "batched")):
+            elif not position or (is_of_model and self.is_marked(axis, "batched")):
                 continue
-            elif (at < len(dims) - 1 or len(dims) == 2) and images.keys().isdisjoint(
-                self.classes.flat(first.argument)
-            ):
+            elif (
+                position < len(dims) - 1 or len(dims) == 2
+            ) and images.keys().isdisjoint(self.classes.flat(first.argument)):
                 axis.name = "sequence"
             elif len(dims) == 3:
                 axis.name = "features"
@@ -168,22 +168,22 @@ class _Namer:
         "height" or other spatial ones.
         """
         classes = self.classes
-        found = {
+        names = {
             classes.of(root): "channels"
             for root in classes.marked["channels"]
             if root in classes.of_root
         }
-        for root, (at, count) in self.tied.spatial.items():
+        for root, (position, count) in self.tied.spatial.items():
             if root in classes.of_root and count in _SPATIAL:
-                found[classes.of(root)] = _SPATIAL[count][at]
-        return found
+                names[classes.of(root)] = _SPATIAL[count][position]
+        return names
 
     def looked_up(self) -> None:
         """Names the dimensions of tables from which entries are looked up. The name is
         `vocab` if tokens index them, `classes` if labels do, and `positions` for
         position embeddings.
         """
-        found, vocabs = list[LogicalAxis](), set[int]()
+        vocabularies, vocabs = list[LogicalAxis](), set[int]()
         for axis in self.unnamed("looked_up"):
             paths = self.paths(self.classes.in_model(axis))
             are_positions = any(map(_POSITIONS.search, paths))
@@ -193,8 +193,8 @@ class _Namer:
             ):
                 vocabs.add(axis.size)
             axis.name = "positions" if are_positions else ""
-            found += [axis] if paths and not are_positions else []
-        for axis in found:
+            vocabularies += [axis] if paths and not are_positions else []
+        for axis in vocabularies:
             # Logits with the size of a vocabulary are over its tokens.
             axis.name = "vocab" if axis.size in vocabs else "classes"
 
@@ -207,21 +207,29 @@ class _Namer:
         `query_groups` if query heads share keys.
         """
         classes, of = self.classes, self.classes.of
-        found = [axis for axis in self.unnamed("batched") if classes.in_model(axis)]
-        kept = [roots[: classes.kept(roots)] for dims in classes.dims for roots in dims]
-        kept = [
+        weight_axes = [
+            axis for axis in self.unnamed("batched") if classes.in_model(axis)
+        ]
+        kept_roots = [
+            roots[: classes.kept(roots)] for dims in classes.dims for roots in dims
+        ]
+        kept_roots = [
             [*map(of, roots)]
-            for roots in kept
-            if len(roots) > 1 and of(roots[0]) in found
+            for roots in kept_roots
+            if len(roots) > 1 and of(roots[0]) in weight_axes
         ]
         shared, behind = (
-            {axes[0] for axes in kept},
-            {axis for axes in kept for axis in axes[1:]},
+            {axes[0] for axes in kept_roots},
+            {axis for axes in kept_roots for axis in axes[1:]},
         )
         of_weights, named = self.batches_of_weights(), set[LogicalAxis]()
         for axis in [
-            *found,
-            *(axis for axis in self.unnamed() if axis in behind and axis not in found),
+            *weight_axes,
+            *(
+                axis
+                for axis in self.unnamed()
+                if axis in behind and axis not in weight_axes
+            ),
         ]:
             paths = self.paths(classes.in_model(axis))
             attends = any("att" in path.lower() for path in paths) or any(
@@ -255,23 +263,21 @@ class _Namer:
         of a matrix product whose dimensions are all equivalent to dimensions of the
         model.
         """
-        tied, own, found = self.tied, self.classes.own, set[LogicalAxis]()
-        for made in tied.program.operations:
-            over = batched(made)
+        tied, parameter_roots, axes = self.tied, self.classes.own, set[LogicalAxis]()
+        for operation in tied.program.operations:
+            over = batched(operation)
             for value, dims in (
-                zip(made.ins, made.factors.ins, strict=True) if over else ()
+                zip(operation.ins, operation.factors.ins, strict=True) if over else ()
             ):
                 roots = tied.roots_of(value)
-                if len(roots) > 1 and roots <= own:
+                if len(roots) > 1 and roots <= parameter_roots:
                     wide = (
                         part
                         for part, dim in zip(tied.roots[value], dims, strict=True)
                         if dim[0] in over
                     )
-                    found.update(
-                        self.classes.of(root) for part in wide for root in part
-                    )
-        return found
+                    axes.update(self.classes.of(root) for part in wide for root in part)
+        return axes
 
     def routers(self) -> None:
         """Names the dimension of router scores `experts` if its size is the number of
@@ -299,7 +305,7 @@ class _Namer:
         one logical axis, this is named `embed` too.
         """
         sums = residual(self.tied, self.classes.own)
-        found = [
+        axes = [
             axis
             for axis in self.unnamed("contracted")
             if not sums.isdisjoint(axis.roots)
@@ -312,7 +318,7 @@ class _Namer:
             if len(flat) == 2 and "vocab" in [axis.name for axis in flat]
         ]
         beside = {axis for flat in tables for axis in flat if not axis.name}
-        for axis in [*found, *(beside if len(beside) == 1 else ())]:
+        for axis in [*axes, *(beside if len(beside) == 1 else ())]:
             axis.name = "embed"
 
     def by_path(self) -> None:
@@ -401,8 +407,8 @@ class NamedAxes:
         for axis in self.axes:
             if axis.name == name:
                 return axis
-        known = ", ".join(axis.name for axis in self.axes)
-        raise KeyError(f"no axis is called {name!r}; there are {known}.")
+        axis_names = ", ".join(axis.name for axis in self.axes)
+        raise KeyError(f"no axis is called {name!r}; there are {axis_names}.")
 
     def __str__(self) -> str:
         rows = [("axis", "size", "where", "tied by")]
@@ -492,10 +498,11 @@ def names_trees(classes: Classes) -> tuple[PyTree, ...]:
     """For each argument of the step, the tree with each array replaced by the names of
     its dimensions.
     """
-    found = iter(map(classes.names_of, range(len(classes.dims))))
+    names_of_arrays = iter(map(classes.names_of, range(len(classes.dims))))
     return tuple(
         jax.tree.unflatten(
-            flat.treedef, [next(found) if shaped else None for shaped in flat.is_array]
+            flat.treedef,
+            [next(names_of_arrays) if shaped else None for shaped in flat.is_array],
         )
         for flat in classes.traced.flats
     )
@@ -506,11 +513,11 @@ def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:
     alike: dict[tuple[object, str], list[str]] = {}
     # The moments of an optimizer have the axes of the parameters; they are listed only
     # if nothing else is.
-    own = [
+    main_places = [
         place for place in axis.places if arrays[place.argument].which == classes.main
     ]
     data = [place for place in axis.places if place.argument not in classes.model]
-    for place in own + data or axis.places:
+    for place in main_places + data or axis.places:
         path = arrays[place.argument].path
         part = f".{place.at}" if place.of > 1 else ""
         alike.setdefault((between_numbers(path), f"[{place.dim}{part}]"), []).append(
@@ -520,15 +527,15 @@ def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:
     # The operations in which two operands with the axis meet, products and lookups
     # first.
     joins: dict[tuple[str, str], None] = {}
-    for made in sorted(
-        tied.program.operations, key=lambda made: not made.factors.reduction
+    for operation in sorted(
+        tied.program.operations, key=lambda operation: not operation.factors.reduction
     ):
         having = sum(
-            not roots.isdisjoint(tied.roots_of(value)) for value in {*made.ins}
+            not roots.isdisjoint(tied.roots_of(value)) for value in {*operation.ins}
         )
-        if having > 1 and made.name not in ("carry", "return", "use"):
-            frame = own_line(lines_of(made.location))
-            joins[made.name, "-" if frame is None else frame.place] = None
+        if having > 1 and operation.name not in ("carry", "return", "use"):
+            frame = own_line(lines_of(operation.location))
+            joins[operation.name, "-" if frame is None else frame.place] = None
     return NamedAxis(axis.name, axis.size, places, tuple(joins))
 
 

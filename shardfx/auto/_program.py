@@ -55,15 +55,15 @@ class UnionFind:
             ]
         return [node] if self.sizes[node] > 1 else []
 
-    def align(self, left: Sequence[int], right: Sequence[int]) -> None:
-        """Merges the classes of the dimensions of an array before a reshape, `left`,
-        and after it, `right`.
+    def align(self, before: Sequence[int], after: Sequence[int]) -> None:
+        """Merges the classes of the dimensions of an array before a reshape, `before`,
+        and after it, `after`.
 
         If two dimensions have different sizes, the larger one is split. For the shapes
         (12,) and (4, 3), the 12 is split into 4 and 3, which are merged with the new
         dimensions. If neither size divides the other, merging stops.
         """
-        ours, theirs = list(reversed(left)), list(reversed(right))
+        ours, theirs = list(reversed(before)), list(reversed(after))
         while ours and theirs:
             a, b = self.find(ours[-1]), self.find(theirs[-1])
             if self.sizes[a] == 1 or a == b:
@@ -137,12 +137,12 @@ class Tied:
         self.marks: dict[str, list[int]] = {kind: [] for kind in _MARKS}
         self.slid: dict[int, tuple[int, int]] = {}
         loops: dict[tuple[int, int], int] = {}
-        for made in program.operations:
-            if made.name == "use":
+        for operation in program.operations:
+            if operation.name == "use":
                 continue
-            _mark(self, made, _tie(self, made))
-            for dim, loop in made.counted:
-                node = self.dims[made.ins[0]][dim]
+            _mark(self, operation, _tie(self, operation))
+            for dim, loop in operation.counted:
+                node = self.dims[operation.ins[0]][dim]
                 # Arrays that one loop iterates over have one length, and share that
                 # dimension.
                 self.union.align(
@@ -152,8 +152,8 @@ class Tied:
         roots = self.union.roots
         self.roots = [[*map(roots, dims)] for dims in self.dims]
         self.marked = {
-            kind: {root for node in found for root in roots(node)}
-            for kind, found in self.marks.items()
+            kind: {root for node in nodes for root in roots(node)}
+            for kind, nodes in self.marks.items()
         }
         self.spatial = {
             root: place for node, place in self.slid.items() for root in roots(node)[:1]
@@ -164,109 +164,127 @@ class Tied:
         return {root for roots in self.roots[value] for root in roots}
 
 
-def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
-    """Whether no mesh axis can shard a dimension, because operation `made` needs all
+def whole(operation: Operation, dim: tuple[int, ...], size: int) -> bool:
+    """Whether no mesh axis can shard a dimension, because operation `operation` needs all
     its elements or reads only some. `dim` are the factors of the dimension in the
     operation's Shardy sharding rule, and `size` is its size.
     """
-    factors = made.factors
+    factors = operation.factors
     short = math.prod(factors.sizes[factor] for factor in dim) != size
-    apart = len(dim) > 1 and made.name in _WINDOWED
+    apart = len(dim) > 1 and operation.name in _WINDOWED
     return short or apart or not factors.replicated.isdisjoint(dim)
 
 
-def _tie(found: Tied, made: Operation) -> dict[object, int]:
-    """Merges the classes of dimensions with one factor in the sharding rule of `made`.
+def _tie(tied: Tied, operation: Operation) -> dict[object, int]:
+    """Merges the classes of dimensions with one factor in the sharding rule of `operation`.
     Returns a dict from each factor to its node. If a factor must be replicated, the key
     is a pair: the factor, and the index of the operand or result.
     """
-    sizes, union = made.factors.sizes, found.union
+    sizes, union = operation.factors.sizes, tied.union
     first: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []
-    for values, sides in ((made.ins, made.factors.ins), (made.outs, made.factors.outs)):
-        for at, (value, dims) in enumerate(zip(values, sides, strict=True)):
-            for node, dim in zip(found.dims[value], dims, strict=True):
+    for values, sides in (
+        (operation.ins, operation.factors.ins),
+        (operation.outs, operation.factors.outs),
+    ):
+        for index, (value, dims) in enumerate(zip(values, sides, strict=True)):
+            for node, dim in zip(tied.dims[value], dims, strict=True):
                 size = union.sizes[node]
                 if size == 1 or not dim:
                     continue
                 if len(dim) == 1 and sizes[dim[0]] == size:
                     # A sorted or updated dimension is the same in the operand and the
                     # result at the same position.
-                    key = (dim[0], at) if dim[0] in made.factors.replicated else dim[0]
+                    key = (
+                        (dim[0], index)
+                        if dim[0] in operation.factors.replicated
+                        else dim[0]
+                    )
                     if first.setdefault(key, node) != node:
                         union.align([first[key]], [node])
-                elif not whole(made, dim, size):
+                elif not whole(operation, dim, size):
                     fused.append((node, dim))
     for node, dim in fused:
         union.align(
-            [node], [first.setdefault(one, union.new(sizes[one])) for one in dim]
+            [node],
+            [first.setdefault(factor, union.new(sizes[factor])) for factor in dim],
         )
     return first
 
 
-def batched(made: Operation) -> tuple[int, ...]:
+def batched(operation: Operation) -> tuple[int, ...]:
     """The factors of the batch dimensions of a `dot_general`, or of the groups of a
     `ragged_dot`; else none.
     """
-    if made.name == "ragged_dot":
-        return tuple(factor for dim in made.factors.ins[2] for factor in dim)
-    if made.name != "dot_general":
+    if operation.name == "ragged_dot":
+        return tuple(factor for dim in operation.factors.ins[2] for factor in dim)
+    if operation.name != "dot_general":
         return ()
-    left, right, out = (
+    left_factors, right_factors, out_factors = (
         {f for dim in dims for f in dim}
-        for dims in (*made.factors.ins, *made.factors.outs)
+        for dims in (*operation.factors.ins, *operation.factors.outs)
     )
-    return tuple(sorted(left & right & out))
+    return tuple(sorted(left_factors & right_factors & out_factors))
 
 
-def _mark(found: Tied, made: Operation, first: dict[object, int]) -> None:
+def _mark(tied: Tied, operation: Operation, first: dict[object, int]) -> None:
     def mark(kind: str, factors: Iterable[int]) -> None:
-        found.marks[kind] += [first[factor] for factor in factors if factor in first]
+        tied.marks[kind] += [first[factor] for factor in factors if factor in first]
 
-    factors = made.factors
-    if made.name in ("dot_general", "ragged_dot"):
-        groups = batched(made)
+    factors = operation.factors
+    if operation.name in ("dot_general", "ragged_dot"):
+        groups = batched(operation)
         mark("batched", groups)
         mark("contracted", factors.reduction.difference(groups))
-    elif made.name == "gather" or (made.name == "scatter" and len(made.ins) == 3):
-        given = {
-            factor for side in made.factors.ins[2:] for dim in side for factor in dim
+    elif operation.name == "gather" or (
+        operation.name == "scatter" and len(operation.ins) == 3
+    ):
+        batch_factors = {
+            factor
+            for side in operation.factors.ins[2:]
+            for dim in side
+            for factor in dim
         }
-        own = (
+        searched = (
             factors.reduction
-            if made.name == "gather"
-            else [one for dim in factors.ins[0] for one in dim]
+            if operation.name == "gather"
+            else [dim_factor for dim in factors.ins[0] for dim_factor in dim]
         )
-        looked_up = [factor for factor in own if factor not in given]
+        looked_up = [factor for factor in searched if factor not in batch_factors]
         mark("looked_up", looked_up)
         # Indices with more dimensions than the batch are the tokens of sequences.
-        pairs = zip(found.dims[made.ins[1]], factors.ins[1], strict=True)
+        pairs = zip(tied.dims[operation.ins[1]], factors.ins[1], strict=True)
         rows = [node for node, dim in pairs if factors.replicated.isdisjoint(dim)]
-        if sum(len(found.union.roots(node)) for node in rows) > 1:
+        if sum(len(tied.union.roots(node)) for node in rows) > 1:
             mark("tokens", looked_up)
-    elif made.name == "top_k":
-        found.marks["chosen"].append(found.dims[made.ins[0]][-1])
-    elif made.name == "slice":
+    elif operation.name == "top_k":
+        tied.marks["chosen"].append(tied.dims[operation.ins[0]][-1])
+    elif operation.name == "slice":
         pairs = zip(
-            *(found.program.values[value].shape for value in (*made.ins, *made.outs)),
+            *(
+                tied.program.values[value].shape
+                for value in (*operation.ins, *operation.outs)
+            ),
             strict=True,
         )
         cut = [dim for dim, (before, after) in enumerate(pairs) if before != after]
-        found.marks["sliced"] += [found.dims[made.ins[0]][dim] for dim in cut]
-    elif made.windows is not None:
-        _mark_convolution(found, made)
+        tied.marks["sliced"] += [tied.dims[operation.ins[0]][dim] for dim in cut]
+    elif operation.windows is not None:
+        _mark_convolution(tied, operation)
 
 
-def _mark_convolution(found: Tied, made: Operation) -> None:
-    numbers = stablehlo.ConvDimensionNumbers(made.windows)
-    image, kernel = (found.dims[value] for value in made.ins)
-    known = {root for node in found.slid for root in found.union.roots(node)}
+def _mark_convolution(tied: Tied, operation: Operation) -> None:
+    numbers = stablehlo.ConvDimensionNumbers(operation.windows)
+    image, kernel = (tied.dims[value] for value in operation.ins)
+    earlier = {root for node in tied.slid for root in tied.union.roots(node)}
     channels = image[numbers.input_feature_dimension]
     # The first convolution of an array shows its dimensions, since that of a gradient
     # uses batches as channels.
-    if known.isdisjoint(found.union.roots(channels)):
-        found.marks["channels"].append(channels)
-    found.marks["contracted"].append(kernel[numbers.kernel_input_feature_dimension])
-    found.marks["windows"] += [kernel[dim] for dim in numbers.kernel_spatial_dimensions]
-    for at, dim in enumerate(numbers.input_spatial_dimensions):
-        found.slid.setdefault(image[dim], (at, len(numbers.input_spatial_dimensions)))
+    if earlier.isdisjoint(tied.union.roots(channels)):
+        tied.marks["channels"].append(channels)
+    tied.marks["contracted"].append(kernel[numbers.kernel_input_feature_dimension])
+    tied.marks["windows"] += [kernel[dim] for dim in numbers.kernel_spatial_dimensions]
+    for position, dim in enumerate(numbers.input_spatial_dimensions):
+        tied.slid.setdefault(
+            image[dim], (position, len(numbers.input_spatial_dimensions))
+        )

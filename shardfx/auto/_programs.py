@@ -60,7 +60,11 @@ _UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 
 
 def timed(
-    one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, model: CostModel
+    candidate: Candidate,
+    sent: Traffic,
+    work: DeviceWork,
+    chip: chips.Chip,
+    model: CostModel,
 ) -> Candidate:
     """The candidate with the traffic and work of its program, and an estimate of the
     seconds of one step.
@@ -83,12 +87,12 @@ def timed(
             float(chip.flops("bfloat16")) / (2 * _UNITS[chip.name])
         )
     taken = {"exposed": 0.0, "hidden": 0.0}
-    for row in seconds(sent, chip, one.mesh).rows:
+    for row in seconds(sent, chip, candidate.mesh).rows:
         calls = 1 if row.traffic.calls is None else row.traffic.calls
         kind = "exposed" if row.traffic.leaf is None else "hidden"
         taken[kind] += row.seconds / model.network + calls * model.call_seconds
     return dataclasses.replace(
-        one,
+        candidate,
         seconds=compute
         + taken["exposed"]
         + max(0.0, taken["hidden"] - model.overlap * compute),
@@ -113,7 +117,8 @@ class LoweredStep:
     ):
         self.step, self.args, self.words = step, traced.structs, traced.words
         self.leaves = {
-            f"arrays[{at}]": array.path for at, array in enumerate(traced.arrays)
+            f"arrays[{number}]": array.path
+            for number, array in enumerate(traced.arrays)
         }
         self.results = results_of(self.args, traced.out)
         self.chip, self.model = chip, model
@@ -132,13 +137,13 @@ class LoweredStep:
             for arg in step_of(self.step, self.args).arguments
             if arg.donated
         ]
-        known = [
+        argument_words = [
             word.replace("[", "/").replace("]", "").split("/") for word in self.words
         ]
         return tuple(
-            at
-            for at, word in enumerate(known)
-            if any(one[: len(word)] == word for one in words)
+            number
+            for number, word in enumerate(argument_words)
+            if any(donated_words[: len(word)] == word for donated_words in words)
         )
 
     @ft.cached_property
@@ -167,40 +172,44 @@ class LoweredStep:
             sorted(members & {which for which, _ in self.results if which is not None})
         )
 
-    def partitioned(self, one: Candidate, *, constrained: bool = False) -> Candidate:
-        """The candidate `one` with the estimated time, the traffic and the memory of
+    def partitioned(
+        self, candidate: Candidate, *, constrained: bool = False
+    ) -> Candidate:
+        """The candidate `candidate` with the estimated time, the traffic and the memory of
         its partitioned program. With `constrained`, `constrain_step` constrains the
         step. Raises `ProgramError` if XLA refuses the program.
         """
         step, changed = (
             self.plain,
-            constrain_step(self.step, one.mesh, one.rules) if constrained else None,
+            constrain_step(self.step, candidate.mesh, candidate.rules)
+            if constrained
+            else None,
         )
         if changed is not None:
             step = step_of(lambda *args: changed(*args), self.args)
         read = (
-            self._extrapolated(step, one)
-            if one.mesh.size > DIRECT
-            else self._read(step, one, one.mesh)
+            self._extrapolated(step, candidate)
+            if candidate.mesh.size > DIRECT
+            else self._read(step, candidate, candidate.mesh)
         )
-        fits = read.held[0] <= one.limit_bytes
+        fits = read.held[0] <= candidate.limit_bytes
         return dataclasses.replace(
-            timed(one, read.sent, read.work, self.chip, self.model),
+            timed(candidate, read.sent, read.work, self.chip, self.model),
             memory_bytes=round(read.held[0 if fits else 1]),
             constrained=constrained,
-            notes=(*one.notes, *read.work.notes),
+            notes=(*candidate.notes, *read.work.notes),
             donated=self.donated if fits else self.donatable,
             results=tuple(which for which, _ in self.results),
         )
 
-    def _extrapolated(self, step: Step, one: Candidate) -> _ProgramCosts:
-        """The costs of the candidate `one` on a large mesh, from the programs that XLA
+    def _extrapolated(self, step: Step, candidate: Candidate) -> _ProgramCosts:
+        """The costs of the candidate `candidate` on a large mesh, from the programs that XLA
         makes for smaller meshes.
         """
         read: dict[tuple[int, ...], _ProgramCosts] = {}
 
         def rows_on(mesh: MeshSpec) -> Sequence[TrafficRow]:
-            read[mesh.axis_sizes] = self._read(step, one, mesh)
+            read[mesh.axis_sizes] = self._read(step, candidate, mesh)
             return read[mesh.axis_sizes].sent.rows
 
         def numbers_on(sizes: tuple[int, ...]) -> np.ndarray:
@@ -208,29 +217,33 @@ class LoweredStep:
                 [read[sizes].work.flops, read[sizes].work.bytes, *read[sizes].held]
             )
 
-        sent = extrapolated(one.mesh, LARGEST, rows_on)
+        sent = extrapolated(candidate.mesh, LARGEST, rows_on)
         sizes, *others = read
-        found = first = numbers_on(sizes)
+        numbers = first = numbers_on(sizes)
         # Each doubling of an axis multiplies a number as the first doubling did.
         for other in others:
-            axis = next(at for at, size in enumerate(other) if size != sizes[at])
-            times = math.log2(one.mesh.axis_sizes[axis] / sizes[axis])
-            found = found * (numbers_on(other) / np.where(first, first, 1)) ** times
-        flops, moved, *held = found.tolist()
+            axis = next(
+                axis_number
+                for axis_number, size in enumerate(other)
+                if size != sizes[axis_number]
+            )
+            times = math.log2(candidate.mesh.axis_sizes[axis] / sizes[axis])
+            numbers = numbers * (numbers_on(other) / np.where(first, first, 1)) ** times
+        flops, moved, *held = numbers.tolist()
         return _ProgramCosts(
             sent,
             dataclasses.replace(read[sizes].work, flops=flops, bytes=moved),
             (held[0], held[1]),
         )
 
-    def _read(self, step: Step, one: Candidate, mesh: MeshSpec) -> _ProgramCosts:
+    def _read(self, step: Step, candidate: Candidate, mesh: MeshSpec) -> _ProgramCosts:
         """The costs of the program into which XLA partitions `step` for `mesh`, with
-        arguments sharded as in `one`.
+        arguments sharded as in `candidate`.
         """
         arguments, results = step.parameters
         dims = [
             [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
-            for plan in one.plans
+            for plan in candidate.plans
         ]
         out = [
             [None] * count if which is None else dims[which]
@@ -244,7 +257,7 @@ class LoweredStep:
         )
         partitioned = parse_hlo(text)
         module = as_compiled(
-            partitioned, self.platform, without=() if mesh == one.mesh else SIZED
+            partitioned, self.platform, without=() if mesh == candidate.mesh else SIZED
         )
         sent = read(module, mesh, self.leaves)
         tpu = self.platform == "tpu"
@@ -255,7 +268,7 @@ class LoweredStep:
             """
             flags = [
                 which in donated
-                for which, plan in enumerate(one.plans)
+                for which, plan in enumerate(candidate.plans)
                 for _ in plan.leaves
             ]
             return device_memory(
@@ -263,7 +276,7 @@ class LoweredStep:
             ).peak_bytes
 
         least = held(self.donated)
-        is_enough = least <= one.limit_bytes and mesh == one.mesh
+        is_enough = least <= candidate.limit_bytes and mesh == candidate.mesh
         return _ProgramCosts(
             sent,
             work_of(partitioned, tpu=tpu),
@@ -272,14 +285,14 @@ class LoweredStep:
 
 
 def results_of(
-    args: Sequence[PyTree], made: PyTree
+    args: Sequence[PyTree], results: PyTree
 ) -> tuple[tuple[int | None, int], ...]:
     """Pairs each result of a step with an argument that has the same structure, shapes
     and dtypes, if there is one. The result gets the shardings of this argument. No two
     results get one argument.
 
-    `made` is all that the step returns. If it is a tuple that equals no argument in
-    these respects, each element is a result, else `made` is the only one. Returns for
+    `results` is all that the step returns. If it is a tuple that equals no argument in
+    these respects, each element is a result, else `results` is the only one. Returns for
     each the index of its argument or `None`, and its number of arrays.
     """
 
@@ -290,61 +303,61 @@ def results_of(
         return treedef, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
 
     kinds = [kind_of(arg) for arg in args]
-    if kind_of(made) in kinds or not isinstance(made, tuple):
-        made = (made,)
-    found: list[tuple[int | None, int]] = []
-    for part in made:
-        kind, taken = kind_of(part), {which for which, _ in found}
+    if kind_of(results) in kinds or not isinstance(results, tuple):
+        results = (results,)
+    pairs: list[tuple[int | None, int]] = []
+    for part in results:
+        kind, taken = kind_of(part), {which for which, _ in pairs}
         which = next(
             (
-                at
-                for at, own in enumerate(kinds)
-                if own == kind and own[1] and at not in taken
+                number
+                for number, argument_kind in enumerate(kinds)
+                if argument_kind == kind and argument_kind[1] and number not in taken
             ),
             None,
         )
-        found.append((which, len(kind[1])))
-    return tuple(found)
+        pairs.append((which, len(kind[1])))
+    return tuple(pairs)
 
 
 def _filled(
-    dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]
+    dims: Sequence[Sequence[Dims | None]], parameters: Sequence[Parameter]
 ) -> list[Dims | None]:
     """The mesh axes of each dimension of each array, with `()` for trailing dimensions
     that a spec leaves out.
 
     `dims` has a sequence for each argument of the step, with an entry for each array in
     it: the mesh axes of each dimension, or `None` if the compiler may choose the
-    sharding. `own` are the arrays in the same order.
+    sharding. `parameters` are the arrays in the same order.
     """
-    pairs = zip(itertools.chain(*dims), own, strict=True)
+    pairs = zip(itertools.chain(*dims), parameters, strict=True)
     return [
-        None if dim is None else (*dim, *[()] * (len(one.shape) - len(dim)))
-        for dim, one in pairs
+        None if dim is None else (*dim, *[()] * (len(parameter.shape) - len(dim)))
+        for dim, parameter in pairs
     ]
 
 
-def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
+def zero_1(candidate: Candidate, states: tuple[int, ...]) -> Candidate | None:
     """The candidate under ZeRO-1: the mesh axes of the batch also shard `states`, the
     arguments with optimizer state. The result is `None` if these axes cannot shard them
     further.
     """
-    axes = tuple(axis for axis, names in one.assignments if names[0] == "batch")
-    if not states or not axes or one.state_over:
+    axes = tuple(axis for axis, names in candidate.assignments if names[0] == "batch")
+    if not states or not axes or candidate.state_over:
         return None
-    plans = list(one.plans)
+    plans = list(candidate.plans)
     for which in states:
         plans[which] = follow(lambda state: state, plans[which], over=axes)
     saved = sum(
-        one.plans[which].bytes_per_device - plans[which].bytes_per_device
+        candidate.plans[which].bytes_per_device - plans[which].bytes_per_device
         for which in states
     )
     if not saved:
         return None
     return dataclasses.replace(
-        one,
+        candidate,
         plans=tuple(plans),
-        memory_bytes=one.memory_bytes - saved,
+        memory_bytes=candidate.memory_bytes - saved,
         state_over=axes,
         states=states,
     )
@@ -373,119 +386,136 @@ def measured(
     steps; the others are left out, unless none fits.
     """
     looked: list[tuple[Candidate, Any]] = []
-    for number, one in enumerate(ones, start=1):
-        tell(f"compiling candidate {number} of {len(ones)}: {one.title}")
-        mesh = one.mesh.build(devices)
+    for number, candidate in enumerate(ones, start=1):
+        tell(f"compiling candidate {number} of {len(ones)}: {candidate.title}")
+        mesh = candidate.mesh.build(devices)
         try:
             if runs:
                 program = (
-                    jitted(lowered, one, [plan.on(mesh) for plan in one.plans])
+                    jitted(
+                        lowered, candidate, [plan.on(mesh) for plan in candidate.plans]
+                    )
                     .lower(*lowered.args)
                     .compile()
                 )
             else:
                 program = compile_for(
-                    jitted(lowered, one, one.plans), *lowered.args, target=mesh
+                    jitted(lowered, candidate, candidate.plans),
+                    *lowered.args,
+                    target=mesh,
                 )
         except OutOfMemoryError as error:
-            held = max(error.needed_bytes or 0, one.limit_bytes + 1)
+            held = max(error.needed_bytes or 0, candidate.limit_bytes + 1)
             looked.append(
-                (dataclasses.replace(one, by="compile", memory_bytes=held), None)
+                (dataclasses.replace(candidate, by="compile", memory_bytes=held), None)
             )
             continue
-        sent, work = traffic(program, one.mesh), work_of(parse_hlo(program.as_text()))
-        made = timed(one, sent, work, lowered.chip, lowered.model)
-        held, comparison = memory_of(program).needed_bytes, compare(one.traffic, sent)
-        made = dataclasses.replace(
-            made, by="compile", memory_bytes=held, comparison=comparison
+        sent, work = (
+            traffic(program, candidate.mesh),
+            work_of(parse_hlo(program.as_text())),
         )
-        looked.append((made, program))
-    kept = [(one, program) for one, program in looked if one.fits]
-    if not runs or not kept:
-        return sorted((one for one, _ in looked), key=rank)
-    return _ran(lowered, kept, devices, tell)
+        compiled = timed(candidate, sent, work, lowered.chip, lowered.model)
+        held, comparison = (
+            memory_of(program).needed_bytes,
+            compare(candidate.traffic, sent),
+        )
+        compiled = dataclasses.replace(
+            compiled, by="compile", memory_bytes=held, comparison=comparison
+        )
+        looked.append((compiled, program))
+    fitting = [(candidate, program) for candidate, program in looked if candidate.fits]
+    if not runs or not fitting:
+        return sorted((candidate for candidate, _ in looked), key=rank)
+    return _ran(lowered, fitting, devices, tell)
 
 
 def _ran(
     lowered: LoweredStep,
-    kept: Sequence[tuple[Candidate, Any]],
+    compiled: Sequence[tuple[Candidate, Any]],
     devices: Sequence[object],
     tell: Tell,
 ) -> list[Candidate]:
-    """Runs the candidates of `kept`, pairs of a candidate and its compiled program, in
+    """Runs the candidates of `compiled`, pairs of a candidate and its compiled program, in
     turn. Returns the candidates with the median seconds of a step, the fastest first.
     """
-    taken: list[list[float]] = [[] for _ in kept]
-    order = list(range(len(kept)))
+    taken: list[list[float]] = [[] for _ in compiled]
+    order = list(range(len(compiled)))
     for turn in range(_ROUNDS):
         for number in order if turn % 2 else reversed(order):
             tell(
-                f"running candidate {number + 1} of {len(kept)}, round {turn + 1} of"
+                f"running candidate {number + 1} of {len(compiled)}, round {turn + 1} of"
                 f" {_ROUNDS}"
             )
-            taken[number] += _timed(lowered.args, devices, *kept[number])
+            taken[number] += _timed(lowered.args, devices, *compiled[number])
         # Only the faster half can still contain the fastest.
         order = sorted(order, key=lambda number: statistics.median(taken[number]))[
             : max(2, (len(order) + 1) // 2)
         ]
-    found = [
-        dataclasses.replace(one, by="run", seconds=statistics.median(times))
-        for (one, _), times in zip(kept, taken, strict=True)
+    candidates = [
+        dataclasses.replace(candidate, by="run", seconds=statistics.median(times))
+        for (candidate, _), times in zip(compiled, taken, strict=True)
     ]
-    return sorted(found, key=rank)
+    return sorted(candidates, key=rank)
 
 
 def devices_for(
-    verify: str, asked: SearchOptions, given: Sequence[object] | None
+    verify: str, asked: SearchOptions, devices: Sequence[object] | None
 ) -> tuple[Any, ...]:
-    """The devices to compile for: `given`, or JAX's own devices if it is `None`. Under
+    """The devices to compile for: `devices`, or JAX's own devices if it is `None`. Under
     `verify="compile"`, if the caller named a slice and libtpu is installed, the devices
     of this slice replace JAX's own.
     """
     count, target = asked.total, asked.target
-    if given is not None:
-        return tuple(given)
+    if devices is not None:
+        return tuple(devices)
     if (
         verify == "compile"
         and target is not None
         and importlib.util.find_spec("libtpu")
     ):
         return tpu.devices_of(target, num_slices=asked.targets)
-    known = jax.devices()
-    if len(known) < count:
+    jax_devices = jax.devices()
+    if len(jax_devices) < count:
         raise MeshError(
-            f'`verify="{verify}"` needs {count} devices, and there are {len(known)};'
+            f'`verify="{verify}"` needs {count} devices, and there are {len(jax_devices)};'
             f' emulate them with `jax.config.update("jax_num_cpu_devices", {count})`'
             " before JAX is used, or give those of a slice:"
             ' `devices=shardfx.interop.tpu.devices_of("tpu:v5e:4x4")`.'
         )
-    return tuple(known[:count])
+    return tuple(jax_devices[:count])
 
 
-def jitted(lowered: LoweredStep, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
-    """The step, jitted as in the code of the candidate `one`, with the shardings of
+def jitted(
+    lowered: LoweredStep, candidate: Candidate, plans: Sequence[ShardPlan]
+) -> Any:
+    """The step, jitted as in the code of the candidate `candidate`, with the shardings of
     `plans`, one for each argument.
     """
-    mesh = plans[0].jax_mesh or one.mesh
+    mesh = plans[0].jax_mesh or candidate.mesh
     step = (
-        constrain_step(lowered.step, mesh, one.rules)
-        if one.constrained
+        constrain_step(lowered.step, mesh, candidate.rules)
+        if candidate.constrained
         else lowered.step
     )
-    results = tuple(None if which is None else plans[which] for which in one.results)
+    results = tuple(
+        None if which is None else plans[which] for which in candidate.results
+    )
     out = results[0] if len(results) == 1 else results
     return filter_jit(
-        step, in_shardings=tuple(plans), out_shardings=out, donate=one.donated
+        step, in_shardings=tuple(plans), out_shardings=out, donate=candidate.donated
     )
 
 
 def _timed(
-    args: Sequence[PyTree], devices: Sequence[object], one: Candidate, program: Any
+    args: Sequence[PyTree],
+    devices: Sequence[object],
+    candidate: Candidate,
+    program: Any,
 ) -> list[float]:
-    """The seconds of several runs of `program`, the compiled program of `one`. Each run
+    """The seconds of several runs of `program`, the compiled program of `candidate`. Each run
     gets new arrays for `args`.
     """
-    plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
+    plans = [plan.on(candidate.mesh.build(devices)) for plan in candidate.plans]
     taken = []
     for turn in range(_STEPS + 1):
         # A step may reuse the memory of its arguments.
@@ -510,12 +540,12 @@ def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
 
 def _value(struct: Any) -> jax.Array:
     if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
-        made = (
+        keys = (
             jax.random.key(0, impl=kind)
             for kind in ("threefry2x32", "rbg", "unsafe_rbg")
         )
         return jnp.broadcast_to(
-            next(key for key in made if key.dtype == struct.dtype), struct.shape
+            next(key for key in keys if key.dtype == struct.dtype), struct.shape
         )
     if jnp.issubdtype(struct.dtype, jnp.inexact):
         return jnp.full(struct.shape, 0.01, struct.dtype)

@@ -112,7 +112,9 @@ class Limits:
         """Pairs of a mesh axis that must exist and its size; the size is `None` where
         `axes` gives none.
         """
-        return tuple((one, None) if isinstance(one, str) else one for one in self.axes)
+        return tuple(
+            (axis, None) if isinstance(axis, str) else axis for axis in self.axes
+        )
 
 
 class Space:
@@ -151,14 +153,14 @@ class Space:
             """The number of an axis assignment, which it gets on first use; `None` for
             one that shards nothing.
             """
-            made = self.layouts.under(assignment)
-            if not made.used:
+            layout = self.layouts.under(assignment)
+            if not layout.used:
                 return None
-            found = keys.setdefault(
-                (made.events, made.positions, made.divided), len(self.made)
+            numbers = keys.setdefault(
+                (layout.events, layout.positions, layout.divided), len(self.made)
             )
-            self.made += [made] if found == len(self.made) else []
-            return found
+            self.made += [layout] if numbers == len(self.made) else []
+            return numbers
 
         def numbered(
             strategies: Iterable[Iterable[Assignment]],
@@ -167,15 +169,19 @@ class Space:
             assignments that shard nothing. A strategy is left out if it has no
             assignment, more than four, or the same one twice.
             """
-            found = [
-                tuple(sorted(n for one in each if (n := number(one)) is not None))
+            numbers = [
+                tuple(
+                    sorted(
+                        n for strategy in each if (n := number(strategy)) is not None
+                    )
+                )
                 for each in strategies
             ]
             return list(
                 dict.fromkeys(
-                    one
-                    for one in found
-                    if 0 < len(one) <= AXES and len(set(one)) == len(one)
+                    strategy
+                    for strategy in numbers
+                    if 0 < len(strategy) <= AXES and len(set(strategy)) == len(strategy)
                 )
             )
 
@@ -187,15 +193,19 @@ class Space:
             for n, name in enumerate(called)
             if name == "key_words" or name.partition("_")[0] == "window"
         }
-        usual, known = seeds(self.layouts, whole) if limits.rules is None else ([], [])
+        usual, further = (
+            seeds(self.layouts, whole) if limits.rules is None else ([], [])
+        )
         by_rules = [
             assignments_of_rules(rules, classes, never).values() for rules in also
         ]
         self.usual = numbered([*by_rules, *usual])
-        self.known = [one for one in numbered(known) if one not in self.usual]
-        own = assignments_of(self.layouts, whole)
+        self.known = [
+            strategy for strategy in numbered(further) if strategy not in self.usual
+        ]
+        assignments = assignments_of(self.layouts, whole)
         for assignment in (
-            own
+            assignments
             if limits.rules is None
             else assignments_of_rules(limits.rules, classes, never).values()
         ):
@@ -227,16 +237,16 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
     with the least memory. Raises `SpecError` if no mesh within the limits divides the
     step's dimensions.
     """
-    made = list(various(space, _found(space, space.limit_bytes), keep))
-    if not made:
-        made = list(
+    candidates = list(various(space, _found(space, space.limit_bytes), keep))
+    if not candidates:
+        candidates = list(
             various(
                 space,
-                sorted(_found(space), key=lambda one: one.memory_bytes),
+                sorted(_found(space), key=lambda estimate: estimate.memory_bytes),
                 min(keep, 8),
             )
         )
-    if not made:
+    if not candidates:
         sizes = ", ".join(
             f"{logical.name}={logical.size}" for logical in space.classes.live()
         )
@@ -244,7 +254,7 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
             f"no mesh of {space.devices} devices divides the step's dimensions within"
             f" the limits ({sizes}); {_culprits(space)}."
         )
-    return made
+    return candidates
 
 
 def _found(space: Space, limit: int | float = math.inf) -> list[Estimate]:
@@ -265,40 +275,48 @@ def by_hand(
     for strategy in strategies:
         ranked = sorted(
             _estimates(space, strategy, axis_sizes(space.devices, len(strategy))),
-            key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
+            key=lambda estimate: (
+                estimate.memory_bytes > space.limit_bytes,
+                estimate.seconds,
+            ),
         )
         yield from [*various(space, ranked, place + 1)][place:]
 
 
-def near(space: Space, one: Candidate) -> Iterator[Candidate]:
-    """Yields neighbours of the candidate `one`: the size of one mesh axis is halved,
+def near(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+    """Yields neighbours of the candidate `candidate`: the size of one mesh axis is halved,
     and that of another is doubled. The other axis may be new, with size 2. Its axis
     assignment then comes from a well-known strategy of one mesh axis.
     """
-    known = {
-        space.names_of(made): number
-        for number, made in reversed([*enumerate(space.made)])
+    numbers = {
+        space.names_of(layout): number
+        for number, layout in reversed([*enumerate(space.made)])
     }
-    own = {known[names]: one.mesh.shape[axis] for axis, names in one.assignments}
-    if len(own) < len(one.assignments):
+    sizes_of_axes = {
+        numbers[names]: candidate.mesh.shape[axis]
+        for axis, names in candidate.assignments
+    }
+    if len(sizes_of_axes) < len(candidate.assignments):
         return  # two axes shard the same names in the same order
     missing = [
-        one[0]
-        for one in (*space.usual, *space.known)
-        if len(one) == 1 and one[0] not in own
+        candidate[0]
+        for candidate in (*space.usual, *space.known)
+        if len(candidate) == 1 and candidate[0] not in sizes_of_axes
     ]
-    sizes = {**own, **dict.fromkeys(missing, 1)}
-    found: list[Estimate] = []
-    for source, target in itertools.product(own, sizes):
+    sizes = {**sizes_of_axes, **dict.fromkeys(missing, 1)}
+    estimates: list[Estimate] = []
+    for source, target in itertools.product(sizes_of_axes, sizes):
         if sizes[source] % 2 == 0 and source != target:
             changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
             used = tuple(assignment for assignment, size in changed.items() if size > 1)
-            found += (
-                _estimates(space, used, np.array([[changed[one] for one in used]]))
+            estimates += (
+                _estimates(
+                    space, used, np.array([[changed[candidate] for candidate in used]])
+                )
                 if len(used) <= AXES
                 else []
             )
-    yield from various(space, found, len(found))
+    yield from various(space, estimates, len(estimates))
 
 
 def _limited(space: Space) -> CostTerms:
@@ -308,9 +326,9 @@ def _limited(space: Space) -> CostTerms:
     a wanted name, `RuleError` for a mesh axis that no assignment has.
     """
     limits, terms = space.limits, cost_terms(space.layouts, space.made)
-    wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
+    least_counts = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
     used = cut_by(space.made)
-    for name, number in numbers_of(tuple(wanted), space.classes).items():
+    for name, number in numbers_of(tuple(least_counts), space.classes).items():
         if number not in used:
             raise SpecError(
                 f"`limits` wants {name!r} sharded, and no mesh axis of {space.devices}"
@@ -318,7 +336,7 @@ def _limited(space: Space) -> CostTerms:
                 f" {space.classes.axes[number].size}; pad it, let `rules` shard it,"
                 " take it out of `never`, or do not want it."
             )
-        terms["least"][used.index(number)] = wanted[name]
+        terms["least"][used.index(number)] = least_counts[name]
     # A required mesh axis is one more row, with the assignments of its name. An axis of
     # any size has size 0 in the row, since every number divides 0.
     called = [axis_name(space.names_of(layout)) for layout in space.made]
@@ -330,7 +348,7 @@ def _limited(space: Space) -> CostTerms:
                 f" are {', '.join(sorted({*called}))}."
             )
         row = {
-            "limits": [name == one for one in called],
+            "limits": [name == other_name for other_name in called],
             "sizes": size or 0,
             "least": size or 2,
         }
@@ -344,20 +362,20 @@ def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
     """The number of the logical axis with each of these names. Raises `RuleError` for a
     name that the step lacks.
     """
-    known = {
+    numbers = {
         logical.name: number
         for number, logical in enumerate(classes.axes)
         if logical.roots
     }
     for name in names:
-        if name not in known:
+        if name not in numbers:
             raise RuleError(
                 f"`limits` names {name!r}, which no dimension of the step's arguments"
-                f" has{near_name(name, tuple(known))}; there are"
-                f" {', '.join(sorted(known))}. `name_axes(step, ...)` shows where"
+                f" has{near_name(name, tuple(numbers))}; there are"
+                f" {', '.join(sorted(numbers))}. `name_axes(step, ...)` shows where"
                 " each is."
             )
-    return {name: known[name] for name in names}
+    return {name: numbers[name] for name in names}
 
 
 def _culprits(space: Space) -> str:
@@ -365,20 +383,26 @@ def _culprits(space: Space) -> str:
     limits, loosened = space.limits, list[tuple[str, Limits]]()
     for field in dataclasses.fields(limits):
         value = getattr(limits, field.name)
-        for one in (
+        for entry in (
             value
             if isinstance(value, tuple)
             else [value]
             if value != field.default
             else []
         ):
-            left = (
-                tuple(other for other in value if other != one)
+            value_without = (
+                tuple(other for other in value if other != entry)
                 if isinstance(value, tuple)
                 else field.default
             )
-            text = field.name if isinstance(one, AxisRules) else f"{field.name}={one!r}"
-            loosened.append((text, dataclasses.replace(limits, **{field.name: left})))
+            text = (
+                field.name
+                if isinstance(entry, AxisRules)
+                else f"{field.name}={entry!r}"
+            )
+            loosened.append(
+                (text, dataclasses.replace(limits, **{field.name: value_without}))
+            )
 
     def has_any(other: Limits) -> bool:
         """Whether a mesh of the devices exists within the limits `other`, however much
@@ -422,32 +446,37 @@ def _estimates(
     ]
 
 
-def various(space: Space, found: Iterable[Estimate], keep: int) -> Iterator[Candidate]:
-    """Yields up to `keep` candidates, made of the estimates in `found` in their order.
+def various(
+    space: Space, estimates: Iterable[Estimate], keep: int
+) -> Iterator[Candidate]:
+    """Yields up to `keep` candidates, made of the estimates in `estimates` in their order.
     Skips an estimate that no rules express, and one that shards the arguments as an
     earlier candidate does.
     """
-    made = (_candidate(space, one) for one in found)
-    return itertools.islice(without_twins(one for one in made if one is not None), keep)
+    candidates = (_candidate(space, candidate) for candidate in estimates)
+    return itertools.islice(
+        without_twins(candidate for candidate in candidates if candidate is not None),
+        keep,
+    )
 
 
 def _agrees(
-    space: Space, one: Estimate, plans: Sequence[ShardPlan], axes: tuple[str, ...]
+    space: Space, estimate: Estimate, plans: Sequence[ShardPlan], axes: tuple[str, ...]
 ) -> bool:
     """Whether `plans`, one for each argument of the step, shard the arguments as the
-    estimate `one` assumes. `axes` are the names of the estimate's mesh axes.
+    estimate `estimate` assumes. `axes` are the names of the estimate's mesh axes.
     """
-    specs = [leaf.spec for made in plans for leaf in made.leaves]
+    specs = [leaf.spec for plan in plans for leaf in plan.leaves]
     for value, spec in zip(space.layouts.program.arguments, specs, strict=True):
         dims = [
             dim for dim, roots in enumerate(space.layouts.roots[value]) for _ in roots
         ]
-        wanted: dict[int, set[str]] = {}
-        for assignment, axis in zip(one.assignments, axes, strict=True):
+        axes_of_dim: dict[int, set[str]] = {}
+        for assignment, axis in zip(estimate.assignments, axes, strict=True):
             position = space.made[assignment].positions[value]
             if position >= 0:
-                wanted.setdefault(dims[position], set()).add(axis)
-        if wanted != {
+                axes_of_dim.setdefault(dims[position], set()).add(axis)
+        if axes_of_dim != {
             dim: set(entry_axes(entry))
             for dim, entry in enumerate(spec)
             if entry is not None
@@ -456,13 +485,13 @@ def _agrees(
     return True
 
 
-def _candidate(space: Space, one: Estimate) -> Candidate | None:
+def _candidate(space: Space, estimate: Estimate) -> Candidate | None:
     """The candidate of an estimate, with plans and rules; `None` if no rules shard the
     arguments as assumed.
     """
-    orders = [space.names_of(space.made[number]) for number in one.assignments]
+    orders = [space.names_of(space.made[number]) for number in estimate.assignments]
     built = mesh_and_rules(
-        orders, one, (logical.name for logical in space.classes.live())
+        orders, estimate, (logical.name for logical in space.classes.live())
     )
     if built is None:
         return None
@@ -476,15 +505,15 @@ def _candidate(space: Space, one: Estimate) -> Candidate | None:
     plans = tuple(
         plan(arg, mesh, names=names, axes=rules, unused="allow") for arg, names in pairs
     )
-    if not _agrees(space, one, plans, axes):
+    if not _agrees(space, estimate, plans, axes):
         return None
     return Candidate(
         mesh=mesh,
         rules=rules,
         assignments=tuple(zip(axes, orders, strict=True)),
         plans=plans,
-        seconds=one.seconds,
-        memory_bytes=math.ceil(one.memory_bytes),
+        seconds=estimate.seconds,
+        memory_bytes=math.ceil(estimate.memory_bytes),
         limit_bytes=space.limit_bytes,
         notes=notes_of(space.classes),
     )

@@ -131,15 +131,15 @@ class Chip:
             else re.sub(r"^float([48])_.*", r"float\1", jnp.dtype(dtype).name)
         )
         name = "bfloat16" if name == "float16" else name
-        known = dict(self.flops_per_second)
-        if name not in known:
+        flops_of_dtype = dict(self.flops_per_second)
+        if name not in flops_of_dtype:
             raise ChipError(
                 f"chip {self.name!r}: no peak is known for {name}; there are"
-                f" {', '.join(known)}. Add one with "
+                f" {', '.join(flops_of_dtype)}. Add one with "
                 "`dataclasses.replace(chip, flops_per_second=(*chip.flops_per_second,"
                 f' ("{name}", ...)))`.'
             )
-        return known[name]
+        return flops_of_dtype[name]
 
     def source(self, field: str) -> str:
         """The source of the value of the field with the name `field`; "" if no source
@@ -214,8 +214,8 @@ def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
             link, 0.0, float(chip.island_chips * chip.devices_per_chip)
         )
     long = [
-        Ring(size, ends).links
-        for size, ends in zip(extents, closed(chip, extents), strict=True)
+        Ring(size, has_ring).links
+        for size, has_ring in zip(extents, closed(chip, extents), strict=True)
         if size > 1
     ]
     return AverageNetwork(
@@ -233,7 +233,7 @@ def axes_on(
     first. An axis gets whole dimensions of the slice before parts. For extents (4, 4)
     and sizes 2 and 8, the second axis gets one whole dimension and half of the other.
     """
-    ends, left, cores, found = (
+    rings, remaining, cores, axes = (
         closed(chip, extents),
         list(extents),
         chip.devices_per_chip,
@@ -246,13 +246,13 @@ def axes_on(
         while size > 1:
             common = [
                 (math.gcd(free, size), free == size == whole)
-                for free, whole in zip(left, extents, strict=True)
+                for free, whole in zip(remaining, extents, strict=True)
             ]
             (taken, _), dim = max(common), common.index(max(common))
             if taken < 2:
                 break
-            parts.append(Ring(taken, ends[dim] and taken == extents[dim]))
-            left[dim] //= taken
+            parts.append(Ring(taken, rings[dim] and taken == extents[dim]))
+            remaining[dim] //= taken
             size //= taken
-        found[name] = tuple(parts)
-    return found
+        axes[name] = tuple(parts)
+    return axes

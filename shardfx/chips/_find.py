@@ -66,8 +66,8 @@ class Slice(NamedTuple):
         return f"{'tpu:' * (self.chip.torus_dims > 0)}{self.chip.name}:{'x'.join(map(str, self.extents))}"
 
 
-def _checked(made: Slice, text: str) -> Slice:
-    chip, dims, extents = made.chip, made.chip.torus_dims or 1, made.extents
+def _checked(parsed: Slice, text: str) -> Slice:
+    chip, dims, extents = parsed.chip, parsed.chip.torus_dims or 1, parsed.extents
     if len(extents) != dims:
         raise MeshError(
             f"slice {text!r:.60}: {chip.name} has {plural(dims, 'dimension')}, as in"
@@ -76,18 +76,18 @@ def _checked(made: Slice, text: str) -> Slice:
     # A pod of two dimensions is a square; larger pods have more chips along one
     # dimension than along another.
     longest = math.isqrt(chip.island_chips) if dims == 2 else chip.island_chips
-    if chip.torus_dims and (made.chips > chip.island_chips or max(extents) > longest):
+    if chip.torus_dims and (parsed.chips > chip.island_chips or max(extents) > longest):
         pod = (
             "x".join([str(longest)] * dims)
             if dims == 2
             else f"{chip.island_chips:,} chips"
         )
         raise MeshError(
-            f"slice {text!r:.60} has {made.chips:,} chips, and a pod of {chip.name} is"
+            f"slice {text!r:.60} has {parsed.chips:,} chips, and a pod of {chip.name} is"
             f" {pod}; take several slices, as "
             f'`"{Slice(chip, near_cube(min(64, chip.island_chips), dims)).name}*2"`.'
         )
-    return made
+    return parsed
 
 
 def find(name: str | Chip) -> Chip:
@@ -124,17 +124,17 @@ def find(name: str | Chip) -> Chip:
     one_slice = _TIMES.sub("", name)
     if _CLOUD.fullmatch(one_slice) or _FORM.fullmatch(one_slice):
         return parse_slice(one_slice).chip
-    known = {
+    chips_by_name = {
         _plain(alias): chip
         for chip in CHIPS
         for alias in (chip.name, *chip.kinds, *_ALIASES.get(chip.name, ()))
     }
-    wanted = _plain(name)
-    if wanted not in known:
-        near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    plain_name = _plain(name)
+    if plain_name not in chips_by_name:
+        near = difflib.get_close_matches(plain_name, chips_by_name, n=3, cutoff=0.5)
         meant = (
             "; did you mean"
-            f" {' or '.join(dict.fromkeys(known[one].name for one in near))}? "
+            f" {' or '.join(dict.fromkeys(chips_by_name[close_name].name for close_name in near))}? "
             if near
             else ". "
         )
@@ -143,7 +143,7 @@ def find(name: str | Chip) -> Chip:
             f" {', '.join(chip.name for chip in CHIPS)}. Make your own with"
             " `shardfx.chips.Chip(...)`."
         )
-    return known[wanted]
+    return chips_by_name[plain_name]
 
 
 def parse_slice(text: str) -> Slice:
@@ -175,8 +175,8 @@ def parse_slice(text: str) -> Slice:
         assert chips.parse_slice("v4-32").extents == (2, 2, 4)
         ```
     """
-    if (found := _CLOUD.fullmatch(text)) is not None:
-        chip, count = find(found[1]), int(found[2])
+    if (match := _CLOUD.fullmatch(text)) is not None:
+        chip, count = find(match[1]), int(match[2])
         per_chip = 2 if chip.name in _NAMED_BY_CORES else 1
         if count % per_chip:
             raise MeshError(
@@ -186,12 +186,12 @@ def parse_slice(text: str) -> Slice:
         return _checked(
             Slice(chip, near_cube(count // per_chip, chip.torus_dims or 1)), text
         )
-    if (found := _FORM.fullmatch(text)) is None:
+    if (match := _FORM.fullmatch(text)) is None:
         raise MeshError(
             f"{text!r:.80} is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do:"
             " `v5e-16` has 16 chips."
         )
-    return _checked(Slice(find(found[1]), tuple(map(int, found[2].split("x")))), text)
+    return _checked(Slice(find(match[1]), tuple(map(int, match[2].split("x")))), text)
 
 
 def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) -> str:

@@ -82,9 +82,9 @@ def global_batch(
         _part(leaf.shape, sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
-    given = zip(leaves, flat.leaves, parts, strict=True)
+    triples = zip(leaves, flat.leaves, parts, strict=True)
     arrays = [
-        _checked(leaf, np.asarray(array), part, pad) for leaf, array, part in given
+        _checked(leaf, np.asarray(array), part, pad) for leaf, array, part in triples
     ]
     shapes = [leaf.shape for leaf in leaves]
     if pad is None:
@@ -108,7 +108,9 @@ def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
     under `sharding`.
     """
     ranges = zip(*boxes_here(sharding, shape).values(), strict=True)
-    return tuple(sum(stop - start for start, stop in set(own)) for own in ranges)
+    return tuple(
+        sum(stop - start for start, stop in set(intervals)) for intervals in ranges
+    )
 
 
 def _checked(
@@ -164,19 +166,19 @@ def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None
 
     `arrays` are the arrays that this process loaded, one per leaf.
     """
-    found: dict[object, str] = {}
+    texts: dict[object, str] = {}
     for leaf, array in zip(leaves, arrays, strict=True):
-        told = (
+        text = (
             f"leaf `{leaf.path}` has shape {array.shape} here, of {leaf.shape} sharded"
             f" as {leaf.spec}"
         )
-        found.setdefault(
-            (array.shape[:1], leaf.shape[:1], entries_at(leaf.spec, 1)), told
+        texts.setdefault(
+            (array.shape[:1], leaf.shape[:1], entries_at(leaf.spec, 1)), text
         )
-    if len(found) > 1 or not leaves[0].shape:
+    if len(texts) > 1 or not leaves[0].shape:
         raise PlanMismatchError(
             "one mask needs the same rows in all leaves, but"
-            f" {' and '.join(found.values())}."
+            f" {' and '.join(texts.values())}."
         )
 
 

@@ -125,7 +125,8 @@ def local_chunk(
     axes = [entry_axes(entry) for entry in entries_at(spec, len(shape))]
     replica = replica_id(itertools.chain(*axes), grid, process_index)
     rows = (
-        _rows(dim, shape[dim], own, grid, process_index) for dim, own in enumerate(axes)
+        _rows(dim, shape[dim], dim_axes, grid, process_index)
+        for dim, dim_axes in enumerate(axes)
     )
     return LocalChunk(tuple(rows), replica)
 
@@ -201,9 +202,11 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
         assert [hosts.replica_id("data", grid, process) for process in range(4)] == [0, 0, 1, 1]
         ```
     """
-    given = _axes(axes, grid)
+    sharded_axes = _axes(axes, grid)
     return shard_id(
-        [name for name in grid.axis_names if name not in given], grid, process_index
+        [name for name in grid.axis_names if name not in sharded_axes],
+        grid,
+        process_index,
     )
 
 
@@ -300,7 +303,7 @@ def owned(
         owners.setdefault(part, set()).add(device.process_index)
     return tuple(
         LocalChunk(
-            tuple(slice(*ends) for ends in part),
+            tuple(slice(*interval) for interval in part),
             sorted(owners[part]).index(process_index),
         )
         for part in sorted(owners)

@@ -208,9 +208,9 @@ def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
     return HostGrid(mesh.shape, num_chunks, np.ndindex(*counts))
 
 
-def _raise_no_box(mesh: Mesh, found: str) -> None:
+def _raise_no_box(mesh: Mesh, reason: str) -> None:
     raise MeshError(
-        f"the processes have no equal boxes of the mesh {MeshSpec.of(mesh)}: {found};"
+        f"the processes have no equal boxes of the mesh {MeshSpec.of(mesh)}: {reason};"
         " use `hosts.owned(shape, sharding, process_index)`, or a mesh whose axes keep"
         " each host's devices together."
     )

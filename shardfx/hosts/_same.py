@@ -73,11 +73,11 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
     in_order = (
         f"the devices of the mesh are {devices} in one, {their_devices} in the other"
     )
-    first, *more = _differences(plan, theirs) or [in_order]
+    first, *others = _differences(plan, theirs) or [in_order]
     what = "map" if isinstance(plan, TreeMap) else "plan"
     raise PlanMismatchError(
         f"the {what}s of process {me} and process {other} differ: {first}"
-        + (f" (and {len(more)} more)" if more else "")
+        + (f" (and {len(others)} more)" if others else "")
         + f"; make the {what} from the same values on every process."
     )
 
@@ -95,12 +95,12 @@ def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
     except (MapError, PlanFormatError):
         return ["one has a plan, the other a map"]
     pairs = it.zip_longest(*rules, fillvalue="nothing more")
-    found = [
-        f"`{one.strip()}` in one, `{two.strip()}` in the other"
-        for one, two in pairs
-        if one != two
+    texts = [
+        f"`{line.strip()}` in one, `{other_line.strip()}` in the other"
+        for line, other_line in pairs
+        if line != other_line
     ]
-    return found or ["what they cast, or the order of their rules"]
+    return texts or ["what they cast, or the order of their rules"]
 
 
 def _meet(wait_seconds: float) -> None:

@@ -96,7 +96,7 @@ def eformer(
         assert resolve(names, rules, mode="decode").spec == P(("fsdp", "dp"), None, "model")
         ```
     """
-    given: dict[str, Field] = {**locals()}
+    arguments: dict[str, Field] = {**locals()}
     # One mesh axis may serve as both fsdp and dp.
     usual: dict[str, Axes] = {
         "batch_axis": tuple(
@@ -114,11 +114,13 @@ def eformer(
     }
     rules, generation = dict[str, Axes](), dict[str, Axes]()
     for field, token in tokens.TOKENS.items():
-        asked = given[field]
+        asked = arguments[field]
         rules[token] = usual.get(field) if isinstance(asked, _Unset) else asked
-        if f"decode_{field}" in given:
-            own = given[f"decode_{field}"]
-            generation[token] = rules[token] if isinstance(own, _Unset) else own
+        if f"decode_{field}" in arguments:
+            in_decode = arguments[f"decode_{field}"]
+            generation[token] = (
+                rules[token] if isinstance(in_decode, _Unset) else in_decode
+            )
     decode = _generation_rules(rules, generation)
     modes = {
         tokens.MODE_TRAIN: (),
@@ -126,10 +128,10 @@ def eformer(
         tokens.MODE_DECODE: decode,
         tokens.MODE_INSERT: decode,
     }
-    made = AxisRules(rules, modes=modes)
+    axis_rules = AxisRules(rules, modes=modes)
     # A mesh may lack some of the five axes. eformer ignores these, so they are declared
     # here.
-    return made.extend(mesh_axes=[axis for _, axis in axes_in(made)])
+    return axis_rules.extend(mesh_axes=[axis for _, axis in axes_in(axis_rules)])
 
 
 def _generation_rules(
@@ -149,17 +151,17 @@ def _generation_rules(
         (order.index(token) for token, target in changed.items() if target is not None),
         default=0,
     )
-    found: list[tuple[str, Axes]] = []
+    entries: list[tuple[str, Axes]] = []
     for place, token in enumerate(order):
         if token in changed:
             # `None` ends the search: the base rule of the token is no fallback in this
             # mode.
-            found += dict.fromkeys([(token, changed[token]), (token, None)])
+            entries += dict.fromkeys([(token, changed[token]), (token, None)])
         elif place < last:
             # The rules of a mode come before the base rules, so tokens with priority
             # over a changed one are repeated.
-            found.append((token, rules[token]))
-    return found
+            entries.append((token, rules[token]))
+    return entries
 
 
 _SHARDED = (

@@ -105,8 +105,10 @@ def rules_of(
     cut: dict[Target, list[str]] = {}
     for path, entry in rows.items():
         place = weights_of(path, entry)[0]
-        own = over | {"experts": expert} if place.kind.startswith("expert_") else over
-        cut.setdefault(_target(place, own, sizes, fsdp), []).append(path)
+        place_axes = (
+            over | {"experts": expert} if place.kind.startswith("expert_") else over
+        )
+        cut.setdefault(_target(place, place_axes, sizes, fsdp), []).append(path)
     rules: Rules = []
     for target, paths in cut.items():
         apart = [*others, *[path for path in rows if path not in paths]]
@@ -137,8 +139,8 @@ def _suffix(path: str, others: Sequence[str]) -> str:
     """
     for count in range(2, path.count(".") + 2):
         for number in (r"\{[^}]*\}|\d+", r"\{[^}]*\}"):
-            one, *apart = (re.sub(number, r"\\d+", each) for each in (path, *others))
-            end = ".".join(one.split(".")[-count:])
+            first, *apart = (re.sub(number, r"\\d+", each) for each in (path, *others))
+            end = ".".join(first.split(".")[-count:])
             if not any(other.endswith(end) for other in apart):
                 return end
     return re.sub(r"\{[^}]*\}", r"\\d+", path)
@@ -151,7 +153,7 @@ def _regex(suffixes: Sequence[str]) -> str:
     short = [
         end
         for end in dict.fromkeys(suffixes)
-        if not any(end != one and end.endswith(one) for one in suffixes)
+        if not any(end != suffix and end.endswith(suffix) for suffix in suffixes)
     ]
     heads, _, lasts = zip(*[end.rpartition(".") for end in short], strict=True)
     if len(short) == 1:

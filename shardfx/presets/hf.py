@@ -336,5 +336,8 @@ def _preset(
         (regex, optional(target))
         for regex, target in rules_of(rows, sizes, fsdp, tensor)
     ]
-    axes = [(one,) if isinstance(one, str) else one for one in (fsdp, tensor)]
+    axes = [
+        (axes_or_axis,) if isinstance(axes_or_axis, str) else axes_or_axis
+        for axes_or_axis in (fsdp, tensor)
+    ]
     return PathRules(rules, mesh_axes=(*axes[0], *axes[1]))

@@ -101,8 +101,8 @@ class MeshSpec(eqx.Module):
             kinds.get(name, AxisType.Auto) for name in self.axis_names
         )
         self.dcn_sizes = tuple((dcn or {}).get(name, 1) for name in self.axis_names)
-        for given, what in ((kinds, "axis_types"), (dcn or {}, "dcn")):
-            _require_known(given, self.axis_names, what)
+        for axes_of_argument, what in ((kinds, "axis_types"), (dcn or {}, "dcn")):
+            _require_known(axes_of_argument, self.axis_names, what)
 
     def __check_init__(self):
         repeated = [name for name in self.axis_names if self.axis_names.count(name) > 1]
@@ -165,11 +165,11 @@ class MeshSpec(eqx.Module):
             for name, count in zip(self.axis_names, self.dcn_sizes, strict=True)
             if count != 1
         }
-        told = [
+        parts = [
             f", axis_types={{{other}}}" if other else "",
             f", dcn={slices!r}" if slices else "",
         ]
-        return f"MeshSpec({dict(zip(self.axis_names, self.axis_sizes, strict=True))!r}{''.join(told)})"
+        return f"MeshSpec({dict(zip(self.axis_names, self.axis_sizes, strict=True))!r}{''.join(parts)})"
 
     @classmethod
     def parse(
@@ -205,14 +205,14 @@ class MeshSpec(eqx.Module):
         """
         pairs, dcn = [], {}
         for part in text.split(","):
-            found = _PART.fullmatch(part.strip())
-            if found is None:
+            axis_and_size = _PART.fullmatch(part.strip())
+            if axis_and_size is None:
                 raise MeshError(
                     f"mesh {text!r:.200}: {part.strip()!r:.80} is not of the form"
                     ' `name=size`; write it as in "data=-1,fsdp=4,tensor=2", or'
                     ' "data=8(dcn=2)" for an axis over two slices.'
                 )
-            name, size, slices = found.groups(default="1")
+            name, size, slices = axis_and_size.groups(default="1")
             pairs.append((name, int(size)))
             dcn[name] = int(slices)
         return cls(pairs, axis_types=axis_types, dcn=dcn)
@@ -299,21 +299,22 @@ class MeshSpec(eqx.Module):
         return self._fitted(device_count, "")
 
     def _fitted(self, device_count: int, hint: str) -> "MeshSpec":
-        known = math.prod(size for size in self.axis_sizes if size != -1)
-        hint = hint.format(known) if known > device_count else ""
-        if -1 not in self.axis_sizes and known != device_count:
+        known_size = math.prod(size for size in self.axis_sizes if size != -1)
+        hint = hint.format(known_size) if known_size > device_count else ""
+        if -1 not in self.axis_sizes and known_size != device_count:
             raise MeshError(
-                f"mesh {self} has {known} devices, but there are {device_count}; "
+                f"mesh {self} has {known_size} devices, but there are {device_count}; "
                 f"give one axis the size -1 to let it take the rest.{hint}"
             )
-        if device_count % known or device_count < 1:
+        if device_count % known_size or device_count < 1:
             raise MeshError(
-                f"mesh {self}: the known sizes give {known}, which does not divide"
+                f"mesh {self}: the known sizes give {known_size}, which does not divide"
                 f" {device_count} devices; use sizes whose product divides"
                 f" {device_count}.{hint}"
             )
         sizes = tuple(
-            device_count // known if size == -1 else size for size in self.axis_sizes
+            device_count // known_size if size == -1 else size
+            for size in self.axis_sizes
         )
         return _made(self.axis_names, sizes, self.axis_types, self.dcn_sizes)
 
@@ -409,9 +410,10 @@ class MeshSpec(eqx.Module):
             assert order.devices.shape == (4, 2) and order.method == "mesh_utils"
             ```
         """
-        given = listed(devices)
+        device_list = listed(devices)
         fitted = self._fitted(
-            len(given), _EMULATE if given and given[0].platform == "cpu" else ""
+            len(device_list),
+            _EMULATE if device_list and device_list[0].platform == "cpu" else "",
         )
         return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)
 
@@ -484,20 +486,20 @@ class MeshSpec(eqx.Module):
             ```
         """
         _require_known((axis,), self.axis_names, "split")
-        at = self.filled().axis_names.index(axis)
-        fitted = MeshSpec(parts).fit(self.axis_sizes[at])
-        spans, left = [], self.dcn_sizes[at]
+        position = self.filled().axis_names.index(axis)
+        fitted = MeshSpec(parts).fit(self.axis_sizes[position])
+        spans, remaining_slices = [], self.dcn_sizes[position]
         for size in fitted.axis_sizes:
-            spans.append(math.gcd(size, left))
+            spans.append(math.gcd(size, remaining_slices))
             # A part can only be divided between slices if all remaining slices end
             # within it.
-            if spans[-1] != size and spans[-1] != left:
+            if spans[-1] != size and spans[-1] != remaining_slices:
                 raise MeshError(
-                    f"mesh axis `{axis}` spans {self.dcn_sizes[at]} slices, which"
+                    f"mesh axis `{axis}` spans {self.dcn_sizes[position]} slices, which"
                     f" {fitted} would cut; let the first part be a multiple of"
-                    f" {self.dcn_sizes[at]}."
+                    f" {self.dcn_sizes[position]}."
                 )
-            left //= spans[-1]
+            remaining_slices //= spans[-1]
         axes = [
             *zip(
                 self.axis_names,
@@ -507,8 +509,8 @@ class MeshSpec(eqx.Module):
                 strict=True,
             )
         ]
-        kinds = [self.axis_types[at]] * len(spans)
-        axes[at : at + 1] = zip(
+        kinds = [self.axis_types[position]] * len(spans)
+        axes[position : position + 1] = zip(
             fitted.axis_names, fitted.axis_sizes, kinds, spans, strict=True
         )
         return _made(*zip(*axes, strict=True))

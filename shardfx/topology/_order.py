@@ -138,26 +138,26 @@ def _granules(
     should span. If it is 1 for all axes but there are several slices, the slowest axes
     span them.
     """
-    wanted, found = math.prod(dcn), slices(devices)
-    if wanted == 1 and len(found) == 1:
-        return found, dcn, ()
-    if wanted == 1:
-        spread = _spread(len(found), sizes)
+    slice_count, granules = math.prod(dcn), slices(devices)
+    if slice_count == 1 and len(granules) == 1:
+        return granules, dcn, ()
+    if slice_count == 1:
+        spread = _spread(len(granules), sizes)
         if spread is None:
             raise MeshError(
-                f"the devices are of {len(found)} slices, and no axes of sizes {sizes}"
+                f"the devices are of {len(granules)} slices, and no axes of sizes {sizes}"
                 " can span them; "
-                f'say which do, as in `MeshSpec(..., dcn={{"data": {len(found)}}})`.'
+                f'say which do, as in `MeshSpec(..., dcn={{"data": {len(granules)}}})`.'
             )
         reason = (
-            f"the devices are of {len(found)} slices and `dcn` is not given: axes span"
+            f"the devices are of {len(granules)} slices and `dcn` is not given: axes span"
             f" {spread} of them"
         )
-        return found, spread, (reason,)
-    if len(found) == 1 and len(nodes := processes(devices)) > 1:
-        found = nodes
-    if len(found) == 1 and devices[0].platform == "cpu":
-        per_slice = len(devices) // wanted
+        return granules, spread, (reason,)
+    if len(granules) == 1 and len(nodes := processes(devices)) > 1:
+        granules = nodes
+    if len(granules) == 1 and devices[0].platform == "cpu":
+        per_slice = len(devices) // slice_count
         blocks = tuple(
             tuple(range(start, start + per_slice))
             for start in range(0, len(devices), per_slice)
@@ -167,17 +167,17 @@ def _granules(
             dcn,
             (
                 (
-                    f"one process emulates {wanted} slices of {per_slice} devices, in"
+                    f"one process emulates {slice_count} slices of {per_slice} devices, in"
                     " the order given"
                 ),
             ),
         )
-    if len(found) != wanted:
+    if len(granules) != slice_count:
         raise MeshError(
-            f"`dcn` spreads the mesh over {wanted} slices, but the devices are of"
-            f" {len(found)}; use `dcn` sizes whose product is {len(found)}."
+            f"`dcn` spreads the mesh over {slice_count} slices, but the devices are of"
+            f" {len(granules)}; use `dcn` sizes whose product is {len(granules)}."
         )
-    return found, dcn, ()
+    return granules, dcn, ()
 
 
 def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:

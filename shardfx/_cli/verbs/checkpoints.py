@@ -82,12 +82,12 @@ def convert(
     structs = (
         structs
         if dtype is None
-        else jax.tree.map(lambda one: _cast(one, dtype), structs)
+        else jax.tree.map(lambda struct: _cast(struct, dtype), structs)
     )
-    wanted = None if like is None else load_model(like).tree
+    like_tree = None if like is None else load_model(like).tree
     leaves: Mapping[str, Any] = tree_structs(structs)
     if relation is not None:
-        there = None if wanted is None else tree_structs(wanted)
+        there = None if like_tree is None else tree_structs(like_tree)
         leaves = calling(
             "mapping", lambda: bound(relation, tree_structs(structs), there)
         )
@@ -102,9 +102,10 @@ def convert(
                 index, held, dtype=None if dtype is None else jnp.dtype(dtype)
             ),
         )
-        given = {"map": relation, "like": wanted, "overwrite": overwrite}
+        options = {"map": relation, "like": like_tree, "overwrite": overwrite}
         calling(
-            f"writing {target!r}", lambda: checkpoint.save(target, tree, held, **given)
+            f"writing {target!r}",
+            lambda: checkpoint.save(target, tree, held, **options),
         )
     size = sum(
         math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
@@ -124,8 +125,8 @@ def convert(
         "",
         f"{plural(len(leaves), 'array')}, {bytes_text(size)}{end}",
     ]
-    told = {"written": None if dry_run else target, "bytes": size, "arrays": arrays}
-    answer(json_file, lambda: "\n".join(lines), lambda: told)
+    data = {"written": None if dry_run else target, "bytes": size, "arrays": arrays}
+    answer(json_file, lambda: "\n".join(lines), lambda: data)
 
 
 def _map(name: str) -> TreeMap:
@@ -165,19 +166,19 @@ def clean(
     A save writes to .NAME.partial-... in DIRECTORY and renames it at the end. If a save
     is killed, this directory or file remains.
     """
-    found = calling(
+    left_over = calling(
         f"looking at {directory!r}",
         lambda: checkpoint.left_over(
             directory, older_than_seconds=older_than_seconds, remove=remove
         ),
     )
     cells = [
-        (one.path, bytes_text(one.nbytes), f"{one.age_seconds / 3600:.1f} h")
-        for one in found
+        (path.path, bytes_text(path.nbytes), f"{path.age_seconds / 3600:.1f} h")
+        for path in left_over
     ]
     lines = table(
         [("removed" if remove else "left over", "bytes", "age"), *cells],
         right={"bytes", "age"},
     )
-    text = "\n".join(lines) if found else "nothing is left over"
-    answer(json_file, lambda: text, lambda: list(found))
+    text = "\n".join(lines) if left_over else "nothing is left over"
+    answer(json_file, lambda: text, lambda: list(left_over))

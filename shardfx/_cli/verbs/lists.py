@@ -38,14 +38,14 @@ def chips(names: tuple[str, ...], json_file: str | None) -> None:
     NAME is a common name of an accelerator, such as v5p or "NVIDIA H200". --json has
     the source of every number.
     """
-    found = (
+    shown = (
         calling("reading NAME", lambda: tuple(known.find(name) for name in names))
         or known.CHIPS
     )
     answer(
         json_file,
-        lambda: known.table(found, width=terminal_width()),
-        lambda: list(found),
+        lambda: known.table(shown, width=terminal_width()),
+        lambda: list(shown),
     )
 
 

@@ -76,16 +76,18 @@ def plan(
     {MODEL}
     """
     inputs = inputs_of(options)
-    made = plan_of(options, inputs)
+    made_plan = plan_of(options, inputs)
     if json_file == "-":
-        write(made.to_json(), json_file)
+        write(made_plan.to_json(), json_file)
         return
-    shown = made if only is None else calling("--only", lambda: made.select(only))
+    shown = (
+        made_plan if only is None else calling("--only", lambda: made_plan.select(only))
+    )
     show(sfx.report(shown, width=width or terminal_width()))
     if inputs.target is not None:
-        show(f"\n{order_text(inputs.target, made.mesh)}")
+        show(f"\n{order_text(inputs.target, made_plan.mesh)}")
     if json_file is not None:
-        write(made.to_json(), json_file)
+        write(made_plan.to_json(), json_file)
 
 
 @verb(
@@ -112,10 +114,10 @@ def explain(options: PlanOptions, path: str, json_file: str | None) -> None:
 
     {MODEL}
     """
-    made = plan_of(options)
-    named = path if path in made else _RANGE.sub(r"\1", path)
-    found = calling("explaining", lambda: sfx.explain(made, named))
-    answer(json_file, lambda: str(found), lambda: found)
+    made_plan = plan_of(options)
+    named = path if path in made_plan else _RANGE.sub(r"\1", path)
+    explanation = calling("explaining", lambda: sfx.explain(made_plan, named))
+    answer(json_file, lambda: str(explanation), lambda: explanation)
 
 
 @verb(
@@ -152,10 +154,12 @@ def lint(
 
     {MODEL}
     """
-    given = inputs_of(options)
-    found = calling("checking", lambda: findings_of(options, given).without(*ignore))
-    answer(json_file, lambda: str(found), lambda: list(found))
-    return 1 if found.worst(fail_on) else 0  # pyright: ignore[reportArgumentType]
+    inputs = inputs_of(options)
+    findings = calling(
+        "checking", lambda: findings_of(options, inputs).without(*ignore)
+    )
+    answer(json_file, lambda: str(findings), lambda: list(findings))
+    return 1 if findings.worst(fail_on) else 0  # pyright: ignore[reportArgumentType]
 
 
 @verb(
@@ -211,13 +215,13 @@ def diff(
     )
     first, second = plan_of(options), plan_of(other)
     with working("comparing the plans"):
-        found = calling("comparing", lambda: sfx.diff(first, second))
+        differences = calling("comparing", lambda: sfx.diff(first, second))
     answer(
         json_file,
-        lambda: str(found),
-        lambda: {"wire_bytes": found.wire_bytes, **data_of(found)},
+        lambda: str(differences),
+        lambda: {"wire_bytes": differences.wire_bytes, **data_of(differences)},
     )
-    return 1 if exit_code and found else 0
+    return 1 if exit_code and differences else 0
 
 
 @verb(
@@ -271,10 +275,10 @@ def report(
             "Missing option '--html'; say where the page goes, as in --html plan.html"
         )
     hardware, inputs = None if chip is None else chip_of(chip), inputs_of(options)
-    made = plan_of(options, inputs)
+    made_plan = plan_of(options, inputs)
     with working("checking the plan"):
-        found = calling("checking", lambda: findings_of(options, inputs))
-    loaded = None if step is None else load_step(step, None, made.mesh)
+        findings = calling("checking", lambda: findings_of(options, inputs))
+    loaded = None if step is None else load_step(step, None, made_plan.mesh)
     sent = needs = None
     if loaded is not None:
         with working(f"compiling {step}"):
@@ -284,7 +288,7 @@ def report(
         needs = None if hardware is None else fit_of(loaded, hardware)
     about = {
         "title": options.model,
-        "findings": found,
+        "findings": findings,
         "chip": hardware,
         "traffic": sent,
         "fit": needs,
@@ -292,8 +296,8 @@ def report(
     with working("writing the report"):
         if html_file is not None:
             write(
-                calling("drawing the page", lambda: html_report(made, **about)),
+                calling("drawing the page", lambda: html_report(made_plan, **about)),
                 html_file,
             )
         if json_file is not None:
-            write(as_json(report_data(made, **about)), json_file)
+            write(as_json(report_data(made_plan, **about)), json_file)

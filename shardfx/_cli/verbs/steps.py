@@ -109,23 +109,25 @@ def traffic(
         load_step(step, kwargs, mesh),
     )
     with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}"):
-        found = traffic_of(loaded, how, target)
-    sent = found.compiled if how == "compare" else found
+        step_traffic = traffic_of(loaded, how, target)
+    sent = step_traffic.compiled if how == "compare" else step_traffic
     timed = (
         None
         if hardware is None
         else calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
     )
-    text = str(found) if how == "compare" else found.text(terminal_width())
+    text = (
+        str(step_traffic) if how == "compare" else step_traffic.text(terminal_width())
+    )
     sums = (
         ("extra_bytes",)
         if how == "compare"
         else ("wire_bytes", "dcn_bytes", "unsure_bytes")
     )
-    told = {name: getattr(found, name) for name in sums} | data_of(found)
+    data = {name: getattr(step_traffic, name) for name in sums} | data_of(step_traffic)
     if timed is not None:
-        text, told = f"{text}\n\n{timed}", {**told, "seconds": data_of(timed)}
-    answer(json_file, lambda: text, lambda: told)
+        text, data = f"{text}\n\n{timed}", {**data, "seconds": data_of(timed)}
+    answer(json_file, lambda: text, lambda: data)
 
 
 @verb(
@@ -160,17 +162,20 @@ def why(
     loaded = load_step(step, kwargs, mesh)
     with working(f"asking about {step}"):
         if line is None:
-            found = calling(
+            answer_text = calling(
                 "asking", lambda: cost.shardings(loaded.function, *loaded.args)
             )
         else:
-            found = calling(
+            answer_text = calling(
                 "asking", lambda: explain(loaded.function, line, *loaded.args)
             )
     answer(
         json_file,
-        lambda: str(found),
-        lambda: {"arrays": json.loads(found.to_json()), "notes": found.notes},
+        lambda: str(answer_text),
+        lambda: {
+            "arrays": json.loads(answer_text.to_json()),
+            "notes": answer_text.notes,
+        },
     )
 
 
@@ -229,25 +234,28 @@ def fit(
     if (step is None) == (options.model is None):
         raise UsageError("give a MODEL, as llama3-8b, or --step MODULE:STEP")
     if step is None:
-        made = plan_of(options)
+        made_plan = plan_of(options)
         # `cost.fit` makes a row for each first path component.
-        is_joined = {path.partition("/")[0] for path in made} == {"model", "optimizer"}
-        parts = made if is_joined else ShardPlan.join(model=made)
-        found = calling("counting", lambda: cost.fit(parts, chip=hardware))
+        is_joined = {path.partition("/")[0] for path in made_plan} == {
+            "model",
+            "optimizer",
+        }
+        parts = made_plan if is_joined else ShardPlan.join(model=made_plan)
+        step_fit = calling("counting", lambda: cost.fit(parts, chip=hardware))
     else:
         loaded = load_step(step, options.kwargs, options.mesh)
-        found = fit_of(
+        step_fit = fit_of(
             loaded, hardware, compiled(loaded, options.target) if compiles else None
         )
     answer(
         json_file,
-        lambda: calling("trying changes", found.explain),
-        lambda: _data(found),
+        lambda: calling("trying changes", step_fit.explain),
+        lambda: _data(step_fit),
     )
-    return 0 if found.fits and found.basis != "arguments" else 1
+    return 0 if step_fit.fits and step_fit.basis != "arguments" else 1
 
 
-def _data(found: cost.Fit) -> dict[str, Any]:
+def _data(step_fit: cost.Fit) -> dict[str, Any]:
     names = (
         "fits",
         "is_close",
@@ -259,8 +267,8 @@ def _data(found: cost.Fit) -> dict[str, Any]:
         "largest_batch",
     )
     tables = ("rows", "largest", "changes", "notes")
-    return {name: data_of(getattr(found, name)) for name in (*names, *tables)} | {
-        "chip_name": found.chip.name
+    return {name: data_of(getattr(step_fit, name)) for name in (*names, *tables)} | {
+        "chip_name": step_fit.chip.name
     }
 
 
@@ -389,45 +397,49 @@ def search(
             )
         )
     with working(f"searching for {step}") as tell:
-        more = {"verify": verify, "closely": closely}
-        given = {"keep": keep, "also": also, "progress": tell, **hardware, **more}
-        found = calling("searching", lambda: search_of(function, *args, **given))
-    text = "\n\n".join([_table(found), *map(str, found)])
-    answer(json_file, lambda: text, lambda: [_candidate_data(one) for one in found])
+        checking = {"verify": verify, "closely": closely}
+        options = {"keep": keep, "also": also, "progress": tell, **hardware, **checking}
+        candidates = calling("searching", lambda: search_of(function, *args, **options))
+    text = "\n\n".join([_table(candidates), *map(str, candidates)])
+    answer(
+        json_file,
+        lambda: text,
+        lambda: [_candidate_data(candidate) for candidate in candidates],
+    )
     if code_file is not None:
-        write(found[0].code().removesuffix("\n"), code_file)
-    return 0 if found[0].fits else 1
+        write(candidates[0].code().removesuffix("\n"), code_file)
+    return 0 if candidates[0].fits else 1
 
 
-def _table(found: Sequence[Candidate]) -> str:
+def _table(candidates: Sequence[Candidate]) -> str:
     """Returns the candidates of a search as the text of a table, with one line for each
     candidate.
     """
     rows = [("", "candidate", "by", "ms a step", "sent", "a device")]
-    for number, one in enumerate(found, start=1):
-        sent = bytes_text(one.wire_bytes) + (
-            f" ± {bytes_text(one.unsure_bytes)}" if one.unsure_bytes else ""
+    for number, candidate in enumerate(candidates, start=1):
+        sent = bytes_text(candidate.wire_bytes) + (
+            f" ± {bytes_text(candidate.unsure_bytes)}" if candidate.unsure_bytes else ""
         )
         rows.append(
             (
                 f"[{number}]",
-                one.title,
-                one.by,
-                f"{one.seconds * 1e3:.3g}",
+                candidate.title,
+                candidate.by,
+                f"{candidate.seconds * 1e3:.3g}",
                 sent,
-                bytes_text(one.memory_bytes),
+                bytes_text(candidate.memory_bytes),
             )
         )
     return "\n".join(table(rows, right={"ms a step", "sent", "a device"}))
 
 
-def _candidate_data(found: Candidate) -> dict[str, object]:
-    fields = {name: getattr(found, name) for name in _FIELDS}
-    plans = [{leaf.path: leaf.spec for leaf in plan.leaves} for plan in found.plans]
-    sent = [_row(row) for row in found.traffic.rows]
+def _candidate_data(candidate: Candidate) -> dict[str, object]:
+    fields = {name: getattr(candidate, name) for name in _FIELDS}
+    plans = [{leaf.path: leaf.spec for leaf in plan.leaves} for plan in candidate.plans]
+    sent = [_row(row) for row in candidate.traffic.rows]
     return {
-        "mesh": str(found.mesh),
-        "rules": found.rules.rules,
+        "mesh": str(candidate.mesh),
+        "rules": candidate.rules.rules,
         "plans": plans,
         **fields,
         "traffic": sent,

@@ -75,17 +75,17 @@ def with_experts_stacked(rows: Rows) -> Rows:
     """Returns only the rows of experts, with all experts of a layer in one array
     instead of one array per expert.
     """
-    found: Rows = {}
+    stacked: Rows = {}
     for path, entry in rows.items():
         if "experts.{experts}." in path:
             kind, _, axes = str(entry).partition(": ")
-            found[path.replace("{experts}.", "")] = f"{kind}: experts {axes}"
-    return found
+            stacked[path.replace("{experts}.", "")] = f"{kind}: experts {axes}"
+    return stacked
 
 
-def _rows(at: str, text: str, leaf: str = ".weight") -> Rows:
+def _rows(prefix: str, text: str, leaf: str = ".weight") -> Rows:
     pairs = [line.split(maxsplit=1) for line in text.strip().splitlines()]
-    return {f"{at}{name}{leaf}": entry for name, entry in pairs}
+    return {f"{prefix}{name}{leaf}": entry for name, entry in pairs}
 
 
 def _with_biases(rows: Rows, dim: int = 0) -> Rows:
@@ -105,64 +105,64 @@ def _bias(entry: Entry, dim: int) -> Entry:
     return f"{kind}_bias: {groups_of(axes)[dim]}"
 
 
-def _attention(at: str, form: Form, into: str = _PARTS["qkv"]) -> Rows:
-    rows, out = _rows(at, into), _rows(at, "o_proj  out: embed (heads dim)")
+def _attention(prefix: str, form: Form, into: str = _PARTS["qkv"]) -> Rows:
+    rows, out = _rows(prefix, into), _rows(prefix, "o_proj  out: embed (heads dim)")
     rows = _with_biases(rows) if form.get("qkv_bias") else rows
     rows |= _with_biases(out) if form.get("out_bias") else out
-    return rows | (_rows(at, _PARTS["qk_norms"]) if form.get("qk_norm") else {})
+    return rows | (_rows(prefix, _PARTS["qk_norms"]) if form.get("qk_norm") else {})
 
 
-def _mlp(at: str, kind: str = "", hidden: str = "hidden") -> Rows:
-    return _rows(at, _PARTS["mlp"].format(kind=kind, hidden=hidden))
+def _mlp(prefix: str, kind: str = "", hidden: str = "hidden") -> Rows:
+    return _rows(prefix, _PARTS["mlp"].format(kind=kind, hidden=hidden))
 
 
-def _routed(at: str) -> Rows:
-    return _rows(at, "gate  router: experts embed") | _mlp(
-        f"{at}experts.{{experts}}.", "expert_"
+def _routed(prefix: str) -> Rows:
+    return _rows(prefix, "gate  router: experts embed") | _mlp(
+        f"{prefix}experts.{{experts}}.", "expert_"
     )
 
 
-def _causal(at: str, head: str, form: Form, layer: Rows) -> Rows:
+def _causal(prefix: str, head: str, form: Form, layer: Rows) -> Rows:
     """Returns the rows of a decoder: embedding, norms, the rows `layer` of its layers,
     and the output weights unless they are tied to the embedding.
     """
     norms = _rows(
-        f"{at}layers.{{layers}}.",
+        f"{prefix}layers.{{layers}}.",
         _PARTS["four_norms"] if form.get("four_norms") else _PARTS["norms"],
     )
-    last = _rows(at, "norm  norm: embed")
+    last = _rows(prefix, "norm  norm: embed")
     if form.get("norm_bias"):
         norms, last = _with_biases(norms), _with_biases(last)
-    rows = _rows(at, "embed_tokens  embedding: vocab embed") | norms | layer | last
+    rows = _rows(prefix, "embed_tokens  embedding: vocab embed") | norms | layer | last
     return rows if form.get("tied") else {**rows, f"{head}.weight": "head: vocab embed"}
 
 
-def _llama(at: str, head: str, form: Form) -> Rows:
-    layer = f"{at}layers.{{layers}}."
+def _llama(prefix: str, head: str, form: Form) -> Rows:
+    layer = f"{prefix}layers.{{layers}}."
     mlp = _mlp(f"{layer}mlp.")
     mlp = _with_biases(mlp) if form.get("mlp_bias") else mlp
-    return _causal(at, head, form, _attention(f"{layer}self_attn.", form) | mlp)
+    return _causal(prefix, head, form, _attention(f"{layer}self_attn.", form) | mlp)
 
 
-def _mixtral(at: str, head: str, form: Form) -> Rows:
-    layer = f"{at}layers.{{layers}}."
+def _mixtral(prefix: str, head: str, form: Form) -> Rows:
+    layer = f"{prefix}layers.{{layers}}."
     moe = f"{layer}block_sparse_moe."
     routed = _rows(moe, "gate  router: experts embed")
     routed |= _rows(f"{moe}experts.{{experts}}.", _PARTS["mixtral.experts"])
-    return _causal(at, head, form, _attention(f"{layer}self_attn.", form) | routed)
+    return _causal(prefix, head, form, _attention(f"{layer}self_attn.", form) | routed)
 
 
-def _qwen3_moe(at: str, head: str, form: Form) -> Rows:
-    layer = f"{at}layers.{{layers}}."
+def _qwen3_moe(prefix: str, head: str, form: Form) -> Rows:
+    layer = f"{prefix}layers.{{layers}}."
     return _causal(
-        at,
+        prefix,
         head,
         form,
         _attention(f"{layer}self_attn.", {"qk_norm": True}) | _routed(f"{layer}mlp."),
     )
 
 
-def _qwen3_next(at: str, head: str, form: Form) -> Rows:
+def _qwen3_next(prefix: str, head: str, form: Form) -> Rows:
     """Returns the rows of Qwen3-Next. Most layers have linear attention, the others
     gated attention. There is also a multi-token prediction layer.
     """
@@ -180,13 +180,13 @@ def _qwen3_next(at: str, head: str, form: Form) -> Rows:
         )
 
     form = {**form, "qk_norm": True}
-    layer = _attention(f"{at}layers.{{full_layers}}.self_attn.", form, gated) | mlp(
-        f"{at}layers.{{layers}}.mlp."
+    layer = _attention(f"{prefix}layers.{{full_layers}}.self_attn.", form, gated) | mlp(
+        f"{prefix}layers.{{layers}}.mlp."
     )
     # In linear attention, the rows are grouped by key head: its query, its key, and its
     # values and gates.
     layer |= _rows(
-        f"{at}layers.{{linear_layers}}.linear_attn.",
+        f"{prefix}layers.{{linear_layers}}.linear_attn.",
         _PARTS["qwen3_next.linear"],
         leaf="",
     )
@@ -194,101 +194,107 @@ def _qwen3_next(at: str, head: str, form: Form) -> Rows:
     last |= _rows("mtp.", _PARTS["qwen3_next.ahead"]) | _rows(
         "mtp.layers.0.", _PARTS["norms"]
     )
-    return _causal(at, head, form, layer) | last
+    return _causal(prefix, head, form, layer) | last
 
 
-def _deepseek(at: str, head: str, form: Form) -> Rows:
-    layer, dense = f"{at}layers.{{layers}}.", form.get("dense_layers", 0)
+def _deepseek(prefix: str, head: str, form: Form) -> Rows:
+    layer, dense = f"{prefix}layers.{{layers}}.", form.get("dense_layers", 0)
     query = (
         _PARTS["deepseek.compressed"]
         if form.get("q_lora")
         else "q_proj  query: (heads dim) embed"
     )
-    own = _rows(f"{layer}self_attn.", query) | _rows(
+    layer_rows = _rows(f"{layer}self_attn.", query) | _rows(
         f"{layer}self_attn.", _PARTS["deepseek.latent"]
     )
-    own |= _mlp(f"{at}layers.{{dense_layers}}.mlp.") if dense else {}
-    moe = f"{at}layers.{{moe_layers+{dense}}}.mlp." if dense else f"{layer}mlp."
-    own |= _routed(moe) | _mlp(f"{moe}shared_experts.", "shared_", "shared_hidden")
+    layer_rows |= _mlp(f"{prefix}layers.{{dense_layers}}.mlp.") if dense else {}
+    moe = f"{prefix}layers.{{moe_layers+{dense}}}.mlp." if dense else f"{layer}mlp."
+    layer_rows |= _routed(moe) | _mlp(
+        f"{moe}shared_experts.", "shared_", "shared_hidden"
+    )
     scores = _rows(moe, "gate.e_score_correction_bias  router_bias: experts", leaf="")
-    return _causal(at, head, form, own | (scores if form.get("score_bias") else {}))
+    return _causal(
+        prefix, head, form, layer_rows | (scores if form.get("score_bias") else {})
+    )
 
 
-def _gpt_oss(at: str, head: str, form: Form) -> Rows:
+def _gpt_oss(prefix: str, head: str, form: Form) -> Rows:
     """Returns the rows of GPT-OSS after unpacking from MXFP4. Experts are stacked,
     `[in, out]`, and the columns of gate and up alternate.
     """
-    layer = f"{at}layers.{{layers}}."
-    own = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
-    own |= _rows(f"{layer}self_attn.", "sinks  sinks: heads", leaf="")
-    own |= _with_biases(_rows(f"{layer}mlp.", "router  router: experts embed"))
+    layer = f"{prefix}layers.{{layers}}."
+    layer_rows = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
+    layer_rows |= _rows(f"{layer}self_attn.", "sinks  sinks: heads", leaf="")
+    layer_rows |= _with_biases(_rows(f"{layer}mlp.", "router  router: experts embed"))
     return _causal(
-        at,
+        prefix,
         head,
         form,
-        own | _rows(f"{layer}mlp.experts.", _PARTS["gpt_oss.experts"], leaf=""),
+        layer_rows | _rows(f"{layer}mlp.experts.", _PARTS["gpt_oss.experts"], leaf=""),
     )
 
 
-def _llama4(at: str, head: str, form: Form) -> Rows:
+def _llama4(prefix: str, head: str, form: Form) -> Rows:
     """Returns the rows of Llama 4's text model. Experts are stacked, `[in, out]`. Gate
     and up are concatenated, so a shard may hold only one of them.
     """
-    moe = f"{at}layers.{{routed_layers}}.feed_forward."
-    own = _attention(f"{at}layers.{{layers}}.self_attn.", form) | _mlp(
-        f"{at}layers.{{plain_layers}}.feed_forward."
+    moe = f"{prefix}layers.{{routed_layers}}.feed_forward."
+    layer_rows = _attention(f"{prefix}layers.{{layers}}.self_attn.", form) | _mlp(
+        f"{prefix}layers.{{plain_layers}}.feed_forward."
     )
-    own |= _rows(moe, _PARTS["llama4.experts"], leaf="") | _mlp(
+    layer_rows |= _rows(moe, _PARTS["llama4.experts"], leaf="") | _mlp(
         f"{moe}shared_expert.", "shared_", "shared_hidden"
     )
-    return _causal(at, head, form, own)
+    return _causal(prefix, head, form, layer_rows)
 
 
-def _starcoder2(at: str, head: str, form: Form) -> Rows:
-    layer = f"{at}layers.{{layers}}."
-    own = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
-    own |= _with_biases(
+def _starcoder2(prefix: str, head: str, form: Form) -> Rows:
+    layer = f"{prefix}layers.{{layers}}."
+    layer_rows = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
+    layer_rows |= _with_biases(
         _rows(f"{layer}mlp.", "c_fc    up: hidden embed\nc_proj  down: embed hidden")
     )
-    return _causal(at, head, {**form, "norm_bias": True}, own)
+    return _causal(prefix, head, {**form, "norm_bias": True}, layer_rows)
 
 
-def _gpt(at: str, head: str, form: Form) -> Rows:
+def _gpt(prefix: str, head: str, form: Form) -> Rows:
     """Returns the rows of GPT-2 and GPT-3: Conv1D weights, `[in, out]`, with query, key
     and value concatenated.
     """
-    layer = f"{at}h.{{layers}}."
+    layer = f"{prefix}h.{{layers}}."
     thirds = Fused(
         "query: embed (heads dim)",
         "key: embed (kv_heads dim)",
         "value: embed (kv_heads dim)",
         dim=1,
     )
-    rows = _rows(at, "wte  embedding: vocab embed\nwpe  positions: positions embed")
+    rows = _rows(prefix, "wte  embedding: vocab embed\nwpe  positions: positions embed")
     rows |= _with_biases(
         _rows(layer, "ln_1  attention_norm: embed\nln_2  mlp_norm: embed")
     )
     rows |= _with_biases(
         {f"{layer}attn.c_attn.weight": thirds} | _rows(layer, _PARTS["gpt.out"]), dim=-1
     )
-    return rows | _with_biases(_rows(at, "ln_f  norm: embed"))
+    return rows | _with_biases(_rows(prefix, "ln_f  norm: embed"))
 
 
-def _bert(at: str, head: str, form: Form) -> Rows:
-    rows = _rows(f"{at}embeddings.", _PARTS["bert.table"]) | _with_biases(
-        _rows(at, "embeddings.LayerNorm  norm: embed")
+def _bert(prefix: str, head: str, form: Form) -> Rows:
+    rows = _rows(f"{prefix}embeddings.", _PARTS["bert.table"]) | _with_biases(
+        _rows(prefix, "embeddings.LayerNorm  norm: embed")
     )
-    rows |= _with_biases(_rows(f"{at}encoder.layer.{{layers}}.", _PARTS["bert.layer"]))
-    return rows | _with_biases(_rows(at, "pooler.dense  pooler: pooled embed"))
+    rows |= _with_biases(
+        _rows(f"{prefix}encoder.layer.{{layers}}.", _PARTS["bert.layer"])
+    )
+    return rows | _with_biases(_rows(prefix, "pooler.dense  pooler: pooled embed"))
 
 
-def _t5(at: str, head: str, form: Form) -> Rows:
+def _t5(prefix: str, head: str, form: Form) -> Rows:
     """Returns the rows of T5 v1.1. Feed-forward blocks are gated; output weights are
     not tied.
     """
-    rows = _rows(at, "shared  embedding: vocab embed\nlm_head  head: vocab embed")
+    rows = _rows(prefix, "shared  embedding: vocab embed\nlm_head  head: vocab embed")
     for stack, cross in (("encoder", ()), ("decoder", ("EncDecAttention",))):
-        block = f"{at}{stack}.block."
+        block = f"{prefix}{stack}.block."
         for number, part in enumerate(("SelfAttention", *cross, "DenseReluDense")):
             layer = f"{block}{{layers}}.layer.{number}."
             rows |= _rows(
@@ -304,18 +310,18 @@ def _t5(at: str, head: str, form: Form) -> Rows:
             f"{block}{{first}}.layer.0.SelfAttention.",
             "relative_attention_bias  relative: buckets heads",
         )
-        rows |= _rows(f"{at}{stack}.", "final_layer_norm  norm: embed")
+        rows |= _rows(f"{prefix}{stack}.", "final_layer_norm  norm: embed")
     return rows
 
 
-def _vit(at: str, head: str, form: Form) -> Rows:
+def _vit(prefix: str, head: str, form: Form) -> Rows:
     """Returns the rows of a ViT under big_vision's names: flax kernels, `[in, out]`,
     with heads and head_dim as separate dimensions.
     """
     block = _rows(
-        f"{at}Transformer.encoderblock_{{layers}}.", _PARTS["vit.block"], leaf=""
+        f"{prefix}Transformer.encoderblock_{{layers}}.", _PARTS["vit.block"], leaf=""
     )
-    return _rows(at, _PARTS["vit.ends"], leaf="") | block
+    return _rows(prefix, _PARTS["vit.ends"], leaf="") | block
 
 
 def _sight_of_gemma3() -> Rows:

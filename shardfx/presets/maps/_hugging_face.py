@@ -107,30 +107,32 @@ def sizes_of(config: Config) -> dict[str, int]:
     """Returns the sizes of all axes, such as "embed" and "heads", whose size follows
     from the config.
     """
-    given = {
+    numbers_of_axis = {
         axis: [config[name] for name in names if config.get(name) is not None]
         for axis, names in _SIZES.items()
     }
-    found = {axis: next(iter(numbers), None) for axis, numbers in given.items()}
+    sizes = {
+        axis: next(iter(numbers), None) for axis, numbers in numbers_of_axis.items()
+    }
     if (
-        found["dim"] is None
-        and found["embed"]
-        and found["heads"]
-        and found["latent"] is None
+        sizes["dim"] is None
+        and sizes["embed"]
+        and sizes["heads"]
+        and sizes["latent"] is None
     ):
-        found["dim"] = found["embed"] // found["heads"]
-    found["kv_heads"] = found["kv_heads"] or found["heads"]
-    if found["latent"] is not None:
+        sizes["dim"] = sizes["embed"] // sizes["heads"]
+    sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
+    if sizes["latent"] is not None:
         nope, rope = (
             needed(config, "qk_nope_head_dim"),
             needed(config, "qk_rope_head_dim"),
         )
-        found |= {
+        sizes |= {
             "dim": nope + rope,
             "both_dim": nope + needed(config, "v_head_dim"),
             "kv_heads": None,
         }
-        found |= {
+        sizes |= {
             "query_latent": config.get("q_lora_rank"),
             "latent_and_rope": needed(config, "kv_lora_rank") + rope,
         }
@@ -141,8 +143,8 @@ def sizes_of(config: Config) -> dict[str, int]:
             needed(config, "num_hidden_layers"),
             config.get("first_k_dense_replace", 0),
         )
-        found |= {"layers": layers, "moe_layers": layers - dense}
-    return {axis: size for axis, size in found.items() if size}
+        sizes |= {"layers": layers, "moe_layers": layers - dense}
+    return {axis: size for axis, size in sizes.items() if size}
 
 
 def needed(config: Config, name: str) -> int:
@@ -180,7 +182,7 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
     """Returns the paths of arrays that a checkpoint may have besides the weights of its
     text model, such as causal masks. The paths of the text model begin with `prefix`.
     """
-    at, kind = f"{prefix}layers.", config["model_type"]
+    layers, kind = f"{prefix}layers.", config["model_type"]
     if kind == "gpt2":
         # The causal masks, which are not weights.
         masks = (
@@ -194,10 +196,10 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
         return ("vision_tower.{rest*}", "multi_modal_projector.{rest*}")
     if kind.startswith(("llama", "mi", "qwen")):
         # Old checkpoints hold the frequencies of the rotary embedding.
-        return (f"{at}{{layers}}.self_attn.rotary_emb.inv_freq",)
+        return (f"{layers}{{layers}}.self_attn.rotary_emb.inv_freq",)
     ahead = config.get("num_nextn_predict_layers") or 0
     last = needed(config, "num_hidden_layers") if ahead else 0
-    return tuple(f"{at}{last + one}.{{rest*}}" for one in range(ahead))
+    return tuple(f"{layers}{last + number}.{{rest*}}" for number in range(ahead))
 
 
 def _with_scales(rows: Rows, quantization: Config) -> Rows:
@@ -212,17 +214,17 @@ def _with_scales(rows: Rows, quantization: Config) -> Rows:
             f"weights of the `quant_method` {method!r} without blocks; there is a table"
             " for fp8 in blocks."
         )
-    block, found = tuple(quantization["weight_block_size"]), {}
+    block, scaled = tuple(quantization["weight_block_size"]), {}
     for path, entry in rows.items():
         is_linear = isinstance(entry, str) and path.endswith(
             ("_proj.weight", "_with_mqa.weight")
         )
-        found[path] = (
+        scaled[path] = (
             Scaled(str(entry), f"{path}_scale_inv", block, "bfloat16")
             if is_linear
             else entry
         )
-    return found
+    return scaled
 
 
 _MODEL_TYPES = (

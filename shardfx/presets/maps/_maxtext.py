@@ -106,7 +106,11 @@ def maxtext(
         _MOE.get(str(family), "DeepSeekMoeBlock_0/MoeBlock_0"),
         dict[str, Entry](),
     )
-    names = {kind: one.maxtext for kind, one in SCANNED.items() if one.maxtext != "-"}
+    names = {
+        kind: weight.maxtext
+        for kind, weight in SCANNED.items()
+        if weight.maxtext != "-"
+    }
     names |= _GEMMA if family in _GEMMAS else {}
     absent = [kind for kind in theirs.kinds if kind not in names]
     if absent:
@@ -145,8 +149,8 @@ def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
         if not stack.layers or family not in ("gemma2", "gemma3", "gemma3_text"):
             yield stack, ""
         elif family == "gemma2":
-            for at, suffix in enumerate(("_local", "_global")):
-                yield stack._replace(axis=f"layers[{at}::2]"), suffix
+            for position, suffix in enumerate(("_local", "_global")):
+                yield stack._replace(axis=f"layers[{position}::2]"), suffix
         else:
             count = text_config(config).get("num_hidden_layers")
             if count is None:
@@ -155,20 +159,20 @@ def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
                     " `num_hidden_layers`."
                 )
             end = count - count % _PATTERN
-            for at in range(_PATTERN if end else 0):
+            for position in range(_PATTERN if end else 0):
                 yield (
                     stack._replace(
-                        layers=f"layers/layers_{at}",
-                        axis=f"layers[{at}:{end}:{_PATTERN}]",
+                        layers=f"layers/layers_{position}",
+                        axis=f"layers[{position}:{end}:{_PATTERN}]",
                     ),
                     "",
                 )
-            for at in range(end, count):
+            for position in range(end, count):
                 yield (
                     LayerStack(
                         stack.kind,
-                        f"layers_remainder/layers_{at - end}",
-                        f"layers[{at}]",
+                        f"layers_remainder/layers_{position - end}",
+                        f"layers[{position}]",
                     ),
                     "",
                 )

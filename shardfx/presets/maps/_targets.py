@@ -195,14 +195,14 @@ def _fused(
         case "kv_a" if "query_a" in kinds:
             return {}
         case "query" | "query_bias" if not is_latent:
-            own = path.replace(".self.query.", ".self.qkv_proj.").replace(
+            fused_path = path.replace(".self.query.", ".self.qkv_proj.").replace(
                 "q_proj", "qkv_proj"
             )
             others = [
                 text.replace("query", kind).replace("heads", key)
                 for kind in ("key", "value")
             ]
-            return {own: Fused(text, *others, shards=shards)}
+            return {fused_path: Fused(text, *others, shards=shards)}
         case "gate" | "gate_bias" | "shared_gate":
             up = text.replace("gate", "up")
             return {
@@ -244,7 +244,10 @@ def stacks_of(config: Config) -> Iterator[LayerStack]:
     ]
     dense = text_config(config).get("first_k_dense_replace", 0)
     for place in places:
-        axis = next((one for one in place.in_path if one.endswith("layers")), "")
+        axis = next(
+            (axis_name for axis_name in place.in_path if axis_name.endswith("layers")),
+            "",
+        )
         if axis == "layers" and dense:
             yield LayerStack(place.kind, "dense_layers", f"layers[:{dense}]")
             yield LayerStack(place.kind, "moe_layers", f"layers[{dense}:]")

@@ -207,16 +207,16 @@ def row_of(name: str) -> ModelRow:
 
 
 def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None:
-    known = {**row.config, **_OPTIONS.get(row.family, {})}
-    for given, value in changes.items():
-        if given not in known:
-            hint = near(given, tuple(known)) or f"; it has {', '.join(known)}"
-            raise RuleError(f"`{name}` has no number {quoted(given)}{hint}.")
-        kind = type(known[given])
+    options = {**row.config, **_OPTIONS.get(row.family, {})}
+    for option, value in changes.items():
+        if option not in options:
+            hint = near(option, tuple(options)) or f"; it has {', '.join(options)}"
+            raise RuleError(f"`{name}` has no number {quoted(option)}{hint}.")
+        kind = type(options[option])
         # In Python a bool is an int, but it is not a number of layers.
         if type(value) is not kind or value < 0:
             raise RuleError(
-                f"`{name}`: `{given}={value!r:.60}` is no"
+                f"`{name}`: `{option}={value!r:.60}` is no"
                 f" {'bool' if kind is bool else 'whole number'}."
             )
 
@@ -297,7 +297,7 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
         shape = _shape(
             weights_of(path, entry), entry.dim if isinstance(entry, Fused) else 0, sizes
         )
-        kept = jnp.float32 if path.endswith("e_score_correction_bias") else dtype
+        leaf_dtype = jnp.float32 if path.endswith("e_score_correction_bias") else dtype
         name = pattern(path)
         counts = [sizes[axis] for axis in name.names]
         for numbers in it.product(
@@ -309,7 +309,7 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
             node = tree
             for key in above:
                 node = node.setdefault(key, {})
-            node[last] = jax.ShapeDtypeStruct(shape, kept)
+            node[last] = jax.ShapeDtypeStruct(shape, leaf_dtype)
     return tree
 
 
@@ -322,8 +322,8 @@ def _shape(places: Sequence[Weight], dim: int, sizes: Sizes) -> tuple[int, ...]:
         for place in places
     ]
     whole = [
-        sum(shape[dim] for shape in shapes) if at == dim else size
-        for at, size in enumerate(shapes[0])
+        sum(shape[dim] for shape in shapes) if position == dim else size
+        for position, size in enumerate(shapes[0])
     ]
     return tuple(whole)
 
@@ -453,9 +453,9 @@ def rules_for(
     sizes, every = sizes_of(row.config), rows_for_rules(row.family, row.config)
     # The experts of a layer that the checkpoint itself holds as one array.
     packed = {
-        path: one
-        for path, one in every.items()
-        if re.match("expert_.*: experts", str(one))
+        path: entry_text
+        for path, entry_text in every.items()
+        if re.match("expert_.*: experts", str(entry_text))
     }
     stacked = with_experts_stacked(every) | packed
     rest = {path: entry for path, entry in every.items() if path not in stacked}
