@@ -57,7 +57,7 @@ def converted(source: Weight, want: Weight, sizes: Sizes) -> From:
     """
     split_source = _split_axes(source, want, sizes.apart)
     want = _split_axes(want, source, sizes.apart)
-    conversion = _conversion(split_source, want, sizes)
+    conversion = _matched_axes(split_source, want, sizes)
     draft = _Draft(read(split_source, want, sizes), [], sizes)
     _split_dims(draft, conversion)
     _take_entries(draft, conversion)
@@ -112,7 +112,7 @@ class _Conversion:
         return [group] if group in self.whole else [(axis,) for axis in group]
 
 
-def _conversion(source: Weight, want: Weight, sizes: Sizes) -> _Conversion:
+def _matched_axes(source: Weight, want: Weight, sizes: Sizes) -> _Conversion:
     entry = None
     if want.range is not None and not want.range.step:
         entry = want.range
