@@ -24,6 +24,14 @@ _ROLES = {
         "o",
     ),
 }
+# Arrays that hold several of these projections in one, and how many. `in_proj` may be
+# something else: it counts where its size is that of three projections.
+_FUSED = {
+    **dict.fromkeys(("qkv", "qkv_proj", "to_qkv", "wqkv", "Wqkv", "attn_qkv"), 3),
+    **dict.fromkeys(("c_attn", "query_key_value", "in_proj", "in_proj_weight"), 3),
+    "in_proj_bias": 3,
+    **dict.fromkeys(("kv", "kv_proj", "to_kv", "wkv", "Wkv", "key_value"), 2),
+}
 _NORM = re.compile(r"(q|k|query|key)_(norm|layernorm)")
 # Most large models have heads of this width. No width is assumed for models that are
 # narrower than `_NARROW`.
@@ -32,12 +40,14 @@ _USUAL, _NARROW = 128, 1024
 
 class _Width(NamedTuple):
     """The number `unit` of elements of an attention head, the severity of findings that
-    rely on this number, and a phrase `why` that says where it comes from.
+    rely on this number, and a phrase `why` that says where it comes from. `noun` is the
+    word for several units.
     """
 
     unit: int
     severity: Severity
     why: str
+    noun: str = "heads"
 
 
 def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
@@ -47,9 +57,13 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
     that a rule keeps together in an array of the same layer, else the size of a norm of
     the queries or keys. If none is known, the usual width 128 is assumed for wide
     queries with narrower keys. The findings are then of severity "info".
+
+    An array that holds several projections in one, such as `qkv`, is judged likewise. If
+    nothing tells the width of its heads, a finding of severity "info" says so.
     """
     layers: dict[tuple[str, ...], dict[str, list[tuple[str, Group]]]] = {}
     norms: dict[tuple[str, ...], Group] = {}
+    fused: list[tuple[tuple[str, ...], str, str, Group]] = []
     for group in subject.content.groups:
         parts = tuple(
             "0" if part.isdigit() else part for part in re.split("[/.]", group.paths[0])
@@ -57,12 +71,18 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
         for at, part in enumerate(parts):
             if _NORM.fullmatch(part):
                 norms.setdefault(parts[:at], group)
+        for at, part in enumerate(parts):
+            if part in _FUSED:
+                suffix = "/".join(parts[at + 1 :])
+                fused.append((parts[:at], part, suffix, group))
         at = max((at for at, part in enumerate(parts) if part in _ROLES), default=None)
         if at is not None:
             own = layers.setdefault(parts[:at], {}).setdefault(
                 "/".join(parts[at + 1 :]), []
             )
             own.append((_ROLES[parts[at]], group))
+    for layer, part, suffix, group in fused:
+        yield from _cut_fused(subject, part, suffix, group, norms.get(layer), head_dim)
     for layer, suffixes in layers.items():
         for suffix, found in suffixes.items():
             first = dict(reversed(found))
@@ -94,6 +114,61 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
                     ):
                         continue
                 yield from _cut(subject, group, at, width)
+
+
+def _cut_fused(
+    subject: Subject,
+    part: str,
+    suffix: str,
+    group: Group,
+    norm: Group | None,
+    head_dim: int | None,
+) -> Iterator[Finding]:
+    """A finding for arrays that hold several projections in one, such as `qkv`, and are
+    sharded within a head.
+
+    `part` is the name of the module that says so, `suffix` the path after it. If the
+    width of a head is not known, the finding says that it was not judged.
+    """
+    shape, count = group.row.shape, _FUSED[part]
+    dim = _fused_dimension(part, suffix, shape)
+    if dim is None:
+        return
+    if part.startswith("in_proj") and len(shape) > 1:
+        # The other one of the last two dimensions is that of the inputs.
+        inputs = shape[2 * len(shape) - 3 - dim]
+        if shape[dim] != count * inputs:
+            return
+    width = _width([group], [shape[dim]], norm, head_dim)
+    one_projection = shape[dim] // count
+    if width is None and shape[dim] % count == 0:
+        if one_projection >= _NARROW and one_projection % _USUAL == 0:
+            why = "as most models have them; pass `head_dim=` if these are narrower"
+            width = _Width(_USUAL, "info", why)
+        else:
+            why = "nothing says how wide a head is; pass `head_dim=`"
+            width = _Width(one_projection, "info", why, "projections")
+    if width is not None:
+        yield from _cut(subject, group, dim, width)
+
+
+def _fused_dimension(part: str, suffix: str, shape: tuple[int, ...]) -> int | None:
+    """The dimension with the heads of an array that holds several projections in one;
+    `None` if it is not known.
+
+    It is the last one for a bias or a path that ends in "kernel", and in GPT-2's layers,
+    whose weights are `[in, out]`; the last but one for another "weight"; else the larger
+    of the last two.
+    """
+    rank = len(shape)
+    end = suffix or part
+    if rank == 1 or end.endswith(("bias", "kernel")) or part == "c_attn":
+        return rank - 1 if rank else None
+    if end.endswith("weight"):
+        return rank - 2
+    if shape[-1] == shape[-2]:
+        return None
+    return rank - 1 if shape[-1] > shape[-2] else rank - 2
 
 
 def _cut_elements(
@@ -197,7 +272,7 @@ def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Fi
         return
     message = (
         f"dim {dim} of size {size} is cut into {count} pieces of {size // count}"
-        f" elements, inside heads of {unit} ({width.why})"
+        f" elements, inside {width.noun} of {unit} ({width.why})"
     )
     units = tuple(unit if at == dim else 1 for at in range(rank))
     fix = subject.fix(
@@ -208,6 +283,7 @@ def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Fi
     name = None if row.names is None or not subject.is_named(group) else row.names[dim]
     if (
         isinstance(name, str)
+        and width.noun == "heads"
         and subject.axes is not None
         and name not in dict(subject.axes.units)
     ):

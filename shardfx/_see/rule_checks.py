@@ -212,8 +212,13 @@ def _swapped(
     """The names of an array in another order, in which each name stands at a dimension
     of its `usual` size.
 
-    It is `None` if there is no such order, or if the present order is one.
+    It is `None` if there is no such order, or if the present order is one. It is also
+    `None` if the only name stands at a multiple of its usual size: such an array holds
+    several projections in one, as queries, keys and values.
     """
+    named = _pairs(names, shape)
+    if len(named) == 1 and named[0][1] % usual[named[0][0]] == 0:
+        return None
     orders = itertools.permutations(names) if len(names) <= 4 else [names]
     fitting = [
         other

@@ -20,7 +20,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
-from shardfx import AxisRules, MeshSpec
+from shardfx import AxisRules, MeshSpec, PathRules
 from shardfx._rules.resolution import attempts
 from shardfx._see.finding import CODES
 from tests.see.planted import (
@@ -520,3 +520,56 @@ def test_a_name_contradicts_where_its_sizes_cannot_be_meant(case):
     assert [
         one.where for one in found if one.code == "contradicted-name"
     ] == expected, str(found)
+
+
+@pytest.mark.parametrize(
+    "name, shape, head_dim, found",
+    [
+        ("qkv/weight", (192, 64), 16, "warning inside heads of 16"),
+        ("qkv/weight", (192, 64), None, "info inside projections of 64"),
+        ("qkv/weight", (192, 64), 8, None),
+        ("qkv/weight", (4608, 1536), None, "info inside heads of 128"),
+        ("Wqkv/bias", (192,), 16, "warning inside heads of 16"),
+        ("wqkv", (192, 64), 16, "warning inside heads of 16"),
+        ("qkv_proj/weight", (96, 64), 16, "warning inside heads of 16"),
+        ("query_key_value/weight", (192, 64), 16, "warning inside heads of 16"),
+        ("kv_proj/weight", (64, 64), 16, "warning inside heads of 16"),
+        ("in_proj/weight", (192, 64), 16, "warning inside heads of 16"),
+        # Of Mamba: no projections of attention.
+        ("in_proj/weight", (296, 64), 16, None),
+        ("mixer/norm", (64,), 16, None),
+    ],
+)
+def test_heads_in_fused_projections(name, shape, head_dim, found):
+    tree = {"attn": {name: leaf(*shape)}}
+    mesh = MeshSpec({"tensor": 8})
+    rules = PathRules([(".*", P("tensor"))])
+    findings = sfx.lint(tree, mesh, paths=rules, head_dim=head_dim)
+    cut = [one for one in findings if one.code == "cut-head"]
+    if found is None:
+        assert not cut
+        return
+    (finding,) = cut
+    severity, text = found.split(" ", 1)
+    assert finding.severity == severity and text in finding.message
+    arguments = {"tree": tree, "mesh": mesh, "paths": rules, "head_dim": head_dim}
+    after = lint(applied(finding.fix, arguments))
+    assert not [one for one in after if one.code == "cut-head"]
+
+
+def test_heads_in_the_fused_projection_of_gpt2():
+    tree = {"c_attn": {"weight": leaf(64, 192), "bias": leaf(192)}}
+    rules = PathRules([("weight", P(None, "tensor")), ("bias", P("tensor"))])
+    found = sfx.lint(tree, MeshSpec({"tensor": 8}), paths=rules, head_dim=16)
+    assert [one.code for one in found] == ["cut-head"] * 2
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("other", [None, "embed"])
+def test_a_fused_projection_is_not_transposed(count, other):
+    axes = AxisRules([("heads", "tensor"), ("embed", None)])
+    tree = {f"proj{n}": leaf(64, 64) for n in range(count)} | {"qkv": leaf(192, 64)}
+    names = {f"proj{n}": (other, "heads") for n in range(count)}
+    names["qkv"] = ("heads", other)
+    mesh = MeshSpec({"tensor": 4})
+    assert sfx.lint(tree, mesh, names=names, axes=axes, head_dim=16) == ()
