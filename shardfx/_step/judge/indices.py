@@ -29,9 +29,13 @@ from .verdict import Unjudged, Wrong
 
 
 class Clamped(NamedTuple):
-    """Indices that are clamped to [0, high], a number for each column."""
+    """Indices that are clamped to [0, high], a number for each column, and then perhaps
+    to each device's `low` and `last`, arrays (devices, columns).
+    """
 
     high: tuple[int, ...]
+    low: np.ndarray | None = None
+    last: np.ndarray | None = None
 
 
 class Shifted(NamedTuple):
@@ -41,6 +45,8 @@ class Shifted(NamedTuple):
 
     offsets: np.ndarray
     high: tuple[int, ...] | None
+    low: np.ndarray | None = None
+    last: np.ndarray | None = None
 
 
 class Side(NamedTuple):
@@ -104,6 +110,8 @@ def indexed(
         return None
     if opcode == "clamp" and operands[1].idiom is None:
         return _clamped(operands)
+    if opcode == "clamp" and isinstance(operands[1].idiom, Clamped):
+        return _clamped_on_device(operands)
     if opcode == "subtract" and operands[1].root == NOWHERE:
         return _shifted(operands)
     if opcode == "compare" and operands[1].known is not None:
@@ -132,6 +140,16 @@ def _clamped(operands: Sequence[Held]) -> Held | None:
     return dataclasses.replace(index, idiom=idiom, known=None)
 
 
+def _clamped_on_device(operands: Sequence[Held]) -> Held | None:
+    low, index, last = operands
+    assert isinstance(index.idiom, Clamped)
+    lows, lasts = columns_of(low.known, index), columns_of(last.known, index)
+    if lows is None or lasts is None or index.idiom.low is not None:
+        return None
+    idiom = Clamped(index.idiom.high, lows, lasts)
+    return dataclasses.replace(index, idiom=idiom)
+
+
 def _bound_of(index: Held) -> tuple[int, ...] | None:
     return index.idiom.high if isinstance(index.idiom, Clamped) else None
 
@@ -143,7 +161,9 @@ def _shifted(operands: Sequence[Held]) -> Held | None:
         return None
     if index.idiom is not None and not isinstance(index.idiom, Clamped):
         raise Unjudged("a lookup that is not finished")
-    idiom = Shifted(offsets, _bound_of(index))
+    idiom = Shifted(offsets, None)
+    if isinstance(index.idiom, Clamped):
+        idiom = Shifted(offsets, *index.idiom)
     return dataclasses.replace(index, idiom=idiom, known=None)
 
 
@@ -375,6 +395,10 @@ def _gathered(
         raise Unjudged("indices that are clamped otherwise")
     if limit is None:
         raise Unjudged("a lookup by indices that are not clamped")
+    assert isinstance(raw.idiom, Shifted)
+    if raw.idiom.low is not None and raw.idiom.last is not None:
+        if (raw.idiom.low > lows).any() or (raw.idiom.last < highs).any():
+            raise Unjudged("indices that are clamped to a part of what a device holds")
     fetched = Fetched(index.root, tuple(index_axes), lows, highs)
     return dataclasses.replace(held, idiom=fetched)
 

@@ -150,7 +150,9 @@ class Judge:
         if array is None:
             return self.unknown(key, instruction, "an argument that is no array")
         shape = arrays_in(instruction.result)[0].shape
-        (sharding,) = shardings_in(instruction.attributes) or ("",)
+        whole = self.program.values.nodes[array.view.root].instruction
+        assert whole is not None
+        (sharding,) = shardings_in(whole.attributes) or ("",)
         try:
             cuts = axes_of(self.context.cuts, sharding, array.shape, shape)
         except Unjudged as error:

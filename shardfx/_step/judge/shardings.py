@@ -6,10 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..hlo_text import parts_of
 from .cuts import HOLE, Cut, Cuts
 from .verdict import Unjudged
 
 
+# In the text of JAX 0.12: `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)), [{'x'}, {}]`.
+_NAMED = re.compile(
+    r"mesh\[([^\]]*)\](?:,? ?device_ids=\(([^()]*(?:\([^()]*\))?)\))?,? \[(.*?)\](.*)"
+)
+_AXIS = re.compile(r"'([^']*)'=(\d+)")
+_SUB_AXIS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
+_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_REPLICATED = ("replicated", "maximal", "mesh[], replicated")
 _START = ", sharding={"
 _TILED = re.compile(
     r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(.*)"
@@ -30,7 +40,9 @@ def shardings_in(attributes: str) -> list[str]:
     text = attributes[start + 1 : stop - 1]
     if not text.startswith("{"):
         return [text]
-    return re.findall(r"\{([^{}]*)\}", text)
+    # XLA writes `/*index=5*/` before some elements.
+    text = _COMMENT.sub("", text)
+    return [part[1:-1] for part in parts_of(f"({text})")]
 
 
 def axes_of(
@@ -41,10 +53,14 @@ def axes_of(
     """
     if not shape:
         return []
-    if not sharding or sharding.startswith(("replicated", "maximal")):
+    if not sharding or sharding.startswith(_REPLICATED):
         if tuple(shape) != tuple(local):
             raise Unjudged("an array whose sharding the program does not say")
         return [cuts.whole(size) for size in shape]
+    named = _NAMED.match(sharding)
+    if named:
+        places, tiles = _named_places(named, cuts.devices)
+        return _tiled(cuts, places, tiles, shape, local)
     found = _TILED.search(sharding)
     if found is None or "manual" in sharding or "last_tile_dims" in sharding:
         raise Unjudged(f"the sharding {sharding}")
@@ -64,6 +80,19 @@ def axes_of(
             [-1 if axis == at else 1 for axis in range(grid.ndim)]
         )
         places[at, grid.ravel()] = np.broadcast_to(index, grid.shape).ravel()
+    return _tiled(cuts, places, tiles, shape, local)
+
+
+def _tiled(
+    cuts: Cuts,
+    places: np.ndarray,
+    tiles: Sequence[int],
+    shape: Sequence[int],
+    local: Sequence[int],
+) -> list[Cut]:
+    """The cuts of an array in tiles. `places` has the tile of each device in each
+    dimension.
+    """
     made = []
     for at, size in enumerate(shape):
         if local[at] != -(-size // tiles[at]):
@@ -75,6 +104,39 @@ def axes_of(
         indices = starts[:, None] + np.arange(local[at])
         made.append(cuts.from_indices(np.where(indices < size, indices, HOLE)))
     return made
+
+
+def _named_places(named: re.Match[str], devices: int) -> tuple[np.ndarray, list[int]]:
+    """The tile of each device in each dimension, and the number of tiles, of a sharding
+    over the axes of a mesh.
+    """
+    sizes = {name: int(size) for name, size in _AXIS.findall(named[1])}
+    if math.prod(sizes.values()) != devices or "unreduced" in named[4]:
+        raise Unjudged("a sharding over other devices, or of an unfinished sum")
+    ids = np.arange(devices)
+    if named[2]:
+        order = _IDS.fullmatch(named[2])
+        if order is None:
+            ids = np.array(_numbers(named[2]))
+        else:
+            axes = _numbers(order[2]) if order[2] else None
+            ids = ids.reshape(_numbers(order[1])).transpose(axes).ravel()
+    coordinates = dict(
+        zip(sizes, np.unravel_index(np.arange(devices), [*sizes.values()]), strict=True)
+    )
+    places, tiles = [], []
+    for dimension in re.findall(r"\{([^{}]*)\}", named[3]):
+        place, count = np.zeros(devices, np.int64), 1
+        for name, before, part in _SUB_AXIS.findall(dimension):
+            size = int(part) if part else sizes[name]
+            after = sizes[name] // (int(before or 1) * size)
+            place = place * size + coordinates[name] // after % size
+            count *= size
+        by_device = np.zeros(devices, np.int64)
+        by_device[ids] = place
+        places.append(by_device)
+        tiles.append(count)
+    return np.array(places), tiles
 
 
 def _numbers(text: str) -> tuple[int, ...]:
