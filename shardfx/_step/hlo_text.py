@@ -134,7 +134,9 @@ class Instruction(NamedTuple):
         if it has none.
         """
         found = _OP_NAME.search(self.attributes)
-        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+        if found is None:
+            return ""
+        return re.sub(r"\\(.)", r"\1", found[1]) if "\\" in found[1] else found[1]
 
     @property
     def phase(self) -> Phase:

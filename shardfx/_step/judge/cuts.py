@@ -27,6 +27,8 @@ class Cut:
       dimension, of the first element of a segment. `HOLE` if the segment holds no
       elements.
     - `step`: the distance in the whole dimension between neighbours of a segment.
+    - `size`: the number of positions.
+    - `has_holes`: whether a segment of a device holds no elements.
 
     Equal cuts of one judge are one object, so `is` compares them.
     """
@@ -34,14 +36,8 @@ class Cut:
     lengths: tuple[int, ...]
     starts: np.ndarray
     step: int
-
-    @property
-    def size(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def has_holes(self) -> bool:
-        return bool((self.starts == HOLE).any())
+    size: int
+    has_holes: bool
 
     def on(self, device: int) -> str:
         """The text of what a device holds: "[4:8]"."""
@@ -78,7 +74,9 @@ class Cuts:
         key = (tuple(lengths), step, starts.tobytes())
         cut = self._known.get(key)
         if cut is None:
-            cut = self._known[key] = Cut(key[0], starts, step)
+            has_holes = bool((starts == HOLE).any())
+            cut = Cut(key[0], starts, step, sum(lengths), has_holes)
+            self._known[key] = cut
         return cut
 
     def whole(self, size: int) -> Cut:

@@ -61,11 +61,14 @@ def _attributes(text: str) -> dict[str, str]:
 
 def attributes_of(instruction: Instruction) -> dict[str, str]:
     """The attributes of an instruction by name, without its metadata."""
+    return _attributes(_text_of(instruction))
+
+
+def _text_of(instruction: Instruction) -> str:
     text = instruction.attributes
     if instruction.opcode != "custom-call":
         text = text.partition(", metadata={")[0]
-    text = text.partition(", backend_config=")[0]
-    return _attributes(text)
+    return text.partition(", backend_config=")[0]
 
 
 def attribute(instruction: Instruction, name: str) -> str:
@@ -83,9 +86,14 @@ def meaning_of(
     """The attributes that say what an operation computes, without those in `sizes`,
     which depend on the size of a shard.
     """
+    return _meaning_of(_text_of(instruction), sizes)
+
+
+@ft.lru_cache(maxsize=2**15)
+def _meaning_of(text: str, sizes: frozenset[str]) -> tuple[tuple[str, str], ...]:
     return tuple(
-        (name, text)
-        for name, text in sorted(attributes_of(instruction).items())
+        (name, value)
+        for name, value in sorted(_attributes(text).items())
         if name not in _NOISE and name not in sizes
     )
 
@@ -203,25 +211,28 @@ def _elementwise(instruction: Instruction, views: Sequence[View], rank: int) -> 
     """Dimensions along which no operand changes are none of the value's: the program of
     one device may broadcast before or after the operation.
     """
-    spread = [
-        view if len(view.dims) == rank else View(view.root, (None,) * rank)
-        for view in views
-    ]
+    roots = [view.root for view in views]
+    rows = [view.dims if len(view.dims) == rank else (None,) * rank for view in views]
+    columns = list(zip(*rows, strict=True))
     kept = tuple(
-        at for at in range(rank) if any(view.dims[at] is not None for view in spread)
+        at for at, column in enumerate(columns) if column.count(None) < len(column)
     )
     places = {position: place for place, position in enumerate(kept)}
-    operands = tuple(
-        View(view.root, tuple(view.dims[at] for at in kept)) for view in spread
-    )
+    if len(kept) < rank:
+        rows = [tuple(row[at] for at in kept) for row in rows]
+    operands = tuple(map(View, roots, rows))
     dtype = ""
     if instruction.opcode in ("convert", "bitcast-convert"):
         dtype = arrays_in(instruction.result)[0].dtype
     if instruction.opcode in _COMMUTATIVE:
         # The partitioner's clean-up takes both orders for one.
-        operands = tuple(sorted(operands, key=str))
+        operands = tuple(sorted(operands, key=_order))
     key = (instruction.opcode, meaning_of(instruction), dtype, *operands)
     return Form(key, tuple(places.get(at) for at in range(rank)), kept)
+
+
+def _order(view: View) -> tuple[object, ...]:
+    return view.root, tuple(-1 if dim is None else dim for dim in view.dims)
 
 
 class DotDims(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE
-from .forms import attribute
+from .forms import Form, attribute
 from .held import (
     MOST_KNOWN,
     NOWHERE,
@@ -123,7 +123,7 @@ def _matched(
     fault: Wrong | None = None
     if number is not None:
         try:
-            return joined(context, instruction, operands, shape)
+            return joined(context, instruction, operands, shape, form, number)
         except Wrong as error:
             fault = error
     for other, found in seen_as_named(context, instruction, operands):
@@ -147,19 +147,24 @@ def joined(
     instruction: Instruction,
     operands: Sequence[Held],
     shape: tuple[int, ...],
+    form: Form | None = None,
+    number: int | None = None,
 ) -> Held:
     """The result of operands that hold the same elements on each device. Raises `Wrong`
     if they hold different ones.
     """
     opcode = instruction.opcode
-    form = form_in(context, instruction, operands, shape)
+    if form is None:
+        form = form_in(context, instruction, operands, shape)
     cuts = [
         joined_cut(context, opcode, place, [one.axes[place] for one in operands])
         for place in range(len(shape))
     ]
     terms, kind, scale = _sums(context, opcode, operands)
-    held = placed(context, form, instruction, shape, cuts)
+    held = placed(context, form, instruction, shape, cuts, number)
     fill = _fill(instruction, operands) if held.has_holes else None
+    if terms is None and scale == 1 and fill is None:
+        return held
     return dataclasses.replace(held, terms=terms, kind=kind, scale=scale, fill=fill)
 
 

@@ -90,7 +90,7 @@ class Values:
     def __init__(self):
         self.nodes: list[Node] = []
         self._by_key: dict[tuple[object, ...], list[int]] = {}
-        self._by_name: dict[tuple[str, str], list[int]] = {}
+        self._by_name: dict[tuple[str, str], dict[int, None]] = {}
         self.loops: list[Loop] = []
         # The reshapes that only add or drop dimensions along which nothing changes, by
         # value, with their names.
@@ -112,9 +112,7 @@ class Values:
 
     def _name(self, node: Node, number: int, op_name: str) -> None:
         if op_name:
-            named = self._by_name.setdefault((node.opcode, op_name), [])
-            if number not in named:
-                named.append(number)
+            self._by_name.setdefault((node.opcode, op_name), {})[number] = None
 
     def reshapes_of(self, view: View, op_name: str) -> list[ViewReshape]:
         """The reshapes of the whole program that only view this value, those of this
@@ -128,7 +126,7 @@ class Values:
 
     def with_name(self, opcode: str, op_name: str) -> list[int]:
         """The values that operations of this kind and name make."""
-        return self._by_name.get((opcode, op_name), [])
+        return list(self._by_name.get((opcode, op_name), ()))
 
     def is_named(self, number: int, op_name: str) -> bool:
         node = self.nodes[number]
