@@ -34,7 +34,9 @@ def verify(
     A [`shardfx.testing.Verdict`][], false if the program is wrong. Its `outcome` is
     "proved" if each result is right in each part, "refuted" with what is wrong and what
     mends it, and "not judged" if it has operations that `verify` cannot follow. Then
-    [`shardfx.testing.check_step`][] compares numbers. The verdict is about XLA's
+    [`shardfx.testing.check_step`][] compares numbers. Not judged are a `shard_map`,
+    callbacks, kernels, an argmax or an update over a dimension that is cut, and random
+    bits that depend on the layout, among others; `unjudged` names them. The verdict is about XLA's
     partitioned program. The compiler of a TPU partitions by itself, and later passes of
     all compilers change the program.
 

@@ -1,11 +1,14 @@
 """The judge of partitioned programs: right steps are proved, faults of XLA refuted."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
+from shardfx._step import judged, step_of
 
 
 MESH = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
@@ -109,3 +112,118 @@ def test_more_devices_are_judged_too(devices):
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=cut)
     verdict = sfx.testing.verify(block, x, w)
     assert verdict.outcome == "proved" and verdict.operations > 5, str(verdict)
+
+
+def convolved(x, w):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jnp.sin(
+        jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+    )
+
+
+IMAGE = struct((4, 8, 8, 8), None, "tensor")
+KERNEL = struct((3, 3, 8, 8))
+PIECES = {
+    "a convolution with its neighbours' rows": (convolved, IMAGE, KERNEL),
+    "differences of a cut dimension": (
+        lambda x: x[1:] - x[:-1],
+        struct((16, 8), "data"),
+    ),
+    "a roll": (lambda x: jnp.roll(x, 3, 0) + x, struct((16, 8), "data")),
+    "halves of a cut dimension": (
+        lambda x: x[:, :8] * x[:, 8:],
+        struct((8, 16), None, ("data", "tensor")),
+    ),
+    "two cut arrays in a row": (
+        lambda x, y: jnp.concatenate([x, y]) * 2,
+        struct((16, 8), "data"),
+        struct((16, 8), "data"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_of_cut_dimensions_are_followed(name):
+    step, *args = PIECES[name]
+    verdict = sfx.testing.verify(step, *args)
+    assert verdict.outcome == "proved", verdict
+
+
+def test_a_sum_of_what_all_devices_hold_is_refuted():
+    step = jax.grad(lambda w, x: jnp.sum(convolved(x, w)))
+    verdict = sfx.testing.verify(step, KERNEL, IMAGE)
+    assert verdict.outcome == "refuted"
+    refutation = verdict.refutations[0]
+    assert refutation.source is not None and refutation.source.function == "convolved"
+    assert "the result is 4 times what it should be" in refutation.fault
+    assert "devices that hold different terms" in refutation.right
+
+
+def test_what_no_rule_follows_is_not_judged():
+    step = lambda x: jnp.argmax(x, -1)
+    verdict = sfx.testing.verify(step, struct((8, 16), None, "data"))
+    assert verdict.outcome == "not judged" and verdict
+    assert verdict.judged_operations < verdict.operations
+    cause = verdict.unjudged[0]
+    assert "over a dimension that is cut" in cause.reason and cause.bytes > 0
+    assert str(cause) in str(verdict)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    step = step_of(lambda p, x: jnp.tanh(mlp(p, x)) - x, (PAIR, X))
+    found = step.programs("cpu")
+    assert judged(found).outcome == "proved"
+    return found
+
+
+def mutated(programs, before, after):
+    text = re.sub(before, after, programs.partitioned, count=1)
+    assert text != programs.partitioned
+    return judged(programs._replace(partitioned=text))
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        # An all-gather over other devices, in another order, or of other devices.
+        (
+            r"(all-gather\(.*?replica_groups=)(\[[^ ]*|\{\{.*?\}\})",
+            r"\1{{0,1},{2,3},{4,5},{6,7}}",
+        ),
+        (
+            r"(all-gather\(.*?replica_groups=)(\[[^ ]*|\{\{.*?\}\})",
+            r"\1{{2,0},{6,4},{3,1},{7,5}}",
+        ),
+        # A sum over other devices, or left out.
+        (
+            r"(all-reduce\(.*?replica_groups=)(\[[^ ]*|\{\{.*?\}\})",
+            r"\1{{0,2},{1,3},{4,6},{5,7}}",
+        ),
+        (r"= (f32\[\S*) all-reduce\((%[\w.]+)\).*", r"= \1 copy(\2)"),
+        # Operands exchanged, another function, another constant.
+        (r"subtract\((%[\w.]+), (%[\w.]+)\)", r"subtract(\2, \1)"),
+        (r" tanh\(", " sine("),
+        (r"constant\(0.5\)", "constant(0.25)"),
+    ],
+)
+def test_a_changed_program_is_not_proved(programs, before, after):
+    verdict = mutated(programs, before, after)
+    assert verdict.outcome != "proved", verdict
+
+
+def test_a_sum_that_is_left_out_is_refuted(programs):
+    verdict = mutated(
+        programs, r"= (f32\[\S*) all-reduce\((%[\w.]+)\).*", r"= \1 copy(\2)"
+    )
+    assert verdict.outcome == "refuted"
+    assert "a sum that is not finished" in verdict.refutations[0].fault
+    assert "finished value" in verdict.refutations[0].fault or (
+        "all-reduce" in verdict.refutations[0].right
+    )
+
+
+def test_a_plan_on_one_device_has_nothing_to_prove():
+    mesh = sfx.MeshSpec({"data": 1}).abstract()
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P()))
+    assert sfx.testing.verify(jnp.sin, x).outcome == "proved"
