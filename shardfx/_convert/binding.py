@@ -17,7 +17,7 @@ from .._ground.errors import MapError
 from .._ground.text import between_numbers, joined, plural, printable
 from .._ground.tree import flatten
 from .evaluate import cast, dim_of, evaluated, leaf_made, on_shapes
-from .expression import From, Rules, counted_leaf, leaves_of
+from .expression import From, NamedSizes, Rules, counted_leaf, leaves_of
 from .patterns import Binding, Pattern, near, pattern, sum_of
 from .pieces import (
     Arithmetic,
@@ -108,7 +108,8 @@ def _forward(
     target: TreeLeaves | None,
     spare: Collection[str] = (),
 ) -> Mapping[str, Made]:
-    problems: list[Problem] = []
+    left_out = [pattern(text) for text in (*step.drop, *step.rest)]
+    problems: list[Problem] = list(_odd_sizes(step.source_sizes, source, left_out))
     found: dict[str, Made] = {}
     used: dict[str, None] = dict.fromkeys(spare)
     failed: list[Pattern] = []
@@ -131,11 +132,61 @@ def _forward(
         if wanted is not None:
             made = _fitting(path, rule, made, wanted, step.casts, problems)
         found[path] = made
+    problems += _odd_sizes(step.target_sizes, found, [])
     # Leaves that only a failed rule uses are not reported as unused.
     problems += _unused(step, source, used, tuple(dict.fromkeys(failed)))
     if problems:
         _raise(problems)
     return found if target is None else {path: found[path] for path in target}
+
+
+def _odd_sizes(
+    named: Sequence[NamedSizes], leaves: TreeLeaves, left_out: Sequence[Pattern]
+) -> Iterator[Problem]:
+    """Yields a problem for each leaf whose shape is not that of its layout, unless its
+    path matches one of `left_out`.
+    """
+    for path, leaf in leaves.items() if named else ():
+        if any(text.matched(path) is not None for text in left_out):
+            continue
+        for one in named:
+            binding = pattern(one.path).matched(path)
+            if binding is None:
+                continue
+            text = _odd_count(one, binding) or _odd_shape(one, tuple(leaf.shape))
+            if text:
+                yield path, text
+
+
+def _odd_count(one: NamedSizes, binding: Binding) -> str:
+    for name, count in one.counts:
+        value = binding.get(name)
+        if isinstance(value, int) and value >= count:
+            return (
+                f"its layout has {count} `{name}`, so the last is {count - 1}; if the"
+                f" tree has more, say so: `layout.with_sizes({name}={value + 1})`"
+            )
+    return ""
+
+
+def _odd_shape(one: NamedSizes, shape: tuple[int, ...]) -> str:
+    wanted = tuple(
+        own if size is None else size
+        for size, own in zip(one.sizes, shape, strict=False)
+    )
+    if len(shape) == len(one.sizes) and wanted == shape:
+        return ""
+    axes = ", ".join(one.axes)
+    hint = ""
+    if len(shape) == len(one.sizes):
+        for axis, size, own in zip(one.axes, one.sizes, shape, strict=True):
+            if size is not None and size != own and " " not in axis:
+                hint = f"; if that is meant, say so: `layout.with_sizes({axis}={own})`"
+                break
+    return (
+        f"it has shape {shape}, and by the sizes of its layout ({axes}) it would be"
+        f" {one.sizes}{hint}"
+    )
 
 
 def _fitting(
@@ -532,6 +583,8 @@ def disjoint(
 
     Pieces that overlap write equal elements there, so only the first one keeps them.
     """
+    if len(pieces) == 1 and pieces[0].elements == math.prod(shape):
+        return list(pieces), True
     parts = [(piece, list(dense(piece))) for piece in pieces]
     sides = _grid_dims([hull(part) for _, own in parts for part in own])
     # Only boxes with equal intervals along these dimensions can overlap.

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -490,6 +490,21 @@ def counted_leaf(stack: From) -> str | None:
     )
 
 
+class NamedSizes(NamedTuple):
+    """The shape that a layout gives to the leaves with paths of one pattern.
+
+    - `path`: the path pattern.
+    - `sizes`: the size of each dimension; `None` if the layout does not say it.
+    - `axes`: the name of each dimension, such as `vocab` or `heads dim`.
+    - `counts`: pairs of a placeholder of the path and the number of its values.
+    """
+
+    path: str
+    sizes: tuple[int | None, ...]
+    axes: tuple[str, ...]
+    counts: tuple[tuple[str, int], ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The rules of one step of a `TreeMap`. A map has several steps if it is composed
@@ -508,6 +523,8 @@ class Rules:
     - `inverted`: whether the step goes the other way. The rules are still as they were
       written, with a target that they
         make of a source. But the step makes their source from their target.
+    - `source_sizes`, `target_sizes`: the shapes that leaves of the source and of the
+      target must have.
     """
 
     made: tuple[tuple[str, From], ...]
@@ -515,3 +532,5 @@ class Rules:
     casts: bool = False
     inverted: bool = False
     rest: tuple[str, ...] = ()
+    source_sizes: tuple[NamedSizes, ...] = ()
+    target_sizes: tuple[NamedSizes, ...] = ()

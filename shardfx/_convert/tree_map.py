@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .._ground.errors import MapError
 from .._ground.text import first_lines, html_text
 from .apply import apply_steps
-from .expression import From, Rules, from_data, leaves_of, to_data
+from .expression import From, NamedSizes, Rules, from_data, leaves_of, to_data
 from .patterns import pattern
 from .pieces import Made, Struct
 from .routes import NO_NUMBERS, NumberCopies, bound_with
@@ -213,6 +213,7 @@ class TreeMap:
                 "rest": list(step.rest),
                 "casts": step.casts,
                 "inverted": step.inverted,
+                **_sizes_data(step),
             }
             for step in self.steps
         ]
@@ -273,9 +274,49 @@ def _step_of(data: Any) -> Rules:
     made = {path: from_data(one) for path, one in rules}
     if len(made) != len(rules):
         raise ValueError("two rules make the same leaf")
+    sizes = {name: _sizes_of(data.get(name, [])) for name in _SIZES}
     return dataclasses.replace(
-        TreeMap(made, **options).steps[0], inverted=data["inverted"]
+        TreeMap(made, **options).steps[0], inverted=data["inverted"], **sizes
     )
+
+
+_SIZES = ("source_sizes", "target_sizes")
+
+
+def _sizes_data(step: Rules) -> dict[str, Any]:
+    """The shapes that a step demands, for JSON. They are left out if there are none."""
+    pairs = {"source_sizes": step.source_sizes, "target_sizes": step.target_sizes}
+    return {name: list(map(list, rows)) for name, rows in pairs.items() if rows}
+
+
+def _sizes_of(rows: Any) -> tuple[NamedSizes, ...]:
+    found = []
+    for path, sizes, axes, counts in rows:
+        pattern(path)
+        named = NamedSizes(
+            path=path,
+            sizes=tuple(sizes),
+            axes=tuple(axes),
+            counts=tuple((str(name), int(count)) for name, count in counts),
+        )
+        numbers = [size for size in named.sizes if size is not None]
+        if not all(type(size) is int and size >= 0 for size in numbers):
+            raise ValueError(f"the sizes of `{path}` are {named.sizes}")
+        if not all(isinstance(axis, str) for axis in named.axes):
+            raise ValueError(f"the axes of `{path}` are {named.axes}")
+        if len(named.sizes) != len(named.axes):
+            raise ValueError(f"`{path}` has as many sizes as axes")
+        found.append(named)
+    return tuple(found)
+
+
+def with_sizes(
+    map: TreeMap, source: Iterable[NamedSizes], target: Iterable[NamedSizes]
+) -> TreeMap:
+    """A map of one step that also demands these shapes of both trees."""
+    (step,) = map.steps
+    sizes = {"source_sizes": tuple(source), "target_sizes": tuple(target)}
+    return of_steps([dataclasses.replace(step, **sizes)])
 
 
 def bound(

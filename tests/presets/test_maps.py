@@ -14,7 +14,7 @@ from small_models import (
     unscaled,
 )
 
-from shardfx import From, TreeMap
+from shardfx import From, TreeMap, checkpoint
 from shardfx.errors import MapError
 from shardfx.presets import maps
 
@@ -527,3 +527,100 @@ def test_an_odd_number_of_layers_in_pairs_is_named():
         maps.TreeLayout(dict(mine.weights), sizes=dict(mine.sizes)).to(
             maps.stacked(config)
         ).apply(tree)
+
+
+# Sizes that the configuration tells
+
+
+SIZES = {
+    "model_type": "llama",
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+}
+
+
+def weights_of_config(config):
+    """The arrays of a model in the layout of Hugging Face."""
+    embed, hidden = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {"embed_tokens": (config["vocab_size"], embed), "norm": (embed,)}
+    for i in range(config["num_hidden_layers"]):
+        at = f"layers.{i}"
+        for name, sizes in (
+            ("self_attn.q_proj", (heads, embed)),
+            ("self_attn.k_proj", (keys, embed)),
+            ("self_attn.v_proj", (keys, embed)),
+            ("self_attn.o_proj", (embed, heads)),
+            ("mlp.gate_proj", (hidden, embed)),
+            ("mlp.up_proj", (hidden, embed)),
+            ("mlp.down_proj", (embed, hidden)),
+            ("input_layernorm", (embed,)),
+            ("post_attention_layernorm", (embed,)),
+        ):
+            shapes[f"{at}.{name}"] = sizes
+    rng = np.random.default_rng(0)
+    return {
+        f"model.{name}.weight": rng.normal(size=sizes).astype(np.float32)
+        for name, sizes in shapes.items()
+    }
+
+
+CHANGES = {
+    "vocab_size": ({"vocab_size": 64}, r"layout\.with_sizes\(vocab=64\)"),
+    "layers": ({"num_hidden_layers": 3}, r"with_sizes\(layers=3\)"),
+    "fewer layers": ({"num_hidden_layers": 1}, r"with_sizes\(layers=1\)"),
+    "hidden": ({"intermediate_size": 64}, r"with_sizes\(hidden=64\)"),
+    "embed": ({"hidden_size": 40}, r"with_sizes\(embed=40\)"),
+    "heads": ({"num_attention_heads": 8}, "by the sizes of its layout"),
+    "split": (
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+        "by the sizes of its layout",
+    ),
+    "kv heads": ({"num_key_value_heads": 4}, "by the sizes of its layout"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("layout", [maps.maxtext, maps.stacked])
+def test_an_export_has_the_sizes_of_its_configuration(tmp_path, layout, change):
+    changes, text = CHANGES[change]
+    trained = SIZES | changes
+    theirs, mine = maps.hugging_face(trained), layout(trained)
+    tree = theirs.to(mine).apply(weights_of_config(trained))
+    checkpoint.save(tmp_path / "right", tree, map=mine.to(theirs))
+    wrong = layout(SIZES).to(maps.hugging_face(SIZES))
+    if layout is maps.stacked and change == "split":
+        # One dimension holds the heads: only their product is there to see.
+        checkpoint.save(tmp_path / "same", tree, map=wrong)
+        return
+    for where in (wrong, TreeMap.from_json(wrong.to_json())):
+        for use in (
+            lambda where=where: checkpoint.save(tmp_path / "wrong", tree, map=where),
+            lambda where=where: where.apply(tree),
+        ):
+            with pytest.raises(MapError, match="by the sizes of its layout|its layout"):
+                use()
+    with pytest.raises(MapError, match=text):
+        wrong.apply(tree)
+    assert not (tmp_path / "wrong").exists()
+    back = maps.hugging_face(SIZES).to(layout(SIZES)).inverse()
+    with pytest.raises(MapError, match="its layout|has shape"):
+        back.apply(tree, weights_of_config(SIZES))
+
+
+def test_a_padded_vocabulary_is_cut_off_where_it_is_said(tmp_path):
+    trained = SIZES | {"vocab_size": 64}
+    theirs = maps.hugging_face(SIZES)
+    padded = maps.maxtext(SIZES).with_sizes(vocab=64)
+    weights = weights_of_config(trained)
+    tree = maps.hugging_face(trained).to(maps.maxtext(trained)).apply(weights)
+    checkpoint.save(tmp_path / "x", tree, map=padded.to(theirs))
+    saved = checkpoint.read_index(tmp_path / "x")["model.embed_tokens.weight"]
+    assert saved.shape == (60, 32)

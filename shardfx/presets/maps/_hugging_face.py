@@ -76,7 +76,7 @@ def hugging_face(
     rest = _rest(text, prefix_of(str(kind)) if prefix is None else prefix)
     if text.get("quantization_config"):
         rows = _with_scales(rows, text["quantization_config"])
-    return TreeLayout(rows, sizes=sizes_of(text), rest=rest)
+    return TreeLayout(rows, sizes=sizes_of(text), rest=rest, known=known_sizes(text))
 
 
 def text_config(config: Config) -> Config:
@@ -145,6 +145,16 @@ def sizes_of(config: Config) -> dict[str, int]:
         )
         sizes |= {"layers": layers, "moe_layers": layers - dense}
     return {axis: size for axis, size in sizes.items() if size}
+
+
+def known_sizes(config: Config) -> dict[str, int]:
+    """Returns the sizes of axes that no rule needs, and that a tree must have. The width
+    of experts has another name in each family.
+    """
+    found = {"layers": config.get("num_hidden_layers", config.get("n_layer"))}
+    if not any(config.get(name) for name in _SIZES["experts"]):
+        found["hidden"] = config.get("intermediate_size")
+    return {axis: size for axis, size in found.items() if type(size) is int}
 
 
 def needed(config: Config, name: str) -> int:

@@ -5,11 +5,11 @@ its axes.
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from ..._convert import TreeMap
+from ..._convert import NamedSizes, TreeMap, with_sizes
 from ..._ground.errors import MapError
 from ..._ground.text import quoted
 from ._between import between
-from ._entries import Entry, Weight, weights_of
+from ._entries import Entry, Fused, Scaled, Weight, weights_of
 from ._reading import Sizes
 
 
@@ -46,6 +46,8 @@ class TreeLayout:
         padded vocabulary.
     - `rest`: the paths of further leaves that a tree of this layout may have and that
       no map uses.
+    - `known`: the sizes of further axes that arrays must have. `sizes` wins, so that
+      `with_sizes` changes them too.
     - `apart`: the sub-axes of axes that this layout splits, such as
       `{"dim": "two half"}`. A map then treats `dim` of
         the other layout as `two half`, so that this layout may have `two` and `half` in
@@ -69,6 +71,7 @@ class TreeLayout:
     sizes: tuple[tuple[str, int], ...]
     rest: tuple[str, ...]
     apart: tuple[tuple[str, str], ...]
+    known: tuple[tuple[str, int], ...]
 
     def __init__(
         self,
@@ -77,11 +80,13 @@ class TreeLayout:
         sizes: Mapping[str, int] | None = None,
         rest: Iterable[str] = (),
         apart: Mapping[str, str] | None = None,
+        known: Mapping[str, int] | None = None,
     ):
         fields = {
             "weights": dict(weights).items(),
             "sizes": dict(sizes or {}).items(),
             "apart": dict(apart or {}).items(),
+            "known": dict(known or {}).items(),
             "rest": rest,
         }
         for name, value in fields.items():
@@ -182,7 +187,8 @@ class TreeLayout:
             for place in places
             if place.kind in dropped and place.kind not in other.kinds
         ]
-        return TreeMap(rules, drop=dict.fromkeys(unused), rest=self.rest, casts=casts)
+        made = TreeMap(rules, drop=dict.fromkeys(unused), rest=self.rest, casts=casts)
+        return with_sizes(made, named_sizes(self), named_sizes(other))
 
     def __str__(self) -> str:
         width = max((len(path) for path, _ in self.weights), default=0)
@@ -191,3 +197,47 @@ class TreeLayout:
         lines += [f"  {path:<{width}}  {entry}" for path, entry in self.weights]
         lines += [f"  {path:<{width}}  (not used)" for path in self.rest]
         return "\n".join(lines)
+
+
+def named_sizes(layout: TreeLayout) -> list[NamedSizes]:
+    """The shapes of the arrays of a layout, as far as its sizes say them."""
+    sizes = {**dict(layout.known), **dict(layout.sizes)}
+    found = []
+    for path, entry in layout.weights:
+        if isinstance(entry, Scaled):
+            # Blocks of numbers and their scales have sizes of their own.
+            continue
+        weights = weights_of(path, entry)
+        dims = [_dim_sizes(weight, sizes) for weight in weights]
+        shape = dims[0]
+        if isinstance(entry, Fused):
+            parts = [own[entry.dim] for own in dims]
+            known = [part for part in parts if part is not None]
+            whole = sum(known) if len(known) == len(parts) else None
+            shape = [*shape[: entry.dim], whole, *shape[entry.dim + 1 :]]
+        counts = [
+            (name, sizes[name])
+            for name in weights[0].in_path
+            if name in sizes and weights[0].range is None
+        ]
+        named = NamedSizes(
+            path=path,
+            sizes=tuple(shape),
+            axes=tuple(" ".join(group) for group in weights[0].dims),
+            counts=tuple(counts),
+        )
+        found.append(named)
+    return found
+
+
+def _dim_sizes(weight: Weight, sizes: Mapping[str, int]) -> list[int | None]:
+    found: list[int | None] = []
+    for group in weight.dims:
+        size: int | None = 1
+        for axis in group:
+            entries = sizes.get(axis)
+            if weight.range is not None and weight.range.axis == axis:
+                entries = weight.range.entries(entries)
+            size = None if size is None or entries is None else size * entries
+        found.append(size)
+    return found

@@ -131,9 +131,14 @@ def maxtext(
         )
         rows[f"{prefix}{path.replace('{moe}', moe)}"] = entry
     if not interleaved_rope:
-        return TreeLayout(rows, sizes=sizes)
+        return TreeLayout(rows, sizes=sizes, known=dict(theirs.known))
     halves = {"two": 2, "half": _size(sizes, "dim", "head_dim") // 2}
-    return TreeLayout(rows, sizes=sizes | halves, apart={"dim": "two half"})
+    return TreeLayout(
+        rows,
+        sizes=sizes | halves,
+        apart={"dim": "two half"},
+        known=dict(theirs.known),
+    )
 
 
 def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:

@@ -91,7 +91,8 @@ def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
         rows[f"{prefix}{layers}/{name}" if layers else f"{prefix}{name}"] = (
             f"{kind}: {axis} {axes}"
         )
-    return TreeLayout(rows, sizes=dict(hugging_face(config, ahead="drop").sizes))
+    theirs = hugging_face(config, ahead="drop")
+    return TreeLayout(rows, sizes=dict(theirs.sizes), known=dict(theirs.known))
 
 
 def engine(config: Config, *, shards: int) -> TreeLayout:
