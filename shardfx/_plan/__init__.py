@@ -27,6 +27,7 @@ from .content import (
     Group,
     aligned,
     at_leaves,
+    branch_of,
     devices_named,
     rows_of,
 )

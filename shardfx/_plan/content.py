@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools as ft
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -422,12 +422,33 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
         f"the tree has no {f'`{path}`' if path else 'array alone'}"
         for path in missing[:1]
     ]
+    fix = "Plan the tree that you use."
+    key = branch_of(planned, present)
+    if key is not None:
+        # A model's plan with a whole training state.
+        fix = (
+            f"The planned arrays are below `{key}` in the tree: plan the other parts,"
+            f" and join the plans, `ShardPlan.join({key}=plan, ...)`."
+        )
     raise PlanMismatchError(
         f"this tree is not the one that was planned ({plural(len(extra), 'array')}"
         f" more, {len(missing)} missing):"
-        f" {'; '.join(found) or 'the arrays are in another order'}. Plan the tree that"
-        " you use."
+        f" {'; '.join(found) or 'the arrays are in another order'}. {fix}"
     )
+
+
+def branch_of(paths: Sequence[str], present: Collection[str]) -> str | None:
+    """The name of a branch of a tree below which all of `paths` are, if there is one.
+    `present` has the paths of the tree.
+    """
+    if not paths:
+        return None
+    ends = [path for path in present if path.endswith(f"/{paths[0]}")]
+    for end in ends:
+        key = end.removesuffix(f"/{paths[0]}")
+        if key.isidentifier() and all(f"{key}/{path}" in present for path in paths):
+            return key
+    return None
 
 
 def joined_contents(contents: dict[str, Content]) -> Content:

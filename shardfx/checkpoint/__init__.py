@@ -1,4 +1,4 @@
-"""Checkpoints, read and written shard by shard: safetensors, Orbax, zarr, eformer.
+"""Checkpoints, read and written shard by shard: safetensors, Orbax, zarr, eformer, T5X.
 
 This room may import `_plan` and the rooms below it. It never trusts a file: sizes and
 names are checked before the bytes of an array are read.

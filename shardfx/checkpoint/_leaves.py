@@ -181,12 +181,27 @@ class Output:
     pieces: Callable[[bool], Iterator[BoxValues]]
 
 
-def _pieces_of(
-    made: Made, sources: Mapping[str, object], is_first: bool
-) -> Iterator[BoxValues]:
-    """Yields the boxes that this process writes of `made`, an array that a map makes.
+class _Sources:
+    """The arrays from which a map makes others. Thousands of tensors may be parts of
+    one array, so its shards are listed once.
+    """
 
-    `sources` has the arrays from which the map makes it, by path.
+    def __init__(self, arrays: Mapping[str, object]):
+        self._arrays = arrays
+        self._shards: dict[tuple[str, bool], list[BoxValues]] = {}
+
+    def shards(self, path: str, is_first: bool) -> list[BoxValues]:
+        """The boxes of an array that this process writes."""
+        found = self._shards.get((path, is_first))
+        if found is None:
+            found = list(shards_of(self._arrays[path], is_first))
+            self._shards[path, is_first] = found
+        return found
+
+
+def _pieces_of(made: Made, sources: _Sources, is_first: bool) -> Iterator[BoxValues]:
+    """Yields the boxes that this process writes of `made`, an array that a map makes of
+    `sources`.
     """
     for piece in made.pieces:
         if piece.value.path is None:
@@ -198,8 +213,9 @@ def _pieces_of(
                     ),
                 )
             continue
-        for box, memory in shards_of(sources[piece.value.path], is_first):
-            for part in within(swapped(piece), box):
+        back = swapped(piece)
+        for box, memory in sources.shards(piece.value.path, is_first):
+            for part in within(back, box):
                 yield from _written(part, box, memory)
 
 
@@ -285,7 +301,7 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
         target, targets = tree_structs(like), number_paths(like)
     copies = number_copies(map.steps, leaves.numbers, targets)
     made = bound(map, source, target, copies)
-    arrays, kinds, found = dict(leaves.arrays), {}, []
+    arrays, kinds, found = _Sources(dict(leaves.arrays)), {}, []
     for path, one in made.items():
         if any(piece.value.scale is not None for piece in one.pieces):
             raise LeafTypeError(

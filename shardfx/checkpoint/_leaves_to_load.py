@@ -35,7 +35,7 @@ from .._ground.boxes import Box, volume
 from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.spec import DType
 from .._ground.text import plural, printable, quoted
-from .._plan import Target, target_of
+from .._plan import Target, branch_of, target_of
 from . import _metadata as prng
 from ._entry import FileArray, ListedArray, StoreArray, itemsize
 from ._index import Index, some, struct
@@ -160,6 +160,13 @@ def _raise_unreadable(
     for path, problem in problems[:_SHOWN]:
         text = _absent(index, path) if problem is None else problem
         shown.append(f"leaf `{printable(path)}`: {text}")
+    key = branch_of([path for path, _ in target.arrays], index.by_path)
+    hint = ""
+    if key is not None:
+        hint = (
+            f"\nThe checkpoint has these arrays below `{key}`: load"
+            f' `ShardPlan.join({key}=plan)` with `unread="allow"`.'
+        )
     rest = len(problems) - _SHOWN
     count = len(target.arrays) + len(target.others)
     raise CheckpointError(
@@ -167,6 +174,7 @@ def _raise_unreadable(
         f" {index.directory!r}; nothing was read:\n  "
         + "\n  ".join(shown)
         + (f"\n  and {rest} more" if rest > 0 else "")
+        + hint
     )
 
 

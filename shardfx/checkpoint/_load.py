@@ -161,27 +161,29 @@ def load(
       an error, since the chunk was
         lost. `"fill"`: the array's fill value, as zarr defines it, for checkpoints
         whose writer leaves out such chunks.
-    - `unread`: the treatment of the checkpoint's arrays from which no leaf is made,
-      such as those of layers that the
-        plan lacks. `"raise"`: an error that names the arrays. `"allow"`: they are left
-        out, as are those that `plan.select` left out of the plan. A map states itself
-        which arrays it drops.
+    - `unread`: the treatment of the checkpoint's arrays and numbers from which no leaf
+      is made, such as those of layers that the
+        plan lacks. `"raise"`: an error that names them. `"allow"`: they are left out, as
+        are those that `plan.select` left out of the plan. A map also states itself
+        which arrays and numbers it drops.
     - `root`: a further directory that symbolic links in the checkpoint may lead to.
     - `progress`: whether to show a progress line on stderr; `None` shows it if stderr
       is a terminal.
 
     **Returns:**
 
-    A tree of the plan's structure. Leaves that are not arrays, such as activation
-    functions, are those of the given tree. For a ShardPlan they are `None`, and
-    `equinox.combine(loaded, model)` takes them from a model.
+    A tree of the plan's structure. A Python number, such as a step counter, is the
+    checkpoint's, from its metadata or from an array of rank 0. Other leaves, such as
+    activation functions, are those of the given tree. For a ShardPlan they are `None`,
+    and `equinox.combine(loaded, model)` takes them from a model.
 
     **Raises:**
 
     Before an array is read: `MapError` with all problems of a map that does not fit.
     `CheckpointError` with every leaf that the checkpoint lacks or has with another
-    shape or dtype; with the arrays from which no leaf is made, unless `unread` allows
-    them; or for a memory limit below the largest shard.
+    shape or dtype; with the arrays and numbers from which no leaf is made, unless
+    `unread` allows them; for a number that the leaf's type does not hold exactly; or
+    for a memory limit below the largest shard.
 
     Later: `CheckpointError` for a file that is truncated, missing, or changed since its
     header was read, and for a cast from or to an integer dtype that would change a

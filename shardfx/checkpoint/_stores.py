@@ -580,6 +580,7 @@ def _listed(
 
 ORBAX_METADATA = "_METADATA"
 # The files that Orbax writes beside the arrays.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 _TRACES = ("_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "ocdbt.process_0")
 # The types that Orbax gives to values that it stores as arrays. Strings and empty
 # containers have others.
@@ -593,6 +594,7 @@ def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
     It may be a training step, which contains several trees, or an incomplete
     checkpoint. `names` are its files.
     """
+    require_finished(where)
     items = [
         name
         for name in names
@@ -614,6 +616,19 @@ def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
         )
 
 
+def require_finished(where: FilePlace) -> None:
+    """Raises `CheckpointError` for a directory with the name that Orbax gives to a save
+    until it is complete.
+    """
+    name = os.path.basename(where.directory)
+    if _UNFINISHED in name:
+        raise CheckpointError(
+            f"{where.directory!r} is a save of Orbax that was not finished, as its name"
+            " says; take an earlier step. If you know that it is complete, rename it to"
+            f" {name.partition(_UNFINISHED)[0]!r}."
+        )
+
+
 def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     """The arrays of an Orbax PyTree checkpoint. Their paths are Orbax's keys joined by
     "/".
@@ -621,6 +636,7 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     Orbax's own reader opens the files that the metadata names before it checks the
     names, so it is not used.
     """
+    require_finished(where)
     real = inside(where, ORBAX_METADATA)
     content = read_json(where, real)
     rows = member(content, "tree_metadata")

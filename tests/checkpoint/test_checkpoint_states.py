@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import shardfx
 from shardfx import PathRules, TreeMap, checkpoint
 from shardfx._ground.errors import CheckpointError
-from shardfx.errors import LeafTypeError, MapError
+from shardfx.errors import LeafTypeError, MapError, PlanMismatchError
 
 
 REPLICATE = PathRules.parse(".*->replicate")
@@ -454,3 +454,25 @@ def test_numbers_go_through_maps(tmp_path, mesh):
     text = "leaf `at` would be made of 'loop/step', which is the Python number 5 in"
     with pytest.raises(CheckpointError, match=text):
         checkpoint.load(tmp_path / "x", array, renamed, dtype="plan")
+
+
+def test_a_part_and_its_whole_name_join(tmp_path, mesh):
+    model, made = planned({"w": jnp.arange(8.0), "b": jnp.zeros(8)}, mesh)
+    state = {"model": model, "step": jnp.array(1)}
+    text = r"below `model` in the tree: .*`ShardPlan.join\(model=plan, ...\)`"
+    with pytest.raises(PlanMismatchError, match=text):
+        checkpoint.save(tmp_path / "x", state, made)
+    checkpoint.save(tmp_path / "x", state)
+    text = r'load `ShardPlan.join\(model=plan\)` with `unread="allow"`'
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.load(tmp_path / "x", made)
+    joined = shardfx.ShardPlan.join(model=made)
+    loaded = checkpoint.load(tmp_path / "x", joined, unread="allow")
+    assert (loaded["model"]["w"] == model["w"]).all()
+
+
+def test_an_unfinished_step_of_orbax(tmp_path):
+    orbax(tmp_path / "1", {"w": np.ones(8, np.float32)})
+    (tmp_path / "1").rename(tmp_path / "1.orbax-checkpoint-tmp")
+    with pytest.raises(CheckpointError, match="not finished, .* rename it to '1'"):
+        checkpoint.read_index(tmp_path / "1.orbax-checkpoint-tmp")
