@@ -8,6 +8,7 @@ processes have them.
 
 import dataclasses
 import functools as ft
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from .._convert import (
     Arithmetic,
     Made,
     Piece,
+    StridedBox,
     Struct,
     TreeMap,
     bound,
@@ -27,10 +29,13 @@ from .._convert import (
     constant,
     dense,
     extended,
+    from_start,
     hull,
     number_copies,
     number_paths,
+    shifted,
     strided_boxes,
+    strides_of,
     swapped,
     tree_structs,
     within,
@@ -189,6 +194,7 @@ class _Sources:
     def __init__(self, arrays: Mapping[str, object]):
         self._arrays = arrays
         self._shards: dict[tuple[str, bool], list[BoxValues]] = {}
+        self._landings: dict[object, list[StridedBox]] = {}
 
     def shards(self, path: str, is_first: bool) -> list[BoxValues]:
         """The boxes of an array that this process writes."""
@@ -197,6 +203,26 @@ class _Sources:
             found = list(shards_of(self._arrays[path], is_first))
             self._shards[path, is_first] = found
         return found
+
+    def landings(self, back: Piece, box: Box) -> list[StridedBox]:
+        """The boxes of a tensor that are in `box` of the array that it is a part of, and
+        where they are in the memory of that box. `back` is the piece from the tensor to
+        the array.
+        """
+        # The tensors of a stack differ only in their position.
+        by = from_start(back, box)
+        first = shifted(back, [-more for more in by])
+        key = (box, first.source, first.target, first.factors)
+        found = self._landings.get(key)
+        if found is None:
+            parts = within(first, box)
+            found = [one for part in parts for one in strided_boxes(part, box)]
+            self._landings[key] = found
+        strides = strides_of([stop - start for start, stop in box])
+        offset = sum(map(operator.mul, by, strides))
+        return [
+            StridedBox(one.source, one.offset + offset, one.strides) for one in found
+        ]
 
 
 def _pieces_of(made: Made, sources: _Sources, is_first: bool) -> Iterator[BoxValues]:
@@ -215,24 +241,23 @@ def _pieces_of(made: Made, sources: _Sources, is_first: bool) -> Iterator[BoxVal
             continue
         back = swapped(piece)
         for box, memory in sources.shards(piece.value.path, is_first):
-            for part in within(back, box):
-                yield from _written(part, box, memory)
+            for landing in sources.landings(back, box):
+                values = box_view(memory, landing)
+                yield landing.source, _cast(values, piece.value.casts)
 
 
-def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[BoxValues]:
-    for landing in strided_boxes(part, box):
-        values = box_view(memory, landing)
-        casts = part.value.casts
-        # A cast that is the last operation is done when the value is written, unless it
-        # would be refused there.
-        for at, to in enumerate(casts, 1):
-            if (
-                at < len(casts)
-                or isinstance(to, Arithmetic)
-                or may_change(values.dtype, to)
-            ):
-                values = changed(values, to)
-        yield landing.source, values
+def _cast(values: np.ndarray, casts: Sequence[Any]) -> np.ndarray:
+    """The values after the operations of a map, but for a last cast that the write does."""
+    # A cast that is the last operation is done when the value is written, unless it
+    # would be refused there.
+    for at, to in enumerate(casts, 1):
+        if (
+            at < len(casts)
+            or isinstance(to, Arithmetic)
+            or may_change(values.dtype, to)
+        ):
+            values = changed(values, to)
+    return values
 
 
 def host_copy(value: Any) -> Output:
