@@ -75,7 +75,8 @@ def _tally(flags: argparse.Namespace, configuration: Configuration) -> Tally:
     for line in flags.summarise.read_text().splitlines():
         record = json.loads(line)
         tally.add(Result(record["case"], record["outcome"]))
-        tally.seconds += record["seconds"]
+        tally.seconds = round(tally.seconds + record["seconds"], 2)
+        tally.last = max(tally.last, record["case"]["number"] + 1)
     with Child(configuration) as child:
         tally.versions = child.versions
     return tally
@@ -104,7 +105,7 @@ def _replayed(flags: argparse.Namespace, configuration: Configuration) -> int:
         print(where)
         for entry in document["causes"]:
             case: Case = from_json(entry["minimal"])
-            outcome = once(child, case, explain=True)
+            outcome = once(child, case)
             failing += outcome["outcome"] not in ("right", "unstable")
             same = is_alike(outcome, entry["outcome"])
             entry.setdefault("elsewhere", {})[where] = symptom(outcome)
