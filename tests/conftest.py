@@ -53,7 +53,7 @@ _STANDARD_PROMOTION = {
     ),
     *("test_hf_presets", "test_replan", "test_suggestions"),
     *("test_code", "test_constrain_step", "test_held", "test_name_axes", "test_search"),
-    *("test_hidden_state", "test_solvers"),
+    *("test_hidden_state", "test_solvers", "test_first_day"),
 }
 
 

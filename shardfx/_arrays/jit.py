@@ -2,6 +2,7 @@
 its arguments' shardings.
 """
 
+import contextlib
 import dataclasses
 import functools as ft
 import inspect
@@ -530,7 +531,12 @@ class Jitted(Generic[P, R]):
                 else f"argument {_shown(key)} of `{self._name}`"
             )
             leaves, treedef = jax.tree.flatten(tree)
-            wanted = spread(at_key(self._in, key), tree, what, shapes=shapes)
+            try:
+                wanted = spread(at_key(self._in, key), tree, what, shapes=shapes)
+            except PlanMismatchError as error:
+                raise PlanMismatchError(
+                    f"{error}{self._fitting(key, tree, shapes)}"
+                ) from error
             for path, leaf, sharding in zip(
                 tree_paths(treedef), leaves, wanted, strict=True
             ):
@@ -553,6 +559,18 @@ class Jitted(Generic[P, R]):
                     )
         check_given(found)
         return found
+
+    def _fitting(self, key: object, tree: object, shapes: bool) -> str:
+        """The end of a message about an argument that does not fit its plan: the
+        argument whose plan it fits, if there is one.
+        """
+        for other, entry in self._in.items():
+            if other == key or not isinstance(entry, ShardPlan):
+                continue
+            with contextlib.suppress(PlanMismatchError):
+                spread(entry, tree, "", shapes=shapes)
+                return f" The plan of argument {_shown(other)} fits this argument."
+        return ""
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
         """Raises `PlanMismatchError` if a parameter with an entry of `in_shardings`

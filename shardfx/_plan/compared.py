@@ -144,6 +144,27 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
 _SHOWN = (r".+", r"^(?:\[\d+\])*|paths\[\d+\]|in \w+$", r"^(?:\[\d+\])*|in \w+$")
 
 
+# The least number of characters of the last column that are worth showing.
+_LEAST = 16
+
+
+def _with_cut_reasons(rows: list[tuple[str, ...]], width: int) -> list[str]:
+    """Returns the lines of the table of a plan in `width` characters, with the end of
+    each long text of the last column cut off; nothing if less than `_LEAST` characters
+    are left for it.
+    """
+    others = table([(*row[:-1], "") for row in rows], right=NUMBERS)
+    room = width - max(len(line.rstrip()) for line in others) - 2
+    if room < _LEAST:
+        return []
+    cut = [
+        (*row[:-1], row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 3]}...")
+        for row in rows
+    ]
+    lines = table(cut, right=NUMBERS)
+    return lines if max(map(len, lines)) <= width else []
+
+
 def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     """Returns the lines of the table of a plan, whose header is `rows[0]`, in at most
     `width` characters if possible.
@@ -152,6 +173,8 @@ def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     dropped. After that, the column with the number of arrays is dropped.
     """
     shown = rows
+    if width is not None and (cut := _with_cut_reasons(rows, width)):
+        return cut
     for kept in _SHOWN:
         shown = [
             rows[0],

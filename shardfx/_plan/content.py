@@ -422,19 +422,36 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
         f"the tree has no {f'`{path}`' if path else 'array alone'}"
         for path in missing[:1]
     ]
-    fix = "Plan the tree that you use."
-    key = branch_of(planned, present)
-    if key is not None:
-        # A model's plan with a whole training state.
-        fix = (
-            f"The planned arrays are below `{key}` in the tree: plan the other parts,"
-            f" and join the plans, `ShardPlan.join({key}=plan, ...)`."
-        )
     raise PlanMismatchError(
         f"this tree is not the one that was planned ({plural(len(extra), 'array')}"
         f" more, {len(missing)} missing):"
-        f" {'; '.join(found) or 'the arrays are in another order'}. {fix}"
+        f" {'; '.join(found) or 'the arrays are in another order'}."
+        f" {_advice(planned, given)}"
     )
+
+
+def _advice(planned: Sequence[str], given: Sequence[str]) -> str:
+    """What to do with a tree of the arrays `given`, under a plan of the arrays
+    `planned`.
+    """
+    key = branch_of(planned, set(given))
+    if key is not None:
+        # A model's plan with a whole training state.
+        return (
+            f"The planned arrays are below `{key}` in the tree: plan the other parts,"
+            f" and join the plans, `ShardPlan.join({key}=plan, ...)`."
+        )
+    if _heads(given, planned):
+        return (
+            "This is the state of an optimizer: its plan is `follow(optimizer.init,"
+            " plan)`."
+        )
+    if heads := _heads(planned, given):
+        return (
+            f"The plan is for a tree that holds this one, at `{heads[0]}`: use the plan"
+            " of this part, from which that one was made."
+        )
+    return "Plan the tree that you use."
 
 
 def branch_of(paths: Sequence[str], present: Collection[str]) -> str | None:
@@ -449,6 +466,18 @@ def branch_of(paths: Sequence[str], present: Collection[str]) -> str | None:
         if key.isidentifier() and all(f"{key}/{path}" in present for path in paths):
             return key
     return None
+
+
+def _heads(outer: Sequence[str], inner: Sequence[str]) -> list[str]:
+    """The paths below which the arrays `outer` have arrays with all the paths
+    `inner`.
+    """
+    if not inner or not inner[0]:
+        return []
+    known = set(outer)
+    ends = f"/{inner[0]}"
+    heads = [path.removesuffix(ends) for path in outer if path.endswith(ends)]
+    return [head for head in heads if all(f"{head}/{path}" in known for path in inner)]
 
 
 def joined_contents(contents: dict[str, Content]) -> Content:

@@ -6,7 +6,7 @@ import dataclasses
 import functools as ft
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +58,7 @@ from .shard_plan import ShardPlan
 def plan(
     tree: PyTree,
     mesh: MeshSpec | Mesh | AbstractMesh,
-    *,
+    *others: NoReturn,
     paths: PathRules | None = None,
     names: PyTree = None,
     axes: AxisRules | None = None,
@@ -154,6 +154,13 @@ def plan(
             raise RuleError(
                 f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{known}".'
             )
+    if others:
+        word = "axes" if isinstance(others[0], AxisRules) else "paths"
+        raise RuleError(
+            f"`plan(tree, mesh, rules)`: say what the rules are about, by"
+            f" `plan(tree, mesh, {word}=rules)`: `paths=` takes PathRules, and `axes=`"
+            " AxisRules."
+        )
     check_rules(paths, axes)
     flat = flatten(tree)
     if unused == "raise":

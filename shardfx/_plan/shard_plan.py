@@ -4,7 +4,7 @@ a loader reads from a file.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, dataclass_transform, overload
 
 import equinox as eqx
 import jax
@@ -41,7 +41,20 @@ from .replanning import replanned
 from .single import decision_for, replaced, require_constrained
 
 
-class ShardPlan(eqx.Module):
+@dataclass_transform(field_specifiers=(dataclasses.field, eqx.field))
+class _PlanType(type(eqx.Module)):
+    """The type of the class ShardPlan. An error of JAX shows the class of a node where
+    it looks for shardings, and so says which attribute has them.
+    """
+
+    def __repr__(cls) -> str:
+        return (
+            f"<class '{cls.__module__}.{cls.__qualname__}', no tree of shardings: write"
+            " `plan.shardings`>"
+        )
+
+
+class ShardPlan(eqx.Module, metaclass=_PlanType):
     """A plan: for every array of a tree its PartitionSpec, the reason for it, and its
     bytes per device.
 

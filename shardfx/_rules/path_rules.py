@@ -18,7 +18,13 @@ from jaxtyping import PyTree
 from .._ground.errors import RuleError, check_type
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
 from .._ground.tree import flatten
-from .axis_rules import check_axis_rules, check_positions, declared_axes, repeated
+from .axis_rules import (
+    AxisRules,
+    check_axis_rules,
+    check_positions,
+    declared_axes,
+    repeated,
+)
 from .strategies import (
     STRATEGIES,
     Atomic,
@@ -281,6 +287,14 @@ def check_rules(paths: object, axes: object = None, what: str = "paths") -> None
     """Raises `RuleError` unless `paths` is PathRules or `None`, and `axes` is AxisRules
     or `None`. `what` is the name of the argument `paths` in the message.
     """
+    is_swapped = isinstance(paths, AxisRules)
+    if is_swapped or (axes is not None and isinstance(axes, PathRules)):
+        raise RuleError(
+            f"PathRules are for `{what}`, by the paths of arrays, and AxisRules for"
+            f" `axes`, by their logical names; here {'AxisRules' if is_swapped else 'PathRules'}"
+            f" are given as `{what if is_swapped else 'axes'}`; write"
+            f" `{'axes' if is_swapped else what}=` for them."
+        )
     if paths is not None:
         fix = 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
         check_type(what, paths, PathRules, RuleError, fix)

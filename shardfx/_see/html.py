@@ -591,7 +591,11 @@ def _shown(value: object) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
-        return {_shown(name): _shown(item) for name, item in value.items()}
+        shown = {_shown(name): _shown(item) for name, item in value.items()}
+        if "fix" in value:
+            # A fix is lines of code, to be copied.
+            shown["fix"] = "\n".join(map(printable, value["fix"].split("\n")))
+        return shown
     if isinstance(value, Sequence):
         return [_shown(item) for item in value]
     return value

@@ -107,7 +107,10 @@ class Subject:
             size // unit if size % unit == 0 else 1
             for size, unit in zip(shape, units or [1] * len(shape), strict=True)
         ]
-        sizes = sorted(self.content.mesh.shape.items(), key=lambda item: -item[1])
+        sizes = sorted(
+            self.content.mesh.shape.items(),
+            key=lambda item: (item[0] != "fsdp", -item[1]),
+        )
         dims = range(stacked, len(shape))
         return [
             (dim, axis)
@@ -128,6 +131,17 @@ class Subject:
             (fsdp(axis, skip_dims=skip) for _, axis in self.divisible(shape, units)),
             replicate,
         )
+
+    @property
+    def _for_all(self) -> Any:
+        """The target `fsdp(axis)` of a rule for all arrays, with a mesh axis of the name
+        "fsdp", or else the largest.
+        """
+        sizes = self.content.mesh.shape
+        axis = max(
+            sizes, key=lambda name: (sizes[name] > 1, name == "fsdp", sizes[name])
+        )
+        return fsdp(axis)
 
     def regex(self, paths: Sequence[str]) -> str:
         r"""A regex that matches these paths of the tree and no others.
@@ -195,7 +209,9 @@ class Subject:
         if self.is_plan:
             return f"tree = tree.replace({rule})"
         if self.paths is None:
-            return f"paths = PathRules([({rule})])"
+            # One rule for all arrays: the fixes of several findings would overwrite
+            # each other.
+            return f"paths = PathRules([('.*', {code_of(self._for_all)})])"
         return f"paths = paths.{'extend' if last else 'prepend'}([({rule})])"
 
     def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:

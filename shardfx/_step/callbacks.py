@@ -75,9 +75,10 @@ def lower(traced: Any, platform: str) -> Any:
     in a function that is traced while JAX lowers them. So JAX's rules for callbacks are
     replaced too.
     """
-    rules = LoweringParameters(override_lowering_rules=_rules())
+    rules: Any = _rules()
+    parameters = LoweringParameters(override_lowering_rules=rules)
     return without_callbacks(traced).lower(
-        lowering_platforms=(platform,), _private_parameters=rules
+        lowering_platforms=(platform,), _private_parameters=parameters
     )
 
 

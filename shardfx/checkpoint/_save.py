@@ -238,6 +238,11 @@ def write(
     `progress` is whether to show a progress line; `None` shows it if stderr is a
     terminal.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise LeafTypeError(
+            f"`path` must be a text or a `pathlib.Path`, not {type(path).__name__};"
+            " write `save(path, tree, plan)`, the path first."
+        )
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
     me, client = jax.process_index(), coordination()
     with (

@@ -5,7 +5,7 @@ import math
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import numpy as np
@@ -57,7 +57,7 @@ class MeshSpec(eqx.Module):
     def __init__(
         self,
         axes: Mapping[str, int] | Iterable[tuple[str, int]],
-        *,
+        *others: NoReturn,
         axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
         dcn: Mapping[str, int] | None = None,
     ):
@@ -78,6 +78,13 @@ class MeshSpec(eqx.Module):
         is neither positive nor -1, two sizes of -1, or a `dcn` entry that does not
         divide its axis.
         """
+        if others:
+            raise MeshError(
+                f"`MeshSpec({axes!r:.60}, {others[0]!r:.60})`: sizes and names of mesh"
+                " axes are one argument, unlike in `jax.make_mesh`; write"
+                " `MeshSpec(dict(zip(names, sizes)))`, such as `MeshSpec({'data': 4,"
+                " 'tensor': 2})`."
+            )
         items = axes.items() if isinstance(axes, Mapping) else axes
         pairs: list[Any] = (
             list(items)
