@@ -50,6 +50,10 @@ CODES: Final = MappingProxyType(
             "a state of an optimizer that is sharded less than its parameter, or"
             " otherwise, or less than the others"
         ),
+        "known-fault": (
+            "a layout that XLA's partitioner computes wrongly in some programs: run"
+            " `check_step`"
+        ),
     }
 )
 

@@ -39,6 +39,7 @@ from .._rules import (
     nearest,
 )
 from ..topology import MeshSpec
+from .fault_checks import known_faults
 from .finding import Finding, Findings, Severity, findings_of
 from .heads import cut_heads
 from .leaf_checks import corrected, optimizer_states, replicated, uneven_layers
@@ -204,6 +205,7 @@ def _of_leaves(
     yield from contradicted_names(subject)
     yield from uneven_layers(subject)
     yield from optimizer_states(subject, replicated_bytes)
+    yield from known_faults(subject)
 
 
 def _names(

@@ -23,6 +23,14 @@ from .collectives import (
     transfer_of,
 )
 from .factors import Operation, Program, StepValue
+from .faults import (
+    ArrayCut,
+    ArrayPredicate,
+    Fault,
+    faults,
+    matches_array,
+    matches_operation,
+)
 from .graph import program_of
 from .hlo_text import (
     CONSTANTS,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._ground.errors import UnknownPathError
@@ -28,11 +29,14 @@ from .._ground.text import (
 from .._ground.tree import flatten
 from .._rules import near
 from .._step import (
+    Fault,
     Frame,
     Phase,
     Platform,
     Step,
+    faults,
     lines_of,
+    matches_operation,
     name_stacks,
     own_line,
     phase_of,
@@ -247,6 +251,16 @@ class StepShardings:
         cannot both be sharded over it. One of the two arrays is gathered.
         """
         return self._known.conflicts
+
+    @property
+    def known_faults(self) -> tuple[str, ...]:
+        """A sentence for each source line with an operation that XLA's partitioner is
+        known to compute wrongly where arrays are sharded in this way, in some programs.
+
+        A fault that was run with the installed JAX and was right is left out.
+        [`shardfx.testing.check_step`][] says whether this step is wrong.
+        """
+        return self._known.known_faults
 
     def annotate(self, traffic: Traffic) -> Traffic:
         """A copy of the traffic in which each row's note gives the reason for the
@@ -556,6 +570,29 @@ class _Explainer:
                 f"{place_text(self.lines[one.operation])}: {self.sentence(one)}"
                 for one in largest
             )
+        )
+
+    @ft.cached_property
+    def known_faults(self) -> tuple[str, ...]:
+        cuts = {number: one.dims for number, one in enumerate(self.graph.shardings)}
+        sentences: dict[str, None] = {}
+        for fault in faults():
+            if fault.operation is None or fault.is_right_with(jax.__version__):
+                continue
+            for at, made in enumerate(self.graph.operations):
+                is_named = made.name in fault.operations
+                if is_named and matches_operation(
+                    fault.operation, made, self.graph.values, cuts, self.sizes
+                ):
+                    sentences[self._fault_sentence(fault, at)] = None
+        return tuple(sentences)
+
+    def _fault_sentence(self, fault: Fault, at: int) -> str:
+        return (
+            f"{place_text(self.lines[at])}: {self.graph.operations[at].name}:"
+            f" {fault.pattern} is computed wrongly in some programs"
+            f" ({fault.versions_text}); run `shardfx.testing.check_step`. It is mended"
+            f" by {fault.mended_by}"
         )
 
     def sentence(self, one: Conflict) -> str:

@@ -440,4 +440,38 @@ PLANTED: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ),
         lambda: model("llama4-scout", "ep", "expert=32,fsdp=2,tensor=2", layers=2),
     ),
+    (
+        "known-fault blocks/{0..2}/w",
+        lambda: {
+            "tree": {"blocks": [{"w": leaf(64, 64)}] * 3},
+            "mesh": MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}),
+            "paths": PathRules([("w", P("tensor", "fsdp"))], mesh_axes=("data",)),
+        },
+    ),
+    (
+        "known-fault stack/w",
+        lambda: {
+            "tree": {"stack": {"w": leaf(3, 64, 64)}},
+            "mesh": MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}),
+            "names": {"stack": {"w": ("layers", "in", "out")}},
+            "axes": AxisRules(
+                [
+                    ("batch", ("data", "fsdp")),
+                    ("layers", None),
+                    ("in", "fsdp"),
+                    ("out", "tensor"),
+                ]
+            ),
+        },
+    ),
+    (
+        "known-fault blocks/{0..2}/w",
+        lambda: {
+            "tree": {"blocks": [{"w": leaf(3, 3, 64, 64)}] * 3},
+            "mesh": MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}),
+            "paths": PathRules(
+                [("w", P(None, None, "tensor", "fsdp"))], mesh_axes=("data",)
+            ),
+        },
+    ),
 ]

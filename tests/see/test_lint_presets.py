@@ -40,6 +40,19 @@ def test_the_presets_of_path_rules(name, tensor):
     )
 
 
+THREE = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
+
+
+@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("how", ["fsdp_tp", "ep"])
+def test_no_preset_has_a_layout_of_a_known_fault(name, how):
+    if how not in models.strategies(name):
+        return
+    tree = models.tree(name, layers=2, stack_experts=how == "ep")
+    found = sfx.lint(tree, THREE, paths=models.rules_for(name, how), unused="allow")
+    assert [one for one in found if one.code == "known-fault"] == []
+
+
 def read(text: str) -> tuple[Any, Any]:
     """A tree of arrays and the tree of their names: a line for each array."""
     lines = [

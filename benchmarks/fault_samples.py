@@ -1,0 +1,104 @@
+"""Random programs that the arrays' predicate of a fault selects: how many of them are
+wrong. `python -m benchmarks.fault_samples COUNT` prints a line of JSON for each fault.
+"""
+
+import functools as ft
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from shardfx._step.faults import faults, matches_array
+from tests.step.repros._run import CLOSE, Case, apart, emulate, normal
+
+
+_MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+_ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
+    "tanh": jnp.tanh,
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+}
+
+
+def residual(rng: random.Random) -> Case:
+    """Residual blocks of one square matrix each: rows or sequences, with a norm or
+    without, scanned or not.
+    """
+    width, depth = rng.choice([16, 32, 64, 96]), rng.choice([2, 3, 4])
+    rows, length = rng.choice([8, 16, 32, 64]), rng.choice([0, 0, 4, 8])
+    activation = _ACTIVATIONS[rng.choice([*_ACTIVATIONS])]
+    is_normed, is_scanned = rng.random() < 0.5, rng.random() < 0.3
+
+    def block(x: Any, w: Any) -> Any:
+        y = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) if is_normed else x
+        return x + activation(y @ w)
+
+    def loss(x: Any, stack: Any) -> Any:
+        if is_scanned:
+            x = jax.lax.scan(lambda x, w: (block(x, w), None), x, stack)[0]
+        else:
+            x = ft.reduce(block, stack, x)
+        return jnp.mean(jnp.sin(x)) + jnp.mean(x**2)
+
+    x = normal(0, rows, *([length] if length else []), width)
+    stack = normal(1, depth, width, width)
+    spec = P(None, *rng.choice([("tensor", "fsdp"), ("fsdp", "tensor")]))
+    step = jax.value_and_grad(loss, (0, 1))
+    return Case(lambda mesh: step, (x, stack), _MESH, (_rows(rng), spec))
+
+
+def convolutions(rng: random.Random) -> Case:
+    """Two or three convolutions with strides, residual or not."""
+    depth, channels = rng.choice([2, 2, 3]), rng.choice([8, 16, 32])
+    strides = [rng.choice([1, 1, 2]) for _ in range(depth)]
+    window, is_residual = rng.choice([3, 3, 5]), rng.random() < 0.5
+
+    def loss(x: Any, kernels: Any) -> Any:
+        for kernel, stride in zip(kernels, strides, strict=True):
+            y = jax.lax.conv_general_dilated(
+                x,
+                kernel,
+                (stride, stride),
+                "SAME",
+                dimension_numbers=("NCHW", "OIHW", "NCHW"),
+            )
+            x = jnp.sin(y) + x if stride == 1 and is_residual else jnp.sin(y)
+        return jnp.mean(jnp.cos(x))
+
+    x = normal(0, rng.choice([8, 16]), channels, 8, 8)
+    kernels = normal(1, depth, channels, channels, window, window)
+    spec = P(None, *rng.choice([("tensor", "fsdp"), ("fsdp", "tensor")]))
+    step = jax.value_and_grad(loss, (0, 1))
+    return Case(lambda mesh: step, (x, kernels), _MESH, (_rows(rng), spec))
+
+
+def _rows(rng: random.Random) -> P:
+    return rng.choice([P(("data", "fsdp")), P(("data", "fsdp")), P("data"), P("fsdp")])
+
+
+_PROGRAMS = {"square": residual, "kernel": convolutions}
+
+
+def main(count: int) -> None:
+    emulate()
+    for fault in faults():
+        if fault.arrays is None:
+            continue
+        wrong = 0
+        for seed in range(count):
+            case = _PROGRAMS[fault.arrays.kind](random.Random(seed))
+            shape, spec = case.args[1].shape[1:], case.specs[1][1:]
+            cuts = [(axis,) for axis in spec] + [()] * (len(shape) - len(spec))
+            assert matches_array(fault.arrays, shape, cuts, case.mesh)
+            wrong += apart(case) > CLOSE
+        told = {"fault": fault.id, "flagged": count, "wrong": int(wrong)}
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

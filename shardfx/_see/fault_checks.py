@@ -1,0 +1,132 @@
+"""The check for layouts that XLA's partitioner is known to compute wrongly in some
+programs, by the records of `_step/faults`. It reads what specs and shapes answer.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from .._ground.spec import canonical_entry, entries_of, entry_axes
+from .._ground.text import plural, spec_text
+from .._plan import Group
+from .._step import ArrayCut, ArrayPredicate, Fault, faults, matches_array
+from .finding import Finding
+from .subject import Subject
+
+
+def known_faults(subject: Subject) -> Iterator[Finding]:
+    """A finding for each known fault whose predicate selects arrays of the plan.
+
+    A fault whose program is right with the installed JAX is no finding.
+    """
+    for fault in faults():
+        if fault.arrays is None or fault.is_right_with(jax.__version__):
+            continue
+        groups = _selected(subject, fault.arrays)
+        if groups:
+            yield _finding(subject, fault, groups)
+
+
+def _finding(subject: Subject, fault: Fault, groups: Sequence[Group]) -> Finding:
+    first = groups[0]
+    spec = spec_text(entries_of(first.row.spec))
+    others = f", and {plural(len(groups) - 1, 'other')}" if groups[1:] else ""
+    counts = f"{fault.wrong} of {fault.flagged} programs that were run with such arrays"
+    advice = (
+        "change the layout" if fault.is_precise else "run `shardfx.testing.check_step`"
+    )
+    message = (
+        f"sharded as {spec}{others}. XLA's partitioner computes wrong numbers for"
+        f" {fault.pattern} ({fault.versions_text}): {counts} were wrong; {advice}."
+        f" It is mended by {fault.mended_by}"
+    )
+    fix = "\n".join(_fix(subject, group) for group in groups)
+    severity = "warning" if fault.is_precise else "info"
+    return Finding("known-fault", severity, first.where, 0, message, fix)
+
+
+def _selected(subject: Subject, predicate: ArrayPredicate) -> list[Group]:
+    """The arrays of the plan that a predicate selects, the most bytes first."""
+    found: list[Group] = []
+    stacks: dict[str, list[tuple[Group, ArrayCut]]] = {}
+    for group in subject.content.groups:
+        cut = _cut(subject, predicate, group)
+        if cut is not None:
+            stacks.setdefault(_stack(group), []).append((group, cut))
+    for stack, members in stacks.items():
+        # One product alone, such as a head, has no second that could go wrong.
+        blocks = sum(len(group.paths) for group, _ in members)
+        is_repeated = blocks > 1 or any(len(one.row.shape) > 2 for one, _ in members)
+        if not is_repeated:
+            continue
+        opposites = _opposites(subject, stack) if predicate.alone else set()
+        found += [group for group, cut in members if cut not in opposites]
+    return sorted(found, key=lambda group: -group.bytes)
+
+
+def _cut(subject: Subject, predicate: ArrayPredicate, group: Group) -> ArrayCut | None:
+    row = group.row
+    return matches_array(
+        predicate, row.shape, _cuts(group), dict(subject.content.mesh.shape)
+    )
+
+
+def _cuts(group: Group) -> list[tuple[str, ...]]:
+    entries = entries_of(group.row.spec)
+    missing = len(group.row.shape) - len(entries)
+    return [*(tuple(entry_axes(entry)) for entry in entries), *[()] * missing]
+
+
+def _stack(group: Group) -> str:
+    """The path before its first number, or its first name: the stack of layers that
+    holds these arrays.
+    """
+    before = re.split(r"\d", group.paths[0], maxsplit=1)[0]
+    return before if before != group.paths[0] else before.partition("/")[0]
+
+
+def _opposites(subject: Subject, stack: str) -> set[ArrayCut]:
+    """The last two dimensions of all arrays of a stack, the other way round."""
+    found: set[ArrayCut] = set()
+    for group in subject.content.groups:
+        if len(group.row.shape) > 1 and _stack(group) == stack:
+            first, second = map(frozenset, _cuts(group)[-2:])
+            found.add(ArrayCut(second, first))
+    return found
+
+
+def _fix(subject: Subject, group: Group) -> str:
+    """Code that shards the arrays of a group over the same mesh axes along one of the
+    two dimensions.
+    """
+    cuts, shape = _cuts(group), group.row.shape
+    cut_dims = [dim for dim, cut in enumerate(cuts) if cut]
+    sizes = subject.content.mesh.shape
+    axes = tuple(axis for dim in cut_dims for axis in cuts[dim])
+    count = 1
+    for axis in axes:
+        count *= sizes[axis]
+    dim = next((one for one in reversed(cut_dims) if shape[one] % count == 0), None)
+    entries: list[Any] = [None] * len(shape)
+    names: list[Any] = [None] * len(shape)
+    if dim is None:
+        # The last dimension alone, since no dimension divides by all.
+        dim = cut_dims[-1]
+        entries[dim] = canonical_entry(cuts[dim])
+        names[dim] = group.row.names[dim] if group.row.names else None
+    else:
+        entries[dim] = canonical_entry(axes)
+        names[dim] = tuple(_names(group, cut_dims))
+    return subject.fix(group, tuple(names), PartitionSpec(*entries))
+
+
+def _names(group: Group, dims: Sequence[int]) -> Iterator[str]:
+    for dim in dims:
+        name = group.row.names[dim] if group.row.names else None
+        if isinstance(name, str):
+            yield name
+        elif isinstance(name, tuple):
+            yield from (one for one in name if isinstance(one, str))

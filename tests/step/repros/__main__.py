@@ -1,0 +1,28 @@
+"""`python -m tests.step.repros [--gspmd]`: all programs, as a line of JSON for each."""
+
+import importlib
+import json
+import pkgutil
+import sys
+
+import jax
+
+from . import _run
+
+
+def names() -> list[str]:
+    """The modules that hold a fault's program."""
+    found = pkgutil.iter_modules(__import__(__package__, fromlist=["_"]).__path__)
+    return sorted(one.name for one in found if not one.name.startswith("_"))
+
+
+if __name__ == "__main__":
+    _run.emulate()
+    if "--gspmd" in sys.argv:
+        jax.config.update("jax_use_shardy_partitioner", False)
+    for name in names():
+        fault = importlib.import_module(f"{__package__}.{name}").cases()
+        wrong = {case: _run.apart(one) for case, one in fault.wrong.items()}
+        mended = {case: _run.apart(one) for case, one in fault.mended.items()}
+        told = {"repro": name, "jax": jax.__version__, "wrong": wrong, "mended": mended}
+        print(json.dumps(told), flush=True)

@@ -1,0 +1,91 @@
+"""What a program of a fault is, and how far it is from the same program on one device."""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+# Rounding explains less.
+CLOSE = 1e-4
+# Programs that run once need not be fast, and the partitioner runs all the same.
+_QUICKLY: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+class Case(NamedTuple):
+    """A function, its arguments, the sizes of the mesh axes, and a spec for each
+    argument. `result` is the spec of the results; `None` if the compiler chooses.
+
+    `step` takes the mesh and returns the function, which may constrain arrays over it.
+    """
+
+    step: Callable[[Mesh], Callable[..., Any]]
+    args: tuple[np.ndarray, ...]
+    mesh: Mapping[str, int]
+    specs: tuple[PartitionSpec, ...]
+    result: PartitionSpec | None = None
+
+
+class Fault(NamedTuple):
+    """The cases that were wrong with some JAX, and the same ones with what mends them,
+    by name.
+    """
+
+    wrong: Mapping[str, Case]
+    mended: Mapping[str, Case]
+
+
+def apart(case: Case) -> float:
+    """The norm of the difference to one device, as a share of the norm of the right
+    result; the largest of all results.
+    """
+    count = math.prod(case.mesh.values())
+    devices = np.array(jax.devices()[:count]).reshape([*case.mesh.values()])
+    mesh = Mesh(devices, tuple(case.mesh))
+    alone = Mesh(devices.ravel()[:1].reshape([1] * len(case.mesh)), tuple(case.mesh))
+    whole = jax.jit(case.step(alone), compiler_options=_QUICKLY)(*case.args)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in case.specs)
+    result = None if case.result is None else NamedSharding(mesh, case.result)
+    jitted = jax.jit(
+        case.step(mesh),
+        in_shardings=shardings,
+        out_shardings=result,
+        compiler_options=_QUICKLY,
+    )
+    pairs = zip(
+        jax.tree.leaves(jitted(*case.args)), jax.tree.leaves(whole), strict=True
+    )
+    return max(_share(np.asarray(ours), np.asarray(right)) for ours, right in pairs)
+
+
+def _share(ours: np.ndarray, right: np.ndarray) -> float:
+    difference = np.linalg.norm(ours.astype(np.float64) - right)
+    return float(difference / max(np.linalg.norm(right.astype(np.float64)), 1e-12))
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    """Random numbers, without a program of JAX."""
+    numbers = 0.2 * np.random.default_rng(seed).standard_normal(shape)
+    return numbers.astype(np.float32)
+
+
+def main(fault: Fault) -> None:
+    """Prints each case, and exits with 1 if one that is not mended is wrong."""
+    found = {name: apart(case) for name, case in fault.wrong.items()}
+    mended = {name: apart(case) for name, case in fault.mended.items()}
+    for name, share in (found | mended).items():
+        print(f"JAX {jax.__version__}: {name}: {share:.1e}")
+    sys.exit(max(found.values()) > CLOSE)
+
+
+def emulate() -> None:
+    """Eight devices on any machine; ahead of the first array."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)

@@ -1,0 +1,61 @@
+"""Two convolutions whose kernels are cut on both channel dimensions, the second with
+stride 2, on three mesh axes.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from ._run import Case, Fault, emulate, main, normal
+
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+ROWS, CHANNELS = P(("data", "fsdp")), P("tensor", "fsdp")
+
+
+def conv(x, w, stride):
+    return jax.lax.conv_general_dilated(
+        x,
+        w,
+        (stride, stride),
+        [(1, 1)] * 2,
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
+    )
+
+
+def loss(x, first, second, hold=lambda y: y):
+    return jnp.sum(jnp.cos(conv(hold(jnp.sin(conv(x, first, 1))), second, 2)))
+
+
+def mended(mesh):
+    rows = NamedSharding(mesh, ROWS)
+
+    def held(x, first, second):
+        hold = lambda y: jax.lax.with_sharding_constraint(y, rows)
+        return loss(x, first, second, hold)
+
+    return jax.grad(held, (1, 2))
+
+
+def cases() -> Fault:
+    args = normal(9, 8, 16, 8, 8), normal(1, 16, 16, 3, 3), normal(2, 32, 16, 3, 3)
+    specs = (ROWS, CHANNELS, CHANNELS)
+    grad = jax.grad(loss, (1, 2))
+    others = normal(3, 24, 24, 8, 8), normal(4, 24, 24, 3, 3), normal(5, 48, 24, 3, 3)
+    wrong = {
+        "gradient": Case(lambda mesh: grad, args, MESH, specs, CHANNELS),
+        "gradient, other sizes": Case(lambda mesh: grad, others, MESH, specs, CHANNELS),
+    }
+    one = P(("fsdp", "tensor"))
+    held = {
+        "a row constraint between them": Case(mended, args, MESH, specs, CHANNELS),
+        "both axes on one dimension": Case(
+            lambda mesh: grad, args, MESH, (ROWS, one, one), one
+        ),
+    }
+    return Fault(wrong, held)
+
+
+if __name__ == "__main__":
+    emulate()
+    main(cases())

@@ -1,0 +1,41 @@
+"""A shift by one along a cut dimension, written with two `.at[...].set`
+(jax-ml/jax#18434).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ._run import Case, Fault, emulate, main, normal
+
+
+MESH = {"data": 4}
+ROWS = P("data")
+
+
+def shifted(x):
+    return x.at[:-1].set(x[1:]).at[-1].set(1.5)
+
+
+def mended(x):
+    is_last = jnp.arange(x.shape[0])[:, None] == x.shape[0] - 1
+    return jnp.where(is_last, 1.5, jnp.roll(x, -1, axis=0))
+
+
+def loss(x):
+    return jnp.sum(jnp.sin(shifted(x)))
+
+
+def cases() -> Fault:
+    args = (normal(0, 16, 16),)
+    wrong = {
+        "forward": Case(lambda mesh: shifted, args, MESH, (ROWS,), ROWS),
+        "gradient": Case(lambda mesh: jax.grad(loss), args, MESH, (ROWS,), ROWS),
+    }
+    held = {"`roll` and `where`": Case(lambda mesh: mended, args, MESH, (ROWS,), ROWS)}
+    return Fault(wrong, held)
+
+
+if __name__ == "__main__":
+    emulate()
+    main(cases())

@@ -1,0 +1,106 @@
+"""The records of faults, and their programs with the installed JAX."""
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks.fault_records import with_table
+from shardfx._step.faults import (
+    ArrayCut,
+    ArrayPredicate,
+    faults,
+    matches_array,
+)
+from shardfx._step.faults.records import fault_of
+from tests.step.repros import _run
+from tests.step.repros.__main__ import names
+
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"data": 2, "fsdp": 2, "tensor": 2, "one": 1}
+
+
+def test_every_record_has_a_program_and_every_program_a_record():
+    assert sorted(Path(fault.repro).stem for fault in faults()) == names()
+    for fault in faults():
+        assert (ROOT / fault.repro).is_file()
+        assert fault.id.replace("-", "_") == Path(fault.repro).stem
+
+
+@pytest.mark.parametrize("fault", faults(), ids=lambda fault: fault.id)
+def test_a_program_is_what_its_record_says(fault):
+    program = importlib.import_module(f"tests.step.repros.{Path(fault.repro).stem}")
+    cases = program.cases()
+    runs = fault.runs["shardy"]
+    mended = next(iter(cases.mended.values()))
+    assert _run.apart(mended) < _run.CLOSE
+    # Of a JAX that was not run when the records were written, nothing is known.
+    if jax.__version__ in runs.wrong:
+        shares = map(_run.apart, cases.wrong.values())
+        assert any(share > _run.CLOSE for share in shares)
+    if jax.__version__ in runs.right:
+        assert _run.apart(next(iter(cases.wrong.values()))) < _run.CLOSE
+
+
+def test_the_page_has_the_records_as_its_table():
+    page = (ROOT / "docs" / "wrong_numbers.md").read_text()
+    assert with_table(page) == page
+    assert all(f"**{fault.id}**" in page for fault in faults())
+
+
+def test_versions_are_written_by_the_command_only():
+    for file in (ROOT / "shardfx/_step/faults/records").glob("*.toml"):
+        by_hand, mark, by_command = file.read_text().partition("# What follows is")
+        assert mark and "runs" not in by_hand
+        assert re.findall(r"^\[(\w+)", by_command, re.M)[:2] == ["runs", "runs"]
+        assert tomllib.loads(file.read_text())["runs"]["shardy"]["wrong"]
+
+
+SQUARE = ArrayPredicate("square", unused_axes=1)
+KERNEL = ArrayPredicate("kernel", unused_axes=1)
+T, F, N = ("tensor",), ("fsdp",), ()
+
+
+@pytest.mark.parametrize(
+    "predicate, shape, cuts, found",
+    [
+        (SQUARE, (64, 64), [T, F], True),
+        (SQUARE, (4, 64, 64), [N, T, F], True),
+        (SQUARE, (64, 32), [T, F], False),
+        (SQUARE, (64, 64), [T, N], False),
+        (SQUARE, (64, 64), [T, ("one",)], False),
+        (SQUARE, (64, 64), [("data", "tensor"), F], False),
+        (SQUARE, (64,), [T], False),
+        (SQUARE, (), [], False),
+        (KERNEL, (64, 32, 3, 3), [T, F, N, N], True),
+        (KERNEL, (3, 3, 64, 32), [N, N, T, F], True),
+        (KERNEL, (1, 1, 64, 32), [N, N, T, F], False),
+        (KERNEL, (4, 8, 64, 32), [N, N, T, F], False),
+        (KERNEL, (3, 64, 32), [N, T, F], False),
+        (KERNEL, (64, 32, 3, 3), [T, N, N, N], False),
+    ],
+)
+def test_a_predicate_of_arrays_reads_shapes_and_specs(predicate, shape, cuts, found):
+    cut = matches_array(predicate, shape, cuts, SIZES)
+    wanted = ArrayCut(frozenset(T), frozenset(F)) if found else None
+    assert cut == wanted
+
+
+def test_the_language_of_records_is_closed():
+    record = {
+        "id": "a",
+        "pattern": "",
+        "operations": ["add"],
+        "effect": "",
+        "met_by": "",
+        "mended_by": "",
+        "repro": "",
+    }
+    assert fault_of(record).versions_text == f"not run with JAX {jax.__version__}"
+    for field in ({"arrays": {"kind": "square", "shaped": 1}}, {"remark": ""}):
+        with pytest.raises(TypeError):
+            fault_of(record | field)
