@@ -1,4 +1,4 @@
-"""The errors that shardfx raises: each is a `ValueError`, a `TypeError` or a
+"""The errors that shardfx raises, and its warning: each error is a `ValueError`, a `TypeError` or a
 `RuntimeError` with a name of its own.
 """
 
@@ -19,4 +19,5 @@ from ._ground.errors import (
     SyncError as SyncError,
     UnknownPathError as UnknownPathError,
     UnmatchedError as UnmatchedError,
+    WrongNumbersWarning as WrongNumbersWarning,
 )

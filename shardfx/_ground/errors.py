@@ -59,6 +59,13 @@ class RefusedError(ValueError):
     """
 
 
+class WrongNumbersWarning(UserWarning):
+    """A step whose partitioned program, as XLA makes it, computes wrong numbers.
+
+    Its text has the operation, the source line, and what mends it.
+    """
+
+
 class OutOfMemoryError(ProgramError):
     """A program that its compiler refuses because it needs more memory than a device
     has.

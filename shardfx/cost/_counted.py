@@ -24,6 +24,7 @@ from .._step import (
     Module,
     Op,
     Platform,
+    Programs,
     Step,
     bytes_of,
     lines_of,
@@ -33,9 +34,11 @@ from .._step import (
     parse_hlo,
 )
 from ._after import as_compiled
+from ._estimate import DIRECT
 from ._live import Memory, device_memory
 from ._live.program import FlatProgram, program_of
 from ._purpose import ArgumentPurpose, purposes_of
+from ._refuted import module_of, programs_to_judge
 from ._shardings import ArrayRow, MissedAxis, StepShardings, shardings_of
 
 
@@ -61,7 +64,15 @@ class StepOnChip:
         """The partitioned program of one device, after the simulated passes of the
         platform's compiler.
         """
-        return self.partitioned()
+        if self.programs is None:
+            return self.partitioned()
+        module = module_of(self.programs, self.step.mesh.size)
+        return as_compiled(module, self.platform)
+
+    @ft.cached_property
+    def programs(self) -> Programs | None:
+        """The step's program before and after the partitioner, if it is to be judged."""
+        return programs_to_judge(self.step, self.platform, DIRECT)
 
     def partitioned(self, **changed: Any) -> HloModule:
         """The partitioned program of one device for a changed step, after the simulated

@@ -20,6 +20,7 @@ from .._step import (
 )
 from ..topology import MeshSpec
 from ._after import as_compiled
+from ._refuted import module_of, programs_to_judge, warn_if_refuted
 from ._traffic import read
 from ._traffic_rows import Traffic, TrafficRow, largest_first
 
@@ -194,6 +195,10 @@ def estimate(
 
     A [`shardfx.cost.Traffic`][].
 
+    It warns with a `WrongNumbersWarning` if [`shardfx.testing.verify`][] refutes the
+    program that the partitioner made. Programs for TPUs and GPUs of at most 4,000
+    operations on at most 2,048 devices are verified.
+
     **Raises:**
 
     `MeshError` if no argument or plan has a mesh; `PlanMismatchError` for a plan that
@@ -218,7 +223,15 @@ def estimate(
         ```
     """
     platform = platform_of(compiler)
-    return estimated(step_of(step, args, mesh), platform)
+    known = step_of(step, args, mesh)
+    programs = programs_to_judge(known, platform, DIRECT)
+    if programs is None:
+        return estimated(known, platform)
+    warn_if_refuted(programs)
+    module = module_of(programs, known.mesh.size)
+    return largest_first(
+        read(as_compiled(module, platform), known.jax_mesh, known.leaves)
+    )
 
 
 def estimated(step: Step, compiler: Platform) -> Traffic:

@@ -28,6 +28,7 @@ from ._changes import Change, batch_of, changes_of, largest_batch
 from ._compile_for import MemoryAnalysis, memory_of
 from ._counted import StepOnChip
 from ._live import LiveArray
+from ._refuted import warn_if_refuted
 from ._shardings import Origin, StepShardings
 
 
@@ -301,6 +302,9 @@ def fit(
 
     A [`shardfx.cost.Fit`][].
 
+    It warns with a `WrongNumbersWarning` of a step that XLA's partitioner computes
+    wrongly, within the limits of [`shardfx.cost.estimate`][].
+
     **Raises:**
 
     `ChipError` for an unknown chip; `LeafTypeError` for a step that is no function, no
@@ -350,6 +354,8 @@ def fit(
         traced = dataclasses.replace(traced, given_mesh=MeshSpec({"device": 1}))
         notes = (_ALONE,)
     known = StepOnChip(traced, chip, step if args else None)
+    if known.programs is not None:
+        warn_if_refuted(known.programs)
     rows, largest = _arguments(known)
     shapes = _gradient_shapes(known)
     temporaries = [_large_array(one, shapes) for one in known.memory.arrays]

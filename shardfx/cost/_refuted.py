@@ -1,0 +1,44 @@
+"""The warning about a step that XLA's partitioner computes wrongly."""
+
+import dataclasses
+import warnings
+
+from .._ground.errors import WrongNumbersWarning
+from .._step import HloModule, Platform, Programs, Step, judged, parse_hlo
+
+
+# The largest number of operations of a partitioned program that is judged. The number
+# of operations decides, and not the time, so that every machine says the same.
+MOST_JUDGED = 4000
+
+
+def programs_to_judge(step: Step, platform: Platform, most: int) -> Programs | None:
+    """The step's program before and after XLA's partitioner, if it is to be judged:
+    on at most `most` devices.
+
+    A step for CPUs is not: its estimate reads the program after all passes, which has
+    no program before the partitioner to compare with.
+    """
+    if platform == "cpu" or step.mesh.size > most:
+        return None
+    return step.programs(platform)
+
+
+def module_of(programs: Programs, devices: int) -> HloModule:
+    """The partitioned program. XLA's text lacks the number of devices from 32 on."""
+    return dataclasses.replace(parse_hlo(programs.partitioned), partitions=devices)
+
+
+def warn_if_refuted(programs: Programs) -> None:
+    """Warns of each operation that the partitioner computes wrongly, for the caller of
+    a public function that calls this one.
+    """
+    # One operation is one line with an equals sign.
+    if programs.partitioned.count(" = ") > MOST_JUDGED:
+        return
+    for refutation in judged(programs).refutations:
+        text = (
+            f"XLA's partitioner computes this step wrongly: {refutation}\n"
+            "    `shardfx.testing.verify(step, *args)` has the whole verdict"
+        )
+        warnings.warn(text, WrongNumbersWarning, stacklevel=3)
