@@ -1,10 +1,11 @@
 """`python -m benchmarks.rule_sets`: every rule set that ships, its models and five
 meshes, in numbers.
 
-The loss and the gradients under the plan are compared with those of one device, in
-float32. Where they differ by more than a ten-thousandth of their norm,
-`shardfx.testing.check_step` decides, and names the line. XLA may end the process, so
-cases run in a second one, which goes on behind the case that ended it.
+`shardfx.testing.verify` proves the program of a case. Where it does not, the loss and
+the gradients under the plan are compared with those of one device, in float32. Where
+they differ by more than a ten-thousandth of their norm, `shardfx.testing.check_step`
+decides, and names the line. XLA may end the process, so cases run in a second one,
+which goes on behind the case that ended it.
 """
 
 import argparse
@@ -100,19 +101,24 @@ _QUICKLY = {
 
 
 def _result(case: Any) -> dict[str, Any]:
+    """The outcome of a case: "proved", or by numbers "right" or "wrong"."""
     import shardfx as sfx
     from shardfx.testing._args import made
 
     step, args = case.step()
+    verdict = sfx.testing.verify(step, *args)
+    if verdict.outcome == "proved":
+        return {"outcome": "proved"}
     arrays = made(args, mild=False)
     whole = _on_one(case.make)
     got = step.lower(*arrays).compile(_QUICKLY)(*arrays)
     apart = max(map(_apart, jax.tree.leaves(got), whole))
+    found = {"verdict": verdict.outcome, "apart": float(f"{apart:.1e}")}
     if apart <= _CLOSE:
-        return {"outcome": "right", "apart": float(f"{apart:.1e}")}
-    checked = sfx.testing.check_step(step, *args)
+        return {"outcome": "right", **found, "told": str(verdict)}
+    checked = sfx.testing.check_step(step, *args, numbers=True)
     outcome = "right" if checked else "wrong"
-    return {"outcome": outcome, "apart": float(f"{apart:.1e}"), "told": str(checked)}
+    return {"outcome": outcome, **found, "told": f"{verdict}\n{checked}"}
 
 
 @ft.lru_cache(maxsize=8)
@@ -122,7 +128,9 @@ def _on_one(make: Any) -> list[np.ndarray]:
 
     model = make()
     arrays = made((model.params, model.batch), mild=False)
-    step = jax.jit(jax.value_and_grad(model.loss), compiler_options=_QUICKLY)
+    step = jax.jit(
+        jax.value_and_grad(model.held_by(lambda x: x)), compiler_options=_QUICKLY
+    )
     return [np.asarray(leaf) for leaf in jax.tree.leaves(step(*arrays))]
 
 

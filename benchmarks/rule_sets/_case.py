@@ -24,11 +24,22 @@ Loss = Callable[..., jax.Array]
 
 
 class Model(NamedTuple):
-    """The loss of a model, and structs of its parameters and of its batch."""
+    """The loss of a model, and structs of its parameters and of its batch.
+
+    If `is_held`, the loss takes a third argument: a function that constrains the result
+    of a block to rows, as the page on choosing rules advises.
+    """
 
     loss: Loss
     params: Any
     batch: jax.ShapeDtypeStruct
+    is_held: bool = False
+
+    def held_by(self, hold: Callable[[jax.Array], jax.Array]) -> Loss:
+        """The loss, with its blocks constrained by `hold` if it holds them."""
+        if not self.is_held:
+            return self.loss
+        return lambda params, batch: self.loss(params, batch, hold)
 
 
 class Case(NamedTuple):
@@ -64,8 +75,10 @@ class Case(NamedTuple):
             model.batch.shape, model.batch.dtype, sharding=rows
         )
         whole = jax.NamedSharding(mesh, jax.P())
+        hold = lambda x: jax.lax.with_sharding_constraint(x, rows)
         step = jax.jit(
-            jax.value_and_grad(model.loss), out_shardings=(whole, plan.shardings)
+            jax.value_and_grad(model.held_by(hold)),
+            out_shardings=(whole, plan.shardings),
         )
         return step, (plan.structs, batch)
 

@@ -4,6 +4,7 @@ their readers train.
 
 import contextlib
 import functools as ft
+import importlib.util
 import io
 import re
 import textwrap
@@ -43,6 +44,8 @@ def cases() -> Iterator[Case]:
         planned = ft.partial(_stacked_plan, page)
         make = ft.partial(_stacked, page["Stack"], page["Mlp"])
         yield Case("choosing: names in the module", "scanned", mesh, make, planned)
+    if importlib.util.find_spec("flax") is None:
+        return  # which the page of recipes needs
     recipes = _namespace("recipes.md", "## Mixed precision")
     for mesh in MESHES:
         planned = ft.partial(sfx.plan, names=recipes["NAMES"], axes=recipes["axes"])
@@ -95,27 +98,30 @@ def _plain(*widths: int) -> Model:
 
 
 def _residual(block: Any, shapes: Mapping[str, tuple[int, ...]], length: int) -> Model:
-    """Residual blocks on rows, or with `length` on sequences."""
+    """Residual blocks on rows, or with `length` on sequences. Those of one matrix are
+    held.
+    """
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params: Any, x: jax.Array, hold: Any = lambda x: x) -> jax.Array:
         for p in params["blocks"]:
-            x = block(x, p)
+            x = hold(block(x, p))
         return jnp.mean(jnp.sin(x))
 
     made = {name: struct(*shape) for name, shape in shapes.items()}
     inner = (length, _WIDTH) if length else (_WIDTH,)
-    return Model(loss, {"blocks": [made] * _DEPTH}, struct(ROWS, *inner))
+    params = {"blocks": [made] * _DEPTH}
+    return Model(loss, params, struct(ROWS, *inner), is_held=len(made) == 1)
 
 
 def _convolutions(stride: int, *, is_residual: bool) -> Model:
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params: Any, x: jax.Array, hold: Any) -> jax.Array:
         first, second = (p["wi"] for p in params["blocks"])
         y = jnp.sin(_conv(x, first))
-        y = x + y if is_residual else y
+        y = hold(x + y if is_residual else y)
         return jnp.mean(jnp.cos(_conv(y, second, stride)))
 
     blocks = [{"wi": struct(24, 24, 3, 3)}, {"wi": struct(48, 24, 3, 3)}]
-    return Model(loss, {"blocks": blocks}, struct(ROWS, 24, 8, 8))
+    return Model(loss, {"blocks": blocks}, struct(ROWS, 24, 8, 8), is_held=True)
 
 
 _PAIR = {"wi": (_HIDDEN, _WIDTH), "wo": (_WIDTH, _HIDDEN)}
