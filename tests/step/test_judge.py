@@ -227,3 +227,10 @@ def test_a_plan_on_one_device_has_nothing_to_prove():
     mesh = sfx.MeshSpec({"data": 1}).abstract()
     x = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P()))
     assert sfx.testing.verify(jnp.sin, x).outcome == "proved"
+
+
+def test_random_bits_beside_a_state_are_no_error():
+    def step(x):
+        return x + jax.random.normal(jax.random.key(0, impl="rbg"), x.shape)
+
+    assert sfx.testing.verify(step, X)

@@ -273,11 +273,14 @@ class _Reader:
             return self.array(form, instruction, shape, tuple(operands))
         results = []
         for number, part in enumerate(shapes):
+            rank = len(part)
             keyed = form._replace(
-                key=(*form.key, number),
-                dims=form.dims[: len(part)],
-                kept=form.kept[: len(part)],
+                key=(*form.key, number), dims=form.dims[:rank], kept=form.kept[:rank]
             )
+            if rank > len(form.dims):
+                # As random bits beside the state of their generator.
+                every = tuple(range(rank))
+                keyed = Form((*form.key, number, part), every, every)
             results.append(self.array(keyed, instruction, part, tuple(operands)))
         return tuple(results)
 
