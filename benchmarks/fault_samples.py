@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from shardfx._step.faults import faults, matches_array
+from shardfx._step.faults import fault_records, matches_array
 from tests.step.repros._run import CLOSE, Case, apart, emulate, normal
 
 
@@ -86,7 +86,7 @@ _PROGRAMS = {"square": residual, "kernel": convolutions}
 
 def main(count: int) -> None:
     emulate()
-    for fault in faults():
+    for fault in fault_records():
         if fault.arrays is None:
             continue
         wrong = 0

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from .._ground.spec import canonical_entry, entries_of, entry_axes
 from .._ground.text import plural, spec_text
 from .._plan import Group
-from .._step import ArrayCut, ArrayPredicate, Fault, faults, matches_array
+from .._step import ArrayCut, ArrayPredicate, Fault, fault_records, matches_array
 from .finding import Finding
 from .subject import Subject
 
@@ -22,7 +22,7 @@ def known_faults(subject: Subject) -> Iterator[Finding]:
 
     A fault whose program is right with the installed JAX is no finding.
     """
-    for fault in faults():
+    for fault in fault_records():
         if fault.arrays is None or fault.is_right_with(jax.__version__):
             continue
         groups = _selected(subject, fault.arrays)

@@ -27,7 +27,7 @@ from .faults import (
     ArrayCut,
     ArrayPredicate,
     Fault,
-    faults,
+    fault_records,
     matches_array,
     matches_operation,
 )

@@ -34,7 +34,7 @@ from .._step import (
     Phase,
     Platform,
     Step,
-    faults,
+    fault_records,
     lines_of,
     matches_operation,
     name_stacks,
@@ -576,7 +576,7 @@ class _Explainer:
     def known_faults(self) -> tuple[str, ...]:
         cuts = {number: one.dims for number, one in enumerate(self.graph.shardings)}
         sentences: dict[str, None] = {}
-        for fault in faults():
+        for fault in fault_records():
             if fault.operation is None or fault.is_right_with(jax.__version__):
                 continue
             for at, made in enumerate(self.graph.operations):

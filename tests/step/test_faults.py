@@ -12,7 +12,7 @@ from benchmarks.fault_records import with_table
 from shardfx._step.faults import (
     ArrayCut,
     ArrayPredicate,
-    faults,
+    fault_records,
     matches_array,
 )
 from shardfx._step.faults.records import fault_of
@@ -25,13 +25,13 @@ SIZES = {"data": 2, "fsdp": 2, "tensor": 2, "one": 1}
 
 
 def test_every_record_has_a_program_and_every_program_a_record():
-    assert sorted(Path(fault.repro).stem for fault in faults()) == names()
-    for fault in faults():
+    assert sorted(Path(fault.repro).stem for fault in fault_records()) == names()
+    for fault in fault_records():
         assert (ROOT / fault.repro).is_file()
         assert fault.id.replace("-", "_") == Path(fault.repro).stem
 
 
-@pytest.mark.parametrize("fault", faults(), ids=lambda fault: fault.id)
+@pytest.mark.parametrize("fault", fault_records(), ids=lambda fault: fault.id)
 def test_a_program_is_what_its_record_says(fault):
     program = importlib.import_module(f"tests.step.repros.{Path(fault.repro).stem}")
     cases = program.cases()
@@ -49,7 +49,7 @@ def test_a_program_is_what_its_record_says(fault):
 def test_the_page_has_the_records_as_its_table():
     page = (ROOT / "docs" / "wrong_numbers.md").read_text()
     assert with_table(page) == page
-    assert all(f"**{fault.id}**" in page for fault in faults())
+    assert all(f"**{fault.id}**" in page for fault in fault_records())
 
 
 def test_versions_are_written_by_the_command_only():

@@ -105,7 +105,7 @@ class Fault:
 
 
 @ft.lru_cache(maxsize=1)
-def faults() -> tuple[Fault, ...]:
+def fault_records() -> tuple[Fault, ...]:
     """All records, by the names of their files."""
     folder = importlib.resources.files("shardfx._step.faults").joinpath("records")
     files = sorted(folder.iterdir(), key=lambda file: file.name)
