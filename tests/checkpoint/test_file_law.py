@@ -169,14 +169,13 @@ def expected(form, file, target, how, by_map, unread):
     """What each path of the target must hold. Raises `Wrong` for an error."""
     found, is_own = {}, form in OWN
     for path, value in file.items():
-        if by_map is not None and path in by_map:
-            continue
         leaf = target.get(path, Absent)
         # A map knows nothing of `select`.
         if isinstance(leaf, LeftOut) and by_map is None and how == "plan":
             continue
         if leaf is Absent or leaf is activation or isinstance(leaf, LeftOut):
-            if unread != "allow":
+            # A drop says what no rule uses.
+            if unread != "allow" and path not in (by_map or ()):
                 raise Wrong(path)
         elif isinstance(leaf, np.ndarray | np.generic):
             found[path] = as_array(form, value, leaf)
@@ -187,10 +186,9 @@ def expected(form, file, target, how, by_map, unread):
             continue
         if isinstance(leaf, np.ndarray | np.generic):
             raise Wrong(path)
-        is_there = path in file and (by_map is None or path not in by_map)
         if leaf is activation:
             found[path] = None if how == "plan" else activation
-        elif is_own and not is_there and by_map is None:
+        elif is_own and by_map is None:
             raise Wrong(path)
         else:
             found[path] = None if how == "plan" else leaf
