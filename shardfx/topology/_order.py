@@ -3,6 +3,7 @@ mesh: JAX's own order, or a documented fallback.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -216,6 +217,10 @@ def _torus_mesh(
     If the positions are unknown, `grid` is a text that says why, and the fallback is
     the order of ids.
     """
+    if not isinstance(grid, str):
+        cores_first = _cores_first(devices, sizes, grid)
+        if cores_first is not None:
+            return DeviceOrder(cores_first, "mesh_utils", (), None)
     try:
         return DeviceOrder(
             mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None
@@ -249,6 +254,59 @@ def _torus_mesh(
     return DeviceOrder(
         array, "torus", (f"JAX has no order for these devices ({cause})",), None
     )
+
+
+# The kinds of devices of which a chip has two, on a link faster than those between chips.
+_TWO_CORES = ("TPU7x", "TPU7")
+
+
+def _cores_first(
+    devices: list[Device], sizes: tuple[int, ...], grid: Grid
+) -> np.ndarray | None:
+    """The order of devices in a mesh of `sizes` that JAX has since 0.11.1 for chips
+    whose cores are separate devices; `None` for other chips, and if `sizes` are no
+    products of whole physical dimensions.
+
+    The fastest mesh axis takes the dimension of the cores where it can. Older versions
+    of JAX prefer x, y and z. The order of a plan must not depend on the version, so this
+    follows `_create_device_mesh_for_nd_torus` in `jax/_src/mesh_utils.py` of 0.12.
+    """
+    if devices[0].device_kind not in _TWO_CORES or grid.shape[-1] == 1:
+        return None
+    # For these, every version of JAX has one table of rings.
+    is_tray = len(devices) % 8 == 0 and len(devices) <= 32 and max(grid.shape[:2]) <= 2
+    if is_tray:
+        return None
+    rank = grid.ndim
+    assigned = _dims_of_axes(sizes, grid.shape, (rank - 1, *range(rank - 1)))
+    if assigned is None:
+        return None
+    flat = np.empty(len(devices), object)
+    flat[:] = devices
+    transpose = [dim for dims in assigned for dim in dims]
+    return flat[grid].transpose(transpose).reshape(sizes)
+
+
+def _dims_of_axes(
+    sizes: tuple[int, ...], extents: tuple[int, ...], free: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...] | None:
+    """The dimensions of the torus that each mesh axis takes whole, the last axis first
+    to choose; `None` if there is no such choice.
+
+    An axis prefers many dimensions, then those that come first in `free`. Where that
+    leaves none for the other axes, it takes the next choice; JAX splits dimensions there.
+    """
+    if not sizes:
+        return None if free else ()
+    counts = range(len(free), -1, -1)
+    for dims in (dims for n in counts for dims in itertools.combinations(free, n)):
+        if math.prod(extents[dim] for dim in dims) != sizes[-1]:
+            continue
+        others = tuple(dim for dim in free if dim not in dims)
+        before = _dims_of_axes(sizes[:-1], extents, others)
+        if before is not None:
+            return (*before, tuple(sorted(dims)))
+    return None
 
 
 def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrder:
