@@ -73,6 +73,8 @@ class FrameLine:
         self._suite = suite
         self._sent = _Counter(keys.to_send)
         self._received = _Counter(keys.to_receive)
+        # The header of the next frame, if it was read behind the last one.
+        self._next_header = b""
         self._scratch = bytearray(_PART_BYTES if suite.encrypt else 0)
         if suite.security != "none":
             self._ciphers = primitives("ciphers")
@@ -104,7 +106,8 @@ class FrameLine:
 
     def receive_header(self) -> Header:
         """The header of the next frame, which is not authenticated yet."""
-        data = self._line.read(HEADER.size)
+        data = self._next_header or self._line.read(HEADER.size)
+        self._next_header = b""
         type, number, length = HEADER.unpack(data)
         header = Header(type=type, number=number, length=length)
         if header.to_bytes() != data:
@@ -119,8 +122,12 @@ class FrameLine:
         data = header.to_bytes()
         key, nonce = self._received.next()
         tag = bytearray(TAG_BYTES)
+        # Behind a round there is always a frame. Its header comes by the same system
+        # call.
+        following = bytearray(HEADER.size if header.type == ROUND else 0)
         if self._suite.security == "none":
-            self._line.fill([*parts, tag])
+            self._line.fill([*parts, tag, following])
+            self._next_header = bytes(following)
             if bytes(tag) != _crc_tag(nonce, [data, *parts]):
                 raise _damaged()
             return
@@ -131,11 +138,12 @@ class FrameLine:
                 encrypted = memoryview(self._scratch)[: len(part)]
                 self._line.fill([encrypted])
                 context.update_into(encrypted, part)
-            self._line.fill([tag])
+            self._line.fill([tag, following])
         else:
-            self._line.fill([*parts, tag])
+            self._line.fill([*parts, tag, following])
             for part in parts:
                 context.authenticate_additional_data(part)
+        self._next_header = bytes(following)
         try:
             context.finalize_with_tag(bytes(tag))
         except self._invalid_tag() as error:

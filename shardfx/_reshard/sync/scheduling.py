@@ -20,9 +20,9 @@ from .kinds import Buffer, Transfer, TransferKind
 from .transfer import TransferPlan
 
 
-# A round is sealed, sent and checked as one frame. It is so small that its bytes are
-# still in the processor's cache when the next of these steps reads them.
-ROUND_BYTES = 1 << 20
+# A round is sealed, sent and checked as one frame. Its bytes are still in the
+# processor's third-level cache when the next of these steps reads them.
+ROUND_BYTES = 4 << 20
 
 
 class SentRange(NamedTuple):
