@@ -8,6 +8,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,33 +26,45 @@ BLOCK = 1 << 20
 AXES = "data", "replica"
 # Both of the receiver's states are new memory in the first two rounds; what counts is
 # what each later sync takes.
-WARM, ROUNDS = 2, 7
+WARM = 2
+ROUNDS = 7
+# The specs of a trainer's 8 devices and of an engine's 4. Plain pieces are contiguous on
+# both sides, and strided ones on neither.
+LAYOUTS = {
+    "plain": (P(("data", "model")), P("model")),
+    "strided": (P("data", "model"), P("model")),
+}
+TRAINER = MeshSpec({"data": 4, "model": 2})
+ENGINE = MeshSpec({"model": 4})
 
 
-def plans(count: int, mebibytes: int, own: int) -> tuple[ShardPlan, ShardPlan]:
-    """So many arrays on a trainer's 8 devices and on an engine's 4; `own` says whose
-    devices are there.
+def plans(
+    count: int, mebibytes: int, layout: str, job: str
+) -> tuple[ShardPlan, ShardPlan]:
+    """The plans of `count` arrays on a trainer's and on an engine's devices. `job` is
+    the one whose devices are there.
     """
     rows = mebibytes * BLOCK // count // 4096 // 8 * 8
     structs = {
         f"w{number}": jax.ShapeDtypeStruct((rows, 1024), jnp.float32)
         for number in range(count)
     }
-    specs = MeshSpec({"data": 8}), MeshSpec({"model": 4})
-    meshes = [
-        spec.build(jax.devices()[: spec.size]) if at == own else spec
-        for at, spec in enumerate(specs)
-    ]
-    src, dst = (
-        plan(structs, mesh, paths=PathRules([(".*", P(axis))]))
-        for mesh, axis in zip(meshes, ("data", "model"), strict=True)
-    )
+    meshes: dict[str, Any] = {"trainer": TRAINER, "engine": ENGINE}
+    meshes[job] = meshes[job].build(jax.devices()[: meshes[job].size])
+    sent, received = LAYOUTS[layout]
+    src = plan(structs, meshes["trainer"], paths=PathRules([(".*", sent)]))
+    dst = plan(structs, meshes["engine"], paths=PathRules([(".*", received)]))
     return src, dst
 
 
-def between(count: int, mebibytes: int) -> Mapping[str, Value]:
-    """What a sync carries in a second, over what one stream carries."""
-    src, dst = plans(count, mebibytes, 0)
+def between(
+    count: int, mebibytes: int, layout: str = "plain", encrypt: bool = False
+) -> Mapping[str, Value]:
+    """A sync against one plain stream between the same two processes, in turns: what it
+    carries in a second over what the stream carries, and the processor time of the
+    busier process over that of the stream.
+    """
+    src, dst = plans(count, mebibytes, layout, "trainer")
     made = sync.plan_transfer(src, dst)
     arrays = {
         path: jax.device_put(
@@ -59,23 +72,67 @@ def between(count: int, mebibytes: int) -> Mapping[str, Value]:
         )
         for number, (path, leaf) in enumerate(src.structs.items())
     }
-    trainer = sync.Sender(made, SECRET)
+    trainer = sync.Sender(made, SECRET, encrypt=encrypt)
     block = memoryview(bytearray(b"x" * made.wire_bytes))
+    clock = _Clock()
 
     def stream(connection: socket.socket, _: int) -> None:
-        for at in range(0, len(block), BLOCK):
-            connection.sendall(block[at : at + BLOCK])
+        clock.end("sync")
+        clock.begin()
+        for start in range(0, len(block), BLOCK):
+            connection.sendall(block[start : start + BLOCK])
+        clock.end("stream")
 
-    with (
-        _served(stream) as streams,
-        _served(lambda _, revision: trainer.publish(arrays, revision)) as publishes,
-    ):
-        ports = {"port": trainer.address[1], "streams": streams, "publishes": publishes}
-        found = fresh_process(
-            "benchmarks._jobs:pull", {**ports, "count": count, "mebibytes": mebibytes}
-        )
+    def publish(_: socket.socket, revision: int) -> None:
+        clock.begin()
+        trainer.publish(arrays, revision)
+        clock.end("publish")
+        clock.begin()
+
+    with _served(stream) as streams, _served(publish) as publishes:
+        arguments = {
+            "port": trainer.address[1],
+            "streams": streams,
+            "publishes": publishes,
+            "count": count,
+            "mebibytes": mebibytes,
+            "layout": layout,
+            "encrypt": encrypt,
+        }
+        found = fresh_process("benchmarks._jobs:pull", arguments)
     trainer.close()
-    return found
+    sending = {name: clock.median(name) for name in ("stream", "sync", "publish")}
+    busier = {
+        name: max(sending[name], float(found[f"{name}_processor_seconds"]))
+        for name in ("stream", "sync")
+    }
+    return {
+        **found,
+        "sending_stream_processor_seconds": sending["stream"],
+        "sending_sync_processor_seconds": sending["sync"],
+        "publish_processor_seconds": sending["publish"],
+        "processor_over_stream": busier["sync"] / busier["stream"],
+    }
+
+
+class _Clock:
+    """The processor time of this process, in named spans."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._spans: dict[str, list[float]] = {}
+
+    def begin(self) -> None:
+        self._began = time.process_time()
+
+    def end(self, name: str) -> None:
+        if self._began is not None:
+            span = time.process_time() - self._began
+            self._spans.setdefault(name, []).append(span)
+        self._began = None
+
+    def median(self, name: str) -> float:
+        return statistics.median(self._spans[name][WARM:])
 
 
 @contextlib.contextmanager
@@ -101,46 +158,77 @@ def _served(answer: Callable[[socket.socket, int], None]):
 
 
 def pull(
-    port: int, streams: int, publishes: int, count: int, mebibytes: int
+    port: int,
+    streams: int,
+    publishes: int,
+    count: int,
+    mebibytes: int,
+    layout: str,
+    encrypt: bool,
 ) -> Mapping[str, Value]:
     """The engine's side."""
     jax.config.update("jax_num_cpu_devices", 4)
-    src, dst = plans(count, mebibytes, 1)
+    src, dst = plans(count, mebibytes, layout, "engine")
     begin = time.perf_counter()
     made = sync.plan_transfer(src, dst)
     planned = time.perf_counter() - begin
-    engine = sync.Receiver(made, dst, [("127.0.0.1", port)], SECRET)
+    address = ("127.0.0.1", port)
+    engine = sync.Receiver(made, dst, [address], SECRET, encrypt=encrypt)
+    begin = time.perf_counter()
+    engine.warm()
+    warmed = time.perf_counter() - begin
     memory = memoryview(bytearray(b"x" * made.wire_bytes))
-    taken, before = [], 0
+    clock = _Clock()
+    walls: list[tuple[float, float]] = []
+    before = 0
     for number in range(ROUNDS):
         if number == WARM:
             # Both states are there.
             before = resident_bytes()
             reset_peak()
-        begin, at = time.perf_counter(), 0
-        with socket.create_connection(("127.0.0.1", streams)) as connection:
-            while part := connection.recv_into(memory[at:]) if at < len(memory) else 0:
-                at += part
-        streamed = time.perf_counter() - begin
-        with socket.create_connection(("127.0.0.1", publishes)) as connection:
-            connection.recv(1)
         begin = time.perf_counter()
+        clock.begin()
+        _read_stream(streams, memory)
+        clock.end("stream")
+        streamed = time.perf_counter() - begin
+
+        _wait_for_answer(publishes)
+        begin = time.perf_counter()
+        clock.begin()
         assert engine.pull()
-        taken.append((streamed, time.perf_counter() - begin))
-    warm = taken[WARM:]
+        clock.end("sync")
+        walls.append((streamed, time.perf_counter() - begin))
     peak = peak_resident_bytes()
+    # It ends the trainer's measure of the last sync.
+    _read_stream(streams, memory)
     for number, path in enumerate(dst.structs):
         assert (np.asarray(engine.arrays[path]) == number).all(), path
+    warm = walls[WARM:]
     return {
         "mebibytes_beside_both_states": (peak - before) / 2**20,
         "plan_seconds": planned,
-        "first_sync_seconds": taken[0][1],
+        "warm_seconds": warmed,
+        "first_sync_seconds": walls[0][1],
         "stream_seconds": statistics.median(streamed for streamed, _ in warm),
         "sync_seconds": statistics.median(synced for _, synced in warm),
         "sync_over_stream": statistics.median(
             streamed / synced for streamed, synced in warm
         ),
+        "stream_processor_seconds": clock.median("stream"),
+        "sync_processor_seconds": clock.median("sync"),
     }
+
+
+def _read_stream(port: int, memory: memoryview) -> None:
+    position = 0
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        while position < len(memory):
+            position += connection.recv_into(memory[position:])
+
+
+def _wait_for_answer(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.recv(1)
 
 
 def of_a_large_llama(

@@ -126,12 +126,18 @@ def cases(options: Options) -> list[Entry]:
         ],
     )
     again = (Limit("first_over_second", at_least=5.0),)
-    # A round of the plan has 16 MiB at most.
-    stream = (
-        Limit("sync_over_stream", at_least=0.6),
-        Limit("mebibytes_beside_both_states", at_most=16.0),
+    # A round has 4 MiB, or one larger row of at most 16 MiB.
+    beside = Limit("mebibytes_beside_both_states", at_most=17.0)
+    plain = (
+        Limit("sync_over_stream", at_least=0.8),
+        Limit("processor_over_stream", at_most=1.6),
+        beside,
     )
-    stream = _full(options, stream)
+    strided = (
+        Limit("sync_over_stream", at_least=0.65),
+        Limit("processor_over_stream", at_most=2.2),
+        beside,
+    )
     plans = (
         Limit("plan_seconds", at_most=5.0),
         Limit("host_seconds", at_most=0.5),
@@ -176,9 +182,18 @@ def cases(options: Options) -> list[Entry]:
         ),
         Finding("the second sync over the first", ft.partial(_again, options), again),
         Finding(
-            f"{size} MiB in 1,137 arrays, between two processes",
-            ft.partial(between, 1137, size),
-            stream,
+            f"{size} MiB in 1,100 arrays, between two processes, plain pieces",
+            ft.partial(between, 1100, size, "plain"),
+            _full(options, plain),
+        ),
+        Finding(
+            f"{size} MiB in 1,100 arrays, between two processes, strided pieces",
+            ft.partial(between, 1100, size, "strided"),
+            _full(options, strided),
+        ),
+        Finding(
+            f"{size} MiB in 1,100 arrays, between two processes, encrypted",
+            ft.partial(between, 1100, size, "plain", True),
         ),
         Finding(
             "405B, planned from 2,048 to 256 devices",
