@@ -629,6 +629,7 @@ def _until_small(
     """
     decision = Decision(spec)
     absent = tuple(_free(strategy.axes, None, mesh.sizes, ())[1])
+    size = _shard_bytes(spec, leaf, mesh)
     for count in range(len(strategy.axes) + 1):
         if count:
             axes = strategy.axes[:count]
@@ -717,6 +718,7 @@ def _over_until_small(
     """
     axes = axes_of(mesh)
     further = request
+    size = array_bytes(leaf.shape, leaf.dtype)
     for count in range(len(over.axes) + 1):
         if count:
             step = dataclasses.replace(over, axes=over.axes[:count], max_bytes=0)
