@@ -38,8 +38,8 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +63,27 @@ _IN_PLACE = ("carry", "dynamic_update_slice")
 CostTerms = dict[str, np.ndarray]
 
 
-def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
-    """The cost terms of a step as arrays. `made` has the step's shardings and
+class _Amount(NamedTuple):
+    """An amount of a cost term: for each axis assignment whether it divides the amount,
+    the column of the sum to which it is added, and the amount.
+    """
+
+    is_divided: np.ndarray
+    column: int
+    amount: float
+
+
+class _Sums(NamedTuple):
+    """Sums of amounts that the same assignments divide: an array (masks, assignments)
+    of the distinct masks, and an array (masks, columns) of the sums.
+    """
+
+    masks: np.ndarray
+    totals: np.ndarray
+
+
+def cost_terms(layouts: Layouts, assigned: list[AssignedLayout]) -> CostTerms:
+    """The cost terms of a step as arrays. `assigned` has the step's shardings and
     collectives under each axis assignment.
 
     All amounts are those of the unsharded step. The shape of each array is in
@@ -86,91 +105,98 @@ def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
     - `sizes`, `least` (axes): the size of the logical axis, and the smallest allowed
       number of its shards.
     """
-    program, count = layouts.program, len(made)
-    values = program.values
-    cut = np.array(
-        [[position >= 0 for position in layout.positions] for layout in made]
+    count = len(assigned)
+    # For each value, whether each assignment shards it.
+    is_cut = np.array(
+        [[position >= 0 for position in layout.positions] for layout in assigned]
     ).T
-    shared = np.array([layout.divided for layout in made]).T
-    stored = (
-        [*program.arguments, *program.results],
-        [*program.arguments, *_temporaries(program)],
-    )
-    rows = [
-        (shared[number], 0, made.flops * made.times)
-        for number, made in enumerate(program.operations)
+    shared = _added(_shared_amounts(layouts, assigned, is_cut), count, 3)
+    sent = [
+        _added(amounts, count, 2)
+        for amounts in _sent_amounts(layouts, assigned, is_cut)
     ]
-    rows += [
-        (cut[value], column, values[value].bytes)
-        for column, own in enumerate(stored, 1)
-        for value in own
-    ]
-    # A value has data if it has a dimension that no parameter has. Computation waits
-    # for its collectives.
-    own = layouts.classes.own
-    has_data = [
-        any(root not in own for dim in dims for root in dim) for dims in layouts.roots
-    ]
-    moving: dict[tuple[int, int], list[int]] = {}
-    for number, layout in enumerate(made):
-        for event in layout.events:
-            moving.setdefault((event.value, event.operation), []).append(number)
-    sent: list[tuple[np.ndarray, np.ndarray]] = []
-    for number, layout in enumerate(made):
-        events: list[tuple[np.ndarray, int, float]] = []
-        for event in layout.events:
-            mask = cut[event.value].copy()
-            # If several axes gather or sum an array, the first one moves only shards of
-            # the later ones.
-            for other in moving[event.value, event.operation]:
-                mask[other] = other > number
-            # An all-to-all moves one shard; the other collectives move whole shards of
-            # the other assignments.
-            mask[number] = event.kind == "all-to-all"
-            amount = (
-                values[event.value].bytes
-                * event.times
-                * (2 if event.kind == "all-reduce" else 1)
-            )
-            events.append((mask, int(not has_data[event.value]), amount))
-        sent.append(_added(events, count, 2))
-    masks, columns = _added(rows, count, 3)
-    used = cut_by(made)
+    calls = [sum(event.times for event in layout.events) for layout in assigned]
+    used = cut_by(assigned)
+    limits = [[number in layout.used for layout in assigned] for number in used]
+    sizes = [layouts.classes.axes[number].size for number in used]
     return {
-        "divides": masks,
-        "shared": columns,
-        "divides_sent": _stacked([masks for masks, _ in sent]),
-        "sent": _stacked([amounts for _, amounts in sent]),
-        "calls": np.array(
-            [sum(event.times for event in layout.events) for layout in made], float
-        ),
-        "limits": (
-            np.array(
-                [[number in layout.used for layout in made] for number in used]
-            ).reshape(-1, count)
-        ),
-        "sizes": np.array(
-            [layouts.classes.axes[number].size for number in used], dtype=np.int64
-        ),
+        "divides": shared.masks,
+        "shared": shared.totals,
+        "divides_sent": _stacked([sums.masks for sums in sent]),
+        "sent": _stacked([sums.totals for sums in sent]),
+        "calls": np.array(calls, float),
+        "limits": np.array(limits).reshape(-1, count),
+        "sizes": np.array(sizes, dtype=np.int64),
         "least": np.ones(len(used), np.int64),
     }
 
 
-def _added(
-    rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Sums the amounts that the same axis assignments divide. Each of `rows` is a mask,
-    a column, and an amount.
-
-    A mask says for each of `count` assignments whether it divides the amount. Returns
-    the distinct masks as an array (masks, count), and the sums as an array (masks,
-    columns).
+def _shared_amounts(
+    layouts: Layouts, assigned: list[AssignedLayout], is_cut: np.ndarray
+) -> list[_Amount]:
+    """The work of each operation (column 0), the bytes of arguments and results (1),
+    and the bytes of arguments and temporaries (2).
     """
+    program = layouts.program
+    is_divided = np.array([layout.divided for layout in assigned]).T
+    amounts = []
+    for number, operation in enumerate(program.operations):
+        flops = operation.flops * operation.times
+        amounts.append(_Amount(is_divided[number], 0, flops))
+    moved = [*program.arguments, *program.results]
+    stored = [*program.arguments, *_temporaries(program)]
+    for column, values in ((1, moved), (2, stored)):
+        for value in values:
+            nbytes = program.values[value].bytes
+            amounts.append(_Amount(is_cut[value], column, nbytes))
+    return amounts
+
+
+def _sent_amounts(
+    layouts: Layouts, assigned: list[AssignedLayout], is_cut: np.ndarray
+) -> Iterator[list[_Amount]]:
+    """Yields for each assignment the bytes of its collectives: in column 0 those that
+    computation waits for, in column 1 the others.
+    """
+    # A value has data if it has a dimension that no parameter has. Computation waits
+    # for its collectives.
+    parameter_roots = layouts.classes.own
+    has_data = [
+        any(root not in parameter_roots for dim in dims for root in dim)
+        for dims in layouts.roots
+    ]
+    # The assignments that send a value for an operation.
+    senders: dict[tuple[int, int], list[int]] = {}
+    for number, layout in enumerate(assigned):
+        for event in layout.events:
+            senders.setdefault((event.value, event.operation), []).append(number)
+    for number, layout in enumerate(assigned):
+        amounts = []
+        for event in layout.events:
+            mask = is_cut[event.value].copy()
+            # If several axes gather or sum an array, the first one moves only shards of
+            # the later ones.
+            for other in senders[event.value, event.operation]:
+                mask[other] = other > number
+            # An all-to-all moves one shard; the other collectives move whole shards of
+            # the other assignments.
+            mask[number] = event.kind == "all-to-all"
+            rounds = 2 if event.kind == "all-reduce" else 1
+            nbytes = layouts.program.values[event.value].bytes * event.times * rounds
+            column = 0 if has_data[event.value] else 1
+            amounts.append(_Amount(mask, column, nbytes))
+        yield amounts
+
+
+def _added(amounts: Sequence[_Amount], count: int, columns: int) -> _Sums:
+    """Sums the amounts that the same of `count` axis assignments divide."""
     sums: dict[bytes, np.ndarray] = {}
-    for mask, column, amount in rows:
+    for mask, column, amount in amounts:
         sums.setdefault(mask.tobytes(), np.zeros(columns))[column] += amount
-    masks = np.frombuffer(b"".join(sums), bool).reshape(-1, count)
-    return masks, np.array([*sums.values()]).reshape(-1, columns)
+    return _Sums(
+        masks=np.frombuffer(b"".join(sums), bool).reshape(-1, count),
+        totals=np.array([*sums.values()]).reshape(-1, columns),
+    )
 
 
 def _temporaries(program: Program) -> list[int]:
@@ -181,25 +207,33 @@ def _temporaries(program: Program) -> list[int]:
     born: dict[int, int] = {}
     dies = dict.fromkeys(program.results, len(operations))
     for number, operation in enumerate(operations):
-        born |= {value: number for value in operation.outs if value not in born}
-        dies |= {
-            value: max(number, dies.get(value, 0))
-            for value in (*operation.outs, *operation.ins)
-        }
-    candidates = [
-        value
-        for value, number in born.items()
-        if (maker := operations[number]).name not in _IN_PLACE
-        and not program.values[value].free
+        for value in operation.outs:
+            born.setdefault(value, number)
+        for value in (*operation.outs, *operation.ins):
+            dies[value] = max(number, dies.get(value, 0))
+
+    def is_stored(value: int) -> bool:
+        maker = operations[born[value]]
+        if maker.name in _IN_PLACE or program.values[value].free:
+            return False
         # The other operations are fused into their users.
-        and (maker.flops or maker.name == "return" or dies[value] - number >= _LONG)
-    ]
-    totals = np.zeros(len(operations) + 2)
-    for value in candidates:
-        totals[born[value]] += program.values[value].bytes
-        totals[dies[value] + 1] -= program.values[value].bytes
-    most = int(np.argmax(np.cumsum(totals)))
-    return [value for value in candidates if born[value] <= most <= dies[value]]
+        lifetime = dies[value] - born[value]
+        return bool(maker.flops) or maker.name == "return" or lifetime >= _LONG
+
+    stored = [value for value in born if is_stored(value)]
+    changes = np.zeros(len(operations) + 2)
+    for value in stored:
+        changes[born[value]] += program.values[value].bytes
+        changes[dies[value] + 1] -= program.values[value].bytes
+    peak = int(np.argmax(np.cumsum(changes)))
+    return [value for value in stored if born[value] <= peak <= dies[value]]
+
+
+class MeshSizes(NamedTuple):
+    """Tuples of mesh axis sizes, and the slices that each axis spans, as two arrays."""
+
+    sizes: Int[np.ndarray, "sizes axes"]
+    slices: Int[np.ndarray, "sizes axes"]
 
 
 def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
@@ -498,80 +532,83 @@ def find(
     with all sizes for `devices` devices. If these are more than 2**22 candidates, the
     last assignments are left out.
     """
-    by_count = [
-        sizes_and_slices(devices, number, slices) for number in range(1, AXES + 1)
-    ]
+    by_count = [sizes_and_slices(devices, axes, slices) for axes in range(1, AXES + 1)]
     assignments = assignment_count(terms, by_count)
-    room = -(-max(len(sizes) for sizes, _ in by_count) // 8) * 8 or 8
-    arrays, block, nothing = (
-        padded(terms),
-        min(_SETS, max(1, _BLOCK // room)),
-        len(terms["calls"]),
-    )
-    found: list[Estimate] = []
-    for number, given in enumerate(by_count, start=1):
-        sets = (
-            itertools.combinations(range(assignments), number)
-            if len(given[0])
-            else iter(())
-        )
-        # Axes and sizes are padded, so that one program serves all searches.
-        wide = [
-            np.pad(one, ((0, 0), (0, AXES - number)), constant_values=1)
-            for one in given
-        ]
-        sizes, between = (
-            np.concatenate([one, np.repeat(one[:1], room - len(one), axis=0)])
-            for one in wide
-        )
-        while rows := [*itertools.islice(sets, block)]:
-            made = np.full((block, AXES), nothing, np.int32)
-            made[: len(rows), :number] = rows
-            priced = best_of_block(
-                arrays, machine, made, sizes, between, np.int32(len(rows)), keep=keep
+    # Axes and sizes are padded, so that one program serves all searches.
+    row_count = -(-max(len(mesh.sizes) for mesh in by_count) // 8) * 8 or 8
+    block_size = min(_SETS, max(1, _BLOCK // row_count))
+    no_assignment = len(terms["calls"])
+    arrays = padded(terms)
+    best: list[Estimate] = []
+    for axes, mesh in enumerate(by_count, start=1):
+        if not len(mesh.sizes):
+            continue
+        sizes = _padded_rows(mesh.sizes, row_count)
+        spans = _padded_rows(mesh.slices, row_count)
+        sets = itertools.combinations(range(assignments), axes)
+        while block := list(itertools.islice(sets, block_size)):
+            numbers = np.full((block_size, AXES), no_assignment, np.int32)
+            numbers[: len(block), :axes] = block
+            set_numbers, size_numbers, costs_of_sets = best_of_block(
+                arrays, machine, numbers, sizes, spans, np.int32(len(block)), keep=keep
             )
-            least = found[-1].seconds if len(found) == keep else math.inf
-            for at, which, cost in zip(
-                *(np.asarray(one).tolist() for one in priced), strict=True
+            limit = best[-1].seconds if len(best) == keep else math.inf
+            for set_number, size_number, cost in zip(
+                np.asarray(set_numbers).tolist(),
+                np.asarray(size_numbers).tolist(),
+                np.asarray(costs_of_sets).tolist(),
+                strict=True,
             ):
-                if cost[0] < least:
-                    parts = made[at], sizes[which], between[which]
-                    own: list[Any] = [tuple(part[:number].tolist()) for part in parts]
-                    found.append(Estimate(*own, *cost))
-            found = sorted(found, key=lambda one: one.seconds)[:keep]
-    return found
+                seconds, memory_bytes = cost
+                if seconds < limit:
+                    estimate = Estimate(
+                        assignments=tuple(numbers[set_number][:axes].tolist()),
+                        sizes=tuple(sizes[size_number][:axes].tolist()),
+                        slices=tuple(spans[size_number][:axes].tolist()),
+                        seconds=seconds,
+                        memory_bytes=memory_bytes,
+                    )
+                    best.append(estimate)
+            best = sorted(best, key=lambda estimate: estimate.seconds)[:keep]
+    return best
 
 
-def assignment_count(
-    terms: CostTerms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]
-) -> int:
+def _padded_rows(
+    rows: Int[np.ndarray, "sizes axes"], count: int
+) -> Int[np.ndarray, "rows axes"]:
+    """The rows with ones for further axes, and `count` of them: the first one again."""
+    missing_axes = AXES - rows.shape[1]
+    wide = np.pad(rows, ((0, 0), (0, missing_axes)), constant_values=1)
+    return np.concatenate([wide, np.repeat(wide[:1], count - len(wide), axis=0)])
+
+
+def assignment_count(terms: CostTerms, by_count: Sequence[MeshSizes]) -> int:
     """The largest number of axis assignments, at most that of `terms`, whose sets have
-    at most 2**22 candidates. `by_count` has a pair for one mesh axis, for two, and so
-    on: the tuples of sizes, and the slices that each axis spans.
+    at most 2**22 candidates. `by_count` has the sizes for one mesh axis, for two, and
+    so on.
     """
-    count = len(terms["calls"])
-    while (
-        sum(
-            math.comb(count, number) * len(sizes)
-            for number, (sizes, _) in enumerate(by_count, start=1)
+
+    def candidates(count: int) -> int:
+        return sum(
+            math.comb(count, axes) * len(mesh.sizes)
+            for axes, mesh in enumerate(by_count, start=1)
         )
-        > _ALL
-    ):
+
+    count = len(terms["calls"])
+    while candidates(count) > _ALL:
         count -= 1
     return count
 
 
-def sizes_and_slices(
-    devices: int, axes: int, slices: int
-) -> tuple[Int[np.ndarray, "sizes axes"], Int[np.ndarray, "sizes axes"]]:
+def sizes_and_slices(devices: int, axes: int, slices: int) -> MeshSizes:
     """All tuples of `axes` mesh axis sizes whose product is the number of devices, and
     the slices that each axis spans. One axis spans all slices. Each other axis spans
     one slice.
     """
     sizes = axis_sizes(devices, axes)
     if slices == 1:
-        return sizes, np.ones_like(sizes)
+        return MeshSizes(sizes, np.ones_like(sizes))
     rows, spanning = np.nonzero(sizes % slices == 0)
-    return sizes[rows], np.where(
-        np.arange(axes) == spanning[:, None], slices, 1
-    ).astype(np.int32)
+    is_spanning = np.arange(axes) == spanning[:, None]
+    spans = np.where(is_spanning, slices, 1).astype(np.int32)
+    return MeshSizes(sizes[rows], spans)

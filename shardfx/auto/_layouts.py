@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .._ground.spec import entry_axes
@@ -269,25 +269,26 @@ class _Propagation:
         flat = self.layouts.flat[value]
         for axis in self.assignment:
             for position, (number, index) in enumerate(flat):
-                before = flat[position - index : position]
-                if number == axis and (
-                    not index
-                    or (self.minor and all(major_axis >= 0 for major_axis, _ in before))
-                ):
+                if number != axis:
+                    continue
+                major_axes = [major for major, _ in flat[position - index : position]]
+                are_sharded = self.minor and all(major >= 0 for major in major_axes)
+                if index == 0 or are_sharded:
                     return position
         return WHOLE
 
     def set(self, value: int, state: _State) -> None:
         self.state[value] = state
+        position = state
         if state == UNREDUCED:
             self.unreduced.add(value)
-        # An unreduced value gets the sharding that the assignment prefers when it is
-        # reduced.
-        cut = self.positions[value] = (
-            self.preferred(value) if state == UNREDUCED else state
-        )
-        if cut >= 0:
-            self.used.add(self.layouts.flat[value][cut][0])
+            # An unreduced value gets the sharding that the assignment prefers when it
+            # is reduced.
+            position = self.preferred(value)
+        self.positions[value] = position
+        if position >= 0:
+            number, _ = self.layouts.flat[value][position]
+            self.used.add(number)
 
     def is_divided(self, number: int, operation: Operation) -> bool:
         """Adds the collectives that the operands of operation `operation` need, and sets the
@@ -476,66 +477,80 @@ def assignments_of_rules(
     return {axis: tuple(order) for axis, order in orders.items()}
 
 
-def seeds(
-    layouts: Layouts, never: frozenset[int] = frozenset()
-) -> tuple[list[tuple[Assignment, ...]], list[tuple[Assignment, ...]]]:
-    """Well-known sharding strategies for the logical axes that the step has, without
-    `never`: usual ones, and others.
-
-    A strategy is one axis assignment per mesh axis. The usual ones are data
-    parallelism, fully sharded data parallelism, tensor parallelism, expert parallelism,
-    and pairs of these. The others shard sequences too. Together they include the rules
-    of T5X, MaxText and Megatron.
+class Strategies(NamedTuple):
+    """Well-known sharding strategies: usual ones, and others. A strategy is one axis
+    assignment per mesh axis.
     """
-    classes, free = (
-        layouts.classes,
-        sorted({*layouts.numbers.values()} - never, reverse=True),
-    )
+
+    usual: list[tuple[Assignment, ...]]
+    others: list[tuple[Assignment, ...]]
+
+
+def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> Strategies:
+    """Well-known sharding strategies for the logical axes that the step has, without
+    `never`.
+
+    The usual ones are data parallelism, fully sharded data parallelism, tensor
+    parallelism, expert parallelism, and pairs of these. The others shard sequences too.
+    Together they include the rules of T5X, MaxText and Megatron.
+    """
+    classes = layouts.classes
+    free = sorted({*layouts.numbers.values()} - never, reverse=True)
     numbers = {classes.axes[number].name: number for number in free}
-
-    def strategies(*named: tuple[tuple[str, ...], ...]) -> list[tuple[Assignment, ...]]:
-        """The strategies `named`, with each name replaced by its logical axis, without
-        duplicates. Names that the step lacks are left out. A strategy is left out if
-        the step has none of the names for one of its mesh axes.
-        """
-        strategies_of_numbers = (
-            tuple(
-                tuple(dict.fromkeys(numbers[n] for n in axis_names if n in numbers))
-                for axis_names in each
-            )
-            for each in named
-        )
-        return list(
-            dict.fromkeys(
-                axis_names for axis_names in strategies_of_numbers if all(axis_names)
-            )
-        )
-
     other_names = [
         name
-        for name, n in numbers.items()
-        if classes.in_model(classes.axes[n]) and name not in (*_TENSOR, *_NEVER)
+        for name, number in numbers.items()
+        if classes.in_model(classes.axes[number]) and name not in (*_TENSOR, *_NEVER)
     ]
-    batch, stored, sequence, experts = (
-        ("batch",),
-        ("batch", "embed"),
-        ("sequence",),
-        ("experts",),
-    )
+    batch = ("batch",)
+    stored = ("batch", "embed")
+    sequence = ("sequence",)
+    experts = ("experts",)
     cut = (*_TENSOR[1:], *sorted(other_names))
-    pairs = itertools.product((stored, batch), (cut, experts))
-    usual = strategies((batch,), (stored,), (cut,), (experts,), *pairs)
-    whole, cut_too = (*stored, *_TENSOR, *other_names), (*cut, *sequence)
-    pairs = itertools.product((stored, batch), (cut_too, sequence))
-    others = strategies(
-        (whole,),
-        (cut_too,),
-        (sequence,),
-        *pairs,
-        (stored, experts, cut),
-        (batch, sequence, cut),
+    usual = _numbered(
+        [
+            (batch,),
+            (stored,),
+            (cut,),
+            (experts,),
+            *itertools.product((stored, batch), (cut, experts)),
+        ],
+        numbers,
     )
-    return usual, [strategy for strategy in others if strategy not in usual]
+    whole = (*stored, *_TENSOR, *other_names)
+    cut_too = (*cut, *sequence)
+    others = _numbered(
+        [
+            (whole,),
+            (cut_too,),
+            (sequence,),
+            *itertools.product((stored, batch), (cut_too, sequence)),
+            (stored, experts, cut),
+            (batch, sequence, cut),
+        ],
+        numbers,
+    )
+    return Strategies(
+        usual, others=[strategy for strategy in others if strategy not in usual]
+    )
+
+
+def _numbered(
+    strategies: Sequence[tuple[tuple[str, ...], ...]], numbers: Mapping[str, int]
+) -> list[tuple[Assignment, ...]]:
+    """The strategies with each name replaced by the number of its logical axis, without
+    duplicates. Names that the step lacks are left out. A strategy is left out if the
+    step has none of the names for one of its mesh axes.
+    """
+    numbered: dict[tuple[Assignment, ...], None] = {}
+    for strategy in strategies:
+        assignments = []
+        for names in strategy:
+            assignment = [numbers[name] for name in names if name in numbers]
+            assignments.append(tuple(dict.fromkeys(assignment)))
+        if all(assignments):
+            numbered[tuple(assignments)] = None
+    return list(numbered)
 
 
 def assignments_of(

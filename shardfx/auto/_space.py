@@ -284,9 +284,9 @@ def by_hand(
 
 
 def near(space: Space, candidate: Candidate) -> Iterator[Candidate]:
-    """Yields neighbours of the candidate `candidate`: the size of one mesh axis is halved,
-    and that of another is doubled. The other axis may be new, with size 2. Its axis
-    assignment then comes from a well-known strategy of one mesh axis.
+    """Yields neighbours of `candidate`: the size of one mesh axis is halved, and that
+    of another is doubled. The other axis may be new, with size 2. Its axis assignment
+    then comes from a well-known strategy of one mesh axis.
     """
     numbers = {
         space.names_of(layout): number
@@ -298,24 +298,19 @@ def near(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     }
     if len(sizes_of_axes) < len(candidate.assignments):
         return  # two axes shard the same names in the same order
-    missing = [
-        candidate[0]
-        for candidate in (*space.usual, *space.known)
-        if len(candidate) == 1 and candidate[0] not in sizes_of_axes
-    ]
-    sizes = {**sizes_of_axes, **dict.fromkeys(missing, 1)}
+    sizes = dict(sizes_of_axes)
+    for strategy in (*space.usual, *space.known):
+        if len(strategy) == 1:
+            sizes.setdefault(strategy[0], 1)
     estimates: list[Estimate] = []
     for source, target in itertools.product(sizes_of_axes, sizes):
-        if sizes[source] % 2 == 0 and source != target:
-            changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
-            used = tuple(assignment for assignment, size in changed.items() if size > 1)
-            estimates += (
-                _estimates(
-                    space, used, np.array([[changed[candidate] for candidate in used]])
-                )
-                if len(used) <= AXES
-                else []
-            )
+        if sizes[source] % 2 != 0 or source == target:
+            continue
+        changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
+        used = tuple(assignment for assignment, size in changed.items() if size > 1)
+        if len(used) <= AXES:
+            row = [changed[assignment] for assignment in used]
+            estimates += _estimates(space, used, np.array([row]))
     yield from various(space, estimates, len(estimates))
 
 
@@ -380,47 +375,40 @@ def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
 
 def _culprits(space: Space) -> str:
     """A text that names the user's limits without which there would be a candidate."""
-    limits, loosened = space.limits, list[tuple[str, Limits]]()
-    for field in dataclasses.fields(limits):
-        value = getattr(limits, field.name)
-        for entry in (
-            value
-            if isinstance(value, tuple)
-            else [value]
-            if value != field.default
-            else []
-        ):
-            value_without = (
-                tuple(other for other in value if other != entry)
-                if isinstance(value, tuple)
-                else field.default
-            )
-            text = (
-                field.name
-                if isinstance(entry, AxisRules)
-                else f"{field.name}={entry!r}"
-            )
-            loosened.append(
-                (text, dataclasses.replace(limits, **{field.name: value_without}))
-            )
+    loosened = list(_loosened(space.limits))
 
-    def has_any(other: Limits) -> bool:
-        """Whether a mesh of the devices exists within the limits `other`, however much
-        memory it takes.
+    def has_any(limits: Limits) -> bool:
+        """Whether a mesh of the devices exists within the limits, however much memory
+        it takes.
         """
         try:
-            return bool(_found(Space(space.classes, space.hardware, other)))
+            return bool(_found(Space(space.classes, space.hardware, limits)))
         except (SpecError, RuleError):
             return False
 
-    if singly := [text for text, other in loosened if has_any(other)]:
+    singly = [text for text, limits in loosened if has_any(limits)]
+    if singly:
         return f"without `{'`, or without `'.join(singly)}` there is one"
     if has_any(Limits()):
-        return (
-            "all of the limits together leave none:"
-            f" {', '.join(text for text, _ in loosened)}"
-        )
+        texts = ", ".join(text for text, _ in loosened)
+        return f"all of the limits together leave none: {texts}"
     return "pad one, or use another number of devices"
+
+
+def _loosened(limits: Limits) -> Iterator[tuple[str, Limits]]:
+    """Yields each limit that is set, as a text, and the limits without it."""
+    for field in dataclasses.fields(limits):
+        value = getattr(limits, field.name)
+        if isinstance(value, tuple):
+            for entry in value:
+                others = tuple(other for other in value if other != entry)
+                text = f"{field.name}={entry!r}"
+                yield text, dataclasses.replace(limits, **{field.name: others})
+        elif value != field.default:
+            text = field.name
+            if not isinstance(value, AxisRules):
+                text = f"{field.name}={value!r}"
+            yield text, dataclasses.replace(limits, **{field.name: field.default})
 
 
 def _estimates(
@@ -430,34 +418,38 @@ def _estimates(
     divides its dimensions. The mesh axis that spans the slices is the first one whose
     size the number of slices divides.
     """
-    can = sizes % space.slices == 0
-    sizes, first = sizes[can.any(axis=1)], can[can.any(axis=1)].argmax(axis=1)
-    spans = np.where(np.arange(len(strategy)) == first[:, None], space.slices, 1)
+    can_span = sizes % space.slices == 0
+    is_possible = can_span.any(axis=1)
+    sizes = sizes[is_possible]
+    first = can_span[is_possible].argmax(axis=1)
+    is_spanning = np.arange(len(strategy)) == first[:, None]
+    spans = np.where(is_spanning, space.slices, 1)
     seconds, memory = costs(
         space.terms, space.machine(), np.array([strategy]), sizes, spans
     )
-    rows = zip(
-        *(part.tolist() for part in (sizes, spans, seconds[0], memory[0])), strict=True
-    )
-    return [
-        Estimate(strategy, tuple(size), tuple(span), *cost)
-        for size, span, *cost in rows
-        if math.isfinite(cost[0])
-    ]
+    estimates = []
+    for number, row_seconds in enumerate(seconds[0].tolist()):
+        if math.isfinite(row_seconds):
+            estimate = Estimate(
+                assignments=strategy,
+                sizes=tuple(sizes[number].tolist()),
+                slices=tuple(spans[number].tolist()),
+                seconds=row_seconds,
+                memory_bytes=memory[0, number].item(),
+            )
+            estimates.append(estimate)
+    return estimates
 
 
 def various(
     space: Space, estimates: Iterable[Estimate], keep: int
 ) -> Iterator[Candidate]:
-    """Yields up to `keep` candidates, made of the estimates in `estimates` in their order.
-    Skips an estimate that no rules express, and one that shards the arguments as an
-    earlier candidate does.
+    """Yields up to `keep` candidates, made of the estimates in `estimates` in their
+    order. Skips an estimate that no rules express, and one that shards the arguments as
+    an earlier candidate does.
     """
-    candidates = (_candidate(space, candidate) for candidate in estimates)
-    return itertools.islice(
-        without_twins(candidate for candidate in candidates if candidate is not None),
-        keep,
-    )
+    candidates = filter(None, (_candidate(space, estimate) for estimate in estimates))
+    return itertools.islice(without_twins(candidates), keep)
 
 
 def _agrees(
