@@ -36,7 +36,7 @@ def test_names_of_presets_resolve_to_their_first_rule(
         modes=rules.modes,
         units=rules.units,
         aliases=rules.aliases,
-        axes=rules.axes,
+        mesh_axes=rules.mesh_axes,
     )
     assert rebuilt == rules and hash(rebuilt) == hash(rules)
 
