@@ -175,7 +175,7 @@ class LoweredStep:
     def partitioned(
         self, candidate: Candidate, *, constrained: bool = False
     ) -> Candidate:
-        """The candidate `candidate` with the estimated time, the traffic and the memory of
+        """`candidate` with the estimated time, the traffic and the memory of
         its partitioned program. With `constrained`, `constrain_step` constrains the
         step. Raises `ProgramError` if XLA refuses the program.
         """
@@ -203,7 +203,7 @@ class LoweredStep:
         )
 
     def _extrapolated(self, step: Step, candidate: Candidate) -> _ProgramCosts:
-        """The costs of the candidate `candidate` on a large mesh, from the programs that XLA
+        """The costs of `candidate` on a large mesh, from the programs that XLA
         makes for smaller meshes.
         """
         read: dict[tuple[int, ...], _ProgramCosts] = {}
@@ -488,7 +488,7 @@ def devices_for(
 def jitted(
     lowered: LoweredStep, candidate: Candidate, plans: Sequence[ShardPlan]
 ) -> Any:
-    """The step, jitted as in the code of the candidate `candidate`, with the shardings of
+    """The step, jitted as in the code of `candidate`, with the shardings of
     `plans`, one for each argument.
     """
     mesh = plans[0].jax_mesh or candidate.mesh

@@ -455,8 +455,8 @@ def various(
 def _agrees(
     space: Space, estimate: Estimate, plans: Sequence[ShardPlan], axes: tuple[str, ...]
 ) -> bool:
-    """Whether `plans`, one for each argument of the step, shard the arguments as the
-    estimate `estimate` assumes. `axes` are the names of the estimate's mesh axes.
+    """Whether `plans`, one for each argument of the step, shard the arguments as
+    `estimate` assumes. `axes` are the names of the estimate's mesh axes.
     """
     specs = [leaf.spec for plan in plans for leaf in plan.leaves]
     for value, spec in zip(space.layouts.program.arguments, specs, strict=True):
