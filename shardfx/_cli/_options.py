@@ -450,7 +450,7 @@ def _require_known(options: PlanOptions, inputs: Inputs) -> None:
         or options.rules.partition(":")[0] not in presets.models.strategies()
     ):
         return
-    used = inputs.rules["paths"].axes
+    used = inputs.rules["paths"].mesh_axes
     used_axes = tuple(dict.fromkeys((*used, *_STRATEGY_AXES)))
     for axis, size in inputs.mesh.shape.items():
         if size > 1 and axis not in used_axes:
