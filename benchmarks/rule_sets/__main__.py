@@ -116,7 +116,7 @@ def _result(case: Any) -> dict[str, Any]:
     found = {"verdict": verdict.outcome, "apart": float(f"{apart:.1e}")}
     if apart <= _CLOSE:
         return {"outcome": "right", **found, "told": str(verdict)}
-    checked = sfx.testing.check_step(step, *args, numbers=True)
+    checked = sfx.testing.check_step(step, *args)
     outcome = "right" if checked else "wrong"
     return {"outcome": outcome, **found, "told": f"{verdict}\n{checked}"}
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools as ft
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +58,7 @@ from .shard_plan import ShardPlan
 def plan(
     tree: PyTree,
     mesh: MeshSpec | Mesh | AbstractMesh,
-    *others: NoReturn,
+    *others: object,
     paths: PathRules | None = None,
     names: PyTree = None,
     axes: AxisRules | None = None,

@@ -5,7 +5,7 @@ import math
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import equinox as eqx
 import numpy as np
@@ -57,7 +57,7 @@ class MeshSpec(eqx.Module):
     def __init__(
         self,
         axes: Mapping[str, int] | Iterable[tuple[str, int]],
-        *others: NoReturn,
+        *others: object,
         axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
         dcn: Mapping[str, int] | None = None,
     ):

@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false
 """Mistakes that somebody new made, each with a part of the message that has the fix."""
 
 import dataclasses

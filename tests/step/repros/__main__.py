@@ -4,6 +4,7 @@ import importlib
 import json
 import pkgutil
 import sys
+from pathlib import Path
 
 import jax
 
@@ -12,7 +13,8 @@ from . import _run
 
 def names() -> list[str]:
     """The modules that hold a fault's program."""
-    found = pkgutil.iter_modules(__import__(__package__, fromlist=["_"]).__path__)
+    folder = Path(__file__).parent
+    found = pkgutil.iter_modules([str(folder)])
     return sorted(one.name for one in found if not one.name.startswith("_"))
 
 
