@@ -38,6 +38,9 @@ def joined_cut(
             continue
         both = context.cuts.joined(joined, axis.cut)
         if both is None:
+            if max(len(joined.lengths), len(axis.cut.lengths)) > 1:
+                # A shard that is put together of pieces may be read in two ways.
+                raise Unjudged(f"{what} of pieces that lie differently")
             raise different(what, place, joined, axis.cut)
         joined = both
     return joined
