@@ -145,8 +145,9 @@ def _require_equal(
         )
         first = axis.cut.on(group[0])
         other = next(axis.cut.on(one) for one in group if axis.cut.on(one) != first)
-        if instruction.opcode == "all-reduce" and operand.terms is None:
-            # The partitioner sums masked pieces of a cut array to look up an element.
+        if instruction.opcode == "all-reduce":
+            # The partitioner sums masked pieces of a cut array to look up an element,
+            # and to send the edge of a shard.
             raise Unjudged("an all-reduce of different pieces")
         raise Wrong(
             f"{instruction.opcode} over devices {group} joins different parts of"
