@@ -238,18 +238,19 @@ def write(
     `progress` is whether to show a progress line; `None` shows it if stderr is a
     terminal.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise LeafTypeError(
-            f"`path` must be a text or a `pathlib.Path`, not {type(path).__name__};"
-            " write `save(path, tree, plan)`, the path first."
-        )
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
     me, client = jax.process_index(), coordination()
     with (
         contextlib.ExitStack() as afterwards,
         SaveProcesses(what, me, holders, client, wait_seconds) as processes,
-        _naming(os.fspath(path)),
+        _naming(what),
     ):
+        # Here the other processes hear of a wrong path, too.
+        if not isinstance(path, str | os.PathLike):
+            raise LeafTypeError(
+                f"`path` must be a text or a `pathlib.Path`, not {type(path).__name__};"
+                " write `save(path, tree, plan)`, the path first."
+            )
         path = os.path.abspath(require_local(os.fspath(path)))
         found, is_file = content(), path.endswith(".safetensors")
         given = {
@@ -289,7 +290,7 @@ def write(
 
 
 @contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
+def _naming(shown: str) -> Iterator[None]:
     """Adds the path of the save to an `OSError` of a system call that has none, such as
     that of a write to a full disk.
     """
@@ -304,7 +305,7 @@ def _naming(path: str) -> Iterator[None]:
         )
         if error.errno != errno.ENOSPC:
             text = f"{error.strerror}, while saving; what was at the path is unchanged"
-        raise OSError(error.errno, text, path) from error
+        raise OSError(error.errno, f"{text}: {shown}") from error
 
 
 def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:

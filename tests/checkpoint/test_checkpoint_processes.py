@@ -118,8 +118,8 @@ def test_a_manager_of_processes_keeps_the_last_steps(job):
 # What all say; where one process fails, it says the part after "with" alone.
 TOLD = {
     "full disk": (
-        "failed on process 2, with OSError: [Errno 28] No space left on device;"
-        " nothing was"
+        "failed on process 2, with OSError: [Errno 28] No space left on device, while"
+        " saving; what was at the path before is unchanged."
     ),
     "elsewhere": (
         "elsewhere-1' on processes 1, 3; give all of them the same. Nothing was"
@@ -159,8 +159,8 @@ TOLD = {
         " str; give what"
     ),
     "path": (
-        "failed on process 2, with TypeError: expected str, bytes or os.PathLike"
-        " object, not int"
+        "failed on process 2, with LeafTypeError: `path` must be a text or a"
+        " `pathlib.Path`, not int; write"
     ),
     "ctrl-c": "failed on process 3, with KeyboardInterrupt",
     "ctrl-c in the first": "failed on process 0, with KeyboardInterrupt",
