@@ -37,16 +37,12 @@ def step(
 def functions(model: Model, batch: dict[str, jax.Array], plan: sfx.ShardPlan) -> None:
     jitted = sfx.filter_jit(step, in_shardings=(plan,), donate=(0,))
     assert_type(jitted(model, batch, rate=0.2), tuple[Model, jax.Array])
-    assert_type(
-        sfx.filter_jit(out_shardings=plan)(step)(model, batch), tuple[Model, jax.Array]
-    )
-    assert_type(
-        jitted.lower(model, batch).compile()(model, batch), tuple[Model, jax.Array]
-    )
-    assert_type(
-        jitted.trace(model, batch).lower().compile()(model, batch),
-        tuple[Model, jax.Array],
-    )
+    decorated = sfx.filter_jit(out_shardings=plan)(step)
+    assert_type(decorated(model, batch), tuple[Model, jax.Array])
+    compiled = jitted.lower(model, batch).compile()
+    assert_type(compiled(model, batch), tuple[Model, jax.Array])
+    traced = jitted.trace(model, batch).lower().compile()
+    assert_type(traced(model, batch), tuple[Model, jax.Array])
     assert_type(doubled(batch["x"]), jax.Array)
     assert_type(model.scaled(2.0), jax.Array)
     assert_type(model.shifted(), jax.Array)
@@ -56,10 +52,8 @@ def trees(model: Model, batch: dict[str, jax.Array], plan: sfx.ShardPlan) -> Non
     assert_type(sfx.shard(model, plan), Model)
     assert_type(sfx.shard(batch, plan), dict[str, jax.Array])
     assert_type(sfx.reshard(model, plan), Model)
-    assert_type(
-        sfx.reshard((model, batch), plan, donate=True),
-        tuple[Model, dict[str, jax.Array]],
-    )
+    moved = sfx.reshard((model, batch), plan, donate=True)
+    assert_type(moved, tuple[Model, dict[str, jax.Array]])
     assert_type(sfx.gather(model), Model)
     assert_type(sfx.checkpoint.load("path", model), Model)
     assert_type(sfx.checkpoint.load("path", plan), Any)
