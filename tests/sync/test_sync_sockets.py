@@ -312,6 +312,23 @@ def test_held_arrays_of_older_revisions_are_never_written(served):
     assert len(pointers) <= 3
 
 
+def test_two_revisions_lie_in_two_places_for_ever(served):
+    """JAX lets go of a deleted array's memory later, at its next operation."""
+    _, dst, plan, tree, sender = served
+    receiver = receiver_of(plan, dst, sender)
+    places = set()
+    held = []
+    for revision in range(1, 9):
+        sender.publish(tree, revision)
+        held.clear()
+        held.append(receiver.arrays)
+        assert receiver.pull()
+        wide = receiver.arrays["wide"].addressable_data(0)
+        places.add(wide.unsafe_buffer_pointer())
+        del wide
+    assert len(places) == 2
+
+
 def stalled(sender, plan, receiver=0):
     """A receiver that takes the newest revision, and reads nothing of it."""
     from shardfx._reshard.sync import frames, messages

@@ -2,6 +2,7 @@
 arrays.
 """
 
+import gc
 import itertools as it
 import threading
 import weakref
@@ -256,6 +257,11 @@ class Blocks:
         """A memory block of `nbytes` bytes that no array uses."""
         with self._lock:
             block = self._free_block(nbytes)
+            if block is None:
+                # JAX lets go of a deleted array's memory at its next operation or at
+                # Python's next collection of garbage.
+                gc.collect(0)
+                block = self._free_block(nbytes)
             if block is None:
                 block = np.empty(nbytes, np.uint8)
             base = np.frombuffer(block.data, np.uint8)
