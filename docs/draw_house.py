@@ -8,6 +8,7 @@ highest room that it imports.
 """
 
 import ast
+import functools as ft
 import html
 import re
 import sys
@@ -58,10 +59,15 @@ def module_of(path: Path) -> tuple[str, ...]:
     return path.relative_to(PACKAGE).with_suffix("").parts
 
 
-def imports(path: Path) -> Iterator[tuple[tuple[str, ...], int]]:
+@ft.cache
+def imports(path: Path) -> tuple[tuple[tuple[str, ...], int], ...]:
     """The modules of the package that a file imports, late and for types only too, with
     their lines.
     """
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[tuple[str, ...], int]]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             yield from ((target, node.lineno) for target in _named(node, path))
