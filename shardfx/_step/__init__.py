@@ -22,6 +22,7 @@ from .collectives import (
     slices_of,
     transfer_of,
 )
+from .evaluation import CALLS, LOOPS, MARKED_CALLS, evaluated, retraced
 from .factors import Operation, Program, StepValue
 from .faults import (
     ArrayCut,

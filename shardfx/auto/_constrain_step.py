@@ -23,7 +23,16 @@ from jaxtyping import PyTree
 from .._ground.errors import MeshError
 from .._ground.tree import flatten
 from .._rules import AxisRules
-from .._step import Operation, applied, name_stacks, opened
+from .._step import (
+    CALLS,
+    LOOPS,
+    Operation,
+    applied,
+    evaluated,
+    name_stacks,
+    opened,
+    retraced,
+)
 from ..topology import MeshSpec
 from ._asked import structs_of, trace
 from ._layouts import AssignedLayout, Layouts, assignments_of_rules
@@ -31,15 +40,8 @@ from ._name_axes import named_classes
 from ._program import Root
 
 
-# Calls whose programs are inlined, with the parameter that holds the program; and
-# equations that contain programs.
-_INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-}
-_NESTED = ("scan", "while", "cond", "checkpoint", "remat", "remat2")
+# Equations that contain programs, which are evaluated anew.
+_NESTED = (*LOOPS, "checkpoint", "remat", "remat2")
 _TAG = "shardfx-equation-"
 _TAGS = re.compile(_TAG + r"(\d+)")
 # The index of a sharded sub-dimension, its place in the mesh axis's order of
@@ -168,49 +170,27 @@ class _Walker:
         """Evaluates a jaxpr, with `change` applied to the results of each equation.
         Returns the jaxpr's results.
         """
-        arrays: dict[object, Any] = dict(
-            zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True)
-        )
+        return evaluated(jaxpr, consts, arguments, self.changed)
 
-        def read(atom: object) -> Any:
-            return atom.val if isinstance(atom, jex.Literal) else arrays[atom]
+    def changed(
+        self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, operands: list[Any]
+    ) -> Sequence[Any]:
+        name = equation.primitive.name
+        number = self.count
+        self.count += 1
+        if name in CALLS:
+            results = self.run(*opened(equation.params[CALLS[name]]), operands)
+            return self.change(number, name, results)
 
-        for equation in jaxpr.eqns:
-            name, ins = equation.primitive.name, list(map(read, equation.invars))
-            number = self.count
-            self.count += 1
-            if name in _INLINED:
-                outs = self.run(*opened(equation.params[_INLINED[name]]), ins)
-            else:
-                if name in _NESTED:
-                    params = {
-                        key: self.anew(parameter)
-                        for key, parameter in equation.params.items()
-                    }
-                    equation = equation.replace(params=params)
-                with jax.named_scope(f"{_TAG}{number}"):
-                    outs = applied(jaxpr, equation, ins)
-            arrays.update(
-                zip(equation.outvars, self.change(number, name, outs), strict=True)
-            )
-        return list(map(read, jaxpr.outvars))
-
-    def anew(self, parameter: object) -> Any:
-        """The parameter `parameter` of an equation, with its jaxprs traced again so that
-        `change` sees their equations.
-        """
-        if type(parameter) is tuple:
-            return tuple(map(self.anew, parameter))
-        if not isinstance(parameter, jex.ClosedJaxpr | jex.Jaxpr):
-            return parameter
-        jaxpr, consts = opened(parameter)
-        structs = [
-            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars
-        ]
-        closed = jax.make_jaxpr(lambda *arrays: self.run(jaxpr, consts, arrays))(
-            *structs
-        )
-        return closed if isinstance(parameter, jex.ClosedJaxpr) else closed.jaxpr
+        if name in _NESTED:
+            params = {
+                key: retraced(parameter, self.run)
+                for key, parameter in equation.params.items()
+            }
+            equation = equation.replace(params=params)
+        with jax.named_scope(f"{_TAG}{number}"):
+            results = applied(jaxpr, equation, operands)
+        return self.change(number, name, results)
 
 
 class _Constrainer:

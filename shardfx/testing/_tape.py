@@ -16,18 +16,23 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._ground.errors import ProgramError
 from .._ground.spec import DType
-from .._step import Frame, applied, carry_of, frames_of, is_library, opened, place_text
+from .._step import (
+    CALLS,
+    MARKED_CALLS,
+    Frame,
+    applied,
+    carry_of,
+    evaluated,
+    frames_of,
+    is_library,
+    opened,
+    place_text,
+    retraced,
+)
 
 
 # Equations whose programs are inlined, with the parameter that holds the program.
-_INLINED = {
-    **dict.fromkeys(
-        ("jit", "pjit", "checkpoint", "remat", "remat2", "eval_jaxpr"), "jaxpr"
-    ),
-    **dict.fromkeys(
-        ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"
-    ),
-}
+_INLINED = {**CALLS, **MARKED_CALLS}
 # These set shardings and change no values.
 _LAYOUTS = ("sharding_constraint", "reshard", "mesh_cast", "device_put")
 # These do not round.
@@ -50,6 +55,13 @@ _BITS = (
     "bitcast_convert_type random_bits rng_bit_generator random_gamma pallas_call"
     " ffi_call pure_callback".split()
 )
+
+
+class _Numbered(NamedTuple):
+    """An array with its number."""
+
+    array: Any
+    number: int
 
 
 class Record(NamedTuple):
@@ -131,50 +143,49 @@ class Tape:
         `ids` are the numbers of `args`, and `consts` the values of the jaxpr's
         constants.
         """
-        values = zip(
-            (*map(self.widened, consts), *args),
-            (*self.unknown(consts), *ids),
-            strict=True,
-        )
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
-
-        def read(atoms: Sequence[Any]) -> tuple[list[Any], list[int]]:
-            found = [
-                (self.literal(one), -1) if isinstance(one, jex.Literal) else known[one]
-                for one in atoms
-            ]
-            return [array for array, _ in found], [number for _, number in found]
-
-        frames = self.frames
+        outer_frames = self.frames
         entered = {
             **dict.fromkeys(_INLINED, self.inlined),
             "custom_linear_solve": self.solved,
-        }
-        entered |= {
             "scan": self.scan,
             "while": self.loop,
             "cond": self.branch,
             "shard_map": self.shard_map,
         }
-        for equation in jaxpr.eqns:
-            self.frames = (
-                tuple(one for one in frames_of(equation) if not is_library(one))
-                or frames
-            )
-            ins, reads = read(equation.invars)
+
+        def rule(
+            jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, operands: list[_Numbered]
+        ) -> list[_Numbered]:
+            user_frames = [
+                frame for frame in frames_of(equation) if not is_library(frame)
+            ]
+            self.frames = tuple(user_frames) or outer_frames
+            ins = [operand.array for operand in operands]
+            reads = [operand.number for operand in operands]
             if equation.primitive.name in entered:
-                outs, made = entered[equation.primitive.name](equation, ins, reads)
+                outs, numbers = entered[equation.primitive.name](equation, ins, reads)
             else:
                 outs = self.applied(jaxpr, equation, ins)
-                made = self.all_kept(equation, outs, reads)
+                numbers = self.all_kept(equation, outs, reads)
                 outs = [
-                    self.values.get(at, out) for at, out in zip(made, outs, strict=True)
+                    self.values.get(number, out)
+                    for number, out in zip(numbers, outs, strict=True)
                 ]
-            known.update(
-                zip(equation.outvars, zip(outs, made, strict=True), strict=True)
-            )
-        self.frames = frames
-        return read(jaxpr.outvars)
+            return list(map(_Numbered, outs, numbers))
+
+        constants = map(_Numbered, map(self.widened, consts), self.unknown(consts))
+        results = evaluated(
+            jaxpr,
+            list(constants),
+            list(map(_Numbered, args, ids)),
+            rule,
+            lambda literal: _Numbered(self.literal(literal), -1),
+        )
+        self.frames = outer_frames
+        return (
+            [result.array for result in results],
+            [result.number for result in results],
+        )
 
     def literal(self, atom: Any) -> Any:
         """The value of a literal in the jaxpr, cast to `wide` if it is a narrower
@@ -286,16 +297,14 @@ class Tape:
         narrower float dtypes in it.
         """
         if isinstance(param, jex.ClosedJaxpr | jex.Jaxpr):
-            jaxpr, consts = opened(param)
-            structs = [
-                jax.ShapeDtypeStruct(var.aval.shape, _wider(var.aval.dtype, self.wide))
-                for var in jaxpr.invars
-            ]
             inner = Tape(alone=self.alone, wide=self.wide)
-            made = jax.make_jaxpr(
-                lambda *args: inner.run(jaxpr, consts, args, [-1] * len(args))[0]
-            )(*structs)
-            return made if isinstance(param, jex.ClosedJaxpr) else made.jaxpr
+            return retraced(
+                param,
+                lambda jaxpr, consts, args: inner.run(
+                    jaxpr, consts, args, [-1] * len(args)
+                )[0],
+                ft.partial(_wider, wide=self.wide),
+            )
         is_dtype = isinstance(param, np.dtype) or (
             isinstance(param, type) and issubclass(param, np.generic)
         )

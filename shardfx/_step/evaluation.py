@@ -1,0 +1,99 @@
+"""Evaluates jaxprs equation by equation.
+
+Every evaluator of the package is a rule for one equation, which `evaluated` applies in
+turn. The tables say which equations hold programs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from .lowered import opened
+
+
+# Equations that call one program, with the parameter that holds it. The program may
+# take the place of the call.
+CALLS: Mapping[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+}
+# Equations that call one program and say something about it: which values are computed
+# again, how it is differentiated, and that it is evaluated as it is.
+MARKED_CALLS: Mapping[str, str] = {
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "eval_jaxpr": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+LOOPS = ("scan", "while", "cond")
+# Takes a jaxpr, one of its equations, and the values of the equation's operands.
+# Returns the values of the equation's results.
+Rule = Callable[[jex.Jaxpr, jex.JaxprEqn, list[Any]], Sequence[Any]]
+
+
+def value_of_literal(literal: jex.Literal) -> Any:
+    return literal.val
+
+
+def evaluated(
+    jaxpr: jex.Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    rule: Rule,
+    literal: Callable[[jex.Literal], Any] = value_of_literal,
+) -> list[Any]:
+    """The results of a jaxpr, whose equations `rule` evaluates.
+
+    A value is whatever the rule returns, such as an array, or an array with a number.
+    `consts` and `args` are the values of the jaxpr's constants and arguments. `literal`
+    makes a value of a literal.
+    """
+    values: dict[object, Any] = {}
+    values.update(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [
+            literal(atom) if isinstance(atom, jex.Literal) else values[atom]
+            for atom in atoms
+        ]
+
+    for equation in jaxpr.eqns:
+        results = rule(jaxpr, equation, read(equation.invars))
+        values.update(zip(equation.outvars, results, strict=True))
+    return read(jaxpr.outvars)
+
+
+def retraced(
+    parameter: Any,
+    run: Callable[[jex.Jaxpr, Sequence[Any], Sequence[Any]], Sequence[Any]],
+    dtype_of: Callable[[Any], Any] = lambda dtype: dtype,
+) -> Any:
+    """A parameter of an equation, with each jaxpr in it traced again as `run` evaluates
+    it. Parameters without jaxprs are returned unchanged.
+
+    `run` takes a jaxpr, its constants and its arguments. `dtype_of` gives the dtype of
+    an argument from its dtype in the jaxpr.
+    """
+    if isinstance(parameter, tuple):
+        parts = [retraced(part, run, dtype_of) for part in parameter]
+        is_named = type(parameter) is not tuple
+        return type(parameter)(*parts) if is_named else tuple(parts)
+    if not isinstance(parameter, jex.ClosedJaxpr | jex.Jaxpr):
+        return parameter
+
+    jaxpr, consts = opened(parameter)
+    structs = [
+        jax.ShapeDtypeStruct(
+            var.aval.shape, dtype_of(var.aval.dtype), weak_type=var.aval.weak_type
+        )
+        for var in jaxpr.invars
+    ]
+    closed = jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*structs)
+    return closed if isinstance(parameter, jex.ClosedJaxpr) else closed.jaxpr
