@@ -45,6 +45,7 @@ from .leaf import (
 from .names import field, is_named_array, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, drafted, plan
+from .projections import FUSED, ROLES, fused_dimension, head_dimension
 from .replanning import refined
 from .shard_plan import (
     OtherLeaf,

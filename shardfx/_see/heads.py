@@ -9,29 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .._ground.spec import entries_at, entries_of, shard_counts, trimmed
-from .._plan import Group
+from .._plan import FUSED, ROLES, Group, fused_dimension, head_dimension
 from .._rules import atomic
 from .finding import Finding, Severity
 from .subject import Subject
 
 
-_ROLES = {
-    **dict.fromkeys(("q", "q_proj", "query", "wq", "to_q", "q_lin", "query_proj"), "q"),
-    **dict.fromkeys(("k", "k_proj", "key", "wk", "to_k", "k_lin", "key_proj"), "k"),
-    **dict.fromkeys(("v", "v_proj", "value", "wv", "to_v", "v_lin", "value_proj"), "v"),
-    **dict.fromkeys(
-        ("o", "o_proj", "out", "wo", "to_out", "out_lin", "out_proj", "output_proj"),
-        "o",
-    ),
-}
-# Arrays that hold several of these projections in one, and how many. `in_proj` may be
-# something else: it counts where its size is that of three projections.
-_FUSED = {
-    **dict.fromkeys(("qkv", "qkv_proj", "to_qkv", "wqkv", "Wqkv", "attn_qkv"), 3),
-    **dict.fromkeys(("c_attn", "query_key_value", "in_proj", "in_proj_weight"), 3),
-    "in_proj_bias": 3,
-    **dict.fromkeys(("kv", "kv_proj", "to_kv", "wkv", "Wkv", "key_value"), 2),
-}
 _NORM = re.compile(r"(q|k|query|key)_(norm|layernorm)")
 # Most large models have heads of this width. No width is assumed for models that are
 # narrower than `_NARROW`.
@@ -72,15 +55,15 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
             if _NORM.fullmatch(part):
                 norms.setdefault(parts[:at], group)
         for at, part in enumerate(parts):
-            if part in _FUSED:
+            if part in FUSED:
                 suffix = "/".join(parts[at + 1 :])
                 fused.append((parts[:at], part, suffix, group))
-        at = max((at for at, part in enumerate(parts) if part in _ROLES), default=None)
+        at = max((at for at, part in enumerate(parts) if part in ROLES), default=None)
         if at is not None:
             own = layers.setdefault(parts[:at], {}).setdefault(
                 "/".join(parts[at + 1 :]), []
             )
-            own.append((_ROLES[parts[at]], group))
+            own.append((ROLES[parts[at]], group))
     for layer, part, suffix, group in fused:
         yield from _cut_fused(subject, part, suffix, group, norms.get(layer), head_dim)
     for layer, suffixes in layers.items():
@@ -92,7 +75,7 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
                 # The heads and the elements of a head are separate dimensions.
                 yield from _cut_elements(subject, found)
                 continue
-            dim = _head_dimension(
+            dim = head_dimension(
                 suffix, [shapes[role] for role in "qkv" if role in shapes]
             )
             if dim is None:
@@ -130,8 +113,8 @@ def _cut_fused(
     `part` is the name of the module that says so, `suffix` the path after it. If the
     width of a head is not known, the finding says that it was not judged.
     """
-    shape, count = group.row.shape, _FUSED[part]
-    dim = _fused_dimension(part, suffix, shape)
+    shape, count = group.row.shape, FUSED[part]
+    dim = fused_dimension(part, suffix, shape)
     if dim is None:
         return
     if part.startswith("in_proj") and len(shape) > 1:
@@ -150,25 +133,6 @@ def _cut_fused(
             width = _Width(one_projection, "info", why, "projections")
     if width is not None:
         yield from _cut(subject, group, dim, width)
-
-
-def _fused_dimension(part: str, suffix: str, shape: tuple[int, ...]) -> int | None:
-    """The dimension with the heads of an array that holds several projections in one;
-    `None` if it is not known.
-
-    It is the last one for a bias or a path that ends in "kernel", and in GPT-2's layers,
-    whose weights are `[in, out]`; the last but one for another "weight"; else the larger
-    of the last two.
-    """
-    rank = len(shape)
-    end = suffix or part
-    if rank == 1 or end.endswith(("bias", "kernel")) or part == "c_attn":
-        return rank - 1 if rank else None
-    if end.endswith("weight"):
-        return rank - 2
-    if shape[-1] == shape[-2]:
-        return None
-    return rank - 1 if shape[-1] > shape[-2] else rank - 2
 
 
 def _cut_elements(
@@ -210,29 +174,6 @@ def _cut_elements(
                 group, _without(row.names or (None,) * rank, dim), trimmed(entries)
             )
             yield Finding("cut-head", "warning", group.where, 0, message, fix)
-
-
-def _head_dimension(suffix: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
-    """The dimension that contains the heads in the projections of queries, keys and
-    values; `None` if it is not known.
-
-    It is the one in which the `shapes` of the projections differ. If they are equal, it
-    is the last one for a bias or a path that ends in "kernel" or "bias", and the last
-    but one for "weight". `suffix` is the end of the path, after the name of the
-    projection.
-    """
-    if len(shapes) < 2 or len({len(shape) for shape in shapes}) != 1 or not shapes[0]:
-        return None
-    differ = [
-        dim
-        for dim, sizes in enumerate(zip(*shapes, strict=True))
-        if len(set(sizes)) > 1
-    ]
-    rank = len(shapes[0])
-    if differ or rank > 3:
-        return differ[0] if len(differ) == 1 else None
-    last = rank == 1 or suffix.endswith(("kernel", "bias"))
-    return rank - 1 if last else rank - 2 if suffix.endswith("weight") else None
 
 
 def _width(
