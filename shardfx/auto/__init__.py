@@ -14,6 +14,7 @@ candidate is a strategy with the sizes of its mesh axes.
 """
 
 from .._plan import renamed as renamed
+from ._auto_plan import AutoPlan as AutoPlan
 from ._candidate import Candidate as Candidate
 from ._constrain_step import constrain_step as constrain_step
 from ._name_axes import (
@@ -21,5 +22,6 @@ from ._name_axes import (
     NamedAxis as NamedAxis,
     name_axes as name_axes,
 )
+from ._plan import plan as plan
 from ._search import search as search
 from ._space import Limits as Limits

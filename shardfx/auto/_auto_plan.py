@@ -1,0 +1,90 @@
+"""`AutoPlan`, a plan that is made without rules, with the rules that made it."""
+
+import textwrap
+from typing import Any
+
+import equinox as eqx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .._plan import ShardPlan
+from .._rules import Fsdp, Optional, PathRules, Pipeline
+
+
+class AutoPlan(ShardPlan):
+    """A plan that [`shardfx.auto.plan`][] made, with the reason for it and the rules
+    that made it. It is used as any [`shardfx.ShardPlan`][].
+
+    `why` is a text: the bytes of the state, the mesh that they need, and what was
+    assumed. `rules` are the path rules that made the plan, and `code()` prints them.
+    """
+
+    __module__ = "shardfx.auto"
+
+    why: str = eqx.field(static=True)
+    rules: PathRules = eqx.field(static=True)
+
+    @property
+    def batch(self) -> NamedSharding:
+        """The sharding of a batch: its first dimension over all mesh axes."""
+        return self.sharding(PartitionSpec(self.mesh.axis_names))
+
+    def code(self) -> str:
+        """The text of a Python module with the mesh and the rules, to keep and edit.
+
+        The module defines `plan_of(tree)`, which returns this plan without devices.
+
+        !!! Example
+
+            ```python
+            import jax
+            import shardfx
+
+            tree = {"w": jax.ShapeDtypeStruct((8192, 8192), "float32")}
+            made = shardfx.auto.plan(tree, "tpu:v5e:2x2")
+            module = {}
+            exec(made.code(), module)
+            assert module["plan_of"](tree) == made.off()
+            ```
+        """
+        why = "\n# ".join(textwrap.wrap(self.why, 86))
+        lines = [
+            f"        ({_quoted(regex)}, {_target(target)}),\n"
+            for regex, target in self.rules.rules
+        ]
+        text = "".join(lines)
+        words = [name for name in ("fsdp", "optional", "replicate") if name in text]
+        names = ", ".join(["MeshSpec", "PathRules", *words, "plan"])
+        has_kinds = any(kind != AxisType.Auto for kind in self.mesh.axis_types)
+        kinds = "from jax.sharding import AxisType\n" if has_kinds else ""
+        return f'''\
+{kinds}from shardfx import {names}
+
+
+# {why}
+MESH = {self.mesh!r}
+RULES = PathRules(
+    [
+{text}    ]
+)
+
+
+def plan_of(tree):
+    """The plan of a tree of arrays, or of structs of them."""
+    return plan(tree, MESH, paths=RULES)
+'''
+
+
+def _quoted(regex: str) -> str:
+    if "'" in regex or '"' in regex or "\n" in regex:
+        return repr(regex)
+    return f'r"{regex}"' if "\\" in regex else f'"{regex}"'
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, Optional):
+        return f"optional({_target(target.target)})"
+    if isinstance(target, Pipeline):
+        return " | ".join(map(_target, target.steps))
+    if isinstance(target, Fsdp):
+        return target.code.replace("'", '"')
+    return repr(target)

@@ -1,0 +1,405 @@
+"""`plan`, which plans a tree for devices without rules: the bytes of the training state
+decide.
+"""
+
+import collections
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
+
+from .. import chips
+from .._ground.errors import LeafTypeError, MeshError, OutOfMemoryError, RuleError
+from .._ground.text import bytes_text, plural
+from .._ground.tree import Flat, flatten
+from .._plan import ShardPlan, follow, names_of_leaves, plan as plan_by_rules
+from .._rules import AxisRules, PathRules
+from ..topology import MeshSpec
+from ._asked import SearchOptions, asked_for
+from ._auto_plan import AutoPlan
+from ._shape_rules import shape_rules
+from ._whole import NamedShape, whole_dims
+
+
+@runtime_checkable
+class _Optimizer(Protocol):
+    """An optimizer with the interface of optax."""
+
+    def init(self, params: Any) -> Any: ...
+
+
+# The state may take this part of a device's memory; activations need the rest.
+_COMFORTABLE = 1 / 2
+# A state that takes more than this part fits nowhere: no step runs in the rest.
+_POSSIBLE = 7 / 8
+# Smaller arrays are replicated: a device waits longer for a collective than it saves.
+_SMALL_BYTES = 2**16
+# The largest number of devices that an error proposes.
+_MOST_DEVICES = 2**18
+# The memory that is assumed where nothing names a chip: the smallest of those that
+# train today.
+_ASSUMED = "v5e"
+_DATA_AXES = ("data", "dp", "ddp", "batch", "replica")
+_FSDP_AXES = ("fsdp", "zero")
+
+
+class _Choice(NamedTuple):
+    """A mesh, and the mesh axes of one strategy after another; none replicates."""
+
+    mesh: MeshSpec
+    axes: tuple[tuple[str, ...], ...]
+
+
+class _Hardware(NamedTuple):
+    """The devices of a plan.
+
+    `mesh` is the caller's mesh, and `None` where the plan chooses one; `jax_devices` are
+    its devices, if there are any. `is_assumed` says that nothing named the chip.
+    """
+
+    options: SearchOptions
+    mesh: MeshSpec | None
+    jax_devices: Mesh | Sequence[Any] | None
+    is_assumed: bool
+
+
+class _Priced(NamedTuple):
+    """A plan with the bytes of the training state: of all devices, each array counted
+    once, and of one device.
+    """
+
+    choice: _Choice
+    plan: ShardPlan
+    rules: PathRules
+    total_bytes: int
+    state_bytes: int
+
+
+def plan(
+    tree: PyTree,
+    devices: int | str | Sequence[object] | MeshSpec | Mesh | AbstractMesh,
+    *,
+    optimizer: Callable[..., object] | _Optimizer | None = None,
+    names: PyTree = None,
+    chip: str | chips.Chip | None = None,
+) -> AutoPlan:
+    """Plans how a model is sharded for training, without rules.
+
+    The bytes of parameters, gradients and optimizer state decide. If they take at most
+    half of a device's memory, every device holds all of them (data parallelism). Else
+    they are sharded over as few devices as possible (FSDP): neighbours in the inner
+    network, each array in its largest dimension that divides. Heads, experts and stacked
+    layers are not cut, and small arrays are replicated. Nothing is allocated.
+
+    [`shardfx.auto.search`][] prices a step, and so also knows tensor parallelism.
+
+    **Arguments:**
+
+    - `tree`: the model: any tree of arrays or `jax.ShapeDtypeStruct`s.
+    - `devices`: JAX's devices, `jax.devices()`; a slice, as "tpu:v5e:4x4",
+      "gpu:h100:8", or two of them, as "tpu:v5e:4x4*2"; a number of devices; or a mesh
+      whose axes are `data` and `fsdp`, or one of them.
+    - `optimizer`: the optimizer, as `optax.adamw(1e-3)`, or its `init`. Without it, the
+      two moments of Adam are assumed.
+    - `names`: the logical names of dimensions, as [`shardfx.plan`][] takes them; `None`
+      for those that modules declare. They say which dimensions are heads, experts or
+      layers.
+    - `chip`: the kind of the devices, where `devices` does not show it; see
+      [`shardfx.chips.find`][]. By default the memory of a v5e is assumed.
+
+    **Returns:**
+
+    An [`shardfx.auto.AutoPlan`][]: a plan, on the devices if they are JAX's, with
+    `why` and `code()`.
+
+    **Raises:**
+
+    `LeafTypeError` for a tree without arrays; `MeshError` for devices that cannot be
+    read, and for a mesh with other axes; `OutOfMemoryError` if the state does not fit
+    on all devices, with the number that it needs; `RuleError` for an optimizer that is
+    none.
+
+    !!! Example
+
+        ```python
+        import jax
+        import shardfx
+
+        tree = {"up": jax.ShapeDtypeStruct((4096, 65536), "float32")}
+        made = shardfx.auto.plan(tree, "tpu:v5e:4x4")
+        print(made.why)
+        print(made.code())
+        assert made["up"].spec == jax.P(None, "fsdp")
+        ```
+    """
+    flat = flatten(tree)
+    if not any(flat.is_array):
+        raise LeafTypeError(
+            f"the tree, {type(tree).__name__}, holds no arrays; pass arrays, or structs"
+            " of them: `equinox.filter_eval_shape(make, key)` for a model."
+        )
+    hardware = _hardware(devices, chip)
+    pricing = _Pricing(tree, flat, names, _init_of(optimizer))
+    limit = hardware.options.chip.usable_hbm_bytes_per_device
+    priced = _first_that_fits(map(pricing.priced, _choices(hardware)), limit)
+    if priced.state_bytes > _POSSIBLE * limit:
+        raise _too_small(hardware, pricing, priced)
+    chosen = priced.plan
+    if hardware.jax_devices is not None:
+        chosen = chosen.on(priced.choice.mesh.build(hardware.jax_devices))
+    why = _why(hardware, pricing, priced)
+    return AutoPlan(content=chosen.content, why=why, rules=priced.rules)
+
+
+def _first_that_fits(trials: Iterator[_Priced], limit: int) -> _Priced:
+    """The first plan that leaves enough memory for activations; if none does, the one
+    that leaves most.
+    """
+    best = next(trials)
+    for trial in itertools.chain([best], trials):
+        if trial.state_bytes <= _COMFORTABLE * limit:
+            return trial
+        if trial.state_bytes < best.state_bytes:
+            best = trial
+    return best
+
+
+def _init_of(optimizer: Any) -> Callable[..., Any] | None:
+    """The function that makes an optimizer's state; `None` for Adam's."""
+    if optimizer is None or callable(optimizer):
+        return optimizer
+    if isinstance(optimizer, _Optimizer):
+        return optimizer.init
+    raise RuleError(
+        f"`optimizer={optimizer!r:.80}` has no `init`; pass an optimizer of optax, as"
+        " `optimizer=optax.adamw(1e-3)`, or a function that makes its state."
+    )
+
+
+def _hardware(devices: Any, chip: str | chips.Chip | None) -> _Hardware:
+    """Reads the arguments `devices` and `chip`."""
+    if isinstance(devices, Mesh) and chip is None:
+        options = asked_for(list(devices.devices.flat), None)
+        return _Hardware(options, _known(devices), devices, False)
+    if isinstance(devices, MeshSpec | Mesh | AbstractMesh):
+        mesh = _known(devices)
+        options = asked_for(mesh.size, chip or _ASSUMED)
+        jax_devices = devices if isinstance(devices, Mesh) else None
+        return _Hardware(options, mesh, jax_devices, chip is None)
+    if isinstance(devices, int) and chip is None:
+        return _Hardware(asked_for(devices, _ASSUMED), None, None, True)
+    options = asked_for(devices, chip)
+    jax_devices = None if isinstance(devices, int | str) else devices
+    return _Hardware(options, None, jax_devices, False)
+
+
+def _known(mesh: MeshSpec | Mesh | AbstractMesh) -> MeshSpec:
+    """The mesh without its devices. Raises `MeshError` for an axis whose use is not
+    known.
+    """
+    spec = MeshSpec.of(mesh).filled()
+    for axis, size in spec.shape.items():
+        if size > 1 and axis not in (*_DATA_AXES, *_FSDP_AXES):
+            raise MeshError(
+                f"mesh {spec}: `auto.plan` does not know what axis `{axis}` is for. It"
+                " shards over `data` and `fsdp`: pass"
+                f' `MeshSpec({{"data": 1, "fsdp": {spec.size}}})`, or only the devices.'
+                " For other axes write rules, `shardfx.plan(tree, mesh, paths=...)`, or"
+                " let `shardfx.auto.search` choose by a step."
+            )
+    return spec
+
+
+def _choices(hardware: _Hardware) -> Iterator[_Choice]:
+    """The meshes and strategies to try: data parallelism first, then FSDP on ever more
+    devices.
+    """
+    if hardware.mesh is not None:
+        yield from _choices_on(hardware.mesh)
+        return
+    total, slices = hardware.options.total, hardware.options.slices
+    yield _Choice(_mesh({"data": (total, slices)}), ())
+    in_slice = total // slices
+    # The inner network first: devices of one slice, then whole slices.
+    for size in _divisors(in_slice)[1:]:
+        axes = {"data": (total // size, slices), "fsdp": (size, 1)}
+        yield _Choice(_mesh(axes), (("fsdp",),))
+    for spanned in _divisors(slices)[1:]:
+        outer = slices // spanned
+        axes = {"data": (outer, outer), "fsdp": (in_slice * spanned, spanned)}
+        yield _Choice(_mesh(axes), (("fsdp",),))
+
+
+def _mesh(axes: Mapping[str, tuple[int, int]]) -> MeshSpec:
+    """The mesh of axes with their sizes and the number of slices that each spans. The
+    axis `data` is left out if it has one device and another axis has more.
+    """
+    sizes = {name: size for name, (size, _) in axes.items()}
+    if sizes["data"] == 1 and len(sizes) > 1:
+        del sizes["data"]
+    spans = {name: axes[name][1] for name in sizes if axes[name][1] > 1}
+    return MeshSpec(sizes, dcn=spans or None)
+
+
+def _divisors(count: int) -> list[int]:
+    return [size for size in range(1, count + 1) if count % size == 0]
+
+
+def _choices_on(mesh: MeshSpec) -> Iterator[_Choice]:
+    """The strategies to try on the caller's mesh: FSDP over its `fsdp` axes, or data
+    parallelism where it has none; then FSDP over all axes.
+    """
+    used = tuple(axis for axis, size in mesh.shape.items() if size > 1)
+    inner = tuple(axis for axis in used if axis in _FSDP_AXES)
+    yield _Choice(mesh, (inner,) if inner else ())
+    if used and used != inner:
+        yield _Choice(mesh, (used,))
+
+
+class _Pricing:
+    """Plans a tree for one choice after another, and counts the bytes of the state."""
+
+    def __init__(
+        self, tree: PyTree, flat: Flat, names: PyTree, init: Callable[..., Any] | None
+    ):
+        self.tree = tree
+        self.init = init
+        given = flat.names
+        if names is not None:
+            given = names_of_leaves(names, tree, flat, AxisRules([]))
+        columns = zip(
+            flat.leaves, flat.paths, given, flat.stacked, flat.is_array, strict=True
+        )
+        leaves = [row[:-1] for row in columns if row[-1]]
+        arrays = [
+            NamedShape(path, tuple(jnp.shape(leaf)), declared, stacked)
+            for leaf, path, declared, stacked in leaves
+        ]
+        self.paths = [array.path for array in arrays]
+        self.dims = _alike([leaf for leaf, *_ in leaves], whole_dims(arrays))
+
+    def priced(self, choice: _Choice) -> _Priced:
+        """The plan of a choice, with its bytes."""
+        rules = shape_rules(self.paths, self.dims, choice.axes, _SMALL_BYTES)
+        planned = plan_by_rules(self.tree, choice.mesh, paths=rules)
+        totals = [0, 0]
+        for total in (0, 1):
+            held = _bytes(planned, total, trained=False)
+            trained = _bytes(planned, total, trained=True)
+            totals[total] = held + trained + 2 * trained * (self.init is None)
+        if self.init is not None:
+            state = follow(self.init, planned)
+            totals[0] += state.bytes_total
+            totals[1] += state.bytes_per_device
+        return _Priced(
+            choice=choice,
+            plan=planned,
+            rules=rules,
+            total_bytes=totals[0],
+            state_bytes=totals[1],
+        )
+
+    @property
+    def what(self) -> str:
+        """The parts of the state as text, with the optimizer if it is assumed."""
+        if self.init is not None:
+            return "parameters, gradients and optimizer state"
+        return (
+            "parameters, gradients and the two moments of Adam (assumed: pass"
+            " `optimizer=` for another)"
+        )
+
+
+def _alike(
+    leaves: Sequence[Any], dims: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """The dimensions that are not sharded, for each leaf. Leaves that are one array have
+    the same.
+    """
+    together: dict[int, set[int]] = {}
+    for leaf, whole in zip(leaves, dims, strict=True):
+        together.setdefault(id(leaf), set()).update(whole)
+    return [tuple(sorted(together[id(leaf)])) for leaf in leaves]
+
+
+def _bytes(planned: ShardPlan, which: int, *, trained: bool) -> int:
+    """The bytes of a plan's arrays: in total if `which` is 0, else on one device. With
+    `trained`, only those of arrays that have gradients.
+    """
+    content = planned.content
+    counts = collections.Counter(number for number in content.index if number >= 0)
+    return sum(
+        count * content.byte_counts[number][which]
+        for number, count in counts.items()
+        if not trained or jnp.issubdtype(content.rows[number].dtype, jnp.inexact)
+    )
+
+
+def _why(hardware: _Hardware, pricing: _Pricing, priced: _Priced) -> str:
+    """The reason for a plan as text: the bytes, the mesh, and what is assumed."""
+    chip = hardware.options.chip
+    limit = chip.usable_hbm_bytes_per_device
+    mesh, axes = priced.choice.mesh, priced.choice.axes
+    how = "FSDP" if axes else "data parallel"
+    assumed = ", assumed: pass `chip=` for another" if hardware.is_assumed else ""
+    sentences = [
+        f"{bytes_text(priced.total_bytes)} of state on {plural(mesh.size, 'device')} of"
+        f" {bytes_text(limit)} ({chip.name}{assumed}): {str(mesh).replace(',', ', ')}"
+        f" ({how}), {bytes_text(priced.state_bytes)} a device.",
+        f"The state is {pricing.what}.",
+    ]
+    is_tight = priced.state_bytes > _COMFORTABLE * limit
+    if is_tight:
+        sentences.append(
+            f"Only {bytes_text(limit - priced.state_bytes)} are left for activations:"
+            " ask `shardfx.cost.fit` with the step."
+        )
+    elif not axes:
+        sentences.append("It fits in half of a device, so each holds all of it.")
+    elif hardware.mesh is None:
+        sentences.append(
+            "Over fewer devices, it would leave less than half of each for activations."
+        )
+    if hardware.mesh is not None:
+        sentences.append("The mesh was given.")
+    return " ".join(sentences)
+
+
+def _too_small(
+    hardware: _Hardware, pricing: _Pricing, priced: _Priced
+) -> OutOfMemoryError:
+    """The error for a state that does not fit, with the least number of chips."""
+    options = hardware.options
+    chip = options.chip
+    limit = chip.usable_hbm_bytes_per_device
+    text = (
+        f"{bytes_text(priced.total_bytes)} of {pricing.what} take"
+        f" {bytes_text(priced.state_bytes)} on each of"
+        f" {plural(priced.choice.mesh.size, 'device')} ({priced.choice.mesh}), and a"
+        f" {chip.name} has {bytes_text(limit)}, of which a step needs"
+        f" {bytes_text(math.ceil((1 - _POSSIBLE) * limit))}"
+    )
+    size = chip.devices_per_chip
+    while size <= _MOST_DEVICES:
+        if size > options.total or hardware.mesh is not None:
+            larger = pricing.priced(_Choice(MeshSpec({"fsdp": size}), (("fsdp",),)))
+            if larger.state_bytes <= _POSSIBLE * limit:
+                chips_text = plural(size // chip.devices_per_chip, "chip")
+                return OutOfMemoryError(
+                    f"{text}. Sharded over all devices it fits on {chips_text}: pass"
+                    f' `devices={size}, chip="{chip.name}"`.',
+                    priced.state_bytes,
+                    limit,
+                )
+        size *= 2
+    largest = max(priced.plan.leaves, key=lambda leaf: leaf.bytes_per_device)
+    return OutOfMemoryError(
+        f"{text}. More devices do not help: `{largest.path}`, shape {largest.shape}, has"
+        " no dimension that they divide; pad it, or use a chip with more memory.",
+        priced.state_bytes,
+        limit,
+    )

@@ -1,0 +1,298 @@
+"""A plan without rules: what bytes decide, what stays whole, and the rules as code."""
+
+import math
+from typing import Any
+
+import catalogue
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardfx as sfx
+from shardfx import MeshSpec, chips
+from shardfx.errors import LeafTypeError, MeshError, OutOfMemoryError, RuleError
+from shardfx.presets import models
+
+
+GIB = 2**30
+
+
+def struct(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def by_code(made: sfx.auto.AutoPlan, tree: Any) -> sfx.ShardPlan:
+    module: dict[str, Any] = {}
+    exec(made.code(), module)
+    return module["plan_of"](tree)
+
+
+def state_per_device(made: sfx.ShardPlan) -> int:
+    """Parameters, gradients and two moments, written down without the planner."""
+    return sum(4 * leaf.bytes_per_device for leaf in made.leaves)
+
+
+def test_a_small_model_is_data_parallel_on_the_devices_given():
+    model = eqx.nn.MLP(16, 16, 32, depth=1, key=jax.random.key(0))
+    made = sfx.auto.plan(model, jax.devices(), optimizer=optax.adamw(1e-3))
+    assert dict(made.mesh.shape) == {"data": 8}
+    assert made.jax_mesh is not None and made.jax_mesh.devices.size == 8
+    assert all(leaf.spec == jax.P() for leaf in made.leaves)
+    assert "data parallel" in made.why and "assumed" not in made.why
+    assert by_code(made, model) == made.off()
+    # It is a plan like any other.
+    placed = sfx.shard(model, made)
+    run = sfx.filter_jit(jax.vmap(model), in_shardings=(made.batch,))
+    assert run(jnp.ones((16, 16))).shape == (16, 16)
+    assert not sfx.misplaced(placed, made)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "gpt2"])
+def test_fsdp_takes_the_least_devices_that_fit(name: str):
+    tree = models.tree(name)
+    made = sfx.auto.plan(tree, "tpu:v5p:2x4x8")
+    half = chips.find("v5p").usable_hbm_bytes // 2
+    assert made.mesh.size == 64
+    assert state_per_device(made) <= half
+    over = made.mesh.shape.get("fsdp", 1)
+    if over > 1:
+        fewer = sfx.plan(tree, MeshSpec({"fsdp": over // 2}), paths=made.rules)
+        assert state_per_device(fewer) > half
+    assert by_code(made, tree) == made.off()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [model for model in catalogue.MODELS.values() if model.fused][:4],
+    ids=lambda model: model.name,
+)
+def test_heads_of_published_models_stay_whole(model: catalogue.Model):
+    made = sfx.auto.plan(model.make(), 1024, chip="v5e", optimizer=optax.sgd(0.1))
+    cut = 0
+    for path, _, dim, _ in catalogue.fused_of(model):
+        entries = (*made[path].spec, *[None] * len(made[path].shape))
+        assert entries[dim] is None, path
+        cut += entries != (None,) * len(entries)
+    assert cut or "data parallel" in made.why
+
+
+def test_slices_are_crossed_last():
+    tree = {"w": struct(8192, 8192, 16)}
+    inner = sfx.auto.plan(tree, "tpu:v5e:2x2*4")
+    assert str(inner.mesh) == "data=4(dcn=4),fsdp=4"
+    outer = sfx.auto.plan({"w": struct(8192, 8192, 48)}, "tpu:v5e:2x2*4")
+    assert str(outer.mesh) == "data=2(dcn=2),fsdp=8(dcn=2)"
+    assert by_code(outer, {"w": struct(8192, 8192, 48)}) == outer.off()
+
+
+class Attention(eqx.Module):
+    query: Any = sfx.field(names=("embed", "heads", None))
+    up: Any = sfx.field(names=(..., "mlp"))
+
+
+class Stack(eqx.Module):
+    layers: Attention = sfx.field(stacked=("repeats",))
+
+
+@pytest.mark.parametrize(
+    ("tree", "where"),
+    [
+        # Declared by the module: heads, and stacked layers under a name of its own.
+        (
+            Stack(
+                Attention(struct(64, 8192, 64, 128), struct(64, 8192, 2**14)),
+            ),
+            {"layers/query": (None, "fsdp"), "layers/up": (None, None, "fsdp")},
+        ),
+        # Usual names: separate heads, and the output with the opposite order.
+        (
+            {
+                "attn": {
+                    "q_proj": {"kernel": struct(8192, 8192, 128)},
+                    "k_proj": {"kernel": struct(8192, 8192, 128)},
+                    "o_proj": {"kernel": struct(8192, 128, 8192)},
+                }
+            },
+            {
+                "attn/q_proj/kernel": ("fsdp",),
+                "attn/k_proj/kernel": ("fsdp",),
+                "attn/o_proj/kernel": (None, None, "fsdp"),
+            },
+        ),
+        # A fused projection, layers stacked without a declaration, and experts.
+        (
+            {
+                "layers": {
+                    "qkv": {"weight": struct(64, 8192 * 3, 8192)},
+                    "experts": {"up": struct(64, 256, 1024, 4096)},
+                    "norm": struct(64, 8192),
+                }
+            },
+            {
+                "layers/qkv/weight": (None, None, "fsdp"),
+                "layers/experts/up": (None, None, None, "fsdp"),
+                "layers/norm": (None, "fsdp"),
+            },
+        ),
+        # Numbered layers are no stack.
+        (
+            {
+                "layers": [
+                    {"w": struct(2**15, 2**14, 2)},
+                    {"w": struct(2**15, 2**14, 2)},
+                ]
+            },
+            {"layers/0/w": ("fsdp",), "layers/1/w": ("fsdp",)},
+        ),
+    ],
+    ids=["declared", "separate", "fused", "numbered"],
+)
+def test_the_largest_free_dimension_is_cut(tree: Any, where: dict):
+    made = sfx.auto.plan(tree, 2**12, chip="v5e")
+    for path, entries in where.items():
+        assert made[path].spec == jax.P(*entries), path
+    assert by_code(made, tree) == made.off()
+
+
+def test_names_given_say_what_is_whole():
+    tree = {"a": struct(2**15, 2**15), "b": struct(2**15, 2**15)}
+    names = {"a": ("experts", "embed"), "b": ("embed", sfx.atomic("wide", 128))}
+    made = sfx.auto.plan(tree, 16, chip="v5e", names=names)
+    assert made["a"].spec == jax.P(None, "fsdp")
+    assert made["b"].spec == jax.P("fsdp")
+    assert by_code(made, tree) == made.off()
+
+
+def test_arrays_that_are_tied_are_planned_alike():
+    table = np.zeros((2, 2**20), "float32")
+    tree = {"embed": table, "experts": {"head": table}, "big": struct(2**16, 2**16)}
+    other = {**tree, "experts": {"head": np.zeros((2, 2**20), "float32")}}
+    made = sfx.auto.plan(tree, 16, chip="v5e")
+    assert made["embed"].spec == made["experts/head"].spec == jax.P(None, "fsdp")
+    assert len(sfx.auto.plan(other, 16, chip="v5e").leaves) == 3
+
+
+def test_paths_that_differ_in_numbers_alone_can_differ_in_rules():
+    tree = {
+        "h": [
+            {"experts": struct(2**12, 8, 2**15)},
+            {"experts": struct(2**13, 2**13)},
+            {"experts.w+": struct(2**13, 2**13)},
+        ]
+    }
+    made = sfx.auto.plan(tree, 8, chip="v5e")
+    assert made["h/0/experts"].spec == jax.P(None, None, "fsdp")
+    assert made["h/1/experts"].spec == jax.P("fsdp")
+    assert by_code(made, tree) == made.off()
+
+
+def test_small_arrays_and_keys_are_replicated():
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2**12))
+    tree = {
+        "big": struct(2**16, 2**15),
+        "bias": struct(2**10),
+        "keys": keys,
+        "step": struct(dtype="int32"),
+        "empty": struct(0, 8),
+        "f": jnp.tanh,
+    }
+    made = sfx.auto.plan(tree, 16, chip="v5e")
+    assert made["big"].spec == jax.P("fsdp")
+    assert all(made[path].spec == jax.P() for path in ("bias", "step", "empty", "keys"))
+
+
+def test_integers_have_no_gradients():
+    floats = sfx.auto.plan({"w": struct(2**16, 2**15)}, "tpu:v5p:2x2x1")
+    ints = sfx.auto.plan({"w": struct(2**16, 2**15, dtype="int32")}, "tpu:v5p:2x2x1")
+    assert "32.0 GiB of state" in floats.why
+    assert "8.0 GiB of state" in ints.why
+
+
+def test_the_optimizer_counts():
+    tree = {"w": struct(2**14, 2**15)}
+    few = sfx.auto.plan(tree, "gpu:h100:8", optimizer=optax.sgd(0.1))
+    many = sfx.auto.plan(tree, "gpu:h100:8", optimizer=optax.adamw(0.1).init)
+    assert "4.0 GiB of state" in few.why and "8.0 GiB of state" in many.why
+
+
+def test_a_mesh_that_is_given_is_used():
+    tree = {"w": struct(2**14, 2**14)}
+    both = sfx.auto.plan(tree, MeshSpec({"data": 2, "fsdp": 4}))
+    assert both["w"].spec == jax.P("fsdp") and "The mesh was given" in both.why
+    big = {"w": struct(2**15, 2**15)}
+    over_data = sfx.auto.plan(big, MeshSpec({"data": 8, "tensor": 1}))
+    assert over_data["w"].spec == jax.P("data")
+    explicit = jax.make_mesh((8,), ("data",))
+    made = sfx.auto.plan({"w": struct(64, 64)}, explicit)
+    assert made.jax_mesh == explicit
+    assert by_code(made, {"w": struct(64, 64)}) == made.off()
+    abstract = sfx.auto.plan(tree, MeshSpec({"fsdp": 8}).abstract())
+    assert abstract["w"].spec == jax.P("fsdp")
+
+
+def test_a_tight_state_is_told():
+    # 12 of 15.75 GiB on the only device.
+    made = sfx.auto.plan({"w": struct(3 * 2**14, 2**14)}, "tpu:v5e:1x1")
+    assert "Only 3.8 GiB are left for activations" in made.why
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (({"w": struct(8)}, []), MeshError, "`devices=jax.devices()`"),
+        (({"w": struct(8)}, 0), MeshError, 'write `devices=8, chip="v5e"`'),
+        (
+            ({"w": struct(8)}, "tpu:v9:4x4"),
+            ValueError,
+            "there is no chip 'tpu:v9'; did you mean",
+        ),
+        (({"w": struct(8)}, "everything"), MeshError, "is no slice; write it as"),
+        (
+            ({"f": jnp.tanh, "n": 3}, 8),
+            LeafTypeError,
+            "the tree, dict, holds no arrays",
+        ),
+        (
+            ({"w": struct(8)}, MeshSpec({"data": 2, "tensor": 4})),
+            MeshError,
+            'axis `tensor` is for. It shards over `data` and `fsdp`: pass `MeshSpec({"data": 1, "fsdp": 8})`',
+        ),
+        (
+            (models.tree("llama3-70b"), 8),
+            OutOfMemoryError,
+            'it fits on 64 chips: pass `devices=64, chip="v5e"`',
+        ),
+        (
+            ({"w": struct(10**5 + 3, 99991)}, 8),
+            OutOfMemoryError,
+            "`w`, shape (100003, 99991), has no dimension that they divide",
+        ),
+    ],
+)
+def test_errors_say_what_to_pass(arguments: tuple, error: type, text: str):
+    with pytest.raises(error) as caught:
+        sfx.auto.plan(*arguments)
+    assert text in str(caught.value)
+
+
+def test_the_error_counts_the_least_chips():
+    tree = models.tree("llama3-70b")
+    with pytest.raises(OutOfMemoryError):
+        sfx.auto.plan(tree, 32, chip="v5e")
+    assert dict(sfx.auto.plan(tree, 64, chip="v5e").mesh.shape) == {"fsdp": 64}
+
+
+def test_an_optimizer_that_is_none_is_told():
+    with pytest.raises(RuleError, match=r"has no `init`; pass an optimizer of optax"):
+        sfx.auto.plan({"w": struct(8)}, 8, optimizer=3)  # pyright: ignore[reportArgumentType]
+
+
+def test_bytes_are_those_of_the_plan():
+    """The text's numbers, recomputed."""
+    tree = {"w": struct(2**14, 2**14)}
+    made = sfx.auto.plan(tree, "tpu:v5e:2x2")
+    total = 4 * math.prod((2**14, 2**14)) * 4
+    assert f"{total / GIB:.1f} GiB of state on 4 devices of 15.8 GiB (v5e)" in made.why
