@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import click
 import jax
 
-from shardfx import MeshSpec, ShardPlan, chips, cost, follow, lint, plan, presets
+from shardfx import MeshSpec, ShardPlan, auto, chips, cost, follow, lint, plan, presets
 from shardfx._see import Findings
 
 from ._load import (
@@ -233,13 +233,15 @@ class Inputs:
     """The parsed command-line arguments that name a model, a mesh and rules.
 
     `rules` has the arguments of `shardfx.plan` other than the tree and the mesh.
-    `target` is the TPU slice of --target.
+    `target` is the TPU slice of --target. `why` is the reason for the rules that
+    `shardfx.auto.plan` chose; "" if the command line has rules.
     """
 
     model: LoadedModel
     mesh: MeshSpec
     rules: Mapping[str, Any]
     target: chips.Slice | None
+    why: str = ""
 
 
 _OPTIONS = (
@@ -252,7 +254,8 @@ _OPTIONS = (
         "--rules",
         metavar="RULES",
         help=(
-            "For a published model: dp, fsdp, tp, fsdp_tp, ep. For others: a ready set,"
+            "Without them, --devices or --target alone choose."
+            " For a published model: dp, fsdp, tp, fsdp_tp, ep. For others: a ready set,"
             " as in llama:head_dim=64; MODULE:NAME of PathRules, AxisRules, a pair of"
             " both, or a function that makes them; or path rules as a text,"
             " 'attention|mlp->fsdp.tensor, .*->fsdp(fsdp)'."
@@ -351,8 +354,8 @@ def inputs_of(options: PlanOptions) -> Inputs:
     """Parses the options and loads the model and the rules. Raises `UsageError` for a
     missing or invalid argument.
 
-    If the options have no mesh and no rules, MODEL must name a stored plan, which has
-    both.
+    If the options have no rules, and MODEL names no stored plan, `shardfx.auto.plan`
+    chooses them.
     """
     if options.model is None:
         raise UsageError(
@@ -362,34 +365,78 @@ def inputs_of(options: PlanOptions) -> Inputs:
         model = load_model(options.model)
         if model.plan is not None:
             return Inputs(model, model.plan.mesh, {}, None)
+    if options.dtype is not None and options.model not in presets.models.names():
+        raise UsageError(
+            "--dtype is for a published model, as llama3-8b, not for"
+            f" {options.model!r}; leave it out"
+        )
+    if options.rules is None:
+        return _inputs_without_rules(options)
     if options.mesh is None:
         raise UsageError(
             "Missing option '--mesh'; give one, as in --mesh data=64,fsdp=16,tensor=8"
-        )
-    if options.rules is None:
-        raise UsageError(
-            "Missing option '--rules'; give some, as in --rules '.*->fsdp(fsdp)'"
         )
     target = None if options.target is None else parse_slice(options.target)
     mesh = calling(
         "reading --mesh",
         lambda: _mesh(options, None if target is None else target.devices),
     )
-    name = options.model
-    if options.dtype is not None and name not in presets.models.names():
-        raise UsageError(
-            f"--dtype is for a published model, as llama3-8b, not for {name!r}; leave"
-            " it out"
-        )
-    paths, axes = load_rules(options.rules, name)
-    kwargs = literals(options.kwargs, "kwargs") | (
-        {} if options.dtype is None else {"dtype": options.dtype}
-    )
-    with working(f"reading {name}"):
-        model = load_model(
-            name, kwargs, stack_experts=options.rules.partition(":")[0] == "ep"
-        )
+    paths, axes = load_rules(options.rules, options.model)
+    model = _model(options, stack_experts=options.rules.partition(":")[0] == "ep")
     return Inputs(model, mesh, {"paths": paths, "axes": axes, **options.how}, target)
+
+
+def _model(options: PlanOptions, *, stack_experts: bool = False) -> LoadedModel:
+    """Loads the model that the options name. `stack_experts` is for a published one."""
+    name = options.model or ""
+    kwargs = literals(options.kwargs, "kwargs")
+    if options.dtype is not None:
+        kwargs["dtype"] = options.dtype
+    with working(f"reading {name}"):
+        return load_model(name, kwargs, stack_experts=stack_experts)
+
+
+def _inputs_without_rules(options: PlanOptions) -> Inputs:
+    """The inputs with the mesh and rules that `shardfx.auto.plan` chooses for --devices,
+    --target or --mesh.
+    """
+    target = hardware = None
+    if options.target is not None:
+        # A switch, or several slices, have no order of devices to show.
+        chip = calling("reading --target", lambda: chips.find(options.target or ""))
+        is_ordered = chip.torus_dims and "*" not in options.target
+        target = parse_slice(options.target) if is_ordered else None
+        hardware = chip
+    devices: Any = options.target or options.devices
+    if options.mesh is not None:
+        count = None if target is None else target.devices
+        devices = calling("reading --mesh", lambda: _mesh(options, count))
+    if devices is None:
+        raise UsageError(
+            "say for which devices: --devices 8 or --target tpu:v5e:4x4 alone, or --mesh"
+            " and --rules, as in --mesh fsdp=8 --rules '.*->fsdp(fsdp)'"
+        )
+    model = _model(options)
+    name = options.optimizer
+    optimizer = None if name is None else load_optimizer(name)
+    chosen = calling(
+        "planning without --rules",
+        lambda: auto.plan(model.tree, devices, optimizer=optimizer, chip=hardware),
+    )
+    rules = {"paths": chosen.rules, "axes": None, **options.how}
+    return Inputs(model, chosen.mesh, rules, target, chosen.why)
+
+
+def say_choice(inputs: Inputs) -> Inputs:
+    """Prints the reason for rules that the command line lacks, on standard error."""
+    if inputs.why:
+        click.echo(choice_text(inputs), err=True)
+    return inputs
+
+
+def choice_text(inputs: Inputs) -> str:
+    """The text that says which rules were chosen, and why."""
+    return f"Without --rules, by `shardfx.auto.plan`: {inputs.why}"
 
 
 def plan_of(options: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
@@ -400,8 +447,8 @@ def plan_of(options: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
     stored plan. `inputs` are the parsed options, if they were parsed before. Raises
     `UsageError` if an argument is missing or invalid, or planning fails.
     """
-    inputs = inputs or inputs_of(options)
-    if inputs.model.plan is not None and options.rules is None:
+    inputs = inputs or say_choice(inputs_of(options))
+    if inputs.model.plan is not None and not inputs.rules:
         return inputs.model.plan
     _require_known(options, inputs)
     made_plan = calling(
@@ -419,7 +466,7 @@ def findings_of(options: PlanOptions, inputs: Inputs) -> Findings:
     if the options name one.
     """
     with working("checking the rules"):
-        if inputs.model.plan is not None and options.rules is None:
+        if inputs.model.plan is not None and not inputs.rules:
             return lint(inputs.model.plan)
         findings = lint(inputs.model.tree, inputs.mesh, **inputs.rules)
         if options.optimizer is None or findings.worst("error"):

@@ -42,9 +42,16 @@ def _either(ends: Sequence[str]) -> str:
     """The regex of several ends of paths: `(q_proj|k_proj)/weight`."""
     if len(ends) == 1:
         return ends[0]
-    pairs = [end.rpartition("/") for end in ends]
-    if len({last for _, _, last in pairs}) == 1 and all(first for first, *_ in pairs):
-        return f"{_either([first for first, *_ in pairs])}/{pairs[0][2]}"
+    parts = [end.split("/") for end in ends]
+    if all(len(of_end) > 1 for of_end in parts):
+        if len({of_end[-1] for of_end in parts}) == 1:
+            return (
+                f"{_either(['/'.join(of_end[:-1]) for of_end in parts])}/{parts[0][-1]}"
+            )
+        if len({of_end[0] for of_end in parts}) == 1:
+            return (
+                f"{parts[0][0]}/{_either(['/'.join(of_end[1:]) for of_end in parts])}"
+            )
     return f"({'|'.join(ends)})"
 
 

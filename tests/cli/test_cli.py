@@ -459,8 +459,14 @@ $ plans
 No such command 'plans'
 $ plan m:m --rules w->fsdp
 Missing option '--mesh'; give one, as in
-$ plan m:m --mesh fsdp=4
-Missing option '--rules'; give some, as in
+$ plan llama3-8b
+say for which devices: --devices 8 or --target tpu:v5e:4x4 alone, or
+$ plan llama3-8b --mesh fsdp=4,tensor=2
+`auto.plan` does not know what axis `tensor` is for
+$ plan llama3-70b --devices 8
+it fits on 64 chips: pass
+$ plan llama3-8b --target tpu:v5e
+is no slice; write it as
 $ plan m:m --mesh fsdp=4 --rules lama
 has this name; did you mean 'llama'?
 $ plan m:m --mesh a=-1 --rules llama --devices DIGITS

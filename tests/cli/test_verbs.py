@@ -189,9 +189,32 @@ def test_a_plan_that_was_written_is_a_model(here, capsys):
         run("plan", "plan.json", "--mesh", "fsdp=2", "--rules", ".*->fsdp(fsdp)") == 0
     )
     assert "on mesh fsdp=2 (2 devices)" in capsys.readouterr().out
-    assert "Missing option '--rules'" in failure(
-        capsys, "plan", "plan.json", "--mesh", "fsdp=2"
-    )
+    # Without rules, too, where a mesh is given.
+    assert run("plan", "plan.json", "--mesh", "fsdp=2") == 0
+    assert "Without --rules, by `shardfx.auto.plan`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("devices", "mesh"),
+    [
+        (("--devices", "8"), "on mesh data=8 (8 devices)"),
+        (("--target", "tpu:v5e:2x2*2"), "on mesh data=8(dcn=2) (8 devices)"),
+        (("--target", "gpu:h100:8", "--optimizer", "optax:adamw"), "on mesh data=8"),
+        (("--mesh", "data=2,fsdp=-1", "--devices", "8"), "on mesh data=2,fsdp=4"),
+    ],
+)
+def test_a_plan_without_rules(here, capsys, devices, mesh):
+    assert run("plan", "my_model:make", *devices) == 0
+    printed = capsys.readouterr()
+    assert mesh in printed.out and not printed.err
+    assert "Without --rules, by `shardfx.auto.plan`: " in printed.out
+
+
+def test_other_verbs_say_on_stderr_that_there_are_no_rules(here, capsys):
+    assert run("explain", "my_model:make", "layer_0/up", "--devices", "8") == 0
+    printed = capsys.readouterr()
+    assert "gets: -, 1.0 MiB on each" in printed.out
+    assert printed.err.startswith("Without --rules, by `shardfx.auto.plan`: ")
 
 
 def data(capsys, words, code=0):

@@ -17,11 +17,13 @@ from .._options import (
     MOST_DEVICES,
     PlanOptions,
     chip_of,
+    choice_text,
     findings_of,
     fit_of,
     inputs_of,
     load_step,
     plan_of,
+    say_choice,
     takes_plan_options,
     traffic_of,
 )
@@ -47,11 +49,8 @@ _SEVERITIES = click.Choice(["error", "warning", "info"])
 
 @verb(
     examples=(
+        "shardfx plan my_model:make --devices 8",
         "shardfx plan llama3-405b --mesh data=4,fsdp=64,tensor=8 --rules fsdp_tp",
-        (
-            "shardfx plan mixtral-8x7b --mesh expert=8,fsdp=-1 --target tpu:v5e:4x4"
-            " --rules ep --json plan.json"
-        ),
     )
 )
 @takes_plan_options()
@@ -84,6 +83,8 @@ def plan(
         made_plan if only is None else calling("--only", lambda: made_plan.select(only))
     )
     show(sfx.report(shown, width=width or terminal_width()))
+    if inputs.why:
+        show(f"\n{choice_text(inputs)}")
     if inputs.target is not None:
         show(f"\n{order_text(inputs.target, made_plan.mesh)}")
     if json_file is not None:
@@ -154,7 +155,7 @@ def lint(
 
     {MODEL}
     """
-    inputs = inputs_of(options)
+    inputs = say_choice(inputs_of(options))
     findings = calling(
         "checking", lambda: findings_of(options, inputs).without(*ignore)
     )
@@ -274,7 +275,8 @@ def report(
         raise UsageError(
             "Missing option '--html'; say where the page goes, as in --html plan.html"
         )
-    hardware, inputs = None if chip is None else chip_of(chip), inputs_of(options)
+    hardware = None if chip is None else chip_of(chip)
+    inputs = say_choice(inputs_of(options))
     made_plan = plan_of(options, inputs)
     with working("checking the plan"):
         findings = calling("checking", lambda: findings_of(options, inputs))
