@@ -25,7 +25,8 @@ class CheckedPrograms:
     """The programs that `check` passed, of the function with the name `name`."""
 
     def __init__(self, check: Check, name: str):
-        self._check, self._name = check, name
+        self._check = check
+        self._name = name
         self._passed: set[tuple[Any, ...]] = set()
         # What decided which program the last call ran. Steps of a training loop get
         # the same objects, and comparing identities costs less than hashing.

@@ -245,7 +245,8 @@ def donated_by_key(donate: Any, keys: Keys) -> Table:
             else {}
         )
         return {int: every, str: every} | kept
-    names, is_variadic = _positional(keys), int in keys.values()
+    names = _positional(keys)
+    is_variadic = int in keys.values()
     chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
     for one in chosen:
         known = (

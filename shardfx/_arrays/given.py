@@ -102,7 +102,8 @@ def _is_elsewhere(one: Given) -> bool:
     moves it. If two shardings differ in devices only, JAX moves the array at the first
     call and fails at the next call.
     """
-    own, wanted = one.own, one.wanted
+    own = one.own
+    wanted = one.wanted
     if own is None or not isinstance(wanted, Sharding):
         return False
     if wanted.num_devices == 1 and own.is_fully_replicated:
@@ -182,7 +183,8 @@ def has_same_shards(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -
         return False
     if found == wanted:
         return True
-    ours, theirs = shard_boxes(found, shape), shard_boxes(wanted, shape)
+    ours = shard_boxes(found, shape)
+    theirs = shard_boxes(wanted, shape)
     is_abstract_one = is_abstract(found) or is_abstract(wanted)
     return [*ours.values()] == [*theirs.values()] if is_abstract_one else ours == theirs
 

@@ -251,10 +251,8 @@ class Jitted(Generic[P, R]):
         self._results = shardings["out_shardings"]
         self._is_abstract = any(map(is_abstract, it.chain(*shardings.values())))
         self._keys = parameter_keys(self._signature)
-        self._in, self._out = (
-            entries_by_key(in_shardings, self._keys, self._name),
-            out_shardings,
-        )
+        self._in = entries_by_key(in_shardings, self._keys, self._name)
+        self._out = out_shardings
         self._donated = donated_by_key(donate, self._keys)
         # With this number of positional arguments a call needs no `Signature.bind`.
         self._arity = (
@@ -262,10 +260,8 @@ class Jitted(Generic[P, R]):
             if [*self._keys.values()] == [*range(len(self._keys))]
             else None
         )
-        self._form, self._jit = (
-            ft.lru_cache(_FORMS)(self._form_of),
-            ft.lru_cache(_FORMS)(self._jit_of),
-        )
+        self._form = ft.lru_cache(_FORMS)(self._form_of)
+        self._jit = ft.lru_cache(_FORMS)(self._jit_of)
         self._last: _Form | None = None
         self._checked = None if check is None else CheckedPrograms(check, self._name)
         # JAX keeps the static argument of each program, and finds a program faster if
@@ -379,9 +375,11 @@ class Jitted(Generic[P, R]):
             except TypeError as error:
                 raise TypeError(f"{self._name}{self._signature}: {error}") from None
             found.apply_defaults()
-            args, kwargs = found.args, found.kwargs
+            args = found.args
+            kwargs = found.kwargs
         leaves, treedef = jax.tree.flatten((self._arrays, args, kwargs))
-        form, kinds = self._last, tuple(map(type, leaves))
+        form = self._last
+        kinds = tuple(map(type, leaves))
         if form is None or kinds != form.kinds or treedef != form.treedef:
             self._last = form = self._form(treedef, kinds)
         values = [leaves[at] for at in form.statics]

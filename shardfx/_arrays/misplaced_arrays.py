@@ -160,14 +160,17 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
         ```
     """
     check_plan("plan", plan)
-    content, flat = plan.content, flatten(tree)
+    content = plan.content
+    flat = flatten(tree)
     asked = [
         (one, row.shape, row.dtype)
         for one, row in zip(content.row_shardings, content.rows, strict=True)
     ]
-    index, missing = content.index, ()
+    index = content.index
+    missing = ()
     if flat.paths != content.path_tree.paths:
-        numbers, present = dict(content.numbered), set(flat.paths)
+        numbers = dict(content.numbered)
+        present = set(flat.paths)
         index = [numbers.get(path, -1) for path in flat.paths]
         missing = [
             (path, i) for path, i in content.numbered if i >= 0 and path not in present
@@ -217,13 +220,16 @@ def _verdict(
     """
     texts = _text(asked), _text(found)
     if found is None or asked is None:
-        excess, fix = 0 if found is None else _held(found), _PLAN_AGAIN
+        excess = 0 if found is None else _held(found)
+        fix = _PLAN_AGAIN
     elif found[1] != asked[1] or canonical_dtype(found[2]) != asked[2]:
-        excess, fix = _held(found) - _held(asked), _PLAN_AGAIN
+        excess = _held(found) - _held(asked)
+        fix = _PLAN_AGAIN
     elif found[0] is not None and has_same_shards(found[0], asked[0], asked[1]):
         return None
     else:
-        excess, fix = _held(found) - _held(asked), _MOVE
+        excess = _held(found) - _held(asked)
+        fix = _MOVE
     return *texts, max(excess, 0), fix
 
 

@@ -169,7 +169,8 @@ def _gathered(leaf: jax.Array) -> Any:
     return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
 
-_CACHED, _JITTED = type(ft.lru_cache(len)), type(jax.jit(len))
+_CACHED = type(ft.lru_cache(len))
+_JITTED = type(jax.jit(len))
 
 
 def clear_caches() -> None:

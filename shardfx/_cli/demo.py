@@ -62,7 +62,8 @@ AXIS_RULES = AxisRules(
     mesh_axes=("data", "fsdp", "tensor"),  # a mesh may lack some of them
 )
 
-_ROWS, _KV_ROWS = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+_ROWS = HEADS * HEAD_DIM
+_KV_ROWS = KV_HEADS * HEAD_DIM
 
 
 class Layer(eqx.Module):
@@ -86,14 +87,15 @@ class Layer(eqx.Module):
         weights = lambda rows, columns: (
             jax.random.normal(next(keys), (rows, columns)) / math.sqrt(rows)
         )
-        self.attention_norm, self.mlp_norm = jnp.ones(WIDTH), jnp.ones(WIDTH)
-        self.query, self.out = weights(WIDTH, _ROWS), weights(_ROWS, WIDTH)
-        self.key, self.value = weights(WIDTH, _KV_ROWS), weights(WIDTH, _KV_ROWS)
-        self.gate, self.up, self.down = (
-            weights(WIDTH, HIDDEN),
-            weights(WIDTH, HIDDEN),
-            weights(HIDDEN, WIDTH),
-        )
+        self.attention_norm = jnp.ones(WIDTH)
+        self.mlp_norm = jnp.ones(WIDTH)
+        self.query = weights(WIDTH, _ROWS)
+        self.out = weights(_ROWS, WIDTH)
+        self.key = weights(WIDTH, _KV_ROWS)
+        self.value = weights(WIDTH, _KV_ROWS)
+        self.gate = weights(WIDTH, HIDDEN)
+        self.up = weights(WIDTH, HIDDEN)
+        self.down = weights(HIDDEN, WIDTH)
 
     def __call__(
         self, x: Float[Array, "b s embed"], plan: ShardPlan | None
@@ -115,7 +117,8 @@ class Layer(eqx.Module):
             _heads(_project(x, weight, "kv_heads", plan), KV_HEADS)
             for weight in (self.key, self.value)
         )
-        key, value = _per_query_head(_rotate(key), plan), _per_query_head(value, plan)
+        key = _per_query_head(_rotate(key), plan)
+        value = _per_query_head(value, plan)
         scores = _einsum("bqhd,bthd->bhqt", query, key) / math.sqrt(HEAD_DIM)
         causal = jnp.tril(jnp.ones(scores.shape[-2:], dtype=bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
@@ -187,7 +190,8 @@ def _project(
     the dimension that the product sums over. A dimension without a name (`None`) is not
     sharded. `plan` has the mesh and the rules; with `None` nothing is sharded.
     """
-    weight, names = _constrain(weight, (over, name), plan), ("batch", "sequence", name)
+    weight = _constrain(weight, (over, name), plan)
+    names = ("batch", "sequence", name)
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:
         return _constrain(_einsum("bsd,de->bse", x, weight), names, plan)
     # Under Explicit axes, a contraction over a sharded dimension needs the sharding of
@@ -253,7 +257,8 @@ def _rotate(x: Float[Array, "b s heads d"]) -> Float[Array, "b s heads d"]:
     frequencies = 10_000 ** (-jnp.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
     angles = jnp.arange(x.shape[1])[:, None, None] * frequencies
     first, second = jnp.split(x, 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
     )
@@ -375,7 +380,8 @@ def start_sharded(
     """Returns the jitted step, the model and the optimizer state. Each array is made
     directly in the shards of its plan.
     """
-    optimizer, (model, state, _) = make_optimizer(run), plans
+    optimizer = make_optimizer(run)
+    model, state, _ = plans
     step = filter_jit(
         make_step(optimizer, model),
         in_shardings=tuple(plans),
@@ -418,7 +424,8 @@ def train(
       of the steps.
     """
     step, model, state = started
-    losses, begin = [], time.perf_counter()
+    losses = []
+    begin = time.perf_counter()
     for number in range(1, run.steps + 1):
         tokens = batch(
             text, number - 1, size=run.batch_size, length=run.length + 1, seed=run.seed
@@ -461,7 +468,8 @@ def show(
     Returns whether both runs have the same losses, within `TOLERANCE`, and `check_step`
     finds no difference. `width` is the maximum width of the plan's table in characters.
     """
-    begin, text = time.perf_counter(), stdlib_text()
+    begin = time.perf_counter()
+    text = stdlib_text()
     plans = make_plans(mesh.build(devices), run)
     model, optimizer, texts = plans
     kind = (

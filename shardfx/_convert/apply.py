@@ -100,9 +100,11 @@ def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
     rows = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True))
     arrays = {path: leaf for path, leaf, is_array in rows if is_array}
     own_numbers = {path: leaf for path, leaf, _ in rows if is_number(leaf)}
-    target, targets = None, None
+    target = None
+    targets = None
     if like is not None:
-        target, targets = tree_structs(like), number_paths(like)
+        target = tree_structs(like)
+        targets = number_paths(like)
     numbers = number_copies(steps, own_numbers, targets)
     structs = structs_of(arrays, arrays.values())
     made = bound_with(numbers, steps, structs, target)
@@ -141,11 +143,13 @@ def _by_rules(
     each leaf of the target. The leaves `spare` of the source need not be used.
     """
     xp = jnp if _is_in_jax(arrays) else np
-    leaves, structs = dict(arrays), structs_of(arrays, arrays.values())
+    leaves = dict(arrays)
+    structs = structs_of(arrays, arrays.values())
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
         target = made if last else bound_steps([step], structs, spare=spare)
-        found, run = {}, ft.partial(on_arrays, xp)
+        found = {}
+        run = ft.partial(on_arrays, xp)
         for path, rule, binding in places(step, structs, target, []):
             value = evaluated(rule, binding, leaves, leaves.__getitem__, run)
             found[path] = (
@@ -153,10 +157,8 @@ def _by_rules(
                 if value.dtype != target[path].dtype
                 else value
             )
-        leaves, structs = (
-            {path: found[path] for path in target},
-            structs_of(target, target.values()),
-        )
+        leaves = {path: found[path] for path in target}
+        structs = structs_of(target, target.values())
     return leaves
 
 
@@ -211,7 +213,8 @@ def _filled(
         here, there = (
             tuple(slice(*ends) for ends in hull(one)) for one in (swapped(piece), piece)
         )
-        path, scale = piece.value.path, piece.value.scale
+        path = piece.value.path
+        scale = piece.value.scale
         values = constant(piece) if path is None else arrays[path]
         if scale is not None:
             values = on_arrays(jnp, "scale", [values, arrays[scale.path]], *scale.block)
@@ -260,7 +263,8 @@ class StridedCopy(NamedTuple):
 
 def strided_copy(piece: Piece) -> StridedCopy:
     """The strided copy that a piece makes."""
-    sources, targets = _box_factors(swapped(piece)), _box_factors(piece)
+    sources = _box_factors(swapped(piece))
+    targets = _box_factors(piece)
     source = [f for own in sources for f in own]
     # A factor is the same loop on both sides, with source and target exchanged.
     numbers = {(f.target_dim, f.target_step): number for number, f in enumerate(source)}
@@ -377,13 +381,15 @@ def scattered(
     """
     if all(is_dense(size, own) for size, own in factors):
         return piece.reshape(box.shape)
-    (size, own), rest = factors[0], factors[1:]
+    size, own = factors[0]
+    rest = factors[1:]
     if is_dense(size, own):
         merged = piece.reshape(
             *piece.shape[:axis], size, *piece.shape[axis + len(own) :]
         )
         return scattered(box, rest, merged, axis + 1)
-    (count, step), below = own[0], own[1:]
+    count, step = own[0]
+    below = own[1:]
     rows = _rows(box, axis, count, step)
     inner = _below(own, step)
     part = jax.lax.slice_in_dim(rows, 0, inner, axis=axis + 1)

@@ -27,11 +27,14 @@ def is_rounded(stored: Any, to: Any) -> bool:
 
 
 def _whole(x: np.ndarray, to: np.dtype) -> np.ndarray:
-    least, most = int(jnp.iinfo(to).min), int(jnp.iinfo(to).max)
+    least = int(jnp.iinfo(to).min)
+    most = int(jnp.iinfo(to).max)
     floats = x.astype(np.float64)
     # Both ends are powers of two or 0, which float64 represents exactly.
-    low, high = floats <= float(least), floats >= float(most + 1)
+    low = floats <= float(least)
+    high = floats >= float(most + 1)
     inside = ~(low | high | np.isnan(floats))
     made = np.where(inside, floats, 0).astype(np.int64 if least else np.uint64)
-    made[low], made[high] = least, most
+    made[low] = least
+    made[high] = most
     return made.astype(to)

@@ -134,7 +134,8 @@ def array_of(
 
 def _in_mesh_order(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:
     sharding.shard_shape(shape)  # raises where the sharding does not fit
-    sizes, entries = dict(sharding.mesh.shape), entries_of(sharding.spec)
+    sizes = dict(sharding.mesh.shape)
+    entries = entries_of(sharding.spec)
     where = dict(
         zip(
             sizes,
@@ -144,9 +145,11 @@ def _in_mesh_order(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]
     )
     columns = []
     for dim, size in enumerate(shape):
-        number, count = np.zeros(sharding.mesh.size, np.int64), 1
+        number = np.zeros(sharding.mesh.size, np.int64)
+        count = 1
         for axis in entry_axes(entries[dim]) if dim < len(entries) else ():
-            number, count = number * sizes[axis] + where[axis], count * sizes[axis]
+            number = number * sizes[axis] + where[axis]
+            count = count * sizes[axis]
         step = size // count
         columns.append([(start, start + step) for start in (number * step).tolist()])
     return list(zip(*columns, strict=True)) if columns else [()] * sharding.mesh.size

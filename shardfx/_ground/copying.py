@@ -16,7 +16,9 @@ _BLOCK = 16
 _LEAST_PER_BLOCK = 2048
 # The second-level cache of a core has lines of 64 bytes. Lines whose addresses are
 # equal modulo 64 KiB share one set, which has 8 to 16 places.
-_LINE_BYTES, _SETS_BYTES, _PLACES = 64, 1 << 16, 8
+_LINE_BYTES = 64
+_SETS_BYTES = 1 << 16
+_PLACES = 8
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
@@ -38,7 +40,8 @@ def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
     if dim is None:
         np.copyto(target, source, casting="unsafe")
         return
-    before, step = (slice(None),) * dim, max(_BLOCK, _LINE_BYTES // target.itemsize)
+    before = (slice(None),) * dim
+    step = max(_BLOCK, _LINE_BYTES // target.itemsize)
     for start in range(0, target.shape[dim], step):
         block = (*before, slice(start, start + step))
         np.copyto(target[block], source[block], casting="unsafe")
@@ -59,10 +62,8 @@ def block_dim(
     count = math.prod(shape)
     if len(shape) < 2 or count < 8 * _LEAST_PER_BLOCK:
         return None
-    row, column = (
-        _contiguous_dim(shape, target_strides),
-        _contiguous_dim(shape, source_strides),
-    )
+    row = _contiguous_dim(shape, target_strides)
+    column = _contiguous_dim(shape, source_strides)
     if row is None or column is None or row == column or shape[row] < 2 * _BLOCK:
         return None
     # Lines that are 2048 bytes apart use only every 32nd set of the cache.

@@ -82,7 +82,8 @@ class OutOfMemoryError(ProgramError):
         limit_bytes: int | None = None,
     ):
         super().__init__(message)
-        self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
+        self.needed_bytes = needed_bytes
+        self.limit_bytes = limit_bytes
 
 
 class ChipError(ValueError, LookupError):

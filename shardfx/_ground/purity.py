@@ -159,7 +159,8 @@ def _variables(fn: Any) -> dict[str, object]:
         fn = inspect.unwrap(fn.func)
     held: dict[str, object] = {}
     if isinstance(fn, types.MethodType):
-        held["self"], fn = fn.__self__, fn.__func__
+        held["self"] = fn.__self__
+        fn = fn.__func__
     if not isinstance(fn, types.FunctionType):
         return held
     try:

@@ -195,7 +195,8 @@ def table(
         for (_, tail), long, row in zip(parted, own, rows[1:], strict=True)
     ]
     header, *lines = _lines([rows[0], *shown], right)
-    found, last = [header], ""
+    found = [header]
+    last = ""
     for (heading, tail), long, line in zip(parted, own, lines, strict=True):
         found += [heading] if heading and heading != last else []
         found += [tail, line] if long else [line]

@@ -219,17 +219,16 @@ def _append(
     # step: it is done once per child.
     kinds: dict[TreeDef, int] = {}
     numbers = [kinds.setdefault(child, len(kinds)) for child in children]
-    counts, empty = (
-        collections.Counter(numbers),
-        [not kind.num_leaves for kind in kinds],
-    )
+    counts = collections.Counter(numbers)
+    empty = [not kind.num_leaves for kind in kinds]
     keys = _keys(treedef, data, len(children))
     below: dict[int, _Columns] = {}
     copies: dict[tuple[str, int], list[str]] = {}
     for key, child, number in zip(keys, children, numbers, strict=True):
         if empty[number]:
             continue
-        path, zeros = prefix + slash + key, template + slash + key.translate(_ZEROS)
+        path = prefix + slash + key
+        zeros = template + slash + key.translate(_ZEROS)
         if counts[number] == 1 and key not in declared:
             _append(child, path, zeros, out, seen, "/")
             continue

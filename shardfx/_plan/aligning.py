@@ -143,7 +143,8 @@ def _split(
     """The readings under which the dimensions of `shape` are the first and the last of
     the base, in any number of each.
     """
-    count, skipped = len(shape), len(base) - len(shape)
+    count = len(shape)
+    skipped = len(base) - len(shape)
     if skipped < 0:
         return ()
     readings = []
@@ -182,7 +183,8 @@ def _ranked(base: Shape, shape: Shape) -> tuple[Reading, ...]:
             skipped = len(base) - len(others)
             if skipped < 1:
                 continue
-            front, back = range(rank), range(rank + skipped, len(base))
+            front = range(rank)
+            back = range(rank + skipped, len(base))
             if _is_equal(base, (*front, *back), others, fits):
                 dims = (*[None] * extra, *front, None, *back)
                 readings.append(Reading(dims, extra + rank))

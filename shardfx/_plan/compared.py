@@ -73,7 +73,8 @@ def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
     """Yields a `Pair` for each array of either plan: first those of `a` in order, then
     those that only `b` has.
     """
-    there, here = b.content.by_path, a.content.by_path
+    there = b.content.by_path
+    here = a.content.by_path
     names = [field.name for field in dataclasses.fields(LeafPlan)]
     for leaf in a.leaves:
         other = there.get(leaf.path)

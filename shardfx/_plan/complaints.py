@@ -162,7 +162,8 @@ def raise_unmatched(draft: Draft) -> None:
     """Raises `UnmatchedError` if no rule covers some arrays. For each of these, the
     message has the path rule whose regex is most similar to the path.
     """
-    found, patterns = uncovered(draft), [pattern for pattern, _ in draft.paths.rules]
+    found = uncovered(draft)
+    patterns = [pattern for pattern, _ in draft.paths.rules]
     if not found:
         return
     lines = [
@@ -224,7 +225,8 @@ def raise_unknown(draft: Draft) -> None:
     axes = draft.axes
     if axes is None:
         return
-    units, unknown = unknown_units(axes), unknown_of_rows(draft.rows, axes)
+    units = unknown_units(axes)
+    unknown = unknown_of_rows(draft.rows, axes)
     lines = [f"  `units`: {name!r}{near(name, axes.names)}" for name in units]
     lines += [
         f"  leaf `{path}`, shape {row.shape}, names {names_text(row.names)}: "
@@ -275,7 +277,8 @@ def raise_absent(draft: Draft) -> None:
     """Raises `RuleError` if rules name a mesh axis that the mesh lacks and that they do
     not declare with `axes=`.
     """
-    wrong, mesh = absent_axes(draft), draft.mesh
+    wrong = absent_axes(draft)
+    mesh = draft.mesh
     lines = [
         f"  {user} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}"
         for axis, user in wrong.items()
@@ -327,7 +330,8 @@ def raise_misspelled(draft: Draft) -> None:
     """
     if not draft.declared and draft.axes is None:
         return
-    mesh, used = draft.mesh, axes_used(draft.rows, draft.paths.rules, draft.axes)
+    mesh = draft.mesh
+    used = axes_used(draft.rows, draft.paths.rules, draft.axes)
     for axis, meant in misspelled_axes(mesh, draft.declared, used).items():
         sizes = {
             meant if name == axis else name: size for name, size in mesh.shape.items()
@@ -406,7 +410,8 @@ def unused_rules(
         return "no rule" if number is None else f"rule {number} ({rules[number][0]!r})"
 
     for number in unused if patterns else ():
-        search, regex = patterns[number].search, rules[number][0]
+        search = patterns[number].search
+        regex = rules[number][0]
         matches = [at for at, path in enumerate(flat.paths) if search(path)]
         arrays = [at for at in matches if flat.is_array[at]]
         if not matches:

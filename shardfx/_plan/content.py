@@ -101,7 +101,8 @@ class Content:
     def __reduce__(self) -> tuple[Any, ...]:
         # The sentinels in an Equinox treedef do not survive pickling. Flattening the
         # unpickled tree makes new ones.
-        tree, order = self.path_tree.indices, self.path_tree.order
+        tree = self.path_tree.indices
+        order = self.path_tree.order
         devices = (
             None
             if self.jax_mesh is None
@@ -373,7 +374,8 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
     """
     if flat.paths == content.path_tree.paths:
         return content.index
-    known, pairs = dict(content.numbered), zip(flat.paths, flat.is_array, strict=True)
+    known = dict(content.numbered)
+    pairs = zip(flat.paths, flat.is_array, strict=True)
     given = [known.get(path, 0 if shaped else NO_ARRAY) >= 0 for path, shaped in pairs]
     wanted = [pair for pair in content.numbered if pair[1] >= 0]
     if [path for path, kept in zip(flat.paths, given, strict=True) if kept] != [
@@ -408,11 +410,10 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
     given = [
         path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped
     ]
-    known, present = set(content.path_tree.paths), set(flat.paths)
-    extra, missing = (
-        [path for path in given if path not in known],
-        [path for path in planned if path not in present],
-    )
+    known = set(content.path_tree.paths)
+    present = set(flat.paths)
+    extra = [path for path in given if path not in known]
+    missing = [path for path in planned if path not in present]
     # The path of a tree that is a single array is empty.
     found = [
         f"the plan has no {f'`{path}`' if path else 'array alone'}"
@@ -487,7 +488,9 @@ def joined_contents(contents: dict[str, Content]) -> Content:
     mesh, jax_mesh, mode, axes = (
         _common(what, contents) for what in ("mesh", "jax_mesh", "mode", "axes")
     )
-    rows, index, paths = [], [], []
+    rows = []
+    index = []
+    paths = []
     for name, content in contents.items():
         for path, i in content.path_tree.in_order(list(content.numbered)):
             paths.append(f"{name}/{path}" if path else name)

@@ -113,9 +113,11 @@ def request_of_target(
         first = _called(first, path, leaf, rule)
     units = None
     if isinstance(first, Atomic):
-        first, units = first.target, first.units
+        units = first.units
+        first = first.target
     if isinstance(first, Strategy):
-        first, steps = PartitionSpec(), [first, *steps]
+        steps = [first, *steps]
+        first = PartitionSpec()
     strategies = skipping(steps, range(stacked))
     if isinstance(first, tuple):
         return request_of_names(
@@ -181,10 +183,8 @@ def request_of_names(
     found = resolve(named, axes, mode=mode)
     if strategies:
         # A dimension whose name has the target `None` is never sharded.
-        told, entries = (
-            {why.dim for why in found.reasons},
-            entries_at(found.spec, len(named)),
-        )
+        told = {why.dim for why in found.reasons}
+        entries = entries_at(found.spec, len(named))
         open_dims = [
             dim
             for dim, name in enumerate(named)
@@ -260,7 +260,8 @@ def row_of(
     """Returns the plan of an array: the spec of `request` without axes that do not fit,
     plus its strategies' axes.
     """
-    names, units = request.names, request.units
+    names = request.names
+    units = request.units
     units = units if units is None or names is None else units_at(names, shape, units)
     leaf = leaf_of(shape, dtype, units)
     found = corrected(request.spec, leaf, mesh)
@@ -268,7 +269,8 @@ def row_of(
         *request.reasons,
         *[_with_advice(why, leaf) if names and units else why for why in found.reasons],
     ]
-    least, steps = mesh.min_bytes, request.strategies
+    least = mesh.min_bytes
+    steps = request.strategies
     strategies = tuple(
         dataclasses.replace(step, min_bytes=max(step.min_bytes, least))
         for step in steps
@@ -287,7 +289,8 @@ def _with_advice(why: Reason, leaf: Leaf) -> Reason:
     """
     if why.code is not Code.unit or why.dim is None:
         return why
-    size, unit = leaf.shape[why.dim], leaf.units[why.dim]
+    size = leaf.shape[why.dim]
+    unit = leaf.units[why.dim]
     # A later dimension of the unit's size, as in `(heads, head_dim)`, hints at heads
     # with a dimension of their own.
     if size % unit or unit not in leaf.shape[why.dim + 1 :]:
@@ -381,7 +384,8 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
     the axes `axes`, and the reasons; the same as [`shardfx.correct`][], for arguments
     that are already checked.
     """
-    entries, sizes = _fitted(spec, leaf.shape), axes.sizes
+    entries = _fitted(spec, leaf.shape)
+    sizes = axes.sizes
     if axes.min_bytes and (
         asked := tuple(
             dict.fromkeys(axis for entry in entries for axis in entry_axes(entry))
@@ -390,7 +394,8 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
         if found := _too_small(leaf, asked, axes.min_bytes):
             return Decision(PartitionSpec(), found)
     used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
-    kept, reasons = [], []
+    kept = []
+    reasons = []
     for dim, (entry, size, unit) in enumerate(
         zip(entries, leaf.shape, leaf.units, strict=True)
     ):
@@ -401,10 +406,8 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
                 dim  # by far the most frequent case: a single axis that is unused and divides
             )
         elif entry is UNCONSTRAINED:
-            what, entry = (
-                "Auto axis that the compiler could choose for UNCONSTRAINED",
-                None,
-            )
+            what = "Auto axis that the compiler could choose for UNCONSTRAINED"
+            entry = None
             reasons.append(reason_for(Code.absent, dim, (), what=what))
         else:
             axes_asked = entry_axes(entry)
@@ -471,10 +474,8 @@ def _free(
     others are not: the mesh, whose axes have these `sizes`, lacks them; `used` has
     them; or they occur twice. The reasons name `dim` if it is known.
     """
-    absent, taken = (
-        tuple(axis for axis in axes if axis not in sizes),
-        [axis for axis in axes if axis in sizes],
-    )
+    absent = tuple(axis for axis in axes if axis not in sizes)
+    taken = [axis for axis in axes if axis in sizes]
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
     for axis in free:
         taken.remove(axis)
@@ -546,7 +547,8 @@ def _indivisible(
             " if it counts units already, "
         )
         return Reason(Code.unit, dim, dropped, text + fix)
-    count, told = size // unit, plural(size // unit, "unit")
+    count = size // unit
+    told = plural(size // unit, "unit")
     if unit > 1 and _divisors(axes, size, 1, sizes) != kept:
         return reason_for(
             Code.unit,
@@ -588,7 +590,8 @@ def apply_strategy(
         return Decision(spec, found)
     if strategy.max_bytes:
         return _until_small(spec, leaf, mesh, strategy)
-    sizes, entries = mesh.sizes, [*_fitted(spec, leaf.shape)]
+    sizes = mesh.sizes
+    entries = [*_fitted(spec, leaf.shape)]
     used = {axis for entry in entries for axis in entry_axes(entry)}
     free, reasons = _free(strategy.axes, None, sizes, used)
     cutting = tuple(axis for axis in free if sizes[axis] > 1)
@@ -614,7 +617,8 @@ def apply_strategy(
         )
     elif dims and len(kept) < len(free):
         told = max(dims, key=leaf.shape.__getitem__) if dim is None else dim
-        size, unit = leaf.shape[told], leaf.units[told]
+        size = leaf.shape[told]
+        unit = leaf.units[told]
         reasons.append(_indivisible(free, kept, dim, size, unit, sizes))
     if dim is not None:
         entries[dim] = canonical_entry(kept)

@@ -76,7 +76,8 @@ def _cells(
         why += f" ({', '.join(map(entry_text, row.names))})"
     if row.memory_kind is not None:
         why += f" in {row.memory_kind}"
-    array, spec = array_text(row.dtype, row.shape), spec_text(entries_of(row.spec))
+    array = array_text(row.dtype, row.shape)
+    spec = spec_text(entries_of(row.spec))
     return (
         group.where,
         str(len(group.paths)),
@@ -105,7 +106,8 @@ def _note(why: Reason, is_of_several_dims: bool) -> str:
 
 
 def _totals(content: Content) -> str:
-    mesh, (total, share) = content.mesh, content.total_bytes
+    mesh = content.mesh
+    total, share = content.total_bytes
     explicit = AxisType.Explicit in mesh.axis_types
     kinds = (
         f", {'/'.join(dict.fromkeys(kind.name for kind in mesh.axis_types))} axes"

@@ -157,7 +157,8 @@ def follow(
         )
     check_plan("plan", plan)
     check_rules(paths, axes)
-    kinds, known = kinds_matcher(memory_kinds), plan.axes if axes is None else axes
+    kinds = kinds_matcher(memory_kinds)
+    known = plan.axes if axes is None else axes
     by_path = Matcher(PathRules(()) if paths is None else paths)
     pairs = {"adapters": adapters, "scales": scales}
     bases = {what: matcher_of_bases(given) for what, given in pairs.items()}
@@ -175,7 +176,8 @@ def follow(
         adapters=adapters_by_base(bases["adapters"], flat),
         constants=_ConstantPaths(init, (plan, *args), flat),
     )
-    rows, index = [], []
+    rows = []
+    index = []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
         is_placeholder = isinstance(leaf, _Number)
         other = NUMBER if is_placeholder or is_number(leaf) else NO_ARRAY
@@ -424,7 +426,8 @@ class _Follower:
         self.open[path] = None
         number = self.paths.first(path)
         if number is not None:
-            target, rule = self.paths.rules[number][1], self.paths.text(number)
+            target = self.paths.rules[number][1]
+            rule = self.paths.text(number)
             return request_of_target(
                 target, path, leaf, rule, self.axes, self.plan.mode
             )
@@ -496,9 +499,11 @@ def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | Non
         canonical(leaf.sharding.spec)
     )
     if is_propagated:
-        spec, rule = canonical(leaf.sharding.spec), "the sharding that `init` gives it"
+        spec = canonical(leaf.sharding.spec)
+        rule = "the sharding that `init` gives it"
     elif source is not None:
-        spec, rule = specs[0], f"path and shape of `{starred(source.path)}`"
+        spec = specs[0]
+        rule = f"path and shape of `{starred(source.path)}`"
     else:
         return None
     if source is None:

@@ -236,9 +236,11 @@ def decode_structure(data: object, paths: list[str]) -> PyTree:
             return tuple(items) if kind == "tuple" else items
         named: dict[object, Any] = {}
         for position, part in enumerate(parts if kind == "dict" else data["children"]):
-            start, path = index, paths[index] if index < len(paths) else ""
+            start = index
+            path = paths[index] if index < len(paths) else ""
             if kind == "dict":
-                key, part = _decode_key(part[0]), part[1]
+                key = _decode_key(part[0])
+                part = part[1]
             else:  # the attribute under which the node holds its next leaf, from the leaf's path
                 key = (
                     path.removeprefix(prefix).split("/")[0]

@@ -94,7 +94,8 @@ def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")
     rows = [decode_row(number, row, mesh) for number, row in enumerate(data["rows"])]
-    paths, index = [path for path, _ in data["leaves"]], [i for _, i in data["leaves"]]
+    paths = [path for path, _ in data["leaves"]]
+    index = [i for _, i in data["leaves"]]
     if not _fits(paths, [str]) or not all(
         type(i) is int and -3 <= i < len(rows) for i in index
     ):
@@ -106,7 +107,8 @@ def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
         raise PlanFormatError(
             f"`structure` has {len(order)} leaves, but `leaves` has {len(paths)}"
         )
-    mode, strict = data["mode"], data.get("strict", False)
+    mode = data["mode"]
+    strict = data.get("strict", False)
     _require("`mode`", mode, (str, None), "a string or null")
     _require("`strict`", strict, bool, "true or left out")
     path_tree = PathTree(tuple(paths), treedef, order, data["structure"])

@@ -239,7 +239,8 @@ def drafted(
     by_path = Matcher(PathRules(()) if paths is None else paths)
     planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, kinds)
     numbers: dict[object, int] = {None: NO_ARRAY}
-    index, errors = [], []
+    index = []
+    errors = []
     for key in _keys(
         flat.paths if by_path.needs_paths or kinds.needs_paths else flat.templates,
         flat,
@@ -272,7 +273,9 @@ class _SharedRequest:
     """
 
     def __init__(self, request: Request, rank: int, mesh: Axes):
-        self.request, self.rank, self.mesh = request, rank, mesh
+        self.request = request
+        self.rank = rank
+        self.mesh = mesh
         self.by_size_alone = not (mesh.min_bytes or request.strategies)
 
     @ft.cached_property
@@ -337,11 +340,9 @@ class _Planner:
         """
         kind = self.kinds.first(path)
         rule = self.paths.first(path) if names is None else None
-        shape, dtype, called = (
-            tuple(leaf.shape),
-            _dtype(leaf),
-            rule is not None and self.paths.called[rule],
-        )
+        shape = tuple(leaf.shape)
+        dtype = _dtype(leaf)
+        called = rule is not None and self.paths.called[rule]
         asks = (
             rule,
             names,
@@ -392,10 +393,8 @@ def _keys(
     every digit replaced by 0 if no rule can distinguish digits.
     """
     if all(flat.is_array):
-        shapes, dtypes = (
-            [leaf.shape for leaf in flat.leaves],
-            [leaf.dtype for leaf in flat.leaves],
-        )
+        shapes = [leaf.shape for leaf in flat.leaves]
+        dtypes = [leaf.dtype for leaf in flat.leaves]
         return zip(paths, shapes, dtypes, leaf_names, flat.stacked, strict=True)
     columns = zip(
         paths, flat.leaves, leaf_names, flat.stacked, flat.is_array, strict=True

@@ -90,13 +90,15 @@ def refined(content: Content, min_bytes: int) -> Content:
     mesh, parts = _refined_mesh(content.mesh, saved)
     if not parts:
         return content
-    sizes, rows = axes_of(mesh, min_bytes), []
+    sizes = axes_of(mesh, min_bytes)
+    rows = []
     for row, useful in zip(content.rows, sub_axes, strict=True):
         steps = tuple(
             dataclasses.replace(step, axes=_renamed_axes(step.axes, parts))
             for step in row.strategies
         )
-        requested, same = _renamed(row.requested, parts), _renamed(row.spec, parts)
+        requested = _renamed(row.requested, parts)
+        same = _renamed(row.spec, parts)
         again = row_on(row, content, sizes, spec=requested, strategies=steps)
         # Only an array that can use a sub-axis may change its layout.
         stays = not useful and again.spec != same
@@ -179,10 +181,8 @@ def _refined_mesh(
             )
             chain = sorted({*chain, best})
         if len(chain) > 2:
-            stem, factors = (
-                axis,
-                [large // small for small, large in itertools.pairwise(chain)],
-            )
+            stem = axis
+            factors = [large // small for small, large in itertools.pairwise(chain)]
             while any(f"{stem}_{i}" in mesh.axis_names for i in range(len(factors))):
                 stem += "_"
             parts[axis] = tuple(f"{stem}_{i}" for i in range(len(factors)))

@@ -595,8 +595,10 @@ def target_of(plan: object, what: str) -> Target:
 
 
 def _target_of_plan(content: Content, structs: Sequence[Any]) -> Target:
-    path_tree, structs_left = content.path_tree, iter(structs)
-    arrays, others = [], []
+    path_tree = content.path_tree
+    structs_left = iter(structs)
+    arrays = []
+    others = []
     pairs = path_tree.in_order(list(content.numbered))
     for position, (path, code) in enumerate(pairs):
         if code >= 0:

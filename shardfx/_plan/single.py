@@ -65,12 +65,11 @@ def decision_for(
             ' "replicate".'
         )
     if isinstance(names_or_spec, PartitionSpec):
-        asked, units = Decision(names_or_spec), None
+        asked = Decision(names_or_spec)
+        units = None
         if shape is not None and len(entries_of(names_or_spec)) > len(shape):
-            count, rank = (
-                len(entries_of(names_or_spec)),
-                plural(len(shape), "dimension"),
-            )
+            count = len(entries_of(names_or_spec))
+            rank = plural(len(shape), "dimension")
             fix = (
                 "Inside `jax.vmap` an array lacks the mapped dimension: pass"
                 " `jax.vmap(..., spmd_axis_name=...)`."
@@ -139,10 +138,8 @@ def _require_whole_units(
             if entry is UNCONSTRAINED
             else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
         )
-        shards, sizes = (
-            math.prod(mesh.shape[axis] for axis in axes),
-            _sizes_of(name, plan),
-        )
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        sizes = _sizes_of(name, plan)
         if (
             unit > 1
             and shards > 1
@@ -186,7 +183,9 @@ def _refuse_ambiguous_unit(
     for dim in [
         why.dim for why in reasons if why.code is Code.unit and why.dim is not None
     ]:
-        name, size, unit = names[dim], shape[dim], units[dim]
+        name = names[dim]
+        size = shape[dim]
+        unit = units[dim]
         if not isinstance(name, str) or size in _sizes_of(name, plan):
             continue
         if size % unit or unit in shape[dim + 1 :]:
@@ -280,7 +279,9 @@ def replaced(content: Content, where: str, target: object) -> Content:
     chosen = leaves_at(
         where, paths, is_array, f"`replace({where!r}, ...)`: no array of the plan"
     )
-    rows, index, errors = list(content.rows), list(content.index), []
+    rows = list(content.rows)
+    index = list(content.index)
+    errors = []
     for at in chosen:
         try:
             rows.append(

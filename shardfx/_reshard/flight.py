@@ -132,8 +132,11 @@ class _Flight:
         self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor
     ):
         self.made: dict[int, jax.Array] = {}
-        self.donate, self.window = donate, Window(limit_bytes)
-        self._job, self._limit_bytes, self._pool = job, limit_bytes, pool
+        self.donate = donate
+        self.window = Window(limit_bytes)
+        self._job = job
+        self._limit_bytes = limit_bytes
+        self._pool = pool
         # How many more times each array of the source is read. An array that is in a
         # tree twice is moved once.
         self._left = collections.Counter(
@@ -231,8 +234,10 @@ class _Flight:
         """
         if self._started is None:
             return
-        (number, names, assembly, there), self._started = self._started, None
-        array, like = there(), self._job.arrays[names[0]] if names else None
+        number, names, assembly, there = self._started
+        self._started = None
+        array = there()
+        like = self._job.arrays[names[0]] if names else None
         if like is not None and jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
         self.made[number] = array

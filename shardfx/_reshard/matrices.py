@@ -55,10 +55,8 @@ class MappedMatrices:
         """
         flat = flatten(tree)
         rows_of(self.plan.content, flat)
-        leaves, places = (
-            [*flat.leaves],
-            [number for number, is_array in enumerate(flat.is_array) if is_array],
-        )
+        leaves = [*flat.leaves]
+        places = [number for number, is_array in enumerate(flat.is_array) if is_array]
         mesh = _mesh_of(self.plan, [leaves[number] for number in places])
         new_states = {}
         for number, other in self._others.items():
@@ -96,12 +94,11 @@ class MappedMatrices:
             raise LeafTypeError(
                 "these matrices have no states; pass `map_matrices(..., state=init)`."
             )
-        init, states = self._state, {}
+        init = self._state
+        states = {}
         for exchange, number, stack in self._stacks():
-            slots, first = (
-                exchange.starts(number).size * exchange.size(exchange.lead_axes),
-                stack.arrays[0],
-            )
+            slots = exchange.starts(number).size * exchange.size(exchange.lead_axes)
+            first = stack.arrays[0]
             states[stack.name] = jax.vmap(
                 lambda _, stack_of_first=first: init(
                     jnp.zeros(stack_of_first.matrix, stack_of_first.dtype)
@@ -253,7 +250,8 @@ def _map_exchange(
     ]
 
     def run(arrays: list[Any], states: dict[str, object]) -> Any:
-        held, new_states = exchanged(exchange, packed(exchange, arrays)), {}
+        held = exchanged(exchange, packed(exchange, arrays))
+        new_states = {}
         for number, stack in enumerate(exchange.stacks):
             held, new_states[stack.name] = _scan(
                 fn, exchange, number, held, states[stack.name]
@@ -288,7 +286,8 @@ def _scan(
     any. Returns the rows with the results in the place of the matrices, and the new
     states.
     """
-    starts, stack = exchange.starts(number), exchange.stacks[number]
+    starts = exchange.starts(number)
+    stack = exchange.stacks[number]
 
     def turn(owned: Any, slot: Any) -> Any:
         start, state = slot
@@ -337,14 +336,16 @@ def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
     `arrays` are the device's shards. A row holds the shards of all matrices of that
     owner, one after the other, and zeros up to the length of the longest row.
     """
-    column, unit = iter(arrays), exchange.unit
+    column = iter(arrays)
+    unit = exchange.unit
     shards = [
         jnp.concatenate(
             [next(column).reshape(-1, *stack.shard_shape) for _ in stack.arrays]
         )
         for stack in exchange.stacks
     ]
-    parts, order = [], []
+    parts = []
+    order = []
     for owners, held in _owner_groups(exchange):
         blocks = [
             _rows(shards[stack_number], owned.ravel()).reshape(len(owners), -1, *unit)
@@ -420,7 +421,8 @@ def _rows(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
     """The rows of the array `rows` at the indices `numbers`: by a slice if these are
     consecutive, else by a gather.
     """
-    first, count = int(numbers[0]), len(numbers)
+    first = int(numbers[0])
+    count = len(numbers)
     if not np.array_equal(numbers, np.arange(first, first + count)):
         return rows[numbers]
     return rows if count == len(rows) else rows[first : first + count]
@@ -477,7 +479,8 @@ def _grid(
        dimension in front of this
         dimension, so that a last reshape gives the matrix.
     """
-    axes, entries = exchange.axes, stack.arrays[0].sent_entries
+    axes = exchange.axes
+    entries = stack.arrays[0].sent_entries
     used = {axis for dim_axes in entries for axis in dim_axes}
     every = [exchange.sizes[axis] for axis in axes]
     grid = [size if axis in used else 1 for axis, size in zip(axes, every, strict=True)]

@@ -327,7 +327,8 @@ def _same_devices(*shardings: Sharding) -> bool:
 
 
 def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
-    ours, theirs = shard_boxes(src, shape), shard_boxes(dst, shape)
+    ours = shard_boxes(src, shape)
+    theirs = shard_boxes(dst, shape)
     if not (has_devices(src) and has_devices(dst)):
         ours, theirs = (
             {getattr(device, "id", device): box for device, box in held.items()}

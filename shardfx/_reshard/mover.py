@@ -195,7 +195,8 @@ def resharded(
     """Does what `reshard` does. With `copies=False`, for tests, CPU devices count as
     having separate memories.
     """
-    lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
+    lost = lost_devices(lost)
+    limit_bytes = _whole_bytes(memory_limit_bytes)
     flat = flatten(tree, takes_specs=True)
     if map is not None:
         if lost or src is not None:
@@ -220,7 +221,8 @@ def resharded(
         job = job_of(plain, lambda number: plans[number].leaf.path, copies=copies)
         job = dataclasses.replace(job, arrays=arrays, assemblies=others)
         return target.filled(_moved(job, leaves, limit_bytes, donate), numbers)
-    new_shardings, path_of = targets(dst, flat, "dst"), flat.paths.__getitem__
+    new_shardings = targets(dst, flat, "dst")
+    path_of = flat.paths.__getitem__
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
         sources = (
             [None] * len(new_shardings) if src is None else targets(src, flat, "src")
@@ -262,7 +264,8 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
     ]
     for number, sharding in enumerate(shardings):
         if sharding is not None and not isinstance(sharding, Sharding):
-            path, kind = flat.paths[number], type(sharding).__name__
+            path = flat.paths[number]
+            kind = type(sharding).__name__
             where = (
                 f"`{what}` holds a {kind} at `{path}`"
                 if path
@@ -456,7 +459,8 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
         MovedLeaf(path, tuple(x.shape), x.dtype, end)
         for (path, x), end in zip(every, shardings, strict=True)
     ]
-    sources, targets = tuple(leaves[: len(arrays)]), tuple(leaves[len(arrays) :])
+    sources = tuple(leaves[: len(arrays)])
+    targets = tuple(leaves[len(arrays) :])
     for path, leaf in target.arrays:
         with naming(str, path):
             _require_devices(leaf.sharding)
@@ -489,7 +493,8 @@ def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
     same map. They compare it through JAX's coordination service, if there is one. A
     process that waits too long for the others raises it too.
     """
-    client, me = coordination(), jax.process_index()
+    client = coordination()
+    me = jax.process_index()
     if client is None or me not in processes:
         return
     name = f"shardfx.maps/{'-'.join(str(process) for process in processes)}"

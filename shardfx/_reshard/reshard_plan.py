@@ -442,7 +442,8 @@ def _targets(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedL
     it, or with its own where `dst` has `None`. Raises `PlanMismatchError` if `dst` has
     arrays of other shapes or dtypes.
     """
-    flat, kinds = flatten(src), jax.Array | jax.ShapeDtypeStruct
+    flat = flatten(src)
+    kinds = jax.Array | jax.ShapeDtypeStruct
     shardings = [
         end
         for leaf, end in zip(flat.leaves, targets(dst, flat, "dst"), strict=True)
@@ -469,7 +470,8 @@ def _require_same(leaf: MovedLeaf, shape: tuple[int, ...], dtype: object) -> Non
 
 def _move(ours: MovedLeaf, theirs: MovedLeaf, lost: tuple[object, ...]) -> Move:
     _require_same(ours, theirs.shape, theirs.dtype)
-    shardings, meshes = (ours.sharding, theirs.sharding), (ours.mesh, theirs.mesh)
+    shardings = (ours.sharding, theirs.sharding)
+    meshes = (ours.mesh, theirs.mesh)
     with naming(str, ours.path):
         return move_of(ours.shape, ours.dtype, *shardings, lost, False, meshes)
 
@@ -526,10 +528,8 @@ def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
     besides the shards of source and target. `most_bytes` is the most bytes that
     programs may use on a device if source and target are on different devices.
     """
-    steps, count = (
-        assembly.exchanges(None, most_bytes),
-        max(1, assembly.sharding.num_devices),
-    )
+    steps = assembly.exchanges(None, most_bytes)
+    count = max(1, assembly.sharding.num_devices)
     return {
         "wire_bytes": -(-assembly.parts.wire_bytes // count),
         "lower_bound_bytes": -(-_least_bytes(assembly) // count),
@@ -592,7 +592,8 @@ def _lines(plan: ReshardPlan) -> Iterable[str]:
     groups = together([leaf for leaf in plan.leaves if not leaf.idle], kind_of)
     head = ("array", "count", "shape", "move", "wire", "bound", "peak")
     yield from table([head, *map(_row, groups.values())], right=set())
-    idle, count = plan.in_place, len(plan.leaves) - len(plan.in_place)
+    idle = plan.in_place
+    count = len(plan.leaves) - len(plan.in_place)
     moves = (
         plural(plan.moves, "move")
         if plan.moves == 1
@@ -633,7 +634,8 @@ def _lines(plan: ReshardPlan) -> Iterable[str]:
 
 
 def _row(leaves: list[LeafMove]) -> tuple[str, ...]:
-    leaf, name = leaves[0], joined([leaf.path for leaf in leaves])
+    leaf = leaves[0]
+    name = joined([other.path for other in leaves])
     how = " > ".join(step.kind for step in leaf.steps) or leaf.how
     if leaf.rounds:
         how = f"{plural(leaf.rounds, 'round')} of {how}"

@@ -198,7 +198,9 @@ def layout(
         every = (
             (1,) * len(names) if isinstance(mesh, AbstractMesh) else _device_spans(mesh)
         )
-    sizes, weights, parts = [], [], {}
+    sizes = []
+    weights = []
+    parts = {}
     for name, spans in zip(names, every, strict=True):
         size = mesh.shape[name]
         cut = (
@@ -261,7 +263,8 @@ def same_order(src: NamedSharding, dst: NamedSharding) -> bool:
     """Whether both meshes list their devices in the same order. True if either is an
     `AbstractMesh`.
     """
-    first, second = src.mesh, dst.mesh
+    first = src.mesh
+    second = dst.mesh
     if isinstance(first, AbstractMesh) or isinstance(second, AbstractMesh):
         return True
     return (

@@ -269,7 +269,8 @@ def _matrices(number: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
         entry_axes(entry)
         for entry, _ in it.zip_longest(entries_of(leaf.spec), leaf.shape)
     ]
-    lead, rest = leaf.shape[:many], leaf.shape[many:]
+    lead = leaf.shape[:many]
+    rest = leaf.shape[many:]
     if any(entries[1:many]):
         raise SpecError(
             f"`{leaf.path}`: `{leaf.spec}` cuts a second dimension that counts"
@@ -317,7 +318,9 @@ class _Owners:
         axes: tuple[str, ...],
         sizes: Mapping[str, int],
     ):
-        self.lead_axes, self.axes, self.sizes = lead_axes, axes, sizes
+        self.lead_axes = lead_axes
+        self.axes = axes
+        self.sizes = sizes
         self.owners = self.size(axes)
         self.loads = [0.0] * self.owners
 
@@ -418,7 +421,8 @@ class _Owners:
         have no large matrix: small matrices then take the place of padding. Otherwise
         separate all-to-alls take less memory.
         """
-        remaining, least = _by_shape(arrays), self.sent_elements(arrays)
+        remaining = _by_shape(arrays)
+        least = self.sent_elements(arrays)
         for kind, parts_of_kind in [*remaining.items()]:
             others = [
                 array

@@ -92,7 +92,8 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
         )
     if src.spec.unreduced or dst.spec.unreduced:  # a sum, which is more than a move
         return jax.sharding.reshard(x, dst)
-    source, target = _on_devices(src, dst), _on_devices(dst, src)
+    source = _on_devices(src, dst)
+    target = _on_devices(dst, src)
     _require_one_type(target, source)
     _require_names(source)
     if 0 not in x.shape:
@@ -245,7 +246,8 @@ def _transpose(
 def _batch(
     axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSharding
 ) -> tuple[Any, int | None]:
-    (x,), (dim,) = args, dims
+    (x,) = args
+    (dim,) = dims
     if dim is None:
         return _move.bind(x, src=src, dst=dst), None
     names = axis.spmd_name or axis.explicit_mesh_axis or ()

@@ -366,7 +366,8 @@ class AxisRules(eqx.Module):
             ```
         """
         check_axis_rules("other", other)
-        one, two = dict(self.modes), dict(other.modes)
+        one = dict(self.modes)
+        two = dict(other.modes)
         return AxisRules(
             _merged(self.rules, other.rules, "rules"),
             modes={
@@ -563,7 +564,8 @@ def _drop(pairs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _stacked(first: AxisRules, second: AxisRules) -> AxisRules:
-    one, two = dict(first.modes), dict(second.modes)
+    one = dict(first.modes)
+    two = dict(second.modes)
     return AxisRules(
         first.rules + second.rules,
         modes={mode: one.get(mode, ()) + two.get(mode, ()) for mode in {**one, **two}},

@@ -275,7 +275,8 @@ def match(tree: object, rules: PathRules) -> PyTree:
         ```
     """
     check_rules(rules, what="rules")
-    flat, patterns = flatten(tree), compiled(rules)
+    flat = flatten(tree)
+    patterns = compiled(rules)
     indices = [
         first_match(path, patterns) if shaped else None
         for path, shaped in zip(flat.paths, flat.is_array, strict=True)
@@ -340,11 +341,9 @@ class Matcher:
     """
 
     def __init__(self, rules: PathRules):
-        self.rules, self.declared, self.patterns = (
-            rules.rules,
-            rules.mesh_axes,
-            compiled(rules),
-        )
+        self.rules = rules.rules
+        self.declared = rules.mesh_axes
+        self.patterns = compiled(rules)
         self.called = [is_callable(target) for _, target in rules.rules]
 
         self.needs_paths = any(self.called) or not all(
@@ -458,7 +457,10 @@ def _split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, 
     `text[start:stop]`. Separators inside of brackets and after a backslash do not
     divide the text.
     """
-    depth, pieces, begin, position = 0, [], start, start
+    depth = 0
+    pieces = []
+    begin = start
+    position = start
     while position < stop:
         letter = text[position]
         if letter == "\\":

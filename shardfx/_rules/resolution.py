@@ -110,7 +110,8 @@ def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, .
     dimension has a name. Dimensions without a name are replicated. Raises `SpecError`
     for names of another length: padding would shift them unnoticed.
     """
-    entries, rank = tuple(names), len(shape)
+    entries = tuple(names)
+    rank = len(shape)
     if not entries:
         return entries
     dots = [at for at, entry in enumerate(entries) if entry is ...]
@@ -270,7 +271,8 @@ def _assign(
     `targets` keep theirs. It adds each mesh axis in use to `users`, with the name that
     uses the axis.
     """
-    found, own = [], len(active) - base
+    found = []
+    own = len(active) - base
     for number, (name, target) in enumerate(active):
         place = (mode, number) if number < own else (None, number - own)
         for slot in slots:

@@ -116,7 +116,8 @@ class Strategy:
     skip_dims: tuple[int, ...] = ()
     max_bytes: int = 0
 
-    __or__, __ror__ = pipeline, _piped
+    __or__ = pipeline
+    __ror__ = _piped
 
     def open_dims(self, shape: Sequence[int]) -> list[int]:
         """The dimensions that the strategy may shard, whether or not a target before it
@@ -206,7 +207,8 @@ class Replicate:
     [`shardfx.replicate`][].
     """
 
-    __or__, __ror__ = pipeline, _piped
+    __or__ = pipeline
+    __ror__ = _piped
 
     def __repr__(self) -> str:
         return "replicate"
@@ -218,7 +220,8 @@ class Pipeline:
 
     steps: tuple[Any, ...]
 
-    __or__, __ror__ = pipeline, _piped
+    __or__ = pipeline
+    __ror__ = _piped
 
 
 replicate = Replicate()

@@ -192,14 +192,13 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
     totals = (a.bytes_per_device, b.bytes_per_device)
     if a.digest == b.digest:
         return Diff((), (), totals)
-    plans, moves = plan_lines(a, b), _moves(a, b)
+    plans = plan_lines(a, b)
+    moves = _moves(a, b)
     numbers = [dict(plan.content.numbered) for plan in (a, b)]
     groups: dict[object, list[Pair]] = {}
     for pair in pairs(a, b):
-        move, in_both = (
-            moves.get(pair.path),
-            pair.before is not None and pair.after is not None,
-        )
+        move = moves.get(pair.path)
+        in_both = pair.before is not None and pair.after is not None
         if pair.fields or not in_both or (move is not None and not move.idle):
             key = (
                 between_numbers(pair.path),

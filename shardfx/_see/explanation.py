@@ -349,7 +349,8 @@ _PATH_RULE = re.compile(r"paths\[(\d+)\]")
 
 
 def _head(found: Explanation) -> list[str]:
-    leaf, mesh = found.leaf, found.mesh
+    leaf = found.leaf
+    mesh = found.mesh
     array = array_text(leaf.dtype, leaf.shape)
     first = (
         f"{leaf.path}: {array}, {bytes_text(leaf.bytes)}, on mesh {mesh} ({mesh.size:,}"

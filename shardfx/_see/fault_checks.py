@@ -102,7 +102,8 @@ def _fix(subject: Subject, group: Group) -> str:
     """Code that shards the arrays of a group over the same mesh axes along one of the
     two dimensions.
     """
-    cuts, shape = _cuts(group), group.row.shape
+    cuts = _cuts(group)
+    shape = group.row.shape
     cut_dims = [dim for dim, cut in enumerate(cuts) if cut]
     sizes = subject.content.mesh.shape
     axes = tuple(axis for dim in cut_dims for axis in cuts[dim])

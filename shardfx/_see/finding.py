@@ -149,7 +149,8 @@ class Findings(tuple[Finding, ...]):
 
 _HEADER = ("severity", "code", "bytes/device", "where", "what", "fix")
 _NUMBERS = {"bytes/device"}
-_WIDTH, _SHOWN = 80, 100
+_WIDTH = 80
+_SHOWN = 100
 
 
 def findings_of(found: Iterable[Finding]) -> Findings:

@@ -18,7 +18,8 @@ from .subject import Subject
 _NORM = re.compile(r"(q|k|query|key)_(norm|layernorm)")
 # Most large models have heads of this width. No width is assumed for models that are
 # narrower than `_NARROW`.
-_USUAL, _NARROW = 128, 1024
+_USUAL = 128
+_NARROW = 1024
 
 
 class _Width(NamedTuple):
@@ -70,7 +71,8 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
         for suffix, found in suffixes.items():
             first = dict(reversed(found))
             shapes = {role: group.row.shape for role, group in first.items()}
-            query, output = shapes.get("q", ()), shapes.get("o", ())
+            query = shapes.get("q", ())
+            output = shapes.get("o", ())
             if len(query) == len(output) >= 3 and query[-2:] == output[-3:-1]:
                 # The heads and the elements of a head are separate dimensions.
                 yield from _cut_elements(subject, found)
@@ -113,7 +115,8 @@ def _cut_fused(
     `part` is the name of the module that says so, `suffix` the path after it. If the
     width of a head is not known, the finding says that it was not judged.
     """
-    shape, count = group.row.shape, FUSED[part]
+    shape = group.row.shape
+    count = FUSED[part]
     dim = fused_dimension(part, suffix, shape)
     if dim is None:
         return
@@ -157,11 +160,10 @@ def _cut_elements(
     ):
         return  # names in the wrong order, which another check reports
     for group, dim in pairs:
-        row, rank = group.row, len(group.row.shape)
-        counts, heads = (
-            shard_counts(row.spec, rank, subject.content.mesh.shape),
-            row.shape[dim - 1],
-        )
+        row = group.row
+        rank = len(group.row.shape)
+        counts = shard_counts(row.spec, rank, subject.content.mesh.shape)
+        heads = row.shape[dim - 1]
         if counts[dim] > 1 and counts[dim - 1] == 1 and heads % counts[dim] == 0:
             message = (
                 f"dim {dim} of size {row.shape[dim]} is the elements of one head, and"
@@ -169,7 +171,8 @@ def _cut_elements(
                 " whole, and could be cut so"
             )
             entries = [*entries_at(row.spec, rank)]
-            entries[dim - 1], entries[dim] = entries[dim], None
+            entries[dim - 1] = entries[dim]
+            entries[dim] = None
             fix = subject.fix(
                 group, _without(row.names or (None,) * rank, dim), trimmed(entries)
             )
@@ -206,8 +209,10 @@ def _width(
 
 
 def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Finding]:
-    row, unit = group.row, width.unit
-    size, rank = row.shape[dim], len(row.shape)
+    row = group.row
+    unit = width.unit
+    size = row.shape[dim]
+    rank = len(row.shape)
     count = shard_counts(row.spec, rank, subject.content.mesh.shape)[dim]
     if size % unit or count == 1 or (size // unit) % count == 0:
         return

@@ -83,7 +83,8 @@ def report_data(
         if known is None
         else {name: getattr(find(known), name) for name in _OF_CHIP}
     )
-    found, totals = tuple(findings), _totals(plan, rows)
+    found = tuple(findings)
+    totals = _totals(plan, rows)
     return {
         "format": FORMAT,
         "title": title,
@@ -135,7 +136,8 @@ def _totals(plan: ShardPlan, rows: Sequence[Group]) -> dict[str, object]:
 
 # A plan is shown as doubtful, or as bad, from this many times the bytes of an even
 # split.
-_DOUBTFUL, _BAD = 1.5, 4.0
+_DOUBTFUL = 1.5
+_BAD = 4.0
 
 
 def _verdict(
@@ -151,7 +153,8 @@ def _verdict(
     `findings` are those of `lint`, and `fit` is the memory of a step. `chip` has the
     name and the memory of the accelerator; `None` if it is not known.
     """
-    less, even = totals["corrected_arrays"], totals["even_bytes_per_device"]
+    less = totals["corrected_arrays"]
+    even = totals["even_bytes_per_device"]
     ratio = totals["bytes_per_device"] / even if even else 1.0
     errors, warnings = (
         sum(one.severity == severity for one in findings)
@@ -210,7 +213,8 @@ def _lost(leaf: Row) -> list[list[str]]:
     """For each dimension of the array, the mesh axes that its rule requests and that do
     not shard it.
     """
-    asked, given = _axes(leaf, leaf.requested), _axes(leaf, leaf.spec)
+    asked = _axes(leaf, leaf.requested)
+    given = _axes(leaf, leaf.spec)
     pairs = zip(asked[: len(given)], given, strict=True)
     return [
         [axis for axis in wanted or [] if axis not in (got or [])]
@@ -276,7 +280,8 @@ def _fit(fit: Fit) -> dict[str, object]:
     }
     # The bytes in memory over the operations of the step, as the maximum of each of
     # equally long intervals.
-    length, count = len(fit.timeline), min(len(fit.timeline), _MOST_POINTS)
+    length = len(fit.timeline)
+    count = min(len(fit.timeline), _MOST_POINTS)
     ends = [length * at // max(count, 1) for at in range(count + 1)]
     points = [max(fit.timeline[a:b]) for a, b in it.pairwise(ends)]
     return {**told, "timeline": {"operations": length, "bytes": points}}
@@ -314,7 +319,8 @@ def _traffic(traffic: Traffic) -> dict[str, object]:
 
 # The number of lines shown before and after a line that makes arrays, and of shardings
 # shown for this line.
-_AROUND, _LAYOUTS = 2, 2
+_AROUND = 2
+_LAYOUTS = 2
 
 
 def step_data(fit: Fit) -> dict[str, object] | None:
@@ -460,7 +466,8 @@ def html_report(
 
 
 def page_of(data: Mapping[str, Any]) -> str:
-    style, template = _read("report.css"), _read("report.html")
+    style = _read("report.css")
+    template = _read("report.html")
     script = "\n".join(
         [
             "'use strict';",
@@ -510,7 +517,8 @@ def _text(text: str) -> str:
 
 
 def _summary(data: Mapping[str, Any]) -> str:
-    totals, mesh = data["totals"], data["mesh"]
+    totals = data["totals"]
+    mesh = data["mesh"]
     return (
         f"{totals['arrays']:,} arrays, {bytes_text(totals['bytes'])}, on mesh"
         f" {mesh['text']} ({mesh['devices']:,} devices):"
@@ -631,7 +639,8 @@ def _within(
 
 def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     kinds: dict[str, int] = {}
-    lines, before = [], ""
+    lines = []
+    before = ""
     for row in rows:
         kind = {
             name: value for name, value in row.items() if name not in ("path", "arrays")

@@ -28,7 +28,8 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
     ):
         return  # rules that shard nothing at all are those of data parallelism
     for group in content.groups:
-        row, (size, shard) = group.row, content.byte_counts[group.number]
+        row = group.row
+        size, shard = content.byte_counts[group.number]
         # If the array could not be sharded as requested, `corrected` reports it, with
         # the reason.
         if (
@@ -55,7 +56,8 @@ def _sharded(subject: Subject, group: Group) -> str | None:
     """Code that shards the arrays of `group` over a mesh axis; `None` if no mesh axis
     divides a dimension, or if the arrays are replicated because they are small.
     """
-    row, mode = group.row, subject.mode
+    row = group.row
+    mode = subject.mode
     places = subject.divisible(row.shape, row.units)
     if not places or any(why.code is Code.small for why in row.reasons):
         return None
@@ -163,7 +165,9 @@ def _finding(
     """The finding about the arrays in `shorts`. Its bytes are those that the requested
     sharding would save on each device. `where` and `message` become its fields.
     """
-    content, sizes, lost = subject.content, subject.content.mesh.shape, 0
+    content = subject.content
+    sizes = subject.content.mesh.shape
+    lost = 0
     for row, group in ((one.group.row, one.group) for one in shorts):
         axes = [
             axis
@@ -188,7 +192,9 @@ def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
     splitting mesh axes shards the arrays further, else rules that request the present
     sharding.
     """
-    content, lines, targets = subject.content, dict[str, None](), dict[Any, list[str]]()
+    content = subject.content
+    lines = dict[str, None]()
+    targets = dict[Any, list[str]]()
     for group, reasons, _ in shorts:
         row = group.row
         if not (subject.strict or subject.refine or subject.is_plan):
@@ -209,7 +215,8 @@ def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
         else:
             # A dimension that is sharded over some of its axes gets a name of its own,
             # with these axes.
-            names, entries = [*(row.names or ())], entries_at(row.spec, len(row.shape))
+            names = [*(row.names or ())]
+            entries = entries_at(row.spec, len(row.shape))
             for dim in dict.fromkeys(why.dim for why in reasons if why.dim is not None):
                 kept = canonical_entry(entry_axes(entries[dim]))
                 names[dim] = f"{names[dim]}_{row.shape[dim]}" if kept else None
@@ -262,9 +269,11 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
       the leaf over it. This case is reported only if it costs each device at least
       `limit` bytes.
     """
-    sizes, states = subject.content.mesh.shape, _states(subject)
+    sizes = subject.content.mesh.shape
+    states = _states(subject)
     for state in states:
-        spec, follows = state.group.row.spec, state.follows
+        spec = state.group.row.spec
+        follows = state.follows
         shards, asked = (
             math.prod(sizes[axis] for axis in axes_of_target(one))
             for one in (spec, follows)
@@ -305,7 +314,8 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
             for state in states
         ):
             left = [state for state in left if not state.group.row.reasons]
-            message, least = f"other states are sharded over `{axis}`, these are not", 0
+            message = f"other states are sharded over `{axis}`, these are not"
+            least = 0
         elif (
             size == 1
             or len(left) < len(states)
@@ -372,7 +382,8 @@ def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
     parameters by path. A parameter is found by the end of the leaves' paths: `opt/mu/w`
     and `opt/w/v_row` belong to the parameter `w`.
     """
-    parts, shape = group.paths[0].split("/"), group.row.shape
+    parts = group.paths[0].split("/")
+    shape = group.row.shape
     for at in range(1, len(parts)):
         if not any(map(_CALLED.match, parts[:at])):
             continue
@@ -433,7 +444,8 @@ def _of_states(
 
     `where` and `message` become fields of the Finding.
     """
-    content, saved = subject.content, 0
+    content = subject.content
+    saved = 0
     for group, spec in specs:
         shard = group.row._replace(spec=spec).byte_counts(content.mesh.shape)[1]
         saved += (content.byte_counts[group.number][1] - shard) * len(group.paths)

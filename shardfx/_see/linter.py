@@ -143,7 +143,8 @@ def lint(
             " has its own."
         )
     check_rules(paths, axes)
-    flat, found = flatten(tree), list[Finding]()
+    flat = flatten(tree)
+    found = list[Finding]()
     if unused == "raise":
         raise_empty(tree, flat, paths)
     leaf_names = _names(names, tree, flat, axes, found)
@@ -236,7 +237,8 @@ def _kinds(
     """The valid pairs of a regex and a memory kind. A finding about each invalid pair
     is added to `found`.
     """
-    pairs, valid = tuple(memory_kinds or ()), list[tuple[str, str]]()
+    pairs = tuple(memory_kinds or ())
+    valid = list[tuple[str, str]]()
     for at, (regex, kind) in enumerate(pairs):
         try:
             kinds_matcher([(regex, kind)])
@@ -270,13 +272,15 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
     """Findings for leaves that cannot be planned. Equal leaves of repeated layers are
     one finding.
     """
-    flat, groups = subject.flat, dict[object, list[int]]()
+    flat = subject.flat
+    groups = dict[object, list[int]]()
     for at, number in enumerate(draft.numbers):
         if number <= -2:
             text = str(draft.errors[-2 - number][1])
             groups.setdefault((between_numbers(flat.paths[at]), text), []).append(at)
     for places in groups.values():
-        leaf, paths = flat.leaves[places[0]], [flat.paths[at] for at in places]
+        leaf = flat.leaves[places[0]]
+        paths = [flat.paths[at] for at in places]
         size = sum(
             subject.lost(tuple(flat.leaves[at].shape), flat.leaves[at].dtype)
             for at in places
@@ -329,7 +333,8 @@ def uncovered_leaves(
         else tuple(regex for regex, _ in subject.paths.rules)
     )
     for number, leaves in enumerate(groups.values()):
-        paths, row = [path for path, _ in leaves], leaves[0][1]
+        paths = [path for path, _ in leaves]
+        row = leaves[0][1]
         like = near(paths[0], patterns) if number < _HINTED else ""
         told = "an array" if len(paths) == 1 else f"{len(paths)} arrays"
         message = (
@@ -407,7 +412,8 @@ def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
     """Yields lines of code that replace the mesh axis `axis` by the axis `meant` in all
     rules. Rules whose target is a callable do not change.
     """
-    axes, paths = subject.axes, subject.paths
+    axes = subject.axes
+    paths = subject.paths
     places = (
         []
         if axes is None
@@ -465,7 +471,8 @@ def unused_findings(
     `kinds` has pairs of a regex and a memory kind. A rule with `optional(...)` is
     found, with severity "info", only if it matches leaves that earlier rules shard.
     """
-    rules, used = draft.paths.rules, draft.paths.used
+    rules = draft.paths.rules
+    used = draft.paths.used
     for why in unused_rules(rules, used, subject.flat, subject.leaf_names, NAMES):
         yield _unused(
             f"paths[{why.number}] {rules[why.number][0]!r}",
@@ -476,7 +483,8 @@ def unused_findings(
         )
     # One path of each group shows which optional rules match at all; many rules of a
     # preset do not.
-    first, spare = [group.paths[0] for group in subject.content.groups], {}
+    first = [group.paths[0] for group in subject.content.groups]
+    spare = {}
     for number, (_, target) in enumerate(rules):
         if (
             number not in used

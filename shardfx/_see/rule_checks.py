@@ -67,10 +67,8 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
     If the rules use a similar name that the mesh lacks, the axis is probably
     misspelled. The finding then has the severity `misspelled`.
     """
-    path_rules, sizes = (
-        () if subject.paths is None else subject.paths.rules,
-        subject.content.mesh.shape,
-    )
+    path_rules = () if subject.paths is None else subject.paths.rules
+    sizes = subject.content.mesh.shape
     declared = [
         axis
         for rules in (subject.paths, subject.axes)
@@ -142,7 +140,8 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     }
     # Arrays whose names are in the wrong order are counted in the right order.
     counts = _counts(groups, [swapped.get(at, own) for at, own in enumerate(names)])
-    usual, odd = _usual(counts), list[tuple[tuple[str, int], Group]]()
+    usual = _usual(counts)
+    odd = list[tuple[tuple[str, int], Group]]()
     for at, group in enumerate(groups):
         if at in swapped:
             message = (

@@ -233,22 +233,22 @@ def axes_on(
     first. An axis gets whole dimensions of the slice before parts. For extents (4, 4)
     and sizes 2 and 8, the second axis gets one whole dimension and half of the other.
     """
-    rings, remaining, cores, axes = (
-        closed(chip, extents),
-        list(extents),
-        chip.devices_per_chip,
-        {},
-    )
+    rings = closed(chip, extents)
+    remaining = list(extents)
+    cores = chip.devices_per_chip
+    axes = {}
     for name in reversed(tuple(sizes)):
         within = math.gcd(sizes[name], cores)
-        size, cores = sizes[name] // within, cores // within
+        size = sizes[name] // within
+        cores = cores // within
         parts: list[Ring] = []
         while size > 1:
             common = [
                 (math.gcd(free, size), free == size == whole)
                 for free, whole in zip(remaining, extents, strict=True)
             ]
-            (taken, _), dim = max(common), common.index(max(common))
+            taken, _ = max(common)
+            dim = common.index(max(common))
             if taken < 2:
                 break
             parts.append(Ring(taken, rings[dim] and taken == extents[dim]))

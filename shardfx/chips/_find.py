@@ -67,7 +67,9 @@ class Slice(NamedTuple):
 
 
 def _checked(parsed: Slice, text: str) -> Slice:
-    chip, dims, extents = parsed.chip, parsed.chip.torus_dims or 1, parsed.extents
+    chip = parsed.chip
+    dims = parsed.chip.torus_dims or 1
+    extents = parsed.extents
     if len(extents) != dims:
         raise MeshError(
             f"slice {text!r:.60}: {chip.name} has {plural(dims, 'dimension')}, as in"
@@ -176,7 +178,8 @@ def parse_slice(text: str) -> Slice:
         ```
     """
     if (match := _CLOUD.fullmatch(text)) is not None:
-        chip, count = find(match[1]), int(match[2])
+        chip = find(match[1])
+        count = int(match[2])
         per_chip = 2 if chip.name in _NAMED_BY_CORES else 1
         if count % per_chip:
             raise MeshError(

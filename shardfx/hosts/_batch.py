@@ -122,7 +122,8 @@ def _checked(
     dtype, for a `pad` that the dtype lacks, and for a dimension whose size is neither
     that of `part` nor that of the global batch. With `pad`, rows may be missing.
     """
-    shape, dtype = leaf.shape, leaf.dtype
+    shape = leaf.shape
+    dtype = leaf.dtype
     if array.dtype != dtype and canonical_dtype(array.dtype) != dtype:
         raise PlanMismatchError(
             f"leaf `{leaf.path}` is {array.dtype}, but the plan is for {dtype}; load it"

@@ -155,10 +155,8 @@ def grid_of(mesh: Mesh) -> HostGrid:
         np.unravel_index(np.argsort(owner.ravel(), kind="stable"), owner.shape), axis=-1
     )
     starts = np.cumsum(sizes) - sizes
-    first, last = (
-        np.minimum.reduceat(places, starts),
-        np.maximum.reduceat(places, starts),
-    )
+    first = np.minimum.reduceat(places, starts)
+    last = np.maximum.reduceat(places, starts)
     extents = last - first + 1
     ragged = np.flatnonzero(
         (extents.prod(axis=1) != sizes) | (extents != extents[0]).any(axis=1)

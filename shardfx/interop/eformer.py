@@ -263,7 +263,8 @@ def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
 
 
 def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
-    left, right = _node(a), _node(b)
+    left = _node(a)
+    right = _node(b)
     if left.kind is not right.kind:
         yield Difference(path, left.name, right.name)
         return

@@ -284,7 +284,8 @@ def remove_axis(
     at = index % len(names)
     left = (*names[:at], *names[at + 1 :])
     while at == len(left) and left and left[-1] is None:
-        left, at = left[:-1], at - 1
+        left = left[:-1]
+        at = at - 1
     return left
 
 

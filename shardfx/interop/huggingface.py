@@ -20,7 +20,9 @@ from .._rules import Atomic, PathRules, near, optional, replicate
 # weight. It is the one that transformers' `ALL_PARALLEL_STYLES` shard; XLA finds the
 # shardings of activations itself. Those after the blank line are of transformers' main
 # branch in September 2026, `integrations/tensor_parallel.py`, and in no release yet.
-_ROWS, _COLUMNS, _EXPERTS = "rows", "columns", "experts"
+_ROWS = "rows"
+_COLUMNS = "columns"
+_EXPERTS = "experts"
 STYLES: dict[str, str | None] = {
     **dict.fromkeys(
         ["colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"], _ROWS

@@ -31,7 +31,8 @@ class Partitioning(NamedTuple):
 
 
 _STANDARD = "standard_logical_axis_rules"
-_PLAIN, _MOE = "PjitPartitioner", "MoePjitPartitioner"
+_PLAIN = "PjitPartitioner"
+_MOE = "MoePjitPartitioner"
 # The rules that `t5x.contrib.moe.partitioning.standard_logical_axis_rules` adds to the
 # standard rules.
 _EXPERTS = (
@@ -186,7 +187,8 @@ def _value_text(text: str) -> str:
     """The value at the start of `text`. It ends with the first line after which all
     brackets are closed.
     """
-    depth, at = 0, 0
+    depth = 0
+    at = 0
     for at, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
         if char == "\n" and depth <= 0:

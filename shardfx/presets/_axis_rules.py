@@ -112,7 +112,8 @@ def eformer(
         **dict.fromkeys(("mlp_intermediate_axis", "vocab_axis"), tensor_parallel_axis),
         "expert_axis": expert_parallel_axis,
     }
-    rules, generation = dict[str, Axes](), dict[str, Axes]()
+    rules = dict[str, Axes]()
+    generation = dict[str, Axes]()
     for field, token in tokens.TOKENS.items():
         asked = arguments[field]
         rules[token] = usual.get(field) if isinstance(asked, _Unset) else asked

@@ -54,7 +54,9 @@ def made(args: object, *, mild: bool) -> PyTree:
 
 
 def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> ArrayLike:
-    shape, dtype, generator = leaf.shape, leaf.dtype, np.random.default_rng(seed)
+    shape = leaf.shape
+    dtype = leaf.dtype
+    generator = np.random.default_rng(seed)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(seed), math.prod(shape)).reshape(shape)
     if dtype == np.uint32 and shape[-1:] == (2,):
@@ -77,7 +79,8 @@ def _on_devices(sharding: object) -> Any:
         sharding.mesh, AbstractMesh
     ):
         return sharding
-    mesh, devices = MeshSpec.of(sharding.mesh), jax.devices()
+    mesh = MeshSpec.of(sharding.mesh)
+    devices = jax.devices()
     if mesh.size > len(devices):
         raise MeshError(
             f"the plan is for {mesh.size} devices, and {len(devices)} are here; emulate"

@@ -73,9 +73,11 @@ def differences(found: object, wanted: object) -> np.ndarray:
     """The absolute differences between two arrays, by element. NaN equals only NaN, and
     an infinity only itself.
     """
-    found, wanted = np.asarray(found), np.asarray(wanted)
+    found = np.asarray(found)
+    wanted = np.asarray(wanted)
     kind = np.result_type(found.dtype, np.float64)
-    found, wanted = found.astype(kind), wanted.astype(kind)
+    found = found.astype(kind)
+    wanted = wanted.astype(kind)
     with np.errstate(invalid="ignore"):
         apart = np.abs(found - wanted)
     same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
@@ -117,7 +119,8 @@ def compared(
     one, whole = _by_device(whole_record, np.asarray(whole))
     whole = whole.reshape(whole.shape[len(one) :])
     turns = sum(isinstance(kind, int) for kind in record.leading)
-    best, rank = Compared(False), (-1, -math.inf)
+    best = Compared(False)
+    rank = (-1, -math.inf)
     for roles, made in _assembled(axes, parts, whole.shape):
         apart = differences(made, np.broadcast_to(whole, made.shape))
         extra = made.ndim - whole.ndim
@@ -272,7 +275,8 @@ class Blame:
     """
 
     def __init__(self, records: Sequence[Record], found: Mapping[int, Compared]):
-        self.records, self.found = records, found
+        self.records = records
+        self.found = found
         # For each loop, the first iteration that ends with a wrong carry.
         self.turns: dict[int | None, int] = {}
         for number, record in enumerate(records):
@@ -291,7 +295,8 @@ class Blame:
         In a loop whose carry becomes wrong, only the first iteration that ends with a
         wrong carry is compared.
         """
-        one, turn = self.found.get(number), self.turns.get(self.records[number].loop)
+        one = self.found.get(number)
+        turn = self.turns.get(self.records[number].loop)
         if one is None or turn is None or not one.by_turn:
             return one is not None and one.is_same
         return one.by_turn[turn] or self.records[number].primitive == CARRY
@@ -446,7 +451,8 @@ def suspects(tape: Tape) -> tuple[str, ...]:
 
 def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
     """Yields each suspicious equation of a `shard_map`, with a text that says why."""
-    params, records = body.equation.params, [tape.records[at] for at in body.numbers]
+    params = body.equation.params
+    records = [tape.records[at] for at in body.numbers]
     axes = [axis for axis, size in params["mesh"].shape.items() if size > 1]
     cuts: dict[int, Axes] = {}
     lengths: dict[int, str] = {}
@@ -510,7 +516,8 @@ def _differing(tape: Tape, body: ShardMapBody, cuts: Varying) -> Varying:
         for at in body.numbers:
             one = tape.records[at]
             taken = _taken(one, differs) | differs.get(tape.carried.get(at, at), Axes())
-            is_alike, is_apart = one.primitive in _ALIKE, one.primitive in _APART
+            is_alike = one.primitive in _ALIKE
+            is_apart = one.primitive in _APART
             differs[at] = (
                 _taken(one, differs) - one.axes
                 if is_alike

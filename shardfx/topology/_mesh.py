@@ -210,7 +210,8 @@ class MeshSpec(eqx.Module):
             assert str(MeshSpec.parse("dp:2,tp:4")) == "dp=2,tp=4"
             ```
         """
-        pairs, dcn = [], {}
+        pairs = []
+        dcn = {}
         for part in text.split(","):
             axis_and_size = _PART.fullmatch(part.strip())
             if axis_and_size is None:
@@ -495,7 +496,8 @@ class MeshSpec(eqx.Module):
         _require_known((axis,), self.axis_names, "split")
         position = self.filled().axis_names.index(axis)
         fitted = MeshSpec(parts).fit(self.axis_sizes[position])
-        spans, remaining_slices = [], self.dcn_sizes[position]
+        spans = []
+        remaining_slices = self.dcn_sizes[position]
         for size in fitted.axis_sizes:
             spans.append(math.gcd(size, remaining_slices))
             # A part can only be divided between slices if all remaining slices end

@@ -139,7 +139,8 @@ def _granules(
     should span. If it is 1 for all axes but there are several slices, the slowest axes
     span them.
     """
-    slice_count, granules = math.prod(dcn), slices(devices)
+    slice_count = math.prod(dcn)
+    granules = slices(devices)
     if slice_count == 1 and len(granules) == 1:
         return granules, dcn, ()
     if slice_count == 1:
@@ -316,7 +317,9 @@ def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrde
     If the devices along an axis fill a box of the torus, they are put in an order in
     which neighbours are one hop apart.
     """
-    array, reasons, extents = order.devices, order.reasons, grid.shape
+    array = order.devices
+    reasons = order.reasons
+    extents = grid.shape
     closed = wraps(devices[0].device_kind, extents)
     where = {id(devices[index]): place for place, index in np.ndenumerate(grid)}
     places = np.array([where[id(device)] for device in array.flat]).reshape(
@@ -334,7 +337,8 @@ def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrde
         if mean_hops(nearer, axis, extents, closed) < mean_hops(
             places, axis, extents, closed
         ):
-            places, array = nearer, np.take(array, walk, axis)
+            places = nearer
+            array = np.take(array, walk, axis)
             changed.append(axis)
     if changed:
         reasons = (

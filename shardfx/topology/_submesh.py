@@ -133,12 +133,14 @@ def submesh_order(
         assert order[4].tolist() == [[0, 2, 0, 0], [0, 2, 0, 1]]
         ```
     """
-    bounds, submesh = _sizes("bounds", bounds), _sizes("submesh", submesh)
+    bounds = _sizes("bounds", bounds)
+    submesh = _sizes("submesh", submesh)
     host_bounds = _sizes("host_bounds", host_bounds)
     _check_divides(bounds, host_bounds, submesh)
     dims = list(range(len(bounds)))
     if (beside_z := _beside_z(bounds, submesh)) is not None:
-        dims[beside_z], dims[2] = 2, beside_z
+        dims[beside_z] = 2
+        dims[2] = beside_z
     if not tile_by_host or beside_z is not None:
         host_bounds = (1,) * len(bounds)
     if not _fits_hosts(submesh, host_bounds):

@@ -138,14 +138,16 @@ def torus_order(
             f" is {math.prod(bounds)}."
         )
     closed = (False,) * len(bounds) if closed is None else tuple(closed)
-    remaining, stride = list(bounds), [1] * len(bounds)
+    remaining = list(bounds)
+    stride = [1] * len(bounds)
     order = np.zeros((*[1] * len(sizes), len(bounds)), np.int64)
     for axis in reversed(range(len(sizes))):
         box = preferred(feasible_submeshes(sizes[axis], remaining), bounds, stride)
         whole = [closed[dim] and box[dim] == bounds[dim] for dim in range(len(bounds))]
         path = ring_path(box, whole) * np.array(stride)
         shape = [1] * (len(sizes) + 1)
-        shape[axis], shape[-1] = len(path), len(bounds)
+        shape[axis] = len(path)
+        shape[-1] = len(bounds)
         order = order + path.reshape(shape)
         remaining = [size // part for size, part in zip(remaining, box, strict=True)]
         stride = [step * part for step, part in zip(stride, box, strict=True)]

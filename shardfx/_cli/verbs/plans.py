@@ -210,11 +210,13 @@ def diff(
     usual = (options.mesh, options.rules)
     if to is not None and to_mesh is None and to_rules is None and to.endswith(".json"):
         usual = (None, None)
-    mesh, rules = to_mesh or usual[0], to_rules or usual[1]
+    mesh = to_mesh or usual[0]
+    rules = to_rules or usual[1]
     other = dataclasses.replace(
         options, model=to or options.model, mesh=mesh, rules=rules
     )
-    first, second = plan_of(options), plan_of(other)
+    first = plan_of(options)
+    second = plan_of(other)
     with working("comparing the plans"):
         differences = calling("comparing", lambda: sfx.diff(first, second))
     answer(

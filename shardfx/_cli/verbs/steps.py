@@ -104,10 +104,8 @@ def traffic(
         raise UsageError(
             "--target is what is compiled for; with --how estimate leave it out"
         )
-    hardware, loaded = (
-        None if chip is None else chip_of(chip),
-        load_step(step, kwargs, mesh),
-    )
+    hardware = None if chip is None else chip_of(chip)
+    loaded = load_step(step, kwargs, mesh)
     with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}"):
         step_traffic = traffic_of(loaded, how, target)
     sent = step_traffic.compiled if how == "compare" else step_traffic
@@ -126,7 +124,8 @@ def traffic(
     )
     data = {name: getattr(step_traffic, name) for name in sums} | data_of(step_traffic)
     if timed is not None:
-        text, data = f"{text}\n\n{timed}", {**data, "seconds": data_of(timed)}
+        text = f"{text}\n\n{timed}"
+        data = {**data, "seconds": data_of(timed)}
     answer(json_file, lambda: text, lambda: data)
 
 

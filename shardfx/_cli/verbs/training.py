@@ -78,7 +78,8 @@ def demo(
         raise UsageError(
             f"the demo needs {error.name}; install it with: pip install 'shardfx[demo]'"
         ) from error
-    devices, types = jax.devices(), _AXIS_TYPES[axis_types]
+    devices = jax.devices()
+    types = _AXIS_TYPES[axis_types]
     run = Run(steps=steps, batch_size=batch)
     spec = default_mesh(len(devices), types)
     if mesh is not None:

@@ -106,7 +106,8 @@ def _bias(entry: Entry, dim: int) -> Entry:
 
 
 def _attention(prefix: str, form: Form, into: str = _PARTS["qkv"]) -> Rows:
-    rows, out = _rows(prefix, into), _rows(prefix, "o_proj  out: embed (heads dim)")
+    rows = _rows(prefix, into)
+    out = _rows(prefix, "o_proj  out: embed (heads dim)")
     rows = _with_biases(rows) if form.get("qkv_bias") else rows
     rows |= _with_biases(out) if form.get("out_bias") else out
     return rows | (_rows(prefix, _PARTS["qk_norms"]) if form.get("qk_norm") else {})
@@ -132,7 +133,8 @@ def _causal(prefix: str, head: str, form: Form, layer: Rows) -> Rows:
     )
     last = _rows(prefix, "norm  norm: embed")
     if form.get("norm_bias"):
-        norms, last = _with_biases(norms), _with_biases(last)
+        norms = _with_biases(norms)
+        last = _with_biases(last)
     rows = _rows(prefix, "embed_tokens  embedding: vocab embed") | norms | layer | last
     return rows if form.get("tied") else {**rows, f"{head}.weight": "head: vocab embed"}
 
@@ -198,7 +200,8 @@ def _qwen3_next(prefix: str, head: str, form: Form) -> Rows:
 
 
 def _deepseek(prefix: str, head: str, form: Form) -> Rows:
-    layer, dense = f"{prefix}layers.{{layers}}.", form.get("dense_layers", 0)
+    layer = f"{prefix}layers.{{layers}}."
+    dense = form.get("dense_layers", 0)
     query = (
         _PARTS["deepseek.compressed"]
         if form.get("q_lora")

@@ -123,10 +123,8 @@ def sizes_of(config: Config) -> dict[str, int]:
         sizes["dim"] = sizes["embed"] // sizes["heads"]
     sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
     if sizes["latent"] is not None:
-        nope, rope = (
-            needed(config, "qk_nope_head_dim"),
-            needed(config, "qk_rope_head_dim"),
-        )
+        nope = needed(config, "qk_nope_head_dim")
+        rope = needed(config, "qk_rope_head_dim")
         sizes |= {
             "dim": nope + rope,
             "both_dim": nope + needed(config, "v_head_dim"),
@@ -139,10 +137,8 @@ def sizes_of(config: Config) -> dict[str, int]:
     if config.get("num_nextn_predict_layers"):
         # A multi-token prediction layer has the path of one further layer, so the
         # number of layers must be known.
-        layers, dense = (
-            needed(config, "num_hidden_layers"),
-            config.get("first_k_dense_replace", 0),
-        )
+        layers = needed(config, "num_hidden_layers")
+        dense = config.get("first_k_dense_replace", 0)
         sizes |= {"layers": layers, "moe_layers": layers - dense}
     return {axis: size for axis, size in sizes.items() if size}
 
@@ -170,7 +166,8 @@ def needed(config: Config, name: str) -> int:
 
 
 def _form(config: Config) -> Form:
-    kind, has_bias = config["model_type"], bool(config.get("attention_bias", False))
+    kind = config["model_type"]
+    has_bias = bool(config.get("attention_bias", False))
     is_gemma = kind.startswith("gemma")
     scores = config.get(
         "topk_method", "greedy" if kind == "deepseek_v2" else "noaux_tc"
@@ -192,7 +189,8 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
     """Returns the paths of arrays that a checkpoint may have besides the weights of its
     text model, such as causal masks. The paths of the text model begin with `prefix`.
     """
-    layers, kind = f"{prefix}layers.", config["model_type"]
+    layers = f"{prefix}layers."
+    kind = config["model_type"]
     if kind == "gpt2":
         # The causal masks, which are not weights.
         masks = (
@@ -224,7 +222,8 @@ def _with_scales(rows: Rows, quantization: Config) -> Rows:
             f"weights of the `quant_method` {method!r} without blocks; there is a table"
             " for fp8 in blocks."
         )
-    block, scaled = tuple(quantization["weight_block_size"]), {}
+    block = tuple(quantization["weight_block_size"])
+    scaled = {}
     for path, entry in rows.items():
         is_linear = isinstance(entry, str) and path.endswith(
             ("_proj.weight", "_with_mqa.weight")

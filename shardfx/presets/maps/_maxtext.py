@@ -102,10 +102,8 @@ def maxtext(
         interleaved_rope = scaling.get("rope_type") == "llama3"
     theirs = hugging_face(config, ahead="drop")
     sizes = dict(theirs.sizes)
-    moe, rows = (
-        _MOE.get(str(family), "DeepSeekMoeBlock_0/MoeBlock_0"),
-        dict[str, Entry](),
-    )
+    moe = _MOE.get(str(family), "DeepSeekMoeBlock_0/MoeBlock_0")
+    rows = dict[str, Entry]()
     names = {
         kind: weight.maxtext
         for kind, weight in SCANNED.items()
@@ -120,7 +118,8 @@ def maxtext(
             " `TreeLayout` for your own model."
         )
     for (kind, layers, axis), suffix in _scanned(config):
-        name, axes = names[kind], re.sub("[()]", "", SCANNED[kind].axes)
+        name = names[kind]
+        axes = re.sub("[()]", "", SCANNED[kind].axes)
         if interleaved_rope and kind in ("query", "key"):
             axes = axes.replace("dim", "(half two)")
         first, *others = axes.split(" ", 1)

@@ -173,7 +173,8 @@ def _fused(
         if not isinstance(entry, Fused)
         else ""
     )
-    is_latent, experts = "kv_a" in kinds, path.partition("{experts}")[0]
+    is_latent = "kv_a" in kinds
+    experts = path.partition("{experts}")[0]
     key = "kv_heads copies" if copies > 1 else "kv_heads"
     match place.kind:
         case _ if others and isinstance(entry, Fused):

@@ -47,11 +47,14 @@ class ModelRow(NamedTuple):
 
 
 def _rows() -> Iterator[tuple[str, ModelRow]]:
-    family, names, same = "", list[str](), dict[str, int | bool]()
+    family = ""
+    names = list[str]()
+    same = dict[str, int | bool]()
     for line in _TEXT.replace("\n+", "").splitlines():
         first, *words = line.split()
         if first.endswith(":"):
-            family, names = first[:-1], [word for word in words if "=" not in word]
+            family = first[:-1]
+            names = [word for word in words if "=" not in word]
             same = {
                 name: _number(text)
                 for name, _, text in (word.partition("=") for word in words)
@@ -227,8 +230,10 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
     it is a list of their indices.
     """
     n = collections.defaultdict[str, int](int, config)
-    layers, linear = n["layers"], n["linear_head_dim"]
-    full, routed = n["full_attention_every"] or 1, n["experts_every"] or 1
+    layers = n["layers"]
+    linear = n["linear_head_dim"]
+    full = n["full_attention_every"] or 1
+    routed = n["experts_every"] or 1
     ratio = n["linear_value_heads"] // (n["linear_key_heads"] or 1)
     embed = n["embed"] or n["heads"] * n["head_dim"]
     vision_embed = n["vision_heads"] * n["vision_head_dim"]
@@ -450,7 +455,8 @@ def rules_for(
         (axis,) if used else ()
         for axis, used in zip((fsdp, tensor, expert), _CUTS[how], strict=True)
     )
-    sizes, every = sizes_of(row.config), rows_for_rules(row.family, row.config)
+    sizes = sizes_of(row.config)
+    every = rows_for_rules(row.family, row.config)
     # The experts of a layer that the checkpoint itself holds as one array.
     packed = {
         path: entry_text
