@@ -98,30 +98,28 @@ class Explanation:
     changes: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [*_head(self), *([""] if self.dims else [])]
-        lines += (
-            table([_HEADER, *map(_cells, self.dims)], right=_NUMBERS)
-            if self.dims
-            else []
-        )
+        lines = _head(self)
+        if self.dims:
+            rows = [_HEADER, *map(_cells, self.dims)]
+            lines += ["", *table(rows, right=_NUMBERS)]
+
         for title, notes in _notes(self):
-            lines += [
-                "",
-                printable(title),
-                *[line for note in notes for line in _wrapped(printable(note))],
-            ]
+            lines += ["", printable(title)]
+            for note in notes:
+                lines += _wrapped(printable(note))
         return "\n".join(lines)
 
     __repr__ = first_lines
 
     def _repr_html_(self) -> str:
-        notes = [f"{title}: {note}" for title, lines in _notes(self) for note in lines]
+        notes = []
+        for title, lines in _notes(self):
+            notes += [f"{title}: {line}" for line in lines]
         rows = [_HEADER, *map(_cells, self.dims)] if self.dims else []
-        return (
-            html_table([], below=_head(self))
-            + "\n"
-            + html_table(rows, right=_NUMBERS, below=notes)
-        )
+
+        head = html_table([], below=_head(self))
+        dims = html_table(rows, right=_NUMBERS, below=notes)
+        return f"{head}\n{dims}"
 
 
 @overload
@@ -180,161 +178,191 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
     if args:
         return explained(plan, path, args)
     check_plan("plan", plan)
-    leaf = _found(plan, path)
-    entries, asked = (
-        entries_at(spec, len(leaf.shape)) for spec in (leaf.spec, leaf.requested)
+    leaf = _leaf_at(plan, path)
+    tried: tuple[Attempt, ...] = ()
+    if leaf.names is not None and plan.axes is not None:
+        tried = attempts(leaf.names, plan.axes, plan.mode)
+
+    dims = [_explained_dim(plan, leaf, dim, tried) for dim in range(len(leaf.shape))]
+    whole = tuple(reason for reason in leaf.reasons if reason.dim is None)
+    changes: list[str] = []
+    for reason in whole:
+        changes += _changes(reason, plan, tried, units=1, sizes=())
+    return Explanation(
+        leaf=leaf,
+        mesh=plan.mesh,
+        dims=tuple(dims),
+        reasons=whole,
+        changes=tuple(changes),
     )
-    names = leaf.names or (None,) * len(leaf.shape)
-    units = leaf.units or (1,) * len(leaf.shape)
-    tried = (
-        ()
-        if leaf.names is None or plan.axes is None
-        else attempts(leaf.names, plan.axes, plan.mode)
+
+
+def _explained_dim(
+    plan: ShardPlan, leaf: LeafPlan, dim: int, tried: tuple[Attempt, ...]
+) -> DimExplanation:
+    """The reasons for the sharding of one dimension of an array of `plan`. `tried` has
+    the outcomes of the axis rules for the array's names.
+    """
+    rank = len(leaf.shape)
+    size = leaf.shape[dim]
+    unit = leaf.units[dim] if leaf.units else 1
+    name = leaf.names[dim] if leaf.names else None
+    reasons = tuple(reason for reason in leaf.reasons if reason.dim == dim)
+
+    axes = entry_axes(entries_at(leaf.spec, rank)[dim])
+    wanted_axes = dict.fromkeys(entry_axes(entries_at(leaf.requested, rank)[dim]))
+    for reason in reasons:
+        if reason.code is Code.blocked:
+            wanted_axes |= dict.fromkeys(reason.axes)
+    wanted = tuple(wanted_axes)
+    dropped = tuple(axis for axis in wanted if axis not in axes)
+
+    units = size // unit if size % unit == 0 else 1
+    if axes:
+        units //= plan.mesh.axis_size(axes)
+    free = _free_axes(plan, leaf, units) if size else ()
+    sizes: tuple[int, ...] = ()
+    if any(reason.code.is_about_size for reason in reasons):
+        sizes = _nearest_sizes(plan, size, unit, wanted)
+
+    changes: list[str] = []
+    for reason in reasons:
+        changes += _changes(reason, plan, tried, units, sizes)
+    if free and dropped:
+        axes_text = ", ".join(f"`{axis}` ({plan.mesh.shape[axis]})" for axis in free)
+        changes.append(f"free mesh axes that cut it evenly: {axes_text}")
+    return DimExplanation(
+        dim=dim,
+        size=size,
+        unit=unit,
+        name=name,
+        tried=tuple(attempt for attempt in tried if attempt.dim == dim),
+        wanted=wanted,
+        kept=tuple(axis for axis in wanted if axis in axes),
+        dropped=dropped,
+        added=tuple(axis for axis in axes if axis not in wanted),
+        reasons=reasons,
+        sizes=sizes,
+        free=free,
+        changes=tuple(changes),
     )
+
+
+def _free_axes(plan: ShardPlan, leaf: LeafPlan, units: int) -> tuple[str, ...]:
+    """The mesh axes that shard no dimension of an array, and that divide a shard of
+    `units` indivisible units.
+    """
     used = axes_of_target(leaf.spec)
-    unused = {
-        axis: size
+    return tuple(
+        axis
         for axis, size in plan.mesh.shape.items()
-        if size > 1 and axis not in used
-    }
-    dims = []
-    for dim, size in enumerate(leaf.shape):
-        own = tuple(one for one in tried if one.dim == dim)
-        reasons = tuple(why for why in leaf.reasons if why.dim == dim)
-        blocked = [
-            axis for why in reasons if why.code is Code.blocked for axis in why.axes
-        ]
-        wanted = tuple(dict.fromkeys([*entry_axes(asked[dim]), *blocked]))
-        has = entry_axes(entries[dim])
-        kept, dropped = (
-            tuple(axis for axis in wanted if (axis in has) is held)
-            for held in (True, False)
-        )
-        added = tuple(axis for axis in has if axis not in wanted)
-        count = size // units[dim] if size % units[dim] == 0 else 1
-        left = count // plan.mesh.axis_size(has) if has else count
-        free = tuple(axis for axis, ways in unused.items() if size and left % ways == 0)
-        sizes: tuple[int, ...] = ()
-        if any(why.code.is_about_size for why in reasons):
-            product = (
-                math.prod(plan.mesh.shape.get(axis, 1) for axis in wanted) * units[dim]
-            )
-            below = size // product * product
-            sizes = (below, below + product) if below else (product,)
-        changes = [
-            text for why in reasons for text in _changes(why, plan, tried, left, sizes)
-        ]
-        if free and dropped:
-            told = ", ".join(f"`{axis}` ({plan.mesh.shape[axis]})" for axis in free)
-            changes.append(f"free mesh axes that cut it evenly: {told}")
-        columns = (
-            own,
-            wanted,
-            kept,
-            dropped,
-            added,
-            reasons,
-            sizes,
-            free,
-            tuple(changes),
-        )
-        dims.append(DimExplanation(dim, size, units[dim], names[dim], *columns))
-    whole = tuple(why for why in leaf.reasons if why.dim is None)
-    texts = tuple(text for why in whole for text in _changes(why, plan, tried, 1, ()))
-    return Explanation(leaf, plan.mesh, tuple(dims), whole, texts)
+        if size > 1 and axis not in used and units % size == 0
+    )
 
 
-def _found(plan: ShardPlan, where: str) -> LeafPlan:
+def _nearest_sizes(
+    plan: ShardPlan, size: int, unit: int, axes: tuple[str, ...]
+) -> tuple[int, ...]:
+    """The nearest sizes below and above `size` that all mesh axes in `axes` divide,
+    without a cut inside `unit` elements.
+    """
+    step = unit * math.prod(plan.mesh.shape.get(axis, 1) for axis in axes)
+    below = size // step * step
+    return (below, below + step) if below else (step,)
+
+
+def _leaf_at(plan: ShardPlan, where: str) -> LeafPlan:
     """The LeafPlan at the path `where`, or the first one whose path the regex `where`
     matches.
 
     Raises `UnknownPathError` if nothing matches, or if the regex matches paths that
     differ in more than numbers.
     """
+    if where in plan:
+        return plan[where]
     try:
-        groups = (
-            {}
-            if where in plan
-            else together(filter(re.compile(where).search, plan), between_numbers)
-        )
+        pattern = re.compile(where)
     except re.error:
-        groups = {}
+        return plan[where]
+
+    groups = list(together(filter(pattern.search, plan), between_numbers).values())
     if not groups:
         return plan[where]
     if len(groups) > 1:
-        shown = [f"`{joined(paths)}`" for paths in list(groups.values())[:_MOST_GROUPS]]
-        more = [f"{len(groups) - len(shown)} more"] if len(groups) > len(shown) else []
+        shown = [f"`{joined(paths)}`" for paths in groups[:_MOST_GROUPS]]
+        if len(groups) > _MOST_GROUPS:
+            shown.append(f"{len(groups) - _MOST_GROUPS} more")
         raise UnknownPathError(
-            f"{where!r} finds {' and '.join(shown + more)}; write more of the path of"
-            " one."
+            f"{where!r} finds {' and '.join(shown)}; write more of the path of one."
         )
-    ((first, *_),) = groups.values()
-    return plan[first]
+    return plan[groups[0][0]]
 
 
 _MOST_GROUPS = 4
 
 
 def _changes(
-    why: Reason,
+    reason: Reason,
     plan: ShardPlan,
     tried: tuple[Attempt, ...],
-    left: int,
+    units: int,
     sizes: tuple[int, ...],
 ) -> list[str]:
-    """Changes that would remove the reason `why` of an array of `plan`, a sentence
-    each.
+    """Changes that would remove a reason of an array of `plan`, a sentence each.
 
-    `tried` has the outcomes of the axis rules for the array's names. `left` is the
+    `tried` has the outcomes of the axis rules for the array's names. `units` is the
     number of units of the reason's dimension in one device's shard; a unit is one
     element, or several that no shard may split. `sizes` are the nearest sizes of this
     dimension that all requested mesh axes divide.
     """
     mesh = plan.mesh
-    if why.code.is_about_size and why.dim is not None:
-        shares = [
-            (axis, math.gcd(left, mesh.shape[axis]))
-            for axis in why.axes
-            if axis in mesh.shape
-        ]
-        parts = [
-            f"`{axis}` of size {share} would"
-            for axis, share in shares
-            if 1 < share < mesh.shape[axis]
-        ]
-        near_sizes = f"the nearest sizes that divide: {' and '.join(map(str, sizes))}"
-        return [
-            near_sizes,
-            *(
-                [f"{' or '.join(parts)} cut it (`refine=True` splits the axis)"]
-                if parts
-                else []
-            ),
-        ]
-    if why.code is Code.blocked:
-        winners = {
-            axis: one
-            for one in tried
-            if one.outcome == "applied"
-            for axis in entry_axes(one.rule[1])
-        }
-        return [
-            f"`{axis}` went to dim {winners[axis].dim} (`{winners[axis].name}`) by"
-            f" {_place(winners[axis])}; the rule that stands first wins"
-            for axis in why.axes
-            if axis in winners
-        ]
-    if why.code is Code.unmatched and why.dim is not None and plan.axes is not None:
-        return [
-            f"the rules have {plan.axes.names}{near(axis, plan.axes.names)}"
-            for axis in why.axes
-        ]
-    if why.code is Code.absent:
+    if reason.code.is_about_size and reason.dim is not None:
+        return _changes_of_size(reason, mesh, units, sizes)
+    if reason.code is Code.blocked:
+        return _winning_rules(reason, tried)
+    if (
+        reason.code is Code.unmatched
+        and reason.dim is not None
+        and plan.axes is not None
+    ):
+        names = plan.axes.names
+        return [f"the rules have {names}{near(name, names)}" for name in reason.axes]
+    if reason.code is Code.absent:
         return [
             f"the mesh has {mesh.axis_names}{near(axis, mesh.axis_names)}, no `{axis}`"
-            for axis in why.axes
+            for axis in reason.axes
         ]
     return []
+
+
+def _changes_of_size(
+    reason: Reason, mesh: MeshSpec, units: int, sizes: tuple[int, ...]
+) -> list[str]:
+    """The sizes that would divide, and the parts of mesh axes that do."""
+    changes = [f"the nearest sizes that divide: {' and '.join(map(str, sizes))}"]
+    parts = []
+    for axis in reason.axes:
+        size = mesh.shape.get(axis, 1)
+        share = math.gcd(units, size)
+        if 1 < share < size:
+            parts.append(f"`{axis}` of size {share} would")
+    if parts:
+        changes.append(f"{' or '.join(parts)} cut it (`refine=True` splits the axis)")
+    return changes
+
+
+def _winning_rules(reason: Reason, tried: tuple[Attempt, ...]) -> list[str]:
+    """For each mesh axis of the reason, the rule that uses it for another dimension."""
+    winners: dict[str, Attempt] = {}
+    for attempt in tried:
+        if attempt.outcome == "applied":
+            winners |= dict.fromkeys(entry_axes(attempt.rule[1]), attempt)
+    return [
+        f"`{axis}` went to dim {winners[axis].dim} (`{winners[axis].name}`) by"
+        f" {_place(winners[axis])}; the rule that stands first wins"
+        for axis in reason.axes
+        if axis in winners
+    ]
 
 
 def _place(attempt: Attempt) -> str:
@@ -348,35 +376,36 @@ _WIDTH = 84
 _PATH_RULE = re.compile(r"paths\[(\d+)\]")
 
 
-def _head(found: Explanation) -> list[str]:
-    leaf = found.leaf
-    mesh = found.mesh
+def _head(explanation: Explanation) -> list[str]:
+    leaf = explanation.leaf
+    mesh = explanation.mesh
     array = array_text(leaf.dtype, leaf.shape)
-    first = (
+    array_line = (
         f"{leaf.path}: {array}, {bytes_text(leaf.bytes)}, on mesh {mesh} ({mesh.size:,}"
         " devices)"
     )
-    asked = (
+
+    request_line = (
         f"asked for: {spec_text(entries_of(leaf.requested))} by"
         f" {leaf.rule or 'no rule'}"
     )
-    number = _PATH_RULE.match(leaf.rule or "")
-    if number and int(number[1]):
-        before = int(number[1]) - 1
-        asked += (
-            " (the first that matches:"
-            f" {'rule 0 does' if not before else f'rules 0 to {before} do'} not)"
-        )
-    steps = [step.text for step in leaf.strategies]
-    asked += f", then {', then '.join(steps)}" if steps else ""
-    gets = (
-        f"gets: {spec_text(entries_of(leaf.spec))}, {bytes_text(leaf.bytes_per_device)}"
-        " on each device"
-    )
-    gets += f", in {leaf.memory_kind}" if leaf.memory_kind else ""
-    even = array_bytes(leaf.shape, leaf.dtype) / mesh.size
-    gets += f", {leaf.bytes_per_device / even:.4g} x an even split" if even >= 1 else ""
-    return [printable(line) for line in (first, asked, gets)]
+    rule_number = _PATH_RULE.match(leaf.rule or "")
+    if rule_number and int(rule_number[1]):
+        last = int(rule_number[1]) - 1
+        others = f"rules 0 to {last} do" if last else "rule 0 does"
+        request_line += f" (the first that matches: {others} not)"
+    for step in leaf.strategies:
+        request_line += f", then {step.text}"
+
+    spec = spec_text(entries_of(leaf.spec))
+    shard_line = f"gets: {spec}, {bytes_text(leaf.bytes_per_device)} on each device"
+    if leaf.memory_kind:
+        shard_line += f", in {leaf.memory_kind}"
+    even_bytes = array_bytes(leaf.shape, leaf.dtype) / mesh.size
+    if even_bytes >= 1:
+        ratio = leaf.bytes_per_device / even_bytes
+        shard_line += f", {ratio:.4g} x an even split"
+    return [printable(line) for line in (array_line, request_line, shard_line)]
 
 
 def _cells(dim: DimExplanation) -> tuple[str, ...]:
@@ -390,53 +419,50 @@ def _cells(dim: DimExplanation) -> tuple[str, ...]:
     )
 
 
-def _notes(found: Explanation) -> list[tuple[str, list[str]]]:
+def _notes(explanation: Explanation) -> list[tuple[str, list[str]]]:
     """The notes on each dimension and then on the whole array, each with a title: the
     outcomes of rules, the reasons, and the changes that would remove them. Dimensions
     without notes are left out.
     """
-    parts = []
-    for title, one in [
-        *((f"dim {dim.dim}", dim) for dim in found.dims),
-        ("the array", found),
-    ]:
-        tried = one.tried if isinstance(one, DimExplanation) else ()
-        notes = [
-            f"{_place(own)}: {own.rule[0]} -> {entry_text(own.rule[1])}:"
-            f" {_outcome(own, one)}"
-            for own in tried
-        ]
-        notes += [f"why: {why.message}" for why in one.reasons] + [
-            f"change: {text}" for text in one.changes
-        ]
-        parts += [(title, notes)] if notes else []
-    return parts
+    titled = []
+    for dim in explanation.dims:
+        notes = []
+        for attempt in dim.tried:
+            name, target = attempt.rule
+            rule = f"{name} -> {entry_text(target)}"
+            notes.append(f"{_place(attempt)}: {rule}: {_outcome(attempt, dim)}")
+        titled.append((f"dim {dim.dim}", notes + _causes(dim)))
+    titled.append(("the array", _causes(explanation)))
+    return [(title, notes) for title, notes in titled if notes]
+
+
+def _causes(explanation: DimExplanation | Explanation) -> list[str]:
+    whys = [f"why: {reason.message}" for reason in explanation.reasons]
+    changes = [f"change: {change}" for change in explanation.changes]
+    return whys + changes
 
 
 def _wrapped(note: str) -> list[str]:
-    first, *rest = textwrap.wrap(
-        note, _WIDTH, break_on_hyphens=False, break_long_words=False
-    ) or [""]
-    return [f"  {first}", *[f"      {line}" for line in rest]]
+    lines = textwrap.wrap(note, _WIDTH, break_on_hyphens=False, break_long_words=False)
+    first = "".join(lines[:1])
+    return [f"  {first}", *[f"      {line}" for line in lines[1:]]]
 
 
 def _outcome(attempt: Attempt, dim: DimExplanation) -> str:
+    target = attempt.rule[1]
     if attempt.outcome == "blocked":
         users = ", ".join(
-            f"`{axis}` is on dim {dim} (`{name}`)" for axis, name, dim in attempt.taken
+            f"`{axis}` is on dim {other_dim} (`{name}`)"
+            for axis, name, other_dim in attempt.taken
         )
         return f"blocked, {users}"
     if attempt.outcome == "settled":
         return "not needed, an earlier rule applies"
-    if dropped := [
-        f"`{axis}`" for axis in entry_axes(attempt.rule[1]) if axis in dim.dropped
-    ]:
-        return (
-            f"matches, and {' and '.join(dropped)}"
-            f" {'is' if len(dropped) == 1 else 'are'} dropped"
-        )
-    return (
-        "applies"
-        if attempt.rule[1] is not None
-        else "applies: whole, and no rule after it is asked"
-    )
+
+    dropped = [f"`{axis}`" for axis in entry_axes(target) if axis in dim.dropped]
+    if dropped:
+        verb = "is" if len(dropped) == 1 else "are"
+        return f"matches, and {' and '.join(dropped)} {verb} dropped"
+    if target is None:
+        return "applies: whole, and no rule after it is asked"
+    return "applies"
