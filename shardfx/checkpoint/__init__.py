@@ -10,7 +10,8 @@ from ._entry import (
     ListedArray as ListedArray,
     StoreArray as StoreArray,
 )
-from ._index import Index as Index, read_index as read_index, structs as structs
+from ._formats import read_index as read_index, structs as structs
+from ._index import Index as Index
 from ._load import load as load
 from ._manager import Manager as Manager
 from ._reads import (

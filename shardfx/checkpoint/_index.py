@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools as ft
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,10 +21,8 @@ from .._ground.text import (
     quoted,
     table,
 )
-from . import _safetensors as safetensors, _stores as stores, _t5x as t5x
-from ._entry import ArrayEntry, FileArray, ListedArray, StoreArray
-from ._files import FilePlace, inside, member, place, read_json
-from ._kinds import told_files
+from ._entry import ArrayEntry, FileArray, ListedArray
+from ._files import FilePlace
 from ._packed import is_packed, raw_entry
 
 
@@ -108,7 +104,7 @@ class Index:
         """The entries as nested dicts, one level for each "/" in a path; with `prefix`,
         only the entries below it.
         """
-        return _nested(_below(self, prefix))
+        return nested(below(self, prefix))
 
     def __str__(self) -> str:
         groups: dict[object, list[ArrayEntry]] = {}
@@ -150,303 +146,6 @@ def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:
     return path, str(len(entries)), array, nbytes
 
 
-def read_index(
-    path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None
-) -> Index:
-    """The content of a checkpoint from its headers alone. No weight is read, and no
-    device is needed.
-
-    **Arguments:**
-
-    - `path`: a safetensors file; the index of a sharded set
-      (`model.safetensors.index.json`); or a directory with
-        either of them, with an eformer `tensorstore_index.json`, with an Orbax
-        checkpoint, with an OCDBT database, with a T5X checkpoint, with zarr arrays, or
-        with a msgpack file of flax. A directory is checked for these in this order.
-    - `root`: a further directory that symbolic links in the checkpoint may lead to. The
-      cache of the Hugging Face
-        hub is such a case: its snapshots are links to `../../blobs`.
-
-    **Returns:**
-
-    An `Index`: for every array its path, shape, dtype, file and chunks.
-
-    **Raises:**
-
-    `CheckpointError`, with the file, if a file is missing, truncated or damaged, or if
-    its path leads out of the directory.
-
-    !!! Example
-
-        ```python
-        import tempfile
-        import numpy as np
-        from safetensors.numpy import save_file
-        from shardfx import checkpoint
-
-        directory = tempfile.mkdtemp()
-        save_file({"embed": np.ones((64, 8), np.float32)}, f"{directory}/model.safetensors")
-        index = checkpoint.read_index(directory)
-        assert index["embed"].shape == (64, 8) and index.bytes_total == 2048
-        ```
-    """
-    path = require_local(os.fspath(path))
-    if os.path.isdir(path):
-        where = place(path, root)
-        try:
-            names = sorted(os.listdir(where.directory))
-        except FileNotFoundError:
-            # A writer has just moved the directory away.
-            raise _nothing_at(path) from None
-        return _read_directory(where, path, names)
-    if not os.path.isfile(path):
-        raise _nothing_at(path)
-    where, name = (
-        place(os.path.dirname(os.path.abspath(path)), root),
-        os.path.basename(path),
-    )
-    # The caller named this file, so its link may lead anywhere.
-    real = os.path.realpath(path)
-    trusted = FilePlace(
-        where.directory, (*where.roots, os.path.dirname(real)), where.seen
-    )
-    if name.endswith(".json"):
-        return _read_set(where, trusted, real)
-    if name.endswith(t5x.MSGPACK) or name == t5x.STATE_FILE:
-        return _of_flax(trusted, real)
-    return _of_files(trusted, [real])
-
-
-def require_local(path: str) -> str:
-    """`path`, unless it is a URL such as `gs://bucket/step-1`, which raises
-    `CheckpointError`.
-    """
-    if "://" in path:
-        raise CheckpointError(
-            f"{path!r} is an address, and checkpoints are read from and saved to file"
-            " systems of this machine alone; copy it to a directory (`gcloud storage"
-            " cp -r`, `aws s3 cp --recursive`, `hf download`), or mount it."
-        )
-    return path
-
-
-def _nothing_at(path: str) -> CheckpointError:
-    is_on_hub = path.count("/") == 1 and all(path.split("/")) and path[0] not in "./~"
-    hub = (
-        f" A model of the Hugging Face hub is downloaded first: `hf download {path}`."
-        if is_on_hub
-        else ""
-    )
-    return CheckpointError(
-        f"there is no checkpoint at {path!r}; give a directory, or a .safetensors"
-        f" file.{hub}"
-    )
-
-
-def _read_directory(where: FilePlace, path: str, names: list[str]) -> Index:
-    indices = [name for name in names if name.endswith(".safetensors.index.json")]
-    weights = [name for name in names if name.endswith(".safetensors")]
-    if "model.safetensors" in weights:
-        return _of_files(where, [inside(where, "model.safetensors")])
-    if len(indices) > 1:
-        raise CheckpointError(
-            f"{path!r} holds several safetensors sets, {some(indices)}; name one of"
-            " these files."
-        )
-    if indices:
-        return _read_set(where, where, inside(where, indices[0]))
-    if stores.EFORMER_INDEX in names:
-        return _indexed("eformer", where, stores.eformer_entries(where))
-    if stores.ORBAX_METADATA in names:
-        return _indexed("orbax", where, stores.orbax_entries(where))
-    stores.raise_if_no_tree(where, names)
-    if stores.OCDBT_MANIFEST in names:
-        return _indexed("ocdbt", where, stores.ocdbt_entries(where))
-    if weights:
-        return _of_files(where, [inside(where, name) for name in weights])
-    state = os.path.join(where.directory, t5x.STATE_FILE)
-    entries = stores.zarr_entries(where)
-    if os.path.isfile(state) and (entries or t5x.is_state(where)):
-        content = t5x.t5x_content(where)
-        return _indexed("t5x", where, content.entries, content.metadata)
-    t5x.raise_if_half(where, entries)
-    msgpacks = [name for name in names if name.endswith(t5x.MSGPACK)]
-    if not entries and len(msgpacks) == 1:
-        return _of_flax(where, inside(where, msgpacks[0]))
-    if not entries:
-        raise _no_checkpoint(where, path, names)
-    _raise_if_told(where, names)
-    return _indexed("zarr", where, entries)
-
-
-def _of_flax(where: FilePlace, real: str) -> Index:
-    content = t5x.flax_content(where, real)
-    return _indexed("flax", where, content.entries, content.metadata)
-
-
-def _raise_if_told(where: FilePlace, names: list[str]) -> None:
-    """Raises `CheckpointError` if weights of another format are beside zarr arrays, as
-    such a checkpoint may be in two halves.
-    """
-    told = told_files(where, names)
-    if told:
-        raise CheckpointError(
-            f"{where.directory!r} holds zarr arrays, and {told[0]}. Nothing says which"
-            " of them are the checkpoint; move the other files to another directory."
-        )
-
-
-def _no_checkpoint(where: FilePlace, path: str, names: list[str]) -> CheckpointError:
-    told = told_files(where, names)
-    steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
-    hint = ""
-    if told:
-        hint = f" It holds other files: {'; '.join(told[:3])}."
-    elif steps:
-        hint = f" It holds {some(steps)}: if these are steps of a run, name one."
-    elif names:
-        hint = f" It holds {some(names)}."
-    return CheckpointError(
-        f"{path!r} holds no checkpoint: no .safetensors file, no"
-        f" {stores.EFORMER_INDEX}, no Orbax {stores.ORBAX_METADATA}, no"
-        f" {stores.OCDBT_MANIFEST}, no zarr array and no msgpack file of flax.{hint}"
-    )
-
-
-def _indexed(
-    kind: str,
-    where: FilePlace,
-    entries: tuple[ArrayEntry, ...],
-    metadata: Mapping[str, str] = MappingProxyType({}),
-) -> Index:
-    known: dict[str, ArrayEntry] = {}
-    for entry in entries:
-        other = known.setdefault(entry.path, entry)
-        # eformer may list one array under two prefixes.
-        if _location(other) != _location(entry):
-            raise CheckpointError(
-                f"checkpoint {where.directory!r} has two arrays with the path"
-                f" {quoted(entry.path)}, in {quoted(_location(other))} and in"
-                f" {quoted(_location(entry))}; a path names one array. Rename one of"
-                " them where the checkpoint is made."
-            )
-    return Index(kind, where.directory, entries, metadata, where)
-
-
-def _location(entry: ArrayEntry) -> str:
-    return (
-        entry.key
-        if isinstance(entry, StoreArray) and entry.key is not None
-        else entry.file
-    )
-
-
-def _read_set(where: FilePlace, trusted: FilePlace, real: str) -> Index:
-    content = read_json(trusted, real)
-    weight_map = member(content, "weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) for name in weight_map.values()
-    ):
-        raise CheckpointError(
-            f"{real!r} has no `weight_map` from tensor names to file names, so it"
-            " indexes no safetensors; give the checkpoint's directory. A plan's JSON"
-            " is read by `ShardPlan.from_json(text)`."
-        )
-    files = {name: inside(where, name) for name in dict.fromkeys(weight_map.values())}
-    headers = {
-        name: safetensors.read_header(where, file) for name, file in files.items()
-    }
-    found = {
-        name: {array.path: array for array in header.arrays}
-        for name, header in headers.items()
-    }
-    for name, file in weight_map.items():
-        if name not in found[file]:
-            raise CheckpointError(
-                f"{real!r} says that tensor {quoted(name)} is in {quoted(file)}, but"
-                " that file does not hold it."
-            )
-    entries = tuple(found[file][name] for name, file in weight_map.items())
-    return Index(
-        "safetensors", where.directory, entries, _joined(headers.values()), where
-    )
-
-
-def _of_files(where: FilePlace, files: list[str]) -> Index:
-    headers = [safetensors.read_header(where, file) for file in files]
-    arrays: dict[str, FileArray] = {}
-    for array in [array for header in headers for array in header.arrays]:
-        other = arrays.setdefault(array.path, array)
-        if other is not array:
-            raise CheckpointError(
-                f"tensor {quoted(array.path)} is in {other.file!r} and in"
-                f" {array.file!r}; name one of the files, or add the"
-                " `model.safetensors.index.json` of the set."
-            )
-    return Index(
-        "safetensors", where.directory, tuple(arrays.values()), _joined(headers), where
-    )
-
-
-def _joined(headers: Iterable[safetensors.Header]) -> dict[str, str]:
-    return {
-        name: value for header in headers for name, value in header.metadata.items()
-    }
-
-
-def structs(
-    index: Index | str | os.PathLike[str], *, prefix: str | None = None
-) -> dict[str, Any]:
-    """The checkpoint's arrays as a tree of `jax.ShapeDtypeStruct`s for
-    [`shardfx.plan`][], from headers alone.
-
-    **Arguments:**
-
-    - `index`: an Index from `read_index`, or the path of a checkpoint.
-    - `prefix`: only the arrays below `prefix/` are returned, by their path relative to
-      `prefix`. In an eformer index
-        of version 2, these are the arrays that it lists under this prefix.
-
-    **Returns:**
-
-    Nested dicts, one level for each "/" in a path. A name without a slash, as most
-    safetensors have, is a key of the top level.
-
-    **Raises:**
-
-    `CheckpointError` for an array whose shape or dtype is not in the checkpoint.
-
-    A safetensors array of 6 bits, a dtype that JAX lacks, is a struct of its bytes, of
-    dtype uint8. An array of a store with a dtype that JAX lacks is left out; `load`
-    names it, unless `unread="allow"`.
-
-    !!! Example
-
-        ```python
-        import tempfile
-        import numpy as np
-        from safetensors.numpy import save_file
-        import shardfx
-        from shardfx import MeshSpec, PathRules, checkpoint
-
-        directory = tempfile.mkdtemp()
-        save_file({"embed": np.ones((64, 8), np.float32)}, f"{directory}/model.safetensors")
-        tree = checkpoint.structs(checkpoint.read_index(directory))
-        made = shardfx.plan(tree, MeshSpec({"fsdp": 8}), paths=PathRules.parse(".*->fsdp"))
-        assert made.bytes_per_device == 256
-        ```
-    """
-    index = index if isinstance(index, Index) else read_index(index)
-    found = []
-    for path, entry in _below(index, prefix):
-        if is_unreadable(entry):
-            continue
-        if isinstance(entry, FileArray) and entry.dtype is None:
-            entry = raw_entry(entry)
-        found.append((path, struct(entry, index)))
-    return _nested(found)
-
-
 def is_unreadable(entry: ArrayEntry) -> bool:
     """Whether the values of an array in a checkpoint cannot be read in any form, since
     JAX has no such dtype and the checkpoint does not keep the bytes as they are.
@@ -482,7 +181,7 @@ def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
     )
 
 
-def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
+def below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
     """The entries below `prefix`, each with its path relative to `prefix`; all entries
     if it is `None`.
 
@@ -510,7 +209,7 @@ def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
     return chosen
 
 
-def _nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
+def nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
     """Nested dicts from pairs of a path and a value: `{"a": {"b": x}}` for
     `("a/b", x)`. No value may be a dict.
 

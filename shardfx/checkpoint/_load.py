@@ -4,31 +4,27 @@ Gaps of fewer than `gap_bytes` bytes between the bytes that this process needs a
 too.
 """
 
-import collections
 import concurrent.futures
 import functools as ft
-import itertools as it
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from collections.abc import Sequence
+from typing import TypedDict, TypeVar, Unpack, overload
 
 import jax
-import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from .._convert import TreeMap
-from .._ground.boxes import Box, array_of, boxes_here
-from .._ground.copying import buffers
-from .._ground.errors import CheckpointError, PlanMismatchError
+from .._ground.boxes import array_of
+from .._ground.errors import CheckpointError
 from .._ground.spec import DType
-from .._ground.text import printable
 from .._plan import ShardPlan
 from . import _stores as stores
 from ._entry import FileArray, StoreArray
 from ._files import ChangedError, require_seen_unchanged
-from ._index import Index, read_index
-from ._leaves_to_load import LeafToLoad, Unread, box_bytes, leaves_to_load
+from ._flight import Flight, Group, Task, position, units_of
+from ._formats import read_index
+from ._index import Index
+from ._leaves_to_load import LeafToLoad, Unread, leaves_to_load
 from ._metadata import implementation
 from ._numbers import read_scalars
 from ._reader import (
@@ -37,7 +33,6 @@ from ._reader import (
     Files,
     Progress,
     Read,
-    memory_to_fill,
     open_files,
 )
 from ._reads import fetches, read_piece, spans_into
@@ -48,7 +43,6 @@ from ._stores import MissingChunks
 T = TypeVar("T")
 Source = str | os.PathLike[str] | Index
 
-_STAGING_BYTES = 2**30
 _WORKERS = 8
 _CALL_BYTES = 8192
 _TRIES = 16
@@ -234,228 +228,6 @@ def load(
     raise AssertionError("the last try returns or raises")
 
 
-def is_on_cpu(sharding: Sharding) -> bool:
-    """Whether all devices of a sharding are CPUs. A load then reads shards directly
-    into the memory of the array.
-    """
-    return all(device.platform == "cpu" for device in sharding.addressable_devices)
-
-
-def moved(
-    filled: np.ndarray, devices: Sequence[object], sharding: Sharding
-) -> list[Any]:
-    """Copies one shard from host memory to each of `devices`, and returns the
-    single-device arrays.
-
-    They get the memory kind of `sharding`, the sharding of the whole array.
-    """
-    kind = sharding.memory_kind
-    return [
-        jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind))
-        for device in devices
-    ]
-
-
-class Kind(NamedTuple):
-    """The shards of a leaf that this process loads. Leaves with equal shape, dtype and
-    sharding share one `Kind`.
-
-    **Arguments:**
-
-    - `boxes`: the boxes of this process's shards.
-    - `devices`: for each box, the devices that hold it.
-    - `shapes`, `sizes`: for each box, its shape and its bytes.
-    - `is_on_cpu`: whether the bytes are read directly into the memory of the array,
-      without a copy to a device.
-    """
-
-    boxes: tuple[Box, ...]
-    devices: tuple[tuple[Any, ...], ...]
-    shapes: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-    is_on_cpu: bool
-
-
-class Unit(NamedTuple):
-    """The boxes of one leaf that are loaded together. For a leaf that exceeds the
-    memory limit, a unit has one box.
-
-    **Arguments:**
-
-    - `number`: the position of the leaf in the plan.
-    - `leaf`, `kind`: the leaf, and the boxes to load.
-    - `nbytes`: the number of bytes of the boxes.
-    """
-
-    number: int
-    leaf: LeafToLoad
-    kind: Kind
-    nbytes: int
-
-    @property
-    def staging_bytes(self) -> int:
-        """The bytes of host memory that the boxes occupy until they are copied to
-        devices; 0 on CPUs.
-        """
-        return 0 if self.kind.is_on_cpu else self.nbytes
-
-
-def units_of(
-    leaves: Sequence[LeafToLoad], asked_limit: int | None
-) -> tuple[list[Unit], int]:
-    """The units of all leaves, in the order of their positions in the files, and the
-    memory limit in bytes.
-
-    `asked_limit` is the limit that the caller of `load` gave, if any. Raises
-    `CheckpointError` if a shard exceeds it.
-    """
-    known: dict[object, Kind] = {}
-    whole = [_unit(number, leaf, known) for number, leaf in enumerate(leaves)]
-    staged = [
-        (max(unit.kind.sizes, default=0), unit.leaf.path)
-        for unit in whole
-        if not unit.kind.is_on_cpu
-    ]
-    largest, path = max(staged, default=(0, ""))
-    if asked_limit is not None and asked_limit < largest:
-        raise CheckpointError(
-            f"`memory_limit_bytes={asked_limit}` is less than one shard of leaf"
-            f" `{path}`, {largest} bytes; allow at least that, or cut the leaf over"
-            " more devices."
-        )
-    limit = max(_STAGING_BYTES, largest) if asked_limit is None else asked_limit
-    units = []
-    for unit in sorted(
-        whole, key=lambda unit: [_position(entry) for entry in unit.leaf.entries[:1]]
-    ):
-        if unit.staging_bytes <= limit:
-            units.append(unit)
-            continue
-        for box, devices, shape, nbytes in zip(*unit.kind[:4], strict=True):
-            units.append(
-                unit._replace(
-                    kind=Kind((box,), (devices,), (shape,), (nbytes,), False),
-                    nbytes=nbytes,
-                )
-            )
-    return units, limit
-
-
-def _position(entry: FileArray | StoreArray) -> tuple[str, int]:
-    return entry.file, entry.offset if isinstance(entry, FileArray) else 0
-
-
-def _unit(number: int, leaf: LeafToLoad, known: dict[object, Kind]) -> Unit:
-    key = (leaf.shape, leaf.dtype, leaf.sharding)
-    kind = known.get(key)
-    if kind is None:
-        if isinstance(leaf.sharding, NamedSharding) and isinstance(
-            leaf.sharding.mesh, AbstractMesh
-        ):
-            raise PlanMismatchError(
-                "the plan has no devices, so there is nowhere to load to; put it on"
-                " some: `plan.on(plan.mesh.build(jax.devices()))`."
-            )
-        holders: dict[Box, tuple[Any, ...]] = {}
-        for device, box in boxes_here(leaf.sharding, leaf.shape).items():
-            holders[box] = (*holders.get(box, ()), device)
-        shapes = tuple(tuple(stop - start for start, stop in box) for box in holders)
-        sizes = tuple(box_bytes(box, leaf.dtype) for box in holders)
-        kind = known[key] = Kind(
-            tuple(holders),
-            tuple(holders.values()),
-            shapes,
-            sizes,
-            is_on_cpu(leaf.sharding),
-        )
-    return Unit(number, leaf, kind, sum(kind.sizes))
-
-
-# Reads some bytes, and returns their number.
-Task = Callable[[], int]
-# Units that are read at once, and the memory of the boxes of each.
-Group = list[tuple[Unit, list[np.ndarray]]]
-
-
-class Flight:
-    """The reads of a load that are in progress. A limit bounds the bytes in host memory
-    that are not yet on devices.
-
-    `filled` maps the position of a leaf on CPUs to its boxes and their memory. `placed`
-    maps the position of any other leaf to its arrays on single devices. Positions are
-    those in the plan.
-
-    **Arguments:**
-
-    - `pool`: the threads that read.
-    - `limit`: the limit in bytes.
-    - `bar`: the progress line.
-    """
-
-    def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress):
-        self._pool, self._limit, self._bar = pool, limit, bar
-        self._open = collections.deque[
-            tuple[Group, int, list[concurrent.futures.Future[int]]]
-        ]()
-        self._staging_bytes = 0
-        self.filled: dict[int, tuple[tuple[Box, ...], list[np.ndarray]]] = {}
-        self.placed: dict[int, list[jax.Array]] = {}
-
-    def admit(
-        self, units: Sequence[Unit], tasks_of: Callable[[Group], Sequence[Task]]
-    ) -> None:
-        """Waits until `units` fit into the memory limit, and starts the reads that
-        `tasks_of` makes for them.
-        """
-        coming = sum(unit.staging_bytes for unit in units)
-        while self._open and self._staging_bytes + coming > self._limit:
-            self._land_first()
-        wanted = [
-            (shape, unit.leaf.dtype) for unit in units for shape in unit.kind.shapes
-        ]
-        # Large values get separate blocks: `malloc` serves blocks below 32 MiB from
-        # memory that was touched before.
-        together = [wanted] if len(units) > 1 else [[one] for one in wanted]
-        memory = iter(
-            [one for some in together for one in buffers(some, memory_to_fill)]
-        )
-        group = [
-            (unit, list(it.islice(memory, len(unit.kind.boxes)))) for unit in units
-        ]
-        self._staging_bytes += coming
-        self._open.append(
-            (group, coming, [self._pool.submit(task) for task in tasks_of(group)])
-        )
-
-    def land(self) -> None:
-        """Waits until all reads are finished."""
-        while self._open:
-            self._land_first()
-
-    def _land_first(self) -> None:
-        group, staging_bytes, tasks = self._open.popleft()
-        for task in tasks:
-            self._bar.advance(task.result())
-        on_devices = []
-        for unit, memory in group:
-            if unit.leaf.dtype.kind == "b" and any(
-                filled.view(np.uint8).max(initial=0) > 1 for filled in memory
-            ):
-                raise CheckpointError(
-                    f"leaf `{printable(unit.leaf.path)}`: a boolean in the checkpoint"
-                    " is neither 0 nor 1; the file is damaged."
-                )
-            if unit.kind.is_on_cpu:
-                self.filled[unit.number] = (unit.kind.boxes, memory)
-                continue
-            # This memory is temporary: it must be free before more is admitted.
-            for filled, devices in zip(memory, unit.kind.devices, strict=True):
-                on_devices += (placed := moved(filled, devices, unit.leaf.sharding))
-                self.placed.setdefault(unit.number, []).extend(placed)
-        jax.block_until_ready(on_devices)
-        self._staging_bytes -= staging_bytes
-
-
 def _read(
     index: Index,
     leaves: Sequence[LeafToLoad],
@@ -536,7 +308,7 @@ def _tasks(
             others.append(ft.partial(read_piece, *given))
     if len(group) > 1:
         return [lambda: files.read(reads) + sum(task() for task in others)]
-    reads.sort(key=lambda read: _position(read.entry))
+    reads.sort(key=lambda read: position(read.entry))
     # A read has a fixed cost beside its bytes.
     batches = grouped(
         reads, lambda read: read.span.nbytes + _CALL_BYTES * read.span.runs, RUN_BYTES

@@ -29,7 +29,7 @@ from . import _safetensors as safetensors
 from ._coordination import SaveProcesses, digest_of, holders_of, lines_of
 from ._entry import fill
 from ._files import inside, place, read_json
-from ._index import read_index, require_local
+from ._formats import read_index, require_local
 from ._leaves import Leaves, exported, leaves_to_save, plan_of_arrays, shards_of
 from ._metadata import NUMBERS_KEY, to_text
 from ._reader import (

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx._ground.errors import CheckpointError
-from shardfx.checkpoint import _load as loading
+from shardfx.checkpoint import _flight as flights
 from shardfx.errors import PlanMismatchError
 
 
@@ -383,15 +383,15 @@ def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, reads, limi
     }
     save_file(arrays, tmp_path / "x.safetensors")
     plan = {name: struct(array, P(("a", "b", "c"))) for name, array in arrays.items()}
-    moved, gone, on_way = loading.moved, [], []
+    moved, gone, on_way = flights.moved, [], []
 
     def move(filled, devices, sharding):
         on_way.append(sum(reads) - sum(gone))
         gone.append(filled.nbytes)
         return moved(filled, devices, sharding)
 
-    monkeypatch.setattr(loading, "is_on_cpu", lambda sharding: False)
-    monkeypatch.setattr(loading, "moved", move)
+    monkeypatch.setattr(flights, "is_on_cpu", lambda sharding: False)
+    monkeypatch.setattr(flights, "moved", move)
     loaded = checkpoint.load(tmp_path, plan, memory_limit_bytes=limit)
     assert all(same_bytes(loaded[name], arrays[name]) for name in arrays)
     assert all(array.sharding == plan[name].sharding for name, array in loaded.items())
@@ -404,7 +404,7 @@ def test_a_limit_below_one_shard(tmp_path, monkeypatch):
     array = random((64, 64), np.float32)
     save_file({"w": array}, tmp_path / "x.safetensors")
     plan = {"w": struct(array, P(("a", "b", "c")))}
-    monkeypatch.setattr(loading, "is_on_cpu", lambda sharding: False)
+    monkeypatch.setattr(flights, "is_on_cpu", lambda sharding: False)
     with pytest.raises(
         CheckpointError,
         match="`memory_limit_bytes=100` is less than one shard of leaf `w`, 2048",

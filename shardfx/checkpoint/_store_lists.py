@@ -1,0 +1,203 @@
+"""The lists of arrays in chunks that eformer and Orbax write."""
+
+import dataclasses
+import os
+
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
+from ._entry import ListedArray, StoreArray
+from ._files import FilePlace, inside, is_shape, member, read_json
+from ._stores import OCDBT_MANIFEST, dtype_named, entry_in, ocdbt_entries
+
+
+EFORMER_INDEX = "tensorstore_index.json"
+
+
+def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
+    """The arrays that an eformer index lists, of all its prefixes, in the index's
+    order.
+
+    Version 1 has one list, `arrays`; version 2 has one list per prefix, and may have
+    `arrays` too. The index's own field `version` does not tell them apart, since it is
+    the version of eformer's package.
+    """
+    real = inside(where, EFORMER_INDEX)
+    content = read_json(where, real)
+    if not isinstance(content, dict) or content.get("format") != "tensorstore":
+        found = (
+            content.get("format")
+            if isinstance(content, dict)
+            else type(content).__name__
+        )
+        raise CheckpointError(
+            f"Unsupported index format: {str(found)[:80]}, in {real!r}; it must be"
+            " 'tensorstore'."
+        )
+    prefixes = content.get("prefixes", {})
+    if not isinstance(prefixes, dict):
+        raise CheckpointError(
+            f"{real!r}: `prefixes` must map each prefix to a list of arrays."
+        )
+    entries: list[StoreArray | ListedArray] = []
+    for group, rows in [(None, content.get("arrays", [])), *prefixes.items()]:
+        if not isinstance(rows, list):
+            what = "`arrays`" if group is None else f"prefix {quoted(group)}"
+            raise CheckpointError(f"{real!r}: {what} must be a list.")
+        entries += [_listed(where, real, group, row) for row in rows]
+    return tuple(entries)
+
+
+def _listed(
+    where: FilePlace, real: str, group: str | None, row: object
+) -> StoreArray | ListedArray:
+    if not isinstance(row, dict) or not isinstance(row.get("path"), str):
+        raise CheckpointError(
+            f"{real!r} lists {quoted(str(row), 80)}, which has no `path`."
+        )
+    path, shape, dtype = row["path"], row.get("shape"), row.get("dtype")
+    directory = inside(where, path)
+    # The array's own metadata decides what a read returns; the index is a copy that may
+    # be out of date.
+    found = entry_in(where, path, directory)
+    if found is not None:
+        if shape is not None and list(found.shape) != shape:
+            raise CheckpointError(
+                f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}, but its"
+                f" own metadata says {found.shape}."
+            )
+        return dataclasses.replace(found, group=group)
+    if shape is not None and not is_shape(shape):
+        raise CheckpointError(
+            f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}; it must be a"
+            " list of sizes."
+        )
+    known = dtype_named(dtype) if isinstance(dtype, str) else None
+    stored = dtype if isinstance(dtype, str) else "unknown"
+    return ListedArray(
+        path, None if shape is None else tuple(shape), known, directory, stored, group
+    )
+
+
+ORBAX_METADATA = "_METADATA"
+# The files that Orbax writes beside the arrays.
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_TRACES = ("_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "ocdbt.process_0")
+# The types that Orbax gives to values that it stores as arrays. Strings and empty
+# containers have others.
+_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
+
+
+def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
+    """Raises `CheckpointError` if Orbax wrote the checkpoint's directory, and it does
+    not contain one tree of arrays.
+
+    It may be a training step, which contains several trees, or an incomplete
+    checkpoint. `names` are its files.
+    """
+    require_finished(where)
+    items = [
+        name
+        for name in names
+        if os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA))
+    ]
+    if items:
+        raise CheckpointError(
+            f"{where.directory!r} is a step of Orbax's CheckpointManager with the items"
+            f" {items[:20]}; name one, as in"
+            f" `read_index({os.path.join(where.directory, items[0])!r})`."
+        )
+    traces = [name for name in names if name in _TRACES]
+    if traces:
+        raise CheckpointError(
+            f"{where.directory!r} is a checkpoint of Orbax, as {quoted(traces[0])}"
+            f" shows, without {ORBAX_METADATA}: its save was interrupted, or files were"
+            " lost, and nothing says which arrays it had. Copy the whole checkpoint,"
+            " or take an earlier step."
+        )
+
+
+def require_finished(where: FilePlace) -> None:
+    """Raises `CheckpointError` for a directory with the name that Orbax gives to a save
+    until it is complete.
+    """
+    name = os.path.basename(where.directory)
+    if _UNFINISHED in name:
+        raise CheckpointError(
+            f"{where.directory!r} is a save of Orbax that was not finished, as its name"
+            " says; take an earlier step. If you know that it is complete, rename it to"
+            f" {name.partition(_UNFINISHED)[0]!r}."
+        )
+
+
+def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
+    """The arrays of an Orbax PyTree checkpoint. Their paths are Orbax's keys joined by
+    "/".
+
+    Orbax's own reader opens the files that the metadata names before it checks the
+    names, so it is not used.
+    """
+    require_finished(where)
+    real = inside(where, ORBAX_METADATA)
+    content = read_json(where, real)
+    rows = member(content, "tree_metadata")
+    if not isinstance(rows, dict):
+        raise CheckpointError(
+            f"{real!r} has no `tree_metadata` that describes arrays; it is damaged, or"
+            " not Orbax's."
+        )
+    named = [_keys(real, name, row) for name, row in rows.items()]
+    if os.path.lexists(os.path.join(where.directory, OCDBT_MANIFEST)):
+        entry_of = {entry.key: entry for entry in ocdbt_entries(where)}.get
+    else:
+        entry_of = lambda name: (
+            entry_in(where, name, inside(where, name)) if name else None
+        )
+    found = [(keys, must, entry_of(".".join(keys))) for keys, must in named]
+    names: dict[str, list[str]] = {}
+    for keys, must, entry in found:
+        if names.setdefault(".".join(keys), keys) != keys and entry is not None:
+            raise CheckpointError(
+                f"{real!r} names arrays by {keys} and by {names['.'.join(keys)]}, which"
+                " Orbax keeps under one name, so one of them was lost when it was"
+                " written; rename one of them and save again."
+            )
+        if must and entry is None:
+            raise CheckpointError(
+                f"{real!r} names the array {quoted('/'.join(keys))}, but"
+                f" {where.directory!r} does not hold it; copy the whole checkpoint."
+            )
+    return tuple(
+        dataclasses.replace(entry, path="/".join(keys))
+        for keys, _, entry in found
+        if entry is not None
+    )
+
+
+def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
+    """The keys from the root to a value in Orbax's `tree_metadata`, and whether the
+    value must be an array.
+
+    `real` is the path of the metadata file, for errors. `name` and `row` are the
+    value's name and metadata.
+    """
+    keys, value = member(row, "key_metadata"), member(row, "value_metadata")
+    names = (
+        [key.get("key") for key in keys if isinstance(key, dict)]
+        if isinstance(keys, list)
+        else []
+    )
+    texts = [str(key) for key in names if isinstance(key, str | int)]
+    if (
+        not isinstance(value, dict)
+        or not isinstance(keys, list)
+        or len(texts) != len(keys)
+    ):
+        raise CheckpointError(
+            f"{real!r}: {quoted(name)} in `tree_metadata` has no keys and value that"
+            " Orbax writes."
+        )
+    return (
+        texts,
+        value.get("value_type") in _ARRAYS
+        and value.get("skip_deserialize") is not True,
+    )
