@@ -4,11 +4,12 @@ tensorstore unpacks gzip, zlib, bz2 and zstd only up to the length of a chunk. B
 reads a file as a whole, and it unpacks blosc to the length that the file claims.
 """
 
+import contextlib
 import itertools as it
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from ._entry import StoreArray, itemsize
 from ._files import member
+from ._place import MissingError, OpenFile, Place
 
 
 # A chunk that cannot be compressed takes a little more than its own size.
@@ -32,88 +34,110 @@ _CLAIM = slice(4, 8)
 _NOT_STORED = 2**64 - 1
 
 
-def ocdbt(directory: str, key: str = "") -> dict[str, Any]:
-    """The tensorstore spec of a key in the OCDBT database of a directory."""
-    base = {"driver": "file", "path": f"{directory}/"}
-    return {"driver": "ocdbt", "base": base, "path": f"{key}/" if key else ""}
+class _Stored(NamedTuple):
+    """A value of a database that was read, with the operations of an open file."""
+
+    value: bytes
+
+    @property
+    def known_size(self) -> int:
+        return len(self.value)
+
+    def size(self) -> int:
+        return len(self.value)
+
+    def read(self, count: int, offset: int) -> bytes:
+        return self.value[offset : offset + count]
+
+
+class _Bounds(NamedTuple):
+    """The limits of an array's stored chunks.
+
+    - `path`: the array's path.
+    - `chunk`, `nbytes`: the shape of a chunk, and its bytes, unpacked.
+    - `itemsize`: the bytes of an element.
+    - `codecs`: the configuration of each codec by its name.
+    """
+
+    path: str
+    chunk: tuple[int, ...]
+    nbytes: int
+    itemsize: int
+    codecs: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def limit_bytes(self) -> int:
+        """The most bytes that a stored chunk may have."""
+        if _SHARDS in self.codecs:
+            return max(2 * self.nbytes, _SHARD_BYTES)
+        return 2 * self.nbytes + _MORE_BYTES
 
 
 def require_bounded(
-    ts: Any, array: Any, entry: StoreArray, boxes: Sequence[Box]
+    where: Place, array: Any, entry: StoreArray, boxes: Sequence[Box]
 ) -> None:
     """Raises `CheckpointError` if a chunk that `boxes` need takes more memory, when
     unpacked, than its shape allows.
 
-    `ts` is the tensorstore module, and `array` the array that it opened.
+    `array` is the array that tensorstore opened.
     """
     # tensorstore must read what was checked here, so it is told how to interpret the
     # metadata.
     metadata = array.spec().to_json()["metadata"]
     if entry.key is not None and "'blosc'" not in repr(metadata):
         return  # a database reads parts of its own files
-    store = (
-        None
-        if entry.key is None
-        else ts.KvStore.open(ocdbt(entry.file, entry.key)).result()
+    codecs: Mapping[str, Mapping[str, Any]]
+    codecs = {member(metadata, "compressor", "id"): {}}
+    if "codecs" in metadata:
+        codecs = _codecs(metadata["codecs"])
+    each_bytes = itemsize(entry.dtype)
+    bounds = _Bounds(
+        path=entry.path,
+        chunk=entry.chunks,
+        nbytes=math.prod(entry.chunks) * each_bytes,
+        itemsize=each_bytes,
+        codecs=codecs,
     )
-    codecs = (
-        _codecs(metadata["codecs"])
-        if "codecs" in metadata
-        else {member(metadata, "compressor", "id"): {}}
+
+    def check(name: str) -> None:
+        # The reader reports a missing chunk.
+        with contextlib.suppress(OSError, KeyError, MissingError):
+            if entry.key is not None:
+                value = array.kvstore.read(name).result().value
+                _check_chunk(bounds, name, _Stored(value))
+                return
+            with where.chunk(os.path.join(entry.file, name)) as file:
+                _check_chunk(bounds, name, file)
+
+    names = dict.fromkeys(_names(metadata, entry.chunks, boxes))
+    where.each(check, names)
+
+
+def _check_chunk(bounds: _Bounds, name: str, file: OpenFile) -> None:
+    what = f"array {quoted(bounds.path)}: the chunk {quoted(name)}"
+    size = file.known_size
+    if size is not None and size > bounds.limit_bytes:
+        raise _forged(what, f"has {size} bytes", bounds.nbytes)
+    if size is None and file.read(1, bounds.limit_bytes):
+        raise _forged(what, f"has over {bounds.limit_bytes} bytes", bounds.nbytes)
+    buffers = [(0, bounds.nbytes)] if "blosc" in bounds.codecs else []
+    if _SHARDS in bounds.codecs:
+        shards = bounds.codecs[_SHARDS]
+        inner_bytes = math.prod(shards["chunk_shape"]) * bounds.itemsize
+        begins = _begins(what, file, shards, bounds.chunk)
+        buffers = [(begin, inner_bytes) for begin in begins]
+    for begin, most_bytes in buffers:
+        head = file.read(_CLAIM.stop, begin)
+        claimed = int.from_bytes(head[_CLAIM], "little")
+        if claimed > most_bytes:
+            raise _forged(what, f"claims to unpack to {claimed} bytes", most_bytes)
+
+
+def _forged(what: str, claim: str, chunk_bytes: int) -> CheckpointError:
+    return CheckpointError(
+        f"{what} {claim}, and a chunk of it has {chunk_bytes}; it is damaged, or forged"
+        " to take all memory. Nothing was read; copy the checkpoint again."
     )
-    own_bytes = math.prod(entry.chunks) * itemsize(entry.dtype)
-    limit_bytes = (
-        max(2 * own_bytes, _SHARD_BYTES)
-        if _SHARDS in codecs
-        else 2 * own_bytes + _MORE_BYTES
-    )
-    for name in dict.fromkeys(_names(metadata, entry.chunks, boxes)):
-        try:
-            size, read = _look_at(store, entry.file, name)
-        except (OSError, KeyError):
-            continue  # the reader reports a missing chunk
-        what = f"array {quoted(entry.path)}: the chunk {quoted(name)}"
-        claims = [(f"has {size} bytes", own_bytes)] if size > limit_bytes else []
-        buffers = [(0, own_bytes)] if "blosc" in codecs else []
-        if _SHARDS in codecs and not claims:
-            inner_bytes = math.prod(codecs[_SHARDS]["chunk_shape"]) * itemsize(
-                entry.dtype
-            )
-            buffers = [
-                (begin, inner_bytes)
-                for begin in _begins(what, size, read, codecs[_SHARDS], entry.chunks)
-            ]
-        for begin, most_bytes in buffers:
-            claimed = int.from_bytes(read(begin, begin + _CLAIM.stop)[_CLAIM], "little")
-            if claimed > most_bytes:
-                claims.append((f"claims to unpack to {claimed} bytes", most_bytes))
-        if claims:
-            raise CheckpointError(
-                f"{what} {claims[0][0]}, and a chunk of it has {claims[0][1]}; it is"
-                " damaged, or forged to take all memory. Nothing was read; copy the"
-                " checkpoint again."
-            )
-
-
-def _look_at(
-    store: Any, directory: str, name: str
-) -> tuple[int, Callable[[int, int], bytes]]:
-    """The size in bytes of the stored chunk `name`, and a function that reads a byte
-    range of it.
-
-    The chunk is in the tensorstore key-value store `store`, or a file in `directory` if
-    `store` is `None`.
-    """
-    if store is not None:
-        value = store.read(name).result().value
-        return len(value), lambda start, stop: value[start:stop]
-    path = os.path.join(directory, name)
-
-    def read(start: int, stop: int) -> bytes:
-        with open(path, "rb") as file:
-            return os.pread(file.fileno(), stop - start, start)
-
-    return os.stat(path).st_size, read
 
 
 def _names(
@@ -146,16 +170,11 @@ def _codecs(listed: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
 
 
 def _begins(
-    what: str,
-    size: int,
-    read: Callable[[int, int], bytes],
-    shards: Mapping[str, Any],
-    chunk: Sequence[int],
+    what: str, file: OpenFile, shards: Mapping[str, Any], chunk: Sequence[int]
 ) -> list[int]:
     """The offsets of blosc's buffers in a zarr3 shard, a file of many chunks with a
     table of their offsets.
 
-    `size` is the size of the file in bytes, and `read` reads a byte range of it.
     `shards` is the configuration of zarr3's sharding codec, and `chunk` the shape of
     the shard. `what` is the name of the file in errors.
     """
@@ -173,14 +192,12 @@ def _begins(
         -(-whole // max(part, 1))
         for whole, part in zip(chunk, shards["chunk_shape"], strict=True)
     )
-    # A checksum of 4 bytes may follow the table, which has 16 bytes for each chunk.
-    start = (
-        size - 16 * count - 4 * ("crc32c" in table)
-        if shards["index_location"] == "end"
-        else 0
-    )
+    size, start = file.size(), 0
+    if shards["index_location"] == "end":
+        # A checksum of 4 bytes may follow the table, which has 16 bytes for each chunk.
+        start = size - 16 * count - 4 * ("crc32c" in table)
     if start < 0:
         return []  # the reader reports a file that is too short for its table
     dtype = ">u8" if member(table, "bytes", "endian") == "big" else "<u8"
-    numbers = np.frombuffer(read(start, start + 16 * count), dtype)
+    numbers = np.frombuffer(file.read(16 * count, start), dtype)
     return [begin for begin in numbers[0::2].tolist() if begin < min(size, _NOT_STORED)]

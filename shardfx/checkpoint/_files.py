@@ -9,13 +9,17 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeGuard
 
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
+from ._place import MissingError, Place, S, T
 
 
+# Shorter gaps between the bytes that a process needs are read too, since skipping them
+# takes ten times as long.
+GAP_BYTES = 64
 # A number with twice as many digits may be too large for a double, and contains a block
 # of digits only.
 _BLOCK = 150
@@ -27,14 +31,30 @@ class ChangedError(CheckpointError):
     """The error for a file of a checkpoint that has changed since it was first opened."""
 
 
+class LocalFile(NamedTuple):
+    """A file that is open for reading, by its descriptor."""
+
+    descriptor: int
+
+    @property
+    def known_size(self) -> int:
+        return self.size()
+
+    def size(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
+    def read(self, count: int, offset: int) -> bytes:
+        return read_at(self.descriptor, count, offset)
+
+
 @dataclasses.dataclass(frozen=True)
 class FilePlace:
     """A checkpoint's directory, and the other directories that its links may lead to,
     as real paths without links.
 
-    It records each opened file by device, inode, size and time of change. Every file
-    must stay unchanged until the checkpoint has been read, because the content of one
-    file decides how others are read.
+    Its methods are those of `Place`. It records each opened file by device, inode,
+    size and time of change. Every file must stay unchanged until the checkpoint has
+    been read, because the content of one file decides how others are read.
     """
 
     directory: str
@@ -42,6 +62,51 @@ class FilePlace:
     seen: dict[str, tuple[int, ...]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
+
+    @property
+    def gap_bytes(self) -> int:
+        return GAP_BYTES
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.directory))
+
+    def directories(self) -> Iterator[tuple[str, str]]:
+        for directory, below, _ in os.walk(self.directory):
+            below.sort()
+            name = os.path.relpath(directory, self.directory).replace(os.sep, "/")
+            yield name, directory
+
+    def has_file(self, real: str) -> bool:
+        return os.path.isfile(real)
+
+    def inside(self, name: str) -> str:
+        return inside(self, name)
+
+    @contextlib.contextmanager
+    def opened(self, real: str) -> Iterator[LocalFile]:
+        with opened(self, real) as descriptor:
+            yield LocalFile(descriptor)
+
+    @contextlib.contextmanager
+    def chunk(self, real: str) -> Iterator[LocalFile]:
+        with open(real, "rb") as file:
+            yield LocalFile(file.fileno())
+
+    def each(self, call: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        return [call(item) for item in items]
+
+    def require_unchanged(self) -> None:
+        for real in list(self.seen):
+            try:
+                self.require_same(real, os.stat(real))
+            except FileNotFoundError:
+                raise _missing(real) from None
+
+    def require_plain_tree(self, real: str) -> None:
+        require_plain_tree(self, real)
+
+    def kvstore(self, real: str) -> dict[str, Any]:
+        return {"driver": "file", "path": f"{real}/"}
 
     def root_of(self, real: str) -> str | None:
         """The directory of `roots` that contains the path `real`, or `None`."""
@@ -120,17 +185,6 @@ def opened(where: FilePlace, real: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def require_seen_unchanged(where: FilePlace) -> None:
-    """Raises `ChangedError` if a file that was opened has changed, and
-    `CheckpointError` if one is missing.
-    """
-    for real in list(where.seen):
-        try:
-            where.require_same(real, os.stat(real))
-        except FileNotFoundError:
-            raise _missing(real) from None
-
-
 def _open(root: str, real: str) -> int:
     parts = os.path.relpath(real, root).split(os.sep)
     safe = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -191,8 +245,8 @@ def require_plain_tree(where: FilePlace, real: str) -> None:
                     raise _irregular(path)
 
 
-def _missing(real: str) -> CheckpointError:
-    return CheckpointError(
+def _missing(real: str) -> MissingError:
+    return MissingError(
         f"checkpoint file {quoted(real)} is missing; copy it there, or point to a whole"
         " checkpoint."
     )
@@ -305,19 +359,25 @@ def is_shape(values: object) -> TypeGuard[list[int]]:
     return is_sizes(values) and math.prod(size or 1 for size in values) < 2**59
 
 
-def read_json(where: FilePlace, real: str, limit_bytes: int = 100_000_000) -> Any:
+def read_json(where: Place, real: str, limit_bytes: int = 100_000_000) -> Any:
     """The content of the JSON file `real`. A file of more than `limit_bytes` bytes
     raises `CheckpointError`.
     """
-    with opened(where, real) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size > limit_bytes:
-            raise CheckpointError(
-                f"{real!r} has {size} bytes, more than the {limit_bytes} allowed for an"
-                " index."
-            )
-        data = read_at(descriptor, size + 1, 0)
+    with where.opened(real) as file:
+        size = file.known_size
+        if size is not None and size > limit_bytes:
+            raise _too_large(real, f"{size} bytes", limit_bytes)
+        most_bytes = limit_bytes if size is None else size
+        data = file.read(most_bytes + 1, 0)
+    if len(data) > limit_bytes:
+        raise _too_large(real, f"{len(data)} bytes or more", limit_bytes)
     return parsed_json(data, repr(real))
+
+
+def _too_large(real: str, what: str, limit_bytes: int) -> CheckpointError:
+    return CheckpointError(
+        f"{real!r} has {what}, more than the {limit_bytes} allowed for an index."
+    )
 
 
 def read_at(descriptor: int, count: int, offset: int) -> bytes:

@@ -1,5 +1,6 @@
 """The formats of checkpoints: which one a directory has, and its index."""
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -13,15 +14,21 @@ from . import (
     _stores as stores,
     _t5x as t5x,
 )
+from ._address import Address, Where, address_of
 from ._entry import ArrayEntry, FileArray, StoreArray
-from ._files import FilePlace, inside, member, place, read_json
+from ._files import FilePlace, member, place, read_json
 from ._index import Index, below, is_unreadable, nested, some, struct
 from ._kinds import told_files
+from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._packed import raw_entry
+from ._place import MissingError, Place
 
 
 def read_index(
-    path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None
+    path: Where,
+    *,
+    root: str | os.PathLike[str] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Index:
     """The content of a checkpoint from its headers alone. No weight is read, and no
     device is needed.
@@ -33,9 +40,13 @@ def read_index(
         either of them, with an eformer `tensorstore_index.json`, with an Orbax
         checkpoint, with an OCDBT database, with a T5X checkpoint, with zarr arrays, or
         with a msgpack file of flax. A directory is checked for these in this order.
+        Each may be in a store: `gs://bucket/path`, `s3://bucket/path`, or
+        `s3://bucket/path?endpoint=https://host` for other servers of S3's kind, or a
+        spec of TensorStore, such as `{"driver": "s3", "bucket": "bucket"}`.
     - `root`: a further directory that symbolic links in the checkpoint may lead to. The
       cache of the Hugging Face
         hub is such a case: its snapshots are links to `../../blobs`.
+    - `timeout_seconds`: seconds after which a store that does not answer is an error.
 
     **Returns:**
 
@@ -60,11 +71,17 @@ def read_index(
         assert index["embed"].shape == (64, 8) and index.bytes_total == 2048
         ```
     """
-    path = require_local(os.fspath(path))
+    found = address_of(path)
+    if isinstance(found, Address):
+        return _read_store(found, timeout_seconds)
+    return _read_local(found, root)
+
+
+def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
     if os.path.isdir(path):
         where = place(path, root)
         try:
-            names = sorted(os.listdir(where.directory))
+            names = where.names()
         except FileNotFoundError:
             # A writer has just moved the directory away.
             raise _nothing_at(path) from None
@@ -100,6 +117,10 @@ def require_local(path: str) -> str:
     return path
 
 
+# The index of a set of safetensors files.
+SET_INDEX = "model.safetensors.index.json"
+
+
 def _nothing_at(path: str) -> CheckpointError:
     is_on_hub = path.count("/") == 1 and all(path.split("/")) and path[0] not in "./~"
     hub = (
@@ -113,18 +134,18 @@ def _nothing_at(path: str) -> CheckpointError:
     )
 
 
-def _read_directory(where: FilePlace, path: str, names: list[str]) -> Index:
+def _read_directory(where: Place, path: str, names: list[str]) -> Index:
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     weights = [name for name in names if name.endswith(".safetensors")]
     if "model.safetensors" in weights:
-        return _of_files(where, [inside(where, "model.safetensors")])
+        return _of_files(where, [where.inside("model.safetensors")])
     if len(indices) > 1:
         raise CheckpointError(
             f"{path!r} holds several safetensors sets, {some(indices)}; name one of"
             " these files."
         )
     if indices:
-        return _read_set(where, where, inside(where, indices[0]))
+        return _read_set(where, where, where.inside(indices[0]))
     if lists.EFORMER_INDEX in names:
         return _indexed("eformer", where, lists.eformer_entries(where))
     if lists.ORBAX_METADATA in names:
@@ -133,28 +154,28 @@ def _read_directory(where: FilePlace, path: str, names: list[str]) -> Index:
     if stores.OCDBT_MANIFEST in names:
         return _indexed("ocdbt", where, stores.ocdbt_entries(where))
     if weights:
-        return _of_files(where, [inside(where, name) for name in weights])
+        return _of_files(where, [where.inside(name) for name in weights])
     state = os.path.join(where.directory, t5x.STATE_FILE)
     entries = stores.zarr_entries(where)
-    if os.path.isfile(state) and (entries or t5x.is_state(where)):
+    if where.has_file(state) and (entries or t5x.is_state(where)):
         content = t5x.t5x_content(where)
         return _indexed("t5x", where, content.entries, content.metadata)
     t5x.raise_if_half(where, entries)
     msgpacks = [name for name in names if name.endswith(t5x.MSGPACK)]
     if not entries and len(msgpacks) == 1:
-        return _of_flax(where, inside(where, msgpacks[0]))
+        return _of_flax(where, where.inside(msgpacks[0]))
     if not entries:
         raise _no_checkpoint(where, path, names)
     _raise_if_told(where, names)
     return _indexed("zarr", where, entries)
 
 
-def _of_flax(where: FilePlace, real: str) -> Index:
+def _of_flax(where: Place, real: str) -> Index:
     content = t5x.flax_content(where, real)
     return _indexed("flax", where, content.entries, content.metadata)
 
 
-def _raise_if_told(where: FilePlace, names: list[str]) -> None:
+def _raise_if_told(where: Place, names: list[str]) -> None:
     """Raises `CheckpointError` if weights of another format are beside zarr arrays, as
     such a checkpoint may be in two halves.
     """
@@ -166,7 +187,7 @@ def _raise_if_told(where: FilePlace, names: list[str]) -> None:
         )
 
 
-def _no_checkpoint(where: FilePlace, path: str, names: list[str]) -> CheckpointError:
+def _no_checkpoint(where: Place, path: str, names: list[str]) -> CheckpointError:
     told = told_files(where, names)
     steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
     hint = ""
@@ -185,7 +206,7 @@ def _no_checkpoint(where: FilePlace, path: str, names: list[str]) -> CheckpointE
 
 def _indexed(
     kind: str,
-    where: FilePlace,
+    where: Place,
     entries: tuple[ArrayEntry, ...],
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Index:
@@ -211,8 +232,37 @@ def _location(entry: ArrayEntry) -> str:
     )
 
 
-def _read_set(where: FilePlace, trusted: FilePlace, real: str) -> Index:
-    content = read_json(trusted, real)
+def _read_store(address: Address, timeout_seconds: float) -> Index:
+    if address.name.endswith((".safetensors", ".json", t5x.MSGPACK)):
+        where, real = ObjectPlace(address.parent, timeout_seconds), address.shown
+        if address.name.endswith(".json"):
+            return _read_set(where, where, real)
+        if address.name.endswith(t5x.MSGPACK):
+            return _of_flax(where, real)
+        return _of_files(where, [real])
+    where = ObjectPlace(address, timeout_seconds)
+    real = where.inside(SET_INDEX)
+    # This object makes a saved step exist. It is asked for, since a listing may lag.
+    content = None
+    with contextlib.suppress(MissingError):
+        content = read_json(where, real)
+    if content is not None:
+        return _set_of(where, content, real)
+    names = where.names()
+    if not names:
+        raise CheckpointError(
+            f"there is no checkpoint at {where.directory!r}: no object's key begins with"
+            f" {quoted(f'{address.path}/')}. Give the address of a directory, or of a"
+            " .safetensors file."
+        )
+    return _read_directory(where, where.directory, names)
+
+
+def _read_set(where: Place, trusted: Place, real: str) -> Index:
+    return _set_of(where, read_json(trusted, real), real)
+
+
+def _set_of(where: Place, content: object, real: str) -> Index:
     weight_map = member(content, "weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
@@ -222,13 +272,11 @@ def _read_set(where: FilePlace, trusted: FilePlace, real: str) -> Index:
             " indexes no safetensors; give the checkpoint's directory. A plan's JSON"
             " is read by `ShardPlan.from_json(text)`."
         )
-    files = {name: inside(where, name) for name in dict.fromkeys(weight_map.values())}
-    headers = {
-        name: safetensors.read_header(where, file) for name, file in files.items()
-    }
+    files = {name: where.inside(name) for name in dict.fromkeys(weight_map.values())}
+    headers = safetensors.read_headers(where, files.values())
     found = {
-        name: {array.path: array for array in header.arrays}
-        for name, header in headers.items()
+        name: {array.path: array for array in headers[file].arrays}
+        for name, file in files.items()
     }
     for name, file in weight_map.items():
         if name not in found[file]:
@@ -242,8 +290,8 @@ def _read_set(where: FilePlace, trusted: FilePlace, real: str) -> Index:
     )
 
 
-def _of_files(where: FilePlace, files: list[str]) -> Index:
-    headers = [safetensors.read_header(where, file) for file in files]
+def _of_files(where: Place, files: list[str]) -> Index:
+    headers = list(safetensors.read_headers(where, files).values())
     arrays: dict[str, FileArray] = {}
     for array in [array for header in headers for array in header.arrays]:
         other = arrays.setdefault(array.path, array)
@@ -264,15 +312,13 @@ def _joined(headers: Iterable[safetensors.Header]) -> dict[str, str]:
     }
 
 
-def structs(
-    index: Index | str | os.PathLike[str], *, prefix: str | None = None
-) -> dict[str, Any]:
+def structs(index: Index | Where, *, prefix: str | None = None) -> dict[str, Any]:
     """The checkpoint's arrays as a tree of `jax.ShapeDtypeStruct`s for
     [`shardfx.plan`][], from headers alone.
 
     **Arguments:**
 
-    - `index`: an Index from `read_index`, or the path of a checkpoint.
+    - `index`: an Index from `read_index`, or the path or address of a checkpoint.
     - `prefix`: only the arrays below `prefix/` are returned, by their path relative to
       `prefix`. In an eformer index
         of version 2, these are the arrays that it lists under this prefix.

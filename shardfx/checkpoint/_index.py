@@ -24,6 +24,7 @@ from .._ground.text import (
 from ._entry import ArrayEntry, FileArray, ListedArray
 from ._files import FilePlace
 from ._packed import is_packed, raw_entry
+from ._place import Place
 
 
 _SHOWN_ROWS = 24
@@ -57,7 +58,7 @@ class Index:
     directory: str
     entries: tuple[ArrayEntry, ...]
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    place: FilePlace = dataclasses.field(
+    place: Place = dataclasses.field(
         default_factory=lambda: FilePlace("", ()), repr=False, compare=False
     )
 

@@ -4,7 +4,7 @@ import os
 from typing import NamedTuple
 
 from .._ground.text import quoted
-from ._files import FilePlace, inside, opened, read_at
+from ._place import Place
 
 
 _HEAD_BYTES = 32
@@ -92,16 +92,16 @@ def is_msgpack_map(head: bytes) -> bool:
     return 0xA0 <= first <= 0xBF or first in (0xD9, 0xDA, 0xDB)
 
 
-def told_files(where: FilePlace, names: list[str]) -> list[str]:
+def told_files(where: Place, names: list[str]) -> list[str]:
     """Each of the named files in a checkpoint's directory whose first bytes tell what
     it is, as text: `'model.gguf' is a GGUF file of llama.cpp: ...`.
     """
     found = []
     for name in names:
-        if not os.path.isfile(os.path.join(where.directory, name)):
+        if not where.has_file(os.path.join(where.directory, name)):
             continue
-        with opened(where, inside(where, name)) as descriptor:
-            kind = kind_of(read_at(descriptor, _HEAD_BYTES, 0))
+        with where.opened(where.inside(name)) as file:
+            kind = kind_of(file.read(_HEAD_BYTES, 0))
         if kind is not None:
             found.append(f"{quoted(name)} is {kind.name}: {kind.fix}")
     return found

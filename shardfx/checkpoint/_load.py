@@ -5,10 +5,11 @@ too.
 """
 
 import concurrent.futures
+import dataclasses
 import functools as ft
 import os
 from collections.abc import Sequence
-from typing import TypedDict, TypeVar, Unpack, overload
+from typing import NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jaxtyping import PyTree
@@ -19,21 +20,22 @@ from .._ground.errors import CheckpointError
 from .._ground.spec import DType
 from .._plan import ShardPlan
 from . import _stores as stores
+from ._address import Where
 from ._entry import FileArray, StoreArray
-from ._files import ChangedError, require_seen_unchanged
+from ._files import ChangedError
 from ._flight import Flight, Group, Task, position, units_of
 from ._formats import read_index
 from ._index import Index
 from ._leaves_to_load import LeafToLoad, Unread, leaves_to_load
 from ._metadata import implementation
 from ._numbers import read_scalars
+from ._objects import TIMEOUT_SECONDS, ObjectPlace
+from ._opening import Reader, open_files
+from ._place import MissingError
 from ._reader import (
-    GAP_BYTES,
     RUN_BYTES,
-    Files,
     Progress,
     Read,
-    open_files,
 )
 from ._reads import fetches, read_piece, spans_into
 from ._spans import grouped
@@ -41,11 +43,14 @@ from ._stores import MissingChunks
 
 
 T = TypeVar("T")
-Source = str | os.PathLike[str] | Index
+Source = Where | Index
 
 _WORKERS = 8
+# They wait for answers.
+_STORE_WORKERS = 64
 _CALL_BYTES = 8192
 _TRIES = 16
+_MISSING_TRIES = 1
 
 
 class LoadOptions(TypedDict, total=False):
@@ -64,15 +69,19 @@ class LoadOptions(TypedDict, total=False):
     - `root`: a further directory that symbolic links in the checkpoint may lead to.
     - `progress`: whether to show a progress line; `None` shows it if stderr is a
       terminal.
+    - `read_limit_bytes`: the limit for bytes of requests to a store that are under way.
+    - `timeout_seconds`: seconds after which a store without an answer is an error.
     """
 
     dtype: DType
     memory_limit_bytes: int | None
-    gap_bytes: int
+    gap_bytes: int | None
     missing_chunks: MissingChunks
     unread: Unread
     root: str | os.PathLike[str] | None
     progress: bool | None
+    read_limit_bytes: int | None
+    timeout_seconds: float
 
 
 @overload
@@ -115,11 +124,13 @@ def load(
     *,
     dtype: object = None,
     memory_limit_bytes: int | None = None,
-    gap_bytes: int = GAP_BYTES,
+    gap_bytes: int | None = None,
     missing_chunks: MissingChunks = "raise",
     unread: Unread = "raise",
     root: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
+    read_limit_bytes: int | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> PyTree:
     """Reads a checkpoint into arrays sharded by a plan; each process reads the bytes of
     its own shards.
@@ -130,8 +141,10 @@ def load(
 
     **Arguments:**
 
-    - `path`: the path of a checkpoint, or the Index that
-      [`shardfx.checkpoint.read_index`][] made of it.
+    - `path`: the path of a checkpoint; the address of one in a store,
+      `gs://bucket/step-100`, `s3://bucket/step-100`, or with
+      `?endpoint=https://host` for other servers of S3's kind; a spec of TensorStore;
+      or the Index that [`shardfx.checkpoint.read_index`][] made of one of these.
     - `plan`: a [`shardfx.ShardPlan`][] on devices, or a tree of `jax.ShapeDtypeStruct`s
       with shardings, or of arrays
         whose shardings the loaded arrays get.
@@ -150,7 +163,8 @@ def load(
       of the process needs them.
         Shorter gaps are read too. To start a read takes about as long as to read 4 KiB
         from the page cache, so 4096 is faster for columns of short rows. On a network
-        file system a start takes longer, so a larger number is faster.
+        file system a start takes longer, so a larger number is faster. The default is
+        64 for files and 256 KiB for stores.
     - `missing_chunks`: the treatment of missing chunks in stores of chunks. `"raise"`:
       an error, since the chunk was
         lost. `"fill"`: the array's fill value, as zarr defines it, for checkpoints
@@ -163,6 +177,11 @@ def load(
     - `root`: a further directory that symbolic links in the checkpoint may lead to.
     - `progress`: whether to show a progress line on stderr; `None` shows it if stderr
       is a terminal.
+    - `read_limit_bytes`: the limit for bytes of requests to a store that are under way,
+      by default 1 GiB. More requests at a time are faster where the network is fast.
+      Beside the arrays the load takes about this much memory.
+    - `timeout_seconds`: seconds after which a store that sends nothing is an error,
+      repetitions of failed requests included.
 
     **Returns:**
 
@@ -209,30 +228,56 @@ def load(
     tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
     for left in reversed(range(tries)):
         try:
-            index = path if isinstance(path, Index) else read_index(path, root=root)
+            index = _index_of(path, root, timeout_seconds)
             to_load = leaves_to_load(index, plan, dtype, map, unread)
             leaves = to_load.leaves
             # A number that does not fit is an error before anything large is read.
             scalars = read_scalars(index, to_load.scalars, missing_chunks)
-            landed = _read(
-                index, leaves, memory_limit_bytes, gap_bytes, missing_chunks, progress
+            limits = Limits(
+                memory_bytes=memory_limit_bytes,
+                gap_bytes=index.place.gap_bytes if gap_bytes is None else gap_bytes,
+                read_bytes=read_limit_bytes,
             )
+            landed = _read(index, leaves, limits, missing_chunks, progress)
             arrays = [
                 _assembled(landed, number, leaf) for number, leaf in enumerate(leaves)
             ]
             return to_load.target.filled(arrays, {**to_load.numbers, **scalars})
-        except ChangedError as error:
-            if not left:
+        except (ChangedError, MissingError) as error:
+            # A file that is missing stays missing, unless a manager removes old steps.
+            is_final = isinstance(error, MissingError) and left < tries - _MISSING_TRIES
+            if not left or is_final:
                 # The name of the private class would not say more than the sentence.
                 raise CheckpointError(str(error)) from None
     raise AssertionError("the last try returns or raises")
 
 
+class Limits(NamedTuple):
+    """The limits of a load, as its arguments give them: of the bytes on their way to a
+    device, of gaps, and of the bytes of requests to a store.
+    """
+
+    memory_bytes: int | None
+    gap_bytes: int
+    read_bytes: int | None
+
+
+def _index_of(
+    path: Source, root: str | os.PathLike[str] | None, timeout_seconds: float
+) -> Index:
+    if not isinstance(path, Index):
+        return read_index(path, root=root, timeout_seconds=timeout_seconds)
+    place = path.place
+    if not isinstance(place, ObjectPlace) or place.timeout_seconds == timeout_seconds:
+        return path
+    place = dataclasses.replace(place, timeout_seconds=timeout_seconds)
+    return dataclasses.replace(path, place=place)
+
+
 def _read(
     index: Index,
     leaves: Sequence[LeafToLoad],
-    memory_limit_bytes: int | None,
-    gap_bytes: int,
+    limits: Limits,
     missing_chunks: MissingChunks,
     progress: bool | None,
 ) -> Flight:
@@ -241,9 +286,11 @@ def _read(
     `progress` is whether to show a progress line; `None` shows it if stderr is a
     terminal.
     """
-    units, limit = units_of(leaves, memory_limit_bytes)
+    units, limit = units_of(leaves, limits.memory_bytes)
     bar = Progress("loading", sum(unit.nbytes for unit in units), progress)
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))
+    if isinstance(index.place, ObjectPlace):
+        workers = _STORE_WORKERS
     entries = [entry for leaf in leaves for entry in leaf.entries]
     stores.require_possible(
         [entry for entry in entries if isinstance(entry, StoreArray)], index.place
@@ -251,9 +298,10 @@ def _read(
     names = dict.fromkeys(
         entry.file for entry in entries if isinstance(entry, FileArray)
     )
-    with open_files(index.place, names, workers) as files:
+    gap_bytes = limits.gap_bytes
+    with open_files(index.place, names, workers, gap_bytes, limits.read_bytes) as files:
         tasks = ft.partial(_tasks, files, gap_bytes, missing_chunks)
-        require_seen_unchanged(index.place)
+        index.place.require_unchanged()
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
             flight = Flight(pool, limit, bar)
             try:
@@ -268,13 +316,13 @@ def _read(
                 # After an error, no further read may begin.
                 pool.shutdown(wait=True, cancel_futures=True)
         # The chunks of a store have no header of their own.
-        require_seen_unchanged(index.place)
+        index.place.require_unchanged()
     bar.end()
     return flight
 
 
 def _tasks(
-    files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: Group
+    files: Reader, gap_bytes: int, missing_chunks: MissingChunks, group: Group
 ) -> list[Task]:
     """The functions that read the units of a group, for a pool of threads.
 
@@ -288,7 +336,9 @@ def _tasks(
         for fetch in found:
             entry, targets = fetch.entry, fetch.targets(memory)
             if isinstance(entry, StoreArray):
-                read = ft.partial(stores.read_into, entry, fetch.boxes, targets)
+                read = ft.partial(
+                    stores.read_into, files.where, entry, fetch.boxes, targets
+                )
                 others.append(ft.partial(read, missing_chunks=missing_chunks))
             else:
                 reads += [

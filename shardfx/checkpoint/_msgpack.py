@@ -8,14 +8,14 @@ with what is left of the file before anything is read.
 
 import dataclasses
 import math
-import os
 import struct
 from typing import Any, NamedTuple
 
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from ._entry import FileArray
-from ._files import FilePlace, is_shape, opened, read_at
+from ._files import is_shape
+from ._place import OpenFile, Place
 from ._stores import dtype_named
 
 
@@ -65,7 +65,7 @@ class Array(NamedTuple):
 class _Cursor:
     """A position in an open file up to which it was parsed, and a block of the file."""
 
-    descriptor: int
+    opened: OpenFile
     file: str
     offset: int
     end: int
@@ -78,7 +78,7 @@ class _Cursor:
         start = self.offset - self.block_offset
         if start < 0 or start + count > len(self.block):
             size = min(max(count, _BLOCK_BYTES), self.end - self.offset)
-            self.block = read_at(self.descriptor, size, self.offset)
+            self.block = self.opened.read(size, self.offset)
             self.block_offset, start = self.offset, 0
         self.offset += count
         return self.block[start : start + count]
@@ -100,13 +100,13 @@ class _Cursor:
         )
 
 
-def read_tree(where: FilePlace, real: str) -> Any:
+def read_tree(where: Place, real: str) -> Any:
     """The content of the msgpack file `real`: dicts, lists, numbers, text, `None`, and
     an `Array` for each array.
     """
-    with opened(where, real) as descriptor:
-        size = os.fstat(descriptor).st_size
-        cursor = _Cursor(descriptor, real, 0, size)
+    with where.opened(real) as file:
+        size = file.size()
+        cursor = _Cursor(file, real, 0, size)
         tree = _value(cursor, 0)
         if cursor.offset != size:
             raise cursor.damaged("more follows the tree")
@@ -189,7 +189,7 @@ def _extension(cursor: _Cursor, nbytes: int, depth: int) -> Any:
         case [list() as shape, str() as dtype, Bytes() as data] if code != _COMPLEX:
             return _array(cursor, shape, dtype, data)
         case [list() as shape, Bytes() as name, Bytes() as data] if code != _COMPLEX:
-            text = read_at(cursor.descriptor, min(name.nbytes, 64), name.offset)
+            text = cursor.opened.read(min(name.nbytes, 64), name.offset)
             return _array(cursor, shape, text.decode("ascii", "replace"), data)
     raise cursor.damaged("an array has no shape, dtype and bytes")
 

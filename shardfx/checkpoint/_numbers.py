@@ -18,7 +18,8 @@ from . import _stores as stores
 from ._entry import ArrayEntry, FileArray, ListedArray, StoreArray
 from ._index import Index
 from ._metadata import from_metadata, is_key
-from ._reader import Read, open_files, spans_of
+from ._opening import open_files
+from ._reader import Read, spans_of
 
 
 # A path, and the text of what is wrong with its leaf.
@@ -203,11 +204,14 @@ def read_scalars(
         entry.file for entry in entries if isinstance(entry, FileArray)
     )
     values = {}
-    with open_files(index.place, names, 1) as files:
+    gap_bytes = index.place.gap_bytes
+    with open_files(index.place, names, 1, gap_bytes, None) as files:
         for leaf, entry in scalars:
             scratch = np.empty((), entry.dtype)
             if isinstance(entry, StoreArray):
-                stores.read_into(entry, [()], [scratch], missing_chunks=missing_chunks)
+                stores.read_into(
+                    index.place, entry, [()], [scratch], missing_chunks=missing_chunks
+                )
             else:
                 spans = spans_of((), entry.dtype.itemsize, ((),), True)
                 files.read([Read(entry, span, [scratch]) for span in spans])

@@ -20,13 +20,10 @@ from .._ground.errors import CheckpointError
 from .._ground.spec import DType
 from .._ground.text import quoted
 from ._entry import FileArray, fill
-from ._files import FilePlace, opened
+from ._files import GAP_BYTES, FilePlace, opened
 from ._spans import Part, Span, spans
 
 
-# Shorter gaps between the bytes that a process needs are read too, since skipping them
-# takes ten times as long.
-GAP_BYTES = 64
 # The largest span that is copied, and the largest that is read in place, in bytes.
 COPY_BYTES = 4 * 1024 * 1024
 RUN_BYTES = 16 * 1024 * 1024
@@ -72,10 +69,11 @@ class Read(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The open files of one load: their descriptors by path, and a temporary array of
-    bytes for each thread.
+    """The open files of one load: their place, their descriptors by path, and a
+    temporary array of bytes for each thread.
     """
 
+    where: FilePlace
     descriptors: dict[str, int]
     scratch: queue.SimpleQueue[np.ndarray]
 
@@ -140,7 +138,9 @@ def open_files(where: FilePlace, names: Iterable[str], threads: int) -> Iterator
         scratch.put(np.empty(COPY_BYTES, np.uint8))
     with contextlib.ExitStack() as stack:
         yield Files(
-            {name: stack.enter_context(opened(where, name)) for name in names}, scratch
+            where,
+            {name: stack.enter_context(opened(where, name)) for name in names},
+            scratch,
         )
 
 

@@ -39,8 +39,9 @@ from . import _stores as stores
 from ._entry import FileArray, StoreArray, itemsize, may_change
 from ._index import Index
 from ._leaves_to_load import LeafToLoad, Unread, box_bytes, leaves_to_load
+from ._opening import Reader
 from ._packed import is_packed, raw_box, raw_entry, unpacked
-from ._reader import COPY_BYTES, GAP_BYTES, Files, Read, spans_of
+from ._reader import COPY_BYTES, Read, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
 
@@ -204,7 +205,7 @@ def _is_plain(
 
 
 def read_piece(
-    files: Files,
+    files: Reader,
     leaf: LeafToLoad,
     piece: Piece,
     box: Box,
@@ -239,7 +240,7 @@ def read_piece(
         scratch = np.empty([stop - start for start, stop in box], entry.dtype)
         if isinstance(entry, StoreArray):
             read_bytes += stores.read_into(
-                entry, (box,), [scratch], missing_chunks=missing_chunks
+                files.where, entry, (box,), [scratch], missing_chunks=missing_chunks
             )
         else:
             spans = spans_of(entry.shape, entry.dtype.itemsize, (box,), True, gap_bytes)
@@ -359,7 +360,7 @@ def plan_reads(
     dtype: object = None,
     unread: Unread = "raise",
     processes: int | None = None,
-    gap_bytes: int = GAP_BYTES,
+    gap_bytes: int | None = None,
 ) -> ReadPlan:
     """The reads of `load` under a plan, from headers alone. No weight is read, and no
     device is needed.
@@ -376,7 +377,7 @@ def plan_reads(
     - `unread`: `"raise"` an error for stored arrays from which no leaf is made, or
       `"allow"` them.
     - `gap_bytes`: the least number of consecutive bytes that the load skips if the
-      process does not need them.
+      process does not need them; `None` for the default of `load`.
     - `processes`: for a plan without devices, the number of processes, by default 1.
       Each gets equally many devices,
         consecutive in the mesh's order. For a plan on devices, the processes are those
@@ -412,6 +413,7 @@ def plan_reads(
         assert [process.read_bytes for process in reads.processes] == [4096] * 4
         ```
     """
+    gap_bytes = index.place.gap_bytes if gap_bytes is None else gap_bytes
     to_load = leaves_to_load(index, plan, dtype, map, unread)
     known: dict[object, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}

@@ -10,8 +10,7 @@ import itertools as it
 import json
 import math
 import operator
-import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,9 +20,10 @@ from .._ground.errors import CheckpointError
 from .._ground.spec import DType
 from .._ground.text import quoted
 from ._entry import PACKED_BITS, FileArray
-from ._files import FilePlace, is_shape, is_sizes, opened, parsed_json, read_at
+from ._files import is_shape, is_sizes, parsed_json
 from ._kinds import kind_of
 from ._metadata import key_named, of_bits
+from ._place import Place
 
 
 # The format's own limit for the header.
@@ -80,27 +80,54 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
-def read_header(where: FilePlace, real: str) -> Header:
-    """The checked header of the safetensors file `real`; no weight is read."""
-    with opened(where, real) as descriptor:
-        size = os.fstat(descriptor).st_size
-        head = read_at(descriptor, 32, 0)
+def read_headers(where: Place, files: Iterable[str]) -> dict[str, Header]:
+    """The checked header of each safetensors file, by its file name; no weight is
+    read.
+    """
+    names = list(dict.fromkeys(files))
+    headers = where.each(lambda real: read_header(where, real), names)
+    return dict(zip(names, headers, strict=True))
+
+
+def read_header(where: Place, real: str) -> Header:
+    """The checked header of the safetensors file `real`; no weight is read.
+
+    An object whose size is unknown is not checked for bytes after the last tensor. A
+    load finds out if it is too short.
+    """
+    with where.opened(real) as file:
+        size = file.known_size
+        head = file.read(32, 0)
         length = int.from_bytes(head[:8], "little")
-        if length > min(HEADER_LIMIT_BYTES, size - 8):
-            kind = kind_of(head)
-            if kind is not None:
-                raise CheckpointError(f"{real!r} is {kind.name}; {kind.fix}.")
-            raise CheckpointError(
-                f"safetensors file {real!r} of {size} bytes claims a header of {length}"
-                " bytes; the file is truncated, damaged, or of another format (a"
-                f" header has at most {HEADER_LIMIT_BYTES} bytes)."
-            )
-        return parse_header(read_at(descriptor, length, 8), size - 8 - length, real)
+        most_bytes = HEADER_LIMIT_BYTES
+        if size is not None:
+            most_bytes = min(HEADER_LIMIT_BYTES, size - 8)
+        if length > most_bytes or len(head) < 8:
+            raise _no_header(real, head, length, size)
+        data = file.read(length, 8)
+        if len(data) < length:
+            raise _no_header(real, head, length, 8 + len(data))
+    buffer_bytes = None if size is None else size - 8 - length
+    return parse_header(data, buffer_bytes, real)
 
 
-def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
+def _no_header(
+    real: str, head: bytes, length: int, size: int | None
+) -> CheckpointError:
+    kind = kind_of(head)
+    if kind is not None:
+        return CheckpointError(f"{real!r} is {kind.name}; {kind.fix}.")
+    of_bytes = "" if size is None else f" of {size} bytes"
+    return CheckpointError(
+        f"safetensors file {real!r}{of_bytes} claims a header of {length} bytes; the"
+        " file is truncated, damaged, or of another format (a header has at most"
+        f" {HEADER_LIMIT_BYTES} bytes)."
+    )
+
+
+def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
     """The header of `file` from its JSON text `data`. `buffer_bytes` is the number of
-    bytes after the header.
+    bytes after the header, if it is known.
 
     Raises `CheckpointError` for anything that the format forbids: duplicate names,
     unknown dtypes, invalid or inconsistent shapes and offsets, and tensors that
@@ -138,7 +165,7 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
                 f" {reached - base}; the file is damaged or forged."
             )
         reached = ends[array.path]
-    if reached != base + buffer_bytes:
+    if buffer_bytes is not None and reached != base + buffer_bytes:
         raise CheckpointError(
             f"the tensors of {file!r} take {reached - base} bytes, but {buffer_bytes}"
             " follow the header; the file is truncated or damaged."

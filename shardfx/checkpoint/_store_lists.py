@@ -6,14 +6,15 @@ import os
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from ._entry import ListedArray, StoreArray
-from ._files import FilePlace, inside, is_shape, member, read_json
+from ._files import is_shape, member, read_json
+from ._place import Place
 from ._stores import OCDBT_MANIFEST, dtype_named, entry_in, ocdbt_entries
 
 
 EFORMER_INDEX = "tensorstore_index.json"
 
 
-def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
+def eformer_entries(where: Place) -> tuple[StoreArray | ListedArray, ...]:
     """The arrays that an eformer index lists, of all its prefixes, in the index's
     order.
 
@@ -21,7 +22,7 @@ def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
     `arrays` too. The index's own field `version` does not tell them apart, since it is
     the version of eformer's package.
     """
-    real = inside(where, EFORMER_INDEX)
+    real = where.inside(EFORMER_INDEX)
     content = read_json(where, real)
     if not isinstance(content, dict) or content.get("format") != "tensorstore":
         found = (
@@ -48,14 +49,14 @@ def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
 
 
 def _listed(
-    where: FilePlace, real: str, group: str | None, row: object
+    where: Place, real: str, group: str | None, row: object
 ) -> StoreArray | ListedArray:
     if not isinstance(row, dict) or not isinstance(row.get("path"), str):
         raise CheckpointError(
             f"{real!r} lists {quoted(str(row), 80)}, which has no `path`."
         )
     path, shape, dtype = row["path"], row.get("shape"), row.get("dtype")
-    directory = inside(where, path)
+    directory = where.inside(path)
     # The array's own metadata decides what a read returns; the index is a copy that may
     # be out of date.
     found = entry_in(where, path, directory)
@@ -87,7 +88,7 @@ _TRACES = ("_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "ocdbt.proces
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
-def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
+def raise_if_no_tree(where: Place, names: list[str]) -> None:
     """Raises `CheckpointError` if Orbax wrote the checkpoint's directory, and it does
     not contain one tree of arrays.
 
@@ -98,7 +99,7 @@ def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
     items = [
         name
         for name in names
-        if os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA))
+        if where.has_file(os.path.join(where.directory, name, ORBAX_METADATA))
     ]
     if items:
         raise CheckpointError(
@@ -116,7 +117,7 @@ def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
         )
 
 
-def require_finished(where: FilePlace) -> None:
+def require_finished(where: Place) -> None:
     """Raises `CheckpointError` for a directory with the name that Orbax gives to a save
     until it is complete.
     """
@@ -129,7 +130,7 @@ def require_finished(where: FilePlace) -> None:
         )
 
 
-def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
+def orbax_entries(where: Place) -> tuple[StoreArray, ...]:
     """The arrays of an Orbax PyTree checkpoint. Their paths are Orbax's keys joined by
     "/".
 
@@ -137,7 +138,7 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     names, so it is not used.
     """
     require_finished(where)
-    real = inside(where, ORBAX_METADATA)
+    real = where.inside(ORBAX_METADATA)
     content = read_json(where, real)
     rows = member(content, "tree_metadata")
     if not isinstance(rows, dict):
@@ -146,11 +147,11 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
             " not Orbax's."
         )
     named = [_keys(real, name, row) for name, row in rows.items()]
-    if os.path.lexists(os.path.join(where.directory, OCDBT_MANIFEST)):
+    if OCDBT_MANIFEST in where.names():
         entry_of = {entry.key: entry for entry in ocdbt_entries(where)}.get
     else:
         entry_of = lambda name: (
-            entry_in(where, name, inside(where, name)) if name else None
+            entry_in(where, name, where.inside(name)) if name else None
         )
     found = [(keys, must, entry_of(".".join(keys))) for keys, must in named]
     names: dict[str, list[str]] = {}

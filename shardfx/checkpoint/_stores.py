@@ -15,19 +15,16 @@ from .._ground.boxes import Box
 from .._ground.errors import CheckpointError
 from .._ground.spec import DType
 from .._ground.text import printable, quoted
-from ._chunk_sizes import ocdbt, require_bounded
+from ._chunk_sizes import require_bounded
 from ._entry import StoreArray, fill, itemsize, may_change
 from ._files import (
-    FilePlace,
-    inside,
     is_shape,
     is_sizes,
     member,
-    opened,
     parsed_json,
     read_json,
-    require_plain_tree,
 )
+from ._place import Place
 
 
 # The treatment of a missing chunk: an error, or the array's fill value.
@@ -87,26 +84,24 @@ def dtype_named(text: str) -> DType:
     return _NAMED.get(text)
 
 
-def zarr_entries(where: FilePlace) -> tuple[StoreArray, ...]:
+def zarr_entries(where: Place) -> tuple[StoreArray, ...]:
     """The zarr arrays of version 2 or 3 in a checkpoint's directory and below it, by
     path.
     """
     found = []
-    for directory, directories, _ in os.walk(where.directory):
-        directories.sort()
-        path = os.path.relpath(directory, where.directory).replace(os.sep, "/")
+    for path, directory in where.directories():
         found.append(entry_in(where, path, directory))
     return tuple(entry for entry in found if entry is not None)
 
 
-def entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
+def entry_in(where: Place, path: str, directory: str) -> StoreArray | None:
     """The zarr array in `directory`, with the name `path`; `None` if the directory has
     no array's metadata.
     """
     for name, driver in METADATA.items():
         file = os.path.join(directory, name)
-        if os.path.isfile(file):
-            real = inside(where, os.path.relpath(file, where.directory))
+        if where.has_file(file):
+            real = where.inside(os.path.relpath(file, where.directory))
             found = _described(
                 path, directory, None, read_json(where, real), driver, quoted(real)
             )
@@ -156,16 +151,16 @@ def _described(
     )
 
 
-def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
+def ocdbt_entries(where: Place) -> tuple[StoreArray, ...]:
     """The zarr arrays in the OCDBT database of a checkpoint's directory, by key."""
     import tensorstore as ts
 
-    require_plain_tree(where, where.directory)
-    with opened(where, inside(where, OCDBT_MANIFEST)):
+    where.require_plain_tree(where.directory)
+    with where.opened(where.inside(OCDBT_MANIFEST)):
         # From now on the file must not change.
         pass
     try:
-        store = ts.KvStore.open(ocdbt(where.directory)).result()
+        store = ts.KvStore.open(ocdbt(where, where.directory)).result()
         keys = sorted(key.decode() for key in store.list().result())
         parts = [(key, key.rpartition("/")) for key in keys]
         reads = [
@@ -187,7 +182,7 @@ def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     return tuple(entry for entry in found if entry is not None)
 
 
-def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
+def require_possible(entries: Iterable[StoreArray], where: Place) -> None:
     """Raises `CheckpointError` for an array with too large chunks, a pipe, or a link
     that leads out of the checkpoint.
 
@@ -196,7 +191,7 @@ def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for directory in dict.fromkeys(entry.file for entry in entries):
-        require_plain_tree(where, directory)
+        where.require_plain_tree(directory)
     for entry in entries:
         each = _WIDEST_BYTES if entry.dtype is None else itemsize(entry.dtype)
         chunk, whole = math.prod(entry.chunks) * each, math.prod(entry.shape) * each
@@ -207,6 +202,12 @@ def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
                 f" or than the memory of this machine, {memory} bytes. The metadata in"
                 f" {quoted(entry.file)} is damaged or forged."
             )
+
+
+def ocdbt(where: Place, directory: str, key: str = "") -> dict[str, Any]:
+    """The tensorstore spec of a key in the OCDBT database of a directory."""
+    path = f"{key}/" if key else ""
+    return {"driver": "ocdbt", "base": where.kvstore(directory), "path": path}
 
 
 def unreadable(what: str, error: Exception) -> CheckpointError:
@@ -220,6 +221,7 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
 
 
 def read_into(
+    where: Place,
     entry: StoreArray,
     boxes: Sequence[Box],
     targets: Sequence[np.ndarray],
@@ -236,10 +238,12 @@ def read_into(
     # Chunks that two boxes share are decoded once if they can be kept in memory.
     cache_bytes = 0 if all(_is_aligned(entry, box) for box in boxes) else _CACHE_BYTES
     context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
-    spec = _spec_of(entry) | {"fill_missing_data_reads": missing_chunks == "fill"}
+    spec = _spec_of(where, entry) | {
+        "fill_missing_data_reads": missing_chunks == "fill"
+    }
     try:
         array = ts.open(spec, open=True, read=True, context=context).result()
-        require_bounded(ts, array, entry, boxes)
+        require_bounded(where, array, entry, boxes)
         reads = [
             _begin_read(ts, array, box, target)
             for box, target in zip(boxes, targets, strict=True)
@@ -263,15 +267,13 @@ def read_into(
     return sum(target.nbytes for target in targets)
 
 
-def _spec_of(entry: StoreArray) -> dict[str, Any]:
+def _spec_of(where: Place, entry: StoreArray) -> dict[str, Any]:
     """The tensorstore spec of an array. It states the array's metadata, so that
     tensorstore raises if they changed.
     """
-    kvstore = (
-        {"driver": "file", "path": f"{entry.file}/"}
-        if entry.key is None
-        else ocdbt(entry.file, entry.key)
-    )
+    kvstore = where.kvstore(entry.file)
+    if entry.key is not None:
+        kvstore = ocdbt(where, entry.file, entry.key)
     grid: dict[str, Any] = {"chunks": list(entry.chunks)}
     if entry.driver == "zarr3":
         grid = {

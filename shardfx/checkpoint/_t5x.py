@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from ._entry import FileArray, StoreArray
-from ._files import FilePlace, inside, member, opened, read_at
+from ._files import member
 from ._kinds import is_msgpack_map, kind_of
 from ._metadata import NUMBERS_KEY, to_text
 from ._msgpack import Leaves, leaves_of, read_tree
+from ._place import Place
 from ._stores import entry_in, zarr_entries
 
 
@@ -31,7 +32,7 @@ class Content(NamedTuple):
     metadata: dict[str, str]
 
 
-def flax_content(where: FilePlace, real: str) -> Content:
+def flax_content(where: Place, real: str) -> Content:
     """The content of the msgpack file `real`, as flax writes it."""
     leaves = leaves_of(read_tree(where, real), real)
     if leaves.elsewhere:
@@ -44,18 +45,18 @@ def flax_content(where: FilePlace, real: str) -> Content:
     return _content(leaves, ())
 
 
-def is_state(where: FilePlace) -> bool:
+def is_state(where: Place) -> bool:
     """Whether the file `checkpoint` of a directory is a msgpack file."""
-    with opened(where, inside(where, STATE_FILE)) as descriptor:
-        return is_msgpack_map(read_at(descriptor, _HEAD_BYTES, 0))
+    with where.opened(where.inside(STATE_FILE)) as file:
+        return is_msgpack_map(file.read(_HEAD_BYTES, 0))
 
 
-def t5x_content(where: FilePlace) -> Content:
+def t5x_content(where: Place) -> Content:
     """The content of a checkpoint of T5X, from both of its halves."""
-    real = inside(where, STATE_FILE)
+    real = where.inside(STATE_FILE)
     if not is_state(where):
-        with opened(where, real) as descriptor:
-            raise _damaged(where, kind_of(read_at(descriptor, _HEAD_BYTES, 0)))
+        with where.opened(real) as file:
+            raise _damaged(where, kind_of(file.read(_HEAD_BYTES, 0)))
     tree = read_tree(where, real)
     state = member(tree, _STATE_KEY)
     leaves = leaves_of(tree if state is None else state, real)
@@ -68,7 +69,7 @@ def t5x_content(where: FilePlace) -> Content:
                 f"{real!r} says of {quoted(path)} that it is in another file, and not in"
                 " which; the file is damaged."
             )
-        entry = entry_in(where, path, inside(where, name))
+        entry = entry_in(where, path, where.inside(name))
         if entry is None:
             raise CheckpointError(
                 f"{real!r} says that {quoted(path)} is in {quoted(name)}, but"
@@ -81,7 +82,7 @@ def t5x_content(where: FilePlace) -> Content:
     return _content(leaves, (*arrays, *rest.values()))
 
 
-def raise_if_half(where: FilePlace, entries: tuple[StoreArray, ...]) -> None:
+def raise_if_half(where: Place, entries: tuple[StoreArray, ...]) -> None:
     """Raises `CheckpointError` if zarr arrays have the names that T5X gives them, and
     its file with all else is not there.
     """
@@ -94,7 +95,7 @@ def raise_if_half(where: FilePlace, entries: tuple[StoreArray, ...]) -> None:
         )
 
 
-def _damaged(where: FilePlace, kind: Any) -> CheckpointError:
+def _damaged(where: Place, kind: Any) -> CheckpointError:
     what = "which is no msgpack" if kind is None else f"which is {kind.name}"
     return CheckpointError(
         f"{where.directory!r} holds zarr arrays and a file `{STATE_FILE}`, {what}."
@@ -104,8 +105,8 @@ def _damaged(where: FilePlace, kind: Any) -> CheckpointError:
     )
 
 
-def _listed(where: FilePlace) -> str:
-    names = sorted(os.listdir(where.directory))
+def _listed(where: Place) -> str:
+    names = where.names()
     shown = ", ".join(map(quoted, names[:8]))
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 

@@ -486,7 +486,7 @@ def test_what_killed_saves_left_is_found_and_removed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["gs://bucket/step-1", "s3://bucket/x.safetensors", "hf://org/model"]
+    "path", ["az://bucket/step-1", "abfs://bucket/x.safetensors", "hf://org/model"]
 )
 def test_addresses_of_other_machines_are_told_from_paths(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
@@ -499,7 +499,7 @@ def test_addresses_of_other_machines_are_told_from_paths(tmp_path, monkeypatch, 
     ):
         with pytest.raises(
             CheckpointError,
-            match="is an address, and checkpoints are read from and saved to file",
+            match="is an address",
         ):
             call()
     assert not list(tmp_path.iterdir())

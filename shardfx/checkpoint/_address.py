@@ -1,0 +1,142 @@
+"""What names the place of a checkpoint: a path, the URL of a bucket, or a spec of
+TensorStore.
+"""
+
+import os
+import re
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
+
+
+# TensorStore's drivers by the scheme of a URL.
+DRIVERS = {"s3": "s3", "gs": "gcs"}
+_SCHEMES = {driver: scheme for scheme, driver in DRIVERS.items()}
+# The members of a spec that a URL may set, by the name of the URL's parameter.
+_PARAMETERS = {"s3": {"endpoint": "endpoint", "region": "aws_region"}, "gcs": {}}
+_ANY_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# `pathlib` makes one slash of two.
+_LOST_SLASH = re.compile(r"(s3|gs):/(?!/)")
+
+# What a user gives to name the place of a checkpoint.
+Where = str | os.PathLike[str] | Mapping[str, Any]
+
+
+class Address(NamedTuple):
+    """A prefix of the keys of a store.
+
+    - `spec`: TensorStore's spec of the store, without a path.
+    - `path`: the prefix, without a slash at its ends.
+    - `root`: the beginning of all file names of the store, such as `s3://bucket`. It
+      has no secret.
+    """
+
+    spec: dict[str, Any]
+    path: str
+    root: str
+
+    @property
+    def shown(self) -> str:
+        """The address as errors show it."""
+        return f"{self.root}/{self.path}" if self.path else self.root
+
+    @property
+    def parent(self) -> "Address":
+        return self._replace(path=self.path.rpartition("/")[0])
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition("/")[2]
+
+    def below(self, name: str) -> "Address":
+        return self._replace(path=f"{self.path}/{name}" if self.path else name)
+
+
+def address_of(place: Where) -> Address | str:
+    """The address of a store, or the path of a file or directory.
+
+    Raises `CheckpointError` for a URL or a spec of a kind that is not read.
+    """
+    if isinstance(place, Mapping):
+        return _of_spec(place)
+    text = os.fspath(place)
+    lost = _LOST_SLASH.match(text)
+    if lost is not None:
+        scheme = lost[1]
+        raise CheckpointError(
+            f"{text!r} is no path: `pathlib` makes one slash of the two in"
+            f' `{scheme}://`. Give the address as text: "{scheme}://bucket/step-1".'
+        )
+    if not _ANY_URL.match(text):
+        return text
+    scheme, _, rest = text.partition("://")
+    if scheme.lower() == "file":
+        return urllib.parse.unquote(rest)
+    if scheme.lower() not in DRIVERS:
+        raise CheckpointError(
+            f"{_without_secrets(text)!r} is an address of the kind `{scheme}`, and"
+            " checkpoints are read from and saved to paths, `gs://bucket/path`,"
+            " `s3://bucket/path`, `s3://bucket/path?endpoint=https://host`, and"
+            ' TensorStore\'s specs such as `{"driver": "s3", "bucket": "bucket",'
+            ' "path": "path"}`; copy it to one of them, or mount it.'
+        )
+    return _of_url(text, DRIVERS[scheme.lower()], rest)
+
+
+def _of_url(text: str, driver: str, rest: str) -> Address:
+    path, _, query = rest.partition("?")
+    bucket, _, key = path.partition("/")
+    # A secret key may hold a slash.
+    if "@" in bucket or ":" in bucket:
+        raise CheckpointError(
+            f"{_without_secrets(text)!r} has credentials before its bucket; they would"
+            " get into logs. Leave them out: they are found in the environment"
+            " (AWS_ACCESS_KEY_ID), or in ~/.aws/credentials."
+        )
+    spec: dict[str, Any] = {"driver": driver, "bucket": bucket}
+    parameters = _PARAMETERS[driver]
+    for name, value in urllib.parse.parse_qsl(query, keep_blank_values=True):
+        if name not in parameters:
+            known = " and ".join(f"`{one}`" for one in parameters) or "no parameters"
+            raise CheckpointError(
+                f"{_without_secrets(text)!r} has the parameter {quoted(name)}, and"
+                f" `{_SCHEMES[driver]}://` addresses have {known}; leave it out, or"
+                " give TensorStore's spec as a dict."
+            )
+        spec[parameters[name]] = value
+    if not bucket:
+        raise CheckpointError(
+            f"{text!r} names no bucket; write `{_SCHEMES[driver]}://bucket/path`."
+        )
+    return Address(spec, key.strip("/"), f"{_SCHEMES[driver]}://{bucket}")
+
+
+def _of_spec(spec: Mapping[str, Any]) -> Address | str:
+    driver, path = spec.get("driver"), spec.get("path", "")
+    if driver == "file" and isinstance(path, str):
+        return path
+    if driver not in (*_SCHEMES, "memory") or not isinstance(path, str):
+        raise CheckpointError(
+            f"a spec of TensorStore with the driver {driver!r:.60} is given as the"
+            " place of a checkpoint; the drivers are `s3`, `gcs`, `file` and `memory`,"
+            ' as in `{"driver": "s3", "bucket": "bucket", "path": "path"}`.'
+        )
+    rest = {name: value for name, value in spec.items() if name != "path"}
+    root = f"{_SCHEMES.get(driver, driver)}://{spec.get('bucket', '')}".rstrip("/")
+    if driver == "memory":
+        root = "memory:/"
+    return Address(rest, path.strip("/"), root)
+
+
+def _without_secrets(text: str) -> str:
+    """The address without its user information and without its parameters."""
+    scheme, _, rest = text.partition("://")
+    path = rest.partition("?")[0]
+    first = path.partition("/")[0]
+    if ":" in first or "@" in first:
+        path = path.rpartition("@")[2] if "@" in path else "..."
+    return f"{scheme}://{path}"

@@ -1,0 +1,246 @@
+"""Reads of arrays from the objects of a store: ranges that are near each other are one
+request, and a budget bounds the bytes of all requests under way.
+"""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
+from ._entry import FileArray, fill
+from ._object_faults import is_past_the_end, stalled
+from ._objects import ObjectPlace
+from ._reader import Read, flat, part_in
+
+
+# A run of bytes is read in requests of at least this size, and less than twice it.
+_REQUEST_BYTES = 8 * 2**20
+# Runs do not become longer by gaps than this.
+_RUN_BYTES = 2 * _REQUEST_BYTES
+READ_LIMIT_BYTES = 2**30
+# The largest span that is read into temporary memory, with its bytes, and a request.
+LEAST_LIMIT_BYTES = 64 * 2**20
+
+
+class Piece(NamedTuple):
+    """Bytes of an object, and the memory that they fill."""
+
+    entry: FileArray
+    offset: int
+    memory: np.ndarray
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.memory.size
+
+
+class Request(NamedTuple):
+    """A range of an object that is read at once, and the pieces that it fills."""
+
+    file: str
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class Rest(NamedTuple):
+    """A span that was read into temporary memory, to be copied into its targets."""
+
+    read: Read
+    memory: np.ndarray
+
+
+def pieces_of(reads: Sequence[Read]) -> tuple[list[Piece], list[Rest]]:
+    """The pieces of all reads, and the spans whose values are copied afterwards, since
+    they have another order or dtype in their targets.
+    """
+    pieces: list[Piece] = []
+    rests: list[Rest] = []
+    for read in reads:
+        entry, span = read.entry, read.span
+        views = [read.targets[part.number][part.index] for part in span.parts]
+        is_in_place = span.is_direct and all(
+            [view.dtype == entry.dtype and view.flags.c_contiguous for view in views]
+        )
+        memories = [flat(view) for view in views]
+        if not is_in_place:
+            rests.append(Rest(read, np.empty(span.nbytes, np.uint8)))
+            memories = [rests[-1].memory]
+        offset = entry.offset + span.offset
+        if span.runs > 1:
+            # A span of several runs fills one memory.
+            rows = memories[0].reshape(span.runs, span.run_bytes)
+            for number, row in enumerate(rows):
+                pieces.append(Piece(entry, offset + number * span.step, row))
+            continue
+        for memory in memories:
+            pieces.append(Piece(entry, offset, memory))
+            offset += memory.size
+    return [piece for piece in pieces if piece.memory.size], rests
+
+
+def requests_of(pieces: Sequence[Piece], gap_bytes: int) -> Iterator[Request]:
+    """Yields the requests that read all pieces. Gaps of fewer than `gap_bytes` are read
+    too.
+    """
+    run: list[Piece] = []
+    stop = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.entry.file, piece.offset)):
+        if run:
+            gap = piece.offset - stop
+            is_near = gap <= 0 or (
+                gap < gap_bytes and piece.stop - run[0].offset <= _RUN_BYTES
+            )
+            if piece.entry.file != run[0].entry.file or not is_near:
+                yield from _divided(run, stop)
+                run = []
+        run.append(piece)
+        stop = piece.stop if len(run) == 1 else max(stop, piece.stop)
+    if run:
+        yield from _divided(run, stop)
+
+
+def _divided(run: Sequence[Piece], stop: int) -> Iterator[Request]:
+    """Yields requests of about equal size that read one run of bytes."""
+    start = run[0].offset
+    count = max(1, (stop - start) // _REQUEST_BYTES)
+    for number in range(count):
+        low = start + (stop - start) * number // count
+        high = start + (stop - start) * (number + 1) // count
+        pieces = []
+        for piece in run:
+            first, last = max(low, piece.offset), min(high, piece.stop)
+            if first < last:
+                memory = piece.memory[first - piece.offset : last - piece.offset]
+                pieces.append(Piece(piece.entry, first, memory))
+        yield Request(run[0].entry.file, low, high, tuple(pieces))
+
+
+class Budget:
+    """The bytes of all requests that are under way, which have a limit."""
+
+    def __init__(self, limit_bytes: int):
+        self.limit_bytes = limit_bytes
+        self._free_bytes = limit_bytes
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def of(self, nbytes: int) -> Iterator[None]:
+        """A context in which `nbytes` of the budget are taken. Entering it waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free_bytes >= nbytes)
+            self._free_bytes -= nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free_bytes += nbytes
+                self._changed.notify_all()
+
+
+@dataclasses.dataclass
+class ObjectFiles:
+    """The objects of one load, with the operations of `Files`.
+
+    `progress_at` is the time of the last answer: a slow network is no stall.
+    """
+
+    where: ObjectPlace
+    budget: Budget
+    gap_bytes: int
+    progress_at: float = dataclasses.field(default_factory=time.monotonic)
+    copying: Any = dataclasses.field(default_factory=threading.Lock)
+
+    def read(self, reads: Sequence[Read]) -> int:
+        """Reads bytes of objects into the memory of `reads`, and returns the number of
+        bytes.
+        """
+        pieces, rests = pieces_of(reads)
+        requests = list(requests_of(pieces, self.gap_bytes))
+        scratch_bytes = sum(rest.memory.size for rest in rests)
+        nbytes = scratch_bytes + sum(request.nbytes for request in requests)
+        if nbytes > self.budget.limit_bytes and len(reads) > 1:
+            half = len(reads) // 2
+            return self.read(reads[:half]) + self.read(reads[half:])
+        with self.budget.of(min(nbytes, self.budget.limit_bytes)):
+            self._carry_out(requests)
+            for rest in rests:
+                _copy_out(rest)
+        return sum(read.span.nbytes for read in reads)
+
+    def _carry_out(self, requests: Sequence[Request]) -> None:
+        futures = [
+            self.where.begin_read(
+                self.where.key_of(request.file), request.start, request.stop
+            )
+            for request in requests
+        ]
+        for number, request in enumerate(requests):
+            result = self._result(request, futures[number])
+            futures[number] = None
+            # TensorStore's bytes and Python's are there at once for one request only.
+            with self.copying:
+                data = np.frombuffer(result.value, np.uint8)
+                for piece in request.pieces:
+                    begin = piece.offset - request.start
+                    piece.memory[:] = data[begin : begin + piece.memory.size]
+
+    def _result(self, request: Request, future: Any) -> Any:
+        key = self.where.key_of(request.file)
+        seconds = self.where.timeout_seconds
+        while True:
+            try:
+                result = future.result(timeout=seconds)
+                break
+            except TimeoutError:
+                if time.monotonic() - self.progress_at > seconds:
+                    what = self.where.what(key)
+                    raise stalled(what, "reading", seconds) from None
+            except (ValueError, OSError, RuntimeError) as error:
+                if is_past_the_end(error):
+                    raise _cut_off(self.where, request) from error
+                raise self.where.fault(key, "reading", error) from error
+        self.progress_at = time.monotonic()
+        if result.state == "missing":
+            raise self.where.missing(key)
+        self.where.require_same(key, result.stamp.generation)
+        return result
+
+
+def _cut_off(where: ObjectPlace, request: Request) -> CheckpointError:
+    path = request.pieces[-1].entry.path
+    return CheckpointError(
+        f"{where.what(where.key_of(request.file))} ends before byte {request.stop},"
+        f" within array {quoted(path)} or one near it; it is truncated. Copy the whole"
+        " file."
+    )
+
+
+def _copy_out(rest: Rest) -> None:
+    entry, span, targets = rest.read
+    for part in span.parts:
+        values = part_in(rest.memory, entry.dtype, part, span.strides)
+        fill(targets[part.number][part.index], values, entry.path)
+
+
+@contextlib.contextmanager
+def open_objects(
+    where: ObjectPlace, read_limit_bytes: int, gap_bytes: int
+) -> Iterator[ObjectFiles]:
+    """A context with the objects of one load."""
+    if read_limit_bytes < LEAST_LIMIT_BYTES:
+        raise CheckpointError(
+            f"`read_limit_bytes={read_limit_bytes}` is less than two requests and the"
+            f" memory between take; give at least {LEAST_LIMIT_BYTES}."
+        )
+    yield ObjectFiles(where, Budget(read_limit_bytes), gap_bytes)

@@ -1,0 +1,279 @@
+"""Objects of a store, such as a bucket of S3, through TensorStore's key-value stores.
+
+TensorStore finds the credentials, repeats requests that failed for a while, and limits
+how many are under way. A request that makes no progress for `timeout_seconds` raises an
+error with its key.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from .._ground.errors import CheckpointError
+from .._ground.text import quoted
+from ._address import Address
+from ._files import ChangedError
+from ._object_faults import Action, fault, is_past_the_end, stalled
+from ._place import MissingError, S, T
+
+
+TIMEOUT_SECONDS = 60.0
+# A request takes about as long as to transfer this many bytes.
+STORE_GAP_BYTES = 256 * 1024
+# Waiting threads take no time.
+_WORKERS = 256
+# Sizes are found by so many requests at a time.
+_PROBES = 16
+_MOST_BITS = 48
+_CONTEXT = {
+    f"{driver}_request_{name}": value
+    for driver in ("s3", "gcs")
+    for name, value in (
+        ("concurrency", {"limit": 256}),
+        # The repetitions end before the time-out, so that an error has the answer.
+        (
+            "retries",
+            {"max_retries": 8, "initial_delay": "100ms", "max_delay": "8s"},
+        ),
+    )
+}
+_ERRORS = (ValueError, OSError, RuntimeError, TypeError)
+
+
+class Value(NamedTuple):
+    """Bytes of an object, and the object's generation, which every write changes."""
+
+    data: bytes
+    generation: bytes
+
+
+@ft.lru_cache(maxsize=1)
+def _context() -> Any:
+    """TensorStore's context of all places, with the limits of requests under way."""
+    import tensorstore as ts
+
+    return ts.Context(_CONTEXT)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectPlace:
+    """A prefix of a store's keys. Its methods are those of `Place`.
+
+    It records the generation of each object that was read. Every object must stay
+    unchanged until the checkpoint has been read.
+    """
+
+    address: Address
+    timeout_seconds: float = TIMEOUT_SECONDS
+    seen: dict[str, bytes] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @property
+    def directory(self) -> str:
+        return self.address.shown
+
+    @property
+    def gap_bytes(self) -> int:
+        return STORE_GAP_BYTES
+
+    @ft.cached_property
+    def store(self) -> Any:
+        """TensorStore's key-value store of the whole bucket."""
+        import tensorstore as ts
+
+        try:
+            return ts.KvStore.open(self.address.spec, context=_context()).result()
+        except _ERRORS as error:
+            raise CheckpointError(
+                f"TensorStore cannot open {self.address.root!r}:"
+                f" {str(error).partition('[')[0][:300]}; correct the address."
+            ) from error
+
+    def what(self, key: str) -> str:
+        """The name of an object in errors: its file name, and the endpoint if the
+        address has one.
+        """
+        endpoint = self.address.spec.get("endpoint")
+        at = f" at {endpoint}" if isinstance(endpoint, str) else ""
+        return f"{quoted(f'{self.address.root}/{key}', 300)}{at}"
+
+    def done(self, future: Any, key: str, action: Action) -> Any:
+        """The result of a request. Raises `CheckpointError` if it fails or stalls."""
+        try:
+            return future.result(timeout=self.timeout_seconds)
+        except TimeoutError:
+            raise stalled(self.what(key), action, self.timeout_seconds) from None
+        except _ERRORS as error:
+            raise self.fault(key, action, error) from error
+
+    def fault(self, key: str, action: Action, error: Exception) -> CheckpointError:
+        return fault(self.address.spec["driver"], self.what(key), action, error)
+
+    def begin_read(self, key: str, start: int, stop: int | None) -> Any:
+        """Starts to read bytes of an object. Returns TensorStore's future."""
+        return self.store.read(key, byte_range=slice(start, stop))
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> Value | None:
+        """The bytes of an object from `start` to `stop`; fewer bytes at its end, and
+        `None` for an object that is not there.
+        """
+        future = self.begin_read(key, start, stop)
+        try:
+            result = future.result(timeout=self.timeout_seconds)
+        except TimeoutError:
+            raise stalled(self.what(key), "reading", self.timeout_seconds) from None
+        except _ERRORS as error:
+            if not is_past_the_end(error):
+                raise self.fault(key, "reading", error) from error
+            if stop is None:
+                return Value(b"", self.seen.get(key, b""))
+            # The object ends within the range, so its rest is shorter than the range.
+            return self.read(key, start, None)
+        if result.state == "missing":
+            return None
+        return Value(result.value, result.stamp.generation)
+
+    def require_same(self, key: str, generation: bytes) -> None:
+        """Raises `ChangedError` if the object has another generation than before."""
+        known = self.seen.setdefault(key, generation) if generation else generation
+        if known != generation:
+            raise ChangedError(
+                f"{self.what(key)} was replaced since its header was read; nothing was"
+                " loaded. Read the index again once the writer is done."
+            )
+
+    def missing(self, key: str) -> MissingError:
+        return MissingError(
+            f"checkpoint file {self.what(key)} is missing; copy it there, or point to a"
+            " whole checkpoint."
+        )
+
+    def key_of(self, real: str) -> str:
+        """The key of a file name."""
+        return real.removeprefix(f"{self.address.root}/")
+
+    @ft.cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The sorted names of all objects of the place."""
+        return self.keys_below(self.address.path)
+
+    def keys_below(self, path: str) -> tuple[str, ...]:
+        """The sorted names of all objects below a path of the store, asked anew."""
+        import tensorstore as ts
+
+        prefix = f"{path}/" if path else ""
+        # The key after all that begin with the prefix.
+        end = f"{prefix[:-1]}0" if prefix else ""
+        future = self.store.list(ts.KvStore.KeyRange(prefix, end), len(prefix))
+        keys = self.done(future, prefix, "listing")
+        return tuple(sorted(key.decode("utf-8", "replace") for key in keys))
+
+    def names(self) -> list[str]:
+        return sorted({key.partition("/")[0] for key in self.keys})
+
+    def directories(self) -> Iterator[tuple[str, str]]:
+        names = {"."}
+        for key in self.keys:
+            parts = key.split("/")[:-1]
+            names |= {"/".join(parts[: count + 1]) for count in range(len(parts))}
+        for name in sorted(names):
+            yield name, self.directory if name == "." else f"{self.directory}/{name}"
+
+    def has_file(self, real: str) -> bool:
+        return real.removeprefix(f"{self.directory}/") in self._key_set
+
+    @ft.cached_property
+    def _key_set(self) -> frozenset[str]:
+        return frozenset(self.keys)
+
+    def inside(self, name: str) -> str:
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
+            raise CheckpointError(
+                f"checkpoint {self.directory!r} names the file {quoted(name)}, which is"
+                " not a relative path below the directory; nothing outside it is"
+                " opened. Correct the index, or load a checkpoint that you trust."
+            )
+        return f"{self.directory}/{name.removeprefix('./')}"
+
+    @contextlib.contextmanager
+    def opened(self, real: str) -> "Iterator[ObjectFile]":
+        yield ObjectFile(self, self.key_of(real), True)
+
+    @contextlib.contextmanager
+    def chunk(self, real: str) -> "Iterator[ObjectFile]":
+        yield ObjectFile(self, self.key_of(real), False)
+
+    def each(self, call: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        todo = [*items]
+        if len(todo) < 2:
+            return [call(item) for item in todo]
+        workers = min(_WORKERS, len(todo))
+        with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-store") as pool:
+            return [*pool.map(call, todo)]
+
+    def require_unchanged(self) -> None:
+        # Each read compares the generation of its object.
+        pass
+
+    def require_plain_tree(self, real: str) -> None:
+        # A store has no links and no pipes.
+        pass
+
+    def kvstore(self, real: str) -> dict[str, Any]:
+        return {
+            **self.address.spec,
+            "path": f"{self.key_of(real)}/",
+            "context": {**_CONTEXT, **self.address.spec.get("context", {})},
+        }
+
+
+class ObjectFile(NamedTuple):
+    """An object that is open for reading. `is_kept` is whether it must not change."""
+
+    place: ObjectPlace
+    key: str
+    is_kept: bool
+
+    @property
+    def known_size(self) -> None:
+        return None
+
+    def read(self, count: int, offset: int) -> bytes:
+        value = self.place.read(self.key, offset, offset + count) if count else None
+        if not count:
+            return b""
+        if value is None:
+            raise self.place.missing(self.key)
+        if self.is_kept:
+            self.place.require_same(self.key, value.generation)
+        return value.data
+
+    def size(self) -> int:
+        """The number of bytes, which no request tells. It is found by reads of single
+        bytes, many at a time.
+        """
+
+        def holds(position: int) -> bool:
+            return bool(self.read(1, position))
+
+        powers = [0, *[2**bit for bit in range(0, _MOST_BITS, 4)]]
+        held = self.place.each(holds, powers)
+        if not any(held):
+            return 0
+        # The byte at `low` is there, and that at `high` is not.
+        low = max(power for power, is_held in zip(powers, held, strict=True) if is_held)
+        high = 16 * low if low else 1
+        while high - low > 1:
+            step = max(1, (high - low) // _PROBES)
+            probes = [*range(low + step, high, step)]
+            found = self.place.each(holds, probes)
+            inside = [at for at, is_held in zip(probes, found, strict=True) if is_held]
+            outside = [
+                at for at, is_held in zip(probes, found, strict=True) if not is_held
+            ]
+            low, high = max([low, *inside]), min([high, *outside])
+        return high

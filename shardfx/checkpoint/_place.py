@@ -1,0 +1,107 @@
+"""The interface for the bytes of a checkpoint: files of a directory (`FilePlace`) and
+objects of a store (`ObjectPlace`) have the same operations.
+
+A *name* is relative to the place: `model-00001.safetensors`. A *file name* is complete,
+as errors show it: `/data/llama/model-00001.safetensors`, or
+`s3://bucket/llama/model-00001.safetensors`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+from .._ground.errors import CheckpointError
+
+
+class MissingError(CheckpointError):
+    """The error for a file or an object of a checkpoint that is not there."""
+
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class OpenFile(Protocol):
+    """A file or an object that is open for reading."""
+
+    @property
+    def known_size(self) -> int | None:
+        """The number of bytes; `None` if it takes further requests to learn it."""
+        ...
+
+    def size(self) -> int:
+        """The number of bytes."""
+        ...
+
+    def read(self, count: int, offset: int) -> bytes:
+        """The `count` bytes from `offset` on; fewer bytes at the end."""
+        ...
+
+
+class Place(Protocol):
+    """A directory of files, or a prefix of a store's keys, that holds a checkpoint.
+
+    Nothing outside of it is read. A file that changes between two reads raises
+    `ChangedError`.
+    """
+
+    @property
+    def directory(self) -> str:
+        """The file name of the place, without a slash at its end."""
+        ...
+
+    @property
+    def gap_bytes(self) -> int:
+        """The least number of consecutive bytes that are worth skipping in a read."""
+        ...
+
+    def names(self) -> list[str]:
+        """The sorted names of the files and directories at the top of the place."""
+        ...
+
+    def directories(self) -> Iterator[tuple[str, str]]:
+        """Yields the name and the file name of the place and of each directory below
+        it. The name of the place is ".".
+        """
+        ...
+
+    def has_file(self, real: str) -> bool:
+        """Whether there is a file with the file name `real`."""
+        ...
+
+    def inside(self, name: str) -> str:
+        """The file name of `name`, a name in a checkpoint that nobody vouches for.
+
+        Raises `CheckpointError` if it leads out of the place.
+        """
+        ...
+
+    def opened(self, real: str) -> AbstractContextManager[OpenFile]:
+        """A context with the file `real`, open for reading."""
+        ...
+
+    def chunk(self, real: str) -> AbstractContextManager[OpenFile]:
+        """A context with a stored chunk, which tensorstore reads again. It may change."""
+        ...
+
+    def each(self, call: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        """The results of `call` for all items; at the same time, where each waits for a
+        network.
+        """
+        ...
+
+    def require_unchanged(self) -> None:
+        """Raises `ChangedError` if a file that was opened has changed, as far as this
+        can be told without reading it.
+        """
+        ...
+
+    def require_plain_tree(self, real: str) -> None:
+        """Raises `CheckpointError` if anything but files is below the directory `real`."""
+        ...
+
+    def kvstore(self, real: str) -> dict[str, Any]:
+        """TensorStore's spec of the key-value store of the files in the directory
+        `real`.
+        """
+        ...
