@@ -10,10 +10,6 @@ import functools as ft
 import json
 import math
 import os
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +17,7 @@ from typing import Any, NamedTuple
 
 from .._ground.errors import MeshError, ProgramError
 from .lowered import Dims
+from .process import Worker
 
 
 # A CPU client starts threads for each device. 8,192 devices take 3 s; 65,536 need more
@@ -146,70 +143,9 @@ def _asked(module: bytes, request: dict[str, Any]) -> list[bytes]:
     return texts
 
 
-class _Worker:
-    """The process in which XLA runs, for one thread at a time. It ends with this
-    object, and with Python.
-    """
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        # `-P`: modules must not be imported from its folder.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._end = weakref.finalize(self, _end, self._process, os.getpid())
-
-    @property
-    def is_alive(self) -> bool:
-        return self._end.alive and self._process.poll() is None
-
-    def ask(self, module: bytes, request: dict[str, object]) -> tuple[list[bytes], str]:
-        """The answers to a request about `module`, and an error text. One of them is
-        empty. `request` has the entries that `main` in `worker.py` reads, such as
-        "devices" and "options".
-        """
-        source, sink = self._process.stdout, self._process.stdin
-        assert source is not None and sink is not None
-        with self._lock:
-            is_answered = False
-            try:
-                sink.write(
-                    json.dumps(request | {"size": len(module)}).encode()
-                    + b"\n"
-                    + module
-                )
-                sink.flush()
-                answer = json.loads(source.readline())
-                texts = [source.read(size) for size in answer["sizes"]]
-                is_answered = True
-                return texts, answer["error"]
-            except (OSError, ValueError) as error:
-                return [], f"the process that asks XLA ended ({error})"
-            finally:
-                # An unread answer, for example after Ctrl-C, would be read as the
-                # answer to the next request.
-                if not is_answered:
-                    self._end()
-
-
 @ft.lru_cache(maxsize=1)
-def _worker(_process_id: int) -> _Worker:
+def _worker(_process_id: int) -> Worker:
     """The process that partitions modules for the Python process with this id. A forked
     child starts its own.
     """
-    return _Worker()
-
-
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    if owner != os.getpid():
-        return
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-    try:
-        process.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    return Worker([str(_WORKER)])

@@ -246,16 +246,25 @@ def _complete(folder: str, name: str, deadline: float) -> bytes:
                 return b""
             with open(path, "rb") as file:
                 message = file.read()
-            module = _module_in(message)
-            if module is not None:
-                options = hlo.HloPrintOptions()
-                options.print_large_constants = True
-                return module.to_string(options).encode()
+            if text := complete_text(message):
+                return text
         time.sleep(_LOOK_EVERY_SECONDS)
     return b""
 
 
-def _module_in(message: bytes) -> Any:
+def complete_text(message: bytes) -> bytes:
+    """The text of the module in a message, with all numbers of its constants; "" while
+    the message is written.
+    """
+    module = module_in(message)
+    if module is None:
+        return b""
+    options = hlo.HloPrintOptions()
+    options.print_large_constants = True
+    return module.to_string(options).encode()
+
+
+def module_in(message: bytes) -> Any:
     """The module in the first field of a message; `None` while it is written."""
     size, shift, start = 0, 0, 1
     while start < len(message):

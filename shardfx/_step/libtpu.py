@@ -1,0 +1,197 @@
+"""libtpu's own texts of a step, without its code generation and without a TPU.
+
+libtpu runs in a second process (`libtpu_worker.py`). It describes a slice that is not
+there, compiles a module for it, and dumps its texts. Code generation comes after all of
+them, and is not waited for.
+"""
+
+import functools as ft
+import importlib.metadata
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .._ground.errors import MeshError, ProgramError
+from .process import Worker
+
+
+_WORKER = Path(__file__).with_name("libtpu_worker.py")
+_SECONDS = 600.0
+# How libtpu's error begins if a program does not fit. It is raised after the texts are
+# dumped.
+_FULL = "RESOURCE_EXHAUSTED"
+# The names of the files that libtpu dumps, in the order in which it writes them. The
+# last one shows that the others are whole.
+_SCHEDULED = "*.after_optimizations_before_buffer_assignment.txt"
+_ASSIGNMENT = "*.after_optimizations-buffer-assignment.txt"
+_RANGES = "*.after_optimizations-live-range.txt"
+_REPORT = "*.after_optimizations-memory-usage-report.txt"
+_AFTER = "*.after_optimizations_after_buffer_assignment.txt"
+_PARTITIONER = "tpu-spmd-partitioning"
+_PARTITIONED = f"*.after_{_PARTITIONER}*.pb"
+_NO_PASS = "$^"
+
+
+class TpuSlice(NamedTuple):
+    """The slices that a program is compiled for.
+
+    - `name`: libtpu's name of one slice, such as "v5e:4x4".
+    - `count`: the number of such slices.
+    """
+
+    name: str
+    count: int = 1
+
+
+class TpuDevice(NamedTuple):
+    """A device of a slice that is not there, with the attributes of JAX's own."""
+
+    id: int
+    process_index: int
+    coords: tuple[int, ...]
+    core_on_chip: int
+    slice_index: int
+    device_kind: str
+    platform: str = "tpu"
+
+
+class TpuTexts(NamedTuple):
+    """What libtpu dumps of a program. `out_of_memory` is its error for a program that
+    does not fit, or "".
+
+    - `scheduled`: the optimized HLO module in the order in which it runs.
+    - `assignment`: the allocations of memory, and the values in each.
+    - `ranges`: the order of the instructions, and the live range of each value.
+    - `report`: the bytes of each memory space.
+    """
+
+    scheduled: str
+    assignment: str
+    ranges: str
+    report: str
+    out_of_memory: str
+
+
+def libtpu_path() -> str | None:
+    """The path of libtpu, or `None` if it is not installed."""
+    found = importlib.util.find_spec("libtpu")
+    if found is None or found.origin is None:
+        return None
+    path = Path(found.origin).with_name("libtpu.so")
+    return str(path) if path.is_file() else None
+
+
+@ft.lru_cache(maxsize=64)
+def devices_of_slices(slices: TpuSlice) -> tuple[TpuDevice, ...]:
+    """The devices of slices that are not there. Raises `MeshError` if libtpu knows no
+    such slice.
+    """
+    request = {"order": None, "last": "devices.json", "files": ["devices.json"]}
+    (text,), error = _asked(b"", slices, request)
+    if error or not text:
+        raise MeshError(
+            f"there is no description of the TPU topology {slices.name!r}: {error:.600}."
+            " Write it as `v5p:8x8x8`."
+        )
+    return tuple(
+        TpuDevice(**row | {"coords": tuple(row["coords"])}) for row in json.loads(text)
+    )
+
+
+def tpu_texts(
+    module: bytes, slices: TpuSlice, order: Sequence[int], *, seconds: float = _SECONDS
+) -> TpuTexts:
+    """What libtpu dumps of a program.
+
+    **Arguments:**
+
+    - `module`: the StableHLO module as bytecode.
+    - `slices`: the slices to compile for.
+    - `order`: the ids of the devices in the order of the mesh.
+    - `seconds`: the time that libtpu may take.
+
+    **Raises:**
+
+    `ProgramError` with libtpu's own message if it cannot compile the module.
+    """
+    request = {
+        "order": list(order),
+        "last": _AFTER,
+        "files": [_SCHEDULED, _ASSIGNMENT, _RANGES, _REPORT],
+        "seconds": seconds,
+    }
+    texts, error = _asked(module, slices, request)
+    is_full = error.startswith(_FULL)
+    if (error and not is_full) or not all(texts):
+        raise ProgramError(
+            f"libtpu cannot compile this step for {slices.name}:"
+            f" {error or _missing(request['files'], texts)}"
+        )
+    scheduled, assignment, ranges, report = (text.decode() for text in texts)
+    return TpuTexts(
+        scheduled=scheduled,
+        assignment=assignment,
+        ranges=ranges,
+        report=report,
+        out_of_memory=error,
+    )
+
+
+def tpu_partitioned(
+    module: bytes, slices: TpuSlice, order: Sequence[int], *, seconds: float = _SECONDS
+) -> str:
+    """The HLO text of one device's program as libtpu's own partitioner leaves it, with
+    all numbers of its constants. The arguments and errors are those of `tpu_texts`.
+    """
+    request = {
+        "order": list(order),
+        "last": _PARTITIONED,
+        "files": [_PARTITIONED],
+        "passes": _PARTITIONER,
+        "seconds": seconds,
+    }
+    texts, error = _asked(module, slices, request)
+    if not all(texts):
+        raise ProgramError(
+            f"libtpu cannot partition this step for {slices.name}:"
+            f" {error or _missing(request['files'], texts)}"
+        )
+    return texts[0].decode()
+
+
+def _missing(names: Sequence[str], texts: Sequence[bytes]) -> str:
+    missing = [name for name, text in zip(names, texts, strict=True) if not text]
+    version = importlib.metadata.version("libtpu")
+    return f"libtpu {version} writes no {', '.join(missing)}"
+
+
+def _asked(
+    module: bytes, slices: TpuSlice, request: dict[str, Any]
+) -> tuple[list[bytes], str]:
+    """The texts of the files that a request names, and an error text."""
+    path = libtpu_path()
+    if path is None:
+        raise MeshError(
+            "libtpu is not installed; install it with `pip install 'shardfx[aot]'`."
+        )
+    worker = _worker(path, os.getpid())
+    if not worker.is_alive:
+        _worker.cache_clear()
+        worker = _worker(path, os.getpid())
+    defaults = {"seconds": _SECONDS, "passes": _NO_PASS}
+    question = {"target": slices.name, "slices": slices.count}
+    texts, error = worker.ask(module, defaults | question | request)
+    return texts or [b""] * len(request["files"]), error.strip()
+
+
+@ft.lru_cache(maxsize=1)
+def _worker(library: str, _process_id: int) -> Worker:
+    """The process that asks libtpu for the Python process with this id. A forked child
+    starts its own.
+    """
+    folder = tempfile.mkdtemp(prefix="shardfx-libtpu-")
+    return Worker([str(_WORKER), folder, library], folder)

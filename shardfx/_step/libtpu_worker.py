@@ -1,0 +1,305 @@
+"""The program of the process that asks libtpu; `libtpu.py` starts it.
+
+It loads libtpu once and starts none of it. For each request, a forked child describes a
+slice that is not there and compiles the module for it, while libtpu dumps its texts.
+The child is killed as soon as the requested texts are whole: what follows, code
+generation, takes most of the time of a compilation.
+
+Nothing that runs on this machine's TPUs is disturbed. The environment variable
+ALLOW_MULTIPLE_LIBTPU_LOAD keeps libtpu from taking /tmp/libtpu_lockfile, which a job on
+TPUs takes; TPU_SKIP_MDS_QUERY keeps it from asking the cloud for this machine's TPUs. A
+description of a slice opens no TPU, and a child that finds one open ends with an error.
+
+This file imports jaxlib, but neither JAX nor shardfx.
+"""
+
+import ctypes
+import functools as ft
+import glob
+import importlib.util
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+import types
+from typing import Any, NoReturn
+
+import numpy as np
+from jaxlib import xla_client
+from jaxlib.mlir import ir
+from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
+
+
+_LOOK_EVERY_SECONDS = 0.005
+# The files that the child writes itself: the devices of a slice, and libtpu's chatter.
+_DEVICES, _CHATTER = "devices.json", "stderr"
+_TPUS = ("/dev/accel", "/dev/vfio/")
+_MOST_BYTES_OF_ERROR = 60_000
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Answers requests until standard input ends. The arguments of the process are its
+    folder, and the path of libtpu.
+    """
+    folder, library = sys.argv[1:]
+    # Ctrl-C in a terminal is for the parent process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.putenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.putenv("TPU_SKIP_MDS_QUERY", "1")
+    _write_chatter_to(folder, (2,))
+    error = _loaded(library)
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    while line := source.readline():
+        request = json.loads(line)
+        module = source.read(request["size"])
+        texts: list[bytes] = []
+        if not error:
+            texts, said = _answer(module, request, folder)
+        else:
+            said = error
+        answer = {"sizes": [len(text) for text in texts], "error": said}
+        try:
+            sink.write(json.dumps(answer).encode() + b"\n" + b"".join(texts))
+            sink.flush()
+        except BrokenPipeError:
+            os._exit(0)
+
+
+def _loaded(library: str) -> str:
+    """Loads libtpu, and returns an error text, or ""."""
+    try:
+        xla_client.load_pjrt_plugin_dynamically("tpu", library)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _answer(
+    module: bytes, request: dict[str, Any], folder: str
+) -> tuple[list[bytes], str]:
+    """The texts of the files that a request names, and an error text. A file that
+    libtpu did not write is empty.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as own_folder:
+            error = _run_child(module, request, own_folder)
+            return [_text(own_folder, name) for name in request["files"]], error
+    except OSError as error:  # a full disk
+        return [], str(error)
+
+
+def _run_child(module: bytes, request: dict[str, Any], folder: str) -> str:
+    """Compiles in a child process until the texts are whole, and returns an error text,
+    or "".
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        _compile(module, request, folder, writing)
+    os.close(writing)
+    try:
+        return _wait(folder, request, reading)
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _wait(folder: str, request: dict[str, Any], reading: int) -> str:
+    """Waits until the file is there that libtpu writes after the requested ones, until
+    the child ends, or until its time is over. Returns an error text, or "".
+    """
+    last_file = os.path.join(folder, request["last"])
+    deadline = time.monotonic() + request["seconds"]
+    while not _is_whole(last_file):
+        if time.monotonic() > deadline:
+            return f"libtpu had no answer in {request['seconds']:.0f} s"
+        # The parent sends nothing before it has the answer, so standard input becomes
+        # ready only when it ends.
+        ready = select.select([reading, 0], [], [], _LOOK_EVERY_SECONDS)[0]
+        if 0 in ready:
+            return "nobody waits for the answer"
+        if reading in ready:
+            return _last_words(folder, reading)
+    return ""
+
+
+def _is_whole(name: str) -> bool:
+    """Whether the file whose path matches `name` is there; for a module in binary form,
+    whether all of it is.
+    """
+    paths = glob.glob(name)
+    if not paths or not name.endswith(".pb"):
+        return bool(paths)
+    with open(paths[0], "rb") as file:
+        return _reader().module_in(file.read()) is not None
+
+
+@ft.lru_cache(maxsize=1)
+def _reader() -> types.ModuleType:
+    """The Python module `worker.py` beside this file, loaded by its path."""
+    path = os.path.join(os.path.dirname(__file__), "worker.py")
+    spec = importlib.util.spec_from_file_location("worker", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _last_words(folder: str, reading: int) -> str:
+    """The error text of a child that ends; "" if it compiled the module."""
+    words = b""
+    while part := os.read(reading, 65_536):
+        words += part
+    if words.startswith(b"\0"):
+        return ""
+    return words.decode(errors="replace") or _chatter(folder)
+
+
+def _chatter(folder: str) -> str:
+    with open(os.path.join(folder, _CHATTER), "rb") as file:
+        return f"libtpu aborted: {file.read()[-2000:].decode(errors='replace')}"
+
+
+def _text(folder: str, name: str) -> bytes:
+    """The text of the largest file whose name matches `name`. Beside the step's own
+    module, libtpu may compile small ones.
+    """
+    paths = glob.glob(os.path.join(folder, name))
+    if not paths:
+        return b""
+    with open(max(paths, key=os.path.getsize), "rb") as file:
+        text = file.read()
+    return _reader().complete_text(text) if name.endswith(".pb") else text
+
+
+def _compile(
+    module: bytes, request: dict[str, Any], folder: str, writing: int
+) -> NoReturn:
+    """Compiles the module in the child process, and ends the process. Writes a null
+    byte to the pipe `writing`, or an error text.
+    """
+    _end_with_parent()
+    os.putenv("TPU_LOG_DIR", folder)
+    _write_chatter_to(folder, (0, 1, 2))
+    words = b"\0"
+    try:
+        devices = _devices(request["target"], request["slices"])
+        if request["order"] is None:
+            _write_devices(devices, folder)
+        else:
+            client = devices[0].client
+            by_id = {device.id: device for device in devices}
+            chosen = [by_id[number] for number in request["order"]]
+            client.compile(
+                _parsed(module),
+                executable_devices=xla_client.DeviceList(tuple(chosen)),
+                compile_options=_options(request, folder),
+            )
+    # XLA's errors are RuntimeErrors, MLIR's are Exceptions of their own.
+    except (RuntimeError, ValueError, TypeError, OSError, ir.MLIRError) as error:
+        words = str(error).encode()[:_MOST_BYTES_OF_ERROR]
+    finally:
+        os.write(writing, words)
+        os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Lets the kernel kill this child when its parent is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _write_chatter_to(folder: str, streams: tuple[int, ...]) -> None:
+    """Sends standard streams to a file: libtpu writes warnings to standard error, and
+    nothing may reach the standard output of the parent.
+    """
+    path = os.path.join(folder, _CHATTER)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in streams:
+        os.dup2(file, stream)
+    os.close(file)
+
+
+def _devices(target: str, slices: int) -> list[Any]:
+    """The devices of slices that are not there."""
+    xla_client.initialize_pjrt_plugin("tpu")
+    options = {} if slices == 1 else {"num_slices": slices}
+    topology = xla_client.make_tfrt_tpu_c_api_device_topology(target, **options)
+    _raise_if_tpus_are_open()
+    return topology._make_compile_only_devices()
+
+
+def _raise_if_tpus_are_open() -> None:
+    """Raises `RuntimeError` if this process has a TPU of this machine open."""
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:  # the folder's own descriptor
+            continue
+        if path.startswith(_TPUS):
+            raise RuntimeError(
+                f"this libtpu opens {path}, a TPU of this machine, to compile; ask on a"
+                " machine without TPUs"
+            )
+
+
+def _write_devices(devices: list[Any], folder: str) -> None:
+    rows = [
+        {
+            "id": device.id,
+            "process_index": device.process_index,
+            "coords": list(device.coords),
+            "core_on_chip": device.core_on_chip,
+            "slice_index": getattr(device, "slice_index", 0),
+            "device_kind": device.device_kind,
+        }
+        for device in devices
+    ]
+    path = os.path.join(folder, _DEVICES)
+    with open(f"{path}.part", "w") as file:
+        json.dump(rows, file)
+    os.rename(f"{path}.part", path)
+
+
+def _parsed(module: bytes) -> Any:
+    """The StableHLO module in an MLIR context with the dialects of JAX's own."""
+    context, registry = ir.Context(), ir.DialectRegistry()
+    _jax_mlir_ext.register_dialects(registry)
+    context.append_dialect_registry(registry)
+    context.load_all_available_dialects()
+    mhlo.register_mhlo_dialect(context)
+    for dialect in (sdy, stablehlo, chlo):
+        dialect.register_dialect(context)
+    return ir.Module.parse(module, context)
+
+
+def _options(request: dict[str, Any], folder: str) -> Any:
+    """JAX's options of a compilation, with the dumps that are read."""
+    count = len(request["order"])
+    options = xla_client.CompileOptions()
+    # JAX's value for a program without a profile.
+    options.profile_version = -1
+    build = options.executable_build_options
+    build.num_replicas = 1
+    build.num_partitions = count
+    build.use_spmd_partitioning = True
+    build.use_shardy_partitioner = True
+    build.device_assignment = xla_client.DeviceAssignment.create(
+        np.array(request["order"]).reshape(1, count)
+    )
+    debug = build.debug_options
+    debug.xla_dump_to = folder
+    debug.xla_dump_hlo_as_text = True
+    debug.xla_dump_hlo_pass_re = request["passes"]
+    debug.xla_dump_hlo_as_proto = request["last"].endswith(".pb")
+    return options
+
+
+if __name__ == "__main__":
+    main()
