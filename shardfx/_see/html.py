@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import html
 import importlib.resources
-import itertools as it
 import json
 import linecache
 import math
@@ -275,20 +274,9 @@ def _fit(fit: Fit) -> dict[str, object]:
     }
     told |= {
         "batch": fit.batch,
-        "largest_batch": fit.largest_batch,
         "notes": list(fit.notes),
     }
-    # The bytes in memory over the operations of the step, as the maximum of each of
-    # equally long intervals.
-    length = len(fit.timeline)
-    count = min(len(fit.timeline), _MOST_POINTS)
-    ends = [length * at // max(count, 1) for at in range(count + 1)]
-    points = [max(fit.timeline[a:b]) for a, b in it.pairwise(ends)]
-    return {**told, "timeline": {"operations": length, "bytes": points}}
-
-
-# The number of points that fit on a page.
-_MOST_POINTS = 300
+    return told
 
 
 _SUMS = ("devices", "wire_bytes", "dcn_bytes", "unsure_bytes")

@@ -57,6 +57,14 @@ from .hlo_text import (
     root_of,
 )
 from .judge import Outcome, Refutation, UnjudgedOperation, Verdict, judged
+from .libtpu import (
+    TpuDevice,
+    TpuSlice,
+    TpuTexts,
+    devices_of_slices,
+    is_tupled,
+    libtpu_path,
+)
 from .lowered import (
     ArraySharding,
     Dims,

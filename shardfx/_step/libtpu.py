@@ -5,6 +5,7 @@ there, compiles a module for it, and dumps its texts. Code generation comes afte
 them, and is not waited for.
 """
 
+import dataclasses
 import functools as ft
 import importlib.metadata
 import importlib.util
@@ -34,20 +35,37 @@ _AFTER = "*.after_optimizations_after_buffer_assignment.txt"
 _PARTITIONER = "tpu-spmd-partitioning"
 _PARTITIONED = f"*.after_{_PARTITIONER}*.pb"
 _NO_PASS = "$^"
+# JAX passes more arguments than these to a TPU's program as one tuple:
+# `should_tuple_args` in jax/_src/dispatch.py.
+_MOST_ARGUMENTS = 2000
 
 
 class TpuSlice(NamedTuple):
     """The slices that a program is compiled for.
 
     - `name`: libtpu's name of one slice, such as "v5e:4x4".
-    - `count`: the number of such slices.
+    - `slices`: the number of such slices.
     """
 
     name: str
-    count: int = 1
+    slices: int = 1
 
 
-class TpuDevice(NamedTuple):
+class TpuProgram(NamedTuple):
+    """A program to compile.
+
+    - `module`: the StableHLO module as bytecode.
+    - `free_arguments`, `free_results`: for each argument and each result, whether the
+      compiler chooses its sharding.
+    """
+
+    module: bytes
+    free_arguments: tuple[bool, ...]
+    free_results: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuDevice:
     """A device of a slice that is not there, with the attributes of JAX's own."""
 
     id: int
@@ -103,13 +121,17 @@ def devices_of_slices(slices: TpuSlice) -> tuple[TpuDevice, ...]:
 
 
 def tpu_texts(
-    module: bytes, slices: TpuSlice, order: Sequence[int], *, seconds: float = _SECONDS
+    program: TpuProgram,
+    slices: TpuSlice,
+    order: Sequence[int],
+    *,
+    seconds: float = _SECONDS,
 ) -> TpuTexts:
     """What libtpu dumps of a program.
 
     **Arguments:**
 
-    - `module`: the StableHLO module as bytecode.
+    - `program`: the program.
     - `slices`: the slices to compile for.
     - `order`: the ids of the devices in the order of the mesh.
     - `seconds`: the time that libtpu may take.
@@ -118,13 +140,11 @@ def tpu_texts(
 
     `ProgramError` with libtpu's own message if it cannot compile the module.
     """
-    request = {
-        "order": list(order),
+    request = _compilation(program, order, seconds) | {
         "last": _AFTER,
         "files": [_SCHEDULED, _ASSIGNMENT, _RANGES, _REPORT],
-        "seconds": seconds,
     }
-    texts, error = _asked(module, slices, request)
+    texts, error = _asked(program.module, slices, request)
     is_full = error.startswith(_FULL)
     if (error and not is_full) or not all(texts):
         raise ProgramError(
@@ -142,25 +162,45 @@ def tpu_texts(
 
 
 def tpu_partitioned(
-    module: bytes, slices: TpuSlice, order: Sequence[int], *, seconds: float = _SECONDS
+    program: TpuProgram,
+    slices: TpuSlice,
+    order: Sequence[int],
+    *,
+    seconds: float = _SECONDS,
 ) -> str:
     """The HLO text of one device's program as libtpu's own partitioner leaves it, with
     all numbers of its constants. The arguments and errors are those of `tpu_texts`.
     """
-    request = {
-        "order": list(order),
+    request = _compilation(program, order, seconds) | {
         "last": _PARTITIONED,
         "files": [_PARTITIONED],
         "passes": _PARTITIONER,
-        "seconds": seconds,
     }
-    texts, error = _asked(module, slices, request)
+    texts, error = _asked(program.module, slices, request)
     if not all(texts):
         raise ProgramError(
             f"libtpu cannot partition this step for {slices.name}:"
             f" {error or _missing(request['files'], texts)}"
         )
     return texts[0].decode()
+
+
+def _compilation(
+    program: TpuProgram, order: Sequence[int], seconds: float
+) -> dict[str, Any]:
+    """The part of a request that says how a program is compiled, as JAX does it."""
+    return {
+        "order": list(order),
+        "free_arguments": program.free_arguments,
+        "free_results": program.free_results,
+        "is_tupled": is_tupled(len(program.free_arguments)),
+        "seconds": seconds,
+    }
+
+
+def is_tupled(arguments: int) -> bool:
+    """Whether a TPU's program takes its arguments as one tuple, from their number."""
+    return arguments > _MOST_ARGUMENTS
 
 
 def _missing(names: Sequence[str], texts: Sequence[bytes]) -> str:
@@ -183,7 +223,7 @@ def _asked(
         _worker.cache_clear()
         worker = _worker(path, os.getpid())
     defaults = {"seconds": _SECONDS, "passes": _NO_PASS}
-    question = {"target": slices.name, "slices": slices.count}
+    question = {"target": slices.name, "slices": slices.slices}
     texts, error = worker.ask(module, defaults | question | request)
     return texts or [b""] * len(request["files"]), error.strip()
 

@@ -285,11 +285,14 @@ def _options(request: dict[str, Any], folder: str) -> Any:
     options = xla_client.CompileOptions()
     # JAX's value for a program without a profile.
     options.profile_version = -1
+    options.parameter_is_tupled_arguments = request["is_tupled"]
     build = options.executable_build_options
     build.num_replicas = 1
     build.num_partitions = count
     build.use_spmd_partitioning = True
     build.use_shardy_partitioner = True
+    build.allow_spmd_sharding_propagation_to_parameters = request["free_arguments"]
+    build.allow_spmd_sharding_propagation_to_output = request["free_results"]
     build.device_assignment = xla_client.DeviceAssignment.create(
         np.array(request["order"]).reshape(1, count)
     )

@@ -7,7 +7,6 @@ as long.
 """
 
 import functools as ft
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence

@@ -31,6 +31,7 @@ from .._ground.tree import flatten
 from .._plan import ShardPlan
 from ..topology import MeshSpec
 from .callbacks import callbacks_in, lower
+from .libtpu import TpuProgram, TpuSlice, TpuTexts, tpu_partitioned, tpu_texts
 from .lowered import (
     Dims,
     Module,
@@ -265,7 +266,7 @@ class Step:
         over another mesh than `mesh`; `MeshError` for more than 8,192 devices.
         """
         mesh = self.mesh if mesh is None else mesh
-        text = self._bytecode(platform, mesh, arguments, results, module)
+        text = self._rewritten(platform, mesh, arguments, results, module)
         return partitioned(
             text, mesh.size, _OPTIONS[platform], finished=platform == "cpu"
         )
@@ -283,8 +284,66 @@ class Step:
         errors are those of `Step.partitioned`.
         """
         mesh = self.mesh if mesh is None else mesh
-        text = self._bytecode(platform, mesh, arguments, results, module)
+        text = self._rewritten(platform, mesh, arguments, results, module)
         return programs(text, mesh.size, _OPTIONS[platform])
+
+    def tpu_texts(
+        self,
+        slices: TpuSlice,
+        order: Sequence[int],
+        *,
+        arguments: Sequence[Dims | None] | None = None,
+        results: Sequence[Dims | None] | None = None,
+        module: Module | None = None,
+    ) -> TpuTexts:
+        """What libtpu dumps of the step's program for slices that are not there, with
+        the ids of their devices in the order of the mesh. The other arguments are those
+        of `Step.partitioned`. Raises `ProgramError` with libtpu's own message if it
+        cannot compile the step.
+        """
+        text = self._bytecode("tpu", self.mesh, arguments, results, module)
+        return tpu_texts(self._tpu_program(text, arguments, results), slices, order)
+
+    def tpu_partitioned(self, slices: TpuSlice, order: Sequence[int]) -> str:
+        """The HLO text of one device's program as libtpu's own partitioner leaves it,
+        with all numbers of its constants. The arguments and errors are those of
+        `Step.tpu_texts`.
+        """
+        text = self._bytecode("tpu", self.mesh, None, None, None)
+        return tpu_partitioned(self._tpu_program(text, None, None), slices, order)
+
+    def _tpu_program(
+        self,
+        text: bytes,
+        arguments: Sequence[Dims | None] | None,
+        results: Sequence[Dims | None] | None,
+    ) -> TpuProgram:
+        taken, made = self.parameters
+        if arguments is None:
+            arguments = [parameter.dims for parameter in taken]
+        if results is None:
+            results = [parameter.dims for parameter in made]
+        return TpuProgram(
+            module=text,
+            free_arguments=tuple(dims is None for dims in arguments),
+            free_results=tuple(dims is None for dims in results),
+        )
+
+    def _rewritten(
+        self,
+        platform: Platform,
+        mesh: MeshSpec,
+        arguments: Sequence[Dims | None] | None,
+        results: Sequence[Dims | None] | None,
+        module: Module | None,
+    ) -> bytes:
+        text = self._bytecode(platform, mesh, arguments, results, module)
+        if platform == "tpu":
+            context = (
+                self.module(platform).context if module is None else module.context
+            )
+            text = rewritten(text, context)
+        return text
 
     def _bytecode(
         self,
@@ -307,8 +366,6 @@ class Step:
             arguments = [one.dims for one in taken] if arguments is None else arguments
             results = [one.dims for one in made] if results is None else results
             text = resharded(module, dict(mesh.shape), arguments, results)
-        if platform == "tpu":
-            text = rewritten(text, module.context)
         return text
 
     def propagated(self, platform: Platform, *, module: Any = None) -> Any:
@@ -394,8 +451,11 @@ def is_traced(step: object) -> bool:
 
 
 def platform_of(compiler: Platform | str) -> Platform:
-    """The platform with the name `compiler`. Raises `MeshError` for an unknown name."""
-    found: Platform | None = next((one for one in COMPILERS if one == compiler), None)
+    """The platform with the name `compiler`; "tpu" for the name of a slice, such as
+    "tpu:v5p:4x4x4". Raises `MeshError` for an unknown name.
+    """
+    name = compiler.partition(":")[0]
+    found: Platform | None = next((one for one in COMPILERS if one == name), None)
     if found is None:
         raise MeshError(
             f"there is no compiler {compiler!r:.60}; `compiler` is one of"

@@ -1,11 +1,9 @@
-"""Changes to a step that would save memory, each with the memory after it, and the
-largest batch that fits.
-"""
+"""Changes to a step that would save memory, each with the memory after it."""
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,9 +17,6 @@ from .._step import Dims, Frame, argument_names, step_of
 from ._counted import StepOnChip, saving_constraints
 
 
-# The number of batch sizes for which the step is traced to find the largest one that
-# fits.
-_TRIES = 8
 # Changes that save a smaller fraction of the peak are left out.
 _WORTH = 0.01
 _WIDE = ("f32", "f64")
@@ -135,7 +130,8 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
         )
         quoted = ", ".join(f'"{name}"' for name in names)
         how = f"filter_jit(step, donate={quoted if len(names) == 1 else f'({quoted})'})"
-        after = known.memory_of(known.module, donated=donated).peak_bytes
+        saved = _foreseen_saving(known, donated=donated)
+        after = known.memory.peak_bytes - saved
         yield _Trial("donate what the step returns anew", after, how)
     if axes and (found := saving_constraints(known)) is not None:
         what = f"constrain the activations along {' and '.join(axes)}, as the batch"
@@ -144,7 +140,7 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
         )
         lines = tuple(dict.fromkeys(one.line for one in found.constraints if one.line))
         yield _Trial(what, found.peak_bytes, how, 0, lines)
-    after = known.memory_of(known.module, remat=True).peak_bytes
+    after = known.memory.peak_bytes - _foreseen_saving(known, remat=True)
     yield _Trial(
         "recompute each layer in the backward pass",
         after,
@@ -159,6 +155,14 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
     ):
         how = f"a batch of {batch // 2}, or a scan over 2 microbatches"
         yield _Trial("half the batch", half.memory.peak_bytes, how)
+
+
+def _foreseen_saving(known: StepOnChip, **changed: Any) -> int:
+    """The bytes that a change saves, by live ranges. `changed` has keyword arguments of
+    `StepOnChip.memory_of`.
+    """
+    after = known.memory_of(known.module, **changed)
+    return known.foreseen.peak_bytes - after.peak_bytes
 
 
 def _sharded_over(
@@ -194,7 +198,8 @@ def _moment_changes(known: StepOnChip) -> Iterator[_Trial]:
 
     def sizes(at: int) -> int:
         result = found[at].result
-        return memory.arguments[at] + (0 if result is None else memory.results[result])
+        own = memory.arguments[at]
+        return own if result is None else own + known.foreseen.results[result]
 
     wide = [at for at in moments if found[at].dtype in _WIDE]
     if wide:
@@ -225,78 +230,6 @@ def batch_of(known: StepOnChip) -> int | None:
     """
     sizes = {known.step.arguments[at].shape[0] for at in known.in_group("batch")}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
-    """The largest batch size with which the step fits the chip; `None` if it cannot be
-    found. `peak_bytes` is the peak memory of the unchanged step, estimated or counted
-    by a compiler. The sizes are multiples of the number of shards into which the mesh
-    divides the batch.
-
-    The peak memory is a piecewise linear function of the batch size, so the search
-    alternates between linear interpolation and bisection. The step is traced for each
-    size.
-    """
-    batch = batch_of(known)
-    if not batch:
-        return None
-    usable, offset = (
-        known.chip.usable_hbm_bytes_per_device,
-        peak_bytes - known.memory.peak_bytes,
-    )
-    dims = [known.step.arguments[at].dims for at in known.in_group("batch")]
-    unit = max(known.step.mesh.axis_size(own[0]) if own else 1 for own in dims)
-    unit = unit if batch % unit == 0 else 1
-    needs = {batch: peak_bytes}
-    for tried in range(_TRIES):
-        fits = max(
-            (count for count, need in needs.items() if need <= usable), default=0
-        )
-        over = min(
-            (count for count, need in needs.items() if need > usable), default=None
-        )
-        if over is not None and over - fits <= unit:
-            break
-        guess = _next_batch(needs, usable, fits, over, unit, halves=tried % 2 == 1)
-        other = with_batch(known, guess)
-        if other is None:
-            return fits if fits and len(needs) > 1 else None
-        needs[guess] = other.memory.peak_bytes + offset
-    if all(need <= usable for need in needs.values()):
-        return None  # the peak does not grow with the batch, so any size fits
-    return max((count for count, need in needs.items() if need <= usable), default=0)
-
-
-def _next_batch(
-    needs: dict[int, int],
-    usable: int,
-    fits: int,
-    over: int | None,
-    unit: int,
-    *,
-    halves: bool,
-) -> int:
-    """The next batch size to try, a multiple of `unit`. `needs` has the peak memory of
-    each size that was tried. `fits` is the largest of them that fits into `usable`
-    bytes; 0 if none does. `over` is the smallest that does not fit.
-
-    If `over` is `None`, the next size is at least twice `fits`. Otherwise it is between
-    `fits` and `over`: in the middle if `halves` or if `fits` is 0, else where a line
-    through the peaks of the two sizes reaches `usable`.
-    """
-    if over is None:
-        before = max((count for count in needs if count < fits), default=None)
-        slope = (
-            0.0 if before is None else (needs[fits] - needs[before]) / (fits - before)
-        )
-        more = int((usable - needs[fits]) / slope) if slope > 0 else 0
-        return max(2 * fits, fits + more // unit * unit + unit)
-    if fits == 0:
-        return max(unit, over // 2 // unit * unit)
-    share = 0.5 if halves else (usable - needs[fits]) / (needs[over] - needs[fits])
-    return min(
-        max(fits + int((over - fits) * share) // unit * unit, fits + unit), over - unit
-    )
 
 
 def with_batch(known: StepOnChip, batch: int) -> StepOnChip | None:

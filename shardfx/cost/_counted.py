@@ -35,8 +35,10 @@ from .._step import (
 )
 from ._after import as_compiled
 from ._estimate import DIRECT
-from ._live import Memory, device_memory
+from ._libtpu import tpu_program
+from ._live import device_memory
 from ._live.program import FlatProgram, program_of
+from ._memory import Memory
 from ._purpose import ArgumentPurpose, purposes_of
 from ._refuted import module_of, programs_to_judge
 from ._shardings import ArrayRow, MissedAxis, StepShardings, shardings_of
@@ -85,6 +87,15 @@ class StepOnChip:
 
     @ft.cached_property
     def memory(self) -> Memory:
+        """The memory of one device: as libtpu assigns it, where it can be asked."""
+        program = tpu_program(self.step, self.chip)
+        return self.foreseen if program is None else program.memory
+
+    @ft.cached_property
+    def foreseen(self) -> Memory:
+        """The memory of one device by live ranges in the program of XLA's
+        partitioner.
+        """
         return self.memory_of(self.module)
 
     @ft.cached_property
@@ -148,7 +159,7 @@ class StepOnChip:
         """The memory of one device if `module` replaces the step's StableHLO module,
         for the same arguments.
         """
-        return self.memory_of(self.partitioned(module=module))
+        return self._memory_under(module=module)
 
     def under(self, arguments: Sequence[Dims | None]) -> Memory:
         """The memory of one device if the step's arguments have other shardings.
@@ -165,7 +176,16 @@ class StepOnChip:
                 and dims is not None
             ):
                 results[one.result] = dims
-        return self.memory_of(self.partitioned(arguments=arguments, results=results))
+        return self._memory_under(arguments=arguments, results=results)
+
+    def _memory_under(self, **changed: Any) -> Memory:
+        """The memory of one device for a changed step, by the same count as `memory`."""
+        program = None
+        if self.memory.is_counted:
+            program = tpu_program(self.step, self.chip, **changed)
+        if program is not None:
+            return program.memory
+        return self.memory_of(self.partitioned(**changed))
 
 
 # The number of the largest arrays for which constraints are searched, and the number of

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
+from .. import chips
 from .._ground.errors import ProgramError
 from .._step import (
     KINDS,
@@ -20,6 +21,7 @@ from .._step import (
 )
 from ..topology import MeshSpec
 from ._after import as_compiled
+from ._libtpu import chip_of, tpu_program
 from ._refuted import module_of, programs_to_judge, warn_if_refuted
 from ._traffic import read
 from ._traffic_rows import Traffic, TrafficRow, largest_first
@@ -170,13 +172,16 @@ def estimate(
     compiler: Platform | str = "tpu",
     mesh: MeshSpec | Mesh | AbstractMesh | None = None,
 ) -> Traffic:
-    """An estimate of the bytes that a step sends, a row for each collective, without
-    compilation and without devices.
+    """The bytes that a step sends, a row for each collective, without devices and
+    without a whole compilation.
 
-    The step is traced and lowered for a platform, and XLA's own partitioner makes the
-    program of one device. The known passes of the platform's compiler are then
-    simulated on this program: one of them moves reductions out of loops.
-    [`shardfx.cost.compare`][] shows where an estimate and a compiled program differ.
+    For TPUs, libtpu itself is asked where it is installed (`pip install
+    "shardfx[aot]"`): it optimizes and schedules the program for a slice that is not
+    there, and its code generation, which takes most of the time, is left out. The bytes
+    are those of the compiled program. For CPUs, XLA makes the program itself.
+
+    Otherwise the bytes are foreseen: XLA's own partitioner makes the program of one
+    device. [`shardfx.cost.compare`][] shows where they and a compiled program differ.
 
     **Arguments:**
 
@@ -186,7 +191,9 @@ def estimate(
     - `args`: the arguments of the step: arrays, or structs with shardings such as
       `plan.structs`, and any other values.
         As in JAX, the compiler chooses the shardings of results that have none.
-    - `compiler`: the platform: "tpu", "gpu" or "cpu".
+    - `compiler`: the platform: "tpu", "gpu" or "cpu"; or a slice or a chip of TPUs, such
+      as "tpu:v5p:4x4x4" or "tpu:v5p". "tpu" is v5e, or v5p for a mesh of more than 256
+      devices.
     - `mesh`: the mesh whose axes the rows name; by default the mesh of the arguments.
       With a MeshSpec that has `dcn`,
         the rows also count the bytes between slices.
@@ -225,12 +232,30 @@ def estimate(
     platform = platform_of(compiler)
     known = step_of(step, args, mesh)
     programs = programs_to_judge(known, platform, DIRECT)
+    if programs is not None:
+        warn_if_refuted(programs)
+    asked = None
+    if platform == "tpu":
+        asked = asked_traffic(known, chip_of(compiler, known.mesh))
+    if asked is not None:
+        return asked
     if programs is None:
         return estimated(known, platform)
-    warn_if_refuted(programs)
     module = module_of(programs, known.mesh.size)
     return largest_first(
         read(as_compiled(module, platform), known.jax_mesh, known.leaves)
+    )
+
+
+def asked_traffic(step: Step, chip: chips.Chip) -> Traffic | None:
+    """The traffic of libtpu's own program of a step, the largest rows first; `None` if
+    libtpu cannot be asked.
+    """
+    program = tpu_program(step, chip)
+    if program is None:
+        return None
+    return largest_first(
+        read(program.module, step.jax_mesh, step.leaves, program.target.order)
     )
 
 

@@ -24,15 +24,16 @@ from .._ground.text import (
 from .._plan import ShardPlan
 from .._step import MOVING, Frame, is_traced, padded, place_text, step_of
 from ..topology import MeshSpec
-from ._changes import Change, batch_of, changes_of, largest_batch
+from ._changes import Change, batch_of, changes_of
 from ._compile_for import MemoryAnalysis, memory_of
 from ._counted import StepOnChip
-from ._live import LiveArray
+from ._libtpu import why_foreseen
+from ._memory import LiveArray, Memory
 from ._refuted import warn_if_refuted
 from ._shardings import Origin, StepShardings
 
 
-Basis = Literal["compiled", "estimated", "arguments"]
+Basis = Literal["compiled", "foreseen", "arguments"]
 
 _LARGEST = 8
 # The relative error of an estimated peak: nine in ten of 28 steps that the TPU's
@@ -61,7 +62,7 @@ class FitRow:
     - `bytes`: the bytes in the chip's memory, including the padding of tiles.
     - `host_bytes`: the bytes in host memory, if the plan's memory kinds say so.
     - `exact`: whether the bytes follow from shardings or from the compiler's count. If
-      not, they are estimated.
+      not, they are foreseen.
     """
 
     __module__ = "shardfx.cost"
@@ -115,12 +116,14 @@ class Fit:
     - `rows`: the bytes of each group of arrays, the largest first. Their sum is
       `peak_bytes`.
     - `chip`: the chip.
-    - `basis`: the source of the numbers. "compiled": the compiler's count. "estimated":
-      an estimate from the program of
-        XLA's partitioner. "arguments": a plan without a step, so only the plan's arrays
-        are counted.
+    - `basis`: the source of the numbers. "compiled": the compiler's own assignment of
+      memory. "foreseen": live ranges in the program of XLA's partitioner. "arguments":
+      a plan without a step, so only the plan's arrays are counted.
     - `largest`: the largest arrays in memory at the peak.
     - `notes`: further notes.
+    - `on_chip_bytes`: the bytes of on-chip memory that the program uses beside; 0 if
+      they are not known.
+    - `out_of_memory`: libtpu's own error for a step that does not fit, or "".
     """
 
     __module__ = "shardfx.cost"
@@ -130,6 +133,8 @@ class Fit:
     basis: Basis
     largest: tuple[LargeArray, ...] = ()
     notes: tuple[str, ...] = ()
+    on_chip_bytes: int = 0
+    out_of_memory: str = ""
     _known: StepOnChip | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
@@ -151,20 +156,20 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether `peak_bytes` is at most `usable_bytes`. An estimate can be wrong near
-        the limit; see `is_close`.
+        """Whether the step fits. If `peak_bytes` is foreseen, it can be wrong near the
+        limit; see `is_close`.
         """
-        return self.headroom_bytes >= 0
+        return self.headroom_bytes >= 0 and not self.out_of_memory
 
     @property
     def is_close(self) -> bool:
-        """Whether `peak_bytes` is an estimate that differs from `usable_bytes` by less
-        than 18 % of the peak.
+        """Whether `peak_bytes` is foreseen and differs from `usable_bytes` by less than
+        18 % of the peak.
 
         Only a compiler's count decides whether such a step fits.
         """
         return (
-            self.basis == "estimated"
+            self.basis == "foreseen"
             and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
         )
 
@@ -198,23 +203,6 @@ class Fit:
         """The number of examples in the step's batch; `None` if it is not known."""
         return None if self._known is None else batch_of(self._known)
 
-    @ft.cached_property
-    def largest_batch(self) -> int | None:
-        """The largest batch size with which the step fits; `None` if it is not known.
-
-        The first access traces the step with up to 8 batch sizes.
-        """
-        return (
-            None if self._known is None else largest_batch(self._known, self.peak_bytes)
-        )
-
-    @property
-    def timeline(self) -> tuple[int, ...]:
-        """For each operation of the partitioned program in order, the bytes in one
-        device's memory while it runs.
-        """
-        return () if self._known is None else self._known.memory.timeline
-
     def bytes_of(self, group: str) -> int:
         """The bytes of a group of arrays. The group "optimizer" includes all groups
         "optimizer: ...".
@@ -226,8 +214,8 @@ class Fit:
         )
 
     def explain(self) -> str:
-        """The text of the table, the reasons for the largest arrays' sizes, all
-        changes, and the largest batch size.
+        """The text of the table, the reasons for the largest arrays' sizes, and all
+        changes.
         """
         parts = [str(self)]
         why: dict[str, dict[str, None]] = {}
@@ -241,10 +229,6 @@ class Fit:
             parts.append("\n".join(reasons))
         if self.changes:
             parts.append("\n".join(table(_changes_table(self.changes), right=_NUMBERS)))
-        if self.batch is not None and self.largest_batch is not None:
-            parts.append(
-                f"The largest batch that fits: {self.largest_batch} (now {self.batch})."
-            )
         return "\n\n".join(parts)
 
     def __str__(self) -> str:
@@ -364,12 +348,29 @@ def fit(
     )
     if compiled is not None:
         rows, differences = _compiled_rows(rows, memory_of(compiled))
-        return Fit(rows, chip, "compiled", largest, (*notes, *differences), known)
-    rows += [
-        FitRow("results", sum(known.memory.results), exact=True),
-        *_temporaries(temporaries, known),
-    ]
-    return Fit(_sorted(rows), chip, "estimated", largest, notes, known)
+        return Fit(
+            rows=rows,
+            chip=chip,
+            basis="compiled",
+            largest=largest,
+            notes=(*notes, *differences),
+            _known=known,
+        )
+    memory = known.memory
+    rows.append(FitRow("results", sum(memory.results), exact=True))
+    rows += _temporaries(temporaries, memory)
+    if not memory.is_counted and known.platform == "tpu":
+        notes = (*notes, why_foreseen(traced, chip))
+    return Fit(
+        rows=_sorted(rows),
+        chip=chip,
+        basis="compiled" if memory.is_counted else "foreseen",
+        largest=largest,
+        notes=notes,
+        on_chip_bytes=memory.on_chip_bytes,
+        out_of_memory=memory.out_of_memory,
+        _known=known,
+    )
 
 
 def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
@@ -415,20 +416,27 @@ def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[LargeArray, ...]]
     ], tuple(_alike(largest))
 
 
-def _temporaries(found: Sequence[LargeArray], known: StepOnChip) -> list[FitRow]:
-    """A row for each group of the temporary buffers `found`. Temporaries can reuse the
-    memory of the results: the bytes that they reuse are subtracted from the largest
-    groups.
+def _temporaries(arrays: Sequence[LargeArray], memory: Memory) -> list[FitRow]:
+    """A row for each group of the temporary arrays. Temporaries can reuse the memory of
+    the results: the bytes that they reuse are subtracted from the largest groups.
     """
     sums: dict[str, int] = {}
-    for one in found:
-        sums[one.group] = sums.get(one.group, 0) + one.bytes
-    over = sum(sums.values()) - known.memory.temporary_bytes
+    for array in arrays:
+        sums[array.group] = sums.get(array.group, 0) + array.bytes
+    if memory.gap_bytes:
+        sums["gaps between arrays"] = memory.gap_bytes
+    reused = sum(sums.values()) - memory.temporary_bytes
     for group in sorted(sums, key=lambda group: -sums[group]):
-        shared = min(max(over, 0), sums[group])
-        sums[group], over = sums[group] - shared, over - shared
-    rows = [FitRow(group, count) for group, count in sums.items()]
-    return rows if over >= 0 else [*rows, FitRow("copies on chip", -over)]
+        shared = min(max(reused, 0), sums[group])
+        sums[group] -= shared
+        reused -= shared
+    if reused < 0:
+        sums[
+            "constants and scalars" if memory.is_counted else "copies on chip"
+        ] = -reused
+    return [
+        FitRow(group, count, exact=memory.is_counted) for group, count in sums.items()
+    ]
 
 
 def _compiled_rows(
@@ -577,7 +585,7 @@ def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
                 row.group,
                 bytes_text(max(row.bytes, 0)),
                 share,
-                ("exact" if row.exact else "estimated") + host,
+                ("exact" if row.exact else "foreseen") + host,
             )
         )
     tables = [(groups, _verdict(found))]
@@ -631,6 +639,12 @@ def _verdict(found: Fit) -> list[str]:
         f"{peak} at the worst moment: it {verdict} {found.chip.name}, where a program"
         f" may fill {usable} ({left})."
     ]
+    if found.on_chip_bytes:
+        lines.append(
+            f"Beside it, {bytes_text(found.on_chip_bytes)} of on-chip memory are used."
+        )
+    if found.out_of_memory:
+        lines.append(f"libtpu says: {found.out_of_memory}")
     if found.is_close:
         least, most = (
             bytes_text(int(share * found.peak_bytes))

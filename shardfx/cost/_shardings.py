@@ -47,7 +47,7 @@ from .._step import (
 )
 from ..topology import MeshSpec
 from ._estimate import estimated
-from ._live import LiveArray
+from ._memory import LiveArray
 from ._propagation import Conflict, DimKey, Graph, Stop
 from ._traffic_rows import Traffic, TrafficRow
 

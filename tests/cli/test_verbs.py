@@ -248,7 +248,7 @@ def test_what_verbs_print_as_data(here, capsys):
     )
     compiled, estimated = (
         sum(row["wire_bytes"] for row in found[how]["rows"])
-        for how in ("compiled", "estimated")
+        for how in ("compiled", "foreseen")
     )
     assert found["extra_bytes"] == compiled - estimated
 

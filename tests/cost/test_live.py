@@ -72,7 +72,6 @@ def test_a_loop_carries_its_state_in_place():
     # The stack is the result. The loop holds its state beside `x`, and one product: the
     # stack reads the old state.
     assert 2 * row <= found.temporary_bytes <= 3 * row + 64
-    assert max(found.timeline) == found.peak_bytes
     given = device_memory(parse_hlo(TEXT), tile=(8, 128), tpu=True)
     # Copies on chip.
     assert given.arguments == found.arguments and given.peak_bytes > found.peak_bytes

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks._cost_suggestions import CHIP, MESH, SMALL, changed, on_host, peak
+from benchmarks._cost_suggestions import CHIP, MESH, changed, on_host, peak
 from shardfx import PathRules, chips, filter_jit, plan
 from shardfx.cost import fit
 
@@ -58,30 +58,6 @@ def test_a_state_on_the_host_needs_the_told_memory(before):
     assert after.bytes_of("results") <= after.bytes_of("parameters")
     assert told.peak_bytes == pytest.approx(after.peak_bytes, rel=0.15)
     assert "jax.device_put" in told.how
-
-
-def test_the_largest_batch_is_where_the_compiler_finds_no_room():
-    state = ("params", "opt")
-    chip = dataclasses.replace(CHIP, usable_hbm_bytes=4 * 2**20)
-    found = fit(*changed(donate=state, remat=True), chip=chip)
-    told = found.largest_batch
-    assert (
-        told
-        and told % 4 == 0
-        and f"The largest batch that fits: {told} (now {found.batch})."
-        in found.explain()
-    )
-    fewer, more = (
-        peak(
-            *changed(
-                donate=state,
-                remat=True,
-                sizes=dataclasses.replace(SMALL, batch=int(told * share) // 4 * 4),
-            )
-        )
-        for share in (0.9, 1.1)
-    )
-    assert fewer <= chip.usable_hbm_bytes < more
 
 
 def test_a_decode_step_shows_its_cache():

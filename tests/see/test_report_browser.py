@@ -212,7 +212,7 @@ def test_the_memory_of_a_step(browser, tmp_path):
     assert [cell.text for cell in page.all("#memory .parts th")] == [
         row.group for row in found.rows if row.bytes
     ]
-    assert "Estimated" in page.text("#memory .note")
+    assert "Foreseen" in page.text("#memory .note")
     assert len(page.all("#memory .changes tr")) == min(len(found.changes), 8) > 0
     largest, made = found.peak_arrays[:2]
     place = made.source.place if made.source else ""

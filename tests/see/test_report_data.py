@@ -218,7 +218,7 @@ def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
     assert data["memory"][0]["group"] in {row.group for row in found.rows}
     assert (data["chip"]["name"], data["fit"]["basis"], data["fit"]["fits"]) == (
         "v5e",
-        "estimated",
+        "foreseen",
         True,
     )
     assert len(data["fit"]["changes"]) == len(found.changes)
@@ -232,11 +232,6 @@ def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
     assert "f32[4096,4096] -" in line["makes"]
     assert report_data(made, fit=found, chip="v5p")["chip"]["name"] == "v5p"
     assert report_data(made)["fit"] is None
-    timeline = data["fit"]["timeline"]
-    assert timeline["operations"] == len(found.timeline) > 1
-    assert (
-        max(timeline["bytes"]) == max(found.timeline) and len(timeline["bytes"]) <= 300
-    )
 
 
 def test_names_stay_text_whatever_they_hold():

@@ -263,7 +263,6 @@ def _data(step_fit: cost.Fit) -> dict[str, Any]:
         "headroom_bytes",
         "basis",
         "batch",
-        "largest_batch",
     )
     tables = ("rows", "largest", "changes", "notes")
     return {name: data_of(getattr(step_fit, name)) for name in (*names, *tables)} | {

@@ -9,38 +9,19 @@ function drawMemory(host) {
 }
 
 const HOWS = new Map([
-  ['compiled', 'As the compiler says.'], ['estimated', 'Estimated from the traced step; its arguments are exact.'],
+  ['compiled', 'As the compiler says.'], ['foreseen', 'Foreseen from the traced step; its arguments are exact.'],
   ['arguments', 'Of the arguments alone.'],
 ]);
 
-/** How the numbers were found, and what else would fit: single changes, with their code. */
+/** How the numbers were found, and single changes that would save memory, with their code. */
 function stepParts(fit) {
-  const batch = fit.batch && fit.largest_batch !== null
-    ? ` A batch of ${numberText(fit.largest_batch)} would fit; it has ${numberText(fit.batch)}.` : '';
   const lines = fit.changes.slice(0, 8).map((change) => el('tr', {},
     el('td', { class: 'number' }, `-${bytesText(change.saves_bytes)}`), el('td', {}, change.fits ? '\u2713 fits' : '\u2717'),
     el('td', {}, change.what, change.how ? el('div', { class: 'mono' }, el('bdi', {}, change.how)) : null)));
   const table = el('table', { class: 'changes' }, el('caption', {}, 'Single changes that save memory'), el('tbody', {}, lines));
   const notes = fit.notes.map((note) => el('p', { class: 'note' }, note));
-  const said = el('p', { class: 'note' }, `${HOWS.get(fit.basis) || ''}${batch}`);
-  return [said, ...timeline(fit.timeline), ...(lines.length ? [table] : []), ...notes];
-}
-
-/** Bytes in memory from the first operation of the step to the last, with the worst moment and the chip's limit. */
-function timeline({ operations, bytes }) {
-  if (bytes.length < 2) return [];
-  const peak = Math.max(...bytes), at = bytes.indexOf(peak), limit = DATA.chip && DATA.chip.usable_hbm_bytes_per_device;
-  const most = (limit && limit < 2 * peak ? Math.max(limit, peak) : peak) * 1.05 || 1, last = bytes.length - 1;
-  const x = (index) => (1000 * index) / last, y = (count) => 120 - (120 * count) / most;
-  const worst = `${bytesText(peak)} at the worst moment, ${shareText(at, last)} into the step`;
-  const picture = svg('svg', { class: 'stretch timeline', viewBox: '0 0 1000 120', preserveAspectRatio: 'none', height: 120,
-    role: 'img', 'aria-label': `Memory over ${numberText(operations)} operations: ${worst}` });
-  const line = bytes.map((count, index) => `${x(index).toFixed(1)},${y(count).toFixed(1)}`).join(' ');
-  picture.append(svg('polygon', { class: 'part part-0', points: `0,120 ${line} 1000,120` }));
-  picture.append(svg('rect', { class: 'limit', x: x(at) - 1, y: 0, width: 2, height: 120 }, svg('title', {}, worst)));
-  if (limit && limit <= most) picture.append(svg('rect', { class: 'limit', x: 0, y: y(limit) - 1, width: 1000, height: 2 }));
-  return [el('figure', {}, picture, el('figcaption', { class: 'note' },
-    `Memory over the ${numberText(operations)} operations of a step, without copies that the compiler makes: ${worst}.`))];
+  const said = el('p', { class: 'note' }, HOWS.get(fit.basis) || '');
+  return [said, ...(lines.length ? [table] : []), ...notes];
 }
 
 function isOfHost(part) {

@@ -4,8 +4,4 @@ The room may import the text of programs and the ground values. It never compile
 never needs a mesh, since a partitioned program has the shapes of one device.
 """
 
-from .memory import (
-    LiveArray as LiveArray,
-    Memory as Memory,
-    device_memory as device_memory,
-)
+from .memory import device_memory as device_memory

@@ -2,7 +2,6 @@
 layer rematerialized.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -10,15 +9,12 @@ from typing import NamedTuple
 from ..._step import (
     IN_PLACE,
     PRODUCTS,
-    Array,
-    Frame,
     HloModule,
-    Phase,
     Tile,
     bytes_of,
     own_line,
-    phase_of,
 )
+from .._memory import LiveArray, Memory
 from .arrays import list_schedule, sources_of
 from .narrow import narrowed
 from .program import Body, FlatOp, FlatProgram, Uses, program_of
@@ -109,59 +105,6 @@ _ON_CHIP = 112 * 2**20
 _ASYNC = ("all-gather", "collective-permute")
 
 
-@dataclasses.dataclass(frozen=True)
-class LiveArray:
-    """A temporary array that is live at the peak.
-
-    - `buffer`, `bytes`: the array on one device, and its bytes, with tile padding.
-    - `opcode`, `op_name`: the opcode of the HLO operation that makes it, and JAX's name
-      stack of that operation.
-    - `source`: the line of your program that makes it.
-    """
-
-    buffer: Array
-    bytes: int
-    opcode: str
-    op_name: str
-    source: Frame | None
-
-    @property
-    def phase(self) -> Phase:
-        """The pass that makes the array: "forward", "backward" or "recomputed"; "" if
-        JAX does not name it.
-        """
-        return phase_of(self.op_name)
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """The memory of one device: the bytes of arguments, results and temporaries.
-
-    - `arguments`: the bytes of each parameter of the entry computation, in order; 0 for
-      a parameter in host memory.
-    - `results`: the bytes of each result; 0 if it is in host memory, or reuses the
-      memory of a donated argument.
-    - `temporary_bytes`: the bytes of temporaries at the peak.
-    - `arrays`: the temporaries that are live at the peak, the largest first. Some may
-      use the memory of later results.
-    - `timeline`: the bytes of all arrays in memory while each operation of the entry
-      computation runs, in order.
-    """
-
-    arguments: tuple[int, ...]
-    results: tuple[int, ...]
-    temporary_bytes: int
-    arrays: tuple[LiveArray, ...]
-    timeline: tuple[int, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak: the bytes of arguments and results, and of temporaries where they
-        are largest.
-        """
-        return sum(self.arguments) + sum(self.results) + self.temporary_bytes
-
-
 def device_memory(
     module: HloModule,
     *,
@@ -208,20 +151,17 @@ def device_memory(
     arguments = tuple(
         0 if value in away else memory.bytes_of(value) for value in entry.carried
     )
-    timeline: list[int] = []
-    peak = memory.peak(entry, timeline, dict(zip(entry.results, results, strict=True)))
+    peak = memory.peak(entry, dict(zip(entry.results, results, strict=True)))
     temporary = peak.bytes + memory.remat.kept_bytes
     ahead = min(sum(arguments), max(0, _ON_CHIP - temporary)) if tpu else 0
     found = tuple(
         sorted(map(memory.live_array, peak.values), key=lambda one: -one.bytes)
     )
-    beside = sum(arguments) + sum(results) + memory.remat.kept_bytes
     return Memory(
-        arguments,
-        tuple(results),
-        temporary + ahead,
-        found,
-        tuple(beside + one for one in timeline),
+        arguments=arguments,
+        results=tuple(results),
+        temporary_bytes=temporary + ahead,
+        arrays=found,
     )
 
 
@@ -267,12 +207,9 @@ class _Counter:
         line = own_line(self.module.frames(op.instruction))
         return LiveArray(buffer, size, op.opcode, op.instruction.op_name, line)
 
-    def peak(
-        self, body: Body, timeline: list[int], result_bytes: Mapping[int, int]
-    ) -> _Peak:
+    def peak(self, body: Body, result_bytes: Mapping[int, int]) -> _Peak:
         """The peak of the temporaries of `body`. The parameters and results of `body`
-        do not count. `peak` appends the bytes of the temporaries at each operation to
-        `timeline`. Until a result of the program is computed, temporaries can use its
+        do not count. Until a result of the program is computed, temporaries can use its
         memory. `result_bytes` has the bytes of each result, by its number; empty for a
         nested body.
         """
@@ -309,7 +246,7 @@ class _Counter:
             }
             live |= {value: self.bytes_of(value) for value in begins.get(at, ())}
             inner = max(
-                (self.peak(one, [], {}) for one in op.bodies),
+                (self.peak(one, {}) for one in op.bodies),
                 key=lambda one: one.bytes,
                 default=_Peak(),
             )
@@ -322,11 +259,9 @@ class _Counter:
                 sum(free), sum(size for size in live.values() if size <= largest)
             )
             # Temporaries that fit in on-chip memory use no other memory.
-            timeline.append(
-                max(whole - hosted, min(whole, _ON_CHIP if self.tpu else 0))
-            )
-            if timeline[-1] > worst.bytes:
-                worst = _Peak(timeline[-1], (*live, *inner.values))
+            needed = max(whole - hosted, min(whole, _ON_CHIP if self.tpu else 0))
+            if needed > worst.bytes:
+                worst = _Peak(needed, (*live, *inner.values))
         return worst
 
     def is_array(self, value: int) -> bool:

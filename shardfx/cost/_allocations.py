@@ -1,0 +1,301 @@
+"""A program's memory as libtpu assigns it, from the texts that it dumps: the bytes of
+each memory space, and the arrays that are live at the worst moment.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from .._ground.errors import ProgramError
+from .._step import (
+    Array,
+    HloModule,
+    Instruction,
+    TpuTexts,
+    arrays_in,
+    own_line,
+    root_of,
+)
+from ._memory import LiveArray, Memory
+
+
+# libtpu's numbers of memory spaces: "color" in its texts.
+_HBM, _ON_CHIP = 0, 1
+_ALLOCATION = re.compile(r"allocation \d+: size (\d+)(.*):$")
+_COLOR = re.compile(r", color (\d+)")
+_PARAMETER = re.compile(r", parameter (\d+),")
+_INDEX = re.compile(r"at ShapeIndex \{([\d,]*)\}")
+_VALUE = re.compile(
+    r" value: <\d+ (\S+?)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$"
+)
+_RANGE = re.compile(r"    (\S+\{[\d,]*\}):(\d+)-(\d+)$")
+# Operations that copy an array from one memory space to another.
+_COPIES = ("copy-start", "copy-done", "copy")
+_SPACE = re.compile(r"Memory Space: \S+ \(color=(\d+)\)\nTotal bytes: (\d+)")
+
+
+class _Value(NamedTuple):
+    """A value in an allocation.
+
+    - `name`: the instruction's name and the index in its tuple, as "fusion.84{5}".
+    - `bytes`, `offset`: its bytes with padding, and its place in the allocation.
+    - `type`: the text of its type.
+    """
+
+    name: str
+    bytes: int
+    offset: int
+    type: str
+
+
+class _Allocation(NamedTuple):
+    """An allocation, and the values that share it at different times.
+
+    - `color`: libtpu's number of the memory space.
+    - `parameter`: the number of the program's array in it; `None` for other memory.
+    - `kind`: the text after its size.
+    """
+
+    bytes: int
+    color: int
+    parameter: int | None
+    kind: str
+    values: list[_Value]
+
+    @property
+    def is_temporary(self) -> bool:
+        return "preallocated-temp" in self.kind
+
+    @property
+    def is_result(self) -> bool:
+        return "maybe-live-out" in self.kind and self.parameter is None
+
+
+class _Range(NamedTuple):
+    """The numbers of the first and the last instruction between which a value lives."""
+
+    first: int
+    last: int
+
+
+def assigned_memory(
+    texts: TpuTexts, module: HloModule, argument_count: int, *, is_tupled: bool
+) -> Memory:
+    """The memory of one device in HBM as libtpu assigns it.
+
+    **Arguments:**
+
+    - `texts`, `module`: what libtpu dumps of the program, and its scheduled module.
+    - `argument_count`: the number of the program's arguments.
+    - `is_tupled`: whether the program takes its arguments as one tuple.
+
+    **Raises:**
+
+    `ProgramError` if the texts contradict each other, as after a disk was full.
+    """
+    allocations = _allocations(texts.assignment, is_tupled)
+    spaces = {int(color): int(size) for color, size in _SPACE.findall(texts.report)}
+    sums: dict[int, int] = dict.fromkeys(spaces, 0)
+    for allocation in allocations:
+        sums[allocation.color] = sums.get(allocation.color, 0) + allocation.bytes
+    if sums != spaces or _HBM not in spaces:
+        raise ProgramError(
+            "libtpu's texts about memory contradict each other: its allocations are"
+            f" {sums} bytes by memory space, its report says {spaces}; look whether the"
+            " disk of temporary files is full."
+        )
+    in_hbm = [one for one in allocations if one.color == _HBM]
+    arguments = _argument_bytes(allocations, argument_count)
+    results = tuple(one.bytes for one in in_hbm if one.is_result)
+    places = _values_by_place(in_hbm)
+    moment = _worst_moment(places, _ranges(texts.ranges))
+    finder = _Arrays(module)
+    arrays = [
+        finder.live_array(value, places[place])
+        for place, value in moment.values.items()
+    ]
+    temporary = spaces[_HBM] - sum(arguments) - sum(results)
+    return Memory(
+        arguments=arguments,
+        results=results,
+        temporary_bytes=temporary,
+        arrays=tuple(sorted(arrays, key=lambda array: -array.bytes)),
+        gap_bytes=sum(one.bytes for one in in_hbm if one.is_temporary) - moment.bytes,
+        on_chip_bytes=spaces.get(_ON_CHIP, 0),
+        out_of_memory=texts.out_of_memory,
+        is_counted=True,
+    )
+
+
+def _allocations(text: str, is_tupled: bool) -> list[_Allocation]:
+    found: list[_Allocation] = []
+    for line in text.splitlines():
+        if (header := _ALLOCATION.match(line)) is not None:
+            found.append(_allocation(int(header[1]), header[2], is_tupled))
+        elif found and (value := _VALUE.match(line)) is not None:
+            name = value[1] if value[1].endswith("}") else f"{value[1]}{{}}"
+            found[-1].values.append(
+                _Value(name, bytes=int(value[2]), offset=int(value[3]), type=value[4])
+            )
+    return found
+
+
+def _allocation(size: int, kind: str, is_tupled: bool) -> _Allocation:
+    color = _COLOR.search(kind)
+    parameter = _PARAMETER.search(kind)
+    index = _INDEX.search(kind)
+    number = None
+    if parameter is not None and not is_tupled:
+        number = int(parameter[1])
+    elif parameter is not None and index is not None and index[1]:
+        number = int(index[1])
+    return _Allocation(
+        bytes=size,
+        color=int(color[1]) if color else _HBM,
+        parameter=number,
+        kind=kind,
+        values=[],
+    )
+
+
+def _argument_bytes(allocations: Iterable[_Allocation], count: int) -> tuple[int, ...]:
+    """The bytes in HBM of each of the program's arguments."""
+    sizes: dict[int, int] = {}
+    for one in allocations:
+        if one.parameter is not None:
+            in_hbm = one.bytes if one.color == _HBM else 0
+            sizes[one.parameter] = sizes.get(one.parameter, 0) + in_hbm
+    return tuple(sizes.get(number, 0) for number in range(count))
+
+
+def _ranges(text: str) -> dict[str, _Range]:
+    """The live range of each value, by its name."""
+    found: dict[str, _Range] = {}
+    for line in text.splitlines():
+        if (match := _RANGE.match(line)) is not None:
+            found[match[1]] = _Range(int(match[2]), int(match[3]))
+    return found
+
+
+class _Place(NamedTuple):
+    """A part of an allocation that values take at different times."""
+
+    allocation: int
+    offset: int
+
+
+class _Moment(NamedTuple):
+    """The moment at which temporaries take the most memory.
+
+    - `bytes`: the bytes that live values take.
+    - `values`: the largest live value of each place that is taken, by its place.
+    """
+
+    bytes: int
+    values: dict[_Place, _Value]
+
+
+def _values_by_place(
+    allocations: Sequence[_Allocation],
+) -> dict[_Place, list[_Value]]:
+    places: dict[_Place, list[_Value]] = {}
+    for number, allocation in enumerate(allocations):
+        if not allocation.is_temporary:
+            continue
+        for value in allocation.values:
+            places.setdefault(_Place(number, value.offset), []).append(value)
+    return places
+
+
+def _worst_moment(
+    places: Mapping[_Place, Sequence[_Value]], ranges: Mapping[str, _Range]
+) -> _Moment:
+    """The moment at which the values of temporary allocations take the most memory.
+    Values that share a place, such as the states of an array that a loop updates, take
+    it once.
+    """
+    starts: dict[int, list[tuple[_Place, _Value]]] = {}
+    stops: dict[int, list[tuple[_Place, _Value]]] = {}
+    for place, values in places.items():
+        for value in values:
+            if (life := ranges.get(value.name)) is not None:
+                starts.setdefault(life.first, []).append((place, value))
+                stops.setdefault(life.last + 1, []).append((place, value))
+
+    live: dict[_Place, list[_Value]] = {}
+    size = most = 0
+    values_at_most: dict[_Place, _Value] = {}
+    for moment in sorted({*starts, *stops}):
+        for place, value in stops.get(moment, ()):
+            size -= _bytes_of(live[place])
+            live[place].remove(value)
+            size += _bytes_of(live[place])
+        for place, value in starts.get(moment, ()):
+            own_values = live.setdefault(place, [])
+            size -= _bytes_of(own_values)
+            own_values.append(value)
+            size += _bytes_of(own_values)
+        if size > most:
+            most = size
+            values_at_most = {
+                place: max(values, key=lambda value: value.bytes)
+                for place, values in live.items()
+                if values
+            }
+    return _Moment(most, values_at_most)
+
+
+def _bytes_of(values: Sequence[_Value]) -> int:
+    return max((value.bytes for value in values), default=0)
+
+
+class _Arrays:
+    """Finds the operations of a scheduled module that make its arrays."""
+
+    def __init__(self, module: HloModule):
+        self.module = module
+        self.instructions = {
+            instruction.name: instruction
+            for computation in module.computations.values()
+            for instruction in computation.values()
+        }
+
+    def live_array(self, value: _Value, alike: Sequence[_Value]) -> LiveArray:
+        """The array of a value. `alike` are the values that share its place: the state
+        of an array before a loop is a value of its own, and may have no source line.
+        """
+        makers = [self.maker(value)]
+        makers += [self.maker(one) for one in alike if one.bytes == value.bytes]
+        maker = next((one for one in makers if _says_its_line(one)), makers[0])
+        array = next(iter(arrays_in(value.type)), Array("u8", (value.bytes,)))
+        if maker is None:
+            return LiveArray(array, value.bytes, "", "", None)
+        line = own_line(self.module.frames(maker))
+        return LiveArray(array, value.bytes, maker.opcode, maker.op_name, line)
+
+    def maker(self, value: _Value) -> Instruction | None:
+        """The operation that makes a value: within a fusion, the one that makes this
+        element of its results.
+        """
+        name, _, index = value.name.partition("{")
+        instruction = self.instructions.get(name)
+        if instruction is None or instruction.opcode != "fusion":
+            return self.copied(instruction)
+        called = dict(instruction.called).get("calls")
+        if called is None:
+            return instruction
+        root = root_of(self.module.computations[called])
+        number = index.rstrip("}")
+        if root.opcode == "tuple" and number.isdigit():
+            root = self.instructions[root.operands[int(number)]]
+        return root if _says_its_line(root) else instruction
+
+    def copied(self, instruction: Instruction | None) -> Instruction | None:
+        """The operation whose result a copy between memories holds."""
+        while instruction is not None and instruction.opcode in _COPIES:
+            instruction = self.instructions.get(instruction.operands[0])
+        return instruction
+
+
+def _says_its_line(instruction: Instruction | None) -> bool:
+    return instruction is not None and "stack_frame_id" in instruction.attributes

@@ -1,0 +1,157 @@
+"""libtpu's own program of a step: the slices for which it is asked, and the module and
+the memory that it answers with.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .. import chips
+from .._ground.errors import MeshError
+from .._step import (
+    HloModule,
+    Step,
+    TpuSlice,
+    TpuTexts,
+    devices_of_slices,
+    is_tupled,
+    libtpu_path,
+    parse_hlo,
+)
+from ..chips._chip import extents_of
+from ..topology import MeshSpec
+from ._allocations import assigned_memory
+from ._memory import Memory
+
+
+INSTALL = "`pip install 'shardfx[aot]'` asks libtpu itself, without a TPU."
+# The chip of a step for TPUs if none is named, and the one for larger slices.
+_CHIP, _LARGE_CHIP = "v5e", "v5p"
+# libtpu's names of chips that have other names here.
+_NAMES = {"v7x": "tpu7x"}
+# The devices of the smallest slice that libtpu describes: one host of 2 x 2 chips.
+_HOST = 4
+# libtpu compiles larger slices too, but takes minutes.
+_MOST_DEVICES = 9216
+
+
+class Target(NamedTuple):
+    """The slices that libtpu compiles for.
+
+    - `slices`: their name and number.
+    - `order`: the ids of their devices in the order of the mesh.
+    """
+
+    slices: TpuSlice
+    order: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TpuProgram:
+    """libtpu's answer about a step.
+
+    - `texts`: what libtpu dumped.
+    - `target`: the slices that it compiled for.
+    - `argument_count`: the number of the step's arrays.
+    """
+
+    texts: TpuTexts
+    target: Target
+    argument_count: int
+
+    @ft.cached_property
+    def module(self) -> HloModule:
+        """The scheduled program of one device."""
+        module = parse_hlo(self.texts.scheduled)
+        return dataclasses.replace(module, partitions=len(self.target.order))
+
+    @ft.cached_property
+    def memory(self) -> Memory:
+        """The memory of one device in HBM."""
+        return assigned_memory(
+            self.texts,
+            self.module,
+            self.argument_count,
+            is_tupled=is_tupled(self.argument_count),
+        )
+
+
+def chip_of(compiler: str, mesh: MeshSpec) -> chips.Chip:
+    """The chip that `compiler` names: v5p for "tpu:v5p:4x4x4" and "tpu:v5p". For "tpu",
+    it is one that has slices of the mesh's size.
+    """
+    if compiler != "tpu":
+        return chips.find(compiler.removeprefix("tpu:"))
+    chip = chips.find(_CHIP)
+    devices = mesh.size // math.prod(mesh.dcn_sizes)
+    return chip if devices <= chip.island_chips else chips.find(_LARGE_CHIP)
+
+
+@ft.lru_cache(maxsize=256)
+def target_of(chip: chips.Chip, mesh: MeshSpec) -> Target | None:
+    """The slices on which a step for `mesh` runs on a chip; `None` if libtpu is not
+    installed, or has no slices of this size.
+    """
+    if libtpu_path() is None or not chip.torus_dims or mesh.size > _MOST_DEVICES:
+        return None
+    count = math.prod(mesh.dcn_sizes)
+    devices = mesh.size // count
+    per_chip = chip.devices_per_chip
+    if count == 1 and devices < _HOST:
+        return _part_of_host(chip, mesh)
+    extents = extents_of(chip, devices)
+    if math.prod(extents) * per_chip != devices:
+        return None
+    slices = TpuSlice(_name(chip, extents), count)
+    try:
+        ordered = mesh.order(devices_of_slices(slices)).devices
+    except MeshError:
+        return None
+    return Target(slices, tuple(device.id for device in ordered.flat))
+
+
+def _part_of_host(chip: chips.Chip, mesh: MeshSpec) -> Target | None:
+    """The first devices of the smallest slice, for a mesh that is smaller."""
+    extents = (2, 2, 1)[: chip.torus_dims]
+    slices = TpuSlice(_name(chip, extents))
+    try:
+        devices = devices_of_slices(slices)
+    except MeshError:
+        return None
+    return Target(slices, tuple(device.id for device in devices[: mesh.size]))
+
+
+def _name(chip: chips.Chip, extents: Sequence[int]) -> str:
+    """libtpu's name of a slice. The first two extents hold whole hosts of 2 x 2 chips,
+    so they are even.
+    """
+    even_first = sorted(extents, key=lambda extent: extent % 2)
+    name = _NAMES.get(chip.name, chip.name)
+    return f"{name}:{'x'.join(map(str, even_first))}"
+
+
+def tpu_program(step: Step, chip: chips.Chip, **changed: Any) -> TpuProgram | None:
+    """libtpu's program of a step on a chip; `None` if it cannot be asked: it is not
+    installed, has no such slices, or the step calls back to Python. `changed` has
+    keyword arguments of `Step.tpu_texts`, such as other shardings. Raises
+    `ProgramError` with libtpu's own message if it cannot compile the step.
+    """
+    target = target_of(chip, step.mesh)
+    if target is None or step.callbacks:
+        return None
+    texts = step.tpu_texts(target.slices, target.order, **changed)
+    arguments, _ = step.parameters
+    return TpuProgram(texts, target, len(arguments))
+
+
+def why_foreseen(step: Step, chip: chips.Chip) -> str:
+    """A sentence that says why libtpu is not asked about a step."""
+    if step.callbacks:
+        return (
+            f"{step.callbacks[0]} calls back to Python, which libtpu does not compile."
+        )
+    if libtpu_path() is None:
+        return f"libtpu is not installed: {INSTALL}"
+    return f"libtpu has no slice of {step.mesh.size:,} devices of {chip.name}."
