@@ -93,7 +93,7 @@ def assigned_memory(
 
     `ProgramError` if the texts contradict each other, as after a disk was full.
     """
-    allocations = _allocations(texts.assignment, is_tupled)
+    allocations = _read_allocations(texts.assignment, is_tupled)
     spaces = {int(color): int(size) for color, size in _SPACE.findall(texts.report)}
     sums: dict[int, int] = dict.fromkeys(spaces, 0)
     for allocation in allocations:
@@ -127,7 +127,7 @@ def assigned_memory(
     )
 
 
-def _allocations(text: str, is_tupled: bool) -> list[_Allocation]:
+def _read_allocations(text: str, is_tupled: bool) -> list[_Allocation]:
     found: list[_Allocation] = []
     for line in text.splitlines():
         if (header := _ALLOCATION.match(line)) is not None:
