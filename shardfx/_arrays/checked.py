@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._ground.errors import RefusedError
-from .constraint import is_tracing
+from .._ground.purity import is_tracing
 from .given import is_placed
 from .stages import Traced
 

@@ -15,19 +15,13 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import LeafTypeError, PlanMismatchError, SpecError
+from .._ground.purity import is_tracing
 from .._ground.reason import Decision
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
 from .._plan import Policy, ShardPlan, check_plan, decision_for
 from ..topology import MeshSpec
 from .given import sharding_of
-
-
-def is_tracing() -> bool:
-    """Whether JAX is tracing, as inside `jax.jit`, where no array can be put on
-    devices.
-    """
-    return isinstance(jax.device_put(np.zeros((), bool)), Tracer)
 
 
 def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:

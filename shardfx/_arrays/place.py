@@ -15,10 +15,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
+from .._ground.purity import is_tracing
 from .._ground.spec import canonical
 from .._ground.tree import Flat, flatten
 from .._plan import ShardPlan, check_plan, named_sharding, rows_of, shardings_of_leaves
-from .constraint import constrain, is_tracing, placed
+from .constraint import constrain, placed
 from .given import sharding_of
 
 

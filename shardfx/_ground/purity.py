@@ -15,11 +15,19 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .errors import ProgramError
 from .tree import flatten
+
+
+def is_tracing() -> bool:
+    """Whether JAX is tracing, as inside `jax.jit`, where no array can be put on
+    devices.
+    """
+    return isinstance(jax.device_put(np.zeros((), bool)), Tracer)
 
 
 class WatchedArguments:

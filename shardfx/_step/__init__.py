@@ -22,7 +22,16 @@ from .collectives import (
     slices_of,
     transfer_of,
 )
-from .evaluation import CALLS, LOOPS, MARKED_CALLS, evaluated, retraced
+from .evaluation import CALLS, LOOPS, MARKED_CALLS, evaluated, manual_axes_of, retraced
+from .explicit import (
+    PlainStep,
+    auto_twin,
+    explicit_mesh,
+    on_auto_axes,
+    plain_step,
+    unsharded,
+    without_mesh,
+)
 from .factors import Operation, Program, StepValue
 from .faults import (
     ArrayCut,
@@ -95,4 +104,5 @@ from .step import (
     is_traced,
     platform_of,
     step_of,
+    unwrapped,
 )

@@ -97,3 +97,11 @@ def retraced(
     ]
     closed = jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*structs)
     return closed if isinstance(parameter, jex.ClosedJaxpr) else closed.jaxpr
+
+
+def manual_axes_of(shard_map: jex.JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes that a `shard_map` makes Manual, in the order of its mesh."""
+    params = shard_map.params
+    # The name of the parameter differs between versions of JAX.
+    key = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+    return tuple(name for name in params["mesh"].axis_names if name in params[key])

@@ -445,6 +445,13 @@ def step_of(
     return _traced(function, args, mesh)
 
 
+def unwrapped(step: Any) -> Any:
+    """The function that a jitted step jits, whose shardings do not count then."""
+    return inspect.unwrap(
+        step, stop=lambda function: not isinstance(function, JaxJitted)
+    )
+
+
 def is_traced(step: object) -> bool:
     """Whether a step is what `.trace` of a jitted function returned."""
     return isinstance(step, _JaxTraced | _FlaxTraced)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools as ft
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,13 +17,13 @@ from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, RuleError
 from .._ground.tree import Flat, flatten
 from .._step import (
-    JaxJitted,
     Platform,
     Step,
     argument_names,
     opened,
     program_of,
     step_of,
+    unwrapped,
 )
 from ..chips._chip import extents_of
 from ._program import Tied
@@ -244,9 +243,7 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     structs = structs_of(args)
     # The shardings of a jitted step would be constraints inside of it, so the function
     # that it jits is traced.
-    inner = inspect.unwrap(
-        step, stop=lambda function: not isinstance(function, JaxJitted)
-    )
+    inner = unwrapped(step)
     run = ft.update_wrapper(lambda *args: inner(*args), inner, updated=())
     traced_step = step_of(run, structs)
     words = tuple(argument_names(step, len(args)))

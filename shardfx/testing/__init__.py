@@ -9,6 +9,7 @@ from .._step import (
     Refutation as Refutation,
     UnjudgedOperation as UnjudgedOperation,
     Verdict as Verdict,
+    unsharded as unsharded,
 )
 from ._check import (
     CheckedOutput as CheckedOutput,

@@ -25,6 +25,7 @@ from .._step import (
     evaluated,
     frames_of,
     is_library,
+    manual_axes_of,
     opened,
     place_text,
     retraced,
@@ -453,12 +454,7 @@ class Tape:
     def shard_map(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
         params, start, ids = equation.params, len(self.records), []
         mesh = params["mesh"]
-        manual = (
-            params["newly_manual_axes"]
-            if "newly_manual_axes" in params
-            else params["manual_axes"]
-        )
-        names = tuple(name for name in mesh.axis_names if name in manual)
+        names = manual_axes_of(equation)
         if self.alone and mesh.size > 1:
             place = place_text(next(iter(self.frames), None))
             raise ProgramError(

@@ -109,6 +109,8 @@ def costs(plan: sfx.ShardPlan, tree: Tree, x: jax.Array) -> float:
     testing.assert_collectives(sent, none=("all-gather",))
     print(testing.check_step(step, tree, x))
     verdict = testing.verify(step, tree, x, compiler="gpu")
+    plain = testing.unsharded(step)
+    plain(tree, x)
     for refutation in verdict.refutations:
         print(refutation.operation, refutation.source, refutation.mend)
     for cause in verdict.unjudged:
