@@ -12,6 +12,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -45,7 +46,7 @@ def _mesh_of(leaf: object) -> AbstractMesh | None:
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return None
     # A tracer has its sharding in its type only.
-    is_traced = isinstance(leaf, jax.core.Tracer)
+    is_traced = isinstance(leaf, Tracer)
     sharding = jax.typeof(leaf).sharding if is_traced else leaf.sharding
     if not isinstance(sharding, NamedSharding):
         return None
@@ -87,7 +88,7 @@ def structs_like(args: PyTree, *, typed: bool) -> PyTree:
         mesh = _mesh_of(leaf)
         if not typed or mesh is None:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        is_traced = isinstance(leaf, jax.core.Tracer)
+        is_traced = isinstance(leaf, Tracer)
         sharding = jax.typeof(leaf).sharding if is_traced else leaf.sharding
         return jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, sharding.spec)

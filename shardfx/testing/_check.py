@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from .._ground.purity import WatchedArguments
 from .._ground.text import array_text, plural, spec_text, table
 from .._ground.tree import flatten
-from .._step import EquinoxJitted, Frame, JaxJitted, place_text
+from .._step import EquinoxJitted, Frame, JaxJitted, place_text, without_mesh
 from ..cost import traffic
 from ._args import made, shrunk
 from ._blame import (
@@ -374,13 +374,9 @@ class _Played:
             return outs, tape.values if keeps else {}
 
         # A reference runs without a mesh.
-        here = (
-            jax.set_mesh(Mesh(np.empty((), object), ()))
-            if alone
-            else contextlib.nullcontext()
-        )
+        context = without_mesh() if alone else contextlib.nullcontext()
         noise = np.array(0, np.int32), np.array(0, np.uint32)
-        with jax.enable_x64(wide == np.float64), here:
+        with jax.enable_x64(wide == np.float64), context:
             self.compiled = jax.jit(run).lower(self.arrays, noise).compile(_QUICKLY)
 
     def __call__(
