@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from shardfx._reshard.steps.groups import all_to_all, gathered, join, split, starts
+from shardfx._reshard.steps.groups import (
+    all_gather,
+    all_to_all,
+    join,
+    split,
+    starts,
+)
 from shardfx._reshard.steps.layout import StepLayout
 from shardfx._reshard.steps.redistribution import MoveStep, permutation
 
@@ -57,13 +63,11 @@ def simulate(
         return [held[who] for who in permutation(step.source, step.target, like)]
     out = list(held)
     if step.kind == "all_gather":
-        for dim, groups in gathered(step.source, step.target, like):
-            before = list(out)
-            for group in groups:
-                for member in group:
-                    out[member] = np.concatenate(
-                        [before[other] for other in group], axis=dim
-                    )
+        exchange = all_gather(step.source, step.target, like)
+        for group in exchange.groups:
+            whole = join(np.stack([held[member] for member in group]), exchange)
+            for member in group:
+                out[member] = whole
         return out
     how = all_to_all(step.source, step.target, like)
     for group in how.groups:

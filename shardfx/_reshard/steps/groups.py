@@ -16,10 +16,12 @@ from .layout import StepLayout, SubAxes, coordinates, shard_index
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AllToAll:
-    """An all-to-all within replica groups, from one layout of an array to another.
+class Exchange:
+    """An all-to-all or an all-gather within replica groups, from one layout of an array
+    to another.
 
-    The *moving* sub-axes are those that shard another dimension after it than before.
+    The *moving* sub-axes are those that shard another dimension after it than before,
+    or none.
 
     **Arguments:**
 
@@ -29,16 +31,24 @@ class AllToAll:
     - `sizes`: the sizes of the moving sub-axes, major first. Their product is the
       number of members of a group.
     - `splits`: for each dimension, the moving sub-axes that shard it after the
-      all-to-all, major first. A sub-axis is
-        given by its index in `sizes`.
+      exchange, major first. A sub-axis is given by its index in `sizes`. An all-gather
+      has none.
     - `joins`: for each dimension, the moving sub-axes that shard it before the
-      all-to-all, in the same form.
+      exchange, in the same form.
     """
 
     groups: np.ndarray
     sizes: tuple[int, ...]
     splits: tuple[SubAxes, ...]
     joins: tuple[SubAxes, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """For each dimension, the number of parts that a device joins along it."""
+        return tuple(
+            math.prod(self.sizes[sub_axis] for sub_axis in sub_axes)
+            for sub_axes in self.joins
+        )
 
 
 def groups_of(layout: StepLayout, sub_axes: SubAxes, like: StepLayout) -> np.ndarray:
@@ -54,7 +64,7 @@ def groups_of(layout: StepLayout, sub_axes: SubAxes, like: StepLayout) -> np.nda
     return np.lexsort((member, group)).reshape(-1, members)
 
 
-def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllToAll:
+def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> Exchange:
     """Returns the all-to-all from layout `source` to layout `target`, which have one
     mesh and equally many shards.
     """
@@ -72,7 +82,7 @@ def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllT
         tuple(number[sub_axis] for sub_axis in axes if sub_axis in number)
         for axes in source.dims
     ]
-    return AllToAll(
+    return Exchange(
         groups=groups_of(source, moving, like),
         sizes=tuple(source.sizes[sub_axis] for sub_axis in moving),
         splits=tuple(splits),
@@ -89,7 +99,7 @@ def dim_of_sub_axis(layout: StepLayout) -> dict[int, int]:
     return dim_of
 
 
-def split(shard: Any, exchange: AllToAll) -> Any:
+def split(shard: Any, exchange: Exchange) -> Any:
     """Splits a shard into one chunk for each member of the replica group, stacked along
     a new first dimension.
     """
@@ -120,8 +130,8 @@ def split(shard: Any, exchange: AllToAll) -> Any:
     return by_sub_axis.transpose(axes).reshape(parts.shape)
 
 
-def join(parts: Any, exchange: AllToAll) -> Any:
-    """Joins the chunks that a device received in an all-to-all into one shard. It is
+def join(parts: Any, exchange: Exchange) -> Any:
+    """Joins the chunks that a device received in an exchange into one shard. It is
     the inverse of `split`.
     """
     chunk_shape = parts.shape[1:]
@@ -149,17 +159,20 @@ def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarr
     return np.stack(parts, axis=1)
 
 
-def gathered(
-    source: StepLayout, target: StepLayout, like: StepLayout
-) -> list[tuple[int, np.ndarray]]:
-    """Returns pairs: a dimension along which an all-gather from `source` to `target`
-    concatenates shards, and the replica groups. Each group is a row of an integer
-    array, and lists devices in the order of their shards.
+def all_gather(source: StepLayout, target: StepLayout, like: StepLayout) -> Exchange:
+    """Returns the all-gather from layout `source` to layout `target`, in which each
+    dimension is sharded along the first of the sub-axes that shard it in `source`.
     """
-    gathers = []
-    pairs = zip(source.dims, target.dims, strict=True)
-    for dim, (old_axes, axes) in enumerate(pairs):
-        if old_axes != axes:
-            groups = groups_of(source, old_axes[len(axes) :], like)
-            gathers.append((dim, groups))
-    return gathers
+    moving: list[int] = []
+    joins = []
+    for old_axes, axes in zip(source.dims, target.dims, strict=True):
+        gathered_axes = old_axes[len(axes) :]
+        start = len(moving)
+        moving += gathered_axes
+        joins.append(tuple(range(start, len(moving))))
+    return Exchange(
+        groups=groups_of(source, tuple(moving), like),
+        sizes=tuple(source.sizes[sub_axis] for sub_axis in moving),
+        splits=((),) * len(joins),
+        joins=tuple(joins),
+    )

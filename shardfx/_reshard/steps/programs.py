@@ -19,7 +19,7 @@ from jaxtyping import Array, Shaped
 from ..._ground.spec import bits
 from ..shardings import NO_MESH, flat, labelled, layouts, placed, same_order, untyped
 from .chunks import Chunks, chunks_on_tpus, in_chunks
-from .groups import all_to_all, gathered, join, split, starts
+from .groups import all_gather, all_to_all, join, split, starts
 from .layout import StepLayout
 from .redistribution import MoveStep, Redistribution, permutation
 
@@ -185,31 +185,45 @@ def _permute(
 def _all_gather(
     shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
 ) -> Array:
-    for dim, groups in gathered(step.source, step.target, like):
-        gather = ft.partial(
-            lax.all_gather, axis_name=axes, axis_index_groups=groups.tolist()
-        )
-        shape = (*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
+    exchange = all_gather(step.source, step.target, like)
+    gather = ft.partial(
+        lax.all_gather, axis_name=axes, axis_index_groups=exchange.groups.tolist()
+    )
+    gathered_dims = [dim for dim, count in enumerate(exchange.counts) if count > 1]
 
-        def stacked(
-            shard: Array,
-            gather: Callable[[Array], Array] = gather,
-            dim: int = dim,
-            shape: tuple[int, ...] = shape,
-        ) -> Array:
-            return jnp.moveaxis(gather(shard), 0, dim).reshape(shape)
+    def at_once(shard: Array) -> Array:
+        if len(gathered_dims) == 1:
+            return gather(shard, axis=gathered_dims[0], tiled=True)
+        return _concatenate(gather(shard), exchange.counts)
 
-        shard = _either(shard, ft.partial(gather, axis=dim, tiled=True), stacked)
-    return shard
+    def stacked(shard: Array) -> Array:
+        return join(gather(shard), exchange)
+
+    return _either(shard, at_once, stacked)
+
+
+def _concatenate(shards: Array, counts: tuple[int, ...]) -> Array:
+    """Does what `join` does with a gathered shard, in one copy of the result less on
+    TPUs. `counts` has the number of shards along each dimension of the result.
+    """
+    parts = shards.reshape((*counts, *shards.shape[1:]))
+    for dim in reversed(range(len(counts))):
+        along_dim = [
+            lax.index_in_dim(parts, index, dim, keepdims=False)
+            for index in range(counts[dim])
+        ]
+        # The numbers of shards along the dimensions before `dim` are still in front.
+        parts = lax.concatenate(along_dim, 2 * dim)
+    return parts
 
 
 def _either(
     shard: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]
 ) -> Array:
     """Runs a collective on one device's shard by one of two functions that return the
-    same. `at_once` is a single operation. XLA's CPU compiler would run it in a
-    transposed buffer, which it copies element by element. So on CPUs `stacked` runs,
-    which stacks the received shards and joins them.
+    same. XLA's CPU compiler would run `at_once` in a transposed buffer, which it copies
+    element by element. So on CPUs `stacked` runs, which stacks the received shards and
+    joins them.
     """
     return lax.platform_dependent(shard, cpu=on_bits(stacked), default=at_once)
 

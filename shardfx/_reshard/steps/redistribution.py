@@ -289,18 +289,19 @@ def _are_one(earlier: PathStep, source: StepLayout, target: StepLayout) -> bool:
     `target`, can be done by one operation.
 
     Two all-to-alls never can. Two slices always can, and so can two permutations. Two
-    all-gathers can if they concatenate along the same dimension, and `earlier` ends in
-    the layout `source`. Steps on one mesh do that.
+    all-gathers can if `earlier` ends in the layout `source`, as on one mesh, and if
+    they concatenate along the same dimension or send over axes of one weight. On a
+    torus, one all-gather over two axes uses the links of both at the same time.
     """
     if earlier.kind != "all_gather":
         return earlier.kind != "all_to_all"
     if earlier.target != source:
         return False
-    dims = {
-        *_changed_dims(earlier.source, earlier.target),
-        *_changed_dims(source, target),
-    }
-    return len(dims) == 1
+    if len({*_changed_dims(earlier.source, target)}) == 1:
+        return True
+    weights = source.weights
+    sub_axes = _changed(earlier.source, target)
+    return not weights or len({weights[sub_axis] for sub_axis in sub_axes}) == 1
 
 
 def _changed_dims(source: StepLayout, target: StepLayout) -> list[int]:

@@ -1,3 +1,4 @@
+import dataclasses
 import heapq
 import itertools as it
 import math
@@ -15,7 +16,7 @@ from benchmarks._simulate import pieces, simulate
 from shardfx import MeshSpec
 from shardfx._ground.errors import MeshError
 from shardfx._reshard.shardings import layout
-from shardfx._reshard.steps.groups import all_to_all, gathered
+from shardfx._reshard.steps.groups import all_gather, all_to_all
 from shardfx._reshard.steps.layout import (
     StepLayout,
     missing_share,
@@ -74,22 +75,15 @@ def crossing(step, like: StepLayout, known: np.ndarray, piece_bytes: int) -> flo
         return piece_bytes * float(
             np.mean(known[permutation(step.source, step.target, like)] != known)
         )
-    total, gathers = 0.0, step.kind == "all_gather"
-    pairs = gathered(step.source, step.target, like) if gathers else []
-    for groups in [groups for _, groups in pairs] or [
-        all_to_all(step.source, step.target, like).groups
-    ]:
-        members = slices[groups]
-        if gathers:  # a piece enters a slice once
-            total += np.mean([len(np.unique(row)) - 1 for row in members]) * piece_bytes
-        else:
-            total += (
-                (members[:, :, None] != members[:, None, :]).sum()
-                / groups.size
-                * piece_bytes
-                / groups.shape[1]
-            )
-    return float(total)
+    if step.kind == "all_gather":
+        members = slices[all_gather(step.source, step.target, like).groups]
+        # A piece enters a slice once.
+        entries = [len(np.unique(row)) - 1 for row in members]
+        return float(np.mean(entries)) * piece_bytes
+    groups = all_to_all(step.source, step.target, like).groups
+    members = slices[groups]
+    crossings = (members[:, :, None] != members[:, None, :]).sum()
+    return float(crossings / groups.size * piece_bytes / groups.shape[1])
 
 
 def lower_bound(shape: tuple[int, ...], src: StepLayout, dst: StepLayout) -> float:
@@ -101,6 +95,20 @@ def lower_bound(shape: tuple[int, ...], src: StepLayout, dst: StepLayout) -> flo
     return 8 * float(
         np.mean([np.setdiff1d(w, h).size for h, w in zip(have, want, strict=True)])
     )
+
+
+def test_a_pure_gather_is_one_collective():
+    """On a torus it uses the links of all its axes at the same time."""
+    for src in CATALOGUE:
+        whole = dataclasses.replace(src, dims=((), ()))
+        kinds = [step.kind for step in check((16, 32), src, whole).steps]
+        assert kinds == ["all_gather"] * (src.shard_count > 1)
+    dims = ((0,), (1,))
+    near = StepLayout((2, 8), dims)
+    far = dataclasses.replace(near, weights=(10.0, 1.0))
+    for src, count in ((near, 1), (far, 2)):
+        whole = dataclasses.replace(src, dims=((), ()))
+        assert len(check((16, 32), src, whole).steps) == count
 
 
 def test_every_step_puts_every_piece_where_its_layout_says():
