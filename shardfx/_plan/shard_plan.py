@@ -74,6 +74,9 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
     __module__ = "shardfx"
 
     content: Content = eqx.field(static=True)
+    # JAX asserts without a text that what it takes for shardings is no leaf, and takes
+    # a node without children for a leaf. An empty tuple is a child without leaves.
+    _children: tuple[()] = ()
 
     @property
     def mesh(self) -> MeshSpec:

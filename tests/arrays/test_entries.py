@@ -160,11 +160,11 @@ TAKE_SHARDINGS = [
 @pytest.mark.parametrize("take", TAKE_SHARDINGS)
 def test_jax_takes_the_shardings_of_a_plan_and_not_the_plan(plans, take):
     """The texts are in docs/faq.md."""
-    with pytest.raises((AssertionError, ValueError)) as error:
+    with pytest.raises(ValueError, match="write `plan.shardings`") as error:
         take(plans[0])
     texts = (
         "pytree structure error: different types at key path",
         "specification must be a tree prefix of the corres",
     )
-    assert str(error.value) == "" or any(text in str(error.value) for text in texts)
+    assert any(text in str(error.value) for text in texts)
     assert take(plans[0].shardings)["w"].sharding == plans[0].shardings["w"]

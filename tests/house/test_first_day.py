@@ -37,6 +37,18 @@ MISTAKES = {
         lambda: jax.jit(lambda x: x, in_shardings=(PLAN,))(MODEL),
         "write `plan.shardings`",
     ),
+    "a plan as in_shardings": (
+        lambda: jax.jit(lambda x: x, in_shardings=PLAN)(MODEL),
+        "write `plan.shardings`",
+    ),
+    "a plan as out_shardings": (
+        lambda: jax.jit(lambda x: x, out_shardings=PLAN)(MODEL),
+        "write `plan.shardings`",
+    ),
+    "a plan among out_shardings": (
+        lambda: jax.jit(step, out_shardings=(PLAN, None))(MODEL, STATE),
+        "write `plan.shardings`",
+    ),
     "a plan where device_put takes shardings": (
         lambda: jax.device_put(MODEL, PLAN),
         "write `plan.shardings`",
