@@ -191,55 +191,63 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
     check_plan("b", b)
     totals = (a.bytes_per_device, b.bytes_per_device)
     if a.digest == b.digest:
-        return Diff((), (), totals)
+        return Diff(plans=(), leaves=(), bytes_per_device=totals)
+
     plans = plan_lines(a, b)
     moves = _moves(a, b)
-    numbers = [dict(plan.content.numbered) for plan in (a, b)]
+    rows_of_a = dict(a.content.numbered)
+    rows_of_b = dict(b.content.numbered)
+    # Arrays that are planned alike in both plans, and whose paths differ in numbers.
     groups: dict[object, list[Pair]] = {}
     for pair in pairs(a, b):
-        move = moves.get(pair.path)
-        in_both = pair.before is not None and pair.after is not None
-        if pair.fields or not in_both or (move is not None and not move.idle):
-            key = (
-                between_numbers(pair.path),
-                *[rows.get(pair.path) for rows in numbers],
-            )
+        path = pair.path
+        is_in_both = pair.before is not None and pair.after is not None
+        is_moved = path in moves and not moves[path].idle
+        if pair.fields or is_moved or not is_in_both:
+            key = (between_numbers(path), rows_of_a.get(path), rows_of_b.get(path))
             groups.setdefault(key, []).append(pair)
-    leaves = []
-    for alike in groups.values():
-        _, before, after, fields = alike[0]
-        paths = tuple(pair.path for pair in alike)
-        axes = () if before is None or after is None else _axis_moves(before, after)
-        wire = sum(moves[path].wire_bytes for path in paths if path in moves)
-        leaves.append(
-            LeafDiff(
-                joined(paths),
-                paths,
-                before,
-                after,
-                fields,
-                axes,
-                moves.get(paths[0]),
-                wire,
-            )
-        )
-    return Diff(plans if plans or leaves else (OTHER_TREES,), tuple(leaves), totals)
+
+    leaves = tuple(_leaf_diff(alike, moves) for alike in groups.values())
+    if not plans and not leaves:
+        plans = (OTHER_TREES,)
+    return Diff(plans=plans, leaves=leaves, bytes_per_device=totals)
+
+
+def _leaf_diff(alike: Sequence[Pair], moves: dict[str, LeafMove]) -> LeafDiff:
+    """The difference of arrays that differ in the same way."""
+    first = alike[0]
+    paths = tuple(pair.path for pair in alike)
+    axes: tuple[AxisMove, ...] = ()
+    if first.before is not None and first.after is not None:
+        axes = _axis_moves(first.before, first.after)
+    return LeafDiff(
+        path=joined(paths),
+        paths=paths,
+        before=first.before,
+        after=first.after,
+        fields=first.fields,
+        axes=axes,
+        move=moves.get(first.path),
+        wire_bytes=sum(moves[path].wire_bytes for path in paths if path in moves),
+    )
 
 
 def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
-    src, dst = (
-        {
-            axis: dim
-            for dim, entry in enumerate(entries_of(leaf.spec))
-            for axis in entry_axes(entry)
-        }
-        for leaf in (before, after)
-    )
-    moved = [
+    src = _dims_by_axis(before)
+    dst = _dims_by_axis(after)
+    return tuple(
         AxisMove(axis, src.get(axis), dst.get(axis))
         for axis in dict.fromkeys([*src, *dst])
-    ]
-    return tuple(move for move in moved if move.src != move.dst)
+        if src.get(axis) != dst.get(axis)
+    )
+
+
+def _dims_by_axis(leaf: LeafPlan) -> dict[str, int]:
+    """For each mesh axis that shards an array, the dimension that it shards."""
+    dims: dict[str, int] = {}
+    for dim, entry in enumerate(entries_of(leaf.spec)):
+        dims |= dict.fromkeys(entry_axes(entry), dim)
+    return dims
 
 
 def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
@@ -249,30 +257,31 @@ def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
     An array is included if both plans have it with one shape and dtype, and its spec,
     its memory kind or the mesh differs.
     """
-    there = b.content.by_path
-    common = [
-        leaf.path
-        for leaf in a.leaves
-        if (other := there.get(leaf.path)) is not None
-        and (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
-        and (
-            a.mesh != b.mesh
-            or (leaf.spec, leaf.memory_kind) != (other.spec, other.memory_kind)
+    paths = []
+    for leaf in a.leaves:
+        other = b.content.by_path.get(leaf.path)
+        if other is None or (leaf.shape, leaf.dtype) != (other.shape, other.dtype):
+            continue
+        is_placed_alike = (leaf.spec, leaf.memory_kind) == (
+            other.spec,
+            other.memory_kind,
         )
-    ]
-    return _planned(a, b, common)
+        if a.mesh != b.mesh or not is_placed_alike:
+            paths.append(leaf.path)
+    return _planned(a, b, paths)
 
 
 def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, LeafMove]:
     try:
-        return {
-            move.path: move
-            for move in plan_reshard(_of_paths(a, paths), _of_paths(b, paths)).leaves
-        }
+        plan = plan_reshard(_of_paths(a, paths), _of_paths(b, paths))
     except (SpecError, MeshError, LeafTypeError):
         # An array that JAX cannot move does not stop the others.
-        alone = [_planned(a, b, [path]) for path in paths] if len(paths) > 1 else []
-        return {path: move for one in alone for path, move in one.items()}
+        moves: dict[str, LeafMove] = {}
+        if len(paths) > 1:
+            for path in paths:
+                moves |= _planned(a, b, [path])
+        return moves
+    return {move.path: move for move in plan.leaves}
 
 
 def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
@@ -301,19 +310,17 @@ _NUMBERS = {"arrays", "bytes/device", "wire/device"}
 
 
 def _cells(row: LeafDiff) -> tuple[str, ...]:
-    shapes = [
-        array_text(leaf.dtype, leaf.shape)
-        for leaf in (row.before, row.after)
-        if leaf is not None
-    ]
-    specs = [
-        "(none)" if leaf is None else spec_text(entries_of(leaf.spec))
-        for leaf in (row.before, row.after)
-    ]
-    sizes = [
-        bytes_text(leaf.bytes_per_device * row.count) if leaf else "-"
-        for leaf in (row.before, row.after)
-    ]
+    shapes = []
+    specs = []
+    sizes = []
+    for leaf in (row.before, row.after):
+        if leaf is None:
+            specs.append("(none)")
+            sizes.append("-")
+            continue
+        shapes.append(array_text(leaf.dtype, leaf.shape))
+        specs.append(spec_text(entries_of(leaf.spec)))
+        sizes.append(bytes_text(leaf.bytes_per_device * row.count))
     return (
         row.path,
         str(row.count),
@@ -330,18 +337,16 @@ def _paragraph(row: LeafDiff) -> str:
     path, count, shape, before, after, size, what, wire, how = map(
         printable, _cells(row)
     )
-    told = [f"{path}: {f'{count} x ' if row.count > 1 else ''}{shape}"]
-    told.append(before if before == after else f"{before} -> {after}")
-    told[-1] += f": {what}" if what != "-" else ""
-    told.append(f"{size} per device")
-    told[-1] += (
-        f"; {wire} enter each device: {how}"
-        if row.wire_bytes
-        else f"; {how}"
-        if row.move
-        else ""
-    )
-    return "\n    ".join(told)
+    arrays = f"{count} x {shape}" if row.count > 1 else shape
+    specs = before if before == after else f"{before} -> {after}"
+    if what != "-":
+        specs += f": {what}"
+    cost = f"{size} per device"
+    if row.wire_bytes:
+        cost += f"; {wire} enter each device: {how}"
+    elif row.move:
+        cost += f"; {how}"
+    return "\n    ".join([f"{path}: {arrays}", specs, cost])
 
 
 # Fields of a LeafPlan that other columns of the table show, or that follow from such
@@ -359,29 +364,35 @@ _SHOWN = {
 
 
 def _what(row: LeafDiff) -> str:
-    if row.before is None or row.after is None:
-        return "only in the first" if row.after is None else "only in the second"
-    told = [*map(str, row.axes)]
-    for name in [name for name in row.fields if name not in _SHOWN]:
-        values = [vars(leaf)[name] for leaf in (row.before, row.after)]
-        told.append(
-            f"{name}:"
-            f" {' -> '.join(spec_text(one) if isinstance(one, tuple) else str(one) for one in values)}"
-        )
-    told = told or [
-        f"{name} differs" for name in row.fields if name in ("requested", "reasons")
-    ]
-    return ", ".join(told) or "-"
+    if row.after is None:
+        return "only in the first"
+    if row.before is None:
+        return "only in the second"
+    changes = [*map(str, row.axes)]
+    for name in row.fields:
+        if name not in _SHOWN:
+            before = _field_text(getattr(row.before, name))
+            after = _field_text(getattr(row.after, name))
+            changes.append(f"{name}: {before} -> {after}")
+    if not changes:
+        changes = [
+            f"{name} differs" for name in row.fields if name in ("requested", "reasons")
+        ]
+    return ", ".join(changes) or "-"
 
 
-def _totals(found: Diff) -> str:
-    before, after = map(bytes_text, found.bytes_per_device)
-    if not found:
+def _field_text(value: object) -> str:
+    return spec_text(value) if isinstance(value, tuple) else str(value)
+
+
+def _totals(difference: Diff) -> str:
+    before, after = map(bytes_text, difference.bytes_per_device)
+    if not difference:
         return f"the plans are equal: {before} per device"
-    count = sum(leaf.count for leaf in found.leaves)
+    count = sum(leaf.count for leaf in difference.leaves)
     sizes = before if before == after else f"{before} -> {after}"
     return (
         f"{plural(count, 'array differs or moves', 'arrays differ or move')}, {sizes}"
         " per device.\nTo get from one plan to the other"
-        f" {bytes_text(found.wire_bytes)} enter each device."
+        f" {bytes_text(difference.wire_bytes)} enter each device."
     )

@@ -2,6 +2,7 @@
 programs, by the records of `_step/faults`. It reads what specs and shapes answer.
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec
 from .._ground.spec import canonical_entry, entries_of, entry_axes
 from .._ground.text import plural, spec_text
 from .._plan import Group
+from .._rules import members_of
 from .._step import ArrayCut, ArrayPredicate, Fault, fault_records, matches_array
 from .finding import Finding
 from .subject import Subject
@@ -50,7 +52,7 @@ def _finding(subject: Subject, fault: Fault, groups: Sequence[Group]) -> Finding
 
 def _selected(subject: Subject, predicate: ArrayPredicate) -> list[Group]:
     """The arrays of the plan that a predicate selects, the most bytes first."""
-    found: list[Group] = []
+    selected: list[Group] = []
     stacks: dict[str, list[tuple[Group, ArrayCut]]] = {}
     for group in subject.content.groups:
         cut = _cut(subject, predicate, group)
@@ -59,12 +61,12 @@ def _selected(subject: Subject, predicate: ArrayPredicate) -> list[Group]:
     for stack, members in stacks.items():
         # One product alone, such as a head, has no second that could go wrong.
         blocks = sum(len(group.paths) for group, _ in members)
-        is_repeated = blocks > 1 or any(len(one.row.shape) > 2 for one, _ in members)
-        if not is_repeated:
+        is_stacked = any(len(group.row.shape) > 2 for group, _ in members)
+        if blocks == 1 and not is_stacked:
             continue
         opposites = _opposites(subject, stack) if predicate.alone else set()
-        found += [group for group, cut in members if cut not in opposites]
-    return sorted(found, key=lambda group: -group.bytes)
+        selected += [group for group, cut in members if cut not in opposites]
+    return sorted(selected, key=lambda group: -group.bytes)
 
 
 def _cut(subject: Subject, predicate: ArrayPredicate, group: Group) -> ArrayCut | None:
@@ -75,9 +77,9 @@ def _cut(subject: Subject, predicate: ArrayPredicate, group: Group) -> ArrayCut 
 
 
 def _cuts(group: Group) -> list[tuple[str, ...]]:
-    entries = entries_of(group.row.spec)
-    missing = len(group.row.shape) - len(entries)
-    return [*(tuple(entry_axes(entry)) for entry in entries), *[()] * missing]
+    cuts = [tuple(entry_axes(entry)) for entry in entries_of(group.row.spec)]
+    whole_dims = len(group.row.shape) - len(cuts)
+    return cuts + [()] * whole_dims
 
 
 def _stack(group: Group) -> str:
@@ -90,12 +92,12 @@ def _stack(group: Group) -> str:
 
 def _opposites(subject: Subject, stack: str) -> set[ArrayCut]:
     """The last two dimensions of all arrays of a stack, the other way round."""
-    found: set[ArrayCut] = set()
+    opposites: set[ArrayCut] = set()
     for group in subject.content.groups:
         if len(group.row.shape) > 1 and _stack(group) == stack:
             first, second = map(frozenset, _cuts(group)[-2:])
-            found.add(ArrayCut(second, first))
-    return found
+            opposites.add(ArrayCut(second, first))
+    return opposites
 
 
 def _fix(subject: Subject, group: Group) -> str:
@@ -105,29 +107,28 @@ def _fix(subject: Subject, group: Group) -> str:
     cuts = _cuts(group)
     shape = group.row.shape
     cut_dims = [dim for dim, cut in enumerate(cuts) if cut]
-    sizes = subject.content.mesh.shape
-    axes = tuple(axis for dim in cut_dims for axis in cuts[dim])
-    count = 1
-    for axis in axes:
-        count *= sizes[axis]
-    dim = next((one for one in reversed(cut_dims) if shape[one] % count == 0), None)
+    axes: list[str] = []
+    for dim in cut_dims:
+        axes += cuts[dim]
+    shards = math.prod(subject.content.mesh.shape[axis] for axis in axes)
+    divisible_dims = [dim for dim in cut_dims if shape[dim] % shards == 0]
+
     entries: list[Any] = [None] * len(shape)
     names: list[Any] = [None] * len(shape)
-    if dim is None:
+    if divisible_dims:
+        dim = divisible_dims[-1]
+        entries[dim] = canonical_entry(tuple(axes))
+        names[dim] = tuple(_names(group, cut_dims))
+    else:
         # The last dimension alone, since no dimension divides by all.
         dim = cut_dims[-1]
         entries[dim] = canonical_entry(cuts[dim])
         names[dim] = group.row.names[dim] if group.row.names else None
-    else:
-        entries[dim] = canonical_entry(axes)
-        names[dim] = tuple(_names(group, cut_dims))
     return subject.fix(group, tuple(names), PartitionSpec(*entries))
 
 
 def _names(group: Group, dims: Sequence[int]) -> Iterator[str]:
+    if not group.row.names:
+        return
     for dim in dims:
-        name = group.row.names[dim] if group.row.names else None
-        if isinstance(name, str):
-            yield name
-        elif isinstance(name, tuple):
-            yield from (one for one in name if isinstance(one, str))
+        yield from members_of((group.row.names[dim],))

@@ -104,8 +104,8 @@ class Findings(tuple[Finding, ...]):
 
         The findings of at least this severity, in the same order.
         """
-        known = SEVERITIES[: SEVERITIES.index(severity) + 1]
-        return Findings(found for found in self if found.severity in known)
+        severities = SEVERITIES[: SEVERITIES.index(severity) + 1]
+        return Findings(finding for finding in self if finding.severity in severities)
 
     def without(self, *codes: str) -> "Findings":
         """The findings whose codes are not among `codes`.
@@ -128,23 +128,28 @@ class Findings(tuple[Finding, ...]):
                     f"`without({code!r})`: the codes of findings are"
                     f" {', '.join(CODES)}."
                 )
-        return Findings(found for found in self if found.code not in codes)
+        return Findings(finding for finding in self if finding.code not in codes)
 
     def __str__(self) -> str:
         lines = [_summary(self)]
-        for found in self[:_SHOWN]:
-            lines += ["", *_paragraph(found)]
-        return "\n".join([*lines, *(["", _more(self)] if _more(self) else [])])
+        for finding in self[:_SHOWN]:
+            lines += ["", *_paragraph(finding)]
+        if len(self) > _SHOWN:
+            lines += ["", _others(self)]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = [
-            _HEADER,
-            *[(*_cells(found), found.message, found.fix) for found in self[:_SHOWN]],
-        ]
-        below = [text for text in (_more(self), _summary(self)) if text]
-        return html_table(rows if self else (), right=_NUMBERS, below=below)
+        below = [_summary(self)]
+        if len(self) > _SHOWN:
+            below.insert(0, _others(self))
+        if not self:
+            return html_table((), right=_NUMBERS, below=below)
+        rows: list[tuple[str, ...]] = [_HEADER]
+        for finding in self[:_SHOWN]:
+            rows.append((*_cells(finding), finding.message, finding.fix))
+        return html_table(rows, right=_NUMBERS, below=below)
 
 
 _HEADER = ("severity", "code", "bytes/device", "where", "what", "fix")
@@ -153,36 +158,35 @@ _WIDTH = 80
 _SHOWN = 100
 
 
-def findings_of(found: Iterable[Finding]) -> Findings:
+def findings_of(findings: Iterable[Finding]) -> Findings:
     """Sorts findings by the bytes that the mistake costs, the most first, and then by
     severity, the worst first. Findings that are equal in both keep their order.
     """
-    return Findings(
-        sorted(
-            dict.fromkeys(found),
-            key=lambda one: (-one.bytes, SEVERITIES.index(one.severity)),
-        )
-    )
+    distinct = dict.fromkeys(findings)
+    return Findings(sorted(distinct, key=_rank))
 
 
-def _cells(found: Finding) -> tuple[str, ...]:
-    return (
-        found.severity,
-        found.code,
-        bytes_text(found.bytes) if found.bytes else "-",
-        found.where,
-    )
+def _rank(finding: Finding) -> tuple[int, int]:
+    return -finding.bytes, SEVERITIES.index(finding.severity)
 
 
-def _paragraph(found: Finding) -> list[str]:
-    severity, code, size, where = map(printable, _cells(found))
-    head = f"{severity} {code}: {where}" + (
-        f" ({size} per device)" if found.bytes else ""
-    )
+def _cells(finding: Finding) -> tuple[str, ...]:
+    size = bytes_text(finding.bytes) if finding.bytes else "-"
+    return finding.severity, finding.code, size, finding.where
+
+
+def _paragraph(finding: Finding) -> list[str]:
+    severity, code, size, where = map(printable, _cells(finding))
+    head = f"{severity} {code}: {where}"
+    if finding.bytes:
+        head += f" ({size} per device)"
     message = textwrap.wrap(
-        printable(found.message), _WIDTH, break_on_hyphens=False, break_long_words=False
+        printable(finding.message),
+        _WIDTH,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
-    fix = [printable(line) for line in found.fix.split("\n")]
+    fix = [printable(line) for line in finding.fix.split("\n")]
     return [
         head,
         *[f"    {line}" for line in message],
@@ -190,22 +194,19 @@ def _paragraph(found: Finding) -> list[str]:
     ]
 
 
-def _more(found: Findings) -> str:
-    return (
-        f"and {len(found) - _SHOWN} more; `for finding in findings` has them all"
-        if len(found) > _SHOWN
-        else ""
-    )
+def _others(findings: Findings) -> str:
+    count = len(findings) - _SHOWN
+    return f"and {count} more; `for finding in findings` has them all"
 
 
-def _summary(found: Findings) -> str:
-    if not found:
+def _summary(findings: Findings) -> str:
+    if not findings:
         return "no findings"
-    counts = collections.Counter(one.severity for one in found)
-    many = {"info": "info"}
-    told = [
-        plural(counts[severity], severity, many.get(severity))
+    numbers = collections.Counter(finding.severity for finding in findings)
+    plurals = {"info": "info"}
+    counts = [
+        plural(numbers[severity], severity, plurals.get(severity))
         for severity in SEVERITIES
-        if counts[severity]
+        if numbers[severity]
     ]
-    return f"{plural(len(found), 'finding')}: {', '.join(told)}"
+    return f"{plural(len(findings), 'finding')}: {', '.join(counts)}"

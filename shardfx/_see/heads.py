@@ -6,7 +6,7 @@ A `Group` is arrays that are planned alike and whose paths differ only in number
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from .._ground.spec import entries_at, entries_of, shard_counts, trimmed
 from .._plan import FUSED, ROLES, Group, fused_dimension, head_dimension
@@ -45,123 +45,165 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
     An array that holds several projections in one, such as `qkv`, is judged likewise. If
     nothing tells the width of its heads, a finding of severity "info" says so.
     """
-    layers: dict[tuple[str, ...], dict[str, list[tuple[str, Group]]]] = {}
-    norms: dict[tuple[str, ...], Group] = {}
-    fused: list[tuple[tuple[str, ...], str, str, Group]] = []
+    projections = _projections(subject)
+    for fused in projections.fused:
+        norm = projections.norms.get(fused.layer)
+        yield from _cut_fused(subject, fused, norm, head_dim)
+    for layer, suffixes in projections.layers.items():
+        norm = projections.norms.get(layer)
+        biases = [group for _, group in suffixes.get("bias", ())]
+        for suffix, arrays in suffixes.items():
+            yield from _cut_layer(subject, suffix, arrays, biases, norm, head_dim)
+
+
+# Arrays, each with its role in the layer: "q", "k", "v" or "o".
+_Roles: TypeAlias = list[tuple[str, Group]]
+
+
+class _Fused(NamedTuple):
+    """Arrays that hold several projections of one layer in one, such as `qkv`.
+
+    - `layer`: the path before the projection.
+    - `part`: the segment of the path that names the projection.
+    - `suffix`: the path after it.
+    """
+
+    layer: tuple[str, ...]
+    part: str
+    suffix: str
+    group: Group
+
+
+class _Projections(NamedTuple):
+    """The arrays of attention layers. A layer is the path before the projections,
+    without its numbers.
+
+    - `layers`: for each layer, its projections by the path after them, such as "bias".
+    - `norms`: for each layer, a norm of its queries or keys.
+    - `fused`: arrays that hold several projections in one.
+    """
+
+    layers: dict[tuple[str, ...], dict[str, _Roles]]
+    norms: dict[tuple[str, ...], Group]
+    fused: list[_Fused]
+
+
+def _projections(subject: Subject) -> _Projections:
+    found = _Projections({}, {}, [])
     for group in subject.content.groups:
-        parts = tuple(
-            "0" if part.isdigit() else part for part in re.split("[/.]", group.paths[0])
-        )
-        for at, part in enumerate(parts):
+        segments = re.split("[/.]", group.paths[0])
+        parts = tuple("0" if part.isdigit() else part for part in segments)
+        role_position = None
+        for position, part in enumerate(parts):
+            layer = parts[:position]
+            suffix = "/".join(parts[position + 1 :])
             if _NORM.fullmatch(part):
-                norms.setdefault(parts[:at], group)
-        for at, part in enumerate(parts):
+                found.norms.setdefault(layer, group)
             if part in FUSED:
-                suffix = "/".join(parts[at + 1 :])
-                fused.append((parts[:at], part, suffix, group))
-        at = max((at for at, part in enumerate(parts) if part in ROLES), default=None)
-        if at is not None:
-            own = layers.setdefault(parts[:at], {}).setdefault(
-                "/".join(parts[at + 1 :]), []
-            )
-            own.append((ROLES[parts[at]], group))
-    for layer, part, suffix, group in fused:
-        yield from _cut_fused(subject, part, suffix, group, norms.get(layer), head_dim)
-    for layer, suffixes in layers.items():
-        for suffix, found in suffixes.items():
-            first = dict(reversed(found))
-            shapes = {role: group.row.shape for role, group in first.items()}
-            query = shapes.get("q", ())
-            output = shapes.get("o", ())
-            if len(query) == len(output) >= 3 and query[-2:] == output[-3:-1]:
-                # The heads and the elements of a head are separate dimensions.
-                yield from _cut_elements(subject, found)
-                continue
-            dim = head_dimension(
-                suffix, [shapes[role] for role in "qkv" if role in shapes]
-            )
-            if dim is None:
-                continue
-            known = [group for _, group in (*found, *suffixes.get("bias", ()))]
-            sizes = [shapes[role][dim] for role in "qkv" if role in shapes]
-            width = _width(known, sizes, norms.get(layer), head_dim)
-            if width is None:
-                continue
-            for role, group in found:
-                at = dim
-                if role == "o":
-                    # The weights of the output have the opposite order.
-                    at = 2 * len(query) - 3 - dim
-                    if (
-                        len(query) != len(output)
-                        or len(query) < 2
-                        or output[at] != query[dim]
-                    ):
-                        continue
-                yield from _cut(subject, group, at, width)
+                found.fused.append(_Fused(layer, part, suffix, group))
+            if part in ROLES:
+                role_position = position
+        if role_position is not None:
+            layer = parts[:role_position]
+            suffix = "/".join(parts[role_position + 1 :])
+            arrays = found.layers.setdefault(layer, {}).setdefault(suffix, [])
+            arrays.append((ROLES[parts[role_position]], group))
+    return found
 
 
-def _cut_fused(
+def _cut_layer(
     subject: Subject,
-    part: str,
     suffix: str,
-    group: Group,
+    arrays: _Roles,
+    biases: list[Group],
     norm: Group | None,
     head_dim: int | None,
 ) -> Iterator[Finding]:
-    """A finding for arrays that hold several projections in one, such as `qkv`, and are
-    sharded within a head.
+    """Findings for the projections of one layer that are sharded within a head.
 
-    `part` is the name of the module that says so, `suffix` the path after it. If the
-    width of a head is not known, the finding says that it was not judged.
+    `suffix` is the path after the projections. The rules of `arrays` and `biases` may
+    say how wide a head is, and so may the `norm` of the layer.
     """
-    shape = group.row.shape
-    count = FUSED[part]
-    dim = fused_dimension(part, suffix, shape)
+    # Of several arrays of one role, the first one counts.
+    shapes = {role: group.row.shape for role, group in reversed(arrays)}
+    query = shapes.get("q", ())
+    output = shapes.get("o", ())
+    if len(query) == len(output) >= 3 and query[-2:] == output[-3:-1]:
+        # The heads and the elements of a head are separate dimensions.
+        yield from _cut_elements(subject, arrays)
+        return
+
+    inputs = [shapes[role] for role in "qkv" if role in shapes]
+    dim = head_dimension(suffix, inputs)
     if dim is None:
         return
-    if part.startswith("in_proj") and len(shape) > 1:
+    groups = [group for _, group in arrays] + biases
+    width = _width(groups, [shape[dim] for shape in inputs], norm, head_dim)
+    if width is None:
+        return
+
+    for role, group in arrays:
+        if role != "o":
+            yield from _cut(subject, group, dim, width)
+        elif len(query) == len(output) >= 2:
+            # The weights of the output have the opposite order.
+            output_dim = 2 * len(query) - 3 - dim
+            if output[output_dim] == query[dim]:
+                yield from _cut(subject, group, output_dim, width)
+
+
+def _cut_fused(
+    subject: Subject, fused: _Fused, norm: Group | None, head_dim: int | None
+) -> Iterator[Finding]:
+    """A finding for arrays that hold several projections in one, such as `qkv`, and are
+    sharded within a head. If the width of a head is not known, the finding says that it
+    was not judged.
+    """
+    group = fused.group
+    shape = group.row.shape
+    count = FUSED[fused.part]
+    dim = fused_dimension(fused.part, fused.suffix, shape)
+    if dim is None:
+        return
+    if fused.part.startswith("in_proj") and len(shape) > 1:
         # The other one of the last two dimensions is that of the inputs.
-        inputs = shape[2 * len(shape) - 3 - dim]
-        if shape[dim] != count * inputs:
+        input_size = shape[2 * len(shape) - 3 - dim]
+        if shape[dim] != count * input_size:
             return
+
     width = _width([group], [shape[dim]], norm, head_dim)
-    one_projection = shape[dim] // count
+    projection_size = shape[dim] // count
     if width is None and shape[dim] % count == 0:
-        if one_projection >= _NARROW and one_projection % _USUAL == 0:
+        if projection_size >= _NARROW and projection_size % _USUAL == 0:
             why = "as most models have them; pass `head_dim=` if these are narrower"
             width = _Width(_USUAL, "info", why)
         else:
             why = "nothing says how wide a head is; pass `head_dim=`"
-            width = _Width(one_projection, "info", why, "projections")
+            width = _Width(projection_size, "info", why, "projections")
     if width is not None:
         yield from _cut(subject, group, dim, width)
 
 
-def _cut_elements(
-    subject: Subject, found: Sequence[tuple[str, Group]]
-) -> Iterator[Finding]:
+def _cut_elements(subject: Subject, arrays: _Roles) -> Iterator[Finding]:
     """A finding for each array in which the elements of a head are sharded, although
     the dimension of the heads could be sharded instead.
 
-    `found` has the arrays of one layer, each with its role ("q", "k", "v" or "o"). In
-    these arrays the heads and the elements of a head are separate dimensions.
+    `arrays` are those of one layer, each with its role ("q", "k", "v" or "o"). In these
+    arrays the heads and the elements of a head are separate dimensions.
     """
-    dims = [len(group.row.shape) - (2 if role == "o" else 1) for role, group in found]
-    pairs = [(group, dim) for (_, group), dim in zip(found, dims, strict=True)]
-    if (
-        len(
-            {
-                group.row.names and group.row.names[dim - len(group.row.shape)]
-                for group, dim in pairs
-            }
-        )
-        > 1
-    ):
+    element_dims: list[tuple[Group, int]] = []
+    element_names = set()
+    for role, group in arrays:
+        dim_from_end = -2 if role == "o" else -1
+        names = group.row.names
+        element_dims.append((group, len(group.row.shape) + dim_from_end))
+        element_names.add(names and names[dim_from_end])
+    if len(element_names) > 1:
         return  # names in the wrong order, which another check reports
-    for group, dim in pairs:
+
+    for group, dim in element_dims:
         row = group.row
-        rank = len(group.row.shape)
+        rank = len(row.shape)
         counts = shard_counts(row.spec, rank, subject.content.mesh.shape)
         heads = row.shape[dim - 1]
         if counts[dim] > 1 and counts[dim - 1] == 1 and heads % counts[dim] == 0:
@@ -173,42 +215,42 @@ def _cut_elements(
             entries = [*entries_at(row.spec, rank)]
             entries[dim - 1] = entries[dim]
             entries[dim] = None
-            fix = subject.fix(
-                group, _without(row.names or (None,) * rank, dim), trimmed(entries)
-            )
+            names = _without(row.names or (None,) * rank, dim)
+            fix = subject.fix(group, names, trimmed(entries))
             yield Finding("cut-head", "warning", group.where, 0, message, fix)
 
 
 def _width(
-    known: Sequence[Group],
+    groups: Sequence[Group],
     sizes: Sequence[int],
     norm: Group | None,
     head_dim: int | None,
 ) -> _Width | None:
+    """The width of a head in arrays whose dimension of heads has these `sizes`, from
+    `head_dim`, else the rules of `groups`, else the size of `norm`, else the width of
+    most models.
+    """
     if head_dim is not None:
         return _Width(head_dim, "warning", "`head_dim` says so")
-    for group in known:
+    for group in groups:
         unit = max(group.row.units or (1,))
         if unit > 1:
-            return _Width(
-                unit, "warning", f"the rules of `{group.where}` keep so many together"
-            )
+            why = f"the rules of `{group.where}` keep so many together"
+            return _Width(unit, "warning", why)
     if norm is not None and len(norm.row.shape) == 1 and norm.row.shape[0] < max(sizes):
         return _Width(norm.row.shape[0], "warning", f"as `{norm.where}` has")
     if (
         min(sizes) < max(sizes)
         and max(sizes) >= _NARROW
-        and not any(size % _USUAL for size in sizes)
+        and all(size % _USUAL == 0 for size in sizes)
     ):
-        return _Width(
-            _USUAL,
-            "info",
-            "as most models have them; pass `head_dim=` if these are narrower",
-        )
+        why = "as most models have them; pass `head_dim=` if these are narrower"
+        return _Width(_USUAL, "info", why)
     return None
 
 
 def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Finding]:
+    """A finding if the arrays of `group` are sharded within a head along `dim`."""
     row = group.row
     unit = width.unit
     size = row.shape[dim]
@@ -220,13 +262,15 @@ def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Fi
         f"dim {dim} of size {size} is cut into {count} pieces of {size // count}"
         f" elements, inside {width.noun} of {unit} ({width.why})"
     )
-    units = tuple(unit if at == dim else 1 for at in range(rank))
-    fix = subject.fix(
-        group,
-        _without(row.names or (), dim),
-        atomic(trimmed(entries_of(row.requested)[:rank]), units),
-    )
-    name = None if row.names is None or not subject.is_named(group) else row.names[dim]
+
+    units = [1] * rank
+    units[dim] = unit
+    spec = trimmed(entries_of(row.requested)[:rank])
+    names = _without(row.names or (), dim)
+    fix = subject.fix(group, names, atomic(spec, tuple(units)))
+    name = None
+    if row.names is not None and subject.is_named(group):
+        name = row.names[dim]
     if (
         isinstance(name, str)
         and width.noun == "heads"
@@ -238,4 +282,8 @@ def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Fi
 
 
 def _without(names: tuple[object, ...], dim: int) -> tuple[Any, ...]:
-    return tuple(None if at == dim else name for at, name in enumerate(names))
+    """The logical names of an array without that of one dimension."""
+    shortened = list(names)
+    if names:
+        shortened[dim] = None
+    return tuple(shortened)

@@ -6,11 +6,11 @@ and whose paths differ only in numbers.
 import collections
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .._ground.spec import entry_axes
-from .._ground.text import between_numbers, entry_text, together
+from .._ground.text import between_numbers, entry_text
 from .._plan import Group, axes_used, misspelled_axes
 from .._rules import AxisRules, alias_chain
 from .finding import Finding, Severity
@@ -29,36 +29,38 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
     if subject.axes is None:
         return
     for mode, rules in ((None, subject.axes.rules), *subject.axes.modes):
+        # For each logical name, the rules that can apply, each with its mesh axes.
         earlier: dict[str, list[tuple[int, frozenset[str]]]] = {}
         for number, (name, target) in enumerate(rules):
             axes = frozenset(entry_axes(target))
-            before = next(
-                (at for at, needs in earlier.get(name, []) if needs <= axes), None
-            )
-            if before is None:
-                earlier.setdefault(name, []).append((number, axes))
-                continue
-            told = (
-                f"axes.rules[{number}]"
-                if mode is None
-                else f"axes.modes[{mode!r}][{number}]"
-            )
-            where = f"{told} {name!r} -> {entry_text(target)}"
-            other = entry_text(rules[before][1])
-            why = (
-                "which is never blocked"
-                if not entry_axes(rules[before][1])
-                else "which applies wherever it could"
-            )
-            message = (
-                f"the rule stands after rule {before} of the same name, {name!r} ->"
-                f" {other}, {why}"
-            )
-            fix = (
-                "axes ="
-                f" axes.drop({number}{'' if mode is None else f', mode={mode!r}'})"
-            )
-            yield Finding("dead-rule", "warning", where, 0, message, fix)
+            alive = earlier.setdefault(name, [])
+            deciders = [other for other, needed in alive if needed <= axes]
+            if deciders:
+                yield _dead_rule(mode, rules, number, deciders[0])
+            else:
+                alive.append((number, axes))
+
+
+def _dead_rule(
+    mode: str | None, rules: Sequence[tuple[str, Any]], number: int, decider: int
+) -> Finding:
+    """The finding for a rule of `mode` that never applies, because of the earlier rule
+    `decider`.
+    """
+    name, target = rules[number]
+    _, decider_target = rules[decider]
+    table = "axes.rules" if mode is None else f"axes.modes[{mode!r}]"
+    why = "which applies wherever it could"
+    if not entry_axes(decider_target):
+        why = "which is never blocked"
+    message = (
+        f"the rule stands after rule {decider} of the same name, {name!r} ->"
+        f" {entry_text(decider_target)}, {why}"
+    )
+    where = f"{table}[{number}] {name!r} -> {entry_text(target)}"
+    of_mode = "" if mode is None else f", mode={mode!r}"
+    fix = f"axes = axes.drop({number}{of_mode})"
+    return Finding("dead-rule", "warning", where, 0, message, fix)
 
 
 def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
@@ -67,48 +69,47 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
     If the rules use a similar name that the mesh lacks, the axis is probably
     misspelled. The finding then has the severity `misspelled`.
     """
+    if subject.axes is None and subject.paths is None:
+        return
+    mesh = subject.content.mesh
     path_rules = () if subject.paths is None else subject.paths.rules
-    sizes = subject.content.mesh.shape
-    declared = [
-        axis
-        for rules in (subject.paths, subject.axes)
-        if rules is not None
-        for axis in rules.mesh_axes
-    ]
+    declared: list[str] = []
+    for rules in (subject.paths, subject.axes):
+        if rules is not None:
+            declared += rules.mesh_axes
     used = axes_used(subject.content.rows, path_rules, subject.axes)
-    meant = misspelled_axes(subject.content.mesh, declared, used)
+    misspellings = misspelled_axes(mesh, declared, used)
     # Axis rules are for activations too; path rules alone do not say which axis shards
     # the batch.
-    what, severity = ("paths", "info") if subject.axes is None else ("axes", "warning")
-    share = subject.content.total_bytes[1]
-    for axis, size in (
-        sizes.items() if subject.axes is not None or subject.paths is not None else ()
-    ):
-        if size > 1 and axis not in {*declared, *used}:
-            fix = f"{what} = {what}.extend(mesh_axes=({axis!r},))"
-            told = f"If it is for the batch alone, declare it: `{fix}`"
-            if axis in meant:
-                renamed = {
-                    meant.get(name, name): count for name, count in sizes.items()
-                }
-                fix = f"mesh = MeshSpec({renamed!r})"
-                told = (
-                    f"The rules use {meant[axis]!r}, which the mesh lacks: if that is"
-                    f" meant, `{fix}`"
-                )
-            message = (
-                f"no rule uses the mesh axis {axis!r} of size {size}: devices along it"
-                f" hold the same. {told}"
+    variable = "axes"
+    severity: Severity = "warning"
+    if subject.axes is None:
+        variable = "paths"
+        severity = "info"
+
+    _, shard_bytes = subject.content.total_bytes
+    for axis, size in mesh.shape.items():
+        if size == 1 or axis in declared or axis in used:
+            continue
+        fix = f"{variable} = {variable}.extend(mesh_axes=({axis!r},))"
+        advice = f"If it is for the batch alone, declare it: `{fix}`"
+        if axis in misspellings:
+            renamed = {
+                misspellings.get(name, name): count
+                for name, count in mesh.shape.items()
+            }
+            fix = f"mesh = MeshSpec({renamed!r})"
+            advice = (
+                f"The rules use {misspellings[axis]!r}, which the mesh lacks: if that"
+                f" is meant, `{fix}`"
             )
-            found = misspelled if axis in meant else severity
-            yield Finding(
-                "unused-axis",
-                found,
-                f"mesh axis {axis!r}",
-                share - share // size,
-                message,
-                fix,
-            )
+        message = (
+            f"no rule uses the mesh axis {axis!r} of size {size}: devices along it"
+            f" hold the same. {advice}"
+        )
+        lost = shard_bytes - shard_bytes // size
+        of_axis = misspelled if axis in misspellings else severity
+        yield Finding("unused-axis", of_axis, f"mesh axis {axis!r}", lost, message, fix)
 
 
 # The logical names of the dimensions of an array.
@@ -133,53 +134,47 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     groups = [group for group in subject.content.groups if group.row.names is not None]
     names = [group.row.names or () for group in groups]
     usual = _usual(_counts(groups, names))
-    swapped = {
-        at: other
-        for at, group in enumerate(groups)
-        if (other := _swapped(names[at], group.row.shape, usual))
-    }
+    swapped: dict[int, Names] = {}
+    for number, group in enumerate(groups):
+        other_order = _swapped(names[number], group.row.shape, usual)
+        if other_order:
+            swapped[number] = other_order
+
     # Arrays whose names are in the wrong order are counted in the right order.
-    counts = _counts(groups, [swapped.get(at, own) for at, own in enumerate(names)])
+    right_names = [swapped.get(number, order) for number, order in enumerate(names)]
+    counts = _counts(groups, right_names)
     usual = _usual(counts)
-    odd = list[tuple[tuple[str, int], Group]]()
-    for at, group in enumerate(groups):
-        if at in swapped:
+    contradictions: dict[tuple[str, int], list[Group]] = {}
+    for number, group in enumerate(groups):
+        if number in swapped:
             message = (
-                f"the names {names[at]} stand on shape {group.row.shape}; elsewhere"
+                f"the names {names[number]} stand on shape {group.row.shape}; elsewhere"
                 " these names have the sizes that they would have here in the order"
-                f" {swapped[at]}"
+                f" {swapped[number]}"
             )
-            fix = subject.fix(group, swapped[at], swapped[at])
+            fix = subject.fix(group, swapped[number], swapped[number])
             yield Finding("contradicted-name", "warning", group.where, 0, message, fix)
             continue
-        for name, size in _pairs(names[at], group.row.shape):
-            if (
-                size % usual[name]
-                and usual[name] % size
-                and _is_sharded(name, subject.axes)
-            ):
-                odd.append(((name, size), group))
-    for (name, size), found in together(odd, lambda one: one[0]).items():
+        for name, size in _pairs(names[number], group.row.shape):
+            is_contradicted = size % usual[name] and usual[name] % size
+            if is_contradicted and _is_sharded(name, subject.axes):
+                contradictions.setdefault((name, size), []).append(group)
+
+    for (name, size), contradicting in contradictions.items():
         is_of_another = any(
             size in sizes for other, sizes in counts.items() if other != name
         )
-        if not is_of_another and _in_one_module([group for _, group in found]):
+        if not is_of_another and _in_one_module(contradicting):
             continue
         message = (
             f"{name!r} is {size} here, and {usual[name]} elsewhere; neither divides the"
             " other, so one name stands for two axes; give one of them a name of"
             " its own"
         )
-        for _, group in found:
+        for group in contradicting:
             where = f"{group.where}, name {name!r}"
-            yield Finding(
-                "contradicted-name",
-                "warning",
-                where,
-                0,
-                message,
-                _own_name(subject, group, name, size),
-            )
+            fix = _own_name(subject, group, name, size)
+            yield Finding("contradicted-name", "warning", where, 0, message, fix)
 
 
 def _pairs(names: Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
@@ -195,13 +190,14 @@ def _pairs(names: Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
 
 def _counts(groups: list[Group], names: list[Names]) -> Counts:
     counts: Counts = {}
-    for group, own in zip(groups, names, strict=True):
-        for name, size in _pairs(own, group.row.shape):
+    for group, group_names in zip(groups, names, strict=True):
+        for name, size in _pairs(group_names, group.row.shape):
             counts.setdefault(name, collections.Counter())[size] += len(group.paths)
     return counts
 
 
 def _usual(counts: Counts) -> dict[str, int]:
+    """The most frequent size of each logical name."""
     return {name: sizes.most_common(1)[0][0] for name, sizes in counts.items()}
 
 
@@ -216,15 +212,18 @@ def _swapped(
     several projections in one, as queries, keys and values.
     """
     named = _pairs(names, shape)
-    if len(named) == 1 and named[0][1] % usual[named[0][0]] == 0:
-        return None
+    if len(named) == 1:
+        name, size = named[0]
+        if size % usual[name] == 0:
+            return None
     orders = itertools.permutations(names) if len(names) <= 4 else [names]
-    fitting = [
-        other
-        for other in orders
-        if all(usual[name] == size for name, size in _pairs(other, shape))
-    ]
-    return fitting[0] if fitting and names not in fitting else None
+    fitting = []
+    for order in orders:
+        if all(usual[name] == size for name, size in _pairs(order, shape)):
+            fitting.append(order)
+    if not fitting or names in fitting:
+        return None
+    return fitting[0]
 
 
 def _is_sharded(name: str, axes: AxisRules | None) -> bool:
@@ -233,13 +232,11 @@ def _is_sharded(name: str, axes: AxisRules | None) -> bool:
     """
     if axes is None:
         return False
-    of = alias_chain(name, axes)[-1]
-    return any(
-        entry_axes(target)
-        for _, rules in ((None, axes.rules), *axes.modes)
-        for to, target in rules
-        if to == of
-    )
+    mapped_name = alias_chain(name, axes)[-1]
+    rules = [*axes.rules]
+    for _, rules_of_mode in axes.modes:
+        rules += rules_of_mode
+    return any(entry_axes(target) for other, target in rules if other == mapped_name)
 
 
 # The end of a projection's path: the leaf of a module with one matrix.
@@ -250,13 +247,14 @@ def _in_one_module(groups: list[Group]) -> bool:
     """Whether one module holds two or more different arrays of `groups`, as a layer
     holds its projections.
     """
-    ends = {_LAST.sub("", group.paths[0]).rpartition("/")[::2] for group in groups}
-    inner = {
-        (between_numbers(module), between_numbers(end))
-        for module, end in ends
-        if module
-    }
-    return len(inner) > len({module for module, _ in inner})
+    arrays = set()
+    for group in groups:
+        path = _LAST.sub("", group.paths[0])
+        module, _, name = path.rpartition("/")
+        if module:
+            arrays.add((between_numbers(module), between_numbers(name)))
+    modules = {module for module, _ in arrays}
+    return len(arrays) > len(modules)
 
 
 def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
@@ -267,8 +265,12 @@ def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
     """
     if subject.is_plan:
         return subject.rule_fix(group.paths, group.row.spec)
-    other = f"{name}_{size}"
-    names = tuple(other if one == name else one for one in group.row.names or ())
-    known = subject.axes is not None and other in subject.axes.names
-    alias = [] if known else [f"axes = axes.with_alias({other!r}, of={name!r})"]
-    return "\n".join([subject.fix(group, names, names), *alias])
+    new_name = f"{name}_{size}"
+    names: list[Any] = [*(group.row.names or ())]
+    for dim, present in enumerate(names):
+        if present == name:
+            names[dim] = new_name
+    lines = [subject.fix(group, tuple(names), tuple(names))]
+    if subject.axes is None or new_name not in subject.axes.names:
+        lines.append(f"axes = axes.with_alias({new_name!r}, of={name!r})")
+    return "\n".join(lines)

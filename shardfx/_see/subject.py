@@ -7,11 +7,12 @@ import collections
 import dataclasses
 import functools as ft
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, array_bytes, entries_of
 from .._ground.text import between_numbers, together
 from .._ground.tree import Flat
@@ -103,21 +104,19 @@ class Subject:
         left out, because it may index stacked layers.
         """
         stacked = int(len(shape) > 2)
-        counts = [
-            size // unit if size % unit == 0 else 1
-            for size, unit in zip(shape, units or [1] * len(shape), strict=True)
-        ]
+        counts = []
+        for size, unit in zip(shape, units or [1] * len(shape), strict=True):
+            counts.append(size // unit if size % unit == 0 else 1)
         sizes = sorted(
             self.content.mesh.shape.items(),
             key=lambda item: (item[0] != "fsdp", -item[1]),
         )
-        dims = range(stacked, len(shape))
-        return [
-            (dim, axis)
-            for axis, size in sizes
-            for dim in dims
-            if size > 1 and shape[dim] and not counts[dim] % size
-        ]
+        pairs = []
+        for axis, size in sizes:
+            for dim in range(stacked, len(shape)):
+                if size > 1 and shape[dim] and counts[dim] % size == 0:
+                    pairs.append((dim, axis))
+        return pairs
 
     def target_for(
         self, shape: tuple[int, ...], units: tuple[int, ...] | None = None
@@ -126,11 +125,11 @@ class Subject:
         divides a dimension of `shape`; if there is none, `replicate`. `units` has for
         each dimension the number of elements that no shard may split.
         """
-        skip = (0,) if len(shape) > 2 else ()
-        return next(
-            (fsdp(axis, skip_dims=skip) for _, axis in self.divisible(shape, units)),
-            replicate,
-        )
+        pairs = self.divisible(shape, units)
+        if not pairs:
+            return replicate
+        _, axis = pairs[0]
+        return fsdp(axis, skip_dims=(0,) if len(shape) > 2 else ())
 
     @property
     def _for_all(self) -> Any:
@@ -149,13 +148,15 @@ class Subject:
         It has `\d+` for numbers if `paths` has all paths of the tree that differ only
         in these numbers.
         """
-        found = []
-        for parts, own in together(paths, between_numbers).items():
-            if self._like_paths[parts] == len(own):
-                found.append(r"\d+".join(map(re.escape, parts)))
+        regexes = []
+        for parts, like_paths in together(paths, between_numbers).items():
+            if self._like_paths[parts] == len(like_paths):
+                regexes.append(r"\d+".join(map(re.escape, parts)))
             else:
-                found += map(re.escape, dict.fromkeys(own))
-        return f"^{found[0]}$" if len(found) == 1 else f"^(?:{'|'.join(found)})$"
+                regexes += map(re.escape, dict.fromkeys(like_paths))
+        if len(regexes) == 1:
+            return f"^{regexes[0]}$"
+        return f"^(?:{'|'.join(regexes)})$"
 
     @ft.cached_property
     def _like_paths(self) -> collections.Counter[tuple[str, ...]]:
@@ -175,11 +176,9 @@ class Subject:
         decide how they are sharded. Otherwise the code makes `target` the target of
         their path rule.
         """
-        return (
-            self.names_fix(group.paths, names)
-            if self.is_named(group)
-            else self.rule_fix(group.paths, target)
-        )
+        if self.is_named(group):
+            return self.names_fix(group.paths, names)
+        return self.rule_fix(group.paths, target)
 
     def names_fix(self, paths: Sequence[str], names: object) -> str:
         """Code that gives the leaves at `paths` the logical names `names`."""
@@ -198,13 +197,14 @@ class Subject:
         because a new rule would leave the old one unused. Otherwise the code adds a
         rule before all other rules, or after them if `last`.
         """
-        (number, wide), *others = self.rules_for(paths).items()
-        if self.paths is not None and number is not None and not wide and not others:
-            is_optional = isinstance(self.paths.rules[number][1], Optional)
-            return (
-                f"paths = paths.replace({number},"
-                f" {code_of(optional(target) if is_optional else target)})"
-            )
+        deciders = self.rules_for(paths)
+        number, shards_others = next(iter(deciders.items()))
+        is_only_rule = len(deciders) == 1 and number is not None and not shards_others
+        if self.paths is not None and number is not None and is_only_rule:
+            _, old_target = self.paths.rules[number]
+            if isinstance(old_target, Optional):
+                target = optional(target)
+            return f"paths = paths.replace({number}, {code_of(target)})"
         rule = f"{self.regex(paths)!r}, {code_of(target)}"
         if self.is_plan:
             return f"tree = tree.replace({rule})"
@@ -212,7 +212,8 @@ class Subject:
             # One rule for all arrays: the fixes of several findings would overwrite
             # each other.
             return f"paths = PathRules([('.*', {code_of(self._for_all)})])"
-        return f"paths = paths.{'extend' if last else 'prepend'}([({rule})])"
+        method = "extend" if last else "prepend"
+        return f"paths = paths.{method}([({rule})])"
 
     def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:
         """The path rules that shard the leaves at `paths`, each with whether it shards
@@ -221,8 +222,10 @@ class Subject:
         The keys are the indices of the rules; `None` stands for leaves without a rule.
         """
         deciding, counts = self._deciding
-        own = collections.Counter(deciding.get(path) for path in dict.fromkeys(paths))
-        return {number: counts[number] > count for number, count in own.items()}
+        counts_of_paths = collections.Counter(map(deciding.get, dict.fromkeys(paths)))
+        return {
+            number: counts[number] > count for number, count in counts_of_paths.items()
+        }
 
     @ft.cached_property
     def _deciding(
@@ -233,12 +236,12 @@ class Subject:
         of leaves by this index.
         """
         columns = zip(self.flat.paths, self.leaf_names, self.flat.is_array, strict=True)
-        found = {
+        rule_by_path = {
             path: first_match(path, self.patterns)
-            for path, names, shaped in columns
-            if shaped and names is None
+            for path, names, is_array in columns
+            if is_array and names is None
         }
-        return found, collections.Counter(found.values())
+        return rule_by_path, collections.Counter(rule_by_path.values())
 
 
 def rule_of(group: Group) -> str:
@@ -246,3 +249,7 @@ def rule_of(group: Group) -> str:
     names" if names decide.
     """
     return "its names" if group.row.rule == "names" else str(group.row.rule)
+
+
+def has_code(reasons: Iterable[Reason], code: Code) -> bool:
+    return any(reason.code is code for reason in reasons)

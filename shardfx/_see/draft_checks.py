@@ -1,0 +1,294 @@
+"""Checks of a draft, which is a plan with its errors: finds leaves that cannot be
+planned or that no rule covers, unknown names, absent mesh axes, and unused path rules.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._ground.spec import entries_of, entry_axes
+from .._ground.text import between_numbers, joined, together
+from .._plan import (
+    NAMES,
+    Draft,
+    Row,
+    Unused,
+    absent_axes,
+    uncovered,
+    unknown_of_rows,
+    unknown_units,
+    unused_rules,
+)
+from .._rules import Optional, members_of, near, nearest
+from .finding import Finding, Severity
+from .subject import Subject, code_of
+
+
+# The number of groups without a rule for which the nearest rule is searched: the search
+# takes longer than planning.
+_HINTED = 40
+
+
+def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
+    """Findings for leaves that cannot be planned. Equal leaves of repeated layers are
+    one finding.
+    """
+    flat = subject.flat
+    groups: dict[object, list[int]] = {}
+    for position, number in enumerate(draft.numbers):
+        if number <= -2:
+            error = str(draft.errors[-2 - number][1])
+            key = (between_numbers(flat.paths[position]), error)
+            groups.setdefault(key, []).append(position)
+
+    for positions in groups.values():
+        first = positions[0]
+        paths = [flat.paths[position] for position in positions]
+        leaves = [flat.leaves[position] for position in positions]
+        size = sum(subject.lost(tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+        error = str(draft.errors[-2 - draft.numbers[first]][1])
+        leaf_names = subject.leaf_names[first]
+        if leaf_names is None:
+            fix = subject.rule_fix(paths, subject.target_for(tuple(leaves[0].shape)))
+        elif subject.axes is None:
+            names: dict[str, None] = {}
+            for names_of_leaf in subject.leaf_names:
+                names |= dict.fromkeys(members_of(names_of_leaf))
+            rules = ", ".join(f"({name!r}, None)" for name in names)
+            fix = f"axes = AxisRules([{rules}])"
+        else:
+            names_that_fit = _fitting(tuple(leaf_names), len(leaves[0].shape))
+            fix = subject.names_fix(paths, names_that_fit)
+        yield Finding("unplannable", "error", joined(paths), size, error, fix)
+
+
+def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
+    """Valid logical names for an array of rank `rank`, made from names of another
+    length or with a name twice.
+
+    Duplicates become `None`, names beyond the rank are left out, and missing names
+    become `...` in front: for rank 3, `("a", "a")` becomes `(..., "a", None)`. The
+    result is `()` if an entry is neither a name, `None` nor `...`.
+    """
+    if not all(name is None or name is ... or isinstance(name, str) for name in names):
+        return ()
+    distinct: list[object] = []
+    for number, name in enumerate(names):
+        if name is not ...:
+            distinct.append(None if name in names[:number] else name)
+    if len(distinct) < rank:
+        return (..., *distinct)
+    return tuple(distinct[:rank])
+
+
+def uncovered_leaves(
+    subject: Subject, draft: Draft, severity: Severity
+) -> Iterator[Finding]:
+    """Findings, of this severity, for leaves that no path rule covers."""
+    groups = together(
+        uncovered(draft), lambda leaf: (between_numbers(leaf[0]), leaf[1])
+    )
+    patterns: tuple[str, ...] = ()
+    if subject.paths is not None:
+        patterns = tuple(regex for regex, _ in subject.paths.rules)
+    for number, leaves in enumerate(groups.values()):
+        paths = [path for path, _ in leaves]
+        _, row = leaves[0]
+        like = near(paths[0], patterns) if number < _HINTED else ""
+        arrays = "an array" if len(paths) == 1 else f"{len(paths)} arrays"
+        message = (
+            f"no rule covers {arrays} of shape {row.shape}{like}, so every device holds"
+            " all of it"
+        )
+        size = subject.lost(row.shape, row.dtype) * len(paths)
+        fix = subject.rule_fix(paths, subject.target_for(row.shape), last=True)
+        yield Finding("unmatched", severity, joined(paths), size, message, fix)
+
+
+def unknown_names(
+    subject: Subject, draft: Draft, severity: Severity
+) -> Iterator[Finding]:
+    """Findings, of this severity, for logical names that have no rule. The names are
+    those of arrays, and those in `AxisRules(units=...)`.
+    """
+    axes = subject.axes
+    if axes is None:
+        return
+    for name in unknown_units(axes):
+        message = (
+            f"`units` has {name!r}{near(name, axes.names)}, and no rule of `axes` is"
+            " about that name"
+        )
+        fix = f"axes = axes.without({name!r})"
+        yield Finding("unknown-name", severity, f"units {name!r}", 0, message, fix)
+
+    unknown = unknown_of_rows(draft.rows, axes)
+    arrays_of_name: dict[str, list[tuple[str, Row]]] = {}
+    for path, number, row in draft.arrays(unknown):
+        for name in unknown[number]:
+            arrays_of_name.setdefault(name, []).append((path, row))
+    for name, arrays in arrays_of_name.items():
+        size = sum(subject.lost(row.shape, row.dtype) for _, row in arrays)
+        similar = nearest(name, axes.names)
+        fix = f"axes = axes.extend([({name!r}, None)])"
+        if similar:
+            fix = f"axes = axes.with_alias({name!r}, of={similar[0]!r})"
+        first_path, _ = arrays[0]
+        message = (
+            "no rule of `axes` is about the logical name"
+            f" {name!r}{near(name, axes.names)} of `{first_path}`"
+        )
+        if len(arrays) > 1:
+            message += f" and {len(arrays) - 1} more"
+        yield Finding("unknown-name", severity, f"name {name!r}", size, message, fix)
+
+
+def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
+    """Findings, of this severity, for mesh axes that rules of `draft` use and its mesh
+    lacks. Axes that the rules declare, as in `PathRules(..., mesh_axes=["x"])`, are not
+    found.
+    """
+    mesh_axes = draft.mesh.axis_names
+    rules = "axes" if subject.axes is not None else "paths"
+    for axis, user in absent_axes(draft).items():
+        message = (
+            f"{user} uses the mesh axis {axis!r}{near(axis, mesh_axes)}; the mesh has"
+            f" {mesh_axes}"
+        )
+        similar = nearest(axis, mesh_axes)
+        lines = []
+        if similar:
+            lines = [*_corrected_axis(subject, axis, similar[0])]
+        if not lines:
+            lines = [f"{rules} = {rules}.extend(mesh_axes=({axis!r},))"]
+        fix = "\n".join(lines)
+        yield Finding("absent-axis", severity, f"mesh axis {axis!r}", 0, message, fix)
+
+
+def _corrected_axis(subject: Subject, axis: str, similar: str) -> Iterator[str]:
+    """Yields lines of code that replace the mesh axis `axis` by the axis `similar` in
+    all rules. Rules whose target is a callable do not change.
+    """
+    axes = subject.axes
+    paths = subject.paths
+    tables: list[tuple[str, str | None, Sequence[tuple[str, Any]]]] = []
+    if axes is not None:
+        tables.append(("axes", None, axes.rules))
+        tables += [("axes", mode, rules) for mode, rules in axes.modes]
+    if paths is not None:
+        tables.append(("paths", None, paths.rules))
+    for variable, mode, rules in tables:
+        of_mode = "" if mode is None else f", mode={mode!r}"
+        for number, (_, target) in enumerate(rules):
+            code = code_of(target)
+            if repr(axis) not in code:
+                continue
+            new_code = code.replace(repr(axis), repr(similar))
+            if repr(similar) in code:
+                # No array is sharded over one axis twice.
+                new_code = code_of(_without(target, axis))
+            if new_code != code:
+                yield f"{variable} = {variable}.replace({number}, {new_code}{of_mode})"
+
+
+def _without(target: object, axis: str) -> object:
+    """The target of a rule without the mesh axis `axis`.
+
+    A target that contains other targets, such as `P("data") | fsdp("tensor")`, does not
+    change.
+    """
+    if isinstance(target, PartitionSpec):
+        entries: list[Any] = []
+        for entry in entries_of(target):
+            axes = entry_axes(entry)
+            if axis in axes:
+                entries.append(tuple(other for other in axes if other != axis) or None)
+            else:
+                entries.append(entry)
+        return PartitionSpec(*entries)
+    if isinstance(target, tuple):
+        return tuple(entry for entry in target if entry != axis)
+    return target
+
+
+def unused_findings(
+    subject: Subject, draft: Draft, kinds: Sequence[tuple[str, str]], severity: Severity
+) -> Iterator[Finding]:
+    """Findings for path rules that shard no leaf, and for entries of `kinds` that apply
+    to no leaf.
+
+    `kinds` has pairs of a regex and a memory kind. A rule with `optional(...)` is
+    found, with severity "info", only if it matches leaves that earlier rules shard.
+    """
+    flat = subject.flat
+    leaf_names = subject.leaf_names
+    rules = draft.paths.rules
+    used = draft.paths.used
+    for unused in unused_rules(rules, used, flat, leaf_names, NAMES):
+        yield _unused_rule(subject, unused, rules[unused.number][0], severity)
+
+    # One path of each group shows which optional rules match at all; many rules of a
+    # preset do not.
+    first_paths = [group.paths[0] for group in subject.content.groups]
+    spare: dict[int, object] = {}
+    for number, (_, target) in enumerate(rules):
+        if number in used or not isinstance(target, Optional):
+            continue
+        if any(map(subject.patterns[number].search, first_paths)):
+            spare[number] = target.target
+    if spare:
+        required = [
+            (regex, spare.get(number)) for number, (regex, _) in enumerate(rules)
+        ]
+        others = {number: None for number in range(len(rules)) if number not in spare}
+        for unused in unused_rules(required, others, flat, leaf_names, NAMES):
+            # A rule that shards these arrays and no others was put before the rules of
+            # a preset on purpose.
+            if any(_deciders(subject, unused).values()):
+                yield _unused_rule(subject, unused, rules[unused.number][0], "info")
+
+    for unused in unused_rules(draft.kinds.rules, draft.kinds.used, flat):
+        where = f"memory_kinds[{unused.number}] {kinds[unused.number][0]!r}"
+        used_kinds = (*kinds[: unused.number], *kinds[unused.number + 1 :])
+        fix = f"memory_kinds = {used_kinds!r}"
+        yield _unused(where, "entry", severity, unused, fix)
+
+
+def _unused_rule(
+    subject: Subject, unused: Unused, regex: str, severity: Severity
+) -> Finding:
+    where = f"paths[{unused.number}] {regex!r}"
+    return _unused(where, "rule", severity, unused, _fix(subject, unused))
+
+
+def _unused(
+    where: str, what: str, severity: Severity, unused: Unused, fix: str
+) -> Finding:
+    code = "unused-rule" if unused.nearest is not None else "shadowed-rule"
+    return Finding(code, severity, where, 0, f"the {what} {unused.text}", fix)
+
+
+def _fix(subject: Subject, unused: Unused) -> str:
+    """Code that puts the unused rule before all other rules, so that it shards the
+    arrays that it matches.
+
+    If no path matches it, or if another rule would then be unused, the code removes the
+    unused rule instead.
+    """
+    number = unused.number
+    deciders = _deciders(subject, unused)
+    if deciders and all(deciders.values()):
+        return f"paths = paths.prepend([paths.rules[{number}]]).drop({number + 1})"
+    return f"paths = paths.drop({number})"
+
+
+def _deciders(subject: Subject, unused: Unused) -> dict[int, bool]:
+    """The path rules that shard the arrays which an unused rule matches, each with
+    whether it shards other arrays too.
+    """
+    return {
+        number: shards_others
+        for number, shards_others in subject.rules_for(unused.arrays).items()
+        if number is not None
+    }
