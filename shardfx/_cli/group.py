@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import click
 from click.shell_completion import CompletionItem
 
-import shardfx
-
 from ._usage import shown
+from ._versions import verbose_text, version_text
 
 
 # For each verb the module that has it, and its help. A verb's module is imported only
@@ -97,6 +96,14 @@ class _Verbs(click.Group):
         return items + click.Command.shell_complete(self, ctx, incomplete)
 
 
+def _print_version(context: click.Context, _: object, is_asked: bool) -> None:
+    if not is_asked:
+        return
+    is_verbose = context.ensure_object(dict).get("more", False)
+    click.echo(verbose_text() if is_verbose else version_text())
+    context.exit()
+
+
 @click.command(
     cls=_Verbs,
     name="shardfx",
@@ -104,7 +111,21 @@ class _Verbs(click.Group):
     no_args_is_help=False,
     epilog=_COMPLETION,
 )
-@click.version_option(shardfx.__version__, prog_name="shardfx")
+@click.option(
+    "--verbose",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, value: context.ensure_object(dict).update(more=value),
+    help="With --version: those of JAX and others, and the devices.",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
 def shardfx_() -> None:
     """Sharding plans as plain data, for JAX."""
 

@@ -176,6 +176,20 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"shardfx, version {shardfx.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    "flags", [("--version", "--verbose"), ("--verbose", "--version")]
+)
+def test_the_versions_that_an_issue_needs(capsys, flags):
+    assert run(*flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    words = dict(line.split(" ", 1) for line in lines)
+    assert lines[0] == f"shardfx, version {shardfx.__version__}"
+    assert words["jax"] == jax.__version__ and words["numpy"] == np.__version__
+    assert words["python"].startswith("3.") and words["system"]
+    assert words["devices"] == "8 x cpu (cpu)"
+    assert {"jaxlib", "equinox", "libtpu"} <= words.keys()
+
+
 def test_a_plan_that_was_written_is_a_model(here, capsys):
     flags = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH")
     assert run("plan", "my_model:make", *flags, "--json", "plan.json") == 0

@@ -413,3 +413,24 @@ def test_test_names_are_short():
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 assert len(function.name) <= 60, f"{path}: {function.name}"
+
+
+def test_all_files_of_a_release_name_one_version():
+    version = shardfx.__version__
+    texts = {
+        name: (ROOT / name).read_text()
+        for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff")
+    }
+    assert f'\nversion = "{version}"\n' in texts["pyproject.toml"]
+    assert f"\nversion: {version}\n" in texts["CITATION.cff"]
+    headings = re.findall(r"^## (\S+)$", texts["CHANGELOG.md"], re.MULTILINE)
+    assert headings[0] in (version, "Unreleased") and version in headings
+    assert (ROOT / "shardfx" / "py.typed").exists()
+
+
+def test_issues_ask_for_the_versions():
+    templates = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    asking = [path for path in templates if path.name != "config.yml"]
+    assert len(asking) == 2
+    for path in asking:
+        assert "`shardfx --version --verbose`" in path.read_text()
