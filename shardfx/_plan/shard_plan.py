@@ -76,7 +76,7 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
     content: Content = eqx.field(static=True)
     # JAX asserts without a text that what it takes for shardings is no leaf, and takes
     # a node without children for a leaf. An empty tuple is a child without leaves.
-    _children: tuple[()] = ()
+    _children: tuple[()] = eqx.field(default=(), kw_only=True)
 
     @property
     def mesh(self) -> MeshSpec:
