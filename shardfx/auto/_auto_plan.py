@@ -20,8 +20,8 @@ class AutoPlan(ShardPlan):
 
     __module__ = "shardfx.auto"
 
-    why: str = eqx.field(static=True)
-    rules: PathRules = eqx.field(static=True)
+    why: str = eqx.field(static=True, kw_only=True)
+    rules: PathRules = eqx.field(static=True, kw_only=True)
 
     @property
     def batch(self) -> NamedSharding:
