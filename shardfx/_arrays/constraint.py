@@ -215,10 +215,14 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
     none.
 
     Outside `jit`, a plan's mesh with devices has priority over the mesh of `x`. Inside
-    `jit`, raises `PlanMismatchError` if the names or sizes of the axes of the two
-    meshes differ.
+    `jit`, a mesh of one device with the plan's axes has priority over both. Raises
+    `PlanMismatchError` if the names or sizes of the axes of the two meshes differ.
     """
     planned = plan.content.any_mesh
+    context = jax.sharding.get_abstract_mesh()
+    if context.size == 1 and context.axis_names == planned.axis_names:
+        # The step is traced for one device, as `unsharded` traces it.
+        return context
     sharding = sharding_of(x)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return planned

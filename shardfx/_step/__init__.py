@@ -25,9 +25,14 @@ from .collectives import (
 from .evaluation import CALLS, LOOPS, MARKED_CALLS, evaluated, manual_axes_of, retraced
 from .explicit import (
     PlainStep,
+    array_leaves,
     auto_twin,
     explicit_mesh,
+    is_typed,
     on_auto_axes,
+    one_device_form,
+    over,
+    over_ones,
     plain_step,
     unsharded,
     without_mesh,

@@ -79,6 +79,18 @@ def over(mesh: AbstractMesh) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def over_ones(mesh: AbstractMesh) -> Iterator[None]:
+    """A context with a mesh of the axes of `mesh` with sizes of 1, where all specs over
+    them are allowed, and no type names an axis.
+    """
+    ones = AbstractMesh(
+        (1,) * len(mesh.axis_names), mesh.axis_names, axis_types=mesh.axis_types
+    )
+    with over(ones), jax.remove_size_one_mesh_axis_from_type(True):
+        yield
+
+
 def structs_like(args: PyTree, *, typed: bool) -> PyTree:
     """`args` with a struct in place of each array, with its sharding if `typed`."""
 
@@ -171,15 +183,9 @@ def plain_step(
         closed, out, rest = eqx.filter_make_jaxpr(function)(*positional, **named)
         return PlainStep(closed, out, rest)
 
-    ones = AbstractMesh(
-        (1,) * len(mesh.axis_names), mesh.axis_names, axis_types=mesh.axis_types
-    )
     # The first error that is not raised is the context of one that is.
     try:
-        with (
-            over(ones),
-            jax.remove_size_one_mesh_axis_from_type(True),
-        ):
+        with over_ones(mesh):
             plain = trace(typed=False)
         if alone or mesh.size == 1 or not has_shard_map(plain.closed):
             return plain
@@ -320,16 +326,33 @@ def unsharded(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
         mesh = explicit_mesh((args, kwargs))
         if mesh is None:
             return step(*args, **kwargs)
-        leaves = jax.tree.leaves((args, kwargs))
-        arrays = [leaf for leaf in leaves if is_array_type(type(leaf))]
-        is_alone = not any(map(is_typed, arrays))
-        traced = plain_step(step, (args, kwargs), mesh, alone=is_alone)
-        if is_alone:
-            return traced.result(traced.run(arrays))
+
+        arrays = array_leaves((args, kwargs))
+        if not any(map(is_typed, arrays)):
+            return one_device_form(step, mesh)(*args, **kwargs)
 
         def replicated(results: Sequence[Any]) -> list[PartitionSpec]:
             return [PartitionSpec() for _ in results]
 
+        traced = plain_step(step, (args, kwargs), mesh, alone=False)
         return traced.result(on_auto_axes(traced.run, arrays, mesh, replicated))
 
     return plain
+
+
+def one_device_form(
+    step: Callable[..., PyTree], mesh: AbstractMesh
+) -> Callable[..., PyTree]:
+    """The step without its shardings, which are over the Explicit axes of `mesh`."""
+
+    @ft.wraps(step)
+    def plain(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        traced = plain_step(step, (args, kwargs), mesh, alone=True)
+        return traced.result(traced.run(array_leaves((args, kwargs))))
+
+    return plain
+
+
+def array_leaves(tree: PyTree) -> list[Any]:
+    """The arrays and structs among the leaves of a tree."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_array_type(type(leaf))]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools as ft
 import re
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,19 +12,24 @@ import equinox as eqx
 import jax
 import jax.extend.core as jex
 import numpy as np
+from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
 from .. import chips
+from .._arrays import filter_jit
 from .._ground.errors import LeafTypeError, MeshError, RuleError
 from .._ground.tree import Flat, flatten
 from .._step import (
     Platform,
     Step,
     argument_names,
+    one_device_form,
     opened,
+    over_ones,
     program_of,
     step_of,
     unwrapped,
+    without_mesh,
 )
 from ..chips._chip import extents_of
 from ._program import Tied
@@ -323,3 +329,83 @@ def structs_of(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         jax.tree.unflatten(flat.treedef, map(struct, flat.leaves, flat.is_array))
         for flat in flats
     )
+
+
+def results_of(
+    args: Sequence[PyTree], results: PyTree
+) -> tuple[tuple[int | None, int], ...]:
+    """Pairs each result of a step with an argument that has the same structure, shapes
+    and dtypes, if there is one. The result gets the shardings of this argument. No two
+    results get one argument.
+
+    `results` is all that the step returns. If it is a tuple that equals no argument in
+    these respects, each element is a result, else `results` is the only one. Returns for
+    each the index of its argument or `None`, and its number of arrays.
+    """
+
+    def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
+        leaves, treedef = jax.tree.flatten(
+            eqx.filter(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+        )
+        return treedef, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+
+    kinds = [kind_of(arg) for arg in args]
+    if kind_of(results) in kinds or not isinstance(results, tuple):
+        results = (results,)
+    pairs: list[tuple[int | None, int]] = []
+    for part in results:
+        kind, taken = kind_of(part), {which for which, _ in pairs}
+        which = next(
+            (
+                number
+                for number, argument_kind in enumerate(kinds)
+                if argument_kind == kind and argument_kind[1] and number not in taken
+            ),
+            None,
+        )
+        pairs.append((which, len(kind[1])))
+    return tuple(pairs)
+
+
+def donated_numbers(
+    step: Callable[..., object], args: Sequence[PyTree]
+) -> tuple[int, ...]:
+    """The numbers of the arguments that the step donates."""
+    if isinstance(step, types.FunctionType):
+        return ()
+    donated = [
+        argument.path.split("/")[:2]
+        for argument in step_of(step, args).arguments
+        if argument.donated
+    ]
+    words = [
+        word.replace("[", "/").replace("]", "").split("/")
+        for word in argument_names(step, len(args))
+    ]
+    return tuple(
+        number
+        for number, word in enumerate(words)
+        if any(path[: len(word)] == word for path in donated)
+    )
+
+
+class SearchedStep(NamedTuple):
+    """A step as a search takes it: without shardings, and outside of any mesh."""
+
+    step: Callable[..., object]
+    args: tuple[PyTree, ...]
+
+
+def without_shardings(
+    step: Callable[..., object], args: Sequence[PyTree], mesh: AbstractMesh
+) -> SearchedStep:
+    """A step that is written for the Explicit axes of `mesh`, without its shardings,
+    and structs of its arguments. It donates what `step` donates.
+    """
+    structs = structs_of(tuple(args))
+    plain = one_device_form(step, mesh)
+    with without_mesh(), over_ones(mesh):
+        donated = donated_numbers(step, structs)
+    if donated:
+        plain = filter_jit(plain, donate=donated)
+    return SearchedStep(plain, structs)

@@ -21,20 +21,26 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import PyTree
 
 from .._ground.errors import MeshError
-from .._ground.tree import flatten
+from .._ground.tree import is_array_type
+from .._plan import correct
 from .._rules import AxisRules
 from .._step import (
     CALLS,
     LOOPS,
     Operation,
+    PlainStep,
     applied,
+    array_leaves,
     evaluated,
+    explicit_mesh,
     name_stacks,
+    on_auto_axes,
     opened,
+    plain_step,
     retraced,
 )
 from ..topology import MeshSpec
-from ._asked import structs_of, trace
+from ._asked import results_of, structs_of, trace
 from ._layouts import AssignedLayout, Layouts, assignments_of_rules
 from ._name_axes import named_classes
 from ._program import Root
@@ -74,9 +80,15 @@ def constrain_step(
     A function of the same arguments, for `jax.jit`. It is traced again for arguments of
     other shapes. Do not differentiate it: pass a step that contains the gradient.
 
+    On a mesh with Explicit axes, such as `jax.make_mesh` makes, the step runs on Auto
+    axes, and its results are typed: a result that has the structure of an argument is
+    sharded as the argument, and others as they are constrained. The step may know
+    nothing of shardings, or be written for Explicit axes, whose shardings are then left
+    out.
+
     **Raises:**
 
-    `MeshError` for axes that are not Auto: constraints apply to Auto axes only.
+    `MeshError` for Manual axes.
 
     !!! Example
 
@@ -102,56 +114,121 @@ def constrain_step(
         ```
     """
     spec = MeshSpec.of(mesh)
-    other = [
+    manual = [
         name
         for name, kind in zip(spec.axis_names, spec.axis_types, strict=True)
-        if kind != AxisType.Auto
+        if kind == AxisType.Manual
     ]
-    if other:
+    if manual:
         raise MeshError(
-            "`constrain_step` constrains arrays along Auto axes, and"
-            f" {', '.join(map(repr, other))} are not; build the mesh without"
-            " `axis_types`, or constrain the step yourself."
+            "`constrain_step` constrains arrays along Auto and Explicit axes, and"
+            f" {', '.join(map(repr, manual))} are Manual; call it outside of"
+            " `jax.shard_map`, with the mesh of the whole step."
         )
-    where = mesh if isinstance(mesh, Mesh) else spec.abstract()
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else spec.abstract()
 
     @ft.wraps(step)
     def constrained(*args: PyTree) -> PyTree:
-        closed, out, rest = eqx.filter_make_jaxpr(step)(*structs_of(args))
+        plain = PlainStep(*eqx.filter_make_jaxpr(step)(*structs_of(args)))
+        where = mesh if isinstance(mesh, Mesh) else abstract
+        constrainer = _constrainer(step, plain.closed, args, spec, where, rules)
+        return plain.result(_run(constrainer, plain.closed, args))
 
-        def run(walker: _Walker, *args: PyTree) -> PyTree:
-            flats = map(flatten, args)
-            leaves = [
-                leaf
-                for flat in flats
-                for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True)
-                if shaped
-            ]
-            return eqx.combine(
-                jax.tree.unflatten(
-                    jax.tree.structure(out), walker.run(*opened(closed), leaves)
-                ),
-                rest,
-            )
+    @ft.wraps(step)
+    def typed(*args: PyTree) -> PyTree:
+        explicit = explicit_mesh(args) or abstract
+        plain = plain_step(step, (args, {}), explicit, alone=False)
+        specs: list[PartitionSpec] = []
 
-        classes = named_classes(
-            trace(
-                ft.wraps(step)(
-                    ft.partial(run, _Walker(lambda _number, _name, outs: outs))
-                ),
-                *args,
+        def run(arrays: Sequence[Any]) -> list[Any]:
+            twin = jax.sharding.get_abstract_mesh()
+            closed = jax.make_jaxpr(lambda *arrays: plain.run(arrays))(
+                *array_leaves(structs_of(args))
             )
+            untyped = _with_arrays(args, arrays)
+            constrainer = _constrainer(step, closed, untyped, spec, twin, rules)
+            results = _run(constrainer, closed, untyped)
+            specs[:] = _result_specs(args, plain.out, constrainer, results, spec)
+            return results
+
+        results = on_auto_axes(
+            run, array_leaves(args), explicit, lambda _results: specs
         )
-        assignments = assignments_of_rules(rules, classes)
-        layouts = Layouts(classes, spec.size)
-        chosen = {
-            axis: layouts.under(assignments[axis])
-            for axis in spec.axis_names
-            if axis in assignments
-        }
-        return run(_Walker(_Constrainer(layouts, chosen, where)), *args)
+        return plain.result(results)
 
-    return constrained
+    return typed if abstract.explicit_axes else constrained
+
+
+def _with_arrays(tree: PyTree, arrays: Sequence[Any]) -> PyTree:
+    """The tree with `arrays` in place of its own."""
+    remaining = iter(arrays)
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = [next(remaining) if is_array_type(type(leaf)) else leaf for leaf in leaves]
+    return structure.unflatten(leaves)
+
+
+def _run(
+    change: Callable[[int, str, Sequence[Any]], Sequence[Any]],
+    closed: jex.ClosedJaxpr,
+    args: Sequence[PyTree],
+) -> list[Any]:
+    """The results of the step's jaxpr `closed`, with `change` applied to the results of
+    each equation.
+    """
+    return _Walker(change).run(*opened(closed), array_leaves(args))
+
+
+def _constrainer(
+    step: Callable[..., PyTree],
+    closed: jex.ClosedJaxpr,
+    args: Sequence[PyTree],
+    spec: MeshSpec,
+    mesh: Mesh | AbstractMesh,
+    rules: AxisRules,
+) -> "_Constrainer":
+    """What constrains the results of the step's jaxpr `closed` as `rules` say."""
+
+    @ft.wraps(step)
+    def unchanged(*args: PyTree) -> list[Any]:
+        return _run(lambda _number, _name, results: results, closed, args)
+
+    classes = named_classes(trace(unchanged, *args))
+    assignments = assignments_of_rules(rules, classes)
+    layouts = Layouts(classes, spec.size)
+    chosen = {
+        axis: layouts.under(assignments[axis])
+        for axis in spec.axis_names
+        if axis in assignments
+    }
+    return _Constrainer(layouts, chosen, mesh)
+
+
+def _result_specs(
+    args: Sequence[PyTree],
+    out: PyTree,
+    constrainer: "_Constrainer",
+    results: Sequence[Any],
+    mesh: MeshSpec,
+) -> list[PartitionSpec]:
+    """The spec of each array in a step's result, which is `out`.
+
+    A result that has the structure of an argument, such as updated parameters, is
+    sharded as the argument is. Another result keeps the sharding to which it was
+    constrained.
+    """
+    specs: list[PartitionSpec] = []
+    for which, count in results_of(structs_of(tuple(args)), out):
+        part = results[len(specs) : len(specs) + count]
+        if which is None:
+            specs += map(constrainer.spec_of_result, part)
+        else:
+            specs += [
+                jax.typeof(array).sharding.spec for array in array_leaves(args[which])
+            ]
+    return [
+        correct(spec, result.shape, mesh).spec
+        for spec, result in zip(specs, results, strict=True)
+    ]
 
 
 class _Walker:
@@ -206,6 +283,8 @@ class _Constrainer:
     ):
         self.layouts, self.chosen, self.mesh = layouts, chosen, mesh
         self.operations: dict[int, list[Operation]] = {}
+        # By the identity of an array: the array, and the spec of its last constraint.
+        self.constraints: dict[int, tuple[Any, PartitionSpec]] = {}
         for operation in layouts.program.operations:
             tags = next(
                 filter(None, map(_TAGS.findall, name_stacks(operation.location))), None
@@ -246,8 +325,14 @@ class _Constrainer:
                 constrained[index] = self.constrained(
                     constrained[index], self.spec(value, whole_if_unreduced=True)
                 )
-            constrained[index] = self.constrained(constrained[index], self.spec(value))
+            spec = self.spec(value)
+            constrained[index] = self.constrained(constrained[index], spec)
+            self.constraints[id(constrained[index])] = constrained[index], spec
         return constrained
+
+    def spec_of_result(self, array: Any) -> PartitionSpec:
+        """The spec to which an array is constrained; replicated if to none."""
+        return self.constraints.get(id(array), (array, PartitionSpec()))[1]
 
     def spec(self, value: int, *, whole_if_unreduced: bool = False) -> PartitionSpec:
         """The PartitionSpec with the mesh axes over which the search shards each

@@ -14,8 +14,8 @@ from jaxtyping import PyTree
 
 from .._ground.text import between_numbers, first_lines, html_text, joined, table
 from .._rules import Atomic
-from .._step import lines_of, own_line
-from ._asked import TracedStep, trace
+from .._step import explicit_mesh, lines_of, own_line, without_mesh
+from ._asked import TracedStep, trace, without_shardings
 from ._classes import ArgumentDim, Classes, LogicalAxis, residual
 from ._program import batched
 
@@ -478,6 +478,12 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
         assert made["up"].spec == jax.P(None, "tensor") and made["down"].spec == jax.P("tensor")
         ```
     """
+    explicit = explicit_mesh(args)
+    if explicit is not None:
+        searched = without_shardings(step, args, explicit)
+        with without_mesh():
+            return name_axes(searched.step, *searched.args)
+
     classes = named_classes(trace(step, *args))
     axes = tuple(_named_axis(axis, classes) for axis in classes.live() if axis.name)
     return NamedAxes(names_trees(classes), axes, notes_of(classes))

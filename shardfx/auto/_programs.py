@@ -9,7 +9,6 @@ import itertools
 import math
 import statistics
 import time
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +34,13 @@ from ..cost._traffic_rows import largest_first
 from ..cost._work import DeviceWork, work_of
 from ..interop import tpu
 from ..topology import MeshSpec
-from ._asked import EMULATED, SearchOptions, TracedStep
+from ._asked import (
+    EMULATED,
+    SearchOptions,
+    TracedStep,
+    donated_numbers,
+    results_of,
+)
 from ._candidate import Candidate, rank
 from ._classes import Classes
 from ._constrain_step import constrain_step
@@ -130,21 +135,7 @@ class LoweredStep:
     @ft.cached_property
     def donated(self) -> tuple[int, ...]:
         """The numbers of the arguments that the step donates."""
-        if isinstance(self.step, types.FunctionType):
-            return ()
-        words = [
-            arg.path.split("/")[:2]
-            for arg in step_of(self.step, self.args).arguments
-            if arg.donated
-        ]
-        argument_words = [
-            word.replace("[", "/").replace("]", "").split("/") for word in self.words
-        ]
-        return tuple(
-            number
-            for number, word in enumerate(argument_words)
-            if any(donated_words[: len(word)] == word for donated_words in words)
-        )
+        return donated_numbers(self.step, self.args)
 
     @ft.cached_property
     def donatable(self) -> tuple[int, ...]:
@@ -282,42 +273,6 @@ class LoweredStep:
             work_of(partitioned, tpu=tpu),
             (least, least if is_enough else held(self.donatable)),
         )
-
-
-def results_of(
-    args: Sequence[PyTree], results: PyTree
-) -> tuple[tuple[int | None, int], ...]:
-    """Pairs each result of a step with an argument that has the same structure, shapes
-    and dtypes, if there is one. The result gets the shardings of this argument. No two
-    results get one argument.
-
-    `results` is all that the step returns. If it is a tuple that equals no argument in
-    these respects, each element is a result, else `results` is the only one. Returns for
-    each the index of its argument or `None`, and its number of arrays.
-    """
-
-    def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
-        leaves, treedef = jax.tree.flatten(
-            eqx.filter(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-        )
-        return treedef, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
-
-    kinds = [kind_of(arg) for arg in args]
-    if kind_of(results) in kinds or not isinstance(results, tuple):
-        results = (results,)
-    pairs: list[tuple[int | None, int]] = []
-    for part in results:
-        kind, taken = kind_of(part), {which for which, _ in pairs}
-        which = next(
-            (
-                number
-                for number, argument_kind in enumerate(kinds)
-                if argument_kind == kind and argument_kind[1] and number not in taken
-            ),
-            None,
-        )
-        pairs.append((which, len(kind[1])))
-    return tuple(pairs)
 
 
 def _filled(

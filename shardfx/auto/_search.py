@@ -13,7 +13,7 @@ from .. import chips
 from .._ground.errors import MeshError, ProgramError
 from .._ground.text import bytes_text
 from .._rules import AxisRules
-from .._step import bytecode
+from .._step import bytecode, explicit_mesh, without_mesh
 from ..cost._estimate import DIRECT, LARGEST
 from ._asked import (
     SearchOptions,
@@ -22,6 +22,7 @@ from ._asked import (
     require_arrays,
     require_options,
     trace,
+    without_shardings,
 )
 from ._candidate import Candidate, against, rank, without_twins
 from ._name_axes import named_classes
@@ -96,7 +97,9 @@ def search(
     - `step`: a function, or a function jitted by `jax.jit`, `equinox.filter_jit` or
       [`shardfx.filter_jit`][]. Its
         donation counts; its shardings do not, since the search chooses them.
-    - `args`: the arguments of the step: arrays or structs, in any trees.
+    - `args`: the arguments of the step: arrays or structs, in any trees. A step that is
+      written for a mesh with Explicit axes is searched without its shardings. Call
+      `jax.set_mesh` first, or pass arguments on the mesh, so that its axes are known.
     - `devices`: the number of devices; a slice as "tpu:v5p:4x4x4", which names the chip
       too, or two slices as
         "tpu:v5p:4x4x4*2"; emulated CPU devices as "cpu:8"; or JAX's own, as
@@ -160,6 +163,26 @@ def search(
         assert best.mesh.size == 8 and best.fits and best.seconds <= others[0].seconds
         ```
     """
+    explicit = explicit_mesh(args)
+    if explicit is not None:
+        require_arrays(args)
+        with noted(args):
+            searched = without_shardings(step, args, explicit)
+        with without_mesh():
+            return search(
+                searched.step,
+                *searched.args,
+                devices=devices,
+                chip=chip,
+                slices=slices,
+                keep=keep,
+                verify=verify,
+                also=also,
+                closely=closely,
+                limits=limits,
+                progress=progress,
+            )
+
     tell = progress or (lambda _: None)
     require_options(keep, closely, verify)
     options = asked_for(devices, chip, slices)

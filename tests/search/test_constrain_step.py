@@ -167,13 +167,13 @@ def test_a_lookup_that_is_summed_and_cut_along_one_axis():
     )
 
 
-def test_axes_that_are_typed_cannot_be_constrained():
-    mesh = MeshSpec({"a": 2, "b": 2}, axis_types={"b": jax.sharding.AxisType.Explicit})
+def test_manual_axes_cannot_be_constrained():
+    mesh = MeshSpec({"a": 2, "b": 2}, axis_types={"b": jax.sharding.AxisType.Manual})
     with pytest.raises(
         MeshError,
         match=(
-            "`constrain_step` constrains arrays along Auto axes, and 'b' are not; build"
-            " the mesh"
+            "`constrain_step` constrains arrays along Auto and Explicit axes, and 'b'"
+            " are Manual; call it outside of"
         ),
     ):
         constrain_step(lambda x: x, mesh, AxisRules([("batch", "a")]))

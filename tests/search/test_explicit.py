@@ -1,0 +1,145 @@
+"""Steps on meshes with Explicit axes, as `jax.make_mesh` makes them: constrained,
+named and searched like their plain forms.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import AxisType, NamedSharding, reshard
+
+import shardfx as sfx
+from shardfx.auto import constrain_step, name_axes, search
+
+
+AXES = ("data", "tensor")
+RULES = sfx.AxisRules([("batch", "data"), ("mlp", "tensor"), ("embed", "data")])
+
+
+def loss(params, x):
+    hidden = jax.nn.relu(x @ params["up"])
+    return jnp.mean((x + hidden @ params["down"]) ** 2)
+
+
+def step(params, x):
+    value, grads = jax.value_and_grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def typed_loss(params, x):
+    up = reshard(params["up"], P(None, "tensor"))
+    down = reshard(params["down"], P("tensor", None))
+    out = jnp.matmul(jax.nn.relu(x @ up), down, out_sharding=P("data", None))
+    return jnp.mean((x + out) ** 2)
+
+
+def typed_step(params, x):
+    value, grads = jax.value_and_grad(typed_loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    shapes = {"up": (16, 64), "down": (64, 16)}
+    params = {
+        name: jnp.asarray(rng.normal(size=shape) * 0.1, jnp.float32)
+        for name, shape in shapes.items()
+    }
+    return params, jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 2), AXES, axis_types=(kind, kind))
+
+
+def planned(args, mesh):
+    names = name_axes(step, *arguments()).names
+    return tuple(
+        sfx.plan(arg, mesh, names=tree, axes=RULES)
+        for arg, tree in zip(args, names, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def auto():
+    """The results of the constrained step on Auto axes, and the bytes that it sends."""
+    return run(step, mesh_of(AxisType.Auto))
+
+
+def run(step, mesh):
+    args = arguments()
+    plans = planned(args, mesh)
+    placed = tuple(map(sfx.shard, args, plans))
+    jitted = jax.jit(
+        constrain_step(step, mesh, RULES),
+        out_shardings=(plans[0].shardings, NamedSharding(mesh, P())),
+    )
+    compiled = jitted.lower(*placed).compile()
+    sent = sfx.cost.traffic(compiled, mesh)
+    return compiled(*placed), sent.wire_bytes, plans[0]
+
+
+@pytest.mark.parametrize("form", [step, typed_step], ids=["plain", "typed"])
+def test_a_constrained_step_is_that_of_auto_axes(form, auto):
+    mesh = mesh_of(AxisType.Explicit)
+    (params, value), sent, plan = run(form, mesh)
+    (expected, expected_value), expected_sent, _ = auto
+    assert sent == expected_sent > 0
+    assert not sfx.misplaced(params, plan)
+    for name, array in params.items():
+        assert jax.typeof(array).sharding.spec == plan[name].spec
+        np.testing.assert_allclose(array, expected[name], rtol=1e-6)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+
+
+def test_results_are_typed_without_out_shardings():
+    """The plain step has no type on these axes."""
+    mesh = mesh_of(AxisType.Explicit)
+    args = arguments()
+    plans = planned(args, mesh)
+    structs = tuple(plan.structs for plan in plans)
+    with pytest.raises(Exception, match="ambiguous"):
+        jax.eval_shape(step, *structs)
+    typed = constrain_step(lambda p, x: (*step(p, x), x @ p["up"]), mesh, RULES)
+    params, value, hidden = jax.eval_shape(typed, *structs)
+    for name, struct in params.items():
+        assert struct.sharding.spec == plans[0][name].spec
+    assert value.sharding.spec == P()
+    assert hidden.sharding.spec == P("data", "tensor")
+
+
+def test_a_typed_step_is_named_as_the_plain_one():
+    args = arguments()
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        typed = name_axes(typed_step, *args)
+    plain = name_axes(step, *args)
+    assert typed.names == plain.names
+    assert [axis.name for axis in typed.axes] == [axis.name for axis in plain.axes]
+
+
+def test_a_search_answers_alike_and_sees_the_donation():
+    struct = jax.ShapeDtypeStruct
+    params = {"up": struct((64, 256), "float32"), "down": struct((256, 64), "float32")}
+    args = params, struct((64, 64), "float32")
+    options = {"devices": 2, "chip": "v5e", "keep": 1}
+    plain = search(jax.jit(step, donate_argnums=0), *args, **options)
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        typed = search(jax.jit(typed_step, donate_argnums=0), *args, **options)
+    assert typed[0].donated == (0,)
+    for one, other in zip(typed, plain, strict=True):
+        assert (one.mesh, one.rules) == (other.mesh, other.rules)
+        assert one.seconds == pytest.approx(other.seconds, rel=1e-9)
+        assert one.memory_bytes == other.memory_bytes
+
+
+def test_constrain_follows_a_trace_for_one_device():
+    mesh = mesh_of(AxisType.Explicit)
+    plan = sfx.plan({"x": jnp.ones((8, 16))}, mesh, paths=sfx.PathRules([("x", P())]))
+
+    def constrained(x):
+        return sfx.constrain(jnp.sin(x), P("data"), plan) * 2
+
+    with jax.set_mesh(mesh):
+        result = sfx.testing.unsharded(constrained)(jnp.ones((3, 5)))
+    np.testing.assert_allclose(result, np.sin(np.ones((3, 5))) * 2, rtol=1e-6)
