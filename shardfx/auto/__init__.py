@@ -14,6 +14,7 @@ candidate is a strategy with the sizes of its mesh axes.
 """
 
 from .._plan import renamed as renamed
+from ._auto_axes import auto_axes as auto_axes
 from ._auto_plan import AutoPlan as AutoPlan
 from ._candidate import Candidate as Candidate
 from ._constrain_step import constrain_step as constrain_step

@@ -10,7 +10,8 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding, reshard
 
 import shardfx as sfx
-from shardfx.auto import constrain_step, name_axes, search
+from shardfx.auto import auto_axes, constrain_step, name_axes, search
+from shardfx.errors import SpecError
 
 
 AXES = ("data", "tensor")
@@ -143,3 +144,50 @@ def test_constrain_follows_a_trace_for_one_device():
     with jax.set_mesh(mesh):
         result = sfx.testing.unsharded(constrained)(jnp.ones((3, 5)))
     np.testing.assert_allclose(result, np.sin(np.ones((3, 5))) * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_a_function_on_auto_axes_is_typed_and_differentiated(kind):
+    mesh = mesh_of(kind)
+    params, x = arguments()
+    plans = planned((params, x), mesh)
+
+    def block(x, params, *, scale=1, name="block"):
+        hidden = jax.nn.relu(x @ params["up"]) * scale
+        return {"y": hidden @ params["down"], "hidden": hidden, "name": name}
+
+    out = {"y": ("batch", None), "hidden": ("batch", "mlp"), "name": None}
+    typed = auto_axes(block, plans[0], out=out)
+
+    def value(params, x, block):
+        return jnp.sum(block(x, params=params, scale=2)["y"] ** 2)
+
+    placed = tuple(map(sfx.shard, (params, x), plans))
+    result = sfx.filter_jit(typed)(placed[1], placed[0], scale=2)
+    assert result["name"] == "block"
+    specs = sfx.specs_of(result)
+    assert (specs["y"], specs["hidden"]) == (P("data"), P("data", "tensor"))
+    grads = jax.jit(lambda p, x: jax.grad(value)(p, x, typed))(*placed)
+    for name, grad in jax.grad(value)(params, x, block).items():
+        np.testing.assert_allclose(grads[name], grad, rtol=1e-5, atol=1e-6)
+        if kind == AxisType.Explicit:
+            assert sfx.specs_of(grads)[name] == plans[0][name].spec
+
+
+def test_specs_in_place_of_names_are_corrected_to_the_shape():
+    mesh = mesh_of(AxisType.Explicit)
+    params, x = arguments()
+    plans = planned((params, x), mesh)
+    typed = auto_axes(lambda x: (x, x[:3]), plans[0], out=P("data", "tensor"))
+    whole, odd = jax.jit(typed)(sfx.shard(x, plans[1]))
+    assert jax.typeof(whole).sharding.spec == P("data", "tensor")
+    assert jax.typeof(odd).sharding.spec == P(None, "tensor")
+
+
+def test_names_of_results_are_checked():
+    mesh = mesh_of(AxisType.Explicit)
+    params, x = arguments()
+    plans = planned((params, x), mesh)
+    typed = auto_axes(lambda x: x, plans[0], out=("batch", None, None))
+    with pytest.raises(SpecError, match="3 logical names"):
+        jax.jit(typed)(sfx.shard(x, plans[1]))

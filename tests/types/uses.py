@@ -126,6 +126,7 @@ def searched(
     print(plan.replan(mesh))
     best, *_ = auto.search(step, tree, x, devices="tpu:v5e:2x4", limits=auto.Limits())
     auto.constrain_step(step, best.mesh, best.rules)
+    auto.auto_axes(step, best.plans[0], out=("batch", None))
     default: auto.AutoPlan = auto.plan(tree, "tpu:v5e:2x4", names=names.names[0])
     print(default.why, default.code(), default.batch, default.rules)
     return best

@@ -1,0 +1,135 @@
+"""A function of a model that runs on Auto axes within a step for Explicit axes."""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from .._arrays import constrain
+from .._ground.tree import is_array_type
+from .._plan import ShardPlan, check_plan, correct, plan as plan_of
+from .._step import array_leaves, explicit_mesh, on_auto_axes
+
+
+def auto_axes(
+    function: Callable[..., PyTree], plan: ShardPlan, *, out: PyTree
+) -> Callable[..., PyTree]:
+    """The function, to call on arrays with Explicit axes in their types: inside of it
+    the axes are Auto, and its results are typed.
+
+    JAX derives the sharding of each result from its operands on Explicit axes, and
+    raises an error where they leave it open. A function that knows nothing of shardings
+    runs on Auto axes instead, where the compiler chooses the shardings of intermediate
+    values. As `jax.sharding.auto_axes`, with shardings from a plan. Derivatives go
+    through it.
+
+    **Arguments:**
+
+    - `function`: a function of any trees, such as one block of a model.
+    - `plan`: a plan with the mesh, and with the rules from logical names to mesh axes
+      (`axes`), as for [`shardfx.constrain`][].
+    - `out`: the logical names of each array in the result, as for
+      [`shardfx.plan`][]: one tuple for all arrays, or a tree of tuples. Or
+      PartitionSpecs in their places.
+
+    **Returns:**
+
+    A function of the same arguments. On Auto axes it constrains the results of
+    `function`.
+
+    **Raises:**
+
+    `RuleError` and `UnmatchedError` for names without rules, `SpecError` for a number
+    of names that is not the number of dimensions.
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx as sfx
+
+        mesh = jax.make_mesh((4, 2), ("data", "tensor"))
+        axes = sfx.AxisRules([("batch", "data"), ("embed", "data"), ("mlp", "tensor")])
+        w = jnp.ones((16, 32))
+        plan = sfx.plan(w, mesh, names=("embed", "mlp"), axes=axes)
+
+        def block(x, w):  # on Explicit axes, `x @ w` would be an error
+            return jax.nn.relu(x @ w)
+
+        block = sfx.auto.auto_axes(block, plan, out=("batch", "mlp"))
+        x = jax.device_put(jnp.ones((8, 16)), jax.NamedSharding(mesh, jax.P("data")))
+        y = jax.jit(block)(x, sfx.shard(w, plan))
+        assert jax.typeof(y).sharding.spec == jax.P("data", "tensor")
+        ```
+    """
+    check_plan("plan", plan)
+
+    @ft.wraps(function)
+    def called(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        # JAX's own `auto_axes` takes arrays by position only
+        # (https://github.com/jax-ml/jax/issues/33226).
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        results: list[PyTree] = []
+
+        def run(arrays: Sequence[Any]) -> list[Any]:
+            remaining = iter(arrays)
+            filled = [
+                next(remaining) if is_array_type(type(leaf)) else leaf
+                for leaf in leaves
+            ]
+            inner_args, inner_kwargs = structure.unflatten(filled)
+            results.append(function(*inner_args, **inner_kwargs))
+            return array_leaves(results[-1])
+
+        def specs_of(_arrays: Sequence[Any]) -> list[PartitionSpec]:
+            return _specs(results[-1], plan, out)
+
+        arrays = array_leaves(leaves)
+        mesh = explicit_mesh(leaves)
+        if mesh is None:
+            typed = [
+                constrain(array, spec, plan)
+                for array, spec in zip(run(arrays), specs_of(()), strict=True)
+            ]
+        else:
+            typed = on_auto_axes(run, arrays, mesh, specs_of)
+        remaining = iter(typed)
+        return jax.tree.map(
+            lambda leaf: next(remaining) if is_array_type(type(leaf)) else leaf,
+            results[-1],
+        )
+
+    return called
+
+
+def _specs(result: PyTree, plan: ShardPlan, out: PyTree) -> list[PartitionSpec]:
+    """The spec of each array in a result, of which `out` says the names or the specs."""
+    structs = jax.tree.map(_struct, result)
+    if any(isinstance(leaf, PartitionSpec) for leaf in jax.tree.leaves(out)):
+        specs = jax.tree.broadcast(out, structs)
+        pairs = zip(jax.tree.leaves(specs), jax.tree.leaves(structs), strict=True)
+        return [
+            correct(spec, leaf.shape, plan.mesh).spec
+            for spec, leaf in pairs
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+        ]
+    named = plan_of(
+        structs,
+        plan.mesh,
+        names=out,
+        axes=plan.axes,
+        mode=plan.mode,
+        unused="allow",
+        strict=plan.strict,
+    )
+    return [leaf.spec for leaf in named.leaves]
+
+
+def _struct(leaf: Any) -> Any:
+    if not is_array_type(type(leaf)):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
