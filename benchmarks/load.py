@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, ShardPlan, checkpoint, plan
 
+from . import _load_stores
 from ._case import Case, Entry, Finding, Limit, Race, Rival, Value, memcpy
 from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_bytes
 from ._runner import Options
@@ -40,9 +41,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mebibytes", type=int, default=None, help="size of the checkpoint"
     )
+    parser.add_argument(
+        "--store", choices=["s3"], default=None, help="read from a server instead"
+    )
 
 
 def cases(options: Options) -> list[Entry]:
+    if options.flags.store is not None:
+        return _load_stores.cases(options)
     size = options.flags.mebibytes or (64 if options.quick else 2048)
     name = f"{size} MiB safetensors"
     cuts = ("rows", "columns")

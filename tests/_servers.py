@@ -120,7 +120,8 @@ class Proxy:
 
     - `seen`: the method, the path and the range of each request.
     - `fault`: what becomes of a request, from its method, its path and its number: a
-      status to answer with, "reset", "stall", "short" for a body that ends early, or
+      status and a body to answer with, "reset" before the server sees it, "lost" after,
+      "stall", "short" for a body that ends early, or
       `None` for the server's answer.
     - `delay_seconds`: how long each request waits.
     """
@@ -171,6 +172,9 @@ def proxied(server: Server) -> Iterator[tuple[Server, Proxy]]:
             answer = connection.getresponse()
             data = answer.read()
             connection.close()
+            if fault == "lost":
+                self.close_connection = True
+                return
             self._send(answer.status, answer.getheaders(), data, fault == "short")
 
         def _send(self, status: int, headers: Any, data: bytes, short: bool = False):

@@ -71,7 +71,7 @@ def load_model(
         return LoadedModel(
             calling(f"`{name}`", lambda: presets.models.tree(name, **named))
         )
-    if os.path.exists(name) or ":" not in name:
+    if os.path.exists(name) or ":" not in name or "://" in name:
         if arguments:
             hint = (
                 "are for a callable or a published model; name one as MODULE:CALLABLE,"

@@ -12,12 +12,13 @@ from ._entry import (
 )
 from ._formats import read_index as read_index, structs as structs
 from ._index import Index as Index
+from ._left_over import LeftOver as LeftOver, left_over as left_over
 from ._load import load as load
 from ._manager import Manager as Manager
-from ._reads import (
+from ._plan_reads import (
     ProcessReads as ProcessReads,
     ReadPlan as ReadPlan,
     plan_reads as plan_reads,
 )
-from ._save import save as save, saved_plan as saved_plan
-from ._staging import LeftOver as LeftOver, left_over as left_over
+from ._save import save as save
+from ._saved_plan import saved_plan as saved_plan

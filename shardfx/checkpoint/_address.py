@@ -132,6 +132,29 @@ def _of_spec(spec: Mapping[str, Any]) -> Address | str:
     return Address(rest, path.strip("/"), root)
 
 
+def shown(place: object) -> str:
+    """What a user gave as a place, as errors show it, without secrets."""
+    if isinstance(place, Mapping):
+        parts = [place.get("bucket"), place.get("path")]
+        path = "/".join(str(part) for part in parts if part)
+        return repr(f"{place.get('driver')}://{path}")[:500]
+    text = os.fspath(place) if isinstance(place, os.PathLike) else place
+    if isinstance(text, str) and _ANY_URL.match(text):
+        text = _without_secrets(text)
+    return repr(text)[:500]
+
+
+def below(place: Where, name: str) -> Where:
+    """The place of a file or directory with the given name in another place."""
+    found = address_of(place)
+    if isinstance(found, str):
+        return os.path.join(found, name)
+    if isinstance(place, Mapping):
+        return {**place, "path": found.below(name).path}
+    path, mark, query = os.fspath(place).partition("?")
+    return f"{path.rstrip('/')}/{name}{mark}{query}"
+
+
 def _without_secrets(text: str) -> str:
     """The address without its user information and without its parameters."""
     scheme, _, rest = text.partition("://")

@@ -16,6 +16,7 @@ import itertools as it
 import json
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,8 @@ class SaveProcesses:
             " lie there too; call `save` on every process that holds some of them, or"
             " give a longer `wait_seconds`. Nothing was written."
         )
+        # The time of the first process at which the save began.
+        self.began_at = 0.0
         # Ctrl-C interrupts a wait for this thread, and the thread's exchange still
         # completes.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "shardfx-save-rounds")
@@ -137,8 +140,14 @@ class SaveProcesses:
         message has the first of `lines` that differs.
         """
         notes = self._run(
-            self._first_round, {"facts": dict(facts), "token": secrets.token_hex(8)}
+            self._first_round,
+            {
+                "facts": dict(facts),
+                "token": secrets.token_hex(8),
+                "seconds": time.time(),
+            },
         )
+        self.began_at = notes[self._first]["seconds"]
         for name in dict.fromkeys(
             it.chain.from_iterable(note["facts"] for note in notes.values())
         ):
@@ -210,10 +219,11 @@ class SaveProcesses:
         futures: Iterable[concurrent.futures.Future[Any]],
         advance: Callable[[int], None],
         total_bytes: int,
-        commit: Callable[[], None],
+        commit: Callable[[Mapping[int, str]], None],
+        note: Callable[[], str] | None = None,
     ) -> None:
         """Waits until all processes have written their bytes. Then the first process
-        alone calls `commit`.
+        alone calls `commit`, with the text of `note` of each process by its number.
 
         `total_bytes` is the size of all arrays. Raises `CheckpointError` if all
         processes together wrote fewer bytes, and if `commit` fails.
@@ -225,11 +235,15 @@ class SaveProcesses:
                 f" {self.what}, as nobody holds the first replica of some array; place"
                 " the arrays alike on all of them. Nothing was changed there."
             )
+        texts: dict[int, str] = {}
+        if note is not None:
+            notes = self._run(self._round, {"text": note()})
+            texts = {process: one["text"] for process, one in notes.items()}
         # From here on, only the first process decides: an error or a death elsewhere
         # causes no loss.
         self._is_over = True
         if self.is_first:
-            done = self._thread.submit(self._commit, commit)
+            done = self._thread.submit(self._commit, ft.partial(commit, texts))
             try:
                 done.result()
             finally:

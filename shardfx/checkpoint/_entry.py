@@ -5,12 +5,13 @@ and casts of its values.
 import dataclasses
 import functools as ft
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from .._convert import as_bits
+from .._ground.boxes import Box
 from .._ground.copying import copy
 from .._ground.errors import CheckpointError
 from .._ground.spec import DType, bits
@@ -22,10 +23,20 @@ from .._ground.text import quoted
 PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
+class ArrayPart(NamedTuple):
+    """A part of an array that is stored in several: a box of the array, and the file
+    and the offset of the box's bytes.
+    """
+
+    box: Box
+    file: str
+    offset: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileArray:
     """One array of a checkpoint whose bytes are contiguous in a file, as in
-    safetensors.
+    safetensors, or in several parts that are each contiguous.
 
     **Arguments:**
 
@@ -36,6 +47,8 @@ class FileArray:
     - `file`: the real path of the file.
     - `stored`: the name of the dtype in the checkpoint.
     - `offset`: the position of the array's first byte in the file.
+    - `parts`: the parts of an array that `save` wrote to a store in several parts; `()`
+      for other arrays.
     """
 
     __module__ = "shardfx.checkpoint"
@@ -46,6 +59,7 @@ class FileArray:
     file: str
     stored: str
     offset: int
+    parts: tuple[ArrayPart, ...] = ()
 
     @property
     def nbytes(self) -> int | None:

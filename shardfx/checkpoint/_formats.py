@@ -21,6 +21,7 @@ from ._index import Index, below, is_unreadable, nested, some, struct
 from ._kinds import told_files
 from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._packed import raw_entry
+from ._parts import FILES_KEY, SET_INDEX, joined
 from ._place import MissingError, Place
 
 
@@ -102,23 +103,6 @@ def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
     if name.endswith(t5x.MSGPACK) or name == t5x.STATE_FILE:
         return _of_flax(trusted, real)
     return _of_files(trusted, [real])
-
-
-def require_local(path: str) -> str:
-    """`path`, unless it is a URL such as `gs://bucket/step-1`, which raises
-    `CheckpointError`.
-    """
-    if "://" in path:
-        raise CheckpointError(
-            f"{path!r} is an address, and checkpoints are read from and saved to file"
-            " systems of this machine alone; copy it to a directory (`gcloud storage"
-            " cp -r`, `aws s3 cp --recursive`, `hf download`), or mount it."
-        )
-    return path
-
-
-# The index of a set of safetensors files.
-SET_INDEX = "model.safetensors.index.json"
 
 
 def _nothing_at(path: str) -> CheckpointError:
@@ -272,6 +256,9 @@ def _set_of(where: Place, content: object, real: str) -> Index:
             " indexes no safetensors; give the checkpoint's directory. A plan's JSON"
             " is read by `ShardPlan.from_json(text)`."
         )
+    others = member(content, "metadata", FILES_KEY)
+    if isinstance(others, list) and all(isinstance(name, str) for name in others):
+        return _of_save(where, weight_map, others)
     files = {name: where.inside(name) for name in dict.fromkeys(weight_map.values())}
     headers = safetensors.read_headers(where, files.values())
     found = {
@@ -288,6 +275,22 @@ def _set_of(where: Place, content: object, real: str) -> Index:
     return Index(
         "safetensors", where.directory, entries, _joined(headers.values()), where
     )
+
+
+def _of_save(where: Place, weight_map: Mapping[str, str], names: list[str]) -> Index:
+    """The index of a set that `save` wrote to a store. `names` are all its files."""
+    headers = safetensors.read_headers(where, [where.inside(name) for name in names])
+    arrays = joined(headers)
+    if arrays.keys() != weight_map.keys():
+        differing = sorted(arrays.keys() ^ weight_map.keys())
+        raise CheckpointError(
+            f"the index of {where.directory!r} and its files differ in"
+            f" {some(differing)}; files of several saves are mixed, or one is lost. Copy"
+            " the whole checkpoint."
+        )
+    entries = tuple(arrays[name] for name in weight_map)
+    metadata = _joined(headers.values())
+    return Index("safetensors", where.directory, entries, metadata, where)
 
 
 def _of_files(where: Place, files: list[str]) -> Index:

@@ -31,6 +31,7 @@ from ._metadata import implementation
 from ._numbers import read_scalars
 from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._opening import Reader, open_files
+from ._parts import files_of
 from ._place import MissingError
 from ._reader import (
     RUN_BYTES,
@@ -295,9 +296,7 @@ def _read(
     stores.require_possible(
         [entry for entry in entries if isinstance(entry, StoreArray)], index.place
     )
-    names = dict.fromkeys(
-        entry.file for entry in entries if isinstance(entry, FileArray)
-    )
+    names = files_of([entry for entry in entries if isinstance(entry, FileArray)])
     gap_bytes = limits.gap_bytes
     with open_files(index.place, names, workers, gap_bytes, limits.read_bytes) as files:
         tasks = ft.partial(_tasks, files, gap_bytes, missing_chunks)

@@ -7,8 +7,6 @@ import dataclasses
 import functools as ft
 import operator
 import os
-import re
-import secrets
 from types import TracebackType
 from typing import Any, SupportsIndex
 
@@ -16,15 +14,13 @@ from jaxtyping import PyTree
 
 from .._ground.errors import CheckpointError
 from .._plan import ShardPlan
+from ._address import Address, Where, address_of
 from ._coordination import holders_of
 from ._leaves import host_copy
 from ._load import load
-from ._save import SavedContent, content_of, write
-from ._staging import remove_partial
-
-
-# As `save` names them: without leading zeros.
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+from ._objects import TIMEOUT_SECONDS
+from ._save import SavedContent, WriteOptions, content_of, write
+from ._steps import StepFiles, StepObjects
 
 
 class Manager:
@@ -38,11 +34,14 @@ class Manager:
 
     **Arguments:**
 
-    - `directory`: the directory of the run. It is created if it does not exist.
+    - `directory`: the directory of the run. It is created if it does not exist. Or its
+      address in a store, such as `gs://bucket/run`.
     - `keep`: the number of steps to keep; `None` for all. The oldest steps are removed
       when a new step is complete.
     - `wait_seconds`: seconds that the processes of a save wait for a process that has
       not called `save` yet.
+    - `timeout_seconds`: for a store, seconds after which a request that is not answered
+      is an error, which the next call tells.
 
     !!! Example
 
@@ -72,14 +71,25 @@ class Manager:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: Where,
         *,
         keep: int | None = 3,
         wait_seconds: float = 25.0,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ):
-        self.directory = os.path.abspath(os.fspath(directory))
+        self._options = WriteOptions(
+            wait_seconds=wait_seconds,
+            progress=False,
+            timeout_seconds=timeout_seconds,
+        )
+        address = address_of(directory)
+        self._steps: StepFiles | StepObjects
+        if isinstance(address, Address):
+            self._steps = StepObjects(directory, address, timeout_seconds)
+        else:
+            self._steps = StepFiles(os.path.abspath(address))
+        self.directory = self._steps.directory
         self.keep = None if keep is None else _kept_steps(keep)
-        self._wait_seconds = wait_seconds
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "shardfx-manager")
         self._under_way: concurrent.futures.Future[None] | None = None
         self._is_closed = False
@@ -92,11 +102,11 @@ class Manager:
     ) -> None:
         self.close()
 
-    def path(self, step: SupportsIndex) -> str:
-        """The directory of a step, whether it exists or not. Raises `CheckpointError`
-        for a number that is no step.
+    def path(self, step: SupportsIndex) -> Where:
+        """The directory of a step, or its address, whether it exists or not. Raises
+        `CheckpointError` for a number that is no step.
         """
-        return os.path.join(self.directory, f"step-{_whole_step(step)}")
+        return self._steps.path(_whole_step(step))
 
     def steps(self) -> tuple[int, ...]:
         """The numbers of the complete steps, in order.
@@ -104,14 +114,7 @@ class Manager:
         Only directories that `save` wrote are steps. Empty directories and those of
         other programs are passed over.
         """
-        names = os.listdir(self.directory) if os.path.isdir(self.directory) else []
-        steps = []
-        for name in names:
-            match = _STEP.fullmatch(name)
-            # A save renames its directory when it is complete.
-            if match is not None and _is_complete(os.path.join(self.directory, name)):
-                steps.append(int(match[1]))
-        return tuple(sorted(steps))
+        return self._steps.numbers()
 
     def latest(self) -> int | None:
         """The number of the last complete step; `None` if no step is complete."""
@@ -157,13 +160,7 @@ class Manager:
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
             # The other processes wait for this one, and get the reason why it does not
             # write.
-            write(
-                self.path(step),
-                holders,
-                ft.partial(_raise, error),
-                self._wait_seconds,
-                progress=False,
-            )
+            write(self.path(step), holders, ft.partial(_raise, error), self._options)
             raise
         self._under_way = self._pool.submit(self._write, step, holders, content)
 
@@ -187,11 +184,12 @@ class Manager:
         """
         self.wait()
         step = self.latest() if step is None else _whole_step(step)
-        if step is None or step not in self.steps():
+        if step is None or not self._steps.holds(step):
             listed = ", ".join(map(str, self.steps()[-8:])) or "no step"
             raise CheckpointError(
                 f"{self.directory!r} has no step {step}; it has {listed}."
             )
+        options.setdefault("timeout_seconds", self._options.timeout_seconds)
         return load(self.path(step), plan, **options)
 
     def wait(self) -> None:
@@ -213,24 +211,12 @@ class Manager:
     def _write(
         self, step: int, holders: tuple[int, ...], content: SavedContent
     ) -> None:
-        is_first = write(
-            self.path(step),
-            holders,
-            lambda: content,
-            self._wait_seconds,
-            progress=False,
-        )
+        is_first = write(self.path(step), holders, lambda: content, self._options)
+        self._steps.note(step)
         if is_first and self.keep is not None:
-            for old in [one for one in self.steps() if one != step][
-                : -self.keep + 1 or None
-            ]:
-                # A process that is killed here leaves a directory that `left_over`
-                # finds, and no partial checkpoint.
-                gone = os.path.join(
-                    self.directory, f".step-{old}.partial-{secrets.token_hex(8)}"
-                )
-                os.rename(self.path(old), gone)
-                remove_partial(gone)
+            others = [number for number in self.steps() if number != step]
+            for old in others[: -self.keep + 1 or None]:
+                self._steps.remove(old)
 
 
 def _raise(error: Exception) -> SavedContent:
@@ -271,11 +257,3 @@ def _kept_steps(keep: SupportsIndex) -> int:
             " all."
         )
     return count
-
-
-def _is_complete(directory: str) -> bool:
-    """Whether a directory holds what `save` writes."""
-    return any(
-        os.path.isfile(os.path.join(directory, name))
-        for name in ("model.safetensors", "model.safetensors.index.json")
-    )

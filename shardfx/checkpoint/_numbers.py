@@ -19,6 +19,7 @@ from ._entry import ArrayEntry, FileArray, ListedArray, StoreArray
 from ._index import Index
 from ._metadata import from_metadata, is_key
 from ._opening import open_files
+from ._parts import files_of
 from ._reader import Read, spans_of
 
 
@@ -200,9 +201,7 @@ def read_scalars(
     entries = [scalar.entry for scalar in scalars]
     in_stores = [entry for entry in entries if isinstance(entry, StoreArray)]
     stores.require_possible(in_stores, index.place)
-    names = dict.fromkeys(
-        entry.file for entry in entries if isinstance(entry, FileArray)
-    )
+    names = files_of([entry for entry in entries if isinstance(entry, FileArray)])
     values = {}
     gap_bytes = index.place.gap_bytes
     with open_files(index.place, names, 1, gap_bytes, None) as files:

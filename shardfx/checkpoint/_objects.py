@@ -85,9 +85,20 @@ class ObjectPlace:
         """TensorStore's key-value store of the whole bucket."""
         import tensorstore as ts
 
+        spec = self.address.spec
+        if spec["driver"] == "s3":
+            # Without it, TensorStore looks and then writes where it does not know the
+            # endpoint, and two savers could both succeed.
+            spec = {"use_conditional_write": True, **spec}
         try:
-            return ts.KvStore.open(self.address.spec, context=_context()).result()
+            return ts.KvStore.open(spec, context=_context()).result()
         except _ERRORS as error:
+            if "use_conditional_write" in str(error):
+                raise CheckpointError(
+                    "this TensorStore does not write to S3 with conditions, which keep"
+                    " savers apart; install a newer one: `pip install -U"
+                    " 'tensorstore>=0.1.74'`."
+                ) from error
             raise CheckpointError(
                 f"TensorStore cannot open {self.address.root!r}:"
                 f" {str(error).partition('[')[0][:300]}; correct the address."
@@ -136,6 +147,34 @@ class ObjectPlace:
         if result.state == "missing":
             return None
         return Value(result.value, result.stamp.generation)
+
+    def write(self, key: str, data: bytes) -> None:
+        """Writes an object, whether there is one or not."""
+        self.done(self.store.write(key, data), key, "writing")
+
+    def write_new(self, key: str, data: bytes) -> bool:
+        """Writes an object if there is none. Returns whether `data` is there now."""
+        missing = self.done(self.store.read(key), key, "reading")
+        if missing.state != "missing":
+            return missing.value == data
+        condition = missing.stamp.generation
+        future = self.store.write(key, data, if_equal=condition)
+        self.done(future, key, "writing")
+        # An answer may be lost, and the repeated request then fails on its own object.
+        # Some servers ignore conditions.
+        written = self.read(key)
+        return written is not None and written.data == data
+
+    def delete(self, key: str) -> None:
+        """Removes an object."""
+        self.done(self.store.write(key, None), key, "deleting")
+
+    def delete_below(self, path: str) -> None:
+        """Removes all objects below a path."""
+        import tensorstore as ts
+
+        everything = ts.KvStore.KeyRange(f"{path}/", f"{path}0")
+        self.done(self.store.delete_range(everything), f"{path}/", "deleting")
 
     def require_same(self, key: str, generation: bytes) -> None:
         """Raises `ChangedError` if the object has another generation than before."""

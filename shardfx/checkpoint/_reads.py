@@ -13,12 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .._convert import (
     Piece,
     StridedBox,
-    TreeMap,
     box_view,
     chunks,
     fill,
@@ -32,13 +30,10 @@ from .._convert import (
     swapped,
     within,
 )
-from .._ground.boxes import Box, shard_boxes
-from .._ground.errors import PlanMismatchError
-from .._ground.text import first_lines, html_text, table
+from .._ground.boxes import Box, common
 from . import _stores as stores
-from ._entry import FileArray, StoreArray, itemsize, may_change
-from ._index import Index
-from ._leaves_to_load import LeafToLoad, Unread, box_bytes, leaves_to_load
+from ._entry import FileArray, StoreArray, may_change
+from ._leaves_to_load import LeafToLoad
 from ._opening import Reader
 from ._packed import is_packed, raw_box, raw_entry, unpacked
 from ._reader import COPY_BYTES, Read, spans_of
@@ -118,7 +113,7 @@ def fetches(
     consists of very many small boxes.
     """
     if leaf.pieces is None:
-        return [Fetch(leaf.entries[0], boxes, None)], []
+        return list(parts_of(Fetch(leaf.entries[0], boxes, None))), []
     entries = {entry.path: entry for entry in leaf.entries}
     places: dict[str, list[Destination]] = {}
     gathered = []
@@ -155,10 +150,53 @@ def fetches(
                     (number, StridedBox(one.source, one.offset + offset, one.strides))
                     for one in part
                 ]
-    return [
+    whole = [
         Fetch(entries[path], [one.source for _, one in own], own)
         for path, own in places.items()
-    ], gathered
+    ]
+    return [part for fetch in whole for part in parts_of(fetch)], gathered
+
+
+def parts_of(fetch: Fetch) -> Iterator[Fetch]:
+    """Yields the reads of each part of an array that is stored in parts; for other
+    arrays, the read itself.
+    """
+    entry = fetch.entry
+    if not isinstance(entry, FileArray) or not entry.parts:
+        yield fetch
+        return
+    places = fetch.places
+    if places is None:
+        places = [
+            (number, StridedBox(box, 0, strides_of([high - low for low, high in box])))
+            for number, box in enumerate(fetch.boxes)
+        ]
+    for part in entry.parts:
+        boxes: list[Box] = []
+        destinations: list[Destination] = []
+        for number, place in places:
+            inner = common(place.source, part.box)
+            if inner is None:
+                continue
+            steps = [
+                (low - first) * stride
+                for (low, _), (first, _), stride in zip(
+                    inner, place.source, place.strides, strict=True
+                )
+            ]
+            inside = tuple(
+                (low - first, high - first)
+                for (low, high), (first, _) in zip(inner, part.box, strict=True)
+            )
+            offset = place.offset + sum(steps)
+            boxes.append(inside)
+            destinations.append((number, StridedBox(inside, offset, place.strides)))
+        if boxes:
+            shape = tuple(high - low for low, high in part.box)
+            stored = dataclasses.replace(
+                entry, shape=shape, file=part.file, offset=part.offset, parts=()
+            )
+            yield Fetch(stored, boxes, destinations)
 
 
 def _parts_in(
@@ -243,8 +281,12 @@ def read_piece(
                 files.where, entry, (box,), [scratch], missing_chunks=missing_chunks
             )
         else:
-            spans = spans_of(entry.shape, entry.dtype.itemsize, (box,), True, gap_bytes)
-            read_bytes += files.read([Read(entry, span, [scratch]) for span in spans])
+            for fetch in parts_of(Fetch(entry, (box,), None)):
+                part, targets = fetch.entry, fetch.targets([scratch])
+                assert isinstance(part, FileArray)
+                spans = spans_into(part, fetch, part.dtype, gap_bytes)
+                reads = [Read(part, span, targets) for span in spans]
+                read_bytes += files.read(reads)
         return scratch
 
     for part in _chunks(piece, entries):
@@ -262,7 +304,7 @@ def _chunks(
     )
 
 
-def _gathered_fetches(
+def gathered_fetches(
     leaf: LeafToLoad, gathered: Sequence[NumberedPiece]
 ) -> Iterator[Fetch]:
     """Yields the reads that `read_piece` makes for the pieces in `gathered`, to count
@@ -276,224 +318,7 @@ def _gathered_fetches(
             if isinstance(entry, FileArray) and is_packed(entry):
                 yield Fetch(raw_entry(entry), [raw_box(entry, box)], None)
             else:
-                yield Fetch(entry, [box], None)
+                yield from parts_of(Fetch(entry, [box], None))
             if value.scale is not None:
-                yield Fetch(
-                    entries[value.scale.path], [scale_box(box, value.scale)], None
-                )
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessReads:
-    """The reads of one process in a load: how many, and of how many bytes.
-
-    **Arguments:**
-
-    - `process_index`: the number of the process.
-    - `needed_bytes`: the bytes of the process's shards as the checkpoint stores them;
-      replicas count once.
-    - `read_bytes`: the bytes that the process reads. Chunks of a store count
-      uncompressed.
-    - `reads`: the number of reads.
-    """
-
-    __module__ = "shardfx.checkpoint"
-
-    process_index: int
-    needed_bytes: int
-    read_bytes: int
-    reads: int
-
-    @property
-    def excess_bytes(self) -> int:
-        """The bytes that the process reads and does not need."""
-        return self.read_bytes - self.needed_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadPlan:
-    """The reads of a load under a plan, process by process.
-    [`shardfx.checkpoint.plan_reads`][] returns it.
-    """
-
-    __module__ = "shardfx.checkpoint"
-
-    processes: tuple[ProcessReads, ...]
-
-    @property
-    def needed_bytes(self) -> int:
-        """The bytes that all processes need in total."""
-        return sum(process.needed_bytes for process in self.processes)
-
-    @property
-    def read_bytes(self) -> int:
-        """The bytes that all processes read in total."""
-        return sum(process.read_bytes for process in self.processes)
-
-    @property
-    def excess_bytes(self) -> int:
-        """The bytes that all processes read and do not need, in total."""
-        return self.read_bytes - self.needed_bytes
-
-    def __str__(self) -> str:
-        head = ("process", "needed", "read", "in excess", "reads")
-        counts = [
-            (p.process_index, p.needed_bytes, p.read_bytes, p.excess_bytes, p.reads)
-            for p in self.processes
-        ]
-        return "\n".join(
-            table(
-                [head, *[tuple([f"{one:,}" for one in row]) for row in counts]],
-                right={*head},
-            )
-        )
-
-    __repr__ = first_lines
-    _repr_html_ = html_text
-
-
-def plan_reads(
-    index: Index,
-    plan: object,
-    map: TreeMap | None = None,
-    *,
-    dtype: object = None,
-    unread: Unread = "raise",
-    processes: int | None = None,
-    gap_bytes: int | None = None,
-) -> ReadPlan:
-    """The reads of `load` under a plan, from headers alone. No weight is read, and no
-    device is needed.
-
-    **Arguments:**
-
-    - `index`: the checkpoint.
-    - `plan`: a plan, or a tree of `jax.ShapeDtypeStruct`s with shardings, with or
-      without devices.
-    - `map`: a map that makes the plan's leaves from the checkpoint's arrays, if the
-      load has one.
-    - `dtype`: the casts of the load: `None`, `"plan"` or a dtype, as for
-      [`shardfx.checkpoint.load`][].
-    - `unread`: `"raise"` an error for stored arrays from which no leaf is made, or
-      `"allow"` them.
-    - `gap_bytes`: the least number of consecutive bytes that the load skips if the
-      process does not need them; `None` for the default of `load`.
-    - `processes`: for a plan without devices, the number of processes, by default 1.
-      Each gets equally many devices,
-        consecutive in the mesh's order. For a plan on devices, the processes are those
-        of its devices.
-
-    **Returns:**
-
-    A `ReadPlan`. Its excess bytes are read and not needed. In a file, they are gaps
-    that are too short to skip, such as those between the columns that a process needs.
-    In a store of chunks, they are the rest of each chunk.
-
-    **Raises:**
-
-    The errors that `load` raises before it reads an array. `PlanMismatchError` if
-    `processes` does not divide the number of devices of the mesh.
-
-    !!! Example
-
-        ```python
-        import tempfile
-        import numpy as np
-        from safetensors.numpy import save_file
-        import shardfx
-        from shardfx import MeshSpec, PathRules, checkpoint
-
-        directory = tempfile.mkdtemp()
-        save_file({"w": np.ones((64, 64), np.float32)}, f"{directory}/model.safetensors")
-        index = checkpoint.read_index(directory)
-        made = shardfx.plan(
-            checkpoint.structs(index), MeshSpec({"fsdp": 8}), paths=PathRules.parse("w->fsdp")
-        )
-        reads = checkpoint.plan_reads(index, made, processes=4)
-        assert [process.read_bytes for process in reads.processes] == [4096] * 4
-        ```
-    """
-    gap_bytes = index.place.gap_bytes if gap_bytes is None else gap_bytes
-    to_load = leaves_to_load(index, plan, dtype, map, unread)
-    known: dict[object, Mapping[int, tuple[int, int, int]]] = {}
-    totals: dict[int, list[int]] = {}
-    for leaf in to_load.leaves:
-        # A model has many leaves of few kinds.
-        stored = [
-            (one.dtype, one.shape, one.chunks if isinstance(one, StoreArray) else None)
-            for one in leaf.entries
-        ]
-        key = (
-            leaf.shape,
-            leaf.sharding,
-            leaf.dtype,
-            *(stored if leaf.pieces is None else [leaf.path]),
-        )
-        if key not in known:
-            known[key] = _reads_of(leaf, processes, gap_bytes)
-        for process, counts in known[key].items():
-            total = totals.setdefault(process, [0, 0, 0])
-            totals[process] = [a + b for a, b in zip(total, counts, strict=True)]
-    for scalar in to_load.scalars:
-        # Each process reads the Python numbers.
-        nbytes = itemsize(scalar.entry.dtype)
-        for total in totals.values():
-            total[0] += nbytes
-            total[1] += nbytes
-            total[2] += 1
-    return ReadPlan(
-        tuple(ProcessReads(process, *totals[process]) for process in sorted(totals))
-    )
-
-
-def _reads_of(
-    leaf: LeafToLoad, processes: int | None, gap_bytes: int
-) -> Mapping[int, tuple[int, int, int]]:
-    """By the number of each process: the bytes of a leaf that it needs, the bytes that
-    it reads, and how many reads.
-    """
-    found = {}
-    for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
-        needed = read = count = 0
-        plain, gathered = fetches(leaf, boxes)
-        for fetch in [*plain, *_gathered_fetches(leaf, gathered)]:
-            entry = fetch.entry
-            needed += sum(
-                box_bytes(box, entry.dtype) for box in dict.fromkeys(fetch.boxes)
-            )
-            if isinstance(entry, StoreArray):
-                sizes = [(stores.chunk_bytes(entry, box), 1) for box in fetch.boxes]
-            else:
-                sizes = [
-                    (span.nbytes, span.runs)
-                    for span in spans_into(entry, fetch, leaf.dtype, gap_bytes)
-                ]
-            read, count = (
-                read + sum(nbytes for nbytes, _ in sizes),
-                count + sum(reads for _, reads in sizes),
-            )
-        found[process] = (needed, read, count)
-    return found
-
-
-def _boxes_of(
-    shape: tuple[int, ...], sharding: Sharding, processes: int | None
-) -> dict[int, tuple[Box, ...]]:
-    """By the number of each process, the different boxes of an array that the process's
-    devices hold.
-    """
-    is_abstract = isinstance(sharding, NamedSharding) and isinstance(
-        sharding.mesh, AbstractMesh
-    )
-    count, size = processes or 1, sharding.num_devices
-    if is_abstract and size % count:
-        raise PlanMismatchError(
-            f"{count} processes cannot each have as many of the {size} devices of the"
-            " mesh; give a number that divides it."
-        )
-    held: dict[int, dict[Box, None]] = {}
-    for device, box in shard_boxes(sharding, shape).items():
-        held.setdefault(
-            device * count // size if is_abstract else device.process_index, {}
-        )[box] = None
-    return {process: tuple(boxes) for process, boxes in held.items()}
+                scale = entries[value.scale.path]
+                yield from parts_of(Fetch(scale, [scale_box(box, value.scale)], None))

@@ -51,6 +51,8 @@ DTYPES["F4"] = (PACKED_BITS["F4"], np.dtype(jnp.float4_e2m1fn))
 # their dtypes.
 DTYPES_KEY = "shardfx.dtypes"
 METADATA = "__metadata__"
+# The text of the plan, in the metadata of a file, or the plan's digest.
+PLAN_KEY = "shardfx.plan"
 OTHER = {
     np.dtype(name).name: np.dtype(name)
     for name in (
@@ -170,7 +172,7 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
             f"the tensors of {file!r} take {reached - base} bytes, but {buffer_bytes}"
             " follow the header; the file is truncated or damaged."
         )
-    return Header(_renamed(arrays, metadata), metadata)
+    return Header(renamed(arrays, metadata), metadata)
 
 
 def _array(name: str, entry: object, base: int, file: str) -> FileArray:
@@ -239,9 +241,7 @@ def _count(shape: list[int]) -> int:
     return max(partial) if max(partial) >= 2**64 else partial[-1]
 
 
-def _renamed(
-    arrays: list[FileArray], metadata: dict[str, str]
-) -> tuple[FileArray, ...]:
+def renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
     """The arrays. Some get a dtype of one byte or of PRNG keys, which
     `metadata[DTYPES_KEY]` names by their path.
     """

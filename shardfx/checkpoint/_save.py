@@ -16,22 +16,23 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from .._convert import TreeMap
-from .._ground.errors import CheckpointError, LeafTypeError, check_type
+from .._ground.errors import LeafTypeError, check_type
 from .._ground.processes import coordination
 from .._plan import ShardPlan
 from . import _safetensors as safetensors
+from ._address import Address, Where, address_of, shown
 from ._coordination import SaveProcesses, digest_of, holders_of, lines_of
 from ._entry import fill
-from ._files import inside, place, read_json
-from ._formats import read_index, require_local
 from ._leaves import Leaves, exported, leaves_to_save, plan_of_arrays, shards_of
 from ._metadata import NUMBERS_KEY, to_text
+from ._object_saves import ObjectContent, ObjectOptions, save_objects
+from ._objects import TIMEOUT_SECONDS
 from ._reader import (
     COPY_BYTES,
     Bytes,
@@ -43,10 +44,9 @@ from ._reader import (
     transfer,
 )
 from ._spans import grouped
-from ._staging import PLAN, Headers, begin, commit, remove_partial
+from ._staging import Headers, begin, commit, remove_partial
 
 
-PLAN_KEY = "shardfx.plan"
 _FILE_BYTES = 5 * 10**9
 _WORKERS = 4
 _SMALL_BYTES = 64 * 1024
@@ -66,16 +66,17 @@ class _Tensor:
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: Where,
     tree: object,
     plan: ShardPlan | None = None,
     *,
     map: TreeMap | None = None,
     like: object = None,
     overwrite: bool = False,
-    file_bytes: int = _FILE_BYTES,
+    file_bytes: int | None = None,
     progress: bool | None = None,
     wait_seconds: float = _WAIT_SECONDS,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> None:
     """Writes the arrays of a tree as safetensors, with their plan.
 
@@ -89,10 +90,15 @@ def save(
     same shard, the process of the first of them writes it. An error in one process is
     raised in all of them.
 
+    In a store, such as `gs://bucket/step-100`, the files get a name that no other save
+    has. An index is written last, with the condition that there is none, and makes the
+    checkpoint exist. Each process writes files of its own; an array that is spread over
+    processes, or larger than `file_bytes`, is written in parts.
+
     **Arguments:**
 
     - `path`: the directory to make, which must not exist; or a file that ends in
-      `.safetensors`.
+      `.safetensors`; or the address of either in a store.
     - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all
       processes. If it holds NumPy
         arrays only, every process must call `save`. PRNG keys are saved with the name
@@ -113,12 +119,14 @@ def save(
       save to a new name, then remove
         the old directory.
     - `file_bytes`: the size above which the arrays of a directory are divided into
-      several files.
+      several files, by default 5 GB on a disk and 32 MiB in a store.
     - `progress`: whether to show a progress line on stderr; `None` shows it if stderr
       is a terminal.
     - `wait_seconds`: seconds that the processes wait for a process that has not called
       `save` yet. A process that
         fails or dies later is noticed within 30 seconds.
+    - `timeout_seconds`: for a store, seconds after which a request that is not answered
+      is an error, its repetitions included. A request sends up to `file_bytes`.
 
     **Raises:**
 
@@ -152,9 +160,24 @@ def save(
         ```
     """
     content = ft.partial(content_of, tree, plan, map, like)
-    write(
-        path, holders_of(tree), content, wait_seconds, progress, overwrite, file_bytes
+    options = WriteOptions(
+        wait_seconds=wait_seconds,
+        progress=progress,
+        overwrite=overwrite,
+        file_bytes=file_bytes,
+        timeout_seconds=timeout_seconds,
     )
+    write(path, holders_of(tree), content, options)
+
+
+class WriteOptions(NamedTuple):
+    """The options of a save, as `save` explains them."""
+
+    wait_seconds: float
+    progress: bool | None
+    overwrite: bool = False
+    file_bytes: int | None = None
+    timeout_seconds: float = TIMEOUT_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,42 +239,41 @@ def content_of(
         if leaves.numbers:
             metadata[NUMBERS_KEY] = numbers
         return SavedContent(leaves, lines, given, None, metadata)
-    plan_digest = {} if own is None else {PLAN_KEY: own.digest}
+    plan_digest = {} if own is None else {safetensors.PLAN_KEY: own.digest}
     return SavedContent(leaves, lines, given, own, plan_digest | {NUMBERS_KEY: numbers})
 
 
 def write(
-    path: str | os.PathLike[str],
+    path: Where,
     holders: tuple[int, ...],
     content: Callable[[], SavedContent],
-    wait_seconds: float,
-    progress: bool | None,
-    overwrite: bool = False,
-    file_bytes: int = _FILE_BYTES,
+    options: WriteOptions,
 ) -> bool:
     """Writes the result of `content` to `path`, together with the other processes in
     `holders`.
 
-    Returns whether this process is the first of them. `wait_seconds` is the time that
-    they wait for each other at the start. `overwrite` allows to replace a file. Each
-    file of a directory has arrays of at most `file_bytes` bytes, or one larger array.
-    `progress` is whether to show a progress line; `None` shows it if stderr is a
-    terminal.
+    Returns whether this process is the first of them.
     """
-    what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
+    progress, overwrite = options.progress, options.overwrite
+    file_bytes = _FILE_BYTES if options.file_bytes is None else options.file_bytes
+    what = shown(path)
     me, client = jax.process_index(), coordination()
     with (
         contextlib.ExitStack() as afterwards,
-        SaveProcesses(what, me, holders, client, wait_seconds) as processes,
+        SaveProcesses(what, me, holders, client, options.wait_seconds) as processes,
         _naming(what),
     ):
         # Here the other processes hear of a wrong path, too.
-        if not isinstance(path, str | os.PathLike):
+        if not isinstance(path, str | os.PathLike | Mapping):
             raise LeafTypeError(
                 f"`path` must be a text or a `pathlib.Path`, not {type(path).__name__};"
                 " write `save(path, tree, plan)`, the path first."
             )
-        path = os.path.abspath(require_local(os.fspath(path)))
+        target = address_of(path)
+        if isinstance(target, Address):
+            _write_objects(target, processes, afterwards, content(), options)
+            return processes.is_first
+        path = os.path.abspath(target)
         found, is_file = content(), path.endswith(".safetensors")
         given = {
             "path": repr(path),
@@ -264,7 +286,7 @@ def write(
         )
         text = None if found.plan is None else found.plan.to_json()
         extra = dict(found.metadata) | (
-            {PLAN_KEY: text} if is_file and text is not None else {}
+            {safetensors.PLAN_KEY: text} if is_file and text is not None else {}
         )
         headers, tensors = _layout(
             found.leaves, staging, extra, None if is_file else file_bytes
@@ -283,10 +305,42 @@ def write(
             writes,
             bar.advance,
             total,
-            ft.partial(commit, staging, path, is_file, overwrite),
+            lambda _: commit(staging, path, is_file, overwrite),
         )
         bar.end()
         return processes.is_first
+
+
+def _write_objects(
+    address: Address,
+    processes: SaveProcesses,
+    afterwards: contextlib.ExitStack,
+    found: SavedContent,
+    options: WriteOptions,
+) -> None:
+    """Writes the content of a save to a store."""
+    given = {
+        "path": repr(address.shown),
+        "overwrite": repr(bool(options.overwrite)),
+        "file_bytes": repr(options.file_bytes),
+    }
+    token = processes.compare(given | dict(found.given), found.lines)
+    content = ObjectContent(
+        leaves=found.leaves,
+        metadata=found.metadata,
+        plan=None if found.plan is None else found.plan.to_json(),
+        nbytes=sum(_nbytes(value) for _, value in found.leaves.arrays),
+    )
+    bar = Progress("saving", content.nbytes, options.progress)
+    object_options = ObjectOptions(
+        token=token,
+        overwrite=options.overwrite,
+        file_bytes=options.file_bytes,
+        timeout_seconds=options.timeout_seconds,
+        advance=bar.advance,
+    )
+    save_objects(address, processes, afterwards, content, object_options)
+    bar.end()
 
 
 @contextlib.contextmanager
@@ -306,38 +360,6 @@ def _naming(shown: str) -> Iterator[None]:
         if error.errno != errno.ENOSPC:
             text = f"{error.strerror}, while saving; what was at the path is unchanged"
         raise OSError(error.errno, f"{text}: {shown}") from error
-
-
-def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
-    """The plan that `save` wrote with a checkpoint.
-
-    **Arguments:**
-
-    - `path`: the path that was given to `save`.
-    - `like`: the planned tree. Without it, nodes other than dicts, lists and tuples,
-      such as modules, become dicts.
-
-    **Returns:**
-
-    The plan, without devices; place it on devices with [`shardfx.ShardPlan.on`][].
-
-    **Raises:**
-
-    `CheckpointError` if there is no plan, `PlanFormatError` if it is damaged.
-    """
-    path = os.fspath(path)
-    if os.path.isfile(os.path.join(path, PLAN)):
-        where = place(path, None)
-        # The text is first parsed as untrusted JSON, then by the plan's own reader.
-        text = json.dumps(read_json(where, inside(where, PLAN)))
-    else:
-        text = None if os.path.isdir(path) else read_index(path).metadata.get(PLAN_KEY)
-    if text is None:
-        raise CheckpointError(
-            f"{path!r} holds no plan: `checkpoint.save` writes one, unless by a map, or"
-            " of arrays on no mesh or on several."
-        )
-    return ShardPlan.from_json(text, like)
 
 
 def _layout(

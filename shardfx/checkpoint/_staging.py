@@ -2,23 +2,19 @@
 end, found after a killed save.
 """
 
-import dataclasses
 import errno
 import json
 import os
 import re
 import shutil
-import stat
-import time
 from collections.abc import Mapping
 
 from .._ground.errors import CheckpointError
-from .._ground.text import quoted
 
 
 PLAN = "plan.json"
 # The temporary names of `save`: `.step-100.partial-` and a token unique to the save.
-_NAME = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
+PARTIAL_NAME = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
 # For each file its header, its size and the names of its tensors.
 Headers = Mapping[str, tuple[bytes, int, list[str]]]
 
@@ -123,94 +119,6 @@ def _sync_directory(directory: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@dataclasses.dataclass(frozen=True)
-class LeftOver:
-    """A file or directory of a save that did not finish.
-
-    **Arguments:**
-
-    - `path`: the path of the file or directory.
-    - `target`: the path to which the save would have renamed it.
-    - `nbytes`: the number of bytes on the disk.
-    - `age_seconds`: the seconds since the last write.
-    """
-
-    __module__ = "shardfx.checkpoint"
-
-    path: str
-    target: str
-    nbytes: int
-    age_seconds: float
-
-    def __str__(self) -> str:
-        return (
-            f"{quoted(self.path)}, {self.nbytes} bytes, written to"
-            f" {self.age_seconds:.0f} s ago"
-        )
-
-
-def left_over(
-    directory: str | os.PathLike[str],
-    *,
-    older_than_seconds: float | int = 3600.0,
-    remove: bool = False,
-) -> tuple[LeftOver, ...]:
-    """Finds the files that killed saves left in a directory, and removes them if asked
-    to.
-
-    **Arguments:**
-
-    - `directory`: the directory in which checkpoints are saved. Directories below it
-      are not searched.
-    - `older_than_seconds`: files and directories that were written to more recently
-      than this are left out, since a
-        save that is under way writes all the time.
-    - `remove`: whether to remove the files and directories that are found.
-
-    **Returns:**
-
-    A [`shardfx.checkpoint.LeftOver`][] for each, in the order of their names.
-
-    !!! Example
-
-        ```python
-        import pathlib
-        import tempfile
-        from shardfx import checkpoint
-
-        directory = pathlib.Path(tempfile.mkdtemp())
-        (directory / ".step-100.partial-0123456789abcdef").mkdir()
-        (found,) = checkpoint.left_over(directory, older_than_seconds=0, remove=True)
-        assert found.target.endswith("step-100") and not list(directory.iterdir())
-        ```
-    """
-    directory, now = os.fspath(directory), time.time()
-    found = []
-    for name in sorted(os.listdir(directory)):
-        match, path = _NAME.fullmatch(name), os.path.join(directory, name)
-        if match is None or os.path.islink(path):
-            continue
-        try:
-            files = [path] + (
-                [entry.path for entry in os.scandir(path)]
-                if os.path.isdir(path)
-                else []
-            )
-            stats = [os.lstat(file) for file in files]
-        except FileNotFoundError:  # the save has just ended
-            continue
-        # Files have their full size from the start; the blocks show what was written.
-        nbytes = sum(one.st_blocks * 512 for one in stats if stat.S_ISREG(one.st_mode))
-        age_seconds = max(0.0, now - max(one.st_mtime for one in stats))
-        if age_seconds >= older_than_seconds:
-            found.append(
-                LeftOver(path, os.path.join(directory, match[1]), nbytes, age_seconds)
-            )
-    for one in found if remove else ():
-        remove_partial(one.path)
-    return tuple(found)
 
 
 def remove_partial(path: str) -> None:

@@ -94,9 +94,8 @@ def saving(did, wrote=10, begin=None, commit=None):
         processes.run_on_first(begin or (lambda: did.append("began")))
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             writes = [pool.submit(lambda: wrote)]
-            processes.finish(
-                writes, lambda _: None, 30, commit or (lambda: did.append("committed"))
-            )
+            end = commit or (lambda: did.append("committed"))
+            processes.finish(writes, lambda _: None, 30, lambda _: end())
         return token
 
     return act

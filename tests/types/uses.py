@@ -134,6 +134,9 @@ def searched(
 
 def files(plan: sfx.ShardPlan, tree: Tree) -> Tree:
     checkpoint.save("path", tree, plan)
+    checkpoint.save("gs://bucket/step-1", tree, plan, timeout_seconds=30.0)
+    checkpoint.Manager({"driver": "s3", "bucket": "bucket"}, timeout_seconds=30.0)
+    checkpoint.load("s3://bucket/step-1", plan, read_limit_bytes=2**30)
     index = checkpoint.read_index("path")
     print(
         checkpoint.plan_reads(index, plan),

@@ -1,0 +1,118 @@
+"""A server of S3's kind for reads, on loopback: `python -m benchmarks._store_server
+DIRECTORY SECONDS` serves the files of a directory as the objects of `bucket`.
+
+Each request waits for some seconds, as on a network. `/stats` has the ranges that were
+read, and forgets them.
+"""
+
+import hashlib
+import http.server
+import json
+import os
+import sys
+import threading
+import time
+import urllib.parse
+import xml.sax.saxutils
+from pathlib import Path
+from typing import Any
+
+
+def main(directory: str, seconds: float) -> None:
+    root = Path(directory)
+    ranges: list[tuple[str, int]] = []
+    guard = threading.Lock()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            url = urllib.parse.urlsplit(self.path)
+            if url.path == "/stats":
+                with guard:
+                    text = json.dumps(ranges)
+                    ranges.clear()
+                self._send(200, {}, text.encode())
+                return
+            time.sleep(seconds)
+            name = urllib.parse.unquote(url.path).removeprefix("/bucket").strip("/")
+            query = urllib.parse.parse_qs(url.query)
+            if not name:
+                self._list(query.get("prefix", [""])[0])
+                return
+            self._object(root / name)
+
+        do_HEAD = do_GET
+
+        def _object(self, file: Path) -> None:
+            if not file.is_file():
+                code = "<Error><Code>NoSuchKey</Code></Error>"
+                self._send(404, {}, code.encode())
+                return
+            size = file.stat().st_size
+            start, stop = 0, size
+            text = self.headers.get("Range", "")
+            if text:
+                first, last = text.removeprefix("bytes=").split("-")
+                start = int(first) if first else max(0, size - int(last))
+                stop = min(size, int(last) + 1) if first and last else size
+            if text and start >= size:
+                self._send(416, {}, b"<Error><Code>InvalidRange</Code></Error>")
+                return
+            tag = hashlib.md5(f"{file}{size}".encode()).hexdigest()
+            headers = {"ETag": f'"{tag}"', "Content-Length": str(stop - start)}
+            if text:
+                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+            self.send_response_only(206 if text else 200)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "HEAD":
+                return
+            with guard:
+                ranges.append((file.name, stop - start))
+            with open(file, "rb") as opened:
+                while start < stop:
+                    start += os.sendfile(
+                        self.connection.fileno(), opened.fileno(), start, stop - start
+                    )
+
+        def _list(self, prefix: str) -> None:
+            names = [file.relative_to(root).as_posix() for file in root.rglob("*")]
+            keys = [name for name in sorted(names) if name.startswith(prefix)]
+            rows = "".join(
+                f"<Contents><Key>{xml.sax.saxutils.escape(key)}</Key></Contents>"
+                for key in keys
+                if (root / key).is_file()
+            )
+            body = (
+                f"<ListBucketResult><IsTruncated>false</IsTruncated><KeyCount>"
+                f"{len(keys)}</KeyCount>{rows}</ListBucketResult>"
+            )
+            self._send(200, {"Content-Type": "application/xml"}, body.encode())
+
+        def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
+            self.send_response_only(status)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Threads(http.server.ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 512
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass
+
+    with Threads(("127.0.0.1", 0), Handler) as server:
+        print(server.server_address[1], flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

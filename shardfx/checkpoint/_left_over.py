@@ -1,0 +1,153 @@
+"""What saves left that were killed."""
+
+import dataclasses
+import os
+import re
+import stat
+import time
+
+from .._ground.text import quoted
+from ._address import Address, Where, address_of
+from ._files import member, read_json
+from ._objects import ObjectPlace
+from ._parts import FILES_KEY, SET_INDEX
+from ._place import MissingError
+from ._staging import PARTIAL_NAME, remove_partial
+
+
+# The data of a save: when it began, and a token that no other save has.
+_DATA = re.compile(r"(?:(.*)/)?data-(\d+)-[0-9a-f]{16}")
+_OBJECT = re.compile(r"\d+-\d+-(\d+)\.safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOver:
+    """A file or directory of a save that did not finish.
+
+    **Arguments:**
+
+    - `path`: the path of the file or directory.
+    - `target`: the path to which the save would have renamed it.
+    - `nbytes`: the number of bytes on the disk.
+    - `age_seconds`: the seconds since the last write.
+    """
+
+    __module__ = "shardfx.checkpoint"
+
+    path: str
+    target: str
+    nbytes: int
+    age_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{quoted(self.path)}, {self.nbytes} bytes, written to"
+            f" {self.age_seconds:.0f} s ago"
+        )
+
+
+def left_over(
+    directory: Where,
+    *,
+    older_than_seconds: float | int = 3600.0,
+    remove: bool = False,
+) -> tuple[LeftOver, ...]:
+    """Finds the files that killed saves left in a directory, and removes them if asked
+    to.
+
+    **Arguments:**
+
+    - `directory`: the directory in which checkpoints are saved. Directories below it
+      are not searched. Or an address in a store, of a checkpoint or of a directory
+      above.
+    - `older_than_seconds`: files and directories that were written to more recently
+      than this are left out, since a
+        save that is under way writes all the time. In a store, where nothing tells when
+        an object was written, this counts from the start of the save. One whose objects
+        are removed while it is under way fails.
+    - `remove`: whether to remove the files and directories that are found.
+
+    **Returns:**
+
+    A [`shardfx.checkpoint.LeftOver`][] for each, in the order of their names.
+
+    !!! Example
+
+        ```python
+        import pathlib
+        import tempfile
+        from shardfx import checkpoint
+
+        directory = pathlib.Path(tempfile.mkdtemp())
+        (directory / ".step-100.partial-0123456789abcdef").mkdir()
+        (found,) = checkpoint.left_over(directory, older_than_seconds=0, remove=True)
+        assert found.target.endswith("step-100") and not list(directory.iterdir())
+        ```
+    """
+    address, now = address_of(directory), time.time()
+    if isinstance(address, Address):
+        return _left_in_store(address, now, older_than_seconds, remove)
+    directory = address
+    found = []
+    for name in sorted(os.listdir(directory)):
+        match, path = PARTIAL_NAME.fullmatch(name), os.path.join(directory, name)
+        if match is None or os.path.islink(path):
+            continue
+        try:
+            files = [path] + (
+                [entry.path for entry in os.scandir(path)]
+                if os.path.isdir(path)
+                else []
+            )
+            stats = [os.lstat(file) for file in files]
+        except FileNotFoundError:  # the save has just ended
+            continue
+        # Files have their full size from the start; the blocks show what was written.
+        nbytes = sum(one.st_blocks * 512 for one in stats if stat.S_ISREG(one.st_mode))
+        age_seconds = max(0.0, now - max(one.st_mtime for one in stats))
+        if age_seconds >= older_than_seconds:
+            found.append(
+                LeftOver(path, os.path.join(directory, match[1]), nbytes, age_seconds)
+            )
+    for one in found if remove else ():
+        remove_partial(one.path)
+    return tuple(found)
+
+
+def _left_in_store(
+    address: Address, now: float, older_than_seconds: float, remove: bool
+) -> tuple[LeftOver, ...]:
+    """The data below an address that no index names."""
+    place = ObjectPlace(address)
+    sizes: dict[str, int] = {}
+    for key in place.keys_below(address.path):
+        data, _, name = key.rpartition("/")
+        if _DATA.fullmatch(data):
+            match = _OBJECT.fullmatch(name)
+            sizes[data] = sizes.get(data, 0) + (int(match[1]) if match else 0)
+    found = []
+    for data in sorted(sizes):
+        match = _DATA.fullmatch(data)
+        assert match is not None
+        target = address.below(match[1]) if match[1] else address
+        age_seconds = max(0.0, now - int(match[2]))
+        name = data.rpartition("/")[2]
+        if age_seconds < older_than_seconds or _is_named(target, name):
+            continue
+        path = address.below(data)
+        found.append(LeftOver(path.shown, target.shown, sizes[data], age_seconds))
+        if remove:
+            place.delete_below(path.path)
+    return tuple(found)
+
+
+def _is_named(target: Address, data: str) -> bool:
+    """Whether the index of a checkpoint names files in the directory `data` of it."""
+    where = ObjectPlace(target)
+    try:
+        content = read_json(where, where.inside(SET_INDEX))
+    except MissingError:
+        return False
+    files = member(content, "metadata", FILES_KEY)
+    names = files if isinstance(files, list) else []
+    return any(str(name).startswith(f"{data}/") for name in names)

@@ -1,0 +1,232 @@
+"""What a load would read, counted from headers alone."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+
+from .._convert import TreeMap
+from .._ground.boxes import Box, shard_boxes
+from .._ground.errors import PlanMismatchError
+from .._ground.text import first_lines, html_text, table
+from . import _stores as stores
+from ._entry import StoreArray, itemsize
+from ._index import Index
+from ._leaves_to_load import LeafToLoad, Unread, box_bytes, leaves_to_load
+from ._reads import fetches, gathered_fetches, spans_into
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessReads:
+    """The reads of one process in a load: how many, and of how many bytes.
+
+    **Arguments:**
+
+    - `process_index`: the number of the process.
+    - `needed_bytes`: the bytes of the process's shards as the checkpoint stores them;
+      replicas count once.
+    - `read_bytes`: the bytes that the process reads. Chunks of a store count
+      uncompressed.
+    - `reads`: the number of reads.
+    """
+
+    __module__ = "shardfx.checkpoint"
+
+    process_index: int
+    needed_bytes: int
+    read_bytes: int
+    reads: int
+
+    @property
+    def excess_bytes(self) -> int:
+        """The bytes that the process reads and does not need."""
+        return self.read_bytes - self.needed_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadPlan:
+    """The reads of a load under a plan, process by process.
+    [`shardfx.checkpoint.plan_reads`][] returns it.
+    """
+
+    __module__ = "shardfx.checkpoint"
+
+    processes: tuple[ProcessReads, ...]
+
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes that all processes need in total."""
+        return sum(process.needed_bytes for process in self.processes)
+
+    @property
+    def read_bytes(self) -> int:
+        """The bytes that all processes read in total."""
+        return sum(process.read_bytes for process in self.processes)
+
+    @property
+    def excess_bytes(self) -> int:
+        """The bytes that all processes read and do not need, in total."""
+        return self.read_bytes - self.needed_bytes
+
+    def __str__(self) -> str:
+        head = ("process", "needed", "read", "in excess", "reads")
+        counts = [
+            (p.process_index, p.needed_bytes, p.read_bytes, p.excess_bytes, p.reads)
+            for p in self.processes
+        ]
+        return "\n".join(
+            table(
+                [head, *[tuple([f"{one:,}" for one in row]) for row in counts]],
+                right={*head},
+            )
+        )
+
+    __repr__ = first_lines
+    _repr_html_ = html_text
+
+
+def plan_reads(
+    index: Index,
+    plan: object,
+    map: TreeMap | None = None,
+    *,
+    dtype: object = None,
+    unread: Unread = "raise",
+    processes: int | None = None,
+    gap_bytes: int | None = None,
+) -> ReadPlan:
+    """The reads of `load` under a plan, from headers alone. No weight is read, and no
+    device is needed.
+
+    **Arguments:**
+
+    - `index`: the checkpoint.
+    - `plan`: a plan, or a tree of `jax.ShapeDtypeStruct`s with shardings, with or
+      without devices.
+    - `map`: a map that makes the plan's leaves from the checkpoint's arrays, if the
+      load has one.
+    - `dtype`: the casts of the load: `None`, `"plan"` or a dtype, as for
+      [`shardfx.checkpoint.load`][].
+    - `unread`: `"raise"` an error for stored arrays from which no leaf is made, or
+      `"allow"` them.
+    - `gap_bytes`: the least number of consecutive bytes that the load skips if the
+      process does not need them; `None` for the default of `load`.
+    - `processes`: for a plan without devices, the number of processes, by default 1.
+      Each gets equally many devices,
+        consecutive in the mesh's order. For a plan on devices, the processes are those
+        of its devices.
+
+    **Returns:**
+
+    A `ReadPlan`. Its excess bytes are read and not needed. In a file, they are gaps
+    that are too short to skip, such as those between the columns that a process needs.
+    In a store of chunks, they are the rest of each chunk.
+
+    **Raises:**
+
+    The errors that `load` raises before it reads an array. `PlanMismatchError` if
+    `processes` does not divide the number of devices of the mesh.
+
+    !!! Example
+
+        ```python
+        import tempfile
+        import numpy as np
+        from safetensors.numpy import save_file
+        import shardfx
+        from shardfx import MeshSpec, PathRules, checkpoint
+
+        directory = tempfile.mkdtemp()
+        save_file({"w": np.ones((64, 64), np.float32)}, f"{directory}/model.safetensors")
+        index = checkpoint.read_index(directory)
+        made = shardfx.plan(
+            checkpoint.structs(index), MeshSpec({"fsdp": 8}), paths=PathRules.parse("w->fsdp")
+        )
+        reads = checkpoint.plan_reads(index, made, processes=4)
+        assert [process.read_bytes for process in reads.processes] == [4096] * 4
+        ```
+    """
+    gap_bytes = index.place.gap_bytes if gap_bytes is None else gap_bytes
+    to_load = leaves_to_load(index, plan, dtype, map, unread)
+    known: dict[object, Mapping[int, tuple[int, int, int]]] = {}
+    totals: dict[int, list[int]] = {}
+    for leaf in to_load.leaves:
+        # A model has many leaves of few kinds.
+        stored = [
+            (one.dtype, one.shape, one.chunks if isinstance(one, StoreArray) else None)
+            for one in leaf.entries
+        ]
+        key = (
+            leaf.shape,
+            leaf.sharding,
+            leaf.dtype,
+            *(stored if leaf.pieces is None else [leaf.path]),
+        )
+        if key not in known:
+            known[key] = _reads_of(leaf, processes, gap_bytes)
+        for process, counts in known[key].items():
+            total = totals.setdefault(process, [0, 0, 0])
+            totals[process] = [a + b for a, b in zip(total, counts, strict=True)]
+    for scalar in to_load.scalars:
+        # Each process reads the Python numbers.
+        nbytes = itemsize(scalar.entry.dtype)
+        for total in totals.values():
+            total[0] += nbytes
+            total[1] += nbytes
+            total[2] += 1
+    return ReadPlan(
+        tuple(ProcessReads(process, *totals[process]) for process in sorted(totals))
+    )
+
+
+def _reads_of(
+    leaf: LeafToLoad, processes: int | None, gap_bytes: int
+) -> Mapping[int, tuple[int, int, int]]:
+    """By the number of each process: the bytes of a leaf that it needs, the bytes that
+    it reads, and how many reads.
+    """
+    found = {}
+    for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
+        needed = read = count = 0
+        plain, gathered = fetches(leaf, boxes)
+        for fetch in [*plain, *gathered_fetches(leaf, gathered)]:
+            entry = fetch.entry
+            needed += sum(
+                box_bytes(box, entry.dtype) for box in dict.fromkeys(fetch.boxes)
+            )
+            if isinstance(entry, StoreArray):
+                sizes = [(stores.chunk_bytes(entry, box), 1) for box in fetch.boxes]
+            else:
+                sizes = [
+                    (span.nbytes, span.runs)
+                    for span in spans_into(entry, fetch, leaf.dtype, gap_bytes)
+                ]
+            read, count = (
+                read + sum(nbytes for nbytes, _ in sizes),
+                count + sum(reads for _, reads in sizes),
+            )
+        found[process] = (needed, read, count)
+    return found
+
+
+def _boxes_of(
+    shape: tuple[int, ...], sharding: Sharding, processes: int | None
+) -> dict[int, tuple[Box, ...]]:
+    """By the number of each process, the different boxes of an array that the process's
+    devices hold.
+    """
+    is_abstract = isinstance(sharding, NamedSharding) and isinstance(
+        sharding.mesh, AbstractMesh
+    )
+    count, size = processes or 1, sharding.num_devices
+    if is_abstract and size % count:
+        raise PlanMismatchError(
+            f"{count} processes cannot each have as many of the {size} devices of the"
+            " mesh; give a number that divides it."
+        )
+    held: dict[int, dict[Box, None]] = {}
+    for device, box in shard_boxes(sharding, shape).items():
+        held.setdefault(
+            device * count // size if is_abstract else device.process_index, {}
+        )[box] = None
+    return {process: tuple(boxes) for process, boxes in held.items()}
