@@ -91,6 +91,11 @@ def of_numpy(nbytes: int) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
 
+def aligned(nbytes: int) -> int:
+    """`nbytes`, rounded up to where the next array in the same memory may start."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def buffers(
     pairs: Sequence[tuple[tuple[int, ...], Any]],
     allocate: Callable[[int], np.ndarray] = of_numpy,
@@ -101,10 +106,7 @@ def buffers(
     `allocate` takes a number of bytes and returns an array of that many bytes, which
     need not be aligned.
     """
-    sizes = [
-        -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        for shape, dtype in pairs
-    ]
+    sizes = [aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in pairs]
     memory = allocate(sum(sizes) + _ALIGNMENT)
     starts = it.accumulate(
         sizes, initial=-memory.__array_interface__["data"][0] % _ALIGNMENT

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._reshard.flight import carry_out
-from shardfx._reshard.move import Move
+from shardfx._reshard.move import Move, move_of
 from shardfx._reshard.pieces.planning import assembly_between
 from shardfx._reshard.shardings import data_of
 
@@ -220,3 +220,16 @@ def test_whole_shards_share_memory_that_nobody_writes_to(given_up):
     ]
     assert_is(kept, expected, kept.sharding)
     del others
+
+
+def test_evenly_spaced_parts_of_a_shard_are_copied_at_once():
+    """A small array of 8 shards would need 64 copies from rows to columns."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("a", "b"))
+    rows = NamedSharding(mesh, P(("a", "b")))
+    for columns in (P(None, ("a", "b")), P(None, ("b", "a"))):
+        target = NamedSharding(mesh, columns)
+        move = move_of((64, 64), np.dtype("float32"), rows, target)
+        assert move.assembly is not None
+        assert len(move.assembly.joint_copies) == 8
+        large = move_of((1024, 1024), np.dtype("float32"), rows, target).assembly
+        assert large is not None and large.joint_copies == ()

@@ -23,7 +23,7 @@ from ..shardings import (
     sharers,
 )
 from .exchange import Exchange, exchanges
-from .host import HostCopies
+from .host import Copy, HostCopies
 from .parts import Block, ShardPart, ShardParts, divided, least_memory_bytes
 
 
@@ -161,6 +161,8 @@ class Assembly:
       dtype of its shard.
     - `targets`: for "host", the distinct boxes of this process's shards of the array.
     - `host_copies`: for "host", the copies that assemble each of these boxes.
+    - `joint_copies`: for "host" and small arrays, the copies that assemble all of them
+      in one memory.
     """
 
     sharding: Sharding
@@ -177,6 +179,7 @@ class Assembly:
     source_shapes: Mapping[str, Block]
     targets: tuple[Box, ...] = ()
     host_copies: tuple[HostCopies, ...] = ()
+    joint_copies: tuple[Copy, ...] = ()
 
     @ft.cached_property
     def sharers(self) -> int:

@@ -6,6 +6,7 @@ aligned NumPy buffer. So each byte is copied once, from the old shard to the new
 
 import contextlib
 import functools as ft
+import itertools as it
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from ..._convert import (
     write,
 )
 from ..._ground.boxes import Box, array_of, as_box, first_with, read_box, volume
-from ..._ground.copying import block_dim, buffers, copy_along
+from ..._ground.copying import aligned, block_dim, buffers, copy_along
 from ..._ground.errors import SyncError
 from .parts import Block, ShardPart
 
@@ -120,6 +121,71 @@ def host_copies(
         contiguous = strides_of(copy.shape, itemsize)
         is_slice = copy.source_strides == copy.target_strides == contiguous
     return HostCopies(copies=tuple(copies), computed=tuple(computed), is_slice=is_slice)
+
+
+def joint_copies(
+    targets: Sequence[Box], copies: Sequence[HostCopies], dtype: Any
+) -> tuple[Copy, ...]:
+    """The copies that assemble all new shards in one memory, where they lie as
+    `_shard_starts` says. Copies from one old shard that are evenly spaced in both
+    memories are one copy, since a view takes as long to make as copying some KiB.
+
+    `targets` are the boxes of the new shards, and `copies` the parts of each. There are
+    no joint copies for shards that are so large that each has a memory of its own.
+    """
+    if not _is_small(targets, dtype):
+        return ()
+    starts = _shard_starts(targets, dtype)
+    groups: dict[object, list[Copy]] = {}
+    for start, shard_copies in zip(starts, copies, strict=False):
+        for copy in shard_copies.copies:
+            strides = (copy.source_strides, copy.target_strides)
+            key = (copy.array, copy.shard, copy.shape, strides)
+            moved = copy._replace(target_start=start + copy.target_start)
+            groups.setdefault(key, []).append(moved)
+    return tuple(it.chain.from_iterable(map(_merged, groups.values())))
+
+
+def _merged(copies: Sequence[Copy]) -> Sequence[Copy]:
+    """Copies of one shape and equal strides from one old shard, as one copy if they are
+    evenly spaced.
+    """
+    ordered = sorted(copies, key=lambda copy: copy.source_start)
+    steps = {
+        (
+            after.source_start - before.source_start,
+            after.target_start - before.target_start,
+        )
+        for before, after in it.pairwise(ordered)
+    }
+    if len(steps) != 1:
+        return copies
+    (source_step, target_step) = steps.pop()
+    first = ordered[0]
+    shape = (len(ordered), *first.shape)
+    source_strides = (source_step, *first.source_strides)
+    target_strides = (target_step, *first.target_strides)
+    merged = first._replace(
+        shape=shape,
+        source_strides=source_strides,
+        target_strides=target_strides,
+        block_dim=block_dim(shape, target_strides, source_strides),
+    )
+    return [merged]
+
+
+def _is_small(targets: Sequence[Box], dtype: Any) -> bool:
+    """Whether all new shards lie in one memory, which takes less time to allocate."""
+    return sum(map(volume, targets)) * np.dtype(dtype).itemsize < _TASK_BYTES
+
+
+def _shard_starts(targets: Sequence[Box], dtype: Any) -> list[int]:
+    """The byte at which each new shard starts in the memory of all, and behind them the
+    bytes of that memory.
+    """
+    itemsize = np.dtype(dtype).itemsize
+    sizes = [aligned(volume(box) * itemsize) for box in targets]
+    return [*it.accumulate(sizes, initial=0)]
 
 
 def _copy_of(
@@ -263,6 +329,7 @@ def start_on_host(
     struct: jax.ShapeDtypeStruct,
     targets: Sequence[Box],
     copies: Sequence[HostCopies],
+    joint: Sequence[Copy],
     names: Sequence[str],
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
@@ -272,8 +339,9 @@ def start_on_host(
     the array.
 
     `targets` are the distinct boxes of this process's shards of the array, and `copies`
-    the parts of each. `names` are the paths of the arrays that are read; `copies` give
-    an array by its position in `names`. Without `pool`, the calling thread copies.
+    the parts of each. `joint` are the `joint_copies` of both. `names` are the paths of
+    the arrays that are read; copies give an array by its position in `names`. Without
+    `pool`, the calling thread copies.
 
     The new shards are views of old shards on two conditions: each new shard is a
     contiguous part of one old shard, and these old shards, which views keep alive, have
@@ -285,26 +353,26 @@ def start_on_host(
     if views is not None:
         return ft.partial(_finished, struct, targets, views, ())
 
-    new_shards = _new_shards(targets, struct.dtype)
-    copies_into = [
-        CopiesInto(buffer, shard_copies.copies)
-        for buffer, shard_copies in zip(new_shards, copies, strict=True)
-    ]
-    nbytes = sum(buffer.nbytes for buffer in new_shards)
+    if _is_small(targets, dtype):
+        *starts, nbytes = _shard_starts(targets, dtype)
+        (memory,) = buffers([((nbytes // dtype.itemsize,), struct.dtype)])
+        new_shards = [
+            np.ndarray(_sizes(box), struct.dtype, memory, start)
+            for box, start in zip(targets, starts, strict=True)
+        ]
+        copies_into = [CopiesInto(memory, joint)]
+    else:
+        new_shards = [buffers([(_sizes(box), struct.dtype)])[0] for box in targets]
+        copies_into = [
+            CopiesInto(buffer, shard_copies.copies)
+            for buffer, shard_copies in zip(new_shards, copies, strict=True)
+        ]
+        nbytes = sum(buffer.nbytes for buffer in new_shards)
     tasks = _run_copies(_views(copies_into, names, shards), nbytes, pool)
     for buffer, shard_copies in zip(new_shards, copies, strict=True):
         for part in shard_copies.computed:
             _compute(buffer, part, names, shards)
     return ft.partial(_finished, struct, targets, new_shards, tasks)
-
-
-def _new_shards(targets: Sequence[Box], dtype: Any) -> list[np.ndarray]:
-    """Memory for the shards of these boxes."""
-    sizes = [(_sizes(box), dtype) for box in targets]
-    # One buffer for all shards of a small array takes less time to allocate.
-    if sum(map(volume, targets)) * np.dtype(dtype).itemsize < _TASK_BYTES:
-        return buffers(sizes)
-    return [buffers([size])[0] for size in sizes]
 
 
 def _finished(
@@ -377,7 +445,8 @@ def assemble_and_delete(
     nbytes = math.prod(struct.shape) * np.dtype(struct.dtype).itemsize
     are_slices = all(shard_copies.is_slice for shard_copies in copies)
     if nbytes < _PAGE_BYTES or are_slices:
-        array = start_on_host(struct, targets, copies, ("",), shards, pool)()
+        joint = joint_copies(targets, copies, struct.dtype)
+        array = start_on_host(struct, targets, copies, joint, ("",), shards, pool)()
         shards.delete()
         return array
 

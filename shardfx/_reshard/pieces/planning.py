@@ -33,7 +33,7 @@ from ..._ground.boxes import Box
 from ..._ground.errors import MeshError
 from ..shardings import data_of, has_devices, naming, require_movable, require_reduced
 from .assembly import Assembly, MovedLeaf, ScaledArray, numbered, shards_of
-from .host import host_copies
+from .host import host_copies, joint_copies
 from .parts import Block, ShardPart, ShardParts, Source, shard_parts
 
 
@@ -415,6 +415,8 @@ def _with_host_copies(
     for device, box in devices.target:
         if device.process_index == jax.process_index():
             receiver_of_box.setdefault(box, devices.numbers[device])
+    # In the order of the array, parts of one old shard are evenly spaced more often.
+    targets = tuple(sorted(receiver_of_box))
     parts: dict[int, list[ShardPart]] = {
         receiver: [] for receiver in receiver_of_box.values()
     }
@@ -423,12 +425,15 @@ def _with_host_copies(
             parts[part.receiver].append(part)
     shapes = [plan.source_shapes[source.path] for source in sources]
     orders = [_shard_numbers(source, devices) for source in sources]
-    copies = [
-        host_copies(parts[receiver], plan.dtype, box, shapes, orders)
-        for box, receiver in receiver_of_box.items()
-    ]
+    copies = tuple(
+        host_copies(parts[receiver_of_box[box]], plan.dtype, box, shapes, orders)
+        for box in targets
+    )
     return dataclasses.replace(
-        plan, targets=tuple(receiver_of_box), host_copies=tuple(copies)
+        plan,
+        targets=targets,
+        host_copies=copies,
+        joint_copies=joint_copies(targets, copies, plan.dtype),
     )
 
 

@@ -309,6 +309,7 @@ def start_assembly(
             plan.struct,
             targets=plan.targets,
             copies=plan.host_copies,
+            joint=plan.joint_copies,
             names=names,
             shards=context.shards,
             pool=context.pool,
