@@ -56,11 +56,11 @@ class CheckedPrograms:
         if parts not in self._passed:
             if is_tracing():
                 return
-            found = self._check(trace())
-            if found is not None and not found:
+            verdict = self._check(trace())
+            if verdict is not None and not verdict:
                 raise RefusedError(
                     f"`check` refused the program of `{self._name}`, and nothing ran."
-                    f" It says:\n{found}"
+                    f" It says:\n{verdict}"
                 )
             self._passed.add(parts)
         self._last = parts

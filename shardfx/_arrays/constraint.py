@@ -166,9 +166,11 @@ def constrain(
     }
     sizes = MeshSpec([(name, mesh.shape[name]) for name in free], axis_types=free)
     strict = plan.strict if strict is None else strict
-    found = decision_for(names_or_spec, x.shape, plan.content, sizes, strict, unmatched)
+    decision = decision_for(
+        names_or_spec, x.shape, plan.content, sizes, strict, unmatched
+    )
     if isinstance(x, Tracer):
-        found = _in_order(found, free, strict)
+        decision = _in_order(decision, free, strict)
         # The type of a value may have a mesh because the function closes over an array
         # on it. The program may still run on one device.
         if (
@@ -183,21 +185,21 @@ def constrain(
         ):
             axes = [name for name in free if free[name] == kind]
             if axes:
-                x = constraint(x, NamedSharding(mesh, _only(found.spec, axes, kind)))
+                x = constraint(x, NamedSharding(mesh, _only(decision.spec, axes, kind)))
     else:
-        x = _constrained_outside(x, found.spec, mesh)
-    return (x, found) if explain else x
+        x = _constrained_outside(x, decision.spec, mesh)
+    return (x, decision) if explain else x
 
 
-def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:
-    """The decision `found`, with the mesh axes of each dimension in JAX's order inside
+def _in_order(decision: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:
+    """The decision `decision`, with the mesh axes of each dimension in JAX's order inside
     `jit`: Explicit axes before Auto axes.
 
     `kinds` has the type of each mesh axis. Raises `SpecError` under `strict` if the
     order changes.
     """
     entries = []
-    for dim, entry in enumerate(entries_of(found.spec)):
+    for dim, entry in enumerate(entries_of(decision.spec)):
         axes = () if entry is UNCONSTRAINED else entry_axes(entry)
         first = sorted(axes, key=lambda axis: kinds[axis] != AxisType.Explicit)
         if strict and first != [*axes]:
@@ -207,7 +209,7 @@ def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Deci
                 " mesh one type."
             )
         entries.append(tuple(first) if axes else entry)
-    return Decision(trimmed(entries, found.spec), found.reasons)
+    return Decision(trimmed(entries, decision.spec), decision.reasons)
 
 
 def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:

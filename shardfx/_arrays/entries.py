@@ -79,7 +79,7 @@ def shardings_in(form: object, what: str) -> list[Any]:
     of that argument. Raises `PlanMismatchError` if `form` holds a value that is no
     sharding, such as a PartitionSpec, which has no mesh.
     """
-    found = {None: None}
+    shardings = {None: None}
     for entry in jax.tree.leaves(
         form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)
     ):
@@ -90,10 +90,10 @@ def shardings_in(form: object, what: str) -> list[Any]:
                 " `plan.sharding(names)`, `NamedSharding(plan.jax_mesh, spec)`, a tree"
                 " of these, or `None` to take an array as it comes."
             )
-        found |= dict.fromkeys(
+        shardings |= dict.fromkeys(
             entry.content.row_shardings if isinstance(entry, ShardPlan) else [entry]
         )
-    return [*found]
+    return [*shardings]
 
 
 def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> list[Any]:
@@ -118,11 +118,13 @@ def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> lis
             f"the entry of `in_shardings` or `out_shardings` for {what} is no prefix of"
             f" it: {error}"
         ) from error
-    found: list[Any] = []
+    shardings: list[Any] = []
     for (path, entry), part in zip(entries, parts, strict=True):
         place = jax.tree_util.keystr(path, simple=True, separator="/")
-        found += _below(entry, part, f"`{place}` of {what}" if place else what, shapes)
-    return found
+        shardings += _below(
+            entry, part, f"`{place}` of {what}" if place else what, shapes
+        )
+    return shardings
 
 
 def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
@@ -156,8 +158,10 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
 def parameter_keys(signature: inspect.Signature) -> Keys:
     kinds = {inspect.Parameter.VAR_POSITIONAL: int, inspect.Parameter.VAR_KEYWORD: str}
     return {
-        one.name: one.name if one.kind is one.KEYWORD_ONLY else kinds.get(one.kind, at)
-        for at, one in enumerate(signature.parameters.values())
+        parameter.name: parameter.name
+        if parameter.kind is parameter.KEYWORD_ONLY
+        else kinds.get(parameter.kind, position)
+        for position, parameter in enumerate(signature.parameters.values())
     }
 
 
@@ -182,7 +186,7 @@ def arguments(
     """
     names = _positional(keys)
     variadic = next((name for name, key in keys.items() if key is int), "")
-    names += [f"{variadic}/{at}" for at in range(len(args) - len(names))]
+    names += [f"{variadic}/{number}" for number in range(len(args) - len(names))]
     return [
         *zip(it.count(), names, args),
         *[(key, key, kwargs[key]) for key in sorted(kwargs)],
@@ -239,26 +243,26 @@ def donated_by_key(donate: Any, keys: Keys) -> Table:
         "warn-except-first",
     ):
         every = donate not in (False, "none")
-        kept = (
+        exceptions = (
             {0: False}
             if isinstance(donate, str) and donate.endswith("-except-first")
             else {}
         )
-        return {int: every, str: every} | kept
+        return {int: every, str: every} | exceptions
     names = _positional(keys)
     is_variadic = int in keys.values()
     chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
-    for one in chosen:
-        known = (
-            isinstance(one, int)
-            and not isinstance(one, bool)
-            and 0 <= one
-            and (is_variadic or one < len(names))
+    for key in chosen:
+        is_position = (
+            isinstance(key, int)
+            and not isinstance(key, bool)
+            and 0 <= key
+            and (is_variadic or key < len(names))
         )
-        if one not in names and not known:
+        if key not in names and not is_position:
             raise ValueError(
-                f"`donate` names {one!r}, which is no positional parameter"
+                f"`donate` names {key!r}, which is no positional parameter"
                 f' ({", ".join(names)}); use those, their positions, True or "all",'
                 ' "all-except-first", False or "none".'
             )
-    return {keys.get(one, one): True for one in chosen}
+    return {keys.get(key, key): True for key in chosen}

@@ -60,33 +60,33 @@ def is_placed(kind: type) -> bool:
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
 
 
-def check_given(given: Iterable[Given]) -> None:
+def check_given(arrays: Iterable[Given]) -> None:
     """Raises `PlanMismatchError` if an array was deleted, if it has another sharding
     than its entry, or if it is passed twice and donated.
     """
     seen: dict[int, Given] = {}
-    for one in given:
-        if _is_elsewhere(one):
+    for array in arrays:
+        if _is_elsewhere(array):
             raise PlanMismatchError(
-                f"{one.text} lies by {one.own}{_listed(one.own)}, but its entry of"
-                f" `in_shardings` is {one.wanted}{_listed(one.wanted)}. Move it first:"
+                f"{array.text} lies by {array.own}{_listed(array.own)}, but its entry of"
+                f" `in_shardings` is {array.wanted}{_listed(array.wanted)}. Move it first:"
                 " `shard(tree, plan)`, or `reshard(tree, plan)`; or leave the entry"
                 " out, to take the argument as it comes."
             )
-        if not is_placed(type(one.array)):
+        if not is_placed(type(array.array)):
             continue
-        if one.array.is_deleted():
+        if array.array.is_deleted():
             raise PlanMismatchError(
-                f"{one.text} was deleted, or donated to an earlier call, which may have"
+                f"{array.text} was deleted, or donated to an earlier call, which may have"
                 " written over it. Use what that call returned, or leave the argument"
                 " out of `donate`."
             )
-        first = seen.setdefault(id(one.array), one)
-        donated = [each.is_donated for each in (first, one)]
+        first = seen.setdefault(id(array.array), array)
+        donated = [each.is_donated for each in (first, array)]
         # JAX copies an array that is not committed, and the program donates the copy.
-        if first is not one and any(donated) and one.own is not None:
+        if first is not array and any(donated) and array.own is not None:
             raise PlanMismatchError(
-                f"{first.name} and {one.text} are one array, and"
+                f"{first.name} and {array.text} are one array, and"
                 f" {'both are' if all(donated) else 'one of them is'} donated: the"
                 " program could write over what it still reads. Copy one of them"
                 " first: `jax.tree.map(jax.numpy.copy, tree)`; or leave the argument"
@@ -94,7 +94,7 @@ def check_given(given: Iterable[Given]) -> None:
             )
 
 
-def _is_elsewhere(one: Given) -> bool:
+def _is_elsewhere(array: Given) -> bool:
     """Whether an array has another sharding than `in_shardings` gives it, or devices in
     another order.
 
@@ -102,14 +102,14 @@ def _is_elsewhere(one: Given) -> bool:
     moves it. If two shardings differ in devices only, JAX moves the array at the first
     call and fails at the next call.
     """
-    own = one.own
-    wanted = one.wanted
-    if own is None or not isinstance(wanted, Sharding):
+    sharding = array.own
+    expected = array.wanted
+    if sharding is None or not isinstance(expected, Sharding):
         return False
-    if wanted.num_devices == 1 and own.is_fully_replicated:
-        return memory_kind(own) != memory_kind(wanted)
-    orders = {*filter(None, (_in_order(own), _in_order(wanted)))}
-    return len(orders) > 1 or not has_same_shards(own, wanted, one.array.shape)
+    if expected.num_devices == 1 and sharding.is_fully_replicated:
+        return memory_kind(sharding) != memory_kind(expected)
+    orders = {*filter(None, (_in_order(sharding), _in_order(expected)))}
+    return len(orders) > 1 or not has_same_shards(sharding, expected, array.array.shape)
 
 
 def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
@@ -120,10 +120,10 @@ def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
     and "out_shardings", with the shardings in these arguments of `filter_jit`.
     """
     pairs = [
-        (what, one)
-        for what, found in shardings.items()
-        for one in found
-        if _in_order(one)
+        (what, entry)
+        for what, shardings_of_argument in shardings.items()
+        for entry in shardings_of_argument
+        if _in_order(entry)
     ]
     for what, sharding in pairs[1:]:
         if _in_order(sharding) != _in_order(pairs[0][1]):
@@ -146,7 +146,7 @@ def _in_order(sharding: object) -> tuple[Any, ...]:
             tuple(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else ()
         )
     return (
-        tuple(sorted(sharding.device_set, key=lambda one: one.id))
+        tuple(sorted(sharding.device_set, key=lambda device: device.id))
         if isinstance(sharding, Sharding)
         else ()
     )
@@ -169,7 +169,7 @@ def is_abstract(sharding: object) -> bool:
 
 
 @ft.lru_cache(maxsize=4096)
-def has_same_shards(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
+def has_same_shards(first: Sharding, second: Sharding, shape: tuple[int, ...]) -> bool:
     """Whether every device holds the same part of an array of `shape` under both
     shardings.
 
@@ -177,15 +177,15 @@ def has_same_shards(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -
     False if the memory kinds, or the `unreduced` or `reduced` axes of the specs,
     differ.
     """
-    if memory_kind(found) != memory_kind(wanted) or _reductions(found) != _reductions(
-        wanted
+    if memory_kind(first) != memory_kind(second) or _reductions(first) != _reductions(
+        second
     ):
         return False
-    if found == wanted:
+    if first == second:
         return True
-    ours = shard_boxes(found, shape)
-    theirs = shard_boxes(wanted, shape)
-    is_abstract_one = is_abstract(found) or is_abstract(wanted)
+    ours = shard_boxes(first, shape)
+    theirs = shard_boxes(second, shape)
+    is_abstract_one = is_abstract(first) or is_abstract(second)
     return [*ours.values()] == [*theirs.values()] if is_abstract_one else ours == theirs
 
 
@@ -233,11 +233,13 @@ def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
     """The ShapeDtypeStruct of an array. Its sharding is on an abstract mesh, or `None`
     if the array's has no mesh.
     """
-    found = struct_of(leaf)
-    own = found.sharding
-    if not isinstance(own, NamedSharding) or own.mesh.empty:
-        return found.update(sharding=None)
+    struct = struct_of(leaf)
+    sharding = struct.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return struct.update(sharding=None)
     abstract = NamedSharding(
-        MeshSpec.of(own.mesh).abstract(), own.spec, memory_kind=memory_kind(own)
+        MeshSpec.of(sharding.mesh).abstract(),
+        sharding.spec,
+        memory_kind=memory_kind(sharding),
     )
-    return found if is_abstract(own) else found.update(sharding=abstract)
+    return struct if is_abstract(sharding) else struct.update(sharding=abstract)

@@ -170,14 +170,14 @@ def filter_jit(
         assert apply(model, jnp.ones((8, 16))).shape == (8, 16)
         ```
     """
-    made = ft.partial(
+    decorator = ft.partial(
         Jitted,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate=donate,
         check=check,
     )
-    return made if fn is None else made(fn)
+    return decorator if fn is None else decorator(fn)
 
 
 @dataclasses.dataclass(eq=False)
@@ -312,21 +312,21 @@ class Jitted(Generic[P, R]):
         devices.
         """
         form, static, arrays = self._bound(args, kwargs)
-        given = self._given(
+        taken = self._given(
             *static.tree(
                 map(without_devices if self._is_abstract else struct_of, arrays)
             )
         )
-        traced = form.run.trace(static, *[one.array for one in given])
-        taken = tuple(
+        traced = form.run.trace(static, *[array.array for array in taken])
+        traced_arrays = tuple(
             TracedArray(
-                one.path,
-                struct_of(one.array, one.wanted),
-                one.is_donated,
-                one.argument,
-                f"arrays[{at}]",
+                array.path,
+                struct_of(array.array, array.wanted),
+                array.is_donated,
+                array.argument,
+                f"arrays[{position}]",
             )
-            for at, one in enumerate(given)
+            for position, array in enumerate(taken)
         )
         # The mesh of the first plan.
         plans = jax.tree.leaves(
@@ -334,12 +334,12 @@ class Jitted(Generic[P, R]):
             is_leaf=lambda node: isinstance(node, ShardPlan),
         )
         mesh: MeshSpec | None = next(
-            (one.mesh for one in plans if isinstance(one, ShardPlan)), None
+            (array.mesh for array in plans if isinstance(array, ShardPlan)), None
         )
         return Traced(
             ft.partial(self._run_compiled, static),
             traced,
-            taken,
+            traced_arrays,
             self._returned(traced.out_info),
             mesh,
         )
@@ -371,24 +371,24 @@ class Jitted(Generic[P, R]):
         """
         if kwargs or len(args) != self._arity:
             try:
-                found = self._signature.bind(*args, **kwargs)
+                binding = self._signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{self._name}{self._signature}: {error}") from None
-            found.apply_defaults()
-            args = found.args
-            kwargs = found.kwargs
+            binding.apply_defaults()
+            args = binding.args
+            kwargs = binding.kwargs
         leaves, treedef = jax.tree.flatten((self._arrays, args, kwargs))
         form = self._last
         kinds = tuple(map(type, leaves))
         if form is None or kinds != form.kinds or treedef != form.treedef:
             self._last = form = self._form(treedef, kinds)
-        values = [leaves[at] for at in form.statics]
+        values = [leaves[position] for position in form.statics]
         parts = values + node_data(treedef) if form.has_data else values
-        known, static = form.last
+        parts_of_last, static = form.last
         if (
             static is None
-            or len(parts) != len(known)
-            or not all(map(operator.is_, parts, known))
+            or len(parts) != len(parts_of_last)
+            or not all(map(operator.is_, parts, parts_of_last))
         ):
             static = self._interned(Static(treedef, form.is_array, values), parts)
             form.last = parts, static
@@ -402,13 +402,13 @@ class Jitted(Generic[P, R]):
         twice and donated.
         """
         form, static, arrays = self._bound(args, kwargs)
-        alive = [arrays[at] for at in form.alive]
-        shardings = [arrays[at].sharding for at in form.watched]
+        alive = [arrays[position] for position in form.alive]
+        shardings = [arrays[position].sharding for position in form.watched]
         is_twice = form.is_donating and len({*map(id, alive)}) < len(alive)
         if (
             is_twice
             or shardings != form.shardings
-            or True in [one.is_deleted() for one in alive]
+            or True in [array.is_deleted() for array in alive]
         ):
             self._given(*static.tree(arrays))
             form.shardings = shardings
@@ -417,21 +417,25 @@ class Jitted(Generic[P, R]):
     def _form_of(self, treedef: Any, kinds: tuple[type, ...]) -> _Form:
         is_array = tuple(map(is_array_type, kinds))
         tree = Static(treedef, is_array, it.repeat("")).tree(it.repeat(_ARRAY))
-        given = self._given(*tree, shapes=False)
+        taken = self._given(*tree, shapes=False)
         self._check_taken(*tree[1:])
         placed = [
-            at
-            for at, kind in enumerate(it.compress(kinds, is_array))
+            position
+            for position, kind in enumerate(it.compress(kinds, is_array))
             if is_placed(kind)
         ]
-        watched = [*{given[at].wanted: at for at in reversed(placed)}.values()]
-        donated = tuple(one.is_donated for one in given)
+        watched = [
+            *{
+                taken[position].wanted: position for position in reversed(placed)
+            }.values()
+        ]
+        donated = tuple(one.is_donated for one in taken)
         return _Form(
             treedef,
             kinds,
-            self._jit(tuple(one.wanted for one in given), donated),
+            self._jit(tuple(one.wanted for one in taken), donated),
             is_array,
-            statics=[at for at, one in enumerate(is_array) if not one],
+            statics=[position for position, one in enumerate(is_array) if not one],
             has_data=any(
                 type(one).__eq__ is not object.__eq__ for one in node_data(treedef)
             ),
@@ -491,7 +495,9 @@ class Jitted(Generic[P, R]):
         names = [words.get(number, f"args[{number}]") for number in range(len(args))]
         raise_if_updated(self._fn_name, [*names, *kwargs], watched, out)
         leaves, treedef = jax.tree.flatten(out)
-        numbers = {key: at for at, key in enumerate(["statics", *self._results])}
+        numbers = {
+            key: position for position, key in enumerate(["statics", *self._results])
+        }
         order = [
             numbers[sharding if _is_array(leaf) else "statics"]
             for leaf, sharding in zip(
@@ -501,7 +507,7 @@ class Jitted(Generic[P, R]):
             )
         ]
         statics, *lists = [
-            [*it.compress(leaves, [at == number for at in order])]
+            [*it.compress(leaves, [position == number for position in order])]
             for number in numbers.values()
         ]
         return (
@@ -520,7 +526,7 @@ class Jitted(Generic[P, R]):
         shapes or dtypes differ, or if an array was deleted, has another sharding than
         its entry, or is passed twice and donated.
         """
-        found = []
+        taken = []
         trees = [(None, self._name, fn), *arguments(self._keys, args, kwargs)]
         for argument, (key, name, tree) in enumerate(trees, -1):
             what = (
@@ -530,13 +536,13 @@ class Jitted(Generic[P, R]):
             )
             leaves, treedef = jax.tree.flatten(tree)
             try:
-                wanted = spread(at_key(self._in, key), tree, what, shapes=shapes)
+                shardings = spread(at_key(self._in, key), tree, what, shapes=shapes)
             except PlanMismatchError as error:
                 raise PlanMismatchError(
                     f"{error}{self._fitting(key, tree, shapes)}"
                 ) from error
             for path, leaf, sharding in zip(
-                tree_paths(treedef), leaves, wanted, strict=True
+                tree_paths(treedef), leaves, shardings, strict=True
             ):
                 if _is_array(leaf):
                     text, path = (
@@ -545,7 +551,7 @@ class Jitted(Generic[P, R]):
                         else (what, name)
                     )
                     is_donated = bool(at_key(self._donated, key))
-                    found.append(
+                    taken.append(
                         Given(
                             text,
                             path,
@@ -555,8 +561,8 @@ class Jitted(Generic[P, R]):
                             None if key is None else argument,
                         )
                     )
-        check_given(found)
-        return found
+        check_given(taken)
+        return taken
 
     def _fitting(self, key: object, tree: object, shapes: bool) -> str:
         """The end of a message about an argument that does not fit its plan: the
@@ -578,16 +584,19 @@ class Jitted(Generic[P, R]):
         `args` and `kwargs` are the arguments of a call, with `_ARRAY` in the place of
         each array.
         """
-        given = {key: tree for key, _, tree in arguments(self._keys, args, kwargs)}
+        tree_by_key = {
+            key: tree for key, _, tree in arguments(self._keys, args, kwargs)
+        }
         missing = [
             key
             for key in self._in
-            if self._in[key] is not None and key not in (int, str, *given)
+            if self._in[key] is not None and key not in (int, str, *tree_by_key)
         ]
         bare = [
             key
-            for key in given
-            if at_key(self._in, key) is None and _ARRAY in jax.tree.leaves(given[key])
+            for key in tree_by_key
+            if at_key(self._in, key) is None
+            and _ARRAY in jax.tree.leaves(tree_by_key[key])
         ]
         if missing and bare:
             raise PlanMismatchError(
@@ -604,11 +613,11 @@ class Jitted(Generic[P, R]):
 
         `static` and `arrays` are the static argument and the arrays of that call.
         """
-        given = self._given(*static.tree(arrays))
+        taken = self._given(*static.tree(arrays))
         if "incompatible devices" in str(error):
             text = re.sub(
                 r"arrays\[(\d+)\] of [^ ]*",
-                lambda found: given[int(found[1])].name,
+                lambda match: taken[int(match[1])].name,
                 f"{error}",
             )
             raise PlanMismatchError(
@@ -627,18 +636,19 @@ class Jitted(Generic[P, R]):
                 tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True
             )
             return tuple(TracedArray(path, struct_of(leaf)) for path, leaf in pairs)
-        found = []
+        returned = []
         for number, (leaves, sharding) in enumerate(
             zip(out.lists, self._results, strict=True), 1
         ):
             paths = it.compress(
-                tree_paths(out.rest.treedef), [at == number for at in out.rest.order]
+                tree_paths(out.rest.treedef),
+                [position == number for position in out.rest.order],
             )
-            found += [
+            returned += [
                 TracedArray(path, struct_of(leaf, sharding))
                 for path, leaf in zip(paths, leaves, strict=True)
             ]
-        return tuple(found)
+        return tuple(returned)
 
 
 def _is_array(leaf: object) -> bool:

@@ -103,13 +103,13 @@ class Misplaced(tuple[MisplacedArray, ...]):
             )
             groups.setdefault(key, []).append(row)
         rows: list[tuple[str, ...]] = [_HEADER]
-        for (_, asked, found, excess, fix), alike in groups.items():
+        for (_, asked, live, excess, fix), alike in groups.items():
             for path, count in joined_exactly([row.path for row in alike]):
                 rows.append(
                     (
                         path,
                         asked,
-                        found,
+                        live,
                         bytes_text(excess * count) if excess else "-",
                         fix,
                     )
@@ -163,8 +163,8 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     content = plan.content
     flat = flatten(tree)
     asked = [
-        (one, row.shape, row.dtype)
-        for one, row in zip(content.row_shardings, content.rows, strict=True)
+        (sharding, row.shape, row.dtype)
+        for sharding, row in zip(content.row_shardings, content.rows, strict=True)
     ]
     index = content.index
     missing = ()
@@ -175,21 +175,21 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
         missing = [
             (path, i) for path, i in content.numbered if i >= 0 and path not in present
         ]
-    found = []
+    rows = []
     for path, leaf, is_array, i in zip(
         flat.paths, flat.leaves, flat.is_array, index, strict=True
     ):
         if i >= 0 or is_array:
-            here = (_sharding(path, leaf), leaf.shape, leaf.dtype) if is_array else None
-            verdict = _verdict(here, asked[i] if i >= 0 else None)
+            live = (_sharding(path, leaf), leaf.shape, leaf.dtype) if is_array else None
+            verdict = _verdict(live, asked[i] if i >= 0 else None)
             if verdict is not None:
-                found.append(MisplacedArray(path, *verdict))
-    found += [
+                rows.append(MisplacedArray(path, *verdict))
+    rows += [
         MisplacedArray(path, *verdict)
         for path, i in missing
         if (verdict := _verdict(None, asked[i]))
     ]
-    return Misplaced(sorted(found, key=lambda row: -row.excess_bytes))
+    return Misplaced(sorted(rows, key=lambda row: -row.excess_bytes))
 
 
 def _sharding(path: str, leaf: Any) -> Sharding | None:
@@ -208,27 +208,27 @@ _Described = tuple[Sharding | None, tuple[int, ...], Any]
 
 @ft.lru_cache(maxsize=4096)
 def _verdict(
-    found: _Described | None, asked: _Described | None
+    live: _Described | None, asked: _Described | None
 ) -> tuple[str, str, int, str] | None:
     """The planned and the found array as texts, the bytes by which the shard found is
     larger than the planned one, and how to correct the array; `None` if the array is as
     planned.
 
-    `found` and `asked` are the sharding, shape and dtype of the live and of the planned
-    array. `found` is `None` if the array is missing, and `asked` is `None` if the plan
+    `live` and `asked` are the sharding, shape and dtype of the live and of the planned
+    array. `live` is `None` if the array is missing, and `asked` is `None` if the plan
     has no such array.
     """
-    texts = _text(asked), _text(found)
-    if found is None or asked is None:
-        excess = 0 if found is None else _held(found)
+    texts = _text(asked), _text(live)
+    if live is None or asked is None:
+        excess = 0 if live is None else _held(live)
         fix = _PLAN_AGAIN
-    elif found[1] != asked[1] or canonical_dtype(found[2]) != asked[2]:
-        excess = _held(found) - _held(asked)
+    elif live[1] != asked[1] or canonical_dtype(live[2]) != asked[2]:
+        excess = _held(live) - _held(asked)
         fix = _PLAN_AGAIN
-    elif found[0] is not None and has_same_shards(found[0], asked[0], asked[1]):
+    elif live[0] is not None and has_same_shards(live[0], asked[0], asked[1]):
         return None
     else:
-        excess = _held(found) - _held(asked)
+        excess = _held(live) - _held(asked)
         fix = _MOVE
     return *texts, max(excess, 0), fix
 

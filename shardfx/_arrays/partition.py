@@ -26,16 +26,16 @@ def mark(value: object) -> Hashable:
         return kind, tuple(map(mark, value))
     if isinstance(value, dict):
         return kind, frozenset(
-            [(key, mark(key), mark(one)) for key, one in value.items()]
+            [(key, mark(key), mark(item)) for key, item in value.items()]
         )
     if isinstance(value, set | frozenset):
-        return kind, frozenset([(one, mark(one)) for one in value])
+        return kind, frozenset([(item, mark(item)) for item in value])
     if dataclasses.is_dataclass(kind):
         # An attribute may be unset.
         return kind, *[
-            mark(getattr(value, one.name, None))
-            for one in dataclasses.fields(kind)
-            if one.compare
+            mark(getattr(value, item.name, None))
+            for item in dataclasses.fields(kind)
+            if item.compare
         ]
     return kind
 
@@ -44,16 +44,16 @@ def node_data(treedef: Any) -> list[Any]:
     """The static data of the inner nodes of a tree: static fields of modules, and dict
     keys that are not strings.
     """
-    found: list[Any] = []
+    static_data: list[Any] = []
     nodes = [treedef]
     for node in nodes:
         kind, data = node.node_data() or (None, ())
         if kind is dict:
-            found += [key for key in data if type(key) is not str]
+            static_data += [key for key in data if type(key) is not str]
         else:
-            found += data if type(data) is tuple else (data,)
+            static_data += data if type(data) is tuple else (data,)
         nodes += node.children()
-    return found
+    return static_data
 
 
 @jax.tree_util.register_static
@@ -86,8 +86,8 @@ class Static:
         """
         # NaN does not equal itself.
         compared = [
-            None if isinstance(one, float | complex) and one != one else one
-            for one in self.values
+            None if isinstance(value, float | complex) and value != value else value
+            for value in self.values
         ]
         return self.order, tuple(compared), mark(parts), self.treedef
 
@@ -95,8 +95,10 @@ class Static:
         """The tree. Its arrays come from `lists`, the lists 1, 2, ... of `order`, each
         in the order of the leaves.
         """
-        left = [*map(iter, (self.values, *lists))]
-        return self.treedef.unflatten([next(left[at]) for at in self.order])
+        leaves = [*map(iter, (self.values, *lists))]
+        return self.treedef.unflatten(
+            [next(leaves[list_number]) for list_number in self.order]
+        )
 
 
 class Parted(NamedTuple):

@@ -82,16 +82,19 @@ def shard(tree: object, plan: ShardPlan) -> PyTree:
     shardings = shardings_of_leaves(plan, flat)
     leaves = list(flat.leaves)
     moved = [
-        at
-        for at, shaped in enumerate(flat.is_array)
-        if shaped and shardings[at] is not None
+        position
+        for position, shaped in enumerate(flat.is_array)
+        if shaped and shardings[position] is not None
     ]
-    for at, array in zip(
+    for position, array in zip(
         moved,
-        placed([leaves[at] for at in moved], [shardings[at] for at in moved]),
+        placed(
+            [leaves[position] for position in moved],
+            [shardings[position] for position in moved],
+        ),
         strict=True,
     ):
-        leaves[at] = array
+        leaves[position] = array
     return jax.tree.unflatten(flat.treedef, leaves)
 
 
@@ -137,15 +140,15 @@ def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
     plan.
     """
     leaves = list(flat.leaves)
-    for at, number in enumerate(rows_of(plan.content, flat)):
+    for position, number in enumerate(rows_of(plan.content, flat)):
         if number >= 0:
             row = plan.content.rows[number]
-            leaves[at] = constrain(leaves[at], row.spec, plan, strict=True)
+            leaves[position] = constrain(leaves[position], row.spec, plan, strict=True)
             if row.memory_kind is not None:
                 sharding = named_sharding(
                     plan.content.any_mesh, row.spec, row.memory_kind
                 )
-                leaves[at] = jax.device_put(leaves[at], sharding)
+                leaves[position] = jax.device_put(leaves[position], sharding)
     return leaves
 
 

@@ -78,7 +78,7 @@ class Traced(Generic[P, R]):
         """The path of each array that the function takes, by the name of the array in
         the program's text.
         """
-        return {one.name: one.path for one in self.arrays}
+        return {array.name: array.path for array in self.arrays}
 
     def lower(
         self, *, lowering_platforms: Sequence[str] | None = None

@@ -73,12 +73,12 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
             )
         case "pad_to", size, dim, value:
             dim %= x.ndim
-            more = xp.full(
+            padding = xp.full(
                 (*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :]),
                 value,
                 x.dtype,
             )
-            return xp.concatenate([x, more], axis=dim)
+            return xp.concatenate([x, padding], axis=dim)
         case "cast", dtype:
             return cast_array(x, jnp.dtype(dtype))
         case "scale", *block:
@@ -112,22 +112,22 @@ def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
     arrays |= {path: np.zeros((), kind) for path, kind in numbers.kinds}
     if any(step.inverted for step in steps):
         assemble = _assembled_in_jax if _is_in_jax(arrays) else _assembled
-        found = {path: assemble(one, arrays) for path, one in made.items()}
+        arrays_by_path = {path: assemble(one, arrays) for path, one in made.items()}
     else:
-        found = _by_rules(steps, arrays, made, own_numbers)
-    found |= {path: own_numbers[route] for path, route in numbers.routes}
+        arrays_by_path = _by_rules(steps, arrays, made, own_numbers)
+    arrays_by_path |= {path: own_numbers[route] for path, route in numbers.routes}
     if like is None:
-        return found
+        return arrays_by_path
     there = flatten(like)
     leaves = [
-        found[path] if path in found else leaf
+        arrays_by_path[path] if path in arrays_by_path else leaf
         for path, leaf in zip(there.paths, there.leaves, strict=True)
     ]
     return jax.tree.unflatten(there.treedef, leaves)
 
 
 def _is_in_jax(arrays: Mapping[str, object]) -> bool:
-    return any(isinstance(one, jax.Array) for one in arrays.values())
+    return any(isinstance(array, jax.Array) for array in arrays.values())
 
 
 def _by_rules(
@@ -148,16 +148,16 @@ def _by_rules(
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
         target = made if last else bound_steps([step], structs, spare=spare)
-        found = {}
+        arrays_by_path = {}
         run = ft.partial(on_arrays, xp)
         for path, rule, binding in places(step, structs, target, []):
             value = evaluated(rule, binding, leaves, leaves.__getitem__, run)
-            found[path] = (
+            arrays_by_path[path] = (
                 cast_array(value, target[path].dtype)
                 if value.dtype != target[path].dtype
                 else value
             )
-        leaves = {path: found[path] for path in target}
+        leaves = {path: arrays_by_path[path] for path in target}
         structs = structs_of(target, target.values())
     return leaves
 
@@ -174,7 +174,7 @@ def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
             whole,
             piece,
             lambda path, box: np.asarray(arrays[path])[
-                (..., *[slice(*ends) for ends in box])
+                (..., *[slice(*span) for span in box])
             ],
         )
     return out
@@ -189,11 +189,11 @@ def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
         return _filled(made.pieces, made.shape, made.dtype, arrays)
     names = [piece.value.path for piece in made.pieces if piece.value.path is not None]
     bits = {name: jax.random.key_data(arrays[name]) for name in names}
-    more = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), made.dtype))
+    key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), made.dtype))
     data = _filled(
-        [extended(one, more.shape) for one in made.pieces],
-        (*made.shape, *more.shape),
-        more.dtype,
+        [extended(other, key_data.shape) for other in made.pieces],
+        (*made.shape, *key_data.shape),
+        key_data.dtype,
         bits,
     )
     return jax.random.wrap_key_data(
@@ -210,24 +210,25 @@ def _filled(
     out = jnp.zeros(shape, dtype)
     for piece in pieces:
         copy = strided_copy(piece)
-        here, there = (
-            tuple(slice(*ends) for ends in hull(one)) for one in (swapped(piece), piece)
+        source_slices, target_slices = (
+            tuple(slice(*span) for span in hull(box_of))
+            for box_of in (swapped(piece), piece)
         )
         path = piece.value.path
         scale = piece.value.scale
         values = constant(piece) if path is None else arrays[path]
         if scale is not None:
             values = on_arrays(jnp, "scale", [values, arrays[scale.path]], *scale.block)
-        values = gathered(jnp.asarray(values)[here], copy.source)
+        values = gathered(jnp.asarray(values)[source_slices], copy.source)
         for to in () if path is None else piece.value.casts:
             values = changed(values, to)
-        made = scattered(
-            out[there], copy.target, transposed(values, copy).astype(dtype), 0
+        filled = scattered(
+            out[target_slices], copy.target, transposed(values, copy).astype(dtype), 0
         )
         out = (
-            made
-            if len(pieces) == 1 and made.shape == shape
-            else out.at[there].set(made)
+            filled
+            if len(pieces) == 1 and filled.shape == shape
+            else out.at[target_slices].set(filled)
         )
     return out
 
@@ -265,13 +266,13 @@ def strided_copy(piece: Piece) -> StridedCopy:
     """The strided copy that a piece makes."""
     sources = _box_factors(swapped(piece))
     targets = _box_factors(piece)
-    source = [f for own in sources for f in own]
+    source = [f for dim_factors in sources for f in dim_factors]
     # A factor is the same loop on both sides, with source and target exchanged.
     numbers = {(f.target_dim, f.target_step): number for number, f in enumerate(source)}
     order = tuple(
         NOWHERE if f.source_dim == NOWHERE else numbers[f.source_dim, f.source_step]
-        for own in targets
-        for f in own
+        for dim_factors in targets
+        for f in dim_factors
     )
     return StridedCopy(
         _plain(hull(swapped(piece)), sources),
@@ -290,8 +291,8 @@ def _plain(
 ) -> BoxFactors:
     sizes = [stop - start for start, stop in box]
     return tuple(
-        (size, tuple((f.size, f.target_step) for f in own))
-        for size, own in zip(sizes, factors, strict=True)
+        (size, tuple((f.size, f.target_step) for f in dim_factors))
+        for size, dim_factors in zip(sizes, factors, strict=True)
     )
 
 
@@ -302,8 +303,8 @@ def is_dense(size: int, factors: Sequence[BoxFactor]) -> bool:
     For size 6, ((2, 3), (3, 1)) do, and ((3, 2),) does not.
     """
     step = 1
-    for count, own in reversed(factors):
-        if own != step:
+    for count, stride in reversed(factors):
+        if stride != step:
             return False
         step *= count
     return step == size
@@ -316,30 +317,32 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
     A factor of size 3 with step 2 reaches the elements 0, 2 and 4.
     """
     axis = 0
-    for size, own in factors:
-        if is_dense(size, own):
+    for size, factors_of_dim in factors:
+        if is_dense(size, factors_of_dim):
             x = x.reshape(
-                *x.shape[:axis], *[count for count, _ in own], *x.shape[axis + 1 :]
+                *x.shape[:axis],
+                *[count for count, _ in factors_of_dim],
+                *x.shape[axis + 1 :],
             )
-            axis += len(own)
+            axis += len(factors_of_dim)
             continue
-        for count, step in own:
+        for count, step in factors_of_dim:
             x = _rows(x, axis, count, step)
             axis += 1
-            inner = _below(own, step)
+            inner = _below(factors_of_dim, step)
             x = jax.lax.slice_in_dim(x, 0, inner, axis=axis)
         x = x.reshape(*x.shape[:axis], *x.shape[axis + 1 :])
     return x
 
 
-def _below(own: Sequence[BoxFactor], step: int) -> int:
-    """The number of elements from the first to the last that the factors in `own` with
+def _below(factors: Sequence[BoxFactor], step: int) -> int:
+    """The number of elements from the first to the last that the factors in `factors` with
     a step below `step` reach.
 
     For the factors ((2, 6), (3, 2)) and the step 6: the second one reaches 0, 2 and 4,
     so the result is 5.
     """
-    return 1 + sum((count - 1) * each for count, each in own if each < step)
+    return 1 + sum((count - 1) * each for count, each in factors if each < step)
 
 
 def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
@@ -349,7 +352,7 @@ def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
     For [1, 2, 3, 4, 5] with 2 rows of 3: [[1, 2, 3], [4, 5, 0]].
     """
     missing = count * step - x.shape[axis]
-    padded = jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
+    padded = jnp.pad(x, [(0, missing if dim == axis else 0) for dim in range(x.ndim)])
     return padded.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :])
 
 
@@ -360,7 +363,7 @@ def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
     It is broadcast along factors that repeat the source.
     """
     piece = piece.transpose([number for number in copy.order if number != NOWHERE])
-    counts = [count for _, own in copy.target for count, _ in own]
+    counts = [count for _, dim_factors in copy.target for count, _ in dim_factors]
     shape = [
         1 if number == NOWHERE else count
         for number, count in zip(copy.order, counts, strict=True)
@@ -379,19 +382,19 @@ def scattered(
     dimension. For a dimension of size 6 with the factor (3, 2), `piece` has the new
     elements 0, 2 and 4.
     """
-    if all(is_dense(size, own) for size, own in factors):
+    if all(is_dense(size, dim_factors) for size, dim_factors in factors):
         return piece.reshape(box.shape)
-    size, own = factors[0]
+    size, dim_factors = factors[0]
     rest = factors[1:]
-    if is_dense(size, own):
+    if is_dense(size, dim_factors):
         merged = piece.reshape(
-            *piece.shape[:axis], size, *piece.shape[axis + len(own) :]
+            *piece.shape[:axis], size, *piece.shape[axis + len(dim_factors) :]
         )
         return scattered(box, rest, merged, axis + 1)
-    count, step = own[0]
-    below = own[1:]
+    count, step = dim_factors[0]
+    below = dim_factors[1:]
     rows = _rows(box, axis, count, step)
-    inner = _below(own, step)
+    inner = _below(dim_factors, step)
     part = jax.lax.slice_in_dim(rows, 0, inner, axis=axis + 1)
     new = scattered(part, ((inner, below), *rest), piece, axis + 1)
     rows = jax.lax.dynamic_update_slice_in_dim(rows, new, 0, axis + 1)

@@ -34,7 +34,7 @@ def _whole(x: np.ndarray, to: np.dtype) -> np.ndarray:
     low = floats <= float(least)
     high = floats >= float(most + 1)
     inside = ~(low | high | np.isnan(floats))
-    made = np.where(inside, floats, 0).astype(np.int64 if least else np.uint64)
-    made[low] = least
-    made[high] = most
-    return made.astype(to)
+    integers = np.where(inside, floats, 0).astype(np.int64 if least else np.uint64)
+    integers[low] = least
+    integers[high] = most
+    return integers.astype(to)

@@ -40,8 +40,8 @@ def shard_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
     """The box of the shard of each device of this process, in an array of `shape`."""
-    found = sharding.addressable_devices_indices_map(shape)
-    return {device: as_box(index or (), shape) for device, index in found.items()}
+    indices = sharding.addressable_devices_indices_map(shape)
+    return {device: as_box(index or (), shape) for device, index in indices.items()}
 
 
 def volume(box: Box) -> int:
@@ -49,12 +49,12 @@ def volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def common(one: Box, other: Box) -> Box | None:
+def common(box: Box, other: Box) -> Box | None:
     """The intersection of two boxes, or `None` if it is empty."""
-    found = tuple(
-        [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+    intersection = tuple(
+        [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)]
     )
-    return found if all([start < stop for start, stop in found]) else None
+    return intersection if all([start < stop for start, stop in intersection]) else None
 
 
 def slices(part: Box, box: Box) -> tuple[Any, ...]:
@@ -62,17 +62,18 @@ def slices(part: Box, box: Box) -> tuple[Any, ...]:
 
     The index ends with an ellipsis, so that it selects a view at rank 0 too.
     """
-    found = [
+    part_slices = [
         slice(start - low, stop - low)
         for (start, stop), (low, _) in zip(part, box, strict=True)
     ]
-    return (*found, ...)
+    return (*part_slices, ...)
 
 
 def first_with(box: Box, shards: Sequence[Box]) -> int | None:
     """The position of the first box in `shards` that contains all of `box`, or `None`."""
     return next(
-        (number for number, own in enumerate(shards) if common(box, own) == box), None
+        (number for number, shard in enumerate(shards) if common(box, shard) == box),
+        None,
     )
 
 
@@ -89,16 +90,16 @@ def read_box(
     if number is not None:
         return data(number)[slices(box, shards[number])]
     parts = {
-        own: (both, at)
-        for at, own in enumerate(shards)
-        if (both := common(own, box)) is not None
+        shard: (both, source)
+        for source, shard in enumerate(shards)
+        if (both := common(shard, box)) is not None
     }
     if sum(volume(both) for both, _ in parts.values()) < volume(box):
         return None
-    made = np.empty([stop - start for start, stop in box], data(0).dtype)
-    for own, (both, at) in parts.items():
-        made[slices(both, box)] = data(at)[slices(both, own)]
-    return made
+    array = np.empty([stop - start for start, stop in box], data(0).dtype)
+    for shard, (both, source) in parts.items():
+        array[slices(both, box)] = data(source)[slices(both, shard)]
+    return array
 
 
 def array_of(
@@ -118,8 +119,8 @@ def array_of(
             shape, sharding, [], dtype=dtype
         )
     buffers = {
-        tuple([start for start, _ in box]): own
-        for box, own in zip(boxes, memory, strict=True)
+        tuple([start for start, _ in box]): device_array
+        for box, device_array in zip(boxes, memory, strict=True)
     }
 
     def shard(index: Any) -> np.ndarray:

@@ -83,15 +83,15 @@ def exchanged(
         return {me: text}, ""
     client.key_value_set(f"{name}/{me}", text, True)
     late = absent(client, f"{name}/sent", seconds, me, processes)
-    found = sorted(
-        (int(key.rpartition("/")[2]), one)
-        for key, one in client.key_value_dir_get(name)
+    texts = sorted(
+        (int(key.rpartition("/")[2]), sent)
+        for key, sent in client.key_value_dir_get(name)
     )
     # No process deletes its text, or sends the next one, before all have read it.
     late = late or absent(client, f"{name}/read", seconds, me, processes)
     if not late:
         client.key_value_delete(f"{name}/{me}")
-    return dict(found), late
+    return dict(texts), late
 
 
 def named(processes: Sequence[int]) -> str:

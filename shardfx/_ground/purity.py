@@ -57,13 +57,13 @@ class WatchedArguments:
             for container, before in self._containers
             for value in _new_values(container, before)
         ]
-        known = set(map(id, jax.tree.leaves((self._leaves, refilled, result))))
+        known_ids = set(map(id, jax.tree.leaves((self._leaves, refilled, result))))
         flat = flatten(self._args, takes_specs=True)
         columns = zip(flat.leaves, flat.paths, flat.is_array, strict=True)
         return {
             path: leaf
             for leaf, path, is_array in columns
-            if is_array and id(leaf) not in known
+            if is_array and id(leaf) not in known_ids
         }
 
 
@@ -104,14 +104,14 @@ def raise_if_left(fn: Callable[..., object], result: PyTree) -> None:
     """Raises `ProgramError` if `fn`, which has been called while it is traced, leaves
     traced arrays in variables that it uses, and hides them from its `result`.
     """
-    left = _left_in_variables(fn, set(map(id, jax.tree.leaves(result))))
-    if left:
+    variables = _left_in_variables(fn, set(map(id, jax.tree.leaves(result))))
+    if variables:
         name = getattr(fn, "__name__", type(fn).__name__)
         raise ProgramError(
-            f"`{name}` leaves traced arrays in `{'`, `'.join(left)}`, and does not"
+            f"`{name}` leaves traced arrays in `{'`, `'.join(variables)}`, and does not"
             " return them: a jitted function keeps only what it returns, so its program"
             " lacks all that computes them. Take them as an argument, and return them:"
-            f" `return result, {left[0]}`."
+            f" `return result, {variables[0]}`."
         )
 
 

@@ -120,18 +120,18 @@ def with_reductions(
     """The PartitionSpec of `entries` with these unreduced and reduced axes. `kind` is
     "sum", "max" or "min".
     """
-    given: dict[str, Any] = {
+    reductions: dict[str, Any] = {
         "unreduced": frozenset(unreduced),
         "reduced": frozenset(reduced),
     }
-    if given["unreduced"] and kind != "sum":
+    if reductions["unreduced"] and kind != "sum":
         if not _HAS_KINDS:
             raise SpecError(
                 f"a spec leaves out a {kind}, which JAX {jax.__version__} cannot say;"
                 " use 0.11 or later."
             )
-        given["unreduced_kind"] = jax.sharding.UnreducedKind[kind]  # pyright: ignore[reportAttributeAccessIssue]
-    return PartitionSpec(*entries, **given)
+        reductions["unreduced_kind"] = jax.sharding.UnreducedKind[kind]  # pyright: ignore[reportAttributeAccessIssue]
+    return PartitionSpec(*entries, **reductions)
 
 
 def constrained(spec: PartitionSpec) -> PartitionSpec:

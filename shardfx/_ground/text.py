@@ -34,11 +34,11 @@ def printable(text: str) -> str:
     )
 
 
-def plural(count: int, one: str, many: str | None = None) -> str:
+def plural(count: int, singular: str, many: str | None = None) -> str:
     """A count with its noun: "1 array", "2 arrays". `many` is the plural if it does not
     end in "s".
     """
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+    return f"{count:,} {singular if count == 1 else many or singular + 's'}"
 
 
 def quoted(name: str, limit: int = 160) -> str:
@@ -65,10 +65,10 @@ def together(
     """Groups items by the result of `key`. The groups are in the order of their first
     items.
     """
-    found: dict[_Key, list[_Item]] = {}
+    groups: dict[_Key, list[_Item]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def joined(paths: Sequence[str]) -> str:
@@ -98,11 +98,11 @@ def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
         again += [path] if path in first else []
         first[path] = None
     rows = [tuple(_NUMBER.findall(path)) for path in first]
-    found = [
+    texts = [
         (_with_ranges(paths[0], product), len(product))
         for product in _products(rows, 0)
     ]
-    return found + (joined_exactly(again) if again else [])
+    return texts + (joined_exactly(again) if again else [])
 
 
 def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
@@ -117,29 +117,30 @@ def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _products(
-    rows: Sequence[tuple[str, ...]], at: int
+    rows: Sequence[tuple[str, ...]], position: int
 ) -> Iterator[Sequence[tuple[str, ...]]]:
     """Divides rows of numbers into groups. Each group has every combination of its
-    numbers in the columns from `at` on.
+    numbers in the columns from `position` on.
 
     For example, (0, 5), (0, 6), (1, 5), (1, 6) are one group, and (0, 5), (1, 6) are
-    two, if `at` is 0.
+    two, if `position` is 0.
     """
-    if at == len(rows[0]):
+    if position == len(rows[0]):
         yield rows
         return
     by_number: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
-        by_number.setdefault(row[at], []).append(row)
+        by_number.setdefault(row[position], []).append(row)
     parts: dict[object, list[tuple[str, ...]]] = {}
-    for number, own in by_number.items():
+    for number, group in by_number.items():
         # A range would lose the zeros of `007`.
         plain = None if str(int(number)) == number else number
         parts.setdefault(
-            (plain, frozenset(row[:at] + row[at + 1 :] for row in own)), []
-        ).extend(own)
+            (plain, frozenset(row[:position] + row[position + 1 :] for row in group)),
+            [],
+        ).extend(group)
     for part in parts.values():
-        yield from _products(part, at + 1)
+        yield from _products(part, position + 1)
 
 
 def _ranges(numbers: list[int], most: int = _SHOWN_RUNS) -> str:
@@ -182,26 +183,26 @@ def table(
         return _lines(rows, right)
     for name in spare:
         if sum(_widths(rows)) + _GAP * (len(rows[0]) - 1) > width and name in rows[0]:
-            at = rows[0].index(name)
-            rows = [row[:at] + row[at + 1 :] for row in rows]
+            position = rows[0].index(name)
+            rows = [row[:position] + row[position + 1 :] for row in rows]
     room = width - sum(_widths(rows)[1:]) - _GAP * (len(rows[0]) - 1)
     if _widths(rows)[0] <= room:
         return _lines(rows, right)
     parted = [_parted(row[0]) for row in rows[1:]]
     # If the rest of a path is still too long, it has a line of its own.
-    own = [len(tail) > room for _, tail in parted]
+    is_long = [len(tail) > room for _, tail in parted]
     shown = [
         ("" if long else tail, *row[1:])
-        for (_, tail), long, row in zip(parted, own, rows[1:], strict=True)
+        for (_, tail), long, row in zip(parted, is_long, rows[1:], strict=True)
     ]
     header, *lines = _lines([rows[0], *shown], right)
-    found = [header]
+    printed = [header]
     last = ""
-    for (heading, tail), long, line in zip(parted, own, lines, strict=True):
-        found += [heading] if heading and heading != last else []
-        found += [tail, line] if long else [line]
+    for (heading, tail), long, line in zip(parted, is_long, lines, strict=True):
+        printed += [heading] if heading and heading != last else []
+        printed += [tail, line] if long else [line]
         last = heading
-    return found
+    return printed
 
 
 _GAP = 2
@@ -233,8 +234,8 @@ def _parted(path: str) -> tuple[str, str]:
     `layers/{0..31}/attn/w` has the heading `layers/{0..31}/`. A path without a layer
     has the heading "".
     """
-    found = _LAYER.fullmatch(path)
-    return ("", path) if found is None else (found[1], _GAP * " " + found[2])
+    layer = _LAYER.fullmatch(path)
+    return ("", path) if layer is None else (layer[1], _GAP * " " + layer[2])
 
 
 # A line with two blanks between words is a row of a table.
@@ -339,7 +340,8 @@ def html_table(
     if rows:
         sides = ["right" if name in right else "left" for name in rows[0]]
         body = [
-            _html_row("td" if at else "th", row, sides) for at, row in enumerate(rows)
+            _html_row("td" if number else "th", row, sides)
+            for number, row in enumerate(rows)
         ]
         lines = ["<table>", *body, "</table>", *lines]
     return "\n".join(lines)

@@ -101,34 +101,38 @@ def leaves_at(
     `UnknownPathError` if there is no such array, with a message that begins with
     `head`, and `RuleError` if the regex does not compile.
     """
-    arrays = [at for at, shaped in enumerate(is_array) if shaped]
-    found = [at for at in arrays if paths[at] == where]
-    if found:
-        return found
+    arrays = [position for position, shaped in enumerate(is_array) if shaped]
+    positions = [position for position in arrays if paths[position] == where]
+    if positions:
+        return positions
     try:
         pattern = re.compile(where)
     except re.error as error:
         raise RuleError(
             f"{where!r} is the path of no array, and no regex that compiles: {error}"
         ) from error
-    found = [at for at in arrays if pattern.search(paths[at])]
-    if not found:
-        near = near_paths(where, [paths[at] for at in arrays])
+    positions = [position for position in arrays if pattern.search(paths[position])]
+    if not positions:
+        near = near_paths(where, [paths[position] for position in arrays])
         raise UnknownPathError(
             f"{head} has this path, or one that the regex matches{near}"
         )
-    return found
+    return positions
 
 
-def near_paths(path: str, known: Collection[str]) -> str:
-    """The end of an error message: "; did you mean `a/w`?" if a path in `known` is
+def near_paths(path: str, paths: Collection[str]) -> str:
+    """The end of an error message: "; did you mean `a/w`?" if a path in `paths` is
     similar to `path`, else ".".
     """
     near = (
-        difflib.get_close_matches(path, known, n=3, cutoff=0.5)
-        or [one for one in known if path in one][:3]
+        difflib.get_close_matches(path, paths, n=3, cutoff=0.5)
+        or [candidate for candidate in paths if path in candidate][:3]
     )
-    return f"; did you mean {' or '.join(f'`{one}`' for one in near)}?" if near else "."
+    return (
+        f"; did you mean {' or '.join(f'`{candidate}`' for candidate in near)}?"
+        if near
+        else "."
+    )
 
 
 @ft.lru_cache(maxsize=1024)
@@ -183,11 +187,11 @@ def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
     """The columns of a subtree, from `seen` if they are there. Each path begins with
     "/".
     """
-    found = seen.get(treedef)
-    if found is None:
-        found = seen[treedef] = _Columns([], [], [], [])
-        _append(treedef, "", "", found, seen, "/")
-    return found
+    columns = seen.get(treedef)
+    if columns is None:
+        columns = seen[treedef] = _Columns([], [], [], [])
+        _append(treedef, "", "", columns, seen, "/")
+    return columns
 
 
 def _append(
@@ -242,14 +246,16 @@ def _append(
         if same is None:
             same = copies[zeros, number] = list(map(zeros.__add__, columns.templates))
         out.templates.extend(same)
-        own = declared.get(key)
+        declaration = declared.get(key)
         out.names.extend(
-            columns.names if own is None else _declared_names(own, columns.names)
+            columns.names
+            if declaration is None
+            else _declared_names(declaration, columns.names)
         )
         out.stacked.extend(
             columns.stacked
-            if own is None
-            else [len(own[1]) + count for count in columns.stacked]
+            if declaration is None
+            else [len(declaration[1]) + count for count in columns.stacked]
         )
 
 
@@ -309,5 +315,5 @@ def _state_key(marker: object, index: int) -> str:
     """
     if not isinstance(marker, str):
         return str(index)
-    keys = ["".join(found) for found in _MARKER.findall(marker)]
+    keys = ["".join(parts) for parts in _MARKER.findall(marker)]
     return (".".join(keys) or marker).replace("/", ".")

@@ -114,12 +114,12 @@ def unaligned(
     """Returns the reason why an array of the shape `shape` has only the spec `spec`:
     its dimensions may be several ones of `base`, by one of `readings`, or are none.
     """
-    given = {axis for entry in entries_of(spec) for axis in entry_axes(entry)}
+    sharding_axes = {axis for entry in entries_of(spec) for axis in entry_axes(entry)}
     axes = tuple(
         axis
         for entry in entries_of(constrained(base.spec))
         for axis in entry_axes(entry)
-        if axis not in given
+        if axis not in sharding_axes
     )
     texts = [
         "(" + ", ".join("-" if dim is None else str(dim) for dim in dims) + ")"

@@ -52,9 +52,9 @@ def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
         for name, what in texts.items()
     ]
     return tuple(
-        f"{what} is {one} in one plan, {other} in the other"
-        for what, one, other in values
-        if one != other
+        f"{what} is {before} in one plan, {after} in the other"
+        for what, before, after in values
+        if before != after
     )
 
 
@@ -73,11 +73,11 @@ def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
     """Yields a `Pair` for each array of either plan: first those of `a` in order, then
     those that only `b` has.
     """
-    there = b.content.by_path
-    here = a.content.by_path
+    leaves_of_b = b.content.by_path
+    leaves_of_a = a.content.by_path
     names = [field.name for field in dataclasses.fields(LeafPlan)]
     for leaf in a.leaves:
-        other = there.get(leaf.path)
+        other = leaves_of_b.get(leaf.path)
         same = other is None or leaf == other
         yield Pair(
             leaf.path,
@@ -86,7 +86,9 @@ def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
             () if same else tuple(n for n in names if vars(leaf)[n] != vars(other)[n]),
         )
     yield from (
-        Pair(path, None, leaf, ()) for path, leaf in there.items() if path not in here
+        Pair(path, None, leaf, ())
+        for path, leaf in leaves_of_b.items()
+        if path not in leaves_of_a
     )
 
 
@@ -176,11 +178,11 @@ def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     shown = rows
     if width is not None and (cut := _with_cut_reasons(rows, width)):
         return cut
-    for kept in _SHOWN:
+    for columns in _SHOWN:
         shown = [
             rows[0],
             *[
-                (*row[:-1], " ".join(filter(None, re.findall(kept, row[-1]))))
+                (*row[:-1], " ".join(filter(None, re.findall(columns, row[-1]))))
                 for row in rows[1:]
             ],
         ]

@@ -80,8 +80,8 @@ def _refuse(
     raised.
     """
     if lines:
-        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        raise error("\n".join([head, *lines[:_SHOWN], *more])) from cause
+        others = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        raise error("\n".join([head, *lines[:_SHOWN], *others])) from cause
 
 
 def raise_errors(errors: list[tuple[str, Any]]) -> None:
@@ -152,28 +152,28 @@ def uncovered(draft: Draft) -> list[tuple[str, Row]]:
     open_rows = {
         i for i, row in enumerate(draft.rows) if row.rule is None and row.shape
     }
-    found = [
+    leaves = [
         (path, row) for path, _, row in (draft.arrays(open_rows) if open_rows else ())
     ]
-    return sorted(found, key=lambda leaf: -array_bytes(leaf[1].shape, leaf[1].dtype))
+    return sorted(leaves, key=lambda leaf: -array_bytes(leaf[1].shape, leaf[1].dtype))
 
 
 def raise_unmatched(draft: Draft) -> None:
     """Raises `UnmatchedError` if no rule covers some arrays. For each of these, the
     message has the path rule whose regex is most similar to the path.
     """
-    found = uncovered(draft)
+    leaves = uncovered(draft)
     patterns = [pattern for pattern, _ in draft.paths.rules]
-    if not found:
+    if not leaves:
         return
     lines = [
         f"  `{path}`: {row.dtype}{list(row.shape)}, {array_bytes(row.shape, row.dtype)}"
         " bytes"
-        for path, row in found
+        for path, row in leaves
     ]
-    for at, (path, _) in enumerate(found[:_SHOWN]):
+    for position, (path, _) in enumerate(leaves[:_SHOWN]):
         if close := difflib.get_close_matches(path, patterns, n=1, cutoff=0.0):
-            lines[at] += f"; the nearest rule is {close[0]!r}"
+            lines[position] += f"; the nearest rule is {close[0]!r}"
     # The names that modules declare are read only if `axes` is given.
     names = draft.axes is None and any(names is not None for names in draft.flat.names)
     carried = (
@@ -181,7 +181,7 @@ def raise_unmatched(draft: Draft) -> None:
         " `names=shardfx.interop.haliax.names_of(tree), axes=AxisRules(...)`. "
     )
     head = (
-        f"no rule covers {len(found)} of {sum(draft.flat.is_array)} leaves; add path"
+        f"no rule covers {len(leaves)} of {sum(draft.flat.is_array)} leaves; add path"
         ' rules or names for them, end the path rules with `(".*", fsdp(...))`, or'
         ' pass `unmatched="replicate"`. '
         + (
@@ -212,9 +212,9 @@ def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str
         if row.names is not None and _axes_of(Code.unmatched, row)
     ]
     return {
-        i: found
+        i: unknown
         for i, row in by_name
-        if (found := unknown_names(row.names or (), axes))
+        if (unknown := unknown_names(row.names or (), axes))
     }
 
 
@@ -266,7 +266,7 @@ def absent_axes(draft: Draft) -> dict[str, str]:
         for i, row in enumerate(draft.rows)
         if row.reasons and row.names is None
     ]
-    asked = {i: found for i, row in by_path if (found := _axes_of(Code.absent, row))}
+    asked = {i: absent for i, row in by_path if (absent := _axes_of(Code.absent, row))}
     for path, i, row in draft.arrays(asked) if asked else ():
         for axis in asked[i]:
             wrong.setdefault(axis, f"leaf `{path}` ({row.rule})")
@@ -318,9 +318,11 @@ def misspelled_axes(
     use. For example, the mesh has the axis `tensr`, which is in neither, and lacks
     `tensor`, which is in `used`: the result is {"tensr": "tensor"}.
     """
-    known = {*declared, *used}
-    lacking = sorted(known.difference(mesh.axis_names))
-    idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in known]
+    named_axes = {*declared, *used}
+    lacking = sorted(named_axes.difference(mesh.axis_names))
+    idle = [
+        axis for axis, size in mesh.shape.items() if size > 1 and axis not in named_axes
+    ]
     return {axis: close[0] for axis in idle if (close := nearest(axis, lacking))}
 
 
@@ -364,9 +366,9 @@ class Unused(NamedTuple):
         if self.nearest is not None:
             return f"matches no path of the tree; the nearest path is `{self.nearest}`"
         first, *others = self.arrays
-        more = f" and {len(others)} more" if others else ""
+        others_text = f" and {len(others)} more" if others else ""
         return (
-            f"is shadowed: all that it matches (`{first}`{more}) goes to"
+            f"is shadowed: all that it matches (`{first}`{others_text}) goes to"
             f" {' and '.join(self.deciders)}"
         )
 
@@ -403,17 +405,17 @@ def unused_rules(
         tuple(re.compile(regex) for regex, _ in rules) if unused and flat.leaves else ()
     )
 
-    def decider(at: int) -> str:
-        if decided is not None and decided[at] is not None:
+    def decider(position: int) -> str:
+        if decided is not None and decided[position] is not None:
             return by
-        number = first_match(flat.paths[at], patterns)
+        number = first_match(flat.paths[position], patterns)
         return "no rule" if number is None else f"rule {number} ({rules[number][0]!r})"
 
     for number in unused if patterns else ():
         search = patterns[number].search
         regex = rules[number][0]
-        matches = [at for at, path in enumerate(flat.paths) if search(path)]
-        arrays = [at for at in matches if flat.is_array[at]]
+        matches = [position for position, path in enumerate(flat.paths) if search(path)]
+        arrays = [position for position in matches if flat.is_array[position]]
         if not matches:
             yield Unused(
                 number,
@@ -424,7 +426,10 @@ def unused_rules(
         elif arrays and not (number == len(rules) - 1 and all(map(search, _PROBES))):
             deciders = tuple(dict.fromkeys(map(decider, arrays)))
             yield Unused(
-                number, None, tuple([flat.paths[at] for at in arrays]), deciders
+                number,
+                None,
+                tuple([flat.paths[position] for position in arrays]),
+                deciders,
             )
 
 
@@ -441,7 +446,7 @@ def raise_unused(
     Path rules do not apply to a leaf whose entry in `decided`, such as its logical
     names, is not `None`. `by` is the phrase in the message for what shards such a leaf.
     """
-    found = unused_rules(rules.rules, rules.used, flat, decided, by)
+    unused = unused_rules(rules.rules, rules.used, flat, decided, by)
     head = (
         "rules that never apply are mostly mistakes. Correct them, take them out, mark"
         " those that other trees need with `optional(target)`, or pass"
@@ -449,7 +454,7 @@ def raise_unused(
     )
     texts = [
         f"  {what} {why.number}, the regex {rules.rules[why.number][0]!r}, {why.text}."
-        for why in found
+        for why in unused
     ]
     _refuse(RuleError, head, texts)
 

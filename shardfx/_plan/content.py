@@ -149,10 +149,12 @@ class Content:
         """The arrays in the tree's order. Arrays of repeated layers that are planned
         alike are one group.
         """
-        found: dict[tuple[Any, ...], list[str]] = {}
+        paths_by_key: dict[tuple[Any, ...], list[str]] = {}
         for path, number in self.numbered:
             if number >= 0:
-                found.setdefault((between_numbers(path), number), []).append(path)
+                paths_by_key.setdefault((between_numbers(path), number), []).append(
+                    path
+                )
         sizes = self.byte_counts
         return tuple(
             Group(
@@ -162,7 +164,7 @@ class Content:
                 sizes[i][0] * len(paths),
                 sizes[i][1] * len(paths),
             )
-            for (_, i), paths in found.items()
+            for (_, i), paths in paths_by_key.items()
         )
 
     @ft.cached_property
@@ -293,7 +295,7 @@ def _mesh_of_ids(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
     """Returns the jax Mesh of `mesh` on `devices`, pairs of a platform and an id.
     Raises `PlanMismatchError` if this process lacks one of these devices.
     """
-    found = np.array(
+    device_array = np.array(
         devices_named(
             devices,
             "pickle `plan.off()`, and put it on the devices here with"
@@ -301,7 +303,9 @@ def _mesh_of_ids(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
         )
     )
     return Mesh(
-        found.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types
+        device_array.reshape(mesh.axis_sizes),
+        mesh.axis_names,
+        axis_types=mesh.axis_types,
     )
 
 
@@ -310,12 +314,12 @@ def devices_named(devices: Sequence[tuple[str, int]], fix: str) -> list[Any]:
     `PlanMismatchError`, with the advice `fix`, if this process lacks one of them.
     """
     try:
-        here = {
+        device_by_id = {
             (device.platform, device.id): device
             for platform in dict(devices)
             for device in jax.devices(platform)
         }
-        return [here[device] for device in devices]
+        return [device_by_id[device] for device in devices]
     except (KeyError, RuntimeError) as error:
         raise PlanMismatchError(
             "the plan was pickled on devices that this process does not have"
@@ -355,13 +359,13 @@ def rows_of(content: Content, flat: Flat) -> RowIndices:
         if shaped and tuple(leaf.shape) == row.shape:
             if leaf.dtype == row.dtype or canonical_dtype(leaf.dtype) == row.dtype:
                 continue
-        given = (
+        leaf_text = (
             f"{leaf.dtype}{list(leaf.shape)}"
             if shaped
             else f"{type(leaf).__name__} {leaf!r:.60}"
         )
         raise PlanMismatchError(
-            f"leaf `{path}` is {given}, but the plan is for"
+            f"leaf `{path}` is {leaf_text}, but the plan is for"
             f" {row.dtype}{list(row.shape)}; plan the tree that you use."
         )
     return index
@@ -374,19 +378,24 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
     """
     if flat.paths == content.path_tree.paths:
         return content.index
-    known = dict(content.numbered)
+    number_by_path = dict(content.numbered)
     pairs = zip(flat.paths, flat.is_array, strict=True)
-    given = [known.get(path, 0 if shaped else NO_ARRAY) >= 0 for path, shaped in pairs]
-    wanted = [pair for pair in content.numbered if pair[1] >= 0]
-    if [path for path, kept in zip(flat.paths, given, strict=True) if kept] != [
-        path for path, _ in wanted
-    ]:
+    are_planned = [
+        number_by_path.get(path, 0 if shaped else NO_ARRAY) >= 0
+        for path, shaped in pairs
+    ]
+    planned = [pair for pair in content.numbered if pair[1] >= 0]
+    if [
+        path
+        for path, is_planned in zip(flat.paths, are_planned, strict=True)
+        if is_planned
+    ] != [path for path, _ in planned]:
         _raise_other_tree(content, flat)
-    numbers = iter([i for _, i in wanted])
-    others = [min(known.get(path, NO_ARRAY), NO_ARRAY) for path in flat.paths]
+    numbers = iter([i for _, i in planned])
+    others = [min(number_by_path.get(path, NO_ARRAY), NO_ARRAY) for path in flat.paths]
     index = [
-        next(numbers) if kept else other
-        for kept, other in zip(given, others, strict=True)
+        next(numbers) if is_planned else other
+        for is_planned, other in zip(are_planned, others, strict=True)
     ]
     return with_numbers(index, flat)
 
@@ -407,47 +416,47 @@ def with_numbers(index: RowIndices, flat: Flat) -> RowIndices:
 
 def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
     planned = [path for path, i in content.numbered if i >= 0]
-    given = [
+    array_paths = [
         path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped
     ]
-    known = set(content.path_tree.paths)
+    plan_paths = set(content.path_tree.paths)
     present = set(flat.paths)
-    extra = [path for path in given if path not in known]
+    extra = [path for path in array_paths if path not in plan_paths]
     missing = [path for path in planned if path not in present]
     # The path of a tree that is a single array is empty.
-    found = [
+    differences = [
         f"the plan has no {f'`{path}`' if path else 'array alone'}"
         for path in extra[:1]
     ]
-    found += [
+    differences += [
         f"the tree has no {f'`{path}`' if path else 'array alone'}"
         for path in missing[:1]
     ]
     raise PlanMismatchError(
         f"this tree is not the one that was planned ({plural(len(extra), 'array')}"
         f" more, {len(missing)} missing):"
-        f" {'; '.join(found) or 'the arrays are in another order'}."
-        f" {_advice(planned, given)}"
+        f" {'; '.join(differences) or 'the arrays are in another order'}."
+        f" {_advice(planned, array_paths)}"
     )
 
 
-def _advice(planned: Sequence[str], given: Sequence[str]) -> str:
-    """What to do with a tree of the arrays `given`, under a plan of the arrays
+def _advice(planned: Sequence[str], array_paths: Sequence[str]) -> str:
+    """What to do with a tree of the arrays `array_paths`, under a plan of the arrays
     `planned`.
     """
-    key = branch_of(planned, set(given))
+    key = branch_of(planned, set(array_paths))
     if key is not None:
         # A model's plan with a whole training state.
         return (
             f"The planned arrays are below `{key}` in the tree: plan the other parts,"
             f" and join the plans, `ShardPlan.join({key}=plan, ...)`."
         )
-    if _heads(given, planned):
+    if _heads(array_paths, planned):
         return (
             "This is the state of an optimizer: its plan is `follow(optimizer.init,"
             " plan)`."
         )
-    if heads := _heads(planned, given):
+    if heads := _heads(planned, array_paths):
         return (
             f"The plan is for a tree that holds this one, at `{heads[0]}`: use the plan"
             " of this part, from which that one was made."
@@ -461,9 +470,9 @@ def branch_of(paths: Sequence[str], present: Collection[str]) -> str | None:
     """
     if not paths:
         return None
-    ends = [path for path in present if path.endswith(f"/{paths[0]}")]
-    for end in ends:
-        key = end.removesuffix(f"/{paths[0]}")
+    candidates = [path for path in present if path.endswith(f"/{paths[0]}")]
+    for candidate in candidates:
+        key = candidate.removesuffix(f"/{paths[0]}")
         if key.isidentifier() and all(f"{key}/{path}" in present for path in paths):
             return key
     return None
@@ -475,10 +484,12 @@ def _heads(outer: Sequence[str], inner: Sequence[str]) -> list[str]:
     """
     if not inner or not inner[0]:
         return []
-    known = set(outer)
-    ends = f"/{inner[0]}"
-    heads = [path.removesuffix(ends) for path in outer if path.endswith(ends)]
-    return [head for head in heads if all(f"{head}/{path}" in known for path in inner)]
+    outer_paths = set(outer)
+    suffix = f"/{inner[0]}"
+    heads = [path.removesuffix(suffix) for path in outer if path.endswith(suffix)]
+    return [
+        head for head in heads if all(f"{head}/{path}" in outer_paths for path in inner)
+    ]
 
 
 def joined_contents(contents: dict[str, Content]) -> Content:
@@ -516,13 +527,13 @@ def _common(what: str, contents: dict[str, Content]) -> Any:
     ] or [("", None)]
     for name, value in rest:
         if value != expected:
-            one, two = (
+            expected_text, value_text = (
                 str(it.device_ids.tolist()) if isinstance(it, Mesh) else repr(it)
                 for it in (expected, value)
             )
             raise PlanMismatchError(
                 f"`join`: the plans `{first}` and `{name}` differ in `{what}`"
-                f" ({one:.200} and {two:.200}); make both for the same mesh, rules and"
+                f" ({expected_text:.200} and {value_text:.200}); make both for the same mesh, rules and"
                 " mode, on the same devices or both without (`plan.off()`)."
             )
     return expected

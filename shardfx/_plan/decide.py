@@ -135,7 +135,7 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
     `atomic` of one.
     """
     try:
-        found = function(path, leaf)
+        target = function(path, leaf)
     except (SpecError, RuleError):
         raise
     except Exception as error:  # whatever a user's function raises, it is about this rule and this leaf
@@ -143,14 +143,14 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
             f"{rule} is a callable that failed for the path {path!r} and shape"
             f" {tuple(leaf.shape)}: {type(error).__name__}: {str(error)[:300]}"
         ) from error
-    spec = found.target if isinstance(found, Atomic) else found
+    spec = target.target if isinstance(target, Atomic) else target
     if not isinstance(spec, PartitionSpec):
         raise RuleError(
-            f"{rule} is a callable that returned {found!r}; it must return a"
+            f"{rule} is a callable that returned {target!r}; it must return a"
             " PartitionSpec."
         )
     check_once(spec, f"{rule}, a callable,")
-    return found
+    return target
 
 
 def request_of_names(
@@ -180,19 +180,19 @@ def request_of_names(
             " use; pass `axes=AxisRules([...])`. For mesh axes give PartitionSpecs by"
             " path: `paths=PathRules([(regex, spec)])`."
         )
-    found = resolve(named, axes, mode=mode)
+    decision = resolve(named, axes, mode=mode)
     if strategies:
         # A dimension whose name has the target `None` is never sharded.
-        told = {why.dim for why in found.reasons}
-        entries = entries_at(found.spec, len(named))
+        explained_dims = {why.dim for why in decision.reasons}
+        entries = entries_at(decision.spec, len(named))
         open_dims = [
             dim
             for dim, name in enumerate(named)
-            if name is None or entries[dim] is not None or dim in told
+            if name is None or entries[dim] is not None or dim in explained_dims
         ]
         strategies = skipping(strategies, set(range(len(named))).difference(open_dims))
     units = padded_units(units_of(named, axes) if units is None else units, len(shape))
-    return Request(named, found.spec, rule, units, strategies, found.reasons)
+    return Request(named, decision.spec, rule, units, strategies, decision.reasons)
 
 
 def skipping(
@@ -264,10 +264,13 @@ def row_of(
     units = request.units
     units = units if units is None or names is None else units_at(names, shape, units)
     leaf = leaf_of(shape, dtype, units)
-    found = corrected(request.spec, leaf, mesh)
+    decision = corrected(request.spec, leaf, mesh)
     reasons = [
         *request.reasons,
-        *[_with_advice(why, leaf) if names and units else why for why in found.reasons],
+        *[
+            _with_advice(why, leaf) if names and units else why
+            for why in decision.reasons
+        ],
     ]
     least = mesh.min_bytes
     steps = request.strategies
@@ -276,10 +279,10 @@ def row_of(
         for step in steps
     )
     for step in strategies:
-        found = apply_strategy(found.spec, leaf, mesh, step)
-        reasons += found.reasons
+        decision = apply_strategy(decision.spec, leaf, mesh, step)
+        reasons += decision.reasons
     columns = (request.rule, tuple(reasons), memory_kind, units, strategies)
-    return Row(shape, dtype, names, request.spec, found.spec, *columns)
+    return Row(shape, dtype, names, request.spec, decision.spec, *columns)
 
 
 def _with_advice(why: Reason, leaf: Leaf) -> Reason:
@@ -391,10 +394,10 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
             dict.fromkeys(axis for entry in entries for axis in entry_axes(entry))
         )
     ):
-        if found := _too_small(leaf, asked, axes.min_bytes):
-            return Decision(PartitionSpec(), found)
+        if dim_reasons := _too_small(leaf, asked, axes.min_bytes):
+            return Decision(PartitionSpec(), dim_reasons)
     used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
-    kept = []
+    kept_entries = []
     reasons = []
     for dim, (entry, size, unit) in enumerate(
         zip(entries, leaf.shape, leaf.units, strict=True)
@@ -411,18 +414,21 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
             reasons.append(reason_for(Code.absent, dim, (), what=what))
         else:
             axes_asked = entry_axes(entry)
-            free, found = _free(axes_asked, dim, sizes, used)
+            free, dim_reasons = _free(axes_asked, dim, sizes, used)
             axes_kept = _divisors(free, size, unit, sizes)
             used.update(dict.fromkeys(axes_kept, dim))
             reasons += (
-                found
+                dim_reasons
                 if axes_kept == free
-                else [*found, _indivisible(free, axes_kept, dim, size, unit, sizes)]
+                else [
+                    *dim_reasons,
+                    _indivisible(free, axes_kept, dim, size, unit, sizes),
+                ]
             )
             entry = canonical_entry(axes_kept)
-        kept.append(entry)
+        kept_entries.append(entry)
     if not (spec.unreduced or spec.reduced):
-        return Decision(trimmed(kept), tuple(reasons))
+        return Decision(trimmed(kept_entries), tuple(reasons))
     absent = tuple(
         sorted(axis for axis in (*spec.unreduced, *spec.reduced) if axis not in sizes)
     )
@@ -435,7 +441,9 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
         for axes in (spec.unreduced, spec.reduced)
     )
     return Decision(
-        trimmed(kept, with_reductions((), unreduced, reduced, unreduced_kind(spec))),
+        trimmed(
+            kept_entries, with_reductions((), unreduced, reduced, unreduced_kind(spec))
+        ),
         tuple(reasons),
     )
 
@@ -526,16 +534,16 @@ def _divisors(
 
 def _indivisible(
     axes: tuple[str, ...],
-    kept: tuple[str, ...],
+    kept_axes: tuple[str, ...],
     dim: int | None,
     size: int,
     unit: int,
     sizes: Mapping[str, int],
 ) -> Reason:
-    """Returns the reason why only `kept` of `axes` shard a dimension of this size and
+    """Returns the reason why only `kept_axes` of `axes` shard a dimension of this size and
     unit. It names `dim` if known.
     """
-    dropped = tuple(axis for axis in axes if axis not in kept)
+    dropped = tuple(axis for axis in axes if axis not in kept_axes)
     what = _product([axis for axis in axes if sizes[axis] > 1], sizes)
     if unit > 1 and size % unit:
         fix = (
@@ -548,20 +556,20 @@ def _indivisible(
         )
         return Reason(Code.unit, dim, dropped, text + fix)
     count = size // unit
-    told = plural(size // unit, "unit")
-    if unit > 1 and _divisors(axes, size, 1, sizes) != kept:
+    units_text = plural(size // unit, "unit")
+    if unit > 1 and _divisors(axes, size, 1, sizes) != kept_axes:
         return reason_for(
             Code.unit,
             dim,
             dropped,
             size=size,
-            units=told,
+            units=units_text,
             count=count,
             unit=unit,
             what=what,
         )
     pad = _advice_to_pad(size, math.prod(sizes[axis] for axis in axes) * unit)
-    text = f"{size} ({told} of {unit})" if unit > 1 else size
+    text = f"{size} ({units_text} of {unit})" if unit > 1 else size
     return reason_for(
         Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count
     )
@@ -586,8 +594,8 @@ def apply_strategy(
     and axes that the mesh lacks are dropped with a reason. `spec` must be valid for the
     array and the mesh.
     """
-    if found := _too_small(leaf, strategy.axes, strategy.min_bytes):
-        return Decision(spec, found)
+    if small_reasons := _too_small(leaf, strategy.axes, strategy.min_bytes):
+        return Decision(spec, small_reasons)
     if strategy.max_bytes:
         return _until_small(spec, leaf, mesh, strategy)
     sizes = mesh.sizes
@@ -601,7 +609,7 @@ def apply_strategy(
     if not free or not open_dims:
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
-    dim, kept = _best_dim(strategy, free, entries, leaf, sizes, dims)
+    dim, new_axes = _best_dim(strategy, free, entries, leaf, sizes, dims)
     if cutting and not dims:
         text = (
             f"no dimension is free for {_product(free, sizes)}: all that may be cut are"
@@ -615,13 +623,13 @@ def apply_strategy(
                 f"{text}; put the axes into the rule's spec",
             )
         )
-    elif dims and len(kept) < len(free):
-        told = max(dims, key=leaf.shape.__getitem__) if dim is None else dim
-        size = leaf.shape[told]
-        unit = leaf.units[told]
-        reasons.append(_indivisible(free, kept, dim, size, unit, sizes))
+    elif dims and len(new_axes) < len(free):
+        shown_dim = max(dims, key=leaf.shape.__getitem__) if dim is None else dim
+        size = leaf.shape[shown_dim]
+        unit = leaf.units[shown_dim]
+        reasons.append(_indivisible(free, new_axes, dim, size, unit, sizes))
     if dim is not None:
-        entries[dim] = canonical_entry(kept)
+        entries[dim] = canonical_entry(new_axes)
     return Decision(trimmed(entries, spec), tuple(reasons))
 
 
@@ -684,8 +692,8 @@ def shard_over(
     leaf = leaf_of(shape, dtype, request.units)
     if over.max_bytes:
         return _over_until_small(request, leaf, mesh, over)
-    kept = corrected(request.spec, leaf, axes_of(mesh)).spec
-    entries = [*_fitted(kept, shape)]
+    base_spec = corrected(request.spec, leaf, axes_of(mesh)).spec
+    entries = [*_fitted(base_spec, shape)]
     used = {axis for entry in entries for axis in entry_axes(entry)}
     asked = tuple(axis for axis in over.axes if axis not in used)
     free, reasons = _free(asked, None, sizes, ())
@@ -711,7 +719,7 @@ def shard_over(
     if not added:
         return request
     rule = f"{request.rule + ', ' if request.rule else ''}over {', '.join(added)}"
-    return request._replace(spec=trimmed(entries, kept), rule=rule)
+    return request._replace(spec=trimmed(entries, base_spec), rule=rule)
 
 
 def _over_until_small(
@@ -781,17 +789,17 @@ def _best_dim(
     """
     choices: list[tuple[Any, ...]] = [(0, None, ())]
     for dim in dims:
-        left = leaf.shape[dim] // math.prod(
+        shard_size = leaf.shape[dim] // math.prod(
             sizes[axis] for axis in entry_axes(entries[dim])
         )
-        if kept := _divisors(axes, left, leaf.units[dim], sizes):
+        if new_axes := _divisors(axes, shard_size, leaf.units[dim], sizes):
             rank = (
-                math.prod(sizes[axis] for axis in kept),
+                math.prod(sizes[axis] for axis in new_axes),
                 entries[dim] is None,
-                strategy.preference(left),
+                strategy.preference(shard_size),
                 -dim,
             )
-            choices.append((rank, dim, kept))
+            choices.append((rank, dim, new_axes))
     return max(choices[1:], default=choices[0])[1:]
 
 

@@ -59,10 +59,10 @@ def field(
         assert made["layers/weight"].spec == jax.P(None, "tensor", "fsdp")
         ```
     """
-    for what, given in (("names", names), ("stacked", stacked)):
-        if isinstance(given, str):
+    for what, value in (("names", names), ("stacked", stacked)):
+        if isinstance(value, str):
             raise SpecError(
-                f"`field({what}={given!r})`: give a tuple, `{what}=({given!r},)`; a"
+                f"`field({what}={value!r})`: give a tuple, `{what}=({value!r},)`; a"
                 " string is one name."
             )
     metadata = {**kwargs.pop("metadata", {}), METADATA: (names, tuple(stacked))}

@@ -69,8 +69,8 @@ def _cells(
     # A reason that is expected explains nothing, and a table of optimizer states would show
     # it often.
     reasons = [why for why in row.reasons if not why.code.is_expected]
-    told = dict.fromkeys(_note(why, len(dims[why.message]) > 1) for why in reasons)
-    why = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in told)
+    texts = dict.fromkeys(_note(why, len(dims[why.message]) > 1) for why in reasons)
+    why = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in texts)
     why += (" " if why else "") + (row.rule or ("-" if not why else ""))
     if row.names is not None:
         why += f" ({', '.join(map(entry_text, row.names))})"
@@ -138,8 +138,8 @@ def _replicated(groups: Iterable[Group]) -> str:
         f"{group.where} ({bytes_text(group.bytes)})"
         for group in whole[:_SHOWN_REPLICATED]
     ]
-    more = [f"{len(whole) - len(shown)} more"] if len(whole) > len(shown) else []
+    others = [f"{len(whole) - len(shown)} more"] if len(whole) > len(shown) else []
     return (
         f"Replicated, {bytes_text(total)} on every device:"
-        f" {', '.join([*shown, *more])}."
+        f" {', '.join([*shown, *others])}."
     )

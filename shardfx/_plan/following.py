@@ -158,19 +158,19 @@ def follow(
     check_plan("plan", plan)
     check_rules(paths, axes)
     kinds = kinds_matcher(memory_kinds)
-    known = plan.axes if axes is None else axes
+    axis_rules = plan.axes if axes is None else axes
     by_path = Matcher(PathRules(()) if paths is None else paths)
     pairs = {"adapters": adapters, "scales": scales}
-    bases = {what: matcher_of_bases(given) for what, given in pairs.items()}
-    made, refused = _evaluated(init, plan, args)
-    flat = flatten(made)
+    bases = {what: matcher_of_bases(base_pairs) for what, base_pairs in pairs.items()}
+    state, refused = _evaluated(init, plan, args)
+    flat = flatten(state)
     raise_repeated(flat)
     follower = _Follower(
         plan=plan,
         mesh=axes_of(plan.mesh),
         paths=by_path,
         bases=bases,
-        axes=known,
+        axes=axis_rules,
         over=_axes_over(over, plan),
         refused=refused,
         adapters=adapters_by_base(bases["adapters"], flat),
@@ -190,11 +190,13 @@ def follow(
                 )
             )
     raise_errors(follower.errors)
-    declared = by_path.declared + (() if known is None else known.mesh_axes)
-    found = Draft(flat, plan.mesh, by_path, kinds, known, declared, index, rows, [])
-    raise_unknown(found)
+    declared = by_path.declared + (() if axis_rules is None else axis_rules.mesh_axes)
+    draft = Draft(
+        flat, plan.mesh, by_path, kinds, axis_rules, declared, index, rows, []
+    )
+    raise_unknown(draft)
     # The plan's own rules were checked for its mesh.
-    raise_absent(found._replace(axes=axes))
+    raise_absent(draft._replace(axes=axes))
     if unused == "raise":
         followed = [None if path in follower.open else path for path in flat.paths]
         raise_unused("rule", by_path, flat, followed, "what they follow")
@@ -214,15 +216,18 @@ def follow(
 def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
     if over is None:
         return None
-    given = over if isinstance(over, Strategy) else fsdp(over)
-    known = (*plan.mesh.axis_names, *(() if plan.axes is None else plan.axes.mesh_axes))
-    for axis in given.axes:
-        if axis not in known:
+    strategy = over if isinstance(over, Strategy) else fsdp(over)
+    axis_names = (
+        *plan.mesh.axis_names,
+        *(() if plan.axes is None else plan.axes.mesh_axes),
+    )
+    for axis in strategy.axes:
+        if axis not in axis_names:
             raise RuleError(
                 f"`over` names mesh axis {axis!r}, but the plan's mesh is"
-                f" {plan.mesh}{near(axis, known)}; use its axes."
+                f" {plan.mesh}{near(axis, axis_names)}; use its axes."
             )
-    return given
+    return strategy
 
 
 def _evaluated(
@@ -241,13 +246,13 @@ def _evaluated(
         mesh.axis_names,
         axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
     )
-    given = (plan, *args)
+    arguments = (plan, *args)
     # A state that holds the planned tree needs its leaves that are not arrays, such as
     # activation functions. But an optimizer's `init` accepts only arrays. So `init` is
     # tried with placeholders for these leaves, then with `None`.
     has_others = any(
         isinstance(arg, ShardPlan) and min(arg.content.index, default=0) < 0
-        for arg in given
+        for arg in arguments
     )
     others = (_PLACEHOLDERS, _ABSENT) if has_others else (_ABSENT,)
     # JAX cannot give shardings to every `init` on an Explicit mesh (an ambiguous
@@ -256,7 +261,7 @@ def _evaluated(
     refused = ""
     for abstract, other in attempts:
         try:
-            return _shapes(init, given, abstract, other), (
+            return _shapes(init, arguments, abstract, other), (
                 "" if abstract is explicit else refused
             )
         except Exception as error:  # JAX's sharding error is not public; the last attempt raises any other error again.
@@ -265,7 +270,7 @@ def _evaluated(
                     str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")[:160]
                 )
                 refused = f"{type(error).__name__}: {sentence}"
-    return _shapes(init, given, *last), refused
+    return _shapes(init, arguments, *last), refused
 
 
 class _Number:
@@ -331,9 +336,9 @@ def _shapes(
             # results with leaves that are not arrays, and turns Python numbers into
             # weakly typed arrays. Equinox's handles both cases.
             with contextlib.suppress(TypeError):
-                made = jax.eval_shape(init, *structs)
-                if not any(leaf.weak_type for leaf in jax.tree.leaves(made)):
-                    return made
+                results = jax.eval_shape(init, *structs)
+                if not any(leaf.weak_type for leaf in jax.tree.leaves(results)):
+                    return results
         return eqx.filter_eval_shape(init, *structs)
 
 
@@ -420,9 +425,9 @@ class _Follower:
         if not shape:
             self.paths.first(path)  # a rule for scalars alone is in use, too
             return NOTHING._replace(reasons=(nothing_to_shard(shape),))
-        found = _request_from_source(path, leaf, self.plan)
-        if found is not None:
-            return found
+        request = _request_from_source(path, leaf, self.plan)
+        if request is not None:
+            return request
         self.open[path] = None
         number = self.paths.first(path)
         if number is not None:

@@ -66,17 +66,17 @@ class LeafPlan:
     bytes_per_device: int
 
     def __repr__(self) -> str:
-        told = [
+        parts = [
             array_text(self.dtype, self.shape),
             str(self.spec),
             f"by {self.rule or 'no rule'}",
         ]
-        told += [] if self.memory_kind is None else [f"in {self.memory_kind}"]
-        told += [
+        parts += [] if self.memory_kind is None else [f"in {self.memory_kind}"]
+        parts += [
             f"{self.bytes_per_device} of {self.bytes} bytes per device",
             *map(str, self.reasons),
         ]
-        return f"LeafPlan({printable(self.path)}: {printable('; '.join(told))})"
+        return f"LeafPlan({printable(self.path)}: {printable('; '.join(parts))})"
 
 
 class Row(NamedTuple):

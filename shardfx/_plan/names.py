@@ -63,15 +63,15 @@ def names_of_leaves(
                 f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per"
                 " dimension, or `None`."
             )
-    given = [
+    column_names = [
         _hashable(node) if shaped else None
         for node, shaped in zip(column, flat.is_array, strict=True)
     ]
     if axes is None:
-        return given
+        return column_names
     return [
-        own if node is None else node
-        for node, own in zip(given, flat.names, strict=True)
+        declared if node is None else node
+        for node, declared in zip(column_names, flat.names, strict=True)
     ]
 
 
@@ -117,25 +117,25 @@ def renamed(
     column = list(
         flat.names if names is None else names_of_leaves(names, tree, flat, None)
     )
-    for where, given in changes.items():
-        if not _is_names(given):
+    for where, new_names in changes.items():
+        if not _is_names(new_names):
             raise RuleError(
-                f"`renamed`: {where!r} gets {given!r}; use a tuple with one name per"
+                f"`renamed`: {where!r} gets {new_names!r}; use a tuple with one name per"
                 " dimension, or `None`."
             )
-        for at in leaves_at(
+        for position in leaves_at(
             where,
             flat.paths,
             flat.is_array,
             f"`renamed({where!r}: ...)`: no array of the tree",
         ):
-            if given is None and flat.names[at] is not None:
+            if new_names is None and flat.names[position] is not None:
                 raise RuleError(
-                    f"`renamed`: {where!r} gets None, which leaves `{flat.paths[at]}`"
-                    f" the names {names_text(flat.names[at])} that its module declares;"
+                    f"`renamed`: {where!r} gets None, which leaves `{flat.paths[position]}`"
+                    f" the names {names_text(flat.names[position])} that its module declares;"
                     " use `()` if it is whole."
                 )
-            column[at] = _hashable(given)
+            column[position] = _hashable(new_names)
     return jax.tree.unflatten(flat.treedef, column)
 
 
@@ -146,18 +146,20 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
     """
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
     below = None if parts is None else list(parts[0])
-    given = (
+    names_below = (
         None
         if below is None or type(names) is not type(node)
         else _in_order_of([key for key, _ in below], names)
     )
     # Names are tuples, too. Where the tree itself has a tuple or list, a tuple with
     # names for each child has priority.
-    if _is_names(names) and (given is None or not all(map(_is_names, given))):
+    if _is_names(names) and (
+        names_below is None or not all(map(_is_names, names_below))
+    ):
         return [names] * len(jax.tree.leaves(node))
     if below is None:
         return [names]
-    if given is None:
+    if names_below is None:
         where = jtu.keystr(keys, simple=True, separator="/")
         raise RuleError(
             "`names` is no prefix of the tree:"
@@ -165,7 +167,7 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
             f" the tree has {_text(node)}. At each array it must have a tuple of"
             " logical names, or `None` for a whole subtree without names."
         )
-    pairs = zip(given, below, strict=True)
+    pairs = zip(names_below, below, strict=True)
     return [
         entry
         for inner, (key, child) in pairs
@@ -326,11 +328,11 @@ def _boxes(tree: object, flat: Flat) -> list[tuple[str, str, Any]]:
     keyed, _ = jtu.tree_flatten_with_path(
         tree, is_leaf=lambda node: _box_class(type(node)) is not None
     )
-    found = [
+    boxes = [
         (jtu.keystr(path, simple=True, separator="/"), _box_class(type(node)), node)
         for path, node in keyed
     ]
-    return [(path, kind, node) for path, kind, node in found if kind is not None]
+    return [(path, kind, node) for path, kind, node in boxes if kind is not None]
 
 
 @ft.lru_cache(maxsize=1024)

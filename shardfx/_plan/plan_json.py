@@ -46,7 +46,7 @@ def _fits(value: Any, valid: Any) -> bool:
     list of integers from 0, or null.
     """
     if isinstance(valid, tuple):
-        return any(_fits(value, one) for one in valid)
+        return any(_fits(value, alternative) for alternative in valid)
     if isinstance(valid, list):
         return isinstance(value, list) and all(_fits(part, valid[0]) for part in value)
     if valid is int:
@@ -279,8 +279,8 @@ def _key_dtypes() -> dict[str, DType]:
 def encode_dtype(dtype: DType) -> str:
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         return np.dtype(dtype).name
-    for name, known in _key_dtypes().items():
-        if known == dtype:
+    for name, key_dtype in _key_dtypes().items():
+        if key_dtype == dtype:
             return name
     raise LeafTypeError(
         f"dtype {dtype} has no name in a plan's JSON; PRNG keys of"
@@ -290,10 +290,10 @@ def encode_dtype(dtype: DType) -> str:
 
 @ft.lru_cache(maxsize=256)
 def decode_dtype(name: str) -> DType:
-    found = _key_dtypes()[name] if name in _key_dtypes() else dtype_named(name)
-    if found is None:
+    dtype = _key_dtypes()[name] if name in _key_dtypes() else dtype_named(name)
+    if dtype is None:
         raise PlanFormatError(f"dtype {name!r:.60} is unknown to this version of JAX.")
-    return found
+    return dtype
 
 
 class _Field(NamedTuple):

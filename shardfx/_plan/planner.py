@@ -146,13 +146,13 @@ def plan(
         print(made["embed"].reasons[0])
         ```
     """
-    for what, policy, known in (
+    for what, policy, other in (
         ("unmatched", unmatched, "replicate"),
         ("unused", unused, "allow"),
     ):
-        if policy not in ("raise", known):
+        if policy not in ("raise", other):
             raise RuleError(
-                f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{known}".'
+                f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{other}".'
             )
     if others:
         word = "axes" if isinstance(others[0], AxisRules) else "paths"
@@ -169,7 +169,7 @@ def plan(
     raise_tied(tree, flat)
     raise_module(tree)
     leaf_names = names_of_leaves(names, tree, flat, axes)
-    found = drafted(
+    draft = drafted(
         flat,
         leaf_names,
         mesh,
@@ -179,20 +179,20 @@ def plan(
         min_bytes,
         kinds_matcher(memory_kinds),
     )
-    raise_errors(found.errors)
+    raise_errors(draft.errors)
     if unmatched == "raise":
-        raise_unmatched(found)
-        raise_unknown(found)
-        raise_absent(found)
-        raise_misspelled(found)
+        raise_unmatched(draft)
+        raise_unknown(draft)
+        raise_absent(draft)
+        raise_misspelled(draft)
     if unused == "raise":
-        raise_unused("rule", found.paths, flat, leaf_names, NAMES)
-        raise_unused("`memory_kinds` entry", found.kinds, flat)
+        raise_unused("rule", draft.paths, flat, leaf_names, NAMES)
+        raise_unused("`memory_kinds` entry", draft.kinds, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     path_tree = PathTree(flat.paths, flat.treedef)
-    index = with_numbers(found.numbers, flat)
+    index = with_numbers(draft.numbers, flat)
     content = Content(
-        found.mesh, jax_mesh, axes, mode, found.rows, index, path_tree, strict
+        draft.mesh, jax_mesh, axes, mode, draft.rows, index, path_tree, strict
     )
     if refine:
         content = refined(content, min_bytes)
@@ -206,7 +206,7 @@ def plan(
             " replicated over the rest, plan on that mesh, made with `MeshSpec.split`,"
             " by rules that name the parts; or leave `strict` out"
         )
-        advice = "" if content.mesh == found.mesh else split
+        advice = "" if content.mesh == draft.mesh else split
         raise_strict(
             [(path, content.rows[i]) for path, i in content.numbered if i >= 0], advice
         )
@@ -248,14 +248,17 @@ def drafted(
     ):
         number = numbers.get(key)
         if number is None:
-            at = len(index)
+            position = len(index)
             try:
                 number = planner.number(
-                    flat.paths[at], flat.leaves[at], leaf_names[at], flat.stacked[at]
+                    flat.paths[position],
+                    flat.leaves[position],
+                    leaf_names[position],
+                    flat.stacked[position],
                 )
             except (SpecError, RuleError, LeafTypeError) as error:
                 number = -2 - len(errors)
-                errors.append((flat.paths[at], error))
+                errors.append((flat.paths[position], error))
             numbers[key] = number
         index.append(number)
     declared = (*by_path.declared, *(() if axes is None else axes.mesh_axes))
@@ -286,28 +289,28 @@ class _SharedRequest:
         """
         # Every number divides a size of 0, so correction drops no axis as indivisible.
         leaf = leaf_of((0,) * self.rank, None, self.request.units)
-        found = corrected(self.request.spec, leaf, self.mesh)
-        counts = shard_counts(found.spec, self.rank, self.mesh.sizes)
-        return found, tuple(map(operator.mul, counts, leaf.units))
+        decision = corrected(self.request.spec, leaf, self.mesh)
+        counts = shard_counts(decision.spec, self.rank, self.mesh.sizes)
+        return decision, tuple(map(operator.mul, counts, leaf.units))
 
     def row(
         self, shape: tuple[int, ...], dtype: object, memory_kind: str | None
     ) -> Row:
-        own = self.request
+        request = self.request
         if not self.by_size_alone or any(map(operator.mod, shape, self.even[1])):
-            return row_of(own, shape, dtype, self.mesh, memory_kind)
-        found = self.even[0]
-        reasons = own.reasons + found.reasons
+            return row_of(request, shape, dtype, self.mesh, memory_kind)
+        decision = self.even[0]
+        reasons = request.reasons + decision.reasons
         return Row(
             shape,
             dtype,
-            own.names,
-            own.spec,
-            found.spec,
-            own.rule,
+            request.names,
+            request.spec,
+            decision.spec,
+            request.rule,
             reasons,
             memory_kind,
-            own.units,
+            request.units,
             (),
         )
 
@@ -350,8 +353,8 @@ class _Planner:
             stacked,
             (path, shape, dtype) if called else None,
         )
-        found = self.numbers.get((asks, kind, shape, dtype))
-        if found is None:
+        number = self.numbers.get((asks, kind, shape, dtype))
+        if number is None:
             memory_kind = None if kind is None else self.kinds.rules[kind][1][0]
             shared = self.shared.get(asks)
             if shared is None:
@@ -360,9 +363,9 @@ class _Planner:
                 self.shared[asks] = _SharedRequest(request, len(shape), self.mesh)
             else:
                 row = shared.row(shape, dtype, memory_kind)
-            found = self.numbers[asks, kind, shape, dtype] = len(self.rows)
+            number = self.numbers[asks, kind, shape, dtype] = len(self.rows)
             self.rows.append(row)
-        return found
+        return number
 
     def request(
         self, path: str, leaf: Any, names: Any, number: int | None, stacked: int

@@ -82,8 +82,8 @@ def refined(content: Content, min_bytes: int) -> Content:
     saved: dict[str, collections.Counter[int]] = collections.defaultdict(
         collections.Counter
     )
-    for number, found in enumerate(sub_axes):
-        for axis, part in found.items():
+    for number, part_by_axis in enumerate(sub_axes):
+        for axis, part in part_by_axis.items():
             saved[axis][part] += (
                 content.byte_counts[number][1] * (part - 1) // part * counts[number]
             )
@@ -121,28 +121,32 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
     the sizes of the mesh axes.
     """
     used = {axis for entry in entries_of(row.spec) for axis in entry_axes(entry)}
-    kept = entries_at(row.spec, len(row.shape))
+    kept_entries = entries_at(row.spec, len(row.shape))
     units = row.units or (1,) * len(row.shape)
     counts = [
         (1 if size % unit else size // unit)
         // math.prod(sizes[axis] for axis in entry_axes(entry))
-        for size, unit, entry in zip(row.shape, units, kept, strict=True)
+        for size, unit, entry in zip(row.shape, units, kept_entries, strict=True)
     ]
-    found: dict[str, int] = {}
+    parts: dict[str, int] = {}
     for count, entry in zip(
         counts, entries_at(row.requested, len(row.shape)), strict=True
     ):
         for axis in entry_axes(entry):
             part = math.gcd(count, sizes.get(axis, 1))
-            if axis not in used and axis not in found and part > 1:
-                found[axis] = part
+            if axis not in used and axis not in parts and part > 1:
+                parts[axis] = part
                 count //= part
-    free = [count for count, entry in zip(counts, kept, strict=True) if entry is None]
+    free = [
+        count
+        for count, entry in zip(counts, kept_entries, strict=True)
+        if entry is None
+    ]
     for axis in (axis for step in row.strategies for axis in step.axes):
         part = max((math.gcd(count, sizes.get(axis, 1)) for count in free), default=1)
-        if axis not in used and axis not in found and part > 1:
-            found[axis] = part
-    return found
+        if axis not in used and axis not in parts and part > 1:
+            parts[axis] = part
+    return parts
 
 
 def _refined_mesh(
@@ -161,11 +165,13 @@ def _refined_mesh(
     for axis, size, slices in zip(
         mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True
     ):
-        wanted = saved.get(axis, {})
+        saved_by_part = saved.get(axis, {})
         # Divisors of `size`, each dividing the next; the ratio of two neighbours is the
         # size of a sub-axis.
         chain = [1, size]
-        for part in sorted(wanted, key=lambda part: (-wanted[part], part)):
+        for part in sorted(
+            saved_by_part, key=lambda part: (-saved_by_part[part], part)
+        ):
             # A size that is incompatible with the chain is reduced to its largest
             # divisor that fits. A sub-axis must lie within one slice or consist of
             # whole slices.

@@ -138,8 +138,8 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
         pairs = zip(self.content.rows, self.content.row_shardings, strict=True)
         return self.content.tree(
             [
-                jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=one)
-                for row, one in pairs
+                jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
+                for row, sharding in pairs
             ]
         )
 
@@ -175,17 +175,17 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
         return True  # also for a plan without arrays, whose `len` is 0, since `if plan:` tests for `None`
 
     def __getitem__(self, path: str) -> LeafPlan:
-        known = self.content.by_path
-        found = known.get(path) if isinstance(path, str) else None
-        if found is None:
+        leaf_by_path = self.content.by_path
+        leaf = leaf_by_path.get(path) if isinstance(path, str) else None
+        if leaf is None:
             raise UnknownPathError(
-                f"the plan has no leaf `{path}`{near_paths(str(path), known)}"
+                f"the plan has no leaf `{path}`{near_paths(str(path), leaf_by_path)}"
             )
         if self.content.path_tree.paths.count(path) > 1:
             raise UnknownPathError(
                 f"several leaves have the path `{path}`; read them from `plan.leaves`."
             )
-        return found
+        return leaf
 
     def on(self, jax_mesh: Mesh) -> "ShardPlan":
         """Returns the same plan on a mesh of devices, so that `plan.shardings` can be
@@ -352,12 +352,12 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
         """
         sizes = None if shape is None else tuple(int(size) for size in shape)
         strict = self.strict if strict is None else strict
-        found = decision_for(
+        decision = decision_for(
             names_or_spec, sizes, self.content, self.mesh, strict, unmatched
         )
-        require_constrained(names_or_spec, found.spec)
-        made = named_sharding(self.content.any_mesh, found.spec, None)
-        return (made, found) if explain else made
+        require_constrained(names_or_spec, decision.spec)
+        sharding = named_sharding(self.content.any_mesh, decision.spec, None)
+        return (sharding, decision) if explain else sharding
 
     def replace(self, where: str, target: object) -> "ShardPlan":
         """Returns the plan with another sharding for some arrays, checked and corrected
@@ -559,11 +559,11 @@ class Target:
         """Returns the tree with `values` at its arrays, in order. `kept` maps indices
         of other leaves to new values.
         """
-        left = iter(values)
+        arrays = iter(values)
         others = {**{leaf.position: leaf.value for leaf in self.others}, **kept}
         leaves = [
-            others[at] if at in others else next(left)
-            for at in range(self.treedef.num_leaves)
+            others[position] if position in others else next(arrays)
+            for position in range(self.treedef.num_leaves)
         ]
         return jax.tree.unflatten(self.treedef, leaves)
 

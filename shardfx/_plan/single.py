@@ -100,25 +100,25 @@ def decision_for(
         named = ()
     elif units is not None:
         units = units_at(named, shape, units, lambda name: _sizes_of(name, plan))
-    found = correct(
+    decision = correct(
         spec,
         shape,
         mesh,
         units=None if units is None else padded_units(units, len(shape)),
     )
     if units is not None and named:
-        _refuse_ambiguous_unit(named, shape, units, found.reasons, plan)
+        _refuse_ambiguous_unit(named, shape, units, decision.reasons, plan)
     # `plan` has checked the rules, which may name axes of other meshes. A spec is
     # written for this mesh.
     if isinstance(names_or_spec, PartitionSpec) and unmatched == "raise":
-        check_absent(found.reasons, mesh, plan.axes)
-    reasons = (*asked.reasons, *found.reasons)
+        check_absent(decision.reasons, mesh, plan.axes)
+    reasons = (*asked.reasons, *decision.reasons)
     if strict and reasons:
         raise SpecError(
             f"`strict=True`, and {names_or_spec} would not shard as asked:"
             f" {'; '.join(map(str, reasons))}"
         )
-    return Decision(found.spec, reasons)
+    return Decision(decision.spec, reasons)
 
 
 def _require_whole_units(
@@ -146,7 +146,7 @@ def _require_whole_units(
             and (not sizes or any(size % (unit * shards) for size in sizes))
         ):
             counts = " or ".join(map(str, sorted({size // unit for size in sizes})))
-            known = (
+            known_counts = (
                 f"the plan's arrays have {counts}"
                 if counts
                 else "no array of the plan has it"
@@ -154,7 +154,7 @@ def _require_whole_units(
             raise SpecError(
                 f"{name!r} is made of units of {unit}, and"
                 f" {' x '.join(f'`{axis}`' for axis in axes)} ({shards}) may cut inside"
-                f" one: {known}. Say how large the array is: `plan.sharding(names,"
+                f" one: {known_counts}. Say how large the array is: `plan.sharding(names,"
                 " shape)`."
             )
 
@@ -164,8 +164,8 @@ def _sizes_of(name: object, plan: Content) -> list[int]:
     return [
         size
         for row in plan.rows
-        for given, size in zip(row.names or (), row.shape, strict=False)
-        if given == name
+        for row_name, size in zip(row.names or (), row.shape, strict=False)
+        if row_name == name
     ]
 
 
@@ -260,10 +260,10 @@ def _resolved(
                 f"which dimensions `...` stands for in {names} depends on the rank;"
                 " pass `shape=`."
             )
-    found = resolve(names, plan.axes, mode=plan.mode)
+    decision = resolve(names, plan.axes, mode=plan.mode)
     if unmatched == "raise":
         check_known(names, plan.axes)
-    return tuple(names), found, units_of(names, plan.axes)
+    return tuple(names), decision, units_of(names, plan.axes)
 
 
 _BY_HAND = "replaced by hand"
@@ -282,14 +282,19 @@ def replaced(content: Content, where: str, target: object) -> Content:
     rows = list(content.rows)
     index = list(content.index)
     errors = []
-    for at in chosen:
+    for position in chosen:
         try:
             rows.append(
-                _row(content, paths[at], content.rows[content.index[at]], checked)
+                _row(
+                    content,
+                    paths[position],
+                    content.rows[content.index[position]],
+                    checked,
+                )
             )
         except (RuleError, SpecError, UnmatchedError) as error:
-            errors.append((paths[at], error))
-        index[at] = len(rows) - 1
+            errors.append((paths[position], error))
+        index[position] = len(rows) - 1
     raise_errors(errors)
     return content.replaced(rows=rows, index=index)
 
@@ -306,12 +311,12 @@ def _row(content: Content, path: str, row: Row, target: object) -> Row:
     request = request._replace(strategies=skipping(request.strategies, whole))
     if request.names is not None and content.axes is not None:
         check_known(request.names, content.axes)
-    made = row_of(request, row.shape, row.dtype, axes_of(mesh), row.memory_kind)
-    check_absent(made.reasons, mesh, content.axes)
-    cut = [why for why in made.reasons if not why.code.is_expected]
+    new_row = row_of(request, row.shape, row.dtype, axes_of(mesh), row.memory_kind)
+    check_absent(new_row.reasons, mesh, content.axes)
+    cut = [why for why in new_row.reasons if not why.code.is_expected]
     if content.strict and cut:
         raise SpecError(
             f"the plan is strict, and {target} would be cut down:"
             f" {'; '.join(map(str, cut))}"
         )
-    return made
+    return new_row

@@ -96,7 +96,7 @@ class AxisRules(eqx.Module):
         self.rules = _rules(rules, "rules")
         by_mode = _pairs(modes or (), "modes")
         self.modes = tuple(
-            (mode, _rules(given, f"mode {mode!r}")) for mode, given in by_mode
+            (mode, _rules(mode_rules, f"mode {mode!r}")) for mode, mode_rules in by_mode
         )
         self.units = tuple(_pairs(units or (), "units"))
         self.aliases = tuple(_pairs(aliases or (), "aliases"))
@@ -221,11 +221,11 @@ class AxisRules(eqx.Module):
             assert rules.names == ("mlp",)
             ```
         """
-        known = (*self.names, *(name for name, _ in self.units))
+        known_names = (*self.names, *(name for name, _ in self.units))
         for name in names:
-            if name not in known:
+            if name not in known_names:
                 raise RuleError(
-                    f"`without({name!r})`: no rule has that name{near(name, known)}."
+                    f"`without({name!r})`: no rule has that name{near(name, known_names)}."
                 )
         return dataclasses.replace(
             self,
@@ -262,10 +262,15 @@ class AxisRules(eqx.Module):
             assert rules.rules == (("embed", None), ("mlp", "tensor"))
             ```
         """
-        given = rules_of_mode(self, mode)
-        check_positions(len(given), numbers, "drop")
+        mode_rules = rules_of_mode(self, mode)
+        check_positions(len(mode_rules), numbers, "drop")
         return self._with_rules(
-            mode, [rule for at, rule in enumerate(given) if at not in numbers]
+            mode,
+            [
+                rule
+                for position, rule in enumerate(mode_rules)
+                if position not in numbers
+            ],
         )
 
     def replace(
@@ -299,10 +304,10 @@ class AxisRules(eqx.Module):
             assert rules.rules == (("embed", "fsdp"), ("mlp", "tensor"))
             ```
         """
-        given = list(rules_of_mode(self, mode))
-        check_positions(len(given), (number,), "replace")
-        given[number] = (given[number][0], target)
-        return self._with_rules(mode, given)
+        mode_rules = list(rules_of_mode(self, mode))
+        check_positions(len(mode_rules), (number,), "replace")
+        mode_rules[number] = (mode_rules[number][0], target)
+        return self._with_rules(mode, mode_rules)
 
     def with_alias(self, name: str, of: str) -> "AxisRules":
         """New AxisRules in which `name` has the rules and the unit of `of`, in every
@@ -366,13 +371,15 @@ class AxisRules(eqx.Module):
             ```
         """
         check_axis_rules("other", other)
-        one = dict(self.modes)
-        two = dict(other.modes)
+        modes = dict(self.modes)
+        other_modes = dict(other.modes)
         return AxisRules(
             _merged(self.rules, other.rules, "rules"),
             modes={
-                mode: _merged(one.get(mode, ()), two.get(mode, ()), f"mode {mode!r}")
-                for mode in {**one, **two}
+                mode: _merged(
+                    modes.get(mode, ()), other_modes.get(mode, ()), f"mode {mode!r}"
+                )
+                for mode in {**modes, **other_modes}
             },
             units=_agreed(self.units, other.units, "unit of"),
             aliases=_agreed(self.aliases, other.aliases, "alias"),
@@ -455,7 +462,10 @@ def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:
 
 def all_rules(rules: AxisRules) -> tuple[Rule, ...]:
     """The rules without a mode, and then the rules of every mode."""
-    return (*rules.rules, *(rule for _, given in rules.modes for rule in given))
+    return (
+        *rules.rules,
+        *(rule for _, mode_rules in rules.modes for rule in mode_rules),
+    )
 
 
 def declared_axes(mesh_axes: Iterable[object]) -> tuple[Any, ...]:
@@ -495,11 +505,11 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
     return chain
 
 
-def near(name: str, known: Sequence[str]) -> str:
-    """The text "(did you mean ...?)" with the names in `known` that look like `name`;
+def near(name: str, names: Sequence[str]) -> str:
+    """The text "(did you mean ...?)" with the names in `names` that look like `name`;
     "" if there are none.
     """
-    close = nearest(name, known)
+    close = nearest(name, names)
     return (
         f" (did you mean {' or '.join(repr(match) for match in close)}?)"
         if close
@@ -507,13 +517,13 @@ def near(name: str, known: Sequence[str]) -> str:
     )
 
 
-def nearest(name: str, known: Sequence[str]) -> list[str]:
-    """The names in `known` that look like `name`, the nearest first."""
-    return difflib.get_close_matches(name, known, n=3)
+def nearest(name: str, names: Sequence[str]) -> list[str]:
+    """The names in `names` that look like `name`, the nearest first."""
+    return difflib.get_close_matches(name, names, n=3)
 
 
-def _pairs(given: Any, what: str) -> list[tuple[str, Any]]:
-    pairs = given.items() if isinstance(given, Mapping) else given
+def _pairs(mapping: Any, what: str) -> list[tuple[str, Any]]:
+    pairs = mapping.items() if isinstance(mapping, Mapping) else mapping
     checked = []
     for pair in pairs:
         if (
@@ -529,9 +539,9 @@ def _pairs(given: Any, what: str) -> list[tuple[str, Any]]:
     return checked
 
 
-def _rules(given: object, what: str) -> tuple[Rule, ...]:
+def _rules(pairs: object, what: str) -> tuple[Rule, ...]:
     return tuple(
-        (name, _target(name, target, what)) for name, target in _pairs(given, what)
+        (name, _target(name, target, what)) for name, target in _pairs(pairs, what)
     )
 
 
@@ -564,11 +574,14 @@ def _drop(pairs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _stacked(first: AxisRules, second: AxisRules) -> AxisRules:
-    one = dict(first.modes)
-    two = dict(second.modes)
+    first_modes = dict(first.modes)
+    second_modes = dict(second.modes)
     return AxisRules(
         first.rules + second.rules,
-        modes={mode: one.get(mode, ()) + two.get(mode, ()) for mode in {**one, **two}},
+        modes={
+            mode: first_modes.get(mode, ()) + second_modes.get(mode, ())
+            for mode in {**first_modes, **second_modes}
+        },
         units=first.units + second.units,
         aliases=first.aliases + second.aliases,
         mesh_axes=first.mesh_axes + second.mesh_axes,
@@ -576,32 +589,34 @@ def _stacked(first: AxisRules, second: AxisRules) -> AxisRules:
 
 
 def _merged(
-    one: tuple[Rule, ...], two: tuple[Rule, ...], what: str
+    first: tuple[Rule, ...], second: tuple[Rule, ...], what: str
 ) -> tuple[Rule, ...]:
-    known: dict[str, list[Target]] = {}
-    for name, target in one:
-        known.setdefault(name, []).append(target)
+    targets_by_name: dict[str, list[Target]] = {}
+    for name, target in first:
+        targets_by_name.setdefault(name, []).append(target)
     added = []
-    for name, target in two:
+    for name, target in second:
         # Each rule of `two` is paired with the next rule of the same name in `one`,
         # until `one` has no more.
-        left = known.get(name)
-        if not left:
+        targets = targets_by_name.get(name)
+        if not targets:
             added.append((name, target))
-        elif left.pop(0) != target:
+        elif targets.pop(0) != target:
             mine, theirs = (
-                [to for key, to in rules if key == name] for rules in (one, two)
+                [to for key, to in rules if key == name] for rules in (first, second)
             )
             raise RuleError(
                 f"`merge`: {what} map {name!r} to {mine} on one side and to {theirs} on"
                 f" the other; use `without({name!r})` on the side that should give way."
             )
-    return one + tuple(added)
+    return first + tuple(added)
 
 
-def _agreed(one: tuple[Any, ...], two: tuple[Any, ...], what: str) -> dict[str, Any]:
-    merged = dict(one)
-    for name, value in two:
+def _agreed(
+    first: tuple[Any, ...], second: tuple[Any, ...], what: str
+) -> dict[str, Any]:
+    merged = dict(first)
+    for name, value in second:
         if merged.setdefault(name, value) != value:
             raise RuleError(
                 f"`merge`: the {what} {name!r} is {merged[name]!r} on one side and"

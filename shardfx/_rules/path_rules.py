@@ -168,7 +168,11 @@ class PathRules(eqx.Module):
         """
         check_positions(len(self.rules), numbers, "drop")
         return PathRules(
-            [rule for at, rule in enumerate(self.rules) if at not in numbers],
+            [
+                rule
+                for position, rule in enumerate(self.rules)
+                if position not in numbers
+            ],
             mesh_axes=self.mesh_axes,
         )
 
@@ -201,8 +205,8 @@ class PathRules(eqx.Module):
         """
         check_positions(len(self.rules), (number,), "replace")
         changed = [
-            (regex, target if at == number else was)
-            for at, (regex, was) in enumerate(self.rules)
+            (regex, target if position == number else was)
+            for position, (regex, was) in enumerate(self.rules)
         ]
         return PathRules(changed, mesh_axes=self.mesh_axes)
 
@@ -479,13 +483,13 @@ def _split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, 
 def _parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
     sides = _split(text, start, stop, "->")
     if len(sides) != 2:
-        found = (
+        fault = (
             "no `->` outside of brackets" if len(sides) == 1 else "more than one `->`"
         )
         raise _malformed(
             text,
             start if len(sides) == 1 else sides[1][1],
-            f"a rule has {found}; write `regex->axes`,",
+            f"a rule has {fault}; write `regex->axes`,",
         )
     pattern = text[slice(*sides[0])].strip()
     if not pattern or not all(

@@ -114,7 +114,7 @@ def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, .
     rank = len(shape)
     if not entries:
         return entries
-    dots = [at for at, entry in enumerate(entries) if entry is ...]
+    dots = [position for position, entry in enumerate(entries) if entry is ...]
     if len(dots) > 1:
         text = names_text(entries)
         raise SpecError(
@@ -271,10 +271,10 @@ def _assign(
     `targets` keep theirs. It adds each mesh axis in use to `users`, with the name that
     uses the axis.
     """
-    found = []
-    own = len(active) - base
+    assigned = []
+    mode_count = len(active) - base
     for number, (name, target) in enumerate(active):
-        place = (mode, number) if number < own else (None, number - own)
+        place = (mode, number) if number < mode_count else (None, number - mode_count)
         for slot in slots:
             if name in slot.chain:
                 axes = entry_axes(target)
@@ -290,13 +290,13 @@ def _assign(
                     if taken
                     else "applied"
                 )
-                found.append(
+                assigned.append(
                     Attempt(slot.name, slot.dim, *place, (name, target), outcome, taken)
                 )
                 if outcome == "applied":
                     targets[slot.name] = target
                     users.update((axis, slot) for axis in axes)
-    return found
+    return assigned
 
 
 def _reasons(
@@ -319,9 +319,9 @@ def _reasons(
                 what=f"logical name `{slot.name}`",
             )
         ]
-    wanted = itertools.takewhile(lambda target: target is not None, targets)
+    mapped_targets = itertools.takewhile(lambda target: target is not None, targets)
     axes = tuple(
-        dict.fromkeys(axis for target in wanted for axis in entry_axes(target))
+        dict.fromkeys(axis for target in mapped_targets for axis in entry_axes(target))
     )
     taken = ", ".join(
         f"`{axis}` is used by `{users[axis].name}` on dim {users[axis].dim}"
@@ -402,9 +402,9 @@ def members_of(names: Any) -> tuple[str, ...]:
     """Every logical name in the names of an array, in order. The result is empty if
     `names` is `None`.
     """
-    given = () if names is None else names
+    entries = () if names is None else names
     return tuple(
-        name for entry in given if entry is not ... for name in _members(entry)
+        name for entry in entries if entry is not ... for name in _members(entry)
     )
 
 
@@ -431,10 +431,10 @@ def _members(entry: Any) -> tuple[str, ...]:
 @ft.lru_cache(maxsize=4096)
 def _units_of(entries: tuple[object, ...], rules: AxisRules) -> Units | None:
     units = dict(rules.units)
-    found = []
+    units_of_dims = []
     for entry in entries:
         members = entry if isinstance(entry, tuple) else (entry,)
-        own = [
+        member_units = [
             cast(int, member.unit) for member in members if isinstance(member, Atomic)
         ]
         named = [
@@ -442,8 +442,8 @@ def _units_of(entries: tuple[object, ...], rules: AxisRules) -> Units | None:
             for member in _members(entry)
             for name in alias_chain(member, rules)
         ]
-        found.append(math.lcm(*own, *named))
-    return tuple(found) if any(unit > 1 for unit in found) else None
+        units_of_dims.append(math.lcm(*member_units, *named))
+    return tuple(units_of_dims) if any(unit > 1 for unit in units_of_dims) else None
 
 
 @ft.lru_cache(maxsize=256)

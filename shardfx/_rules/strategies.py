@@ -79,11 +79,11 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
     return Atomic(target, unit)
 
 
-def pipeline(left: object, right: object) -> "Pipeline":
+def pipeline(first: object, second: object) -> "Pipeline":
     """A Pipeline of the targets on both sides of `|`, the left side first."""
     steps = tuple(
         step
-        for side in (left, right)
+        for side in (first, second)
         for step in (side.steps if isinstance(side, Pipeline) else (side,))
     )
     if any(not isinstance(step, Strategy) for step in steps[1:]):
@@ -95,8 +95,8 @@ def pipeline(left: object, right: object) -> "Pipeline":
     return Pipeline(steps)
 
 
-def _piped(right: object, left: object) -> "Pipeline":
-    return pipeline(left, right)
+def _piped(second: object, first: object) -> "Pipeline":
+    return pipeline(first, second)
 
 
 @dataclasses.dataclass(frozen=True)

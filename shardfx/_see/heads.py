@@ -89,7 +89,7 @@ class _Projections(NamedTuple):
 
 
 def _projections(subject: Subject) -> _Projections:
-    found = _Projections({}, {}, [])
+    projections = _Projections({}, {}, [])
     for group in subject.content.groups:
         segments = re.split("[/.]", group.paths[0])
         parts = tuple("0" if part.isdigit() else part for part in segments)
@@ -98,17 +98,17 @@ def _projections(subject: Subject) -> _Projections:
             layer = parts[:position]
             suffix = "/".join(parts[position + 1 :])
             if _NORM.fullmatch(part):
-                found.norms.setdefault(layer, group)
+                projections.norms.setdefault(layer, group)
             if part in FUSED:
-                found.fused.append(_Fused(layer, part, suffix, group))
+                projections.fused.append(_Fused(layer, part, suffix, group))
             if part in ROLES:
                 role_position = position
         if role_position is not None:
             layer = parts[:role_position]
             suffix = "/".join(parts[role_position + 1 :])
-            arrays = found.layers.setdefault(layer, {}).setdefault(suffix, [])
+            arrays = projections.layers.setdefault(layer, {}).setdefault(suffix, [])
             arrays.append((ROLES[parts[role_position]], group))
-    return found
+    return projections
 
 
 def _cut_layer(

@@ -76,19 +76,19 @@ def report_data(
     """
     check_plan("plan", plan)
     rows = plan.content.groups
-    known = fit.chip if chip is None and fit is not None else chip
+    known_chip = fit.chip if chip is None and fit is not None else chip
     hardware = (
         None
-        if known is None
-        else {name: getattr(find(known), name) for name in _OF_CHIP}
+        if known_chip is None
+        else {name: getattr(find(known_chip), name) for name in _OF_CHIP}
     )
-    found = tuple(findings)
+    all_findings = tuple(findings)
     totals = _totals(plan, rows)
     return {
         "format": FORMAT,
         "title": title,
         "digest": plan.digest,
-        "verdict": _verdict(totals, found, fit, hardware),
+        "verdict": _verdict(totals, all_findings, fit, hardware),
         "mesh": _mesh(plan.mesh),
         "totals": totals,
         "rows": [_row(row, plan.mesh) for row in rows],
@@ -96,7 +96,7 @@ def report_data(
         "fit": None if fit is None else _fit(fit),
         "step": None if fit is None else step_data(fit),
         "chip": hardware,
-        "findings": [dataclasses.asdict(finding) for finding in found],
+        "findings": [dataclasses.asdict(finding) for finding in all_findings],
         "traffic": None if traffic is None else _traffic(traffic),
     }
 
@@ -156,12 +156,12 @@ def _verdict(
     even = totals["even_bytes_per_device"]
     ratio = totals["bytes_per_device"] / even if even else 1.0
     errors, warnings = (
-        sum(one.severity == severity for one in findings)
+        sum(finding.severity == severity for finding in findings)
         for severity in ("error", "warning")
     )
     held = totals["bytes_per_device"] if fit is None else fit.peak_bytes
     is_full = chip is not None and held > chip["usable_hbm_bytes_per_device"]
-    told = [
+    parts = [
         (
             f"{plural(less, 'array')} got less than asked"
             if less
@@ -175,7 +175,7 @@ def _verdict(
     level = "warn" if less or warnings or ratio >= _DOUBTFUL else "good"
     return {
         "level": "bad" if errors or is_full or ratio >= _BAD else level,
-        "text": ", ".join(filter(None, told)),
+        "text": ", ".join(filter(None, parts)),
     }
 
 
@@ -213,11 +213,11 @@ def _lost(leaf: Row) -> list[list[str]]:
     not shard it.
     """
     asked = _axes(leaf, leaf.requested)
-    given = _axes(leaf, leaf.spec)
-    pairs = zip(asked[: len(given)], given, strict=True)
+    cuts = _axes(leaf, leaf.spec)
+    pairs = zip(asked[: len(cuts)], cuts, strict=True)
     return [
-        [axis for axis in wanted or [] if axis not in (got or [])]
-        for wanted, got in pairs
+        [axis for axis in asked_axes or [] if axis not in (axes or [])]
+        for asked_axes, axes in pairs
     ]
 
 
@@ -250,33 +250,33 @@ def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
             sums[row.where.partition("/")[0], row.row.memory_kind] += (
                 row.bytes_per_device
             )
-        found = sums.most_common()
+        amounts = sums.most_common()
     else:
-        found = [((row.group, None), row.bytes) for row in fit.rows if row.bytes]
-        found += [
+        amounts = [((row.group, None), row.bytes) for row in fit.rows if row.bytes]
+        amounts += [
             ((row.group, "pinned_host"), row.host_bytes)
             for row in fit.rows
             if row.host_bytes
         ]
     return [
         {"group": group, "memory_kind": kind, "bytes_per_device": count}
-        for (group, kind), count in found
+        for (group, kind), count in amounts
     ]
 
 
 def _fit(fit: Fit) -> dict[str, object]:
     changes = [dataclasses.asdict(change) for change in fit.changes]
-    told = {
+    data = {
         "basis": fit.basis,
         "peak_bytes": fit.peak_bytes,
         "fits": fit.fits,
         "changes": changes,
     }
-    told |= {
+    data |= {
         "batch": fit.batch,
         "notes": list(fit.notes),
     }
-    return told
+    return data
 
 
 _SUMS = ("devices", "wire_bytes", "dcn_bytes", "unsure_bytes")
@@ -297,11 +297,11 @@ def _traffic(traffic: Traffic) -> dict[str, object]:
     rows = []
     for row in traffic.rows:
         place = row.source and f"{row.source.file}:{row.source.line}"
-        told = {name: getattr(row, name) for name in _SENT} | {
+        data = {name: getattr(row, name) for name in _SENT} | {
             "axes": list(row.axes),
             "source": place,
         }
-        rows.append({**told, "function": row.source and row.source.function})
+        rows.append({**data, "function": row.source and row.source.function})
     return {**{name: getattr(traffic, name) for name in _SUMS}, "rows": rows}
 
 
@@ -316,34 +316,36 @@ def step_data(fit: Fit) -> dict[str, object] | None:
     memory, and `source`, the source lines that make arrays. It is `None` if `fit` does
     not know the shardings of a step.
     """
-    known = fit.shardings
-    return known and {
-        "moment": [_held(one) for one in fit.peak_arrays if one.bytes],
-        "source": _source(known.rows),
+    shardings = fit.shardings
+    return shardings and {
+        "moment": [_held(array) for array in fit.peak_arrays if array.bytes],
+        "source": _source(shardings.rows),
     }
 
 
-def _held(one: LargeArray) -> dict[str, object]:
-    line = one.source and linecache.getline(one.source.file, one.source.line).strip()
+def _held(array: LargeArray) -> dict[str, object]:
+    line = (
+        array.source and linecache.getline(array.source.file, array.source.line).strip()
+    )
     axes = (
-        [list(entry_axes(entry)) for entry in entries_of(one.spec)]
-        if one.spec is not None
+        [list(entry_axes(entry)) for entry in entries_of(array.spec)]
+        if array.spec is not None
         else []
     )
-    by = [f"{own.axis}: {own.by or '?'}" for own in one.origins]
-    chain = [frame.place for own in one.origins for frame in own.chain]
+    by = [f"{origin.axis}: {origin.by or '?'}" for origin in array.origins]
+    chain = [frame.place for origin in array.origins for frame in origin.chain]
     return {
-        "array": one.what,
-        "bytes_per_device": one.bytes,
-        "group": one.group,
-        "phase": one.phase,
+        "array": array.what,
+        "bytes_per_device": array.bytes,
+        "group": array.group,
+        "phase": array.phase,
         "spec": axes,
         "from": by,
         "over": list(dict.fromkeys(chain)),
-        "place": one.source and one.source.place,
-        "function": one.source and one.source.function,
+        "place": array.source and array.source.place,
+        "function": array.source and array.source.function,
         "line": line,
-        "why": one.why,
+        "why": array.why,
     }
 
 
@@ -352,33 +354,37 @@ def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
     `rows` or are next to such a line. Each line has its number, its text, and the
     arrays that it makes.
     """
-    made: dict[str, dict[int, dict[str, None]]] = {}
+    texts_by_file: dict[str, dict[int, dict[str, None]]] = {}
     for row in rows:
         if row.source is not None:
-            told = (
+            text = (
                 f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
             )
-            made.setdefault(row.source.file, {}).setdefault(row.source.line, {})[
-                told
-            ] = None
+            texts_by_file.setdefault(row.source.file, {}).setdefault(
+                row.source.line, {}
+            )[text] = None
     return [
         {"file": file, "lines": _lines(file, lines)}
-        for file, lines in made.items()
+        for file, lines in texts_by_file.items()
         if linecache.getlines(file)
     ]
 
 
-def _lines(file: str, made: dict[int, dict[str, None]]) -> list[dict[str, object]]:
+def _lines(
+    file: str, texts_by_line: dict[int, dict[str, None]]
+) -> list[dict[str, object]]:
     text = linecache.getlines(file)
-    near = {at + by for at in made for by in range(-_AROUND, _AROUND + 1)}
+    near = {
+        number + by for number in texts_by_line for by in range(-_AROUND, _AROUND + 1)
+    }
     return [
         {
-            "number": at,
-            "text": text[at - 1].rstrip("\n"),
-            "makes": list(made.get(at, {}))[:_LAYOUTS],
+            "number": number,
+            "text": text[number - 1].rstrip("\n"),
+            "makes": list(texts_by_line.get(number, {}))[:_LAYOUTS],
         }
-        for at in sorted(near)
-        if 0 < at <= len(text)
+        for number in sorted(near)
+        if 0 < number <= len(text)
     ]
 
 
@@ -617,11 +623,11 @@ def _within(
     )
     count = len(rows)
     while True:
-        kept = sorted(ranked[:count])
-        made = pack([rows[number] for number in kept])
-        size = len(embedded(made))
+        chosen = sorted(ranked[:count])
+        value = pack([rows[number] for number in chosen])
+        size = len(embedded(value))
         if size <= characters or not count:
-            return made, [rows[number] for number in ranked[count:]]
+            return value, [rows[number] for number in ranked[count:]]
         count = min(count - 1, int(0.95 * count * characters / size))
 
 

@@ -263,27 +263,29 @@ def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
 
 
 def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
-    left = _node(a)
-    right = _node(b)
-    if left.kind is not right.kind:
-        yield Difference(path, left.name, right.name)
+    node_a = _node(a)
+    node_b = _node(b)
+    if node_a.kind is not node_b.kind:
+        yield Difference(path, node_a.name, node_b.name)
         return
-    found = False
-    for key in dict.fromkeys([*left.children, *right.children]):
+    has_below = False
+    for key in dict.fromkeys([*node_a.children, *node_b.children]):
         where = f"{path}/{key}" if path else key
-        if key in left.children and key in right.children:
-            below = list(_differences(left.children[key], right.children[key], where))
+        if key in node_a.children and key in node_b.children:
+            below = list(
+                _differences(node_a.children[key], node_b.children[key], where)
+            )
         else:
             names = [
-                _node(one.children[key]).name if key in one.children else "nothing"
-                for one in (left, right)
+                _node(node.children[key]).name if key in node.children else "nothing"
+                for node in (node_a, node_b)
             ]
             below = [Difference(where, *names)]
-        found = found or bool(below)
+        has_below = has_below or bool(below)
         yield from below
-    if not found and left.data != right.data:
+    if not has_below and node_a.data != node_b.data:
         yield Difference(
-            path, *[f"{one.name} with {one.data!r:.100}" for one in (left, right)]
+            path, *[f"{node.name} with {node.data!r:.100}" for node in (node_a, node_b)]
         )
 
 
@@ -370,7 +372,7 @@ def axis_names_of(specs: PyTree) -> tuple[str, ...]:
         assert axis_names_of(specs) == ("data", "tensor")
         ```
     """
-    found: dict[str, None] = {}
+    axes: dict[str, None] = {}
     for leaf in jax.tree.leaves(specs):
         spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
         if not isinstance(spec, PartitionSpec):
@@ -379,5 +381,5 @@ def axis_names_of(specs: PyTree) -> tuple[str, ...]:
                 " a NamedSharding."
             )
         for entry in entries_of(spec):
-            found |= dict.fromkeys(entry_axes(entry))
-    return tuple(found)
+            axes |= dict.fromkeys(entry_axes(entry))
+    return tuple(axes)

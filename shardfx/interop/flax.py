@@ -60,8 +60,8 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
     """
 
     def names(node: object) -> tuple[object, ...] | None:
-        given = _metadata(node).get("out_sharding")
-        return default if given is None else _names(given)
+        out_sharding = _metadata(node).get("out_sharding")
+        return default if out_sharding is None else _names(out_sharding)
 
     return jax.tree.map(names, tree, is_leaf=_is_box)
 
@@ -165,14 +165,14 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
         assert resolve(("x", "embed"), rules).spec == P("x", "y")
         ```
     """
-    given = _as_rules(rules)
-    modes = {mode: dict(first) for mode, first in given.modes}
+    axis_rules = _as_rules(rules)
+    modes = {mode: dict(first) for mode, first in axis_rules.modes}
     last = AxisRules(
-        dict(given.rules),
+        dict(axis_rules.rules),
         modes=modes,
-        units=given.units,
-        aliases=given.aliases,
-        mesh_axes=given.mesh_axes,
+        units=axis_rules.units,
+        aliases=axis_rules.aliases,
+        mesh_axes=axis_rules.mesh_axes,
     )
     return last.prepend(
         [
@@ -237,14 +237,14 @@ def add_axis(names: tuple[object, ...], index: int, name: object) -> tuple[objec
         assert remove_axis(stacked, 0, "layers") == ("embed", "mlp")
         ```
     """
-    at = index if index >= 0 else len(names) + 1 + index
-    if at < 0:
+    position = index if index >= 0 else len(names) + 1 + index
+    if position < 0:
         raise SpecError(
             f"`add_axis({names}, {index}, {name!r})`: index {index} lies before the"
             " first dimension."
         )
-    padded = (*names, *[None] * (at - len(names)))
-    return (*padded[:at], name, *padded[at:])
+    padded = (*names, *[None] * (position - len(names)))
+    return (*padded[:position], name, *padded[position:])
 
 
 def remove_axis(
@@ -281,12 +281,12 @@ def remove_axis(
             f"`remove_axis({names}, {index}, {name!r})`: dim {index} has no such name; "
             "remove the axis with the index and the name that it was added with."
         )
-    at = index % len(names)
-    left = (*names[:at], *names[at + 1 :])
-    while at == len(left) and left and left[-1] is None:
-        left = left[:-1]
-        at = at - 1
-    return left
+    position = index % len(names)
+    remaining = (*names[:position], *names[position + 1 :])
+    while position == len(remaining) and remaining and remaining[-1] is None:
+        remaining = remaining[:-1]
+        position = position - 1
+    return remaining
 
 
 def _is_box(node: object) -> bool:

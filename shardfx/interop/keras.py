@@ -102,11 +102,11 @@ def _grouped(key: str) -> str:
     """A regex `key` as a group of a larger regex. Flags at the start of the key, such
     as `(?i)`, apply only to the group.
     """
-    found = re.match(r"\(\?([aiLmsux]+)\)", key)
-    if found is None:
+    flags = re.match(r"\(\?([aiLmsux]+)\)", key)
+    if flags is None:
         return f"(?:{key})"
     # In a regex with the flag x, a comment ends with its line.
-    return f"(?{found[1]}:{key[found.end() :]}{chr(10) if 'x' in found[1] else ''})"
+    return f"(?{flags[1]}:{key[flags.end() :]}{chr(10) if 'x' in flags[1] else ''})"
 
 
 def _axes(key: str, layout: object) -> Axes:

@@ -58,13 +58,13 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
         assert resolve(("embed", "mlp"), read.rules).spec == P("fsdp", "tensor")
         ```
     """
-    given = config.get("logical_axis_rules")
-    if not isinstance(given, list | tuple):
+    listed_rules = config.get("logical_axis_rules")
+    if not isinstance(listed_rules, list | tuple):
         raise RuleError(
             "the configuration has no list of `logical_axis_rules`; it has"
             f" {list(config)[:20]}."
         )
-    rules = [_rule(number, rule) for number, rule in enumerate(given)]
+    rules = [_rule(number, rule) for number, rule in enumerate(listed_rules)]
     replaced = {name for name, _ in rules}
     before = [_rule(number, rule) for number, rule in enumerate(base)]
     merged = [*[rule for rule in before if rule[0] not in replaced], *rules]

@@ -89,9 +89,9 @@ def partitioning_of(text: str) -> Partitioning:
     """
     bound = _bindings(text)
     kind = _partitioner(bound)
-    given = bound.get(f"{kind}.logical_axis_rules", "None")
-    standard = re.fullmatch(rf"@(?P<module>(?:[\w.]+\.)?){_STANDARD}\(\)", given)
-    if standard is None and given != "None":
+    rules_text = bound.get(f"{kind}.logical_axis_rules", "None")
+    standard = re.fullmatch(rf"@(?P<module>(?:[\w.]+\.)?){_STANDARD}\(\)", rules_text)
+    if standard is None and rules_text != "None":
         axes = ("data", "expert", "model") if kind == _MOE else ("data", "model")
         rules = AxisRules(
             _literal(bound, f"{kind}.logical_axis_rules", None) or (), mesh_axes=axes
@@ -117,16 +117,16 @@ def _partitioner(bound: Bindings) -> str:
 
     Raises `RuleError` if there is none, or if it is not one of T5X's.
     """
-    given = [value for name, value in bound.items() if name.endswith(".partitioner")]
+    values = [value for name, value in bound.items() if name.endswith(".partitioner")]
     owners = [
         name.partition(".")[0]
         for name in bound
         if name.partition(".")[0].endswith("Partitioner")
     ]
     named = [
-        found[1]
-        for value in given[-1:]
-        if (found := re.fullmatch(r"@(?:[\w.]+\.)?(\w+)\(\)", value))
+        match[1]
+        for value in values[-1:]
+        if (match := re.fullmatch(r"@(?:[\w.]+\.)?(\w+)\(\)", value))
     ]
     kinds = list(dict.fromkeys(named or owners))
     if not kinds:
@@ -149,10 +149,10 @@ def _standard(bound: Bindings, experts: bool) -> AxisRules:
         _literal(bound, f"{_STANDARD}.{name}_partitioning_dims", 1)
         for name in ("activation", "parameter")
     )
-    more = _literal(bound, f"{_STANDARD}.additional_rules", None) or ()
+    additional_rules = _literal(bound, f"{_STANDARD}.additional_rules", None) or ()
     if not experts:
-        return t5x(activation, parameter, more)
-    rules = t5x(activation, parameter, [*_EXPERTS, *more])
+        return t5x(activation, parameter, additional_rules)
+    rules = t5x(activation, parameter, [*_EXPERTS, *additional_rules])
     # The batch is sharded over experts too.
     spread = [
         (name, ("expert", "data") if name == "batch" else target)
@@ -188,12 +188,12 @@ def _value_text(text: str) -> str:
     brackets are closed.
     """
     depth = 0
-    at = 0
-    for at, char in enumerate(text):
+    position = 0
+    for position, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
         if char == "\n" and depth <= 0:
-            return text[:at].strip()
-    return text[: at + 1].strip()
+            return text[:position].strip()
+    return text[: position + 1].strip()
 
 
 def _literal(

@@ -43,9 +43,9 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
         ```
     """
     name = chips.parse_slice(target).name.removeprefix("tpu:")
-    more = {} if num_slices == 1 else {"num_slices": num_slices}
+    options = {} if num_slices == 1 else {"num_slices": num_slices}
     try:
-        found = topologies.get_topology_desc(name, platform="tpu", **more)
+        topology = topologies.get_topology_desc(name, platform="tpu", **options)
     except RuntimeError as error:
         fix = (
             "Write it as `v5p:8x8x8`, and install libtpu with `pip install"
@@ -59,7 +59,7 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
         raise MeshError(
             f"there is no description of the TPU topology {name!r}: {error}. {fix}."
         ) from error
-    return tuple(found.devices)
+    return tuple(topology.devices)
 
 
 def mesh_of(target: str, mesh: MeshSpec) -> Mesh:

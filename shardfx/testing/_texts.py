@@ -181,20 +181,20 @@ def assert_same_text(
 
 
 def _row_text(row: Row) -> str:
-    told = f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
+    text = f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
     kind = "" if unreduced_kind(row.spec) == "sum" else f"{unreduced_kind(row.spec)} "
-    told += (
+    text += (
         f" unreduced {kind}{','.join(sorted(row.spec.unreduced))}"
         if row.spec.unreduced
         else ""
     )
-    told += f" reduced {','.join(sorted(row.spec.reduced))}" if row.spec.reduced else ""
-    told += f" in {row.memory_kind}" if row.memory_kind is not None else ""
+    text += f" reduced {','.join(sorted(row.spec.reduced))}" if row.spec.reduced else ""
+    text += f" in {row.memory_kind}" if row.memory_kind is not None else ""
     for why in row.reasons:
         where = "" if why.dim is None else f"dim {why.dim} "
         if why.code.name != "scalar":
-            told += f" ({where}{why.code.name}{': ' if why.axes else ''}{', '.join(why.axes)})"
-    return told
+            text += f" ({where}{why.code.name}{': ' if why.axes else ''}{', '.join(why.axes)})"
+    return text
 
 
 _TRAFFIC_FORMAT = "# shardfx traffic text 1"
@@ -337,7 +337,10 @@ def assert_collectives(
         ```
     """
     said: list[str] = []
-    for pattern, limit in [*((one, 0) for one in none), *(at_most or {}).items()]:
+    for pattern, limit in [
+        *((forbidden, 0) for forbidden in none),
+        *(at_most or {}).items(),
+    ]:
         rows = [
             row
             for row in traffic.rows
@@ -365,14 +368,14 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
         else sum(row.calls or 0 for row in rows)
     )
     head, _, rest = text.partition(": ")
-    told = f"{head}: {'?' if calls is None else calls} x {rest}"
+    line = f"{head}: {'?' if calls is None else calls} x {rest}"
     leaves = (
         joined_exactly([row.leaf for row in rows if row.leaf]) if rows[0].leaf else []
     )
-    told += f", {' and '.join(path for path, _ in leaves)}" if leaves else ""
-    told += f", {place}" if (place := line_text(rows[0].source)) else ""
+    line += f", {' and '.join(path for path, _ in leaves)}" if leaves else ""
+    line += f", {place}" if (place := line_text(rows[0].source)) else ""
     return printable(
-        told + (f", {bytes_text(sum(row.wire_bytes for row in rows))}" if sizes else "")
+        line + (f", {bytes_text(sum(row.wire_bytes for row in rows))}" if sizes else "")
     )
 
 
@@ -400,8 +403,8 @@ def line_text(frame: Frame | None) -> str:
 
 
 def _read(pattern: str, traffic: Traffic) -> re.Match[str]:
-    found = _PATTERN.fullmatch(pattern)
-    if found is None:
+    match = _PATTERN.fullmatch(pattern)
+    if match is None:
         raise ValueError(
             f"`{pattern}` is no pattern of collectives: write"
             " `[forward|backward|recomputed] KIND [over AXIS+AXIS] [of LEAF] [at"
@@ -409,7 +412,7 @@ def _read(pattern: str, traffic: Traffic) -> re.Match[str]:
         )
     lacking = [
         axis
-        for axis in (found["axes"] or "").split("+")
+        for axis in (match["axes"] or "").split("+")
         if axis and traffic.axes and axis not in traffic.axes
     ]
     if lacking:
@@ -417,14 +420,14 @@ def _read(pattern: str, traffic: Traffic) -> re.Match[str]:
             f"`{pattern}` names the axis {lacking[0]!r}, and the mesh has"
             f" {', '.join(traffic.axes)}."
         )
-    return found
+    return match
 
 
 def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
     places = {
-        one
+        place
         for frame in row.stack
-        for one in (frame.place, frame.place.partition(":")[0], frame.function)
+        for place in (frame.place, frame.place.partition(":")[0], frame.function)
     }
     return (
         pattern["kind"] in ("any", row.kind)
@@ -444,13 +447,13 @@ def _over(rows: Sequence[TrafficRow], limit: int | str) -> str:
     limit is a number of calls, or of bytes as text, such as "1.5 MiB".
     """
     if isinstance(limit, str):
-        found = re.fullmatch(r"([\d.,]+) ?([KMGT]i)?B", limit)
-        if found is None:
+        match = re.fullmatch(r"([\d.,]+) ?([KMGT]i)?B", limit)
+        if match is None:
             raise ValueError(
                 f"`{limit}` is no number of bytes; write it as '512 B' or '1.5 MiB'."
             )
-        most = float(found[1].replace(",", "")) * 1024 ** " KMGT".index(
-            (found[2] or " ")[0]
+        most = float(match[1].replace(",", "")) * 1024 ** " KMGT".index(
+            (match[2] or " ")[0]
         )
         sent = sum(row.wire_bytes for row in rows)
         return f"{bytes_text(sent)}, more than {limit}" if sent > most else ""
@@ -503,21 +506,23 @@ def shardings_text(shardings: StepShardings) -> str:
             f32[64,16] data,- (data: x)
         ```
     """
-    made: dict[str, set[str]] = {}
+    groups: dict[str, set[str]] = {}
     for row in shardings.rows:
         axes = [
-            f"{one.axis}: {re.sub(r':[0-9]+', '', one.by) or '?'}"
-            for one in row.origins
+            f"{origin.axis}: {re.sub(r':[0-9]+', '', origin.by) or '?'}"
+            for origin in row.origins
         ]
         phase = "" if row.phase in ("", "forward") else f"{row.phase} "
-        told = (
+        text = (
             f"{phase}{array_text(row.dtype, row.shape)}"
             f" {spec_text(entries_of(row.spec))}"
         )
-        line = printable(f"    {told} ({', '.join(axes) or 'whole'})")
-        made.setdefault(printable(line_text(row.source)) or "no line", set()).add(line)
+        line = printable(f"    {text} ({', '.join(axes) or 'whole'})")
+        groups.setdefault(printable(line_text(row.source)) or "no line", set()).add(
+            line
+        )
     lines = [
-        line for place in sorted(made) for line in ("", place, *sorted(made[place]))
+        line for place in sorted(groups) for line in ("", place, *sorted(groups[place]))
     ]
     return "\n".join([_SHARDINGS_FORMAT, str(shardings.mesh), *lines, ""])
 

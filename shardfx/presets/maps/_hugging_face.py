@@ -147,10 +147,10 @@ def known_sizes(config: Config) -> dict[str, int]:
     """Returns the sizes of axes that no rule needs, and that a tree must have. The width
     of experts has another name in each family.
     """
-    found = {"layers": config.get("num_hidden_layers", config.get("n_layer"))}
+    sizes = {"layers": config.get("num_hidden_layers", config.get("n_layer"))}
     if not any(config.get(name) for name in _SIZES["experts"]):
-        found["hidden"] = config.get("intermediate_size")
-    return {axis: size for axis, size in found.items() if type(size) is int}
+        sizes["hidden"] = config.get("intermediate_size")
+    return {axis: size for axis, size in sizes.items() if type(size) is int}
 
 
 def needed(config: Config, name: str) -> int:

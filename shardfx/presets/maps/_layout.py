@@ -187,8 +187,10 @@ class TreeLayout:
             for place in places
             if place.kind in dropped and place.kind not in other.kinds
         ]
-        made = TreeMap(rules, drop=dict.fromkeys(unused), rest=self.rest, casts=casts)
-        return with_sizes(made, named_sizes(self), named_sizes(other))
+        tree_map = TreeMap(
+            rules, drop=dict.fromkeys(unused), rest=self.rest, casts=casts
+        )
+        return with_sizes(tree_map, named_sizes(self), named_sizes(other))
 
     def __str__(self) -> str:
         width = max((len(path) for path, _ in self.weights), default=0)
@@ -202,7 +204,7 @@ class TreeLayout:
 def named_sizes(layout: TreeLayout) -> list[NamedSizes]:
     """The shapes of the arrays of a layout, as far as its sizes say them."""
     sizes = {**dict(layout.known), **dict(layout.sizes)}
-    found = []
+    pairs = []
     for path, entry in layout.weights:
         if isinstance(entry, Scaled):
             # Blocks of numbers and their scales have sizes of their own.
@@ -211,9 +213,9 @@ def named_sizes(layout: TreeLayout) -> list[NamedSizes]:
         dims = [_dim_sizes(weight, sizes) for weight in weights]
         shape = dims[0]
         if isinstance(entry, Fused):
-            parts = [own[entry.dim] for own in dims]
-            known = [part for part in parts if part is not None]
-            whole = sum(known) if len(known) == len(parts) else None
+            parts = [weight_sizes[entry.dim] for weight_sizes in dims]
+            known_parts = [part for part in parts if part is not None]
+            whole = sum(known_parts) if len(known_parts) == len(parts) else None
             shape = [*shape[: entry.dim], whole, *shape[entry.dim + 1 :]]
         counts = [
             (name, sizes[name])
@@ -226,12 +228,12 @@ def named_sizes(layout: TreeLayout) -> list[NamedSizes]:
             axes=tuple(" ".join(group) for group in weights[0].dims),
             counts=tuple(counts),
         )
-        found.append(named)
-    return found
+        pairs.append(named)
+    return pairs
 
 
 def _dim_sizes(weight: Weight, sizes: Mapping[str, int]) -> list[int | None]:
-    found: list[int | None] = []
+    dim_sizes: list[int | None] = []
     for group in weight.dims:
         size: int | None = 1
         for axis in group:
@@ -239,5 +241,5 @@ def _dim_sizes(weight: Weight, sizes: Mapping[str, int]) -> list[int | None]:
             if weight.range is not None and weight.range.axis == axis:
                 entries = weight.range.entries(entries)
             size = None if size is None or entries is None else size * entries
-        found.append(size)
-    return found
+        dim_sizes.append(size)
+    return dim_sizes
