@@ -31,7 +31,8 @@ from .content import (
     devices_named,
     rows_of,
 )
-from .decide import Request, correct, shard_over
+from .decide import correct
+from .extending import shard_over
 from .following import follow
 from .leaf import (
     MEMORY_KINDS,
@@ -47,6 +48,7 @@ from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, drafted, plan
 from .projections import FUSED, ROLES, fused_dimension, head_dimension
 from .replanning import refined
+from .requests import Request
 from .shard_plan import (
     OtherLeaf,
     ShardPlan,

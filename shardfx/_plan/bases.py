@@ -13,8 +13,8 @@ from .._ground.text import between_numbers
 from .._ground.tree import Flat
 from .._rules import Matcher, PathRules
 from .aligning import Dims, adapter_readings, scale_readings
-from .decide import Request
 from .leaf import LeafPlan
+from .requests import Request
 
 
 def matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:

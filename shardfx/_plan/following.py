@@ -47,16 +47,11 @@ from .complaints import (
     raise_unused,
 )
 from .content import NO_ARRAY, NUMBER
-from .decide import (
-    NOTHING,
-    Axes,
-    Request,
-    axes_of,
-    request_of_target,
-    row_of,
-    shard_over,
-)
+from .decide import row_of
+from .extending import shard_over
+from .fitting import Axes, axes_of
 from .leaf import LeafPlan, PathTree, Row, kinds_matcher
+from .requests import NOTHING, Request, request_of_target
 from .shard_plan import ShardPlan, check_plan
 
 

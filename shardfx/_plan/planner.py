@@ -38,20 +38,12 @@ from .complaints import (
     raise_unused,
 )
 from .content import NO_ARRAY, Content, with_numbers
-from .decide import (
-    NOTHING,
-    Axes,
-    Request,
-    axes_of,
-    corrected,
-    leaf_of,
-    request_of_names,
-    request_of_target,
-    row_of,
-)
+from .decide import row_of
+from .fitting import Axes, axes_of, corrected, leaf_of
 from .leaf import PathTree, Row, canonical_dtype, kinds_matcher
 from .names import names_of_leaves, raise_module, raise_tied
 from .replanning import refined
+from .requests import NOTHING, Request, request_of_names, request_of_target
 from .shard_plan import ShardPlan
 
 

@@ -24,8 +24,10 @@ from .._ground.spec import (
 from .._rules import AxisRules, resolve
 from ..topology import MeshSpec
 from .content import Content
-from .decide import Axes, Request, axes_of, row_of
+from .decide import row_of
+from .fitting import Axes, axes_of
 from .leaf import Row
+from .requests import Request
 
 
 def replanned(content: Content, mesh: MeshSpec | Mesh | AbstractMesh) -> Content:

@@ -27,16 +27,10 @@ from .._rules import (
 from ..topology import MeshSpec
 from .complaints import raise_errors
 from .content import Content
-from .decide import (
-    axes_of,
-    correct,
-    padded_units,
-    request_of_target,
-    row_of,
-    skipping,
-    units_at,
-)
+from .decide import correct, row_of
+from .fitting import axes_of
 from .leaf import Row
+from .requests import padded_units, request_of_target, skipping, units_at
 
 
 Policy: TypeAlias = Literal["raise", "replicate"]

@@ -1,0 +1,259 @@
+"""Corrects a spec to a mesh and to the shape of an array, and says why mesh axes are
+dropped.
+"""
+
+import math
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from jax.sharding import AxisType, PartitionSpec
+
+from .._ground.errors import SpecError
+from .._ground.reason import Code, Decision, Reason, reason_for
+from .._ground.spec import (
+    UNCONSTRAINED,
+    DType,
+    array_bytes,
+    canonical_entry,
+    entries_at,
+    entries_of,
+    entry_axes,
+    trimmed,
+    unreduced_kind,
+    with_reductions,
+)
+from .._ground.text import plural
+from .._rules import Units
+from ..topology import MeshSpec
+
+
+class Axes(NamedTuple):
+    """The sizes of the mesh axes, whether any axis is Auto, and the size in bytes below
+    which arrays are replicated.
+    """
+
+    sizes: Mapping[str, int]
+    has_auto: bool
+    min_bytes: int = 0
+
+
+def axes_of(mesh: MeshSpec, min_bytes: int = 0) -> Axes:
+    return Axes(mesh.shape, AxisType.Auto in mesh.axis_types, min_bytes)
+
+
+class Leaf(NamedTuple):
+    """The shape, dtype and units of an array."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    units: Units
+
+
+def leaf_of(shape: tuple[int, ...], dtype: DType, units: Units | None) -> Leaf:
+    return Leaf(shape, dtype, (1,) * len(shape) if units is None else units)
+
+
+def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
+    """Returns `spec` without the axes that do not fit the array `leaf` on a mesh with
+    the axes `axes`, and the reasons; the same as [`shardfx.correct`][], for arguments
+    that are already checked.
+    """
+    entries = fitted(spec, leaf.shape)
+    sizes = axes.sizes
+    if axes.min_bytes and (
+        asked := tuple(
+            dict.fromkeys(axis for entry in entries for axis in entry_axes(entry))
+        )
+    ):
+        if dim_reasons := too_small(leaf, asked, axes.min_bytes):
+            return Decision(PartitionSpec(), dim_reasons)
+    used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
+    kept_entries = []
+    reasons = []
+    for dim, (entry, size, unit) in enumerate(
+        zip(entries, leaf.shape, leaf.units, strict=True)
+    ):
+        if entry is None or (entry is UNCONSTRAINED and axes.has_auto):
+            pass
+        elif entry in sizes and entry not in used and size % (unit * sizes[entry]) == 0:
+            used[entry] = (
+                dim  # by far the most frequent case: a single axis that is unused and divides
+            )
+        elif entry is UNCONSTRAINED:
+            what = "Auto axis that the compiler could choose for UNCONSTRAINED"
+            entry = None
+            reasons.append(reason_for(Code.absent, dim, (), what=what))
+        else:
+            axes_asked = entry_axes(entry)
+            free, dim_reasons = free_axes(axes_asked, dim, sizes, used)
+            axes_kept = dividing_axes(free, size, unit, sizes)
+            used.update(dict.fromkeys(axes_kept, dim))
+            reasons += (
+                dim_reasons
+                if axes_kept == free
+                else [
+                    *dim_reasons,
+                    indivisible(free, axes_kept, dim, size, unit, sizes),
+                ]
+            )
+            entry = canonical_entry(axes_kept)
+        kept_entries.append(entry)
+    if not (spec.unreduced or spec.reduced):
+        return Decision(trimmed(kept_entries), tuple(reasons))
+    absent = tuple(
+        sorted(axis for axis in (*spec.unreduced, *spec.reduced) if axis not in sizes)
+    )
+    if absent:
+        reasons.append(
+            reason_for(Code.absent, None, absent, what=f"axis `{'`, `'.join(absent)}`")
+        )
+    unreduced, reduced = (
+        [axis for axis in axes if axis in sizes]
+        for axes in (spec.unreduced, spec.reduced)
+    )
+    return Decision(
+        trimmed(
+            kept_entries, with_reductions((), unreduced, reduced, unreduced_kind(spec))
+        ),
+        tuple(reasons),
+    )
+
+
+def fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Returns an entry of `spec` for each dimension of `shape`. Raises `SpecError` if a
+    further entry is not `None`.
+    """
+    entries = entries_of(spec)
+    if any(entry is not None for entry in entries[len(shape) :]):
+        few = "the first is" if len(shape) == 1 else f"the first {len(shape)} are"
+        raise SpecError(
+            f"{spec} has {plural(len(entries), 'entry', 'entries')}, but shape {shape}"
+            f" has {plural(len(shape), 'dimension')}; write"
+            f" `{trimmed(entries[: len(shape)])}` if {few} meant."
+        )
+    return entries if len(entries) == len(shape) else entries_at(spec, len(shape))
+
+
+def too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
+    size = array_bytes(leaf.shape, leaf.dtype) if min_bytes else 0
+    return (
+        (reason_for(Code.small, None, axes, size=size, limit=min_bytes),)
+        if size < min_bytes
+        else ()
+    )
+
+
+def free_axes(
+    axes: tuple[str, ...],
+    dim: int | None,
+    sizes: Mapping[str, int],
+    used: Container[str],
+) -> tuple[tuple[str, ...], list[Reason]]:
+    """Returns those of `axes` that are free to shard a dimension, and the reasons why
+    others are not: the mesh, whose axes have these `sizes`, lacks them; `used` has
+    them; or they occur twice. The reasons name `dim` if it is known.
+    """
+    absent = tuple(axis for axis in axes if axis not in sizes)
+    taken = [axis for axis in axes if axis in sizes]
+    free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
+    for axis in free:
+        taken.remove(axis)
+    reasons = (
+        [reason_for(Code.absent, dim, absent, what=f"axis `{'`, `'.join(absent)}`")]
+        if absent
+        else []
+    )
+    if taken:
+        reasons.append(
+            reason_for(
+                Code.duplicate,
+                dim,
+                tuple(taken),
+                what=f"`{'`, `'.join(dict.fromkeys(taken))}`",
+            )
+        )
+    return free, reasons
+
+
+def dividing_axes(
+    axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Returns the subset of `axes` with the largest product that divides `size / unit`.
+    Axes of size 1 stay. For size 12, unit 1 and axes of sizes 8, 2 and 3 it is the axes
+    of sizes 2 and 3.
+    """
+    whole = 1 if size % unit else size // unit
+    # All sizes are above 1, so a subset's product exceeds that of each of its prefixes.
+    # Of two subsets with equal products, the first stays first whichever axes are added
+    # to both: one candidate per product is enough.
+    best: dict[int, tuple[int, ...]] = {1: ()}
+    for position, axis in enumerate(axes):
+        if sizes[axis] == 1:
+            continue
+        for product, positions in list(best.items()):
+            larger = product * sizes[axis]
+            candidate = (*positions, position)
+            if whole % larger == 0 and candidate < best.get(larger, (len(axes),)):
+                best[larger] = candidate
+    chosen = best[max(best)]
+    return tuple(
+        axis
+        for position, axis in enumerate(axes)
+        if sizes[axis] == 1 or position in chosen
+    )
+
+
+def indivisible(
+    axes: tuple[str, ...],
+    kept_axes: tuple[str, ...],
+    dim: int | None,
+    size: int,
+    unit: int,
+    sizes: Mapping[str, int],
+) -> Reason:
+    """Returns the reason why only `kept_axes` of `axes` shard a dimension of this size and
+    unit. It names `dim` if known.
+    """
+    dropped = tuple(axis for axis in axes if axis not in kept_axes)
+    what = product_text([axis for axis in axes if sizes[axis] > 1], sizes)
+    if unit > 1 and size % unit:
+        fix = (
+            "use a name without a unit, else correct the unit to one that divides"
+            f" {size}"
+        )
+        text = (
+            f"size {size} is no whole number of units of {unit}, so nothing may cut it;"
+            " if it counts units already, "
+        )
+        return Reason(Code.unit, dim, dropped, text + fix)
+    count = size // unit
+    units_text = plural(size // unit, "unit")
+    if unit > 1 and dividing_axes(axes, size, 1, sizes) != kept_axes:
+        return reason_for(
+            Code.unit,
+            dim,
+            dropped,
+            size=size,
+            units=units_text,
+            count=count,
+            unit=unit,
+            what=what,
+        )
+    pad = advice_to_pad(size, math.prod(sizes[axis] for axis in axes) * unit)
+    text = f"{size} ({units_text} of {unit})" if unit > 1 else size
+    return reason_for(
+        Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count
+    )
+
+
+def advice_to_pad(size: int, product: int) -> str:
+    """Returns "pad it to N, or ", where N is the next multiple of `product`; "" if
+    `size` would grow by over 1/64.
+    """
+    padded = -(-size // product) * product
+    # A vocabulary can be padded, a width of 64 cannot.
+    return f"pad it to {padded}, or " if (padded - size) * 64 <= size else ""
+
+
+def product_text(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"`{axis}` ({sizes[axis]})" for axis in axes)
