@@ -58,3 +58,4 @@ from .shard_plan import (
     target_of,
 )
 from .single import Policy, decision_for
+from .tree_type import Tree

@@ -53,10 +53,11 @@ from .fitting import Axes, axes_of
 from .leaf import LeafPlan, PathTree, Row, kinds_matcher
 from .requests import NOTHING, Request, request_of_target
 from .shard_plan import ShardPlan, check_plan
+from .tree_type import Tree
 
 
 def follow(
-    init: Callable[..., Any],
+    init: Callable[..., Tree],
     plan: ShardPlan,
     *args: Any,
     over: str | Iterable[str] | Strategy | None = None,
@@ -66,7 +67,7 @@ def follow(
     adapters: Iterable[tuple[str, str]] = (),
     scales: Iterable[tuple[str, str]] = (),
     unused: Literal["raise", "allow"] = "raise",
-) -> ShardPlan:
+) -> ShardPlan[Tree]:
     """Returns the plan of the tree that `init` makes from a planned tree:
     `follow(optimizer.init, params_plan)`.
 

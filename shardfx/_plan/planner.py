@@ -45,10 +45,11 @@ from .names import names_of_leaves, raise_module, raise_tied
 from .replanning import refined
 from .requests import NOTHING, Request, request_of_names, request_of_target
 from .shard_plan import ShardPlan
+from .tree_type import Tree
 
 
 def plan(
-    tree: PyTree,
+    tree: Tree,
     mesh: MeshSpec | Mesh | AbstractMesh,
     *others: object,
     paths: PathRules | None = None,
@@ -61,7 +62,7 @@ def plan(
     unused: Literal["raise", "allow"] = "raise",
     strict: bool = False,
     refine: bool = False,
-) -> ShardPlan:
+) -> ShardPlan[Tree]:
     """Plans how every array of a tree is sharded on a mesh. Nothing is allocated, and
     no device is needed.
 

@@ -4,7 +4,7 @@ a loader reads from a file.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, dataclass_transform, overload
+from typing import Any, Generic, Literal, NamedTuple, dataclass_transform, overload
 
 import equinox as eqx
 import jax
@@ -39,6 +39,7 @@ from .facts import html_of
 from .leaf import LeafPlan, named_sharding
 from .replanning import replanned
 from .single import decision_for, replaced, require_constrained
+from .tree_type import Tree
 
 
 @dataclass_transform(field_specifiers=(dataclasses.field, eqx.field))
@@ -54,7 +55,7 @@ class _PlanType(type(eqx.Module)):
         )
 
 
-class ShardPlan(eqx.Module, metaclass=_PlanType):
+class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
     """A plan: for every array of a tree its PartitionSpec, the reason for it, and its
     bytes per device.
 
@@ -117,21 +118,21 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
         return self.content.leaves
 
     @property
-    def specs(self) -> PyTree:
+    def specs(self) -> Any:
         """The tree with a PartitionSpec at each array, and `None` at leaves that are
         not arrays.
         """
         return self.content.specs
 
     @property
-    def shardings(self) -> PyTree:
+    def shardings(self) -> Tree:
         """The tree with a NamedSharding at each array: on the plan's jax Mesh, or on an
         AbstractMesh if it has none.
         """
         return self.content.shardings
 
     @property
-    def structs(self) -> PyTree:
+    def structs(self) -> Tree:
         """The tree with a `jax.ShapeDtypeStruct` at each array, with the array's shape,
         dtype and planned sharding.
         """
@@ -187,7 +188,7 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
             )
         return leaf
 
-    def on(self, jax_mesh: Mesh) -> "ShardPlan":
+    def on(self, jax_mesh: Mesh) -> "ShardPlan[Tree]":
         """Returns the same plan on a mesh of devices, so that `plan.shardings` can be
         used with arrays.
 
@@ -218,7 +219,7 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
             )
         return ShardPlan(self.content.replaced(jax_mesh=jax_mesh))
 
-    def off(self) -> "ShardPlan":
+    def off(self) -> "ShardPlan[Tree]":
         """Returns the same plan without devices: to store, to send to another process,
         or to put on other devices.
 
@@ -245,7 +246,7 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
         return ShardPlan(self.content.replaced(jax_mesh=None))
 
     @staticmethod
-    def join(**plans: "ShardPlan") -> "ShardPlan":
+    def join(**plans: "ShardPlan[Any]") -> "ShardPlan[dict[str, Any]]":
         """Returns the plan of a dict of trees, made from the plans of the trees.
 
         **Arguments:**
@@ -359,7 +360,7 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
         sharding = named_sharding(self.content.any_mesh, decision.spec, None)
         return (sharding, decision) if explain else sharding
 
-    def replace(self, where: str, target: object) -> "ShardPlan":
+    def replace(self, where: str, target: object) -> "ShardPlan[Tree]":
         """Returns the plan with another sharding for some arrays, checked and corrected
         as in [`shardfx.plan`][].
 
@@ -395,7 +396,7 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
         """
         return ShardPlan(replaced(self.content, where, target))
 
-    def select(self, regex: str) -> "ShardPlan":
+    def select(self, regex: str) -> "ShardPlan[Tree]":
         """Returns the plan of the same tree with only the arrays whose path `regex`
         matches.
 
@@ -423,7 +424,7 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
             )
         return ShardPlan(self.content.replaced(index=index))
 
-    def replan(self, mesh: MeshSpec | Mesh | AbstractMesh) -> "ShardPlan":
+    def replan(self, mesh: MeshSpec | Mesh | AbstractMesh) -> "ShardPlan[Tree]":
         """Returns the plan of the same arrays by the same rules for another mesh: fewer
         devices after a loss, more after a recovery.
 
@@ -464,7 +465,7 @@ class ShardPlan(eqx.Module, metaclass=_PlanType):
         return self.content.to_json()
 
     @staticmethod
-    def from_json(text: str, like: object = None) -> "ShardPlan":
+    def from_json(text: str, like: object = None) -> "ShardPlan[Any]":
         """Reads a plan from the JSON that [`shardfx.ShardPlan.to_json`][] returned.
 
         **Arguments:**

@@ -6,11 +6,11 @@ from typing import Any
 import equinox as eqx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._plan import ShardPlan
+from .._plan import ShardPlan, Tree
 from .._rules import Fsdp, Optional, PathRules, Pipeline
 
 
-class AutoPlan(ShardPlan):
+class AutoPlan(ShardPlan[Tree]):
     """A plan that [`shardfx.auto.plan`][] made, with the reason for it and the rules
     that made it. It is used as any [`shardfx.ShardPlan`][].
 

@@ -16,7 +16,7 @@ from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, OutOfMemoryError, RuleError
 from .._ground.text import bytes_text, plural
 from .._ground.tree import Flat, flatten
-from .._plan import ShardPlan, follow, names_of_leaves, plan as plan_by_rules
+from .._plan import ShardPlan, Tree, follow, names_of_leaves, plan as plan_by_rules
 from .._rules import AxisRules, PathRules
 from ..topology import MeshSpec
 from ._asked import SearchOptions, asked_for
@@ -80,13 +80,13 @@ class _Priced(NamedTuple):
 
 
 def plan(
-    tree: PyTree,
+    tree: Tree,
     devices: int | str | Sequence[object] | MeshSpec | Mesh | AbstractMesh,
     *,
     optimizer: Callable[..., object] | _Optimizer | None = None,
     names: PyTree = None,
     chip: str | chips.Chip | None = None,
-) -> AutoPlan:
+) -> AutoPlan[Tree]:
     """Plans how a model is sharded for training, without rules.
 
     The bytes of parameters, gradients and optimizer state decide. If they take at most

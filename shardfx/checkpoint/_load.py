@@ -88,10 +88,10 @@ class LoadOptions(TypedDict, total=False):
 @overload
 def load(
     path: Source,
-    plan: ShardPlan,
+    plan: ShardPlan[T],
     map: TreeMap | None = None,
     **options: Unpack[LoadOptions],
-) -> PyTree: ...
+) -> T: ...
 
 
 @overload

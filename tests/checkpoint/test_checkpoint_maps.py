@@ -3,6 +3,7 @@ whole arrays.
 """
 
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -206,7 +207,7 @@ def test_keys_are_stacked_whole(tmp_path):
     stacked = TreeMap({"k": From("k.{i}").stack("i").T})
     struct = jax.ShapeDtypeStruct((4, 2), keys["k.0"].dtype)
     made = shardfx.plan({"k": struct}, mesh, paths=PathRules([(".*", P("b", "a"))]))
-    found = checkpoint.load(tmp_path / "keys", made, stacked)["k"]
+    found: Any = checkpoint.load(tmp_path / "keys", made, stacked)["k"]
     expected = jnp.stack(
         [jax.random.key_data(keys["k.0"]), jax.random.key_data(keys["k.1"])]
     ).transpose(1, 0, 2)

@@ -57,6 +57,12 @@ def trees(model: Model, batch: dict[str, jax.Array], plan: sfx.ShardPlan) -> Non
     assert_type(sfx.gather(model), Model)
     assert_type(sfx.checkpoint.load("path", model), Model)
     assert_type(sfx.checkpoint.load("path", plan), Any)
+    model_plan = sfx.plan(model, plan.mesh, paths=None)
+    assert_type(model_plan, sfx.ShardPlan[Model])
+    assert_type(model_plan.shardings, Model)
+    assert_type(model_plan.structs, Model)
+    assert_type(sfx.auto.plan(model, 8).shardings, Model)
+    assert_type(sfx.checkpoint.load("path", model_plan), Model)
 
 
 def arrays(
