@@ -574,7 +574,7 @@ def find(
 
 
 def _padded_rows(
-    rows: Int[np.ndarray, "sizes axes"], count: int
+    rows: Int[np.ndarray, "tuples mesh_axes"], count: int
 ) -> Int[np.ndarray, "rows axes"]:
     """The rows with ones for further axes, and `count` of them: the first one again."""
     missing_axes = AXES - rows.shape[1]
