@@ -212,6 +212,37 @@ def test_a_changed_program_is_not_proved(programs, before, after):
     assert verdict.outcome != "proved", verdict
 
 
+@pytest.fixture(scope="module")
+def padded_maximum():
+    """The maximum over a dimension of 6 that 4 devices cut, with padding."""
+    mesh = sfx.MeshSpec({"a": 4, "b": 2}).abstract()
+    rows = NamedSharding(mesh, P("a", None))
+
+    def step(x):
+        return jax.lax.with_sharding_constraint(jnp.sin(x), rows).max(0)
+
+    whole = NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((6, 8), jnp.float32, sharding=whole)
+    return step_of(step, [x]).programs("cpu")
+
+
+def test_a_maximum_is_proved_where_padding_is_the_lowest_number(padded_maximum):
+    verdict = judged(padded_maximum)
+    assert verdict.outcome == "proved", verdict
+
+
+@pytest.mark.parametrize("number", ["0", "-1e9"])
+def test_a_maximum_over_other_padding_is_not_proved(padded_maximum, number):
+    text = padded_maximum.partitioned
+    broadcast = re.search(
+        r"( *)(%[\w.]+) = f32\[2,8\]\S* broadcast\((%con.*?)\).*", text
+    )
+    padding = f"{broadcast[1]}%lowest = f32[] constant({number})\n"
+    changed = broadcast[0].replace(broadcast[3], "%lowest")
+    text = text.replace(broadcast[0], padding + changed)
+    assert judged(padded_maximum._replace(partitioned=text)).outcome != "proved"
+
+
 def test_a_sum_that_is_left_out_is_refuted(programs):
     verdict = mutated(
         programs, r"= (f32\[\S*) all-reduce\((%[\w.]+)\).*", r"= \1 copy(\2)"

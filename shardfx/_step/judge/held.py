@@ -17,6 +17,8 @@ from .verdict import Unjudged, Wrong
 # Known numbers are kept for arrays up to this size, devices included.
 MOST_KNOWN = 2**20
 NOWHERE = -1
+# The number of a constant.
+Number: TypeAlias = int | float
 
 
 class Axis(NamedTuple):
@@ -59,7 +61,7 @@ class Held:
     terms: tuple[int, ...] | None = None
     kind: str = "add"
     scale: Fraction | int = 1
-    fill: float | None = None
+    fill: Number | None = None
     known: np.ndarray | None = None
     idiom: object = None
 

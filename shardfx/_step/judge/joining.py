@@ -1,6 +1,8 @@
 """The rule that operands which an operation joins lie alike."""
 
 import dataclasses
+import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +10,7 @@ import numpy as np
 from ..hlo_text import Instruction
 from .cuts import HOLE, Cut
 from .forms import Form, form_of
-from .held import Axis, Context, Held, view_of
+from .held import Axis, Context, Held, Number, view_of
 from .verdict import Unjudged, Wrong
 
 
@@ -68,12 +70,37 @@ def with_axis(held: Held, place: int, axis: Axis | None) -> Held:
     return dataclasses.replace(held, axes=axes)
 
 
-def constant_number(held: Held) -> float | None:
+def constant_number(held: Held) -> Number | None:
     """The number of an array that has one number at all positions of all devices."""
     known = held.known
     if known is None or known.size != known.shape[0] or not held.is_uniform:
         return None
     return known.flat[0].item()
+
+
+def is_identity(number: Number | None, how: str, dtype: str) -> bool:
+    """Whether a reduction by `how` is the same with and without this number."""
+    if number is None:
+        return False
+    if how in ("add", "or", "xor"):
+        return number == 0
+    if how == "multiply":
+        return number == 1
+    bits = int(re.sub(r"\D", "", dtype) or 1)
+    if dtype == "pred":
+        lowest, highest = 0, 1
+    elif dtype.startswith("u"):
+        lowest, highest = 0, 2**bits - 1
+    elif dtype.startswith("s"):
+        lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    else:
+        lowest, highest = -math.inf, math.inf
+    if how == "maximum":
+        return number == lowest
+    if how == "minimum":
+        return number == highest
+    # All bits of -1 are ones, as those of the largest number without a sign.
+    return how == "and" and number in ((1,) if dtype == "pred" else (-1, 2**bits - 1))
 
 
 def is_empty(held: Held, devices: int) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
 from .forms import Form, View, attribute, numbers
-from .held import Axis, Context, Held, view_of
+from .held import Axis, Context, Held, Number, view_of
 from .joining import form_in
 from .values import Global, Node
 
@@ -275,7 +275,7 @@ class _Move:
     stride: int = 1
     spread: int = 1
     offset: int = 0
-    padding: float | None = None
+    padding: Number | None = None
     operand_size: int = 0
     reversed_size: int = 0
 
@@ -284,7 +284,9 @@ class _Move:
         is_moved = self.start or self.offset or self.reversed_size
         return not is_moved and self.stride == 1 and self.spread == 1
 
-    def applied(self, context: Context, cut: Cut, size: int, fill: float | None) -> Cut:
+    def applied(
+        self, context: Context, cut: Cut, size: int, fill: Number | None
+    ) -> Cut:
         cuts = context.cuts
         if self.is_same:
             return cut
@@ -362,7 +364,7 @@ def _pad_move(context: Context, node: Node, number: int, dim: int) -> _Move | No
     )
 
 
-def scalar_constant(node: Node) -> float | None:
+def scalar_constant(node: Node) -> Number | None:
     """The number of a scalar constant of the whole program; `None` for others."""
     if node.opcode != "constant" or node.shape or node.instruction is None:
         return None

@@ -19,6 +19,7 @@ from .held import (
     Axis,
     Context,
     Held,
+    Number,
     require_finished,
     view_of,
 )
@@ -210,7 +211,7 @@ def _is_zero(held: Held) -> bool:
     return held.known is not None and not held.known.any()
 
 
-def _fill(instruction: Instruction, operands: Sequence[Held]) -> float | None:
+def _fill(instruction: Instruction, operands: Sequence[Held]) -> Number | None:
     """The number that an operation makes of the numbers in holes."""
     numbers = []
     for operand in operands:
@@ -431,10 +432,17 @@ def _merged(
             continue
         number = constant_number(second)
         if number is not None:
-            indices = np.where(mask, cuts.indices(axis.cut), HOLE)
+            before = cuts.indices(axis.cut)
+            indices = np.where(mask, before, HOLE)
             held = with_axis(first, place, Axis(axis.dim, cuts.from_indices(indices)))
-            # Holes that were there before keep what they had.
-            is_same = not first.has_holes or first.fill == number
+            # Holes that the mask leaves keep what they had.
+            has_others = any(
+                other is not None and other.cut.has_holes
+                for at, other in enumerate(first.axes)
+                if at != place
+            )
+            is_left = bool(((before == HOLE) & mask).any())
+            is_same = first.fill == number or not (has_others or is_left)
             return dataclasses.replace(
                 held, fill=number if is_same else None, known=None
             )

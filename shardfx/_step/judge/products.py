@@ -21,10 +21,17 @@ from .held import (
     Axis,
     Context,
     Held,
+    Number,
     product_of_terms,
     require_finished,
 )
-from .joining import constant_number, different, form_in, joined_cut
+from .joining import (
+    constant_number,
+    different,
+    form_in,
+    is_identity,
+    joined_cut,
+)
 from .matching import are_same, candidates, matched_operands, placed
 from .values import Node
 from .verdict import Unjudged, Wrong
@@ -113,7 +120,7 @@ def _contracted(
     return cut
 
 
-def _fills_are(operands: Sequence[Held], number: float) -> bool:
+def _fills_are(operands: Sequence[Held], number: Number) -> bool:
     return all(one.fill == number for one in operands if one.has_holes)
 
 
@@ -146,7 +153,7 @@ def _with_sums(
     operands: Sequence[Held],
     terms: tuple[int, ...] | None,
     scale: Fraction,
-    fill: float | None,
+    fill: Number | None,
 ) -> Held:
     """The result of an operation that is linear in each operand, with the sums that its
     operands leave unfinished.
@@ -161,16 +168,6 @@ def _with_sums(
         scale=1 if scale == 1 else scale,
         fill=fill if held.has_holes else None,
     )
-
-
-_IDENTITIES = {
-    "add": (0,),
-    "maximum": (-float("inf"), -(2**31), 0),
-    "minimum": (float("inf"), 2**31 - 1),
-    "and": (1,),
-    "or": (0,),
-    "multiply": (1,),
-}
 
 
 def reduce(
@@ -206,7 +203,8 @@ def _reduced(
     number: int | None,
 ) -> Held:
     operand, start = operands
-    shape = arrays_in(instruction.result)[0].shape
+    result = arrays_in(instruction.result)[0]
+    shape, dtype = result.shape, result.dtype
     over = numbers(instruction, "dimensions")
     node = None if number is None else context.values.nodes[number]
     terms = operand.terms
@@ -217,13 +215,13 @@ def _reduced(
             terms, scale = _broadcast_sum(operand, place, node, how, terms, scale)
             continue
         size = _size(context, operand, place, node)
-        if axis.cut.has_holes and operand.fill not in _IDENTITIES.get(how, ()):
+        if axis.cut.has_holes and not is_identity(operand.fill, how, dtype):
             raise Unjudged("a reduction over padding")
         part = context.cuts.terms(axis.cut, size)
         if part is not None and not how:
             raise Unjudged("a reduction, by another function, over a cut dimension")
         terms = product_of_terms(context.everywhere, terms, part)
-    if terms is not None and constant_number(start) not in _IDENTITIES.get(how, ()):
+    if terms is not None and not is_identity(constant_number(start), how, dtype):
         raise Unjudged("a reduction that starts with a number on each device")
     rest = [axis for at, axis in enumerate(operand.axes) if at not in over]
     found = form_in(context, instruction, operands, shape)
@@ -496,6 +494,7 @@ def _reduced_window(
     node = context.values.nodes[number]
     assert node.instruction is not None
     rank = len(shape)
+    dtype = arrays_in(instruction.result)[0].dtype
     local, whole = window_of(instruction, rank), window_of(node.instruction, rank)
     cuts: list[Cut | None] = []
     for at in range(rank):
@@ -508,7 +507,7 @@ def _reduced_window(
                 raise Unjudged("a window over a broadcast")
             cuts.append(context.cuts.whole(shape[at]))
             continue
-        if axis.cut.has_holes and operand.fill not in _IDENTITIES.get(how, ()):
+        if axis.cut.has_holes and not is_identity(operand.fill, how, dtype):
             raise Unjudged("a window over padding")
         taps = context.cuts.whole(whole[at].size)
         cut, part = windowed_cut(

@@ -17,7 +17,7 @@ from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
 from .forms import Form, numbers
 from .held import NOWHERE, Axis, Context, Held, settled, view_of
-from .matching import candidates
+from .matching import candidates, expressed
 from .values import Node, ViewReshape, groups_of_reshape
 from .verdict import Unjudged
 
@@ -99,6 +99,28 @@ def _global_reshape(
     for number in candidates(context, form, instruction):
         node = context.values.nodes[number]
         held = _fitted(context, operand, shape, number, node)
+        if held is not None:
+            return held
+    return _reshaped_piece(context, instruction, operand, shape)
+
+
+def _reshaped_piece(
+    context: Context,
+    instruction: Instruction,
+    operand: Held,
+    shape: tuple[int, ...],
+) -> Held | None:
+    """What devices hold of a reshape of a slice, from what they hold of the sliced
+    value.
+    """
+    for number in context.values.with_name("reshape", instruction.op_name):
+        node = context.values.nodes[number]
+        if node.operands[0].view.root == operand.root:
+            continue
+        piece = expressed(context, operand, node.operands[0])
+        if piece is None or piece.has_holes:
+            continue
+        held = _fitted(context, piece, shape, number, node)
         if held is not None:
             return held
     return None
