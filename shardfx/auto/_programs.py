@@ -23,12 +23,13 @@ from .._arrays import filter_jit
 from .._ground.errors import MeshError, OutOfMemoryError
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, follow
-from .._step import Dims, Parameter, Platform, Step, parse_hlo, step_of
+from .._step import Dims, Parameter, Platform, Refutation, Step, parse_hlo, step_of
 from ..cost import Traffic, TrafficRow, compare, compile_for, seconds, traffic
 from ..cost._after import as_compiled
 from ..cost._compile_for import memory_of
 from ..cost._estimate import DIRECT, LARGEST, SIZED, extrapolated
 from ..cost._live import device_memory
+from ..cost._refuted import refutations_of
 from ..cost._traffic import read
 from ..cost._traffic_rows import largest_first
 from ..cost._work import DeviceWork, work_of
@@ -170,14 +171,7 @@ class LoweredStep:
         its partitioned program. With `constrained`, `constrain_step` constrains the
         step. Raises `ProgramError` if XLA refuses the program.
         """
-        step, changed = (
-            self.plain,
-            constrain_step(self.step, candidate.mesh, candidate.rules)
-            if constrained
-            else None,
-        )
-        if changed is not None:
-            step = step_of(lambda *args: changed(*args), self.args)
+        step = self._step_for(candidate, constrained)
         read = (
             self._extrapolated(step, candidate)
             if candidate.mesh.size > DIRECT
@@ -192,6 +186,41 @@ class LoweredStep:
             donated=self.donated if fits else self.donatable,
             results=tuple(which for which, _ in self.results),
         )
+
+    def _step_for(self, candidate: Candidate, constrained: bool) -> Step:
+        """The step as `candidate` proposes it, perhaps with constraints."""
+        if not constrained:
+            return self.plain
+        changed = constrain_step(self.step, candidate.mesh, candidate.rules)
+        return step_of(lambda *args: changed(*args), self.args)
+
+    def refutations(self, candidate: Candidate) -> tuple[Refutation, ...]:
+        """What XLA's partitioner computes wrongly under `candidate`; nothing for meshes
+        whose programs are extrapolated.
+        """
+        if candidate.mesh.size > DIRECT:
+            return ()
+        step = self._step_for(candidate, candidate.constrained)
+        arguments, results = self._shardings(step, candidate)
+        programs = step.programs(
+            self.platform, mesh=candidate.mesh, arguments=arguments, results=results
+        )
+        return refutations_of(programs)
+
+    def _shardings(
+        self, step: Step, candidate: Candidate
+    ) -> tuple[list[Dims | None], list[Dims | None]]:
+        """The shardings of the step's arguments and results under `candidate`."""
+        arguments, results = step.parameters
+        dims = [
+            [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
+            for plan in candidate.plans
+        ]
+        out = [
+            [None] * count if which is None else dims[which]
+            for which, count in self.results
+        ]
+        return _filled(dims, arguments), _filled(out, results)
 
     def _extrapolated(self, step: Step, candidate: Candidate) -> _ProgramCosts:
         """The costs of `candidate` on a large mesh, from the programs that XLA
@@ -231,20 +260,9 @@ class LoweredStep:
         """The costs of the program into which XLA partitions `step` for `mesh`, with
         arguments sharded as in `candidate`.
         """
-        arguments, results = step.parameters
-        dims = [
-            [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
-            for plan in candidate.plans
-        ]
-        out = [
-            [None] * count if which is None else dims[which]
-            for which, count in self.results
-        ]
+        arguments, results = self._shardings(step, candidate)
         text = step.partitioned(
-            self.platform,
-            mesh=mesh,
-            arguments=_filled(dims, arguments),
-            results=_filled(out, results),
+            self.platform, mesh=mesh, arguments=arguments, results=results
         )
         partitioned = parse_hlo(text)
         module = as_compiled(

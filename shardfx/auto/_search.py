@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .. import chips
 from .._ground.errors import MeshError, ProgramError
-from .._ground.text import bytes_text
+from .._ground.text import bytes_text, plural
 from .._rules import AxisRules
 from .._step import bytecode, explicit_mesh, without_mesh
 from ..cost._estimate import DIRECT, LARGEST
@@ -127,7 +127,9 @@ def search(
 
     The candidates, the fastest first. If none fits in memory, the result is the one
     candidate that needs the least memory, with a reason. Above 2,048 devices, numbers
-    are extrapolated from programs for smaller meshes.
+    are extrapolated from programs for smaller meshes. Up to there, a candidate that
+    [`shardfx.testing.verify`][] refutes is dropped, if its program has at most 4,000
+    operations.
 
     **Raises:**
 
@@ -135,8 +137,8 @@ def search(
     `RuleError` for limits with names that the step lacks; `SpecError` if no mesh of
     these devices divides the step's dimensions; `LeafTypeError` for arguments without
     arrays; `ProgramError` if XLA cannot partition the step at all, for example because
-    the step constrains arrays over a mesh of its own; the errors of tracing the step,
-    with a note.
+    the step constrains arrays over a mesh of its own, or computes it wrongly under each
+    candidate; the errors of tracing the step, with a note.
 
     !!! Example
 
@@ -206,11 +208,38 @@ def search(
         return (_smallest(candidates),)
 
     fitting = [candidate for candidate in candidates if candidate.fits]
+    fitting = _without_refuted(lowered, fitting, keep, tell)
     results = []
     for number, candidate in enumerate(fitting[:keep]):
         reasons = against(candidate, fitting[number + 1 : number + 3])
         results.append(dataclasses.replace(candidate, reasons=tuple(reasons)))
     return tuple(results)
+
+
+def _without_refuted(
+    lowered: LoweredStep, fitting: Sequence[Candidate], keep: int, tell: Tell
+) -> list[Candidate]:
+    """The candidates, without those of the first `keep` that XLA's partitioner computes
+    wrongly. Raises `ProgramError` if none is left.
+    """
+    right: list[Candidate] = []
+    remaining = list(fitting)
+    last = ""
+    while remaining and len(right) < keep:
+        candidate = remaining.pop(0)
+        refutations = lowered.refutations(candidate)
+        if refutations:
+            last = str(refutations[0])
+            tell(f"dropped {candidate.title}: {last}")
+        else:
+            right.append(candidate)
+    if not right:
+        raise ProgramError(
+            "XLA's partitioner computes this step wrongly under each of the"
+            f" {plural(len(fitting), 'candidate')} that fit in memory, the last one by"
+            f" {last}"
+        )
+    return right + remaining
 
 
 def _smallest(candidates: Sequence[Candidate]) -> Candidate:

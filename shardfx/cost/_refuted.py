@@ -4,7 +4,15 @@ import dataclasses
 import warnings
 
 from .._ground.errors import WrongNumbersWarning
-from .._step import HloModule, Platform, Programs, Step, judged, parse_hlo
+from .._step import (
+    HloModule,
+    Platform,
+    Programs,
+    Refutation,
+    Step,
+    judged,
+    parse_hlo,
+)
 
 
 # The largest number of operations of a partitioned program that is judged. The number
@@ -29,14 +37,21 @@ def module_of(programs: Programs, devices: int) -> HloModule:
     return dataclasses.replace(parse_hlo(programs.partitioned), partitions=devices)
 
 
+def refutations_of(programs: Programs) -> tuple[Refutation, ...]:
+    """What the partitioner computes wrongly; nothing for programs with more than
+    `MOST_JUDGED` operations.
+    """
+    # One operation is one line with an equals sign.
+    if programs.partitioned.count(" = ") > MOST_JUDGED:
+        return ()
+    return judged(programs).refutations
+
+
 def warn_if_refuted(programs: Programs) -> None:
     """Warns of each operation that the partitioner computes wrongly, for the caller of
     a public function that calls this one.
     """
-    # One operation is one line with an equals sign.
-    if programs.partitioned.count(" = ") > MOST_JUDGED:
-        return
-    for refutation in judged(programs).refutations:
+    for refutation in refutations_of(programs):
         text = (
             f"XLA's partitioner computes this step wrongly: {refutation}\n"
             "    `shardfx.testing.verify(step, *args)` has the whole verdict"

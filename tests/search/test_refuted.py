@@ -1,0 +1,72 @@
+"""A search drops what XLA's partitioner computes wrongly."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfx as sfx
+from shardfx import chips
+from shardfx._ground.errors import ProgramError
+from shardfx.auto._asked import trace
+from shardfx.auto._candidate import Candidate
+from shardfx.auto._programs import LoweredStep
+from shardfx.auto._search import _without_refuted
+from shardfx.auto._space import MODEL
+
+
+def residual(w, x):
+    for _ in range(2):
+        x = x + jnp.tanh(x @ w)
+    return x
+
+
+W = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+X = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+MESH = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
+RULES = sfx.AxisRules([("batch", ("data", "fsdp")), ("model", "tensor")])
+
+
+def candidate(weight: jax.P, seconds: float) -> Candidate:
+    plans = (
+        sfx.plan(W, MESH, paths=sfx.PathRules([(".*", weight)])),
+        sfx.plan(X, MESH, paths=sfx.PathRules.parse(".*->data+fsdp")),
+    )
+    return Candidate(
+        mesh=MESH,
+        rules=RULES,
+        assignments=(
+            ("data", ("batch",)),
+            ("fsdp", ("batch",)),
+            ("tensor", ("model",)),
+        ),
+        plans=plans,
+        seconds=seconds,
+        memory_bytes=1,
+        limit_bytes=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    return LoweredStep(residual, trace(residual, W, X), chips.find("h100"), MODEL)
+
+
+def test_a_search_drops_a_candidate_that_is_refuted(lowered):
+    wrong, right = candidate(jax.P("tensor", "fsdp"), 1.0), candidate(jax.P(), 2.0)
+    assert lowered.refutations(wrong) and not lowered.refutations(right)
+    lines = []
+    assert _without_refuted(lowered, [wrong, right], 1, lines.append) == [right]
+    assert len(lines) == 1 and "test_refuted.py" in lines[0]
+    # What is beyond the number to keep is not judged.
+    kept = _without_refuted(lowered, [right, wrong], 1, lines.append)
+    assert kept == [right, wrong]
+
+
+def test_a_search_without_a_right_candidate_says_what_is_wrong(lowered):
+    wrong = candidate(jax.P("tensor", "fsdp"), 1.0)
+    other = dataclasses.replace(wrong, seconds=3.0)
+    message = r"wrongly under each of the 2 candidates.*test_refuted.py:\d+ residual"
+    with pytest.raises(ProgramError, match=message):
+        _without_refuted(lowered, [wrong, other], 1, print)
