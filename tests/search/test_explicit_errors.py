@@ -1,0 +1,219 @@
+"""JAX's errors on Explicit axes, as the FAQ lists them: each is raised, its text is in
+the FAQ, and `auto_axes` or `constrain` mends it.
+"""
+
+import pathlib
+import re
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import NamedSharding
+
+import shardfx as sfx
+
+
+FAQ = pathlib.Path(__file__).parents[2] / "docs" / "faq.md"
+RNG = np.random.default_rng(0)
+
+
+class Case(NamedTuple):
+    """A function of arrays with these shapes and specs, with a part of JAX's error."""
+
+    function: object
+    arrays: tuple
+    error: str
+    out: P
+
+
+def array(*shape, spec=()):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32), P(*spec)
+
+
+def rows(spec="data"):
+    return jnp.arange(8) % 4, P(spec)
+
+
+MLP = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
+ARRAYS, STATIC = eqx.partition(MLP, eqx.is_array)
+
+
+def in_vmap(weights, x):
+    leaves = [weights[name] for name in sorted(weights)]
+    model = eqx.combine(jax.tree.structure(ARRAYS).unflatten(leaves), STATIC)
+    return jax.vmap(model)(x)
+
+
+def weights():
+    leaves = {str(n): leaf for n, leaf in enumerate(jax.tree.leaves(ARRAYS))}
+    return leaves, jax.tree.map(lambda leaf: P("data"), leaves)
+
+
+CASES = {
+    "two dimensions over one axis": Case(
+        lambda x, w: x @ w,
+        (array(8, 16, spec=("data",)), array(16, 8, spec=(None, "data"))),
+        "produces an illegally sharded result",
+        P("data"),
+    ),
+    "a contraction": Case(
+        lambda x, w: x @ w,
+        (array(8, 16, spec=(None, "tensor")), array(16, 8, spec=("tensor",))),
+        "Contracting dimensions are sharded and it is ambiguous",
+        P("data"),
+    ),
+    "batch dimensions": Case(
+        lambda x, w: jnp.einsum("bij,bjk->bik", x, w),
+        (array(4, 8, 16, spec=("data",)), array(4, 16, 8, spec=("tensor",))),
+        "dot_general requires lhs batch dimensions and rhs batch dimensions to have",
+        P("data"),
+    ),
+    "a model in vmap": Case(
+        in_vmap,
+        (weights(), array(8, 8, spec=("data",))),
+        "dot_general",
+        P("data"),
+    ),
+    "a lookup over one axis": Case(
+        lambda table, at: table[at],
+        (array(16, 8, spec=("tensor", "data")), rows()),
+        "can map every mesh axis to at most one positional dimension",
+        P("data"),
+    ),
+    "a lookup": Case(
+        lambda table, at: table[at],
+        (array(16, 8, spec=(None, "tensor")), rows()),
+        "to provide output PartitionSpec for the gather indexing",
+        P("data"),
+    ),
+    "a reshape": Case(
+        lambda x: x.reshape(4, -1),
+        (array(4, 8, 4, spec=("data", None, "tensor")),),
+        "This reshape is not supported",
+        P("data"),
+    ),
+    "a scatter": Case(
+        lambda x, at, y: x.at[at].add(y),
+        (array(16, 8, spec=("tensor",)), rows(), array(8, 8, spec=("data",))),
+        "to provide output PartitionSpec for the scatter update",
+        P("tensor"),
+    ),
+    "other axes": Case(
+        lambda x, y: x + y,
+        (array(8, 4, spec=("data",)), array(8, 4, spec=("tensor",))),
+        "got incompatible shardings for broadcasting",
+        P("data"),
+    ),
+    "a concatenation": Case(
+        lambda x, y: jnp.concatenate([x, y]),
+        (array(8, 4, spec=("data",)), array(8, 4, spec=("tensor",))),
+        "All operands should have the same sharding",
+        P("data"),
+    ),
+    "a sort": Case(
+        lambda x: jnp.sort(x, axis=0),
+        (array(8, 4, spec=("data",)),),
+        "must be unsharded over the sorting dimension",
+        P("data"),
+    ),
+    "a running sum": Case(
+        lambda x: jnp.cumsum(x, axis=0),
+        (array(8, 4, spec=("data",)),),
+        "Input should be unsharded over the axis being reduced",
+        P("data"),
+    ),
+    "a convolution": Case(
+        lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"),
+        (array(2, 4, 8, 8, spec=("data",)), array(8, 4, 3, 3, spec=("data",))),
+        "parameter of `conv_general_dilated`",
+        P("data"),
+    ),
+}
+
+
+def mesh_of(shape=(2, 2)):
+    return jax.make_mesh(shape, ("data", "tensor"))
+
+
+def plan_on(mesh):
+    return sfx.plan(jnp.ones((8,)), mesh, paths=sfx.PathRules([("", P())]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_auto_axes_mends_it(name):
+    case = CASES[name]
+    mesh = mesh_of()
+
+    def placed(value, spec):
+        return jax.device_put(value, NamedSharding(mesh, spec))
+
+    arguments = [jax.tree.map(placed, value, spec) for value, spec in case.arrays]
+    assert case.error in FAQ.read_text()
+    with pytest.raises(Exception, match=re.escape(case.error)):
+        jax.eval_shape(case.function, *arguments)
+
+    mended = sfx.auto.auto_axes(case.function, plan_on(mesh), out=case.out)
+    result = jax.jit(mended)(*arguments)
+    assert sfx.specs_of(result) == case.out
+    expected = case.function(*[value for value, _ in case.arrays])
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_axes_of_size_one_are_types_too():
+    mesh = mesh_of((4, 1))
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
+    y = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("tensor")))
+    with pytest.raises(Exception, match="got incompatible shardings"):
+        jax.eval_shape(jnp.add, x, y)
+    plan = plan_on(mesh)
+    total = jax.jit(lambda x, y: x + sfx.constrain(y, P("data"), plan))(x, y)
+    np.testing.assert_array_equal(total, np.full((8, 4), 2.0))
+
+
+def test_a_scale_goes_into_shard_map_by_its_spec():
+    mesh = mesh_of()
+    specs = P("data", "tensor"), P("tensor")
+    scaled = jax.shard_map(
+        lambda x, scale: x * scale, mesh=mesh, in_specs=specs, out_specs=specs[0]
+    )
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, specs[0]))
+    scale = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, P()))
+    error = "does not match the specs of the input"
+    assert error in FAQ.read_text()
+    with pytest.raises(ValueError, match=error):
+        jax.eval_shape(scaled, x, scale)
+    plan = plan_on(mesh)
+    result = jax.jit(lambda x, s: scaled(x, sfx.constrain(s, specs[1], plan)))(x, scale)
+    np.testing.assert_array_equal(result, np.ones((8, 1)) * np.arange(4.0))
+
+
+def test_a_carry_begins_with_the_type_that_it_keeps():
+    mesh = mesh_of()
+    plan = plan_on(mesh)
+    sharding = NamedSharding(mesh, P("data"))
+
+    def body(carry, _):
+        return jnp.matmul(carry, jnp.eye(4), out_sharding=sharding), None
+
+    def looped(x):
+        return jax.lax.scan(body, x, length=2)[0]
+
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P()))
+    error = "carry input and carry output must have equal types"
+    assert error in FAQ.read_text()
+    with pytest.raises(TypeError, match=error):
+        jax.eval_shape(looped, x)
+    result = jax.jit(lambda x: looped(sfx.constrain(x, P("data"), plan)))(x)
+    np.testing.assert_array_equal(result, np.ones((8, 4)))
+    error = "can only refer to Auto axes of the mesh"
+    assert error in FAQ.read_text()
+    with pytest.raises(ValueError, match=error):
+        jax.eval_shape(lambda x: jax.lax.with_sharding_constraint(x, sharding), x)
+    error = "Using PartitionSpec when you are not under a mesh context"
+    assert error in FAQ.read_text()
+    with pytest.raises(ValueError, match=error):
+        jax.sharding.reshard(jnp.ones(8), P("data"))
