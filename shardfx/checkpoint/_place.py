@@ -8,7 +8,7 @@ as errors show it: `/data/llama/model-00001.safetensors`, or
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from .._ground.errors import CheckpointError
 
@@ -21,6 +21,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
+@runtime_checkable
 class OpenFile(Protocol):
     """A file or an object that is open for reading."""
 
@@ -38,6 +39,7 @@ class OpenFile(Protocol):
         ...
 
 
+@runtime_checkable
 class Place(Protocol):
     """A directory of files, or a prefix of a store's keys, that holds a checkpoint.
 
