@@ -9,6 +9,7 @@ A map makes the leaves of its target from the leaves of its source. The docstrin
 `pieces.py` explains pieces, and that of `patterns.py` path patterns.
 """
 
+from .alike import rows_of_alike
 from .apply import StridedCopy, gathered, is_dense, scattered, strided_copy, transposed
 from .binding import structs_of, tree_structs
 from .evaluate import cast, leaf_made

@@ -16,15 +16,18 @@ from .._ground.boxes import Box
 from .._ground.errors import MapError
 from .._ground.text import between_numbers, joined, plural, printable
 from .._ground.tree import flatten
-from .evaluate import cast, dim_of, evaluated, leaf_made, on_shapes
+from .evaluate import LeavesMade, cast, dim_of, evaluated, leaf_made, on_shapes
 from .expression import From, NamedSizes, Rules, counted_leaf, leaves_of
 from .patterns import Binding, Pattern, near, pattern, sum_of
 from .pieces import (
     Arithmetic,
+    Factor,
     Made,
     Operation,
     Piece,
     Struct,
+    Value,
+    all_simplified,
     composed,
     dense,
     hull,
@@ -113,11 +116,7 @@ def _forward(
     found: dict[str, Made] = {}
     used: dict[str, None] = dict.fromkeys(spare)
     failed: list[Pattern] = []
-
-    def leaf(name: str) -> Made:
-        used[name] = None
-        return leaf_made(name, source[name])
-
+    leaf = LeavesMade(source, used)
     for path, rule, binding in places(step, source, target, problems):
         try:
             made = evaluated(rule, binding, source, leaf, on_shapes)
@@ -127,7 +126,7 @@ def _forward(
             )
             failed += [pattern(leaf) for leaf in leaves_of(rule)]
             continue
-        made = Made(made.shape, made.dtype, tuple(map(simplified, made.pieces)))
+        made = Made(made.shape, made.dtype, tuple(all_simplified(made.pieces)))
         wanted = None if target is None else target[path]
         if wanted is not None:
             made = _fitting(path, rule, made, wanted, step.casts, problems)
@@ -435,11 +434,12 @@ def _behind_gaps(
     A `stack` without a count ends at the first number without a leaf. With leaves 0, 1
     and 3, it leaves out leaf 3. `used` has the paths of the leaves that the rules use.
     """
+    unused = [path for path in source if path not in used]
     for over, text in dict.fromkeys(
         one for _, rule in step.made for one in _endless(rule)
     ):
-        for path in source:
-            binding = None if path in used else pattern(text).matched(path)
+        for path in unused:
+            binding = pattern(text).matched(path)
             if (
                 binding is not None
                 and pattern(text).filled({**binding, over: 0}) in used
@@ -525,14 +525,18 @@ def _backward(forward: Mapping[str, Made], source: TreeLeaves) -> Mapping[str, M
     back: dict[str, list[Piece]] = {path: [] for path in source}
     problems: list[Problem] = []
     for path, made in forward.items():
+        # Pieces that follow each other often have the same factors.
+        last: tuple[Factor, ...] | None = None
+        factors: tuple[Factor, ...] = ()
         for piece in made.pieces:
-            if piece.value.path is None:
+            value = piece.value
+            if value.path is None:
                 continue
-            if piece.value.scale is not None:
+            if value.scale is not None:
                 what = "the map scales it, and an inverse would have to find the scales"
                 problems.append(
                     (
-                        piece.value.path,
+                        value.path,
                         (
                             f"{what}; write a map in the other direction, to weights"
                             " without scales"
@@ -540,18 +544,30 @@ def _backward(forward: Mapping[str, Made], source: TreeLeaves) -> Mapping[str, M
                     )
                 )
                 break
-            casts = _back(piece.value.casts, source[piece.value.path].dtype)
-            value = piece.value._replace(path=path, casts=casts)
-            back[piece.value.path].append(swapped(once(piece))._replace(value=value))
+            casts = _back(value.casts, source[value.path].dtype) if value.casts else ()
+            if piece.factors is not last:
+                last = piece.factors
+                factors = simplified(swapped(once(piece))).factors
+            back_value = Value(path, value.number, None, casts)
+            back_piece = Piece(back_value, piece.target, piece.source, factors)
+            back[value.path].append(back_piece)
     found = {}
+    counts: dict[object, bool] = {}
     for path, pieces in back.items():
         leaf = source[path]
-        kept, whole = disjoint(pieces, tuple(leaf.shape))
+        shape = tuple(leaf.shape)
+        kind = (id(pieces[0].factors), shape) if len(pieces) == 1 else None
+        if kind is not None and counts.get(kind):
+            found[path] = Made(shape, leaf.dtype, tuple(pieces))
+            continue
+        kept, whole = disjoint(pieces, shape)
         if not whole:
             problems.append(
                 (path, "the map keeps only a part of it, so it has no inverse")
             )
-        found[path] = Made(tuple(leaf.shape), leaf.dtype, tuple(map(simplified, kept)))
+        if kind is not None:
+            counts[kind] = whole
+        found[path] = Made(shape, leaf.dtype, tuple(map(simplified, kept)))
     if problems:
         _raise(problems)
     return found

@@ -121,10 +121,30 @@ class Pattern:
             )
         )
 
+    @ft.cached_property
+    def _format(self) -> str | None:
+        """The pattern as a format string of Python, if each placeholder has only a
+        name; else `None`.
+        """
+        texts = []
+        for part in self.parts:
+            if isinstance(part, str):
+                texts.append(part)
+            elif part.name is None:
+                return None
+            else:
+                texts.append("{" + part.name + "}")
+        return "".join(texts)
+
     def filled(self, binding: Binding) -> str | None:
         """The path with these values of the placeholders; `None` if a placeholder has
         no value.
         """
+        if self._format is not None:
+            try:
+                return self._format.format_map(binding)
+            except KeyError:
+                return None
         done = []
         for part in self.parts:
             value = part if isinstance(part, str) else part.value(binding)

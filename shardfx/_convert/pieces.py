@@ -466,6 +466,19 @@ def simplified(piece: Piece) -> Piece:
     return Piece(piece.value, piece.source, piece.target, _simplified(piece.factors))
 
 
+def all_simplified(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yields `simplified` of each piece. Pieces that follow each other often have the
+    same factors.
+    """
+    last: tuple[Factor, ...] | None = None
+    factors: tuple[Factor, ...] = ()
+    for piece in pieces:
+        if piece.factors is not last:
+            last = piece.factors
+            factors = _simplified(last)
+        yield Piece(piece.value, piece.source, piece.target, factors)
+
+
 @ft.lru_cache(maxsize=4096)
 def _simplified(given: tuple[Factor, ...]) -> tuple[Factor, ...]:
     factors: list[Factor] = []

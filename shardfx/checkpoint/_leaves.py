@@ -8,9 +8,10 @@ processes have them.
 
 import dataclasses
 import functools as ft
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,6 +34,7 @@ from .._convert import (
     hull,
     number_copies,
     number_paths,
+    rows_of_alike,
     shifted,
     strided_boxes,
     strides_of,
@@ -178,12 +180,14 @@ class Output:
     """An array of which this process holds or computes only the boxes that it writes.
 
     `pieces` is a function of `is_first` that yields these boxes. Their values are cast
-    to `dtype` afterwards.
+    to `dtype` afterwards. `part` says which part of one array the array is, if it is a
+    part of one.
     """
 
     shape: tuple[int, ...]
     dtype: DType
     pieces: Callable[[bool], Iterator[BoxValues]]
+    part: "_Part | None" = None
 
 
 class _Sources:
@@ -223,6 +227,56 @@ class _Sources:
         return [
             StridedBox(one.source, one.offset + offset, one.strides) for one in found
         ]
+
+
+class _Part(NamedTuple):
+    """A part of one of the arrays `sources`: the piece from that array to the part."""
+
+    piece: Piece
+    sources: _Sources
+
+
+def _part_of(made: Made, sources: _Sources) -> _Part | None:
+    """The part that `made` is of one of `sources`, its elements unchanged; `None` if it
+    is made in another way.
+    """
+    if len(made.pieces) != 1:
+        return None
+    value = made.pieces[0].value
+    if value.path is None or value.casts or value.scale is not None:
+        return None
+    return _Part(made.pieces[0], sources)
+
+
+def rows_of_parts(values: Sequence[Any], is_first: bool) -> list[np.ndarray | None]:
+    """For each array that `save` writes, its elements as one vector of the memory of
+    the array that it is a part of; `None` if it is no such part, or if this process
+    does not write all of it.
+    """
+    groups: dict[object, list[int]] = {}
+    for number, value in enumerate(values):
+        if isinstance(value, Output) and value.part is not None:
+            piece = value.part.piece
+            key = (id(piece.factors), piece.value.path, value.shape)
+            groups.setdefault(key, []).append(number)
+    rows: list[np.ndarray | None] = [None] * len(values)
+    for numbers in groups.values():
+        first = values[numbers[0]]
+        piece = first.part.piece
+        count = math.prod(first.shape)
+        if any(piece.target) or piece.elements != count:
+            continue
+        parts = first.part.sources.shards(piece.value.path, is_first)
+        boxes = [box for box, _ in parts]
+        memory = [values_of_box for _, values_of_box in parts]
+        if any(shard.dtype != first.dtype for shard in memory):
+            continue
+        positions = [values[number].part.piece.source for number in numbers]
+        shape = first.shape
+        own = rows_of_alike(swapped(piece), positions, shape, boxes, memory)
+        for number, row in zip(numbers, own, strict=True):
+            rows[number] = row
+    return rows
 
 
 def _pieces_of(made: Made, sources: _Sources, is_first: bool) -> Iterator[BoxValues]:
@@ -286,6 +340,9 @@ def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
                 np.ascontiguousarray(value).reshape(value.shape),
             )
         return
+    if len(value.sharding.device_set) == 1 and value.is_fully_addressable:
+        yield tuple((0, size) for size in value.shape), np.asarray(value)
+        return
     first = _first_replicas(value.sharding, tuple(value.shape))
     for shard in value.addressable_shards:
         box = first.get(shard.device)
@@ -328,7 +385,7 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
     made = bound(map, source, target, copies)
     arrays, kinds, found = _Sources(dict(leaves.arrays)), {}, []
     for path, one in made.items():
-        if any(piece.value.scale is not None for piece in one.pieces):
+        if any([piece.value.scale is not None for piece in one.pieces]):
             raise LeafTypeError(
                 f"`{printable(path)}` is scaled, which takes two arrays at a time; use"
                 " `reshard(tree, plan, map=...)` first, and save what comes out."
@@ -344,8 +401,8 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
                 f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold;"
                 " cast it."
             )
-        found.append(
-            (path, Output(one.shape, one.dtype, ft.partial(_pieces_of, one, arrays)))
-        )
+        pieces = ft.partial(_pieces_of, one, arrays)
+        part = _part_of(one, arrays)
+        found.append((path, Output(one.shape, one.dtype, pieces, part)))
     numbers = {path: leaves.numbers[route] for path, route in copies.routes}
     return Leaves(found, kinds, numbers)

@@ -10,7 +10,7 @@ array, and its other leaves.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -228,8 +228,9 @@ def _by_map(
     found = []
     for path, leaf in target.arrays:
         made = made_by[path]
-        names = dict.fromkeys(name for piece in made.pieces for name in names_of(piece))
-        _require_arrays(path, names, saved)
+        names = dict.fromkeys(_names_in(made))
+        if saved:
+            _require_arrays(path, names, saved)
         entries = tuple([_loadable(index, name) for name in names])
         found.append(
             _leaf(
@@ -244,6 +245,15 @@ def _by_map(
             )
         )
     return ToLoad(found, numbers.scalars, numbers.values, target)
+
+
+def _names_in(made: Made) -> Iterator[str]:
+    """Yields the paths of the arrays from which a map makes a leaf."""
+    for piece in made.pieces:
+        if piece.value.scale is not None:
+            yield from names_of(piece)
+        elif piece.value.path is not None:
+            yield piece.value.path
 
 
 def _require_arrays(
@@ -343,6 +353,8 @@ def _leaf(
 
 def _loadable(index: Index, name: str) -> FileArray | StoreArray:
     entry = index[name]
+    if isinstance(entry, FileArray) and entry.dtype is not None:
+        return entry
     if isinstance(entry, ListedArray):
         raise CheckpointError(
             f"the checkpoint lists {quoted(name)}, but there is no .zarray and no"

@@ -21,9 +21,10 @@ from .._ground.spec import DType
 from .._plan import ShardPlan
 from . import _stores as stores
 from ._address import Where
+from ._alike import alike_reads
 from ._entry import FileArray, StoreArray
 from ._files import ChangedError
-from ._flight import Flight, Group, Task, position, units_of
+from ._flight import Flight, Group, Task, Unit, units_of
 from ._formats import read_index
 from ._index import Index
 from ._leaves_to_load import LeafToLoad, Unread, leaves_to_load
@@ -50,6 +51,10 @@ _WORKERS = 8
 # They wait for answers.
 _STORE_WORKERS = 64
 _CALL_BYTES = 8192
+# Leaves of arrays below this size are read together, up to this many times the bytes
+# of other leaves.
+_SMALL_BYTES = 64 * 1024
+_SMALL_UNITS = 16
 _TRIES = 16
 _MISSING_TRIES = 1
 
@@ -307,7 +312,7 @@ def _read(
                 # Small units that follow each other in the file are one task, since
                 # each task has a fixed cost.
                 for units_of_group in grouped(
-                    units, lambda unit: unit.nbytes, min(limit, RUN_BYTES)
+                    units, _group_bytes, min(limit, RUN_BYTES)
                 ):
                     flight.admit(units_of_group, tasks)
                 flight.land()
@@ -320,6 +325,16 @@ def _read(
     return flight
 
 
+def _group_bytes(unit: Unit) -> int:
+    """The bytes that a unit counts in a group. Leaves of many small arrays count less,
+    since those of several leaves lie side by side in the file.
+    """
+    arrays = len(unit.leaf.entries)
+    if unit.staging_bytes or unit.nbytes > _SMALL_BYTES * arrays:
+        return unit.nbytes
+    return unit.nbytes // _SMALL_UNITS
+
+
 def _tasks(
     files: Reader, gap_bytes: int, missing_chunks: MissingChunks, group: Group
 ) -> list[Task]:
@@ -330,7 +345,10 @@ def _tasks(
     reads: list[Read] = []
     others: list[Task] = []
     for unit, memory in group:
-        leaf, boxes = unit.leaf, unit.kind.boxes
+        boxes = unit.kind.boxes
+        alike = alike_reads(unit.leaf, boxes, memory)
+        reads += alike.reads
+        leaf = alike.rest
         found, gathered = fetches(leaf, boxes)
         for fetch in found:
             entry, targets = fetch.entry, fetch.targets(memory)
@@ -355,9 +373,9 @@ def _tasks(
                 missing_chunks,
             )
             others.append(ft.partial(read_piece, *given))
-    if len(group) > 1:
+    reads.sort(key=lambda read: (read.entry.file, read.entry.offset))
+    if sum(unit.nbytes for unit, _ in group) <= RUN_BYTES and len(group) > 1:
         return [lambda: files.read(reads) + sum(task() for task in others)]
-    reads.sort(key=lambda read: position(read.entry))
     # A read has a fixed cost beside its bytes.
     batches = grouped(
         reads, lambda read: read.span.nbytes + _CALL_BYTES * read.span.runs, RUN_BYTES

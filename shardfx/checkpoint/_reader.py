@@ -97,6 +97,12 @@ class Files:
         `scratch` first, and copied.
         """
         for entry, span, targets in reads:
+            if len(targets) == 1 and _is_row(span, entry, targets[0]):
+                start = entry.offset + span.offset
+                memory = [targets[0].view(np.uint8)]
+                descriptor = self.descriptors[entry.file]
+                yield Bytes(descriptor, start, span.run_bytes, memory, entry)
+                continue
             views = [targets[part.number][part.index] for part in span.parts]
             descriptor, offset = (
                 self.descriptors[entry.file],
@@ -128,6 +134,18 @@ class Files:
             else:
                 # A direct span of several runs has one part.
                 _read_runs(descriptor, offset, flat(views[0]), span, entry)
+
+
+def _is_row(span: Span, entry: FileArray, target: np.ndarray) -> bool:
+    """Whether a span fills a vector with its bytes as they are in the file."""
+    return (
+        span.runs == 1
+        and span.is_direct
+        and target.ndim == 1
+        and target.nbytes == span.run_bytes
+        and target.dtype == entry.dtype
+        and target.flags.c_contiguous
+    )
 
 
 @contextlib.contextmanager

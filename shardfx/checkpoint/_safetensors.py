@@ -8,7 +8,6 @@ import dataclasses
 import functools as ft
 import itertools as it
 import json
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -149,7 +148,8 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
             f"`__metadata__` in the header of {file!r} must map strings to strings."
         )
     base = 8 + len(data)
-    arrays = [_array(name, entry, base, file) for name, entry in content.items()]
+    kinds: dict[object, _Kind] = {}
+    arrays = [_array(name, row, base, file, kinds) for name, row in content.items()]
     ends = {name: base + entry["data_offsets"][1] for name, entry in content.items()}
     if any(one.offset > other.offset for one, other in it.pairwise(arrays)):
         arrays.sort(key=lambda array: (array.offset, ends[array.path]))
@@ -175,12 +175,27 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
     return Header(renamed(arrays, metadata), metadata)
 
 
-def _array(name: str, entry: object, base: int, file: str) -> FileArray:
+class _Kind(NamedTuple):
+    """What the tensors of a header with one dtype and one shape have in common.
+
+    - `shape`: the shape, which was checked.
+    - `dtype`: the dtype in JAX; `None` if JAX lacks it.
+    - `nbits`: the number of bits of the elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    nbits: int
+
+
+def _array(
+    name: str, entry: object, base: int, file: str, kinds: dict[object, _Kind]
+) -> FileArray:
     """The array `name` from `entry`, its JSON in the header of `file`. Unknown fields
     of the entry are ignored.
 
-    `base` is the buffer's position in the file. Raises `CheckpointError` for an invalid
-    entry.
+    `base` is the buffer's position in the file. `kinds` has the kinds of the tensors
+    before it. Raises `CheckpointError` for an invalid entry.
     """
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(
@@ -194,6 +209,13 @@ def _array(name: str, entry: object, base: int, file: str) -> FileArray:
             " is damaged or forged."
         )
     stored, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # Unlike the list, its text tells 1 from `true` and 1.0.
+    key = (stored, str(shape)) if type(stored) is str else None
+    kind = kinds.get(key)
+    if kind is not None and is_sizes(offsets) and len(offsets) == 2:
+        begin, end = offsets
+        if 8 * (end - begin) == kind.nbits:
+            return FileArray(name, kind.shape, kind.dtype, file, stored, base + begin)
     if not isinstance(stored, str) or stored not in DTYPES:
         raise CheckpointError(
             f"tensor {quoted(name)} in {file!r} has the dtype {_short(stored)}, which"
@@ -215,7 +237,8 @@ def _array(name: str, entry: object, base: int, file: str) -> FileArray:
             f" {_short(shape)}, which needs {-(-expected_bits // 8)} bytes, but the"
             f" offsets [{begin}, {end}]; the file is damaged or forged."
         )
-    return FileArray(name, tuple(shape), dtype, file, stored, base + begin)
+    kind = kinds[key] = _Kind(tuple(shape), dtype, expected_bits)
+    return FileArray(name, kind.shape, kind.dtype, file, stored, base + begin)
 
 
 def _depth(value: object) -> int:
@@ -265,16 +288,16 @@ def _short(value: object) -> str:
 
 
 def write_header(
-    tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]
+    tensors: Sequence[tuple[str, Any, int]], metadata: dict[str, str]
 ) -> tuple[bytes, list[int]]:
     """The bytes before a file's buffer, and each array's offset in the file. `tensors`
-    are pairs of name and array.
+    have the name, the array and its number of bytes.
     """
     content: dict[str, Any] = {METADATA: metadata} if metadata else {}
     reached, starts = 0, []
-    for name, value in tensors:
+    for name, value, nbytes in tensors:
         starts.append(reached)
-        reached += math.prod(value.shape) * value.dtype.itemsize
+        reached += nbytes
         row = {
             "dtype": stored_name(value.dtype),
             "shape": value.shape,

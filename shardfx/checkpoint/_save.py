@@ -13,6 +13,7 @@ import functools as ft
 import itertools as it
 import json
 import math
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,14 @@ from . import _safetensors as safetensors
 from ._address import Address, Where, address_of, shown
 from ._coordination import SaveProcesses, digest_of, holders_of, lines_of
 from ._entry import fill
-from ._leaves import Leaves, exported, leaves_to_save, plan_of_arrays, shards_of
+from ._leaves import (
+    Leaves,
+    exported,
+    leaves_to_save,
+    plan_of_arrays,
+    rows_of_parts,
+    shards_of,
+)
 from ._metadata import NUMBERS_KEY, to_text
 from ._object_saves import ObjectContent, ObjectOptions, save_objects
 from ._objects import TIMEOUT_SECONDS
@@ -53,14 +61,14 @@ _SMALL_BYTES = 64 * 1024
 _WAIT_SECONDS = 25.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """One array to write: its name, its value, its file, and the offset of its first
-    byte in the file.
+class _Tensor(NamedTuple):
+    """One array to write: its name, its value, its bytes, its file, and the offset of
+    its first byte in the file.
     """
 
     name: str
     value: Any
+    nbytes: int
     file: str
     offset: int
 
@@ -298,7 +306,7 @@ def write(
         processes.run_on_first(
             ft.partial(begin, path, staging, headers, is_file, overwrite, text)
         )
-        total = sum(_nbytes(tensor.value) for tensor in tensors)
+        total = sum(tensor.nbytes for tensor in tensors)
         bar = Progress("saving", total, progress)
         writes = _writes(tensors, processes.is_first, afterwards)
         processes.finish(
@@ -373,7 +381,8 @@ def _layout(
     `extra` is the metadata for all headers.
     """
     most = float("inf") if file_bytes is None else file_bytes
-    groups = list(grouped(leaves.arrays, lambda row: _nbytes(row[1]), most)) or [[]]
+    sized = [(name, value, _nbytes(value)) for name, value in leaves.arrays]
+    groups = list(grouped(sized, operator.itemgetter(2), most)) or [[]]
     headers, tensors = {}, []
     for number, group in enumerate(groups):
         part = "" if len(groups) == 1 else f"-{number + 1:05}-of-{len(groups):05}"
@@ -382,15 +391,17 @@ def _layout(
             if file_bytes is None
             else os.path.join(staging, f"model{part}.safetensors")
         )
-        other = {name: leaves.kinds[name] for name, _ in group if name in leaves.kinds}
+        other = {
+            row[0]: leaves.kinds[row[0]] for row in group if row[0] in leaves.kinds
+        }
         metadata = extra | (
             {safetensors.DTYPES_KEY: json.dumps(other)} if other else {}
         )
         header, offsets = safetensors.write_header(group, metadata)
         headers[file] = (
             header,
-            len(header) + sum(_nbytes(value) for _, value in group),
-            [name for name, _ in group],
+            len(header) + sum(nbytes for _, _, nbytes in group),
+            [name for name, _, _ in group],
         )
         tensors += [
             _Tensor(*row, file, offset)
@@ -424,9 +435,9 @@ def _writes(
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     afterwards.callback(stop.set)
     writes: list[concurrent.futures.Future[int]] = []
-    for file, own in it.groupby(tensors, lambda one: one.file):
+    for file, own in it.groupby(tensors, operator.attrgetter("file")):
         # Small tensors are written by one task, since each task has a fixed cost.
-        groups = grouped(own, lambda one: _nbytes(one.value), COPY_BYTES)
+        groups = grouped(own, operator.attrgetter("nbytes"), COPY_BYTES)
         writes += [
             pool.submit(_write, files[file], group, is_first, stop) for group in groups
         ]
@@ -452,12 +463,35 @@ def _write(
     After `stop` is set, nothing more is written.
     """
     written = 0
-    for run in runs_of(
-        piece for tensor in tensors for piece in _pieces(descriptor, tensor, is_first)
-    ):
+    for run in runs_of(_ranges(descriptor, tensors, is_first)):
         if not stop.is_set():
             written += transfer(os.pwritev, run)
     return written
+
+
+def _ranges(
+    descriptor: int, tensors: Sequence[_Tensor], is_first: bool
+) -> Iterator[Bytes]:
+    """Yields this process's shards of tensors, as `_pieces` does. What needs no copy is
+    found for all tensors at once.
+    """
+    rows = rows_of_parts([tensor.value for tensor in tensors], is_first)
+    for tensor, part in zip(tensors, rows, strict=True):
+        row = part
+        if row is None:
+            row = _whole_row(tensor.value) if is_first else None
+        if row is None:
+            yield from _pieces(descriptor, tensor, is_first)
+        else:
+            memory = [row.view(np.uint8)]
+            yield Bytes(descriptor, tensor.offset, tensor.nbytes, memory)
+
+
+def _whole_row(value: Any) -> np.ndarray | None:
+    """The elements of a NumPy array as a vector; `None` if that takes a copy."""
+    if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.size:
+        return value.reshape(-1)
+    return None
 
 
 def _pieces(descriptor: int, tensor: _Tensor, is_first: bool) -> Iterator[Bytes]:

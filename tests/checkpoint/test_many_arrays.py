@@ -1,0 +1,121 @@
+"""Thousands of small arrays are planned together: what they become is what a map makes
+of them one by one.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
+
+import shardfx
+from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
+
+
+MESH = MeshSpec({"x": 2, "y": 4}).build(jax.devices())
+EXPERTS = From("layers.{i}.experts.{j}.w")
+TENSORS = {
+    f"layers.{i}.experts.{j}.w": np.arange(24, dtype=np.float32).reshape(4, 6)
+    + 1000 * i
+    + 100_000 * j
+    for i in range(4)
+    for j in range(12)
+}
+STACKS = {
+    "two stacks": EXPERTS.stack("j").stack("i"),
+    "experts outside": EXPERTS.stack("i").stack("j"),
+    "the last dimension": EXPERTS.stack("j", dim=-1).stack("i"),
+    "transposed": EXPERTS.T.stack("j").stack("i"),
+    "a matrix": EXPERTS.stack("j").stack("i").reshape(-1, 6),
+    "side by side": EXPERTS.stack("j", dim=1).stack("i").merge(2, 2),
+    "halves": EXPERTS.split(1, 2, 3).stack("j").stack("i").transpose(0, 1, 3, 2, 4),
+    "cast": EXPERTS.cast("bfloat16").stack("j").stack("i"),
+}
+SPECS = [P(), P("x"), P("y"), P(None, "y"), P(("x", "y")), P("x", "y")]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("many") / "model.safetensors")
+    save_file(TENSORS, path)
+    return path
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_of_many_is_loaded_and_saved_back(name, file, tmp_path):
+    tree_map = TreeMap({"w": STACKS[name]})
+    wanted = tree_map.apply(TENSORS)["w"]
+    struct = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype)
+    like = {path: jax.ShapeDtypeStruct((4, 6), np.float32) for path in TENSORS}
+    for number, spec in enumerate(SPECS):
+        spec = shardfx.correct(spec, wanted.shape, MeshSpec.of(MESH)).spec
+        plan = shardfx.plan({"w": struct}, MESH, paths=PathRules([("w", spec)]))
+        loaded = checkpoint.load(file, plan, tree_map)
+        np.testing.assert_array_equal(np.asarray(loaded["w"]), np.asarray(wanted))
+
+        back = str(tmp_path / f"{number}.safetensors")
+        checkpoint.save(back, loaded, plan, map=tree_map.inverse(), like=like)
+        saved = load_file(back)
+        assert saved.keys() == TENSORS.keys()
+        for path, values in saved.items():
+            as_loaded = TENSORS[path].astype(wanted.dtype).astype(np.float32)
+            np.testing.assert_array_equal(values, as_loaded)
+
+
+def test_parts_of_unequal_kinds_are_bound_one_by_one(file, tmp_path):
+    # One expert has another dtype, so the stack is an error that names it.
+    odd = dict(TENSORS)
+    odd["layers.2.experts.7.w"] = odd["layers.2.experts.7.w"].astype(np.int32)
+    path = str(tmp_path / "model.safetensors")
+    save_file(odd, path)
+    struct = jax.ShapeDtypeStruct((4, 12, 4, 6), np.float32)
+    plan = shardfx.plan({"w": struct}, MESH, paths=PathRules([("w", P("x"))]))
+    with pytest.raises(shardfx.errors.MapError, match="different dtypes"):
+        checkpoint.load(path, plan, TreeMap({"w": STACKS["two stacks"]}))
+    # `at` selects another entry of each, so the parts differ in more than their paths.
+    rows = TreeMap({"w": From("s").at("j").stack("j", count=20)})
+    stack = np.arange(100.0, dtype=np.float32).reshape(20, 5)
+    np.testing.assert_array_equal(rows.apply({"s": stack})["w"], stack)
+
+
+def test_many_small_arrays_keep_their_bytes(tmp_path):
+    dtypes = [np.float32, np.int8, jnp.bfloat16, np.bool_, jnp.int4, np.uint16]
+    rng = np.random.default_rng(0)
+    tree = {}
+    for number in range(120):
+        shape = [(), (3,), (2, 0), (2, 5), (1, 1, 4)][number % 5]
+        values = rng.integers(0, 2, shape).astype(dtypes[number % 6])
+        kind = number % 3
+        if kind == 1:
+            values = jnp.asarray(values)
+        elif kind == 2:
+            values = np.asfortranarray(values)
+        tree[f"w{number}"] = values
+    tree["key"] = jax.random.split(jax.random.key(1), 3)
+    path = str(tmp_path / "model.safetensors")
+    checkpoint.save(path, tree)
+    plan = shardfx.plan(tree, MESH, paths=PathRules([(".*", P())]))
+    loaded = checkpoint.load(path, plan)
+    for name, values in tree.items():
+        assert loaded[name].dtype == values.dtype
+        if name != "key":
+            np.testing.assert_array_equal(np.asarray(loaded[name]), np.asarray(values))
+    keys = jax.random.key_data(loaded["key"])
+    np.testing.assert_array_equal(keys, jax.random.key_data(tree["key"]))
+
+
+@pytest.mark.parametrize("odd", [True, 1.0, "1", [1], -1, 2**63])
+def test_a_shape_that_looks_like_one_before_is_checked(odd, tmp_path):
+    # The checks of a dtype and a shape are done once, for equal texts alone.
+    row = '{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}'
+    text = json.dumps([odd])
+    bad = row.replace("[1]", text)
+    header = '{"a":' + row % (0, 1) + ',"b":' + bad % (1, 2) + "}"
+    data = header.encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(data).to_bytes(8, "little") + data + b"\1\2")
+    with pytest.raises(shardfx.errors.CheckpointError):
+        checkpoint.read_index(path)
