@@ -152,7 +152,7 @@ def constrain(
             f"`constrain` takes one array, not {type(x).__name__}; map it over a tree"
             " with `jax.tree.map`."
         )
-    check_plan("plan", plan)
+    check_plan("plan", plan, "constrain(x, names, plan)")
     if names_or_spec is None:
         return (x, Decision(PartitionSpec())) if explain else x
     if not isinstance(x, Tracer) and is_tracing():

@@ -56,6 +56,18 @@ _FORMS = 128
 _ARRAY = jax.ShapeDtypeStruct((), np.float32)
 
 
+# The arguments of `jax.jit` that `filter_jit` lacks, and what stands for each.
+_DONATE = "write `donate=`, with the names or positions of the arguments"
+_STATIC = "what is no array is static by itself; write the function without it"
+_OTHER_ARGUMENTS = {
+    "donate_argnums": _DONATE,
+    "donate_argnames": _DONATE,
+    "static_argnums": _STATIC,
+    "static_argnames": _STATIC,
+}
+_ARGUMENTS = "it has `in_shardings`, `out_shardings`, `donate` and `check`"
+
+
 @overload
 def filter_jit(
     fn: Callable[P, R],
@@ -84,6 +96,7 @@ def filter_jit(
     out_shardings: object = None,
     donate: Donate = "none",
     check: Check | None = None,
+    **others: object,
 ) -> Any:
     """Compiles a function of any trees under plans: arrays are traced and sharded, and
     all other values are static.
@@ -170,6 +183,9 @@ def filter_jit(
         assert apply(model, jnp.ones((8, 16))).shape == (8, 16)
         ```
     """
+    for name in others:
+        fix = _OTHER_ARGUMENTS.get(name, _ARGUMENTS)
+        raise TypeError(f"`filter_jit` has no argument `{name}`; {fix}.")
     decorator = ft.partial(
         Jitted,
         in_shardings=in_shardings,

@@ -75,7 +75,7 @@ def shard(tree: object, plan: ShardPlan) -> PyTree:
         assert shard(tree, made)["w"].addressable_shards[0].data.shape == (1, 8)
         ```
     """
-    check_plan("plan", plan)
+    check_plan("plan", plan, "shard(tree, plan)")
     flat = flatten(tree)
     if is_tracing() or any(isinstance(leaf, Tracer) for leaf in flat.leaves):
         return jax.tree.unflatten(flat.treedef, _constrained(flat, plan))

@@ -130,6 +130,11 @@ def correct(
         )
     if min_bytes and dtype is None:
         raise SpecError("`min_bytes` needs the array's dtype: pass `dtype=`.")
+    if not isinstance(shape, Iterable):
+        raise SpecError(
+            f"`shape` has a size for each dimension, and this is {shape!r}; write"
+            f" `({shape!r},)` for an array of rank 1."
+        )
     leaf = leaf_of(
         tuple(map(int, shape)), dtype, None if units is None else tuple(units)
     )

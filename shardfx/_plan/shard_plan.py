@@ -501,15 +501,15 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
         return html_of(self.content)
 
 
-def check_plan(what: str, value: object) -> None:
-    """Raises `LeafTypeError` unless `value`, the argument named `what`, is a plan."""
-    check_type(
-        what,
-        value,
-        ShardPlan,
-        LeafTypeError,
-        "pass what `shardfx.plan(tree, mesh, ...)` returns",
-    )
+def check_plan(what: str, value: object, form: str = "") -> None:
+    """Raises `LeafTypeError` unless `value`, the argument named `what`, is a plan.
+
+    `form` is the call with its arguments in their order, for the message.
+    """
+    fix = "pass what `shardfx.plan(tree, mesh, ...)` returns"
+    if form:
+        fix = f"{fix}, as in `{form}`"
+    check_type(what, value, ShardPlan, LeafTypeError, fix)
 
 
 def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:

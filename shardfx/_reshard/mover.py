@@ -195,6 +195,11 @@ def resharded(
     """Does what `reshard` does. With `copies=False`, for tests, CPU devices count as
     having separate memories.
     """
+    if isinstance(tree, ShardPlan):
+        raise LeafTypeError(
+            "`reshard` takes the tree first, and this is a plan; write `reshard(tree,"
+            " plan)`."
+        )
     lost = lost_devices(lost)
     limit_bytes = _whole_bytes(memory_limit_bytes)
     flat = flatten(tree, takes_specs=True)

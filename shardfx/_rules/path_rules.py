@@ -383,7 +383,8 @@ def _checked(index: int, rule: object) -> tuple[str, Any]:
         isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
     ):
         raise RuleError(
-            f"rule {index} is {rule!r}; a path rule is a pair of a regex and a target."
+            f"rule {index} is {rule!r}; a path rule is a pair of a regex"
+            " and a target: `(regex, target)`."
         )
     pattern, target = rule
     try:

@@ -167,6 +167,13 @@ def _raise_unreadable(
             f"\nThe checkpoint has these arrays below `{key}`: load"
             f' `ShardPlan.join({key}=plan)` with `unread="allow"`.'
         )
+    elif len(problems) < len(target.arrays) and any(
+        text is None for _, text in problems
+    ):
+        hint = (
+            "\nOf what it lacks nothing can be read: load the others by"
+            " `plan.select(...)`, and combine them with a new tree."
+        )
     rest = len(problems) - _SHOWN
     count = len(target.arrays) + len(target.others)
     raise CheckpointError(

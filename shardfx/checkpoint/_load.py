@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from .._convert import TreeMap
 from .._ground.boxes import array_of
-from .._ground.errors import CheckpointError
+from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.spec import DType
 from .._plan import ShardPlan
 from . import _stores as stores
@@ -271,6 +271,11 @@ class Limits(NamedTuple):
 def _index_of(
     path: Source, root: str | os.PathLike[str] | None, timeout_seconds: float
 ) -> Index:
+    if not isinstance(path, Index | str | os.PathLike):
+        raise LeafTypeError(
+            f"`path` must be a text, a `pathlib.Path` or an `Index`, not"
+            f" {type(path).__name__}; write `load(path, plan)`, the path first."
+        )
     if not isinstance(path, Index):
         return read_index(path, root=root, timeout_seconds=timeout_seconds)
     place = path.place

@@ -11,7 +11,7 @@ import equinox as eqx
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .._ground.errors import MeshError
+from .._ground.errors import MeshError, check_type
 from ._order import DeviceOrder, Devices, device_order, listed
 
 
@@ -108,6 +108,15 @@ class MeshSpec(eqx.Module):
             kinds.get(name, AxisType.Auto) for name in self.axis_names
         )
         self.dcn_sizes = tuple((dcn or {}).get(name, 1) for name in self.axis_names)
+        for kind in kinds.values():
+            check_type(
+                "axis_types",
+                kind,
+                AxisType,
+                MeshError,
+                "give a `jax.sharding.AxisType` such as `AxisType.Auto`, or a mapping"
+                " from axis names to them",
+            )
         for axes_of_argument, what in ((kinds, "axis_types"), (dcn or {}, "dcn")):
             _require_known(axes_of_argument, self.axis_names, what)
 
@@ -310,9 +319,12 @@ class MeshSpec(eqx.Module):
         known_size = math.prod(size for size in self.axis_sizes if size != -1)
         hint = hint.format(known_size) if known_size > device_count else ""
         if -1 not in self.axis_sizes and known_size != device_count:
+            fewer = ""
+            if known_size < device_count:
+                fewer = f", or pass fewer devices: `mesh.build(devices[:{known_size}])`"
             raise MeshError(
                 f"mesh {self} has {known_size} devices, but there are {device_count}; "
-                f"give one axis the size -1 to let it take the rest.{hint}"
+                f"give one axis the size -1 to let it take the rest{fewer}.{hint}"
             )
         if device_count % known_size or device_count < 1:
             raise MeshError(
@@ -419,6 +431,10 @@ class MeshSpec(eqx.Module):
             ```
         """
         device_list = listed(devices)
+        if not device_list:
+            raise MeshError(
+                "there are no devices; pass `jax.devices()`, or those of one slice."
+            )
         fitted = self._fitted(
             len(device_list),
             _EMULATE if device_list and device_list[0].platform == "cpu" else "",
@@ -495,7 +511,16 @@ class MeshSpec(eqx.Module):
         """
         _require_known((axis,), self.axis_names, "split")
         position = self.filled().axis_names.index(axis)
-        fitted = MeshSpec(parts).fit(self.axis_sizes[position])
+        size_of_axis = self.axis_sizes[position]
+        spec_of_parts = MeshSpec(parts)
+        product = math.prod(spec_of_parts.axis_sizes)
+        if product > 0 and product != size_of_axis:
+            raise MeshError(
+                f"`split`: the sizes in {dict(parts)} have the product {product}, and"
+                f" mesh axis `{axis}` has size {size_of_axis}; give one part the size"
+                " -1 to let it take the rest."
+            )
+        fitted = spec_of_parts.fit(size_of_axis)
         spans = []
         remaining_slices = self.dcn_sizes[position]
         for size in fitted.axis_sizes:

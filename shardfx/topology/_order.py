@@ -5,7 +5,7 @@ mesh: JAX's own order, or a documented fallback.
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -543,7 +543,14 @@ def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
 
 
 def listed(devices: Devices) -> list[Device]:
-    return list(devices.flat) if isinstance(devices, np.ndarray) else list(devices)
+    if isinstance(devices, np.ndarray):
+        return list(devices.flat)
+    if not isinstance(devices, Iterable):
+        raise MeshError(
+            f"`devices` must be a sequence of devices, not {type(devices).__name__};"
+            " write `mesh.build(jax.devices())`."
+        )
+    return list(devices)
 
 
 def _grouped(keys: list[int]) -> tuple[tuple[int, ...], ...]:

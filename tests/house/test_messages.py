@@ -254,7 +254,7 @@ ValueError: `without('replicate')`: the codes of findings are unplannable, inval
 LeafTypeError: `init` must be a function, not GradientTransformationExtraArgs; pass `optimizer.init`.
 
 >>> follow(lambda x: x, planned(), adapters=["lora"])
-RuleError: rule 0 is 'lora'; a path rule is a pair of a regex and a target.
+RuleError: rule 0 is 'lora'; a path rule is a pair of a regex and a target: `(regex, target)`.
 
 >>> plan({"a": {"w": P("data")}}, MESH, paths=EVERYTHING)
 LeafTypeError: leaf `a/w` is P('data',), but a plan is made from arrays or ShapeDtypeStructs; pass the model's own \
@@ -489,10 +489,9 @@ def test_an_argument_of_another_type(wanted, as_users_run_it):
                 # Rules of the other sort say more, where both can be given.
                 assert told.startswith(("PathRules are for", f"`{name}` must be"))
                 continue
-            assert (
-                told
-                == f"`{name}` must be of type {wanted.format(type(given).__name__)}"
-            ), call
+            text = f"`{name}` must be of type {wanted.format(type(given).__name__)}"
+            # Some functions say in which order they take their arguments.
+            assert told.startswith(text.removesuffix(".")), call
 
 
 def test_devices_in_the_place_of_a_mesh(as_users_run_it):

@@ -139,7 +139,7 @@ def test_a_mesh_is_a_value():
         ),
         (
             lambda: DATA_T.split("t", {"x": 3, "y": 4}),
-            "x=3,y=4 has 12 devices, but there are 16",
+            "have the product 12, and mesh axis `t` has size 16; give one part the size -1",
         ),
         (
             lambda: DATA_T.split("t", {"x": 3, "y": -1}),
