@@ -3,7 +3,7 @@ and then extended by strategies.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 

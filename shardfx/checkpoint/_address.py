@@ -116,6 +116,12 @@ def _of_url(text: str, driver: str, rest: str) -> Address:
 
 
 def _of_spec(spec: Mapping[str, Any]) -> Address | str:
+    if "driver" not in spec:
+        raise CheckpointError(
+            "a dict is given as the place of a checkpoint, and it has no `driver`, as a"
+            " spec of TensorStore has. If it is the tree, give the path first: write"
+            " `save(path, tree, plan)` or `load(path, plan)`."
+        )
     driver, path = spec.get("driver"), spec.get("path", "")
     if driver == "file" and isinstance(path, str):
         return path

@@ -8,7 +8,7 @@ import concurrent.futures
 import dataclasses
 import functools as ft
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -271,7 +271,7 @@ class Limits(NamedTuple):
 def _index_of(
     path: Source, root: str | os.PathLike[str] | None, timeout_seconds: float
 ) -> Index:
-    if not isinstance(path, Index | str | os.PathLike):
+    if not isinstance(path, Index | str | os.PathLike | Mapping):
         raise LeafTypeError(
             f"`path` must be a text, a `pathlib.Path` or an `Index`, not"
             f" {type(path).__name__}; write `load(path, plan)`, the path first."

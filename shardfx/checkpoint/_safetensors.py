@@ -8,6 +8,7 @@ import dataclasses
 import functools as ft
 import itertools as it
 import json
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -288,16 +289,16 @@ def _short(value: object) -> str:
 
 
 def write_header(
-    tensors: Sequence[tuple[str, Any, int]], metadata: dict[str, str]
+    tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]
 ) -> tuple[bytes, list[int]]:
     """The bytes before a file's buffer, and each array's offset in the file. `tensors`
-    have the name, the array and its number of bytes.
+    are pairs of name and array.
     """
     content: dict[str, Any] = {METADATA: metadata} if metadata else {}
     reached, starts = 0, []
-    for name, value, nbytes in tensors:
+    for name, value in tensors:
         starts.append(reached)
-        reached += nbytes
+        reached += math.prod(value.shape) * value.dtype.itemsize
         row = {
             "dtype": stored_name(value.dtype),
             "shape": value.shape,

@@ -397,11 +397,12 @@ def _layout(
         metadata = extra | (
             {safetensors.DTYPES_KEY: json.dumps(other)} if other else {}
         )
-        header, offsets = safetensors.write_header(group, metadata)
+        pairs = [(name, value) for name, value, _ in group]
+        header, offsets = safetensors.write_header(pairs, metadata)
         headers[file] = (
             header,
             len(header) + sum(nbytes for _, _, nbytes in group),
-            [name for name, _, _ in group],
+            [name for name, _ in pairs],
         )
         tensors += [
             _Tensor(*row, file, offset)
