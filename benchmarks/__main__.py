@@ -59,16 +59,16 @@ def pages() -> dict[Path, str]:
     read = {file.stem: _read(file) for file in sorted(RESULTS.glob("*.json"))}
     # What compilers send for given steps is data, in a form of its own.
     files = {name: document for name, document in read.items() if "suites" in document}
-    made = {
+    pages_by_name = {
         "benchmarks.md": _report.page(
             files, [_read(file) for file in sorted(RESULTS.glob("hands/*.json"))]
         )
     }
     hunts = {name: data for name, data in read.items() if name.startswith("faults")}
     if hunts:
-        made["benchmarks.md"] += "\n" + fault_report.section(hunts)
-    made |= {name: drawn for name, (_, drawn) in _plots.plots(files).items()}
-    return {DOCS / name: text for name, text in made.items()}
+        pages_by_name["benchmarks.md"] += "\n" + fault_report.section(hunts)
+    pages_by_name |= {name: drawn for name, (_, drawn) in _plots.plots(files).items()}
+    return {DOCS / name: text for name, text in pages_by_name.items()}
 
 
 def _run(
@@ -82,9 +82,12 @@ def _run(
     devices = jax.devices()
     results: dict[str, list[Record]] = {}
     for name in names:
-        own = flags if flags.command == name else suites[name].parse_args([])
+        suite_flags = flags if flags.command == name else suites[name].parse_args([])
         options = Options(
-            flags.quick, flags.repeats or (3 if flags.quick else 9), devices, own
+            flags.quick,
+            flags.repeats or (3 if flags.quick else 9),
+            devices,
+            suite_flags,
         )
         module = importlib.import_module(f"benchmarks.{SUITES[name]}")
         entries = module.cases(options)

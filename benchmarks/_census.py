@@ -99,13 +99,13 @@ def census(
         else [large]
     )
     rng, rows = random.Random(21562), []
-    ends = [sharding_of(devices, end) for end in every_layout(len(devices))]
+    layouts = [sharding_of(devices, end) for end in every_layout(len(devices))]
     scratch = _scratch_bytes(devices)
     while len(rows) < pairs:
         (shape, dtype), src, dst = (
             kinds[len(rows) % len(kinds)],
-            rng.choice(ends),
-            rng.choice(ends),
+            rng.choice(layouts),
+            rng.choice(layouts),
         )
         if planned(shape, dtype, src, dst).steps:
             rows.append(
@@ -122,8 +122,10 @@ def _topology(aot: str) -> np.ndarray:
     from jax.experimental import topologies
 
     platform, _, name = aot.partition(":")
-    found = topologies.get_topology_desc(platform=platform, topology_name=name).devices
-    return np.array(found)[: max(size for size in MESHES if size <= len(found))]
+    devices = topologies.get_topology_desc(
+        platform=platform, topology_name=name
+    ).devices
+    return np.array(devices)[: max(size for size in MESHES if size <= len(devices))]
 
 
 def _scratch_bytes(devices: np.ndarray) -> int:
@@ -135,7 +137,7 @@ def _scratch_bytes(devices: np.ndarray) -> int:
     rows = NamedSharding(mesh, P("x"))
     turned = jax.shard_map(
         lambda row: lax.ppermute(
-            row, "x", [(at, (at + 1) % count) for at in range(count)]
+            row, "x", [(position, (position + 1) % count) for position in range(count)]
         ),
         mesh=mesh,
         in_specs=P("x"),
@@ -173,12 +175,12 @@ def _row(
         slack_bytes=slack_bytes,
         bound_bytes=plan.lower_bound_bytes,
         temp_bytes={
-            name: made.memory_analysis().temp_size_in_bytes
-            for name, made in programs.items()
+            name: program.memory_analysis().temp_size_in_bytes
+            for name, program in programs.items()
         },
         wire_bytes={
-            name: float(wire_bytes(made.as_text(), src.mesh.size))
-            for name, made in programs.items()
+            name: float(wire_bytes(program.as_text(), src.mesh.size))
+            for name, program in programs.items()
         },
         compile_seconds=taken,
         speedup=None,
@@ -295,7 +297,7 @@ def _speedups(timed: Sequence[tuple[float, Row]]) -> dict[str, Value]:
     if timed:
         values[f"pairs elsewhere more than {SLOWER}x slower than XLA"] = len(slower)
     for rank, (speedup, row) in enumerate(
-        sorted(slower, key=lambda one: one[0])[:SHOWN], start=1
+        sorted(slower, key=lambda speedup: speedup[0])[:SHOWN], start=1
     ):
         ours, theirs = (row.wire_bytes[name] / 2**20 for name in ("ours", "xla"))
         text = (

@@ -65,15 +65,15 @@ def between(
     busier process over that of the stream.
     """
     src, dst = plans(count, mebibytes, layout, "trainer")
-    made = sync.plan_transfer(src, dst)
+    transfer = sync.plan_transfer(src, dst)
     arrays = {
         path: jax.device_put(
             np.full(leaf.shape, number, np.float32), src.shardings[path]
         )
         for number, (path, leaf) in enumerate(src.structs.items())
     }
-    trainer = sync.Sender(made, SECRET, encrypt=encrypt)
-    block = memoryview(bytearray(b"x" * made.wire_bytes))
+    trainer = sync.Sender(transfer, SECRET, encrypt=encrypt)
+    block = memoryview(bytearray(b"x" * transfer.wire_bytes))
     clock = _Clock()
 
     def stream(connection: socket.socket, _: int) -> None:
@@ -99,15 +99,15 @@ def between(
             "layout": layout,
             "encrypt": encrypt,
         }
-        found = fresh_process("benchmarks._jobs:pull", arguments)
+        answer = fresh_process("benchmarks._jobs:pull", arguments)
     trainer.close()
     sending = {name: clock.median(name) for name in ("stream", "sync", "publish")}
     busier = {
-        name: max(sending[name], float(found[f"{name}_processor_seconds"]))
+        name: max(sending[name], float(answer[f"{name}_processor_seconds"]))
         for name in ("stream", "sync")
     }
     return {
-        **found,
+        **answer,
         "sending_stream_processor_seconds": sending["stream"],
         "sending_sync_processor_seconds": sending["sync"],
         "publish_processor_seconds": sending["publish"],
@@ -170,14 +170,14 @@ def pull(
     jax.config.update("jax_num_cpu_devices", 4)
     src, dst = plans(count, mebibytes, layout, "engine")
     begin = time.perf_counter()
-    made = sync.plan_transfer(src, dst)
+    transfer = sync.plan_transfer(src, dst)
     planned = time.perf_counter() - begin
     address = ("127.0.0.1", port)
-    engine = sync.Receiver(made, dst, [address], SECRET, encrypt=encrypt)
+    engine = sync.Receiver(transfer, dst, [address], SECRET, encrypt=encrypt)
     begin = time.perf_counter()
     engine.warm()
     warmed = time.perf_counter() - begin
-    memory = memoryview(bytearray(b"x" * made.wire_bytes))
+    memory = memoryview(bytearray(b"x" * transfer.wire_bytes))
     clock = _Clock()
     walls: list[tuple[float, float]] = []
     before = 0
@@ -264,13 +264,13 @@ def of_a_large_llama(
         path: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
         for path, leaf in structs.items()
     }
-    here, there = (
+    trainer, there = (
         MeshSpec({axis: size // 8, "model": 8})
         for axis, size in zip(AXES, devices, strict=True)
     )
     src = plan(
         structs,
-        here,
+        trainer,
         paths=PathRules([("norm", P("data")), (".*", P("data", "model"))]),
     )
     rules = [("norm", P()), ("(down|o|embed)$", P("model")), (".*", P(None, "model"))]
@@ -278,7 +278,7 @@ def of_a_large_llama(
     taken = []
     for receiver in (3, None):
         begin = time.perf_counter()
-        made = sync.plan_transfer(
+        transfer = sync.plan_transfer(
             src,
             dst,
             TreeMap({"{path*}": "{path*}"}, casts=True),
@@ -287,12 +287,12 @@ def of_a_large_llama(
         )
         taken.append(time.perf_counter() - begin)
     begin = time.perf_counter()
-    text = made.to_json()
+    text = transfer.to_json()
     written = time.perf_counter() - begin
     begin = time.perf_counter()
-    assert sync.TransferPlan.from_json(text).digest == made.digest
+    assert sync.TransferPlan.from_json(text).digest == transfer.digest
     read = time.perf_counter() - begin
-    pieces = sum(len(kind.rows) for kind in made.kinds)
+    pieces = sum(len(kind.rows) for kind in transfer.kinds)
     seconds = {
         "host_seconds": taken[0],
         "plan_seconds": taken[1],

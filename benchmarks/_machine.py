@@ -33,11 +33,13 @@ LIBRARIES = (
 
 def versions() -> dict[str, str]:
     """Installed versions of everything that takes part."""
-    found = {
+    version_by_name = {
         d.metadata["Name"].lower(): d.version
         for d in importlib.metadata.distributions()
     }
-    return {name: found[name] for name in LIBRARIES if name in found}
+    return {
+        name: version_by_name[name] for name in LIBRARIES if name in version_by_name
+    }
 
 
 def machine(devices: list[Any]) -> dict[str, str | int]:

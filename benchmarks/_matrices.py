@@ -64,8 +64,8 @@ def _tree(scale: int) -> dict[str, jax.Array]:
     shapes = {"q": (256, 256), "k": (256, 256), "up": (256, 1024)}
     keys = jax.random.split(jax.random.key(0), 3 * _LAYERS)
     sizes = [
-        (f"{at}/{name}", shape)
-        for at in range(_LAYERS)
+        (f"{layer}/{name}", shape)
+        for layer in range(_LAYERS)
         for name, shape in shapes.items()
     ]
     return {
@@ -81,19 +81,21 @@ def _programs(planned: ShardPlan) -> dict[str, Any]:
     }
     layout = planned.shardings
     return {
-        name: jax.jit(one, in_shardings=(layout,), out_shardings=layout)
-        for name, one in functions.items()
+        name: jax.jit(function, in_shardings=(layout,), out_shardings=layout)
+        for name, function in functions.items()
     }
 
 
 def _race(tree: Any, planned: ShardPlan) -> Race:
     programs = _programs(planned)
     placed = shard(tree, planned)
-    wanted = jax.tree.map(orthogonal, tree)
+    expected = jax.tree.map(orthogonal, tree)
 
     def check(_: Any, result: Any) -> None:
         jax.tree.map(
-            ft.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), result, wanted
+            ft.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+            result,
+            expected,
         )
 
     return Race(
@@ -117,9 +119,9 @@ def _products(
     """The same products of matrices that already lie on their owners."""
     mesh = planned.jax_mesh
     assert mesh is not None
-    shapes = dict.fromkeys(one.shape for one in tree.values())
+    shapes = dict.fromkeys(matrix.shape for matrix in tree.values())
     stacks = [
-        jnp.stack([one for one in tree.values() if one.shape == shape])
+        jnp.stack([matrix for matrix in tree.values() if matrix.shape == shape])
         for shape in shapes
     ]
     dealt = PartitionSpec("fsdp")
@@ -136,14 +138,16 @@ def _products(
 def _sent(planned: ShardPlan) -> dict[str, Value]:
     whole = sum(leaf.bytes for leaf in planned.leaves)
     compiled = {
-        name: one.lower(planned.structs).compile()
-        for name, one in _programs(planned).items()
+        name: program.lower(planned.structs).compile()
+        for name, program in _programs(planned).items()
     }
-    sent = {name: traffic(one).wire_bytes / whole for name, one in compiled.items()}
+    sent = {
+        name: traffic(program).wire_bytes / whole for name, program in compiled.items()
+    }
     matrix = max(leaf.bytes for leaf in planned.leaves)
     stacks = [
-        math.prod(one.unit) * one.width * len(one.owned) * 4
-        for one in map_matrices(orthogonal, planned).exchanges
+        math.prod(program.unit) * program.width * len(program.owned) * 4
+        for program in map_matrices(orthogonal, planned).exchanges
     ]
     return {
         "received over the parameters": sent[_OURS],

@@ -44,17 +44,17 @@ Pair = tuple[StepLayout, StepLayout]
 
 def all_layouts(sizes: tuple[int, ...], rank: int = 2) -> list[StepLayout]:
     """Every layout on one mesh: each axis cuts one dimension or none, in every order."""
-    found = []
+    layouts = []
     for where in it.product(range(rank + 1), repeat=len(sizes)):
         groups = [
-            [axis for axis, dim in enumerate(where) if dim == wanted]
-            for wanted in range(rank)
+            [axis for axis, dim in enumerate(where) if dim == position]
+            for position in range(rank)
         ]
-        found += [
+        layouts += [
             StepLayout(sizes, dims)
             for dims in it.product(*map(it.permutations, groups))
         ]
-    return found
+    return layouts
 
 
 def every_layout(devices: int) -> list[StepLayout]:
@@ -88,11 +88,11 @@ def simulated() -> dict[str, Value]:
     """Plans every pair and runs its steps over NumPy arrays, by the definition of each
     collective.
     """
-    ends = every_layout(16)
+    layouts = every_layout(16)
     array = np.arange(16 * 16).reshape(16, 16)
-    right = {end: pieces(array, end, end) for end in ends}
+    right = {end: pieces(array, end, end) for end in layouts}
     ratios, wire, bound, most = [], 0, 0, 0
-    for src, dst in it.product(ends, ends):
+    for src, dst in it.product(layouts, layouts):
         plan = redistribute(array.shape, 64, src, dst)
         held: Sequence[np.ndarray] = right[src]
         for step in plan.steps:
@@ -108,7 +108,7 @@ def simulated() -> dict[str, Value]:
         if plan.lower_bound_bytes:
             ratios.append(plan.wire_bytes / plan.lower_bound_bytes)
     return {
-        "pairs": len(ends) ** 2,
+        "pairs": len(layouts) ** 2,
         "wrong": 0,
         "wire over lower bound": wire / bound,
         "median of the ratio": statistics.median(ratios),
@@ -138,19 +138,21 @@ def compiled(part: tuple[int, int]) -> dict[str, Value]:
     chunks = max(_CHUNKS // count, 1)
     progress = Progress("reshard: all pairs", chunks)
     begin = time.perf_counter()
-    found = []
+    runs = []
     for chunk in range(chunks):
         progress.begin(f"chunk {chunk + 1}")
-        given = {"chunk": (index - 1) * chunks + chunk, "chunks": chunks * count}
-        found.append(
-            fresh_process("benchmarks._pairs:run_chunk", given, timeout_seconds=36000)
+        arguments = {"chunk": (index - 1) * chunks + chunk, "chunks": chunks * count}
+        runs.append(
+            fresh_process(
+                "benchmarks._pairs:run_chunk", arguments, timeout_seconds=36000
+            )
         )
-        progress.end("; ".join(found[-1]["wrong"]))
-    wrong = [text for one in found for text in one["wrong"]]
+        progress.end("; ".join(runs[-1]["wrong"]))
+    wrong = [text for run in runs for text in run["wrong"]]
     assert not wrong, f"{len(wrong)} pairs: {'; '.join(wrong[:10])}"
     totals = {
-        key: sum(one[key] for one in found)
-        for key in found[0]
+        key: sum(run[key] for run in runs)
+        for key in runs[0]
         if key not in ("wrong", "mappings")
     }
     return {
@@ -158,7 +160,7 @@ def compiled(part: tuple[int, int]) -> dict[str, Value]:
         "wrong": len(wrong),
         "pairs of distinct placements": totals.pop("distinct"),
         **totals,
-        "most mappings of a process": max(one["mappings"] for one in found),
+        "most mappings of a process": max(run["mappings"] for run in runs),
         "minutes": (time.perf_counter() - begin) / 60,
     }
 
@@ -174,8 +176,8 @@ def run_chunk(chunk: int, chunks: int) -> Mapping[str, Any]:
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
     )
-    devices, ends = emulated(16), every_layout(16)
-    shardings = {end: sharding_of(devices, end) for end in ends}
+    devices, layouts = emulated(16), every_layout(16)
+    shardings = {end: sharding_of(devices, end) for end in layouts}
     # Every element has bits of its own, many are NaN.
     bits = np.arange(_SHAPE[0] * _SHAPE[1], dtype=np.uint32) * np.uint32(2654435761)
     values = bits.view(np.float32).reshape(_SHAPE)
@@ -184,7 +186,7 @@ def run_chunk(chunk: int, chunks: int) -> Mapping[str, Any]:
     )
     wrong: list[str] = []
     for pairs in it.chain.from_iterable(
-        map(_by_steps, _by_placement(ends)[chunk::chunks])
+        map(_by_steps, _by_placement(layouts)[chunk::chunks])
     ):
         src, dst = (shardings[end] for end in pairs[0])
         move = move_of(_SHAPE, values.dtype, src, dst, copies=False)
@@ -195,9 +197,9 @@ def run_chunk(chunk: int, chunks: int) -> Mapping[str, Any]:
         totals["pairs"] += len(pairs)
         totals[_HOW[move.how]] += len(pairs)
         totals["programs of steps compiled"] += not move.idle
-        for here, there in pairs:
+        for source, there in pairs:
             wrong += _wrong_ways(
-                values, (shardings[here], shardings[there]), (src, dst), ways
+                values, (shardings[source], shardings[there]), (src, dst), ways
             )
     return totals | {
         "wrong": wrong,
@@ -205,30 +207,31 @@ def run_chunk(chunk: int, chunks: int) -> Mapping[str, Any]:
     }
 
 
-def _by_placement(ends: Sequence[StepLayout]) -> list[list[Pair]]:
+def _by_placement(layouts: Sequence[StepLayout]) -> list[list[Pair]]:
     """The pairs whose shards are the same on both sides, under whatever names of meshes
     and axes.
     """
     small = np.arange(16 * 16).reshape(16, 16)
     held = {
-        end: tuple(piece.tobytes() for piece in pieces(small, end, end)) for end in ends
+        end: tuple(piece.tobytes() for piece in pieces(small, end, end))
+        for end in layouts
     }
-    found: dict[Any, list[Pair]] = {}
-    for src, dst in it.product(ends, ends):
-        found.setdefault((held[src], held[dst]), []).append((src, dst))
-    return list(found.values())
+    pairs_by_placement: dict[Any, list[Pair]] = {}
+    for src, dst in it.product(layouts, layouts):
+        pairs_by_placement.setdefault((held[src], held[dst]), []).append((src, dst))
+    return list(pairs_by_placement.values())
 
 
 def _by_steps(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """Of these, the pairs for which the same steps are planned, so that one program is
     that of all.
     """
-    found: dict[Any, list[Pair]] = {}
+    pairs_by_steps: dict[Any, list[Pair]] = {}
     for src, dst in pairs:
-        found.setdefault(redistribute(_SHAPE, 32, src, dst).steps, []).append(
+        pairs_by_steps.setdefault(redistribute(_SHAPE, 32, src, dst).steps, []).append(
             (src, dst)
         )
-    return list(found.values())
+    return list(pairs_by_steps.values())
 
 
 def _wrong_ways(
@@ -243,8 +246,8 @@ def _wrong_ways(
     """
     src, dst = asked
     results = {"reshard": reshard(placed(values, src), dst)}
-    for name, way in ways.items():
-        results[name] = reshard(way(reshard(placed(values, src), shared[0])), dst)
+    for name, move in ways.items():
+        results[name] = reshard(move(reshard(placed(values, src), shared[0])), dst)
     return [
         f"{src.mesh.shape} {src.spec} to {dst.mesh.shape} {dst.spec} by {name}"
         for name, result in results.items()
@@ -253,14 +256,14 @@ def _wrong_ways(
 
 
 def _is_right(values: np.ndarray, result: jax.Array, dst: NamedSharding) -> bool:
-    wanted = dst.devices_indices_map(values.shape)
+    expected = dst.devices_indices_map(values.shape)
     return (
         result.sharding == dst
-        and len(result.addressable_shards) == len(wanted)
+        and len(result.addressable_shards) == len(expected)
         and all(
             np.array_equal(
                 np.asarray(shard.data).view(np.uint32),
-                values[wanted[shard.device]].view(np.uint32),
+                values[expected[shard.device]].view(np.uint32),
             )
             for shard in result.addressable_shards
         )

@@ -40,12 +40,12 @@ def times(tree: str, repeats: int) -> dict[str, float]:
         "plan": suite.planner(rules, _mesh()),
         "flatten": jtu.tree_flatten_with_path,
     }
-    found: dict[str, float] = {}
+    seconds_by_name: dict[str, float] = {}
     cold = {name: _seconds(call, make()) for name, call in calls.items()}
-    found |= _beside("cold", cold)
-    found |= _hot(calls, make(), repeats)
-    found |= _beside("after a collection", _collected(calls, make, repeats))
-    return found
+    seconds_by_name |= _beside("cold", cold)
+    seconds_by_name |= _hot(calls, make(), repeats)
+    seconds_by_name |= _beside("after a collection", _collected(calls, make, repeats))
+    return seconds_by_name
 
 
 def follow(repeats: int) -> dict[str, float]:
@@ -53,10 +53,10 @@ def follow(repeats: int) -> dict[str, float]:
     same `init`.
     """
     init = optax.adamw(1e-3).init
-    made = suite.planner(shapes.LLAMA_RULES, _mesh())(shapes.llama_405b())
+    plan = suite.planner(shapes.LLAMA_RULES, _mesh())(shapes.llama_405b())
     # The first time both trace `init`; from then on JAX remembers its shapes.
     calls = {
-        "follow": lambda _: sfx.follow(init, made),
+        "follow": lambda _: sfx.follow(init, plan),
         "eval_shape": lambda tree: jax.eval_shape(init, tree),
     }
     cold = {name: _seconds(call, shapes.llama_405b()) for name, call in calls.items()}

@@ -39,14 +39,14 @@ def plots(files: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
     """For each plot that the results have the numbers for: its file's name, what it
     shows, and the SVG.
     """
-    found = {
+    plot_by_name = {
         "benchmarks_speed.svg": (SPEED_TEXT, speed(files)),
         "benchmarks_memory.svg": (MEMORY_TEXT, memory(files)),
         "benchmarks_planning.svg": (PLANNING_TEXT, planning(files)),
     }
     return {
         name: (text, drawn)
-        for name, (text, drawn) in found.items()
+        for name, (text, drawn) in plot_by_name.items()
         if drawn is not None
     }
 
@@ -78,7 +78,7 @@ def _records(
 
 def races(files: Mapping[str, Mapping[str, Any]]) -> list[Race]:
     """Every race at full size in which a rival was timed."""
-    found = []
+    rows = []
     for suite, record in _records(files):
         # What begins with "shardfx" is another way of ours.
         rivals = [name for name in record["rivals"] if not name.startswith("shardfx")]
@@ -89,8 +89,8 @@ def races(files: Mapping[str, Mapping[str, Any]]) -> list[Race]:
             if isinstance(value, int | float)
         }
         if speedups:
-            found.append(Race(suite, record["name"], speedups))
-    return found
+            rows.append(Race(suite, record["name"], speedups))
+    return rows
 
 
 def speed(files: Mapping[str, Mapping[str, Any]]) -> str | None:
@@ -123,7 +123,9 @@ def speed(files: Mapping[str, Mapping[str, Any]]) -> str | None:
 def _line_of(row: Race, y: float, scale: "_Scale") -> list[str]:
     nearest, farthest = min(row.speedups.values()), max(row.speedups.values())
     colour = OURS if nearest >= 1 else SLOWER
-    told = "; ".join(f"{value:.2f} x {name}" for name, value in row.speedups.items())
+    speedups = "; ".join(
+        f"{value:.2f} x {name}" for name, value in row.speedups.items()
+    )
     named = [
         f'<circle cx="{scale(value):.1f}" cy="{y}" r="3.2" fill="#ffffff"'
         f' stroke="{colour}" stroke-width="1.4"/>'
@@ -131,7 +133,7 @@ def _line_of(row: Race, y: float, scale: "_Scale") -> list[str]:
         if value != nearest
     ]
     return [
-        f"<g><title>{html.escape(f'{row.name}: {told}')}</title>",
+        f"<g><title>{html.escape(f'{row.name}: {speedups}')}</title>",
         _text(410, y + 4, _short(row.name, 58), anchor="end", size=11.5),
         (
             f'<line x1="{scale(nearest):.1f}" x2="{scale(farthest):.1f}" y1="{y}"'
@@ -156,10 +158,10 @@ def memory(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     pairs, record = max(counted, key=lambda item: item[0])
     counts = _spread(record["values"])
     most = max(max(bars.values()) for bars in counts.values())
-    left, width, top, height = 60, 820 / len(counts), 86, 210
+    margin, width, top, height = 60, 820 / len(counts), 86, 210
     parts = [_text(20, 48, f"{record['name']}: moves", colour=SOFT)]
-    for at, (label, bars) in enumerate(counts.items()):
-        x = left + at * width
+    for group, (label, bars) in enumerate(counts.items()):
+        x = margin + group * width
         for name, colour, shift in (("XLA", THEIRS, 0.1), ("shardfx", OURS, 0.5)):
             count = bars.get(name, 0)
             tall = height * count / most
@@ -179,12 +181,12 @@ def memory(files: Mapping[str, Mapping[str, Any]]) -> str | None:
         )
     base = top + height
     parts.append(
-        f'<line x1="{left - 6}" x2="{left + 826}" y1="{base}" y2="{base}"'
+        f'<line x1="{margin - 6}" x2="{margin + 826}" y1="{base}" y2="{base}"'
         f' stroke="{SOFT}"/>'
     )
     parts.append(
         _text(
-            left + 410,
+            margin + 410,
             base + 38,
             "temporary memory, times the larger shard",
             anchor="middle",
@@ -197,11 +199,11 @@ def memory(files: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 def _spread(values: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     """For each interval of the census the counts of both programs."""
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     for key, value in values.items():
         if match := _CENSUS.fullmatch(key):
             name, interval = match[1], match[2].replace("x, up to ", " to ")
-            at = (
+            label = (
                 "none"
                 if interval == "0x"
                 else (
@@ -210,8 +212,8 @@ def _spread(values: Mapping[str, Any]) -> dict[str, dict[str, int]]:
                     else f"> {interval}"
                 )
             )
-            found.setdefault(at.removesuffix("x"), {})[name] = value
-    return found
+            counts.setdefault(label.removesuffix("x"), {})[name] = value
+    return counts
 
 
 def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
@@ -244,7 +246,9 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     across = _Scale(700, 150_000, 80, 640)
     down = _Scale(min(times) * 0.7, max(times) * 1.4, 330, 60)
     names = list(dict.fromkeys(name for _, name, _, _ in points))
-    looks = {name: _LOOKS[at % len(_LOOKS)] for at, name in enumerate(names)}
+    looks = {
+        name: _LOOKS[position % len(_LOOKS)] for position, name in enumerate(names)
+    }
     parts = _ticks(across, [1000, 10_000, 100_000], 60, 330, "")
     for tick in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
         if down.holds(tick):
@@ -264,16 +268,19 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
             ' stroke-width="2.4"/>'
         )
     for leaves, name, seconds, case in points:
-        told = html.escape(f"{name}, {case}: {_seconds(seconds)}")
+        title = html.escape(f"{name}, {case}: {_seconds(seconds)}")
         x, y = across(leaves), down(seconds)
-        parts.append(f"<g><title>{told}</title>{looks[name].mark(x, y)}</g>")
+        parts.append(f"<g><title>{title}</title>{looks[name].mark(x, y)}</g>")
         if name == names[0]:
-            label, left = case.replace(f"{leaves:,} leaves", "").strip(", "), x > 240
-            place, anchor = (x - 9, "end") if left else (x + 9, "start")
+            label, is_right_of_axis = (
+                case.replace(f"{leaves:,} leaves", "").strip(", "),
+                x > 240,
+            )
+            place, anchor = (x - 9, "end") if is_right_of_axis else (x + 9, "start")
             parts.append(
                 _text(
                     place,
-                    y + (4 if left else 14),
+                    y + (4 if is_right_of_axis else 14),
                     label,
                     anchor=anchor,
                     size=11,
@@ -285,10 +292,10 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
         f'<line x1="670" x2="690" y1="78" y2="78" stroke="{OURS}" stroke-width="2.4"/>'
     )
     parts.append(_text(698, 82, "shardfx, equal layers", size=12))
-    for at, name in enumerate(names):
+    for row, name in enumerate(names):
         parts += [
-            looks[name].mark(680, 102 + 24 * at),
-            _text(698, 106 + 24 * at, name, size=12),
+            looks[name].mark(680, 102 + 24 * row),
+            _text(698, 106 + 24 * row, name, size=12),
         ]
     return _picture(910, 384, "Time to plan", parts)
 
@@ -362,12 +369,12 @@ def _ticks(
 
 def _key(x: float, y: float, entries: Sequence[tuple[str, str]]) -> list[str]:
     parts = []
-    for at, (name, colour) in enumerate(entries):
+    for row, (name, colour) in enumerate(entries):
         parts.append(
-            f'<rect x="{x}" y="{y + 20 * at}" width="12" height="12" rx="2"'
+            f'<rect x="{x}" y="{y + 20 * row}" width="12" height="12" rx="2"'
             f' fill="{colour}"/>'
         )
-        parts.append(_text(x + 20, y + 20 * at + 10, name, size=12))
+        parts.append(_text(x + 20, y + 20 * row + 10, name, size=12))
     return parts
 
 

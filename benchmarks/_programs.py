@@ -73,5 +73,5 @@ def wire_bytes(hlo: str, devices: int, slices: int = 1) -> int:
     mesh = MeshSpec(
         {"slices": slices, "devices": devices // slices}, dcn={"slices": slices}
     )
-    found = traffic(hlo, mesh)
-    return found.dcn_bytes if slices > 1 else found.wire_bytes
+    sent = traffic(hlo, mesh)
+    return sent.dcn_bytes if slices > 1 else sent.wire_bytes

@@ -83,10 +83,14 @@ def table(records: Sequence[Record]) -> str:
         "Values",
         [f"{r.name}: {_facts(r)}" for r in records if r.kind == "race" and _facts(r)],
     )
-    found = [
+    findings_rows = [
         row for record in records if record.kind == "finding" for row in _found(record)
     ]
-    parts += [_aligned([("finding", "value", "measured"), *found])] if found else []
+    parts += (
+        [_aligned([("finding", "value", "measured"), *findings_rows])]
+        if findings_rows
+        else []
+    )
     parts += _lines(
         "Limits", [f"{r.name}: {_limit(limit)}" for r in records for limit in r.limits]
     )
@@ -178,12 +182,12 @@ def _by_hand(cases: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
             target,
-            str(len(these)),
-            str(sum(one < BETTER for one in these)),
-            f"{min(these):.3f}",
-            f"{max(these):.3f}",
+            str(len(target_ratios)),
+            str(sum(ratio < BETTER for ratio in target_ratios)),
+            f"{min(target_ratios):.3f}",
+            f"{max(target_ratios):.3f}",
         )
-        for target, these in ratios.items()
+        for target, target_ratios in ratios.items()
     ]
 
 
@@ -201,12 +205,12 @@ def _short_table(records: Sequence[Record]) -> str:
         for limit in record.limits
         if limit["holds"] is not None
     ]
-    kept = sum(bool(limit["holds"]) for limit in limits)
+    held_count = sum(bool(limit["holds"]) for limit in limits)
     findings = sum(record.kind == "finding" for record in records)
-    told = [f"{findings} finding{'' if findings == 1 else 's'}"] if findings else []
-    told += [f"{kept} of {len(limits)} limits hold"] if limits else []
+    data = [f"{findings} finding{'' if findings == 1 else 's'}"] if findings else []
+    data += [f"{held_count} of {len(limits)} limits hold"] if limits else []
     return "\n\n".join(
-        [*parts, *([f"{', '.join(told).capitalize()}."] if told else [])]
+        [*parts, *([f"{', '.join(data).capitalize()}."] if data else [])]
     )
 
 
@@ -319,21 +323,23 @@ def _limit(limit: Mapping[str, Any]) -> str:
     return f"{limit['text']}: {verdict} ({_number(limit['measured'])})"
 
 
-def _only(name: str, these: Mapping[str, Any], those: Mapping[str, Any]) -> list[str]:
-    known = {
+def _only(
+    name: str, results: Mapping[str, Any], others: Mapping[str, Any]
+) -> list[str]:
+    other_rows = {
         (suite, r["name"])
-        for suite, records in those["suites"].items()
+        for suite, records in others["suites"].items()
         for r in records
     }
-    own = [
+    rows = [
         (suite, r["name"])
-        for suite, records in these["suites"].items()
+        for suite, records in results["suites"].items()
         for r in records
     ]
     return [
         f"only in the {name} file: {suite}: {case}"
-        for suite, case in own
-        if (suite, case) not in known
+        for suite, case in rows
+        if (suite, case) not in other_rows
     ]
 
 

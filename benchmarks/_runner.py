@@ -81,13 +81,15 @@ def run_suite(
     records = []
     for entry in entries:
         progress.begin(entry.name)
-        made = (
+        entry_results = (
             _apart(entry, options)
             if isinstance(entry, Apart)
             else [_run_entry(entry, options)]
         )
-        records += made
-        progress.end("; ".join(record.failed for record in made if record.failed))
+        records += entry_results
+        progress.end(
+            "; ".join(record.failed for record in entry_results if record.failed)
+        )
         gc.collect()
     return records
 
@@ -110,14 +112,14 @@ def run_apart(
 
 
 def _apart(entry: Apart, options: Options) -> list[Record]:
-    given = dataclasses.asdict(entry) | {
+    arguments = dataclasses.asdict(entry) | {
         "quick": options.quick,
         "repeats": options.repeats,
     }
-    del given["name"]
+    del arguments["name"]
     try:
         records = fresh_process(
-            "benchmarks._runner:run_apart", given, timeout_seconds=3600
+            "benchmarks._runner:run_apart", arguments, timeout_seconds=3600
         )
     except RuntimeError as error:
         return [Record(entry.name, "race", failed=str(error))]
@@ -196,12 +198,12 @@ def _first_run(rival: Rival, race: Race) -> tuple[Callable[[Any], Any], float]:
     run = rival.make()
     if race.clear_caches:
         jax.clear_caches()
-    given = race.fresh()
+    arguments = race.fresh()
     begin = race.clock()
-    result = _finished(run(given), race.block)
+    result = _finished(run(arguments), race.block)
     cold = race.clock() - begin
     if rival.check is not None:
-        rival.check(given, result)
+        rival.check(arguments, result)
     return run, cold
 
 
@@ -224,12 +226,12 @@ def _alternate(
         start = repeat % len(order)
         turn = order[start:] + order[:start]
         for name, run in turn if repeat % 2 else reversed(turn):
-            given = race.fresh()
+            arguments = race.fresh()
             gc.collect()
             gc.freeze()
             begin, other = race.clock(), also()
             for _ in range(race.number):
-                _finished(run(given), race.block)
+                _finished(run(arguments), race.block)
             seconds, other = (
                 (race.clock() - begin) / race.number,
                 (also() - other) / race.number,
@@ -238,10 +240,10 @@ def _alternate(
             if repeat > 0:  # round 0 warms caches that the first run could not
                 times[name].append(seconds)
                 others.get(name, []).append(other)
-            del given
+            del arguments
     by_clock, by_other = (
-        {name: statistics.median(taken) for name, taken in one.items()}
-        for one in (times, others)
+        {name: statistics.median(taken) for name, taken in durations.items()}
+        for durations in (times, others)
     )
     return by_clock, by_other
 

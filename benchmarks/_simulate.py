@@ -25,7 +25,7 @@ def pieces(array: np.ndarray, end: StepLayout, like: StepLayout) -> list[np.ndar
     alike = end.order is None or like.order is None
     order = range(end.size) if alike else end.order
     place = {device: index for index, device in enumerate(order or ())}
-    found = []
+    boxes = []
     for device in range(end.size) if alike else like.order or ():
         coords, rest = [], place[device]
         for size in reversed(end.sizes):
@@ -38,8 +38,8 @@ def pieces(array: np.ndarray, end: StepLayout, like: StepLayout) -> list[np.ndar
                 index = index * end.sizes[axis] + coords[axis]
             width = array.shape[dim] // end.counts[dim]
             cut = np.take(cut, range(index * width, index * width + width), axis=dim)
-        found.append(cut)
-    return found
+        boxes.append(cut)
+    return boxes
 
 
 def simulate(
@@ -51,8 +51,8 @@ def simulate(
         return [
             piece[
                 tuple(
-                    slice(at * size, at * size + size)
-                    for at, size in zip(part, shape, strict=True)
+                    slice(start * size, start * size + size)
+                    for start, size in zip(part, shape, strict=True)
                 )
             ]
             for piece, part in zip(

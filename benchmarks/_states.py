@@ -29,13 +29,13 @@ QUICK_TARGETS = (({"tensor": 8}, 32),)
 
 def state_cases(options: Options) -> list[Entry]:
     """One case per target; eight devices are needed."""
-    made: list[Entry] = []
+    entries: list[Entry] = []
     for axes, divisor in QUICK_TARGETS if options.quick else TARGETS:
         what = "" if options.quick else " with Adam's moments"
         target = " x ".join(f"{axis}={size}" for axis, size in axes.items())
         name = f"Llama 3 8B{what}, widths / {divisor}, fsdp=8 to {target}"
-        made.append(Case(name, ft.partial(_race, options, axes, divisor)))
-    return made
+        entries.append(Case(name, ft.partial(_race, options, axes, divisor)))
+    return entries
 
 
 def _race(options: Options, axes: dict[str, int], divisor: int) -> Race:
@@ -43,17 +43,17 @@ def _race(options: Options, axes: dict[str, int], divisor: int) -> Race:
     rules = hf.llama(head_dim=128 // divisor)
     devices = np.array(options.devices[:8])
     src = plan(shapes, Mesh(devices, ("fsdp",)), paths=rules).shardings
-    wanted = plan(
+    expected = plan(
         shapes, Mesh(devices.reshape(tuple(axes.values())), tuple(axes)), paths=rules
     )
-    dst = wanted.shardings
+    dst = expected.shardings
     values = _values(shapes)
     right = equals(values, dst)
     byte_count = sum(x.nbytes for x in jax.tree.leaves(values))
     scalax = ft.partial(_peers.scalax, dst) if options.flags.scalax else _left_out
     return Race(
         rivals=(
-            Rival("shardfx", lambda: lambda tree: reshard(tree, wanted), right),
+            Rival("shardfx", lambda: lambda tree: reshard(tree, expected), right),
             Rival("jax.jit", lambda: _peers.whole_jit(src, dst), right),
             Rival("jax.jit per leaf", lambda: _peers.jit_per_leaf(dst), right),
             Rival("jax.device_put", lambda: _peers.device_put(dst), right),

@@ -133,7 +133,7 @@ class Planned:
 
 
 def planned(
-    sizes: Sizes, way: Way, layout: Layout, devices: Sequence[Any] | None = None
+    sizes: Sizes, strategy: Way, layout: Layout, devices: Sequence[Any] | None = None
 ) -> Planned:
     """A step under a plan.
 
@@ -145,15 +145,17 @@ def planned(
       can be compiled.
     """
     mesh = layout.mesh if devices is None else layout.mesh.build(devices)
-    shapes, rules = parameters(sizes, way), layout.axis_rules
+    shapes, rules = parameters(sizes, strategy), layout.axis_rules
     ours = plan(
-        shapes, mesh, names=parameter_names(sizes, way), axes=rules, unused="allow"
+        shapes, mesh, names=parameter_names(sizes, strategy), axes=rules, unused="allow"
     )
-    state = follow(ft.partial(optimizer_state, way=way), ours)
+    state = follow(ft.partial(optimizer_state, way=strategy), ours)
     data = plan(batch(sizes), mesh, names=BATCH_NAMES, axes=rules, unused="allow")
     plans = (ours, state, data)
     return Planned(
-        train_step(sizes, way, ours), (ours.structs, state.structs, data.structs), plans
+        train_step(sizes, strategy, ours),
+        (ours.structs, state.structs, data.structs),
+        plans,
     )
 
 

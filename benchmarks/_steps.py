@@ -82,7 +82,7 @@ INSIDE = ("batch", "inner", "width")
 QUERIES, KEYS = ("batch", "inner", "heads", None), ("batch", "keys", "kv_heads", None)
 
 
-def parameter_names(sizes: Sizes, way: Way) -> dict[str, Any]:
+def parameter_names(sizes: Sizes, strategy: Way) -> dict[str, Any]:
     """The logical names of each parameter."""
     layer = {
         "attention_norm": ("norm",),
@@ -91,7 +91,7 @@ def parameter_names(sizes: Sizes, way: Way) -> dict[str, Any]:
         "mlp": MIXTURE if sizes.experts else DENSE,
     }
     stacked = jax.tree.map(lambda names: ("layers", *names), layer, is_leaf=_is_names)
-    layers = stacked if way.scan else [layer] * sizes.layers
+    layers = stacked if strategy.scan else [layer] * sizes.layers
     return {
         "embedding": ("vocab", "embed"),
         "layers": layers,
@@ -100,7 +100,7 @@ def parameter_names(sizes: Sizes, way: Way) -> dict[str, Any]:
     }
 
 
-def parameters(sizes: Sizes, way: Way) -> dict[str, Any]:
+def parameters(sizes: Sizes, strategy: Way) -> dict[str, Any]:
     """The parameters, as structs."""
     size = {
         "layers": sizes.layers,
@@ -118,7 +118,7 @@ def parameters(sizes: Sizes, way: Way) -> dict[str, Any]:
     def struct(names: tuple) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(size[name] for name in names), sizes.dtype)
 
-    return jax.tree.map(struct, parameter_names(sizes, way), is_leaf=_is_names)
+    return jax.tree.map(struct, parameter_names(sizes, strategy), is_leaf=_is_names)
 
 
 def batch(sizes: Sizes) -> dict[str, jax.ShapeDtypeStruct]:
@@ -139,7 +139,7 @@ def optimizer_state(params: Any, way: Way) -> dict[str, Any]:
 
 
 def train_step(
-    sizes: Sizes, way: Way, plan: ShardPlan
+    sizes: Sizes, strategy: Way, plan: ShardPlan
 ) -> Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]:
     """A step of training: from parameters, state and batch to the next parameters,
     state, and the loss.
@@ -149,7 +149,7 @@ def train_step(
     - `sizes`, `way`: of the model, and how its step is written.
     - `plan`: the plan of the parameters, whose rules lay out the activations.
     """
-    model = _Model(sizes, way, plan)
+    model = _Model(sizes, strategy, plan)
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
         value, gradients = jax.value_and_grad(model.loss)(params, batch)
@@ -167,9 +167,9 @@ class _Model:
 
     def loss(self, params: Any, batch: Any) -> jax.Array:
         logits = self.logits(params, batch["tokens"]).astype(jnp.float32)
-        wanted = jax.nn.one_hot(batch["targets"], self.sizes.vocab)
+        targets = jax.nn.one_hot(batch["targets"], self.sizes.vocab)
         picked = jnp.sum(
-            logits * self.laid(wanted, ("batch", "inner", "vocab")), axis=-1
+            logits * self.laid(targets, ("batch", "inner", "vocab")), axis=-1
         )
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
@@ -202,7 +202,7 @@ class _Model:
         )
         key = self.laid(_rotated(jnp.einsum("bsd,dhk->bshk", x, weights["key"])), KEYS)
         value = self.laid(jnp.einsum("bsd,dhk->bshk", x, weights["value"]), KEYS)
-        key, value = (self.per_query_head(one) for one in (key, value))
+        key, value = (self.per_query_head(projection) for projection in (key, value))
         scores = jnp.einsum("bqhd,bthd->bhqt", query, key) / math.sqrt(
             self.sizes.head_dim
         )
@@ -236,14 +236,12 @@ class _Model:
         room = max(1, math.ceil(length * sizes.experts_per_token / sizes.experts))
         shares = jax.nn.softmax((x @ weights["router"]).astype(jnp.float32), axis=-1)
         best, chosen = jax.lax.top_k(shares, sizes.experts_per_token)
-        wanted = jnp.sum(
-            jax.nn.one_hot(chosen, sizes.experts) * best[..., None], axis=2
-        )
-        is_wanted = wanted > 0
+        total = jnp.sum(jax.nn.one_hot(chosen, sizes.experts) * best[..., None], axis=2)
+        is_wanted = total > 0
         place = jnp.where(
             is_wanted, jnp.cumsum(is_wanted.astype(jnp.int32), axis=1) - 1, room
         )
-        combine = wanted[..., None] * jax.nn.one_hot(place, room)
+        combine = total[..., None] * jax.nn.one_hot(place, room)
         combine = self.laid(combine.astype(x.dtype), ("batch", "inner", None, None))
         sent = jnp.einsum("bsec,bsd->ebcd", (combine > 0).astype(x.dtype), x)
         done = self.experts(self.handed(sent, to_experts=True), weights)
@@ -293,10 +291,10 @@ def _rotated(x: jax.Array) -> jax.Array:
         jnp.arange(size, dtype=jnp.float32) for size in (x.shape[1], half)
     )
     angles = positions[:, None, None] * 10_000 ** (-planes / half)
-    left, right = jnp.split(x, 2, axis=-1)
+    first_half, right = jnp.split(x, 2, axis=-1)
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     return jnp.concatenate(
-        [left * cos - right * sin, right * cos + left * sin], axis=-1
+        [first_half * cos - right * sin, right * cos + first_half * sin], axis=-1
     )
 
 

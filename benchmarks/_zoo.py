@@ -38,7 +38,7 @@ def trained(loss: Callable[..., Any], params: Any, *data: Any) -> Model:
 
 def models(dtype: Any) -> dict[str, Callable[[], Model]]:
     """What makes each model, by name."""
-    made = ft.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    struct = ft.partial(jax.ShapeDtypeStruct, dtype=dtype)
     dense = ft.partial(llama, _LAYERS, dtype=dtype)
     return {
         "dense 0.1B": ft.partial(dense, 768, 2048, 12, 1, 64, 32000, 64, 512),
@@ -52,19 +52,19 @@ def models(dtype: Any) -> dict[str, Callable[[], Model]]:
         "dense, 4 long sequences": ft.partial(
             dense, 1024, 4096, 2, 8, 64, 50304, 4, 8192
         ),
-        "experts": ft.partial(_experts, made, 1024, 4096, 8, 16, 512),
-        "T5": ft.partial(_t5, made, 768, 2048, 12, 64, 32128, 64, 512, 128),
-        "ViT": ft.partial(_vit, made, 768, 3072, 12, 64, 128, 196, 1000),
-        "convolutions": ft.partial(_convolutions, made, 64),
-        "MLP-mixer": ft.partial(_mixer, made, 768, 3072, 384, 196, 64),
-        "DiT": ft.partial(_dit, made, 1152, 4608, 16, 72, 64, 256),
-        "U-Net": ft.partial(_unet, made, 64),
+        "experts": ft.partial(_experts, struct, 1024, 4096, 8, 16, 512),
+        "T5": ft.partial(_t5, struct, 768, 2048, 12, 64, 32128, 64, 512, 128),
+        "ViT": ft.partial(_vit, struct, 768, 3072, 12, 64, 128, 196, 1000),
+        "convolutions": ft.partial(_convolutions, struct, 64),
+        "MLP-mixer": ft.partial(_mixer, struct, 768, 3072, 384, 196, 64),
+        "DiT": ft.partial(_dit, struct, 1152, 4608, 16, 72, 64, 256),
+        "U-Net": ft.partial(_unet, struct, 64),
     }
 
 
 def small_models() -> dict[str, Callable[[], Model]]:
     """The same models at sizes that two cores run in seconds."""
-    made = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    struct = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     dense = ft.partial(llama, _LAYERS, dtype=jnp.float32)
     return {
         "dense 0.1B": ft.partial(dense, 192, 512, 4, 1, 48, 4096, 16, 128),
@@ -76,13 +76,13 @@ def small_models() -> dict[str, Callable[[], Model]]:
             dense, 512, 1792, 8, 8, 8, 8192, 16, 32
         ),
         "dense, 4 long sequences": ft.partial(dense, 128, 512, 2, 4, 16, 2048, 4, 512),
-        "experts": ft.partial(_experts, made, 128, 256, 8, 16, 64),
-        "T5": ft.partial(_t5, made, 192, 512, 4, 48, 4096, 16, 64, 32),
-        "ViT": ft.partial(_vit, made, 192, 768, 4, 48, 16, 64, 1000),
-        "convolutions": ft.partial(_convolutions, made, 8),
-        "MLP-mixer": ft.partial(_mixer, made, 192, 768, 96, 64, 16),
-        "DiT": ft.partial(_dit, made, 256, 1024, 8, 32, 16, 64),
-        "U-Net": ft.partial(_unet, made, 8),
+        "experts": ft.partial(_experts, struct, 128, 256, 8, 16, 64),
+        "T5": ft.partial(_t5, struct, 192, 512, 4, 48, 4096, 16, 64, 32),
+        "ViT": ft.partial(_vit, struct, 192, 768, 4, 48, 16, 64, 1000),
+        "convolutions": ft.partial(_convolutions, struct, 8),
+        "MLP-mixer": ft.partial(_mixer, struct, 192, 768, 96, 64, 16),
+        "DiT": ft.partial(_dit, struct, 256, 1024, 8, 32, 16, 64),
+        "U-Net": ft.partial(_unet, struct, 8),
     }
 
 
@@ -110,14 +110,17 @@ def _block(x: Any, p: Any, heads: int, head: int) -> Any:
 
 
 def _attention(
-    made: Any, width: int, inner: int, layers: int = _LAYERS
+    struct: Any, width: int, inner: int, layers: int = _LAYERS
 ) -> dict[str, Any]:
     shapes = {name: (width, inner) for name in "qkv"} | {"o": (inner, width)}
-    return {name: made((layers, *shape)) for name, shape in shapes.items()}
+    return {name: struct((layers, *shape)) for name, shape in shapes.items()}
 
 
-def _mlp(made: Any, width: int, hidden: int, layers: int = _LAYERS) -> dict[str, Any]:
-    return {"up": made((layers, width, hidden)), "down": made((layers, hidden, width))}
+def _mlp(struct: Any, width: int, hidden: int, layers: int = _LAYERS) -> dict[str, Any]:
+    return {
+        "up": struct((layers, width, hidden)),
+        "down": struct((layers, hidden, width)),
+    }
 
 
 def _token_loss(logits: Any, tokens: Any) -> Any:
@@ -131,7 +134,7 @@ def _tokens(*shape: int) -> Any:
 
 
 def _experts(
-    made: Any, width: int, hidden: int, experts: int, batch: int, length: int
+    struct: Any, width: int, hidden: int, experts: int, batch: int, length: int
 ) -> Model:
     heads, head, vocab = 16, width // 16, 32000
 
@@ -151,21 +154,21 @@ def _experts(
         return _token_loss(x @ p["unembedding"], tokens)
 
     layers = {
-        "attention": _attention(made, width, width),
-        "router": made((_LAYERS, width, experts)),
-        "wi": made((_LAYERS, experts, width, hidden)),
-        "wo": made((_LAYERS, experts, hidden, width)),
+        "attention": _attention(struct, width, width),
+        "router": struct((_LAYERS, width, experts)),
+        "wi": struct((_LAYERS, experts, width, hidden)),
+        "wo": struct((_LAYERS, experts, hidden, width)),
     }
     params = {
-        "embedding": made((vocab, width)),
+        "embedding": struct((vocab, width)),
         "layers": layers,
-        "unembedding": made((width, vocab)),
+        "unembedding": struct((width, vocab)),
     }
     return trained(loss, params, _tokens(batch, length))
 
 
 def _t5(
-    made: Any,
+    struct: Any,
     width: int,
     hidden: int,
     heads: int,
@@ -190,19 +193,19 @@ def _t5(
 
     inner = heads * head
     encoder = {
-        "attention": _attention(made, width, inner),
-        "mlp": _mlp(made, width, hidden),
+        "attention": _attention(struct, width, inner),
+        "mlp": _mlp(struct, width, hidden),
     }
     params = {
-        "embedding": made((vocab, width)),
+        "embedding": struct((vocab, width)),
         "encoder": encoder,
-        "decoder": {**encoder, "cross": _attention(made, width, inner)},
+        "decoder": {**encoder, "cross": _attention(struct, width, inner)},
     }
     return trained(loss, params, _tokens(batch, source), _tokens(batch, target))
 
 
 def _vit(
-    made: Any,
+    struct: Any,
     width: int,
     hidden: int,
     heads: int,
@@ -221,15 +224,15 @@ def _vit(
         return _token_loss(_normed(x).mean(1) @ p["head"], labels)
 
     params = {
-        "patch_embed": made((768, width)),
-        "pos_embed": made((patches, width)),
+        "patch_embed": struct((768, width)),
+        "pos_embed": struct((patches, width)),
         "layers": {
-            "attention": _attention(made, width, heads * head),
-            "mlp": _mlp(made, width, hidden),
+            "attention": _attention(struct, width, heads * head),
+            "mlp": _mlp(struct, width, hidden),
         },
-        "head": made((width, classes)),
+        "head": struct((width, classes)),
     }
-    return trained(loss, params, made((batch, patches, 768)), _tokens(batch))
+    return trained(loss, params, struct((batch, patches, 768)), _tokens(batch))
 
 
 def _convolved(x: Any, kernel: Any, stride: int = 1) -> Any:
@@ -238,7 +241,7 @@ def _convolved(x: Any, kernel: Any, stride: int = 1) -> Any:
     )
 
 
-def _convolutions(made: Any, batch: int) -> Model:
+def _convolutions(struct: Any, batch: int) -> Model:
     sizes = ((3, 64), (64, 128), (128, 256))
 
     def loss(p: Any, images: Any, labels: Any) -> Any:
@@ -249,18 +252,19 @@ def _convolutions(made: Any, batch: int) -> Model:
         return _token_loss(x.mean((1, 2)) @ p["head"], labels)
 
     stages = [
-        {"first": made((3, 3, a, b)), "second": made((3, 3, b, b))} for a, b in sizes
+        {"first": struct((3, 3, a, b)), "second": struct((3, 3, b, b))}
+        for a, b in sizes
     ]
     return trained(
         loss,
-        {"stages": stages, "head": made((256, 1000))},
-        made((batch, 64, 64, 3)),
+        {"stages": stages, "head": struct((256, 1000))},
+        struct((batch, 64, 64, 3)),
         _tokens(batch),
     )
 
 
 def _mixer(
-    made: Any, width: int, hidden: int, mixed: int, patches: int, batch: int
+    struct: Any, width: int, hidden: int, mixed: int, patches: int, batch: int
 ) -> Model:
     def layer(x: Any, p: Any) -> tuple[Any, None]:
         y = jnp.swapaxes(_normed(x), 1, 2)
@@ -275,17 +279,26 @@ def _mixer(
         )
         return _token_loss(_normed(x).mean(1) @ p["head"], labels)
 
-    layers = {"tokens": _mlp(made, patches, mixed), "mlp": _mlp(made, width, hidden)}
-    params = {
-        "patch_embed": made((768, width)),
-        "layers": layers,
-        "head": made((width, 1000)),
+    layers = {
+        "tokens": _mlp(struct, patches, mixed),
+        "mlp": _mlp(struct, width, hidden),
     }
-    return trained(loss, params, made((batch, patches, 768)), _tokens(batch))
+    params = {
+        "patch_embed": struct((768, width)),
+        "layers": layers,
+        "head": struct((width, 1000)),
+    }
+    return trained(loss, params, struct((batch, patches, 768)), _tokens(batch))
 
 
 def _dit(
-    made: Any, width: int, hidden: int, heads: int, head: int, batch: int, patches: int
+    struct: Any,
+    width: int,
+    hidden: int,
+    heads: int,
+    head: int,
+    batch: int,
+    patches: int,
 ) -> Model:
     def layer(condition: Any, x: Any, p: Any) -> tuple[Any, None]:
         scale, shift = jnp.split(condition @ p["modulation"], 2, axis=-1)
@@ -303,46 +316,46 @@ def _dit(
         return jnp.mean((_normed(x) @ p["head"] - noise) ** 2)
 
     layers = {
-        "attention": _attention(made, width, heads * head),
-        "mlp": _mlp(made, width, hidden),
-        "modulation": made((_LAYERS, width, 2 * width)),
+        "attention": _attention(struct, width, heads * head),
+        "mlp": _mlp(struct, width, hidden),
+        "modulation": struct((_LAYERS, width, 2 * width)),
     }
     params = {
-        "patch_embed": made((16, width)),
-        "time_embed": made((256, width)),
+        "patch_embed": struct((16, width)),
+        "time_embed": struct((256, width)),
         "layers": layers,
-        "head": made((width, 16)),
+        "head": struct((width, 16)),
     }
     return trained(
         loss,
         params,
-        made((batch, patches, 16)),
-        made((batch, 256)),
-        made((batch, patches, 16)),
+        struct((batch, patches, 16)),
+        struct((batch, 256)),
+        struct((batch, patches, 16)),
     )
 
 
-def _unet(made: Any, batch: int) -> Model:
+def _unet(struct: Any, batch: int) -> Model:
     widths = (64, 128, 256)
 
     def loss(p: Any, images: Any, noise: Any) -> Any:
-        x, kept = _convolved(images, p["first"]), []
+        x, skips = _convolved(images, p["first"]), []
         for stage in p["down"]:
-            kept.append(x)
+            skips.append(x)
             x = jax.nn.silu(_convolved(x, stage, 2))
         x = x + _convolved(jax.nn.silu(x), p["middle"])
-        for stage, other in zip(p["up"], reversed(kept), strict=True):
+        for stage, other in zip(p["up"], reversed(skips), strict=True):
             x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
             x = jax.nn.silu(_convolved(x, stage)) + other
         return jnp.mean((_convolved(x, p["last"]) - noise) ** 2)
 
     pairs = list(zip(widths, widths[1:], strict=False))
     params = {
-        "first": made((3, 3, 4, widths[0])),
-        "down": [made((3, 3, a, b)) for a, b in pairs],
-        "middle": made((3, 3, widths[-1], widths[-1])),
-        "up": [made((3, 3, b, a)) for a, b in reversed(pairs)],
-        "last": made((3, 3, widths[0], 4)),
+        "first": struct((3, 3, 4, widths[0])),
+        "down": [struct((3, 3, a, b)) for a, b in pairs],
+        "middle": struct((3, 3, widths[-1], widths[-1])),
+        "up": [struct((3, 3, b, a)) for a, b in reversed(pairs)],
+        "last": struct((3, 3, widths[0], 4)),
     }
-    images = made((batch, 32, 32, 4))
+    images = struct((batch, 32, 32, 4))
     return trained(loss, params, images, images)

@@ -262,12 +262,12 @@ def _engine(layers: int, devices: list[Any]) -> ShardPlan:
     return plan(structs, mesh, paths=rules)
 
 
-def _filled(made: ShardPlan) -> dict[str, jax.Array]:
+def _filled(planned: ShardPlan) -> dict[str, jax.Array]:
     """Numbers that tell where they are, made where they lie."""
-    shardings = made.shardings
+    shardings = planned.shardings
     return {
         path: _filling(leaf.shape, shardings[path])(np.uint32(seed))
-        for seed, (path, leaf) in enumerate(made.structs.items())
+        for seed, (path, leaf) in enumerate(planned.structs.items())
     }
 
 
@@ -297,9 +297,11 @@ def _folder(mebibytes: int) -> Path:
     for path, rule in HUGGING_FACE.steps[0].made:
         leaf, *_ = _leaves(rule)
         shape = structs[path].shape
-        own = shape if "{i}" not in leaf else shape[:0:-1]
+        stored_shape = shape if "{i}" not in leaf else shape[:0:-1]
         for i in range(shape[0] if "{i}" in leaf else 1):
-            numbers = random.integers(0, 2**14, own, np.uint16).view(jnp.bfloat16)
+            numbers = random.integers(0, 2**14, stored_shape, np.uint16).view(
+                jnp.bfloat16
+            )
             arrays[leaf.replace("{i}", str(i))] = numbers
     save_file(arrays, folder / "model.safetensors")
     return folder
@@ -331,33 +333,36 @@ def _as_it_is(file: Path, devices: list[Any]) -> ShardPlan:
 
 def _load(mebibytes: int, options: Options) -> Race:
     file = _folder(mebibytes) / "model.safetensors"
-    made, own = (
+    trainer, plain_plan = (
         _trainer(_layers(mebibytes), options.devices),
         _as_it_is(file, options.devices),
     )
 
     def check(_: Any, result: Any) -> None:
-        for path, one in _by_hand(file, made.shardings).items():
-            assert result[path].sharding == made.shardings[path], path
-            assert np.asarray(result[path]).tobytes() == np.asarray(one).tobytes(), path
+        for path, array in _by_hand(file, trainer.shardings).items():
+            assert result[path].sharding == trainer.shardings[path], path
+            assert np.asarray(result[path]).tobytes() == np.asarray(array).tobytes(), (
+                path
+            )
 
     return Race(
         rivals=(
             Rival(
                 "shardfx",
-                make=lambda: lambda _: checkpoint.load(file, made, HUGGING_FACE),
+                make=lambda: lambda _: checkpoint.load(file, trainer, HUGGING_FACE),
                 check=check,
             ),
             Rival(
-                "load without a map", make=lambda: lambda _: checkpoint.load(file, own)
+                "load without a map",
+                make=lambda: lambda _: checkpoint.load(file, plain_plan),
             ),
             Rival(
                 "load_file, numpy, device_put",
-                make=lambda: lambda _: _by_hand(file, made.shardings),
+                make=lambda: lambda _: _by_hand(file, trainer.shardings),
             ),
         ),
         fresh=lambda: None,
-        byte_count=made.bytes_total,
+        byte_count=trainer.bytes_total,
         clear_caches=False,
         also=time.process_time,
         most_seconds=_MOST_SECONDS,
@@ -365,8 +370,10 @@ def _load(mebibytes: int, options: Options) -> Race:
 
 
 LOADERS: dict[str, Callable[[Path, ShardPlan], Any]] = {
-    "shardfx": lambda file, made: checkpoint.load(file, made, HUGGING_FACE),
-    "load_file, numpy, device_put": lambda file, made: _by_hand(file, made.shardings),
+    "shardfx": lambda file, planned: checkpoint.load(file, planned, HUGGING_FACE),
+    "load_file, numpy, device_put": lambda file, planned: _by_hand(
+        file, planned.shardings
+    ),
 }
 
 
@@ -389,7 +396,7 @@ def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, f
     the bytes that stay.
     """
     jax.config.update("jax_num_cpu_devices", devices)
-    made = _trainer(_layers(mebibytes), jax.devices())
+    trainer = _trainer(_layers(mebibytes), jax.devices())
     with tempfile.TemporaryDirectory() as folder:
         from safetensors.numpy import save_file
 
@@ -402,10 +409,10 @@ def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, f
                 paths=REPLICATED,
             ),
         )
-    held = sum(leaf.bytes_per_device for leaf in made.leaves) * devices
+    held = sum(leaf.bytes_per_device for leaf in trainer.leaves) * devices
     reset_peak()
     before = resident_bytes()
-    result = jax.block_until_ready(LOADERS[name](Path(file), made))
+    result = jax.block_until_ready(LOADERS[name](Path(file), trainer))
     peak, resident = peak_resident_bytes() - before, resident_bytes() - before
     del result
     return {"peak_over_tensors": peak / held, "resident_over_tensors": resident / held}
@@ -416,12 +423,12 @@ REPLICATED = PathRules([(".*", P())])
 
 def _sync(mebibytes: int, options: Options, elsewhere: bool) -> Race:
     layers, half = _layers(mebibytes), len(options.devices) // 2
-    here, there = (
+    source_devices, there = (
         (options.devices[:half], options.devices[half:])
         if elsewhere
         else (options.devices,) * 2
     )
-    source, target = _trainer(layers, here), _engine(layers, there)
+    source, target = _trainer(layers, source_devices), _engine(layers, there)
     shardings = target.shardings
 
     # All trees hold the same numbers, so that one answer is right for all rivals.
@@ -432,10 +439,10 @@ def _sync(mebibytes: int, options: Options, elsewhere: bool) -> Race:
             expected.update(
                 ENGINE.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
             )
-        for path, one in expected.items():
+        for path, array in expected.items():
             assert result[path].sharding == shardings[path], path
             assert np.array_equal(
-                np.asarray(result[path]).view(np.uint16), one.view(np.uint16)
+                np.asarray(result[path]).view(np.uint16), array.view(np.uint16)
             ), path
 
     def whole() -> Callable[[Any], Any]:
@@ -507,20 +514,22 @@ def _leaf_by_leaf(layers: int, shardings: Any, tree: Any) -> Any:
     """What people write: a compiled function per kind of weight, and `device_put` of
     what it gives.
     """
-    found = {"model.embed": jax.device_put(tree["embed"], shardings["model.embed"])}
+    arrays_by_path = {
+        "model.embed": jax.device_put(tree["embed"], shardings["model.embed"])
+    }
     w = {name.removeprefix("layers/"): leaf for name, leaf in tree.items()}
     for i in range(layers):
-        made = {
+        layer = {
             "qkv": _qkv(w["q"], w["k"], w["v"], i),
             "o": _turned(w["o"], i),
             "gate_up": _gate_up(w["gate"], w["up"], i),
             "down": _turned(w["down"], i),
             "norm": _layer(w["norm"], i),
         }
-        for name, leaf in made.items():
+        for name, leaf in layer.items():
             path = f"model.layers.{i}.{name}"
-            found[path] = jax.device_put(leaf, shardings[path])
-    return found
+            arrays_by_path[path] = jax.device_put(leaf, shardings[path])
+    return arrays_by_path
 
 
 def _small(leaves: int, devices: list[Any]) -> tuple[dict[str, jax.Array], ShardPlan]:
@@ -585,8 +594,8 @@ def _counts(options: Options) -> Mapping[str, Value]:
     moved = resharded(tree, target, map=LLAMA, copies=False)
     expected = LLAMA.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
     assert all(
-        np.asarray(moved[path]).tobytes() == one.tobytes()
-        for path, one in expected.items()
+        np.asarray(moved[path]).tobytes() == array.tobytes()
+        for path, array in expected.items()
     )
     programs = program.cache_info().currsize
     layers = 2
@@ -614,11 +623,11 @@ def _lower_bound(source: ShardPlan, target: ShardPlan, layers: int) -> int:
         layer = int(path.split(".")[2])
         rows = _origins(path, layer)
         for device, index in struct.sharding.devices_indices_map(struct.shape).items():
-            own = [
+            ranges = [
                 np.arange(size)[part]
                 for size, part in zip(struct.shape, index, strict=True)
             ]
-            total += _lacking(rows, own, device, source)
+            total += _lacking(rows, ranges, device, source)
     return 2 * total
 
 
@@ -638,26 +647,29 @@ def _origins(path: str, layer: int) -> list[tuple[str, int]]:
             for r in range(step)
         ]
     step, times = HEADS * SIZE // SHARDS, SHARDS // KEYS
-    found = []
+    origins = []
     for s in range(SHARDS):
-        found += [("layers/q", s * step + r) for r in range(step)]
-        found += [
+        origins += [("layers/q", s * step + r) for r in range(step)]
+        origins += [
             (f"layers/{part}", s // times * SIZE + r)
             for part in ("k", "v")
             for r in range(SIZE)
         ]
-    return found
+    return origins
 
 
 def _lacking(
-    rows: list[tuple[str, int]], own: list[np.ndarray], device: Any, source: ShardPlan
+    rows: list[tuple[str, int]],
+    resident: list[np.ndarray],
+    device: Any,
+    source: ShardPlan,
 ) -> int:
-    wanted: dict[str, set[int]] = {}
-    for row in own[0]:
+    expected: dict[str, set[int]] = {}
+    for row in resident[0]:
         name, column = rows[int(row)]
-        wanted.setdefault(name, set()).add(column)
+        expected.setdefault(name, set()).add(column)
     count = 0
-    for name, columns in wanted.items():
+    for name, columns in expected.items():
         struct = source.structs[name]
         index = struct.sharding.devices_indices_map(struct.shape)[device]
         held = [
@@ -667,7 +679,7 @@ def _lacking(
         if len(struct.shape) == 2:
             count += len(columns - held[1])
             continue
-        others = set(own[1].tolist())
+        others = set(resident[1].tolist())
         count += len(columns) * len(others) - len(columns & held[2]) * len(
             others & held[1]
         )
@@ -697,7 +709,7 @@ def _room(mebibytes: int, options: Options) -> Mapping[str, Value]:
                 Mesh(np.array(work.devices), ("device",)), P("device")
             )
             count = len(work.devices)
-            given = [
+            structs = [
                 jax.ShapeDtypeStruct(
                     step.places.shape, step.places.dtype, sharding=where
                 )
@@ -708,7 +720,7 @@ def _room(mebibytes: int, options: Options) -> Mapping[str, Value]:
                 for block, dtype in sources
             ]
             most = max(
-                most, run.lower(*given).compile().memory_analysis().temp_size_in_bytes
+                most, run.lower(*structs).compile().memory_analysis().temp_size_in_bytes
             )
     return {
         "temporary_bytes": most,
@@ -726,8 +738,8 @@ def _apart(mebibytes: int, options: Options) -> Mapping[str, Value]:
         _trainer(layers, options.devices[:half]),
         _engine(layers, options.devices[half:]),
     )
-    made = plan_reshard(source, target, map=ENGINE)
-    pieces = [leaf for leaf in made.leaves if leaf.how == "pieces"]
+    move = plan_reshard(source, target, map=ENGINE)
+    pieces = [leaf for leaf in move.leaves if leaf.how == "pieces"]
     # The devices of a CPU share one memory, and the plan is of that.
     most = max(
         leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes for leaf in pieces

@@ -38,16 +38,16 @@ def main(arguments: Sequence[str]) -> int:
     runs: dict[str, dict[str, dict[str, str]]] = {}
     for python in flags.pythons:
         for partitioner, options in (("shardy", ()), ("gspmd", ("--gspmd",))):
-            for told in _told(python, "tests.step.repros", *options):
-                by_version = runs.setdefault(told["repro"], {}).setdefault(
+            for outcome in _told(python, "tests.step.repros", *options):
+                by_version = runs.setdefault(outcome["repro"], {}).setdefault(
                     partitioner, {}
                 )
-                by_version[told["jax"]] = _outcome(told)
+                by_version[outcome["jax"]] = _outcome(outcome)
     precision: dict[str, dict[str, int]] = {}
     if flags.samples:
         python, count = flags.pythons[0], str(flags.samples)
-        for told in _told(python, "benchmarks.fault_samples", count):
-            precision[told.pop("fault")] = told
+        for outcome in _told(python, "benchmarks.fault_samples", count):
+            precision[outcome.pop("fault")] = outcome
     for file in sorted(_RECORDS.glob("*.toml")):
         _write(file, runs, precision)
     _PAGE.write_text(with_table(_PAGE.read_text()))
@@ -80,7 +80,7 @@ def _row(record: Mapping[str, Any]) -> tuple[str, ...]:
     program = f"**{record['id']}**: {record['pattern']} (`{record['repro']}`)"
     return (
         program,
-        *(one or "-" for one in versions),
+        *(version or "-" for version in versions),
         record["effect"],
         record["met_by"],
         record["mended_by"],
@@ -98,17 +98,19 @@ def _told(python: str, module: str, *options: str) -> list[dict[str, Any]]:
     )
     if ran.returncode:
         print(f"{' '.join(command)} ended with {ran.returncode}", file=sys.stderr)
-    found = [json.loads(line) for line in ran.stdout.splitlines()]
-    for line in found:
+    outcomes = [json.loads(line) for line in ran.stdout.splitlines()]
+    for line in outcomes:
         print(json.dumps(line), flush=True)
-    return found
+    return outcomes
 
 
-def _outcome(told: Mapping[str, Any]) -> str:
-    unmended = [name for name, share in told["mended"].items() if share > _CLOSE]
+def _outcome(outcome: Mapping[str, Any]) -> str:
+    unmended = [name for name, share in outcome["mended"].items() if share > _CLOSE]
     if unmended:
-        raise AssertionError(f"{told['repro']} is not mended by {unmended}: {told}")
-    return "wrong" if max(told["wrong"].values()) > _CLOSE else "right"
+        raise AssertionError(
+            f"{outcome['repro']} is not mended by {unmended}: {outcome}"
+        )
+    return "wrong" if max(outcome["wrong"].values()) > _CLOSE else "right"
 
 
 def _write(file: Path, runs: Mapping[str, Any], precision: Mapping[str, Any]) -> None:
@@ -116,12 +118,16 @@ def _write(file: Path, runs: Mapping[str, Any], precision: Mapping[str, Any]) ->
     record = tomllib.loads(text)
     lines = [text.partition(_MARK)[0].rstrip("\n"), "", _MARK.rstrip("\n")]
     for partitioner in ("shardy", "gspmd"):
-        known = record.get("runs", {}).get(partitioner, {})
-        outcomes = {version: outcome for outcome in known for version in known[outcome]}
+        recorded = record.get("runs", {}).get(partitioner, {})
+        outcomes = {
+            version: outcome for outcome in recorded for version in recorded[outcome]
+        }
         outcomes |= runs.get(Path(record["repro"]).stem, {}).get(partitioner, {})
         lines.append(f"[runs.{partitioner}]")
         for outcome in ("wrong", "right"):
-            versions = [one for one in sorted(outcomes) if outcomes[one] == outcome]
+            versions = [
+                version for version in sorted(outcomes) if outcomes[version] == outcome
+            ]
             lines.append(f"{outcome} = {json.dumps(versions)}")
         lines.append("")
     counts = precision.get(record["id"], record.get("precision", {}))

@@ -96,8 +96,8 @@ def main(count: int) -> None:
             cuts = [(axis,) for axis in spec] + [()] * (len(shape) - len(spec))
             assert matches_array(fault.arrays, shape, cuts, case.mesh)
             wrong += apart(case) > CLOSE
-        told = {"fault": fault.id, "flagged": count, "wrong": int(wrong)}
-        print(json.dumps(told), flush=True)
+        row = {"fault": fault.id, "flagged": count, "wrong": int(wrong)}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -106,11 +106,11 @@ def _limited(device: Any, mebibytes: int) -> Mapping[str, Value]:
     """Peak bytes on the device when a state moves out under a limit, is given up, and
     comes back.
     """
-    here, there, count = _on(device), _on(device, "pinned_host"), mebibytes << 18
+    source, there, count = _on(device), _on(device, "pinned_host"), mebibytes << 18
     before = device.memory_stats()["bytes_in_use"]
     tree = jax.jit(
         lambda: [jnp.full((count,), i, jnp.float32) for i in range(LEAVES)],
-        out_shardings=here,
+        out_shardings=source,
     )()
     tree = jax.block_until_ready(tree)
     size = 4 * count * LEAVES
@@ -119,13 +119,13 @@ def _limited(device: Any, mebibytes: int) -> Mapping[str, Value]:
         reshard(tree, there, memory_limit_bytes=limit, donate=True)
     )
     assert all(leaf.is_deleted() for leaf in tree)
-    left = device.memory_stats()["bytes_in_use"] - before
-    back = jax.block_until_ready(reshard(hosted, here, memory_limit_bytes=limit))
+    added_bytes = device.memory_stats()["bytes_in_use"] - before
+    back = jax.block_until_ready(reshard(hosted, source, memory_limit_bytes=limit))
     assert all(float(leaf[0]) == float(leaf[-1]) == i for i, leaf in enumerate(back))
     beyond = device.memory_stats()["peak_bytes_in_use"] - before - size
     return {
         "beyond_over_limit": max(0, beyond) / limit,
-        "left_over_tree": left / size,
+        "left_over_tree": added_bytes / size,
         "tree_over_limit": size / limit,
     }
 
@@ -153,7 +153,7 @@ def _between(
     in one piece.
     """
     out = whole.memory_kind == "pinned_host"
-    one = jax.block_until_ready(jax.device_put(values, src)) if out else values
+    source_array = jax.block_until_ready(jax.device_put(values, src)) if out else values
     return Race(
         rivals=(
             Rival("shardfx", lambda: lambda x: reshard(x, dst), _same(values)),
@@ -167,7 +167,8 @@ def _between(
         fresh=lambda: jax.block_until_ready(jax.device_put(values, src)),
         byte_count=values.nbytes,
         floor=Floor(
-            "one copy", lambda _: jax.block_until_ready(jax.device_put(one, whole))
+            "one copy",
+            lambda _: jax.block_until_ready(jax.device_put(source_array, whole)),
         ),
     )
 
@@ -187,11 +188,11 @@ def _load(device: Any, mebibytes: int) -> Race:
     random = np.random.default_rng(0)
     rows = (mebibytes << 18) // LEAVES // 1024
     tree = {f"layer{i}": random.random((rows, 1024), np.float32) for i in range(LEAVES)}
-    made = _planned(tree, device)
+    planned = _planned(tree, device)
     folder = Path(tempfile.mkdtemp(prefix="shardfx-gpu-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     file = folder / "model.safetensors"
-    checkpoint.save(file, tree, made, progress=False)
+    checkpoint.save(file, tree, planned, progress=False)
     whole = np.ones((mebibytes << 18) // LEAVES * LEAVES, np.float32)
 
     def check(_: Any, loaded: Any) -> None:
@@ -201,13 +202,13 @@ def _load(device: Any, mebibytes: int) -> Race:
     def by_library() -> Callable[[Any], Any]:
         from safetensors.numpy import load_file
 
-        return lambda _: jax.device_put(load_file(file), made.shardings)
+        return lambda _: jax.device_put(load_file(file), planned.shardings)
 
     return Race(
         rivals=(
             Rival(
                 "shardfx",
-                lambda: lambda _: checkpoint.load(file, made, progress=False),
+                lambda: lambda _: checkpoint.load(file, planned, progress=False),
                 check,
             ),
             Rival("load_file, device_put", by_library, check, ("safetensors",)),
@@ -255,7 +256,7 @@ def _step(device: Any, width: int) -> Race:
     def jitted(make: Callable[[], Any]) -> Callable[[], Callable[[Any], Any]]:
         def made() -> Callable[[Any], Any]:
             run = make()
-            return lambda given: run(*given)
+            return lambda arguments: run(*arguments)
 
         return made
 

@@ -119,7 +119,7 @@ def _planning(options: Options) -> list[Entry]:
         ("deepseek", "DeepSeek-V3, 47,705 leaves", 0.6),
         ("distinct", "10,000 leaves, no two shapes alike", 6.0),
     )
-    found: list[Entry] = [
+    entries: list[Entry] = [
         Finding(
             f"planning beside tree_flatten_with_path: {name}",
             ft.partial(
@@ -136,7 +136,7 @@ def _planning(options: Options) -> list[Entry]:
     )
     limits = (Limit("hot, x eval_shape", at_most=10),)
     return [
-        *found,
+        *entries,
         Finding("follow of AdamW beside jax.eval_shape: 1,137 leaves", follow, limits),
     ]
 
@@ -173,10 +173,10 @@ def _race(make: Callable[[], Any], rules: tuple, devices: list[Any]) -> Race:
 
     def right(_: Any, result: Any) -> None:
         tree = result.shardings if isinstance(result, sfx.ShardPlan) else result
-        got = [getattr(leaf, "spec", leaf) for leaf in jax.tree.leaves(tree)]
+        specs = [getattr(leaf, "spec", leaf) for leaf in jax.tree.leaves(tree)]
         wrong = [
             (a, b)
-            for a, b in zip(got, expected, strict=True)
+            for a, b in zip(specs, expected, strict=True)
             if _trimmed(a) != _trimmed(b)
         ]
         assert not wrong, f"{len(wrong)} leaves differ, the first: {wrong[0]}"
@@ -302,14 +302,14 @@ def _import_seconds() -> dict[str, Value]:
     """The least of ten processes: as installed, with compiled files, and from source."""
 
     def times(number: int, write: bool) -> list[tuple[float, float]]:
-        given = {
+        value = {
             "first": "equinox",
             "then": "shardfx",
             "bytecode": folder,
             "write": write,
         }
         return [
-            fresh_process("benchmarks._imports:seconds_to_import", given)
+            fresh_process("benchmarks._imports:seconds_to_import", value)
             for _ in range(number)
         ]
 
@@ -493,5 +493,8 @@ def _added(times: list[float], less: list[float]) -> float:
     """
     starts = range(0, len(times), 200)
     return statistics.median(
-        [min(times[at : at + 200]) - min(less[at : at + 200]) for at in starts]
+        [
+            min(times[start : start + 200]) - min(less[start : start + 200])
+            for start in starts
+        ]
     )

@@ -170,7 +170,7 @@ def _races(options: Options) -> list[Entry]:
     )
     most = max(sum(map(math.prod, case.sizes)) for case in ALPA.values())
     return [
-        *(_case(name, shape, *ends) for name, ends in moves.items()),
+        *(_case(name, shape, *layouts) for name, layouts in moves.items()),
         Apart("Alpa's cases between meshes", "benchmarks.reshard:between_meshes", most),
         *state_cases(options),
     ]
@@ -178,7 +178,7 @@ def _races(options: Options) -> list[Entry]:
 
 def between_meshes(options: Options) -> list[Entry]:
     """Alpa's cases as Alpa runs them: the two meshes have no device in common."""
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for number, case in ALPA.items():
         if options.quick and case.sizes == ((2, 4), (2, 4)):
             continue
@@ -191,11 +191,11 @@ def between_meshes(options: Options) -> list[Entry]:
             Mesh(np.array(part).reshape(sizes), ("x", "y"))
             for part, sizes in zip(parts, case.sizes, strict=True)
         )
-        ends = NamedSharding(source, case.source), NamedSharding(target, case.target)
-        found.append(
-            _case(f"Alpa's {number}, two meshes", _shape(case.shape, options), *ends)
+        layouts = NamedSharding(source, case.source), NamedSharding(target, case.target)
+        entries.append(
+            _case(f"Alpa's {number}, two meshes", _shape(case.shape, options), *layouts)
         )
-    return found
+    return entries
 
 
 def _shape(shape: tuple[int, int, int], options: Options) -> tuple[int, int, int]:
@@ -329,7 +329,7 @@ def _planning_a_tree() -> Finding:
             AbstractMesh((16,), ("fsdp",)),
             AbstractMesh((4, 4), ("data", "tensor")),
         )
-        ends = [
+        layouts = [
             [
                 NamedSharding(trainer, P("fsdp")),
                 NamedSharding(trainer, P(None, "fsdp")),
@@ -348,7 +348,7 @@ def _planning_a_tree() -> Finding:
                 )
                 for leaf in range(1000)
             ]
-            for shardings in ends
+            for shardings in layouts
         )
         begin = time.perf_counter()
         moves = plan_reshard(src, dst).moves

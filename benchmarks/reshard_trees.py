@@ -110,8 +110,8 @@ def _model(dtype: Any = np.float32) -> dict[str, Any]:
         str(i): [rng.random(shape, np.float32).astype(dtype) for shape in LAYER]
         for i in range(126)
     }
-    ends = {name: np.ones((1000, 128), dtype) for name in ("embed", "head")}
-    return {"layers": layers, **ends, "norm": np.ones(128, dtype)}
+    embeddings = {name: np.ones((1000, 128), dtype) for name in ("embed", "head")}
+    return {"layers": layers, **embeddings, "norm": np.ones(128, dtype)}
 
 
 def _many_leaves(
@@ -177,9 +177,9 @@ def _in_place(options: Options) -> Race:
     there = _placed(values, jax.tree.map(lambda _: sharding, values))
     dst = jax.tree.map(lambda _: sharding, values)
 
-    def untouched(given: Any, result: Any) -> None:
+    def untouched(arrays: Any, result: Any) -> None:
         assert all(
-            a is b for a, b in zip(*map(jax.tree.leaves, (given, result)), strict=True)
+            a is b for a, b in zip(*map(jax.tree.leaves, (arrays, result)), strict=True)
         )
 
     return Race(
@@ -265,7 +265,7 @@ def _memory(options: Options) -> list[Entry]:
     plain = tuple(Limit(f"peak_over_target.{name}", at_most=1.1) for name in names)
     given_up = tuple(Limit(f"peak_over_target.{name}", at_most=0.3) for name in names)
     limited = (Limit("beyond_over_limit", at_most=1.1),)
-    made: list[Entry] = [
+    entries: list[Entry] = [
         Finding(
             f"peak memory between device sets, {count} MiB",
             ft.partial(_peaks, names, count, "shardfx"),
@@ -291,7 +291,7 @@ def _memory(options: Options) -> list[Entry]:
         f"peak memory of jax.device_put, {count} MiB",
         ft.partial(_peaks, names, count, "jax.device_put"),
     )
-    return made if options.quick else [*made, rival]
+    return entries if options.quick else [*entries, rival]
 
 
 def _chosen(options: Options) -> list[str]:
@@ -301,9 +301,9 @@ def _chosen(options: Options) -> list[str]:
 def _peaks(names: list[str], mebibytes: int, how: str) -> Mapping[str, Value]:
     values: dict[str, Value] = {}
     for name in names:
-        given = {"name": name, "mebibytes": mebibytes, "how": how}
+        value = {"name": name, "mebibytes": mebibytes, "how": how}
         values[f"peak_over_target.{name}"] = fresh_process(
-            "benchmarks.reshard_trees:peak_of", given
+            "benchmarks.reshard_trees:peak_of", value
         )
     return values
 
@@ -333,8 +333,8 @@ def peak_of(name: str, mebibytes: int, how: str) -> float:
 
 
 def _limited(options: Options, how: str) -> Mapping[str, Value]:
-    given = {"limit_mebibytes": 64 if options.quick else 256, "how": how}
-    return fresh_process("benchmarks.reshard_trees:beyond_limit", given)
+    value = {"limit_mebibytes": 64 if options.quick else 256, "how": how}
+    return fresh_process("benchmarks.reshard_trees:beyond_limit", value)
 
 
 def beyond_limit(limit_mebibytes: int, how: str) -> dict[str, float]:
@@ -390,38 +390,41 @@ def offloads(options: Options, mebibytes: int) -> list[Entry]:
     bound = (Limit("floor_ratio.shardfx", at_most=1 / 0.9),) if accelerated else ()
     return [
         Case(
-            f"{mebibytes} MiB of Adam's state, {way}",
-            ft.partial(_offload, options, mebibytes, way),
+            f"{mebibytes} MiB of Adam's state, {direction}",
+            ft.partial(_offload, options, mebibytes, direction),
             bound,
         )
-        for way in ("device to pinned_host", "pinned_host to device")
+        for direction in ("device to pinned_host", "pinned_host to device")
     ]
 
 
-def _offload(options: Options, mebibytes: int, way: str) -> Race:
+def _offload(options: Options, mebibytes: int, direction: str) -> Race:
     mesh = Mesh(np.array(options.devices), ("x",))
-    ends = [NamedSharding(mesh, P("x"), memory_kind=kind) for kind in way.split(" to ")]
+    layouts = [
+        NamedSharding(mesh, P("x"), memory_kind=kind)
+        for kind in direction.split(" to ")
+    ]
     values = [
         np.random.default_rng(i).random((mebibytes << 14,), np.float32)
         for i in range(16)
     ]
-    tree = jax.block_until_ready(_placed(values, [ends[0]] * len(values)))
+    tree = jax.block_until_ready(_placed(values, [layouts[0]] * len(values)))
     if options.devices[0].platform == "cpu":
         floor = memcpy(_bytes(values))
     else:
         whole = jax.block_until_ready(
-            _placed(np.ones(_bytes(values) // 4, np.float32), ends[0])
+            _placed(np.ones(_bytes(values) // 4, np.float32), layouts[0])
         )
         floor = Floor(
             "one copy of one array",
-            lambda _: jax.block_until_ready(jax.device_put(whole, ends[1])),
+            lambda _: jax.block_until_ready(jax.device_put(whole, layouts[1])),
         )
     return Race(
         rivals=(
-            Rival("shardfx", lambda: lambda x: reshard(x, ends[1]), _equal(values)),
+            Rival("shardfx", lambda: lambda x: reshard(x, layouts[1]), _equal(values)),
             Rival(
                 "jax.device_put",
-                lambda: lambda x: jax.device_put(x, [ends[1]] * len(x)),
+                lambda: lambda x: jax.device_put(x, [layouts[1]] * len(x)),
                 _equal(values),
             ),
         ),

@@ -74,7 +74,7 @@ def cases(options: Options) -> list[Entry]:
     if options.flags.hands:
         flags = options.flags
         return search_hands.cases(flags.slice, flags.models, flags.clock)
-    found: list[Entry] = [
+    entries: list[Entry] = [
         Finding(
             "speed of the core, 256 devices",
             _speed,
@@ -87,21 +87,21 @@ def cases(options: Options) -> list[Entry]:
         ),
     ]
     if not options.quick:
-        found.append(
+        entries.append(
             Finding(
                 "search, 126 layers, 8,192 devices",
                 ft.partial(_seconds, 8192, 1),
                 (Limit("seconds", at_most=60.0),),
             )
         )
-    found.append(Finding("known answers", _known, (Limit("right", at_least=4.0),)))
-    found.append(
+    entries.append(Finding("known answers", _known, (Limit("right", at_least=4.0),)))
+    entries.append(
         Finding(
             "published answers", search_answers.answers, (Limit("right", at_least=3.0),)
         )
     )
     if len(options.devices) >= 8 and not options.quick:
-        found += [
+        entries += [
             *search_order.cases(options.flags.candidates, options.devices[:8]),
             Finding(
                 "chosen plan against plans by hand, step times on 8 devices",
@@ -109,7 +109,7 @@ def cases(options: Options) -> list[Entry]:
                 (Limit("best by hand over chosen", at_least=0.98),),
             ),
         ]
-    return found
+    return entries
 
 
 def _large() -> tuple[Any, ...]:
@@ -125,16 +125,16 @@ def _speed() -> dict[str, Value]:
     wall clock, median of 5.
     """
     step, *args = _large()
-    made = Space(named_classes(trace(step, *args)), asked_for(256, "v5p"), Limits())
-    machine = made.machine()
-    find(made.terms, machine, 256)  # compiles
+    space = Space(named_classes(trace(step, *args)), asked_for(256, "v5p"), Limits())
+    machine = space.machine()
+    find(space.terms, machine, 256)  # compiles
     seconds = []
     for _ in range(5):
         begin = time.perf_counter()
-        find(made.terms, machine, 256)
+        find(space.terms, machine, 256)
         seconds.append(time.perf_counter() - begin)
     shares = [sizes_and_slices(256, axes, 1) for axes in range(1, 5)]
-    assignments = assignment_count(made.terms, shares)
+    assignments = assignment_count(space.terms, shares)
     count = sum(
         math.comb(assignments, axes) * len(sizes)
         for axes, (sizes, _) in enumerate(shares, start=1)
@@ -151,13 +151,13 @@ def _seconds(devices: int, slices: int) -> dict[str, Value]:
     jax.clear_caches()
     model = _large()
     begin, used = time.perf_counter(), time.process_time()
-    found = sfx.auto.search(*model, devices=devices, chip="v5p", slices=slices)
+    candidates = sfx.auto.search(*model, devices=devices, chip="v5p", slices=slices)
     return {
         "seconds": time.perf_counter() - begin,
         "processor seconds": time.process_time() - used,
-        "chosen": found[0].title,
-        "ms a step": found[0].seconds * 1e3,
-        "GiB a device": found[0].memory_bytes / 2**30,
+        "chosen": candidates[0].title,
+        "ms a step": candidates[0].seconds * 1e3,
+        "GiB a device": candidates[0].memory_bytes / 2**30,
     }
 
 
@@ -166,7 +166,7 @@ def _known() -> dict[str, Value]:
     mlp = ft.partial(_mlp, 8192, 32768)
     few = sfx.auto.search(*mlp(64), devices="tpu:v5p:2x2x2")[0]
     many = sfx.auto.search(*mlp(2**20), devices="tpu:v5p:2x2x2")[0]
-    found = {
+    agreements = {
         # Few rows against large matrices: what a device sends of activations is little,
         # of weights much.
         "few rows: tensor": int(all("mlp" in names for _, names in few.assignments)),
@@ -177,8 +177,8 @@ def _known() -> dict[str, Value]:
         "crossover": _crossover(),
     }
     return {
-        "right": float(sum(found.values())),
-        **found,
+        "right": float(sum(agreements.values())),
+        **agreements,
         "few": few.title,
         "many": many.title,
     }
@@ -234,16 +234,17 @@ def _against_hands(options: Options) -> dict[str, Value]:
             *model, devices=8, chip=EMULATED, limits=limits, keep=1
         )[0]
     ways = {
-        name: _runner(model, one, options.devices[:8]) for name, one in by_hand.items()
+        name: _runner(model, candidate, options.devices[:8])
+        for name, candidate in by_hand.items()
     }
     chosen = sfx.auto.search(*model, devices=8, chip=EMULATED, keep=3)
     ways |= {
-        f"choice {i + 1}": _runner(model, one, options.devices[:8])
-        for i, one in enumerate(chosen)
+        f"choice {i + 1}": _runner(model, candidate, options.devices[:8])
+        for i, candidate in enumerate(chosen)
     }
     times = _timed(ways, options.repeats)
     best = min(times[name] for name in by_hand)
-    predicted = [one.seconds for one in by_hand.values()]
+    predicted = [candidate.seconds for candidate in by_hand.values()]
     return {
         "best by hand over chosen": best / times["choice 1"],
         "spearman of times": search_order.spearman(
@@ -255,12 +256,12 @@ def _against_hands(options: Options) -> dict[str, Value]:
     }
 
 
-def _runner(model: tuple[Any, ...], one: sfx.auto.Candidate, devices: Any) -> Any:
+def _runner(model: tuple[Any, ...], candidate: sfx.auto.Candidate, devices: Any) -> Any:
     step, *args = model
-    mesh = one.mesh.build(devices)
-    plans = tuple(plan.on(mesh) for plan in one.plans)
-    if one.constrained:
-        step = sfx.auto.constrain_step(step, mesh, one.rules)
+    mesh = candidate.mesh.build(devices)
+    plans = tuple(plan.on(mesh) for plan in candidate.plans)
+    if candidate.constrained:
+        step = sfx.auto.constrain_step(step, mesh, candidate.rules)
     values = [
         jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), arg)
         for arg in args[:3]

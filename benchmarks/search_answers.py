@@ -26,9 +26,11 @@ _LENGTH = 1024
 
 def answers() -> dict[str, Value]:
     """Each is 1 where the search agrees with what was published."""
-    found = {**_book(), **_recipe(), **_crossover()}
-    right = [value for name, value in found.items() if name.startswith("right:")]
-    return {"right": float(sum(map(float, right))), **found}
+    answer_by_name = {**_book(), **_recipe(), **_crossover()}
+    right = [
+        value for name, value in answer_by_name.items() if name.startswith("right:")
+    ]
+    return {"right": float(sum(map(float, right))), **answer_by_name}
 
 
 def _book() -> Mapping[str, Value]:
@@ -38,10 +40,10 @@ def _book() -> Mapping[str, Value]:
     8,192 of the chips, since powers of two are what the model's sizes divide by.
     """
     tokens = 4 * 2**20
-    found = sfx.auto.search(
+    candidates = sfx.auto.search(
         *llama(*_70B, tokens // _LENGTH, _LENGTH), devices=8192, chip="v5p"
     )
-    best = found[0]
+    best = candidates[0]
     tensor = math.prod(
         best.mesh.shape[axis]
         for axis, names in best.assignments
@@ -81,7 +83,7 @@ def _crossover() -> Mapping[str, Value]:
     features = 4096
     ratios = {}
     for tokens in (features // 2, features, 2 * features):
-        sent = [_between(tokens, features, way) for way in (("batch",), ("mlp",))]
+        sent = [_between(tokens, features, axes) for axes in (("batch",), ("mlp",))]
         ratios[tokens] = sent[0] / sent[1]
     few, even, many = ratios.values()
     return {
@@ -94,16 +96,16 @@ def _crossover() -> Mapping[str, Value]:
     }
 
 
-def _between(tokens: int, features: int, way: tuple[str, ...]) -> float:
+def _between(tokens: int, features: int, axes: tuple[str, ...]) -> float:
     """What two layers more of a model send under one way, on 8 devices."""
-    limits = sfx.auto.Limits(rules=sfx.AxisRules([(name, "a") for name in way]))
-    few, more = (
+    limits = sfx.auto.Limits(rules=sfx.AxisRules([(name, "a") for name in axes]))
+    few, deep = (
         sfx.auto.search(
             *_layers(depth, features, tokens), devices=8, chip="v5p", limits=limits
         )[0]
         for depth in (2, 4)
     )
-    return more.wire_bytes - few.wire_bytes
+    return deep.wire_bytes - few.wire_bytes
 
 
 def _layers(depth: int, features: int, tokens: int) -> tuple[Any, ...]:

@@ -38,7 +38,7 @@ def cases(target: str, only: str, clock: bool) -> list[Entry]:
     dtype = jnp.float32 if target.startswith("cpu") else jnp.bfloat16
     called = f"{target} by the clock" if clock else target
     measure = _run if clock else _measured
-    found: list[Entry] = [
+    entries: list[Entry] = [
         Finding(
             f"{name} on {called}",
             ft.partial(_kept, name, called, lambda make=make: measure(target, make())),
@@ -50,7 +50,7 @@ def cases(target: str, only: str, clock: bool) -> list[Entry]:
         if only in name
     ]
     return [
-        *found,
+        *entries,
         Finding(
             f"all on {called}",
             ft.partial(_all, called),
@@ -70,10 +70,15 @@ def _kept(
     file = _file(target, name)
     if not file.exists():
         KEPT.mkdir(exist_ok=True)
-        made = measured()
+        measurement = measured()
         file.write_text(
             json.dumps(
-                {"model": name, "target": target, "jax": jax.__version__, **made},
+                {
+                    "model": name,
+                    "target": target,
+                    "jax": jax.__version__,
+                    **measurement,
+                },
                 indent=1,
             )
             + "\n"
@@ -90,9 +95,9 @@ def _file(target: str, name: str) -> Path:
 def _all(target: str) -> dict[str, Value]:
     read = [json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))]
     ratios = [
-        one["values"]["choice over best by hand"]
-        for one in read
-        if one["target"] == target
+        record["values"]["choice over best by hand"]
+        for record in read
+        if record["target"] == target
     ]
     assert ratios, f"nothing was measured on {target}"
     return {
@@ -134,13 +139,22 @@ def _held_against(
     # Emulated devices hide nothing; a TPU's compiler does, but how much is not in its
     # program's text.
     lowered.model = dataclasses.replace(lowered.model, overlap=0.0)
-    found, hands = candidates_of(space, lowered, 1, lambda _: None)
+    candidates, hands = candidates_of(space, lowered, 1, lambda _: None)
     seconds = time.process_time() - begin
-    fitting = [one for one in found if one.fits]
-    chosen = [one for at, one in enumerate(fitting) if at < _OWN or one.title in hands]
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    chosen = [
+        candidate
+        for rank, candidate in enumerate(fitting)
+        if rank < _OWN or candidate.title in hands
+    ]
     looked = look(lowered, chosen, devices_for("compile", asked, None))
-    choice, best = looked[0], next(one for one in looked if one.title in hands)
-    first = next(one for one in looked if one.title == fitting[0].title)
+    choice, best = (
+        looked[0],
+        next(candidate for candidate in looked if candidate.title in hands),
+    )
+    first = next(
+        candidate for candidate in looked if candidate.title == fitting[0].title
+    )
     values = {
         "choice over best by hand": choice.seconds / best.seconds,
         "unverified over best by hand": first.seconds / best.seconds,
@@ -151,26 +165,31 @@ def _held_against(
         "compiled": len(looked),
         "processor seconds of the search": seconds,
     }
-    told = {one.title: one for one in found}
+    candidate_by_title = {candidate.title: candidate for candidate in candidates}
     return {
         "values": values,
-        "rows": [_row(one, told[one.title], one.title in hands) for one in looked],
+        "rows": [
+            _row(
+                candidate, candidate_by_title[candidate.title], candidate.title in hands
+            )
+            for candidate in looked
+        ],
     }
 
 
 def _row(
-    one: sfx.auto.Candidate, told: sfx.auto.Candidate, by_hand: bool
+    candidate: sfx.auto.Candidate, priced: sfx.auto.Candidate, by_hand: bool
 ) -> dict[str, object]:
     return {
-        "candidate": one.title,
+        "candidate": candidate.title,
         "by hand": by_hand,
-        "seconds": one.seconds,
-        "estimated seconds": told.seconds,
-        "computation": one.compute_seconds,
-        "MB": one.wire_bytes / 1e6,
-        "estimated MB": told.wire_bytes / 1e6,
-        "GiB": one.memory_bytes / 2**30,
-        "estimated GiB": told.memory_bytes / 2**30,
-        "constrained": one.constrained,
-        "fits": one.fits,
+        "seconds": candidate.seconds,
+        "estimated seconds": priced.seconds,
+        "computation": candidate.compute_seconds,
+        "MB": candidate.wire_bytes / 1e6,
+        "estimated MB": priced.wire_bytes / 1e6,
+        "GiB": candidate.memory_bytes / 2**30,
+        "estimated GiB": priced.memory_bytes / 2**30,
+        "constrained": candidate.constrained,
+        "fits": candidate.fits,
     }

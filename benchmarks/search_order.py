@@ -67,23 +67,23 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
     space, lowered = opened(
         step, args, asked_for("cpu:8", None), sfx.auto.Limits(), (), lambda _: None
     )
-    found = find(space.terms, space.machine(), 8, keep=4000)
+    candidates = find(space.terms, space.machine(), 8, keep=4000)
     rng = np.random.default_rng(0)
-    drawn = [found[i] for i in sorted(rng.permutation(len(found))[: 6 * few])]
+    drawn = [candidates[i] for i in sorted(rng.permutation(len(candidates))[: 6 * few])]
     ones = list(various(space, drawn, 6 * few))
     ones = [ones[i] for i in sorted(rng.permutation(len(ones))[:few])]
     sent: list[_Pair] = []
     seconds: list[_Pair] = []
-    for one in ones:
-        made = lowered.partitioned(one)
-        compiled, flops = _compiled(lowered, made, devices)
-        sent.append((float(made.wire_bytes), float(compiled.wire_bytes)))
+    for candidate in ones:
+        partitioned = lowered.partitioned(candidate)
+        compiled, flops = _compiled(lowered, partitioned, devices)
+        sent.append((float(partitioned.wire_bytes), float(compiled.wire_bytes)))
         # Both by the flops of the compiled program: what is held against it is the
         # sending.
         seconds.append(
             (
-                _seconds(made.traffic, flops, made.mesh),
-                _seconds(compiled, flops, made.mesh),
+                _seconds(partitioned.traffic, flops, partitioned.mesh),
+                _seconds(compiled, flops, partitioned.mesh),
             )
         )
     return {
@@ -96,8 +96,8 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
 
 def unseen_step(name: str) -> tuple[Any, ...]:
     """The step of an unseen case and its arguments, without the plan that the case has."""
-    made = next(one for one in CASES if one.name == name)
-    step, args = made.make(AbstractMesh(tuple(made.v5e.values()), tuple(made.v5e)))
+    case = next(unseen for unseen in CASES if unseen.name == name)
+    step, args = case.make(AbstractMesh(tuple(case.v5e.values()), tuple(case.v5e)))
     return step, *jax.tree.map(
         lambda leaf: (
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -109,13 +109,13 @@ def unseen_step(name: str) -> tuple[Any, ...]:
 
 
 def _compiled(
-    lowered: Any, one: sfx.auto.Candidate, devices: Sequence[Any]
+    lowered: Any, candidate: sfx.auto.Candidate, devices: Sequence[Any]
 ) -> tuple[sfx.cost.Traffic, float]:
     """What a program sends, and how many operations of products a device does."""
-    plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
-    program = jitted(lowered, one, plans).lower(*lowered.args).compile()
+    plans = [plan.on(candidate.mesh.build(devices)) for plan in candidate.plans]
+    program = jitted(lowered, candidate, plans).lower(*lowered.args).compile()
     return (
-        sfx.cost.traffic(program, one.mesh),
+        sfx.cost.traffic(program, candidate.mesh),
         work_of(parse_hlo(program.as_text())).flops,
     )
 
@@ -129,11 +129,11 @@ def _seconds(sent: sfx.cost.Traffic, flops: float, mesh: sfx.MeshSpec) -> float:
 
 
 def _ratios(pairs: Sequence[_Pair]) -> dict[str, Value]:
-    found = [ours / theirs for ours, theirs in pairs if theirs]
+    ratios = [ours / theirs for ours, theirs in pairs if theirs]
     return {
-        "median of bytes over compiled": statistics.median(found),
-        "least of bytes over compiled": min(found),
-        "most of bytes over compiled": max(found),
+        "median of bytes over compiled": statistics.median(ratios),
+        "least of bytes over compiled": min(ratios),
+        "most of bytes over compiled": max(ratios),
     }
 
 

@@ -109,17 +109,17 @@ def _call(plans: DemoPlans, run: Run) -> Race:
 
     def plain() -> Callable[[Any], Any]:
         jitted = jax.jit(read, in_shardings=shardings)
-        return lambda given: jitted(*given)
+        return lambda inputs: jitted(*inputs)
 
     def equinox() -> Callable[[Any], Any]:
         jitted = eqx.filter_jit(read)
-        return lambda given: jitted(*given)
+        return lambda inputs: jitted(*inputs)
 
     def planned() -> Callable[[Any], Any]:
         jitted = filter_jit(read, in_shardings=(plans.model, plans.optimizer))
-        return lambda given: jitted(*given)
+        return lambda inputs: jitted(*inputs)
 
-    def check(given: Any, result: Any) -> None:
+    def check(inputs: Any, result: Any) -> None:
         assert float(result) == 2.0
 
     return Race(
@@ -143,16 +143,16 @@ def _step(plans: DemoPlans, run: Run) -> Race:
 
     def planned() -> Callable[[Any], Any]:
         jitted = filter_jit(step, in_shardings=into, out_shardings=(*into[:2], None))
-        return lambda given: jitted(*given)
+        return lambda inputs: jitted(*inputs)
 
     def plain() -> Callable[[Any], Any]:
         shardings = tuple(plan.shardings for plan in into)
         jitted = jax.jit(
             step, in_shardings=shardings, out_shardings=(*shardings[:2], None)
         )
-        return lambda given: jitted(*given)
+        return lambda inputs: jitted(*inputs)
 
-    def check(given: Any, result: Any) -> None:
+    def check(inputs: Any, result: Any) -> None:
         np.testing.assert_allclose(float(result[2]), expected, atol=TOLERANCE)
 
     return Race(

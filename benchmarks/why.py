@@ -31,61 +31,65 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     for name, make in models(jnp.bfloat16).items():
         step, *states, data = _laid(make())
-        known = StepOnChip(step_of(step, [*states, *data]), chips.find("v5e"), step)
-        print(f"{name:34} {judged(known)}", flush=True)
+        on_chip = StepOnChip(step_of(step, [*states, *data]), chips.find("v5e"), step)
+        print(f"{name:34} {judged(on_chip)}", flush=True)
 
 
-def judged(known: StepOnChip) -> str:
+def judged(on_chip: StepOnChip) -> str:
     """How much smaller the arrays and the memory get, and what is sent before and
     after.
     """
-    step, before = known.step, shardings_of(known.step, "tpu")
+    step, before = on_chip.step, shardings_of(on_chip.step, "tpu")
     largest = _whole(before)
-    advised = saving_constraints(known)
-    told = list(advised.constraints) if advised else []
-    module = with_constraints(step, told, "tpu")
+    advised = saving_constraints(on_chip)
+    lines = list(advised.constraints) if advised else []
+    module = with_constraints(step, lines, "tpu")
     after = shardings_of(step, "tpu", module)
-    told += [one for row in _whole(after) for one in after.missed_axes(row)[:1]]
-    if not told:
+    lines += [line for row in _whole(after) for line in after.missed_axes(row)[:1]]
+    if not lines:
         return "nothing is whole that could be cut"
-    module = with_constraints(step, told, "tpu")
+    module = with_constraints(step, lines, "tpu")
     after = shardings_of(step, "tpu", module)
     smaller = ", ".join(
         f"{row.bytes_per_device / _bytes_at(after, row.source, row.shape):.1f}"
         for row in largest
     )
     sent = [
-        read(parse_hlo(step.partitioned("tpu", module=one)), step.mesh, step.leaves)
-        for one in (None, module)
+        read(parse_hlo(step.partitioned("tpu", module=line)), step.mesh, step.leaves)
+        for line in (None, module)
     ]
-    held = [known.memory.peak_bytes, known.memory_with(module).peak_bytes]
+    held = [on_chip.memory.peak_bytes, on_chip.memory_with(module).peak_bytes]
     return (
-        f"{len(told)} constraints, arrays {smaller} times smaller, memory"
+        f"{len(lines)} constraints, arrays {smaller} times smaller, memory"
         f" {held[0] / held[1]:.2f} times; {sent[0].wire_bytes:,} bytes sent, then"
         f" {sent[1].wire_bytes:,}"
     )
 
 
-def _whole(found: StepShardings) -> list[ArrayRow]:
+def _whole(shardings: StepShardings) -> list[ArrayRow]:
     """The three largest arrays that are whole and need not be, of a line and a shape
     each.
     """
     largest: dict[Any, ArrayRow] = {}
-    for row in found.replicated().rows:
+    for row in shardings.replicated().rows:
         largest.setdefault((row.source, row.shape), row)
-    return [row for row in [*largest.values()][:3] if found.missed_axes(row)]
+    return [row for row in [*largest.values()][:3] if shardings.missed_axes(row)]
 
 
-def _laid(made: Any) -> tuple[Any, ...]:
-    step, params, mu, nu, *data = made
+def _laid(planned: Any) -> tuple[Any, ...]:
+    step, params, mu, nu, *data = planned
     states = (sfx.plan(tree, MESH, paths=CUT).structs for tree in (params, mu, nu))
-    return (step, *states, [sfx.plan(one, MESH, paths=ROWS).structs for one in data])
+    return (
+        step,
+        *states,
+        [sfx.plan(array, MESH, paths=ROWS).structs for array in data],
+    )
 
 
-def _bytes_at(found: StepShardings, source: Any, shape: Any) -> int:
+def _bytes_at(shardings: StepShardings, source: Any, shape: Any) -> int:
     return max(
         row.bytes_per_device
-        for row in found.rows
+        for row in shardings.rows
         if (row.source, row.shape) == (source, shape)
     )
 

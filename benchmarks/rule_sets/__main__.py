@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         _work(flags.only, flags.behind)
         return 0
     results = _all(flags.only)
-    outcomes = [one["outcome"] for one in results.values()]
+    outcomes = [result["outcome"] for result in results.values()]
     counts = {outcome: outcomes.count(outcome) for outcome in sorted({*outcomes})}
     print(f"JAX {jax.__version__}: {counts}")
     file = flags.json or _RESULTS / f"rule-sets-{jax.__version__}.json"
@@ -60,11 +60,11 @@ def _all(only: str) -> dict[str, Any]:
             assert process.stdout is not None
             for line in process.stdout:
                 print(line, end="", flush=True)
-                told = json.loads(line)
-                if "begins" in told:
-                    pending, count = told["begins"], count + 1
+                row = json.loads(line)
+                if "begins" in row:
+                    pending, count = row["begins"], count + 1
                 else:
-                    results[told.pop("case")] = told
+                    results[row.pop("case")] = row
                     pending = ""
         if not pending:
             if process.returncode:
@@ -84,13 +84,13 @@ def _work(only: str, behind: int) -> None:
         print(json.dumps({"begins": case.name}), flush=True)
         began = time.perf_counter()
         try:
-            found = _result(case)
+            outcome = _result(case)
         except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
             # XLA or JAX refuses the program; the sweep goes on.
-            found = {"outcome": "refused", "told": f"{type(error).__name__}: {error}"}
+            outcome = {"outcome": "refused", "told": f"{type(error).__name__}: {error}"}
         seconds = round(time.perf_counter() - began, 1)
-        told = {"case": case.name, **found, "seconds": seconds}
-        print(json.dumps(told), flush=True)
+        row = {"case": case.name, **outcome, "seconds": seconds}
+        print(json.dumps(row), flush=True)
 
 
 # Programs that run once need not be fast.
@@ -111,14 +111,14 @@ def _result(case: Any) -> dict[str, Any]:
         return {"outcome": "proved"}
     arrays = made(args, mild=False)
     whole = _on_one(case.make)
-    got = step.lower(*arrays).compile(_QUICKLY)(*arrays)
-    apart = max(map(_apart, jax.tree.leaves(got), whole))
-    found = {"verdict": verdict.outcome, "apart": float(f"{apart:.1e}")}
+    answer = step.lower(*arrays).compile(_QUICKLY)(*arrays)
+    apart = max(map(_apart, jax.tree.leaves(answer), whole))
+    result = {"verdict": verdict.outcome, "apart": float(f"{apart:.1e}")}
     if apart <= _CLOSE:
-        return {"outcome": "right", **found, "told": str(verdict)}
+        return {"outcome": "right", **result, "told": str(verdict)}
     checked = sfx.testing.check_step(step, *args)
     outcome = "right" if checked else "wrong"
-    return {"outcome": outcome, **found, "told": f"{verdict}\n{checked}"}
+    return {"outcome": outcome, **result, "told": f"{verdict}\n{checked}"}
 
 
 @ft.lru_cache(maxsize=8)
@@ -134,10 +134,10 @@ def _on_one(make: Any) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(step(*arrays))]
 
 
-def _apart(got: Any, whole: np.ndarray) -> float:
+def _apart(answer: Any, whole: np.ndarray) -> float:
     """The norm of the difference, as a share of the norm of the right array."""
     scale = max(float(np.linalg.norm(whole)), 1e-12)
-    return float(np.linalg.norm(np.asarray(got) - whole)) / scale
+    return float(np.linalg.norm(np.asarray(answer) - whole)) / scale
 
 
 if __name__ == "__main__":

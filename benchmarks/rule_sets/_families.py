@@ -139,18 +139,23 @@ def latent_loss(
     model = p["model"]
     x = model["embed_tokens"]["weight"][tokens]
     for layer in layers_of(model["layers"]):
-        y, own = normed(layer["input_layernorm"], x), layer["self_attn"]
-        query = normed(own["q_a_layernorm"], linear(own["q_a_proj"], y))
-        query = heads_of(linear(own["q_b_proj"], query), nope + rope)
-        joint = linear(own["kv_a_proj_with_mqa"], y)
+        y, attention_weights = normed(layer["input_layernorm"], x), layer["self_attn"]
+        query = normed(
+            attention_weights["q_a_layernorm"], linear(attention_weights["q_a_proj"], y)
+        )
+        query = heads_of(linear(attention_weights["q_b_proj"], query), nope + rope)
+        joint = linear(attention_weights["kv_a_proj_with_mqa"], y)
         latent, shared = joint[..., :-rope], joint[..., -rope:]
-        both = linear(own["kv_b_proj"], normed(own["kv_a_layernorm"], latent))
+        both = linear(
+            attention_weights["kv_b_proj"],
+            normed(attention_weights["kv_a_layernorm"], latent),
+        )
         both = heads_of(both, nope + value)
         shared = jnp.broadcast_to(turned(shared[:, :, None]), (*both.shape[:-1], rope))
         key = jnp.concatenate([both[..., :nope], shared], axis=-1)
         query = jnp.concatenate([query[..., :nope], turned(query[..., nope:])], axis=-1)
         mixed = attended(query, key, both[..., nope:], causal=True)
-        x = x + linear(own["o_proj"], mixed)
+        x = x + linear(attention_weights["o_proj"], mixed)
         x = x + _feed_forward(layer, normed(layer["post_attention_layernorm"], x))
     return token_loss(linear(p["lm_head"], normed(model["norm"], x)), tokens)
 
@@ -158,8 +163,8 @@ def latent_loss(
 def gpt_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
     """GPT-2 and 3, whose weights are `[in, out]`."""
 
-    def conv(own: Params, x: jax.Array) -> jax.Array:
-        return x @ own["weight"] + own["bias"]
+    def conv(weights: Params, x: jax.Array) -> jax.Array:
+        return x @ weights["weight"] + weights["bias"]
 
     x = p["wte"]["weight"][tokens] + p["wpe"]["weight"][: tokens.shape[1]]
     for layer in layers_of(p["h"]):
@@ -181,9 +186,12 @@ def bert_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
     x = x + tables["position_embeddings"]["weight"][: tokens.shape[1]]
     x = normed(tables["LayerNorm"], x + tables["token_type_embeddings"]["weight"][0])
     for layer in layers_of(p["encoder"]["layer"]):
-        own, out = layer["attention"]["self"], layer["attention"]["output"]
+        attention_weights, out = (
+            layer["attention"]["self"],
+            layer["attention"]["output"],
+        )
         query, key, value = (
-            heads_of(linear(own[name], x), head_dim)
+            heads_of(linear(attention_weights[name], x), head_dim)
             for name in ("query", "key", "value")
         )
         mixed = linear(out["dense"], attended(query, key, value, causal=False))
@@ -199,15 +207,18 @@ def t5_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
     """T5 v1.1, encoder and decoder."""
 
     def attention(
-        own: Params, x: jax.Array, y: jax.Array, bias: Any, *, causal: bool
+        weights: Params, x: jax.Array, y: jax.Array, bias: Any, *, causal: bool
     ) -> jax.Array:
-        query = heads_of(linear(own["q"], x), head_dim)
-        key, value = (heads_of(linear(own[name], y), head_dim) for name in "kv")
-        return linear(own["o"], attended(query, key, value, causal=causal, bias=bias))
-
-    def gated(own: Params, x: jax.Array) -> jax.Array:
+        query = heads_of(linear(weights["q"], x), head_dim)
+        key, value = (heads_of(linear(weights[name], y), head_dim) for name in "kv")
         return linear(
-            own["wo"], jax.nn.gelu(linear(own["wi_0"], x)) * linear(own["wi_1"], x)
+            weights["o"], attended(query, key, value, causal=causal, bias=bias)
+        )
+
+    def gated(weights: Params, x: jax.Array) -> jax.Array:
+        return linear(
+            weights["wo"],
+            jax.nn.gelu(linear(weights["wi_0"], x)) * linear(weights["wi_1"], x),
         )
 
     def bias_of(side: Params, length: int) -> jax.Array:
@@ -252,15 +263,16 @@ def vit_loss(p: Params, images: jax.Array) -> jax.Array:
     names = [name for name in body if name.startswith("encoderblock")]
     for name in sorted(names):
         layer = body[name]
-        own = layer["MultiHeadDotProductAttention_0"]
+        attention_weights = layer["MultiHeadDotProductAttention_0"]
         y = normed(layer["LayerNorm_0"], x)
         query, key, value = (
-            jnp.einsum("bse,ehd->bshd", y, own[each]["kernel"]) + own[each]["bias"]
+            jnp.einsum("bse,ehd->bshd", y, attention_weights[each]["kernel"])
+            + attention_weights[each]["bias"]
             for each in ("query", "key", "value")
         )
         mixed = heads_of(attended(query, key, value, causal=False), query.shape[-1])
-        x = x + jnp.einsum("bshd,hde->bse", mixed, own["out"]["kernel"])
-        x = x + own["out"]["bias"]
+        x = x + jnp.einsum("bshd,hde->bse", mixed, attention_weights["out"]["kernel"])
+        x = x + attention_weights["out"]["bias"]
         first, second = layer["MlpBlock_0"]["Dense_0"], layer["MlpBlock_0"]["Dense_1"]
         wide = normed(layer["LayerNorm_1"], x) @ first["kernel"] + first["bias"]
         x = x + jax.nn.gelu(wide) @ second["kernel"] + second["bias"]

@@ -58,9 +58,9 @@ def _namespace(name: str, before: str = "") -> Mapping[str, Any]:
     text = (_DOCS / name).read_text()
     text = text.partition(before)[0] if before else text
     names: dict[str, Any] = {"__name__": name}
-    for found in _FENCE.finditer(text):
+    for fence in _FENCE.finditer(text):
         with contextlib.redirect_stdout(io.StringIO()):
-            exec(textwrap.dedent(found[1]), names)
+            exec(textwrap.dedent(fence[1]), names)
     return names
 
 
@@ -107,10 +107,10 @@ def _residual(block: Any, shapes: Mapping[str, tuple[int, ...]], length: int) ->
             x = hold(block(x, p))
         return jnp.mean(jnp.sin(x))
 
-    made = {name: struct(*shape) for name, shape in shapes.items()}
+    structs = {name: struct(*shape) for name, shape in shapes.items()}
     inner = (length, _WIDTH) if length else (_WIDTH,)
-    params = {"blocks": [made] * _DEPTH}
-    return Model(loss, params, struct(ROWS, *inner), is_held=len(made) == 1)
+    params = {"blocks": [structs] * _DEPTH}
+    return Model(loss, params, struct(ROWS, *inner), is_held=len(structs) == 1)
 
 
 def _convolutions(stride: int, *, is_residual: bool) -> Model:

@@ -106,10 +106,10 @@ def _function(preset: Any) -> str:
 
 
 def _model(family: _Family, **how: Any) -> Model:
-    known = models.config(family.name)
-    sizes = {name: size for name, size in _SIZES.items() if name in known}
+    config = models.config(family.name)
+    sizes = {name: size for name, size in _SIZES.items() if name in config}
     tree = models.tree(family.name, dtype=jnp.float32, **sizes, **how)
-    is_image = "patch" in known
+    is_image = "patch" in config
     batch = struct(ROWS, 16, 16, 3) if is_image else tokens(ROWS, _LENGTH)
     return Model(family.loss, tree, batch)
 

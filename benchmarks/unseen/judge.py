@@ -34,50 +34,52 @@ def main() -> None:
     )
     flags = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    known = json.loads((RESULTS / f"unseen-{flags.platform}.json").read_text())["cases"]
+    recorded = json.loads((RESULTS / f"unseen-{flags.platform}.json").read_text())[
+        "cases"
+    ]
     for group in flags.groups:
         began = time.perf_counter()
         judge = held if flags.memory else sent
-        found = [
-            (case.name, *judge(case, flags.platform, known[case.name]))
+        verdicts = [
+            (case.name, *judge(case, flags.platform, recorded[case.name]))
             for case in GROUPS[group]
         ]
-        for name, off, why in sorted(found, key=lambda one: -one[1]):
+        for name, off, why in sorted(verdicts, key=lambda verdict: -verdict[1]):
             if off > 0.001 and not flags.quiet:
                 print(f"{name:46} {100 * off:8.1f} %  {why}")
         print(
-            f"{group}: {summed([off for _, off, _ in found])};"
+            f"{group}: {summed([off for _, off, _ in verdicts])};"
             f" {time.perf_counter() - began:.0f} s"
         )
 
 
-def sent(case: Case, platform: str, known: Mapping[str, Any]) -> tuple[float, str]:
+def sent(case: Case, platform: str, recorded: Mapping[str, Any]) -> tuple[float, str]:
     """How far off the wire bytes of a case are, and where."""
-    step, args = case.make(mesh_of(known))
-    found = estimate(step, *args, compiler="cpu" if platform == "cpu" else "tpu")
-    ours, theirs = found.by("kind"), known["by_kind"]
+    step, args = case.make(mesh_of(recorded))
+    estimated = estimate(step, *args, compiler="cpu" if platform == "cpu" else "tpu")
+    ours, theirs = estimated.by("kind"), recorded["by_kind"]
     kinds = [
         kind for kind in {**ours, **theirs} if ours.get(kind, 0) != theirs.get(kind, 0)
     ]
     why = ", ".join(
         f"{kind} {ours.get(kind, 0):,} not {theirs.get(kind, 0):,}" for kind in kinds
     )
-    return off_by(found.wire_bytes, known["wire_bytes"]), why
+    return off_by(estimated.wire_bytes, recorded["wire_bytes"]), why
 
 
-def held(case: Case, platform: str, known: Mapping[str, Any]) -> tuple[float, str]:
+def held(case: Case, platform: str, recorded: Mapping[str, Any]) -> tuple[float, str]:
     """How far off the memory of a case is."""
-    step, args = case.make(mesh_of(known))
+    step, args = case.make(mesh_of(recorded))
     ours, peak = (
         fit(step, *args, chip=platform).peak_bytes,
-        known["memory_bytes"]["peak"],
+        recorded["memory_bytes"]["peak"],
     )
     return off_by(ours, peak), f"{ours:,} not {peak:,}"
 
 
-def mesh_of(known: Mapping[str, Any]) -> AbstractMesh:
+def mesh_of(recorded: Mapping[str, Any]) -> AbstractMesh:
     """The mesh of a case, without devices."""
-    sizes = known["mesh"]
+    sizes = recorded["mesh"]
     return AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )

@@ -52,15 +52,19 @@ def main() -> None:
             if case.name in document["cases"] and case.name not in flags.again:
                 continue
             began = time.perf_counter()
-            found, text = measured(case, flags.platform, devices)
+            record, text = measured(case, flags.platform, devices)
             seconds = round(time.perf_counter() - began, 2)
-            document["cases"][case.name] = {"group": group, **found, "seconds": seconds}
+            document["cases"][case.name] = {
+                "group": group,
+                **record,
+                "seconds": seconds,
+            }
             file.write_text(json.dumps(document, indent=1) + "\n")
             folder = flags.sealed_hlo if group == "sealed" else flags.hlo
             if folder and text:
                 keep(folder / flags.platform / f"{case.name}.txt.gz", text)
             print(
-                f"{case.name}: {found.get('wire_bytes', found.get('error'))},"
+                f"{case.name}: {record.get('wire_bytes', record.get('error'))},"
                 f" {seconds} s",
                 flush=True,
             )
@@ -90,7 +94,7 @@ def measured(
         tuple(sizes.values())
     )
     mesh = Mesh(shaped, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    found: dict[str, Any] = {"mesh": dict(sizes)}
+    record: dict[str, Any] = {"mesh": dict(sizes)}
     text = ""
     try:
         jitted, arguments = case.make(mesh)
@@ -99,25 +103,25 @@ def measured(
         )
         began = time.perf_counter()
         compiled = lowered.compile()
-        found["compile_seconds"] = round(time.perf_counter() - began, 2)
+        record["compile_seconds"] = round(time.perf_counter() - began, 2)
         text = compiled.as_text() or ""
         analysis = compiled.memory_analysis()
-        found["memory_bytes"] = {
+        record["memory_bytes"] = {
             name: getattr(analysis, f"{name}_size_in_bytes")
             for name in MEMORY
             if name != "peak"
         }
-        found["memory_bytes"]["peak"] = analysis.peak_memory_in_bytes
+        record["memory_bytes"]["peak"] = analysis.peak_memory_in_bytes
         sent = traffic(compiled)
-        found |= {
+        record |= {
             "wire_bytes": sent.wire_bytes,
             "rows": len(sent.rows),
             "by_kind": sent.by("kind"),
         }
     except Exception as error:
         # A compiler's or a reader's failure is a result, too.
-        found["error"] = f"{type(error).__name__}: {str(error)[:2000]}"
-    return found, text
+        record["error"] = f"{type(error).__name__}: {str(error)[:2000]}"
+    return record, text
 
 
 def keep(path: Path, text: str) -> None:

@@ -16,16 +16,16 @@ def mlp_column_row(mesh: AnyMesh) -> Made:
     """Residual GELU blocks in bfloat16, columns then rows over `tp`, with the hidden
     layer constrained.
     """
-    at = on(mesh)
+    struct = on(mesh)
     block = {
-        "norm": at((256,), dtype=jnp.bfloat16),
-        "up": at((256, 1024), None, "tp", dtype=jnp.bfloat16),
-        "up_bias": at((1024,), "tp", dtype=jnp.bfloat16),
-        "down": at((1024, 256), "tp", None, dtype=jnp.bfloat16),
+        "norm": struct((256,), dtype=jnp.bfloat16),
+        "up": struct((256, 1024), None, "tp", dtype=jnp.bfloat16),
+        "up_bias": struct((1024,), "tp", dtype=jnp.bfloat16),
+        "down": struct((1024, 256), "tp", None, dtype=jnp.bfloat16),
     }
     params = {
         "blocks": [block] * 3,
-        "head": at((256, 64), None, "tp", dtype=jnp.bfloat16),
+        "head": struct((256, 64), None, "tp", dtype=jnp.bfloat16),
     }
 
     def loss(params, x, y):
@@ -52,8 +52,8 @@ def mlp_column_row(mesh: AnyMesh) -> Made:
     )
     return jitted, (
         params,
-        at((512, 256), "dp", dtype=jnp.bfloat16),
-        at((512, 64), "dp"),
+        struct((512, 256), "dp", dtype=jnp.bfloat16),
+        struct((512, 64), "dp"),
     )
 
 
@@ -66,7 +66,7 @@ def distillation(mesh: AnyMesh) -> Made:
     """A frozen bfloat16 teacher cut by columns and rows, a whole student, divergence of
     softened answers and layers.
     """
-    at, low = on(mesh), functools.partial(on(mesh), dtype=jnp.bfloat16)
+    struct, low = on(mesh), functools.partial(on(mesh), dtype=jnp.bfloat16)
     teacher = {
         "embed": low((2048, 512), None, "model"),
         "mix": (
@@ -76,10 +76,10 @@ def distillation(mesh: AnyMesh) -> Made:
         "head": low((512, 2048), None, "model"),
     }
     student = {
-        "embed": at((2048, 128)),
-        "mix": [at((128, 128))] * 2,
-        "match": at((128, 512)),
-        "head": at((128, 2048)),
+        "embed": struct((2048, 128)),
+        "mix": [struct((128, 128))] * 2,
+        "match": struct((128, 512)),
+        "head": struct((128, 2048)),
     }
 
     def teach(p, tokens):
@@ -96,13 +96,13 @@ def distillation(mesh: AnyMesh) -> Made:
 
     def loss(student, teacher, tokens, heat):
         hidden, answers = lax.stop_gradient(teach(teacher, tokens))
-        features, own = learn(student, tokens)
+        features, logits = learn(student, tokens)
         soft = jax.nn.log_softmax(answers.astype(jnp.float32) / heat)
         divergence = jnp.sum(
-            jnp.exp(soft) * (soft - jax.nn.log_softmax(own / heat)), -1
+            jnp.exp(soft) * (soft - jax.nn.log_softmax(logits / heat)), -1
         ).mean()
         hard = optax.softmax_cross_entropy_with_integer_labels(
-            own[:, :-1], tokens[:, 1:]
+            logits[:, :-1], tokens[:, 1:]
         ).mean()
         unit = lambda v: v / (jnp.linalg.norm(v, axis=-1, keepdims=True) + 1e-6)
         match = jnp.mean(
@@ -121,8 +121,8 @@ def distillation(mesh: AnyMesh) -> Made:
         student,
         optimizer_state(mesh, optimizer, student),
         teacher,
-        at((16, 64), "data", dtype=jnp.int32),
-        at(()),
+        struct((16, 64), "data", dtype=jnp.int32),
+        struct(()),
     )
     return jax.jit(step, donate_argnums=(0, 1)), args
 
@@ -136,16 +136,16 @@ def accumulation(mesh: AnyMesh) -> Made:
     """Four microbatches by a scan whose carry is the sum of gradients, kept as sharded
     as the parameters.
     """
-    at, width = on(mesh), 256
+    struct, width = on(mesh), 256
     layer = {
-        "up": at((width, 1024), "fsdp"),
-        "down": at((1024, width), "fsdp"),
-        "scale": at((width,)),
+        "up": struct((width, 1024), "fsdp"),
+        "down": struct((1024, width), "fsdp"),
+        "scale": struct((width,)),
     }
     params = {
-        "in": at((128, width), "fsdp"),
+        "in": struct((128, width), "fsdp"),
         "layers": [layer] * 3,
-        "out": at((width, 32), "fsdp"),
+        "out": struct((width, 32), "fsdp"),
     }
 
     def loss(params, x, labels):
@@ -177,10 +177,14 @@ def accumulation(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state, values.mean()
 
     structs, data = params, (None, ("replica", "fsdp"))
-    args = (params, optimizer_state(mesh, optimizer, params), at((4, 64, 128), *data))
+    args = (
+        params,
+        optimizer_state(mesh, optimizer, params),
+        struct((4, 64, 128), *data),
+    )
     return jax.jit(step, donate_argnums=(0, 1)), (
         *args,
-        at((4, 64), *data, dtype=jnp.int32),
+        struct((4, 64), *data, dtype=jnp.int32),
     )
 
 
@@ -193,13 +197,13 @@ def decoder_window(mesh: AnyMesh) -> Made:
     """The sequence cut over `seq`, tokens merged with the batch for dense layers, keys
     gathered for a local window.
     """
-    at, bf16, width, heads = on(mesh), jnp.bfloat16, 192, 6
+    struct, bf16, width, heads = on(mesh), jnp.bfloat16, 192, 6
     p = {
-        "embed": at((1024, width), dtype=bf16),
-        "qkv": at((width, 3, heads, width // heads), dtype=bf16),
-        "o": at((width, width), dtype=bf16),
-        "up": at((width, 768), dtype=bf16),
-        "down": at((768, width), dtype=bf16),
+        "embed": struct((1024, width), dtype=bf16),
+        "qkv": struct((width, 3, heads, width // heads), dtype=bf16),
+        "o": struct((width, width), dtype=bf16),
+        "up": struct((width, 768), dtype=bf16),
+        "down": struct((768, width), dtype=bf16),
     }
 
     def forward(p, tokens):
@@ -228,12 +232,12 @@ def decoder_window(mesh: AnyMesh) -> Made:
         each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return jnp.sum(each * weights) / jnp.sum(weights)
 
-    tokens = at((4, 256), "data", "seq", dtype=jnp.int32)
+    tokens = struct((4, 256), "data", "seq", dtype=jnp.int32)
     return jax.jit(jax.value_and_grad(loss)), (
         p,
         tokens,
         tokens,
-        at((4, 256), "data", "seq"),
+        struct((4, 256), "data", "seq"),
     )
 
 
@@ -246,14 +250,14 @@ def generate(mesh: AnyMesh) -> Made:
     """A prompt is read at once, then twelve tokens by a `fori_loop`, with a repetition
     penalty by scatter.
     """
-    at, width, length, vocabulary = on(mesh), 128, 48, 1024
+    struct, width, length, vocabulary = on(mesh), 128, 48, 1024
     cut = mesh.axis_names[1] if len(mesh.axis_names) > 1 else None
     params = {
-        "embed": at((vocabulary, width), cut),
-        "k": at((width, width), None, cut),
-        "v": at((width, width), None, cut),
-        "q": at((width, width), None, cut),
-        "o": at((width, width), cut),
+        "embed": struct((vocabulary, width), cut),
+        "k": struct((width, width), None, cut),
+        "v": struct((width, width), None, cut),
+        "q": struct((width, width), None, cut),
+        "o": struct((width, width), cut),
     }
 
     def attend(params, x, keys, values, seen):
@@ -299,7 +303,7 @@ def generate(mesh: AnyMesh) -> Made:
             read, read + 12, body, (tokens, keys, values, counts, x[:, -1])
         )[0]
 
-    return jax.jit(generate), (params, at((16, 24), "data", dtype=jnp.int32))
+    return jax.jit(generate), (params, struct((16, 24), "data", dtype=jnp.int32))
 
 
 @case("gan-two-optimizers", cpu={"data": 8}, v5e={"data": 16})
@@ -307,15 +311,15 @@ def gan(mesh: AnyMesh) -> Made:
     """A generator and a critic with optimizers of their own, a gradient penalty by a
     gradient in the loss.
     """
-    at = on(mesh)
+    struct = on(mesh)
     generator = {
-        "dense": at((64, 4 * 4 * 128)),
-        "up": [at((4, 4, 128, 64)), at((4, 4, 64, 32))],
+        "dense": struct((64, 4 * 4 * 128)),
+        "up": [struct((4, 4, 128, 64)), struct((4, 4, 64, 32))],
     }
-    generator["last"] = at((3, 3, 32, 3))
+    generator["last"] = struct((3, 3, 32, 3))
     critic = {
-        "convolutions": [at((4, 4, 3, 32)), at((4, 4, 32, 64))],
-        "dense": at((4 * 4 * 64, 1)),
+        "convolutions": [struct((4, 4, 3, 32)), struct((4, 4, 32, 64))],
+        "dense": struct((4 * 4 * 64, 1)),
     }
     numbers = ("NHWC", "HWIO", "NHWC")
 
@@ -380,8 +384,8 @@ def gan(mesh: AnyMesh) -> Made:
         generator,
         critic,
         state,
-        at((64, 3, 16, 16), "data"),
-        at((2,), dtype=jnp.uint32),
+        struct((64, 3, 16, 16), "data"),
+        struct((2,), dtype=jnp.uint32),
     )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 

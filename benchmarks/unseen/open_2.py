@@ -17,18 +17,18 @@ def many_tasks(mesh: AnyMesh) -> Made:
     """A shared trunk, three heads, the third of the losses chosen by a `switch`,
     weights by learned uncertainty.
     """
-    at, width, batch = on(mesh), 256, tuple(mesh.axis_names)
+    struct, width, batch = on(mesh), 256, tuple(mesh.axis_names)
     cut = "fsdp" if "fsdp" in mesh.axis_names else "data"
     params = {
         "trunk": [
-            at((128, width), cut),
-            at((width, width), cut),
-            at((width, width), cut),
+            struct((128, width), cut),
+            struct((width, width), cut),
+            struct((width, width), cut),
         ],
-        "classes": at((width, 64), cut),
-        "box": at((width, 4), cut),
-        "embed": at((width, 128), cut),
-        "uncertainty": at((3,)),
+        "classes": struct((width, 64), cut),
+        "box": struct((width, 4), cut),
+        "embed": struct((width, 128), cut),
+        "uncertainty": struct((3,)),
     }
 
     def metric(z, labels):
@@ -69,10 +69,10 @@ def many_tasks(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state, losses
 
     inputs = (
-        at((512, 128), batch),
-        at((512,), batch, dtype=jnp.int32),
-        at((512, 4), batch),
-        at((), dtype=jnp.int32),
+        struct((512, 128), batch),
+        struct((512,), batch, dtype=jnp.int32),
+        struct((512, 4), batch),
+        struct((), dtype=jnp.int32),
     )
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
@@ -88,16 +88,16 @@ def wavenet(mesh: AnyMesh) -> Made:
     """Causal gated convolutions of growing dilation over samples that are cut in time;
     a mixture of logistics' loss.
     """
-    at, width = on(mesh), 64
+    struct, width = on(mesh), 64
     layer = {
-        "gate": at((2, width, 2 * width)),
-        "out": at((1, width, width)),
-        "skip": at((1, width, width)),
+        "gate": struct((2, width, 2 * width)),
+        "out": struct((1, width, width)),
+        "skip": struct((1, width, width)),
     }
     params = {
-        "embed": at((256, width)),
+        "embed": struct((256, width)),
         "layers": [layer] * 5,
-        "final": at((width, 256)),
+        "final": struct((width, 256)),
     }
 
     def causal(x, w, dilation=1):
@@ -128,7 +128,7 @@ def wavenet(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, samples)
         return value, jax.tree.map(lambda p, g: p - 1e-3 * jnp.sign(g), params, grads)
 
-    return jax.jit(step), (params, at((4, 1024), "data", "time", dtype=jnp.int32))
+    return jax.jit(step), (params, struct((4, 1024), "data", "time", dtype=jnp.int32))
 
 
 @case("soft-experts-slots", cpu={"data": 4, "expert": 2}, v5e={"data": 4, "expert": 4})
@@ -136,13 +136,13 @@ def soft_moe(mesh: AnyMesh) -> Made:
     """Each slot is a mean of all tokens of its image, and each token of all slots;
     experts mapped by `vmap`.
     """
-    at, experts, slots, width = on(mesh), 8, 4, 192
+    struct, experts, slots, width = on(mesh), 8, 4, 192
     params = {
-        "phi": at((width, experts, slots), None, "expert"),
-        "scale": at(()),
-        "up": at((experts, width, 384), "expert"),
-        "down": at((experts, 384, width), "expert"),
-        "head": at((width, 40)),
+        "phi": struct((width, experts, slots), None, "expert"),
+        "scale": struct(()),
+        "up": struct((experts, width, 384), "expert"),
+        "down": struct((experts, 384, width), "expert"),
+        "head": struct((width, 40)),
     }
 
     def expert(up, down, x):
@@ -177,8 +177,8 @@ def soft_moe(mesh: AnyMesh) -> Made:
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
         state,
-        at((16, 64, width), "data"),
-        at((16, 40), "data"),
+        struct((16, 64, width), "data"),
+        struct((16, 40), "data"),
     )
 
 
@@ -189,11 +189,11 @@ def megatron(mesh: AnyMesh) -> Made:
     """The whole step inside one `shard_map`: gathers, scattered sums, a reduction of
     gradients, all written by hand.
     """
-    at, width, hidden = on(mesh), 256, 1024
+    struct, width, hidden = on(mesh), 256, 1024
     params = {
-        "up": at((2, width, hidden), None, None, "tp"),
-        "down": at((2, hidden, width), None, "tp"),
-        "scale": at((2, width)),
+        "up": struct((2, width, hidden), None, None, "tp"),
+        "down": struct((2, hidden, width), None, "tp"),
+        "scale": struct((2, width)),
     }
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
 
@@ -220,7 +220,7 @@ def megatron(mesh: AnyMesh) -> Made:
         out_specs=(specs, P()),
         check_vma=False,
     )
-    x = at((8, 128, width), *rows)
+    x = struct((8, 128, width), *rows)
     return jax.jit(step, donate_argnums=0), (params, x, x)
 
 
@@ -233,7 +233,7 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
     """A Flax NNX module and its optimizer, split into a graph and a state, merged and
     updated in the step.
     """
-    at = on(mesh)
+    struct = on(mesh)
 
     class Block(nnx.Module):
         def __init__(self, patches, width, rngs):
@@ -305,7 +305,11 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
         optimizer.update(model, grads)
         return nnx.to_pure_dict(nnx.state((model, optimizer))), value
 
-    args = (state, at((32, 48, 48, 3), "data"), at((32,), "data", dtype=jnp.int32))
+    args = (
+        state,
+        struct((32, 48, 48, 3), "data"),
+        struct((32,), "data", dtype=jnp.int32),
+    )
     return jax.jit(step, donate_argnums=0), args
 
 
@@ -318,22 +322,22 @@ def llama_scan(mesh: AnyMesh) -> Made:
     """Layers under one scan with rematerialization, two heads of keys, rotary
     positions, AdamW, all donated.
     """
-    at = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
     layers, width, heads, kv, size = 4, 256, 8, 2, 32
     params = {
-        "embed": at((4096, width), "tensor", "fsdp"),
+        "embed": struct((4096, width), "tensor", "fsdp"),
         "layers": {
-            "q": at((layers, width, heads, size), None, "fsdp", "tensor"),
-            "k": at((layers, width, kv, size), None, "fsdp", "tensor"),
-            "v": at((layers, width, kv, size), None, "fsdp", "tensor"),
-            "o": at((layers, heads, size, width), None, "tensor", None, "fsdp"),
-            "gate": at((layers, width, 512), None, "fsdp", "tensor"),
-            "up": at((layers, width, 512), None, "fsdp", "tensor"),
-            "down": at((layers, 512, width), None, "tensor", "fsdp"),
-            "norms": at((layers, 2, width)),
+            "q": struct((layers, width, heads, size), None, "fsdp", "tensor"),
+            "k": struct((layers, width, kv, size), None, "fsdp", "tensor"),
+            "v": struct((layers, width, kv, size), None, "fsdp", "tensor"),
+            "o": struct((layers, heads, size, width), None, "tensor", None, "fsdp"),
+            "gate": struct((layers, width, 512), None, "fsdp", "tensor"),
+            "up": struct((layers, width, 512), None, "fsdp", "tensor"),
+            "down": struct((layers, 512, width), None, "tensor", "fsdp"),
+            "norms": struct((layers, 2, width)),
         },
-        "norm": at((width,)),
-        "head": at((width, 4096), "fsdp", "tensor"),
+        "norm": struct((width,)),
+        "head": struct((width, 4096), "fsdp", "tensor"),
     }
 
     def norm(x, scale):

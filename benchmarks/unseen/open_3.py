@@ -19,13 +19,13 @@ def gru(mesh: AnyMesh) -> Made:
     """A language model of gated units by a scan over time; gates' columns are cut, as
     is the table's width.
     """
-    at, width = on(mesh), 256
+    struct, width = on(mesh), 256
     params = {
-        "embed": at((2048, width), None, "model"),
-        "input": at((width, 3, width), None, None, "model"),
-        "hidden": at((width, 3, width), None, None, "model"),
-        "bias": at((3, width), None, "model"),
-        "out": at((width, 2048), None, "model"),
+        "embed": struct((2048, width), None, "model"),
+        "input": struct((width, 3, width), None, None, "model"),
+        "hidden": struct((width, 3, width), None, None, "model"),
+        "bias": struct((3, width), None, "model"),
+        "out": struct((width, 2048), None, "model"),
     }
 
     def cell(params, h, gates):
@@ -52,7 +52,7 @@ def gru(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(params, updates), state, value
 
-    tokens = at((16, 33), "data", dtype=jnp.int32)
+    tokens = struct((16, 33), "data", dtype=jnp.int32)
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
         optimizer_state(mesh, optimizer, params),
@@ -69,17 +69,17 @@ def video_axial(mesh: AnyMesh) -> Made:
     """Attention along rows, columns and time in turn, axes moved and merged each time,
     frames cut over devices.
     """
-    at, width, heads = on(mesh), 128, 4
+    struct, width, heads = on(mesh), 128, 4
     params = {
-        way: {
-            "qkv": at((width, 3, heads, 32), None, None, "model"),
-            "out": at((heads, 32, width), "model"),
+        direction: {
+            "qkv": struct((width, 3, heads, 32), None, None, "model"),
+            "out": struct((heads, 32, width), "model"),
         }
-        for way in ("rows", "columns", "time")
+        for direction in ("rows", "columns", "time")
     }
     params["mlp"] = {
-        "up": at((width, 512), None, "model"),
-        "down": at((512, width), "model"),
+        "up": struct((width, 512), None, "model"),
+        "down": struct((512, width), "model"),
     }
 
     def along(p, x, axis):
@@ -97,8 +97,8 @@ def video_axial(mesh: AnyMesh) -> Made:
 
     def loss(params, video, masked):
         x = jnp.where(masked[..., None], 0.0, video)
-        for axis, way in ((2, "rows"), (3, "columns"), (1, "time")):
-            x = x + along(params[way], jax.nn.standardize(x), axis)
+        for axis, direction in ((2, "rows"), (3, "columns"), (1, "time")):
+            x = x + along(params[direction], jax.nn.standardize(x), axis)
         x = x + jax.nn.gelu(x @ params["mlp"]["up"]) @ params["mlp"]["down"]
         return jnp.sum((x - video) ** 2 * masked[..., None]) / (jnp.sum(masked) * width)
 
@@ -113,11 +113,11 @@ def video_axial(mesh: AnyMesh) -> Made:
     args = (
         params,
         optimizer_state(mesh, optimizer, params),
-        at((2, 16, 12, 12, width), *spec),
+        struct((2, 16, 12, 12, width), *spec),
     )
     return jax.jit(step, donate_argnums=(0, 1)), (
         *args,
-        at((2, 16, 12, 12), *spec, dtype=jnp.bool_),
+        struct((2, 16, 12, 12), *spec, dtype=jnp.bool_),
     )
 
 
@@ -128,11 +128,11 @@ def ppo(mesh: AnyMesh) -> Made:
     """Advantages by a reverse scan, a permutation of all samples, and a scan over
     epochs of clipped updates.
     """
-    at, time, count = on(mesh), 32, 64
+    struct, time, count = on(mesh), 32, 64
     params = {
-        "body": [at((48, 256)), at((256, 256))],
-        "policy": at((256, 12)),
-        "value": at((256, 1)),
+        "body": [struct((48, 256)), struct((256, 256))],
+        "policy": struct((256, 12)),
+        "value": struct((256, 1)),
     }
 
     def forward(params, x):
@@ -190,12 +190,14 @@ def ppo(mesh: AnyMesh) -> Made:
         return params, state
 
     spec = (None, "environments")
-    rollout = {name: at((time, count), *spec) for name in ("rewards", "done", "logs")}
-    rollout |= {
-        "seen": at((time, count, 48), *spec),
-        "actions": at((time, count), *spec, dtype=jnp.int32),
+    rollout = {
+        name: struct((time, count), *spec) for name in ("rewards", "done", "logs")
     }
-    key = at((2,), dtype=jnp.uint32)
+    rollout |= {
+        "seen": struct((time, count, 48), *spec),
+        "actions": struct((time, count), *spec, dtype=jnp.int32),
+    }
+    key = struct((2,), dtype=jnp.uint32)
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
         optimizer_state(mesh, optimizer, params),
@@ -211,7 +213,7 @@ def lora(mesh: AnyMesh) -> Made:
     """Gradients of adapters alone; the base is bfloat16, fully sharded, scanned, and
     never changes.
     """
-    at, low, width, layers, rank = (
+    struct, low, width, layers, rank = (
         on(mesh),
         functools.partial(on(mesh), dtype=jnp.bfloat16),
         256,
@@ -224,10 +226,10 @@ def lora(mesh: AnyMesh) -> Made:
         "up": low((layers, width, 1024), None, "fsdp", "tensor"),
         "down": low((layers, 1024, width), None, "tensor", "fsdp"),
     }
-    ends = {name: leaf.shape[1:] for name, leaf in base.items()}
+    shapes = {name: leaf.shape[1:] for name, leaf in base.items()}
     adapters = {
-        name: {"a": at((layers, i, rank)), "b": at((layers, rank, o))}
-        for name, (i, o) in ends.items()
+        name: {"a": struct((layers, i, rank)), "b": struct((layers, rank, o))}
+        for name, (i, o) in shapes.items()
     }
     table = low((2048, width), "tensor", "fsdp")
 
@@ -263,7 +265,7 @@ def lora(mesh: AnyMesh) -> Made:
     args = (adapters, optimizer_state(mesh, optimizer, adapters), base, table)
     return jax.jit(step, donate_argnums=(0, 1)), (
         *args,
-        at((16, 65), "fsdp", dtype=jnp.int32),
+        struct((16, 65), "fsdp", dtype=jnp.int32),
     )
 
 
@@ -272,7 +274,7 @@ def vit_equinox(mesh: AnyMesh) -> Made:
     """Equinox modules written for one image and mapped over the batch, with one matrix
     for queries, keys and values.
     """
-    width, heads, at = 192, 4, on(mesh)
+    width, heads, struct = 192, 4, on(mesh)
 
     class Block(eqx.Module):
         qkv: eqx.nn.Linear
@@ -323,7 +325,7 @@ def vit_equinox(mesh: AnyMesh) -> Made:
         name = jax.tree_util.keystr(path)
         columns = ".qkv" in name or ".mlp.layers[0]" in name
         rows = leaf.ndim == 2 and (".out" in name or ".mlp.layers[1]" in name)
-        return at(
+        return struct(
             leaf.shape, *(("model",) if columns else (None, "model") if rows else ())
         )
 
@@ -341,8 +343,8 @@ def vit_equinox(mesh: AnyMesh) -> Made:
     placed = jax.tree_util.tree_map_with_path(place, arrays)
     return jax.jit(step), (
         placed,
-        at((16, 3, 64, 64), "data"),
-        at((16,), "data", dtype=jnp.int32),
+        struct((16, 3, 64, 64), "data"),
+        struct((16,), "data", dtype=jnp.int32),
     )
 
 

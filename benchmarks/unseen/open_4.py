@@ -18,7 +18,10 @@ def lattice_boltzmann(mesh: AnyMesh) -> Made:
     """Twenty steps of a fluid on a grid cut both ways: nine directions rolled,
     collided, and bounced off a wall.
     """
-    at, weights = on(mesh), np.array([4 / 9] + [1 / 9] * 4 + [1 / 36] * 4, np.float32)
+    struct, weights = (
+        on(mesh),
+        np.array([4 / 9] + [1 / 9] * 4 + [1 / 36] * 4, np.float32),
+    )
     ways = np.array(
         [(0, 0), (1, 0), (0, 1), (-1, 0), (0, -1), (1, 1), (-1, 1), (-1, -1), (1, -1)]
     )
@@ -27,7 +30,10 @@ def lattice_boltzmann(mesh: AnyMesh) -> Made:
     def advance(_, carry):
         density, wall = carry
         moved = jnp.stack(
-            [jnp.roll(density[i], tuple(way), (0, 1)) for i, way in enumerate(ways)]
+            [
+                jnp.roll(density[i], tuple(direction), (0, 1))
+                for i, direction in enumerate(ways)
+            ]
         )
         moved = jnp.where(wall, moved[opposite], moved)
         mass = moved.sum(0)
@@ -45,10 +51,10 @@ def lattice_boltzmann(mesh: AnyMesh) -> Made:
         density, _ = lax.fori_loop(0, 20, advance, (density, wall))
         return density, jnp.max(jnp.abs(density.sum(0) - 1))
 
-    grid = at((9, 128, 256), None, "x", "y")
+    grid = struct((9, 128, 256), None, "x", "y")
     return jax.jit(simulate, donate_argnums=0), (
         grid,
-        at((128, 256), "x", "y", dtype=jnp.bool_),
+        struct((128, 256), "x", "y", dtype=jnp.bool_),
     )
 
 
@@ -59,11 +65,11 @@ def equilibrium(mesh: AnyMesh) -> Made:
     """A fixed point by a loop, and its gradient by another loop in a `custom_vjp`;
     bfloat16 weights.
     """
-    at, width = on(mesh), 256
+    struct, width = on(mesh), 256
     params = {
-        "in": at((64, width), None, "model", dtype=jnp.bfloat16),
-        "mix": at((width, width), None, "model", dtype=jnp.bfloat16),
-        "out": at((width, 10), "model", dtype=jnp.bfloat16),
+        "in": struct((64, width), None, "model", dtype=jnp.bfloat16),
+        "mix": struct((width, width), None, "model", dtype=jnp.bfloat16),
+        "out": struct((width, 10), "model", dtype=jnp.bfloat16),
     }
 
     def cell(mix, z, x):
@@ -98,8 +104,8 @@ def equilibrium(mesh: AnyMesh) -> Made:
 
     return jax.jit(step), (
         params,
-        at((256, 64), "data", dtype=jnp.bfloat16),
-        at((256,), "data", dtype=jnp.int32),
+        struct((256, 64), "data", dtype=jnp.bfloat16),
+        struct((256,), "data", dtype=jnp.int32),
     )
 
 
@@ -112,15 +118,15 @@ def mamba(mesh: AnyMesh) -> Made:
     """A selective state space by an associative scan over time; its inner channels are
     cut; a depthwise convolution.
     """
-    at, width, inner, states = on(mesh), 128, 256, 8
+    struct, width, inner, states = on(mesh), 128, 256, 8
     p = {
-        "in": at((width, 2, inner), None, None, "inner"),
-        "conv": at((4, 1, inner), None, None, "inner"),
-        "select": at((inner, 2 * states + 8), "inner"),
-        "step": at((8, inner), None, "inner"),
-        "log_decay": at((inner, states), "inner"),
-        "direct": at((inner,), "inner"),
-        "out": at((inner, width), "inner"),
+        "in": struct((width, 2, inner), None, None, "inner"),
+        "conv": struct((4, 1, inner), None, None, "inner"),
+        "select": struct((inner, 2 * states + 8), "inner"),
+        "step": struct((8, inner), None, "inner"),
+        "log_decay": struct((inner, states), "inner"),
+        "direct": struct((inner,), "inner"),
+        "out": struct((inner, width), "inner"),
     }
 
     def mix(p, x):
@@ -151,7 +157,7 @@ def mamba(mesh: AnyMesh) -> Made:
             x = x + mix(p, jax.nn.standardize(x))
         return jnp.mean((x - y) ** 2)
 
-    x = at((8, 64, width), "data")
+    x = struct((8, 64, width), "data")
     return jax.jit(jax.value_and_grad(loss)), ((p, p), x, x)
 
 
@@ -160,21 +166,21 @@ def clip(mesh: AnyMesh) -> Made:
     """Images and captions against each other over the whole batch, a learned
     temperature; towers in bfloat16.
     """
-    at = on(mesh)
+    struct = on(mesh)
     params = {
         "image": {
-            "patch": at((768, 256)),
-            "mix": at((16, 64)),
-            "unmix": at((64, 16)),
-            "out": at((256, 128)),
+            "patch": struct((768, 256)),
+            "mix": struct((16, 64)),
+            "unmix": struct((64, 16)),
+            "out": struct((256, 128)),
         },
         "text": {
-            "embed": at((4096, 256)),
-            "wide": at((256, 512)),
-            "narrow": at((512, 256)),
-            "out": at((256, 128)),
+            "embed": struct((4096, 256)),
+            "wide": struct((256, 512)),
+            "narrow": struct((512, 256)),
+            "out": struct((256, 128)),
         },
-        "temperature": at(()),
+        "temperature": struct(()),
     }
 
     def image_tower(p, pixels):
@@ -214,11 +220,11 @@ def clip(mesh: AnyMesh) -> Made:
     args = (
         params,
         optimizer_state(mesh, optimizer, params),
-        at((256, 16, 768), "data"),
+        struct((256, 16, 768), "data"),
     )
     return jax.jit(step, donate_argnums=(0, 1)), (
         *args,
-        at((256, 24), "data", dtype=jnp.int32),
+        struct((256, 24), "data", dtype=jnp.int32),
     )
 
 
@@ -231,11 +237,11 @@ def switch_moe(mesh: AnyMesh) -> Made:
     """One expert for each token by one-hot dispatch and combine with a capacity, and
     the balancing loss; bfloat16.
     """
-    at, experts, width, hidden = on(mesh), 8, 128, 256
+    struct, experts, width, hidden = on(mesh), 8, 128, 256
     params = {
-        "router": at((width, experts)),
-        "up": at((experts, width, hidden), "expert", dtype=jnp.bfloat16),
-        "down": at((experts, hidden, width), "expert", dtype=jnp.bfloat16),
+        "router": struct((width, experts)),
+        "up": struct((experts, width, hidden), "expert", dtype=jnp.bfloat16),
+        "down": struct((experts, hidden, width), "expert", dtype=jnp.bfloat16),
     }
 
     def layer(params, x):
@@ -266,7 +272,7 @@ def switch_moe(mesh: AnyMesh) -> Made:
             value,
         )
 
-    x = at((16, 64, width), ("data", "expert"), dtype=jnp.bfloat16)
+    x = struct((16, 64, width), ("data", "expert"), dtype=jnp.bfloat16)
     return jax.jit(step, donate_argnums=0), (params, x, x)
 
 
@@ -279,11 +285,11 @@ def ring_attention(mesh: AnyMesh) -> Made:
     """Keys and values go around a ring while a running softmax is kept; the dense
     layers outside are plain JAX.
     """
-    at, width, heads, count = on(mesh), 128, 4, mesh.shape["context"]
+    struct, width, heads, count = on(mesh), 128, 4, mesh.shape["context"]
     params = {
-        "qkv": at((width, 3, heads, 32)),
-        "out": at((heads, 32, width)),
-        "mlp": [at((width, 384)), at((384, width))],
+        "qkv": struct((width, 3, heads, 32)),
+        "out": struct((heads, 32, width)),
+        "mlp": [struct((width, 384)), struct((384, width))],
     }
     spec = P("data", "context")
 
@@ -295,12 +301,12 @@ def ring_attention(mesh: AnyMesh) -> Made:
         check_vma=False,
     )
     def ring(q, k, v):
-        here, length = lax.axis_index("context"), q.shape[1]
+        position, length = lax.axis_index("context"), q.shape[1]
 
         def turn(i, carry):
             k, v, total, norm, largest = carry
-            there = (here - i) % count
-            rows = here * length + jnp.arange(length)[:, None]
+            there = (position - i) % count
+            rows = position * length + jnp.arange(length)[:, None]
             columns = there * length + jnp.arange(length)
             scores = jnp.einsum("bqhk,bshk->bhqs", q, k) / math.sqrt(q.shape[-1])
             scores = jnp.where(rows >= columns, scores, -1e9)
@@ -334,7 +340,7 @@ def ring_attention(mesh: AnyMesh) -> Made:
         x = x + jax.nn.relu(x @ params["mlp"][0]) @ params["mlp"][1]
         return jnp.mean((x - y) ** 2)
 
-    x = at((4, 512, width), *spec)
+    x = struct((4, 512, width), *spec)
     return jax.jit(jax.value_and_grad(loss)), (params, x, x)
 
 
@@ -345,22 +351,22 @@ def decoder_six(mesh: AnyMesh) -> Made:
     """Twelve heads on six devices, a vocabulary of 3000 whose rows are cut, latent keys
     and values; bfloat16.
     """
-    at, width, heads, latent = (
+    struct, width, heads, latent = (
         functools.partial(on(mesh), dtype=jnp.bfloat16),
         192,
         12,
         48,
     )
     layer = {
-        "q": at((width, heads, 16), None, "model"),
-        "squeeze": at((width, latent)),
-        "expand": at((2, latent, heads, 16), None, None, "model"),
-        "out": at((heads, 16, width), "model"),
-        "gate": at((width, 576), None, "model"),
-        "value": at((width, 576), None, "model"),
-        "down": at((576, width), "model"),
+        "q": struct((width, heads, 16), None, "model"),
+        "squeeze": struct((width, latent)),
+        "expand": struct((2, latent, heads, 16), None, None, "model"),
+        "out": struct((heads, 16, width), "model"),
+        "gate": struct((width, 576), None, "model"),
+        "value": struct((width, 576), None, "model"),
+        "down": struct((576, width), "model"),
     }
-    params = {"embed": at((3000, width), "model"), "layers": (layer, layer)}
+    params = {"embed": struct((3000, width), "model"), "layers": (layer, layer)}
 
     def loss(params, tokens):
         x = params["embed"][tokens[:, :-1]]

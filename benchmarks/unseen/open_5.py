@@ -21,14 +21,18 @@ def resnet_nchw(mesh: AnyMesh) -> Made:
     """Channels first, images cut by height so that convolutions exchange their borders,
     norms over groups, bfloat16.
     """
-    at = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
     params = {
-        "stem": at((32, 3, 3, 3)),
+        "stem": struct((32, 3, 3, 3)),
         "blocks": [
-            {"a": at((o, i, 3, 3)), "b": at((o, o, 3, 3)), "skip": at((o, i, 1, 1))}
+            {
+                "a": struct((o, i, 3, 3)),
+                "b": struct((o, o, 3, 3)),
+                "skip": struct((o, i, 1, 1)),
+            }
             for i, o in ((32, 64), (64, 64))
         ],
-        "head": at((64, 50)),
+        "head": struct((64, 50)),
     }
     numbers = ("NCHW", "OIHW", "NCHW")
 
@@ -71,7 +75,7 @@ def resnet_nchw(mesh: AnyMesh) -> Made:
         )
 
     images, labels = (
-        at((8, 3, 64, 64), "data", None, "rows"),
+        struct((8, 3, 64, 64), "data", None, "rows"),
         on(mesh)((8,), "data", dtype=jnp.int32),
     )
     return jax.jit(step, donate_argnums=0), (params, images, labels)
@@ -86,12 +90,14 @@ def loss_scaling(mesh: AnyMesh) -> Made:
     """Float32 masters and bfloat16 compute, a loss scale that a `cond` halves, and
     skips the update, on overflow.
     """
-    at, width, both = on(mesh), 384, ("data", "fsdp")
-    hidden = [{"w": at((width, width), "fsdp"), "b": at((width,))} for _ in range(4)]
+    struct, width, both = on(mesh), 384, ("data", "fsdp")
+    hidden = [
+        {"w": struct((width, width), "fsdp"), "b": struct((width,))} for _ in range(4)
+    ]
     masters = {
-        "in": at((96, width), None, "fsdp"),
+        "in": struct((96, width), None, "fsdp"),
         "hidden": hidden,
-        "out": at((width, 96), "fsdp"),
+        "out": struct((width, 96), "fsdp"),
     }
     optimizer = optax.adamw(1e-3, b2=0.95)
 
@@ -122,9 +128,9 @@ def loss_scaling(mesh: AnyMesh) -> Made:
     args = (
         masters,
         optimizer_state(mesh, optimizer, masters),
-        at(()),
-        at((256, 96), both),
-        at((256, 96), both),
+        struct(()),
+        struct((256, 96), both),
+        struct((256, 96), both),
     )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 
@@ -134,13 +140,16 @@ def graph_network(mesh: AnyMesh) -> Made:
     """Messages along edges that are cut over all devices, summed by segments into nodes
     that are whole everywhere.
     """
-    at, nodes, edges, width = on(mesh), 2000, 8192, 64
-    layer = {"message": at((3 * width, width)), "update": at((2 * width, width))}
+    struct, nodes, edges, width = on(mesh), 2000, 8192, 64
+    layer = {
+        "message": struct((3 * width, width)),
+        "update": struct((2 * width, width)),
+    }
     params = {
-        "encode": at((32, width)),
-        "edge": at((8, width)),
+        "encode": struct((32, width)),
+        "edge": struct((8, width)),
         "layers": [layer] * 3,
-        "decode": at((width, 1)),
+        "decode": struct((width, 1)),
     }
 
     def forward(params, graph):
@@ -162,11 +171,11 @@ def graph_network(mesh: AnyMesh) -> Made:
         )(graph["nodes"])
         return (energy - graph["energy"]) ** 2 + jnp.mean(slope**2)
 
-    ids = functools.partial(at, dtype=jnp.int32)
+    ids = functools.partial(struct, dtype=jnp.int32)
     graph = {
-        "nodes": at((nodes, 32)),
-        "edges": at((edges, 8), "graph"),
-        "energy": at(()),
+        "nodes": struct((nodes, 32)),
+        "edges": struct((edges, 8), "graph"),
+        "energy": struct(()),
     }
     graph |= {"senders": ids((edges,), "graph"), "receivers": ids((edges,), "graph")}
     return jax.jit(jax.value_and_grad(loss)), (params, graph)
@@ -181,8 +190,8 @@ def retrieval(mesh: AnyMesh) -> Made:
     """Rows of a cut table are updated alone, by scatter; then the hundred best of all
     items are found for each user.
     """
-    at, items, width = on(mesh), 8192, 64
-    tower = {"history": at((2 * width, 256)), "out": at((256, width))}
+    struct, items, width = on(mesh), 8192, 64
+    tower = {"history": struct((2 * width, 256)), "out": struct((256, width))}
 
     def embed(tower, rows, weights):
         mean = jnp.einsum("bhd,bh->bd", rows, weights) / weights.sum(-1, keepdims=True)
@@ -204,21 +213,21 @@ def retrieval(mesh: AnyMesh) -> Made:
         tower = jax.tree.map(lambda p, g: p - 0.1 * g, tower, grads[0])
         table = table.at[history].add(-0.1 * grads[1]).at[bought].add(-0.1 * grads[2])
         scores = embed(tower, table[history], weights) @ table.T
-        best, found = lax.top_k(scores, 100)
+        best, indices = lax.top_k(scores, 100)
         return (
             tower,
             table,
             best,
-            found,
-            jnp.mean(jnp.any(found == bought[:, None], -1)),
+            indices,
+            jnp.mean(jnp.any(indices == bought[:, None], -1)),
         )
 
-    ids = functools.partial(at, dtype=jnp.int32)
+    ids = functools.partial(struct, dtype=jnp.int32)
     args = (
         tower,
-        at((items, width), "items"),
+        struct((items, width), "items"),
         ids((256, 20), "users"),
-        at((256, 20), "users"),
+        struct((256, 20), "users"),
         ids((256,), "users"),
     )
     return jax.jit(step, donate_argnums=(0, 1)), args
@@ -233,7 +242,7 @@ def decode_slice(mesh: AnyMesh) -> Made:
     """One token for each sequence: a scan over layers that carries the cache, written
     at one position; bfloat16.
     """
-    at, layers, width, heads, length = (
+    struct, layers, width, heads, length = (
         functools.partial(on(mesh), dtype=jnp.bfloat16),
         4,
         256,
@@ -242,16 +251,16 @@ def decode_slice(mesh: AnyMesh) -> Made:
     )
     size = width // heads
     params = {
-        "embed": at((4096, width), None, "tensor"),
+        "embed": struct((4096, width), None, "tensor"),
         "layers": {
-            "qkv": at((layers, width, 3, heads, size), None, None, None, "tensor"),
-            "out": at((layers, heads, size, width), None, "tensor"),
-            "wide": at((layers, width, 768), None, None, "tensor"),
-            "narrow": at((layers, 768, width), None, "tensor"),
+            "qkv": struct((layers, width, 3, heads, size), None, None, None, "tensor"),
+            "out": struct((layers, heads, size, width), None, "tensor"),
+            "wide": struct((layers, width, 768), None, None, "tensor"),
+            "narrow": struct((layers, 768, width), None, "tensor"),
         },
     }
     cache = {
-        name: at((layers, 16, length, heads, size), None, "data", None, "tensor")
+        name: struct((layers, 16, length, heads, size), None, "data", None, "tensor")
         for name in ("k", "v")
     }
 
@@ -299,24 +308,24 @@ def bert(mesh: AnyMesh) -> Made:
     """Norms after each layer, segment embeddings, and logits of gathered positions
     alone; LAMB.
     """
-    at, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 8
+    struct, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 8
     layer = {
-        "query": at((width, heads, 32), None, "model"),
-        "key": at((width, heads, 32), None, "model"),
-        "value": at((width, heads, 32), None, "model"),
-        "out": at((heads, 32, width), "model"),
-        "wide": at((width, 1024), None, "model"),
-        "wide_bias": at((1024,), "model"),
-        "narrow": at((1024, width), "model"),
-        "norm": at((2, 2, width)),
+        "query": struct((width, heads, 32), None, "model"),
+        "key": struct((width, heads, 32), None, "model"),
+        "value": struct((width, heads, 32), None, "model"),
+        "out": struct((heads, 32, width), "model"),
+        "wide": struct((width, 1024), None, "model"),
+        "wide_bias": struct((1024,), "model"),
+        "narrow": struct((1024, width), "model"),
+        "norm": struct((2, 2, width)),
     }
     params = {
-        "word": at((3072, width), "model"),
-        "position": at((128, width)),
-        "segment": at((2, width)),
+        "word": struct((3072, width), "model"),
+        "position": struct((128, width)),
+        "segment": struct((2, width)),
         "layers": [layer, layer],
-        "transform": at((width, width)),
-        "next": at((width, 2)),
+        "transform": struct((width, width)),
+        "next": struct((width, 2)),
     }
 
     def norm(x, p):

@@ -27,9 +27,13 @@ def zero_one(mesh: AnyMesh) -> Made:
     """Whole parameters; moments are cut over the batch's axis by constraints on
     gradients and `out_shardings`.
     """
-    at, width = on(mesh), 256
-    layers = {"up": at((4, width, 768)), "down": at((4, 768, width))}
-    params = {"embed": at((1024, width)), "layers": layers, "norm": at((4, width))}
+    struct, width = on(mesh), 256
+    layers = {"up": struct((4, width, 768)), "down": struct((4, 768, width))}
+    params = {
+        "embed": struct((1024, width)),
+        "layers": layers,
+        "norm": struct((4, width)),
+    }
     moments = fully_sharded(mesh, params, "data")
 
     def loss(params, tokens):
@@ -61,7 +65,13 @@ def zero_one(mesh: AnyMesh) -> Made:
         return params, first, second, count + 1, value
 
     out = (shardings(params), shardings(moments), shardings(moments), None, None)
-    args = (params, moments, moments, at(()), at((32, 49), "data", dtype=jnp.int32))
+    args = (
+        params,
+        moments,
+        moments,
+        struct(()),
+        struct((32, 49), "data", dtype=jnp.int32),
+    )
     return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out), args
 
 
@@ -72,7 +82,7 @@ def beam_search(mesh: AnyMesh) -> Made:
     """Beams of a recurrent decoder: top-k over beams and words, states gathered along
     beams; ends by its counter.
     """
-    at, width, beams, words, steps = (
+    struct, width, beams, words, steps = (
         functools.partial(on(mesh), dtype=jnp.bfloat16),
         128,
         4,
@@ -80,9 +90,9 @@ def beam_search(mesh: AnyMesh) -> Made:
         10,
     )
     params = {
-        "embed": at((words, width), None, "model"),
-        "cell": at((2 * width, width), None, "model"),
-        "head": at((width, words), None, "model"),
+        "embed": struct((words, width), None, "model"),
+        "cell": struct((2 * width, width), None, "model"),
+        "head": struct((width, words), None, "model"),
     }
 
     def search(params, state):
@@ -92,10 +102,10 @@ def beam_search(mesh: AnyMesh) -> Made:
         words_so_far = jnp.zeros((batch, beams, steps), jnp.int32)
 
         def body(carry):
-            i, states, scores, found = carry
+            i, states, scores, tokens = carry
             last = params["embed"][
                 lax.dynamic_index_in_dim(
-                    found, jnp.maximum(i - 1, 0), 2, keepdims=False
+                    tokens, jnp.maximum(i - 1, 0), 2, keepdims=False
                 )
             ]
             states = jnp.tanh(jnp.concatenate([states, last], -1) @ params["cell"])
@@ -105,21 +115,21 @@ def beam_search(mesh: AnyMesh) -> Made:
             )
             parent, word = flat // words, flat % words
             states = jnp.take_along_axis(states, parent[..., None], 1)
-            found = jnp.take_along_axis(found, parent[..., None], 1)
+            tokens = jnp.take_along_axis(tokens, parent[..., None], 1)
             return (
                 i + 1,
                 states,
                 scores,
-                lax.dynamic_update_index_in_dim(found, word, i, 2),
+                lax.dynamic_update_index_in_dim(tokens, word, i, 2),
             )
 
         carry = (jnp.int32(0), states, scores, words_so_far)
-        _, _, scores, found = lax.while_loop(
+        _, _, scores, words_found = lax.while_loop(
             lambda carry: carry[0] < steps, body, carry
         )
-        return found[:, 0], scores[:, 0]
+        return words_found[:, 0], scores[:, 0]
 
-    return jax.jit(search), (params, at((16, width), "data"))
+    return jax.jit(search), (params, struct((16, width), "data"))
 
 
 @case(
@@ -131,10 +141,11 @@ def graph_attention(mesh: AnyMesh) -> Made:
     """Attention over neighbours, normalized by segments' maxima and sums; nodes and
     edges cut alike, heads apart.
     """
-    at, nodes, edges, heads, size = on(mesh), 1024, 8192, 4, 32
-    ends = {name: at((heads, size), "heads") for name in ("source", "target")}
+    struct, nodes, edges, heads, size = on(mesh), 1024, 8192, 4, 32
+    scorers = {name: struct((heads, size), "heads") for name in ("source", "target")}
     params = [
-        {"w": at((i, heads, size), None, "heads"), **ends} for i in (96, heads * size)
+        {"w": struct((i, heads, size), None, "heads"), **scorers}
+        for i in (96, heads * size)
     ]
 
     def layer(p, x, source, target):
@@ -163,14 +174,14 @@ def graph_attention(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, *batch)
         return jax.tree.map(lambda p, g: p - 5e-3 * g, params, grads), value
 
-    ids = functools.partial(at, dtype=jnp.int32)
+    ids = functools.partial(struct, dtype=jnp.int32)
     args = (
-        at((nodes, 96), "nodes"),
+        struct((nodes, 96), "nodes"),
         ids((edges,), "nodes"),
         ids((edges,), "nodes"),
         ids((nodes,), "nodes"),
     )
-    return jax.jit(step), (params, *args, at((nodes,), "nodes", dtype=jnp.bool_))
+    return jax.jit(step), (params, *args, struct((nodes,), "nodes", dtype=jnp.bool_))
 
 
 @case("experts-all-to-all-by-shard-map", cpu={"ep": 8}, v5e={"ep": 16})
@@ -178,11 +189,11 @@ def all_to_all_moe(mesh: AnyMesh) -> Made:
     """Each device holds its experts; slots go there and come back by two all-to-alls
     written by hand; bfloat16.
     """
-    at, width, hidden, count = on(mesh), 256, 512, mesh.shape["ep"]
+    struct, width, hidden, count = on(mesh), 256, 512, mesh.shape["ep"]
     params = {
-        "router": at((width, count)),
-        "up": at((count, width, hidden), "ep", dtype=jnp.bfloat16),
-        "down": at((count, hidden, width), "ep", dtype=jnp.bfloat16),
+        "router": struct((width, count)),
+        "up": struct((count, width, hidden), "ep", dtype=jnp.bfloat16),
+        "down": struct((count, hidden, width), "ep", dtype=jnp.bfloat16),
     }
 
     def local(router, up, down, x):
@@ -217,7 +228,7 @@ def all_to_all_moe(mesh: AnyMesh) -> Made:
             value,
         )
 
-    x = at((2048, width), "ep", dtype=jnp.bfloat16)
+    x = struct((2048, width), "ep", dtype=jnp.bfloat16)
     return jax.jit(step, donate_argnums=0), (params, x, x)
 
 
@@ -226,13 +237,13 @@ def byol(mesh: AnyMesh) -> Made:
     """Two augmented views, a predictor against a slowly moving target, batch norms over
     all devices; LARS.
     """
-    at = on(mesh)
+    struct = on(mesh)
     net = {
-        "stem": at((5, 5, 3, 32)),
-        "next": at((3, 3, 32, 64)),
-        "project": [at((64, 512)), at((512, 128))],
+        "stem": struct((5, 5, 3, 32)),
+        "next": struct((3, 3, 32, 64)),
+        "project": [struct((64, 512)), struct((512, 128))],
     }
-    params = {"online": net, "predict": [at((128, 512)), at((512, 128))]}
+    params = {"online": net, "predict": [struct((128, 512)), struct((512, 128))]}
 
     def batch_norm(x):
         axes = tuple(range(x.ndim - 1))
@@ -264,8 +275,8 @@ def byol(mesh: AnyMesh) -> Made:
     def loss(params, target, first, second):
         unit = lambda v: v / jnp.linalg.norm(v, axis=-1, keepdims=True)
         total = 0.0
-        for one, two in ((first, second), (second, first)):
-            guess = unit(mlp(params["predict"], embed(params["online"], one)))
+        for view, two in ((first, second), (second, first)):
+            guess = unit(mlp(params["predict"], embed(params["online"], view)))
             total += jnp.mean(
                 2 - 2 * jnp.sum(guess * lax.stop_gradient(unit(embed(target, two))), -1)
             )
@@ -289,11 +300,11 @@ def byol(mesh: AnyMesh) -> Made:
         params,
         net,
         optimizer_state(mesh, optimizer, params),
-        at((64, 32, 32, 3), "data"),
+        struct((64, 32, 32, 3), "data"),
     )
     return jax.jit(step, donate_argnums=(0, 1, 2)), (
         *args,
-        at((), dtype=jax.random.key(0).dtype),
+        struct((), dtype=jax.random.key(0).dtype),
     )
 
 
@@ -302,11 +313,13 @@ def recommender(mesh: AnyMesh) -> Made:
     """Many tables cut by rows, several ids from each summed, pairwise products of all
     features; Adagrad.
     """
-    at, width = on(mesh), 32
+    struct, width = on(mesh), 32
     params = {
-        "tables": [at((rows, width), "chips") for rows in (4096, 16384, 1024, 8192)],
-        "bottom": [at((13, 128)), at((128, width))],
-        "top": [at((width + 10, 256)), at((256, 1))],
+        "tables": [
+            struct((rows, width), "chips") for rows in (4096, 16384, 1024, 8192)
+        ],
+        "bottom": [struct((13, 128)), struct((128, width))],
+        "top": [struct((width + 10, 256)), struct((256, 1))],
     }
 
     def forward(params, dense, ids, counts):
@@ -335,15 +348,15 @@ def recommender(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state, value
 
     batch = (
-        at((512, 13), "chips"),
-        at((512, 4, 5), "chips", dtype=jnp.int32),
-        at((512, 4), "chips", dtype=jnp.int32),
+        struct((512, 13), "chips"),
+        struct((512, 4, 5), "chips", dtype=jnp.int32),
+        struct((512, 4), "chips", dtype=jnp.int32),
     )
     args = (
         params,
         optimizer_state(mesh, optimizer, params),
         *batch,
-        at((512,), "chips"),
+        struct((512,), "chips"),
     )
     return jax.jit(step, donate_argnums=(0, 1)), args
 
@@ -353,18 +366,18 @@ def gpt2(mesh: AnyMesh) -> Made:
     """Unrolled blocks in bfloat16, a fused QKV; a tied table of 50257 rows, whose
     logits are cut unevenly.
     """
-    at, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 128, 4
+    struct, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 128, 4
     block = {
-        "qkv": at((width, 3 * width), None, "model"),
-        "qkv_bias": at((3 * width,), "model"),
-        "out": at((width, width), "model", None),
-        "up": at((width, 4 * width), None, "model"),
-        "down": at((4 * width, width), "model", None),
-        "norms": at((4, width)),
+        "qkv": struct((width, 3 * width), None, "model"),
+        "qkv_bias": struct((3 * width,), "model"),
+        "out": struct((width, width), "model", None),
+        "up": struct((width, 4 * width), None, "model"),
+        "down": struct((4 * width, width), "model", None),
+        "norms": struct((4, width)),
     }
     params = {
-        "wte": at((50257, width), None, "model"),
-        "wpe": at((64, width)),
+        "wte": struct((50257, width), None, "model"),
+        "wpe": struct((64, width)),
         "blocks": (block, block),
     }
 
@@ -404,7 +417,7 @@ def gpt2(mesh: AnyMesh) -> Made:
 
     return jax.jit(step, donate_argnums=0), (
         params,
-        at((8, 65), "data", dtype=jnp.int32),
+        struct((8, 65), "data", dtype=jnp.int32),
     )
 
 

@@ -30,11 +30,11 @@ def other_mesh_sums(mesh: AnyMesh) -> Made:
     """A step on one mesh, with a norm that a `shard_map` over other axes of the same
     devices takes by `psum`.
     """
-    at, width, half = on(mesh), 256, math.prod(mesh.shape.values()) // 2
+    struct, width, half = on(mesh), 256, math.prod(mesh.shape.values()) // 2
     params = {
-        "up": at((width, 1024), None, "model"),
-        "down": at((1024, width), "model"),
-        "scale": at((width,)),
+        "up": struct((width, 1024), None, "model"),
+        "down": struct((1024, width), "model"),
+        "scale": struct((width,)),
     }
     across = other_mesh(mesh, {"x": 2, "y": half})
 
@@ -56,7 +56,11 @@ def other_mesh_sums(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, x, y)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
-    return jax.jit(step), (params, at((512, width), "data"), at((512, width), "data"))
+    return jax.jit(step), (
+        params,
+        struct((512, width), "data"),
+        struct((512, width), "data"),
+    )
 
 
 @case(
@@ -68,19 +72,19 @@ def dropout(mesh: AnyMesh) -> Made:
     """Dropout in attention, residuals and whole layers, one key split for a scan;
     bfloat16, float32 softmax.
     """
-    at, layers, width, heads = (
+    struct, layers, width, heads = (
         functools.partial(on(mesh), dtype=jnp.bfloat16),
         3,
         256,
         8,
     )
     params = {
-        "q": at((layers, width, width), None, None, "tensor"),
-        "k": at((layers, width, width), None, None, "tensor"),
-        "v": at((layers, width, width), None, None, "tensor"),
-        "o": at((layers, width, width), None, "tensor"),
-        "up": at((layers, width, 768), None, None, "tensor"),
-        "down": at((layers, 768, width), None, "tensor"),
+        "q": struct((layers, width, width), None, None, "tensor"),
+        "k": struct((layers, width, width), None, None, "tensor"),
+        "v": struct((layers, width, width), None, None, "tensor"),
+        "o": struct((layers, width, width), None, "tensor"),
+        "up": struct((layers, width, 768), None, None, "tensor"),
+        "down": struct((layers, 768, width), None, "tensor"),
     }
 
     def drop(key, x, rate):
@@ -119,9 +123,9 @@ def dropout(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state, value
 
     inputs = (
-        at((16, 48, width), "data"),
+        struct((16, 48, width), "data"),
         on(mesh)((16, 48, width), "data"),
-        at((), dtype=jax.random.key(0).dtype),
+        struct((), dtype=jax.random.key(0).dtype),
     )
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
@@ -135,20 +139,20 @@ def palm(mesh: AnyMesh) -> Made:
     """Attention and SwiGLU side by side in each block, one head of keys that all
     devices hold; bfloat16.
     """
-    at, width, heads, size = (
+    struct, width, heads, size = (
         functools.partial(on(mesh), dtype=jnp.bfloat16),
         256,
         16,
         16,
     )
     params = {
-        "embed": at((2048, width), "tp"),
-        "q": at((2, width, heads * size), None, None, "tp"),
-        "kv": at((2, width, 2 * size)),
-        "out": at((2, heads * size, width), None, "tp"),
-        "wide": at((2, width, 2, 512), None, None, None, "tp"),
-        "narrow": at((2, 512, width), None, "tp"),
-        "scales": at((2, width)),
+        "embed": struct((2048, width), "tp"),
+        "q": struct((2, width, heads * size), None, None, "tp"),
+        "kv": struct((2, width, 2 * size)),
+        "out": struct((2, heads * size, width), None, "tp"),
+        "wide": struct((2, width, 2, 512), None, None, None, "tp"),
+        "narrow": struct((2, 512, width), None, "tp"),
+        "scales": struct((2, width)),
     }
 
     def block(x, p):
@@ -190,7 +194,7 @@ def palm(mesh: AnyMesh) -> Made:
             lambda p, g: p - (1e-2 * scale * g).astype(p.dtype), params, grads
         )
 
-    return jax.jit(step), (params, at((8, 64), dtype=jnp.int32))
+    return jax.jit(step), (params, struct((8, 64), dtype=jnp.int32))
 
 
 @case(
@@ -202,15 +206,15 @@ def pipeline(mesh: AnyMesh) -> Made:
     """Stages along a cut dimension, mapped by `vmap`; a scan shifts microbatches from
     each to the next; bfloat16.
     """
-    at, width, stages, micro = (
+    struct, width, stages, micro = (
         functools.partial(on(mesh), dtype=jnp.bfloat16),
         256,
         4,
         6,
     )
     params = {
-        "up": at((stages, 2, width, 512), "stage"),
-        "down": at((stages, 2, 512, width), "stage"),
+        "up": struct((stages, 2, width, 512), "stage"),
+        "down": struct((stages, 2, 512, width), "stage"),
     }
 
     def stage(p, x):
@@ -242,7 +246,7 @@ def pipeline(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, batches, targets)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
-    batches = at((micro, 32, width), None, "data")
+    batches = struct((micro, 32, width), None, "data")
     return jax.jit(step, donate_argnums=0), (params, batches, batches)
 
 
@@ -255,15 +259,15 @@ def decode_nucleus(mesh: AnyMesh) -> Made:
     """Each sequence writes at its own position by `.at[].set`; top-k, then nucleus by
     sorting and summing; sampled.
     """
-    at, width, kv, size, length = on(mesh), 128, 2, 32, 96
+    struct, width, kv, size, length = on(mesh), 128, 2, 32, 96
     params = {
-        "embed": at((2048, width)),
-        "q": at((width, kv, 4, size), None, "heads"),
-        "kv": at((2, width, kv, size), None, None, "heads"),
-        "o": at((kv, 4, size, width), "heads"),
-        "head": at((width, 2048), None, "heads"),
+        "embed": struct((2048, width)),
+        "q": struct((width, kv, 4, size), None, "heads"),
+        "kv": struct((2, width, kv, size), None, None, "heads"),
+        "o": struct((kv, 4, size, width), "heads"),
+        "head": struct((width, 2048), None, "heads"),
     }
-    cache = at((2, 32, length, kv, size), None, "batch", None, "heads")
+    cache = struct((2, 32, length, kv, size), None, "batch", None, "heads")
 
     def decode(params, cache, tokens, positions, key):
         x = params["embed"][tokens]
@@ -285,13 +289,13 @@ def decode_nucleus(mesh: AnyMesh) -> Made:
         drawn = jax.random.categorical(key, jnp.where(before < 0.9, best, -jnp.inf))
         return cache, jnp.take_along_axis(ids, drawn[:, None], -1)[:, 0], positions + 1
 
-    ids = functools.partial(at, dtype=jnp.int32)
+    ids = functools.partial(struct, dtype=jnp.int32)
     args = (
         params,
         cache,
         ids((32,), "batch"),
         ids((32,), "batch"),
-        at((), dtype=jax.random.key(0).dtype),
+        struct((), dtype=jax.random.key(0).dtype),
     )
     out = (
         cache.sharding,
@@ -306,13 +310,13 @@ def ulysses(mesh: AnyMesh) -> Made:
     """The sequence is cut outside attention, the heads inside: constraints that ask for
     all-to-alls; bfloat16.
     """
-    at, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 8
+    struct, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 8
     layer = {
-        "qkv": at((width, 3 * width), "seq"),
-        "out": at((width, width), "seq"),
-        "up": at((width, 512), "seq"),
+        "qkv": struct((width, 3 * width), "seq"),
+        "out": struct((width, width), "seq"),
+        "up": struct((width, 512), "seq"),
     }
-    layer |= {"down": at((512, width), "seq")}
+    layer |= {"down": struct((512, width), "seq")}
     data = "data" if "data" in mesh.axis_names else None
 
     def attention(p, x):
@@ -346,7 +350,7 @@ def ulysses(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
-    x = at((2, 512, width), data, "seq")
+    x = struct((2, 512, width), data, "seq")
     return jax.jit(
         step, donate_argnums=0, out_shardings=(shardings((layer, layer)), None)
     ), ((layer, layer), x, x)
@@ -361,13 +365,19 @@ def fourier_operator(mesh: AnyMesh) -> Made:
     """Two-dimensional transforms, complex weights for the low modes that are cut over
     channels, and back.
     """
-    at, width, modes, side = on(mesh), 32, 8, 32
+    struct, width, modes, side = on(mesh), 32, 8, 32
     layer = {
-        "low": at((width, width, modes, modes), None, "modes", dtype=jnp.complex64),
-        "high": at((width, width, modes, modes), None, "modes", dtype=jnp.complex64),
-        "local": at((width, width), None, "modes"),
+        "low": struct((width, width, modes, modes), None, "modes", dtype=jnp.complex64),
+        "high": struct(
+            (width, width, modes, modes), None, "modes", dtype=jnp.complex64
+        ),
+        "local": struct((width, width), None, "modes"),
     }
-    params = {"lift": at((3, width)), "layers": [layer] * 3, "project": at((width, 1))}
+    params = {
+        "lift": struct((3, width)),
+        "layers": [layer] * 3,
+        "project": struct((width, 1)),
+    }
 
     def spectral(p, x):
         waves = jnp.fft.rfft2(x, axes=(2, 3))
@@ -396,7 +406,11 @@ def fourier_operator(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, fields, targets)
         return jax.tree.map(lambda p, g: p - 1e-3 * jnp.conj(g), params, grads), value
 
-    args = (params, at((16, side, side, 3), "data"), at((16, side, side, 1), "data"))
+    args = (
+        params,
+        struct((16, side, side, 3), "data"),
+        struct((16, side, side, 1), "data"),
+    )
     return jax.jit(step, donate_argnums=0), args
 
 

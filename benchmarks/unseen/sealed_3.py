@@ -16,17 +16,17 @@ def lstm(mesh: AnyMesh) -> Made:
     """Two directions, the second by flipping time, padding masked inside the scan,
     whole bfloat16 weights.
     """
-    at, width = functools.partial(on(mesh), dtype=jnp.bfloat16), 128
+    struct, width = functools.partial(on(mesh), dtype=jnp.bfloat16), 128
     direction = {
-        "x": at((width, 4 * width)),
-        "h": at((width, 4 * width)),
-        "b": at((4 * width,)),
+        "x": struct((width, 4 * width)),
+        "h": struct((width, 4 * width)),
+        "b": struct((4 * width,)),
     }
     params = {
-        "embed": at((5000, width)),
+        "embed": struct((5000, width)),
         "forward": direction,
         "backward": direction,
-        "tags": at((2 * width, 17)),
+        "tags": struct((2 * width, 17)),
     }
 
     def run(p, xs, mask):
@@ -59,7 +59,7 @@ def lstm(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, tokens, tags, lengths)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    ids = functools.partial(at, dtype=jnp.int32)
+    ids = functools.partial(struct, dtype=jnp.int32)
     return jax.jit(step, donate_argnums=0), (
         params,
         ids((32, 40), "data"),
@@ -73,9 +73,11 @@ def radiance_field(mesh: AnyMesh) -> Made:
     """Two passes over rays mapped by `vmap`: even samples, then some where the first
     found density.
     """
-    at, width = on(mesh), 128
-    net = {"hidden": [at((63, width)), at((width, width)), at((width, width))]}
-    net |= {"density": at((width, 1)), "color": at((width, 3))}
+    struct, width = on(mesh), 128
+    net = {
+        "hidden": [struct((63, width)), struct((width, width)), struct((width, width))]
+    }
+    net |= {"density": struct((width, 1)), "color": struct((width, 3))}
 
     def field(p, points):
         bands = points[..., None] * 2.0 ** jnp.arange(10)
@@ -122,8 +124,8 @@ def radiance_field(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(params, updates), state, -10 * jnp.log10(value)
 
-    rays = [at((512, 3), "rays")] * 3
-    key = at((), dtype=jax.random.key(0).dtype)
+    rays = [struct((512, 3), "rays")] * 3
+    key = struct((), dtype=jax.random.key(0).dtype)
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
         optimizer_state(mesh, optimizer, params),
@@ -141,19 +143,19 @@ def conformer(mesh: AnyMesh) -> Made:
     """Speech: strided convolutions, depthwise ones between attention and feedforward, a
     loss of alignments.
     """
-    at, width, heads = on(mesh), 144, 4
+    struct, width, heads = on(mesh), 144, 4
     layer = {
-        "first": [at((width, 576), None, "model"), at((576, width), "model")],
-        "qkv": at((width, 3, heads, 36), None, None, "model"),
-        "out": at((heads, 36, width), "model"),
-        "pointwise": at((width, 2 * width)),
-        "depthwise": at((7, 1, width)),
-        "second": [at((width, 576), None, "model"), at((576, width), "model")],
+        "first": [struct((width, 576), None, "model"), struct((576, width), "model")],
+        "qkv": struct((width, 3, heads, 36), None, None, "model"),
+        "out": struct((heads, 36, width), "model"),
+        "pointwise": struct((width, 2 * width)),
+        "depthwise": struct((7, 1, width)),
+        "second": [struct((width, 576), None, "model"), struct((576, width), "model")],
     }
     params = {
-        "front": [at((3, 80, width)), at((3, width, width))],
+        "front": [struct((3, 80, width)), struct((3, width, width))],
         "layers": [layer] * 2,
-        "words": at((width, 42)),
+        "words": struct((width, 42)),
     }
 
     def feedforward(ws, x):
@@ -196,9 +198,9 @@ def conformer(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, *batch)
         return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), value
 
-    ids = functools.partial(at, dtype=jnp.int32)
+    ids = functools.partial(struct, dtype=jnp.int32)
     batch = (
-        at((24, 160, 80), "data"),
+        struct((24, 160, 80), "data"),
         ids((24,), "data"),
         ids((24, 12), "data"),
         ids((24,), "data"),
@@ -213,15 +215,15 @@ def vq_vae(mesh: AnyMesh) -> Made:
     """The nearest of cut codes by argmin, gradients straight through, codes moved by
     averages of what chose them.
     """
-    at, codes, width = on(mesh), 512, 64
+    struct, codes, width = on(mesh), 512, 64
     params = {
-        "encode": [at((256, 192)), at((192, width))],
-        "decode": [at((width, 192)), at((192, 256))],
+        "encode": [struct((256, 192)), struct((192, width))],
+        "decode": [struct((width, 192)), struct((192, 256))],
     }
     book = {
-        "codes": at((codes, width), "codes"),
-        "counts": at((codes,), "codes"),
-        "sums": at((codes, width), "codes"),
+        "codes": struct((codes, width), "codes"),
+        "counts": struct((codes,), "codes"),
+        "sums": struct((codes, width), "codes"),
     }
 
     def loss(params, codes, x):
@@ -254,7 +256,7 @@ def vq_vae(mesh: AnyMesh) -> Made:
         params,
         optimizer_state(mesh, optimizer, params),
         book,
-        at((32, 49, 256), "data"),
+        struct((32, 49, 256), "data"),
     )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 
@@ -264,12 +266,12 @@ def ragged_moe(mesh: AnyMesh) -> Made:
     """Two experts for each token, tokens sorted by expert and multiplied by
     `ragged_dot`; experts' widths are cut.
     """
-    at, experts, width, hidden = on(mesh), 6, 128, 256
+    struct, experts, width, hidden = on(mesh), 6, 128, 256
     params = {
-        "router": at((width, experts)),
-        "gate": at((experts, width, hidden), None, None, "fsdp"),
-        "up": at((experts, width, hidden), None, None, "fsdp"),
-        "down": at((experts, hidden, width), None, "fsdp", None),
+        "router": struct((width, experts)),
+        "gate": struct((experts, width, hidden), None, None, "fsdp"),
+        "up": struct((experts, width, hidden), None, None, "fsdp"),
+        "down": struct((experts, hidden, width), None, "fsdp", None),
     }
 
     def layer(params, x):
@@ -288,7 +290,7 @@ def ragged_moe(mesh: AnyMesh) -> Made:
             (layer(params, x.reshape(-1, width)).reshape(x.shape) + x - y) ** 2
         )
 
-    x = at((16, 32, width), "fsdp")
+    x = struct((16, 32, width), "fsdp")
     return jax.jit(jax.grad(loss), out_shardings=shardings(params)), (params, x, x)
 
 
@@ -364,12 +366,12 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    at = functools.partial(on(mesh), dtype=jnp.int32)
+    struct = functools.partial(on(mesh), dtype=jnp.int32)
     return step, (
         params,
         optimizer_state(mesh, optimizer, params),
-        at((16, 48), "fsdp"),
-        at((16, 32), "fsdp"),
+        struct((16, 48), "fsdp"),
+        struct((16, 32), "fsdp"),
     )
 
 

@@ -65,7 +65,7 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
     arrays, static = eqx.partition(
         model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     )
-    arrays, at = fully_sharded(mesh, arrays, "fsdp"), on(mesh)
+    arrays, struct = fully_sharded(mesh, arrays, "fsdp"), on(mesh)
     optimizer = optax.adam(1e-3)
 
     def loss(arrays, numbers, words, goal, key):
@@ -83,15 +83,15 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
         return eqx.apply_updates(arrays, updates), state, value
 
     inputs = (
-        at((64, 24), "fsdp"),
-        at((64, 8), "fsdp", dtype=jnp.int32),
-        at((64,), "fsdp"),
+        struct((64, 24), "fsdp"),
+        struct((64, 8), "fsdp", dtype=jnp.int32),
+        struct((64,), "fsdp"),
     )
     args = (
         arrays,
         optimizer_state(mesh, optimizer, arrays),
         *inputs,
-        at((), dtype=jax.random.key(0).dtype),
+        struct((), dtype=jax.random.key(0).dtype),
     )
     return jax.jit(step, donate_argnums=(0, 1)), args
 
@@ -103,7 +103,7 @@ def retention(mesh: AnyMesh) -> Made:
     """Linear attention with decays, a scan over chunks that carries a state for each
     head; bfloat16, Lion.
     """
-    at, width, heads, size, chunk = (
+    struct, width, heads, size, chunk = (
         functools.partial(on(mesh), dtype=jnp.bfloat16),
         256,
         8,
@@ -111,11 +111,11 @@ def retention(mesh: AnyMesh) -> Made:
         16,
     )
     layer = {
-        "qkv": at((3, width, heads, size), None, None, "heads"),
-        "gate": at((width, heads, size), None, "heads"),
-        "out": at((heads, size, width), "heads"),
+        "qkv": struct((3, width, heads, size), None, None, "heads"),
+        "gate": struct((width, heads, size), None, "heads"),
+        "out": struct((heads, size, width), "heads"),
     }
-    params = {"layers": [layer, layer], "embed": at((1024, width))}
+    params = {"layers": [layer, layer], "embed": struct((1024, width))}
     decay = 1 - 2.0 ** (-5 - np.arange(heads))
 
     def retain(p, x):
@@ -129,7 +129,7 @@ def retention(mesh: AnyMesh) -> Made:
             np.float32
         )
         arrived = (decay[:, None] ** (np.arange(chunk) + 1)).astype(np.float32)
-        left = (decay[:, None] ** (chunk - 1 - np.arange(chunk))).astype(np.float32)
+        weights = (decay[:, None] ** (chunk - 1 - np.arange(chunk))).astype(np.float32)
 
         def one(state, qkv):
             q, k, v = (t.astype(jnp.float32) for t in qkv)
@@ -138,7 +138,7 @@ def retention(mesh: AnyMesh) -> Made:
             )
             far = jnp.einsum("bhqk,bhkv->bhqv", q * arrived[..., None], state)
             state = state * (decay**chunk)[:, None, None] + jnp.einsum(
-                "bhsk,bhsv->bhkv", k * left[..., None], v
+                "bhsk,bhsv->bhkv", k * weights[..., None], v
             )
             return state, (near + far).astype(x.dtype)
 
@@ -235,12 +235,12 @@ def dit(mesh: AnyMesh) -> Made:
     def loss(params, latents, labels, key):
         a, b, c = jax.random.split(key, 3)
         time = jax.random.randint(a, labels.shape, 0, 1000)
-        kept = jnp.cumprod(1 - jnp.linspace(1e-4, 2e-2, 1000))[time][
+        signal = jnp.cumprod(1 - jnp.linspace(1e-4, 2e-2, 1000))[time][
             :, None, None, None
         ]
         noise = jax.random.normal(b, latents.shape)
         labels = jnp.where(jax.random.bernoulli(c, 0.1, labels.shape), 100, labels)
-        noised = jnp.sqrt(kept) * latents + jnp.sqrt(1 - kept) * noise
+        noised = jnp.sqrt(signal) * latents + jnp.sqrt(1 - signal) * noise
         return jnp.mean(
             (denoise(params, noised, time.astype(jnp.float32), labels) - noise) ** 2
         )
@@ -253,7 +253,7 @@ def dit(mesh: AnyMesh) -> Made:
         params = optax.apply_updates(params, updates)
         return params, optax.incremental_update(params, average, 1e-3), state, value
 
-    at, state = on(mesh), optimizer_state(mesh, optimizer, params)
+    struct, state = on(mesh), optimizer_state(mesh, optimizer, params)
     out = (
         shardings(params),
         shardings(params),
@@ -261,9 +261,9 @@ def dit(mesh: AnyMesh) -> Made:
         NamedSharding(mesh, P()),
     )
     inputs = (
-        at((32, 16, 16, 4), both),
-        at((32,), both, dtype=jnp.int32),
-        at((2,), dtype=jnp.uint32),
+        struct((32, 16, 16, 4), both),
+        struct((32,), both, dtype=jnp.int32),
+        struct((2,), dtype=jnp.uint32),
     )
     return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out), (
         params,
@@ -278,13 +278,13 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
     """Bottleneck blocks with batch statistics over the whole batch and running
     averages, Nesterov momentum.
     """
-    at = on(mesh)
+    struct = on(mesh)
 
     def unit(size, inward, outward):
         return {
-            "w": at((size, size, inward, outward)),
-            "scale": at((outward,)),
-            "bias": at((outward,)),
+            "w": struct((size, size, inward, outward)),
+            "scale": struct((outward,)),
+            "bias": struct((outward,)),
         }
 
     blocks = [(64, 64, 1), (64, 128, 2), (128, 128, 1)]
@@ -299,7 +299,7 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
             }
             for i, o, _ in blocks
         ],
-        "head": at((128, 100)),
+        "head": struct((128, 100)),
     }
     is_unit = lambda node: isinstance(node, dict) and "scale" in node
     running = jax.tree.map(
@@ -365,7 +365,10 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
         accuracy = jnp.mean(jnp.argmax(logits, -1) == labels)
         return optax.apply_updates(params, updates), stats, state, accuracy
 
-    images, labels = at((32, 64, 64, 3), "data"), at((32,), "data", dtype=jnp.int32)
+    images, labels = (
+        struct((32, 64, 64, 3), "data"),
+        struct((32,), "data", dtype=jnp.int32),
+    )
     args = (params, running, optimizer_state(mesh, optimizer, params), images, labels)
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 
@@ -375,17 +378,17 @@ def dqn(mesh: AnyMesh) -> Made:
     """A cut buffer that new frames are written into and samples gathered from; a target
     replaced under a `cond`.
     """
-    at, size, batch = on(mesh), 2048, 256
+    struct, size, batch = on(mesh), 2048, 256
     params = {
-        "frames": at((128, 512), None, "model"),
-        "hidden": at((512, 256), "model"),
-        "value": at((256, 1)),
-        "gain": at((256, 18)),
+        "frames": struct((128, 512), None, "model"),
+        "hidden": struct((512, 256), "model"),
+        "value": struct((256, 1)),
+        "gain": struct((256, 18)),
     }
     buffer = {
-        "frames": at((size, 128), "data", dtype=jnp.uint8),
-        "actions": at((size,), "data", dtype=jnp.int32),
-        "rewards": at((size,), "data"),
+        "frames": struct((size, 128), "data", dtype=jnp.uint8),
+        "actions": struct((size,), "data", dtype=jnp.int32),
+        "rewards": struct((size,), "data"),
     }
 
     def values(p, x):
@@ -399,9 +402,9 @@ def dqn(mesh: AnyMesh) -> Made:
         now, later = buffer["frames"][index], buffer["frames"][(index + 1) % size]
         best = jnp.argmax(values(params, later), -1)
         after = jnp.take_along_axis(values(target, later), best[:, None], -1)[:, 0]
-        own = values(params, now)[jnp.arange(batch), buffer["actions"][index]]
+        estimates = values(params, now)[jnp.arange(batch), buffer["actions"][index]]
         goal = buffer["rewards"][index] + 0.99 * after
-        return optax.huber_loss(own, lax.stop_gradient(goal)).mean()
+        return optax.huber_loss(estimates, lax.stop_gradient(goal)).mean()
 
     def step(params, target, buffer, fresh, count, key):
         start = (count * 32) % size
@@ -415,15 +418,15 @@ def dqn(mesh: AnyMesh) -> Made:
         return params, target, buffer, count + 1
 
     fresh = jax.tree.map(
-        lambda leaf: at((32, *leaf.shape[1:]), dtype=leaf.dtype), buffer
+        lambda leaf: struct((32, *leaf.shape[1:]), dtype=leaf.dtype), buffer
     )
     args = (
         params,
         params,
         buffer,
         fresh,
-        at((), dtype=jnp.int32),
-        at((2,), dtype=jnp.uint32),
+        struct((), dtype=jnp.int32),
+        struct((2,), dtype=jnp.uint32),
     )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 

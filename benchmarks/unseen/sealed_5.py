@@ -18,18 +18,18 @@ def swin(mesh: AnyMesh) -> Made:
     """Attention in windows of pictures cut by rows, rolled by half a window, merged two
     by two; bfloat16.
     """
-    at, width, window = functools.partial(on(mesh), dtype=jnp.bfloat16), 96, 4
+    struct, width, window = functools.partial(on(mesh), dtype=jnp.bfloat16), 96, 4
     block = {
-        "qkv": at((width, 3, 3, 32)),
-        "out": at((3, 32, width)),
-        "bias": at((3, 16, 16)),
+        "qkv": struct((width, 3, 3, 32)),
+        "out": struct((3, 32, width)),
+        "bias": struct((3, 16, 16)),
     }
-    block |= {"up": at((width, 384)), "down": at((384, width))}
+    block |= {"up": struct((width, 384)), "down": struct((384, width))}
     params = {
-        "patch": at((48, width)),
+        "patch": struct((48, width)),
         "blocks": [block] * 2,
-        "merge": at((4 * width, 192)),
-        "head": at((192, 30)),
+        "merge": struct((4 * width, 192)),
+        "head": struct((192, 30)),
     }
 
     def attend(p, x):
@@ -66,7 +66,7 @@ def swin(mesh: AnyMesh) -> Made:
 
     args = (
         params,
-        at((8, 64, 32, 48), "data", "rows"),
+        struct((8, 64, 32, 48), "data", "rows"),
         on(mesh)((8,), "data", dtype=jnp.int32),
     )
     return jax.jit(step, donate_argnums=0), args
@@ -81,18 +81,18 @@ def unet(mesh: AnyMesh) -> Made:
     """Two levels down and up, transposed convolutions, skips concatenated over cut
     channels; bfloat16 compute.
     """
-    at = on(mesh)
+    struct = on(mesh)
 
     def kernel(size, i, o):
-        return at((size, size, i, o), None, None, None, "channels")
+        return struct((size, size, i, o), None, None, None, "channels")
 
     params = {
-        "first": at((3, 3, 3, 32), None, None, None, "channels"),
+        "first": struct((3, 3, 3, 32), None, None, None, "channels"),
         "down": [kernel(3, 32, 64), kernel(3, 64, 128)],
         "middle": kernel(3, 128, 128),
         "up": [kernel(2, 128, 64), kernel(2, 64, 32)],
         "merge": [kernel(3, 128, 64), kernel(3, 64, 32)],
-        "last": at((1, 1, 32, 3), None, None, "channels"),
+        "last": struct((1, 1, 32, 3), None, None, "channels"),
     }
 
     def convolve(x, w, stride=1):
@@ -144,9 +144,9 @@ def unet(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state, value
 
     inputs = (
-        at((16, 32, 32, 3), "data"),
-        at((16,), "data"),
-        at((2,), dtype=jnp.uint32),
+        struct((16, 32, 32, 3), "data"),
+        struct((16,), "data"),
+        struct((2,), dtype=jnp.uint32),
     )
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
@@ -160,12 +160,12 @@ def siglip(mesh: AnyMesh) -> Made:
     """The sigmoid loss of pairs; texts go around a ring by `ppermute` inside a scan, so
     no device holds them all.
     """
-    at, count = on(mesh), mesh.shape["ring"]
+    struct, count = on(mesh), mesh.shape["ring"]
     params = {
-        "image": at((512, 128)),
-        "text": at((384, 128)),
-        "scale": at(()),
-        "shift": at(()),
+        "image": struct((512, 128)),
+        "text": struct((384, 128)),
+        "scale": struct(()),
+        "shift": struct(()),
     }
 
     def local(params, images, texts):
@@ -194,7 +194,11 @@ def siglip(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, images, texts)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    return jax.jit(step), (params, at((512, 512), "ring"), at((512, 384), "ring"))
+    return jax.jit(step), (
+        params,
+        struct((512, 512), "ring"),
+        struct((512, 384), "ring"),
+    )
 
 
 @case("mlp-momentum-data-parallel", cpu={"batch": 8}, v5e={"batch": 16})
@@ -202,8 +206,8 @@ def mlp_momentum(mesh: AnyMesh) -> Made:
     """A classifier as in the JAX tutorial: a list of pairs, SGD with momentum written
     by hand.
     """
-    at, sizes = on(mesh), (784, 512, 256, 10)
-    params = [(at((i, o)), at((o,))) for i, o in itertools.pairwise(sizes)]
+    struct, sizes = on(mesh), (784, 512, 256, 10)
+    params = [(struct((i, o)), struct((o,))) for i, o in itertools.pairwise(sizes)]
 
     def predict(params, x):
         for w, b in params[:-1]:
@@ -221,7 +225,10 @@ def mlp_momentum(mesh: AnyMesh) -> Made:
         velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
         return jax.tree.map(lambda p, v: p - 0.1 * v, params, velocity), velocity, value
 
-    images, labels = at((256, 784), "batch"), at((256,), "batch", dtype=jnp.int32)
+    images, labels = (
+        struct((256, 784), "batch"),
+        struct((256,), "batch", dtype=jnp.int32),
+    )
     return jax.jit(update, donate_argnums=(0, 1)), (params, params, images, labels)
 
 
@@ -230,17 +237,17 @@ def int8_scores(mesh: AnyMesh) -> Made:
     """Scores of whole sequences by weights of eight bits with a scale for each column;
     activations quantized too.
     """
-    at, width = on(mesh), 256
+    struct, width = on(mesh), 256
     layers = [
         {
-            "up": at((width, 1024), None, "model", dtype=jnp.int8),
-            "up_scale": at((1024,), "model"),
-            "down": at((1024, width), "model", dtype=jnp.int8),
-            "down_scale": at((width,)),
+            "up": struct((width, 1024), None, "model", dtype=jnp.int8),
+            "up_scale": struct((1024,), "model"),
+            "down": struct((1024, width), "model", dtype=jnp.int8),
+            "down_scale": struct((width,)),
         }
     ] * 3
-    table = at((4096, width), "model", dtype=jnp.int8)
-    params = {"layers": layers, "table": table, "table_scale": at((4096,), "model")}
+    table = struct((4096, width), "model", dtype=jnp.int8)
+    params = {"layers": layers, "table": table, "table_scale": struct((4096,), "model")}
 
     def dense(x, w, scale):
         step = jnp.max(jnp.abs(x), -1, keepdims=True) / 127 + 1e-8
@@ -267,7 +274,7 @@ def int8_scores(mesh: AnyMesh) -> Made:
         )
         return picked.sum((1, 2))
 
-    return jax.jit(scores), (params, at((16, 64), "data", dtype=jnp.int32))
+    return jax.jit(scores), (params, struct((16, 64), "data", dtype=jnp.int32))
 
 
 CASES = (

@@ -55,15 +55,22 @@ def single(
         specs = [drawn(chance, shape) for shape, _ in pairs]
 
     def make(mesh: AnyMesh) -> Made:
-        at = on(mesh)
+        struct = on(mesh)
         structs = tuple(
-            at(shape, *spec, dtype=kind)
+            struct(shape, *spec, dtype=kind)
             for (shape, kind), spec in zip(pairs, specs, strict=True)
         )
-        result, told = jax.eval_shape(function, *structs), random.Random(name + " out")
+        result, generator = (
+            jax.eval_shape(function, *structs),
+            random.Random(name + " out"),
+        )
         placed = None
-        if out and isinstance(result, jax.ShapeDtypeStruct) and told.random() < 0.4:
-            placed = at(result.shape, *drawn(told, result.shape)).sharding
+        if (
+            out
+            and isinstance(result, jax.ShapeDtypeStruct)
+            and generator.random() < 0.4
+        ):
+            placed = struct(result.shape, *drawn(generator, result.shape)).sharding
         return jax.jit(function, out_shardings=placed), structs
 
     return Case(name, make, CPU, V5E)
@@ -158,7 +165,9 @@ def put(x: Any, start: Any, value: Any) -> Any:
 
 
 def windows(x: Any, start: Any) -> Any:
-    return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, 8))(x, start)
+    return jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, 8))(
+        x, start
+    )
 
 
 reshapes = (
@@ -279,7 +288,7 @@ gathers = (
     single("gather-pairs", lambda x, i, j: x[i, j], (64, 128, 16), ints(64), ints(64)),
     single(
         "gather-batched",
-        lambda x, i: jax.vmap(lambda row, at: row[at])(x, i),
+        lambda x, i: jax.vmap(lambda row, position: row[position])(x, i),
         (32, 64, 16),
         ints(32, 8),
     ),
