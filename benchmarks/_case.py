@@ -144,5 +144,6 @@ def memcpy(byte_count: int) -> Floor:
     """The floor of moving `byte_count` bytes on the host: one `numpy.copyto` of as many
     bytes.
     """
-    source, target = np.ones(byte_count, np.uint8), np.zeros(byte_count, np.uint8)
+    source = np.ones(byte_count, np.uint8)
+    target = np.zeros(byte_count, np.uint8)
     return Floor("memcpy", lambda _: np.copyto(target, source))

@@ -98,7 +98,8 @@ def census(
         if odd
         else [large]
     )
-    rng, rows = random.Random(21562), []
+    rng = random.Random(21562)
+    rows = []
     layouts = [sharding_of(devices, end) for end in every_layout(len(devices))]
     scratch = _scratch_bytes(devices)
     while len(rows) < pairs:
@@ -159,7 +160,8 @@ def _row(
 ) -> Row:
     plan = planned(shape, dtype, src, dst)
     jax.clear_caches()
-    programs, taken = {}, {}
+    programs = {}
+    taken = {}
     for name, fn in (
         ("xla", lambda x: x),
         ("ours", steps_program(shape, dtype, src, dst)),

@@ -237,7 +237,10 @@ def of_a_large_llama(
     """Seconds to plan for the 1,137 arrays of a Llama of 405 billion, and for one host;
     to write and read the plan.
     """
-    width, keys, feed, words = 16384, 1024, 53248, 128256
+    width = 16384
+    keys = 1024
+    feed = 53248
+    words = 128256
     shapes = {
         "q": (width, width),
         "k": (width, keys),

@@ -19,7 +19,8 @@ from shardfx.cost import traffic
 from ._case import Case, Entry, Finding, Floor, Limit, Race, Rival, Value
 
 
-_OURS, _WRITTEN = "shardfx.map_matrices", "jax.jit, as written"
+_OURS = "shardfx.map_matrices"
+_WRITTEN = "jax.jit, as written"
 _LAYERS = 8
 _MEMORY = "temporary memory over two stacks' shards and one matrix"
 

@@ -91,7 +91,10 @@ def simulated() -> dict[str, Value]:
     layouts = every_layout(16)
     array = np.arange(16 * 16).reshape(16, 16)
     right = {end: pieces(array, end, end) for end in layouts}
-    ratios, wire, bound, most = [], 0, 0, 0
+    ratios = []
+    wire = 0
+    bound = 0
+    most = 0
     for src, dst in it.product(layouts, layouts):
         plan = redistribute(array.shape, 64, src, dst)
         held: Sequence[np.ndarray] = right[src]
@@ -103,7 +106,8 @@ def simulated() -> dict[str, Value]:
             if not (a == b).all()
         ]
         assert not wrong, f"{src} to {dst}: devices {wrong} hold something else"
-        wire, bound = wire + plan.wire_bytes, bound + plan.lower_bound_bytes
+        wire = wire + plan.wire_bytes
+        bound = bound + plan.lower_bound_bytes
         most = max(most, len(plan.steps))
         if plan.lower_bound_bytes:
             ratios.append(plan.wire_bytes / plan.lower_bound_bytes)
@@ -176,7 +180,8 @@ def run_chunk(chunk: int, chunks: int) -> Mapping[str, Any]:
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
     )
-    devices, layouts = emulated(16), every_layout(16)
+    devices = emulated(16)
+    layouts = every_layout(16)
     shardings = {end: sharding_of(devices, end) for end in layouts}
     # Every element has bits of its own, many are NaN.
     bits = np.arange(_SHAPE[0] * _SHAPE[1], dtype=np.uint32) * np.uint32(2654435761)

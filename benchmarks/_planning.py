@@ -80,7 +80,8 @@ def _hot(
     processor: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            begin, begin_processor = time.perf_counter(), time.thread_time()
+            begin = time.perf_counter()
+            begin_processor = time.thread_time()
             for _ in range(number[name]):
                 call(tree)
             wall[name].append((time.perf_counter() - begin) / number[name])

@@ -102,7 +102,8 @@ def speed(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     low = min(min(row.speedups.values()) for row in rows)
     high = max(max(row.speedups.values()) for row in rows)
     scale = _Scale(min(0.5, low * 0.9), max(2.0, high * 1.1), 430, 880)
-    marks, y = [], 56
+    marks = []
+    y = 56
     for suite in suites:
         marks.append(_text(20, y + 4, suite, weight=600))
         y += 22
@@ -121,7 +122,8 @@ def speed(files: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def _line_of(row: Race, y: float, scale: "_Scale") -> list[str]:
-    nearest, farthest = min(row.speedups.values()), max(row.speedups.values())
+    nearest = min(row.speedups.values())
+    farthest = max(row.speedups.values())
     colour = OURS if nearest >= 1 else SLOWER
     speedups = "; ".join(
         f"{value:.2f} x {name}" for name, value in row.speedups.items()
@@ -158,7 +160,10 @@ def memory(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     pairs, record = max(counted, key=lambda item: item[0])
     counts = _spread(record["values"])
     most = max(max(bars.values()) for bars in counts.values())
-    margin, width, top, height = 60, 820 / len(counts), 86, 210
+    margin = 60
+    width = 820 / len(counts)
+    top = 86
+    height = 210
     parts = [_text(20, 48, f"{record['name']}: moves", colour=SOFT)]
     for group, (label, bars) in enumerate(counts.items()):
         x = margin + group * width
@@ -202,7 +207,8 @@ def _spread(values: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     counts: dict[str, dict[str, int]] = {}
     for key, value in values.items():
         if match := _CENSUS.fullmatch(key):
-            name, interval = match[1], match[2].replace("x, up to ", " to ")
+            name = match[1]
+            interval = match[2].replace("x, up to ", " to ")
             label = (
                 "none"
                 if interval == "0x"
@@ -218,7 +224,8 @@ def _spread(values: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Seconds against leaves, both logarithmic."""
-    lines, points = [], []
+    lines = []
+    points = []
     for suite, record in _records(files):
         values = record["values"]
         sizes = {
@@ -269,13 +276,12 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
         )
     for leaves, name, seconds, case in points:
         title = html.escape(f"{name}, {case}: {_seconds(seconds)}")
-        x, y = across(leaves), down(seconds)
+        x = across(leaves)
+        y = down(seconds)
         parts.append(f"<g><title>{title}</title>{looks[name].mark(x, y)}</g>")
         if name == names[0]:
-            label, is_right_of_axis = (
-                case.replace(f"{leaves:,} leaves", "").strip(", "),
-                x > 240,
-            )
+            label = case.replace(f"{leaves:,} leaves", "").strip(", ")
+            is_right_of_axis = x > 240
             place, anchor = (x - 9, "end") if is_right_of_axis else (x + 9, "start")
             parts.append(
                 _text(

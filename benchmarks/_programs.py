@@ -37,7 +37,8 @@ def program_of(
     plan: Redistribution, rank: int, src: NamedSharding, dst: NamedSharding
 ) -> Callable[[Any], Any]:
     """The steps of a plan as a function to be traced, of arrays of `rank` dimensions."""
-    src, dst = untyped(src), untyped(dst)
+    src = untyped(src)
+    dst = untyped(dst)
     like, _ = layouts(rank, src, dst)
     return ft.partial(program, src=src, dst=dst, steps=plan.steps, like=like)
 

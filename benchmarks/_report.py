@@ -105,10 +105,8 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     for suite, records in first["suites"].items():
         others = {record["name"]: record for record in second["suites"].get(suite, ())}
         for record in records:
-            before, after = (
-                record["values"],
-                others.get(record["name"], {"values": {}})["values"],
-            )
+            before = record["values"]
+            after = others.get(record["name"], {"values": {}})["values"]
             for key, value in before.items():
                 if _is_number(value) and _is_number(after.get(key)):
                     ratio = f"{after[key] / value:.3f}" if value else "-"

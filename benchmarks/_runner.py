@@ -229,13 +229,12 @@ def _alternate(
             arguments = race.fresh()
             gc.collect()
             gc.freeze()
-            begin, other = race.clock(), also()
+            begin = race.clock()
+            other = also()
             for _ in range(race.number):
                 _finished(run(arguments), race.block)
-            seconds, other = (
-                (race.clock() - begin) / race.number,
-                (also() - other) / race.number,
-            )
+            seconds = (race.clock() - begin) / race.number
+            other = (also() - other) / race.number
             gc.unfreeze()
             if repeat > 0:  # round 0 warms caches that the first run could not
                 times[name].append(seconds)

@@ -27,7 +27,8 @@ def pieces(array: np.ndarray, end: StepLayout, like: StepLayout) -> list[np.ndar
     place = {device: index for index, device in enumerate(order or ())}
     boxes = []
     for device in range(end.size) if alike else like.order or ():
-        coords, rest = [], place[device]
+        coords = []
+        rest = place[device]
         for size in reversed(end.sizes):
             coords.insert(0, rest % size)
             rest //= size

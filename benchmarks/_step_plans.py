@@ -145,7 +145,8 @@ def planned(
       can be compiled.
     """
     mesh = layout.mesh if devices is None else layout.mesh.build(devices)
-    shapes, rules = parameters(sizes, strategy), layout.axis_rules
+    shapes = parameters(sizes, strategy)
+    rules = layout.axis_rules
     ours = plan(
         shapes, mesh, names=parameter_names(sizes, strategy), axes=rules, unused="allow"
     )

@@ -79,7 +79,8 @@ MIXTURE = {
 # sequence may be whole.
 STREAM = ("batch", "sequence", "width")
 INSIDE = ("batch", "inner", "width")
-QUERIES, KEYS = ("batch", "inner", "heads", None), ("batch", "keys", "kv_heads", None)
+QUERIES = ("batch", "inner", "heads", None)
+KEYS = ("batch", "keys", "kv_heads", None)
 
 
 def parameter_names(sizes: Sizes, strategy: Way) -> dict[str, Any]:
@@ -222,17 +223,16 @@ class _Model:
 
     def mlp(self, x: jax.Array, weights: Any) -> jax.Array:
         names = ("batch", "inner", "hidden")
-        gate, up = (
-            self.laid(x @ weights["gate"], names),
-            self.laid(x @ weights["up"], names),
-        )
+        gate = self.laid(x @ weights["gate"], names)
+        up = self.laid(x @ weights["up"], names)
         return self.laid((jax.nn.silu(gate) * up) @ weights["down"], STREAM)
 
     def mixture(self, x: jax.Array, weights: Any) -> jax.Array:
         """Each row of the batch gives each expert as many tokens as it has room for;
         what does not fit is left out.
         """
-        sizes, length = self.sizes, x.shape[1]
+        sizes = self.sizes
+        length = x.shape[1]
         room = max(1, math.ceil(length * sizes.experts_per_token / sizes.experts))
         shares = jax.nn.softmax((x @ weights["router"]).astype(jnp.float32), axis=-1)
         best, chosen = jax.lax.top_k(shares, sizes.experts_per_token)
@@ -254,10 +254,8 @@ class _Model:
         """Slots (expert, batch, place, width) on their way from the devices of their
         tokens to those of experts.
         """
-        by_tokens, by_experts = (
-            (None, "batch", None, "width"),
-            ("expert", "expert_batch", None, "width"),
-        )
+        by_tokens = (None, "batch", None, "width")
+        by_experts = ("expert", "expert_batch", None, "width")
         if self.way.exchange == "once":
             return self.laid(x, by_experts)
         first, second = (
@@ -292,7 +290,8 @@ def _rotated(x: jax.Array) -> jax.Array:
     )
     angles = positions[:, None, None] * 10_000 ** (-planes / half)
     first_half, right = jnp.split(x, 2, axis=-1)
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    cos = jnp.cos(angles).astype(x.dtype)
+    sin = jnp.sin(angles).astype(x.dtype)
     return jnp.concatenate(
         [first_half * cos - right * sin, right * cos + first_half * sin], axis=-1
     )

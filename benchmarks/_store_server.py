@@ -51,7 +51,8 @@ def main(directory: str, seconds: float) -> None:
                 self._send(404, {}, code.encode())
                 return
             size = file.stat().st_size
-            start, stop = 0, size
+            start = 0
+            stop = size
             text = self.headers.get("Range", "")
             if text:
                 first, last = text.removeprefix("bytes=").split("-")

@@ -136,7 +136,9 @@ def _tokens(*shape: int) -> Any:
 def _experts(
     struct: Any, width: int, hidden: int, experts: int, batch: int, length: int
 ) -> Model:
-    heads, head, vocab = 16, width // 16, 32000
+    heads = 16
+    head = width // 16
+    vocab = 32000
 
     def layer(x: Any, p: Any) -> tuple[Any, None]:
         y = _normed(x)
@@ -339,7 +341,8 @@ def _unet(struct: Any, batch: int) -> Model:
     widths = (64, 128, 256)
 
     def loss(p: Any, images: Any, noise: Any) -> Any:
-        x, skips = _convolved(images, p["first"]), []
+        x = _convolved(images, p["first"])
+        skips = []
         for stage in p["down"]:
             skips.append(x)
             x = jax.nn.silu(_convolved(x, stage, 2))

@@ -47,11 +47,15 @@ SUMMARY = (
     "Trees that differ: a Hugging Face layout into a stacked tree, and a trainer's"
     " weights for an engine."
 )
-WIDTH, HEADS, KEYS, SIZE, FEED, VOCABULARY, SHARDS = 1024, 16, 4, 64, 2816, 16384, 8
-LARGE, LARGE_ENDS = (
-    "benchmarks._jobs:of_a_large_llama",
-    {"devices": (2048, 256), "processes": (512, 32)},
-)
+WIDTH = 1024
+HEADS = 16
+KEYS = 4
+SIZE = 64
+FEED = 2816
+VOCABULARY = 16384
+SHARDS = 8
+LARGE = "benchmarks._jobs:of_a_large_llama"
+LARGE_ENDS = {"devices": (2048, 256), "processes": (512, 32)}
 # Bytes of one layer and of the embedding, in bfloat16.
 LAYER_BYTES = 2 * WIDTH * (2 * HEADS * SIZE + 2 * KEYS * SIZE + 3 * FEED + 1)
 EMBEDDING_BYTES = 2 * WIDTH * VOCABULARY
@@ -333,10 +337,8 @@ def _as_it_is(file: Path, devices: list[Any]) -> ShardPlan:
 
 def _load(mebibytes: int, options: Options) -> Race:
     file = _folder(mebibytes) / "model.safetensors"
-    trainer, plain_plan = (
-        _trainer(_layers(mebibytes), options.devices),
-        _as_it_is(file, options.devices),
-    )
+    trainer = _trainer(_layers(mebibytes), options.devices)
+    plain_plan = _as_it_is(file, options.devices)
 
     def check(_: Any, result: Any) -> None:
         for path, array in _by_hand(file, trainer.shardings).items():
@@ -378,7 +380,8 @@ LOADERS: dict[str, Callable[[Path, ShardPlan], Any]] = {
 
 
 def _memory(mebibytes: int, options: Options) -> Mapping[str, Value]:
-    file, values = _folder(mebibytes) / "model.safetensors", {}
+    file = _folder(mebibytes) / "model.safetensors"
+    values = {}
     for name in LOADERS:
         given = {
             "file": str(file),
@@ -413,7 +416,8 @@ def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, f
     reset_peak()
     before = resident_bytes()
     result = jax.block_until_ready(LOADERS[name](Path(file), trainer))
-    peak, resident = peak_resident_bytes() - before, resident_bytes() - before
+    peak = peak_resident_bytes() - before
+    resident = resident_bytes() - before
     del result
     return {"peak_over_tensors": peak / held, "resident_over_tensors": resident / held}
 
@@ -422,13 +426,15 @@ REPLICATED = PathRules([(".*", P())])
 
 
 def _sync(mebibytes: int, options: Options, elsewhere: bool) -> Race:
-    layers, half = _layers(mebibytes), len(options.devices) // 2
+    layers = _layers(mebibytes)
+    half = len(options.devices) // 2
     source_devices, there = (
         (options.devices[:half], options.devices[half:])
         if elsewhere
         else (options.devices,) * 2
     )
-    source, target = _trainer(layers, source_devices), _engine(layers, there)
+    source = _trainer(layers, source_devices)
+    target = _engine(layers, there)
     shardings = target.shardings
 
     # All trees hold the same numbers, so that one answer is right for all rivals.
@@ -534,7 +540,10 @@ def _leaf_by_leaf(layers: int, shardings: Any, tree: Any) -> Any:
 
 def _small(leaves: int, devices: list[Any]) -> tuple[dict[str, jax.Array], ShardPlan]:
     """The leaves of a large Llama, of few bytes: what counts is what each costs."""
-    layers, width, heads, feed = (leaves - 3) // 9, 32, 32, 48
+    layers = (leaves - 3) // 9
+    width = 32
+    heads = 32
+    feed = 48
     shapes = {"embed": (64, width), "head": (64, width), "norm": (width,)}
     for name, rows, columns in (
         ("q", width, heads),
@@ -599,7 +608,8 @@ def _counts(options: Options) -> Mapping[str, Value]:
     )
     programs = program.cache_info().currsize
     layers = 2
-    source, target = _trainer(layers, options.devices), _engine(layers, options.devices)
+    source = _trainer(layers, options.devices)
+    target = _engine(layers, options.devices)
     works = map_move(flatten(_filled(source)), target, ENGINE, False).plans
     wire_bytes = sum(
         work.assembly.parts.wire_bytes for work in works if work.assembly is not None
@@ -646,7 +656,8 @@ def _origins(path: str, layer: int) -> list[tuple[str, int]]:
             for part in ("gate", "up")
             for r in range(step)
         ]
-    step, times = HEADS * SIZE // SHARDS, SHARDS // KEYS
+    step = HEADS * SIZE // SHARDS
+    times = SHARDS // KEYS
     origins = []
     for s in range(SHARDS):
         origins += [("layers/q", s * step + r) for r in range(step)]
@@ -690,7 +701,8 @@ def _room(mebibytes: int, options: Options) -> Mapping[str, Value]:
     """What the programs allocate beside their arguments and results, by XLA's own
     account.
     """
-    source, target = _trainer(2, options.devices), _engine(2, options.devices)
+    source = _trainer(2, options.devices)
+    target = _engine(2, options.devices)
     tree = _filled(source)
     works = map_move(flatten(tree), target, ENGINE, False).plans
     largest = max(leaf.bytes_per_device for leaf in target.leaves)
@@ -733,11 +745,10 @@ def _apart(mebibytes: int, options: Options) -> Mapping[str, Value]:
     """What programs between other devices take of each beside its shards, as it is
     planned.
     """
-    layers, half = _layers(mebibytes), len(options.devices) // 2
-    source, target = (
-        _trainer(layers, options.devices[:half]),
-        _engine(layers, options.devices[half:]),
-    )
+    layers = _layers(mebibytes)
+    half = len(options.devices) // 2
+    source = _trainer(layers, options.devices[:half])
+    target = _engine(layers, options.devices[half:])
     move = plan_reshard(source, target, map=ENGINE)
     pieces = [leaf for leaf in move.leaves if leaf.how == "pieces"]
     # The devices of a CPU share one memory, and the plan is of that.
@@ -754,7 +765,8 @@ def _apart(mebibytes: int, options: Options) -> Mapping[str, Value]:
 
 def _again(options: Options) -> Mapping[str, Value]:
     tree, target = _small(_leaf_count(options), options.devices)
-    firsts, seconds = [], []
+    firsts = []
+    seconds = []
     for _ in range(3):
         shardfx.clear_caches()
         jax.clear_caches()
@@ -765,7 +777,8 @@ def _again(options: Options) -> Mapping[str, Value]:
             taken.append(time.perf_counter() - begin)
         firsts.append(taken[0])
         seconds.append(statistics.median(taken[1:]))
-    first, second = statistics.median(firsts), statistics.median(seconds)
+    first = statistics.median(firsts)
+    second = statistics.median(seconds)
     return {
         "first_seconds": first,
         "second_seconds": second,

@@ -45,7 +45,8 @@ def main(arguments: Sequence[str]) -> int:
                 by_version[outcome["jax"]] = _outcome(outcome)
     precision: dict[str, dict[str, int]] = {}
     if flags.samples:
-        python, count = flags.pythons[0], str(flags.samples)
+        python = flags.pythons[0]
+        count = str(flags.samples)
         for outcome in _told(python, "benchmarks.fault_samples", count):
             precision[outcome.pop("fault")] = outcome
     for file in sorted(_RECORDS.glob("*.toml")):

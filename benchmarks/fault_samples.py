@@ -29,10 +29,13 @@ def residual(rng: random.Random) -> Case:
     """Residual blocks of one square matrix each: rows or sequences, with a norm or
     without, scanned or not.
     """
-    width, depth = rng.choice([16, 32, 64, 96]), rng.choice([2, 3, 4])
-    rows, length = rng.choice([8, 16, 32, 64]), rng.choice([0, 0, 4, 8])
+    width = rng.choice([16, 32, 64, 96])
+    depth = rng.choice([2, 3, 4])
+    rows = rng.choice([8, 16, 32, 64])
+    length = rng.choice([0, 0, 4, 8])
     activation = _ACTIVATIONS[rng.choice([*_ACTIVATIONS])]
-    is_normed, is_scanned = rng.random() < 0.5, rng.random() < 0.3
+    is_normed = rng.random() < 0.5
+    is_scanned = rng.random() < 0.3
 
     def block(x: Any, w: Any) -> Any:
         y = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) if is_normed else x
@@ -54,9 +57,11 @@ def residual(rng: random.Random) -> Case:
 
 def convolutions(rng: random.Random) -> Case:
     """Two or three convolutions with strides, residual or not."""
-    depth, channels = rng.choice([2, 2, 3]), rng.choice([8, 16, 32])
+    depth = rng.choice([2, 2, 3])
+    channels = rng.choice([8, 16, 32])
     strides = [rng.choice([1, 1, 2]) for _ in range(depth)]
-    window, is_residual = rng.choice([3, 3, 5]), rng.random() < 0.5
+    window = rng.choice([3, 3, 5])
+    is_residual = rng.random() < 0.5
 
     def loss(x: Any, kernels: Any) -> Any:
         for kernel, stride in zip(kernels, strides, strict=True):
@@ -92,7 +97,8 @@ def main(count: int) -> None:
         wrong = 0
         for seed in range(count):
             case = _PROGRAMS[fault.arrays.kind](random.Random(seed))
-            shape, spec = case.args[1].shape[1:], case.specs[1][1:]
+            shape = case.args[1].shape[1:]
+            spec = case.specs[1][1:]
             cuts = [(axis,) for axis in spec] + [()] * (len(shape) - len(spec))
             assert matches_array(fault.arrays, shape, cuts, case.mesh)
             wrong += apart(case) > CLOSE

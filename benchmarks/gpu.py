@@ -59,13 +59,15 @@ def results(options: Options) -> tuple[str, bool]:
     entries = cases(options)
     records = run_suite(entries, options, Progress("accelerator", len(entries)))
     print(f"\naccelerator: {SUMMARY}\n\n{_report.table(records)}\n", flush=True)
-    machine, versions = _machine.machine(options.devices), _machine.versions()
+    machine = _machine.machine(options.devices)
+    versions = _machine.versions()
     text = _report.to_json({"accelerator": records}, machine, versions, options.quick)
     return text, any(record.failed for record in records)
 
 
 def cases(options: Options) -> list[Entry]:
-    device, quick = options.devices[0], options.quick
+    device = options.devices[0]
+    quick = options.quick
     limited: Entry = Skip(
         "a tree of four times the memory limit, out and back",
         "this device counts no memory",
@@ -106,7 +108,9 @@ def _limited(device: Any, mebibytes: int) -> Mapping[str, Value]:
     """Peak bytes on the device when a state moves out under a limit, is given up, and
     comes back.
     """
-    source, there, count = _on(device), _on(device, "pinned_host"), mebibytes << 18
+    source = _on(device)
+    there = _on(device, "pinned_host")
+    count = mebibytes << 18
     before = device.memory_stats()["bytes_in_use"]
     tree = jax.jit(
         lambda: [jnp.full((count,), i, jnp.float32) for i in range(LEAVES)],

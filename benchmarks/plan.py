@@ -41,7 +41,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(options: Options) -> list[Entry]:
-    llama, deepseek = shapes.LLAMA_RULES, shapes.DEEPSEEK_RULES
+    llama = shapes.LLAMA_RULES
+    deepseek = shapes.DEEPSEEK_RULES
     race = ft.partial(_race, devices=options.devices)
     largest = 10_000 if options.quick else options.flags.leaves
     fastest = Limit("speedup.best", at_least=1.0)
@@ -143,7 +144,8 @@ def _planning(options: Options) -> list[Entry]:
 
 def planner(rules: Any, mesh: Any) -> Callable[[Any], sfx.ShardPlan]:
     """The work that is timed: match, resolve, correct, and make every NamedSharding."""
-    paths, axes = sfx.PathRules(rules), sfx.AxisRules(shapes.AXES)
+    paths = sfx.PathRules(rules)
+    axes = sfx.AxisRules(shapes.AXES)
 
     def run(tree: Any) -> sfx.ShardPlan:
         plan = sfx.plan(tree, mesh, paths=paths, axes=axes)
@@ -355,7 +357,8 @@ def _argument(number: int) -> dict[str, Value]:
     mesh = sfx.MeshSpec({"fsdp": 16, "tensor": 8})
     plan = planner(shapes.DEEPSEEK_RULES, mesh)(shapes.deepseek_v3())
     again = sfx.ShardPlan.from_json(plan.to_json(), like=shapes.deepseek_v3())
-    assert again == plan and again is not plan
+    assert again == plan
+    assert again is not plan
     traces = []
 
     @jax.jit

@@ -150,7 +150,8 @@ def _races(options: Options) -> list[Entry]:
         return [Skip("single moves", f"they need 8 devices, and there are {count}")]
     devices = np.array(options.devices[:8])
     mesh = Mesh(devices.reshape(2, 4), ("x", "y"))
-    wide, flat = Mesh(devices.reshape(4, 2), ("x", "y")), Mesh(devices, ("z",))
+    wide = Mesh(devices.reshape(4, 2), ("x", "y"))
+    flat = Mesh(devices, ("z",))
     shape = _shape(ALPA["case 1"].shape, options)
     moves = {
         f"Alpa's {number}, one mesh": (
@@ -267,7 +268,9 @@ def _planning(devices: int, slices: int, count: int) -> Finding:
 
 
 def _planning_times(devices: int, slices: int, count: int) -> dict[str, Value]:
-    rng, times, ratios = random.Random(devices), [], []
+    rng = random.Random(devices)
+    times = []
+    ratios = []
     # As in races, planning pays for its own garbage, and not for what earlier cases
     # left.
     gc.collect()
@@ -325,10 +328,8 @@ def _planning_a_tree() -> Finding:
     """A thousand leaves with ten shapes and two moves each, on meshes without devices."""
 
     def measure() -> dict[str, Value]:
-        trainer, server = (
-            AbstractMesh((16,), ("fsdp",)),
-            AbstractMesh((4, 4), ("data", "tensor")),
-        )
+        trainer = AbstractMesh((16,), ("fsdp",))
+        server = AbstractMesh((4, 4), ("data", "tensor"))
         layouts = [
             [
                 NamedSharding(trainer, P("fsdp")),
@@ -362,10 +363,8 @@ def _planning_a_tree() -> Finding:
 def _seen_before() -> Finding:
     def measure() -> dict[str, Value]:
         order = tuple(random.Random(0).sample(range(4096), 4096))
-        src, dst = (
-            StepLayout((16, 256), ((0,), (1,))),
-            StepLayout((64, 64), ((1,), (0,)), order),
-        )
+        src = StepLayout((16, 256), ((0,), (1,)))
+        dst = StepLayout((64, 64), ((1,), (0,)), order)
         src = StepLayout(src.sizes, src.dims, tuple(range(4096)))
         redistribute((65536, 65536), 16, src, dst)
         begin = time.perf_counter()

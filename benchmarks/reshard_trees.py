@@ -119,10 +119,8 @@ def _many_leaves(
 ) -> Race:
     devices = np.array(options.devices[:8])
     target = devices if order is None else devices[list(order)]
-    source, mesh = (
-        Mesh(devices, ("fsdp",)),
-        Mesh(target.reshape(sizes), ("fsdp", "tensor")),
-    )
+    source = Mesh(devices, ("fsdp",))
+    mesh = Mesh(target.reshape(sizes), ("fsdp", "tensor"))
     values = _model()
     src = jax.tree.map(lambda x: NamedSharding(source, P("fsdp")), values)
     dst = jax.tree.map(lambda x: NamedSharding(mesh, _spec(x.shape, mesh)), values)
@@ -198,10 +196,8 @@ def _in_place(options: Options) -> Race:
 
 def _small_leaves(options: Options) -> Race:
     devices = np.array(options.devices[:8])
-    src, dst = (
-        NamedSharding(Mesh(devices, ("x",)), P("x")),
-        NamedSharding(Mesh(devices[[6, 4, 2, 0]], ("x",)), P("x")),
-    )
+    src = NamedSharding(Mesh(devices, ("x",)), P("x"))
+    dst = NamedSharding(Mesh(devices[[6, 4, 2, 0]], ("x",)), P("x"))
     values = [np.full(64, i, np.float32) for i in range(5000)]
     return Race(
         rivals=(
@@ -342,11 +338,10 @@ def beyond_limit(limit_mebibytes: int, how: str) -> dict[str, float]:
     target, over the limit.
     """
     jax.config.update("jax_num_cpu_devices", 8)
-    devices, limit = np.array(jax.devices()), limit_mebibytes << 20
-    src, dst = (
-        NamedSharding(Mesh(devices, ("x",)), P("x")),
-        NamedSharding(Mesh(devices.reshape(2, 4), ("x", "y")), P("y", "x")),
-    )
+    devices = np.array(jax.devices())
+    limit = limit_mebibytes << 20
+    src = NamedSharding(Mesh(devices, ("x",)), P("x"))
+    dst = NamedSharding(Mesh(devices.reshape(2, 4), ("x", "y")), P("y", "x"))
     # Half of the tree in one leaf, the other half in eight; twice, so that the second
     # time compiles nothing.
     columns = 4 * limit // 2 // 4 // 4096
@@ -368,12 +363,11 @@ def beyond_limit(limit_mebibytes: int, how: str) -> dict[str, float]:
     tree = jax.block_until_ready(make())
     gc.collect()
     reset_peak()
-    before, begin = resident_bytes(), time.perf_counter()
+    before = resident_bytes()
+    begin = time.perf_counter()
     moved = jax.block_until_ready(move(tree, dst))
-    seconds, beyond = (
-        time.perf_counter() - begin,
-        peak_resident_bytes() - before - _bytes(tree),
-    )
+    seconds = time.perf_counter() - begin
+    beyond = peak_resident_bytes() - before - _bytes(tree)
     del moved
     return {
         "beyond_over_limit": max(0, beyond) / limit,

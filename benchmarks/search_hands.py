@@ -148,10 +148,8 @@ def _held_against(
         if rank < _OWN or candidate.title in hands
     ]
     looked = look(lowered, chosen, devices_for("compile", asked, None))
-    choice, best = (
-        looked[0],
-        next(candidate for candidate in looked if candidate.title in hands),
-    )
+    choice = looked[0]
+    best = next(candidate for candidate in looked if candidate.title in hands)
     first = next(
         candidate for candidate in looked if candidate.title == fitting[0].title
     )

@@ -31,7 +31,8 @@ _Pair = tuple[float, float]  # ours, the program's
 
 # Whose seconds are compared.
 _CHIP = "v5e"
-_BYTES, _SECONDS = "spearman of bytes", "spearman of seconds"
+_BYTES = "spearman of bytes"
+_SECONDS = "spearman of seconds"
 # A dense model, experts, an encoder with a decoder, convolutions; and steps by authors
 # who had not read the search.
 _MODELS = ("dense 0.1B", "experts", "T5", "convolutions")

@@ -136,7 +136,9 @@ def _call(plans: DemoPlans, run: Run) -> Race:
 
 def _step(plans: DemoPlans, run: Run) -> Race:
     trainer = _Trainer(run, plans)
-    model, state, tokens = trainer.model, trainer.state, trainer.tokens(0)
+    model = trainer.model
+    state = trainer.state
+    tokens = trainer.tokens(0)
     step = make_step(make_optimizer(run), plans.model)
     into = (plans.model, plans.optimizer, plans.batch)
     (expected,) = _one_device_losses(run)[:1]

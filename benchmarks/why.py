@@ -39,7 +39,8 @@ def judged(on_chip: StepOnChip) -> str:
     """How much smaller the arrays and the memory get, and what is sent before and
     after.
     """
-    step, before = on_chip.step, shardings_of(on_chip.step, "tpu")
+    step = on_chip.step
+    before = shardings_of(on_chip.step, "tpu")
     largest = _whole(before)
     advised = saving_constraints(on_chip)
     lines = list(advised.constraints) if advised else []

@@ -62,7 +62,8 @@ def _all(only: str) -> dict[str, Any]:
                 print(line, end="", flush=True)
                 row = json.loads(line)
                 if "begins" in row:
-                    pending, count = row["begins"], count + 1
+                    pending = row["begins"]
+                    count = count + 1
                 else:
                     results[row.pop("case")] = row
                     pending = ""

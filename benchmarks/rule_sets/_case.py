@@ -67,7 +67,8 @@ class Case(NamedTuple):
 
     def step(self) -> tuple[Any, tuple[Any, ...]]:
         """The jitted step, loss and gradient, and its arguments as structs."""
-        model, spec = self.make(), sfx.MeshSpec(self.sizes)
+        model = self.make()
+        spec = sfx.MeshSpec(self.sizes)
         mesh = spec.build(jax.devices()[: spec.size])
         plan = self.planned(model.params, spec).on(mesh)
         rows = jax.NamedSharding(mesh, jax.P(self.axes[:-1]))

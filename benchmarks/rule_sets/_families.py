@@ -35,8 +35,10 @@ def turned(x: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
     rates = 1e4 ** (-jnp.arange(half) / half)
     angles = jnp.arange(x.shape[1])[:, None, None] * rates
-    first, second = x[..., :half], x[..., half:]
-    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    first = x[..., :half]
+    second = x[..., half:]
+    cosine = jnp.cos(angles)
+    sine = jnp.sin(angles)
     return jnp.concatenate(
         [first * cosine - second * sine, second * cosine + first * sine], axis=-1
     )
@@ -95,7 +97,8 @@ def _self_attention(p: Params, x: jax.Array, head_dim: int) -> jax.Array:
         heads_of(linear(p[f"{name}_proj"], x), head_dim) for name in "qkv"
     )
     if "q_norm" in p:
-        query, key = normed(p["q_norm"], query), normed(p["k_norm"], key)
+        query = normed(p["q_norm"], query)
+        key = normed(p["k_norm"], key)
     return linear(p["o_proj"], attended(turned(query), turned(key), value, causal=True))
 
 
@@ -139,13 +142,15 @@ def latent_loss(
     model = p["model"]
     x = model["embed_tokens"]["weight"][tokens]
     for layer in layers_of(model["layers"]):
-        y, attention_weights = normed(layer["input_layernorm"], x), layer["self_attn"]
+        y = normed(layer["input_layernorm"], x)
+        attention_weights = layer["self_attn"]
         query = normed(
             attention_weights["q_a_layernorm"], linear(attention_weights["q_a_proj"], y)
         )
         query = heads_of(linear(attention_weights["q_b_proj"], query), nope + rope)
         joint = linear(attention_weights["kv_a_proj_with_mqa"], y)
-        latent, shared = joint[..., :-rope], joint[..., -rope:]
+        latent = joint[..., :-rope]
+        shared = joint[..., -rope:]
         both = linear(
             attention_weights["kv_b_proj"],
             normed(attention_weights["kv_a_layernorm"], latent),
@@ -186,10 +191,8 @@ def bert_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
     x = x + tables["position_embeddings"]["weight"][: tokens.shape[1]]
     x = normed(tables["LayerNorm"], x + tables["token_type_embeddings"]["weight"][0])
     for layer in layers_of(p["encoder"]["layer"]):
-        attention_weights, out = (
-            layer["attention"]["self"],
-            layer["attention"]["output"],
-        )
+        attention_weights = layer["attention"]["self"]
+        out = layer["attention"]["output"]
         query, key, value = (
             heads_of(linear(attention_weights[name], x), head_dim)
             for name in ("query", "key", "value")
@@ -227,15 +230,19 @@ def t5_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
         apart = jnp.arange(length)[None] - jnp.arange(length)[:, None]
         return table[jnp.clip(apart + 8, 0, 31)].transpose(2, 0, 1)
 
-    table, encoder, decoder = p["shared"]["weight"], p["encoder"], p["decoder"]
-    x, bias = table[tokens], bias_of(encoder, tokens.shape[1])
+    table = p["shared"]["weight"]
+    encoder = p["encoder"]
+    decoder = p["decoder"]
+    x = table[tokens]
+    bias = bias_of(encoder, tokens.shape[1])
     for block in layers_of(encoder["block"]):
         first, second = layers_of(block["layer"])
         y = normed(first["layer_norm"], x)
         x = x + attention(first["SelfAttention"], y, y, bias, causal=False)
         x = x + gated(second["DenseReluDense"], normed(second["layer_norm"], x))
     read = normed(encoder["final_layer_norm"], x)
-    x, bias = table[tokens], bias_of(decoder, tokens.shape[1])
+    x = table[tokens]
+    bias = bias_of(decoder, tokens.shape[1])
     for block in layers_of(decoder["block"]):
         first, second, third = layers_of(block["layer"])
         y = normed(first["layer_norm"], x)
@@ -273,7 +280,8 @@ def vit_loss(p: Params, images: jax.Array) -> jax.Array:
         mixed = heads_of(attended(query, key, value, causal=False), query.shape[-1])
         x = x + jnp.einsum("bshd,hde->bse", mixed, attention_weights["out"]["kernel"])
         x = x + attention_weights["out"]["bias"]
-        first, second = layer["MlpBlock_0"]["Dense_0"], layer["MlpBlock_0"]["Dense_1"]
+        first = layer["MlpBlock_0"]["Dense_0"]
+        second = layer["MlpBlock_0"]["Dense_1"]
         wide = normed(layer["LayerNorm_1"], x) @ first["kernel"] + first["bias"]
         x = x + jax.nn.gelu(wide) @ second["kernel"] + second["bias"]
     return jnp.mean(normed(body["encoder_norm"], x) ** 2 * jnp.arange(x.shape[-1]))

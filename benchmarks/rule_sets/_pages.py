@@ -22,7 +22,10 @@ from ._case import MESHES, ROWS, Case, Model, by_paths, struct
 
 _DOCS = Path(__file__).parents[2] / "docs"
 _FENCE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_WIDTH, _HIDDEN, _DEPTH, _LENGTH = 48, 96, 2, 4
+_WIDTH = 48
+_HIDDEN = 96
+_DEPTH = 2
+_LENGTH = 4
 
 
 def cases() -> Iterator[Case]:

@@ -153,7 +153,8 @@ def _t5x() -> Iterator[Case]:
 def _eformer() -> Iterator[Case]:
     """eformer's layouts are for `[in, out]`, and here weights are `[out, in]`."""
     layouts = presets.layouts
-    column, row = layouts.ColumnWise.axes[::-1], layouts.RowWise.axes[::-1]
+    column = layouts.ColumnWise.axes[::-1]
+    row = layouts.RowWise.axes[::-1]
     paths = sfx.PathRules(
         [
             ("(q|k|v|gate|up)_proj/weight", column),

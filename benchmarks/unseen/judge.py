@@ -57,7 +57,8 @@ def sent(case: Case, platform: str, recorded: Mapping[str, Any]) -> tuple[float,
     """How far off the wire bytes of a case are, and where."""
     step, args = case.make(mesh_of(recorded))
     estimated = estimate(step, *args, compiler="cpu" if platform == "cpu" else "tpu")
-    ours, theirs = estimated.by("kind"), recorded["by_kind"]
+    ours = estimated.by("kind")
+    theirs = recorded["by_kind"]
     kinds = [
         kind for kind in {**ours, **theirs} if ours.get(kind, 0) != theirs.get(kind, 0)
     ]
@@ -70,10 +71,8 @@ def sent(case: Case, platform: str, recorded: Mapping[str, Any]) -> tuple[float,
 def held(case: Case, platform: str, recorded: Mapping[str, Any]) -> tuple[float, str]:
     """How far off the memory of a case is."""
     step, args = case.make(mesh_of(recorded))
-    ours, peak = (
-        fit(step, *args, chip=platform).peak_bytes,
-        recorded["memory_bytes"]["peak"],
-    )
+    ours = fit(step, *args, chip=platform).peak_bytes
+    peak = recorded["memory_bytes"]["peak"]
     return off_by(ours, peak), f"{ours:,} not {peak:,}"
 
 

@@ -66,7 +66,8 @@ def distillation(mesh: AnyMesh) -> Made:
     """A frozen bfloat16 teacher cut by columns and rows, a whole student, divergence of
     softened answers and layers.
     """
-    struct, low = on(mesh), functools.partial(on(mesh), dtype=jnp.bfloat16)
+    struct = on(mesh)
+    low = functools.partial(on(mesh), dtype=jnp.bfloat16)
     teacher = {
         "embed": low((2048, 512), None, "model"),
         "mix": (
@@ -136,7 +137,8 @@ def accumulation(mesh: AnyMesh) -> Made:
     """Four microbatches by a scan whose carry is the sum of gradients, kept as sharded
     as the parameters.
     """
-    struct, width = on(mesh), 256
+    struct = on(mesh)
+    width = 256
     layer = {
         "up": struct((width, 1024), "fsdp"),
         "down": struct((1024, width), "fsdp"),
@@ -176,7 +178,8 @@ def accumulation(mesh: AnyMesh) -> Made:
         )
         return optax.apply_updates(params, updates), state, values.mean()
 
-    structs, data = params, (None, ("replica", "fsdp"))
+    structs = params
+    data = (None, ("replica", "fsdp"))
     args = (
         params,
         optimizer_state(mesh, optimizer, params),
@@ -197,7 +200,10 @@ def decoder_window(mesh: AnyMesh) -> Made:
     """The sequence cut over `seq`, tokens merged with the batch for dense layers, keys
     gathered for a local window.
     """
-    struct, bf16, width, heads = on(mesh), jnp.bfloat16, 192, 6
+    struct = on(mesh)
+    bf16 = jnp.bfloat16
+    width = 192
+    heads = 6
     p = {
         "embed": struct((1024, width), dtype=bf16),
         "qkv": struct((width, 3, heads, width // heads), dtype=bf16),
@@ -250,7 +256,10 @@ def generate(mesh: AnyMesh) -> Made:
     """A prompt is read at once, then twelve tokens by a `fori_loop`, with a repetition
     penalty by scatter.
     """
-    struct, width, length, vocabulary = on(mesh), 128, 48, 1024
+    struct = on(mesh)
+    width = 128
+    length = 48
+    vocabulary = 1024
     cut = mesh.axis_names[1] if len(mesh.axis_names) > 1 else None
     params = {
         "embed": struct((vocabulary, width), cut),
@@ -292,10 +301,8 @@ def generate(mesh: AnyMesh) -> Made:
             tokens = tokens.at[:, i].set(token.astype(jnp.int32))
             counts = counts.at[jnp.arange(batch), token].add(1.0)
             x = params["embed"][token][:, None]
-            keys, values = (
-                keys.at[:, i].set((x @ params["k"])[:, 0]),
-                values.at[:, i].set((x @ params["v"])[:, 0]),
-            )
+            keys = keys.at[:, i].set((x @ params["k"])[:, 0])
+            values = values.at[:, i].set((x @ params["v"])[:, 0])
             last = attend(params, x, keys, values, jnp.arange(length) <= i)[:, 0]
             return tokens, keys, values, counts, last
 
@@ -359,14 +366,13 @@ def gan(mesh: AnyMesh) -> Made:
             + 10 * jnp.mean((norms - 1) ** 2)
         )
 
-    ours, theirs = optax.adam(1e-4, b1=0.0), optax.adam(4e-4, b1=0.0)
+    ours = optax.adam(1e-4, b1=0.0)
+    theirs = optax.adam(4e-4, b1=0.0)
 
     def step(generator, critic, state, real, key):
         a, b, c = jax.random.split(key, 3)
-        z, again = (
-            jax.random.normal(a, (real.shape[0], 64)),
-            jax.random.normal(b, (real.shape[0], 64)),
-        )
+        z = jax.random.normal(a, (real.shape[0], 64))
+        again = jax.random.normal(b, (real.shape[0], 64))
         grads = jax.grad(critic_loss)(
             critic, generator, real, z, jax.random.uniform(c, real.shape[:1])
         )

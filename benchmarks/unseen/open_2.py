@@ -17,7 +17,9 @@ def many_tasks(mesh: AnyMesh) -> Made:
     """A shared trunk, three heads, the third of the losses chosen by a `switch`,
     weights by learned uncertainty.
     """
-    struct, width, batch = on(mesh), 256, tuple(mesh.axis_names)
+    struct = on(mesh)
+    width = 256
+    batch = tuple(mesh.axis_names)
     cut = "fsdp" if "fsdp" in mesh.axis_names else "data"
     params = {
         "trunk": [
@@ -88,7 +90,8 @@ def wavenet(mesh: AnyMesh) -> Made:
     """Causal gated convolutions of growing dilation over samples that are cut in time;
     a mixture of logistics' loss.
     """
-    struct, width = on(mesh), 64
+    struct = on(mesh)
+    width = 64
     layer = {
         "gate": struct((2, width, 2 * width)),
         "out": struct((1, width, width)),
@@ -113,7 +116,8 @@ def wavenet(mesh: AnyMesh) -> Made:
 
     def loss(params, samples):
         shifted = jnp.pad(samples, ((0, 0), (1, 0)))[:, :-1]
-        x, skips = params["embed"][shifted], 0.0
+        x = params["embed"][shifted]
+        skips = 0.0
         for position, p in enumerate(params["layers"]):
             filtered, gate = jnp.split(causal(x, p["gate"], 2**position), 2, -1)
             h = jnp.tanh(filtered) * jax.nn.sigmoid(gate)
@@ -136,7 +140,10 @@ def soft_moe(mesh: AnyMesh) -> Made:
     """Each slot is a mean of all tokens of its image, and each token of all slots;
     experts mapped by `vmap`.
     """
-    struct, experts, slots, width = on(mesh), 8, 4, 192
+    struct = on(mesh)
+    experts = 8
+    slots = 4
+    width = 192
     params = {
         "phi": struct((width, experts, slots), None, "expert"),
         "scale": struct(()),
@@ -189,7 +196,9 @@ def megatron(mesh: AnyMesh) -> Made:
     """The whole step inside one `shard_map`: gathers, scattered sums, a reduction of
     gradients, all written by hand.
     """
-    struct, width, hidden = on(mesh), 256, 1024
+    struct = on(mesh)
+    width = 256
+    hidden = 1024
     params = {
         "up": struct((2, width, hidden), None, None, "tp"),
         "down": struct((2, hidden, width), None, "tp"),
@@ -280,10 +289,8 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
 
     def place(path, leaf):
         name = jax.tree_util.keystr(path)
-        columns, rows = (
-            leaf.ndim == 2 and "channels'][0]" in name,
-            leaf.ndim == 2 and "channels'][1]" in name,
-        )
+        columns = leaf.ndim == 2 and "channels'][0]" in name
+        rows = leaf.ndim == 2 and "channels'][1]" in name
         spec = (None, "model") if columns else ("model",) if rows else ()
         return jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec))
@@ -323,7 +330,11 @@ def llama_scan(mesh: AnyMesh) -> Made:
     positions, AdamW, all donated.
     """
     struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
-    layers, width, heads, kv, size = 4, 256, 8, 2, 32
+    layers = 4
+    width = 256
+    heads = 8
+    kv = 2
+    size = 32
     params = {
         "embed": struct((4096, width), "tensor", "fsdp"),
         "layers": {
@@ -350,10 +361,8 @@ def llama_scan(mesh: AnyMesh) -> Made:
         angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (
             -jnp.arange(0, size, 2) / size
         )
-        sin, cos = (
-            jnp.sin(angles)[:, None].astype(x.dtype),
-            jnp.cos(angles)[:, None].astype(x.dtype),
-        )
+        sin = jnp.sin(angles)[:, None].astype(x.dtype)
+        cos = jnp.cos(angles)[:, None].astype(x.dtype)
         first, second = jnp.split(x, 2, axis=-1)
         return jnp.concatenate(
             [first * cos - second * sin, second * cos + first * sin], -1

@@ -19,7 +19,8 @@ def gru(mesh: AnyMesh) -> Made:
     """A language model of gated units by a scan over time; gates' columns are cut, as
     is the table's width.
     """
-    struct, width = on(mesh), 256
+    struct = on(mesh)
+    width = 256
     params = {
         "embed": struct((2048, width), None, "model"),
         "input": struct((width, 3, width), None, None, "model"),
@@ -31,7 +32,8 @@ def gru(mesh: AnyMesh) -> Made:
     def cell(params, h, gates):
         r_h, z_h, n_h = jnp.moveaxis(jnp.tensordot(h, params["hidden"], 1), 1, 0)
         r_x, z_x, n_x = jnp.moveaxis(gates, 1, 0)
-        reset, update = jax.nn.sigmoid(r_x + r_h), jax.nn.sigmoid(z_x + z_h)
+        reset = jax.nn.sigmoid(r_x + r_h)
+        update = jax.nn.sigmoid(z_x + z_h)
         h = (1 - update) * jnp.tanh(n_x + reset * n_h) + update * h
         return h, h
 
@@ -69,7 +71,9 @@ def video_axial(mesh: AnyMesh) -> Made:
     """Attention along rows, columns and time in turn, axes moved and merged each time,
     frames cut over devices.
     """
-    struct, width, heads = on(mesh), 128, 4
+    struct = on(mesh)
+    width = 128
+    heads = 4
     params = {
         direction: {
             "qkv": struct((width, 3, heads, 32), None, None, "model"),
@@ -128,7 +132,9 @@ def ppo(mesh: AnyMesh) -> Made:
     """Advantages by a reverse scan, a permutation of all samples, and a scan over
     epochs of clipped updates.
     """
-    struct, time, count = on(mesh), 32, 64
+    struct = on(mesh)
+    time = 32
+    count = 64
     params = {
         "body": [struct((48, 256)), struct((256, 256))],
         "policy": struct((256, 12)),
@@ -213,13 +219,11 @@ def lora(mesh: AnyMesh) -> Made:
     """Gradients of adapters alone; the base is bfloat16, fully sharded, scanned, and
     never changes.
     """
-    struct, low, width, layers, rank = (
-        on(mesh),
-        functools.partial(on(mesh), dtype=jnp.bfloat16),
-        256,
-        3,
-        8,
-    )
+    struct = on(mesh)
+    low = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 256
+    layers = 3
+    rank = 8
     base = {
         "qkv": low((layers, width, 3 * width), None, "fsdp", "tensor"),
         "out": low((layers, width, width), None, "tensor", "fsdp"),
@@ -274,7 +278,9 @@ def vit_equinox(mesh: AnyMesh) -> Made:
     """Equinox modules written for one image and mapped over the batch, with one matrix
     for queries, keys and values.
     """
-    width, heads, struct = 192, 4, on(mesh)
+    width = 192
+    heads = 4
+    struct = on(mesh)
 
     class Block(eqx.Module):
         qkv: eqx.nn.Linear

@@ -18,10 +18,8 @@ def lattice_boltzmann(mesh: AnyMesh) -> Made:
     """Twenty steps of a fluid on a grid cut both ways: nine directions rolled,
     collided, and bounced off a wall.
     """
-    struct, weights = (
-        on(mesh),
-        np.array([4 / 9] + [1 / 9] * 4 + [1 / 36] * 4, np.float32),
-    )
+    struct = on(mesh)
+    weights = np.array([4 / 9] + [1 / 9] * 4 + [1 / 36] * 4, np.float32)
     ways = np.array(
         [(0, 0), (1, 0), (0, 1), (-1, 0), (0, -1), (1, 1), (-1, 1), (-1, -1), (1, -1)]
     )
@@ -65,7 +63,8 @@ def equilibrium(mesh: AnyMesh) -> Made:
     """A fixed point by a loop, and its gradient by another loop in a `custom_vjp`;
     bfloat16 weights.
     """
-    struct, width = on(mesh), 256
+    struct = on(mesh)
+    width = 256
     params = {
         "in": struct((64, width), None, "model", dtype=jnp.bfloat16),
         "mix": struct((width, width), None, "model", dtype=jnp.bfloat16),
@@ -118,7 +117,10 @@ def mamba(mesh: AnyMesh) -> Made:
     """A selective state space by an associative scan over time; its inner channels are
     cut; a depthwise convolution.
     """
-    struct, width, inner, states = on(mesh), 128, 256, 8
+    struct = on(mesh)
+    width = 128
+    inner = 256
+    states = 8
     p = {
         "in": struct((width, 2, inner), None, None, "inner"),
         "conv": struct((4, 1, inner), None, None, "inner"),
@@ -200,10 +202,8 @@ def clip(mesh: AnyMesh) -> Made:
         unit = lambda v: (
             v / jnp.linalg.norm(v.astype(jnp.float32), axis=-1, keepdims=True)
         )
-        images, texts = (
-            unit(image_tower(params["image"], pixels)),
-            unit(text_tower(params["text"], tokens)),
-        )
+        images = unit(image_tower(params["image"], pixels))
+        texts = unit(text_tower(params["text"], tokens))
         logits = jnp.exp(params["temperature"]) * images @ texts.T
         labels = jnp.arange(logits.shape[0])
         across = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -237,7 +237,10 @@ def switch_moe(mesh: AnyMesh) -> Made:
     """One expert for each token by one-hot dispatch and combine with a capacity, and
     the balancing loss; bfloat16.
     """
-    struct, experts, width, hidden = on(mesh), 8, 128, 256
+    struct = on(mesh)
+    experts = 8
+    width = 128
+    hidden = 256
     params = {
         "router": struct((width, experts)),
         "up": struct((experts, width, hidden), "expert", dtype=jnp.bfloat16),
@@ -248,7 +251,8 @@ def switch_moe(mesh: AnyMesh) -> Made:
         groups, tokens, _ = x.shape
         capacity = 2 * tokens // experts
         probabilities = jax.nn.softmax(x.astype(jnp.float32) @ params["router"])
-        gate, index = probabilities.max(-1), probabilities.argmax(-1)
+        gate = probabilities.max(-1)
+        index = probabilities.argmax(-1)
         chosen = jax.nn.one_hot(index, experts)
         place = jnp.cumsum(chosen, axis=1) * chosen - 1
         slots = jax.nn.one_hot(place.astype(jnp.int32), capacity, dtype=jnp.bfloat16)
@@ -285,7 +289,10 @@ def ring_attention(mesh: AnyMesh) -> Made:
     """Keys and values go around a ring while a running softmax is kept; the dense
     layers outside are plain JAX.
     """
-    struct, width, heads, count = on(mesh), 128, 4, mesh.shape["context"]
+    struct = on(mesh)
+    width = 128
+    heads = 4
+    count = mesh.shape["context"]
     params = {
         "qkv": struct((width, 3, heads, 32)),
         "out": struct((heads, 32, width)),
@@ -301,7 +308,8 @@ def ring_attention(mesh: AnyMesh) -> Made:
         check_vma=False,
     )
     def ring(q, k, v):
-        position, length = lax.axis_index("context"), q.shape[1]
+        position = lax.axis_index("context")
+        length = q.shape[1]
 
         def turn(i, carry):
             k, v, total, norm, largest = carry
@@ -311,7 +319,8 @@ def ring_attention(mesh: AnyMesh) -> Made:
             scores = jnp.einsum("bqhk,bshk->bhqs", q, k) / math.sqrt(q.shape[-1])
             scores = jnp.where(rows >= columns, scores, -1e9)
             new = jnp.maximum(largest, scores.max(-1))
-            weights, old = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
+            weights = jnp.exp(scores - new[..., None])
+            old = jnp.exp(largest - new)
             total = total * old[..., None] + jnp.einsum("bhqs,bshk->bhqk", weights, v)
             norm = norm * old + weights.sum(-1)
             step = [(j, (j + 1) % count) for j in range(count)]
@@ -351,12 +360,10 @@ def decoder_six(mesh: AnyMesh) -> Made:
     """Twelve heads on six devices, a vocabulary of 3000 whose rows are cut, latent keys
     and values; bfloat16.
     """
-    struct, width, heads, latent = (
-        functools.partial(on(mesh), dtype=jnp.bfloat16),
-        192,
-        12,
-        48,
-    )
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 192
+    heads = 12
+    latent = 48
     layer = {
         "q": struct((width, heads, 16), None, "model"),
         "squeeze": struct((width, latent)),

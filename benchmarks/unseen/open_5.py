@@ -74,10 +74,8 @@ def resnet_nchw(mesh: AnyMesh) -> Made:
             value,
         )
 
-    images, labels = (
-        struct((8, 3, 64, 64), "data", None, "rows"),
-        on(mesh)((8,), "data", dtype=jnp.int32),
-    )
+    images = struct((8, 3, 64, 64), "data", None, "rows")
+    labels = on(mesh)((8,), "data", dtype=jnp.int32)
     return jax.jit(step, donate_argnums=0), (params, images, labels)
 
 
@@ -90,7 +88,9 @@ def loss_scaling(mesh: AnyMesh) -> Made:
     """Float32 masters and bfloat16 compute, a loss scale that a `cond` halves, and
     skips the update, on overflow.
     """
-    struct, width, both = on(mesh), 384, ("data", "fsdp")
+    struct = on(mesh)
+    width = 384
+    both = ("data", "fsdp")
     hidden = [
         {"w": struct((width, width), "fsdp"), "b": struct((width,))} for _ in range(4)
     ]
@@ -140,7 +140,10 @@ def graph_network(mesh: AnyMesh) -> Made:
     """Messages along edges that are cut over all devices, summed by segments into nodes
     that are whole everywhere.
     """
-    struct, nodes, edges, width = on(mesh), 2000, 8192, 64
+    struct = on(mesh)
+    nodes = 2000
+    edges = 8192
+    width = 64
     layer = {
         "message": struct((3 * width, width)),
         "update": struct((2 * width, width)),
@@ -153,8 +156,10 @@ def graph_network(mesh: AnyMesh) -> Made:
     }
 
     def forward(params, graph):
-        h, e = graph["nodes"] @ params["encode"], graph["edges"] @ params["edge"]
-        senders, receivers = graph["senders"], graph["receivers"]
+        h = graph["nodes"] @ params["encode"]
+        e = graph["edges"] @ params["edge"]
+        senders = graph["senders"]
+        receivers = graph["receivers"]
         degree = jax.ops.segment_sum(jnp.ones(edges), receivers, nodes)[:, None] + 1
         for p in params["layers"]:
             message = jax.nn.relu(
@@ -190,7 +195,9 @@ def retrieval(mesh: AnyMesh) -> Made:
     """Rows of a cut table are updated alone, by scatter; then the hundred best of all
     items are found for each user.
     """
-    struct, items, width = on(mesh), 8192, 64
+    struct = on(mesh)
+    items = 8192
+    width = 64
     tower = {"history": struct((2 * width, 256)), "out": struct((256, width))}
 
     def embed(tower, rows, weights):
@@ -242,13 +249,11 @@ def decode_slice(mesh: AnyMesh) -> Made:
     """One token for each sequence: a scan over layers that carries the cache, written
     at one position; bfloat16.
     """
-    struct, layers, width, heads, length = (
-        functools.partial(on(mesh), dtype=jnp.bfloat16),
-        4,
-        256,
-        8,
-        128,
-    )
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    layers = 4
+    width = 256
+    heads = 8
+    length = 128
     size = width // heads
     params = {
         "embed": struct((4096, width), None, "tensor"),
@@ -308,7 +313,9 @@ def bert(mesh: AnyMesh) -> Made:
     """Norms after each layer, segment embeddings, and logits of gathered positions
     alone; LAMB.
     """
-    struct, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 8
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 256
+    heads = 8
     layer = {
         "query": struct((width, heads, 32), None, "model"),
         "key": struct((width, heads, 32), None, "model"),
@@ -329,7 +336,8 @@ def bert(mesh: AnyMesh) -> Made:
     }
 
     def norm(x, p):
-        mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+        mean = jnp.mean(x, -1, keepdims=True)
+        variance = jnp.var(x, -1, keepdims=True)
         return (x - mean) * lax.rsqrt(variance + 1e-12) * p[0] + p[1]
 
     def encode(params, batch):

@@ -27,7 +27,8 @@ def zero_one(mesh: AnyMesh) -> Made:
     """Whole parameters; moments are cut over the batch's axis by constraints on
     gradients and `out_shardings`.
     """
-    struct, width = on(mesh), 256
+    struct = on(mesh)
+    width = 256
     layers = {"up": struct((4, width, 768)), "down": struct((4, 768, width))}
     params = {
         "embed": struct((1024, width)),
@@ -82,13 +83,11 @@ def beam_search(mesh: AnyMesh) -> Made:
     """Beams of a recurrent decoder: top-k over beams and words, states gathered along
     beams; ends by its counter.
     """
-    struct, width, beams, words, steps = (
-        functools.partial(on(mesh), dtype=jnp.bfloat16),
-        128,
-        4,
-        1000,
-        10,
-    )
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 128
+    beams = 4
+    words = 1000
+    steps = 10
     params = {
         "embed": struct((words, width), None, "model"),
         "cell": struct((2 * width, width), None, "model"),
@@ -113,7 +112,8 @@ def beam_search(mesh: AnyMesh) -> Made:
             scores, flat = lax.top_k(
                 (scores[..., None] + logs).reshape(batch, -1), beams
             )
-            parent, word = flat // words, flat % words
+            parent = flat // words
+            word = flat % words
             states = jnp.take_along_axis(states, parent[..., None], 1)
             tokens = jnp.take_along_axis(tokens, parent[..., None], 1)
             return (
@@ -141,7 +141,11 @@ def graph_attention(mesh: AnyMesh) -> Made:
     """Attention over neighbours, normalized by segments' maxima and sums; nodes and
     edges cut alike, heads apart.
     """
-    struct, nodes, edges, heads, size = on(mesh), 1024, 8192, 4, 32
+    struct = on(mesh)
+    nodes = 1024
+    edges = 8192
+    heads = 4
+    size = 32
     scorers = {name: struct((heads, size), "heads") for name in ("source", "target")}
     params = [
         {"w": struct((i, heads, size), None, "heads"), **scorers}
@@ -189,7 +193,10 @@ def all_to_all_moe(mesh: AnyMesh) -> Made:
     """Each device holds its experts; slots go there and come back by two all-to-alls
     written by hand; bfloat16.
     """
-    struct, width, hidden, count = on(mesh), 256, 512, mesh.shape["ep"]
+    struct = on(mesh)
+    width = 256
+    hidden = 512
+    count = mesh.shape["ep"]
     params = {
         "router": struct((width, count)),
         "up": struct((count, width, hidden), "ep", dtype=jnp.bfloat16),
@@ -313,7 +320,8 @@ def recommender(mesh: AnyMesh) -> Made:
     """Many tables cut by rows, several ids from each summed, pairwise products of all
     features; Adagrad.
     """
-    struct, width = on(mesh), 32
+    struct = on(mesh)
+    width = 32
     params = {
         "tables": [
             struct((rows, width), "chips") for rows in (4096, 16384, 1024, 8192)
@@ -366,7 +374,9 @@ def gpt2(mesh: AnyMesh) -> Made:
     """Unrolled blocks in bfloat16, a fused QKV; a tied table of 50257 rows, whose
     logits are cut unevenly.
     """
-    struct, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 128, 4
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 128
+    heads = 4
     block = {
         "qkv": struct((width, 3 * width), None, "model"),
         "qkv_bias": struct((3 * width,), "model"),
@@ -399,7 +409,8 @@ def gpt2(mesh: AnyMesh) -> Made:
         ) @ p["out"]
 
     def loss(params, tokens):
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:]
         x = jnp.take(params["wte"], inputs, axis=0) + params["wpe"][: inputs.shape[1]]
         for p in params["blocks"]:
             n = p["norms"]

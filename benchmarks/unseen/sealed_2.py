@@ -30,7 +30,9 @@ def other_mesh_sums(mesh: AnyMesh) -> Made:
     """A step on one mesh, with a norm that a `shard_map` over other axes of the same
     devices takes by `psum`.
     """
-    struct, width, half = on(mesh), 256, math.prod(mesh.shape.values()) // 2
+    struct = on(mesh)
+    width = 256
+    half = math.prod(mesh.shape.values()) // 2
     params = {
         "up": struct((width, 1024), None, "model"),
         "down": struct((1024, width), "model"),
@@ -72,12 +74,10 @@ def dropout(mesh: AnyMesh) -> Made:
     """Dropout in attention, residuals and whole layers, one key split for a scan;
     bfloat16, float32 softmax.
     """
-    struct, layers, width, heads = (
-        functools.partial(on(mesh), dtype=jnp.bfloat16),
-        3,
-        256,
-        8,
-    )
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    layers = 3
+    width = 256
+    heads = 8
     params = {
         "q": struct((layers, width, width), None, None, "tensor"),
         "k": struct((layers, width, width), None, None, "tensor"),
@@ -139,12 +139,10 @@ def palm(mesh: AnyMesh) -> Made:
     """Attention and SwiGLU side by side in each block, one head of keys that all
     devices hold; bfloat16.
     """
-    struct, width, heads, size = (
-        functools.partial(on(mesh), dtype=jnp.bfloat16),
-        256,
-        16,
-        16,
-    )
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 256
+    heads = 16
+    size = 16
     params = {
         "embed": struct((2048, width), "tp"),
         "q": struct((2, width, heads * size), None, None, "tp"),
@@ -206,12 +204,10 @@ def pipeline(mesh: AnyMesh) -> Made:
     """Stages along a cut dimension, mapped by `vmap`; a scan shifts microbatches from
     each to the next; bfloat16.
     """
-    struct, width, stages, micro = (
-        functools.partial(on(mesh), dtype=jnp.bfloat16),
-        256,
-        4,
-        6,
-    )
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 256
+    stages = 4
+    micro = 6
     params = {
         "up": struct((stages, 2, width, 512), "stage"),
         "down": struct((stages, 2, 512, width), "stage"),
@@ -259,7 +255,11 @@ def decode_nucleus(mesh: AnyMesh) -> Made:
     """Each sequence writes at its own position by `.at[].set`; top-k, then nucleus by
     sorting and summing; sampled.
     """
-    struct, width, kv, size, length = on(mesh), 128, 2, 32, 96
+    struct = on(mesh)
+    width = 128
+    kv = 2
+    size = 32
+    length = 96
     params = {
         "embed": struct((2048, width)),
         "q": struct((width, kv, 4, size), None, "heads"),
@@ -281,10 +281,8 @@ def decode_nucleus(mesh: AnyMesh) -> Made:
         x = x + jnp.einsum("bghs,bsgk,gkd->bd", weights, cache[1], params["o"].sum(1))
         best, ids = lax.top_k(x @ params["head"], 64)
         order = jnp.argsort(-best, axis=-1)
-        best, ids = (
-            jnp.take_along_axis(best, order, -1),
-            jnp.take_along_axis(ids, order, -1),
-        )
+        best = jnp.take_along_axis(best, order, -1)
+        ids = jnp.take_along_axis(ids, order, -1)
         before = jnp.cumsum(jax.nn.softmax(best), -1) - jax.nn.softmax(best)
         drawn = jax.random.categorical(key, jnp.where(before < 0.9, best, -jnp.inf))
         return cache, jnp.take_along_axis(ids, drawn[:, None], -1)[:, 0], positions + 1
@@ -310,7 +308,9 @@ def ulysses(mesh: AnyMesh) -> Made:
     """The sequence is cut outside attention, the heads inside: constraints that ask for
     all-to-alls; bfloat16.
     """
-    struct, width, heads = functools.partial(on(mesh), dtype=jnp.bfloat16), 256, 8
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 256
+    heads = 8
     layer = {
         "qkv": struct((width, 3 * width), "seq"),
         "out": struct((width, width), "seq"),
@@ -365,7 +365,10 @@ def fourier_operator(mesh: AnyMesh) -> Made:
     """Two-dimensional transforms, complex weights for the low modes that are cut over
     channels, and back.
     """
-    struct, width, modes, side = on(mesh), 32, 8, 32
+    struct = on(mesh)
+    width = 32
+    modes = 8
+    side = 32
     layer = {
         "low": struct((width, width, modes, modes), None, "modes", dtype=jnp.complex64),
         "high": struct(

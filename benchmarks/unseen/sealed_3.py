@@ -16,7 +16,8 @@ def lstm(mesh: AnyMesh) -> Made:
     """Two directions, the second by flipping time, padding masked inside the scan,
     whole bfloat16 weights.
     """
-    struct, width = functools.partial(on(mesh), dtype=jnp.bfloat16), 128
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 128
     direction = {
         "x": struct((width, 4 * width)),
         "h": struct((width, 4 * width)),
@@ -36,7 +37,8 @@ def lstm(mesh: AnyMesh) -> Made:
             new_c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
             new_h = jax.nn.sigmoid(o) * jnp.tanh(new_c)
             keep = keep[:, None]
-            h, c = jnp.where(keep, new_h, h), jnp.where(keep, new_c, c)
+            h = jnp.where(keep, new_h, h)
+            c = jnp.where(keep, new_c, c)
             return (h, c), h
 
         zero = jnp.zeros((xs.shape[1], width), xs.dtype)
@@ -73,7 +75,8 @@ def radiance_field(mesh: AnyMesh) -> Made:
     """Two passes over rays mapped by `vmap`: even samples, then some where the first
     found density.
     """
-    struct, width = on(mesh), 128
+    struct = on(mesh)
+    width = 128
     net = {
         "hidden": [struct((63, width)), struct((width, width)), struct((width, width))]
     }
@@ -143,7 +146,9 @@ def conformer(mesh: AnyMesh) -> Made:
     """Speech: strided convolutions, depthwise ones between attention and feedforward, a
     loss of alignments.
     """
-    struct, width, heads = on(mesh), 144, 4
+    struct = on(mesh)
+    width = 144
+    heads = 4
     layer = {
         "first": [struct((width, 576), None, "model"), struct((576, width), "model")],
         "qkv": struct((width, 3, heads, 36), None, None, "model"),
@@ -215,7 +220,9 @@ def vq_vae(mesh: AnyMesh) -> Made:
     """The nearest of cut codes by argmin, gradients straight through, codes moved by
     averages of what chose them.
     """
-    struct, codes, width = on(mesh), 512, 64
+    struct = on(mesh)
+    codes = 512
+    width = 64
     params = {
         "encode": [struct((256, 192)), struct((192, width))],
         "decode": [struct((width, 192)), struct((192, 256))],
@@ -266,7 +273,10 @@ def ragged_moe(mesh: AnyMesh) -> Made:
     """Two experts for each token, tokens sorted by expert and multiplied by
     `ragged_dot`; experts' widths are cut.
     """
-    struct, experts, width, hidden = on(mesh), 6, 128, 256
+    struct = on(mesh)
+    experts = 6
+    width = 128
+    hidden = 256
     params = {
         "router": struct((width, experts)),
         "gate": struct((experts, width, hidden), None, None, "fsdp"),
@@ -299,7 +309,8 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
     """An encoder and a decoder with bucketed position biases and cross attention,
     trained by Adafactor.
     """
-    width, heads = 128, 4
+    width = 128
+    heads = 4
     attend = {name: jnp.zeros((width, width)) for name in ("q", "k", "v", "o")}
     dense = {"wi": jnp.zeros((width, 512)), "wo": jnp.zeros((512, width))}
     shapes = {
@@ -325,7 +336,9 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
 
     def attention(p, x, memory, bias):
         split = lambda t: t.reshape(*t.shape[:2], heads, width // heads)
-        q, k, v = split(x @ p["q"]), split(memory @ p["k"]), split(memory @ p["v"])
+        q = split(x @ p["q"])
+        k = split(memory @ p["k"])
+        v = split(memory @ p["v"])
         weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias)
         return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ p["o"]
 
@@ -340,10 +353,8 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
         return jnp.where(offset > 0, -1e9, bias) if causal else bias
 
     def loss(params, inputs, targets):
-        x, y = (
-            params["embed"][inputs],
-            params["embed"][jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]],
-        )
+        x = params["embed"][inputs]
+        y = params["embed"][jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]]
         bias = position_bias(params["bias"][0], inputs.shape[1], False)
         for p in params["encoder"]:
             h = norm(x, p["norm"][0])

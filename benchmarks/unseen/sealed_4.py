@@ -65,7 +65,8 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
     arrays, static = eqx.partition(
         model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     )
-    arrays, struct = fully_sharded(mesh, arrays, "fsdp"), on(mesh)
+    arrays = fully_sharded(mesh, arrays, "fsdp")
+    struct = on(mesh)
     optimizer = optax.adam(1e-3)
 
     def loss(arrays, numbers, words, goal, key):
@@ -103,13 +104,11 @@ def retention(mesh: AnyMesh) -> Made:
     """Linear attention with decays, a scan over chunks that carries a state for each
     head; bfloat16, Lion.
     """
-    struct, width, heads, size, chunk = (
-        functools.partial(on(mesh), dtype=jnp.bfloat16),
-        256,
-        8,
-        32,
-        16,
-    )
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 256
+    heads = 8
+    size = 32
+    chunk = 16
     layer = {
         "qkv": struct((3, width, heads, size), None, None, "heads"),
         "gate": struct((width, heads, size), None, "heads"),
@@ -179,7 +178,9 @@ def dit(mesh: AnyMesh) -> Made:
     """Diffusion on patches with norms that follow the time and class, noise drawn in
     the step, and averaged weights.
     """
-    width, heads, both = 192, 6, tuple(mesh.axis_names)
+    width = 192
+    heads = 6
+    both = tuple(mesh.axis_names)
     block = {
         "adaptive": jnp.zeros((width, 6 * width)),
         "qkv": jnp.zeros((width, 3, heads, width // heads)),
@@ -253,7 +254,8 @@ def dit(mesh: AnyMesh) -> Made:
         params = optax.apply_updates(params, updates)
         return params, optax.incremental_update(params, average, 1e-3), state, value
 
-    struct, state = on(mesh), optimizer_state(mesh, optimizer, params)
+    struct = on(mesh)
+    state = optimizer_state(mesh, optimizer, params)
     out = (
         shardings(params),
         shardings(params),
@@ -318,7 +320,8 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
             "SAME",
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
-        mean, var = jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2))
+        mean = jnp.mean(x, (0, 1, 2))
+        var = jnp.var(x, (0, 1, 2))
         new = {
             "mean": 0.9 * stats["mean"] + 0.1 * mean,
             "var": 0.9 * stats["var"] + 0.1 * var,
@@ -365,10 +368,8 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
         accuracy = jnp.mean(jnp.argmax(logits, -1) == labels)
         return optax.apply_updates(params, updates), stats, state, accuracy
 
-    images, labels = (
-        struct((32, 64, 64, 3), "data"),
-        struct((32,), "data", dtype=jnp.int32),
-    )
+    images = struct((32, 64, 64, 3), "data")
+    labels = struct((32,), "data", dtype=jnp.int32)
     args = (params, running, optimizer_state(mesh, optimizer, params), images, labels)
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 
@@ -378,7 +379,9 @@ def dqn(mesh: AnyMesh) -> Made:
     """A cut buffer that new frames are written into and samples gathered from; a target
     replaced under a `cond`.
     """
-    struct, size, batch = on(mesh), 2048, 256
+    struct = on(mesh)
+    size = 2048
+    batch = 256
     params = {
         "frames": struct((128, 512), None, "model"),
         "hidden": struct((512, 256), "model"),
@@ -399,7 +402,8 @@ def dqn(mesh: AnyMesh) -> Made:
         return h @ p["value"] + gain - gain.mean(-1, keepdims=True)
 
     def loss(params, target, buffer, index):
-        now, later = buffer["frames"][index], buffer["frames"][(index + 1) % size]
+        now = buffer["frames"][index]
+        later = buffer["frames"][(index + 1) % size]
         best = jnp.argmax(values(params, later), -1)
         after = jnp.take_along_axis(values(target, later), best[:, None], -1)[:, 0]
         estimates = values(params, now)[jnp.arange(batch), buffer["actions"][index]]

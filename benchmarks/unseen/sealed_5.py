@@ -18,7 +18,9 @@ def swin(mesh: AnyMesh) -> Made:
     """Attention in windows of pictures cut by rows, rolled by half a window, merged two
     by two; bfloat16.
     """
-    struct, width, window = functools.partial(on(mesh), dtype=jnp.bfloat16), 96, 4
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 96
+    window = 4
     block = {
         "qkv": struct((width, 3, 3, 32)),
         "out": struct((3, 32, width)),
@@ -160,7 +162,8 @@ def siglip(mesh: AnyMesh) -> Made:
     """The sigmoid loss of pairs; texts go around a ring by `ppermute` inside a scan, so
     no device holds them all.
     """
-    struct, count = on(mesh), mesh.shape["ring"]
+    struct = on(mesh)
+    count = mesh.shape["ring"]
     params = {
         "image": struct((512, 128)),
         "text": struct((384, 128)),
@@ -170,7 +173,8 @@ def siglip(mesh: AnyMesh) -> Made:
 
     def local(params, images, texts):
         unit = lambda v: v * lax.rsqrt(jnp.sum(v * v, -1, keepdims=True) + 1e-8)
-        x, y = unit(images @ params["image"]), unit(texts @ params["text"])
+        x = unit(images @ params["image"])
+        y = unit(texts @ params["text"])
 
         def turn(carry, step):
             total, y = carry
@@ -206,7 +210,8 @@ def mlp_momentum(mesh: AnyMesh) -> Made:
     """A classifier as in the JAX tutorial: a list of pairs, SGD with momentum written
     by hand.
     """
-    struct, sizes = on(mesh), (784, 512, 256, 10)
+    struct = on(mesh)
+    sizes = (784, 512, 256, 10)
     params = [(struct((i, o)), struct((o,))) for i, o in itertools.pairwise(sizes)]
 
     def predict(params, x):
@@ -225,10 +230,8 @@ def mlp_momentum(mesh: AnyMesh) -> Made:
         velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
         return jax.tree.map(lambda p, v: p - 0.1 * v, params, velocity), velocity, value
 
-    images, labels = (
-        struct((256, 784), "batch"),
-        struct((256,), "batch", dtype=jnp.int32),
-    )
+    images = struct((256, 784), "batch")
+    labels = struct((256,), "batch", dtype=jnp.int32)
     return jax.jit(update, donate_argnums=(0, 1)), (params, params, images, labels)
 
 
@@ -237,7 +240,8 @@ def int8_scores(mesh: AnyMesh) -> Made:
     """Scores of whole sequences by weights of eight bits with a scale for each column;
     activations quantized too.
     """
-    struct, width = on(mesh), 256
+    struct = on(mesh)
+    width = 256
     layers = [
         {
             "up": struct((width, 1024), None, "model", dtype=jnp.int8),

@@ -15,7 +15,8 @@ from jax import lax
 from ._case import AnyMesh, Case, Made, on
 
 
-CPU, V5E = {"a": 4, "b": 2}, {"a": 4, "b": 4}
+CPU = {"a": 4, "b": 2}
+V5E = {"a": 4, "b": 4}
 # What every drawn cut divides on both meshes.
 CUTS = {"a": 4, "b": 4}
 
@@ -60,10 +61,8 @@ def single(
             struct(shape, *spec, dtype=kind)
             for (shape, kind), spec in zip(pairs, specs, strict=True)
         )
-        result, generator = (
-            jax.eval_shape(function, *structs),
-            random.Random(name + " out"),
-        )
+        result = jax.eval_shape(function, *structs)
+        generator = random.Random(name + " out")
         placed = None
         if (
             out
@@ -96,7 +95,8 @@ def conv(x: Any, w: Any, numbers: str = "NHWC", **options: Any) -> Any:
 
 def pool(x: Any, start: float, operation: Any, size: int, stride: int) -> Any:
     """Windows over the two middle dimensions."""
-    window, strides = (1, size, size, 1), (1, stride, stride, 1)
+    window = (1, size, size, 1)
+    strides = (1, stride, stride, 1)
     return lax.reduce_window(
         x, np.array(start, x.dtype), operation, window, strides, "SAME"
     )
