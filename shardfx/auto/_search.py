@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from jaxtyping import PyTree
 
 from .. import chips
-from .._ground.errors import MeshError, ProgramError
+from .._ground.errors import MeshError, ProgramError, RuleError
 from .._ground.text import bytes_text, plural
 from .._rules import AxisRules
 from .._step import bytecode, explicit_mesh, without_mesh
@@ -68,6 +68,12 @@ _LESS = "use more devices, a smaller batch, or remat"
 # The number of candidates that are compiled on request.
 COMPILED = 12
 _NO_LIMITS = Limits()
+# With the least effort: the largest number of programs; the relative difference of two
+# estimated times below which both are partitioned; and the part of a device's memory
+# above which `fit`, which may be 18 % off, does not say that a step fits.
+_FEW = 4
+_CLOSE = 1.05
+_DOUBTFUL = 0.82
 
 
 def search(
@@ -81,6 +87,7 @@ def search(
     also: Sequence[AxisRules] = (),
     closely: int = COMPILED,
     limits: Limits = _NO_LIMITS,
+    effort: Literal["usual", "least"] = "usual",
     progress: Tell | None = None,
 ) -> tuple[Candidate, ...]:
     """Finds the fastest meshes and rules for a step that fit in memory.
@@ -120,6 +127,9 @@ def search(
     - `closely`: the number of candidates to compile in addition to the well-known
       strategies and those of `also`.
     - `limits`: see [`shardfx.auto.Limits`][].
+    - `effort`: "least" partitions one candidate, the fastest by the estimate, and the
+      next one only if the first may not fit or is estimated within 5 % of it. It
+      neither tries other sizes nor constrains intermediate values.
     - `progress`: a function that receives a line of text for each candidate that is
       partitioned, compiled or run.
 
@@ -187,6 +197,10 @@ def search(
 
     tell = progress or (lambda _: None)
     require_options(keep, closely, verify)
+    if effort not in ("usual", "least"):
+        raise RuleError(
+            f'`effort={effort!r:.40}` is no effort of `search`; use "usual" or "least".'
+        )
     options = asked_for(devices, chip, slices)
     jax_devices = None if isinstance(devices, int | str) else devices
     compile_targets = ()
@@ -194,7 +208,10 @@ def search(
         compile_targets = devices_for(verify, options, jax_devices)
     space, lowered = opened(step, args, options, limits, also, tell)
     tell(f"estimating meshes of {options.total} devices")
-    candidates, usual_titles = candidates_of(space, lowered, keep, tell)
+    if effort == "least":
+        candidates, usual_titles = _few_candidates(space, lowered, tell), set[str]()
+    else:
+        candidates, usual_titles = candidates_of(space, lowered, keep, tell)
     if verify is not None and candidates[0].fits:
         chosen = [
             candidate
@@ -310,6 +327,27 @@ def candidates_of(
         if estimated.title in usual_titles
     }
     return sorted(trials.partitioned.values(), key=rank), titles
+
+
+def _few_candidates(space: Space, lowered: LoweredStep, tell: Tell) -> list[Candidate]:
+    """The first candidates by the estimate, with the numbers of their programs: as few
+    as are needed to know that one fits and that no other is as fast.
+    """
+    trials = _Trials(lowered, lowered.states(space.classes), tell)
+    drawn = fastest(space, _DRAWN)
+    with_room = list(filter(trials.has_room, drawn)) or drawn
+    for number, candidate in enumerate(with_room[:_FEW]):
+        partitioned = list(trials.partitioned.values())
+        is_sure = any(
+            known.memory_bytes <= _DOUBTFUL * known.limit_bytes for known in partitioned
+        )
+        is_close = candidate.seconds < _CLOSE * with_room[0].seconds
+        if number and is_sure and not is_close:
+            break
+        trials.add([candidate])
+    if not trials.partitioned:
+        raise next(iter(trials.refused.values()))
+    return sorted(trials.partitioned.values(), key=rank)
 
 
 @dataclasses.dataclass

@@ -149,7 +149,9 @@ def test_a_train_state_is_told_apart_by_what_reads_its_fields():
         return {"params": params, "inner": opt, "step": state["step"] + 1}
 
     count = jax.ShapeDtypeStruct(
-        (), jnp.int32, sharding=batch.sharding.update(spec=P())
+        (),
+        jnp.int32,
+        sharding=batch.sharding.update(spec=P()),  # pyright: ignore[reportAttributeAccessIssue]
     )
     found = groups(
         fit(step, {"params": params, "inner": opt, "step": count}, batch, chip="h100")

@@ -10,7 +10,7 @@ from shardfx.auto._asked import trace
 from shardfx.auto._layouts import Layouts
 from shardfx.auto._name_axes import named_classes
 from shardfx.auto._space import by_hand, fastest
-from shardfx.errors import ProgramError
+from shardfx.errors import ProgramError, RuleError
 
 
 def sent_under(names, *model):
@@ -46,6 +46,24 @@ def test_search_takes_data_or_tensor_parallelism_by_rows():
     assert dict(many.assignments)["data"] == ("batch",) and many.mesh.shape["data"] == 8
     few = search(*mlp_step(8192, 32768, 16), devices="tpu:v5e:2x4")[0]
     assert all("mlp" in names for _, names in few.assignments), few.title
+
+
+def test_the_least_effort_partitions_few_programs():
+    model = mlp_step(8192, 32768, 16)
+    lines: list[str] = []
+    few = search(*model, devices="tpu:v5e:2x4", effort="least", progress=lines.append)
+    partitioned = [line for line in lines if line.startswith("partitioned")]
+    assert 1 <= len(partitioned) <= 4 and len(few) <= len(partitioned)
+    assert not any(line.startswith("constrained") for line in lines)
+    assert few[0].fits and few[0].by == "estimate"
+    # What the whole search chooses for few rows.
+    assert all("mlp" in names for _, names in few[0].assignments), few[0].title
+    assert "plans_of" in few[0].code()
+
+
+def test_an_unknown_effort_is_refused():
+    with pytest.raises(RuleError, match='use "usual" or "least"'):
+        search(*mlp_step(8, 8, 8), devices="cpu:2", effort="most")  # pyright: ignore[reportArgumentType]
 
 
 def test_candidates_are_in_order_and_each_has_one_set_of_numbers():
