@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._reshard.mover import reshard, resharded
-from shardfx._reshard.reshard_plan import plan_reshard
+from shardfx._reshard.reshard_planning import plan_reshard
 from shardfx._reshard.shardings import layout
 from shardfx._reshard.steps.layout import StepLayout
 from shardfx._reshard.steps.redistribution import redistribute

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from shardfx import From, TreeMap
 from shardfx._reshard.move import move_of
 from shardfx._reshard.mover import reshard
-from shardfx._reshard.reshard_plan import plan_reshard
+from shardfx._reshard.reshard_planning import plan_reshard
 
 
 def values(shape, dtype="float32"):

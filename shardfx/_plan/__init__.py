@@ -20,17 +20,7 @@ from .complaints import (
     unknown_units,
     unused_rules,
 )
-from .content import (
-    LEFT_OUT,
-    NUMBER,
-    Content,
-    Group,
-    aligned,
-    at_leaves,
-    branch_of,
-    devices_named,
-    rows_of,
-)
+from .content import LEFT_OUT, NUMBER, Content, Group, at_leaves, devices_named
 from .decide import correct
 from .extending import shard_over
 from .following import follow
@@ -43,19 +33,14 @@ from .leaf import (
     kinds_matcher,
     named_sharding,
 )
+from .matching import aligned, branch_of, rows_of
 from .names import field, is_named_array, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, drafted, plan
 from .projections import FUSED, ROLES, fused_dimension, head_dimension
 from .replanning import refined
 from .requests import Request
-from .shard_plan import (
-    OtherLeaf,
-    ShardPlan,
-    Target,
-    check_plan,
-    shardings_of_leaves,
-    target_of,
-)
+from .shard_plan import ShardPlan, check_plan, shardings_of_leaves
 from .single import Policy, decision_for
+from .target import OtherLeaf, Target, target_of
 from .tree_type import Tree

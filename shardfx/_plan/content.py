@@ -6,8 +6,8 @@ import collections
 import dataclasses
 import functools as ft
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,12 +15,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from .._ground.errors import PlanFormatError, PlanMismatchError
-from .._ground.text import between_numbers, joined, plural
-from .._ground.tree import Flat, flatten, is_number
+from .._ground.text import between_numbers, joined
 from .._rules import AxisRules
 from ..topology import MeshSpec
 from . import plan_json
-from .leaf import LeafPlan, PathTree, Row, canonical_dtype, named_sharding
+from .leaf import LeafPlan, PathTree, Row, named_sharding
 
 
 # For each leaf of a tree, the index of its plan in a list of Rows, or one of the
@@ -325,171 +324,6 @@ def devices_named(devices: Sequence[tuple[str, int]], fix: str) -> list[Any]:
             "the plan was pickled on devices that this process does not have"
             f" ({error}); {fix}."
         ) from error
-
-
-def shaped_like(content: Content, like: object) -> Content:
-    flat = flatten(like)
-    index = rows_of(content, flat)
-    if flat.paths == content.path_tree.paths:
-        # The structure that was read from JSON stays, so that the digest stays.
-        return content.replaced(
-            path_tree=dataclasses.replace(
-                content.path_tree, treedef=flat.treedef, order=None
-            )
-        )
-    return content.replaced(path_tree=PathTree(flat.paths, flat.treedef), index=index)
-
-
-def rows_of(content: Content, flat: Flat) -> RowIndices:
-    """Returns for each leaf of the tree `flat` the index of its plan in `content.rows`.
-    Raises `PlanMismatchError` if the path, shape or dtype of an array differs from its
-    plan.
-
-    Leaves that are not arrays, such as the functions of a module, may be missing in the
-    tree or in the plan: the tree `equinox.partition(model, equinox.is_array)[0]` fits
-    the plan of `model`, and `model` fits the plan of that tree.
-    """
-    index = aligned(content, flat)
-    for path, leaf, shaped, i in zip(
-        flat.paths, flat.leaves, flat.is_array, index, strict=True
-    ):
-        if i < 0:
-            continue
-        row = content.rows[i]
-        if shaped and tuple(leaf.shape) == row.shape:
-            if leaf.dtype == row.dtype or canonical_dtype(leaf.dtype) == row.dtype:
-                continue
-        leaf_text = (
-            f"{leaf.dtype}{list(leaf.shape)}"
-            if shaped
-            else f"{type(leaf).__name__} {leaf!r:.60}"
-        )
-        raise PlanMismatchError(
-            f"leaf `{path}` is {leaf_text}, but the plan is for"
-            f" {row.dtype}{list(row.shape)}; plan the tree that you use."
-        )
-    return index
-
-
-def aligned(content: Content, flat: Flat) -> RowIndices:
-    """Returns for each leaf of the tree `flat` the index of its plan in `content.rows`.
-    Raises `PlanMismatchError` if the arrays have other paths than in the plan. Shapes
-    and dtypes are not compared.
-    """
-    if flat.paths == content.path_tree.paths:
-        return content.index
-    number_by_path = dict(content.numbered)
-    pairs = zip(flat.paths, flat.is_array, strict=True)
-    are_planned = [
-        number_by_path.get(path, 0 if shaped else NO_ARRAY) >= 0
-        for path, shaped in pairs
-    ]
-    planned = [pair for pair in content.numbered if pair[1] >= 0]
-    if [
-        path
-        for path, is_planned in zip(flat.paths, are_planned, strict=True)
-        if is_planned
-    ] != [path for path, _ in planned]:
-        _raise_other_tree(content, flat)
-    numbers = iter([i for _, i in planned])
-    others = [min(number_by_path.get(path, NO_ARRAY), NO_ARRAY) for path in flat.paths]
-    index = [
-        next(numbers) if is_planned else other
-        for is_planned, other in zip(are_planned, others, strict=True)
-    ]
-    return with_numbers(index, flat)
-
-
-def with_numbers(index: RowIndices, flat: Flat) -> RowIndices:
-    """Returns the indices with `NUMBER` at each leaf of `flat` that is a Python number,
-    and `NO_ARRAY` at each other leaf without a row.
-    """
-    if all(flat.is_array):
-        return index
-    marked = list(index)
-    for position, is_array in enumerate(flat.is_array):
-        if not is_array and marked[position] in (NO_ARRAY, NUMBER):
-            leaf = flat.leaves[position]
-            marked[position] = NUMBER if is_number(leaf) else NO_ARRAY
-    return marked
-
-
-def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
-    planned = [path for path, i in content.numbered if i >= 0]
-    array_paths = [
-        path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped
-    ]
-    plan_paths = set(content.path_tree.paths)
-    present = set(flat.paths)
-    extra = [path for path in array_paths if path not in plan_paths]
-    missing = [path for path in planned if path not in present]
-    # The path of a tree that is a single array is empty.
-    differences = [
-        f"the plan has no {f'`{path}`' if path else 'array alone'}"
-        for path in extra[:1]
-    ]
-    differences += [
-        f"the tree has no {f'`{path}`' if path else 'array alone'}"
-        for path in missing[:1]
-    ]
-    raise PlanMismatchError(
-        f"this tree is not the one that was planned ({plural(len(extra), 'array')}"
-        f" more, {len(missing)} missing):"
-        f" {'; '.join(differences) or 'the arrays are in another order'}."
-        f" {_advice(planned, array_paths)}"
-    )
-
-
-def _advice(planned: Sequence[str], array_paths: Sequence[str]) -> str:
-    """What to do with a tree of the arrays `array_paths`, under a plan of the arrays
-    `planned`.
-    """
-    key = branch_of(planned, set(array_paths))
-    if key is not None:
-        # A model's plan with a whole training state.
-        return (
-            f"The planned arrays are below `{key}` in the tree: plan the other parts,"
-            f" and join the plans, `ShardPlan.join({key}=plan, ...)`."
-        )
-    if _heads(array_paths, planned):
-        return (
-            "This is the state of an optimizer: its plan is `follow(optimizer.init,"
-            " plan)`."
-        )
-    if heads := _heads(planned, array_paths):
-        return (
-            f"The plan is for a tree that holds this one, at `{heads[0]}`: use the plan"
-            " of this part, from which that one was made."
-        )
-    return "Plan the tree that you use."
-
-
-def branch_of(paths: Sequence[str], present: Collection[str]) -> str | None:
-    """The name of a branch of a tree below which all of `paths` are, if there is one.
-    `present` has the paths of the tree.
-    """
-    if not paths:
-        return None
-    candidates = [path for path in present if path.endswith(f"/{paths[0]}")]
-    for candidate in candidates:
-        key = candidate.removesuffix(f"/{paths[0]}")
-        if key.isidentifier() and all(f"{key}/{path}" in present for path in paths):
-            return key
-    return None
-
-
-def _heads(outer: Sequence[str], inner: Sequence[str]) -> list[str]:
-    """The paths below which the arrays `outer` have arrays with all the paths
-    `inner`.
-    """
-    if not inner or not inner[0]:
-        return []
-    outer_paths = set(outer)
-    suffix = f"/{inner[0]}"
-    heads = [path.removesuffix(suffix) for path in outer if path.endswith(suffix)]
-    return [
-        head for head in heads if all(f"{head}/{path}" in outer_paths for path in inner)
-    ]
 
 
 def joined_contents(contents: dict[str, Content]) -> Content:

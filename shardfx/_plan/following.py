@@ -2,28 +2,21 @@
 optimizer's state, gradients, statistics, adapters or scales.
 """
 
-import contextlib
 import dataclasses
-import functools as ft
-import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import equinox as eqx
-import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jaxtyping import PyTree
+from jax.sharding import NamedSharding
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
 from .._ground.reason import Code, nothing_to_shard, reason_for
 from .._ground.spec import (
     array_bytes,
     canonical,
-    constrained,
     entries_of,
 )
-from .._ground.tree import Flat, flatten, is_number
+from .._ground.tree import flatten, is_number
 from .._rules import AxisRules, Matcher, PathRules, Strategy, check_rules, fsdp, near
 from .aligning import Dims, correspondences
 from .bases import (
@@ -53,6 +46,7 @@ from .fitting import Axes, axes_of
 from .leaf import LeafPlan, PathTree, Row, kinds_matcher
 from .requests import NOTHING, Request, request_of_target
 from .shard_plan import ShardPlan, check_plan
+from .state_evaluation import ConstantPaths, Number, evaluated
 from .tree_type import Tree
 
 
@@ -158,7 +152,7 @@ def follow(
     by_path = Matcher(PathRules(()) if paths is None else paths)
     pairs = {"adapters": adapters, "scales": scales}
     bases = {what: matcher_of_bases(base_pairs) for what, base_pairs in pairs.items()}
-    state, refused = _evaluated(init, plan, args)
+    state, refused = evaluated(init, plan, args)
     flat = flatten(state)
     raise_repeated(flat)
     follower = _Follower(
@@ -170,12 +164,12 @@ def follow(
         over=_axes_over(over, plan),
         refused=refused,
         adapters=adapters_by_base(bases["adapters"], flat),
-        constants=_ConstantPaths(init, (plan, *args), flat),
+        constants=ConstantPaths(init, (plan, *args), flat),
     )
     rows = []
     index = []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
-        is_placeholder = isinstance(leaf, _Number)
+        is_placeholder = isinstance(leaf, Number)
         other = NUMBER if is_placeholder or is_number(leaf) else NO_ARRAY
         index.append(len(rows) if shaped else other)
         if shaped:
@@ -226,142 +220,6 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
     return strategy
 
 
-def _evaluated(
-    init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]
-) -> tuple[Any, str]:
-    """Returns the result of `init(plan, *args)` as ShapeDtypeStructs, and an error of
-    JAX as text.
-
-    In the call, the tree of arrays that a plan describes replaces `plan`, and each plan
-    in `args`. If JAX can propagate shardings through `init`, the structs have
-    shardings, and the text is "". Otherwise the text says why JAX cannot.
-    """
-    mesh = plan.mesh.abstract()
-    explicit = AbstractMesh(
-        mesh.axis_sizes,
-        mesh.axis_names,
-        axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
-    )
-    arguments = (plan, *args)
-    # A state that holds the planned tree needs its leaves that are not arrays, such as
-    # activation functions. But an optimizer's `init` accepts only arrays. So `init` is
-    # tried with placeholders for these leaves, then with `None`.
-    has_others = any(
-        isinstance(arg, ShardPlan) and min(arg.content.index, default=0) < 0
-        for arg in arguments
-    )
-    others = (_PLACEHOLDERS, _ABSENT) if has_others else (_ABSENT,)
-    # JAX cannot give shardings to every `init` on an Explicit mesh (an ambiguous
-    # contraction, a foreign callback). Then only paths and shapes decide.
-    *attempts, last = itertools.product((explicit, None), others)
-    refused = ""
-    for abstract, other in attempts:
-        try:
-            return _shapes(init, arguments, abstract, other), (
-                "" if abstract is explicit else refused
-            )
-        except Exception as error:  # JAX's sharding error is not public; the last attempt raises any other error again.
-            if abstract is explicit:
-                sentence = (
-                    str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")[:160]
-                )
-                refused = f"{type(error).__name__}: {sentence}"
-    return _shapes(init, arguments, *last), refused
-
-
-class _Number:
-    """Stands for a Python number of a planned tree while `init` is evaluated."""
-
-
-class _Others(NamedTuple):
-    """What a planned tree has at its leaves that are no arrays, while `init` is
-    evaluated.
-    """
-
-    other: object
-    number: object
-
-
-_PLACEHOLDERS = _Others(object(), _Number())
-_ABSENT = _Others(None, None)
-
-
-def _structs(
-    args: tuple[object, ...], mesh: AbstractMesh | None, others: _Others
-) -> list[Any]:
-    """Returns `args`, with the tree that a plan describes in the place of each plan:
-    structs, with shardings on `mesh` unless it is `None`, and `others` at leaves that
-    are no arrays.
-    """
-
-    def struct(row: Row) -> jax.ShapeDtypeStruct:
-        sharding = None if mesh is None else NamedSharding(mesh, constrained(row.spec))
-        return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
-
-    return [
-        (
-            arg.content.tree(list(map(struct, arg.content.rows)), *others)
-            if isinstance(arg, ShardPlan)
-            else arg
-        )
-        for arg in args
-    ]
-
-
-def _shapes(
-    init: Callable[..., object],
-    args: tuple[object, ...],
-    mesh: AbstractMesh | None,
-    others: _Others,
-) -> PyTree:
-    """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on
-    `mesh` unless it is `None`. In the call, `_structs` replaces the plans in `args`.
-    """
-    structs = _structs(args, mesh, others)
-    # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
-    with (
-        contextlib.nullcontext()
-        if mesh is None
-        else jax.sharding.use_abstract_mesh(mesh)
-    ):
-        if all(
-            isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
-            for leaf in jax.tree.leaves(structs)
-        ):
-            # `jax.eval_shape` caches its results, Equinox's does not. But it refuses
-            # results with leaves that are not arrays, and turns Python numbers into
-            # weakly typed arrays. Equinox's handles both cases.
-            with contextlib.suppress(TypeError):
-                results = jax.eval_shape(init, *structs)
-                if not any(leaf.weak_type for leaf in jax.tree.leaves(results)):
-                    return results
-        return eqx.filter_eval_shape(init, *structs)
-
-
-@dataclasses.dataclass
-class _ConstantPaths:
-    """The paths of the arrays in `flat`, the result of `init(*args)`, that are constants
-    of its program: their values do not depend on the planned tree.
-    """
-
-    init: Callable[..., object]
-    args: tuple[object, ...]
-    flat: Flat
-
-    @ft.cached_property
-    def found(self) -> frozenset[str]:
-        # A second trace is worth it only for the text of a reason.
-        structs = _structs(self.args, None, _ABSENT)
-        jaxpr = eqx.filter_make_jaxpr(self.init)(*structs)[0].jaxpr
-        columns = zip(self.flat.paths, self.flat.is_array, strict=True)
-        paths = [path for path, shaped in columns if shaped]
-        if len(paths) != len(jaxpr.outvars):
-            return frozenset()
-        constants = {id(variable) for variable in jaxpr.constvars}
-        pairs = zip(paths, jaxpr.outvars, strict=True)
-        return frozenset(path for path, variable in pairs if id(variable) in constants)
-
-
 @dataclasses.dataclass
 class _Follower:
     """The arguments of one call of `follow`, and the errors of the arrays that it has
@@ -387,7 +245,7 @@ class _Follower:
     over: Strategy | None
     refused: str
     adapters: dict[str, list[tuple[int, ...]]]
-    constants: _ConstantPaths
+    constants: ConstantPaths
     open: dict[str, None] = dataclasses.field(default_factory=dict)
     errors: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     strict: list[tuple[str, Row]] = dataclasses.field(default_factory=list)

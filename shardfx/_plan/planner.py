@@ -37,10 +37,11 @@ from .complaints import (
     raise_unmatched,
     raise_unused,
 )
-from .content import NO_ARRAY, Content, with_numbers
+from .content import NO_ARRAY, Content
 from .decide import row_of
 from .fitting import Axes, axes_of, corrected, leaf_of
 from .leaf import PathTree, Row, canonical_dtype, kinds_matcher
+from .matching import with_numbers
 from .names import names_of_leaves, raise_module, raise_tied
 from .replanning import refined
 from .requests import NOTHING, Request, request_of_names, request_of_target

@@ -7,6 +7,7 @@ meshes of the same devices, `pieces` between different devices and between trees
 
 from .matrices import MappedMatrices, map_matrices
 from .mover import reshard
-from .reshard_plan import LeafMove, ReshardPlan, plan_reshard
+from .reshard_plan import LeafMove, ReshardPlan
+from .reshard_planning import plan_reshard
 from .steps.layout import StepLayout
 from .steps.redistribution import MoveStep

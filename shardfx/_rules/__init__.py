@@ -5,16 +5,8 @@ This folder may import `_ground` only. It never uses devices or the values of ar
 Whether a requested spec fits the mesh and the shape is decided in `_plan`.
 """
 
-from .axis_rules import (
-    AxisRules,
-    Rule,
-    RulesLike,
-    Target,
-    alias_chain,
-    axes_in,
-    near,
-    nearest,
-)
+from .axis_rules import AxisRules, RulesLike, alias_chain, axes_in
+from .pairs import Rule, Target, near, nearest
 from .path_rules import (
     Matcher,
     PathRules,

@@ -1,20 +1,16 @@
 """Ordered rules from logical axis names to mesh axes, as an immutable value."""
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import equinox as eqx
 
 from .._ground.errors import RuleError, check_type
-from .._ground.spec import UNCONSTRAINED, canonical_entry, entry_axes
+from .._ground.spec import entry_axes
+from .pairs import Rule, Target, declared_axes, near, read_pairs, read_rules, repeated
 
 
-# The target of a rule: `None`, a mesh axis, a tuple of mesh axes, or UNCONSTRAINED.
-Target: TypeAlias = Any
-# A logical name and its target.
-Rule: TypeAlias = tuple[str, Target]
 RulesLike: TypeAlias = Mapping[str, Target] | Iterable[Any]
 
 
@@ -93,13 +89,14 @@ class AxisRules(eqx.Module):
         that repeats a mesh axis; for a unit that is no positive integer; for an axis
         that is no name; for circular aliases.
         """
-        self.rules = _rules(rules, "rules")
-        by_mode = _pairs(modes or (), "modes")
+        self.rules = read_rules(rules, "rules")
+        by_mode = read_pairs(modes or (), "modes")
         self.modes = tuple(
-            (mode, _rules(mode_rules, f"mode {mode!r}")) for mode, mode_rules in by_mode
+            (mode, read_rules(mode_rules, f"mode {mode!r}"))
+            for mode, mode_rules in by_mode
         )
-        self.units = tuple(_pairs(units or (), "units"))
-        self.aliases = tuple(_pairs(aliases or (), "aliases"))
+        self.units = tuple(read_pairs(units or (), "units"))
+        self.aliases = tuple(read_pairs(aliases or (), "aliases"))
         self.mesh_axes = declared_axes(mesh_axes)
 
     def __check_init__(self):
@@ -410,7 +407,7 @@ class AxisRules(eqx.Module):
             assert rules.rules == (("embed", "model"),)
             ```
         """
-        return cls(dict(_rules(rules, "rules")))
+        return cls(dict(read_rules(rules, "rules")))
 
     def _with_rules(self, mode: str | None, rules: list[Rule]) -> "AxisRules":
         changed = (
@@ -468,19 +465,6 @@ def all_rules(rules: AxisRules) -> tuple[Rule, ...]:
     )
 
 
-def declared_axes(mesh_axes: Iterable[object]) -> tuple[Any, ...]:
-    """The names of mesh axes in `mesh_axes` without duplicates. Raises `RuleError` if one is
-    no string or is empty.
-    """
-    names = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise RuleError(
-                f"`mesh_axes` holds {name!r}; it declares mesh axes by their names."
-            )
-    return tuple(dict.fromkeys(names))
-
-
 def check_axis_rules(what: str, value: object) -> None:
     """Raises `RuleError` unless `value`, the argument named `what`, is AxisRules."""
     check_type(what, value, AxisRules, RuleError, "wrap it: `AxisRules([...])`")
@@ -503,70 +487,6 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
                 " axis."
             )
     return chain
-
-
-def near(name: str, names: Sequence[str]) -> str:
-    """The text "(did you mean ...?)" with the names in `names` that look like `name`;
-    "" if there are none.
-    """
-    close = nearest(name, names)
-    return (
-        f" (did you mean {' or '.join(repr(match) for match in close)}?)"
-        if close
-        else ""
-    )
-
-
-def nearest(name: str, names: Sequence[str]) -> list[str]:
-    """The names in `names` that look like `name`, the nearest first."""
-    return difflib.get_close_matches(name, names, n=3)
-
-
-def _pairs(mapping: Any, what: str) -> list[tuple[str, Any]]:
-    pairs = mapping.items() if isinstance(mapping, Mapping) else mapping
-    checked = []
-    for pair in pairs:
-        if (
-            not isinstance(pair, tuple | list)
-            or len(pair) != 2
-            or not isinstance(pair[0], str)
-        ):
-            raise RuleError(
-                f"`{what}`: {pair!r} is no pair that begins with a name; write (name,"
-                " value)."
-            )
-        checked.append((pair[0], pair[1]))
-    return checked
-
-
-def _rules(pairs: object, what: str) -> tuple[Rule, ...]:
-    return tuple(
-        (name, _target(name, target, what)) for name, target in _pairs(pairs, what)
-    )
-
-
-def _target(name: str, target: object, what: str) -> Target:
-    several = isinstance(target, list | tuple) and all(
-        isinstance(axis, str) for axis in target
-    )
-    if not (
-        several or target is None or target is UNCONSTRAINED or isinstance(target, str)
-    ):
-        raise RuleError(
-            f"`{what}`: ({name!r}, {target!r}) has no valid target; use a mesh axis, a"
-            " tuple of mesh axes, `None` or `PartitionSpec.UNCONSTRAINED`."
-        )
-    if twice := repeated(entry_axes(target)):
-        raise RuleError(
-            f"`{what}`: ({name!r}, {target!r}) uses mesh axis `{twice[0]}` twice; use"
-            " it once."
-        )
-    return canonical_entry(target)
-
-
-def repeated(names: Sequence[str]) -> list[str]:
-    """The names that occur more than once in a list: each occurrence after the first."""
-    return [name for i, name in enumerate(names) if name in names[:i]]
 
 
 def _drop(pairs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -19,15 +19,12 @@ from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
 from .axis_rules import (
     AxisRules,
-    Rule,
-    Target,
     alias_chain,
     all_rules,
     check_axis_rules,
-    near,
-    repeated,
     rules_of_mode,
 )
+from .pairs import Rule, Target, near, repeated
 from .strategies import Atomic, Units
 
 

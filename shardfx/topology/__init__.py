@@ -5,15 +5,14 @@ It may import `_ground` alone. It never starts a backend: callers pass devices, 
 coordinates of devices.
 """
 
-from ._mesh import MeshSpec as MeshSpec
-from ._order import (
-    DeviceOrder as DeviceOrder,
+from ._devices import (
     bounds as bounds,
     coords as coords,
-    device_order as device_order,
     positions as positions,
     slices as slices,
 )
+from ._mesh import MeshSpec as MeshSpec
+from ._order import DeviceOrder as DeviceOrder, device_order as device_order
 from ._submesh import (
     default_submesh as default_submesh,
     hybrid_shape as hybrid_shape,

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .._ground.errors import MeshError, check_type
-from ._order import DeviceOrder, Devices, device_order, listed
+from ._devices import Devices, listed
+from ._order import DeviceOrder, device_order
 
 
 _MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits

@@ -22,7 +22,7 @@ from shardfx._plan.planner import plan
 from shardfx._reshard.flight import Window, carry_out
 from shardfx._reshard.move import move_of
 from shardfx._reshard.mover import job_of, reshard, resharded
-from shardfx._reshard.reshard_plan import plan_reshard
+from shardfx._reshard.reshard_planning import plan_reshard
 from shardfx._rules.path_rules import PathRules
 from shardfx.topology._mesh import MeshSpec
 

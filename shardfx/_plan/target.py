@@ -1,0 +1,113 @@
+"""The tree of arrays that is loaded or moved under a plan, with its other leaves."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import PyTree
+
+from .._ground.errors import (
+    PlanMismatchError,
+)
+from .._ground.text import printable
+from .._ground.tree import flatten, is_number
+from .content import (
+    LEFT_OUT,
+    NUMBER,
+    Content,
+)
+from .shard_plan import ShardPlan
+
+
+class OtherLeaf(NamedTuple):
+    """A leaf of a target that is not loaded as an array.
+
+    - `position`: its index among all leaves of the tree.
+    - `path`: its path.
+    - `value`: its value; `None` if a plan is the target, since a plan holds no values.
+    - `is_number`: whether it is a Python number.
+    - `is_left_out`: whether it is an array that `ShardPlan.select` left out.
+    """
+
+    position: int
+    path: str
+    value: Any
+    is_number: bool
+    is_left_out: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A tree of arrays to load: a ShapeDtypeStruct with a sharding for each, and the
+    values of the other leaves.
+
+    `arrays` has, for each array, its path, and a ShapeDtypeStruct or an array with a
+    sharding. `others` has the other leaves.
+    """
+
+    arrays: list[tuple[str, Any]]
+    others: list[OtherLeaf]
+    treedef: Any
+
+    def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> PyTree:
+        """Returns the tree with `values` at its arrays, in order. `kept` maps indices
+        of other leaves to new values.
+        """
+        arrays = iter(values)
+        others = {**{leaf.position: leaf.value for leaf in self.others}, **kept}
+        leaves = [
+            others[position] if position in others else next(arrays)
+            for position in range(self.treedef.num_leaves)
+        ]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def target_of(plan: object, what: str) -> Target:
+    """Returns the tree to load into. `plan` is a ShardPlan or a tree of
+    ShapeDtypeStructs with shardings, else this raises `PlanMismatchError`. `what` is
+    the name of the calling function, for the message.
+    """
+    if isinstance(plan, ShardPlan):
+        return _target_of_plan(plan.content, jax.tree.leaves(plan.structs))
+    flat = flatten(plan)
+    rows = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True))
+    # A tree without any array is a mistake, such as a file's name.
+    for path, leaf, _ in [row for row in rows if row[2]] or rows:
+        if (
+            not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
+            or leaf.sharding is None
+        ):
+            raise PlanMismatchError(
+                f"`{what}` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s"
+                f" with shardings; leaf `{printable(path)}` ({type(leaf).__name__})"
+                " has none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
+            )
+    arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]
+    others = [
+        OtherLeaf(position, path, leaf, is_number(leaf), is_left_out=False)
+        for position, (path, leaf, is_array) in enumerate(rows)
+        if not is_array
+    ]
+    return Target(arrays, others, flat.treedef)
+
+
+def _target_of_plan(content: Content, structs: Sequence[Any]) -> Target:
+    path_tree = content.path_tree
+    structs_left = iter(structs)
+    arrays = []
+    others = []
+    pairs = path_tree.in_order(list(content.numbered))
+    for position, (path, code) in enumerate(pairs):
+        if code >= 0:
+            arrays.append((path, next(structs_left)))
+            continue
+        leaf = OtherLeaf(
+            position=position,
+            path=path,
+            value=None,
+            is_number=code == NUMBER,
+            is_left_out=code == LEFT_OUT,
+        )
+        others.append(leaf)
+    return Target(arrays, others, path_tree.treedef)

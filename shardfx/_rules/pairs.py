@@ -1,0 +1,92 @@
+"""Pairs of a logical name and its target: reads them, and finds names that look alike."""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from .._ground.errors import RuleError
+from .._ground.spec import UNCONSTRAINED, canonical_entry, entry_axes
+
+
+# The target of a rule: `None`, a mesh axis, a tuple of mesh axes, or UNCONSTRAINED.
+Target: TypeAlias = Any
+
+# A logical name and its target.
+Rule: TypeAlias = tuple[str, Target]
+
+
+def declared_axes(mesh_axes: Iterable[object]) -> tuple[Any, ...]:
+    """The names of mesh axes in `mesh_axes` without duplicates. Raises `RuleError` if one is
+    no string or is empty.
+    """
+    names = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise RuleError(
+                f"`mesh_axes` holds {name!r}; it declares mesh axes by their names."
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def near(name: str, names: Sequence[str]) -> str:
+    """The text "(did you mean ...?)" with the names in `names` that look like `name`;
+    "" if there are none.
+    """
+    close = nearest(name, names)
+    return (
+        f" (did you mean {' or '.join(repr(match) for match in close)}?)"
+        if close
+        else ""
+    )
+
+
+def nearest(name: str, names: Sequence[str]) -> list[str]:
+    """The names in `names` that look like `name`, the nearest first."""
+    return difflib.get_close_matches(name, names, n=3)
+
+
+def read_pairs(mapping: Any, what: str) -> list[tuple[str, Any]]:
+    pairs = mapping.items() if isinstance(mapping, Mapping) else mapping
+    checked = []
+    for pair in pairs:
+        if (
+            not isinstance(pair, tuple | list)
+            or len(pair) != 2
+            or not isinstance(pair[0], str)
+        ):
+            raise RuleError(
+                f"`{what}`: {pair!r} is no pair that begins with a name; write (name,"
+                " value)."
+            )
+        checked.append((pair[0], pair[1]))
+    return checked
+
+
+def read_rules(pairs: object, what: str) -> tuple[Rule, ...]:
+    return tuple(
+        (name, _target(name, target, what)) for name, target in read_pairs(pairs, what)
+    )
+
+
+def _target(name: str, target: object, what: str) -> Target:
+    several = isinstance(target, list | tuple) and all(
+        isinstance(axis, str) for axis in target
+    )
+    if not (
+        several or target is None or target is UNCONSTRAINED or isinstance(target, str)
+    ):
+        raise RuleError(
+            f"`{what}`: ({name!r}, {target!r}) has no valid target; use a mesh axis, a"
+            " tuple of mesh axes, `None` or `PartitionSpec.UNCONSTRAINED`."
+        )
+    if twice := repeated(entry_axes(target)):
+        raise RuleError(
+            f"`{what}`: ({name!r}, {target!r}) uses mesh axis `{twice[0]}` twice; use"
+            " it once."
+        )
+    return canonical_entry(target)
+
+
+def repeated(names: Sequence[str]) -> list[str]:
+    """The names that occur more than once in a list: each occurrence after the first."""
+    return [name for i, name in enumerate(names) if name in names[:i]]
