@@ -4,6 +4,7 @@ prints as a table.
 
 import collections
 import dataclasses
+import re
 import textwrap
 from collections.abc import Iterable
 from types import MappingProxyType
@@ -86,6 +87,19 @@ class Finding:
     fix: str
 
 
+_NUMBERED = re.compile(r"\.(replace|drop)\((\d+)")
+
+
+def _order_of_fix(fix: str) -> tuple[int, int]:
+    """The place of a fix among others: replacements of rules, which leave the numbers
+    of rules as they are; rules that are dropped, the last first; everything else.
+    """
+    numbered = _NUMBERED.search(fix)
+    if numbered is None:
+        return 2, 0
+    return int(numbered[1] == "drop"), -int(numbered[2])
+
+
 class Findings(tuple[Finding, ...]):
     """A tuple of `Finding`s. `print`, a console and a notebook show it as a table."""
 
@@ -106,6 +120,17 @@ class Findings(tuple[Finding, ...]):
         """
         severities = SEVERITIES[: SEVERITIES.index(severity) + 1]
         return Findings(finding for finding in self if finding.severity in severities)
+
+    @property
+    def fix(self) -> str:
+        """The fixes of all findings as one program, each of them once.
+
+        Fixes that name a rule by its number come first, those of the last rules first:
+        no fix changes a number that a later one names. What an old rule has left after
+        the fixes, the next `lint` says.
+        """
+        fixes = dict.fromkeys(finding.fix for finding in self if finding.fix)
+        return "\n".join(sorted(fixes, key=_order_of_fix))
 
     def without(self, *codes: str) -> "Findings":
         """The findings whose codes are not among `codes`.
