@@ -72,6 +72,7 @@ from .hlo_text import (
 )
 from .judge import Outcome, Refutation, UnjudgedOperation, Verdict, judged
 from .libtpu import (
+    TpuCompiled,
     TpuDevice,
     TpuSlice,
     TpuTexts,

@@ -22,6 +22,8 @@ from .process import Worker
 
 _WORKER = Path(__file__).with_name("libtpu_worker.py")
 _SECONDS = 600.0
+# The same with code generation.
+_SECONDS_OF_CODE = 7200.0
 # How libtpu's error begins if a program does not fit. It is raised after the texts are
 # dumped.
 _FULL = "RESOURCE_EXHAUSTED"
@@ -31,6 +33,7 @@ _SCHEDULED = "*.after_optimizations_before_buffer_assignment.txt"
 _ASSIGNMENT = "*.after_optimizations-buffer-assignment.txt"
 _RANGES = "*.after_optimizations-live-range.txt"
 _REPORT = "*.after_optimizations-memory-usage-report.txt"
+_DUMPS = (_SCHEDULED, _ASSIGNMENT, _RANGES, _REPORT)
 _AFTER = "*.after_optimizations_after_buffer_assignment.txt"
 _PARTITIONER = "tpu-spmd-partitioning"
 _PARTITIONED = f"*.after_{_PARTITIONER}*.pb"
@@ -57,11 +60,13 @@ class TpuProgram(NamedTuple):
     - `module`: the StableHLO module as bytecode.
     - `free_arguments`, `free_results`: for each argument and each result, whether the
       compiler chooses its sharding.
+    - `options`: the `compiler_options` with which the step was jitted.
     """
 
     module: bytes
     free_arguments: tuple[bool, ...]
     free_results: tuple[bool, ...]
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,14 +147,18 @@ def tpu_texts(
     """
     request = _compilation(program, order, seconds) | {
         "last": _AFTER,
-        "files": [_SCHEDULED, _ASSIGNMENT, _RANGES, _REPORT],
+        "files": _DUMPS,
     }
     texts, error = _asked(program.module, slices, request)
+    return _tpu_texts(texts, error, slices)
+
+
+def _tpu_texts(texts: Sequence[bytes], error: str, slices: TpuSlice) -> TpuTexts:
     is_full = error.startswith(_FULL)
     if (error and not is_full) or not all(texts):
         raise ProgramError(
             f"libtpu cannot compile this step for {slices.name}:"
-            f" {error or _missing(request['files'], texts)}"
+            f" {error or _missing(_DUMPS, texts)}"
         )
     scheduled, assignment, ranges, report = (text.decode() for text in texts)
     return TpuTexts(
@@ -159,6 +168,39 @@ def tpu_texts(
         report=report,
         out_of_memory=error,
     )
+
+
+class TpuCompiled(NamedTuple):
+    """A compiled program.
+
+    - `text`: the text of its optimized HLO module.
+    - `sizes`: the bytes of its memory analysis, by JAX's names.
+    - `texts`: what libtpu dumped of it.
+    """
+
+    text: str
+    sizes: dict[str, int]
+    texts: TpuTexts
+
+
+def tpu_compiled(
+    program: TpuProgram, slices: TpuSlice, order: Sequence[int]
+) -> TpuCompiled | TpuTexts:
+    """A program that libtpu compiles to the end; what it dumped, of a program that does
+    not fit. The arguments and errors are those of `tpu_texts`.
+    """
+    request = _compilation(program, order, _SECONDS_OF_CODE) | {
+        "last": "memory.json",
+        "files": [*_DUMPS, "compiled.txt", "memory.json"],
+    }
+    texts, error = _asked(program.module, slices, request)
+    dumped = _tpu_texts(texts[: len(_DUMPS)], error, slices)
+    if dumped.out_of_memory:
+        return dumped
+    text, sizes = texts[len(_DUMPS) :]
+    if not sizes:
+        raise ProgramError(f"libtpu did not compile this step for {slices.name}.")
+    return TpuCompiled(text=text.decode(), sizes=json.loads(sizes), texts=dumped)
 
 
 def tpu_partitioned(
@@ -193,6 +235,7 @@ def _compilation(
         "order": list(order),
         "free_arguments": program.free_arguments,
         "free_results": program.free_results,
+        "options": program.options,
         "is_tupled": is_tupled(len(program.free_arguments)),
         "seconds": seconds,
     }

@@ -35,8 +35,33 @@ from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
 
 
 _LOOK_EVERY_SECONDS = 0.005
-# The files that the child writes itself: the devices of a slice, and libtpu's chatter.
-_DEVICES, _CHATTER = "devices.json", "stderr"
+# The files that the child writes itself: the devices of a slice, the text and the
+# memory of a compiled program, and libtpu's chatter.
+_DEVICES, _COMPILED, _MEMORY = "devices.json", "compiled.txt", "memory.json"
+_CHATTER = "stderr"
+# The sizes of JAX's memory analysis. JAX 0.9 has no peak.
+_SIZES = tuple(
+    f"{name}_in_bytes"
+    for name in (
+        "argument_size",
+        "output_size",
+        "alias_size",
+        "temp_size",
+        "generated_code_size",
+        "host_argument_size",
+        "host_output_size",
+        "host_temp_size",
+        "host_alias_size",
+        "peak_memory",
+    )
+)
+# Options of a step that are no options of libtpu, but fields of XLA's build options.
+_BUILD_OPTIONS = (
+    "exec_time_optimization_effort",
+    "memory_fitting_effort",
+    "optimization_level",
+    "memory_fitting_level",
+)
 _TPUS = ("/dev/accel", "/dev/vfio/")
 _MOST_BYTES_OF_ERROR = 60_000
 _PR_SET_PDEATHSIG = 1
@@ -197,11 +222,12 @@ def _compile(
             client = devices[0].client
             by_id = {device.id: device for device in devices}
             chosen = [by_id[number] for number in request["order"]]
-            client.compile(
+            executable = client.compile(
                 _parsed(module),
                 executable_devices=xla_client.DeviceList(tuple(chosen)),
                 compile_options=_options(request, folder),
             )
+            _write_executable(executable, folder)
     # XLA's errors are RuntimeErrors, MLIR's are Exceptions of their own.
     except (RuntimeError, ValueError, TypeError, OSError, ir.MLIRError) as error:
         words = str(error).encode()[:_MOST_BYTES_OF_ERROR]
@@ -249,6 +275,23 @@ def _raise_if_tpus_are_open() -> None:
             )
 
 
+def _write_executable(executable: Any, folder: str) -> None:
+    """Writes the text of a compiled program, and then libtpu's count of its memory."""
+    modules = executable.hlo_modules()
+    with open(os.path.join(folder, _COMPILED), "w") as file:
+        file.write("\n\n".join(module.to_string() for module in modules))
+    stats = executable.get_compiled_memory_stats()
+    sizes = {name: getattr(stats, name) for name in dir(stats) if name in _SIZES}
+    _write_json(sizes, os.path.join(folder, _MEMORY))
+
+
+def _write_json(value: Any, path: str) -> None:
+    """Writes a file that is whole as soon as it has this name."""
+    with open(f"{path}.part", "w") as file:
+        json.dump(value, file)
+    os.rename(f"{path}.part", path)
+
+
 def _write_devices(devices: list[Any], folder: str) -> None:
     rows = [
         {
@@ -261,10 +304,7 @@ def _write_devices(devices: list[Any], folder: str) -> None:
         }
         for device in devices
     ]
-    path = os.path.join(folder, _DEVICES)
-    with open(f"{path}.part", "w") as file:
-        json.dump(rows, file)
-    os.rename(f"{path}.part", path)
+    _write_json(rows, os.path.join(folder, _DEVICES))
 
 
 def _parsed(module: bytes) -> Any:
@@ -296,6 +336,13 @@ def _options(request: dict[str, Any], folder: str) -> Any:
     build.device_assignment = xla_client.DeviceAssignment.create(
         np.array(request["order"]).reshape(1, count)
     )
+    others = []
+    for name, value in request["options"]:
+        if name in _BUILD_OPTIONS:
+            setattr(build, name, value)
+        else:
+            others.append((name, value))
+    options.env_option_overrides = others
     debug = build.debug_options
     debug.xla_dump_to = folder
     debug.xla_dump_hlo_as_text = True

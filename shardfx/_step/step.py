@@ -31,7 +31,15 @@ from .._ground.tree import flatten
 from .._plan import ShardPlan
 from ..topology import MeshSpec
 from .callbacks import callbacks_in, lower
-from .libtpu import TpuProgram, TpuSlice, TpuTexts, tpu_partitioned, tpu_texts
+from .libtpu import (
+    TpuCompiled,
+    TpuProgram,
+    TpuSlice,
+    TpuTexts,
+    tpu_compiled,
+    tpu_partitioned,
+    tpu_texts,
+)
 from .lowered import (
     Dims,
     Module,
@@ -304,6 +312,15 @@ class Step:
         text = self._bytecode("tpu", self.mesh, arguments, results, module)
         return tpu_texts(self._tpu_program(text, arguments, results), slices, order)
 
+    def tpu_compiled(
+        self, slices: TpuSlice, order: Sequence[int]
+    ) -> TpuCompiled | TpuTexts:
+        """The step's program compiled by libtpu; what libtpu dumped, of a step that
+        does not fit. The arguments and errors are those of `Step.tpu_texts`.
+        """
+        text = self._bytecode("tpu", self.mesh, None, None, None)
+        return tpu_compiled(self._tpu_program(text, None, None), slices, order)
+
     def tpu_partitioned(self, slices: TpuSlice, order: Sequence[int]) -> str:
         """The HLO text of one device's program as libtpu's own partitioner leaves it,
         with all numbers of its constants. The arguments and errors are those of
@@ -327,6 +344,7 @@ class Step:
             module=text,
             free_arguments=tuple(dims is None for dims in arguments),
             free_results=tuple(dims is None for dims in results),
+            options=tuple(self.lowered("tpu")._lowering._compiler_options_kvs),
         )
 
     def _rewritten(

@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from .. import chips
 from .._ground.errors import ChipError, MeshError, OutOfMemoryError, ProgramError
-from .._step import Platform, step_of
-from ..interop import tpu
+from .._step import Platform, Step, TpuTexts, step_of
 from ..topology import MeshSpec
+from ._libtpu import TpuAnswer, target_named
+from ._memory import Memory
 
 
 # The platform for which a step is lowered, for each platform name of JAX's devices.
@@ -68,10 +69,17 @@ class MemoryAnalysis:
 
 
 _COUNTED = [
-    one
-    for one in dataclasses.fields(MemoryAnalysis)
-    if one.default is dataclasses.MISSING
+    field.name
+    for field in dataclasses.fields(MemoryAnalysis)
+    if field.default is dataclasses.MISSING
 ]
+_OF_PEAK = (
+    "peak_memory_in_bytes",
+    "host_argument_size_in_bytes",
+    "host_output_size_in_bytes",
+    "host_temp_size_in_bytes",
+    "host_alias_size_in_bytes",
+)
 
 
 def memory_of(compiled: Any) -> MemoryAnalysis:
@@ -84,22 +92,25 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
         for one in jax.tree.leaves(compiled.input_shardings)
         for device in one.device_set
     ]
-    sizes = {one.name: int(getattr(found, one.name)) for one in _COUNTED}
-    # The memory analysis of JAX 0.9 has no peak. The peak of CPU compilers leaves out
-    # temporaries.
-    peak = (
-        int(getattr(found, "peak_memory_in_bytes", 0))
-        if any(one.platform == "tpu" for one in devices)
-        else 0
-    )
+    sizes = {name: int(getattr(found, name, 0)) for name in (*_COUNTED, *_OF_PEAK)}
+    if any(device.platform == "tpu" for device in devices):
+        return _tpu_sizes(sizes)
+    # The peak of CPU compilers leaves out temporaries.
+    return MemoryAnalysis(**{name: sizes[name] for name in _COUNTED})
+
+
+def _tpu_sizes(sizes: Mapping[str, int]) -> MemoryAnalysis:
+    """libtpu's memory analysis, from its sizes by JAX's names. The memory analysis of
+    JAX 0.9 has no peak.
+    """
+    peak = sizes.get("peak_memory_in_bytes", 0)
     if peak:  # includes arrays in host memory
-        peak -= (
-            found.host_argument_size_in_bytes
-            + found.host_output_size_in_bytes
-            + found.host_temp_size_in_bytes
-        )
-        peak += found.host_alias_size_in_bytes
-    return MemoryAnalysis(**sizes, peak_memory_in_bytes=peak)
+        peak -= sizes["host_argument_size_in_bytes"]
+        peak -= sizes["host_output_size_in_bytes"]
+        peak -= sizes["host_temp_size_in_bytes"]
+        peak += sizes["host_alias_size_in_bytes"]
+    counted = {name: sizes[name] for name in _COUNTED}
+    return MemoryAnalysis(**counted, peak_memory_in_bytes=peak)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +131,8 @@ class CompiledFor:
       `None` if that is not known.
     - `seconds`: the time that compilation took.
     - `device_ids`: the ids of the target's devices in the order of the mesh.
+    - `assigned`: the memory in HBM as libtpu assigned it, by array; `None` for other
+      targets than the name of a TPU slice.
     """
 
     __module__ = "shardfx.cost"
@@ -132,6 +145,7 @@ class CompiledFor:
     chip: chips.Chip | None
     seconds: float
     device_ids: tuple[int, ...] = ()
+    assigned: Memory | None = dataclasses.field(default=None, repr=False)
 
     @property
     def input_shardings(self) -> tuple[NamedSharding]:
@@ -201,14 +215,12 @@ def compile_for(
         ```
     """
     made = step_of(step, args, mesh)
+    if isinstance(target, str) and target.partition(":")[0] != "cpu":
+        return _compiled_by_libtpu(made, target)
     on, name = _mesh_of(target, made.mesh)
     devices, chip = tuple(on.devices.flat), None
-    if made.callbacks and devices[0].platform == "tpu":
-        raise ProgramError(
-            f"{made.callbacks[0]} calls back to Python, which libtpu compiles only for"
-            " the devices of its own process; compile the step without it, or see what"
-            " it gathers by `shardfx.cost.estimate(step, *args)`."
-        )
+    if devices[0].platform == "tpu":
+        _raise_at_callbacks(made)
     lowered = made.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
     start = time.perf_counter()
     # By default, JAX compiles a program that was lowered without devices for the
@@ -232,6 +244,54 @@ def compile_for(
     )
 
 
+def _compiled_by_libtpu(step: Step, name: str) -> CompiledFor:
+    """The step compiled for a TPU slice, in libtpu's own process."""
+    _raise_at_callbacks(step)
+    chip = chips.find(name)
+    target = target_named(name, step.mesh)
+    start = time.perf_counter()
+    answer = step.tpu_compiled(target.slices, target.order)
+    seconds = time.perf_counter() - start
+    arguments, _ = step.parameters
+    if isinstance(answer, TpuTexts):
+        program = TpuAnswer(answer, target, len(arguments))
+        raise _out_of_memory(answer.out_of_memory, program.memory.peak_bytes)
+    return CompiledFor(
+        text=answer.text,
+        memory=_tpu_sizes(answer.sizes),
+        mesh=step.mesh,
+        argument_paths={one.name: step.path(one.name) for one in arguments},
+        target=name,
+        chip=chip,
+        seconds=seconds,
+        device_ids=target.order,
+        assigned=TpuAnswer(answer.texts, target, len(arguments)).memory,
+    )
+
+
+def _raise_at_callbacks(step: Step) -> None:
+    if step.callbacks:
+        raise ProgramError(
+            f"{step.callbacks[0]} calls back to Python, which libtpu compiles only for"
+            " the devices of its own process; compile the step without it, or see what"
+            " it gathers by `shardfx.cost.estimate(step, *args)`."
+        )
+
+
+def _out_of_memory(text: str, needed_bytes: int | None = None) -> OutOfMemoryError:
+    """The error for a program that does not fit, from its compiler's own text."""
+    sizes = next((one.groups() for form in _FULL if (one := form.search(text))), ())
+    needed, limit = map(_bytes_of, sizes) if sizes else (None, None)
+    return OutOfMemoryError(
+        "the program does not fit a device: its compiler needs"
+        f" {' of '.join(sizes) or 'more than there is'}. `shardfx.cost.fit(step,"
+        " *args, chip=...)` says what takes the memory, and which single change"
+        " would make it fit.",
+        needed if needed_bytes is None else needed_bytes,
+        limit,
+    )
+
+
 def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
     """Compiles a lowered program for `devices`. Raises `OutOfMemoryError` if it needs
     more memory than a device has.
@@ -242,16 +302,7 @@ def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
         text = str(error)
         if not text.startswith("RESOURCE_EXHAUSTED"):
             raise
-        sizes = next((one.groups() for form in _FULL if (one := form.search(text))), ())
-        needed, limit = map(_bytes_of, sizes) if sizes else (None, None)
-        raise OutOfMemoryError(
-            "the program does not fit a device: its compiler needs"
-            f" {' of '.join(sizes) or 'more than there is'}. `shardfx.cost.fit(step,"
-            " *args, chip=...)` says what takes the memory, and which single change"
-            " would make it fit.",
-            needed,
-            limit,
-        ) from error
+        raise _out_of_memory(text) from error
 
 
 def _bytes_of(text: str) -> int:
@@ -262,8 +313,6 @@ def _bytes_of(text: str) -> int:
 def _mesh_of(target: str | Mesh | Sequence[object], spec: MeshSpec) -> tuple[Mesh, str]:
     if isinstance(target, Mesh):
         return target, target.devices.flat[0].device_kind
-    if isinstance(target, str) and target.partition(":")[0] != "cpu":
-        return tpu.mesh_of(target, spec), target
     if not isinstance(target, Iterable):
         raise MeshError(
             f"`target={target!r:.80}` is neither a slice, a mesh nor devices; write"

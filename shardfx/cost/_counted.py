@@ -51,11 +51,14 @@ class StepOnChip:
     - `step`, `chip`: the traced step, and the chip, which determines the compiler and
       the tiles of memory.
     - `function`: the function that was traced; `None` if it is not known.
+    - `assigned`: the memory as libtpu assigned it when it compiled the step; `None` if
+      it did not.
     """
 
     step: Step
     chip: chips.Chip
     function: Any = None
+    assigned: Memory | None = None
 
     @property
     def platform(self) -> Platform:
@@ -88,6 +91,8 @@ class StepOnChip:
     @ft.cached_property
     def memory(self) -> Memory:
         """The memory of one device: as libtpu assigns it, where it can be asked."""
+        if self.assigned is not None:
+            return self.assigned
         program = tpu_program(self.step, self.chip)
         return self.foreseen if program is None else program.memory
 

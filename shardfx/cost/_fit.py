@@ -25,7 +25,7 @@ from .._plan import ShardPlan
 from .._step import MOVING, Frame, is_traced, padded, place_text, step_of
 from ..topology import MeshSpec
 from ._changes import Change, batch_of, changes_of
-from ._compile_for import MemoryAnalysis, memory_of
+from ._compile_for import CompiledFor, MemoryAnalysis, memory_of
 from ._counted import StepOnChip
 from ._libtpu import why_foreseen
 from ._memory import LiveArray, Memory
@@ -323,6 +323,8 @@ def fit(
     chip = chips.find(chip)
     if isinstance(step, ShardPlan):
         return _of_plan(step, chip)
+    if isinstance(step, CompiledFor) and step.assigned is not None:
+        return _of_assigned(step.assigned, chip)
     if isinstance(step, _Measured):
         rows, notes = _compiled_rows([], memory_of(step))
         return Fit(rows, chip, "compiled", notes=notes)
@@ -337,7 +339,8 @@ def fit(
     if traced.is_without_mesh:
         traced = dataclasses.replace(traced, given_mesh=MeshSpec({"device": 1}))
         notes = (_ALONE,)
-    known = StepOnChip(traced, chip, step if args else None)
+    assigned = compiled.assigned if isinstance(compiled, CompiledFor) else None
+    known = StepOnChip(traced, chip, step if args else None, assigned)
     if known.programs is not None:
         warn_if_refuted(known.programs)
     rows, largest = _arguments(known)
@@ -346,7 +349,7 @@ def fit(
     largest = tuple(
         sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST]
     )
-    if compiled is not None:
+    if compiled is not None and assigned is None:
         rows, differences = _compiled_rows(rows, memory_of(compiled))
         return Fit(
             rows=rows,
@@ -370,6 +373,24 @@ def fit(
         on_chip_bytes=memory.on_chip_bytes,
         out_of_memory=memory.out_of_memory,
         _known=known,
+    )
+
+
+def _of_assigned(memory: Memory, chip: chips.Chip) -> Fit:
+    """The memory of a program that libtpu compiled."""
+    arrays = [_large_array(array, set()) for array in memory.arrays]
+    rows = [
+        FitRow("arguments", sum(memory.arguments), exact=True),
+        FitRow("results", sum(memory.results), exact=True),
+        *_temporaries(arrays, memory),
+    ]
+    return Fit(
+        rows=_sorted(rows),
+        chip=chip,
+        basis="compiled",
+        largest=tuple(arrays[:_LARGEST]),
+        on_chip_bytes=memory.on_chip_bytes,
+        out_of_memory=memory.out_of_memory,
     )
 
 

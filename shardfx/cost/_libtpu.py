@@ -49,7 +49,7 @@ class Target(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TpuProgram:
+class TpuAnswer:
     """libtpu's answer about a step.
 
     - `texts`: what libtpu dumped.
@@ -112,6 +112,19 @@ def target_of(chip: chips.Chip, mesh: MeshSpec) -> Target | None:
     return Target(slices, tuple(device.id for device in ordered.flat))
 
 
+def target_named(name: str, mesh: MeshSpec) -> Target:
+    """The slices that a user names, such as "tpu:v5p:4x4x4". Raises `MeshError` if
+    there is none of this name, if the mesh would not use every device, or if libtpu is
+    not installed.
+    """
+    parsed = chips.parse_slice(name)
+    own_name = _NAMES.get(parsed.chip.name, parsed.chip.name)
+    extents = "x".join(map(str, parsed.extents))
+    slices = TpuSlice(f"{own_name}:{extents}", math.prod(mesh.dcn_sizes))
+    ordered = mesh.order(devices_of_slices(slices)).devices
+    return Target(slices, tuple(device.id for device in ordered.flat))
+
+
 def _part_of_host(chip: chips.Chip, mesh: MeshSpec) -> Target | None:
     """The first devices of the smallest slice, for a mesh that is smaller."""
     extents = (2, 2, 1)[: chip.torus_dims]
@@ -132,7 +145,7 @@ def _name(chip: chips.Chip, extents: Sequence[int]) -> str:
     return f"{name}:{'x'.join(map(str, even_first))}"
 
 
-def tpu_program(step: Step, chip: chips.Chip, **changed: Any) -> TpuProgram | None:
+def tpu_program(step: Step, chip: chips.Chip, **changed: Any) -> TpuAnswer | None:
     """libtpu's program of a step on a chip; `None` if it cannot be asked: it is not
     installed, has no such slices, or the step calls back to Python. `changed` has
     keyword arguments of `Step.tpu_texts`, such as other shardings. Raises
@@ -143,7 +156,7 @@ def tpu_program(step: Step, chip: chips.Chip, **changed: Any) -> TpuProgram | No
         return None
     texts = step.tpu_texts(target.slices, target.order, **changed)
     arguments, _ = step.parameters
-    return TpuProgram(texts, target, len(arguments))
+    return TpuAnswer(texts, target, len(arguments))
 
 
 def why_foreseen(step: Step, chip: chips.Chip) -> str:
