@@ -11,6 +11,7 @@ from shardfx import MeshSpec, PathRules, chips, constrain, filter_jit, plan
 from shardfx.cost import compile_for, fit, seconds, traffic
 from shardfx.cost._compile_for import compiled
 from shardfx.errors import MeshError, OutOfMemoryError
+from shardfx.interop import tpu
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})
@@ -304,4 +305,4 @@ def test_a_compiler_that_another_process_holds_is_said_to_be(monkeypatch):
     with pytest.raises(
         MeshError, match="lockfile. Another process holds libtpu: wait, or set ALLOW"
     ):
-        compile_for(step, *structs(), target="tpu:v5e:2x4")
+        tpu.devices_of("tpu:v5e:2x4")

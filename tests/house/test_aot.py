@@ -7,21 +7,25 @@ Run it alone, since libtpu reads the environment once:
 
 import importlib.util
 import math
+import os
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._programs import lowered, planned, steps_program, wire_bytes
-from shardfx import MeshSpec, PathRules, plan, topology
+from shardfx import MeshSpec, PathRules, chips, plan, topology
 from shardfx._cli.demo import Run, make_optimizer, make_plans, make_step
+from shardfx._step import bytecode, libtpu, step_of
 from shardfx.auto import search
-from shardfx.cost import compile_for
-from shardfx.errors import MeshError, OutOfMemoryError
+from shardfx.cost import compile_for, estimate, fit, traffic
+from shardfx.cost._libtpu import target_of
+from shardfx.errors import MeshError, OutOfMemoryError, ProgramError
 from shardfx.interop import tpu
 
 
@@ -430,3 +434,100 @@ def test_what_the_compiler_has_no_room_for_says_so():
 def test_without_libtpu_it_is_said_how_to_get_it():
     with pytest.raises(MeshError, match=r"'v5e:4x4'.*pip install \"shardfx\[aot\]\""):
         tpu.devices_of("tpu:v5e:4x4")
+
+
+def small_step(count):
+    """A gradient over scanned layers, and its arguments, on `count` chips."""
+    mesh = AbstractMesh((2, count // 2), ("data", "fsdp"))
+
+    def struct(shape, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    def loss(blocks, x):
+        def layer(x, block):
+            return x + jnp.tanh(x @ block[0]) @ block[1], None
+
+        return jnp.mean(jax.lax.scan(layer, x, blocks)[0].astype(jnp.float32) ** 2)
+
+    def step(blocks, x):
+        gradients = jax.grad(loss)(blocks, x)
+        return jax.tree.map(lambda w, g: w - 0.01 * g, blocks, gradients)
+
+    up = struct((4, 128, 256), None, "fsdp")
+    down = struct((4, 256, 128), None, "fsdp")
+    return jax.jit(step, donate_argnums=0), ((up, down), struct((64, 128), "data"))
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("target", "count"), [("tpu:v5e:2x2", 4), ("tpu:v5p:2x2x2", 8)]
+)
+def test_libtpu_answers_what_it_compiles(target, count):
+    step, args = small_step(count)
+    program = compile_for(step, *args, target=target)
+    sent = estimate(step, *args, compiler=target)
+    assert sent.rows == traffic(program).rows and sent.wire_bytes > 0
+    asked = fit(step, *args, chip=target)
+    compiled = fit(program, chip=target)
+    assert asked.basis == compiled.basis == "compiled" and asked.fits
+    assert asked.peak_bytes == compiled.peak_bytes
+    assert asked.on_chip_bytes == compiled.on_chip_bytes > 0
+    assert asked.bytes_of("parameters") + asked.bytes_of("batch") == compiled.bytes_of(
+        "arguments"
+    )
+    assert (
+        asked.peak_bytes == fit(step, *args, chip=target, compiled=program).peak_bytes
+    )
+
+
+@needs_libtpu
+def test_a_step_that_does_not_fit_has_an_answer():
+    """A donated cache that goes through a scan and comes out of it exists twice."""
+    mesh = AbstractMesh((16,), ("data",))
+
+    def struct(shape, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    def decode(cache, token):
+        def layer(carry, own):
+            return carry, jax.lax.dynamic_update_slice(own, token, (0, 3, 0))
+
+        return jax.lax.scan(layer, 0.0, cache)[1]
+
+    step = jax.jit(decode, donate_argnums=0)
+    args = (struct((32, 8192, 1024, 128), None, "data"), struct((8192, 1, 128), "data"))
+    asked = fit(step, *args, chip="v5e")
+    assert not asked.fits and "exceeds available HBM (15.75G)" in str(asked)
+    assert asked.largest[0].what == "cache" and asked.largest[0].bytes == 2**33
+    assert (asked.largest[1].group, asked.largest[1].bytes) == ("activations", 2**33)
+    with pytest.raises(OutOfMemoryError, match="needs 16.25G of 15.75G") as raised:
+        compile_for(step, *args, target="tpu:v5e:4x4")
+    assert raised.value.needed_bytes == asked.peak_bytes
+
+
+@needs_libtpu
+def test_libtpu_leaves_nothing_behind():
+    had_lock = Path("/tmp/libtpu_lockfile").exists()
+    chip = chips.find("v5e")
+    step = step_of(*small_step(4))
+    target = target_of(chip, step.mesh)
+    texts = step.tpu_texts(target.slices, target.order)
+    assert "all-reduce" in step.tpu_partitioned(target.slices, target.order)
+
+    program = step._tpu_program(b"no module", None, None)
+    with pytest.raises(ProgramError, match="(?s)cannot compile.*is unknown"):
+        libtpu.tpu_texts(program, target.slices, target.order)
+    program = step._tpu_program(bytecode(step.module("tpu")), None, None)
+    with pytest.raises(ProgramError, match="no answer in 0 s"):
+        libtpu.tpu_texts(program, target.slices, target.order, seconds=0.001)
+
+    worker = libtpu._worker(libtpu.libtpu_path(), os.getpid())
+    folder = worker._process.args[-2]
+    assert os.listdir(folder) == ["stderr"]
+    worker._process.kill()
+    worker._process.wait()
+    assert step.tpu_texts(target.slices, target.order).report == texts.report
+    assert not os.path.exists(folder)
+    assert Path("/tmp/libtpu_lockfile").exists() == had_lock

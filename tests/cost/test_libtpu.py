@@ -1,0 +1,143 @@
+"""libtpu's texts about memory, read without libtpu, and what is said where it is not
+installed. `tests/house/test_aot.py` asks libtpu itself.
+"""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardfx import MeshSpec, PathRules, plan
+from shardfx._step import TpuTexts, parse_hlo
+from shardfx._step.process import Worker
+from shardfx.cost import compile_for, estimate, fit
+from shardfx.cost._allocations import assigned_memory
+from shardfx.errors import MeshError, ProgramError
+
+
+without_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed"
+)
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0} parameter(0)
+  %first = f32[16,128]{1,0} custom-call(%x), metadata={op_name="jit(step)/sin"}
+  %second = f32[8,128]{1,0} slice(%first), slice={[0:8], [0:128]}
+  %copy-start = (f32[8,128]{1,0}, f32[8,128]{1,0}, u32[]) copy-start(%second)
+  %copy-done = f32[8,128]{1,0} copy-done(%copy-start)
+  ROOT %last = f32[8,128]{1,0} negate(%copy-done), metadata={op_name="jit(step)/neg"}
+}
+"""
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 4096, parameter 0, shape |f32[8,128]| at ShapeIndex {}:
+ value: <0 x @0> (size=4096,offset=0): f32[8,128]{1,0:T(8,128)}
+allocation 1: size 4096, output shape is |f32[8,128]|, maybe-live-out:
+ value: <5 last @0> (size=4096,offset=0): f32[8,128]{1,0:T(8,128)}
+allocation 2: size 512, constant:
+ value: <6 zero @0> (size=512,offset=0): f32[]{:T(128)}
+allocation 3: size 16384, preallocated-temp:
+ value: <1 first @0> (size=8192,offset=0): f32[16,128]{1,0:T(8,128)}
+ value: <2 second @0> (size=4096,offset=8192): f32[8,128]{1,0:T(8,128)}
+ value: <3 copy-start{0} @0> (size=4096,offset=0): f32[8,128]{1,0:T(8,128)}
+ value: <7 gone (phi) @0> (size=8192,offset=0): f32[16,128]{1,0:T(8,128)}
+allocation 4: size 4096, color 1, preallocated-temp:
+ value: <4 copy-start{1} @1> (size=4096,offset=0): f32[8,128]{1,0:T(8,128)S(1)}
+"""
+RANGES = """HloLiveRange (max 5):
+  InstructionSequence:
+    0:x
+    1:first
+    2:second
+    3:copy-start
+    4:copy-done
+    5:last
+  BufferLiveRange:
+    x{}:0-1
+    first{}:1-2
+    gone{}:1-2
+    second{}:2-3
+    copy-start{0}:3-5
+    last{}:5-5
+"""
+REPORT = """Memory Space: default (color=0)
+Total bytes: 25088 (24.5KiB)
+  cumulative_size;       size
+Memory Space: vmem (color=1)
+Total bytes: 4096 (4.0KiB)
+"""
+TEXTS = TpuTexts(
+    scheduled=PROGRAM,
+    assignment=ASSIGNMENT,
+    ranges=RANGES,
+    report=REPORT,
+    out_of_memory="",
+)
+
+
+def read(texts=TEXTS, count=1, *, is_tupled=False):
+    module = parse_hlo(texts.scheduled)
+    return assigned_memory(texts, module, count, is_tupled=is_tupled)
+
+
+def test_memory_is_what_libtpu_assigns():
+    memory = read()
+    assert memory.peak_bytes == 25088 and memory.on_chip_bytes == 4096
+    assert memory.arguments == (4096,) and memory.results == (4096,)
+    # `first` and `second` live at once. Two states of one array take its place once.
+    assert [array.bytes for array in memory.arrays] == [8192, 4096]
+    assert memory.arrays[0].op_name == "jit(step)/sin"
+    assert memory.gap_bytes == 16384 - 12288
+    assert memory.temporary_bytes == 16384 + 512
+
+
+def test_a_tuple_of_arguments_is_taken_apart():
+    tupled = ASSIGNMENT.replace("at ShapeIndex {}", "at ShapeIndex {2}")
+    memory = read(TEXTS._replace(assignment=tupled), 4, is_tupled=True)
+    assert memory.arguments == (0, 0, 4096, 0)
+
+
+@pytest.mark.parametrize("end", [300, 700, len(ASSIGNMENT) - 200])
+def test_texts_that_are_cut_off_are_no_answer(end):
+    with pytest.raises(ProgramError, match="contradict each other.*disk.*is full"):
+        read(TEXTS._replace(assignment=ASSIGNMENT[:end]))
+    with pytest.raises(ProgramError, match="contradict each other"):
+        read(TEXTS._replace(report=""))
+
+
+def made():
+    mesh = MeshSpec({"data": 8})
+    x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    return plan(x, mesh, paths=PathRules.parse(".*->data")).structs
+
+
+@without_libtpu
+def test_without_libtpu_the_page_says_what_to_install():
+    found = fit(jnp.sum, made(), chip="v5e")
+    assert found.basis == "foreseen" and not found.out_of_memory
+    assert "libtpu is not installed: `pip install 'shardfx[aot]'`" in str(found)
+    with pytest.raises(MeshError, match=r"pip install 'shardfx\[aot\]'"):
+        compile_for(jnp.sum, made(), target="tpu:v5e:2x4")
+
+
+def test_a_chip_is_named_by_its_slice():
+    for compiler in ("tpu", "tpu:v5p", "tpu:v5p:2x2x2"):
+        (row,) = estimate(jnp.sum, made(), compiler=compiler).rows
+        assert (row.kind, row.axes) == ("all-reduce", ("data",))
+
+
+def test_an_answer_that_is_cut_off_is_an_error(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, sys\n"
+        "sys.stdin.buffer.readline()\n"
+        'print(json.dumps({"sizes": [9], "error": ""}))\n'
+        'print("half", end="")\n'
+    )
+    folder = tmp_path / "own"
+    folder.mkdir()
+    worker = Worker([str(program)], str(folder))
+    texts, error = worker.ask(b"", {})
+    assert texts == [] and "its answer is cut off" in error
+    assert not worker.is_alive and not folder.exists()
