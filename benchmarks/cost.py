@@ -44,9 +44,6 @@ WAYS = {
 }
 QUICK = ("fsdp", "tp + sp")
 WITHIN = 10
-# A difference is explained where the passes that `compare` names make up this share of
-# it.
-EXPLAINED = 0.9
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +210,7 @@ def _random(count: int, devices: list[Any]) -> dict[str, Value]:
     """Three axes of 2, 2 and 4 devices cut what is drawn. Most of it makes no sense,
     which compilers take worst.
     """
-    errors, silent, signed, shares = [], 0, [], []
+    errors, signed = [], []
     for seed in range(count):
         made = planned(
             dataclasses.replace(MIDDLE, layers=2), Way(), random_layout(seed), devices
@@ -222,18 +219,11 @@ def _random(count: int, devices: list[Any]) -> dict[str, Value]:
         off = _off(ours, theirs.wire_bytes)
         errors.append(abs(off))
         signed.append(f"{off:+.1f}")
-        if abs(off) > 1:
-            shares.append(compare(ours, theirs).explained)
-            silent += shares[-1] < EXPLAINED
     return {
         "median, % off": statistics.median(errors),
         "worst, % off": max(errors),
         f"more than {WITHIN} % off": sum(error > WITHIN for error in errors),
-        "without an explanation": silent,
         "each, %": ", ".join(signed),
-        "explained, % of the difference, of those more than 1 % off": ", ".join(
-            f"{100 * one:.0f}" for one in shares
-        ),
     }
 
 

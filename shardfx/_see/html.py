@@ -279,7 +279,7 @@ def _fit(fit: Fit) -> dict[str, object]:
     return data
 
 
-_SUMS = ("devices", "wire_bytes", "dcn_bytes", "unsure_bytes")
+_SUMS = ("devices", "wire_bytes", "dcn_bytes")
 _SENT = (
     "kind",
     "windowed",

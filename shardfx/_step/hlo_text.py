@@ -84,11 +84,6 @@ class Instruction(NamedTuple):
     - `inside`: the text between the parentheses after the opcode.
     - `attributes`: the text after these parentheses.
     - `is_root`: whether the computation returns the instruction's result.
-    - `passes`: the names of the simulated compiler passes that made this instruction;
-      empty after parsing.
-    - `unsure`: the fraction of the instruction's bytes that a compiler may or may not
-      send; 0 after parsing.
-    - `note`: the reason for `unsure`; "" after parsing.
     """
 
     name: str
@@ -98,9 +93,6 @@ class Instruction(NamedTuple):
     inside: str
     attributes: str
     is_root: bool
-    passes: tuple[str, ...] = ()
-    unsure: float = 0.0
-    note: str = ""
 
     @property
     def text(self) -> str:

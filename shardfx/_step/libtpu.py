@@ -263,6 +263,7 @@ def _asked(
         )
     worker = _worker(path, os.getpid())
     if not worker.is_alive:
+        worker.end()
         _worker.cache_clear()
         worker = _worker(path, os.getpid())
     defaults = {"seconds": _SECONDS, "passes": _NO_PASS}

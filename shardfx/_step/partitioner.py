@@ -132,6 +132,7 @@ def _asked(module: bytes, request: dict[str, Any]) -> list[bytes]:
         )
     worker = _worker(os.getpid())
     if not worker.is_alive:
+        worker.end()
         _worker.cache_clear()
         worker = _worker(os.getpid())
     texts, error = worker.ask(module, request)

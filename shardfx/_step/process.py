@@ -37,6 +37,10 @@ class Worker:
     def is_alive(self) -> bool:
         return self._end.alive and self._process.poll() is None
 
+    def end(self) -> None:
+        """Ends the process and removes its folder."""
+        self._end()
+
     def ask(self, module: bytes, request: dict[str, object]) -> tuple[list[bytes], str]:
         """The texts that answer a request about `module`, and an error text. `request`
         has the entries that the process reads, such as "devices" and "options".

@@ -52,7 +52,6 @@ from .lowered import (
     resharded,
 )
 from .partitioner import Programs, partitioned, programs, propagated
-from .rewrites import rewritten
 
 
 Platform = Literal["tpu", "gpu", "cpu"]
@@ -63,12 +62,6 @@ _OF_MODULE = re.compile(r"(\w+)\.states\[")
 # A part of JAX's error.
 _NEEDS_DEVICES = "require devices to be present during lowering"
 COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
-# After the partitioner, the TPU's compiler merges fewer gathers than the CPU's does.
-_OPTIONS: Mapping[Platform, Mapping[str, str]] = {
-    "tpu": {"xla_disable_hlo_passes": "cse"},
-    "gpu": {},
-    "cpu": {},
-}
 
 
 @runtime_checkable
@@ -274,10 +267,8 @@ class Step:
         over another mesh than `mesh`; `MeshError` for more than 8,192 devices.
         """
         mesh = self.mesh if mesh is None else mesh
-        text = self._rewritten(platform, mesh, arguments, results, module)
-        return partitioned(
-            text, mesh.size, _OPTIONS[platform], finished=platform == "cpu"
-        )
+        text = self._bytecode(platform, mesh, arguments, results, module)
+        return partitioned(text, mesh.size, finished=platform == "cpu")
 
     def programs(
         self,
@@ -292,8 +283,8 @@ class Step:
         errors are those of `Step.partitioned`.
         """
         mesh = self.mesh if mesh is None else mesh
-        text = self._rewritten(platform, mesh, arguments, results, module)
-        return programs(text, mesh.size, _OPTIONS[platform])
+        text = self._bytecode(platform, mesh, arguments, results, module)
+        return programs(text, mesh.size)
 
     def tpu_texts(
         self,
@@ -346,22 +337,6 @@ class Step:
             free_results=tuple(dims is None for dims in results),
             options=tuple(self.lowered("tpu")._lowering._compiler_options_kvs),
         )
-
-    def _rewritten(
-        self,
-        platform: Platform,
-        mesh: MeshSpec,
-        arguments: Sequence[Dims | None] | None,
-        results: Sequence[Dims | None] | None,
-        module: Module | None,
-    ) -> bytes:
-        text = self._bytecode(platform, mesh, arguments, results, module)
-        if platform == "tpu":
-            context = (
-                self.module(platform).context if module is None else module.context
-            )
-            text = rewritten(text, context)
-        return text
 
     def _bytecode(
         self,

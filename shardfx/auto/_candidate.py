@@ -93,13 +93,6 @@ class Candidate:
         return self.traffic.wire_bytes
 
     @property
-    def unsure_bytes(self) -> int:
-        """The bytes by which the compiled program may differ from `wire_bytes`; see
-        [`shardfx.cost.Traffic`][].
-        """
-        return self.traffic.unsure_bytes
-
-    @property
     def fits(self) -> bool:
         """Whether `memory_bytes` is at most `limit_bytes`."""
         return self.memory_bytes <= self.limit_bytes

@@ -25,9 +25,8 @@ from .._ground.spec import entry_axes
 from .._plan import ShardPlan, follow
 from .._step import Dims, Parameter, Platform, Refutation, Step, parse_hlo, step_of
 from ..cost import Traffic, TrafficRow, compare, compile_for, seconds, traffic
-from ..cost._after import as_compiled
 from ..cost._compile_for import memory_of
-from ..cost._estimate import DIRECT, LARGEST, SIZED, extrapolated
+from ..cost._estimate import DIRECT, LARGEST, as_sent, extrapolated
 from ..cost._live import device_memory
 from ..cost._refuted import refutations_of
 from ..cost._traffic import read
@@ -264,10 +263,8 @@ class LoweredStep:
         text = step.partitioned(
             self.platform, mesh=mesh, arguments=arguments, results=results
         )
-        partitioned = parse_hlo(text)
-        module = as_compiled(
-            partitioned, self.platform, without=() if mesh == candidate.mesh else SIZED
-        )
+        partitioned = dataclasses.replace(parse_hlo(text), partitions=mesh.size)
+        module = as_sent(partitioned, self.platform)
         sent = read(module, mesh, self.leaves)
         tpu = self.platform == "tpu"
 
@@ -280,9 +277,8 @@ class LoweredStep:
                 for which, plan in enumerate(candidate.plans)
                 for _ in plan.leaves
             ]
-            return device_memory(
-                module, donated=flags, tile=self.chip.tile, tpu=tpu
-            ).peak_bytes
+            memory = device_memory(module, donated=flags, tile=self.chip.tile)
+            return memory.peak_bytes
 
         least = held(self.donated)
         is_enough = least <= candidate.limit_bytes and mesh == candidate.mesh

@@ -3,8 +3,8 @@ of its collectives.
 
 The room never runs a step and never chooses a plan. It may import `_ground`, `_rules`,
 `_plan`, `topology`, `chips`, `_step`, `_arrays` and `interop`. `_traffic.py` reads
-compiled programs, and also estimates: an estimate is the program of XLA's partitioner,
-to which `_after/` applies the passes that a compiler would run next.
+compiled programs, and also estimates: an estimate is the program that libtpu schedules,
+or that XLA's partitioner makes.
 """
 
 from .._step import Frame as Frame

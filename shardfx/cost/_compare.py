@@ -1,9 +1,7 @@
-"""The bytes that a compiled step sends beyond its estimate, and the compiler's passes
-that explain them.
-"""
+"""The bytes that a compiled step sends beyond its estimate, by source line."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from .._ground.text import bytes_text, first_lines, html_text, table
 from .._step import Frame, place_text
@@ -30,9 +28,6 @@ class Excess:
       gradients they reduce, or `None`.
     - `expected`, `found`: pairs of a kind of collective and its bytes, in the estimate
       and in the compiled step.
-    - `passes`: the compiler passes that the estimate simulates at this line. In at
-      least one of them, the compiler did
-        something else than the estimate.
     - `why`: a sentence that explains the difference.
     """
 
@@ -44,7 +39,6 @@ class Excess:
     leaf: str | None
     expected: tuple[tuple[str, int], ...]
     found: tuple[tuple[str, int], ...]
-    passes: tuple[str, ...]
     why: str
 
 
@@ -78,16 +72,6 @@ class Comparison:
         return sum(abs(row.extra_bytes) for row in (*self.rows, *self.less))
 
     @property
-    def explained(self) -> float:
-        """The fraction of `different_bytes` in rows with at least one compiler pass; 1
-        if there are no differences.
-        """
-        by_pass = sum(
-            abs(row.extra_bytes) for row in (*self.rows, *self.less) if row.passes
-        )
-        return by_pass / self.different_bytes if self.different_bytes else 1.0
-
-    @property
     def extra_bytes(self) -> int:
         """The bytes per device and step of the compiled step, minus the bytes of the
         estimate.
@@ -97,14 +81,9 @@ class Comparison:
     def __str__(self) -> str:
         ours, theirs = self.estimated.wire_bytes, self.compiled.wire_bytes
         times = f", {theirs / ours:.2f} times as much" if ours else ""
-        unsure = (
-            f" ({bytes_text(self.estimated.unsure_bytes)} of it not sure)"
-            if self.estimated.unsure_bytes
-            else ""
-        )
         total = (
             f"{bytes_text(theirs)} are sent to each device in a step;"
-            f" {bytes_text(ours)} were estimated{unsure}{times}."
+            f" {bytes_text(ours)} were estimated{times}."
         )
         if not self.rows:
             return total
@@ -130,8 +109,7 @@ class Comparison:
 
 
 def compare(estimated: Traffic, compiled: object) -> Comparison:
-    """The bytes that a compiled step sends beyond its estimate, by source line, and the
-    passes that explain them.
+    """The bytes that a compiled step sends beyond its estimate, by source line.
 
     **Arguments:**
 
@@ -162,8 +140,8 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
         x = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=rows)
         step = lambda x: jax.lax.with_sharding_constraint(x.T @ x, rows)
         compiled = jax.jit(step).lower(x).compile()
-        (row,) = compare(estimate(step, x), compiled).rows
-        assert row.passes == ("tpu-all-reduce-scatter-fusion",)  # a CPU has no reduce-scatter
+        (row,) = compare(estimate(step, x, compiler="gpu"), compiled).rows
+        assert row.why == "it is sent by all-reduce, not by reduce-scatter"
         ```
     """
     found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
@@ -246,38 +224,44 @@ def _excess(
     """The sum of `places` as a `Excess`. `source` and `axes` are the line and the axes
     of a single place. The sum of several places has neither.
     """
-    ours, theirs = (
-        [row for one in places for row in one.rows[side] if row.wire_bytes]
-        for side in (0, 1)
+    expected_rows = [row for place in places for row in place.rows[0] if row.wire_bytes]
+    found_rows = [row for place in places for row in place.rows[1] if row.wire_bytes]
+    leaves = dict.fromkeys(row.leaf for row in found_rows if row.leaf)
+    return Excess(
+        extra_bytes=sum(place.extra for place in places),
+        source=source,
+        axes=axes,
+        leaf=", ".join(leaves) or None,
+        expected=_bytes_by_kind(expected_rows),
+        found=_bytes_by_kind(found_rows),
+        why=_REST if source is None else _why(expected_rows, found_rows),
     )
-    passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))
-    notes = dict.fromkeys(row.note for row in ours if row.note)
-    expected, sent = (
-        "+".join(sorted({row.dtype for row in rows})) for rows in (ours, theirs)
-    )
-    if source is None:
-        why = _REST
-    elif passes:
-        why = (
-            "this compiler does otherwise than the estimate in"
-            f" {', '.join(map(repr, passes))}"
-        )
-    elif notes:
-        why = "; ".join(notes).rstrip(".")
-    elif not ours:
-        why = "nothing was estimated here"
-    else:
-        why = (
-            f"it is sent as {sent}, not as {expected}"
-            if sent not in ("", expected)
-            else "no pass explains it"
-        )
-    leaves = ", ".join(dict.fromkeys(row.leaf for row in theirs if row.leaf)) or None
-    extra = sum(one.extra for one in places)
-    expected, sent = (
-        tuple(Traffic(tuple(rows), 1).by("kind").items()) for rows in (ours, theirs)
-    )
-    return Excess(extra, source, axes, leaves, expected, sent, passes, why)
+
+
+def _bytes_by_kind(rows: Sequence[TrafficRow]) -> tuple[tuple[str, int], ...]:
+    return tuple(Traffic(tuple(rows), 1).by("kind").items())
+
+
+def _why(expected: Sequence[TrafficRow], found: Sequence[TrafficRow]) -> str:
+    """A sentence about the difference between the rows of one source line."""
+    notes = dict.fromkeys(row.note for row in expected if row.note)
+    if notes:
+        return "; ".join(notes).rstrip(".")
+    if not expected:
+        return "nothing was estimated here"
+    expected_kinds = {row.kind for row in expected}
+    found_kinds = {row.kind for row in found}
+    if found_kinds and found_kinds != expected_kinds:
+        return f"it is sent by {_words(found_kinds)}, not by {_words(expected_kinds)}"
+    expected_dtypes = {row.dtype for row in expected}
+    found_dtypes = {row.dtype for row in found}
+    if found_dtypes and found_dtypes != expected_dtypes:
+        return f"it is sent as {_words(found_dtypes)}, not as {_words(expected_dtypes)}"
+    return "this compiler sends it otherwise"
+
+
+def _words(names: Set[str]) -> str:
+    return " and ".join(sorted(names))
 
 
 def _kinds(sums: tuple[tuple[str, int], ...]) -> str:

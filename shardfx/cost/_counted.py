@@ -33,7 +33,6 @@ from .._step import (
     own_line,
     parse_hlo,
 )
-from ._after import as_compiled
 from ._estimate import DIRECT
 from ._libtpu import tpu_program
 from ._live import device_memory
@@ -66,13 +65,10 @@ class StepOnChip:
 
     @ft.cached_property
     def module(self) -> HloModule:
-        """The partitioned program of one device, after the simulated passes of the
-        platform's compiler.
-        """
+        """The program of one device that XLA's partitioner makes."""
         if self.programs is None:
             return self.partitioned()
-        module = module_of(self.programs, self.step.mesh.size)
-        return as_compiled(module, self.platform)
+        return module_of(self.programs, self.step.mesh.size)
 
     @ft.cached_property
     def programs(self) -> Programs | None:
@@ -80,13 +76,10 @@ class StepOnChip:
         return programs_to_judge(self.step, self.platform, DIRECT)
 
     def partitioned(self, **changed: Any) -> HloModule:
-        """The partitioned program of one device for a changed step, after the simulated
-        passes of the platform's compiler. `changed` has keyword arguments for
-        `Step.partitioned`, such as other shardings.
+        """The program of one device that XLA's partitioner makes of a changed step.
+        `changed` has keyword arguments for `Step.partitioned`, such as other shardings.
         """
-        return as_compiled(
-            parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform
-        )
+        return parse_hlo(self.step.partitioned(self.platform, **changed))
 
     @ft.cached_property
     def memory(self) -> Memory:
@@ -156,7 +149,6 @@ class StepOnChip:
             on_host=[one.on_host for one in taken],
             results_on_host=[one.on_host for one in returned],
             tile=self.chip.tile,
-            tpu=self.platform == "tpu",
             remat=remat,
         )
 

@@ -13,6 +13,7 @@ from .._ground.errors import ProgramError
 from .._step import (
     KINDS,
     MOST_DEVICES,
+    HloModule,
     Platform,
     Step,
     parse_hlo,
@@ -20,9 +21,9 @@ from .._step import (
     step_of,
 )
 from ..topology import MeshSpec
-from ._after import as_compiled
 from ._libtpu import chip_of, tpu_program
 from ._refuted import module_of, programs_to_judge, warn_if_refuted
+from ._scatters import with_reduce_scatters
 from ._traffic import read
 from ._traffic_rows import Traffic, TrafficRow, largest_first
 
@@ -158,12 +159,6 @@ def _growth(other: float | int, one: float | int, times: int) -> float:
 # which an estimate is extrapolated. XLA takes 3 s for 8,192 devices, and 0.1 s for a
 # few hundred.
 DIRECT, LARGEST = 2048, 512
-# A pass that an extrapolation leaves out: it depends on the size of shards, and the
-# bytes do not change.
-SIZED = ("windowed einsum",)
-# A pass for shards that are whole tiles. An extrapolation leaves it out if the smaller
-# meshes differ in it.
-TILED = "tpu-all-reduce-scatter-fusion"
 
 
 def estimate(
@@ -242,9 +237,7 @@ def estimate(
     if programs is None:
         return estimated(known, platform)
     module = module_of(programs, known.mesh.size)
-    return largest_first(
-        read(as_compiled(module, platform), known.jax_mesh, known.leaves)
-    )
+    return largest_first(read(as_sent(module, platform), known.jax_mesh, known.leaves))
 
 
 def asked_traffic(step: Step, chip: chips.Chip) -> Traffic | None:
@@ -262,27 +255,28 @@ def asked_traffic(step: Step, chip: chips.Chip) -> Traffic | None:
 def estimated(step: Step, compiler: Platform) -> Traffic:
     """The estimated traffic of a traced step, the largest rows first."""
     if step.mesh.size > DIRECT:
-        for without in (SIZED, (*SIZED, TILED)):
-            try:
-                return extrapolated(
-                    step.mesh,
-                    LARGEST,
-                    lambda mesh: _read(step, compiler, mesh, without).rows,  # noqa: B023
-                )
-            except ProgramError:
-                if without != SIZED and step.mesh.size > MOST_DEVICES:
-                    raise
+        try:
+            return extrapolated(
+                step.mesh, LARGEST, lambda mesh: _read(step, compiler, mesh).rows
+            )
+        except ProgramError:
+            if step.mesh.size > MOST_DEVICES:
+                raise
     return largest_first(_read(step, compiler, step.jax_mesh))
 
 
 def _read(
-    step: Step,
-    compiler: Platform,
-    mesh: MeshSpec | Mesh | AbstractMesh,
-    without: Sequence[str] = (),
+    step: Step, compiler: Platform, mesh: MeshSpec | Mesh | AbstractMesh
 ) -> Traffic:
-    """The estimated traffic of a step on `mesh`, in the order of the program, without
-    the compiler passes `without`.
+    """The estimated traffic of a step on `mesh`, in the order of the program."""
+    spec = MeshSpec.of(mesh)
+    module = parse_hlo(step.partitioned(compiler, mesh=spec))
+    module = dataclasses.replace(module, partitions=spec.size)
+    return read(as_sent(module, compiler), mesh, step.leaves)
+
+
+def as_sent(module: HloModule, platform: Platform) -> HloModule:
+    """A partitioned program, with the reduce-scatters that the compiler for GPUs makes.
+    XLA itself finishes programs for CPUs, and libtpu is asked for those for TPUs.
     """
-    module = parse_hlo(step.partitioned(compiler, mesh=MeshSpec.of(mesh)))
-    return read(as_compiled(module, compiler, without=without), mesh, step.leaves)
+    return with_reduce_scatters(module) if platform == "gpu" else module

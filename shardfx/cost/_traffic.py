@@ -7,7 +7,6 @@ import functools as ft
 import re
 from collections import Counter
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -281,7 +280,7 @@ class _ModuleReader:
                 parts = tuple(part / collective.group_size for part in collective.parts)
                 collective = collective._replace(kind="reduce-scatter", parts=parts)
         kind = self.kind_of(instruction, collective)
-        note = RAGGED if kind == "ragged-all-to-all" else instruction.note
+        note = RAGGED if kind == "ragged-all-to-all" else ""
         if runs.unknown:
             note = (
                 "the trips of a loop are not known and count once:"
@@ -304,8 +303,6 @@ class _ModuleReader:
             shares=tuple(shares.items()),
             windowed=kind != collective.kind,
             note=note,
-            passes=instruction.passes,
-            unsure_bytes=round(wire * Fraction(instruction.unsure)),
             arrays=tuple(map(str, collective.arrays)),
             phase=instruction.phase,
             callback=self.origins.callback(instruction),
@@ -385,7 +382,6 @@ def _without_bytes(row: TrafficRow) -> TrafficRow:
         calls=0,
         wire_bytes=0,
         dcn_bytes=0,
-        unsure_bytes=0,
         shares=shares,
         note=IDLE,
     )

@@ -58,9 +58,6 @@ class TrafficRow:
       windowed einsum), by which XLA
         replaces an all-gather or a reduce-scatter.
     - `note`: further notes, or "".
-    - `passes`, `unsure_bytes`: for an estimate, the compiler passes that changed this
-      collective, and the bytes by
-        which a compiled program may differ from `wire_bytes`, in either direction.
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
     - `callback`: the callback to Python for which alone the collective sends, such as
       "jax.debug.print"; else "". Without the callback, the collective is gone.
@@ -81,8 +78,6 @@ class TrafficRow:
     shares: tuple[tuple[str | None, int], ...] = ()
     windowed: bool = False
     note: str = ""
-    passes: tuple[str, ...] = ()
-    unsure_bytes: int = 0
     arrays: tuple[str, ...] = ()
     phase: Phase = ""
     callback: str = ""
@@ -119,13 +114,6 @@ class Traffic:
         devices.
         """
         return sum(row.dcn_bytes for row in self.rows)
-
-    @property
-    def unsure_bytes(self) -> int:
-        """For an estimate, the bytes by which a compiled program may differ from
-        `wire_bytes`, in either direction.
-        """
-        return sum(row.unsure_bytes for row in self.rows)
 
     def by(self, key: Key) -> dict[Any, int]:
         """The bytes of one step for each value of a field of the rows, the largest
@@ -191,11 +179,6 @@ def text_of(
         f"{bytes_text(made.wire_bytes)} enter each of {made.devices} devices in a"
         f" step{dcn}."
     )
-    if made.unsure_bytes:
-        total += (
-            f" {bytes_text(made.unsure_bytes)} more or less are not sure: the compiler"
-            " decides."
-        )
     if len(cells) < len(made.rows):
         total += f" {len(made.rows) - len(cells)} more rows."
     notes = dict.fromkeys(row.note for row in made.rows if row.note)

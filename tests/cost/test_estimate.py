@@ -50,10 +50,6 @@ def test_a_product_gathers_a_weight_sharded_like_its_batch():
         assert listed(jnp.dot, x, w, compiler=compiler) == [
             ("all-gather", ("tensor",), 32 * 16 * 4 * 3 // 4, 1)
         ]
-    # A TPU multiplies float32 in bfloat16, and gathers what it multiplies.
-    assert listed(jnp.dot, x, w) == [
-        ("all-gather", ("tensor",), 32 * 16 * 2 * 3 // 4, 1)
-    ]
     x = struct((64, 32), None, "tensor")
     assert listed(jnp.dot, x, w, compiler="cpu") == [
         ("all-reduce", ("tensor",), 64 * 16 * 4 * 3 // 2, 1)
@@ -442,7 +438,7 @@ def training(mesh, constrain=False):
 @pytest.mark.parametrize("constrain", [False, True])
 def test_traffic_of_large_meshes_is_extrapolated(constrain, monkeypatch):
     step, *args = training(MeshSpec({"fsdp": 64, "tensor": 8}).abstract(), constrain)
-    right, windowed = estimate(step, *args, compiler="gpu"), estimate(step, *args)
+    right = estimate(step, *args, compiler="gpu")
     for name in ("DIRECT", "LARGEST"):
         monkeypatch.setattr(importlib.import_module("shardfx.cost._estimate"), name, 64)
     found = estimate(step, *args, compiler="gpu")
@@ -451,8 +447,6 @@ def test_traffic_of_large_meshes_is_extrapolated(constrain, monkeypatch):
     assert sorted(row.group_size for row in found.rows) == sorted(
         row.group_size for row in right.rows
     )
-    # Windows of a TPU send a piece more.
-    assert abs(estimate(step, *args).wire_bytes / windowed.wire_bytes - 1) < 0.05
     huge = estimate(*training(MeshSpec({"fsdp": 4096, "tensor": 128}).abstract()))
     assert huge.devices == 524288 and huge.wire_bytes > 0
 

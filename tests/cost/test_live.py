@@ -72,9 +72,8 @@ def test_a_loop_carries_its_state_in_place():
     # The stack is the result. The loop holds its state beside `x`, and one product: the
     # stack reads the old state.
     assert 2 * row <= found.temporary_bytes <= 3 * row + 64
-    given = device_memory(parse_hlo(TEXT), tile=(8, 128), tpu=True)
-    # Copies on chip.
-    assert given.arguments == found.arguments and given.peak_bytes > found.peak_bytes
+    given = device_memory(parse_hlo(TEXT), tile=(8, 128))
+    assert given.arguments == found.arguments and given.peak_bytes >= found.peak_bytes
 
 
 def test_the_operation_that_frees_most_runs_next():
@@ -139,47 +138,6 @@ def test_many_leaves_and_long_chains_by_elements_are_read_once():
 
 
 LAYERS, WIDTH, ROWS = 4, 1024, 4096
-
-
-def _largest(layer, chip):
-    params, batch = structs(
-        {"data": 2}, w=((LAYERS, WIDTH, WIDTH), P()), x=((ROWS, WIDTH), P("data"))
-    )
-
-    def step(params, batch):
-        def loss(params):
-            return jnp.sum(
-                jax.lax.scan(lambda x, w: (layer(x, w), None), batch, params)[0] ** 2
-            )
-
-        return jax.grad(loss)(params)
-
-    return [one.what for one in fit(step, params, batch, chip=chip).largest]
-
-
-@pytest.mark.parametrize(
-    ("layer", "chip", "dtype"),
-    [
-        (lambda x, w: x + x @ w, "v5e", "bf16"),
-        (lambda x, w: x + x @ w, "h100", "f32"),
-        (
-            lambda x, w: x + jax.lax.dot(x, w, precision=jax.lax.Precision.HIGHEST),
-            "v5e",
-            "f32",
-        ),
-        (lambda x, w: x + x * jnp.sum(w), "v5e", "f32"),
-    ],
-)
-def test_tpus_keep_in_bfloat16_what_only_products_read(layer, chip, dtype):
-    found = _largest(layer, chip)
-    # The weights are converted once before the loop that reads them.
-    assert (f"bf16[{LAYERS},{WIDTH},{WIDTH}]" in found) == (dtype == "bf16")
-    stacks = {
-        what.partition("[")[0]
-        for what in found
-        if what.endswith(f"[{LAYERS},{ROWS // 2},{WIDTH}]")
-    }
-    assert stacks == {dtype}
 
 
 def test_loop_carries_and_results_keep_their_memory():

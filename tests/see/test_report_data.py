@@ -339,7 +339,6 @@ def test_many_findings_and_much_traffic_are_cut_and_counted():
         "devices": 8,
         "wire_bytes": 0,
         "dcn_bytes": 0,
-        "unsure_bytes": 0,
         "rows": [],
         "more": 0,
     }

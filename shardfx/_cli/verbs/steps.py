@@ -117,11 +117,7 @@ def traffic(
     text = (
         str(step_traffic) if how == "compare" else step_traffic.text(terminal_width())
     )
-    sums = (
-        ("extra_bytes",)
-        if how == "compare"
-        else ("wire_bytes", "dcn_bytes", "unsure_bytes")
-    )
+    sums = ("extra_bytes",) if how == "compare" else ("wire_bytes", "dcn_bytes")
     data = {name: getattr(step_traffic, name) for name in sums} | data_of(step_traffic)
     if timed is not None:
         text = f"{text}\n\n{timed}"
@@ -276,7 +272,7 @@ for _one in (traffic, why):
 
 _FIELDS = tuple(
     "assignments by seconds compute_seconds exposed_seconds hidden_seconds wire_bytes"
-    " memory_bytes unsure_bytes limit_bytes fits constrained donated results state_over"
+    " memory_bytes limit_bytes fits constrained donated results state_over"
     " states reasons notes".split()
 )
 
@@ -415,9 +411,7 @@ def _table(candidates: Sequence[Candidate]) -> str:
     """
     rows = [("", "candidate", "by", "ms a step", "sent", "a device")]
     for number, candidate in enumerate(candidates, start=1):
-        sent = bytes_text(candidate.wire_bytes) + (
-            f" ± {bytes_text(candidate.unsure_bytes)}" if candidate.unsure_bytes else ""
-        )
+        sent = bytes_text(candidate.wire_bytes)
         rows.append(
             (
                 f"[{number}]",
@@ -455,7 +449,6 @@ def _row(row: TrafficRow) -> dict[str, object]:
         "callback",
         "wire_bytes",
         "dcn_bytes",
-        "unsure_bytes",
         "calls",
         "note",
     )

@@ -6,11 +6,10 @@ function drawTraffic(section) {
   section.hidden = false;
   const dcn = traffic.dcn_bytes ? `, ${bytesText(traffic.dcn_bytes)} of them between slices` : '';
   const total = `${bytesText(traffic.wire_bytes)} enter each of ${counted(traffic.devices, 'device')} in a step${dcn}.`;
-  const unsure = traffic.unsure_bytes ? ` ${bytesText(traffic.unsure_bytes)} more or less: the compiler decides.` : '';
   const more = traffic.more ? el('p', { class: 'note' }, `${counted(traffic.more, 'row')} more.`) : null;
   const axesOf = (row) => (row.axes.length ? row.axes.join(' x ') : 'no axis known');
   section.lastElementChild.replaceChildren(...[
-    el('p', {}, total + unsure),
+    el('p', {}, total),
     el('div', { class: 'columns even' }, bars('by mesh axis', traffic, axesOf), bars('by kind', traffic, (row) => row.kind)),
     traffic.rows.length ? el('div', { class: 'panel flush' }, trafficTable(traffic.rows)) : null, more].filter(Boolean));
 }

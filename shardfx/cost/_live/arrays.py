@@ -15,23 +15,21 @@ _FREE = CONSTANTS | {"broadcast"}
 _FUSED = VIEWS | PIECES | ELEMENTWISE
 
 
-def sources_of(
-    program: FlatProgram, uses: Uses, *, tpu: bool
-) -> dict[int, frozenset[int]]:
+def sources_of(program: FlatProgram, uses: Uses) -> dict[int, frozenset[int]]:
     """For each value, the values in memory from which it is computed. For a value in
     memory, this is only the value.
 
     XLA fuses elementwise operations, slices, and views such as transposes with the
     operations that read their results, so these results occupy no memory. They do
-    occupy memory if a loop reads them, or if a loop or the program returns them. On
-    GPUs and CPUs (not `tpu`), libraries compute matrix products, so the result of an
-    elementwise operation also occupies memory if a matrix product reads it.
+    occupy memory if a loop reads them, or if a loop or the program returns them.
+    Libraries compute matrix products, so the result of an elementwise operation also
+    occupies memory if a matrix product reads it.
     """
     found = {value: frozenset([value]) for value in range(len(program.buffers))}
     for op in uses.ops:
         for value in op.makes if op.opcode in _FUSED | _FREE else ():
             readers = uses.users.get(value, ())
-            by_library = PRODUCTS if op.opcode in ELEMENTWISE and not tpu else ()
+            by_library = PRODUCTS if op.opcode in ELEMENTWISE else ()
             is_read = any(
                 body is not uses.home[value] or user.opcode in by_library
                 for user, _, body in readers

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from ..._step import (
     IN_PLACE,
-    PRODUCTS,
     HloModule,
     Tile,
     bytes_of,
@@ -16,7 +15,6 @@ from ..._step import (
 )
 from .._memory import LiveArray, Memory
 from .arrays import list_schedule, sources_of
-from .narrow import narrowed
 from .program import Body, FlatOp, FlatProgram, Uses, program_of
 
 
@@ -97,14 +95,6 @@ def _is_stack(loop: FlatOp, at: int, uses: Uses) -> bool:
     return op is not None and op.opcode == "dynamic-update-slice" and readers == [op]
 
 
-# The bytes of the 128 MiB of on-chip memory that a TPU's compiler uses. They count too,
-# since the compiler fills them with copies of arguments ahead of time.
-_ON_CHIP = 112 * 2**20
-# A TPU overlaps these collectives with a product that runs before the first reader of
-# their results.
-_ASYNC = ("all-gather", "collective-permute")
-
-
 def device_memory(
     module: HloModule,
     *,
@@ -112,7 +102,6 @@ def device_memory(
     on_host: Sequence[bool] = (),
     results_on_host: Sequence[bool] = (),
     tile: Tile = None,
-    tpu: bool = False,
     remat: bool = False,
 ) -> Memory:
     """The memory of one device while it runs a program, as XLA's partitioner leaves it.
@@ -124,12 +113,11 @@ def device_memory(
       its memory.
     - `on_host`, `results_on_host`: for each parameter and each result, whether it is in
       host memory.
-    - `tpu`: whether the TPU's compiler assigns the memory.
     - `remat`: whether to count as if the backward pass rematerialized each layer of a
       loop.
     """
     program = program_of(module)
-    memory = _Counter(module, narrowed(program) if tpu else program, tile, tpu)
+    memory = _Counter(module, program, tile)
     if remat:
         memory.remat = rematerialized(program, memory.uses, memory.bytes_of)
     entry = program.entry
@@ -153,14 +141,13 @@ def device_memory(
     )
     peak = memory.peak(entry, dict(zip(entry.results, results, strict=True)))
     temporary = peak.bytes + memory.remat.kept_bytes
-    ahead = min(sum(arguments), max(0, _ON_CHIP - temporary)) if tpu else 0
     found = tuple(
         sorted(map(memory.live_array, peak.values), key=lambda one: -one.bytes)
     )
     return Memory(
         arguments=arguments,
         results=tuple(results),
-        temporary_bytes=temporary + ahead,
+        temporary_bytes=temporary,
         arrays=found,
     )
 
@@ -179,10 +166,12 @@ class _Counter:
     temporary is a value that is neither an argument nor a result.
     """
 
-    def __init__(self, module: HloModule, program: FlatProgram, tile: Tile, tpu: bool):
-        self.module, self.program, self.tile, self.tpu = module, program, tile, tpu
+    def __init__(self, module: HloModule, program: FlatProgram, tile: Tile):
+        self.module = module
+        self.program = program
+        self.tile = tile
         self.uses = Uses(program)
-        self.sources = sources_of(program, self.uses, tpu=tpu)
+        self.sources = sources_of(program, self.uses)
         self.remat = Rematerialized()
 
     def bytes_of(self, value: int) -> int:
@@ -228,17 +217,13 @@ class _Counter:
         # buffers of its caller.
         kept = {*body.results}
         begins: dict[int, list[int]] = {}
-        for value, at in (
-            born | (_async_starts(ops, reads, born) if self.tpu else {})
-        ).items():
+        for value, at in born.items():
             if value not in kept:
                 begins.setdefault(at, []).append(value)
         live: dict[int, int] = {}
         worst = _Peak()
         for at, op in enumerate(ops):
-            # A TPU's compiler reuses few operands for the result of the operation that
-            # reads them last.
-            is_in_place = not self.tpu and op.opcode in IN_PLACE
+            is_in_place = op.opcode in IN_PLACE
             live = {
                 value: size
                 for value, size in live.items()
@@ -258,8 +243,7 @@ class _Counter:
             hosted = min(
                 sum(free), sum(size for size in live.values() if size <= largest)
             )
-            # Temporaries that fit in on-chip memory use no other memory.
-            needed = max(whole - hosted, min(whole, _ON_CHIP if self.tpu else 0))
+            needed = whole - hosted
             if needed > worst.bytes:
                 worst = _Peak(needed, (*live, *inner.values))
         return worst
@@ -277,23 +261,3 @@ class _Counter:
         return found.union(
             *(self.reads(inner) for body in op.bodies for inner in body.ops)
         )
-
-
-def _async_starts(
-    ops: Sequence[FlatOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]
-) -> dict[int, int]:
-    """The position in the schedule `ops` from which each result of an asynchronous
-    collective occupies memory, by the result's number. It is the position of the matrix
-    product with which the collective overlaps; without one, the collective's own.
-    `reads` has the arrays that each operation reads, and `born` the position at which
-    each is made.
-    """
-    found: dict[int, int] = {}
-    for at, op in enumerate(ops):
-        if op.opcode in _ASYNC:
-            ready = max((born.get(value, -1) for value in reads[at]), default=-1)
-            before = (
-                one for one in range(at - 1, ready, -1) if ops[one].opcode in PRODUCTS
-            )
-            found.update(dict.fromkeys(op.makes, next(before, at)))
-    return found
