@@ -6,8 +6,7 @@ import dataclasses
 import math
 import re
 import textwrap
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 from .._ground.errors import UnknownPathError
 from .._ground.reason import Code, Reason
@@ -27,8 +26,6 @@ from .._ground.text import (
 )
 from .._plan import LeafPlan, ShardPlan, check_plan
 from .._rules import Attempt as Attempt, attempts, axes_of_target, near
-from ..cost import StepShardings
-from ..cost._shardings import explained
 from ..topology import MeshSpec
 
 
@@ -122,17 +119,9 @@ class Explanation:
         return f"{head}\n{dims}"
 
 
-@overload
-def explain(plan: ShardPlan, path: str) -> Explanation: ...
-
-
-@overload
-def explain(plan: Callable[..., Any], path: str, *args: Any) -> StepShardings: ...
-
-
-def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
+def explain(plan: ShardPlan, path: str) -> Explanation:
     """Explains why one array of a plan is sharded as it is, and which changes would
-    alter its sharding. For a step, explains the arrays that one source line makes.
+    alter its sharding.
 
     Nothing is planned again: the plan contains its rules, requests and reasons. Only
     the axis rules are tried again on the array's names, to list the outcome of each
@@ -140,24 +129,19 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
 
     **Arguments:**
 
-    - `plan`: the plan; or a step, jitted or not.
+    - `plan`: the plan.
     - `path`: the path of the array, as in the plan's report; or a regex, such as
       `k_proj`, that matches the path of one
         array. If it matches equal arrays of repeated layers, the first is explained.
-        For a step, a file and a line, "train.py:41".
-    - `args`: only for a step: its arguments, arrays or ShapeDtypeStructs with
-      shardings.
 
     **Returns:**
 
-    An `Explanation`; for a step a [`shardfx.cost.StepShardings`][], whose notes name
-    the traffic of the line and its cause.
+    An `Explanation`.
 
     **Raises:**
 
-    `UnknownPathError`, with the nearest paths, if the plan has no such array or the
-    step no such line, or if a regex matches arrays whose paths differ in more than
-    numbers.
+    `UnknownPathError`, with the nearest paths, if the plan has no such array, or if a
+    regex matches arrays whose paths differ in more than numbers.
 
     !!! Example
 
@@ -175,8 +159,6 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
         print(why)
         ```
     """
-    if args:
-        return explained(plan, path, args)
     check_plan("plan", plan)
     leaf = _leaf_at(plan, path)
     tried: tuple[Attempt, ...] = ()

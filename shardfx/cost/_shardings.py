@@ -46,7 +46,8 @@ from .._step import (
     step_of,
 )
 from ..topology import MeshSpec
-from ._estimate import estimated
+from ._estimate import asked_traffic, estimated
+from ._libtpu import chip_of
 from ._memory import LiveArray
 from ._propagation import Conflict, DimKey, Graph, Stop
 from ._traffic_rows import Traffic, TrafficRow
@@ -377,7 +378,12 @@ def explained(
     """
     known, platform = step_of(step, args), platform_of(compiler)
     found = shardings_of(known, platform)
-    sent = found.annotate(estimated(known, platform)).rows
+    traffic = None
+    if platform == "tpu":
+        traffic = asked_traffic(known, chip_of(compiler, known.mesh))
+    if traffic is None:
+        traffic = estimated(known, platform)
+    sent = found.annotate(traffic).rows
     notes = (
         f"{bytes_text(row.wire_bytes)} by {row.kind} over {', '.join(row.axes)}"
         f" ({row.phase or 'no gradient'}), {row.note}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from shardfx import ShardPlan, cost, explain
+from shardfx import ShardPlan, cost
 
 from ... import AxisRules
 from ..._ground.text import bytes_text, table
@@ -17,6 +17,7 @@ from ..._step import place_text
 from ...auto import Candidate, search as search_of
 from ...auto._asked import asked_for
 from ...cost import TrafficRow
+from ...cost._shardings import explained
 from .._load import made_of
 from .._options import (
     PlanOptions,
@@ -162,7 +163,7 @@ def why(
             )
         else:
             answer_text = calling(
-                "asking", lambda: explain(loaded.function, line, *loaded.args)
+                "asking", lambda: explained(loaded.function, line, loaded.args)
             )
     answer(
         json_file,
