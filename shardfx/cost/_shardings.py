@@ -46,8 +46,6 @@ from .._step import (
     step_of,
 )
 from ..topology import MeshSpec
-from ._estimate import asked_traffic, estimated
-from ._libtpu import chip_of
 from ._memory import LiveArray
 from ._propagation import Conflict, DimKey, Graph, Stop
 from ._traffic_rows import Traffic, TrafficRow
@@ -368,29 +366,6 @@ def shardings(
         ```
     """
     return shardings_of(step_of(step, args, mesh), platform_of(compiler))
-
-
-def explained(
-    step: object, line: str, args: Sequence[object], compiler: Platform | str = "tpu"
-) -> StepShardings:
-    """The shardings of the arrays that one source line of a step computes, such as
-    `line="train.py:41"`. The notes have the reason for each collective of this line.
-    """
-    known, platform = step_of(step, args), platform_of(compiler)
-    found = shardings_of(known, platform)
-    traffic = None
-    if platform == "tpu":
-        traffic = asked_traffic(known, chip_of(compiler, known.mesh))
-    if traffic is None:
-        traffic = estimated(known, platform)
-    sent = found.annotate(traffic).rows
-    notes = (
-        f"{bytes_text(row.wire_bytes)} by {row.kind} over {', '.join(row.axes)}"
-        f" ({row.phase or 'no gradient'}), {row.note}"
-        for row in sent
-        if row.source is not None and row.source.place == line
-    )
-    return dataclasses.replace(found.at(line), notes=tuple(notes))
 
 
 def shardings_of(

@@ -80,9 +80,8 @@ PAST_THE_TABLE = {
         ("auto", "chips"),
         ("auto", "interop"),
         ("cost", "chips"),
-        ("cost", "interop"),
     ),
-    *(("_see", "cost"), ("_cli", "auto")),
+    ("_cli", "auto"),
 }
 
 

@@ -3,6 +3,7 @@ its arrays, its memory, and the choice of its mesh and rules. `help` texts expla
 options; texts about MODEL and STEP replace {MODEL} and {STEP}.
 """
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +18,9 @@ from ..._step import place_text
 from ...auto import Candidate, search as search_of
 from ...auto._asked import asked_for
 from ...cost import TrafficRow
-from ...cost._shardings import explained
 from .._load import made_of
 from .._options import (
+    LoadedStep,
     PlanOptions,
     chip_of,
     compiled,
@@ -162,9 +163,7 @@ def why(
                 "asking", lambda: cost.shardings(loaded.function, *loaded.args)
             )
         else:
-            answer_text = calling(
-                "asking", lambda: explained(loaded.function, line, loaded.args)
-            )
+            answer_text = calling("asking", lambda: _of_line(loaded, line))
     answer(
         json_file,
         lambda: str(answer_text),
@@ -269,6 +268,21 @@ def _data(step_fit: cost.Fit) -> dict[str, Any]:
 
 for _one in (traffic, why):
     _one.help = (_one.help or "").replace("{STEP}", _STEP_HELP)
+
+
+def _of_line(loaded: LoadedStep, line: str) -> cost.StepShardings:
+    """The shardings of the arrays that one source line of a step computes. The notes
+    have the reason for each collective of this line.
+    """
+    shardings = cost.shardings(loaded.function, *loaded.args)
+    sent = cost.estimate(loaded.function, *loaded.args)
+    notes = tuple(
+        f"{bytes_text(row.wire_bytes)} by {row.kind} over {', '.join(row.axes)}"
+        f" ({row.phase or 'no gradient'}), {row.note}"
+        for row in shardings.annotate(sent).rows
+        if row.source is not None and row.source.place == line
+    )
+    return dataclasses.replace(shardings.at(line), notes=notes)
 
 
 _FIELDS = tuple(
