@@ -13,10 +13,21 @@ import jax.extend.core as jex
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from .._ground.errors import MeshError, ProgramError
 from .._ground.purity import WatchedArguments
 from .._ground.text import array_text, plural, spec_text, table
 from .._ground.tree import flatten
-from .._step import EquinoxJitted, Frame, JaxJitted, place_text, without_mesh
+from .._step import (
+    EquinoxJitted,
+    Frame,
+    JaxJitted,
+    Refutation,
+    judged,
+    place_text,
+    platform_of,
+    step_of,
+    without_mesh,
+)
 from ..cost import traffic
 from ._args import made, shrunk
 from ._blame import (
@@ -61,7 +72,7 @@ class CheckedOutput:
 @dataclasses.dataclass(frozen=True)
 class CheckedStep:
     """The comparison of a step with its reference by [`shardfx.testing.check_step`][].
-    It is true if rounding explains all differences.
+    It is true if rounding explains all differences, and `refutations` is empty.
 
     **Arguments:**
 
@@ -71,6 +82,7 @@ class CheckedStep:
     - `lines`: the source lines of the first equation that differs, and of the equations
       that make its operands.
     - `story`: sentences about the first equation that differs.
+    - `refutations`: what [`shardfx.testing.verify`][] says is wrong.
     """
 
     __module__ = "shardfx.testing"
@@ -79,17 +91,26 @@ class CheckedStep:
     is_finite: bool = True
     lines: tuple[Frame, ...] = ()
     story: tuple[str, ...] = ()
+    refutations: tuple[Refutation, ...] = ()
 
     def __bool__(self) -> bool:
-        return all(one.is_right for one in self.outputs)
+        return not self.refutations and all(one.is_right for one in self.outputs)
 
     def __str__(self) -> str:
-        if self:
+        refuted = [
+            f"XLA's partitioner computes this step wrongly: {refutation}"
+            for refutation in self.refutations
+        ]
+        return "\n".join([*refuted, self._compared_text()])
+
+    def _compared_text(self) -> str:
+        """What the numbers say."""
+        wrong = [one for one in self.outputs if not one.is_right]
+        if not wrong:
             return (
                 f"the plan changes none of {plural(len(self.outputs), 'output')} by"
                 " more than rounding does"
             )
-        wrong = [one for one in self.outputs if not one.is_right]
         rows = [("output", "difference", "rounding", "at")]
         rows += [
             (
@@ -136,6 +157,12 @@ def check_step(
     """Runs a step under its plan and on one device, and names the first equation whose
     results differ.
 
+    [`shardfx.testing.verify`][] reads the partitioned program first, unless there is a
+    `reference` or a `mesh`, or the step has a `shard_map`. If it refutes the program,
+    the step is wrong. If it proves the program, numbers are compared all the same,
+    because later passes of a compiler can break a program that is partitioned rightly,
+    as in [openxla/xla#49122](https://github.com/openxla/xla/issues/49122).
+
     The reference is the same step without shardings on one device, in its own dtypes
     and in float64. To find the effect of rounding, the reference also runs in float64
     with every result rounded to the step's dtypes, and its outputs are compared with
@@ -162,7 +189,8 @@ def check_step(
 
     **Returns:**
 
-    A [`shardfx.testing.CheckedStep`][], true if rounding explains all differences.
+    A [`shardfx.testing.CheckedStep`][], true if rounding explains all differences and
+    nothing is refuted.
     `print` shows the outputs that differ; the first equation that is wrong although its
     inputs are right, with its source line, sharding and loop iteration; the collectives
     at these lines; and suspicious code in a `shard_map` under `check_vma=False`.
@@ -192,15 +220,36 @@ def check_step(
             step(Mesh(ones, mesh.axis_names, axis_types=mesh.axis_types)),
         )
     given = shrunk(step, args) if shrink else args
-    found = _compared(step, made(given, mild=False), reference, mesh)
+    refutations: tuple[Refutation, ...] = ()
+    if reference is None and mesh is None:
+        refutations = _refutations(step, given)
+    checked = _compared(step, made(given, mild=False), reference, mesh)
     has_structs = any(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)
     )
-    return (
-        found
-        if found.is_finite or not has_structs
-        else _compared(step, made(given, mild=True), reference, mesh)
+    if has_structs and not checked.is_finite:
+        checked = _compared(step, made(given, mild=True), reference, mesh)
+    if not refutations:
+        return checked
+    lines = [one.source for one in refutations if one.source is not None]
+    return dataclasses.replace(
+        checked, refutations=refutations, lines=(*lines, *checked.lines)
     )
+
+
+def _refutations(step: Any, args: Sequence[object]) -> tuple[Refutation, ...]:
+    """What `verify` says is wrong with a step; nothing if there is nothing to read: no
+    mesh, or a program that XLA refuses, whose error its run raises. Nor if the step has
+    a `shard_map`: the program may be right, and the step lack a sum.
+    """
+    try:
+        known = step_of(step, args)
+        if known.is_without_mesh or "shard_map" in str(known.traced.jaxpr):
+            return ()
+        programs = known.programs(platform_of(jax.default_backend()))
+    except (MeshError, ProgramError):
+        return ()
+    return judged(programs).refutations
 
 
 def _compared(

@@ -237,6 +237,7 @@ def test_a_maximum_over_other_padding_is_not_proved(padded_maximum, number):
     broadcast = re.search(
         r"( *)(%[\w.]+) = f32\[2,8\]\S* broadcast\((%con.*?)\).*", text
     )
+    assert broadcast is not None
     padding = f"{broadcast[1]}%lowest = f32[] constant({number})\n"
     changed = broadcast[0].replace(broadcast[3], "%lowest")
     text = text.replace(broadcast[0], padding + changed)

@@ -394,3 +394,23 @@ def test_structs_need_devices():
         match=r"for 16 devices, and 8 are here.*jax_num_cpu_devices",
     ):
         check_step(lambda x: x, x)
+
+
+def test_what_verify_refutes_is_said_before_the_numbers():
+    devices = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}).build(jax.devices())
+
+    def step(x, w):
+        for _ in range(2):
+            x = x + jnp.tanh(x @ w)
+        return x
+
+    x = cut(some(16, 32), ("data", "fsdp"), mesh=devices)
+    wrong = check_step(step, x, cut(some(32, 32), "tensor", "fsdp", mesh=devices))
+    assert not wrong and not wrong.outputs[0].is_right
+    assert wrong.refutations[0].operation.endswith("(add)")
+    assert wrong.lines[0] == wrong.refutations[0].source
+    first, *others = str(wrong).splitlines()
+    assert first.startswith("XLA's partitioner computes this step wrongly: %add")
+    assert any(line.startswith("the plan changes 1 of 1 output") for line in others)
+    right = check_step(step, x, cut(some(32, 32), None, "fsdp", mesh=devices))
+    assert right and not right.refutations

@@ -146,9 +146,9 @@ def _require_equal(
 
 
 def _require_same_terms(operand: Held, groups: np.ndarray) -> None:
-    for group in groups.tolist():
+    for group_mask in masks_of(groups):
         for term in operand.terms or ():
-            if len({term >> device & 1 for device in group}) > 1:
+            if term & group_mask not in (0, group_mask):
                 raise Unjudged("a gather of unfinished sums")
 
 
@@ -170,18 +170,19 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
     if operand.kind != how and not operand.is_finished:
         require_finished(operand, f"an all-reduce by {how}")
     terms = (context.everywhere,) if operand.terms is None else operand.terms
+    group_masks = masks_of(groups)
     if how != "add":
-        made = {_spread(term, groups) for term in terms}
+        made = {_spread(term, group_masks) for term in terms}
         return _reduced(context, operand, made, how, operand.scale)
     made = set()
     counts = set()
     for term in terms:
         mask = 0
-        for group in groups.tolist():
-            holders = sum(term >> device & 1 for device in group)
+        for group_mask in group_masks:
+            holders = (term & group_mask).bit_count()
             if holders:
                 counts.add(holders)
-                mask |= sum(1 << device for device in group)
+                mask |= group_mask
         made.add(mask)
     if len(counts) > 1:
         raise Wrong(
@@ -203,11 +204,16 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
     return _reduced(context, operand, made, how, scale)
 
 
-def _spread(term: int, groups: np.ndarray) -> int:
+def masks_of(groups: np.ndarray) -> list[int]:
+    """The devices of each group as a bit mask."""
+    return [sum(1 << device for device in group) for group in groups.tolist()]
+
+
+def _spread(term: int, group_masks: Sequence[int]) -> int:
     mask = 0
-    for group in groups.tolist():
-        if any(term >> device & 1 for device in group):
-            mask |= sum(1 << device for device in group)
+    for group_mask in group_masks:
+        if term & group_mask:
+            mask |= group_mask
     return mask
 
 
