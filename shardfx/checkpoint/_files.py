@@ -67,6 +67,9 @@ class FilePlace:
     def gap_bytes(self) -> int:
         return GAP_BYTES
 
+    def timeout(self, nbytes: int) -> None:
+        return None
+
     def names(self) -> list[str]:
         return sorted(os.listdir(self.directory))
 

@@ -25,6 +25,8 @@ TIMEOUT_SECONDS = 60.0
 STORE_GAP_BYTES = 256 * 1024
 # Waiting threads take no time.
 _WORKERS = 256
+# Bytes per second. A network that is slower seems to stall.
+_LEAST_RATE = 2**20
 # Sizes are found by so many requests at a time.
 _PROBES = 16
 _MOST_BITS = 48
@@ -210,6 +212,9 @@ class ObjectPlace:
         future = self.store.list(ts.KvStore.KeyRange(prefix, end), len(prefix))
         keys = self.done(future, prefix, "listing")
         return tuple(sorted(key.decode("utf-8", "replace") for key in keys))
+
+    def timeout(self, nbytes: int) -> float:
+        return self.timeout_seconds + nbytes / _LEAST_RATE
 
     def names(self) -> list[str]:
         return sorted({key.partition("/")[0] for key in self.keys})

@@ -57,6 +57,12 @@ class Place(Protocol):
         """The least number of consecutive bytes that are worth skipping in a read."""
         ...
 
+    def timeout(self, nbytes: int) -> float | None:
+        """The seconds after which a read of `nbytes` without a result is an error;
+        `None` where reads do not stall.
+        """
+        ...
+
     def names(self) -> list[str]:
         """The sorted names of the files and directories at the top of the place."""
         ...

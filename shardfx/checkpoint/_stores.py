@@ -160,8 +160,9 @@ def ocdbt_entries(where: Place) -> tuple[StoreArray, ...]:
         # From now on the file must not change.
         pass
     try:
-        store = ts.KvStore.open(ocdbt(where, where.directory)).result()
-        keys = sorted(key.decode() for key in store.list().result())
+        seconds = where.timeout(0)
+        store = ts.KvStore.open(ocdbt(where, where.directory)).result(timeout=seconds)
+        keys = sorted(key.decode() for key in store.list().result(timeout=seconds))
         parts = [(key, key.rpartition("/")) for key in keys]
         reads = [
             (path, name, key, store.read(key))
@@ -171,7 +172,8 @@ def ocdbt_entries(where: Place) -> tuple[StoreArray, ...]:
         found = []
         for path, name, key, read in reads:
             place_of = f"{quoted(key)} in {where.directory!r}"
-            content = parsed_json(read.result().value, place_of)
+            value = read.result(timeout=seconds).value
+            content = parsed_json(value, place_of)
             found.append(
                 _described(
                     path, where.directory, path, content, METADATA[name], place_of
@@ -214,6 +216,11 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
     """The error for the file named `what`, which a library could not read. It has the
     first line of `error`.
     """
+    if isinstance(error, TimeoutError):
+        return CheckpointError(
+            f"reading {quoted(what)} got no answer in time; the store or the network"
+            " stalls. Try again, or give a longer `timeout_seconds`."
+        )
     text = (str(error) or repr(error)).splitlines()[0][:300]
     return CheckpointError(
         f"checkpoint {quoted(what)} cannot be read: {printable(text)}"
@@ -242,14 +249,16 @@ def read_into(
         "fill_missing_data_reads": missing_chunks == "fill"
     }
     try:
-        array = ts.open(spec, open=True, read=True, context=context).result()
+        seconds = where.timeout(sum(target.nbytes for target in targets))
+        opening = ts.open(spec, open=True, read=True, context=context)
+        array = opening.result(timeout=seconds)
         require_bounded(where, array, entry, boxes)
         reads = [
             _begin_read(ts, array, box, target)
             for box, target in zip(boxes, targets, strict=True)
         ]
         for (read, staged), target in zip(reads, targets, strict=True):
-            read.result()
+            read.result(timeout=seconds)
             if staged is not None:
                 fill(target, staged, entry.path)
     except CheckpointError:

@@ -247,6 +247,18 @@ def test_a_store_that_stalls_is_an_error_in_time(behind_proxy, mesh):
         checkpoint.load(index, planned(index, mesh, P()), timeout_seconds=0.3)
 
 
+def test_chunks_that_stall_are_an_error_in_time(behind_proxy, mesh, tmp_path):
+    server, proxy = behind_proxy
+    write_zarr(tmp_path, np.ones((8, 16), np.float32))
+    server.put_directory("slow", tmp_path)
+    index = checkpoint.read_index(server.place("slow"))
+    proxy.fault = lambda method, path, number: "stall" if "zarray" in path else None
+    with pytest.raises(
+        CheckpointError, match="array w' got no answer in time; the sto"
+    ):
+        checkpoint.load(index, planned(index, mesh, P()), timeout_seconds=0.3)
+
+
 def test_an_object_that_changes_between_two_reads(server, mesh):
     server.put("changing/model.safetensors", save(arrays()))
     index = checkpoint.read_index(server.place("changing"))
