@@ -39,3 +39,4 @@ from ._traffic_rows import (
     TrafficDifference as TrafficDifference,
     TrafficRow as TrafficRow,
 )
+from ._typed import TypedLine as TypedLine, TypedStep as TypedStep, typed as typed

@@ -110,6 +110,7 @@ def costs(plan: sfx.ShardPlan, tree: Tree, x: jax.Array) -> float:
     print(testing.check_step(step, tree, x))
     verdict = testing.verify(step, tree, x, compiler="gpu")
     plain = testing.unsharded(step)
+    print(cost.typed(step, tree, x).rows)
     plain(tree, x)
     for refutation in verdict.refutations:
         print(refutation.operation, refutation.source, refutation.mend)
