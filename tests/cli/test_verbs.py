@@ -262,7 +262,7 @@ def test_what_verbs_print_as_data(here, capsys):
     )
     compiled, estimated = (
         sum(row["wire_bytes"] for row in found[how]["rows"])
-        for how in ("compiled", "foreseen")
+        for how in ("compiled", "estimated")
     )
     assert found["extra_bytes"] == compiled - estimated
 
