@@ -76,19 +76,18 @@ def report_data(
     """
     check_plan("plan", plan)
     rows = plan.content.groups
-    known_chip = fit.chip if chip is None and fit is not None else chip
-    hardware = (
-        None
-        if known_chip is None
-        else {name: getattr(find(known_chip), name) for name in _OF_CHIP}
-    )
-    all_findings = tuple(findings)
+    if chip is None and fit is not None:
+        chip = fit.chip
+    hardware = None
+    if chip is not None:
+        hardware = {name: getattr(find(chip), name) for name in _OF_CHIP}
+    listed = tuple(findings)
     totals = _totals(plan, rows)
     return {
         "format": FORMAT,
         "title": title,
         "digest": plan.digest,
-        "verdict": _verdict(totals, all_findings, fit, hardware),
+        "verdict": _verdict(totals, listed, fit, hardware),
         "mesh": _mesh(plan.mesh),
         "totals": totals,
         "rows": [_row(row, plan.mesh) for row in rows],
@@ -96,7 +95,7 @@ def report_data(
         "fit": None if fit is None else _fit(fit),
         "step": None if fit is None else step_data(fit),
         "chip": hardware,
-        "findings": [dataclasses.asdict(finding) for finding in all_findings],
+        "findings": [dataclasses.asdict(finding) for finding in listed],
         "traffic": None if traffic is None else _traffic(traffic),
     }
 
@@ -118,17 +117,17 @@ def _mesh(mesh: MeshSpec) -> dict[str, object]:
 
 
 def _totals(plan: ShardPlan, rows: Sequence[Group]) -> dict[str, object]:
-    whole = (
-        [row for row in rows if row.bytes_per_device == row.bytes]
-        if plan.mesh.size > 1
-        else []
-    )
+    replicated_bytes = 0
+    if plan.mesh.size > 1:
+        replicated_bytes = sum(
+            row.bytes for row in rows if row.bytes_per_device == row.bytes
+        )
     return {
         "arrays": sum(len(row.paths) for row in rows),
         "bytes": plan.bytes_total,
         "bytes_per_device": plan.bytes_per_device,
         "even_bytes_per_device": -(-plan.bytes_total // plan.mesh.size),
-        "replicated_bytes": sum(row.bytes for row in whole),
+        "replicated_bytes": replicated_bytes,
         "corrected_arrays": sum(len(row.paths) for row in rows if _is_less(row.row)),
     }
 
@@ -153,30 +152,31 @@ def _verdict(
     name and the memory of the accelerator; `None` if it is not known.
     """
     less = totals["corrected_arrays"]
-    even = totals["even_bytes_per_device"]
-    ratio = totals["bytes_per_device"] / even if even else 1.0
-    errors, warnings = (
-        sum(finding.severity == severity for finding in findings)
-        for severity in ("error", "warning")
-    )
-    held = totals["bytes_per_device"] if fit is None else fit.peak_bytes
-    is_full = chip is not None and held > chip["usable_hbm_bytes_per_device"]
-    parts = [
-        (
-            f"{plural(less, 'array')} got less than asked"
-            if less
-            else "every array got what its rule asked for"
-        ),
-        f"{ratio:.3g} times an even split",
-        plural(errors, "error") if errors else "",
-        plural(warnings, "warning") if warnings else "",
-        f"it does not fit {chip['name']}" if is_full and chip is not None else "",
-    ]
-    level = "warn" if less or warnings or ratio >= _DOUBTFUL else "good"
-    return {
-        "level": "bad" if errors or is_full or ratio >= _BAD else level,
-        "text": ", ".join(filter(None, parts)),
-    }
+    even_bytes = totals["even_bytes_per_device"]
+    ratio = totals["bytes_per_device"] / even_bytes if even_bytes else 1.0
+    severities = collections.Counter(finding.severity for finding in findings)
+    errors = severities["error"]
+    warnings = severities["warning"]
+    peak_bytes = totals["bytes_per_device"] if fit is None else fit.peak_bytes
+
+    parts = ["every array got what its rule asked for"]
+    if less:
+        parts = [f"{plural(less, 'array')} got less than asked"]
+    parts.append(f"{ratio:.3g} times an even split")
+    if errors:
+        parts.append(plural(errors, "error"))
+    if warnings:
+        parts.append(plural(warnings, "warning"))
+    is_full = chip is not None and peak_bytes > chip["usable_hbm_bytes_per_device"]
+    if chip is not None and is_full:
+        parts.append(f"it does not fit {chip['name']}")
+
+    level = "good"
+    if less or warnings or ratio >= _DOUBTFUL:
+        level = "warn"
+    if errors or is_full or ratio >= _BAD:
+        level = "bad"
+    return {"level": level, "text": ", ".join(parts)}
 
 
 def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
@@ -212,13 +212,12 @@ def _lost(leaf: Row) -> list[list[str]]:
     """For each dimension of the array, the mesh axes that its rule requests and that do
     not shard it.
     """
-    asked = _axes(leaf, leaf.requested)
-    cuts = _axes(leaf, leaf.spec)
-    pairs = zip(asked[: len(cuts)], cuts, strict=True)
-    return [
-        [axis for axis in asked_axes or [] if axis not in (axes or [])]
-        for asked_axes, axes in pairs
-    ]
+    # A request may have more entries than the array has dimensions.
+    columns = zip(_axes(leaf, leaf.requested), _axes(leaf, leaf.spec), strict=False)
+    lost = []
+    for requested_axes, axes in columns:
+        lost.append([axis for axis in requested_axes or [] if axis not in (axes or [])])
+    return lost
 
 
 def _is_less(leaf: Row) -> bool:
@@ -229,11 +228,12 @@ def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
     """For each dimension of the array, the mesh axes that shard it under `spec`; `None`
     if it is UNCONSTRAINED.
     """
-    entries = [
-        None if entry is UNCONSTRAINED else list(entry_axes(entry))
-        for entry in entries_of(spec)
-    ]
-    return [*entries, *[[] for _ in range(len(leaf.shape) - len(entries))]]
+    axes: list[list[str] | None] = []
+    for entry in entries_of(spec):
+        axes.append(None if entry is UNCONSTRAINED else list(entry_axes(entry)))
+    for _ in range(len(leaf.shape) - len(axes)):
+        axes.append([])
+    return axes
 
 
 def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
@@ -324,26 +324,22 @@ def step_data(fit: Fit) -> dict[str, object] | None:
 
 
 def _held(array: LargeArray) -> dict[str, object]:
-    line = (
-        array.source and linecache.getline(array.source.file, array.source.line).strip()
-    )
-    axes = (
-        [list(entry_axes(entry)) for entry in entries_of(array.spec)]
-        if array.spec is not None
-        else []
-    )
-    by = [f"{origin.axis}: {origin.by or '?'}" for origin in array.origins]
-    chain = [frame.place for origin in array.origins for frame in origin.chain]
+    source = array.source
+    line = source and linecache.getline(source.file, source.line).strip()
+    entries = () if array.spec is None else entries_of(array.spec)
+    chain: dict[str, None] = {}
+    for origin in array.origins:
+        chain |= dict.fromkeys(frame.place for frame in origin.chain)
     return {
         "array": array.what,
         "bytes_per_device": array.bytes,
         "group": array.group,
         "phase": array.phase,
-        "spec": axes,
-        "from": by,
-        "over": list(dict.fromkeys(chain)),
-        "place": array.source and array.source.place,
-        "function": array.source and array.source.function,
+        "spec": [list(entry_axes(entry)) for entry in entries],
+        "from": [f"{origin.axis}: {origin.by or '?'}" for origin in array.origins],
+        "over": list(chain),
+        "place": source and source.place,
+        "function": source and source.function,
         "line": line,
         "why": array.why,
     }
@@ -357,15 +353,13 @@ def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
     texts_by_file: dict[str, dict[int, dict[str, None]]] = {}
     for row in rows:
         if row.source is not None:
-            text = (
-                f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
-            )
-            texts_by_file.setdefault(row.source.file, {}).setdefault(
-                row.source.line, {}
-            )[text] = None
+            array = array_text(row.dtype, row.shape)
+            text = f"{array} {spec_text(entries_of(row.spec))}"
+            texts_by_line = texts_by_file.setdefault(row.source.file, {})
+            texts_by_line.setdefault(row.source.line, {})[text] = None
     return [
-        {"file": file, "lines": _lines(file, lines)}
-        for file, lines in texts_by_file.items()
+        {"file": file, "lines": _lines(file, texts_by_line)}
+        for file, texts_by_line in texts_by_file.items()
         if linecache.getlines(file)
     ]
 
@@ -547,43 +541,49 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
     has their sums. If there are too many findings or collectives, the last ones are
     dropped.
     """
-    traffic = data["traffic"]
-    rows, left = _within(
+    rows, other_rows = _within(
         _ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"]
     )
-    findings, more_findings = _within(_LIST_CHARACTERS, _shown(data["findings"]))
-    if traffic is not None:
-        kept, more = _within(_LIST_CHARACTERS, _shown(traffic["rows"]))
-        traffic = {**traffic, "rows": kept, "more": len(more)}
     sums = {
-        name: sum(row[name] for row in left)
+        name: sum(row[name] for row in other_rows)
         for name in ("arrays", "bytes", "bytes_per_device")
     }
-    step = data["step"]
-    if step is not None:
-        held, _ = _within(
-            _LIST_CHARACTERS,
-            _shown(step["moment"]),
-            weight=lambda row: row["bytes_per_device"],
-        )
-        each = _LIST_CHARACTERS // max(1, len(step["source"]))
-        pairs = [(one, _within(each, _shown(one["lines"]))) for one in step["source"]]
-        source = [
-            {"file": printable(one["file"]), "lines": kept, "more": len(more)}
-            for one, (kept, more) in pairs
-        ]
-        step = {"moment": held, "source": source}
+    findings, other_findings = _within(_LIST_CHARACTERS, _shown(data["findings"]))
     others = {name: _shown(data[name]) for name in _WHOLE}
     return {
         **others,
         **rows,
-        "more": {"rows": len(left), **sums},
+        "more": {"rows": len(other_rows), **sums},
         "memory": _shown(_largest(data["memory"])),
         "findings": findings,
-        "more_findings": len(more_findings),
-        "traffic": traffic,
-        "step": step,
+        "more_findings": len(other_findings),
+        "traffic": _packed_traffic(data["traffic"]),
+        "step": _packed_step(data["step"]),
     }
+
+
+def _packed_traffic(traffic: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if traffic is None:
+        return None
+    rows, other_rows = _within(_LIST_CHARACTERS, _shown(traffic["rows"]))
+    return {**traffic, "rows": rows, "more": len(other_rows)}
+
+
+def _packed_step(step: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if step is None:
+        return None
+    arrays, _ = _within(
+        _LIST_CHARACTERS,
+        _shown(step["moment"]),
+        weight=lambda row: row["bytes_per_device"],
+    )
+    characters = _LIST_CHARACTERS // max(1, len(step["source"]))
+    source = []
+    for entry in step["source"]:
+        lines, other_lines = _within(characters, _shown(entry["lines"]))
+        file = printable(entry["file"])
+        source.append({"file": file, "lines": lines, "more": len(other_lines)})
+    return {"moment": arrays, "source": source}
 
 
 def _shown(value: object) -> Any:
@@ -634,26 +634,20 @@ def _within(
 def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     kinds: dict[str, int] = {}
     lines = []
-    before = ""
+    path_before = ""
     for row in rows:
-        kind = {
-            name: value for name, value in row.items() if name not in ("path", "arrays")
-        }
+        kind = dict(row)
+        del kind["path"]
+        del kind["arrays"]
         for name in ("bytes", "bytes_per_device"):
             kind[name] //= row["arrays"]
+        number = kinds.setdefault(json.dumps(kind), len(kinds))
         path = printable(row["path"])
-        prefix = os.path.commonprefix([before, path])
+        prefix = os.path.commonprefix([path_before, path])
         # JavaScript counts other characters differently.
         common = len(prefix) if prefix.isascii() else 0
-        lines.append(
-            [
-                common,
-                path[common:],
-                row["arrays"],
-                kinds.setdefault(json.dumps(kind), len(kinds)),
-            ]
-        )
-        before = path
+        lines.append([common, path[common:], row["arrays"], number])
+        path_before = path
     return {"kinds": [_shown(json.loads(kind)) for kind in kinds], "rows": lines}
 
 
