@@ -19,5 +19,6 @@ from .explanation import (
     explain as explain,
 )
 from .finding import Finding as Finding, Findings as Findings
-from .html import html_report as html_report, report_data as report_data
+from .html import html_report as html_report
 from .linter import lint as lint
+from .report import report_data as report_data

@@ -1,0 +1,376 @@
+"""The content of a report of a plan as plain data."""
+
+import collections
+import dataclasses
+import linecache
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .._ground.spec import (
+    UNCONSTRAINED,
+    constrained,
+    entries_of,
+    entry_axes,
+    shard_shape,
+)
+from .._ground.text import (
+    array_text,
+    entry_text,
+    plural,
+    spec_text,
+)
+from .._plan import Group, Row, ShardPlan, check_plan
+from ..chips import Chip, find
+from ..cost import ArrayRow, Fit, LargeArray, Traffic
+from ..topology import MeshSpec
+from .finding import Finding
+
+
+FORMAT = 1
+
+_OF_CHIP = ("name", "hbm_bytes", "usable_hbm_bytes_per_device")
+
+
+def report_data(
+    plan: ShardPlan,
+    *,
+    title: str | None = None,
+    findings: Iterable[Finding] = (),
+    traffic: Traffic | None = None,
+    fit: Fit | None = None,
+    chip: str | Chip | None = None,
+) -> dict[str, Any]:
+    """The content of a report as plain data that `json.dumps` takes: dicts, lists,
+    strings and numbers.
+
+    It takes the arguments of [`shardfx.html_report`][]: a `title`, `findings` of
+    `lint`, the `traffic` and the memory `fit` of a step, and the `chip` whose memory
+    the plan is compared with. In the result, `rows` has one entry for each array, or
+    for equal arrays of repeated layers. `memory` has the bytes per device of each part
+    of the tree, or of each group of arrays in `fit`. Texts are not escaped for HTML.
+
+    !!! Example
+
+        ```python
+        import jax.numpy as jnp
+        from shardfx import MeshSpec, PathRules, plan
+        from shardfx._see import report_data
+
+        tree = {"layers": [{"w": jnp.ones((8, 6))}] * 4}
+        rules = PathRules.parse("w->data.tensor")
+        made = plan(tree, MeshSpec({"data": 2, "tensor": 4}), paths=rules)
+        (row,) = report_data(made)["rows"]
+        assert (row["path"], row["arrays"]) == ("layers/{0..3}/w", 4)
+        assert row["spec"] == [["data"], []] and row["reasons"][0]["code"] == "indivisible"
+        ```
+    """
+    check_plan("plan", plan)
+    rows = plan.content.groups
+    if chip is None and fit is not None:
+        chip = fit.chip
+    hardware = None
+    if chip is not None:
+        hardware = {name: getattr(find(chip), name) for name in _OF_CHIP}
+    listed = tuple(findings)
+    totals = _totals(plan, rows)
+    return {
+        "format": FORMAT,
+        "title": title,
+        "digest": plan.digest,
+        "verdict": _verdict(totals, listed, fit, hardware),
+        "mesh": _mesh(plan.mesh),
+        "totals": totals,
+        "rows": [_row(row, plan.mesh) for row in rows],
+        "memory": _memory(rows, fit),
+        "fit": None if fit is None else _fit(fit),
+        "step": None if fit is None else step_data(fit),
+        "chip": hardware,
+        "findings": [dataclasses.asdict(finding) for finding in listed],
+        "traffic": None if traffic is None else _traffic(traffic),
+    }
+
+
+def _mesh(mesh: MeshSpec) -> dict[str, object]:
+    columns = zip(
+        mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, mesh.axis_types, strict=True
+    )
+    axes = [
+        {"name": name, "size": int(size), "slices": int(slices), "type": kind.name}
+        for name, size, slices, kind in columns
+    ]
+    return {
+        "text": str(mesh),
+        "devices": int(mesh.size),
+        "slices": math.prod(mesh.dcn_sizes),
+        "axes": axes,
+    }
+
+
+def _totals(plan: ShardPlan, rows: Sequence[Group]) -> dict[str, object]:
+    replicated_bytes = 0
+    if plan.mesh.size > 1:
+        replicated_bytes = sum(
+            row.bytes for row in rows if row.bytes_per_device == row.bytes
+        )
+    return {
+        "arrays": sum(len(row.paths) for row in rows),
+        "bytes": plan.bytes_total,
+        "bytes_per_device": plan.bytes_per_device,
+        "even_bytes_per_device": -(-plan.bytes_total // plan.mesh.size),
+        "replicated_bytes": replicated_bytes,
+        "corrected_arrays": sum(len(row.paths) for row in rows if _is_less(row.row)),
+    }
+
+
+# A plan is shown as doubtful, or as bad, from this many times the bytes of an even
+# split.
+_DOUBTFUL = 1.5
+
+_BAD = 4.0
+
+
+def _verdict(
+    totals: dict[str, Any],
+    findings: Sequence[Finding],
+    fit: Fit | None,
+    chip: dict[str, Any] | None,
+) -> dict[str, str]:
+    """The quality of a plan: its `level`, "good", "warn" or "bad", and a `text` of one
+    line.
+
+    `totals` has the sums over all arrays of the plan, such as `bytes_per_device`.
+    `findings` are those of `lint`, and `fit` is the memory of a step. `chip` has the
+    name and the memory of the accelerator; `None` if it is not known.
+    """
+    less = totals["corrected_arrays"]
+    even_bytes = totals["even_bytes_per_device"]
+    ratio = totals["bytes_per_device"] / even_bytes if even_bytes else 1.0
+    severities = collections.Counter(finding.severity for finding in findings)
+    errors = severities["error"]
+    warnings = severities["warning"]
+    peak_bytes = totals["bytes_per_device"] if fit is None else fit.peak_bytes
+
+    parts = ["every array got what its rule asked for"]
+    if less:
+        parts = [f"{plural(less, 'array')} got less than asked"]
+    parts.append(f"{ratio:.3g} times an even split")
+    if errors:
+        parts.append(plural(errors, "error"))
+    if warnings:
+        parts.append(plural(warnings, "warning"))
+    is_full = chip is not None and peak_bytes > chip["usable_hbm_bytes_per_device"]
+    if chip is not None and is_full:
+        parts.append(f"it does not fit {chip['name']}")
+
+    level = "good"
+    if less or warnings or ratio >= _DOUBTFUL:
+        level = "warn"
+    if errors or is_full or ratio >= _BAD:
+        level = "bad"
+    return {"level": level, "text": ", ".join(parts)}
+
+
+def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
+    leaf = row.row
+    return {
+        "path": row.where,
+        "arrays": len(row.paths),
+        "array": array_text(leaf.dtype, leaf.shape),
+        "shape": list(leaf.shape),
+        "shard_shape": list(
+            shard_shape(leaf.shape, constrained(leaf.spec), mesh.shape)
+        ),
+        "names": (
+            None if leaf.names is None else [entry_text(name) for name in leaf.names]
+        ),
+        "requested": _axes(leaf, leaf.requested),
+        "spec": _axes(leaf, leaf.spec),
+        "lost": [dim for dim, axes in enumerate(_lost(leaf)) if axes],
+        "less": _is_less(leaf),
+        "strategies": [step.text for step in leaf.strategies],
+        "rule": leaf.rule,
+        "reasons": [
+            {**vars(why), "code": why.code.name, "axes": list(why.axes)}
+            for why in leaf.reasons
+        ],
+        "memory_kind": leaf.memory_kind,
+        "bytes": row.bytes,
+        "bytes_per_device": row.bytes_per_device,
+    }
+
+
+def _lost(leaf: Row) -> list[list[str]]:
+    """For each dimension of the array, the mesh axes that its rule requests and that do
+    not shard it.
+    """
+    # A request may have more entries than the array has dimensions.
+    columns = zip(_axes(leaf, leaf.requested), _axes(leaf, leaf.spec), strict=False)
+    lost = []
+    for requested_axes, axes in columns:
+        lost.append([axis for axis in requested_axes or [] if axis not in (axes or [])])
+    return lost
+
+
+def _is_less(leaf: Row) -> bool:
+    return any(_lost(leaf)) or any(reason.code.is_cut for reason in leaf.reasons)
+
+
+def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
+    """For each dimension of the array, the mesh axes that shard it under `spec`; `None`
+    if it is UNCONSTRAINED.
+    """
+    axes: list[list[str] | None] = []
+    for entry in entries_of(spec):
+        axes.append(None if entry is UNCONSTRAINED else list(entry_axes(entry)))
+    for _ in range(len(leaf.shape) - len(axes)):
+        axes.append([])
+    return axes
+
+
+def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
+    """The bytes per device of each part of the tree, or with `fit` of each group of
+    arrays of the step.
+
+    `rows` has the arrays of the tree; a `Group` is equal arrays of repeated layers. A
+    part of the tree is all arrays whose paths have the same first segment, such as
+    `params`. Bytes in host memory are separate entries.
+    """
+    sums = collections.Counter[tuple[str, str | None]]()
+    if fit is None:
+        for row in rows:
+            sums[row.where.partition("/")[0], row.row.memory_kind] += (
+                row.bytes_per_device
+            )
+        amounts = sums.most_common()
+    else:
+        amounts = [((row.group, None), row.bytes) for row in fit.rows if row.bytes]
+        amounts += [
+            ((row.group, "pinned_host"), row.host_bytes)
+            for row in fit.rows
+            if row.host_bytes
+        ]
+    return [
+        {"group": group, "memory_kind": kind, "bytes_per_device": count}
+        for (group, kind), count in amounts
+    ]
+
+
+def _fit(fit: Fit) -> dict[str, object]:
+    changes = [dataclasses.asdict(change) for change in fit.changes]
+    data = {
+        "basis": fit.basis,
+        "peak_bytes": fit.peak_bytes,
+        "fits": fit.fits,
+        "changes": changes,
+    }
+    data |= {
+        "batch": fit.batch,
+        "notes": list(fit.notes),
+    }
+    return data
+
+
+_SUMS = ("devices", "wire_bytes", "dcn_bytes")
+
+_SENT = (
+    "kind",
+    "windowed",
+    "wire_bytes",
+    "dcn_bytes",
+    "calls",
+    "dtype",
+    "group_size",
+    "leaf",
+    "note",
+)
+
+
+def _traffic(traffic: Traffic) -> dict[str, object]:
+    rows = []
+    for row in traffic.rows:
+        place = row.source and f"{row.source.file}:{row.source.line}"
+        data = {name: getattr(row, name) for name in _SENT} | {
+            "axes": list(row.axes),
+            "source": place,
+        }
+        rows.append({**data, "function": row.source and row.source.function})
+    return {**{name: getattr(traffic, name) for name in _SUMS}, "rows": rows}
+
+
+# The number of lines shown before and after a line that makes arrays, and of shardings
+# shown for this line.
+_AROUND = 2
+
+_LAYOUTS = 2
+
+
+def step_data(fit: Fit) -> dict[str, object] | None:
+    """A dict of `moment`, the arrays that a step has in memory when it uses most
+    memory, and `source`, the source lines that make arrays. It is `None` if `fit` does
+    not know the shardings of a step.
+    """
+    shardings = fit.shardings
+    return shardings and {
+        "moment": [_held(array) for array in fit.peak_arrays if array.bytes],
+        "source": _source(shardings.rows),
+    }
+
+
+def _held(array: LargeArray) -> dict[str, object]:
+    source = array.source
+    line = source and linecache.getline(source.file, source.line).strip()
+    entries = () if array.spec is None else entries_of(array.spec)
+    chain: dict[str, None] = {}
+    for origin in array.origins:
+        chain |= dict.fromkeys(frame.place for frame in origin.chain)
+    return {
+        "array": array.what,
+        "bytes_per_device": array.bytes,
+        "group": array.group,
+        "phase": array.phase,
+        "spec": [list(entry_axes(entry)) for entry in entries],
+        "from": [f"{origin.axis}: {origin.by or '?'}" for origin in array.origins],
+        "over": list(chain),
+        "place": source and source.place,
+        "function": source and source.function,
+        "line": line,
+        "why": array.why,
+    }
+
+
+def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
+    """A dict for each source file: its name, and the lines that make some of the arrays
+    `rows` or are next to such a line. Each line has its number, its text, and the
+    arrays that it makes.
+    """
+    texts_by_file: dict[str, dict[int, dict[str, None]]] = {}
+    for row in rows:
+        if row.source is not None:
+            array = array_text(row.dtype, row.shape)
+            text = f"{array} {spec_text(entries_of(row.spec))}"
+            texts_by_line = texts_by_file.setdefault(row.source.file, {})
+            texts_by_line.setdefault(row.source.line, {})[text] = None
+    return [
+        {"file": file, "lines": _lines(file, texts_by_line)}
+        for file, texts_by_line in texts_by_file.items()
+        if linecache.getlines(file)
+    ]
+
+
+def _lines(
+    file: str, texts_by_line: dict[int, dict[str, None]]
+) -> list[dict[str, object]]:
+    text = linecache.getlines(file)
+    near = {
+        number + by for number in texts_by_line for by in range(-_AROUND, _AROUND + 1)
+    }
+    return [
+        {
+            "number": number,
+            "text": text[number - 1].rstrip("\n"),
+            "makes": list(texts_by_line.get(number, {}))[:_LAYOUTS],
+        }
+        for number in sorted(near)
+        if 0 < number <= len(text)
+    ]
