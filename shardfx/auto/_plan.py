@@ -129,7 +129,7 @@ def plan(
         import jax
         import shardfx
 
-        tree = {"up": jax.ShapeDtypeStruct((4096, 65536), "float32")}
+        tree = {"up": jax.ShapeDtypeStruct((16384, 65536), "float32")}
         made = shardfx.auto.plan(tree, "tpu:v5e:4x4")
         print(made.why)
         print(made.code())
