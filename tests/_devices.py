@@ -28,7 +28,8 @@ def chips(bounds, hosts=None, kind="TPU v4", *, slices=1):
     out = []
     for piece, z, y, x, c in np.ndindex(slices, nz, ny, nx, nc):
         hx, hy, hz, hc = (
-            at // host for at, host in zip((x, y, z, c), hosts, strict=True)
+            coordinate // host
+            for coordinate, host in zip((x, y, z, c), hosts, strict=True)
         )
         process = hc + per[3] * (hx + per[0] * (hy + per[1] * (hz + per[2] * piece)))
         out.append(Chip(len(out), (x, y, z), c, process, kind, piece))

@@ -7,9 +7,9 @@ import pytest
 
 
 def folder_of(library: str) -> Path:
-    found = importlib.util.find_spec(library)
-    if found is None or found.origin is None:
+    module_spec = importlib.util.find_spec(library)
+    if module_spec is None or module_spec.origin is None:
         pytest.skip(
             f"{library} is not installed; `pip install --no-deps {library}` is enough"
         )
-    return Path(found.origin).parent
+    return Path(module_spec.origin).parent

@@ -62,15 +62,15 @@ def fused_of(model: Model) -> tuple[tuple[str, tuple[int, ...], int, int], ...]:
     """Path, shape, dimension and elements per head of each leaf with fused heads, one
     for each distinct shape.
     """
-    found = {}
+    arrays = {}
     for path, struct in paths_of(model.make()):
         for pattern, dim, unit in model.fused:
             if re.search(pattern, path):
-                found.setdefault(
+                arrays.setdefault(
                     (re.sub(r"\d+", "0", path), struct.shape, dim, unit), path
                 )
     return tuple(
-        (path, shape, dim, unit) for (_, shape, dim, unit), path in found.items()
+        (path, shape, dim, unit) for (_, shape, dim, unit), path in arrays.items()
     )
 
 

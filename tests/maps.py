@@ -37,8 +37,10 @@ def leaf(path):
 
 def written(case):
     """The map of a case, and its arrays."""
-    made, arrays = case
-    return TreeMap({path: note.make(None) for path, note in made.items()}), arrays
+    rule_by_path, arrays = case
+    return TreeMap(
+        {path: note.make(None) for path, note in rule_by_path.items()}
+    ), arrays
 
 
 DTYPES = (
@@ -59,14 +61,14 @@ def chains(draw, start, shape, steps=4, keeps_all=False):
     """An expression over `start`, and its shape; with `keeps_all` nothing of the leaf
     gets lost.
     """
-    made = start
+    expression = start
     for _ in range(draw(st.integers(0, steps))):
         kinds = ["T", "transpose", "reshape", "merge", "split", "repeat", "pad"] + [
             "slice",
             "at",
         ] * (not keeps_all)
-        made, shape = draw(_next(made, shape, draw(st.sampled_from(kinds))))
-    return made, shape
+        expression, shape = draw(_next(expression, shape, draw(st.sampled_from(kinds))))
+    return expression, shape
 
 
 @st.composite
@@ -78,16 +80,16 @@ def _next(draw, made, shape, kind):
         return made.T, shape[::-1]
     if kind == "transpose" and rank:
         order = draw(st.permutations(range(rank)))
-        return made.transpose(*order), tuple(shape[at] for at in order)
+        return made.transpose(*order), tuple(shape[dim] for dim in order)
     if kind == "reshape":
         sizes = [math.prod(shape)]
         for _ in range(draw(st.integers(0, 2))):
-            own = draw(
+            factor = draw(
                 st.sampled_from(
                     [n for n in range(1, sizes[-1] + 1) if sizes[-1] % n == 0] or [1, 2]
                 )
             )
-            sizes[-1:] = [own, sizes[-1] // own]
+            sizes[-1:] = [factor, sizes[-1] // factor]
         return made.reshape(*sizes), tuple(sizes)
     if kind == "merge" and rank > 1:
         dim = min(dim, rank - 2)
@@ -97,11 +99,11 @@ def _next(draw, made, shape, kind):
             *shape[dim + 2 :],
         )
     if kind == "split" and rank and rank < 6:
-        one = draw(st.sampled_from(divisors))
-        return made.split(dim, one, -1), (
+        divisor = draw(st.sampled_from(divisors))
+        return made.split(dim, divisor, -1), (
             *shape[:dim],
-            one,
-            size // one,
+            divisor,
+            size // divisor,
             *shape[dim + 1 :],
         )
     if kind == "repeat" and rank and math.prod(shape) < 300:
@@ -112,10 +114,10 @@ def _next(draw, made, shape, kind):
             *shape[dim + 1 :],
         )
     if kind == "pad" and rank and math.prod(shape) < 300:
-        more = size + draw(st.integers(0, 3))
-        return made.pad_to(more, dim=dim, value=draw(st.integers(0, 1))), (
+        padded = size + draw(st.integers(0, 3))
+        return made.pad_to(padded, dim=dim, value=draw(st.integers(0, 1))), (
             *shape[:dim],
-            more,
+            padded,
             *shape[dim + 1 :],
         )
     if kind == "slice" and rank and size > 1:
@@ -144,28 +146,29 @@ def rules(draw, name, keeps_all=False, dtypes=DTYPES):
     """One rule for a target `name`, the arrays that it takes, and its shape."""
     dtype, count = np.dtype(draw(st.sampled_from(dtypes))), draw(st.integers(1, 3))
     inner, shape = draw(
-        chains(leaf(f"{name}.{{i}}"), own := draw(shapes()), keeps_all=keeps_all)
+        chains(leaf(f"{name}.{{i}}"), own_part := draw(shapes()), keeps_all=keeps_all)
     )
     kind = draw(st.sampled_from(["one", "stack", "concat", "shards"]))
     if kind == "one" or not shape:
-        made, count = Note(lambda _: inner.make(0)), 1
+        note, count = Note(lambda _: inner.make(0)), 1
     elif kind == "stack":
         dim = draw(st.integers(0, len(shape)))
-        made, shape = inner.stack("i", dim=dim), (*shape[:dim], count, *shape[dim:])
+        note, shape = inner.stack("i", dim=dim), (*shape[:dim], count, *shape[dim:])
     else:
         dim = draw(st.integers(0, len(shape) - 1))
         shards = 2 if kind == "shards" and shape[dim] % 2 == 0 else 1
-        made = Note(
+        note = Note(
             lambda _: From.concat(
                 [inner.make(i) for i in range(count)], dim=dim, shards=shards
             )
         )
         shape = (*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
-    made, shape = draw(chains(made, shape, 3, keeps_all))
+    note, shape = draw(chains(note, shape, 3, keeps_all))
     arrays = {
-        f"{name}.{i}": filled(own, dtype, draw(st.integers(0, 9))) for i in range(count)
+        f"{name}.{i}": filled(own_part, dtype, draw(st.integers(0, 9)))
+        for i in range(count)
     }
-    return made, arrays, shape
+    return note, arrays, shape
 
 
 def filled(shape, dtype, seed=0):
@@ -177,23 +180,23 @@ def filled(shape, dtype, seed=0):
 @st.composite
 def maps(draw, keeps_all=False, dtypes=DTYPES):
     """A map that is yet to be `written`, and the arrays of its source."""
-    made, arrays = {}, {}
+    rule_by_path, arrays = {}, {}
     for name in "ab"[: draw(st.integers(1, 2))]:
-        made[f"to/{name}"], own, _ = draw(rules(name, keeps_all, dtypes))
-        arrays |= own
-    return made, arrays
+        rule_by_path[f"to/{name}"], sources, _ = draw(rules(name, keeps_all, dtypes))
+        arrays |= sources
+    return rule_by_path, arrays
 
 
 def pieces_of(map, arrays, target=None):
     return bound(map, structs_of(arrays, arrays.values()), target)
 
 
-def same(one, two):
-    one, two = np.asarray(one), np.asarray(two)
-    assert one.shape == two.shape and one.dtype == two.dtype, (
-        one.shape,
+def same(array, two):
+    array, two = np.asarray(array), np.asarray(two)
+    assert array.shape == two.shape and array.dtype == two.dtype, (
+        array.shape,
         two.shape,
-        one.dtype,
+        array.dtype,
         two.dtype,
     )
-    assert one.tobytes() == two.tobytes()
+    assert array.tobytes() == two.tobytes()

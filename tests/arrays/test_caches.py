@@ -33,17 +33,17 @@ def caches():
 def test_cleared_caches_hold_no_plan_and_no_program(tmp_path):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
     x = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, P("a", "b")))
-    made = shardfx.plan({"x": x}, mesh, paths=shardfx.PathRules([("x", P("b", "a"))]))
+    plan = shardfx.plan({"x": x}, mesh, paths=shardfx.PathRules([("x", P("b", "a"))]))
     for limit in (None, 2000):
-        shardfx.reshard({"x": x}, made, memory_limit_bytes=limit)
-    checkpoint.save(tmp_path / "saved", {"x": x}, made)
-    checkpoint.load(tmp_path / "saved", made)
+        shardfx.reshard({"x": x}, plan, memory_limit_bytes=limit)
+    checkpoint.save(tmp_path / "saved", {"x": x}, plan)
+    checkpoint.load(tmp_path / "saved", plan)
     rooms = ("_reshard", "_plan", "checkpoint")
     assert all(
         any(name.startswith(f"shardfx.{room}.") for name in caches()) for room in rooms
     )
-    gone = weakref.ref(made.content)
-    del made
+    gone = weakref.ref(plan.content)
+    del plan
     shardfx.clear_caches()
     gc.collect()
     assert not caches() and gone() is None

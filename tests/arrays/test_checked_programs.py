@@ -20,7 +20,7 @@ X = jnp.arange(64.0).reshape(8, 8)
 
 def passing(seen):
     """A check that passes everything, and says what it saw."""
-    return lambda traced: seen.append([one.struct for one in traced.arrays])
+    return lambda traced: seen.append([array.struct for array in traced.arrays])
 
 
 def test_a_program_is_checked_once():
@@ -28,7 +28,7 @@ def test_a_program_is_checked_once():
     double = filter_jit(lambda x: 2 * x, in_shardings=ROWS, check=passing(seen))
     for _ in range(3):
         assert np.array_equal(double(X), 2 * X)
-    assert [[one.sharding for one in structs] for structs in seen] == [[ROWS]]
+    assert [[struct.sharding for struct in structs] for structs in seen] == [[ROWS]]
 
 
 @pytest.mark.parametrize(

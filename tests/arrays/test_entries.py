@@ -31,33 +31,33 @@ def plans():
 
 
 def test_what_is_no_sharding_is_named(plans):
-    made, text = (
+    plan, text = (
         plans[0],
         (
             r"holds .*, of type \w+, which is no sharding; give a plan,"
             r" `plan.sharding\(names\)`"
         ),
     )
-    parts = (made.axes, made.mesh, made.jax_mesh, made.leaves, made.structs)
-    for given in (("batch", None), ["batch", ...], "batch", *parts):
+    parts = (plan.axes, plan.mesh, plan.jax_mesh, plan.leaves, plan.structs)
+    for entry in (("batch", None), ["batch", ...], "batch", *parts):
         with pytest.raises(PlanMismatchError, match=f"`in_shardings` {text}"):
-            filter_jit(lambda tree, x: x, in_shardings=(made, given))
+            filter_jit(lambda tree, x: x, in_shardings=(plan, entry))
         with pytest.raises(PlanMismatchError, match=f"`out_shardings` {text}"):
-            filter_jit(lambda x: x, out_shardings={"y": given})
+            filter_jit(lambda x: x, out_shardings={"y": entry})
 
 
 def test_plans_on_several_meshes_are_named(plans):
-    here, there, _ = plans
+    first_plan, there, _ = plans
     text = (
         r"an entry of `{}` of .* is on devices \[4, 5, 6, 7\], and an entry of"
         r" `in_shardings` of .* is on devices "
         r"\[0, 1, 2, 3\]; .*give each a function of its own, and `reshard` between them"
     )
     with pytest.raises(PlanMismatchError, match=text.format("in_shardings")):
-        filter_jit(lambda a, b: a["w"] + b["w"], in_shardings=(here, there))
+        filter_jit(lambda a, b: a["w"] + b["w"], in_shardings=(first_plan, there))
     with pytest.raises(PlanMismatchError, match=text.format("out_shardings")):
-        filter_jit(lambda a: a, in_shardings=(here,), out_shardings=there)
-    inside = filter_jit(lambda a: sfx.shard(a, there), in_shardings=(here,))
+        filter_jit(lambda a: a, in_shardings=(first_plan,), out_shardings=there)
+    inside = filter_jit(lambda a: sfx.shard(a, there), in_shardings=(first_plan,))
     with pytest.raises(
         PlanMismatchError,
         match="use plans on one mesh inside one function.*JAX says: .*constraint",
@@ -71,18 +71,18 @@ def test_an_array_on_other_devices_than_its_entry_is_not_moved(plans, other):
     runtime fails, or crashes.
     """
     step = filter_jit(lambda tree: tree, in_shardings=(plans[0],))
-    here, there = (sfx.shard(TREE, plan) for plan in (plans[0], plans[other]))
+    source, there = (sfx.shard(TREE, plan) for plan in (plans[0], plans[other]))
     for _ in range(2):
         with pytest.raises(
             PlanMismatchError,
             match=r"`w` of argument 0 .* lies by .* on devices \[(4|3)",
         ):
             step(there)
-        assert np.array_equal(step(here)["w"], TREE["w"])
+        assert np.array_equal(step(source)["w"], TREE["w"])
     # What is on no devices yet, or on none of its own choice, goes where the entry
     # says.
-    for given in (TREE, {"w": jnp.asarray(TREE["w"])}):
-        assert step(given)["w"].sharding == plans[0].shardings["w"]
+    for arguments in (TREE, {"w": jnp.asarray(TREE["w"])}):
+        assert step(arguments)["w"].sharding == plans[0].shardings["w"]
 
 
 def test_an_array_that_lies_otherwise_than_its_entry_is_named(plans):

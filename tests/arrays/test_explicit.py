@@ -42,12 +42,12 @@ def name_of(kinds: dict[str, AxisType]) -> str:
 
 
 # Every kind once, with an ambient mesh or without one; the plain kinds both ways.
-CASES = [(kinds, at in (2, 5, 6)) for at, kinds in enumerate(KINDS)] + [
+CASES = [(kinds, position in (2, 5, 6)) for position, kinds in enumerate(KINDS)] + [
     (KINDS[0], True),
     (KINDS[7], True),
 ]
 SOME_KINDS = pytest.mark.parametrize(
-    "kinds", [KINDS[at] for at in (0, 2, 5, 7)], ids=name_of
+    "kinds", [KINDS[position] for position in (0, 2, 5, 7)], ids=name_of
 )
 TENSOR = [(name, "tensor") for name in ("heads", "joined_heads", "mlp")]
 AXES = AxisRules(
@@ -97,13 +97,15 @@ def plans(kinds: dict[str, AxisType]) -> tuple[ShardPlan, ShardPlan]:
     )
 
 
-def saying(made: ShardPlan | None) -> Callable[..., Any]:
+def saying(sharding_plan: ShardPlan | None) -> Callable[..., Any]:
     """Constrains an array by names; on one device says nothing."""
-    return lambda x, *names: x if made is None else constrain(x, names, made)
+    return lambda x, *names: (
+        x if sharding_plan is None else constrain(x, names, sharding_plan)
+    )
 
 
-def loss_of(block: Block, x: jax.Array, made: ShardPlan | None) -> jax.Array:
-    return jnp.mean(block(x, saying(made)) ** 2)
+def loss_of(block: Block, x: jax.Array, sharding_plan: ShardPlan | None) -> jax.Array:
+    return jnp.mean(block(x, saying(sharding_plan)) ** 2)
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +117,9 @@ def expected() -> tuple[Any, Any]:
     return gather(loss), gather(grads)
 
 
-def assert_same(one: Any, two: Any) -> None:
+def assert_same(tree: Any, two: Any) -> None:
     """Equal but for the order of sums: 1e-6 of the largest element."""
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(two), strict=True):
         assert np.allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
 
@@ -139,8 +141,8 @@ def test_a_transformer_block_and_its_gradient_equal_one_device(
         loss, grads = step(block, shard(X, batch), params)
         assert specs_of(eqx.filter(block, eqx.is_array)).query == P("fsdp", "tensor")
         assert specs_of(eqx.filter(grads, eqx.is_array)).out == P("tensor", "fsdp")
-        found = gather((loss, eqx.filter(grads, eqx.is_array)))
-    assert_same(found, expected)
+        gathered = gather((loss, eqx.filter(grads, eqx.is_array)))
+    assert_same(gathered, expected)
 
 
 # --- constrain under every transformation
@@ -181,13 +183,15 @@ PROGRAMS: dict[str, Callable[[Say, jax.Array], jax.Array]] = {
 @SOME_KINDS
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_constrain_changes_no_value_and_no_gradient(kinds, program):
-    made = tiny(kinds)
-    w = shard({"w": W}, made)["w"]
+    sharding_plan = tiny(kinds)
+    w = shard({"w": W}, sharding_plan)["w"]
 
     run = lambda say: jax.jit(
         jax.value_and_grad(lambda w: (program(say, w) ** 2).sum())
     )
-    assert_same(gather(run(saying(made))(w)), gather(run(saying(None))(jnp.asarray(W))))
+    assert_same(
+        gather(run(saying(sharding_plan))(w)), gather(run(saying(None))(jnp.asarray(W)))
+    )
 
 
 # --- six devices, odd sizes
@@ -210,20 +214,22 @@ def test_odd_sizes_on_two_by_three_devices(types):
             ("bias", P(("tensor", "data"))),
         ]
     )
-    made = plan(tree, mesh, paths=rules)
-    assert made.specs == {
+    sharding_plan = plan(tree, mesh, paths=rules)
+    assert sharding_plan.specs == {
         "embed": P("tensor"),
         "odd": P(),
         "bias": P(("tensor", "data")),
     }
-    placed = shard(tree, made)
-    assert specs_of(placed) == made.specs
+    placed = shard(tree, sharding_plan)
+    assert specs_of(placed) == sharding_plan.specs
 
     twice = lambda tree: jax.tree.map(
-        lambda x: constrain(2 * x, P("tensor"), made), tree
+        lambda x: constrain(2 * x, P("tensor"), sharding_plan), tree
     )
-    doubled = filter_jit(twice, in_shardings=(made,), out_shardings=made)(placed)
-    assert specs_of(doubled) == made.specs
+    doubled = filter_jit(
+        twice, in_shardings=(sharding_plan,), out_shardings=sharding_plan
+    )(placed)
+    assert specs_of(doubled) == sharding_plan.specs
     assert all(
         np.array_equal(2 * a, b)
         for a, b in zip(*map(jax.tree.leaves, (tree, gather(doubled))), strict=True)

@@ -40,30 +40,32 @@ def made_for(kind: AxisType, **kwargs):
     return plan(TREE, mesh, paths=RULES, axes=AXES, **kwargs)
 
 
-def mesh_of(made):
-    assert made.jax_mesh is not None
-    return made.jax_mesh
+def mesh_of(sharding_plan):
+    assert sharding_plan.jax_mesh is not None
+    return sharding_plan.jax_mesh
 
 
 @KINDS
 def test_shard_inside_jit_constrains(kind):
-    made = made_for(kind)
+    sharding_plan = made_for(kind)
 
     @jax.jit
     def double(w, b):
-        tree = shard({"w": 2 * w, "b": 2 * b, "act": jnp.tanh}, made)
+        tree = shard({"w": 2 * w, "b": 2 * b, "act": jnp.tanh}, sharding_plan)
         assert tree["act"] is jnp.tanh
         return tree["w"], tree["b"]
 
     w, b = double(
-        *jax.device_put((TREE["w"], TREE["b"]), NamedSharding(mesh_of(made), P()))
+        *jax.device_put(
+            (TREE["w"], TREE["b"]), NamedSharding(mesh_of(sharding_plan), P())
+        )
     )
     assert w.sharding.is_equivalent_to(
-        made.shardings["w"], 2
-    ) and b.sharding.is_equivalent_to(made.shardings["b"], 1)
+        sharding_plan.shardings["w"], 2
+    ) and b.sharding.is_equivalent_to(sharding_plan.shardings["b"], 1)
     assert np.array_equal(w, 2 * TREE["w"])
     with pytest.raises(PlanMismatchError, match="leaf `w`"):
-        jax.jit(lambda w: shard({**TREE, "w": w[:4]}, made))(TREE["w"])
+        jax.jit(lambda w: shard({**TREE, "w": w[:4]}, sharding_plan))(TREE["w"])
 
 
 @KINDS
@@ -71,38 +73,40 @@ def test_shard_inside_jit_constrains(kind):
     "constant", [TREE["w"], jnp.asarray(TREE["w"])], ids=["numpy", "jax"]
 )
 def test_a_constant_is_constrained_inside_jit(kind, constant):
-    made = made_for(kind)
+    sharding_plan = made_for(kind)
     # JAX itself compiles an Explicit constraint for the devices of an argument only.
-    zero = jax.device_put(np.zeros((8, 16), np.float32), made.shardings["w"])
+    zero = jax.device_put(np.zeros((8, 16), np.float32), sharding_plan.shardings["w"])
     both = lambda: (
-        constrain(constant, ("batch", "mlp"), made),
-        shard({**TREE, "w": constant}, made)["w"],
+        constrain(constant, ("batch", "mlp"), sharding_plan),
+        shard({**TREE, "w": constant}, sharding_plan)["w"],
     )
     for out in jax.jit(lambda zero: (zero, *both()))(zero)[1:]:
-        assert out.sharding.is_equivalent_to(made.shardings["w"], 2) and np.array_equal(
-            out, constant
-        )
+        assert out.sharding.is_equivalent_to(
+            sharding_plan.shardings["w"], 2
+        ) and np.array_equal(out, constant)
 
 
 @KINDS
 def test_constrain_can_explain(kind):
-    made = made_for(kind)
+    sharding_plan = made_for(kind)
     decisions = []
 
     @jax.jit
     def inside(x):
-        x, decision = constrain(x, ("batch", "mlp"), made, explain=True)
+        x, decision = constrain(x, ("batch", "mlp"), sharding_plan, explain=True)
         decisions.append(decision)
         return x
 
-    x = jax.device_put(np.ones((8, 6), np.float32), NamedSharding(mesh_of(made), P()))
-    assert inside(x).sharding.is_equivalent_to(
-        NamedSharding(mesh_of(made), P("data")), 2
+    x = jax.device_put(
+        np.ones((8, 6), np.float32), NamedSharding(mesh_of(sharding_plan), P())
     )
-    _, outside = constrain(x, ("batch", "mlp"), made, explain=True)
+    assert inside(x).sharding.is_equivalent_to(
+        NamedSharding(mesh_of(sharding_plan), P("data")), 2
+    )
+    _, outside = constrain(x, ("batch", "mlp"), sharding_plan, explain=True)
     assert decisions == [outside] and outside.spec == P("data")
     assert [(why.code, why.dim) for why in outside.reasons] == [(Code.indivisible, 1)]
-    same, nothing = constrain(x, None, made, explain=True)
+    same, nothing = constrain(x, None, sharding_plan, explain=True)
     assert same is x and nothing == Decision(P())
 
 
@@ -121,29 +125,31 @@ def test_a_strict_plan_makes_constrain_strict():
 def test_axes_of_size_one_stay_and_trip_nothing(kind):
     mesh = MeshSpec({"data": 8, "fsdp": 1}, axis_types=kind).build(jax.devices())
     axes = AxisRules([("batch", ("data", "fsdp")), ("embed", "fsdp")])
-    made = plan({"w": TREE["w"].T}, mesh, names={"w": ("embed", None)}, axes=axes)
-    w = shard({"w": TREE["w"].T}, made)["w"]
+    sharding_plan = plan(
+        {"w": TREE["w"].T}, mesh, names={"w": ("embed", None)}, axes=axes
+    )
+    w = shard({"w": TREE["w"].T}, sharding_plan)["w"]
     x = jax.device_put(TREE["w"], NamedSharding(mesh, P("data")))
 
     @jax.jit
     def step(x, w):
         # `with_sharding_constraint` of the same spec is refused or asserts.
-        x = constrain(x, ("batch", None), made)
-        return constrain(x[:, :8], ("batch", None), made) + x @ constrain(
-            w, (None, None), made
+        x = constrain(x, ("batch", None), sharding_plan)
+        return constrain(x[:, :8], ("batch", None), sharding_plan) + x @ constrain(
+            w, (None, None), sharding_plan
         )
 
     assert np.allclose(step(x, w), TREE["w"] @ TREE["w"].T + TREE["w"][:, :8])
 
 
 def test_a_constraint_that_would_do_nothing_is_an_error():
-    made = plan(TREE, MeshSpec(SIZES), paths=RULES, axes=AXES)
-    there = made.on(made.mesh.build(jax.devices()))
+    sharding_plan = plan(TREE, MeshSpec(SIZES), paths=RULES, axes=AXES)
+    there = sharding_plan.on(sharding_plan.mesh.build(jax.devices()))
     x = jnp.asarray(TREE["w"])
-    inside = lambda x: constrain(2 * x, ("batch", "mlp"), made)
+    inside = lambda x: constrain(2 * x, ("batch", "mlp"), sharding_plan)
     for attempt in (
         lambda: jax.jit(inside)(x),
-        lambda: jax.jit(lambda x: shard({**TREE, "w": x}, made)["w"])(x),
+        lambda: jax.jit(lambda x: shard({**TREE, "w": x}, sharding_plan)["w"])(x),
         lambda: jax.jit(jax.vmap(inside))(x[None]),
         lambda: jax.jit(jax.value_and_grad(lambda x: inside(x).sum()))(x),
         lambda: jax.jit(inside).lower(x),
@@ -174,7 +180,7 @@ def test_a_constraint_that_would_do_nothing_is_an_error():
     assert jax.eval_shape(inside, x).shape == (8, 16)
     assert (
         jax.jit(inside)
-        .trace(made.structs["w"])
+        .trace(sharding_plan.structs["w"])
         .lower(lowering_platforms=("tpu",))
         .as_text()
     )
@@ -182,10 +188,12 @@ def test_a_constraint_that_would_do_nothing_is_an_error():
 
 @pytest.mark.parametrize("on", [True, False])
 def test_a_constraint_on_a_closed_over_array_is_told(on):
-    made = plan(TREE, MeshSpec(SIZES), paths=RULES, axes=AXES)
-    there = made.on(made.mesh.build(jax.devices()))
+    sharding_plan = plan(TREE, MeshSpec(SIZES), paths=RULES, axes=AXES)
+    there = sharding_plan.on(sharding_plan.mesh.build(jax.devices()))
     w, x = shard(TREE, there)["w"], jnp.ones((8, 8))
-    inside = lambda w, x: constrain(x @ w, ("batch", "mlp"), there if on else made)
+    inside = lambda w, x: constrain(
+        x @ w, ("batch", "mlp"), there if on else sharding_plan
+    )
     product = jax.jit(inside)(w, x)
     assert product.sharding.spec == P("data", "tensor") and np.allclose(
         product, x @ TREE["w"]

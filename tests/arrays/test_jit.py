@@ -80,9 +80,11 @@ def test_it_is_a_decorator_of_functions_and_methods():
     ],
 )
 def test_donation(donate, gone):
-    given = [jnp.ones((8, 16)), jnp.ones((8, 16))]
-    filter_jit(lambda a, b: (a + 1, b + 1), donate=donate)(*given)
-    assert [at for at, one in enumerate(given) if one.is_deleted()] == gone
+    arrays = [jnp.ones((8, 16)), jnp.ones((8, 16))]
+    filter_jit(lambda a, b: (a + 1, b + 1), donate=donate)(*arrays)
+    assert [
+        position for position, array in enumerate(arrays) if array.is_deleted()
+    ] == gone
 
 
 @pytest.mark.parametrize("name", ["z", 2, -1, (True, False)])
@@ -127,14 +129,14 @@ def test_an_array_that_is_donated_twice():
         match="`ema` of argument 0 of .* and `params` of .* one array.* both are",
     ):
         both({"params": x, "ema": x})
-    one = filter_jit(lambda a, *, c, b: (a + 1, b + 1, c), donate="a")
+    jitted = filter_jit(lambda a, *, c, b: (a + 1, b + 1, c), donate="a")
     with pytest.raises(
         PlanMismatchError,
         match="argument 0 of .* and argument `b` of .* one of them is donated",
     ):
-        one(x, c=jnp.ones(3), b=x)
+        jitted(x, c=jnp.ones(3), b=x)
     with pytest.raises(PlanMismatchError, match="are one array"):
-        one.lower(x, c=jnp.ones(3), b=x).compile()(x, c=jnp.ones(3), b=x)
+        jitted.lower(x, c=jnp.ones(3), b=x).compile()(x, c=jnp.ones(3), b=x)
     # What is copied on its way is donated as a copy, and what is not donated is as
     # often there as one likes.
     assert np.array_equal(both({"params": X, "ema": X})["ema"], X + 1)
@@ -271,13 +273,13 @@ def test_results_that_do_not_fit_name_the_leaf():
 
 
 def test_shardings_that_do_not_fit_name_the_leaf():
-    wanted = (
+    text = (
         r"the sharding of argument 0 of `.*<lambda>` does not fit its leaf `a`,"
         r" float32\[3\]: the spec is "
         r"\w+\('data',\) on a mesh {'data': 2, 'fsdp': 2, 'tensor': 2}; `correct\(.*,"
         r" \(3,\), mesh\)` gives"
     )
-    with pytest.raises(PlanMismatchError, match=wanted):
+    with pytest.raises(PlanMismatchError, match=text):
         filter_jit(lambda tree: tree, in_shardings=DATA)({"a": jnp.ones(3)})
     with pytest.raises(
         PlanMismatchError,
@@ -307,12 +309,12 @@ def test_what_is_compiled_keeps_its_static_arguments():
     assert np.array_equal(compiled(X, 2), 2 * X) and np.array_equal(
         compiled(x=X, scale=2), 2 * X
     )
-    for given, shown in ((2.0, "2.0"), ((2, 2), "2, 2")):
+    for static, shown in ((2.0, "2.0"), ((2, 2), "2, 2")):
         with pytest.raises(
             PlanMismatchError,
             match=rf"was compiled for other .*\(\[2\] then, \[{shown}\] now\); lower",
         ):
-            compiled(X, given)
+            compiled(X, static)
 
 
 def test_a_plan_of_few_arrays_takes_the_rest_as_it_comes():

@@ -24,9 +24,9 @@ def changed(tree, **leaves):
 
 
 def test_nothing_is_misplaced_where_the_plan_put_it(plan):
-    found = sfx.misplaced(sfx.shard(TREE, plan), plan)
-    assert not found
-    assert str(found) == "every array lies as the plan says"
+    misplaced = sfx.misplaced(sfx.shard(TREE, plan), plan)
+    assert not misplaced
+    assert str(misplaced) == "every array lies as the plan says"
 
 
 def test_equal_layouts_under_other_names_are_not_misplaced(plan):
@@ -103,13 +103,13 @@ def test_traced_arrays_are_checked_by_type(plan):
         jax.devices()
     )
     explicit = sfx.plan(TREE, mesh, paths=RULES)
-    found, whole = [], NamedSharding(mesh, P())
+    calls, whole = [], NamedSharding(mesh, P())
 
     def step(tree):
-        found.append(sfx.misplaced(tree, explicit))
+        calls.append(sfx.misplaced(tree, explicit))
         turned = jax.tree.map(lambda x: x.T, tree)
-        found.append(sfx.misplaced(jax.tree.map(lambda x: x.T, turned), explicit))
-        found.append(
+        calls.append(sfx.misplaced(jax.tree.map(lambda x: x.T, turned), explicit))
+        calls.append(
             sfx.misplaced(
                 jax.tree.map(lambda x: jax.sharding.reshard(x, whole), tree), explicit
             )
@@ -117,7 +117,7 @@ def test_traced_arrays_are_checked_by_type(plan):
         return tree
 
     jax.jit(step)(sfx.shard(TREE, explicit))
-    assert [len(rows) for rows in found] == [0, 0, 3]
+    assert [len(rows) for rows in calls] == [0, 0, 3]
     with pytest.raises(
         sfx.errors.LeafTypeError, match="is traced on a mesh with the Auto axes"
     ):

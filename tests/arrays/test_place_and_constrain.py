@@ -60,13 +60,13 @@ X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     "spec", [P("data", "tensor"), P(), P(None, "data"), P(("data", "tensor"))]
 )
 def test_constrain_gives_the_same_layout_for_every_axis_type(mesh, ambient, spec):
-    made = plan_on(mesh)
+    sharding_plan = plan_on(mesh)
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
 
     with jax.set_mesh(mesh) if ambient else contextlib.nullcontext():
         both = (
-            jax.jit(lambda x: constrain(x + 0, spec, made))(x),
-            constrain(x, spec, made),
+            jax.jit(lambda x: constrain(x + 0, spec, sharding_plan))(x),
+            constrain(x, spec, sharding_plan),
         )
     for result in both:
         assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
@@ -93,9 +93,11 @@ def test_constrain_gives_the_same_layout_for_every_axis_type(mesh, ambient, spec
     ],
 )
 def test_strict_constrain_raises_for_a_name_without_an_axis(names, message):
-    made = plan_on(AUTO)
+    sharding_plan = plan_on(AUTO)
     x = jax.device_put(X, NamedSharding(AUTO, P()))
-    asked = lambda x: constrain(x, names, made, strict=True, unmatched="replicate")
+    asked = lambda x: constrain(
+        x, names, sharding_plan, strict=True, unmatched="replicate"
+    )
     everywhere = jax.shard_map(
         asked, mesh=AUTO, in_specs=P("data"), out_specs=P("data")
     )
@@ -103,22 +105,23 @@ def test_strict_constrain_raises_for_a_name_without_an_axis(names, message):
         for run in (function, jax.jit(function)):
             with pytest.raises(SpecError, match=message):
                 run(x)
-    assert np.array_equal(constrain(x, names, made, unmatched="replicate"), X)
-    assert constrain(x, ("batch", None), made, strict=True).sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
+    assert np.array_equal(constrain(x, names, sharding_plan, unmatched="replicate"), X)
+    constrained = constrain(x, ("batch", None), sharding_plan, strict=True)
+    assert constrained.sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_constrain_leaves_unconstrained_dimensions_open():
-    made = plan_on(AUTO)
+    sharding_plan = plan_on(AUTO)
     x = jax.device_put(X, NamedSharding(AUTO, P(None, "tensor")))
-    out = jax.jit(lambda x: constrain(x * 2, P("data", U), made))(x)
+    out = jax.jit(lambda x: constrain(x * 2, P("data", U), sharding_plan))(x)
     assert out.sharding.spec == P("data", "tensor")
-    assert np.array_equal(constrain(x, P("data", U), made), X)
+    assert np.array_equal(constrain(x, P("data", U), sharding_plan), X)
 
 
 def test_constrain_keeps_the_memory_kind():
-    made = plan_on(AUTO)
+    sharding_plan = plan_on(AUTO)
     x = jax.device_put(X, NamedSharding(AUTO, P(), memory_kind="pinned_host"))
-    assert constrain(x, P("data"), made).sharding == NamedSharding(
+    assert constrain(x, P("data"), sharding_plan).sharding == NamedSharding(
         AUTO, P("data"), memory_kind="pinned_host"
     )
 
@@ -133,7 +136,7 @@ def test_constrain_keeps_the_memory_kind():
 )
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_constrain_leaves_out_manual_axes_in_silence(mesh, manual, rest):
-    made = plan_on(mesh)
+    sharding_plan = plan_on(mesh)
     specs = P(*[axis if axis in manual else None for axis in ("data", "tensor")])
     x = jax.device_put(X, NamedSharding(mesh, specs))
 
@@ -141,7 +144,7 @@ def test_constrain_leaves_out_manual_axes_in_silence(mesh, manual, rest):
     @jax.shard_map(mesh=mesh, in_specs=specs, out_specs=specs, axis_names=set(manual))
     def double(x):
         x, decision = constrain(
-            x * 2, ("batch", "mlp"), made, strict=True, explain=True
+            x * 2, ("batch", "mlp"), sharding_plan, strict=True, explain=True
         )
         assert decision == Decision(rest)
         return x
@@ -150,15 +153,15 @@ def test_constrain_leaves_out_manual_axes_in_silence(mesh, manual, rest):
 
 
 def test_errors_of_constrain():
-    made = plan_on(AUTO)
+    sharding_plan = plan_on(AUTO)
     with pytest.raises(
         LeafTypeError, match="takes one array, not dict; map it over a tree"
     ):
-        constrain({"a": X}, P(), made)  # pyright: ignore[reportArgumentType]
+        constrain({"a": X}, P(), sharding_plan)  # pyright: ignore[reportArgumentType]
     with pytest.raises(RuleError, match="the plan has no `axes`"):
         constrain(X, ("batch", None), plan({"w": X}, AUTO, unmatched="replicate"))
     with pytest.raises(SpecError, match="has 3 entries"):
-        constrain(X, P("data", None, "tensor"), made)
+        constrain(X, P("data", None, "tensor"), sharding_plan)
     without = plan({"w": X}, MeshSpec.of(AUTO), unmatched="replicate")
     of_numpy = r"ndarray and shape \(8, 8\), lies on no"
     for x, text in (
@@ -172,7 +175,7 @@ def test_errors_of_constrain():
         PlanMismatchError,
         match="the array lies on a mesh z=8, but the plan is for data=2,tensor=4",
     ):
-        jax.jit(lambda x: constrain(x, P("data"), made))(
+        jax.jit(lambda x: constrain(x, P("data"), sharding_plan))(
             jax.device_put(X, NamedSharding(other, P()))
         )
 
@@ -265,30 +268,30 @@ def plan_with(*sizes):
     ],
 )
 def test_heads_that_are_apart_may_have_the_name_of_fused_ones(sizes, shape, cut):
-    made = plan_with(*sizes)
-    run = lambda x: constrain(x, APART, made)
+    sharding_plan = plan_with(*sizes)
+    run = lambda x: constrain(x, APART, sharding_plan)
     x = jax.device_put(np.zeros(shape, np.float32), NamedSharding(AUTO, P()))
-    for found in (
-        made.sharding(APART, shape),
+    for leaf in (
+        sharding_plan.sharding(APART, shape),
         run(x).sharding,
         jax.jit(run)(x).sharding,
     ):
-        assert found.spec == (P(None, "tensor") if cut else P())  # pyright: ignore[reportAttributeAccessIssue]
+        assert leaf.spec == (P(None, "tensor") if cut else P())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(
     "sizes, shape", [((), (2, 40, 16)), ((), (2, 16, 16)), ((128,), (2, 32, 16))]
 )
 def test_heads_of_which_nothing_says_whether_they_are_apart(sizes, shape):
-    made = plan_with(*sizes)
+    sharding_plan = plan_with(*sizes)
     text = (
         r"'heads', which is made of units of 16, and no array"
         r" .*`axes.extend\(\[\('heads_apart', axis\)\]\)`"
     )
     with pytest.raises(SpecError, match=text):
-        constrain(np.zeros(shape, np.float32), APART, made)
+        constrain(np.zeros(shape, np.float32), APART, sharding_plan)
     with pytest.raises(SpecError, match=text):
-        made.sharding(APART, shape, strict=False)
+        sharding_plan.sharding(APART, shape, strict=False)
     # The fix.
     named = plan({}, AUTO, axes=HEADS.extend([("heads_apart", "tensor")]))
     assert named.sharding((None, "heads_apart", None), shape).spec == P(None, "tensor")

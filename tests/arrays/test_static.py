@@ -100,8 +100,8 @@ def test_equal_values_of_other_types_are_other_programs(pair, place):
     traced = []
     run = filter_jit(lambda x, tree: (traced.append(tree) or x, signed(tree)))
     for value in (*pair, *pair):
-        given = around(value)[place]
-        assert run(X, given)[1] == signed(given)
+        values = around(value)[place]
+        assert run(X, values)[1] == signed(values)
     assert len(traced) == 2
 
 
@@ -137,8 +137,8 @@ def test_values_that_mean_the_same_are_one_program(values):
     traced = []
     run = filter_jit(lambda x, value: traced.append(value) or (x, value))
     for x, value in zip((X, jnp.asarray(X), X), values, strict=False):
-        found = run(x, value)[1]
-        assert found != found if isinstance(value, float) else found == value
+        program = run(x, value)[1]
+        assert program != program if isinstance(value, float) else program == value
     assert len(traced) == 1
 
 
@@ -236,8 +236,14 @@ def test_it_nests_in_transformations():
 def test_defaults_count_and_so_do_names():
     traced = []
     run = filter_jit(lambda x, scale=2.0: traced.append(scale) or x * scale)
-    found = [run(X), run(X, 3.0), run(X), run(X, 2.0), run(X, scale=3.0)]
-    assert [float(one[0]) for one in found] == [2, 3, 2, 2, 3] and traced == [2.0, 3.0]
+    runs = [run(X), run(X, 3.0), run(X), run(X, 2.0), run(X, scale=3.0)]
+    assert [float(run_result[0]) for run_result in runs] == [
+        2,
+        3,
+        2,
+        2,
+        3,
+    ] and traced == [2.0, 3.0]
 
 
 class Rounded(float):

@@ -21,8 +21,8 @@ PARAMS = {"w": np.ones((4, 8), np.float32), "b": np.ones(8, np.float32)}
 BATCH = {"x": np.ones((6, 4), np.float32)}
 
 
-def step(params, batch, *more, rate=0.5, **named):
-    y = batch["x"] @ params["w"] + params["b"] * rate + sum(more) + sum(named.values())
+def step(params, batch, *extra, rate=0.5, **named):
+    y = batch["x"] @ params["w"] + params["b"] * rate + sum(extra) + sum(named.values())
     return {"new": jax.tree.map(lambda x: x * 2, params), "y": y, "text": "text"}
 
 
@@ -42,8 +42,8 @@ def traced(**kwargs):
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_plans_without_devices_are_traced_and_lowered(platform):
     params, _ = plans()
-    made = traced(out_shardings={"new": params, "y": None, "text": None})
-    text = made.lower(lowering_platforms=(platform,)).as_text()
+    trace = traced(out_shardings={"new": params, "y": None, "text": None})
+    text = trace.lower(lowering_platforms=(platform,)).as_text()
     assert 'sdy.mesh @mesh = <["data"=2, "tensor"=4]>' in text
     # `w` as it comes in, and as it goes out.
     assert text.count('#sdy.sharding<@mesh, [{}, {"tensor"}]>') == 2
@@ -51,29 +51,30 @@ def test_plans_without_devices_are_traced_and_lowered(platform):
 
 def test_a_trace_says_what_it_takes():
     params, batch = plans()
-    made = traced(donate=("params", 2))
-    found = {one.path: one for one in made.arrays}
-    assert set(found) == {"params/w", "params/b", "batch/x", "more/0", "rate", "z"}
+    trace = traced(donate=("params", 2))
+    arrays = {array.path: array for array in trace.arrays}
+    assert set(arrays) == {"params/w", "params/b", "batch/x", "more/0", "rate", "z"}
     assert (
-        found["params/w"].struct == params.structs["w"]
-        and found["batch/x"].struct == batch.structs["x"]
+        arrays["params/w"].struct == params.structs["w"]
+        and arrays["batch/x"].struct == batch.structs["x"]
     )
-    assert found["rate"].struct.sharding is None
-    assert {path: one.argument for path, one in found.items()} == {
+    assert arrays["rate"].struct.sharding is None
+    assert {path: array.argument for path, array in arrays.items()} == {
         "params/w": 0, "params/b": 0, "batch/x": 1, "more/0": 2, "rate": 3, "z": 4,
     }  # fmt: skip
-    assert {path for path, one in found.items() if one.is_donated} == {
+    assert {path for path, array in arrays.items() if array.is_donated} == {
         "params/w",
         "params/b",
         "more/0",
     }
-    assert [(one.struct.shape, one.struct.dtype) for one in made.arrays] == [
-        (aval.shape, aval.dtype) for aval in made.jaxpr.in_avals
+    assert [(array.struct.shape, array.struct.dtype) for array in trace.arrays] == [
+        (aval.shape, aval.dtype) for aval in trace.jaxpr.in_avals
     ]
-    text = made.lower(lowering_platforms=("tpu",)).as_text(debug_info=True)
-    assert all(f'loc("{one.name}")' in text for one in made.arrays)
+    text = trace.lower(lowering_platforms=("tpu",)).as_text(debug_info=True)
+    assert all(f'loc("{array.name}")' in text for array in trace.arrays)
     assert (
-        made.argument_paths[found["params/w"].name] == "params/w" and made.mesh == MESH
+        trace.argument_paths[arrays["params/w"].name] == "params/w"
+        and trace.mesh == MESH
     )
 
 
@@ -85,18 +86,22 @@ def test_a_trace_says_what_it_returns():
         {"new": params, "y": None, "text": None},
         None,
     ):
-        made = traced(out_shardings=out)
-        found = {one.path: one.struct for one in made.results}
-        assert [one.struct.shape for one in made.results] == [
-            aval.shape for aval in made.jaxpr.out_avals
+        trace = traced(out_shardings=out)
+        struct_by_path = {result.path: result.struct for result in trace.results}
+        assert [result.struct.shape for result in trace.results] == [
+            aval.shape for aval in trace.jaxpr.out_avals
         ]
-        assert set(found) == {"new/w", "new/b", "y"} and found["new/w"].shape == (4, 8)
-        assert found["new/w"].sharding == (params.shardings["w"] if out else None)
-        assert found["y"].sharding == (out["y"] if out else None)
+        assert set(struct_by_path) == {"new/w", "new/b", "y"} and struct_by_path[
+            "new/w"
+        ].shape == (4, 8)
+        assert struct_by_path["new/w"].sharding == (
+            params.shardings["w"] if out else None
+        )
+        assert struct_by_path["y"].sharding == (out["y"] if out else None)
     only = filter_jit(lambda x: {"b": x + 1, "a": (x.sum(),)}).trace(
         jax.ShapeDtypeStruct((8,), jnp.float32)
     )
-    assert [one.path for one in only.results] == ["a/0", "b"]
+    assert [result.path for result in only.results] == ["a/0", "b"]
 
 
 def test_a_trace_has_what_that_of_jax_has():
@@ -116,38 +121,40 @@ def test_a_trace_has_what_that_of_jax_has():
 
 def test_arrays_of_the_function_itself_are_named():
     linear = eqx.nn.Linear(4, 8, key=jax.random.key(0))
-    made = filter_jit(linear).trace(jax.ShapeDtypeStruct((4,), jnp.float32))
+    sharding_plan = filter_jit(linear).trace(jax.ShapeDtypeStruct((4,), jnp.float32))
     named = [("Linear/weight", None), ("Linear/bias", None), ("x", 0)]
-    assert [(one.path, one.argument) for one in made.arrays] == named
+    assert [(array.path, array.argument) for array in sharding_plan.arrays] == named
 
 
 def test_live_arrays_may_stand_in_the_place_of_structs():
     params, batch = plans()
     placed = [
-        shard(tree, made.on(MESH.build(jax.devices())))
-        for tree, made in ((PARAMS, params), (BATCH, batch))
+        shard(tree, sharding_plan.on(MESH.build(jax.devices())))
+        for tree, sharding_plan in ((PARAMS, params), (BATCH, batch))
     ]
     jitted = filter_jit(
         lambda params, batch: batch["x"] @ params["w"], in_shardings=(params,)
     )
-    for given in ((PARAMS, BATCH), placed, jax.tree.map(jnp.asarray, (PARAMS, BATCH))):
-        made = jitted.trace(*given)
-        found = {one.path: one.struct.sharding for one in made.arrays}
-        assert found["params/w"] == params.shardings["w"]
-        assert found["batch/x"] == (batch.shardings["x"] if given is placed else None)
-        assert "tensor" in made.lower(lowering_platforms=("tpu",)).as_text()
+    for trees in ((PARAMS, BATCH), placed, jax.tree.map(jnp.asarray, (PARAMS, BATCH))):
+        trace = jitted.trace(*trees)
+        sharding_by_path = {array.path: array.struct.sharding for array in trace.arrays}
+        assert sharding_by_path["params/w"] == params.shardings["w"]
+        assert sharding_by_path["batch/x"] == (
+            batch.shardings["x"] if trees is placed else None
+        )
+        assert "tensor" in trace.lower(lowering_platforms=("tpu",)).as_text()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_call_needs_devices(kind):
     params, batch = plans(MeshSpec(dict(MESH.shape), axis_types=kind))
     run = ft.partial(filter_jit, lambda params, batch: batch["x"] @ params["w"])
-    here = params.on(params.mesh.build(jax.devices()))
+    struct = params.on(params.mesh.build(jax.devices()))
     sharding = NamedSharding(params.mesh.abstract(), P("data"))
     assert isinstance(sharding.mesh, AbstractMesh)
     for jitted in (
         run(in_shardings=(params, batch)),
-        run(in_shardings=(here,), out_shardings=sharding),
+        run(in_shardings=(struct,), out_shardings=sharding),
     ):
         assert (
             jitted.trace(params.structs, batch.structs)

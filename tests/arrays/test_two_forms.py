@@ -53,8 +53,8 @@ def planned(form, rules=ROWS):
 
 def same_form(out, tree):
     assert jax.tree.structure(out) == jax.tree.structure(tree)
-    for one, two in zip(jax.tree.leaves(out), jax.tree.leaves(tree), strict=True):
-        assert np.array_equal(one, two) if eqx.is_array(two) else one == two
+    for leaf, two in zip(jax.tree.leaves(out), jax.tree.leaves(tree), strict=True):
+        assert np.array_equal(leaf, two) if eqx.is_array(two) else leaf == two
 
 
 FORMS = pytest.mark.parametrize(
@@ -86,37 +86,45 @@ def test_a_move_is_planned_between_plans_of_both_forms():
 
 @FORMS
 def test_save_and_load(of, given, tmp_path):
-    tree, made = forms()[given], planned(of)
-    checkpoint.save(tmp_path / "first", shard(tree, made), made)
-    loaded = checkpoint.load(tmp_path / "first", made)
+    tree, sharding_plan = forms()[given], planned(of)
+    checkpoint.save(tmp_path / "first", shard(tree, sharding_plan), sharding_plan)
+    loaded = checkpoint.load(tmp_path / "first", sharding_plan)
     same_form(loaded, forms()["arrays"])
-    checkpoint.save(tmp_path / "again", loaded, made)
-    same_form(eqx.combine(checkpoint.load(tmp_path / "again", made), Net()), Net())
+    checkpoint.save(tmp_path / "again", loaded, sharding_plan)
+    same_form(
+        eqx.combine(checkpoint.load(tmp_path / "again", sharding_plan), Net()), Net()
+    )
 
 
 @FORMS
 def test_filter_jit(of, given):
-    tree, made = forms()[given], planned(of)
-    through = filter_jit(lambda tree: tree, in_shardings=(made,), out_shardings=made)
+    tree, sharding_plan = forms()[given], planned(of)
+    through = filter_jit(
+        lambda tree: tree, in_shardings=(sharding_plan,), out_shardings=sharding_plan
+    )
     same_form(through(tree), tree)
-    same_form(through(shard(tree, made)), tree)
+    same_form(through(shard(tree, sharding_plan)), tree)
     assert specs_of(through(tree)).mlp.layers[0].weight == jax.P("tensor")
 
 
 @FORMS
 def test_a_plan_is_read_for_either_form(of, given):
-    made, tree = plan(forms()[of], MESH, paths=ROWS), forms()[given]
-    again = ShardPlan.from_json(made.to_json(), like=tree)
-    assert jax.tree.structure(again.shardings) == jax.tree.structure(made.shardings)
-    assert [leaf.path for leaf in again.leaves] == [leaf.path for leaf in made.leaves]
-    assert (again.digest == made.digest) == (of == given)
+    sharding_plan, tree = plan(forms()[of], MESH, paths=ROWS), forms()[given]
+    again = ShardPlan.from_json(sharding_plan.to_json(), like=tree)
+    assert jax.tree.structure(again.shardings) == jax.tree.structure(
+        sharding_plan.shardings
+    )
+    assert [leaf.path for leaf in again.leaves] == [
+        leaf.path for leaf in sharding_plan.leaves
+    ]
+    assert (again.digest == sharding_plan.digest) == (of == given)
     assert again.digest == plan(tree, MESH, paths=ROWS).digest
 
 
 def test_a_selected_part_of_a_plan_fits_both_forms():
-    made = planned("arrays").select("mlp")
+    selected = planned("arrays").select("mlp")
     for tree in forms().values():
-        placed = shard(tree, made)
+        placed = shard(tree, selected)
         same_form(placed, tree)
         assert len(placed.scale.sharding.device_set) == 1  # pyright: ignore[reportAttributeAccessIssue]
         assert specs_of(placed.mlp).layers[1].weight == jax.P("tensor")  # pyright: ignore[reportAttributeAccessIssue, reportMissingModuleSource]

@@ -274,7 +274,7 @@ def test_the_migration_page_has_every_symbol_of_eformer():
         apply_logical_sharding DynamicShardingAxes NOT_GIVEN EMPTY_VAL EMPTY MODE_TRAIN MODE_DECODE MODE_PREFILL
         MODE_INSERT GENERATION_MODES
     """.split()
-    own = [
+    own_part = [
         *LAYOUTS,
         *[
             name
@@ -282,12 +282,12 @@ def test_the_migration_page_has_every_symbol_of_eformer():
             if value in TOKENS.values()
         ],
     ]
-    assert len(own) == 17 + 25
-    assert missing_on("migrating_eformer.md", [*symbols, *own]) == []
+    assert len(own_part) == 17 + 25
+    assert missing_on("migrating_eformer.md", [*symbols, *own_part]) == []
 
 
 def meshes(vector) -> Any:
-    given = vector["inputs"].get("mesh")
+    axes = vector["inputs"].get("mesh")
     kind = (
         AxisType.Explicit
         if vector["inputs"].get("mesh_axis_types") == "Explicit"
@@ -295,8 +295,8 @@ def meshes(vector) -> Any:
     )
     return (
         None
-        if given is None
-        else MeshSpec([tuple(axis) for axis in given], axis_types=kind)
+        if axes is None
+        else MeshSpec([tuple(axis) for axis in axes], axis_types=kind)
     )
 
 
@@ -309,55 +309,57 @@ def built(spec) -> Mesh:
 
 @SUITE.of("constraints.get_corrected_named_sharding")
 def test_get_corrected_named_sharding(vector):
-    given, mesh = vector["inputs"], meshes(vector)
-    spec = P(*map(entry, given["spec"]["spec"]))
+    inputs, mesh = vector["inputs"], meshes(vector)
+    spec = P(*map(entry, inputs["spec"]["spec"]))
     ambient = (
         jax.set_mesh(built(mesh))
-        if "mesh_context" in given
+        if "mesh_context" in inputs
         else contextlib.nullcontext()
     )
-    with ambient, outcome(SUITE.expected(vector)) as wanted:
-        decision = correct(spec, tuple(given["shape"]), mesh)
-        assert decision.spec == wanted
+    with ambient, outcome(SUITE.expected(vector)) as expected:
+        decision = correct(spec, tuple(inputs["shape"]), mesh)
+        assert decision.spec == expected
         # B4, B6, B10: whatever was lost has a reason.
         assert bool(decision.reasons) == (decision.spec != canonical(spec))
 
 
 @SUITE.of("constraints.with_sharding_constraint")
 def test_with_sharding_constraint(vector):
-    given, mesh = vector["inputs"], meshes(vector) or MESH
-    spec = given["spec"] if "spec" in given else tuple(given["sharding"])
+    inputs, mesh = vector["inputs"], meshes(vector) or MESH
+    spec = inputs["spec"] if "spec" in inputs else tuple(inputs["sharding"])
     spec = P(*map(entry, spec["spec"])) if isinstance(spec, dict) else spec
-    array = jnp.ones(given.get("array_shape", (8, 8)))
-    value: Any = {"a": array} if "dict" in given.get("note", "") else array
-    without = "mesh" in given and given["mesh"] is None
+    array = jnp.ones(inputs.get("array_shape", (8, 8)))
+    value: Any = {"a": array} if "dict" in inputs.get("note", "") else array
+    without = "mesh" in inputs and inputs["mesh"] is None
     devices = built(mesh)
-    made = plan(
+    sharding_plan = plan(
         {"x": array}, mesh if without else devices, paths=PathRules([("x", P())])
     )
     # eformer passes over axes that the mesh lacks.
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
     ambient = (
         jax.set_mesh(built(mesh))
-        if given.get("mesh_context") == "jax.set_mesh"
+        if inputs.get("mesh_context") == "jax.set_mesh"
         else contextlib.nullcontext()
     )
-    with ambient, outcome(SUITE.expected(vector)) as wanted:
-        if "tree" in given and given["tree"]:
+    with ambient, outcome(SUITE.expected(vector)) as expected:
+        if "tree" in inputs and inputs["tree"]:
             value = {"a": array}
-            result = jax.tree.map(lambda leaf: constrain(leaf, spec, made), value)["a"]
+            result = jax.tree.map(
+                lambda leaf: constrain(leaf, spec, sharding_plan), value
+            )["a"]
         else:
-            result = constrain(value, spec, made)
+            result = constrain(value, spec, sharding_plan)
         assert isinstance(result.sharding, NamedSharding)
-        assert result.sharding.mesh == made.jax_mesh
-        assert canonical(result.sharding.spec) == wanted
+        assert result.sharding.mesh == sharding_plan.jax_mesh
+        assert canonical(result.sharding.spec) == expected
         # Under Explicit axes JAX wants the argument of a jitted function on the mesh
         # already.
-        inside = jax.jit(lambda x: constrain(x, spec, made))(
-            constrain(array, P(), made)
+        inside = jax.jit(lambda x: constrain(x, spec, sharding_plan))(
+            constrain(array, P(), sharding_plan)
         )
         assert inside.sharding.is_equivalent_to(
-            NamedSharding(devices, wanted), array.ndim
+            NamedSharding(devices, expected), array.ndim
         )
 
 
@@ -380,10 +382,10 @@ def test_names_of_specs(vector):
 @SUITE.of("constraints.get_axes_size_in_mesh")
 def test_axes_size(vector):
     names = vector["inputs"]["axis_names"]
-    with outcome(SUITE.expected(vector)) as wanted:
+    with outcome(SUITE.expected(vector)) as expected:
         assert (
             meshes(vector).axis_size(names if isinstance(names, str) else tuple(names))
-            == wanted
+            == expected
         )
 
 
@@ -392,9 +394,9 @@ def test_sizes_and_indices_inside_shard_map(vector):
     names = vector["inputs"]["axis_names"]
     names = tuple(names) if isinstance(names, list) else names
     size = vector["function"].endswith("get_mesh_axis_size")
-    with outcome(SUITE.expected(vector)) as wanted:
-        if size and not isinstance(wanted, list):
-            assert MESH.axis_size(names) == wanted
+    with outcome(SUITE.expected(vector)) as expected:
+        if size and not isinstance(expected, list):
+            assert MESH.axis_size(names) == expected
             return
         value = lambda: jnp.full(
             (1, 1), MESH.axis_size(names) if size else jax.lax.axis_index(names)
@@ -403,35 +405,35 @@ def test_sizes_and_indices_inside_shard_map(vector):
             value, mesh=built(MESH), in_specs=(), out_specs=P("dp", "tp")
         )()
         assert out.tolist() == (
-            wanted if isinstance(wanted, list) else [[wanted] * 4] * 2
+            expected if isinstance(expected, list) else [[expected] * 4] * 2
         )
 
 
 @SUITE.of("constraints.match_partition_rules")
 def test_match_partition_rules(vector):
-    given = vector["inputs"]
+    inputs = vector["inputs"]
     rules = PathRules(
         [
             (regex, target and P(*map(entry, target["spec"])))
-            for regex, target in given["rules"]
+            for regex, target in inputs["rules"]
         ]
     )
-    order = given.get("tree_key_order")
+    order = inputs.get("tree_key_order")
     tree = (
         {key: jax.ShapeDtypeStruct((4,), "int8") for key in order}
         if order
-        else leaves(given["tree"])
+        else leaves(inputs["tree"])
     )
     # Elements become bytes: int8 leaves have as many of one as of the other. `None`
     # stood for an environment variable.
-    smallest = 16384 if given.get("min_size", 0) is None else given.get("min_size", 0)
+    smallest = 16384 if inputs.get("min_size", 0) is None else inputs.get("min_size", 0)
     unmatched = (
         "raise"
-        if given.get("strict", True) and vector["id"] != "eformer-0089"
+        if inputs.get("strict", True) and vector["id"] != "eformer-0089"
         else "replicate"
     )
-    with outcome(SUITE.expected(vector)) as wanted:
-        made = plan(
+    with outcome(SUITE.expected(vector)) as expected:
+        sharding_plan = plan(
             tree,
             ONE,
             paths=rules,
@@ -439,7 +441,7 @@ def test_match_partition_rules(vector):
             unmatched=unmatched,
             unused="allow",
         )
-        assert (list(made.specs) if order else made.specs) == wanted
+        assert (list(sharding_plan.specs) if order else sharding_plan.specs) == expected
 
 
 def leaves(tree) -> Any:
@@ -456,42 +458,50 @@ def leaves(tree) -> Any:
 
 @SUITE.of("constraints.analyze_sharding_strategy")
 def test_analysis(vector):
-    given = vector["inputs"]
+    inputs = vector["inputs"]
     # complex64 has the 8 bytes of the vector's float64, and needs no x64 mode.
     tree = {
         name: jax.ShapeDtypeStruct(tuple(shape), "complex64")
-        for name, shape in given["tree"].items()
+        for name, shape in inputs["tree"].items()
     }
     specs = {
-        name: P(*map(entry, spec["spec"])) for name, spec in given["specs"].items()
+        name: P(*map(entry, spec["spec"])) for name, spec in inputs["specs"].items()
     }
-    made = plan(
+    sharding_plan = plan(
         tree,
         meshes(vector),
         paths=PathRules([(f"^{name}$", spec) for name, spec in specs.items()]),
     )
     sharded = (
-        sum(leaf.bytes for leaf in made.leaves if leaf.bytes_per_device < leaf.bytes)
+        sum(
+            leaf.bytes
+            for leaf in sharding_plan.leaves
+            if leaf.bytes_per_device < leaf.bytes
+        )
         // 8
     )
-    assert (made.bytes_total // 8, sharded, made.bytes_per_device) == SUITE.expected(
-        vector
-    )
+    assert (
+        sharding_plan.bytes_total // 8,
+        sharded,
+        sharding_plan.bytes_per_device,
+    ) == SUITE.expected(vector)
 
 
 @SUITE.of("constraints.create_pattern_based_partition_spec")
 def test_patterns(vector):
-    given = vector["inputs"]
-    tree = {name: jax.ShapeDtypeStruct((8, 8), "int8") for name in given["names"]}
-    with outcome(SUITE.expected(vector)) as wanted:
-        rules = PathRules.parse(given["pattern"]).rules if given["pattern"] else ()
+    inputs = vector["inputs"]
+    tree = {name: jax.ShapeDtypeStruct((8, 8), "int8") for name in inputs["names"]}
+    with outcome(SUITE.expected(vector)) as expected:
+        rules = PathRules.parse(inputs["pattern"]).rules if inputs["pattern"] else ()
         default = (
-            [(".*", decoded(given["default_spec"]))] if "default_spec" in given else []
+            [(".*", decoded(inputs["default_spec"]))]
+            if "default_spec" in inputs
+            else []
         )
-        made = plan(
+        sharding_plan = plan(
             tree, ONE, paths=PathRules([*rules, *default]), unmatched="replicate"
         )
-        assert [made.specs[name] for name in given["names"]] == wanted
+        assert [sharding_plan.specs[name] for name in inputs["names"]] == expected
 
 
 @SUITE.of(
@@ -510,39 +520,41 @@ def test_shardings_are_read_without_a_mesh(vector):
         if key != "a"
     }
     if vector["function"].endswith("spec"):
-        with outcome(SUITE.expected(vector)) as wanted:
+        with outcome(SUITE.expected(vector)) as expected:
             assert (
-                shardfx.specs_of({"a": leaf if wanted else jnp.ones((8, 8)), **others})
-                == wanted
+                shardfx.specs_of(
+                    {"a": leaf if expected else jnp.ones((8, 8)), **others}
+                )
+                == expected
             )
     else:
-        found = shardfx.shardings_of({"a": leaf, "n": 3})
-        assert found == {"a": sharding, "n": None} and canonical(
-            found["a"].spec
+        shardings = shardfx.shardings_of({"a": leaf, "n": 3})
+        assert shardings == {"a": sharding, "n": None} and canonical(
+            shardings["a"].spec
         ) == SUITE.expected(vector)
 
 
 @SUITE.of("constraints.make_shard_and_gather_fns")
 def test_shard_and_gather(vector):
-    given, mesh = vector["inputs"], built(meshes(vector))
+    inputs, mesh = vector["inputs"], built(meshes(vector))
     value = (
         np.ones((8, 8), np.float32)
-        if "value" in given
-        else jnp.ones(given.get("array_shape", (8, 8)))
+        if "value" in inputs
+        else jnp.ones(inputs.get("array_shape", (8, 8)))
     )
-    made = plan(
+    sharding_plan = plan(
         {"x": value},
         mesh,
-        paths=PathRules([("x", decoded(given["spec"]))]),
+        paths=PathRules([("x", decoded(inputs["spec"]))]),
         unmatched="replicate",
     )
-    placed, wanted = shard({"x": value}, made)["x"], SUITE.expected(vector)
-    placed = gather(placed) if "gather" in given.get("call", "") else placed
-    if isinstance(wanted, str):
-        assert type(placed).__name__ == wanted
+    placed, expected = shard({"x": value}, sharding_plan)["x"], SUITE.expected(vector)
+    placed = gather(placed) if "gather" in inputs.get("call", "") else placed
+    if isinstance(expected, str):
+        assert type(placed).__name__ == expected
         return
     assert isinstance(placed.sharding, NamedSharding) and placed.sharding.mesh == mesh  # pyright: ignore[reportAttributeAccessIssue]
-    assert canonical(placed.sharding.spec) == wanted  # pyright: ignore[reportAttributeAccessIssue]
+    assert canonical(placed.sharding.spec) == expected  # pyright: ignore[reportAttributeAccessIssue]
     if vector["id"] == "eformer-0125":
         with pytest.raises(RuleError, match="uses the mesh axis 'zz'"):
             plan({"x": value}, mesh, paths=PathRules([("x", P("zz"))]))
@@ -607,30 +619,34 @@ KEEP = {"eformer-0194", "eformer-0202", "eformer-0204"}
 
 @SUITE.of("PartitionAxis.resolve_axis", "PartitionAxis.resolve_spec")
 def test_resolve_axis(vector):
-    given = vector["inputs"]
-    modes = given.get("modes") or [given["mode"]]
-    with outcome(SUITE.expected(vector)) as wanted:
-        rules = registered(eformer(**fields(given["paxis"])), given.get("registry", ()))
+    inputs = vector["inputs"]
+    modes = inputs.get("modes") or [inputs["mode"]]
+    with outcome(SUITE.expected(vector)) as expected:
+        rules = registered(
+            eformer(**fields(inputs["paxis"])), inputs.get("registry", ())
+        )
         unmatched = "keep" if vector["id"] in KEEP else "raise"
         decided = ft.partial(
-            resolve, names_of(given["axes"]), rules, unmatched=unmatched
+            resolve, names_of(inputs["axes"]), rules, unmatched=unmatched
         )
         specs = [decided(mode=MODES.get(mode, mode)).spec for mode in modes]
-        if "modes" in given:
-            assert specs == [canonical(P(entry(axes))) for axes in wanted]
+        if "modes" in inputs:
+            assert specs == [canonical(P(entry(axes))) for axes in expected]
         else:
             assert specs == [
-                canonical(wanted if isinstance(wanted, P) else P(*map(entry, wanted)))
+                canonical(
+                    expected if isinstance(expected, P) else P(*map(entry, expected))
+                )
             ]
 
 
 @SUITE.of("PartitionAxis.__init__", "PartitionAxis.replace")
 def test_fields(vector):
-    rules, wanted = eformer(**vector["inputs"]["overrides"]), SUITE.expected(vector)
+    rules, expected = eformer(**vector["inputs"]["overrides"]), SUITE.expected(vector)
     fields = (
-        wanted
-        if isinstance(wanted, dict)
-        else {"tensor_parallel_axis": wanted[0], "head_axis": wanted[1]}
+        expected
+        if isinstance(expected, dict)
+        else {"tensor_parallel_axis": expected[0], "head_axis": expected[1]}
     )
     for field, target in fields.items():
         token = TOKENS[field.removeprefix("decode_")]
@@ -643,12 +659,12 @@ def test_fields(vector):
 # --- PartitionManager
 
 
-def layout_of(given):
-    dynamic = given.get("dynamic_axes")
-    if dynamic is None or "axes" in given:
+def layout_of(arguments):
+    dynamic = arguments.get("dynamic_axes")
+    if dynamic is None or "axes" in arguments:
         return Layout(
-            names_of(given["axes"]),
-            given["mode"] if isinstance(given["mode"], int) else None,
+            names_of(arguments["axes"]),
+            arguments["mode"] if isinstance(arguments["mode"], int) else None,
         )
     if isinstance(dynamic, str):
         return LAYOUTS["HiddenStateSharding"]
@@ -664,37 +680,41 @@ def layout_of(given):
 
 @SUITE.of("PartitionManager.resolve")
 def test_manager_resolve(vector):
-    given = dict(vector["inputs"])
+    inputs = dict(vector["inputs"])
     if vector["id"] == "eformer-0254":
-        given.pop("axes")
-    layout, shape = layout_of(given), given.get("shape")
-    with outcome(SUITE.expected(vector)) as wanted:
+        inputs.pop("axes")
+    layout, shape = layout_of(inputs), inputs.get("shape")
+    with outcome(SUITE.expected(vector)) as expected:
         mode = infer_mode(shape and tuple(shape), layout.mode_dim)
         spec = resolve(
             layout.axes,
-            eformer(**fields(given.get("paxis", {}))),
+            eformer(**fields(inputs.get("paxis", {}))),
             mode=mode,
             unmatched="raise",
         ).spec
-        assert spec == canonical(wanted if isinstance(wanted, P) else P(*wanted))
+        assert spec == canonical(expected if isinstance(expected, P) else P(*expected))
 
 
 @SUITE.of("PartitionManager.shard")
 def test_manager_shard(vector):
-    given, mesh = vector["inputs"], built(meshes(vector))
-    x, names = jnp.ones(given["array_shape"]), names_of(given["axes"])
-    made = plan(
-        x, mesh, names=names, axes=eformer(**given["paxis"]), mode=MODES[given["mode"]]
+    inputs, mesh = vector["inputs"], built(meshes(vector))
+    x, names = jnp.ones(inputs["array_shape"]), names_of(inputs["axes"])
+    sharding_plan = plan(
+        x,
+        mesh,
+        names=names,
+        axes=eformer(**inputs["paxis"]),
+        mode=MODES[inputs["mode"]],
     )
     for placed in (
-        shard(x, made),
-        constrain(x, names, made),
-        jax.jit(lambda x: constrain(x, names, made))(x),
+        shard(x, sharding_plan),
+        constrain(x, names, sharding_plan),
+        jax.jit(lambda x: constrain(x, names, sharding_plan))(x),
     ):
         assert placed.sharding.is_equivalent_to(
             NamedSharding(mesh, SUITE.expected(vector)), x.ndim
         )
-    assert made.leaves[0].spec == SUITE.expected(vector)
+    assert sharding_plan.leaves[0].spec == SUITE.expected(vector)
 
 
 # --- meshes
@@ -702,10 +722,10 @@ def test_manager_shard(vector):
 
 @SUITE.of("mesh.create_mesh")
 def test_create_mesh(vector):
-    given = vector["inputs"]
-    kind = AxisType[given["axis_types"].capitalize()]
-    axes = dict(zip(given["axis_names"], given["axis_dims"], strict=True))
-    spec = MeshSpec(axes, axis_types=kind).fit(given["devices"])
+    inputs = vector["inputs"]
+    kind = AxisType[inputs["axis_types"].capitalize()]
+    axes = dict(zip(inputs["axis_names"], inputs["axis_dims"], strict=True))
+    spec = MeshSpec(axes, axis_types=kind).fit(inputs["devices"])
     for mesh in (spec.build(jax.devices()), spec.abstract()):
         kinds = [kind.name for kind in mesh.axis_types]
         assert [
@@ -717,12 +737,14 @@ def test_create_mesh(vector):
 
 @SUITE.of("mesh.calculate_host_mesh_shape")
 def test_host_mesh_shape(vector):
-    given = vector["inputs"]
-    shape, local = given["global_mesh_shape"], given["total_devices(local)"]
+    inputs = vector["inputs"]
+    shape, local = inputs["global_mesh_shape"], inputs["total_devices(local)"]
     axes = {f"axis{i}": size for i, size in enumerate(shape)}
     devices = objects(
         [Chip(i, (i, 0, 0), 0, i // local, "cpu") for i in range(np.prod(shape))]
     )
-    with outcome(SUITE.expected(vector)) as wanted:
+    with outcome(SUITE.expected(vector)) as expected:
         grid = hosts.grid_of(Mesh(devices.reshape(shape), tuple(axes)))
-        assert [size // grid.num_chunks[axis] for axis, size in axes.items()] == wanted
+        assert [
+            size // grid.num_chunks[axis] for axis, size in axes.items()
+        ] == expected

@@ -102,51 +102,51 @@ def wanted_of(vector) -> Any:
 
 @SUITE.of("sharding_utils.create_sharding_tree_from_index")
 def test_shardings_of_an_index(vector, tmp_path):
-    given, seen = vector["inputs"], {}
+    inputs, seen = vector["inputs"], {}
 
     def remember(entry):
         # Here a default gives shardings; a fresh one for each entry tells which entry
         # ended up where.
-        made = NamedSharding(mesh_of([["x", 1]]), P(), memory_kind="device")
-        seen[id(made)] = (entry.path, made)
-        return made
+        sharding = NamedSharding(mesh_of([["x", 1]]), P(), memory_kind="device")
+        seen[id(sharding)] = (entry.path, sharding)
+        return sharding
 
-    default = given.get("default_sharding")
+    default = inputs.get("default_sharding")
     default = remember if str(default).startswith("lambda") else value_of(default)
-    if "index" in given:
-        (tmp_path / "tensorstore_index.json").write_text(json.dumps(given["index"]))
-    with outcome(wanted_of(vector)) as wanted:
+    if "index" in inputs:
+        (tmp_path / "tensorstore_index.json").write_text(json.dumps(inputs["index"]))
+    with outcome(wanted_of(vector)) as expected:
         index = checkpoint.read_index(tmp_path)
-        found = eformer.shardings(
+        shardings = eformer.shardings(
             index,
-            mesh_of(given.get("mesh")),
+            mesh_of(inputs.get("mesh")),
             default=default,
-            prefix=given.get("prefix"),
+            prefix=inputs.get("prefix"),
         )
         if seen:
-            found = jax.tree.map(lambda leaf: seen[id(leaf)][0], found)
+            shardings = jax.tree.map(lambda leaf: seen[id(leaf)][0], shardings)
         elif vector["tag"] == "deviate":
-            found = jax.tree.map(lambda leaf: leaf.spec, found)
-        assert found == wanted
+            shardings = jax.tree.map(lambda leaf: leaf.spec, shardings)
+        assert shardings == expected
 
 
 @SUITE.of("sharding_utils.apply_sharding_tree")
 def test_applying_shardings(vector):
-    given = vector["inputs"]
-    mesh = mesh_of(given.get("mesh", [["dp", 2], ["tp", 4]]))
+    inputs = vector["inputs"]
+    mesh = mesh_of(inputs.get("mesh", [["dp", 2], ["tp", 4]]))
     arrays = {"a": np.ones((8, 8), np.float32), "n": {"b": np.ones(8, np.float32)}}
-    tree = value_of(given.get("sharding_tree", {"a": "<callable>", "n": {"b": None}}))
+    tree = value_of(inputs.get("sharding_tree", {"a": "<callable>", "n": {"b": None}}))
     if tree["a"] == "<callable>":
         tree["a"] = lambda array: NamedSharding(mesh, P("dp"))
-    with outcome(wanted_of(vector)) as wanted:
+    with outcome(wanted_of(vector)) as expected:
         placed = eformer.apply(arrays, tree, mesh=mesh)
-        is_sharding = isinstance(wanted["a"], Sharding)
+        is_sharding = isinstance(expected["a"], Sharding)
         assert (
             jax.tree.map(
                 lambda array: array.sharding if is_sharding else array.sharding.spec,
                 placed,
             )
-            == wanted
+            == expected
         )
 
 
@@ -202,17 +202,17 @@ def index(tmp_path):
 def test_a_spec_is_corrected_to_each_shape(index):
     spec = MeshSpec({"dp": 2, "tp": 4})
     for mesh, on in ((MESH, MESH), (spec, spec.abstract())):
-        w, *others = (NamedSharding(on, one) for one in (P("tp", "dp"), P(), P()))
-        found = eformer.shardings(index, mesh, default=P("tp", "dp"))
-        assert found == {"model": {"w": w, "b": others[0]}, "step": others[1]}
+        w, *others = (NamedSharding(on, spec) for spec in (P("tp", "dp"), P(), P()))
+        shardings = eformer.shardings(index, mesh, default=P("tp", "dp"))
+        assert shardings == {"model": {"w": w, "b": others[0]}, "step": others[1]}
 
 
 def test_a_function_decides_per_entry(index):
     single = SingleDeviceSharding(jax.devices()[3])
     decide = lambda entry: {"model/w": P("dp"), "model/b": single}.get(entry.path)
-    found = eformer.shardings(index, MESH, default=decide)
+    shardings = eformer.shardings(index, MESH, default=decide)
     model = {"w": NamedSharding(MESH, P("dp")), "b": single}
-    assert found == {"model": model, "step": NamedSharding(MESH, P())}
+    assert shardings == {"model": model, "step": NamedSharding(MESH, P())}
     assert eformer.shardings(index, MESH, default=decide, prefix="model") == model
     assert checkpoint.structs(index, prefix="model").keys() == {"w", "b"}
 
@@ -265,13 +265,13 @@ def test_apply_takes_shardings_specs_functions_and_none():
         "e": "text",
         "f": 3,
     }
-    given = {
+    entries = {
         "a": NamedSharding(MESH, P("dp")),
         "b": P("tp"),
         "c": lambda x: P(*["dp"] * (x.ndim - 1)),
         "d": None,
     }
-    placed = eformer.apply(tree, {**given, "e": None, "f": P("dp")}, mesh=MESH)
+    placed = eformer.apply(tree, {**entries, "e": None, "f": P("dp")}, mesh=MESH)
     assert {k: placed[k].sharding.spec for k in "abcd"} == {
         "a": P("dp"),
         "b": P("tp"),
@@ -347,9 +347,9 @@ def test_structure_diff_lists_every_difference():
     }
     b = {"x": {"deep": 1}, "y": {"z": P("a"), "w": [1]}, "node": [1], "new": {"q": 1}}
     b |= {"class": Two(1, 1), "static": One(1, 2)}
-    found = {d.path: (d.left, d.right) for d in eformer.structure_diff(a, b)}
-    left, right = found.pop("static")
-    assert left != right and [*found.items()] == [
+    arrays = {d.path: (d.left, d.right) for d in eformer.structure_diff(a, b)}
+    before, right = arrays.pop("static")
+    assert before != right and [*arrays.items()] == [
         ("class", ("One", "Two")),
         ("node", ("tuple", "list")),
         ("only", ("a leaf", "nothing")),

@@ -149,19 +149,19 @@ def test_logical_to_mesh_axes(vector):
     rules = {"a": "x"} if vector["id"] == "flax-0053" else rules_of(vector)
     if names is None:
         # No names: nothing is asked of the rules, and the leaf is left to path rules.
-        made = plan(
+        sharding_plan = plan(
             jnp.ones(2), XY, names=None, axes=AxisRules(rules), unmatched="replicate"
         )
-        assert made.leaves[0].names is vector["expected"] is None
+        assert sharding_plan.leaves[0].names is vector["expected"] is None
         return
     names = (
         P("a", "b")
         if names == "PartitionSpec('a','b')"
         else [entry(name) for name in names]
     )
-    with outcome(SUITE.expected(vector)) as wanted:
+    with outcome(SUITE.expected(vector)) as expected:
         decision = resolve(names, AxisRules(rules))
-        assert decision.spec == wanted
+        assert decision.spec == expected
     if vector["id"] == "flax-0028":
         assert [(why.code.name, why.axes) for why in decision.reasons] == [
             ("blocked", ("y", "w"))
@@ -175,22 +175,26 @@ def test_logical_to_mesh_axes(vector):
 def test_from_sharding_rules(vector):
     names = [entry(name) for name in vector["inputs"]["sharding"]]
     rules = AxisRules.last_wins(rules_of(vector))
-    with outcome(SUITE.expected(vector)) as wanted:
-        wanted = wanted if isinstance(wanted, P) or wanted is None else spec_of(wanted)
-        assert resolve(names, rules, unmatched="keep").spec == wanted
+    with outcome(SUITE.expected(vector)) as expected:
+        expected = (
+            expected
+            if isinstance(expected, P) or expected is None
+            else spec_of(expected)
+        )
+        assert resolve(names, rules, unmatched="keep").spec == expected
         # With a mesh the same is said by rules that `plan` takes.
         mesh = MeshSpec(dict.fromkeys(("x", "y", "z", "a", "b"), 2))
         ruled = interop.core_rules(rules_of(vector), mesh)
-        assert resolve(names, ruled).spec == wanted
+        assert resolve(names, ruled).spec == expected
 
 
 @SUITE.of("core.spmd.composite_rules")
 def test_composite_rules(vector):
-    with outcome(SUITE.expected(vector)) as wanted:
+    with outcome(SUITE.expected(vector)) as expected:
         merged = interop.composite_rules(
             rules_of(vector, "rule1"), rules_of(vector, "rule2")
         )
-        assert merged.rules == tuple((name, entry(target)) for name, target in wanted)
+        assert merged.rules == tuple((name, entry(target)) for name, target in expected)
         assert merged == AxisRules(rules_of(vector, "rule1")).merge(
             AxisRules(rules_of(vector, "rule2"))
         )
@@ -198,31 +202,34 @@ def test_composite_rules(vector):
 
 @SUITE.of("core.spmd.get_pspec", "logical rules + per-variable rules")
 def test_rules_of_the_model_and_of_a_variable(vector):
-    given = vector["inputs"]
-    names = ["a"] if given["sharding"] == "list ['a']" else given["sharding"] or []
+    inputs = vector["inputs"]
+    names = ["a"] if inputs["sharding"] == "list ['a']" else inputs["sharding"] or []
     rules = interop.composite_rules(
         rules_of(vector, "context_rules"), rules_of(vector, "sharding_rules")
     )
-    with outcome(SUITE.expected(vector)) as wanted:
+    with outcome(SUITE.expected(vector)) as expected:
         assert (
             resolve(names, AxisRules.last_wins(rules.rules), unmatched="keep").spec
-            == wanted
+            == expected
         )
         if vector["function"] == "core.spmd.get_pspec":
             return
-        mesh = MeshSpec([tuple(axis) for axis in given["mesh"]])
-        said = {"out_sharding": tuple(names), "sharding_rules": given["sharding_rules"]}
+        mesh = MeshSpec([tuple(axis) for axis in inputs["mesh"]])
+        said = {
+            "out_sharding": tuple(names),
+            "sharding_rules": inputs["sharding_rules"],
+        }
         variable = nnx.Param(jnp.ones((4, 4)), **said, eager_sharding=False)
         axes = interop.composite_rules(
             rules_of(vector, "context_rules"), interop.rules_of({"w": variable})
         )
-        made = plan(
+        sharding_plan = plan(
             {"w": jnp.ones((4, 4))},
             mesh,
             names=interop.names_of({"w": variable}),
             axes=axes,
         )
-        assert made["w"].spec == wanted
+        assert sharding_plan["w"].spec == expected
 
 
 # --- constraints
@@ -230,13 +237,13 @@ def test_rules_of_the_model_and_of_a_variable(vector):
 
 @SUITE.of("core.spmd.shard_value")
 def test_shard_value(vector):
-    given = vector["inputs"]
-    kinds = given.get("axis_types", "Auto")
+    inputs = vector["inputs"]
+    kinds = inputs.get("axis_types", "Auto")
     kind = AxisType.Explicit if kinds == ["Explicit", "Explicit"] else AxisType.Auto
     mesh = MeshSpec({"x": 2, "y": 4}, axis_types=kind).build(jax.devices())
-    x = jnp.ones(given.get("value_shape", (8, 8)))
+    x = jnp.ones(inputs.get("value_shape", (8, 8)))
     axes = interop.core_rules(rules_of(vector, "sharding_rules"), XY)
-    sharding = given["sharding"]
+    sharding = inputs["sharding"]
     sharding = (
         P(*sharding["spec"])
         if isinstance(sharding, dict)
@@ -246,12 +253,12 @@ def test_shard_value(vector):
     # flax-0108: without a mesh, which means without devices here.
     place = (
         MeshSpec({"x": 2, "y": 4})
-        if "mesh" in given and given["mesh"] is None
+        if "mesh" in inputs and inputs["mesh"] is None
         else mesh
     )
     # Flax passes over axes that the mesh lacks, pads names that are too short, and does
     # not mind unknown ones.
-    made = plan(
+    sharding_plan = plan(
         x, place, paths=PathRules([("", P())]), axes=axes, unmatched="replicate"
     )
     sharding = (
@@ -260,53 +267,55 @@ def test_shard_value(vector):
         else sharding
     )
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
-    with outcome(SUITE.expected(vector)) as wanted:
+    with outcome(SUITE.expected(vector)) as expected:
         if kinds == ["Manual", "Manual"]:
-            body = lambda x: constrain(x, sharding, made)
+            body = lambda x: constrain(x, sharding, sharding_plan)
             out = jax.jit(
-                jax.shard_map(body, mesh=mesh, in_specs=wanted, out_specs=wanted)
+                jax.shard_map(body, mesh=mesh, in_specs=expected, out_specs=expected)
             )(x)
-            assert canonical(out.sharding.spec) == wanted
+            assert canonical(out.sharding.spec) == expected
             return
-        out = constrain(x, sharding, made)
+        out = constrain(x, sharding, sharding_plan)
         if vector["expected"] == 1 and vector["id"] not in DEVIATIONS:
             assert out is x and sharding is None
             return
-        assert out.sharding.is_equivalent_to(NamedSharding(mesh, wanted), x.ndim)
+        assert out.sharding.is_equivalent_to(NamedSharding(mesh, expected), x.ndim)
     if vector["id"] == "flax-0098":
         with pytest.raises(UnmatchedError, match="no rule for the logical names `a`"):
-            resolve(given["sharding"], axes, unmatched="raise")
+            resolve(inputs["sharding"], axes, unmatched="raise")
     if vector["id"] == "flax-0100":
         with pytest.raises(SpecError, match="not divisible"):
-            constrain(x, sharding, made, strict=True)
+            constrain(x, sharding, sharding_plan, strict=True)
 
 
 @SUITE.of("linen.spmd.with_logical_constraint")
 def test_with_logical_constraint(vector):
-    given, axes = vector["inputs"], AxisRules(rules_of(vector))
+    inputs, axes = vector["inputs"], AxisRules(rules_of(vector))
     mesh, x = XY.build(jax.devices()), jnp.ones((8, 8))
-    made = plan(x, mesh, paths=PathRules([("", P())]), axes=axes, unmatched="replicate")
+    sharding_plan = plan(
+        x, mesh, paths=PathRules([("", P())]), axes=axes, unmatched="replicate"
+    )
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
     # Without names, or without rules to read them by, flax leaves the array as it is;
     # that is said by None.
     names = (
-        tuple(map(entry, given["names"]))
-        if given.get("names") and given["rules"]
+        tuple(map(entry, inputs["names"]))
+        if inputs.get("names") and inputs["rules"]
         else None
     )
-    with outcome(SUITE.expected(vector)) as wanted:
-        if given.get("fallback") == "RAISE_ERROR":
+    with outcome(SUITE.expected(vector)) as expected:
+        if inputs.get("fallback") == "RAISE_ERROR":
             assert names is not None
             decision = resolve(names, axes, unmatched="raise")
             assert bool(decision.reasons) == (vector["id"] in DEVIATIONS)
-        out = constrain(x, names, made)
+        out = constrain(x, names, sharding_plan)
         if names is None:
-            assert (out is x) == wanted
+            assert (out is x) == expected
             return
-        assert canonical(out.sharding.spec) == wanted  # pyright: ignore[reportAttributeAccessIssue]
-        inside = jax.jit(lambda x: constrain(x, names, made))(x)
+        assert canonical(out.sharding.spec) == expected  # pyright: ignore[reportAttributeAccessIssue]
+        inside = jax.jit(lambda x: constrain(x, names, sharding_plan))(x)
         if U not in names:
-            assert inside.sharding.is_equivalent_to(NamedSharding(mesh, wanted), 2)
+            assert inside.sharding.is_equivalent_to(NamedSharding(mesh, expected), 2)
 
 
 @SUITE.of("linen.spmd.logical_to_mesh")
@@ -315,14 +324,14 @@ def test_logical_to_mesh(vector):
         key: tuple(v["spec"] if isinstance(v, dict) else v)
         for key, v in vector["inputs"]["tree"].items()
     }
-    with outcome(SUITE.expected(vector)) as wanted:
-        made = plan(
+    with outcome(SUITE.expected(vector)) as expected:
+        sharding_plan = plan(
             {key: jnp.ones((8, 8)) for key in tree},
             XY,
             names=tree,
             axes=AxisRules(rules_of(vector)),
         )
-        assert made.specs == wanted
+        assert sharding_plan.specs == expected
 
 
 # --- boxes
@@ -334,33 +343,36 @@ def test_logical_to_mesh(vector):
     "core.meta add_axis(4) then remove_axis(4)",
 )
 def test_axes_are_added_and_removed(vector):
-    given, function = vector["inputs"], vector["function"]
-    names, at = (
-        tuple(given["names"]),
-        (given.get("index", 4), given.get("partition_name", "layers")),
+    inputs, function = vector["inputs"], vector["function"]
+    names, options = (
+        tuple(inputs["names"]),
+        (inputs.get("index", 4), inputs.get("partition_name", "layers")),
     )
-    with outcome(SUITE.expected(vector)) as wanted:
-        names = interop.add_axis(names, *at) if "add_axis" in function else names
+    with outcome(SUITE.expected(vector)) as expected:
+        names = interop.add_axis(names, *options) if "add_axis" in function else names
         assert (
             list(
-                interop.remove_axis(names, *at) if "remove_axis" in function else names
+                interop.remove_axis(names, *options)
+                if "remove_axis" in function
+                else names
             )
-            == wanted
+            == expected
         )
 
 
 @SUITE.of("transform_metadata")
 def test_transform_metadata(vector):
-    given, wanted = (
+    inputs, names_by_key = (
         vector["inputs"],
         {key: tuple(names) for key, names in vector["expected"].items()},
     )
-    name, inside, outside = given["partition"], given["in_axes"], given["out_axes"]
-    inner = interop.remove_axis(tuple(given["v"]), inside, name)
-    assert inner == wanted["v_inner"]
-    assert interop.add_axis(inner, inside, name) == wanted["v_after"]
+    name, inside, outside = inputs["partition"], inputs["in_axes"], inputs["out_axes"]
+    inner = interop.remove_axis(tuple(inputs["v"]), inside, name)
+    assert inner == names_by_key["v_inner"]
+    assert interop.add_axis(inner, inside, name) == names_by_key["v_after"]
     assert (
-        interop.add_axis(tuple(given["v2_inner"]), outside, name) == wanted["v2_outer"]
+        interop.add_axis(tuple(inputs["v2_inner"]), outside, name)
+        == names_by_key["v2_outer"]
     )
 
 
@@ -384,13 +396,13 @@ def test_a_scanned_layer_has_the_name_of_its_new_dimension(vector):
         metadata_params=metadata,
     )
     boxed = jax.eval_shape(scanned().init, jax.random.key(0), jnp.ones((2, 4)), None)
-    found = jax.tree.leaves(
+    layer_names = jax.tree.leaves(
         interop.names_of(boxed), is_leaf=lambda node: isinstance(node, tuple)
     )
-    wanted = tuple(vector["expected"])
+    expected = tuple(vector["expected"])
     assert (
-        found
-        == [wanted]
+        layer_names
+        == [expected]
         == [interop.add_axis(tuple(vector["inputs"]["names"]), 0, "layers")]
     )
 
@@ -409,12 +421,18 @@ def test_get_sharding(vector):
     }
     for tree in (interop.unboxed(boxed), boxed):
         names = interop.names_of(boxed, default=())
-        made = plan(tree, mesh, names=names, axes=interop.core_rules((), mesh))
-        found = dict(
-            zip(("bias", "kernel"), jax.tree.leaves(made.shardings), strict=True)
+        sharding_plan = plan(tree, mesh, names=names, axes=interop.core_rules((), mesh))
+        sharding_by_name = dict(
+            zip(
+                ("bias", "kernel"),
+                jax.tree.leaves(sharding_plan.shardings),
+                strict=True,
+            )
         )
-        for name, wanted in vector["expected"].items():
-            assert found[name] == NamedSharding(mesh, spec_of(wanted["named_sharding"]))
+        for name, expected in vector["expected"].items():
+            assert sharding_by_name[name] == NamedSharding(
+                mesh, spec_of(expected["named_sharding"])
+            )
 
 
 # --- what flax and shardfx both stand on
@@ -422,9 +440,9 @@ def test_get_sharding(vector):
 
 @SUITE.of("shard_shape", "jax NamedSharding.shard_shape")
 def test_shard_shape(vector):
-    given = vector["inputs"]
-    mesh = MeshSpec([tuple(axis) for axis in given["mesh"]])
-    shape, spec = tuple(given["shape"]), spec_of(given["spec"]["spec"])
+    inputs = vector["inputs"]
+    mesh = MeshSpec([tuple(axis) for axis in inputs["mesh"]])
+    shape, spec = tuple(inputs["shape"]), spec_of(inputs["spec"]["spec"])
     assert shard_shape(shape, spec, mesh.shape) == tuple(vector["expected"])
     assert NamedSharding(mesh.abstract(), spec).shard_shape(shape) == tuple(
         vector["expected"]
@@ -435,39 +453,44 @@ def test_shard_shape(vector):
 def test_optimizer_state_inherits_the_spec(vector):
     params = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
     spec = spec_of(vector["inputs"]["param_spec"]["spec"])
-    made = plan(params, MeshSpec({"row": 2, "col": 4}), paths=PathRules([("w", spec)]))
-    state, _ = follow(optax.adam(1e-3).init, made).specs
-    for name, wanted in vector["expected"].items():
-        assert getattr(state, name)["w"] == spec_of(wanted["spec"])
+    sharding_plan = plan(
+        params, MeshSpec({"row": 2, "col": 4}), paths=PathRules([("w", spec)])
+    )
+    state, _ = follow(optax.adam(1e-3).init, sharding_plan).specs
+    for name, expected in vector["expected"].items():
+        assert getattr(state, name)["w"] == spec_of(expected["spec"])
 
 
 @SUITE.of("axis types")
 def test_axis_types(vector):
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = MeshSpec({"row": 2, "col": 4}, axis_types=kind).build(jax.devices())
-        made = plan(
+        sharding_plan = plan(
             jnp.ones((8, 8)),
             mesh,
             names=("row", "col"),
             axes=interop.core_rules((), mesh),
         )
-        assert made.leaves[0].spec == spec_of(vector["expected"]["spec"])
-        out = constrain(jnp.ones((8, 8)), ("row", "col"), made)
-        assert canonical(out.sharding.spec) == made.leaves[0].spec  # pyright: ignore[reportAttributeAccessIssue]
+        assert sharding_plan.leaves[0].spec == spec_of(vector["expected"]["spec"])
+        out = constrain(jnp.ones((8, 8)), ("row", "col"), sharding_plan)
+        assert canonical(out.sharding.spec) == sharding_plan.leaves[0].spec  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @SUITE.of("per-variable meshes")
 def test_a_plan_per_mesh(vector):
-    for at, (name, given) in enumerate(sorted(vector["inputs"].items())):
-        mesh = MeshSpec(dict.fromkeys(given["mesh"], 2)).build(
-            jax.devices()[4 * at : 4 * at + 4]
+    for case_number, (name, inputs) in enumerate(sorted(vector["inputs"].items())):
+        mesh = MeshSpec(dict.fromkeys(inputs["mesh"], 2)).build(
+            jax.devices()[4 * case_number : 4 * case_number + 4]
         )
         x = jnp.ones((4, 4))
-        made = plan(
-            x, mesh, names=tuple(given["spec"]), axes=interop.core_rules((), mesh)
+        sharding_plan = plan(
+            x, mesh, names=tuple(inputs["spec"]), axes=interop.core_rules((), mesh)
         )
-        assert made.leaves[0].spec == spec_of(vector["expected"][name]["spec"])
-        assert constrain(x, made.leaves[0].spec, made).sharding.mesh == mesh  # pyright: ignore[reportAttributeAccessIssue]
+        assert sharding_plan.leaves[0].spec == spec_of(vector["expected"][name]["spec"])
+        assert (
+            constrain(x, sharding_plan.leaves[0].spec, sharding_plan).sharding.mesh
+            == mesh
+        )  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @SUITE.of("jax PartitionSpec canonicalisation", "jax.make_mesh default axis_types")
@@ -486,11 +509,11 @@ def test_facts_about_jax(vector):
         P(None) == P(),
         isinstance(P("a"), tuple),
     ]
-    wanted = [
+    expected = [
         P(*map(entry, item["spec"])) if isinstance(item, dict) else item
         for item in vector["expected"]
     ]
-    assert measured == wanted
+    assert measured == expected
     # What JAX tells apart although it is one layout, `canonical` does not.
     assert (
         canonical(P("a", None)) == canonical(P(("a",))) == P("a")

@@ -114,7 +114,7 @@ def test_submesh_order(vector):
 def test_hybrid_shape(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     is_error = vector["tag"] == "deviate" or "raises" in expected
-    with outcome(Raises(ValueError, "use one of") if is_error else expected) as wanted:
+    with outcome(Raises(ValueError, "use one of") if is_error else expected) as target:
         counts = (
             inputs["num_partitions"],
             inputs["local_device_count"],
@@ -122,11 +122,11 @@ def test_hybrid_shape(vector):
         )
         ici, dcn = topology.hybrid_shape(*counts)
         assert (list(ici), list(dcn)) == (
-            wanted["ici_mesh_shape"],
-            wanted["dcn_mesh_shape"],
+            target["ici_mesh_shape"],
+            target["dcn_mesh_shape"],
         )
         assert [a * b for a, b in zip(ici, dcn, strict=True)] == [
-            wanted["shape"][name] for name in ("data", "model")
+            target["shape"][name] for name in ("data", "model")
         ]
 
 
@@ -161,12 +161,12 @@ def grid_for(inputs):
 
 
 def assert_chunk(chunk, shape, expected, replica):
-    wanted = [pair["slice"] for pair in expected]
-    wanted = [
+    slices = [pair["slice"] for pair in expected]
+    slices = [
         [0, size] if pair[0] is None else pair
-        for pair, size in zip(wanted, shape, strict=True)
+        for pair, size in zip(slices, shape, strict=True)
     ]
-    assert [[piece.start, piece.stop] for piece in chunk.slices] == wanted
+    assert [[piece.start, piece.stop] for piece in chunk.slices] == slices
     assert chunk.replica_id == replica
 
 
@@ -196,10 +196,10 @@ def test_meshes_without_a_torus(vector):
     if vector["function"] == "PjitPartitioner.mesh":
         # T5X ignored ICI sizes that came without DCN sizes; a MeshSpec without `dcn` is
         # taken as it is.
-        wanted = MeshSpec(
+        mesh = MeshSpec(
             zip(("replica", "data", "model"), inputs["ici_mesh_shape"], strict=True)
         )
-        assert dict(wanted.build(jax.devices()).shape) == {
+        assert dict(mesh.build(jax.devices()).shape) == {
             "replica": 1,
             "data": 4,
             "model": 2,
@@ -288,8 +288,10 @@ def test_replica_id(vector):
         vector["inputs"]["process_index"],
     )
     error = Raises(ValueError, "no axis 'zz'")
-    with outcome(error if vector["tag"] == "deviate" else vector["expected"]) as wanted:
-        assert hosts.replica_id(axes, grid_for(vector["inputs"]), process) == wanted
+    with outcome(
+        error if vector["tag"] == "deviate" else vector["expected"]
+    ) as expected:
+        assert hosts.replica_id(axes, grid_for(vector["inputs"]), process) == expected
 
 
 @SUITE.of("LocalChunker (multi-slice)")
@@ -388,10 +390,10 @@ def test_contradictory_partitioner_arguments(vector):
         vector["inputs"]["model_parallel_submesh"],
         Raises(ValueError, "has 2 dimensions, but `bounds`"),
     )
-    with outcome(vector["inputs"].get("num_partitions", error)) as wanted:
+    with outcome(vector["inputs"].get("num_partitions", error)) as expected:
         assert (
             topology.submesh_order((4, 4, 1, 2), (2, 2, 1, 2), submesh).shape[1]
-            == wanted
+            == expected
         )
 
 
@@ -442,9 +444,9 @@ def test_standard_rules(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     with outcome(
         Raises(ValueError, "use 1 or 2") if isinstance(expected, dict) else expected
-    ) as wanted:
+    ) as target:
         rules = listed(preset(inputs))
-        assert (rules[-len(wanted) :] if "returns" in inputs else rules) == wanted
+        assert (rules[-len(target) :] if "returns" in inputs else rules) == target
 
 
 @SUITE.of("standard_rules->logical_to_mesh_axes")

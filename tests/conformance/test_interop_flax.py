@@ -60,15 +60,15 @@ def test_names_of_linen_variables_and_what_flax_unboxes():
     assert interop.unboxed(boxed) == meta.unbox(boxed)
     # Arrays without names can be left to path rules.
     paths = PathRules([("bias", P("tensor"))])
-    made = plan(
+    sharding_plan = plan(
         interop.unboxed(boxed),
         MESH,
         names=interop.names_of(boxed),
         axes=RULES,
         paths=paths,
     )
-    assert made["params/Dense_0/bias"].spec == P("tensor")
-    assert made["params/Dense_1/kernel"].spec == P("tensor", "fsdp")
+    assert sharding_plan["params/Dense_0/bias"].spec == P("tensor")
+    assert sharding_plan["params/Dense_1/kernel"].spec == P("tensor", "fsdp")
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_names_of_linen_variables_and_what_flax_unboxes():
 def test_linen_variables_are_initialised_sharded_under_a_plan(reading):
     mesh = MESH.build(jax.devices())
     boxed = boxed_mlp()
-    made = plan(
+    sharding_plan = plan(
         reading(boxed), mesh, names=interop.names_of(boxed, default=()), axes=RULES
     )
     init = jax.jit(
         lambda key: reading(Mlp().init(key, jnp.ones((2, 4)))),
-        out_shardings=made.shardings,
+        out_shardings=sharding_plan.shardings,
     )
     kernel = interop.unboxed(init(jax.random.key(0)))["params"]["Dense_0"]["kernel"]
     assert kernel.sharding == NamedSharding(mesh, P("fsdp", "tensor"))
@@ -113,14 +113,16 @@ def test_bridged_layers_keep_their_names_and_rules():
     assert interop.rules_of(boxed) == AxisRules([("mlp", "tensor")])
     rules = interop.composite_rules(interop.rules_of(boxed), [("embed", "fsdp")])
     names = interop.names_of(boxed, default=())
-    made = plan(interop.unboxed(boxed), MESH, names=names, axes=rules, strict=True)
+    sharding_plan = plan(
+        interop.unboxed(boxed), MESH, names=names, axes=rules, strict=True
+    )
     assert (
-        made["params/kernel"].spec == P("fsdp", "tensor")
-        and made["params/bias"].spec == P()
+        sharding_plan["params/kernel"].spec == P("fsdp", "tensor")
+        and sharding_plan["params/bias"].spec == P()
     )
     # Flax reads only the rules that the box itself carries.
     assert nn.get_partition_spec(boxed)["params"]["kernel"] == P("embed", "tensor")
-    placed = made.on(MESH.build(jax.devices()))
+    placed = sharding_plan.on(MESH.build(jax.devices()))
     init = jax.jit(
         lambda key: interop.unboxed(layer.init(key, jnp.ones((2, 4)))),
         out_shardings=placed.shardings,
@@ -137,17 +139,20 @@ def test_bridged_layers_keep_their_names_and_rules():
 def test_nnx_states_are_planned_and_sharded():
     mesh = MESH.build(jax.devices())
     state = nnx.state(nnx_mlp())
-    made = plan(state, mesh, names=interop.names_of(state, default=()), axes=RULES)
+    sharding_plan = plan(
+        state, mesh, names=interop.names_of(state, default=()), axes=RULES
+    )
     assert (
-        made["kernel/value"].spec == P("fsdp", "tensor")
-        and made["bias/value"].spec == P()
+        sharding_plan["kernel/value"].spec == P("fsdp", "tensor")
+        and sharding_plan["bias/value"].spec == P()
     )
     arrays = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), state)
-    placed = shard(arrays, made)
+    placed = shard(arrays, sharding_plan)
     kernel: Any = placed["kernel"]
     assert kernel.get_value().sharding == NamedSharding(mesh, P("fsdp", "tensor"))
     doubled = jax.jit(
-        lambda state: jax.tree.map(lambda x: 2 * x, state), out_shardings=made.shardings
+        lambda state: jax.tree.map(lambda x: 2 * x, state),
+        out_shardings=sharding_plan.shardings,
     )(placed)
     assert (
         isinstance(doubled["kernel"], nnx.Param)
@@ -165,8 +170,8 @@ def test_nnx_states_are_planned_and_sharded():
     ],
 )
 def test_every_kind_of_out_sharding_is_read(sharding):
-    variable = lambda given: {
-        "w": nnx.Param(jnp.ones((4, 8)), out_sharding=given, eager_sharding=False)
+    variable = lambda arguments: {
+        "w": nnx.Param(jnp.ones((4, 8)), out_sharding=arguments, eager_sharding=False)
     }
     names = interop.names_of(variable(sharding))["w"]
     axes = (
@@ -213,13 +218,13 @@ def test_rules_of_boxes_and_variables_are_merged():
     }
     assert interop.rules_of(tree) == RULES
     names = interop.names_of(tree, default=())
-    made = plan(
+    sharding_plan = plan(
         interop.unboxed(tree),
         MESH,
         names=names,
         axes=interop.core_rules(interop.rules_of(tree), MESH),
     )
-    assert [leaf.spec for leaf in made.leaves] == [
+    assert [leaf.spec for leaf in sharding_plan.leaves] == [
         P("fsdp"),
         P("tensor"),
         P("fsdp"),
@@ -236,15 +241,15 @@ def test_rules_of_boxes_and_variables_are_merged():
 @settings(deadline=None, max_examples=200)
 def test_last_wins_and_keep_equal_flax_core(pairs, names):
     rules = [(name, axis) for name, axis in pairs]
-    wanted = spmd.from_sharding_rules(tuple(names), rules)
-    used = [axis for axis in wanted if axis is not None]
+    expected = spmd.from_sharding_rules(tuple(names), rules)
+    used = [axis for axis in expected if axis is not None]
     # B80: flax gives one axis to two dimensions, here the first of the rules has it.
     if len(set(used)) < len(used):
         return
     mesh = MeshSpec(dict.fromkeys(("x", "y", "z", "w", "a", "b", "c", "d"), 1))
-    kept = resolve(names, AxisRules.last_wins(rules), unmatched="keep")
-    for decision in (kept, resolve(names, interop.core_rules(rules, mesh))):
-        assert decision.spec == canonical(P(*wanted)) and not decision.reasons
+    resolved = resolve(names, AxisRules.last_wins(rules), unmatched="keep")
+    for decision in (resolved, resolve(names, interop.core_rules(rules, mesh))):
+        assert decision.spec == canonical(P(*expected)) and not decision.reasons
 
 
 @given(PAIRS, PAIRS)
@@ -252,12 +257,12 @@ def test_last_wins_and_keep_equal_flax_core(pairs, names):
 def test_composite_rules_is_flaxs_where_no_name_occurs_twice(one, two):
     one, two = list(dict(one).items()), list(dict(two).items())
     try:
-        wanted = spmd.composite_rules(one, two)
+        expected = spmd.composite_rules(one, two)
     except ValueError:
         with pytest.raises(RuleError, match="`merge`: rules map"):
             interop.composite_rules(one, two)
         return
-    assert interop.composite_rules(one, two).rules == tuple(wanted)
+    assert interop.composite_rules(one, two).rules == tuple(expected)
 
 
 def test_flax_rules_keep_modes_units_and_aliases():

@@ -47,10 +47,10 @@ def classes():
     nodes = [
         (file, node) for file in files for node in ast.parse(file.read_text()).body
     ]
-    found = {}
+    class_by_name = {}
     for file, node in nodes:
         if isinstance(node, ast.ClassDef):
-            given = {
+            eval_by_unparse = {
                 ast.unparse(statement.targets[0]): eval(
                     compile(ast.Expression(statement.value), str(file), "eval")
                 )
@@ -59,11 +59,14 @@ def classes():
                 and "_plan" in ast.unparse(statement.targets[0])
             }
             tensor, expert = (
-                given.get(f"base_model_{kind}_plan") or {} for kind in ("tp", "ep")
+                eval_by_unparse.get(f"base_model_{kind}_plan") or {}
+                for kind in ("tp", "ep")
             )
             if tensor or expert:
-                found[file.stem, node.name] = huggingface.Plans(tensor, expert, {})
-    return found
+                class_by_name[file.stem, node.name] = huggingface.Plans(
+                    tensor, expert, {}
+                )
+    return class_by_name
 
 
 def struct(shape):
@@ -295,9 +298,9 @@ ON_DISK = [
 
 @pytest.mark.parametrize("module, gate, up, down", ON_DISK)
 def test_experts_under_their_names_on_disk(module, gate, up, down):
-    at = f"model.layers.0.{module}.experts.7"
+    text = f"model.layers.0.{module}.experts.7"
     tree = {
-        f"{at}.{name}.weight": struct((64, 128) if name == down else (128, 64))
+        f"{text}.{name}.weight": struct((64, 128) if name == down else (128, 64))
         for name in (gate, up, down)
     }
     specs = specs_of(tree, huggingface.rules_of(EXPERTS))
@@ -353,7 +356,7 @@ def test_maxtext_decides_as_flax_does(names):
     ]
     theirs = spmd.logical_to_mesh_axes(names, rules=flax_rules)
     assert resolve(names, rules).spec == canonical(
-        P(*[None if one == () else one for one in theirs or ()])
+        P(*[None if axis == () else axis for axis in theirs or ()])
     )
     assert mesh_axes == tuple(FILE["mesh_axes"])
 
@@ -361,13 +364,13 @@ def test_maxtext_decides_as_flax_does(names):
 def test_maxtext_passes_over_axes_that_the_mesh_lacks():
     _, rules = maxtext.rules_of(FILE)
     tree = {"x": struct((8, 16))}
-    made = plan(
+    sharding_plan = plan(
         tree,
         MeshSpec({"fsdp": 2}),
         names={"x": ("activation_length_attn", "embed")},
         axes=rules,
     )
-    assert made["x"].spec == P(None, "fsdp")
+    assert sharding_plan["x"].spec == P(None, "fsdp")
 
 
 def test_maxtext_files_replace_the_rules_of_a_name():
@@ -407,8 +410,8 @@ def test_a_layout_map_matches_whole_paths():
         }
     }
     tree["out"] = {"dense": {"kernel": struct((8, 8))}}
-    made = specs_of(tree, keras.rules_of(LAYOUT), MeshSpec({"model": 4}))
-    assert made == {
+    specs = specs_of(tree, keras.rules_of(LAYOUT), MeshSpec({"model": 4}))
+    assert specs == {
         "m/dense_1/kernel": P(None, "model"),
         "m/dense_1/bias": P("model"),
         "m/dense_1/kernel_scale": P(),
@@ -432,7 +435,7 @@ def assigned_layouts(source):
     """What `layout_map[key] = (model_dim, data_dim)` assigns in a source, the axes
     called as they are by default.
     """
-    found = {}
+    layout_by_name = {}
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Assign(
@@ -442,19 +445,19 @@ def assigned_layouts(source):
                     part.id.removesuffix("_dim") if isinstance(part, ast.Name) else None
                     for part in parts
                 ]
-                found[ast.literal_eval(key)] = tuple(axes)
-    return found
+                layout_by_name[ast.literal_eval(key)] = tuple(axes)
+    return layout_by_name
 
 
 def test_the_maps_of_keras_hub():
     files = sorted(folder_of("keras_hub").glob("src/models/*/*_backbone.py"))
-    found = {
+    layouts_by_stem = {
         file.stem: layouts
         for file in files
         if (layouts := assigned_layouts(file.read_text()))
     }
-    assert len(found) == 5
-    for layout_map in found.values():
+    assert len(layouts_by_stem) == 5
+    for layout_map in layouts_by_stem.values():
         rules = keras.rules_of(layout_map)
         tree = {"token_embedding": {"embeddings": struct((256, 64))}}
         assert specs_of(tree, rules, MeshSpec({"data": 2, "model": 4})) == {
@@ -627,10 +630,10 @@ def test_gin_files_of_experts():
     )
     mesh = MeshSpec({"data": 2, "expert": 4, "model": 2})
     weight = {"wi": struct((16, 32, 64))}
-    made = plan(
+    sharding_plan = plan(
         weight, mesh, names={"wi": ("expert", None, "expert_mlp")}, axes=read.rules
     )
-    assert made["wi"].spec == P("expert", None, "model")
+    assert sharding_plan["wi"].spec == P("expert", None, "model")
     said = (
         "NUM_MODEL_PARTITIONS ="
         " 4\nmoe_partitioning.MoePjitPartitioner.logical_axis_rules = [('expert',"

@@ -29,19 +29,19 @@ PLANS = json.loads(
 
 def attributes(source):
     """The names of modules and parameters that a source gives to `self`."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(ast.Name("self"), name, ast.Store()):
-                found.add(name)
+                names.add(name)
             case ast.Call(
                 ast.Attribute(
                     ast.Name("self"), "register_buffer" | "register_parameter"
                 ),
                 [name, *_],
             ):
-                found.add(ast.literal_eval(name))
-    return found
+                names.add(ast.literal_eval(name))
+    return names
 
 
 def modeling(folder):
@@ -50,13 +50,13 @@ def modeling(folder):
     )
 
 
-def unknown(paths, known):
+def unknown(paths, recorded):
     """The parts of paths that no module has for a name."""
     parts = [
         part for path in paths for part in re.sub(r"\{[^}]*\}", "0", path).split(".")
     ]
     return sorted(
-        {part for part in parts if not part.isdigit()} - known - {"weight", "bias"}
+        {part for part in parts if not part.isdigit()} - recorded - {"weight", "bias"}
     )
 
 
@@ -91,14 +91,14 @@ def layout_map():
     text = (
         folder_of("keras") / "src" / "distribution" / "distribution_lib.py"
     ).read_text()
-    (found,) = [
+    (class_node,) = [
         node
         for node in ast.parse(text).body
         if isinstance(node, ast.ClassDef) and node.name == "LayoutMap"
     ]
-    found.decorator_list = []
+    class_node.decorator_list = []
     namespace = {"collections": collections, "re": re, "TensorLayout": Layout}
-    exec(compile(ast.Module([found], []), "keras", "exec"), namespace)
+    exec(compile(ast.Module([class_node], []), "keras", "exec"), namespace)
     return namespace["LayoutMap"]
 
 

@@ -161,55 +161,55 @@ ODD_NAMES = [
 
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_names_are_taken_as_they_are(name):
-    made = TreeMap({name: From(name)})
+    tree_map = TreeMap({name: From(name)})
     assert (
-        TreeMap.from_json(made.to_json()) == made
-        and eval(str(made.rules[name])) == made.rules[name]
+        TreeMap.from_json(tree_map.to_json()) == tree_map
+        and eval(str(tree_map.rules[name])) == tree_map.rules[name]
     )
-    same(made.apply({name: W["w"]})[name], W["w"])
+    same(tree_map.apply({name: W["w"]})[name], W["w"])
     for other in ("x", name + "x", name.replace(".", "x") + "y"):
         with pytest.raises(MapError, match="the source has no"):
-            made.apply({other: W["w"]})
+            tree_map.apply({other: W["w"]})
 
 
 def test_names_in_a_circle():
     arrays = {name: np.full(2, number) for number, name in enumerate("abc")}
     circle = TreeMap({"a": "b", "b": "c", "c": "a"})
-    found = circle.then(circle).apply(arrays)
-    assert [int(found[name][0]) for name in "abc"] == [2, 0, 1]
+    applied = circle.then(circle).apply(arrays)
+    assert [int(applied[name][0]) for name in "abc"] == [2, 0, 1]
     for three in (
         circle.then(circle).then(circle),
         circle.then(circle.then(circle)),
         circle.then(circle.inverse()),
     ):
         assert all(
-            (three.apply(arrays, like=arrays)[name] == one).all()
-            for name, one in arrays.items()
+            (three.apply(arrays, like=arrays)[name] == array).all()
+            for name, array in arrays.items()
         )
 
 
 def test_numbers_of_numpy_are_plain_ones():
     dim, size, value = np.int64(0), np.int32(3), np.float32(2)
-    made = TreeMap({"x": leaf().split(dim, size).pad_to(5, value=value)})  # pyright: ignore[reportArgumentType]
+    tree_map = TreeMap({"x": leaf().split(dim, size).pad_to(5, value=value)})  # pyright: ignore[reportArgumentType]
     assert (
-        made
-        == TreeMap.from_json(made.to_json())
+        tree_map
+        == TreeMap.from_json(tree_map.to_json())
         == TreeMap({"x": leaf().split(0, 3).pad_to(5, value=2.0)})
     )
 
 
 def test_a_stack_of_so_many():
-    made = TreeMap(
+    tree_map = TreeMap(
         {"x": leaf("w.{i}").stack("i", count=2), "y": leaf("w.{i+2}").stack("i")}
     )
-    found = made.apply({f"w.{i}": np.full(3, i) for i in range(5)})
-    assert found["x"][:, 0].tolist() == [0, 1] and found["y"][:, 0].tolist() == [
+    applied = tree_map.apply({f"w.{i}": np.full(3, i) for i in range(5)})
+    assert applied["x"][:, 0].tolist() == [0, 1] and applied["y"][:, 0].tolist() == [
         2,
         3,
         4,
     ]
-    assert str(made.rules["x"]) == "From('w.{i}').stack('i', count=2)"
-    assert TreeMap.from_json(made.to_json()) == made
+    assert str(tree_map.rules["x"]) == "From('w.{i}').stack('i', count=2)"
+    assert TreeMap.from_json(tree_map.to_json()) == tree_map
 
 
 A, B = np.arange(24, dtype=np.float32).reshape(4, 6), np.ones((4, 6), np.float32)
@@ -245,21 +245,21 @@ LEAD_BACK = {
 }
 
 
-def leads_back(made, arrays):
+def leads_back(tree_map, arrays):
     """The inverse of a map, traced and with the arrays' own module, gives the arrays."""
-    there = made.apply(arrays)
-    back = lambda tree: made.inverse().apply(tree, like=arrays)
+    there = tree_map.apply(arrays)
+    back = lambda tree: tree_map.inverse().apply(tree, like=arrays)
     for again in (
         back(there),
-        jax.jit(back)({path: jnp.asarray(one) for path, one in there.items()}),
+        jax.jit(back)({path: jnp.asarray(array) for path, array in there.items()}),
     ):
         for path, array in arrays.items():
             assert again[path].dtype == array.dtype
             is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
             same(
                 *[
-                    jax.random.key_data(one) if is_key else one
-                    for one in (again[path], array)
+                    jax.random.key_data(item) if is_key else item
+                    for item in (again[path], array)
                 ]
             )
 
@@ -301,14 +301,16 @@ def test_what_a_map_would_leave_out_is_named(count, drop, message):
 
 
 def test_a_count_and_a_drop_leave_layers_out():
-    made = TreeMap(
+    tree_map = TreeMap(
         {"w": From("layers.{i}.w").stack("i", count=2)},
         drop=["layers.{i}.{x*}"],
         rest=["inv_freq"],
     )
-    assert made.apply(LAYERS)["w"].shape == (2, 4, 3)
-    assert TreeMap.from_json(made.to_json()) == made and made.rest == ("inv_freq",)
-    assert made.apply(LAYERS | {"inv_freq": np.ones(2)})["w"].shape == (2, 4, 3)
+    assert tree_map.apply(LAYERS)["w"].shape == (2, 4, 3)
+    assert TreeMap.from_json(tree_map.to_json()) == tree_map and tree_map.rest == (
+        "inv_freq",
+    )
+    assert tree_map.apply(LAYERS | {"inv_freq": np.ones(2)})["w"].shape == (2, 4, 3)
 
 
 def test_braces_do_not_subtract():
@@ -318,8 +320,8 @@ def test_braces_do_not_subtract():
 
 def test_a_stack_that_says_how_many_needs_no_number_in_a_path():
     rows = np.arange(12).reshape(6, 2)
-    made = TreeMap({"w": From("l").at("i").stack("i", count=6)}).apply({"l": rows})
-    np.testing.assert_array_equal(made["w"], rows)
+    applied = TreeMap({"w": From("l").at("i").stack("i", count=6)}).apply({"l": rows})
+    np.testing.assert_array_equal(applied["w"], rows)
     with pytest.raises(
         MapError,
         match=r"in 1 place; .*(?s:.)*or give a count: `.stack\('i', count=...\)`",

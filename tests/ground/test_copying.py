@@ -18,12 +18,12 @@ from shardfx._ground.copying import block_dim, copy
 def test_a_copy_is_an_assignment(shape, dtype, data):
     order = data.draw(st.permutations(range(len(shape))))
     source = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
-    wanted = np.ascontiguousarray(source.transpose(order)).reshape(
+    array = np.ascontiguousarray(source.transpose(order)).reshape(
         [shape[dim] for dim in order]
     )
-    target = np.zeros_like(wanted)
+    target = np.zeros_like(array)
     copy(target, source.transpose(order))
-    np.testing.assert_array_equal(target, wanted)
+    np.testing.assert_array_equal(target, array)
 
 
 def test_repeated_rows_are_copied_in_blocks_too():
@@ -36,7 +36,7 @@ def test_repeated_rows_are_copied_in_blocks_too():
 
 
 @pytest.mark.parametrize(
-    "shape,there,here,expected",
+    "shape,there,block,expected",
     [
         # Rows of 2048 bytes: 2048 lines in 32 sets.
         (
@@ -70,5 +70,5 @@ def test_repeated_rows_are_copied_in_blocks_too():
         ((64, 64), (128, 2), (2, 128), None),  # small
     ],
 )
-def test_copies_go_in_blocks_where_lines_would_not_stay(shape, there, here, expected):
-    assert block_dim(shape, there, here) == expected
+def test_copies_go_in_blocks_where_lines_would_not_stay(shape, there, block, expected):
+    assert block_dim(shape, there, block) == expected

@@ -12,8 +12,8 @@ import shardfx as sfx
 
 MESH = sfx.MeshSpec({"data": 4})
 TREE = {
-    f"w{name}": jax.ShapeDtypeStruct((8 * (1 + at), 8), jnp.float32)
-    for at, name in enumerate("abcdefgh" * 8)
+    f"w{name}": jax.ShapeDtypeStruct((8 * (1 + position), 8), jnp.float32)
+    for position, name in enumerate("abcdefgh" * 8)
 }
 RULES = sfx.PathRules([(".*", P("data"))])
 WHOLE = sfx.PathRules([(".*", sfx.replicate)])
@@ -33,7 +33,9 @@ def results():
     yield sfx.diff(sfx.plan(many, MESH, paths=RULES), sfx.plan(many, MESH, paths=WHOLE))
 
 
-@pytest.mark.parametrize("result", list(results()), ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "result", list(results()), ids=lambda item: type(item).__name__
+)
 def test_a_result_shows_what_print_shows(result):
     shown, printed = repr(result).splitlines(), str(result).splitlines()
     assert len(shown) <= 40

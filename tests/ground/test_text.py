@@ -102,13 +102,13 @@ def test_a_table_has_one_line_per_row_and_keeps_paths():
 
 def test_prose_is_wrapped_and_rows_are_not():
     text = "one two three four\n  five six seven eight\nname    rows of a table"
-    made = wrapped(text, 12).split("\n")
+    parts = wrapped(text, 12).split("\n")
     assert (
-        made[:3] == ["one two", "    three", "    four"]
-        and made[-1] == "name    rows of a table"
+        parts[:3] == ["one two", "    three", "    four"]
+        and parts[-1] == "name    rows of a table"
     )
     assert (
-        made[3:-1] == ["  five six", "      seven", "      eight"]
+        parts[3:-1] == ["  five six", "      seven", "      eight"]
         and wrapped(text, None) == text
     )
 
@@ -136,7 +136,9 @@ def test_any_text_stays_text(text):
         [("a",), ("<script>alert(1)</script>" + text,)], below=["&amp;" + text]
     )
     assert re.findall(r"<(\w+)", page) == ["table", "tr", "th", "tr", "td", "p"]
-    texts = [html.unescape(found) for found in re.findall(r">([^<>\n]+)<", page)]
+    texts = [
+        html.unescape(text_node) for text_node in re.findall(r">([^<>\n]+)<", page)
+    ]
     assert texts == [
         "a",
         "<script>alert(1)</script>" + printable(text),

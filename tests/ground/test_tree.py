@@ -60,7 +60,7 @@ def test_paths_are_those_of_jax_and_templates_have_zeros(tree):
 
 
 def test_a_structure_that_comes_again_has_its_own_keys():
-    one = flatten({"a": [1, 2], "b": 3})
+    flat = flatten({"a": [1, 2], "b": 3})
     for other in (
         {"a": [1, 2], "c": 3},
         {"a": (1, 2), "b": 3},
@@ -70,7 +70,7 @@ def test_a_structure_that_comes_again_has_its_own_keys():
         assert list(flatten(other).paths) == [
             expected_path(keys) for keys, _ in jtu.tree_flatten_with_path(other)[0]
         ]
-    assert flatten({"a": [4, 5], "b": 6}).paths == one.paths == ("a/0", "a/1", "b")
+    assert flatten({"a": [4, 5], "b": 6}).paths == flat.paths == ("a/0", "a/1", "b")
 
 
 @ft.partial(jtu.register_dataclass, data_fields=["weight"], meta_fields=["table"])

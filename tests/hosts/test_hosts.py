@@ -30,8 +30,10 @@ def regular_mesh(sizes, chunks):
     counts = [chunks.get(name, 1) for name in sizes]
     for place, device in np.ndenumerate(array):
         cell = [
-            at * count // size
-            for at, count, size in zip(place, counts, sizes.values(), strict=True)
+            coordinate * count // size
+            for coordinate, count, size in zip(
+                place, counts, sizes.values(), strict=True
+            )
         ]
         device.process_index = int(np.ravel_multi_index(cell, counts))
     return Mesh(array, tuple(sizes))
@@ -120,7 +122,7 @@ def test_local_chunks_are_what_the_devices_hold(axis_sizes, data):
         box = np.zeros(shape, bool)
         box[chunk.slices] = True
         np.testing.assert_array_equal(box, held)
-        assert {one.replica_id for one in owned} == {chunk.replica_id}
+        assert {chunk.replica_id for chunk in owned} == {chunk.replica_id}
     # Whoever owns a part first owns it alone: every element once.
     assert (counts == 1).all()
 
@@ -145,8 +147,8 @@ def test_answers_are_plain_python_values():
         ((None, ("replica", "data"), GRID, 3), hosts.DataLayout(8, 3, 4, True)),
     ):
         assert hosts.data_layout(*asked) == layout
-        found = dataclasses.asdict(hosts.data_layout(*asked))
-        assert {type(value) for value in found.values()} == {int, bool}
+        arrays = dataclasses.asdict(hosts.data_layout(*asked))
+        assert {type(value) for value in arrays.values()} == {int, bool}
     # A spec may end in None beyond the rank.
     chunk = hosts.local_chunk((8,), P("data", None), GRID, 1)
     assert (
@@ -278,12 +280,12 @@ def batch(rows=8):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_global_batch_is_placed_as_planned(kind):
-    made = batch_plan(
+    sharding_plan = batch_plan(
         MeshSpec({"data": 4, "tensor": 2}, axis_types=kind).build(jax.devices())
     )
-    out = hosts.global_batch(batch(), made)
+    out = hosts.global_batch(batch(), sharding_plan)
     jax.tree.map(np.testing.assert_array_equal, gather(out), batch())
-    assert jax.tree.map(lambda array: array.sharding, out) == made.shardings
+    assert jax.tree.map(lambda array: array.sharding, out) == sharding_plan.shardings
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 8])

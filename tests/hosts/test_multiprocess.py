@@ -135,9 +135,9 @@ def test_a_process_that_dies_makes_the_others_fail(ended, tmp_path):
     ):
         gone = outcomes[dead]
         assert gone.returncode == 7, gone.log[-2000:]
-        for left in outcomes[:dead] + outcomes[dead + 1 :]:
-            assert left.returncode not in (
+        for outcome in outcomes[:dead] + outcomes[dead + 1 :]:
+            assert outcome.returncode not in (
                 None,
                 0,
             ), "the survivor must end by itself, and not well"
-            assert left.seconds - gone.seconds < NOTICED_SECONDS
+            assert outcome.seconds - gone.seconds < NOTICED_SECONDS

@@ -28,8 +28,8 @@ def _tests_stay_frozen(monkeypatch):
         monkeypatch.setattr(gc, name, lambda: None)
 
 
-def right(given, result):
-    if result != given:
+def right(inputs, result):
+    if result != inputs:
         raise AssertionError("the copy differs")
 
 
@@ -145,9 +145,9 @@ def test_compare_shows_ratios_and_what_only_one_file_has():
 
 
 def test_the_pages_and_plots_are_what_the_committed_results_give():
-    made = command.pages()
-    assert {file.name for file in made} >= {"benchmarks.md", "benchmarks_speed.svg"}
-    for file, text in made.items():
+    arrays = command.pages()
+    assert {file.name for file in arrays} >= {"benchmarks.md", "benchmarks_speed.svg"}
+    for file, text in arrays.items():
         assert file.read_text() == text, f"{file.name}: run python -m benchmarks docs"
 
 

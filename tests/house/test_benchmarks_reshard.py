@@ -17,9 +17,9 @@ def ends(devices):
 
 
 def test_a_chunk_runs_its_pairs():
-    found = fresh_process("benchmarks._pairs:run_chunk", {"chunk": 7, "chunks": 4000})
-    assert found["wrong"] == [] and found["pairs"] >= found["distinct"] == 4
-    assert found["programs of steps compiled"] == 4
+    answer = fresh_process("benchmarks._pairs:run_chunk", {"chunk": 7, "chunks": 4000})
+    assert answer["wrong"] == [] and answer["pairs"] >= answer["distinct"] == 4
+    assert answer["programs of steps compiled"] == 4
 
 
 def test_wrong_values_and_wrong_shardings_are_found():
@@ -63,17 +63,17 @@ def test_peers_move_every_leaf(name):
                 f"{name} is a rival of the benchmarks; the extra `bench` installs it"
             ),
         )
-    here, there = ends(jax.devices()[:8])
+    source, there = ends(jax.devices()[:8])
     values = {
         "w": np.arange(64.0).reshape(8, 8).astype(np.float32),
         "norm": np.arange(8.0, dtype=np.float32),
     }
-    src = {"w": here, "norm": NamedSharding(here.mesh, P("x"))}
-    dst = {"w": there, "norm": NamedSharding(here.mesh, P())}
-    way = (
+    src = {"w": source, "norm": NamedSharding(source.mesh, P("x"))}
+    dst = {"w": there, "norm": NamedSharding(source.mesh, P())}
+    peer = (
         _peers.whole_jit(src, dst)
         if name == "whole_jit"
         else getattr(_peers, name)(dst)
     )
     tree = jax.tree.map(_pairs.placed, values, src)
-    _states.equals(values, dst)(tree, way(tree))
+    _states.equals(values, dst)(tree, peer(tree))

@@ -45,7 +45,7 @@ class Block:
 
 def blocks(text: str) -> list[Block]:
     fences = list(FENCE.finditer(text))
-    found = []
+    rows = []
     for fence, following in itertools.zip_longest(fences, fences[1:]):
         if fence["language"] != "python":
             continue
@@ -65,15 +65,13 @@ def blocks(text: str) -> list[Block]:
             else None
         )
         line = text[: fence.start()].count("\n") + 1
-        found.append(
-            Block(textwrap.dedent(fence["body"]), line, printed, fence["file"])
-        )
-    return found
+        rows.append(Block(textwrap.dedent(fence["body"]), line, printed, fence["file"]))
+    return rows
 
 
-def run(found: list[Block], where: str) -> None:
+def run(example: list[Block], where: str) -> None:
     namespace = {"__name__": "example"}
-    for block in found:
+    for block in example:
         if block.file is not None:
             Path(block.file).write_text(block.code)
             continue
@@ -81,13 +79,15 @@ def run(found: list[Block], where: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(source, where, "exec"), namespace)
         if block.printed is not None:
-            checker, wanted, got = (
+            checker, expected, printed = (
                 doctest.OutputChecker(),
                 block.printed,
                 out.getvalue(),
             )
-            message = f"{where}:{block.line}: wanted\n{wanted}\nbut it printed\n{got}"
-            assert checker.check_output(wanted, got, FLAGS), message
+            message = (
+                f"{where}:{block.line}: wanted\n{expected}\nbut it printed\n{printed}"
+            )
+            assert checker.check_output(expected, printed, FLAGS), message
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, list[Block]]]:
@@ -97,9 +97,9 @@ def docstrings(path: Path) -> Iterator[tuple[str, list[Block]]]:
 
     def visit(node: ast.AST, name: str) -> Iterator[tuple[str, list[Block]]]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            found = blocks(ast.get_docstring(node) or "")
-            if found:
-                yield name, found
+            examples = blocks(ast.get_docstring(node) or "")
+            if examples:
+                yield name, examples
             for child in node.body:
                 if isinstance(child, ast.ClassDef | ast.FunctionDef) and is_public(
                     child.name
@@ -137,15 +137,15 @@ def test_page(page, scratch):
     run(blocks(page.read_text()), str(page))
 
 
-@pytest.mark.parametrize("name, found", EXAMPLES, ids=[name for name, _ in EXAMPLES])
-def test_docstring(name, found, scratch):
-    run(found, name)
+@pytest.mark.parametrize("name, example", EXAMPLES, ids=[name for name, _ in EXAMPLES])
+def test_docstring(name, example, scratch):
+    run(example, name)
 
 
 def test_every_fence_is_closed():
     for page in PAGES:
-        ends = [m.group() for m in FENCE.finditer(page.read_text())]
-        assert 2 * len(ends) == len(
+        groups = [m.group() for m in FENCE.finditer(page.read_text())]
+        assert 2 * len(groups) == len(
             re.findall(r"^ *```", page.read_text(), re.MULTILINE)
         ), page
 
@@ -211,14 +211,14 @@ def files_named(text: str) -> dict[str, Path]:
     or from the package's.
     """
     names = re.findall(rf"`({FILE}|[\w.]+/)`", text)
-    here = {
+    arrays = {
         name: [
             root / name for root in (ROOT, ROOT / "shardfx") if (root / name).exists()
         ]
         for name in names
     }
     return {
-        name: found[0] if found else Path("missing") for name, found in here.items()
+        name: match[0] if match else Path("missing") for name, match in arrays.items()
     }
 
 
@@ -231,14 +231,14 @@ def test_files_and_functions_of_contributing_exist():
         if not file.exists() and "_yours" not in name
     ]
     assert missing == [] and len(named) > 50
-    found = re.findall(
+    matches = re.findall(
         rf"`(\w+)` in `({FILE})`", " ".join(HOUSE_PAGE.read_text().split())
     )
-    for name, file in found:
+    for name, file in matches:
         assert re.search(
             rf"^(def|class) {name}\b", named[file].read_text(), re.MULTILINE
         ), name
-    assert len(found) > 15
+    assert len(matches) > 15
     assert not files_named("`_plan/nothing.py`")["_plan/nothing.py"].exists()
 
 
@@ -251,16 +251,16 @@ def test_contributing_knows_every_room_and_readme_line():
         if path.is_dir() and (path / "__init__.py").exists()
     }
     assert [room for room in sorted(rooms) if f"`{room}/`" not in index] == []
-    wanted = re.findall(
+    expected = re.findall(
         r"^\| .+? \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE
     )[1:]
     names = {
-        name for cell in wanted for name in re.findall(r"`(?:shardfx\.)?(\w+)`", cell)
+        name for cell in expected for name in re.findall(r"`(?:shardfx\.)?(\w+)`", cell)
     }
-    known = {*re.findall(r"\w+", index)}
+    recorded = {*re.findall(r"\w+", index)}
     aliases = {"PathRules": "path_rules", "AxisRules": "axis_rules", "plan": "planner"}
     assert [
-        name for name in sorted(names) if aliases.get(name, name) not in known
+        name for name in sorted(names) if aliases.get(name, name) not in recorded
     ] == []
 
 

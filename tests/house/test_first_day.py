@@ -151,7 +151,7 @@ def test_fixes_of_all_findings_without_rules_agree():
 
 def test_a_page_shows_the_lines_of_a_fix():
     tree = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    found = sfx.lint(tree, MeshSpec({"data": 8}))[0]
-    two_lines = dataclasses.replace(found, fix="paths = 1\naxes = 2")
+    finding = sfx.lint(tree, MeshSpec({"data": 8}))[0]
+    two_lines = dataclasses.replace(finding, fix="paths = 1\naxes = 2")
     data = report_data(PLAN, findings=(two_lines,))
     assert data["findings"][0]["fix"] == "paths = 1\naxes = 2"

@@ -186,49 +186,51 @@ def test_every_public_name_is_listed():
 
 def ambient(tree: ast.Module) -> list[str]:
     """What keeps state outside of values, hides an error, or probes instead of knowing."""
-    found = []
+    rows = []
     for node in ast.walk(tree):
         match node:
             case ast.Global():
-                found.append(f"{node.lineno}: global")
+                rows.append(f"{node.lineno}: global")
             case ast.Name(id=name) | ast.Attribute(attr=name) if (
                 name in FORBIDDEN_NAMES
             ):
-                found.append(f"{node.lineno}: {name}")
+                rows.append(f"{node.lineno}: {name}")
             case ast.Raise(
                 exc=ast.Call(func=ast.Name(id="NotImplementedError"))
                 | ast.Name(id="NotImplementedError")
             ):
-                found.append(f"{node.lineno}: NotImplementedError")
+                rows.append(f"{node.lineno}: NotImplementedError")
             case ast.ImportFrom(module=str(module)) if module in FORBIDDEN_MODULES:
-                found.append(f"{node.lineno}: {module}")
+                rows.append(f"{node.lineno}: {module}")
             case ast.Import() if any(
                 alias.name in FORBIDDEN_MODULES for alias in node.names
             ):
-                found.append(f"{node.lineno}: {node.names[0].name}")
+                rows.append(f"{node.lineno}: {node.names[0].name}")
             case (
                 ast.ExceptHandler(type=None)
                 | ast.ExceptHandler(type=ast.Name(id="Exception" | "BaseException"))
             ):
-                found.append(f"{node.lineno}: broad except")
+                rows.append(f"{node.lineno}: broad except")
             case ast.Attribute(value=ast.Name(id="threading"), attr="local"):
-                found.append(f"{node.lineno}: threading.local")
+                rows.append(f"{node.lineno}: threading.local")
             case ast.Attribute(attr="cache", value=ast.Name(id="functools" | "ft")):
-                found.append(f"{node.lineno}: unbounded cache")
+                rows.append(f"{node.lineno}: unbounded cache")
             case ast.keyword(arg="maxsize", value=ast.Constant(value=None)):
-                found.append(f"{node.value.lineno}: unbounded cache")
-    return found
+                rows.append(f"{node.value.lineno}: unbounded cache")
+    return rows
 
 
 def test_nothing_ambient():
-    found = {path: ambient(tree_of(path)) for path in SOURCES}
+    ambient_by_path = {path: ambient(tree_of(path)) for path in SOURCES}
     excused = {
         path: [line.split(": ")[1] for line in lines]
-        for path, lines in found.items()
+        for path, lines in ambient_by_path.items()
         if path.name in EXCUSED
     }
     assert {
-        path: lines for path, lines in found.items() if lines and path not in excused
+        path: lines
+        for path, lines in ambient_by_path.items()
+        if lines and path not in excused
     } == {}
     assert {path.name: lines for path, lines in excused.items()} == EXCUSED
 
@@ -363,20 +365,20 @@ def public() -> set[str]:
     ]
     names: set[str] = set()
     for package in packages:
-        found = exported(package)
-        for path in [] if found else sorted(package.glob("[!_]*.py")):
+        result = exported(package)
+        for path in [] if result else sorted(package.glob("[!_]*.py")):
             defined = [
                 n
                 for n in tree_of(path).body
                 if isinstance(n, ast.ClassDef | ast.FunctionDef)
             ]
             prefix = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found |= {
+            result |= {
                 f"{prefix}.{node.name}"
                 for node in defined
                 if not node.name.startswith("_")
             }
-        names |= found
+        names |= result
     # The root has MeshSpec of topology, too.
     return names - {"shardfx.topology.MeshSpec"}
 

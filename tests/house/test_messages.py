@@ -327,8 +327,8 @@ EXAMPLES = dict(
 
 @pytest.mark.parametrize("call", EXAMPLES)
 def test_the_text_of_an_error(call, as_users_run_it):
-    told, parts = raised(call), EXAMPLES[call].rstrip().split("[...]")
-    assert re.fullmatch(".*".join(map(re.escape, parts)), told, re.DOTALL), told
+    text, parts = raised(call), EXAMPLES[call].rstrip().split("[...]")
+    assert re.fullmatch(".*".join(map(re.escape, parts)), text, re.DOTALL), text
 
 
 # Each code, a call that gives an array a reason with it, and the reason's text.
@@ -479,19 +479,19 @@ TYPES = {
 }
 
 
-@pytest.mark.parametrize("wanted", TYPES, ids=lambda text: text.split(",")[0])
-def test_an_argument_of_another_type(wanted, as_users_run_it):
-    values, calls = TYPES[wanted]
+@pytest.mark.parametrize("expected", TYPES, ids=lambda text: text.split(",")[0])
+def test_an_argument_of_another_type(expected, as_users_run_it):
+    values, calls = TYPES[expected]
     for call, name in calls.items():
-        for given in values:
-            told = raised(call, given=given).partition(": ")[2]
-            if isinstance(given, PathRules | AxisRules):
+        for value in values:
+            line = raised(call, given=value).partition(": ")[2]
+            if isinstance(value, PathRules | AxisRules):
                 # Rules of the other sort say more, where both can be given.
-                assert told.startswith(("PathRules are for", f"`{name}` must be"))
+                assert line.startswith(("PathRules are for", f"`{name}` must be"))
                 continue
-            text = f"`{name}` must be of type {wanted.format(type(given).__name__)}"
+            text = f"`{name}` must be of type {expected.format(type(value).__name__)}"
             # Some functions say in which order they take their arguments.
-            assert told.startswith(text.removesuffix(".")), call
+            assert line.startswith(text.removesuffix(".")), call
 
 
 def test_devices_in_the_place_of_a_mesh(as_users_run_it):
@@ -506,31 +506,31 @@ def test_devices_in_the_place_of_a_mesh(as_users_run_it):
 
 @pytest.mark.parametrize("ambient", [False, True])
 def test_a_bare_spec_at_the_boundary_of_jit(ambient):
-    made, spec = built(), P("data")
-    assert made.jax_mesh is not None
-    wanted = (
+    sharding_plan, spec = built(), P("data")
+    assert sharding_plan.jax_mesh is not None
+    message = (
         f"holds {spec}, of type {type(spec).__name__}, which is no sharding; give a"
         " plan, `plan.sharding(names)`, `NamedSharding(plan.jax_mesh, spec)`, a tree"
         " of these, or `None` to take an array as it comes."
     )
     # Nothing is ambient: a mesh that happens to be set is not asked.
-    with jax.set_mesh(made.jax_mesh) if ambient else contextlib.nullcontext():
-        for entry in ((made, spec), (made, {"x": spec})):
-            told = said(
+    with jax.set_mesh(sharding_plan.jax_mesh) if ambient else contextlib.nullcontext():
+        for entry in ((sharding_plan, spec), (sharding_plan, {"x": spec})):
+            text = said(
                 PlanMismatchError,
                 lambda entry=entry: filter_jit(lambda tree, x: x, in_shardings=entry),
             )
-            assert told == f"`in_shardings` {wanted}"
-        told = said(
+            assert text == f"`in_shardings` {message}"
+        text = said(
             PlanMismatchError, lambda: filter_jit(lambda x: x, out_shardings=spec)
         )
-        assert told == f"`out_shardings` {wanted}"
+        assert text == f"`out_shardings` {message}"
 
 
 def test_nothing_moves_if_one_leaf_does_not_fit():
-    made = planned(("embed", P("tensor"))).on(MESH.build(jax.devices()))
+    struct = planned(("embed", P("tensor"))).on(MESH.build(jax.devices()))
     tree = {**TREE, "step": jnp.ones(3)}
-    said(PlanMismatchError, lambda: shard(tree, made))
+    said(PlanMismatchError, lambda: shard(tree, struct))
     assert all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(tree))
 
 

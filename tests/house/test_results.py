@@ -37,12 +37,12 @@ def looked_up(name):
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:length]))
+            namespace = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         for part in parts[length:]:
-            found = getattr(found, part)
-        return found
+            namespace = getattr(namespace, part)
+        return namespace
     raise LookupError(name)
 
 

@@ -60,10 +60,10 @@ def test_each_pair_of_adapters_is_read_as_it_was_made():
             for first, first_dims, second, second_dims in pairs_of(base, rank):
                 meanings.setdefault((first, second), set()).add(first_dims)
                 meanings.setdefault((second, first), set()).add(second_dims)
-        for (shape, partner), wanted in meanings.items():
+        for (shape, partner), meaning in meanings.items():
             readings = adapter_readings(base, shape, (partner,))
-            assert {reading.dims for reading in readings} == wanted, (base, shape)
-            alone += len(wanted) == 1
+            assert {reading.dims for reading in readings} == meaning, (base, shape)
+            alone += len(meaning) == 1
     assert alone > 2000
 
 
@@ -72,9 +72,12 @@ def test_an_adapter_without_its_partner_is_read_as_it_may_be():
         for rank in SIZES:
             for first, first_dims, second, second_dims in pairs_of(base, rank):
                 for shape, dims in ((first, first_dims), (second, second_dims)):
-                    found = [one.dims for one in adapter_readings(base, shape, ())]
+                    result = [
+                        adapter_reading.dims
+                        for adapter_reading in adapter_readings(base, shape, ())
+                    ]
                     # A rank above that of the product is no adapter's.
-                    assert dims in found or rank > min(base), (base, shape)
+                    assert dims in result or rank > min(base), (base, shape)
 
 
 # --- scales
@@ -84,25 +87,25 @@ def exact(base: Shape, shape: Shape, fronts: Iterable[int]) -> set[Dims]:
     """The first and last dimensions of the base that have the sizes of `shape`, with
     one of `fronts` as the number of first ones.
     """
-    found = set()
+    names = set()
     for front in fronts:
         back = len(shape) - front
         dims = (*range(front), *range(len(base) - back, len(base)))
         if tuple(base[dim] for dim in dims) == shape:
-            found.add(dims)
-    return found
+            names.add(dims)
+    return names
 
 
 def test_scales_with_the_first_or_last_dimensions_have_those():
     for base in shapes(2, 3, 4):
         for shape in shapes(*range(1, len(base))):
-            ends = exact(base, shape, range(len(shape) + 1))
-            found = {reading.dims for reading in scale_readings(base, shape)}
-            if ends:
-                assert found == ends, (base, shape)
-            for dims in found:
-                own = [base[dim] for dim in dims if dim is not None]
-                sizes = zip(shape, own, strict=True)
+            exact_dims = exact(base, shape, range(len(shape) + 1))
+            result = {reading.dims for reading in scale_readings(base, shape)}
+            if exact_dims:
+                assert result == exact_dims, (base, shape)
+            for dims in result:
+                bases = [base[dim] for dim in dims if dim is not None]
+                sizes = zip(shape, bases, strict=True)
                 assert all(whole % size == 0 for size, whole in sizes), (base, shape)
 
 
@@ -175,14 +178,14 @@ LORA_A, LORA_B, MAGNITUDE, SCALE = "lora_a", "lora_b", "magnitude", "scale"
 def test_adapters_and_scales_go_with_their_base(base, spec, arrays, specs):
     tree = {"k": {"w": struct(*base)}}
     base_plan = plan(tree, MESH, paths=PathRules([("w$", spec)]), strict=True)
-    made = follow(
+    state_plan = follow(
         lambda _: {"k": {name: struct(*shape) for name, shape in arrays.items()}},
         base_plan,
         unused="allow",
         adapters=[("lora_[ab]$|magnitude", "w")],
         scales=[("scale$", "w")],
     )
-    assert [made[f"k/{name}"].spec for name in arrays] == specs
+    assert [state_plan[f"k/{name}"].spec for name in arrays] == specs
 
 
 @pytest.mark.parametrize(
@@ -204,18 +207,18 @@ def test_adapters_and_scales_go_with_their_base(base, spec, arrays, specs):
 def test_dimensions_that_nothing_tells_have_a_reason(base, kind, shape, spec, says):
     tree = {"k": {"w": struct(*base)}}
     rules = PathRules([("w$", FT)])
-    made = lambda strict: follow(
+    followed = lambda strict: follow(
         lambda _: {"k": {kind: struct(*shape)}},
         plan(tree, MESH, paths=rules, strict=strict),
         unused="allow",
         adapters=[("lora_b$", "w")],
         scales=[("scale$", "w")],
     )[f"k/{kind}"]
-    leaf = made(strict=False)
+    leaf = followed(strict=False)
     (why,) = leaf.reasons
     assert leaf.spec == spec and why.code is Code.unaligned and says in str(why)
     with pytest.raises(SpecError, match="not sharded as asked"):
-        made(strict=True)
+        followed(strict=True)
 
 
 def test_a_rule_for_scalars_alone_is_in_use():
@@ -223,8 +226,8 @@ def test_a_rule_for_scalars_alone_is_in_use():
     base_plan = plan(tree, MESH, paths=PathRules([("w$", FT)]))
     init = lambda tree: {**tree, "scale": struct(), "step": struct()}
     paths = PathRules([("step", P())])
-    made = follow(init, base_plan, scales=[("scale$", "w")], paths=paths)
-    assert [leaf.spec for leaf in made.leaves] == [P(), P(), FT]
+    state_plan = follow(init, base_plan, scales=[("scale$", "w")], paths=paths)
+    assert [leaf.spec for leaf in state_plan.leaves] == [P(), P(), FT]
 
 
 # --- states of optimizers
@@ -264,16 +267,16 @@ def test_statistics_of_adafactor_have_the_dimensions_of_optax():
     by_shape = follow(without_jax, base_plan)
     for shape, (first, last) in dims.items():
         for name, dim in (("row", last), ("col", first)):
-            wanted = without(AXES[: len(shape)], dim)
+            expected = without(AXES[: len(shape)], dim)
             exact_leaf = by_jax[f"v_{name}/{shape}"]
-            assert entries(exact_leaf) == wanted and not exact_leaf.reasons
+            assert entries(exact_leaf) == expected and not exact_leaf.reasons
             leaf = by_shape[f"{shape}/{name}"]
             if leaf.reasons:
                 assert [why.code for why in leaf.reasons] == [Code.unaligned]
-                pairs = zip(entries(leaf), wanted, strict=True)
+                pairs = zip(entries(leaf), expected, strict=True)
                 assert all(entry in (None, axis) for entry, axis in pairs)
             else:
-                assert entries(leaf) == wanted
+                assert entries(leaf) == expected
 
 
 def entries(leaf: LeafPlan) -> tuple[Any, ...]:

@@ -108,15 +108,15 @@ def wishes_of_spec(spec: P) -> list[Wish]:
 
 def wishes_of_names(names: tuple[Any, ...], rules: AxisRules) -> list[Wish]:
     """The targets of each name's rules before the first `None`."""
-    found = []
+    rows = []
     for dim, name in enumerate(names):
         if name is None:
             continue
         targets = [target for ruled, target in rules.rules if ruled == name]
-        wanted = list(itertools.takewhile(lambda target: target is not None, targets))
-        if wanted:
-            found.append(Wish(dim, tuple(map(entry_axes, wanted))))
-    return found
+        expected = list(itertools.takewhile(lambda target: target is not None, targets))
+        if expected:
+            rows.append(Wish(dim, tuple(map(entry_axes, expected))))
+    return rows
 
 
 class Layers(eqx.Module):
@@ -201,17 +201,20 @@ def test_a_rule_that_is_not_followed_has_a_reason(
     tree = Layers(leaf) if is_stacked else {"w": leaf}
     paths = PathRules([("w", target)], mesh_axes="abc")
     given_ = {"paths": paths, "axes": rules, "min_bytes": min_bytes}
-    made = planned(tree, MeshSpec(sizes), **given_)
+    sharding_plan = planned(tree, MeshSpec(sizes), **given_)
     if not shape:
-        assert all(why.code.is_expected for why in made["w"].reasons)
+        assert all(why.code.is_expected for why in sharding_plan["w"].reasons)
         return
-    check(made["w"], wishes, sizes)
-    lost = [why for why in made["w"].reasons if not why.code.is_expected]
+    check(sharding_plan["w"], wishes, sizes)
+    lost = [why for why in sharding_plan["w"].reasons if not why.code.is_expected]
     if lost:
         with pytest.raises(SpecError, match="leaf `w`"):
             planned(tree, MeshSpec(sizes), strict=True, **given_)
     else:
-        assert planned(tree, MeshSpec(sizes), strict=True, **given_).specs == made.specs
+        assert (
+            planned(tree, MeshSpec(sizes), strict=True, **given_).specs
+            == sharding_plan.specs
+        )
 
 
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 3, "c": 1}, {"a": 4, "b": 2, "c": 1}])
@@ -222,9 +225,9 @@ def test_each_strategy_has_a_reason_on_each_shape(sizes):
         ["a", "b", "c", "ab"], [P(), P("a")], SKIPS
     ):
         target = first | fsdp(tuple(axes), skip_dims=skip)
-        made = planned(tree, mesh, paths=PathRules([("", target)]))
+        sharding_plan = planned(tree, mesh, paths=PathRules([("", target)]))
         wishes = [*wishes_of_spec(first), *(Wish(None, ((axis,),)) for axis in axes)]
-        for leaf in made.leaves:
+        for leaf in sharding_plan.leaves:
             check(leaf, wishes, sizes)
 
 

@@ -83,21 +83,21 @@ def test_an_unreduced_maximum_stays_a_maximum():
     assert correct(
         P(**{**kinds, "unreduced": frozenset({"data", "gone"})}), (8,), MESH
     ).spec == P(**kinds)
-    made = sfx.plan(
+    plan = sfx.plan(
         {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)},
         MESH,
         paths=sfx.PathRules([("w", spec)]),
     )
-    again = sfx.ShardPlan.from_json(made.to_json())
+    again = sfx.ShardPlan.from_json(plan.to_json())
     assert (
-        again == made
+        again == plan
         and again["w"].spec == P("tensor", **kinds)
         and again["w"].requested == spec
     )
-    summed = made.replace("w", P("tensor", unreduced=frozenset({"data"})))
-    assert summed.digest != made.digest
+    summed = plan.replace("w", P("tensor", unreduced=frozenset({"data"})))
+    assert summed.digest != plan.digest
     assert "unreduced max data" in sfx.testing.plan_text(
-        made
+        plan
     ) and "unreduced data" in sfx.testing.plan_text(summed)
     # Sums are as they were.
     assert '"kind"' not in summed.to_json()
@@ -226,8 +226,8 @@ def test_errors(arguments, keywords, message):
 def test_fsdp_takes_the_largest_dimension_or_says_why_not(
     spec, shape, axes, units, expected, why
 ):
-    made = added(spec, shape, axes, units)
-    assert made.spec == expected and codes(made) == why
+    leaf = added(spec, shape, axes, units)
+    assert leaf.spec == expected and codes(leaf) == why
 
 
 # --- attention heads
@@ -279,22 +279,22 @@ def test_no_mesh_cuts_a_head_of_a_real_model(name):
     for sizes in [*SIZES, *SEVERAL]:
         tensor = tuple(f"t{i}" for i in range(len(sizes)))
         mesh = MeshSpec({"fsdp": 4, **dict(zip(tensor, sizes, strict=True))})
-        made = sfx.plan(
+        plan = sfx.plan(
             tree,
             mesh,
             paths=preset(**dict(model.arguments), tensor=tensor),
             unmatched="replicate",
         )
         for path, shape, dim, unit in fused:
-            leaf = made[path]
-            found = cuts(leaf.spec, shape, mesh, dim)
-            assert all(cut % unit == 0 for cut in found), (path, sizes)
-            assert len(found) + 1 == most_pieces(shape[dim] // unit, sizes), (
+            leaf = plan[path]
+            result = cuts(leaf.spec, shape, mesh, dim)
+            assert all(cut % unit == 0 for cut in result), (path, sizes)
+            assert len(result) + 1 == most_pieces(shape[dim] // unit, sizes), (
                 path,
                 sizes,
             )
             whole = not [why for why in leaf.reasons if set(tensor) & set(why.axes)]
-            assert (len(found) + 1 == math.prod(sizes)) == whole
+            assert (len(result) + 1 == math.prod(sizes)) == whole
             # The other dimension is sharded whatever becomes of the heads.
             assert (
                 len(shape) == 1
@@ -329,5 +329,5 @@ def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):
 def test_an_array_that_counts_units_has_no_unit():
     axes = sfx.AxisRules([("heads", None)], units={"heads": 16})
     tree = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (32, 8)]
-    made = sfx.plan(tree, MeshSpec({"x": 2}), names=("heads",), axes=axes)
-    assert [leaf.units for leaf in made.leaves] == [(16,), (1,)]
+    plan = sfx.plan(tree, MeshSpec({"x": 2}), names=("heads",), axes=axes)
+    assert [leaf.units for leaf in plan.leaves] == [(16,), (1,)]

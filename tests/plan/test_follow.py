@@ -176,7 +176,7 @@ UNTYPED = ("flatten",)
 
 def test_all_that_optax_has_are_found():
     assert len(OPTIMIZERS) >= 92
-    wanted = {
+    expected = {
         "adamw",
         "adafactor",
         "lion",
@@ -186,7 +186,7 @@ def test_all_that_optax_has_are_found():
         "contrib.muon",
         "contrib.schedule_free",
     }
-    assert wanted <= set(OPTIMIZERS)
+    assert expected <= set(OPTIMIZERS)
 
 
 SMALL = {"a": {"w": jnp.ones((256, 128)), "b": jnp.ones(128)}}
@@ -202,24 +202,24 @@ def params_plan() -> ShardPlan:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_follow_gives_what_jax_gives(name, params_plan):
     optimizer = OPTIMIZERS[name]()
-    made = follow(optimizer.init, params_plan)
+    state_plan = follow(optimizer.init, params_plan)
     tree = jax.eval_shape(optimizer.init, params())
-    assert jax.tree.structure(made.structs) == jax.tree.structure(tree)
-    assert [(leaf.shape, leaf.dtype) for leaf in made.leaves] == [
+    assert jax.tree.structure(state_plan.structs) == jax.tree.structure(tree)
+    assert [(leaf.shape, leaf.dtype) for leaf in state_plan.leaves] == [
         (x.shape, x.dtype) for x in jax.tree.leaves(tree)
     ]
     if name in UNTYPED:
-        assert all(leaf.reasons for leaf in made.leaves if leaf.spec == P())
+        assert all(leaf.reasons for leaf in state_plan.leaves if leaf.spec == P())
         return
     mesh = built(AxisType.Explicit)
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
         state = jax.jit(optimizer.init)(jax.tree.map(put, params(), params_plan.specs))
     planned = {leaf.path: leaf for leaf in params_plan.leaves}
-    for leaf, array in zip(made.leaves, jax.tree.leaves(state), strict=True):
-        given = canonical(array.sharding.spec)
-        if given != P() or leaf.rule is None:
-            assert leaf.spec == given, leaf
+    for leaf, array in zip(state_plan.leaves, jax.tree.leaves(state), strict=True):
+        arguments = canonical(array.sharding.spec)
+        if arguments != P() or leaf.rule is None:
+            assert leaf.spec == arguments, leaf
             continue
         # JAX replicates what does not depend on the parameters; the plan does better
         # where a path says so.
@@ -269,30 +269,30 @@ def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
             ("bias", P("tensor" if over else "data")),
         ]
     )
-    here = plan(weights, built(AxisType.Auto), paths=rules)
-    state_here = follow(optimizer.init, here, over=over)
+    sharding_plan = plan(weights, built(AxisType.Auto), paths=rules)
+    state_here = follow(optimizer.init, sharding_plan, over=over)
 
     def step(weights, state, grads):
         updates, state = optimizer.update(grads, state, weights)
         return optax.apply_updates(weights, updates), state
 
     entries = {
-        "in_shardings": (here, state_here, here),
-        "out_shardings": (here, state_here),
+        "in_shardings": (sharding_plan, state_here, sharding_plan),
+        "out_shardings": (sharding_plan, state_here),
     }
     sharded = filter_jit(step, **entries, donate=(0, 1))
-    state = filter_jit(optimizer.init, in_shardings=(here,), out_shardings=state_here)(
-        weights
-    )
-    there = (shard(weights, here), state)
+    state = filter_jit(
+        optimizer.init, in_shardings=(sharding_plan,), out_shardings=state_here
+    )(weights)
+    there = (shard(weights, sharding_plan), state)
     alone = (weights, optimizer.init(weights))
     for _ in range(2):
         there, alone = sharded(*there, grads), jax.jit(step)(*alone, grads)
-    for one, two in zip(jax.tree.leaves(there), jax.tree.leaves(alone), strict=True):
+    for item, two in zip(jax.tree.leaves(there), jax.tree.leaves(alone), strict=True):
         # Muon iterates in bfloat16 over matrices whose products are summed in another
         # order.
         assert np.allclose(
-            one, two, rtol=1e-5, atol=2e-5 if name == "contrib.muon" else 1e-6
+            item, two, rtol=1e-5, atol=2e-5 if name == "contrib.muon" else 1e-6
         )
     for leaf, array in zip(state_here.leaves, jax.tree.leaves(there[1]), strict=True):
         assert array.addressable_shards[0].data.nbytes == leaf.bytes_per_device
@@ -315,27 +315,28 @@ def test_other_arguments_and_other_plans(params_plan):
             "count": jnp.zeros((4, 4)),
         }
 
-    made = follow(
+    state_plan = follow(
         make, params_plan, batch, 2.0, "text", memory_kinds=[("copy", "pinned_host")]
     )
     assert (
-        made["copy"].memory_kind == "pinned_host" and made["hidden"].memory_kind is None
+        state_plan["copy"].memory_kind == "pinned_host"
+        and state_plan["hidden"].memory_kind is None
     )
-    assert made["hidden"].spec == P("data", "tensor")
-    assert made["copy"].spec == params_plan["embed"].spec
+    assert state_plan["hidden"].spec == P("data", "tensor")
+    assert state_plan["copy"].spec == params_plan["embed"].spec
     assert (
-        made["count"].spec == P()
-        and "follows no planned one" in made["count"].reasons[0].message
+        state_plan["count"].spec == P()
+        and "follows no planned one" in state_plan["count"].reasons[0].message
     )
-    assert made.specs["extra"] is None
+    assert state_plan.specs["extra"] is None
 
 
 def test_the_reason_says_where_jax_follows_no_sharding():
-    made = follow(
+    state_plan = follow(
         lambda tree: {"w": tree["a"]["w"], "square": tree["a"]["w"].T @ tree["a"]["w"]},
         SMALL_PLAN,
     )
-    (why,) = made["square"].reasons
+    (why,) = state_plan["square"].reasons
     assert (
         "JAX cannot follow shardings through `init`: ShardingTypeError: Contracting"
         " dimensions" in str(why)
@@ -350,18 +351,20 @@ def test_the_reason_says_where_jax_follows_no_sharding():
 
 
 def test_follow_works_alike_on_explicit_and_mixed_axes(params_plan):
-    wanted = follow(optax.adafactor(1e-3).init, params_plan)
+    followed = follow(optax.adafactor(1e-3).init, params_plan)
     for types in (AxisType.Explicit, {"data": AxisType.Explicit}):
-        made = plan(params(), MeshSpec(SIZES, axis_types=types), paths=RULES)
-        found = follow(optax.adafactor(1e-3).init, made)
-        assert found.specs == wanted.specs and found.mesh == made.mesh
+        sharding_plan = plan(params(), MeshSpec(SIZES, axis_types=types), paths=RULES)
+        state_plan = follow(optax.adafactor(1e-3).init, sharding_plan)
+        assert (
+            state_plan.specs == followed.specs and state_plan.mesh == sharding_plan.mesh
+        )
 
 
 def test_names_and_units_go_to_copies_and_histories():
     square = plan(
         {"w": struct(8, 8)}, MESH, names={"w": ("heads", "embed")}, axes=HEADS
     )
-    kept, turned, history = (
+    copied, turned, history = (
         follow(make, square)["w"]
         for make in (
             lambda tree: tree,
@@ -369,7 +372,7 @@ def test_names_and_units_go_to_copies_and_histories():
             lambda _: {"w": jnp.zeros((5, 3, 8, 8))},
         )
     )
-    assert kept.names == ("heads", "embed") and kept.units == (4, 1)
+    assert copied.names == ("heads", "embed") and copied.units == (4, 1)
     assert (
         turned.spec == P("fsdp", "tensor")
         and turned.names is None

@@ -94,12 +94,12 @@ def by_trial(
     every dimension.
     """
     used: set[str] = set()
-    kept: list[Any] = []
+    rows: list[Any] = []
     for entry, size, unit in zip(
         [*entries_of(spec), *[None] * len(shape)], shape, units, strict=False
     ):
         if entry is U:
-            kept.append(U)
+            rows.append(U)
             continue
         free = [
             axis
@@ -115,15 +115,15 @@ def by_trial(
                 product == 1 or (size % unit == 0 and size // unit % product == 0)
             ):
                 positions = [
-                    at
-                    for at, axis in enumerate(free)
+                    position
+                    for position, axis in enumerate(free)
                     if axis in axes and sizes[axis] > 1
                 ]
                 choices.append((-product, positions, axes))
         best = min(choices)[2]
         used.update(best)
-        kept.append(best)
-    return kept
+        rows.append(best)
+    return rows
 
 
 @given(requests(), st.integers(0, 4096))
@@ -157,8 +157,8 @@ def test_correct_has_a_reason_exactly_for_each_change(request_):
     spec, shape, axes, units = request_
     decision = correct(spec, shape, MeshSpec(axes), units=units)
     asked = [*entries_of(spec), *[None] * len(shape)][: len(shape)]
-    kept = [*entries_of(decision.spec), *[None] * len(shape)][: len(shape)]
-    for dim, (before, after) in enumerate(zip(asked, kept, strict=True)):
+    corrected = [*entries_of(decision.spec), *[None] * len(shape)][: len(shape)]
+    for dim, (before, after) in enumerate(zip(asked, corrected, strict=True)):
         lost = [axis for why in decision.reasons if why.dim == dim for axis in why.axes]
         assert sorted(lost + list(entry_axes(after))) == sorted(entry_axes(before))
     if decision.reasons:
@@ -178,16 +178,16 @@ def test_correct_has_a_reason_exactly_for_each_change(request_):
 def test_jax_accepts_what_correct_gives(request_):
     spec, shape, axes, units = request_
     mesh = built(axes)
-    found = correct(spec, shape, mesh, units=units).spec
+    corrected = correct(spec, shape, mesh, units=units).spec
     x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    placed = jax.device_put(x, NamedSharding(mesh, constrained(found)))
+    placed = jax.device_put(x, NamedSharding(mesh, constrained(corrected)))
     assert np.array_equal(placed, x)
     for piece, size, unit in zip(
         placed.addressable_shards[0].data.shape, shape, units, strict=True
     ):
         assert piece == size or piece % unit == 0
     constraint = lambda x: jax.lax.with_sharding_constraint(
-        x, NamedSharding(mesh, found)
+        x, NamedSharding(mesh, corrected)
     )
     assert jax.eval_shape(jax.jit(constraint), x).shape == shape
 
@@ -279,14 +279,14 @@ MESH = MeshSpec({"a": 2, "b": 3, "c": 2})
 
 def planned(tree: Any, rules: Any, mesh: Any = MESH, min_bytes: int = 0) -> ShardPlan:
     """The plan; hypothesis rejects the example if the rules do not fit the ranks."""
-    given: Any = {
+    options: Any = {
         "axes": AXES,
         "unmatched": "replicate",
         "unused": "allow",
         "min_bytes": min_bytes,
     }
     try:
-        return plan(tree, mesh, paths=PathRules(rules), **given)
+        return plan(tree, mesh, paths=PathRules(rules), **options)
     except SpecError:
         assume(False)
         raise
@@ -295,15 +295,17 @@ def planned(tree: Any, rules: Any, mesh: Any = MESH, min_bytes: int = 0) -> Shar
 @given(TREES, RULES)
 @settings(max_examples=300)
 def test_every_leaf_is_planned_as_if_it_were_alone(tree, rules):
-    made = planned(tree, rules)
+    sharding_plan = planned(tree, rules)
     shaped = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
-    found = jax.tree.leaves(match(tree, PathRules(rules)), is_leaf=lambda x: x is None)
+    matches = jax.tree.leaves(
+        match(tree, PathRules(rules)), is_leaf=lambda x: x is None
+    )
     arrays = [
         (leaf, rule)
-        for leaf, rule in zip(shaped, found, strict=True)
+        for leaf, rule in zip(shaped, matches, strict=True)
         if isinstance(leaf, jax.ShapeDtypeStruct)
     ]
-    for leaf, (struct, matched) in zip(made.leaves, arrays, strict=True):
+    for leaf, (struct, matched) in zip(sharding_plan.leaves, arrays, strict=True):
         assert (leaf.shape, leaf.dtype) == (struct.shape, struct.dtype)
         first = next(
             (
@@ -323,31 +325,37 @@ def test_every_leaf_is_planned_as_if_it_were_alone(tree, rules):
 @given(TREES, RULES)
 @settings(max_examples=200)
 def test_a_plan_equals_itself_after_json(tree, rules):
-    made = planned(tree, rules)
-    text = made.to_json()
+    sharding_plan = planned(tree, rules)
+    text = sharding_plan.to_json()
     for again in (
         planned(tree, rules),
         ShardPlan.from_json(text),
         ShardPlan.from_json(text, like=tree),
     ):
         assert (
-            again == made and hash(again) == hash(made) and again.digest == made.digest
+            again == sharding_plan
+            and hash(again) == hash(sharding_plan)
+            and again.digest == sharding_plan.digest
         )
         assert (
-            again.leaves == made.leaves
-            and again.specs == made.specs
+            again.leaves == sharding_plan.leaves
+            and again.specs == sharding_plan.specs
             and again.to_json() == text
         )
-        assert jax.tree.structure(again.specs) == jax.tree.structure(made.specs)
-    placed = [sharding.spec for sharding in jax.tree.leaves(made.shardings)]
-    assert placed == [constrained(leaf.spec) for leaf in made.leaves]
+        assert jax.tree.structure(again.specs) == jax.tree.structure(
+            sharding_plan.specs
+        )
+    placed = [sharding.spec for sharding in jax.tree.leaves(sharding_plan.shardings)]
+    assert placed == [constrained(leaf.spec) for leaf in sharding_plan.leaves]
     json.loads(text)
     deeper = lambda x: (
         jax.ShapeDtypeStruct((*x.shape, 1), x.dtype)
         if isinstance(x, jax.ShapeDtypeStruct)
         else x
     )
-    assert (planned(jax.tree.map(deeper, tree), rules) == made) == (not made.leaves)
+    assert (planned(jax.tree.map(deeper, tree), rules) == sharding_plan) == (
+        not sharding_plan.leaves
+    )
 
 
 @given(TREES, RULES, st.sampled_from(SIZES), st.sampled_from([0, 0, 64, 256]))
@@ -364,16 +372,19 @@ def test_a_replan_is_the_plan_that_the_rules_give_there(tree, rules, sizes, min_
 @given(TREES, RULES, st.sampled_from(["left", "right"]))
 @settings(max_examples=60)
 def test_joined_plans_hold_what_their_parts_hold(tree, rules, name):
-    made = planned(tree, rules)
+    sharding_plan = planned(tree, rules)
     other = planned({"o": jax.ShapeDtypeStruct((4,), jnp.float32)}, rules)
-    joined = ShardPlan.join(**{name: made, "middle": other})
-    assert joined == ShardPlan.join(**{"middle": other, name: made})
-    assert joined.specs == {name: made.specs, "middle": other.specs}
-    assert joined.bytes_per_device == made.bytes_per_device + other.bytes_per_device
+    joined = ShardPlan.join(**{name: sharding_plan, "middle": other})
+    assert joined == ShardPlan.join(**{"middle": other, name: sharding_plan})
+    assert joined.specs == {name: sharding_plan.specs, "middle": other.specs}
+    assert (
+        joined.bytes_per_device
+        == sharding_plan.bytes_per_device + other.bytes_per_device
+    )
     assert joined == ShardPlan.from_json(joined.to_json())
-    nested = ShardPlan.join(all=joined, again=made)
-    assert nested.specs == {"all": joined.specs, "again": made.specs}
-    assert nested.bytes_total == 2 * made.bytes_total + other.bytes_total
+    nested = ShardPlan.join(all=joined, again=sharding_plan)
+    assert nested.specs == {"all": joined.specs, "again": sharding_plan.specs}
+    assert nested.bytes_total == 2 * sharding_plan.bytes_total + other.bytes_total
 
 
 # --- bytes
@@ -396,16 +407,18 @@ def test_bytes_per_device_are_what_xla_allocates(shape, dtype, axes, order):
     struct = jax.ShapeDtypeStruct(
         shape, jnp.dtype(dtype) if isinstance(dtype, str) else dtype
     )
-    made = plan(
+    sharding_plan = plan(
         {"x": struct},
         mesh,
         paths=PathRules([("x", P(*order[: len(shape)]))], mesh_axes=order),
     )
     compiled = (
-        jax.jit(lambda x: x, in_shardings=made.shardings["x"]).lower(struct).compile()
+        jax.jit(lambda x: x, in_shardings=sharding_plan.shardings["x"])
+        .lower(struct)
+        .compile()
     )
     memory: Any = compiled.memory_analysis()
-    assert made.bytes_per_device == memory.argument_size_in_bytes
+    assert sharding_plan.bytes_per_device == memory.argument_size_in_bytes
 
 
 # --- processes

@@ -27,15 +27,15 @@ RULES = PathRules([("w", P("fsdp", "tensor")), ("b", P("tensor"))])
 
 
 def test_a_plan_of_paths():
-    made = plan(TREE, MESH, paths=RULES)
-    assert made.specs == {
+    sharding_plan = plan(TREE, MESH, paths=RULES)
+    assert sharding_plan.specs == {
         "w": P("fsdp", "tensor"),
         "b": P("tensor"),
         "step": P(),
         "act": None,
         "none": None,
     }
-    leaf = made["w"]
+    leaf = sharding_plan["w"]
     assert (leaf.shape, leaf.dtype, leaf.bytes, leaf.bytes_per_device) == (
         (8, 16),
         jnp.float32,
@@ -45,13 +45,16 @@ def test_a_plan_of_paths():
     assert (
         leaf.rule == "paths[0] w"
         and leaf.reasons == ()
-        and made["b"].dtype == jnp.float32
+        and sharding_plan["b"].dtype == jnp.float32
     )
-    assert [why.code for why in made["step"].reasons] == [Code.scalar]
-    assert made.bytes_total == 512 + 64 + 4 and made.bytes_per_device == 128 + 32 + 4
-    assert [leaf.path for leaf in made.leaves] == ["b", "step", "w"]
+    assert [why.code for why in sharding_plan["step"].reasons] == [Code.scalar]
     assert (
-        repr(made)
+        sharding_plan.bytes_total == 512 + 64 + 4
+        and sharding_plan.bytes_per_device == 128 + 32 + 4
+    )
+    assert [leaf.path for leaf in sharding_plan.leaves] == ["b", "step", "w"]
+    assert (
+        repr(sharding_plan)
         == "ShardPlan(3 arrays, mesh data=2,fsdp=2,tensor=2, 580 bytes, 164 per device)"
     )
 
@@ -80,7 +83,7 @@ def test_shardings_and_structs_lie_on_the_mesh_that_there_is():
 def test_names_win_over_paths_and_none_leaves_them_the_choice():
     rules = PathRules([("b", P("tensor")), ("step", ()), ("v", ("mlp", "embed"))])
     names = {**dict.fromkeys(TREE), "w": ("mlp", None), "step": (), "v": None}
-    made = plan(
+    sharding_plan = plan(
         {**TREE, "v": TREE["w"]},
         MESH,
         paths=rules,
@@ -89,16 +92,18 @@ def test_names_win_over_paths_and_none_leaves_them_the_choice():
         unused="allow",
     )
     assert (
-        made["w"].spec == P("tensor")
-        and made["w"].rule == "names"
-        and made["w"].names == ("mlp", None)
+        sharding_plan["w"].spec == P("tensor")
+        and sharding_plan["w"].rule == "names"
+        and sharding_plan["w"].names == ("mlp", None)
     )
     assert (
-        made["b"].spec == P("tensor")
-        and made["b"].rule == "paths[0] b"
-        and made["step"].spec == P()
+        sharding_plan["b"].spec == P("tensor")
+        and sharding_plan["b"].rule == "paths[0] b"
+        and sharding_plan["step"].spec == P()
     )
-    assert made["v"].spec == P("tensor", "fsdp") and made["v"].names == ("mlp", "embed")
+    assert sharding_plan["v"].spec == P("tensor", "fsdp") and sharding_plan[
+        "v"
+    ].names == ("mlp", "embed")
 
 
 def test_names_may_be_a_prefix_of_the_tree():
@@ -106,13 +111,13 @@ def test_names_may_be_a_prefix_of_the_tree():
         "a": {"x": jnp.ones((4, 4)), "y": jnp.ones((4, 4))},
         "b": (jnp.ones((4,)), jnp.ones((4,))),
     }
-    made = plan(
+    sharding_plan = plan(
         tree,
         MESH,
         names={"a": ("embed", "mlp"), "b": (("mlp",), ("embed",))},
         axes=AXES,
     )
-    assert made.specs == {
+    assert sharding_plan.specs == {
         "a": {"x": P("fsdp", "tensor"), "y": P("fsdp", "tensor")},
         "b": (P("tensor"), P("fsdp")),
     }
@@ -132,28 +137,29 @@ def test_strategies_refine_what_comes_before_them():
             ("b", P("fsdp") | fsdp("data")),
         ]
     )
-    made = plan({"w": TREE["w"], "b": TREE["b"]}, MESH, paths=rules, axes=AXES)
-    assert made["w"].spec == P("fsdp", "data") and [
-        why.code for why in made["w"].reasons
+    sharding_plan = plan({"w": TREE["w"], "b": TREE["b"]}, MESH, paths=rules, axes=AXES)
+    assert sharding_plan["w"].spec == P("fsdp", "data") and [
+        why.code for why in sharding_plan["w"].reasons
     ] == [Code.duplicate]
-    (taken,) = made["b"].reasons
+    (taken,) = sharding_plan["b"].reasons
     assert taken.message.startswith(
         "no dimension is free for `data` (2): all that may be cut are sharded already"
     )
 
 
 def test_equal_plans_share_a_trace_and_different_meshes_do_not():
-    made, traces = plan(TREE, MESH, paths=RULES), []
-    run = jax.jit(lambda made, x: traces.append(made))
+    sharding_plan, traces = plan(TREE, MESH, paths=RULES), []
+    run = jax.jit(lambda output, x: traces.append(output))
     devices = np.array(jax.devices()).reshape(2, 2, 2)
     others = [
-        made.on(Mesh(order, MESH.axis_names)) for order in (devices, devices[::-1])
+        sharding_plan.on(Mesh(order, MESH.axis_names))
+        for order in (devices, devices[::-1])
     ]
-    for one in (
-        made,
-        ShardPlan.from_json(made.to_json()),
-        ShardPlan.from_json(made.to_json(), like=TREE),
+    for plan_copy in (
+        sharding_plan,
+        ShardPlan.from_json(sharding_plan.to_json()),
+        ShardPlan.from_json(sharding_plan.to_json(), like=TREE),
         *others,
     ):
-        run(one, 1.0)
-    assert traces == [made, *others]
+        run(plan_copy, 1.0)
+    assert traces == [sharding_plan, *others]

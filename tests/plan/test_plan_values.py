@@ -69,7 +69,7 @@ def trees() -> list[Any]:
 def test_a_plan_pickles_and_copies(tree, kind, on):
     spec = MeshSpec({"a": 2, "b": 4}, axis_types=kind)
     mesh = spec.build(jax.devices()[::-1]) if on else spec
-    made = plan(
+    sharding_plan = plan(
         tree,
         mesh,
         paths=PathRules([(".*", fsdp("a"))]),
@@ -77,26 +77,33 @@ def test_a_plan_pickles_and_copies(tree, kind, on):
         unused="allow",
     )
     for again in (
-        pickle.loads(pickle.dumps(made)),
-        copy.deepcopy(made),
-        copy.copy(made),
+        pickle.loads(pickle.dumps(sharding_plan)),
+        copy.deepcopy(sharding_plan),
+        copy.copy(sharding_plan),
     ):
         assert (
-            again == made and hash(again) == hash(made) and again.leaves == made.leaves
+            again == sharding_plan
+            and hash(again) == hash(sharding_plan)
+            and again.leaves == sharding_plan.leaves
         )
-        assert again.jax_mesh == made.jax_mesh and again.shardings == made.shardings
-        assert jax.tree.structure(again.specs) == jax.tree.structure(made.specs)
-    read = ShardPlan.from_json(made.to_json())
+        assert (
+            again.jax_mesh == sharding_plan.jax_mesh
+            and again.shardings == sharding_plan.shardings
+        )
+        assert jax.tree.structure(again.specs) == jax.tree.structure(
+            sharding_plan.specs
+        )
+    read = ShardPlan.from_json(sharding_plan.to_json())
     again = pickle.loads(pickle.dumps(read))
-    assert again == read == made.off() and again.specs == read.specs
+    assert again == read == sharding_plan.off() and again.specs == read.specs
     if isinstance(tree, eqx.Module):  # which is read as dicts
         assert read.specs["layers"][0]["weight"] == P("a")
 
 
 def test_a_pickled_plan_needs_its_devices():
-    made = plan(TREE, MESH.build(jax.devices()), paths=RULES, axes=AXES)
-    make, (text, path_tree, order, devices) = made.content.__reduce__()
-    assert make(text, path_tree, order, devices) == made.content
+    sharding_plan = plan(TREE, MESH.build(jax.devices()), paths=RULES, axes=AXES)
+    make, (text, path_tree, order, devices) = sharding_plan.content.__reduce__()
+    assert make(text, path_tree, order, devices) == sharding_plan.content
     for others in (
         [*devices[:-1], ("cpu", 99)],
         [("abc", number) for _, number in devices],
@@ -109,13 +116,19 @@ def test_a_pickled_plan_needs_its_devices():
 
 
 def test_a_plan_is_read_by_path():
-    made = plan(TREE, MESH, paths=RULES, axes=AXES)
+    sharding_plan = plan(TREE, MESH, paths=RULES, axes=AXES)
     assert (
-        list(made) == [leaf.path for leaf in made.leaves] == ["l/0", "l/1", "t/1", "w"]
+        list(sharding_plan)
+        == [leaf.path for leaf in sharding_plan.leaves]
+        == ["l/0", "l/1", "t/1", "w"]
     )
-    assert len(made) == 4 and "w" in made and "t/1" in made
-    assert "t/2" not in made and "t" not in made and 3 not in made
-    assert all(made[path].path == path for path in made)
+    assert len(sharding_plan) == 4 and "w" in sharding_plan and "t/1" in sharding_plan
+    assert (
+        "t/2" not in sharding_plan
+        and "t" not in sharding_plan
+        and 3 not in sharding_plan
+    )
+    assert all(sharding_plan[path].path == path for path in sharding_plan)
     nothing = plan({"f": "text"}, MESH, unused="allow")
     assert len(nothing) == 0 and list(nothing) == [] and nothing
 
@@ -224,7 +237,7 @@ def test_json_brings_back_a_whole_plan():
 
 
 @pytest.mark.parametrize(
-    "change, wanted",
+    "change, text",
     [
         (lambda d: d["rows"][0].update(spec=[3]), "3 is no entry of a spec"),
         (
@@ -285,8 +298,8 @@ def test_json_brings_back_a_whole_plan():
         ),
     ],
 )
-def test_json_edited_to_be_invalid(change, wanted):
-    with pytest.raises(PlanFormatError, match=re.escape(wanted)):
+def test_json_edited_to_be_invalid(change, text):
+    with pytest.raises(PlanFormatError, match=re.escape(text)):
         ShardPlan.from_json(edited(change))
 
 
@@ -336,17 +349,17 @@ def test_edited_json_is_a_whole_plan_or_an_error(edits):
                 node[path[-1]] = copy.deepcopy(value)
 
     try:
-        made = ShardPlan.from_json(edited(change))
+        restored = ShardPlan.from_json(edited(change))
     except PlanFormatError:
         return
-    again = ShardPlan.from_json(made.to_json())
-    assert again == made and again.leaves == made.leaves and report(made)
-    assert len(jax.tree.leaves(made.structs)) == len(made.leaves)
-    assert len(jax.tree.leaves(made.shardings)) == len(made.leaves)
-    assert 0 <= made.bytes_per_device <= made.bytes_total
+    again = ShardPlan.from_json(restored.to_json())
+    assert again == restored and again.leaves == restored.leaves and report(restored)
+    assert len(jax.tree.leaves(restored.structs)) == len(restored.leaves)
+    assert len(jax.tree.leaves(restored.shardings)) == len(restored.leaves)
+    assert 0 <= restored.bytes_per_device <= restored.bytes_total
     assert all(
         str(why) == why.message or why.dim is not None
-        for leaf in made.leaves
+        for leaf in restored.leaves
         for why in leaf.reasons
     )
 
@@ -401,10 +414,12 @@ LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))
     ids=["one array", "a tree", "fewer", "order"],
 )
 def test_like_must_be_the_planned_tree(tree, like, message):
-    made = plan(tree, MESH.build(jax.devices()), paths=PathRules([("", P("a"))]))
+    sharding_plan = plan(
+        tree, MESH.build(jax.devices()), paths=PathRules([("", P("a"))])
+    )
     for attempt in (
-        lambda: ShardPlan.from_json(made.to_json(), like=like),
-        lambda: shard(like, made),
+        lambda: ShardPlan.from_json(sharding_plan.to_json(), like=like),
+        lambda: shard(like, sharding_plan),
     ):
         with pytest.raises(PlanMismatchError, match=message):
             attempt()

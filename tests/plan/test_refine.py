@@ -188,7 +188,7 @@ def test_no_reason_advises_to_refine_once_that_was_done():
 
 
 def test_strict_says_how_to_accept_what_refine_left_over():
-    told = (
+    text = (
         "`refine=True` has split the mesh into fsdp=4,tensor_0=8,tensor_1=2. .* by"
         " rules that name the parts; or"
     )
@@ -196,7 +196,7 @@ def test_strict_says_how_to_accept_what_refine_left_over():
         r"leaf `kv`, shape \(512, 1024\): dim 1: 1024 elements are 8 units of 128, and"
         r" `tensor_0` \(8\) x `tensor_1`"
     )
-    with pytest.raises(SpecError, match=rf"(?s){told} .*{why}"):
+    with pytest.raises(SpecError, match=rf"(?s){text} .*{why}"):
         plan(TREE, MESH, names=NAMES, axes=AXES, refine=True, strict=True)
     parts = ("tensor_0", "tensor_1")
     axes = AxisRules(
@@ -245,8 +245,10 @@ def test_refining_saves_memory_and_moves_nothing_else(shapes, wanted, t, d):
         assert new.bytes_per_device <= old.bytes_per_device
         if not old.reasons:
             shards = [
-                NamedSharding(made.mesh.abstract(), leaf.spec).shard_shape(leaf.shape)
-                for made, leaf in ((before, old), (after, new))
+                NamedSharding(sharding_plan.mesh.abstract(), leaf.spec).shard_shape(
+                    leaf.shape
+                )
+                for sharding_plan, leaf in ((before, old), (after, new))
             ]
             assert shards[0] == shards[1]
 

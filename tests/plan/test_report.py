@@ -72,11 +72,11 @@ def test_rows_are_of_arrays_that_differ_in_numbers_alone(tree, paths):
 )
 def test_rows_cover_every_array_once(leaves):
     tree = {f"{name}/{number}": struct(size) for name, number, size in leaves}
-    made = planned(tree, P("tensor"))
-    rows = made.content.groups
-    assert sum(len(row.paths) for row in rows) == len(made.leaves)
-    assert sum(row.bytes for row in rows) == made.bytes_total
-    assert sum(row.bytes_per_device for row in rows) == made.bytes_per_device
+    sharding_plan = planned(tree, P("tensor"))
+    rows = sharding_plan.content.groups
+    assert sum(len(row.paths) for row in rows) == len(sharding_plan.leaves)
+    assert sum(row.bytes for row in rows) == sharding_plan.bytes_total
+    assert sum(row.bytes_per_device for row in rows) == sharding_plan.bytes_per_device
 
 
 def test_the_whole_table():
@@ -95,7 +95,7 @@ def test_the_whole_table():
         ]
     )
     axes = AxisRules([("vocab", "tensor"), ("embed", "data")])
-    wanted = """\
+    text = """\
 path                 arrays  shape         spec         bytes/device  why
 table                     1  f32[1003,64]  -,data          125.4 KiB  [1] paths[0] table (vocab, embed)
 blocks/{0..2}/scale       3  f32[64]       -                   768 B  paths[2] scale
@@ -106,19 +106,20 @@ blocks/{0..2}/w           3  bf16[64,12]   data+tensor         576 B  paths[1] w
 7 arrays, 256.0 KiB, on mesh data=2,tensor=4 (8 devices): 126.7 KiB per device, 3.96 x an even split.
 
 Replicated, 768 B on every device: blocks/{0..2}/scale (768 B)."""
-    assert report(plan(model, MESH, paths=rules, axes=axes)) == wanted
+    assert report(plan(model, MESH, paths=rules, axes=axes)) == text
 
 
 def test_the_state_of_repeated_layers_is_grouped_as_they_are():
     layer = {"w": struct(8, 16), "norm": struct(16)}
     rules = PathRules([("w", P("data", "tensor")), ("norm", P())])
-    made = follow(
+    state_plan = follow(
         optax.adamw(1e-3).init, plan({"layers": [layer] * 12}, MESH, paths=rules)
     )
-    found = [
-        (group.where, len(group.paths), group.row.rule) for group in made.content.groups
+    groups = [
+        (group.where, len(group.paths), group.row.rule)
+        for group in state_plan.content.groups
     ]
-    assert found[:3] == [
+    assert groups[:3] == [
         ("0/count", 1, None),
         ("0/mu/layers/{0..11}/norm", 12, "path and shape of `layers/*/norm`"),
         ("0/mu/layers/{0..11}/w", 12, "the sharding that `init` gives it"),
@@ -242,15 +243,17 @@ def test_a_report_escapes_what_a_terminal_would_obey():
     )
 
 
-@pytest.mark.parametrize("made", [awkward(), planned({"w": struct(8, 16)}, P("data"))])
-def test_a_notebook_shows_a_plan_as_a_table(made):
-    page = made._repr_html_()
+@pytest.mark.parametrize(
+    "sharding_plan", [awkward(), planned({"w": struct(8, 16)}, P("data"))]
+)
+def test_a_notebook_shows_a_plan_as_a_table(sharding_plan):
+    page = sharding_plan._repr_html_()
     assert set(re.findall(r"<(\w+)", page)) == {"table", "tr", "td", "th", "p"}
     rows = [
         re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)
         for row in re.findall("<tr>(.*?)</tr>", page)
     ]
-    table, *below = report(made).split("\n\n")
+    table, *below = report(sharding_plan).split("\n\n")
     assert rows[0] == table.splitlines()[0].split()
     shown = [" ".join(html.unescape(" ".join(row)).split()) for row in rows[1:]]
     assert shown == [" ".join(line.split()) for line in table.splitlines()[1:]]
@@ -276,20 +279,20 @@ def test_plans_of_leaves_and_codes_read_well():
 
 def test_paths_stay_whole_in_80_columns():
     tree = models.tree("llama3-70b")
-    made = plan(
+    sharding_plan = plan(
         tree,
         MeshSpec({"fsdp": 8, "tensor": 16}),
         paths=models.rules_for("llama3-70b", "fsdp_tp"),
     )
     widest = {
-        width: max(map(len, report(made, width=width).splitlines()))
+        width: max(map(len, report(sharding_plan, width=width).splitlines()))
         for width in (80, 100, 120, 200)
     }
     assert (
-        all(found <= width for width, found in widest.items())
-        and max(map(len, report(made).splitlines())) > 80
+        all(text <= width for width, text in widest.items())
+        and max(map(len, report(sharding_plan).splitlines())) > 80
     )
-    lines = report(made, width=80).splitlines()
+    lines = report(sharding_plan, width=80).splitlines()
     assert lines.count("model/layers/{0..79}/") == 1 and lines[0].split()[-1] == "why"
     below = [
         line.split()[0] for line in lines if line.startswith("  ") and "/" in line
@@ -304,4 +307,4 @@ def test_paths_stay_whole_in_80_columns():
         line.startswith("  self_attn/k_proj/weight") and line.endswith("[1]")
         for line in lines
     )
-    assert "paths[" not in "\n".join(lines) and "paths[" in report(made)
+    assert "paths[" not in "\n".join(lines) and "paths[" in report(sharding_plan)

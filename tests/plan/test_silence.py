@@ -71,12 +71,12 @@ def test_names_of_a_field_do_not_shift_where_layers_are_stacked():
         "field(stacked=...)",
     ):
         assert part in str(error.value)
-    made = plan(Named(stacked), MESH, axes=AXES)
-    assert (made["layers/w"].spec, made["layers/scale"].spec) == (
+    sharding_plan = plan(Named(stacked), MESH, axes=AXES)
+    assert (sharding_plan["layers/w"].spec, sharding_plan["layers/scale"].spec) == (
         P("data", "tensor"),
         P("data"),
     )
-    assert made["layers/bias"].spec == P("data", None, "tensor")
+    assert sharding_plan["layers/bias"].spec == P("data", None, "tensor")
 
 
 @pytest.mark.parametrize(
@@ -157,20 +157,20 @@ def test_trailing_nones_beyond_the_rank():
     for one array fits its rank.
     """
     long = P("tensor", None, None)
-    made = ruled(long)
+    leaf = ruled(long)
     assert (
-        made["w"].spec
+        leaf["w"].spec
         == sfx.correct(long, (8, 16), MESH).spec
-        == made.replace("w", long)["w"].spec
+        == leaf.replace("w", long)["w"].spec
         == P("tensor")
     )
     rules = PathRules([("other", P(None, "tensor", None))])
-    assert sfx.follow(lambda _: {"other": jnp.ones((5, 12))}, made, paths=rules)[
+    assert sfx.follow(lambda _: {"other": jnp.ones((5, 12))}, leaf, paths=rules)[
         "other"
     ].spec == P(None, "tensor")
     for attempt in (
-        lambda: made.sharding(long, (8, 16)),
-        lambda: sfx.constrain(W, long, made),
+        lambda: leaf.sharding(long, (8, 16)),
+        lambda: sfx.constrain(W, long, leaf),
     ):
         with pytest.raises(SpecError, match="has 3 entries, but shape"):
             attempt()
@@ -232,10 +232,10 @@ def test_a_name_that_no_rule_is_about():
     ) as error:
         plan(tree, MESH, names=names, axes=AXES)
     assert "`b`" not in str(error.value)
-    made = plan(tree, MESH, names=names, axes=AXES, unmatched="replicate")
-    (why,) = made["w"].reasons
+    sharding_plan = plan(tree, MESH, names=names, axes=AXES, unmatched="replicate")
+    (why,) = sharding_plan["w"].reasons
     assert (
-        made["w"].spec == P()
+        sharding_plan["w"].spec == P()
         and why.code is Code.unmatched
         and why.dim == 0
         and "`mpl`" in why.message
@@ -285,11 +285,11 @@ def test_a_mesh_axis_that_is_declared():
     ).leaves
     assert leaf.spec == P() and leaf.reasons[0].code is Code.absent
     rules = AxisRules([("batch", ("pod", "data"))], mesh_axes=("pod",))
-    made = plan(TREE, MESH, names={"w": ("batch", None)}, axes=rules)
+    sharding_plan = plan(TREE, MESH, names={"w": ("batch", None)}, axes=rules)
     assert {
-        made.sharding(asked).spec for asked in (("batch",), P(("pod", "data")))
+        sharding_plan.sharding(asked).spec for asked in (("batch",), P(("pod", "data")))
     } == {P("data")}
-    assert made.replace("w", P("pod", "data"))["w"].spec == P(None, "data")
+    assert sharding_plan.replace("w", P("pod", "data"))["w"].spec == P(None, "data")
     for lenient in (("bacth", "mlp"), P("tenser", "tensor")):
         assert MADE.sharding(lenient, unmatched="replicate").spec == P(None, "tensor")
 
@@ -310,7 +310,7 @@ def test_a_plan_remembers_that_it_is_strict():
     assert sfx._plan.differences(plan({}, MESH, axes=AXES), MADE) == (
         "leaf `w` is only in the other plan",
     )
-    for made in (
+    for sharding_plan in (
         *(
             ShardPlan.from_json(STRICT.to_json()),
             sfx.follow(lambda x: x, STRICT),
@@ -323,7 +323,7 @@ def test_a_plan_remembers_that_it_is_strict():
         ),
         STRICT.replan(MeshSpec({"data": 1, "tensor": 4})),
     ):
-        assert made.strict
+        assert sharding_plan.strict
 
 
 def test_follow_is_as_strict_as_its_plan():
@@ -373,10 +373,12 @@ def test_a_sharding_needs_no_shape_where_it_cuts_no_unit():
     )
     assert MADE.sharding(("batch",)).mesh == MESH.abstract()
     tree = {"q": jnp.ones((8, 128)), "k": jnp.ones((8, 32))}
-    made = plan(tree, MESH, names={"q": (None, "heads"), "k": (None, "kv")}, axes=KV)
+    sharding_plan = plan(
+        tree, MESH, names={"q": (None, "heads"), "k": (None, "kv")}, axes=KV
+    )
     assert (
-        made.sharding((None, "heads")).spec == P(None, "tensor")
-        and made.sharding((None, "kv"), (8, 32)).spec == P()
+        sharding_plan.sharding((None, "heads")).spec == P(None, "tensor")
+        and sharding_plan.sharding((None, "kv"), (8, 32)).spec == P()
     )
     assert [
         plan({}, MESH, axes=KV).sharding(("kv",), (size,)).spec for size in (64, 32)
@@ -388,7 +390,7 @@ def test_a_sharding_needs_no_shape_where_it_cuts_no_unit():
             r" have 2\."
         ),
     ):
-        made.sharding((None, "kv"))
+        sharding_plan.sharding((None, "kv"))
     assert plan({}, MeshSpec({"data": 8, "tensor": 1}), axes=KV).sharding(
         ("kv",)
     ).spec == P("tensor")
@@ -396,13 +398,13 @@ def test_a_sharding_needs_no_shape_where_it_cuts_no_unit():
 
 def test_a_sharding_says_what_it_dropped():
     axes = AxisRules([("batch", ("data", "tensor")), ("embed", "tensor")])
-    made = plan({}, MeshSpec({"data": 2, "tensor": 4}), axes=axes)
-    sharding, decision = made.sharding(("batch", "embed"), explain=True)
-    assert sharding == made.sharding(("batch", "embed")) and sharding.spec == P(
-        ("data", "tensor")
-    )
+    sharding_plan = plan({}, MeshSpec({"data": 2, "tensor": 4}), axes=axes)
+    sharding, decision = sharding_plan.sharding(("batch", "embed"), explain=True)
+    assert sharding == sharding_plan.sharding(
+        ("batch", "embed")
+    ) and sharding.spec == P(("data", "tensor"))
     assert [(why.dim, why.code) for why in decision.reasons] == [(1, Code.blocked)]
-    _, decision = made.sharding(("batch", None), (6, 3), explain=True)
+    _, decision = sharding_plan.sharding(("batch", None), (6, 3), explain=True)
     assert [(why.dim, why.code) for why in decision.reasons] == [(0, Code.indivisible)]
 
 
@@ -411,15 +413,15 @@ def test_a_sharding_says_what_it_dropped():
 )
 def test_a_sharding_leaves_nothing_to_the_compiler(asked):
     free = AxisRules([("batch", "data"), ("any", P.UNCONSTRAINED)])
-    made = plan(
+    sharding_plan = plan(
         TREE, MESH.build(jax.devices()), names={"w": ("batch", None)}, axes=free
     )
     for shape in (None, (8, 16)):
         with pytest.raises(
             SpecError, match="leaves dim 0 to the compiler .* write `None` there"
         ):
-            made.sharding(asked, shape)
-    assert sfx.constrain(jnp.ones((8, 16)), asked, made).shape == (8, 16)
+            sharding_plan.sharding(asked, shape)
+    assert sfx.constrain(jnp.ones((8, 16)), asked, sharding_plan).shape == (8, 16)
 
 
 BOTH = ("data", "tensor")
@@ -443,27 +445,34 @@ def test_replace_by_path_or_regex(where, target, path, spec):
         "s": jnp.ones(()),
         "f": jnp.tanh,
     }
-    made = plan(
+    sharding_plan = plan(
         tree, MESH.build(jax.devices()), paths=PathRules([("a", P("data"))]), axes=AXES
     )
-    one = made.replace(where, target)
-    assert (one[path].spec, one[path].rule) == (spec, "replaced by hand")
-    assert all(one[other] == made[other] for other in made if where not in other)
-    assert one.jax_mesh is made.jax_mesh and one.specs["f"] is None
+    replaced = sharding_plan.replace(where, target)
+    assert (replaced[path].spec, replaced[path].rule) == (spec, "replaced by hand")
+    assert all(
+        replaced[other] == sharding_plan[other]
+        for other in sharding_plan
+        if where not in other
+    )
+    assert replaced.jax_mesh is sharding_plan.jax_mesh and replaced.specs["f"] is None
     assert (
-        ShardPlan.from_json(one.to_json(), like=tree).on(MESH.build(jax.devices()))
-        == one
+        ShardPlan.from_json(replaced.to_json(), like=tree).on(MESH.build(jax.devices()))
+        == replaced
     )
     assert (
-        one.replan(MeshSpec({"data": 1, "tensor": 4}))[path].rule == "replaced by hand"
+        replaced.replan(MeshSpec({"data": 1, "tensor": 4}))[path].rule
+        == "replaced by hand"
     )
 
 
 def test_a_replaced_spec_cuts_no_unit():
     mesh = MeshSpec({"data": 4, "tensor": 2})
-    made = plan({"k": jnp.ones((32, 7))}, mesh, names={"k": ("kv", None)}, axes=KV)
-    assert made["k"].spec == P("tensor")
-    replaced = made.replace("k", P("data"))["k"]
+    sharding_plan = plan(
+        {"k": jnp.ones((32, 7))}, mesh, names={"k": ("kv", None)}, axes=KV
+    )
+    assert sharding_plan["k"].spec == P("tensor")
+    replaced = sharding_plan.replace("k", P("data"))["k"]
     assert replaced.spec == P() and replaced.reasons
 
 
@@ -655,11 +664,11 @@ def test_a_move_on_a_mixed_mesh_leaves_no_auto_axis_behind():
 def test_an_order_that_jax_would_turn_around_is_an_error():
     x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(MIXED, P("x")))
     rules = PathRules([("w", P(("x", "y")))])
-    made, strict = (
+    sharding_plan, strict = (
         plan({"w": x}, MIXED, paths=rules, strict=strict) for strict in (False, True)
     )
     for function in (
-        lambda x: sfx.shard({"w": x}, made),
+        lambda x: sfx.shard({"w": x}, sharding_plan),
         lambda x: sfx.constrain(x, P(("x", "y")), strict),
     ):
         with pytest.raises(
@@ -670,7 +679,7 @@ def test_an_order_that_jax_would_turn_around_is_an_error():
     decisions = []
     jax.jit(
         lambda x: decisions.append(
-            sfx.constrain(x, P(("x", "y")), made, explain=True)[1].spec
+            sfx.constrain(x, P(("x", "y")), sharding_plan, explain=True)[1].spec
         )
     )(x)
     assert decisions == [P(("y", "x"))]

@@ -53,58 +53,67 @@ def _known(monkeypatch):
 
 def test_it_is_planned_alone_and_after_others():
     over = largest("fsdp", skip_dims=1)
-    made = plan(
+    sharding_plan = plan(
         TREE,
         MESH,
         paths=PathRules(
             [("wide", P("data") | largest("fsdp")), ("b", over), (".*", over)]
         ),
     )
-    assert made.specs == {"wide": P("data", "fsdp"), "odd": P("fsdp"), "b": P("fsdp")}
+    assert sharding_plan.specs == {
+        "wide": P("data", "fsdp"),
+        "odd": P("fsdp"),
+        "b": P("fsdp"),
+    }
     (why,) = plan(TREE, MESH, paths=PathRules.parse(".*->largest(fsdp)"))["odd"].reasons
     assert why.dim is None and "9" in why.message
 
 
 def test_it_prefers_dimensions():
     tree = {**TREE, "three": jnp.ones((8, 32, 16))}
-    made = plan(
+    sharding_plan = plan(
         tree,
         MESH,
         paths=PathRules.parse("three->data|smallest(fsdp), .*->smallest(fsdp)"),
     )
-    assert made.specs == {
+    assert sharding_plan.specs == {
         "three": P("data", None, "fsdp"),
         "wide": P("fsdp"),
         "odd": P("fsdp"),
         "b": P("fsdp"),
     }
-    assert follow(lambda tree: tree, made, over=smallest("data"))["three"].spec == P(
-        "data", None, "fsdp"
-    )
+    assert follow(lambda tree: tree, sharding_plan, over=smallest("data"))[
+        "three"
+    ].spec == P("data", None, "fsdp")
 
 
 def test_it_is_read_from_text_and_from_json():
     rules = PathRules.parse("wide->data|largest(fsdp), .*->largest(data+fsdp)")
-    made = plan(TREE, MESH, paths=rules)
-    assert ShardPlan.from_json(made.to_json()) == made
-    assert made["b"].strategies == (Largest(("data", "fsdp")),)
+    sharding_plan = plan(TREE, MESH, paths=rules)
+    assert ShardPlan.from_json(sharding_plan.to_json()) == sharding_plan
+    assert sharding_plan["b"].strategies == (Largest(("data", "fsdp")),)
     other = plan(
         TREE, MESH, paths=PathRules.parse("wide->data|fsdp(fsdp), .*->fsdp(data+fsdp)")
     )
-    assert other["b"].spec == made["b"].spec and other.digest != made.digest
+    assert (
+        other["b"].spec == sharding_plan["b"].spec
+        and other.digest != sharding_plan.digest
+    )
 
 
 def test_what_reads_plans_calls_it_by_its_name():
-    made = plan(TREE, MESH, paths=PathRules.parse("odd->replicate, .*->largest(fsdp)"))
-    assert "then largest(fsdp)" in str(explain(made, "wide"))
-    assert made.replan(MeshSpec({"data": 1, "fsdp": 2})).specs["wide"] == P(
+    sharding_plan = plan(
+        TREE, MESH, paths=PathRules.parse("odd->replicate, .*->largest(fsdp)")
+    )
+    assert "then largest(fsdp)" in str(explain(sharding_plan, "wide"))
+    assert sharding_plan.replan(MeshSpec({"data": 1, "fsdp": 2})).specs["wide"] == P(
         None, "fsdp"
     )
-    assert follow(lambda tree: tree, made, over=largest("data"))["wide"].spec == P(
-        None, ("fsdp", "data")
-    )
-    found = lint(TREE, MESH, paths=PathRules([(".*", largest("fdsp", 64))]))
-    assert "largest('fsdp', 64)" in str(found)
+    assert follow(lambda tree: tree, sharding_plan, over=largest("data"))[
+        "wide"
+    ].spec == P(None, ("fsdp", "data"))
+    findings = lint(TREE, MESH, paths=PathRules([(".*", largest("fdsp", 64))]))
+    assert "largest('fsdp', 64)" in str(findings)
 
 
 LIMITED = {"w": jnp.ones((64, 64)), "v": jnp.ones(8), "odd": jnp.ones((9, 3))}
@@ -137,9 +146,9 @@ def test_an_array_above_max_bytes_has_a_reason():
 
 
 def test_max_bytes_is_kept_in_json_and_code_and_over_states():
-    made = limited(2**13, skip_dims=1)
-    assert ShardPlan.from_json(made.to_json()) == made
-    (strategy,) = made["w"].strategies
+    rules = limited(2**13, skip_dims=1)
+    assert ShardPlan.from_json(rules.to_json()) == rules
+    (strategy,) = rules["w"].strategies
     assert eval(strategy.code, {"fsdp": fsdp}) == strategy
     whole = plan(LIMITED, MESH, paths=PathRules([(".*", P())]))
     over = fsdp(("data", "fsdp"), max_bytes=2**13)

@@ -152,15 +152,15 @@ TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
 is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def same(one: Any, two: Any) -> bool:
+def same(array: Any, two: Any) -> bool:
     if not is_array(two):
-        return one is two
+        return array is two
     if jnp.issubdtype(two.dtype, jax.dtypes.prng_key):
         # NumPy cannot hold them.
-        return isinstance(one.sharding, SingleDeviceSharding) and bool(
-            jnp.all(one == two)
+        return isinstance(array.sharding, SingleDeviceSharding) and bool(
+            jnp.all(array == two)
         )
-    return isinstance(one, np.ndarray) and np.array_equal(one, two)
+    return isinstance(array, np.ndarray) and np.array_equal(array, two)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -168,47 +168,47 @@ def test_it_is_planned_placed_gathered_stored_and_joined(name):
     make, paths = TREES[name]
     tree = make()
     mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
-    made = plan(
+    sharding_plan = plan(
         tree,
         mesh,
         paths=PathRules([(".*", fsdp(("data", "tensor")))]),
         unmatched="replicate",
         unused="allow",
     )
-    assert set(paths) <= {leaf.path for leaf in made.leaves}
-    assert len(made.leaves) == len(
+    assert set(paths) <= {leaf.path for leaf in sharding_plan.leaves}
+    assert len(sharding_plan.leaves) == len(
         [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
     )
 
-    placed = shard(tree, made)
+    placed = shard(tree, sharding_plan)
     back = gather(placed)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     assert all(map(same, jax.tree.leaves(back), jax.tree.leaves(tree)))
     held = [leaf for leaf in jax.tree.leaves(placed) if eqx.is_array(leaf)]
     assert all(
         x.sharding == s
-        for x, s in zip(held, jax.tree.leaves(made.shardings), strict=True)
+        for x, s in zip(held, jax.tree.leaves(sharding_plan.shardings), strict=True)
     )
 
-    through = filter_jit(lambda tree: tree, in_shardings=(made,), out_shardings=made)(
-        placed
-    )
+    through = filter_jit(
+        lambda tree: tree, in_shardings=(sharding_plan,), out_shardings=sharding_plan
+    )(placed)
     assert jax.tree.structure(through) == jax.tree.structure(tree)
 
-    text = made.to_json()
-    assert ShardPlan.from_json(text).on(mesh) == made
+    text = sharding_plan.to_json()
+    assert ShardPlan.from_json(text).on(mesh) == sharding_plan
     like = ShardPlan.from_json(text, like=tree).on(mesh)
-    assert like == made and jax.tree.structure(like.specs) == jax.tree.structure(
-        made.specs
-    )
+    assert like == sharding_plan and jax.tree.structure(
+        like.specs
+    ) == jax.tree.structure(sharding_plan.specs)
 
-    joined = ShardPlan.join(a=made, b=made)
-    assert joined.bytes_total == 2 * made.bytes_total
+    joined = ShardPlan.join(a=sharding_plan, b=sharding_plan)
+    assert joined.bytes_total == 2 * sharding_plan.bytes_total
     assert jax.tree.structure(joined.specs) == jax.tree.structure(
-        {"a": made.specs, "b": made.specs}
+        {"a": sharding_plan.specs, "b": sharding_plan.specs}
     )
-    assert [leaf.spec for leaf in follow(lambda tree: tree, made).leaves] == [
-        leaf.spec for leaf in made.leaves
+    assert [leaf.spec for leaf in follow(lambda tree: tree, sharding_plan).leaves] == [
+        leaf.spec for leaf in sharding_plan.leaves
     ]
 
 
@@ -236,8 +236,8 @@ def test_names_in_an_ordered_dict_belong_to_their_keys():
     ordered = collections.OrderedDict
     tree = ordered([("up", jnp.ones((16, 16))), ("down", jnp.ones((16, 16)))])
     names = ordered([("down", ("mlp", "embed")), ("up", ("embed", "mlp"))])
-    made = plan(tree, MESH, names=names, axes=AXES)
-    assert (made["up"].spec, made["down"].spec) == (
+    sharding_plan = plan(tree, MESH, names=names, axes=AXES)
+    assert (sharding_plan["up"].spec, sharding_plan["down"].spec) == (
         P("fsdp", "tensor"),
         P("tensor", "fsdp"),
     )
@@ -247,8 +247,13 @@ def test_names_in_an_ordered_dict_belong_to_their_keys():
 
 @pytest.mark.parametrize("rules", [None, REST])
 def test_none_leaves_arrays_the_names_that_they_declare(rules):
-    made = plan(LORA, MESH, names=Lora(None, ("embed", None)), axes=AXES, paths=rules)  # pyright: ignore
-    assert made["base/w"].spec == P("fsdp", "tensor") and made["base/w"].rule == "names"
+    sharding_plan = plan(
+        LORA, MESH, names=Lora(None, ("embed", None)), axes=AXES, paths=rules
+    )  # pyright: ignore
+    assert (
+        sharding_plan["base/w"].spec == P("fsdp", "tensor")
+        and sharding_plan["base/w"].rule == "names"
+    )
     nowhere: Any = Lora(Linear(None), (None, None))  # pyright: ignore
     itself = plan(LORA, MESH, names=nowhere, axes=AXES, paths=rules)
     assert itself["base/w"].spec == P("fsdp", "tensor") and itself["a"].spec == P()
@@ -336,10 +341,10 @@ def test_declared_names_reach_the_arrays_below_a_dataclass():
     axes = AxisRules(
         [("layers", None), ("mlp", "tensor"), ("embed", "fsdp"), ("vocab", "tensor")]
     )
-    made = plan(
+    sharding_plan = plan(
         tree, MeshSpec({"fsdp": 2, "tensor": 2}), axes=axes, unmatched="replicate"
     )
-    assert {leaf.path: leaf.names for leaf in made.leaves} == {
+    assert {leaf.path: leaf.names for leaf in sharding_plan.leaves} == {
         **{f"blocks/{i}/weight": ("layers", "mlp", "embed") for i in (0, 1)},
         **{
             "blocks/0/scale": None,
@@ -349,6 +354,6 @@ def test_declared_names_reach_the_arrays_below_a_dataclass():
         },
     }
     assert (
-        made["blocks/0/weight"].spec == P(None, "tensor", "fsdp")
-        and made["blocks/0/weight"].rule == "names"
+        sharding_plan["blocks/0/weight"].spec == P(None, "tensor", "fsdp")
+        and sharding_plan["blocks/0/weight"].rule == "names"
     )

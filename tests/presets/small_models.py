@@ -101,7 +101,7 @@ MODELS = {
 
 def config_of(family: str, **more_sizes: int) -> dict:
     """What its config.json would say."""
-    _, sizes, more = MODELS[family]
+    _, sizes, options = MODELS[family]
     sizes = {**sizes, **more_sizes}
     heads, dim = sizes["heads"], sizes.get("head_dim", 0)
     config = {
@@ -125,7 +125,7 @@ def config_of(family: str, **more_sizes: int) -> dict:
             "num_attention_heads": heads,
         }
         config |= {"num_key_value_heads": sizes.get("kv_heads", heads), "head_dim": dim}
-    config |= more
+    config |= options
     return (
         {"model_type": family, "text_config": config} if family == "gemma3" else config
     )
@@ -154,23 +154,23 @@ def in_blocks(files: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]
     """The matrices of linear layers as DeepSeek publishes them: fp8, and a scale for
     each block.
     """
-    found = {}
+    arrays = {}
     for path, array in files.items():
         if not path.endswith(("_proj.weight", "_with_mqa.weight")):
-            found[path] = array.astype(ml_dtypes.bfloat16)
+            arrays[path] = array.astype(ml_dtypes.bfloat16)
             continue
         rows, columns = (-(-size // block) for size in array.shape)
-        found[path] = (array * 16).astype(ml_dtypes.float8_e4m3fn)
-        scales = np.random.default_rng(len(found)).uniform(
+        arrays[path] = (array * 16).astype(ml_dtypes.float8_e4m3fn)
+        scales = np.random.default_rng(len(arrays)).uniform(
             0.01, 0.1, size=(rows, columns)
         )
-        found[f"{path}_scale_inv"] = scales.astype(np.float32)
-    return found
+        arrays[f"{path}_scale_inv"] = scales.astype(np.float32)
+    return arrays
 
 
 def unscaled(files: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]:
     """The matrices that such blocks stand for, element by element."""
-    found = {}
+    arrays = {}
     for path, array in files.items():
         scales = files.get(f"{path}_scale_inv")
         if scales is not None:
@@ -179,37 +179,37 @@ def unscaled(files: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]:
                 ml_dtypes.bfloat16
             )
         if not path.endswith("_scale_inv"):
-            found[path] = array
-    return found
+            arrays[path] = array
+    return arrays
 
 
-def equal(found: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
+def equal(arrays: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
     """Bit by bit."""
-    assert sorted(found) == sorted(expected)
+    assert sorted(arrays) == sorted(expected)
     for path, array in expected.items():
-        assert found[path].shape == array.shape and found[path].dtype == array.dtype, (
-            path
-        )
         assert (
-            np.ascontiguousarray(found[path]).tobytes()
+            arrays[path].shape == array.shape and arrays[path].dtype == array.dtype
+        ), path
+        assert (
+            np.ascontiguousarray(arrays[path]).tobytes()
             == np.ascontiguousarray(array).tobytes()
         ), path
 
 
 def close(
-    found: dict[str, Any],
+    arrays: dict[str, Any],
     expected: dict[str, np.ndarray],
     rtol: float = 1e-15,
     atol: float = 0,
 ) -> None:
     """As `equal`, but for rounding: what was counted with, and counted back."""
-    assert sorted(found) == sorted(expected)
+    assert sorted(arrays) == sorted(expected)
     for path, array in expected.items():
-        assert found[path].shape == array.shape and found[path].dtype == array.dtype, (
-            path
-        )
+        assert (
+            arrays[path].shape == array.shape and arrays[path].dtype == array.dtype
+        ), path
         np.testing.assert_allclose(
-            found[path], array, rtol=rtol, atol=atol, err_msg=path
+            arrays[path], array, rtol=rtol, atol=atol, err_msg=path
         )
 
 
@@ -224,7 +224,7 @@ _STACKED = json.loads(
 def stacked_by_hand(family: str, files: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The stacked tree of a checkpoint, with loops over layers and experts."""
     before, layers = _prefixes(family)
-    found = _ends(family, files, before)
+    arrays = _ends(family, files, before)
     for stack, start, stop, groups in _STACKED["stacks"][family]:
         rows = {
             path: name
@@ -232,12 +232,12 @@ def stacked_by_hand(family: str, files: dict[str, np.ndarray]) -> dict[str, np.n
             for path, name in _STACKED["rows"][group].items()
         }
         for path, name in rows.items():
-            one = [
+            layers_of_name = [
                 _layer(files, f"{before}{layers}.{i}.{name}")
                 for i in range(start, stop)
             ]
-            found[f"{stack}/{path}"] = np.stack(one)
-    return found
+            arrays[f"{stack}/{path}"] = np.stack(layers_of_name)
+    return arrays
 
 
 def _layer(files: dict[str, np.ndarray], row: str) -> np.ndarray:
@@ -263,8 +263,11 @@ def _prefixes(family):
 
 def _ends(family, files, before):
     if family == "gpt2":
-        found = {"embedding": files["wte.weight"], "positions": files["wpe.weight"]}
-        return found | {
+        files_by_path = {
+            "embedding": files["wte.weight"],
+            "positions": files["wpe.weight"],
+        }
+        return files_by_path | {
             "norm/scale": files["ln_f.weight"],
             "norm/bias": files["ln_f.bias"],
         }
@@ -274,22 +277,22 @@ def _ends(family, files, before):
             "positions": "position_embeddings",
             "types": "token_type_embeddings",
         }
-        found = {
+        files_by_path = {
             path: files[f"embeddings.{name}.weight"] for path, name in names.items()
         }
         norm = {"scale": "weight", "bias": "bias"}
-        found |= {
-            f"norm/{one}": files[f"embeddings.LayerNorm.{name}"]
-            for one, name in norm.items()
+        files_by_path |= {
+            f"norm/{key}": files[f"embeddings.LayerNorm.{name}"]
+            for key, name in norm.items()
         }
-        return found | {
+        return files_by_path | {
             "pooler/weight": files["pooler.dense.weight"].T,
             "pooler/bias": files["pooler.dense.bias"],
         }
-    found = {
+    files_by_path = {
         "embedding": files[f"{before}embed_tokens.weight"],
         "norm/scale": files[f"{before}norm.weight"],
     }
-    return found | (
+    return files_by_path | (
         {"head": files["lm_head.weight"].T} if "lm_head.weight" in files else {}
     )

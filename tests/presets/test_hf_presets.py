@@ -33,14 +33,14 @@ def rules_for(model: catalogue.Model, **kwargs: str) -> PathRules:
 def test_every_leaf_has_a_rule_and_every_rule_a_leaf(name):
     model = MODELS[name]
     rules, tree = rules_for(model), models.tree(name, layers=4)
-    found: dict[str, Any] = dict(catalogue.paths_of(match(tree, rules)))
-    assert sorted(set(found.values())) == list(range(len(rules.rules))) and len(
-        found
+    arrays: dict[str, Any] = dict(catalogue.paths_of(match(tree, rules)))
+    assert sorted(set(arrays.values())) == list(range(len(rules.rules))) and len(
+        arrays
     ) == len(catalogue.paths_of(tree))
     # The names of a checkpoint and the paths of a tree match alike.
     flat = {path.replace("/", "."): struct for path, struct in catalogue.paths_of(tree)}
     assert match(flat, rules) == {
-        path.replace("/", "."): rule for path, rule in found.items()
+        path.replace("/", "."): rule for path, rule in arrays.items()
     }
     # The names of mesh axes are arguments.
     usual = plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
@@ -62,37 +62,39 @@ def test_each_device_holds_its_part_and_what_heads_cost(name):
     tree = model.make() if model.parameters < 1e10 else models.tree(name, layers=4)
     rules = rules_for(model)
     for devices in (8, 64):
-        made = plan(tree, MeshSpec({"fsdp": devices}), paths=rules)
-        even = made.bytes_total / devices
+        sharding_plan = plan(tree, MeshSpec({"fsdp": devices}), paths=rules)
+        even = sharding_plan.bytes_total / devices
         # 64 devices do not share out the biases of models that have only 30 to 130 MB
         # of weights.
         small = model.parameters < 1e9 and devices > 8
-        assert even <= made.bytes_per_device <= even * (1.05 if small else 1.01)
-    made = plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
+        assert (
+            even <= sharding_plan.bytes_per_device <= even * (1.05 if small else 1.01)
+        )
+    sharding_plan = plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
     assert (
-        sum(row.bytes for row in made.leaves if row.spec == P())
-        <= 0.001 * made.bytes_total
+        sum(row.bytes for row in sharding_plan.leaves if row.spec == P())
+        <= 0.001 * sharding_plan.bytes_total
     )
     # GPT-2's vocabulary of 50257 is odd, and the one kv head of the small Gemmas cannot
     # be cut.
     excess = 1.4 if model.preset == "gpt2" else 1.02
-    assert made.bytes_per_device <= excess * made.bytes_total / 8
+    assert sharding_plan.bytes_per_device <= excess * sharding_plan.bytes_total / 8
 
 
 def test_weights_of_heads_over_several_mesh_axes():
-    model, at = MODELS["llama3-70b"], "model/layers/1/self_attn"
+    model, text = MODELS["llama3-70b"], "model/layers/1/self_attn"
     both: Any = ("data", "fsdp")
     rules, mesh = (
         rules_for(model, fsdp=both),
         MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}),
     )
-    made = plan(models.tree("llama3-70b", layers=2), mesh, paths=rules)
-    assert {made[f"{at}/{one}_proj/weight"].spec for one in "qkv"} == {
+    sharding_plan = plan(models.tree("llama3-70b", layers=2), mesh, paths=rules)
+    assert {sharding_plan[f"{text}/{letter}_proj/weight"].spec for letter in "qkv"} == {
         P("tensor", both)
     }
-    assert made[f"{at}/o_proj/weight"].spec == P(both, "tensor") and made[
-        "model/norm/weight"
-    ].spec == P(both)
+    assert sharding_plan[f"{text}/o_proj/weight"].spec == P(
+        both, "tensor"
+    ) and sharding_plan["model/norm/weight"].spec == P(both)
 
 
 def test_deepseek_fp8_and_its_last_layer_have_rules():
@@ -109,12 +111,18 @@ def test_deepseek_fp8_and_its_last_layer_have_rules():
     for layer in layers.values():
         o_proj = layer["self_attn"]["o_proj"]
         layer["self_attn"]["o_proj"] = {**o_proj, "weight_scale_inv": leaf(56, 128)}
-    made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=hf.deepseek_v3())
-    assert made["model/layers/4/eh_proj/weight"].spec == P("fsdp", "tensor")
-    assert made["model/layers/4/shared_head/head/weight"].spec == P("tensor", "fsdp")
+    sharding_plan = plan(
+        tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=hf.deepseek_v3()
+    )
+    assert sharding_plan["model/layers/4/eh_proj/weight"].spec == P("fsdp", "tensor")
+    assert sharding_plan["model/layers/4/shared_head/head/weight"].spec == P(
+        "tensor", "fsdp"
+    )
     # One scale stands for one block of 128, which is one head: the unit of the weight
     # is not the scale's.
-    assert made["model/layers/4/self_attn/o_proj/weight_scale_inv"].spec == P("fsdp")
+    assert sharding_plan["model/layers/4/self_attn/o_proj/weight_scale_inv"].spec == P(
+        "fsdp"
+    )
 
 
 def test_extra_arrays_of_early_checkpoints_have_rules():
@@ -136,9 +144,9 @@ def test_extra_arrays_of_early_checkpoints_have_rules():
         },
         "seq_relationship": dense(2, 768),
     }
-    made = plan(bert, MeshSpec({"fsdp": 8, "tensor": 2}), paths=hf.bert())
-    assert made["embeddings/position_ids"].spec == P(None, "fsdp")
-    assert made["cls/predictions/decoder/weight"].spec == P("tensor", "fsdp")
+    sharding_plan = plan(bert, MeshSpec({"fsdp": 8, "tensor": 2}), paths=hf.bert())
+    assert sharding_plan["embeddings/position_ids"].spec == P(None, "fsdp")
+    assert sharding_plan["cls/predictions/decoder/weight"].spec == P("tensor", "fsdp")
     llama = MODELS["llama2-70b"].make()
     llama["model"]["layers"]["0"]["self_attn"]["rotary_emb"] = {"inv_freq": leaf(64)}
     plan(llama, MeshSpec({"fsdp": 8}), paths=hf.llama())

@@ -34,9 +34,9 @@ def forms(draw, axes, cuts=True):
 
 
 def layout(form, axes):
-    path, rest, cut, at = form
+    path, rest, cut, offset = form
     rows = {}
-    for part in ("",) if cut is None else (f"[:{at}]", f"[{at}:]"):
+    for part in ("",) if cut is None else (f"[:{offset}]", f"[{offset}:]"):
         text = " ".join(
             f"({' '.join(group)})" if len(group) > 1 else group[0] for group in rest
         )
@@ -44,84 +44,84 @@ def layout(form, axes):
             "[]"
         ).replace(":", "-")
         rows[name] = "w: " + " ".join(
-            f"{one}{part}" if one == cut else one for one in text.split(" ")
+            f"{word}{part}" if word == cut else word for word in text.split(" ")
         )
     return maps.TreeLayout(rows, sizes=axes)
 
 
 def arrays(form, axes, whole):
     """The arrays of a layout, out of one that has its axes in alphabetical order."""
-    path, rest, cut, at = form
-    found = {}
+    path, rest, cut, offset = form
+    array_by_path = {}
     order = [*path, *[axis for group in rest for axis in group]]
     turned = whole.transpose([sorted(axes).index(axis) for axis in order])
     for numbers in it.product(*[range(axes[axis]) for axis in path]):
-        one = turned[numbers].reshape(
+        block = turned[numbers].reshape(
             [math.prod(axes[axis] for axis in group) for group in rest]
         )
         name = ".".join(["w", *map(str, numbers)])
         if cut is None:
-            found[name] = one
+            array_by_path[name] = block
             continue
         first, second = np.split(
-            one, [at], axis=[group[0] for group in rest].index(cut)
+            block, [offset], axis=[group[0] for group in rest].index(cut)
         )
-        found |= {f"{name}-{at}": first, f"{name}{at}-": second}
-    return found
+        array_by_path |= {f"{name}-{offset}": first, f"{name}{offset}-": second}
+    return array_by_path
 
 
-def equal(one, two):
-    assert one.keys() == two.keys()
+def equal(table, two):
+    assert table.keys() == two.keys()
     assert all(
-        one[path].shape == two[path].shape and (one[path] == two[path]).all()
+        table[path].shape == two[path].shape and (table[path] == two[path]).all()
         for path in two
     )
 
 
-def lead_to_each_other(one, two, source, target):
-    equal(one.to(two).apply(source, like=target), target)
-    equal(two.to(one).apply(target, like=source), source)
+def lead_to_each_other(form, two, source, target):
+    equal(form.to(two).apply(source, like=target), target)
+    equal(two.to(form).apply(target, like=source), source)
 
 
 @settings(max_examples=15, deadline=None, phases=(Phase.generate,))
 @given(st.data())
 def test_any_two_layouts_of_an_array_lead_to_each_other(data):
     axes = data.draw(sizes())
-    one, two = data.draw(forms(axes)), data.draw(forms(axes))
+    form, two = data.draw(forms(axes)), data.draw(forms(axes))
     # What comes in parts is put together along a dimension of its own, or is in the
     # path.
-    for cut, other in ((one[2], two), (two[2], one)):
+    for cut, other in ((form[2], two), (two[2], form)):
         assume(cut is None or cut in other[0] or [cut] in other[1])
     whole = np.arange(math.prod(axes.values())).reshape(
         [axes[axis] for axis in sorted(axes)]
     )
-    source, target = arrays(one, axes, whole), arrays(two, axes, whole)
-    one, two = layout(one, axes), layout(two, axes)
-    lead_to_each_other(one, two, source, target)
-    equal(one.to(two).inverse().apply(target, like=source), source)
+    source, target = arrays(form, axes, whole), arrays(two, axes, whole)
+    form, two = layout(form, axes), layout(two, axes)
+    lead_to_each_other(form, two, source, target)
+    equal(form.to(two).inverse().apply(target, like=source), source)
 
 
 @settings(max_examples=15, deadline=None, phases=(Phase.generate,))
 @given(st.data())
 def test_axes_are_padded_and_cut_off_again(data):
     axes = data.draw(sizes())
-    one, two = data.draw(forms(axes, cuts=False)), data.draw(forms(axes, cuts=False))
+    form, two = data.draw(forms(axes, cuts=False)), data.draw(forms(axes, cuts=False))
     # Of an axis that both have in their paths there is nothing to pad: the arrays are
     # not there.
-    own = {
+    size_by_axis = {
         axis: size
         for axis, size in axes.items()
-        if axis not in one[0] or axis not in two[0]
+        if axis not in form[0] or axis not in two[0]
     }
-    more = axes | {
-        axis: size + data.draw(st.integers(0, 2)) for axis, size in own.items()
+    extra = axes | {
+        axis: size + data.draw(st.integers(0, 2)) for axis, size in size_by_axis.items()
     }
     whole = np.arange(1, 1 + math.prod(axes.values())).reshape(
         [axes[axis] for axis in sorted(axes)]
     )
-    padded = np.pad(whole, [(0, more[axis] - axes[axis]) for axis in sorted(axes)])
-    source, target = arrays(one, axes, whole), arrays(two, more, padded)
-    lead_to_each_other(layout(one, axes), layout(two, more), source, target)
+    padded = np.pad(whole, [(0, extra[axis] - axes[axis]) for axis in sorted(axes)])
+    source, target = arrays(form, axes, whole), arrays(two, extra, padded)
+    lead_to_each_other(layout(form, axes), layout(two, extra), source, target)
 
 
 @settings(max_examples=15, deadline=None, phases=(Phase.generate,))
@@ -129,12 +129,12 @@ def test_axes_are_padded_and_cut_off_again(data):
 def test_a_repetition_is_there_so_many_times_and_taken_back(data):
     axes = data.draw(sizes())
     every = {**axes, "z": data.draw(st.integers(1, 3))}
-    one, two = data.draw(forms(axes, cuts=False)), data.draw(forms(every, cuts=False))
+    form, two = data.draw(forms(axes, cuts=False)), data.draw(forms(every, cuts=False))
     if "z" in two[0]:
         two = ([axis for axis in two[0] if axis != "z"], [*two[1], ["z"]], None, 0)
     whole = np.arange(math.prod(axes.values())).reshape(
         [axes[axis] for axis in sorted(axes)]
     )
-    source = arrays(one, axes, whole)
+    source = arrays(form, axes, whole)
     target = arrays(two, every, np.stack([whole] * every["z"], axis=-1))
-    lead_to_each_other(layout(one, axes), layout(two, every), source, target)
+    lead_to_each_other(layout(form, axes), layout(two, every), source, target)

@@ -27,17 +27,18 @@ def test_a_checkpoint_and_a_stacked_tree(family):
     tree = there.apply(files)
     equal(tree, stacked_by_hand(family, files))
     structs = {
-        path: jax.ShapeDtypeStruct(one.shape, one.dtype) for path, one in tree.items()
+        path: jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for path, array in tree.items()
     }
     equal(there.apply(files, like=structs), tree)
-    kept = {
+    array_by_path = {
         path: array
         for path, array in files.items()
         if not path.startswith(("vision", "multi"))
     }
-    equal(mine.to(theirs).apply(tree), kept)
-    equal(mine.to(theirs).apply(tree, like=kept), kept)
-    equal(there.inverse().apply(tree, like=kept), kept)
+    equal(mine.to(theirs).apply(tree), array_by_path)
+    equal(mine.to(theirs).apply(tree, like=array_by_path), array_by_path)
+    equal(there.inverse().apply(tree, like=array_by_path), array_by_path)
     assert TreeMap.from_json(there.to_json()) == there
 
 
@@ -66,7 +67,7 @@ def test_a_tree_of_maxtext_may_have_interleaved_positions():
 
 
 @pytest.mark.parametrize(
-    "family, at, experts, first",
+    "family, position, experts, first",
     [
         ("mixtral", "layers/MoeBlock_0", "block_sparse_moe.experts.2.w1", 0),
         (
@@ -83,13 +84,13 @@ def test_a_tree_of_maxtext_may_have_interleaved_positions():
         ),
     ],
 )
-def test_trees_of_maxtext_with_experts(family, at, experts, first):
+def test_trees_of_maxtext_with_experts(family, position, experts, first):
     config, files = config_of(family), files_of(family)
     theirs, mine = maps.hugging_face(config), maps.maxtext(config)
     tree = theirs.to(mine).apply(files)
     # Experts, layers, in, out.
     assert (
-        tree[f"params/decoder/{at}/wi_0"][2, 1]
+        tree[f"params/decoder/{position}/wi_0"][2, 1]
         == files[f"model.layers.{first + 1}.{experts}.weight"].T
     ).all()
     if family == "deepseek_v3":
@@ -111,28 +112,30 @@ def test_each_shard_of_an_engine_has_its_heads_and_units(heads, kv_heads, shards
     trained = maps.hugging_face(config).to(trainer).apply(files)
     there = trainer.to(served)
     weights = there.apply(trained)
-    at, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    text, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
     query, key, value = (
-        files[f"{at}{one}_proj.weight"].reshape(-1, 8, 32) for one in "qkv"
+        files[f"{text}{projection}_proj.weight"].reshape(-1, 8, 32)
+        for projection in "qkv"
     )
     # Fewer key heads than shards are there more than once.
     key, value = (
-        np.repeat(one, max(1, shards // kv_heads), axis=0) for one in (key, value)
+        np.repeat(projection, max(1, shards // kv_heads), axis=0)
+        for projection in (key, value)
     )
     parts = [
-        one
+        projection
         for shard in zip(
             *[np.split(each, shards) for each in (query, key, value)], strict=True
         )
-        for one in shard
+        for projection in shard
     ]
     assert (
-        weights[f"{at}qkv_proj.weight"] == np.concatenate(parts).reshape(-1, 32)
+        weights[f"{text}qkv_proj.weight"] == np.concatenate(parts).reshape(-1, 32)
     ).all()
-    assert (weights[f"{at}o_proj.weight"] == files[f"{at}o_proj.weight"]).all()
+    assert (weights[f"{text}o_proj.weight"] == files[f"{text}o_proj.weight"]).all()
     gate_up = [
-        np.stack(np.split(files[f"{mlp}{one}_proj.weight"], shards))
-        for one in ("gate", "up")
+        np.stack(np.split(files[f"{mlp}{projection}_proj.weight"], shards))
+        for projection in ("gate", "up")
     ]
     assert (
         weights[f"{mlp}gate_up_proj.weight"]
@@ -153,8 +156,8 @@ def test_engines_of_other_families(family):
     if family == "qwen3_moe":
         both = weights["model.layers.1.mlp.experts.w13_weight"]
         gate, up = (
-            files[f"model.layers.1.mlp.experts.3.{one}_proj.weight"]
-            for one in ("gate", "up")
+            files[f"model.layers.1.mlp.experts.3.{projection}_proj.weight"]
+            for projection in ("gate", "up")
         )
         assert (
             both[3] == np.concatenate([gate[:12], up[:12], gate[12:], up[12:]])
@@ -166,9 +169,9 @@ def test_engines_of_other_families(family):
     if family == "gpt2":
         query, key, value = np.split(files["h.2.attn.c_attn.weight"], 3, axis=1)
         by_hand = [
-            one[:, half].T
+            projection[:, half].T
             for half in (slice(16), slice(16, 32))
-            for one in (query, key, value)
+            for projection in (query, key, value)
         ]
         assert (
             weights["transformer.h.2.attn.c_attn.weight"] == np.concatenate(by_hand)
@@ -180,16 +183,16 @@ def test_engines_of_other_families(family):
             ).all()
     if family == "bert":
         query, key = (
-            files[f"encoder.layer.0.attention.self.{one}.weight"]
-            for one in ("query", "key")
+            files[f"encoder.layer.0.attention.self.{projection}.weight"]
+            for projection in ("query", "key")
         )
         fused = weights["encoder.layer.0.attention.self.qkv_proj.weight"]
         half = len(query) // 2
         assert (fused[: 2 * half] == np.concatenate([query[:half], key[:half]])).all()
     if family == "deepseek_v3":
         both = [
-            files[f"model.layers.1.self_attn.{one}.weight"]
-            for one in ("q_a_proj", "kv_a_proj_with_mqa")
+            files[f"model.layers.1.self_attn.{projection}.weight"]
+            for projection in ("q_a_proj", "kv_a_proj_with_mqa")
         ]
         assert (
             weights["model.layers.1.self_attn.fused_qkv_a_proj.weight"]
@@ -202,7 +205,8 @@ def test_engines_of_other_families(family):
         ]
     if family == "qwen2":
         query, key = (
-            files[f"model.layers.0.self_attn.{one}_proj.bias"] for one in "qk"
+            files[f"model.layers.0.self_attn.{projection}_proj.bias"]
+            for projection in "qk"
         )
         assert (
             weights["model.layers.0.self_attn.qkv_proj.bias"][:24]
@@ -227,8 +231,8 @@ def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
     }
     files = in_blocks(files_of("deepseek_v3", np.float32), block)
     ahead = {
-        path.replace(".4.", ".5."): one
-        for path, one in files.items()
+        path.replace(".4.", ".5."): file
+        for path, file in files.items()
         if path.startswith("model.layers.4.")
     }
     files |= ahead | {
@@ -243,7 +247,7 @@ def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
     there = theirs.to(mine)
     tree = there.apply(files)
     whole = unscaled(
-        {path: one for path, one in files.items() if ".5." not in path}, block
+        {path: file for path, file in files.items() if ".5." not in path}, block
     )
     equal(tree, stacked_by_hand("deepseek_v3", whole))
     with pytest.raises(
@@ -262,7 +266,7 @@ def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
     plain = maps.hugging_face({**config, "quantization_config": None}, ahead="drop")
     equal(mine.to(plain).apply(tree), whole)
     # A file with one layer less is missed at once, and not taken for a smaller model.
-    fewer = {path: one for path, one in files.items() if ".4." not in path}
+    fewer = {path: file for path, file in files.items() if ".4." not in path}
     with pytest.raises(MapError, match=r"the source has no `model.layers.4.self_attn"):
         there.apply(fewer)
     with pytest.raises(
@@ -279,10 +283,12 @@ def test_a_bert_with_and_without_its_pooler():
     assert (
         theirs.to(mine).apply(files)["pooler/weight"] == files["pooler.dense.weight"].T
     ).all()
-    without = {path: one for path, one in files.items() if "pooler" not in path}
+    without = {path: layout for path, layout in files.items() if "pooler" not in path}
     with pytest.raises(MapError, match="the source has no `pooler.dense.weight`"):
         theirs.to(mine).apply(without)
-    theirs, mine = (one.without("pooler", "pooler_bias") for one in (theirs, mine))
+    theirs, mine = (
+        layout.without("pooler", "pooler_bias") for layout in (theirs, mine)
+    )
     tree = theirs.to(mine).apply(without)
     assert "pooler/weight" not in tree
     equal(theirs.to(mine).apply(files), tree)
@@ -292,7 +298,7 @@ def test_a_bert_with_and_without_its_pooler():
 
 def test_a_checkpoint_with_a_prefix_and_unused_arrays():
     config, files = config_of("gpt2"), files_of("gpt2")
-    prefixed = {f"transformer.{path}": one for path, one in files.items()}
+    prefixed = {f"transformer.{path}": file for path, file in files.items()}
     prefixed |= {
         "lm_head.weight": files["wte.weight"],
         "transformer.h.0.attn.bias": np.ones((1, 1, 16, 16)),
@@ -320,10 +326,10 @@ def test_output_weights_that_are_the_embedding():
 
 def test_a_line_of_a_map_is_changed():
     config, files = config_of("llama"), files_of("llama")
-    made = maps.hugging_face(config).to(maps.stacked(config))
+    rule_set = maps.hugging_face(config).to(maps.stacked(config))
     other = TreeMap(
-        {**made.rules, "head": From("model.embed_tokens.weight").T},
-        drop=[*made.drop, "lm_head.weight"],
+        {**rule_set.rules, "head": From("model.embed_tokens.weight").T},
+        drop=[*rule_set.drop, "lm_head.weight"],
     )
     tree = other.apply(files)
     assert (tree["head"] == files["model.embed_tokens.weight"].T).all()
@@ -331,8 +337,8 @@ def test_a_line_of_a_map_is_changed():
         other
     )
     for odd, words in (
-        (made.inverse(), "is inverted"),
-        (made.then(made), "is 2 maps, one after the other"),
+        (rule_set.inverse(), "is inverted"),
+        (rule_set.then(rule_set), "is 2 maps, one after the other"),
     ):
         with pytest.raises(
             MapError, match=f"this map {words}, and has no rules of its own"
@@ -395,12 +401,12 @@ CONFIGS = {
         r"does not say `num_hidden_layers`; add it",
     ),
     **{
-        one: (
+        dim: (
             maps.stacked,
-            {**config_of("deepseek_v3"), one: None},
-            f"does not say `{one}`; add it",
+            {**config_of("deepseek_v3"), dim: None},
+            f"does not say `{dim}`; add it",
         )
-        for one in DIMS
+        for dim in DIMS
     },
 }
 
@@ -552,7 +558,7 @@ def weights_of_config(config):
     keys = config["num_key_value_heads"] * config["head_dim"]
     shapes = {"embed_tokens": (config["vocab_size"], embed), "norm": (embed,)}
     for i in range(config["num_hidden_layers"]):
-        at = f"layers.{i}"
+        text = f"layers.{i}"
         for name, sizes in (
             ("self_attn.q_proj", (heads, embed)),
             ("self_attn.k_proj", (keys, embed)),
@@ -564,7 +570,7 @@ def weights_of_config(config):
             ("input_layernorm", (embed,)),
             ("post_attention_layernorm", (embed,)),
         ):
-            shapes[f"{at}.{name}"] = sizes
+            shapes[f"{text}.{name}"] = sizes
     rng = np.random.default_rng(0)
     return {
         f"model.{name}.weight": rng.normal(size=sizes).astype(np.float32)

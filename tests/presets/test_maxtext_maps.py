@@ -25,32 +25,33 @@ def blocks(family, layers):
     """
     if family == "gemma2":
         return [
-            ("layers", end, range(at, layers, 2))
-            for at, end in enumerate(("_local", "_global"))
+            ("layers", end, range(layer, layers, 2))
+            for layer, end in enumerate(("_local", "_global"))
         ]
     if not family.startswith("gemma3"):
         return [("layers", "", range(layers))]
     full = layers - layers % 6
     scanned = [
-        (f"layers/layers_{at}", "", range(at, full, 6))
-        for at in range(6 if full else 0)
+        (f"layers/layers_{layer}", "", range(layer, full, 6))
+        for layer in range(6 if full else 0)
     ]
     return scanned + [
-        (f"layers_remainder/layers_{at - full}", "", at) for at in range(full, layers)
+        (f"layers_remainder/layers_{layer - full}", "", layer)
+        for layer in range(full, layers)
     ]
 
 
-def shape_of(name, one):
+def shape_of(name, array):
     """The shape of one weight in MaxText's tree."""
     block, kind, *_ = name.split("/")
     if name.endswith("bias"):
         return (-1, DIM)
     if block == "self_attention" and name.endswith("kernel"):
         return (-1, DIM, EMBED) if kind == "out" else (EMBED, -1, DIM)
-    return one.T.shape
+    return array.T.shape
 
 
-def kept(family, name, one):
+def kept(family, name, item):
     """One weight as MaxText keeps it, before layers are stacked."""
     is_gemma = family.startswith("gemma")
     if name == "token_embedder/embedding":
@@ -59,22 +60,22 @@ def kept(family, name, one):
             if family in ("gemma", "gemma2")
             else float(np.asarray(EMBED**0.5, ml_dtypes.bfloat16))
         )
-        return one * np.float32(root) if is_gemma else one
-    one = one.T.reshape(shape_of(name, one))
+        return item * np.float32(root) if is_gemma else item
+    item = item.T.reshape(shape_of(name, item))
     if name.endswith("scale") and is_gemma:
-        return one + 1
+        return item + 1
     is_divided = name == "self_attention/query/kernel" and family in (
         "llama",
         "gemma",
         "gemma2",
     )
-    return one * np.float32(DIM**-0.5) if is_divided else one
+    return item * np.float32(DIM**-0.5) if is_divided else item
 
 
 def by_hand(family, files, layers):
     """The tree, loop by loop."""
     before = {"gemma3": "language_model.model."}.get(family, "model.")
-    found = {}
+    arrays = {}
 
     def one(name, path):
         if "{e}" in path:
@@ -84,13 +85,13 @@ def by_hand(family, files, layers):
     for name, path in NAMES["ends"].items():
         path = path if path == "lm_head.weight" else f"{before}{path}"
         if path in files:
-            found[f"params/{name}"] = one(name, path)
+            arrays[f"params/{name}"] = one(name, path)
     rows = {
         mine: theirs
         for group in NAMES["families"][family]
         for mine, theirs in NAMES[group].items()
     }
-    for at, end, numbers in blocks(family, layers):
+    for position, end, numbers in blocks(family, layers):
         for name, path in rows.items():
             block, _, rest = name.partition("/")
             if isinstance(numbers, range):
@@ -99,8 +100,8 @@ def by_hand(family, files, layers):
                 )
             else:
                 whole = one(name, f"{before}layers.{numbers}.{path}")
-            found[f"params/decoder/{at}/{block}{end}/{rest}"] = whole
-    return found
+            arrays[f"params/decoder/{position}/{block}{end}/{rest}"] = whole
+    return arrays
 
 
 FAMILIES = [
@@ -123,8 +124,8 @@ def test_trees_are_as_maxtexts_converter_makes_them(family, layers):
     theirs, mine = maps.hugging_face(config), maps.maxtext(config)
     expected = by_hand(family, files, layers)
     read = {
-        path: one
-        for path, one in files.items()
+        path: file
+        for path, file in files.items()
         if not path.startswith(("vision", "multi"))
     }
     tree = theirs.to(mine).apply(files)
@@ -150,8 +151,8 @@ def test_trees_are_as_maxtexts_converter_makes_them(family, layers):
 def test_bfloat16_is_rounded_as_by_the_maxtext_converter():
     config = config_of("gemma3_text", layers=7) | {"hidden_size": 40}
     files = {
-        p: one.astype(ml_dtypes.bfloat16)
-        for p, one in files_of("gemma3_text", layers=7, embed=40).items()
+        p: array.astype(ml_dtypes.bfloat16)
+        for p, array in files_of("gemma3_text", layers=7, embed=40).items()
     }
     tree = maps.hugging_face(config).to(maps.maxtext(config)).apply(files)
     root = np.asarray(40**0.5, ml_dtypes.bfloat16)

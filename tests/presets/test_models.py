@@ -114,12 +114,12 @@ def test_names_are_those_of_transformers(name):
         if isinstance(node, ast.Assign)
         for to in node.targets
     ]
-    known = {to.attr for to in targets if isinstance(to, ast.Attribute)}
+    attributes = {to.attr for to in targets if isinstance(to, ast.Attribute)}
     paths = [path for path, _ in catalogue.paths_of(models.tree(name, layers=4))]
     words = {
         word for path in paths for word in path.split("/") if not word.isdigit()
     } - {"weight", "bias"}
-    assert words - known == RENAMED.get(name, set())
+    assert words - attributes == RENAMED.get(name, set())
 
 
 def test_experts_of_mixtral_are_named_as_transformers_reads_them():
@@ -170,8 +170,8 @@ def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
         MeshSpec(MESHES[how]),
         models.rules_for(name, how),
     )
-    made = plan(tree, mesh, paths=rules)
-    codes = {reason.code.name for row in made.leaves for reason in row.reasons}
+    sharding_plan = plan(tree, mesh, paths=rules)
+    codes = {reason.code.name for row in sharding_plan.leaves for reason in row.reasons}
     # GPT's odd vocabulary, and the one kv head of small Gemmas.
     assert codes <= {"unit", "indivisible"}
     ways = math.prod(size for axis, size in MESHES[how].items() if axis != "data")
@@ -179,10 +179,12 @@ def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
     # ViT.
     assert (
         codes
-        or made.bytes_per_device
-        <= (1.15 if "tensor" in MESHES[how] else 1.03) * made.bytes_total / ways
+        or sharding_plan.bytes_per_device
+        <= (1.15 if "tensor" in MESHES[how] else 1.03)
+        * sharding_plan.bytes_total
+        / ways
     )
-    assert how != "dp" or made.bytes_per_device == made.bytes_total
+    assert how != "dp" or sharding_plan.bytes_per_device == sharding_plan.bytes_total
     # A rule applies, or it is for a sibling in the family: then its regex finds no path
     # of this tree at all.
     used, paths = (
@@ -197,13 +199,15 @@ def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
     ] == []
     # A check finds nothing but what cannot be cut. Without fsdp, some arrays are whole
     # by design.
-    found = lint(
+    findings = lint(
         tree,
         mesh,
         paths=rules,
         replicated_bytes=2**24 if "fsdp" in MESHES[how] else 2**40,
     )
-    assert {one.code for one in found} <= ({"corrected"} if codes else set()), found
+    assert {reason.code for reason in findings} <= (
+        {"corrected"} if codes else set()
+    ), findings
 
 
 @pytest.mark.parametrize(
@@ -213,9 +217,11 @@ def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
 def test_stacked_experts_are_cut_as_each_expert_would_be(name, how):
     tree, single = few_layers(name, stack_experts=True), few_layers(name)
     assert catalogue.parameters(single) == catalogue.parameters(tree)
-    made = plan(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
+    sharding_plan = plan(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
     stacked = [
-        row for row in made.leaves if "/experts/" in row.path and len(row.shape) == 3
+        row
+        for row in sharding_plan.leaves
+        if "/experts/" in row.path and len(row.shape) == 3
     ]
     assert stacked and all(
         row.spec[0] == ("expert" if how == "ep" else None) for row in stacked
@@ -239,13 +245,13 @@ def test_rules_for_experts_need_experts_in_one_array():
 
 
 def test_heads_are_not_cut():
-    made = plan(
+    sharding_plan = plan(
         models.tree("llama3-8b"),
         MeshSpec({"tensor": 16}),
         paths=models.rules_for("llama3-8b", "tp"),
     )
-    assert made["model/layers/0/self_attn/q_proj/weight"].spec == P("tensor")
-    assert made["model/layers/0/self_attn/k_proj/weight"].spec == P()
+    assert sharding_plan["model/layers/0/self_attn/q_proj/weight"].spec == P("tensor")
+    assert sharding_plan["model/layers/0/self_attn/k_proj/weight"].spec == P()
     gated = plan(
         few_layers("qwen3-next-80b-a3b"),
         MeshSpec({"tensor": 32}),

@@ -107,7 +107,7 @@ def test_overriding_is_explicit_and_part_of_the_value():
     changed = rules.without(tokens.DP).with_alias(tokens.DP, tokens.TP)
     assert changed != rules and hash(changed) != hash(rules)
     resolved = jax.jit(
-        lambda x, given: x * len(resolve((tokens.DP,), given).spec[0] or ""),
+        lambda x, arguments: x * len(resolve((tokens.DP,), arguments).spec[0] or ""),
         static_argnums=1,
     )
     assert int(resolved(1, rules.prepend({tokens.DP: "d"}))) == 1
@@ -164,7 +164,7 @@ def test_a_blocked_generation_rule_has_no_training_fallback():
 
 
 @pytest.mark.parametrize(
-    "shape, dim, wanted",
+    "shape, dim, text",
     [
         ((2, 1, 32), 1, tokens.MODE_DECODE),
         ((2, 32, 1), -1, tokens.MODE_DECODE),
@@ -176,9 +176,9 @@ def test_a_blocked_generation_rule_has_no_training_fallback():
         ((2, 1), -3, r"the shape has no dim -?\d; use one below 2"),
     ],
 )
-def test_the_mode_of_a_shape(shape, dim, wanted):
-    if wanted in MODES:
-        assert infer_mode(shape, dim) == wanted
+def test_the_mode_of_a_shape(shape, dim, text):
+    if text in MODES:
+        assert infer_mode(shape, dim) == text
     else:
-        with pytest.raises((RuleError, SpecError), match=wanted):
+        with pytest.raises((RuleError, SpecError), match=text):
             infer_mode(shape, dim)

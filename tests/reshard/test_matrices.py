@@ -37,14 +37,14 @@ from shardfx.errors import (
 
 FSDP = PathRules([(".*", fsdp("fsdp"))])
 # Whole matrices alone give these: of a part the norm is another.
-unit = lambda one: one / jnp.linalg.norm(one)
+unit = lambda item: item / jnp.linalg.norm(item)
 
 
 def matrices(count, shape=(16, 32), dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), count)
     return {
-        f"w{at}": jax.random.normal(key, shape).astype(dtype)
-        for at, key in enumerate(keys)
+        f"w{number}": jax.random.normal(key, shape).astype(dtype)
+        for number, key in enumerate(keys)
     }
 
 
@@ -57,22 +57,28 @@ def check(fn, tree, mesh, *, rules: Any = FSDP, axes=None, names=None, **options
     """What is mapped under a plan, beside what the function makes of each matrix on one
     device.
     """
-    made = plan(tree, mesh, paths=rules, axes=axes, names=names, unused="allow")
-    mapped = map_matrices(fn, made, **options)
-    compiled = (
-        jax.jit(mapped, out_shardings=made.shardings).lower(made.structs).compile()
+    sharding_plan = plan(
+        tree, mesh, paths=rules, axes=axes, names=names, unused="allow"
     )
-    result = compiled(sfx.shard(tree, made))
-    assert [one.spec for one in jax.tree.leaves(sfx.shardings_of(result))] == [
-        one.spec for one in jax.tree.leaves(made.shardings)
+    mapped = map_matrices(fn, sharding_plan, **options)
+    compiled = (
+        jax.jit(mapped, out_shardings=sharding_plan.shardings)
+        .lower(sharding_plan.structs)
+        .compile()
+    )
+    result = compiled(sfx.shard(tree, sharding_plan))
+    assert [leaf.spec for leaf in jax.tree.leaves(sfx.shardings_of(result))] == [
+        leaf.spec for leaf in jax.tree.leaves(sharding_plan.shardings)
     ]
     return result, mapped, sfx.cost.traffic(compiled)
 
 
-def same(found, wanted, tolerance=1e-5):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        one, other = (np.asarray(x, np.float64) for x in (one, other))
-        assert np.abs(one - other).max() <= tolerance * np.abs(other).max()
+def same(tree, expected, tolerance=1e-5):
+    for leaf, other in zip(
+        jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True
+    ):
+        leaf, other = (np.asarray(x, np.float64) for x in (leaf, other))
+        assert np.abs(leaf - other).max() <= tolerance * np.abs(other).max()
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 11, 24])
@@ -90,44 +96,51 @@ def test_each_matrix_is_whole(count, sizes):
     }
     tree |= {"half": tree["w0"].astype(jnp.bfloat16)} if count == 3 else {}
     result, _, _ = check(unit, tree, built(sizes), rules=rules)
-    assert {name: one.dtype for name, one in result.items()} == {
-        name: one.dtype for name, one in tree.items()
+    assert {name: array.dtype for name, array in result.items()} == {
+        name: array.dtype for name, array in tree.items()
     }
     tolerance = 0.02 if "half" in tree else 1e-5
     same(
         result,
-        {name: unit(one) if one.ndim == 2 else one for name, one in tree.items()},
+        {
+            name: unit(array) if array.ndim == 2 else array
+            for name, array in tree.items()
+        },
         tolerance,
     )
 
 
 def test_muon_sends_two_all_to_alls_and_no_more():
     tree = matrices(16, (64, 64)) | {
-        f"u{at}": one for at, one in enumerate(matrices(8, (64, 256)).values())
+        f"u{position}": matrix
+        for position, matrix in enumerate(matrices(8, (64, 256)).values())
     }
     result, mapped, traffic = check(orthogonal, tree, built({"fsdp": 8}))
     theirs = _muon.orthogonalize_via_newton_schulz
     with jax.numpy_dtype_promotion("standard"):
-        wanted = {
-            name: theirs(one, jnp.array([3.4445, -4.775, 2.0315]))
-            for name, one in tree.items()
+        theirs_by_name = {
+            name: theirs(matrix, jnp.array([3.4445, -4.775, 2.0315]))
+            for name, matrix in tree.items()
         }
-    same(result, wanted)
-    whole = sum(one.nbytes for one in tree.values())
+    same(result, theirs_by_name)
+    whole = sum(matrix.nbytes for matrix in tree.values())
     assert {row.kind for row in traffic.rows} == {"all-to-all"}
     assert traffic.wire_bytes <= 0.22 * whole
-    assert [one.starts(0).shape[1] for one in mapped.exchanges] == [1, 2]
+    assert [matrix.starts(0).shape[1] for matrix in mapped.exchanges] == [1, 2]
 
 
 def test_what_is_left_over_goes_to_those_that_have_done_least():
-    made = plan(matrices(3) | {f"u{at}": one for at, one in enumerate(matrices(5, (16, 16)).values())},
-                built({"fsdp": 8}), paths=FSDP)  # fmt: skip
-    mapped = map_matrices(unit, made)
+    small = {
+        f"u{position}": matrix
+        for position, matrix in enumerate(matrices(5, (16, 16)).values())
+    }
+    sharding_plan = plan(matrices(3) | small, built({"fsdp": 8}), paths=FSDP)
+    mapped = map_matrices(unit, sharding_plan)
     (exchange,) = mapped.exchanges
-    assert [len(own) for own in exchange.owned] == [1] * 8
-    made = plan(matrices(3, (64, 64)), MeshSpec({"fsdp": 64}), paths=FSDP)
+    assert [len(matrices_owned) for matrices_owned in exchange.owned] == [1] * 8
+    sharding_plan = plan(matrices(3, (64, 64)), MeshSpec({"fsdp": 64}), paths=FSDP)
     assert (
-        sorted(map(len, map_matrices(orthogonal, made).exchanges[0].owned))
+        sorted(map(len, map_matrices(orthogonal, sharding_plan).exchanges[0].owned))
         == [0] * 61 + [1] * 3
     )
     assert exchange.width * exchange.unit[0] == 16 * 32 // 8
@@ -145,18 +158,20 @@ def test_small_matrices_fill_what_large_ones_leave():
         "o": (256, 256),
     }
     tree = {
-        f"{at}/{name}": jax.ShapeDtypeStruct(shape, "float32")
-        for at in range(32)
+        f"{position}/{name}": jax.ShapeDtypeStruct(shape, "float32")
+        for position in range(32)
         for name, shape in shapes.items()
     }
-    made = plan(
+    sharding_plan = plan(
         tree,
         MeshSpec({"fsdp": 8, "tensor": 8}),
         paths=PathRules([(".*", P("fsdp", "tensor"))]),
     )
-    mapped = map_matrices(orthogonal, made)
-    sent = sum(one.width * math.prod(one.unit) * 64 for one in mapped.exchanges)
-    assert sent * 4 * 64 <= 1.15 * sum(leaf.bytes for leaf in made.leaves)
+    mapped = map_matrices(orthogonal, sharding_plan)
+    sent = sum(
+        exchange.width * math.prod(exchange.unit) * 64 for exchange in mapped.exchanges
+    )
+    assert sent * 4 * 64 <= 1.15 * sum(leaf.bytes for leaf in sharding_plan.leaves)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -165,8 +180,8 @@ def test_any_layout_and_any_owners(seed):
     sizes = rng.choice(
         [{"a": 8}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}, {"a": 2, "b": 3}]
     )
-    tree, rules, where, wanted = {}, [], {}, {}
-    for at in range(4):
+    tree, rules, where, expected = {}, [], {}, {}
+    for position in range(4):
         many, rest = (
             rng.choice([(), (6,), (12, 2)]),
             rng.choice([(6, 12), (24, 24), (5, 7), (2, 3, 24)]),
@@ -180,10 +195,12 @@ def test_any_layout_and_any_owners(seed):
             )
             for size in rest
         ]
-        tree[f"w{at}"] = x = jax.random.normal(jax.random.key(at), (*many, *rest))
-        rules.append((f"^w{at}$", P(*[None] * len(many), *entries)))
-        where[f"^w{at}$"] = len(many), len(rest) - 1
-        wanted[f"w{at}"] = jax.vmap(unit)(
+        tree[f"w{position}"] = x = jax.random.normal(
+            jax.random.key(position), (*many, *rest)
+        )
+        rules.append((f"^w{position}$", P(*[None] * len(many), *entries)))
+        where[f"^w{position}$"] = len(many), len(rest) - 1
+        expected[f"w{position}"] = jax.vmap(unit)(
             x.reshape(-1, math.prod(rest[:-1]), rest[-1])
         ).reshape(x.shape)
     over = rng.choice([None, rng.sample([*sizes], 1)])
@@ -195,7 +212,7 @@ def test_any_layout_and_any_owners(seed):
         where=where,
         over=over,
     )
-    same(result, wanted)
+    same(result, expected)
 
 
 def test_leading_dimensions_count_matrices():
@@ -221,7 +238,7 @@ def test_leading_dimensions_count_matrices():
             "down": jax.vmap(jax.vmap(unit))(tree["down"]),
         },
     )
-    assert {(one.lead_axes, one.axes) for one in mapped.exchanges} == {
+    assert {(exchange.lead_axes, exchange.axes) for exchange in mapped.exchanges} == {
         (("ep",), ("fsdp",))
     }
     assert "ep" not in {axis for row in traffic.rows for axis in row.axes or ()}
@@ -233,10 +250,10 @@ def test_convolutions_and_vectors_by_where():
         "b": jnp.ones(8),
         "step": jnp.zeros((), int),
     }
-    where = {"conv": (0, 3), "^b$": lambda one: 2 * one}
+    where = {"conv": (0, 3), "^b$": lambda item: 2 * item}
     result, _, _ = check(unit, tree, built({"fsdp": 8}), where=where)
-    wanted = unit(tree["conv"].reshape(72, 16)).reshape(tree["conv"].shape)
-    same(result, {"conv": wanted, "b": 2 * tree["b"], "step": tree["step"]})
+    expected = unit(tree["conv"].reshape(72, 16)).reshape(tree["conv"].shape)
+    same(result, {"conv": expected, "b": 2 * tree["b"], "step": tree["step"]})
 
 
 def test_states_stay_with_the_owners():
@@ -245,12 +262,12 @@ def test_states_stay_with_the_owners():
     """
 
     def preconditioned(matrix, factors):
-        left, right = (
+        left_factor, right = (
             factors["left"] + matrix @ matrix.T,
             factors["right"] + matrix.T @ matrix,
         )
-        return matrix / (1 + jnp.trace(left)) + jnp.trace(right), {
-            "left": left,
+        return matrix / (1 + jnp.trace(left_factor)) + jnp.trace(right), {
+            "left": left_factor,
             "right": right,
         }
 
@@ -259,27 +276,28 @@ def test_states_stay_with_the_owners():
         return {"left": jnp.zeros((rows, rows)), "right": jnp.zeros((columns, columns))}
 
     tree, mesh = matrices(11), built({"fsdp": 8})
-    made = plan(tree, mesh, paths=FSDP)
-    mapped = map_matrices(preconditioned, made, state=init)
+    sharding_plan = plan(tree, mesh, paths=FSDP)
+    mapped = map_matrices(preconditioned, sharding_plan, state=init)
     assert {leaf.spec for leaf in mapped.states.leaves} == {P("fsdp")}
     step = sfx.filter_jit(
         mapped,
-        in_shardings=(made, mapped.states),
-        out_shardings=(made, mapped.states),
+        in_shardings=(sharding_plan, mapped.states),
+        out_shardings=(sharding_plan, mapped.states),
         donate="all",
     )
     states = jax.jit(mapped.init, out_shardings=mapped.states.shardings)()
-    found, wanted = sfx.shard(tree, made), tree
-    factors = {name: init(one) for name, one in tree.items()}
+    sharded, arrays = sfx.shard(tree, sharding_plan), tree
+    factors = {name: init(matrix) for name, matrix in tree.items()}
     for _ in range(3):
-        found, states = step(found, states)
+        sharded, states = step(sharded, states)
         both = {
-            name: preconditioned(one, factors[name]) for name, one in wanted.items()
+            name: preconditioned(matrix, factors[name])
+            for name, matrix in arrays.items()
         }
-        wanted, factors = (
-            {name: pair[at] for name, pair in both.items()} for at in (0, 1)
+        arrays, factors = (
+            {name: pair[position] for name, pair in both.items()} for position in (0, 1)
         )
-    same(found, wanted)
+    same(sharded, arrays)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -291,16 +309,16 @@ def test_matrices_in_a_scan_under_checkpoint_with_donation(kind, sizes):
     )
     layer = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16)), "norm": jnp.ones(16)}
     keys = jax.random.split(jax.random.key(0), len(layer))
-    shapes = {name: (11, *own.shape) for name, own in layer.items()}
+    shapes = {name: (11, *array.shape) for name, array in layer.items()}
     stacked = {
         name: np.array(jax.random.normal(key, shapes[name]))
         for name, key in zip(layer, keys, strict=True)
     }
-    one = plan(layer, mesh, paths=PathRules([("norm", P()), (".*", P(*axes))]))
+    matrix = plan(layer, mesh, paths=PathRules([("norm", P()), (".*", P(*axes))]))
     every = plan(
         stacked, mesh, paths=PathRules([("norm", P()), (".*", P(None, *axes))])
     )
-    mapped = jax.checkpoint(map_matrices(unit, one, over=tuple(sizes)))
+    mapped = jax.checkpoint(map_matrices(unit, matrix, over=tuple(sizes)))
     step = jax.jit(
         lambda tree: jax.lax.scan(lambda _, layer: (None, mapped(layer)), None, tree)[
             1
@@ -309,14 +327,14 @@ def test_matrices_in_a_scan_under_checkpoint_with_donation(kind, sizes):
         donate_argnums=0,
     )
     with jax.set_mesh(mesh):
-        given: Any = sfx.shard(stacked, every)
-        found = step(given)
-    assert given["up"].is_deleted()
+        sharded: Any = sfx.shard(stacked, every)
+        result = step(sharded)
+    assert sharded["up"].is_deleted()
     same(
-        found,
+        result,
         {
-            name: one if name == "norm" else jax.vmap(unit)(one)
-            for name, one in stacked.items()
+            name: item if name == "norm" else jax.vmap(unit)(item)
+            for name, item in stacked.items()
         },
     )
 
@@ -326,11 +344,11 @@ def test_a_tree_map_splits_fused_arrays(spec):
     """q, k and v in one: each is a matrix of its own, and no device receives all of the
     array.
     """
-    ends = {"q": (0, 32), "k": (32, 48), "v": (48, None)}
-    split = {name: From("qkv").slice(*own, dim=1) for name, own in ends.items()}
+    arrays = {"q": (0, 32), "k": (32, 48), "v": (48, None)}
+    split = {name: From("qkv").slice(*owned, dim=1) for name, owned in arrays.items()}
     map, mesh = TreeMap(split), built({"fsdp": 8})
     fused = {"qkv": jax.random.normal(jax.random.key(0), (64, 64))}
-    made = plan(fused, mesh, paths=PathRules([("qkv", spec)]))
+    sharding_plan = plan(fused, mesh, paths=PathRules([("qkv", spec)]))
     mapped = map_matrices(
         unit,
         plan(
@@ -339,48 +357,53 @@ def test_a_tree_map_splits_fused_arrays(spec):
     )
     update = jax.jit(
         lambda tree: map.inverse().apply(mapped(map.apply(tree)), like=tree),
-        out_shardings=made.shardings,
+        out_shardings=sharding_plan.shardings,
     )
-    compiled = update.lower(made.structs).compile()
-    parts = [np.asarray(fused["qkv"])[:, slice(*own)] for own in ends.values()]
-    wanted = np.concatenate([one / np.linalg.norm(one) for one in parts], axis=1)
-    same(compiled(sfx.shard(fused, made)), {"qkv": wanted})
+    compiled = update.lower(sharding_plan.structs).compile()
+    parts = [np.asarray(fused["qkv"])[:, slice(*owned)] for owned in arrays.values()]
+    joined = np.concatenate([part / np.linalg.norm(part) for part in parts], axis=1)
+    same(compiled(sfx.shard(fused, sharding_plan)), {"qkv": joined})
     assert {row.kind for row in sfx.cost.traffic(compiled).rows} == {"all-to-all"}
 
 
 def test_a_plan_without_devices_is_estimated():
-    made = plan(matrices(32, (64, 64)), MeshSpec({"fsdp": 32}), paths=FSDP)
+    sharding_plan = plan(matrices(32, (64, 64)), MeshSpec({"fsdp": 32}), paths=FSDP)
     step = sfx.filter_jit(
-        map_matrices(orthogonal, made), in_shardings=(made,), out_shardings=made
+        map_matrices(orthogonal, sharding_plan),
+        in_shardings=(sharding_plan,),
+        out_shardings=sharding_plan,
     )
-    told = sfx.cost.estimate(step, made.structs, compiler="cpu")
-    assert {row.kind for row in told.rows} == {"all-to-all"} and len(told.rows) == 2
+    estimated = sfx.cost.estimate(step, sharding_plan.structs, compiler="cpu")
+    assert {row.kind for row in estimated.rows} == {"all-to-all"} and len(
+        estimated.rows
+    ) == 2
 
 
 def test_a_limit_makes_stacks_smaller():
     tree, mesh = matrices(32), built({"fsdp": 8})
-    made = plan(tree, mesh, paths=FSDP)
-    one = 16 * 32 * 4
-    assert len(map_matrices(unit, made).exchanges) == 1
-    few = map_matrices(unit, made, memory_limit_bytes=5 * one)
-    assert [one.starts(0).shape[1] for one in few.exchanges] == [2, 2]
+    sharding_plan = plan(tree, mesh, paths=FSDP)
+    matrix_bytes = 16 * 32 * 4
+    assert len(map_matrices(unit, sharding_plan).exchanges) == 1
+    few = map_matrices(unit, sharding_plan, memory_limit_bytes=5 * matrix_bytes)
+    assert [exchange.starts(0).shape[1] for exchange in few.exchanges] == [2, 2]
     same(
-        jax.jit(few)(sfx.shard(tree, made)),
-        {name: unit(one) for name, one in tree.items()},
+        jax.jit(few)(sfx.shard(tree, sharding_plan)),
+        {name: unit(item) for name, item in tree.items()},
     )
     with pytest.raises(
-        MoveError, match=f"1 matrices of 16 x 32 on 8 owners need {3 * one} bytes"
+        MoveError,
+        match=f"1 matrices of 16 x 32 on 8 owners need {3 * matrix_bytes} bytes",
     ):
-        map_matrices(unit, made, memory_limit_bytes=one)
+        map_matrices(unit, sharding_plan, memory_limit_bytes=matrix_bytes)
 
 
 def test_an_empty_tree_and_other_owners():
     tree, mesh = {"b": jnp.ones(8)}, built({"data": 2, "fsdp": 4})
-    made = plan(tree, mesh, paths=FSDP)
-    same(jax.jit(map_matrices(unit, made))(tree), tree)
-    made = plan(matrices(8), mesh, paths=FSDP)
-    assert map_matrices(unit, made).exchanges[0].axes == ("fsdp",)
-    assert map_matrices(unit, made, over=("data", "fsdp")).exchanges[0].starts(
+    sharding_plan = plan(tree, mesh, paths=FSDP)
+    same(jax.jit(map_matrices(unit, sharding_plan))(tree), tree)
+    sharding_plan = plan(matrices(8), mesh, paths=FSDP)
+    assert map_matrices(unit, sharding_plan).exchanges[0].axes == ("fsdp",)
+    assert map_matrices(unit, sharding_plan, over=("data", "fsdp")).exchanges[0].starts(
         0
     ).shape == (8, 1)
     axes = AxisRules([("batch", ("data", "fsdp"))])
@@ -439,20 +462,24 @@ def test_what_cannot_be_mapped(error, match, leaf, options):
 
 
 def test_another_tree_and_another_result_are_errors():
-    made = plan(matrices(2), MESH.build(jax.devices()), paths=FSDP)
+    sharding_plan = plan(matrices(2), MESH.build(jax.devices()), paths=FSDP)
     with pytest.raises(PlanMismatchError, match="the tree has no `w1`"):
-        map_matrices(unit, made)({"w0": jnp.ones((16, 32))})
+        map_matrices(unit, sharding_plan)({"w0": jnp.ones((16, 32))})
     with pytest.raises(LeafTypeError, match="return the same shapes, dtypes"):
-        jax.eval_shape(map_matrices(lambda one: one.T, made), made.structs)
+        jax.eval_shape(
+            map_matrices(lambda matrix: matrix.T, sharding_plan), sharding_plan.structs
+        )
     whole = plan({"w": jnp.zeros((8, 8), jnp.int32)}, MESH, paths=FSDP)
     assert map_matrices(unit, whole, where={"w": None}).exchanges == ()
     with pytest.raises(LeafTypeError, match="pass `map_matrices"):
-        map_matrices(unit, made).init()
+        map_matrices(unit, sharding_plan).init()
 
 
 def test_modules_keep_what_is_no_array():
     linear = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
-    made = plan(linear, MESH.build(jax.devices()), paths=FSDP)
-    found = sfx.filter_jit(map_matrices(unit, made))(sfx.shard(linear, made))
-    same(found.layers[0].weight, unit(linear.layers[0].weight))
-    assert found.activation is linear.activation
+    sharding_plan = plan(linear, MESH.build(jax.devices()), paths=FSDP)
+    result = sfx.filter_jit(map_matrices(unit, sharding_plan))(
+        sfx.shard(linear, sharding_plan)
+    )
+    same(result.layers[0].weight, unit(linear.layers[0].weight))
+    assert result.activation is linear.activation

@@ -28,10 +28,15 @@ MESHES = [
 
 def transfer(x, dst, *, lost=(), donate=False, way="host"):
     """One array by one way, also where steps would lead there."""
-    ends, copies = (*data_of(x.shape, x.dtype), x.sharding, dst, lost), way == "host"
-    work = assembly_between(*ends, copies)
+    move_arguments, copies = (
+        (*data_of(x.shape, x.dtype), x.sharding, dst, lost),
+        way == "host",
+    )
+    work = assembly_between(*move_arguments, copies)
     assert work.method == way or 0 in x.shape
-    return carry_out(Move("tiles", *ends, copies, assembly=work), x, donate=donate)
+    return carry_out(
+        Move("tiles", *move_arguments, copies, assembly=work), x, donate=donate
+    )
 
 
 def mesh(order, sizes):
@@ -43,16 +48,20 @@ def mesh(order, sizes):
 def shardings(rank):
     """Every way to put the axes of every mesh on `rank` dimensions."""
     for order, sizes in MESHES:
-        made = mesh(order, sizes)
-        axes = made.axis_names
+        device_mesh = mesh(order, sizes)
+        axes = device_mesh.axis_names
         for places in it.product(range(-1, rank), repeat=len(axes)):
             entries = [
-                tuple(axis for axis, at in zip(axes, places, strict=True) if at == dim)
+                tuple(
+                    axis
+                    for axis, place in zip(axes, places, strict=True)
+                    if place == dim
+                )
                 for dim in range(rank)
             ]
-            yield NamedSharding(made, P(*entries))
+            yield NamedSharding(device_mesh, P(*entries))
             if len(axes) == 2 and places[0] == places[1] >= 0:
-                yield NamedSharding(made, P(*[entry[::-1] for entry in entries]))
+                yield NamedSharding(device_mesh, P(*[entry[::-1] for entry in entries]))
 
 
 def values(shape, dtype=jnp.float32):
@@ -76,25 +85,25 @@ def assert_is(array, expected, sharding):
 def test_any_layout_to_any_other_on_any_devices(data):
     src, dst = (data.draw(st.sampled_from(list(shardings(2)))) for _ in range(2))
     # Programs take seconds to compile.
-    way = data.draw(st.sampled_from(15 * ["host"] + ["programs"]))
+    method = data.draw(st.sampled_from(15 * ["host"] + ["programs"]))
     expected = values((24, 24))
-    assert_is(transfer(jax.device_put(expected, src), dst, way=way), expected, dst)
+    assert_is(transfer(jax.device_put(expected, src), dst, way=method), expected, dst)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize("shape", [(), (12,), (12, 0), (12, 5, 6)])
-def test_every_rank_and_empty_dimensions(shape, way):
+def test_every_rank_and_empty_dimensions(shape, method):
     src = NamedSharding(mesh((0, 1, 2, 3), (2, 2)), P("a") if shape else P())
     dst = NamedSharding(mesh((7, 3, 5), (3,)), P("a") if shape else P())
     expected = values(shape)
-    assert_is(transfer(jax.device_put(expected, src), dst, way=way), expected, dst)
+    assert_is(transfer(jax.device_put(expected, src), dst, way=method), expected, dst)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize(
     "dtype", ["bool", "int4", "int8", "uint16", "float8_e5m2", "bfloat16", "complex64"]
 )
-def test_every_dtype(dtype, way):
+def test_every_dtype(dtype, method):
     src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
     dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"))
     expected = values((8, 6), dtype).copy()
@@ -106,42 +115,42 @@ def test_every_dtype(dtype, way):
             0x7F81 if dtype == "bfloat16" else 0x7D, f"uint{8 * expected.itemsize}"
         )
         expected[:, 1] = odd.view(expected.dtype)
-    assert_is(transfer(jax.device_put(expected, src), dst, way=way), expected, dst)
+    assert_is(transfer(jax.device_put(expected, src), dst, way=method), expected, dst)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize(
-    "ends",
+    "layouts",
     [
         ("device", "pinned_host"),
         ("pinned_host", "device"),
         ("pinned_host", "pinned_host"),
     ],
 )
-def test_memory_kinds_at_either_end(ends, way):
-    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"), memory_kind=ends[0])
-    dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"), memory_kind=ends[1])
+def test_memory_kinds_at_either_end(layouts, method):
+    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"), memory_kind=layouts[0])
+    dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"), memory_kind=layouts[1])
     expected = values((8, 6))
     x = jax.device_put(expected, src)
-    moved = transfer(x, dst, way=way)
+    moved = transfer(x, dst, way=method)
     assert_is(moved, expected, dst)
     assert {shard.data.sharding.memory_kind for shard in moved.addressable_shards} == {
-        ends[1]
+        layouts[1]
     }
     assert not x.is_deleted()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize(
     "specs", [(P("a"), P("a")), (P("a"), P(None, "a")), (P(), P("a")), (P("a"), P())]
 )
-def test_donation_deletes_the_source_and_nothing_else(specs, way):
+def test_donation_deletes_the_source_and_nothing_else(specs, method):
     src = NamedSharding(mesh((0, 1, 2, 3), (4,)), specs[0])
     dst = NamedSharding(mesh((3, 1), (2,)), specs[1])
     expected = values((8, 8))
     x = jax.device_put(expected, src)
     shards = [shard.data for shard in x.addressable_shards]
-    moved = transfer(x, dst, donate=True, way=way)
+    moved = transfer(x, dst, donate=True, way=method)
     assert x.is_deleted() and all(shard.is_deleted() for shard in shards)
     gc.collect()
     assert_is(moved, expected, dst)
@@ -165,10 +174,10 @@ def test_large_shards_are_given_up_one_by_one():
         assert_is(transfer(x, dst, donate=True), expected, dst)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("spec", [P(), P("a")])
-def test_replicas_on_lost_devices_are_not_read(spec, donate, way):
+def test_replicas_on_lost_devices_are_not_read(spec, donate, method):
     devices = jax.devices()
     expected = values((8,))
     source = NamedSharding(mesh(range(8), (2, 4)), spec)
@@ -184,7 +193,7 @@ def test_replicas_on_lost_devices_are_not_read(spec, donate, way):
     x = jax.make_array_from_single_device_arrays((8,), source, placed)
     target = NamedSharding(mesh(range(8), (8,)), P("a"))
     assert_is(
-        transfer(x, target, lost=tuple(devices[:3]), donate=donate, way=way),
+        transfer(x, target, lost=tuple(devices[:3]), donate=donate, way=method),
         expected,
         target,
     )
@@ -203,7 +212,9 @@ def test_whole_shards_share_memory_that_nobody_writes_to(given_up):
         for x in (source, result)
     ]
     assert sorted(pointers[0]) == sorted(pointers[1])
-    kept, lost = (result, source) if given_up.startswith("source") else (source, result)
+    array, lost = (
+        (result, source) if given_up.startswith("source") else (source, result)
+    )
     if given_up.endswith("deleted"):
         lost.delete()
     else:
@@ -218,7 +229,7 @@ def test_whole_shards_share_memory_that_nobody_writes_to(given_up):
         jax.device_put(np.full((1024, 16), -1.0, np.float32), device)
         for device in jax.devices()
     ]
-    assert_is(kept, expected, kept.sharding)
+    assert_is(array, expected, array.sharding)
     del others
 
 

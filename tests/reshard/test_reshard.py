@@ -91,13 +91,13 @@ def targets(tree, matrix, vector):
 @both_ways
 def test_a_tree_moves_to_a_tree_of_shardings(move):
     source = put(state(), sharding((8,), "a"))
-    wanted = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4)))
+    expected = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4)))
     # Copies in the host's memory need no room.
-    moved = move(source, wanted, memory_limit_bytes=0 if move is reshard else None)
+    moved = move(source, expected, memory_limit_bytes=0 if move is reshard else None)
     assert_equal(moved, state())
     assert moved["name"] == "model"
     for leaf, target in zip(
-        jax.tree.leaves(moved), jax.tree.leaves(wanted), strict=False
+        jax.tree.leaves(moved), jax.tree.leaves(expected), strict=False
     ):
         if isinstance(leaf, jax.Array):
             assert leaf.sharding == target
@@ -147,10 +147,10 @@ def count_compilations(fn):
     return events.count("/jax/core/compile/backend_compile_duration")
 
 
-def rows(tree, wanted):
+def rows(tree, expected):
     """Leaves and where they shall lie, as a job has them."""
-    leaves, ends = jax.tree.leaves(tree), jax.tree.leaves(wanted)
-    return list(zip(range(len(leaves)), leaves, ends, strict=True))
+    leaves, shardings = jax.tree.leaves(tree), jax.tree.leaves(expected)
+    return list(zip(range(len(leaves)), leaves, shardings, strict=True))
 
 
 def test_a_thousand_leaves_take_one_program_a_move():
@@ -158,19 +158,19 @@ def test_a_thousand_leaves_take_one_program_a_move():
     source = [
         jax.device_put(host(shapes[i % 10]), sharding((8,), "a")) for i in range(1000)
     ]
-    wanted = [
+    shardings = [
         sharding((2, 4), *[("b", "a"), (None, "b")][i // 10 % 2]) for i in range(1000)
     ]
-    moves = {(x.shape, target) for x, target in zip(source, wanted, strict=True)}
+    moves = {(x.shape, target) for x, target in zip(source, shardings, strict=True)}
     assert len(moves) == 20
-    job = job_of(rows(source, wanted), str, copies=False)
+    job = job_of(rows(source, shardings), str, copies=False)
     assert sum(map(len, job.moves.values())) == 1000 and len(job.moves) == 20
-    jax.block_until_ready(through_programs(source[:200], wanted[:200]))
+    jax.block_until_ready(through_programs(source[:200], shardings[:200]))
     moved = []
     # Whatever the 20 moves compiled, the other 800 leaves compile nothing.
     assert (
         count_compilations(
-            lambda: moved.extend(through_programs(source[200:], wanted[200:]))
+            lambda: moved.extend(through_programs(source[200:], shardings[200:]))
         )
         == 0
     )
@@ -194,15 +194,15 @@ def moves_of_all_kinds():
         "numpy": host((8,)),
         "keys": keys,
     }
-    wanted = dict.fromkeys(tree, sharding((2,), order=(5, 1)))
-    wanted |= {
+    expected = dict.fromkeys(tree, sharding((2,), order=(5, 1)))
+    expected |= {
         "steps": sharding((2, 4), "b", "a"),
         "kind": sharding((4,), "a", kind="unpinned_host"),
     }
-    wanted |= dict.fromkeys(
+    expected |= dict.fromkeys(
         ("smaller", "bits"), sharding((2, 3), "b", "a", order=(5, 1, 3, 0, 7, 2))
     )
-    return tree, wanted
+    return tree, expected
 
 
 def surroundings():
@@ -214,15 +214,15 @@ def surroundings():
     "around, limit_bytes", [(0, None), (1, 13000), (2, None), (2, 13000)]
 )
 def test_a_move_is_what_was_asked_for(move, around, limit_bytes, capfd):
-    tree, wanted = moves_of_all_kinds()
+    tree, target = moves_of_all_kinds()
     numbers = lambda tree: tree | {"keys": jax.random.key_data(tree["keys"])}
     expected = jax.tree.map(np.asarray, numbers(tree))
     with surroundings()[around]:
-        moved = move(tree, wanted, memory_limit_bytes=limit_bytes)
+        moved = move(tree, target, memory_limit_bytes=limit_bytes)
     assert "transfer" not in capfd.readouterr().err
     for name, leaf in moved.items():
         assert (
-            leaf.sharding.is_equivalent_to(wanted[name], leaf.ndim)
+            leaf.sharding.is_equivalent_to(target[name], leaf.ndim)
             and leaf.dtype == tree[name].dtype
         )
     assert_equal(numbers(moved), expected)
@@ -285,7 +285,7 @@ def test_an_array_that_is_in_the_tree_twice_is_donated_once(move):
 
 @both_ways
 @pytest.mark.parametrize(
-    "source, here",
+    "source, make_sharding",
     [
         (lambda: sharding((8,), "a"), lambda: sharding((8,), "a")),
         (lambda: sharding((8,), "a"), lambda: NamedSharding(mesh((8,), "z"), P("z"))),
@@ -293,16 +293,16 @@ def test_an_array_that_is_in_the_tree_twice_is_donated_once(move):
     ],
     ids=["in place", "other names", "replicas in another order"],
 )
-def test_an_array_that_also_stays_is_not_donated(move, source, here):
-    shared, here = jax.device_put(host((8, 8)), source()), here()
-    wanted = {
+def test_an_array_that_also_stays_is_not_donated(move, source, make_sharding):
+    shared, make_sharding = jax.device_put(host((8, 8)), source()), make_sharding()
+    expected = {
         "moves": sharding((2, 4), "b", "a"),
-        "held": here,
+        "held": make_sharding,
         "parked": sharding((8,), "a", kind="pinned_host"),
     }
-    moved = move(dict.fromkeys(wanted, shared), wanted, donate=True)
-    assert_equal(moved, dict.fromkeys(wanted, host((8, 8))))
-    assert moved["held"].sharding == here
+    moved = move(dict.fromkeys(expected, shared), expected, donate=True)
+    assert_equal(moved, dict.fromkeys(expected, host((8, 8))))
+    assert moved["held"].sharding == make_sharding
 
 
 def least_in(error):
@@ -314,8 +314,8 @@ def test_an_unreachable_limit_is_an_error_with_one_that_works():
     source = put(
         state() | {"v": host((16, 8)), "fits": host((8,))}, sharding((8,), "a")
     )
-    wanted = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4), "b"))
-    wanted["fits"] = sharding((8,), "a")
+    expected = targets(source, sharding((2, 4), "b", "a"), sharding((2, 4), "b"))
+    expected["fits"] = sharding((8,), "a")
     with pytest.raises(
         MoveError,
         match=(
@@ -325,18 +325,18 @@ def test_an_unreachable_limit_is_an_error_with_one_that_works():
             r" Nothing was moved"
         ),
     ) as error:
-        through_programs(source, wanted, memory_limit_bytes=100, donate=True)
+        through_programs(source, expected, memory_limit_bytes=100, donate=True)
     assert error.value.moved == {}
     assert not any(
         x.is_deleted() for x in jax.tree.leaves(source) if isinstance(x, jax.Array)
     )
     least = least_in(error)
     with pytest.raises(MoveError, match="is too little for it and 2 more"):
-        through_programs(source, wanted, memory_limit_bytes=least - 1)
-    moved = through_programs(source, wanted, memory_limit_bytes=least, donate=True)
+        through_programs(source, expected, memory_limit_bytes=least - 1)
+    moved = through_programs(source, expected, memory_limit_bytes=least, donate=True)
     assert_equal(moved["layers"], state()["layers"])
     assert (
-        moved["layers"][0]["w"].sharding == wanted["layers"][0]["w"]
+        moved["layers"][0]["w"].sharding == expected["layers"][0]["w"]
         and source["v"].is_deleted()
     )
 
@@ -417,13 +417,13 @@ def spread_out():
 
 
 def test_senders_are_balanced_over_the_whole_tree():
-    source, wanted = spread_out()
-    made = plan_reshard(source, wanted)
+    source, expected = spread_out()
+    reshard_plan = plan_reshard(source, expected)
     sent = Counter()
-    for (sender, _), size in made.links.items():
+    for (sender, _), size in reshard_plan.links.items():
         sent[sender] += size
     assert sent == dict.fromkeys(range(4), 2 * 256)
-    job = job_of(rows(source, wanted), str, copies=False)
+    job = job_of(rows(source, expected), str, copies=False)
     links = Counter()
     for move, places in job.moves.items():
         assert move.assembly is not None and move.assembly.method == "programs"
@@ -432,25 +432,29 @@ def test_senders_are_balanced_over_the_whole_tree():
                 move.assembly.devices[place].id for place in (sender, receiver)
             )
             links[pair] += size * len(places)
-    assert links == made.links
+    assert links == reshard_plan.links
     assert (
-        len(job_of(rows([source, source], [wanted, wanted]), str, copies=False).moves)
+        len(
+            job_of(
+                rows([source, source], [expected, expected]), str, copies=False
+            ).moves
+        )
         == len(job.moves)
         == 8
     )
     for limit in (None, 2000):
         assert_equal(
-            through_programs(source, wanted, memory_limit_bytes=limit),
+            through_programs(source, expected, memory_limit_bytes=limit),
             {k: host((8, 8), int(k[1])) for k in source},
         )
-    assert count_compilations(lambda: through_programs(source, wanted)) == 0
+    assert count_compilations(lambda: through_programs(source, expected)) == 0
 
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_failure_in_the_middle_says_what_moved(donate):
     source = put({name: host((8,)) for name in "abcd"}, sharding((8,), "a"))
     source["c"].delete()
-    kept = (
+    text = (
         "the sources of these were donated"
         if donate
         else "the tree itself is untouched"
@@ -461,7 +465,7 @@ def test_a_failure_in_the_middle_says_what_moved(donate):
             r"stopped at leaf `c` \(RuntimeError: Array has been deleted.* after 2 of 4"
             r" leaves: `a`, `b`; "
         )
-        + kept,
+        + text,
     ) as caught:
         reshard(source, sharding((4,), "a"), donate=donate)
     assert_equal(caught.value.moved, {"a": host((8,)), "b": host((8,))})
@@ -470,7 +474,7 @@ def test_a_failure_in_the_middle_says_what_moved(donate):
 
 
 @pytest.mark.parametrize(
-    "wanted, error, message",
+    "make_target, error, message",
     [
         (
             lambda: sharding((3,), "a"),
@@ -490,10 +494,10 @@ def test_a_failure_in_the_middle_says_what_moved(donate):
         ),
     ],
 )
-def test_errors_come_before_anything_moves(wanted, error, message):
+def test_errors_come_before_anything_moves(make_target, error, message):
     source = put({"v": host((8,)), "w": host((8,))}, sharding((8,), "a"))
     with pytest.raises(error, match=message):
-        reshard(source, {"v": sharding((4,), "a"), "w": wanted()}, donate=True)
+        reshard(source, {"v": sharding((4,), "a"), "w": make_target()}, donate=True)
     assert not source["v"].is_deleted()
 
 
@@ -530,7 +534,7 @@ def test_a_memory_limit_that_is_none(limit, error, message, as_users_run_it):
 def test_sums_that_are_not_taken_yet_are_an_error():
     """A move of their summands would read one device's for the sum."""
     end = mesh((2, 4), axis_types=(AxisType.Explicit,) * 2)
-    left, right = (
+    remaining, right = (
         jax.device_put(host((8, 8)), NamedSharding(end, spec))
         for spec in (P("a", "b"), P("b"))
     )
@@ -539,7 +543,7 @@ def test_sums_that_are_not_taken_yet_are_an_error():
         NamedSharding(end, P("a")),
     )
     sums = jax.jit(lambda x, y: jnp.einsum("ij,jk->ik", x, y, out_sharding=unreduced))(
-        left, right
+        remaining, right
     )
     plain = jax.device_put(host((8, 8)), reduced)
     message = (
@@ -615,8 +619,8 @@ def test_lost_must_be_devices(lost, message, as_users_run_it):
 def test_lost_may_be_any_iterable_of_devices():
     tree = [struct((8,), sharding((8,))), struct((16,), sharding((8,)))]
     for lost in (iter, frozenset, np.array):
-        made = plan_reshard(tree, sharding((8,), "a"), lost=lost([gone()]))
-        assert 0 not in [sender for sender, _ in made.links] and made.wire_bytes
+        move = plan_reshard(tree, sharding((8,), "a"), lost=lost([gone()]))
+        assert 0 not in [sender for sender, _ in move.links] and move.wire_bytes
         arrays = jax.tree.map(lambda x: jax.device_put(host(x.shape), x.sharding), tree)
         assert_equal(
             reshard(arrays, sharding((8,), "a"), lost=lost([gone()])),
@@ -629,13 +633,13 @@ def test_lost_may_be_any_iterable_of_devices():
 
 def test_offloading_by_regex_and_back():
     source = put(state(), sharding((8,), "a"))
-    made = plan(
+    sharding_plan = plan(
         source,
         mesh((8,)),
         paths=PathRules([("w|b", P("a")), ("step", P())]),
         memory_kinds=[("w$", "pinned_host")],
     )
-    there = reshard(source, made)
+    there = reshard(source, sharding_plan)
     assert [layer["w"].sharding.memory_kind for layer in there["layers"]] == [
         "pinned_host"
     ] * 3
@@ -686,8 +690,8 @@ def every_end():
         ((explicit, explicit), 2),
         ((auto, explicit), 1),
     ):
-        made = mesh((2, 4), axis_types=types)
-        yield from (NamedSharding(made, spec) for spec in specs[:count])
+        device_mesh = mesh((2, 4), axis_types=types)
+        yield from (NamedSharding(device_mesh, spec) for spec in specs[:count])
     yield from (
         NamedSharding(mesh((2, 4), "cd"), spec) for spec in (P("c", "d"), P("d"), P())
     )
@@ -705,15 +709,15 @@ def pointers(array):
 @both_ways
 @pytest.mark.parametrize("ours", range(len(list(every_end()))))
 def test_a_donated_source_is_gone_unless_it_is_shared(move, ours):
-    ends = list(every_end())
-    for theirs, dst in enumerate(ends):
+    layouts = list(every_end())
+    for theirs, dst in enumerate(layouts):
         x = jax.make_array_from_callback(
-            (8, 8), ends[ours], lambda index: host((8, 8))[index].copy()
+            (8, 8), layouts[ours], lambda index: host((8, 8))[index].copy()
         )
-        idle, before = move_of((8, 8), x.dtype, ends[ours], dst).idle, pointers(x)
+        idle, before = move_of((8, 8), x.dtype, layouts[ours], dst).idle, pointers(x)
         (leaf,) = plan_reshard(x, dst).leaves
         same = x.sharding.devices_indices_map((8, 8)) == dst.devices_indices_map((8, 8))
-        assert same == idle == leaf.idle, (ends[ours], dst)
+        assert same == idle == leaf.idle, (layouts[ours], dst)
         moved = move(x, dst, donate=True)
         assert (
             moved.sharding == dst
@@ -787,16 +791,16 @@ def test_a_plan_names_what_needs_nothing_and_counts_the_rest():
         "w": struct((16, 8), sharding((8,), None, "a")),
         "b": struct((16,), sharding((8,), "a")),
     }
-    made = plan_reshard(src, dst)
-    assert made.in_place == ("b",) and made.moves == 1
-    (leaf,) = [leaf for leaf in made.leaves if leaf.path == "w"]
+    move = plan_reshard(src, dst)
+    assert move.in_place == ("b",) and move.moves == 1
+    (leaf,) = [leaf for leaf in move.leaves if leaf.path == "w"]
     assert [step.kind for step in leaf.steps] == ["all_to_all"] and list(
-        made.steps
+        move.steps
     ) == ["w"]
     # Each device has 64 bytes, keeps an eighth and gets the rest.
-    assert made.wire_bytes == made.lower_bound_bytes == 56
-    assert made.peak_bytes == leaf.peak_bytes + 8 == 136
-    text = str(made)
+    assert move.wire_bytes == move.lower_bound_bytes == 56
+    assert move.peak_bytes == leaf.peak_bytes + 8 == 136
+    text = str(move)
     assert "all_to_all" in text and "nothing to do for 1 array: b" in text
     # These devices are this process's CPU; meshes without devices are taken to be what
     # they will be.
@@ -835,11 +839,11 @@ def test_rows_of_the_table_tell_layers_of_different_shapes_apart():
 
 def test_a_plan_between_device_sets_shows_tiles_and_links():
     src = struct((12, 8), sharding((3,), "a"))
-    made = plan_reshard(src, struct((12, 8), sharding((2,), "a", order=(6, 7))))
-    (leaf,) = made.leaves
-    assert leaf.how == "tiles" and leaf.links == made.links
-    assert made.links == {(0, 6): 128, (1, 6): 64, (1, 7): 64, (2, 7): 128}
-    assert made.wire_bytes == 192 and "0 -> 6: 128 B" in str(made)
+    move = plan_reshard(src, struct((12, 8), sharding((2,), "a", order=(6, 7))))
+    (leaf,) = move.leaves
+    assert leaf.how == "tiles" and leaf.links == move.links
+    assert move.links == {(0, 6): 128, (1, 6): 64, (1, 7): 64, (2, 7): 128}
+    assert move.wire_bytes == 192 and "0 -> 6: 128 B" in str(move)
     single = jax.sharding.SingleDeviceSharding(jax.devices()[5])
     assert plan_reshard(
         struct((8,), single), struct((8,), sharding((2,), "a"))
@@ -860,12 +864,12 @@ def test_plans_without_devices_agree_with_plans_on_devices():
         {"x": 6, "y": 1},
         {"x": 4, "y": 2},
     ):
-        ends = [
+        plans = [
             plan(tree, MeshSpec(axes), paths=rules)
             for axes in ({"x": 2, "y": 2}, small)
         ]
-        live = [end.on(end.mesh.build(jax.devices()[: end.mesh.size])) for end in ends]
-        bare, there = plan_reshard(*ends), plan_reshard(*live)
+        live = [end.on(end.mesh.build(jax.devices()[: end.mesh.size])) for end in plans]
+        bare, there = plan_reshard(*plans), plan_reshard(*live)
         for field in (
             "wire_bytes",
             "lower_bound_bytes",
@@ -880,32 +884,34 @@ def test_plans_without_devices_agree_with_plans_on_devices():
 def test_plans_on_several_slices_say_what_crosses():
     tree = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
     specs = P(("slices", "chips")), P(None, "chips")
-    ends = {}
+    layouts = {}
     for slices in (1, 2):
         target = MeshSpec({"slices": 2, "chips": 4}, dcn={"slices": slices})
-        ends[slices] = [
+        layouts[slices] = [
             plan(tree, target, paths=PathRules([("w", spec)])) for spec in specs
         ]
-    apart, together = plan_reshard(*ends[2]), plan_reshard(*ends[1])
+    apart, together = plan_reshard(*layouts[2]), plan_reshard(*layouts[1])
     # A slice holds half of the array, each device of it takes in an eighth of the other
     # half: 64 * 64 * 4 / 2 / 4.
     assert apart.leaves[0].dcn_bytes == apart.dcn_bytes == 64 * 64 * 4 // 2 // 4
     assert together.dcn_bytes == 0 and together.wire_bytes <= apart.wire_bytes
     assert "at the peak; 2 KiB of what enters come from other slices" in str(apart)
     assert "other slices" not in str(together)
-    assert plan_reshard(ends[2][0], ends[1][1].structs).dcn_bytes == apart.dcn_bytes
+    assert (
+        plan_reshard(layouts[2][0], layouts[1][1].structs).dcn_bytes == apart.dcn_bytes
+    )
 
 
 def test_plans_and_trees_can_be_mixed():
     tree = {"w": jax.device_put(host((8, 8)), sharding((8,), "a")), "n": "no array"}
-    made = plan(tree, mesh((8,)), paths=PathRules([("w", P(None, "a"))]))
-    expected = plan_reshard(tree, made)
+    sharding_plan = plan(tree, mesh((8,)), paths=PathRules([("w", P(None, "a"))]))
+    expected = plan_reshard(tree, sharding_plan)
     assert (
         expected.wire_bytes
-        == plan_reshard(tree, {"w": made.shardings["w"], "n": None}).wire_bytes
+        == plan_reshard(tree, {"w": sharding_plan.shardings["w"], "n": None}).wire_bytes
         > 0
     )
-    assert plan_reshard(made, tree).wire_bytes == expected.wire_bytes
+    assert plan_reshard(sharding_plan, tree).wire_bytes == expected.wire_bytes
 
 
 ENDS = {
@@ -942,8 +948,8 @@ def test_a_plan_says_how_a_move_is_made(ours, theirs):
     )
     # What is in the devices' memory is counted, and beside it at most what the limit is
     # checked against.
-    ends = sum(leaf.held_bytes)
-    assert ends - min(leaf.held_bytes) <= leaf.peak_bytes <= ends + move.extra_bytes
+    total = sum(leaf.held_bytes)
+    assert total - min(leaf.held_bytes) <= leaf.peak_bytes <= total + move.extra_bytes
     bare = [
         NamedSharding(
             end.mesh.abstract_mesh,
@@ -987,13 +993,13 @@ def test_plans_count_the_data_of_typed_keys():
 
 
 def test_planned_losses_are_listed():
-    made = plan_reshard(
+    move = plan_reshard(
         struct((8,), sharding((8,), "a")),
         struct((8,), sharding((2,), "a")),
         lost=jax.devices()[3:4],
     )
-    assert made.missing == {"": (((3, 4),),)}
-    assert "lost: `` [3:4]" in str(made)
+    assert move.missing == {"": (((3, 4),),)}
+    assert "lost: `` [3:4]" in str(move)
     source = {"v": jax.device_put(host((8,)), sharding((8,), "a"))}
     message = (
         r"`v`: 1 of 8 elements are on lost devices only, the first of them \[3:4\];"

@@ -26,9 +26,9 @@ def cuts(bits, sources, targets, process_of=None, sent_before=(), lost=()):
     for device, b in sources:
         holders.setdefault(b, []).extend([] if device in lost else [device])
     dtype = np.dtype(getattr(jax.numpy, DTYPES[bits]))
-    made = leaf_made("x", Struct(shape, dtype))
+    leaf = leaf_made("x", Struct(shape, dtype))
     return shard_parts(
-        made, targets, {"x": (dtype, holders)}, process_of or {}, sent_before
+        leaf, targets, {"x": (dtype, holders)}, process_of or {}, sent_before
     )
 
 
@@ -76,44 +76,44 @@ def test_each_target_receives_exactly_what_it_lacks(
     move,
 ):
     shape, sources, targets = move
-    made = cuts(16, sources, targets)
-    assert not made.missing
+    parts = cuts(16, sources, targets)
+    assert not parts.missing
     whole = np.arange(math.prod(shape)).reshape(shape)
     held = {device: whole[index(b)] for device, b in sources}
     built = {
         device: np.full([stop - start for start, stop in b], -1)
         for device, b in targets
     }
-    for one in made.all:
-        target, place = built[one.receiver], index(hull(one.piece))
+    for part in parts.all:
+        target, place = built[part.receiver], index(hull(part.piece))
         assert (target[place] == -1).all()
-        target[place] = held[one.sender][index(hull(swapped(one.piece)))]
+        target[place] = held[part.sender][index(hull(swapped(part.piece)))]
     lacking = 0
     for device, b in targets:
         np.testing.assert_array_equal(built[device], whole[index(b)])
         lacking += np.setdiff1d(whole[index(b)], held.get(device, ())).size
-    assert sum(made.sent_bytes.values()) == made.wire_bytes == 2 * lacking
+    assert sum(parts.sent_bytes.values()) == parts.wire_bytes == 2 * lacking
 
 
 @settings(deadline=None, max_examples=100)
 @given(moves(), st.data())
 def test_lost_shards_are_named_exactly(move, data):
     shape, sources, targets = move
-    kept = data.draw(
+    remaining = data.draw(
         st.lists(st.sampled_from(sources), unique=True, max_size=len(sources))
     )
-    made = cuts(
+    parts = cuts(
         8,
         sources,
         targets,
-        lost={device for device, _ in sources} - {device for device, _ in kept},
+        lost={device for device, _ in sources} - {device for device, _ in remaining},
     )
     have, need, missing = masks = np.zeros((3, *shape), bool)
-    for at, boxes in enumerate(
-        ([b for _, b in kept], [b for _, b in targets], made.missing)
+    for position, boxes in enumerate(
+        ([b for _, b in remaining], [b for _, b in targets], parts.missing)
     ):
         for b in boxes:
-            masks[(at, *index(b))] = True
+            masks[(position, *index(b))] = True
     np.testing.assert_array_equal(missing, need & ~have)
 
 
@@ -136,21 +136,21 @@ def test_senders_of_the_receivers_process_come_first():
     sources = [(device, whole) for device in (0, 1, 2, 3)]
     targets = [(device, whole) for device in (10, 11, 12, 13, 20)]
     process_of = {0: 0, 1: 0, 2: 1, 3: 1, 10: 1, 11: 1, 12: 1, 13: 1, 20: 2}
-    made = cuts(8, sources, targets, process_of)
+    parts = cuts(8, sources, targets, process_of)
     senders = lambda sent: [
-        one.sender for one in cuts(8, sources[:3], targets[:2], sent_before=sent).all
+        part.sender for part in cuts(8, sources[:3], targets[:2], sent_before=sent).all
     ]
     assert (
         senders(()) == [0, 1]
         and senders([(0, 4)]) == [1, 2]
         and senders([(0, 4), (1, 4)]) == [2, 0]
     )
-    assert made.links == {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
+    assert parts.links == {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
 
 
 def test_sub_byte_elements_are_counted_by_their_bits():
-    made = cuts(4, [(0, box((0, 5)))], [(1, box((0, 5)))])
-    assert made.wire_bytes == 3
+    sent = cuts(4, [(0, box((0, 5)))], [(1, box((0, 5)))])
+    assert sent.wire_bytes == 3
 
 
 def test_planning_is_no_product_of_sources_and_targets():
@@ -167,14 +167,14 @@ def test_planning_is_no_product_of_sources_and_targets():
 
 
 def test_only_what_replicas_sent_more_than_each_other_matters():
-    left, right = box((0, 4)), box((4, 8))
-    made = cuts(8, [(0, left), (1, left), (2, right)], [(7, box((0, 8)))])
-    assert made.replicas == ((0, 1),)
-    assert made.sent_before({0: 10, 1: 10, 2: 99}) == () and made.sent_before(
+    first_half, right = box((0, 4)), box((4, 8))
+    parts = cuts(8, [(0, first_half), (1, first_half), (2, right)], [(7, box((0, 8)))])
+    assert parts.replicas == ((0, 1),)
+    assert parts.sent_before({0: 10, 1: 10, 2: 99}) == () and parts.sent_before(
         {0: 12, 1: 10}
     ) == ((0, 2),)
     # A device that has it takes it from itself.
-    assert cuts(8, [(0, left), (1, left)], [(1, left)]).replicas == ()
+    assert cuts(8, [(0, first_half), (1, first_half)], [(1, first_half)]).replicas == ()
 
 
 @given(moves(), st.dictionaries(st.integers(0, 40), st.integers(0, 10**6)))
@@ -182,7 +182,7 @@ def test_earlier_loads_change_senders_only(move, sent):
     _, sources, targets = move
     plain = cuts(8, sources, targets)
     loaded = cuts(8, sources, targets, sent_before=plain.sent_before(sent))
-    assert [one[1:] for one in plain.all] == [one[1:] for one in loaded.all]
+    assert [part[1:] for part in plain.all] == [part[1:] for part in loaded.all]
     assert loaded == cuts(8, sources, targets, sent_before=sent.items())
     assert (plain.wire_bytes, plain.replicas) == (loaded.wire_bytes, loaded.replicas)
 
@@ -197,16 +197,16 @@ def test_rounds_are_matchings_and_as_few_as_possible(data):
     picked = data.draw(
         st.lists(st.sampled_from([*cut, (0, 2 * count)]), min_size=1, max_size=8)
     )
-    made = cuts(8, sources, [(100 + i, (box,)) for i, box in enumerate(picked)]).all
-    done = matchings(made)
-    assert sorted(one for step in done for one in step) == sorted(made)
+    parts = cuts(8, sources, [(100 + i, (box,)) for i, box in enumerate(picked)]).all
+    done = matchings(parts)
+    assert sorted(part for step in done for part in step) == sorted(parts)
     for step in done:
         for side in ("sender", "receiver"):
-            ends = [getattr(one, side) for one in step]
-            assert len(set(ends)) == len(ends)
+            getattrs = [getattr(part, side) for part in step]
+            assert len(set(getattrs)) == len(getattrs)
     busiest = max(
-        sum(getattr(one, side) == device for one in made)
+        sum(getattr(part, side) == device for part in parts)
         for side in ("sender", "receiver")
-        for device in {getattr(one, side) for one in made}
+        for device in {getattr(part, side) for part in parts}
     )
     assert len(done) == busiest

@@ -64,16 +64,16 @@ def drawn(draw, shape, where):
 def target_of(draw, whole, where):
     return {
         path: jax.ShapeDtypeStruct(
-            one.shape, one.dtype, sharding=drawn(draw, one.shape, where)
+            array.shape, array.dtype, sharding=drawn(draw, array.shape, where)
         )
-        for path, one in whole.items()
+        for path, array in whole.items()
     }
 
 
 def equal(tree, whole, target):
     assert tree.keys() == whole.keys()
-    for path, one in whole.items():
-        same(tree[path], one)
+    for path, array in whole.items():
+        same(tree[path], array)
         assert tree[path].sharding == target[path].sharding and tree[path].committed
 
 
@@ -84,19 +84,19 @@ def equal(tree, whole, target):
 @settings(max_examples=40, deadline=None)
 @given(case=maps(), data=st.data())
 def test_moves_make_what_numpy_makes(source, there, case, data):
-    made, arrays = written(case)
-    whole = made.apply(arrays)
+    tree_map, arrays = written(case)
+    whole = tree_map.apply(arrays)
     tree = {
-        path: placed(one, drawn(data.draw, one.shape, mesh(*MESHES[source])))
-        for path, one in arrays.items()
+        path: placed(leaf, drawn(data.draw, leaf.shape, mesh(*MESHES[source])))
+        for path, leaf in arrays.items()
     }
     target = target_of(data.draw, whole, mesh(*MESHES[there]))
-    equal(reshard(tree, target, map=made), whole, target)
+    equal(reshard(tree, target, map=tree_map), whole, target)
     # Programs take seconds to compile.
     if source != "six" and data.draw(st.integers(0, 9)) == 0:
-        equal(through_programs(tree, target, map=made), whole, target)
-    for path, one in arrays.items():
-        same(tree[path], one)
+        equal(through_programs(tree, target, map=tree_map), whole, target)
+    for path, array in arrays.items():
+        same(tree[path], array)
 
 
 HEADS, KEYS, SIZE, WIDTH, LAYERS, SHARDS = 8, 2, 4, 16, 3, 4
@@ -144,8 +144,8 @@ def trained(where, arrays) -> Any:
 
 def engine(where, arrays):
     structs = {
-        path: jax.ShapeDtypeStruct(one.shape, one.dtype)
-        for path, one in ENGINE.apply(arrays).items()
+        path: jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for path, array in ENGINE.apply(arrays).items()
     }
     rules = PathRules([("(qkv|gate_up)", P("b")), ("embed", P(None, "b")), (".*", ())])
     return shardfx.plan(structs, where, paths=rules)
@@ -166,8 +166,8 @@ def test_a_trainers_tree_becomes_an_engines(move, there, dtype):
         engine(mesh(*MESHES[there]), arrays),
     )
     moved = move(tree, plan, map=ENGINE, donate=dtype == np.float32)
-    for path, one in ENGINE.apply(arrays).items():
-        same(moved[path], one)
+    for path, array in ENGINE.apply(arrays).items():
+        same(moved[path], array)
         assert moved[path].sharding == plan.shardings[path]
     assert {leaf.is_deleted() for leaf in tree.values()} == {dtype == np.float32}
 
@@ -210,13 +210,13 @@ def lower_bound(work, arrays, tree, sharding):
 def test_a_plan_through_a_map_says_what_will_move():
     arrays, where = trainer(), mesh(0, 8, 2, 4)
     tree, plan = trained(where, arrays), engine(where, arrays)
-    made = plan_reshard(tree, plan, map=ENGINE)
+    move = plan_reshard(tree, plan, map=ENGINE)
     works = {
         work.leaf.path: work
         for work in map_move(flatten(tree), plan, ENGINE, False).plans
     }
-    assert [leaf.path for leaf in made.leaves] == list(works)
-    for leaf in made.leaves:
+    assert [leaf.path for leaf in move.leaves] == list(works)
+    for leaf in move.leaves:
         if leaf.how == "pieces":
             bound = lower_bound(works[leaf.path], arrays, tree, leaf.dst)
             assert (
@@ -224,7 +224,7 @@ def test_a_plan_through_a_map_says_what_will_move():
                 and leaf.copied
             )
             assert sum(leaf.links.values()) == bound and leaf.rounds > 0
-    by_path = {leaf.path: leaf for leaf in made.leaves}
+    by_path = {leaf.path: leaf for leaf in move.leaves}
     assert by_path["model.embed"].how == "steps" and by_path["model.embed"].made_of == (
         "embed",
     )
@@ -234,20 +234,20 @@ def test_a_plan_through_a_map_says_what_will_move():
         sum(shard.data.nbytes for shard in leaf.addressable_shards) // 8
         for leaf in tree.values()
     ]
-    assert sum(leaf.source_bytes for leaf in made.leaves) == sum(held)
+    assert sum(leaf.source_bytes for leaf in move.leaves) == sum(held)
     assert [by_path[f"model.layers.{i}.norm"].source_bytes > 0 for i in range(3)] == [
         False,
         False,
         True,
     ]
-    assert "rounds of pieces" in str(made) and "model.layers.{0..2}.qkv" in str(made)
+    assert "rounds of pieces" in str(move) and "model.layers.{0..2}.qkv" in str(move)
     # Plans alone are enough, of meshes without devices too.
     ours = shardfx.plan(arrays, where, paths=RULES)
     for abstract in (
         plan_reshard(ours, plan, map=ENGINE),
         plan_reshard(ours.off(), plan.off(), map=ENGINE),
     ):
-        assert abstract.wire_bytes == made.wire_bytes and abstract.links == made.links
+        assert abstract.wire_bytes == move.wire_bytes and abstract.links == move.links
     with pytest.raises(MapError, match="no rule makes it"):
         plan_reshard(ours, ours, map=ENGINE)
     with pytest.raises(LeafTypeError, match="with a map takes no `lost`"):
@@ -262,8 +262,8 @@ def test_the_bound_counts_an_element_needed_twice_once():
     dst = shardfx.plan(
         {"w": np.zeros((12, 8), np.float32)}, last, paths=PathRules([(".*", P())])
     )
-    made = plan_reshard(src, dst, map=twice)
-    assert made.wire_bytes == 12 * 8 * 4 and made.lower_bound_bytes <= 8 * 8 * 4
+    move = plan_reshard(src, dst, map=twice)
+    assert move.wire_bytes == 12 * 8 * 4 and move.lower_bound_bytes <= 8 * 8 * 4
 
 
 def test_layers_and_leaves_of_one_kind_share_a_program():
@@ -283,23 +283,23 @@ def test_the_second_time_nothing_is_planned(move):
     tree, plan = trained(mesh(0, 8, 2, 4), arrays), engine(mesh(0, 8, 2, 4), arrays)
     target_arrays.cache_clear()
     for time in range(3):
-        move({path: one + 0 for path, one in tree.items()}, plan, map=ENGINE)
+        move({path: array + 0 for path, array in tree.items()}, plan, map=ENGINE)
         assert target_arrays.cache_info()[:2] == (time, 1)
 
 
 @both_ways
 @pytest.mark.parametrize(
-    "ends, limit", [(("all", "all"), 20_000), (("first", "last"), 100_000)]
+    "layouts, limit", [(("all", "all"), 20_000), (("first", "last"), 100_000)]
 )
-def test_a_limit_on_memory_is_kept(move, ends, limit):
+def test_a_limit_on_memory_is_kept(move, layouts, limit):
     arrays = trainer()
     tree, plan = (
-        trained(mesh(*MESHES[ends[0]]), arrays),
-        engine(mesh(*MESHES[ends[1]]), arrays),
+        trained(mesh(*MESHES[layouts[0]]), arrays),
+        engine(mesh(*MESHES[layouts[1]]), arrays),
     )
     moved = move(tree, plan, map=ENGINE, memory_limit_bytes=limit)
-    for path, one in ENGINE.apply(arrays).items():
-        same(moved[path], one)
+    for path, array in ENGINE.apply(arrays).items():
+        same(moved[path], array)
     if move is through_programs:
         with pytest.raises(
             MoveError, match="is too little for it and . more. Nothing was moved; pass"
@@ -317,15 +317,15 @@ def test_a_limit_on_memory_is_kept(move, ends, limit):
 
 def live_bytes():
     """Per device the bytes of all buffers that are alive."""
-    found = collections.Counter()
+    counts = collections.Counter()
     pairs = {
-        (one.device, one.data.unsafe_buffer_pointer()): one
+        (item.device, item.data.unsafe_buffer_pointer()): item
         for x in jax.live_arrays()
-        for one in pieces_of(x)
+        for item in pieces_of(x)
     }
-    for (device, _), one in pairs.items():
-        found[device] += one.data.nbytes
-    return found
+    for (device, _), piece in pairs.items():
+        counts[device] += piece.data.nbytes
+    return counts
 
 
 def pieces_of(array):
@@ -345,11 +345,11 @@ def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
         shardfx.plan(arrays, source, paths=PathRules([("w", P(None, "a", "b"))])),
     )
     whole = layers.apply(arrays)
-    wanted = {
+    expected = {
         path: jax.ShapeDtypeStruct(
-            one.shape, one.dtype, sharding=NamedSharding(target, P("a"))
+            array.shape, array.dtype, sharding=NamedSharding(target, P("a"))
         )
-        for path, one in whole.items()
+        for path, array in whole.items()
     }
     before, most = live_bytes(), collections.Counter()
 
@@ -357,12 +357,17 @@ def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
         def made(devices, *args, **options):
             run = make(devices, *args, **options)
 
-            def inner(*given):
-                own = run.lower(*given).compile().memory_analysis().temp_size_in_bytes
-                result = run(*given)
+            def inner(*arguments):
+                temp_size_in_bytes = (
+                    run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+                )
+                result = run(*arguments)
                 for device, count in live_bytes().items():
                     most[device] = max(
-                        most[device], count + own * (device in devices) - before[device]
+                        most[device],
+                        count
+                        + temp_size_in_bytes * (device in devices)
+                        - before[device],
                     )
                 return result
 
@@ -372,15 +377,15 @@ def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
 
     for name in ("slice_program", "send_program", "write_program"):
         monkeypatch.setattr(run, name, watched(getattr(run, name)))
-    moved = through_programs(tree, wanted, map=layers)
-    equal(moved, whole, wanted)
-    made = plan_reshard(tree, wanted, map=layers)
+    moved = through_programs(tree, expected, map=layers)
+    equal(moved, whole, expected)
+    move = plan_reshard(tree, expected, map=layers)
     shard = 512 * 1024 * 4
     # On eight devices that share one memory.
     extra = (
         max(
             leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes
-            for leaf in made.leaves
+            for leaf in move.leaves
         )
         // 8
     )
@@ -400,7 +405,7 @@ def test_casts_constants_and_blocks_of_scales(move, there):
         "s": numbers.uniform(size=(2, 3)).astype(np.float32),
         "x": numbers.normal(size=(8, 8)).astype(np.float32),
     }
-    made = TreeMap(
+    tree_map = TreeMap(
         {
             "w": From("w").scale("s", block=(8, 8)).cast("bfloat16").T,
             "wide": From("w").scale("s", block=(8, 8)),
@@ -423,14 +428,14 @@ def test_casts_constants_and_blocks_of_scales(move, there):
         arrays,
         shardfx.plan(arrays, where, paths=PathRules([("s", ()), (".*", P("a", "b"))])),
     )
-    whole, where = made.apply(arrays), mesh(*MESHES[there])
+    whole, where = tree_map.apply(arrays), mesh(*MESHES[there])
     target = {
         path: jax.ShapeDtypeStruct(
-            one.shape, one.dtype, sharding=NamedSharding(where, P("b"))
+            array.shape, array.dtype, sharding=NamedSharding(where, P("b"))
         )
-        for path, one in whole.items()
+        for path, array in whole.items()
     }
-    equal(move(tree, target, map=made), whole, target)
+    equal(move(tree, target, map=tree_map), whole, target)
 
 
 @both_ways
@@ -459,13 +464,13 @@ def test_keys_stay_keys(move):
             jax.random.split(jax.random.key(4), 8), NamedSharding(where, P())
         ),
     }
-    made = TreeMap({"k": From("k.{i}").stack("i").T})
+    tree_map = TreeMap({"k": From("k.{i}").stack("i").T})
     target = {
         "k": jax.ShapeDtypeStruct(
             (8, 2), keys.dtype, sharding=NamedSharding(where, P("a"))
         )
     }
-    moved = move(tree, target, map=made)
+    moved = move(tree, target, map=tree_map)
     expected = jnp.stack(
         [jax.random.key_data(tree["k.0"]), jax.random.key_data(tree["k.1"])]
     ).transpose(1, 0, 2)
@@ -481,7 +486,7 @@ def test_odd_leaves(move):
         "e": jnp.zeros((0, 4)),
         "v": np.arange(8.0, dtype=np.float32),
     }
-    made = TreeMap(
+    tree_map = TreeMap(
         {
             "n": From("n").reshape(1),
             "m": "n",
@@ -502,8 +507,8 @@ def test_odd_leaves(move):
         ),
     }
     equal(
-        move(tree, target, map=made),
-        made.apply({**tree, "e": np.zeros((0, 4), np.float32)}),
+        move(tree, target, map=tree_map),
+        tree_map.apply({**tree, "e": np.zeros((0, 4), np.float32)}),
         target,
     )
 
@@ -550,8 +555,8 @@ def test_a_failure_midway_says_what_was_moved(move, donate, monkeypatch):
         move(tree, plan, map=ENGINE, donate=donate)
     whole = ENGINE.apply(arrays)
     assert len(caught.value.moved) == 4
-    for path, one in caught.value.moved.items():
-        same(one, whole[path])
+    for path, array in caught.value.moved.items():
+        same(array, whole[path])
     # Of stacked arrays all layers are read before they are given up.
     for path, leaf in tree.items():
         if not donate or path != "embed":

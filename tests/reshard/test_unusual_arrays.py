@@ -31,30 +31,30 @@ def data(array):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_keys_and_empty_arrays_move_inside_jit(kind):
     pairs = list(itertools.permutations(SPECS, 2))
-    ends = [[NamedSharding(mesh(kind), spec) for spec in pair] for pair in pairs]
+    layouts = [[NamedSharding(mesh(kind), spec) for spec in pair] for pair in pairs]
     keys = jax.random.split(jax.random.key(0), (8, 4))
     for impl in ("rbg", "threefry2x32"):
         keys = jax.random.split(jax.random.key(0, impl=impl), (8, 4))
         empty = (jnp.zeros((0, 4)), jnp.zeros((8, 0), jnp.int8), keys[:0])
-        arrays = [jax.device_put((keys, *empty), src) for src, _ in ends]
+        arrays = [jax.device_put((keys, *empty), src) for src, _ in layouts]
 
         def moved(arrays):
             return [
                 reshard(tree, dst, **({"src": src} if kind == AxisType.Auto else {}))
-                for tree, (src, dst) in zip(arrays, ends, strict=True)
+                for tree, (src, dst) in zip(arrays, layouts, strict=True)
             ]
 
-        results = jax.jit(moved, out_shardings=[dst for _, dst in ends])(arrays)
-        for tree, result, (_, dst) in zip(arrays, results, ends, strict=True):
-            for one, other in zip(tree, result, strict=True):
-                assert other.dtype == one.dtype and other.shape == one.shape
+        results = jax.jit(moved, out_shardings=[dst for _, dst in layouts])(arrays)
+        for tree, result, (_, dst) in zip(arrays, results, layouts, strict=True):
+            for array, other in zip(tree, result, strict=True):
+                assert other.dtype == array.dtype and other.shape == array.shape
                 assert other.sharding.is_equivalent_to(dst, other.ndim)
                 # JAX cannot gather an empty array that is sharded.
-                there = data(jax.device_put(one, dst))
-                for (where, values), (here, mine) in zip(
+                there = data(jax.device_put(array, dst))
+                for (where, values), (mesh_kind, mine) in zip(
                     there, data(other), strict=True
                 ):
-                    assert where == here and (values == mine).all()
+                    assert where == mesh_kind and (values == mine).all()
 
 
 def test_a_plan_of_live_devices_is_a_value():

@@ -80,15 +80,16 @@ def test_resolve_uses_no_axis_twice_in_any_order_of_names(
 ):
     rules = AxisRules(pairs, aliases=aliases)
     entries, moved, order = names
-    one, two = (
-        resolve(given, rules, unmatched=unmatched) for given in (entries, moved)
+    leaf, two = (
+        resolve(entries_in_order, rules, unmatched=unmatched)
+        for entries_in_order in (entries, moved)
     )
-    used = [axis for entry in one.spec if entry is not U for axis in entry_axes(entry)]
+    used = [axis for entry in leaf.spec if entry is not U for axis in entry_axes(entry)]
     assert len(used) == len(set(used))
-    padded = [*one.spec, *[None] * (len(entries) - len(one.spec))]
+    padded = [*leaf.spec, *[None] * (len(entries) - len(leaf.spec))]
     assert near(two.spec, P(*[padded[i] for i in order]))
     place = {old: new for new, old in enumerate(order)}
-    assert {(why.code, place[why.dim or 0], why.axes) for why in one.reasons} == {
+    assert {(why.code, place[why.dim or 0], why.axes) for why in leaf.reasons} == {
         (why.code, why.dim, why.axes) for why in two.reasons
     }
 
@@ -98,24 +99,24 @@ def test_resolve_uses_no_axis_twice_in_any_order_of_names(
 def test_resolve_has_a_reason_for_each_name_without_target(pairs, entries):
     rules = AxisRules(pairs)
     decision = resolve(entries, rules)
-    known = {name for name, _ in pairs}
+    names_with_rules = {name for name, _ in pairs}
     spec = [*decision.spec, *[None] * (len(entries) - len(decision.spec))]
     for dim, entry in enumerate(entries):
-        found = [why for why in decision.reasons if why.dim == dim]
+        reasons = [why for why in decision.reasons if why.dim == dim]
         if entry is None or entry is U:
-            assert not found
-        elif entry not in known:
-            assert [(why.code, why.axes) for why in found] == [
+            assert not reasons
+        elif entry not in names_with_rules:
+            assert [(why.code, why.axes) for why in reasons] == [
                 (Code.unmatched, (entry,))
             ]
         elif spec[dim] is not None:
-            assert not found
+            assert not reasons
         else:
             # A first rule that says `None` was obeyed; every other way to end with
             # nothing is "blocked".
             first = next(target for name, target in rules.rules if name == entry)
-            assert bool(found) != (first is None)
-            assert all(why.code is Code.blocked for why in found)
+            assert bool(reasons) != (first is None)
+            assert all(why.code is Code.blocked for why in reasons)
 
 
 XX = {"a": "x", "b": "x"}
@@ -291,7 +292,7 @@ def test_extend_and_prepend_are_concatenation_in_modes_too(one, two):
         both.with_alias("c2", of="c"),
         both.merge(AxisRules({"q": "z"})),
     ]
-    assert {one.mesh_axes for one in others} == {("x", "y")}
+    assert {other.mesh_axes for other in others} == {("x", "y")}
 
 
 @given(RULES)
@@ -309,10 +310,10 @@ def test_last_wins_keeps_the_last_target_where_a_name_came_first(pairs):
 @settings(max_examples=100)
 def test_without_takes_a_name_out_of_everything(pairs, name):
     rules = AxisRules(pairs, modes={"m": pairs}, units={"a": 2}).extend({name: "x"})
-    left = rules.without(name)
-    assert name not in left.names and name not in dict(left.units)
-    assert left.rules == tuple(pair for pair in rules.rules if pair[0] != name)
-    assert left.modes == (("m", left.rules),)
+    rule_set = rules.without(name)
+    assert name not in rule_set.names and name not in dict(rule_set.units)
+    assert rule_set.rules == tuple(pair for pair in rules.rules if pair[0] != name)
+    assert rule_set.modes == (("m", rule_set.rules),)
     assert (
         AxisRules(units={"a": 2}).without("a")
         == AxisRules(aliases={"a": "b"}).without("a")
@@ -353,7 +354,7 @@ def test_merge_keeps_fallbacks_and_refuses_contradictions(one, two):
 
 
 def test_merge_reaches_modes_units_and_aliases():
-    one = AxisRules(
+    axis_rules = AxisRules(
         {"a": "x"}, modes={"m": {"a": "y"}}, units={"a": 2}, aliases={"b": "a"}
     )
     two = AxisRules(
@@ -366,49 +367,53 @@ def test_merge_reaches_modes_units_and_aliases():
         units={"a": 2, "c": 3},
         aliases={"b": "a", "d": "b"},
     )
-    assert one.merge(two) == merged
+    assert axis_rules.merge(two) == merged
 
 
 def test_everything_is_part_of_equality_and_hash():
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "modes": {"m": ()},
         "units": {"a": 2},
         "aliases": {"b": "a"},
         "mesh_axes": ("q",),
     }
-    base = AxisRules({"a": "x"}, **given)
+    base = AxisRules({"a": "x"}, **options)
     changes: list[dict[str, Any]] = [
         {"modes": {"n": ()}},
         {"units": {"a": 4}},
         {"aliases": {}},
         {"mesh_axes": ("pod",)},
     ]
-    others: list[Any] = [AxisRules({"a": "x"}, **given | change) for change in changes]
-    others += [base, AxisRules({"a": U}, **given)]
-    assert len(set(others)) == len(others) and base == AxisRules({"a": "x"}, **given)
+    others: list[Any] = [
+        AxisRules({"a": "x"}, **options | change) for change in changes
+    ]
+    others += [base, AxisRules({"a": U}, **options)]
+    assert len(set(others)) == len(others) and base == AxisRules({"a": "x"}, **options)
 
 
 def test_rules_are_static_arguments_of_jit():
     traced, rules = [], AxisRules({"a": "x"})
     spec = jax.jit(lambda x, rules: traced.append(resolve(("a",), rules).spec))
-    for one in (
+    for axis_rules in (
         rules,
         AxisRules([("a", ("x",))]),
         rules.without("a").with_alias("a", "b").extend({"b": "y"}),
     ):
-        spec(jnp.ones(2), one)
+        spec(jnp.ones(2), axis_rules)
     assert traced == [P("x"), P("y")]
     assert jax.tree.leaves(rules) == []
 
 
 def test_lists_tuples_and_mappings_give_equal_rules_that_stay():
     axes = ["x", "y"]
-    one = AxisRules({"a": axes, "b": "z"}, modes={"m": [["a", []]]}, units=[("a", 2)])
+    axis_rules = AxisRules(
+        {"a": axes, "b": "z"}, modes={"m": [["a", []]]}, units=[("a", 2)]
+    )
     axes.append("w")
     two = AxisRules(
         [["a", ("x", "y")], ("b", ("z",))], modes=[("m", {"a": None})], units={"a": 2}
     )
-    assert one == two and hash(one) == hash(two)
+    assert axis_rules == two and hash(axis_rules) == hash(two)
     rules = AxisRules(
         [("b", "x"), ("a", "y"), ("b", "z")],
         modes={"m": {"c": None}},
@@ -435,14 +440,14 @@ def test_units_come_from_atomic_entries_and_from_rules(promise, names, units):
         .with_alias("t", "s")
     )
     array = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    made = plan(
+    sharding_plan = plan(
         {"w": array},
         MeshSpec({"x": 2}),
         names={"w": names},
         axes=rules,
         unmatched="replicate",
     )
-    assert made["w"].units == units, promise
+    assert sharding_plan["w"].units == units, promise
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,11 @@ AXES = AxisRules(
 )
 
 
-def by_path(*more: Any, rules: Any = None, **others: Any) -> dict[str, Any]:
+def by_path(*extra: Any, rules: Any = None, **others: Any) -> dict[str, Any]:
     """Path rules without mistakes, with other rules before them."""
     return (
         {"tree": TREE, "mesh": MESH}
-        | {"paths": PathRules([*more, *(RULES if rules is None else rules)])}
+        | {"paths": PathRules([*extra, *(RULES if rules is None else rules)])}
         | others
     )
 
@@ -110,7 +110,7 @@ def tree_with(vocab: int) -> Any:
 
 
 def without(rules: list[Any], *numbers: int) -> list[Any]:
-    return [rule for at, rule in enumerate(rules) if at not in numbers]
+    return [rule for position, rule in enumerate(rules) if position not in numbers]
 
 
 def moments(
@@ -123,11 +123,11 @@ def moments(
         "w": leaf(8192, 4096, dtype=jnp.float32),
         "b": leaf(4096, dtype=jnp.float32),
     }
-    made = sfx.plan(
+    plan = sfx.plan(
         params, MeshSpec.parse(mesh), paths=PathRules.parse("w->fsdp, b->fsdp")
     )
     joined = sfx.ShardPlan.join(
-        params=made, opt=sfx.follow(optax.adam(1e-3).init, made, **how)
+        params=plan, opt=sfx.follow(optax.adam(1e-3).init, plan, **how)
     )
     return joined if spec is None else joined.replace("opt/0/nu/w", spec)
 
@@ -357,8 +357,8 @@ PLANTED: list[tuple[str, Callable[[], dict[str, Any]]]] = [
     ),
     (
         "; ".join(
-            f"unplannable model/layers/{{0..3}}/self_attn/{one}_proj/bias"
-            for one in "qkv"
+            f"unplannable model/layers/{{0..3}}/self_attn/{item}_proj/bias"
+            for item in "qkv"
         ),
         lambda: model(
             "qwen2.5-7b",

@@ -51,13 +51,16 @@ def test_diff_has_the_bytes_and_steps_of_the_move():
     assert (
         not same and same.leaves == () and str(same).startswith("the plans are equal")
     )
-    found, moving = diff(BEFORE, AFTER), plan_reshard(BEFORE, AFTER)
-    assert found.wire_bytes == moving.wire_bytes > 0
+    difference, moving = diff(BEFORE, AFTER), plan_reshard(BEFORE, AFTER)
+    assert difference.wire_bytes == moving.wire_bytes > 0
     by_path = {leaf.path: leaf for leaf in moving.leaves}
-    for row in found.leaves:
+    for row in difference.leaves:
         assert row.wire_bytes == sum(by_path[path].wire_bytes for path in row.paths)
         assert row.steps == tuple(step.kind for step in by_path[row.paths[0]].steps)
-    assert found.bytes_per_device == (BEFORE.bytes_per_device, AFTER.bytes_per_device)
+    assert difference.bytes_per_device == (
+        BEFORE.bytes_per_device,
+        AFTER.bytes_per_device,
+    )
 
 
 def test_a_smaller_mesh_moves_leaves_whose_specs_are_equal():
@@ -65,12 +68,12 @@ def test_a_smaller_mesh_moves_leaves_whose_specs_are_equal():
         "embed->tensor.fsdp, w->fsdp.tensor, b->fsdp",
         mesh=MeshSpec({"fsdp": 2, "tensor": 2}),
     )
-    found = diff(BEFORE, smaller)
-    assert found.plans == (
+    difference = diff(BEFORE, smaller)
+    assert difference.plans == (
         "the mesh is fsdp=4,tensor=2 in one plan, fsdp=2,tensor=2 in the other",
     )
-    assert sum(row.count for row in found.leaves) == len(BEFORE) and {
-        row.steps for row in found.leaves
+    assert sum(row.count for row in difference.leaves) == len(BEFORE) and {
+        row.steps for row in difference.leaves
     } == {("tiles",)}
 
 
@@ -80,35 +83,39 @@ def test_plans_of_other_trees():
         "layers": TREE["layers"][:10],
         "extra": leaf(8),
     }
-    found = diff(
+    difference = diff(
         BEFORE,
         planned("embed->tensor.fsdp, w->fsdp.tensor, b->fsdp, extra->fsdp", tree),
     )
-    told = {
+    row_by_path = {
         row.path: (row.before is None, row.after is None, row.fields)
-        for row in found.leaves
+        for row in difference.leaves
     }
-    assert told["layers/{10..11}/w"] == (False, True, ()) and told["extra"] == (
+    assert row_by_path["layers/{10..11}/w"] == (False, True, ()) and row_by_path[
+        "extra"
+    ] == (
         True,
         False,
         (),
     )
-    assert told["embed"][2] == ("dtype", "bytes", "bytes_per_device")
-    assert [row.move for row in found.leaves] == [None] * len(
-        found.leaves
-    ) and found.wire_bytes == 0
+    assert row_by_path["embed"][2] == ("dtype", "bytes", "bytes_per_device")
+    assert [row.move for row in difference.leaves] == [None] * len(
+        difference.leaves
+    ) and difference.wire_bytes == 0
     for text in (
         "only in the first",
         "only in the second",
         "bf16[64,32] -> f32[64,32]",
     ):
-        assert text in str(found)
+        assert text in str(difference)
 
 
 def test_what_decides_may_differ_where_nothing_moves():
-    found = diff(BEFORE, planned("embed->tensor.fsdp, w$->fsdp.tensor, b->fsdp"))
-    assert {row.fields for row in found.leaves} == {("rule",)} and found.wire_bytes == 0
-    assert "rule: paths[1] w -> paths[1] w$" in str(found)
+    difference = diff(BEFORE, planned("embed->tensor.fsdp, w$->fsdp.tensor, b->fsdp"))
+    assert {row.fields for row in difference.leaves} == {
+        ("rule",)
+    } and difference.wire_bytes == 0
+    assert "rule: paths[1] w -> paths[1] w$" in str(difference)
 
 
 def test_containers_and_strictness_and_rules_differ():
@@ -139,10 +146,10 @@ def test_leaves_that_cannot_be_moved_are_compared_all_the_same():
 def test_memory_kinds_and_devices(getkey):
     tree = {"w": leaf(8, 8)}
     offloaded = planned("w->fsdp", tree, memory_kinds=[("w", "pinned_host")])
-    found = diff(planned("w->fsdp", tree), offloaded)
-    assert found.leaves[0].fields == ("memory_kind",) and found.leaves[0].steps == (
-        "memory kind",
-    )
+    difference = diff(planned("w->fsdp", tree), offloaded)
+    assert difference.leaves[0].fields == ("memory_kind",) and difference.leaves[
+        0
+    ].steps == ("memory kind",)
     devices = MeshSpec({"fsdp": 4, "tensor": 2}).build(jax.devices())
     assert not diff(planned("w->fsdp", tree).on(devices), planned("w->fsdp", tree))
     assert (
@@ -167,14 +174,14 @@ def test_a_diff_is_false_exactly_where_differences_are_none(pair, other_mesh):
         planned(f"w->{text}, v->fsdp", tree, mesh)
         for text, mesh in zip(pair, meshes, strict=True)
     )
-    found = diff(a, b)
-    assert bool(found) == bool(differences(a, b)) == (a.digest != b.digest)
-    for row in found.leaves:
+    difference = diff(a, b)
+    assert bool(difference) == bool(differences(a, b)) == (a.digest != b.digest)
+    for row in difference.leaves:
         assert all(
             (move.src is None) != (move.dst is None) or move.src != move.dst
             for move in row.axes
         )
-    assert found.wire_bytes == plan_reshard(a, b).wire_bytes
+    assert difference.wire_bytes == plan_reshard(a, b).wire_bytes
 
 
 GOLDEN = """\
@@ -224,8 +231,8 @@ def test_golden_files(tmp_path):
 
 def test_a_text_says_what_was_not_given_and_where_it_is_kept():
     tree = {"w": leaf(7, 8), "a\nb": leaf(8)}
-    made = planned("w->fsdp.tensor, a->fsdp", tree, memory_kinds=[("a", "pinned_host")])
-    assert plan_text(made).splitlines()[4:] == [
+    plan = planned("w->fsdp.tensor, a->fsdp", tree, memory_kinds=[("a", "pinned_host")])
+    assert plan_text(plan).splitlines()[4:] == [
         "a\\nb: bf16[8] fsdp in pinned_host",
         "w: bf16[7,8] -,tensor (dim 0 indivisible: fsdp)",
     ]
@@ -247,22 +254,25 @@ numbers = st.integers(0, 3).map(str) | st.sampled_from(["00", "01", "10", "11"])
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=12))
 def test_exact_ranges_can_be_read_back(pairs):
     paths = [f"layers/{a}/fc1/{b}/w" for a, b in pairs]
-    found = joined_exactly(paths)
-    assert sorted(path for text, _ in found for path in expanded(text)) == sorted(paths)
-    assert sum(count for _, count in found) == len(paths)
-    assert all(len(expanded(text)) == count for text, count in found)
+    pattern = joined_exactly(paths)
+    assert sorted(path for text, _ in pattern for path in expanded(text)) == sorted(
+        paths
+    )
+    assert sum(count for _, count in pattern) == len(paths)
+    assert all(len(expanded(text)) == count for text, count in pattern)
 
 
 def expanded(text):
-    found = re.search(r"\{([^}]*)\}", text)
-    if not found:
+    candidates = re.search(r"\{([^}]*)\}", text)
+    if not candidates:
         return [text]
     numbers = []
-    for part in found[1].split(","):
+    for part in candidates[1].split(","):
         first, _, last = part.partition("..")
         numbers += range(int(first), int(last or first) + 1)
     rests = [
-        text[: found.start()] + str(number) + text[found.end() :] for number in numbers
+        text[: candidates.start()] + str(number) + text[candidates.end() :]
+        for number in numbers
     ]
     return [path for rest in rests for path in expanded(rest)]
 
@@ -285,11 +295,11 @@ def test_hostile_names_stay_text(kind):
 
 
 def test_what_a_notebook_shows_has_the_rows_of_the_text():
-    found = sfx.lint(planned(".*->fsdp", {"w": leaf(7, 8)}))
+    findings = sfx.lint(planned(".*->fsdp", {"w": leaf(7, 8)}))
     for shown in (
         diff(BEFORE, AFTER),
         sfx.explain(BEFORE, "embed"),
-        found,
+        findings,
         sfx.cost.fit(BEFORE, chip="v5e"),
     ):
         cells = re.findall(r"<td[^>]*>([^<]*)</td>", shown._repr_html_())

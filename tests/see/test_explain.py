@@ -31,11 +31,11 @@ def test_names_say_what_each_rule_came_to():
     axes = AxisRules(
         [("vocab", "tensor"), ("embed", "tensor"), ("embed", "fsdp"), ("embed", None)]
     )
-    made = sfx.plan(
+    plan = sfx.plan(
         {"head": leaf(768, 50257)}, MESH, names={"head": ("embed", "vocab")}, axes=axes
     )
-    embed, vocab = explain(made, "head").dims
-    assert [(one.number, one.outcome) for one in embed.tried] == [
+    embed, vocab = explain(plan, "head").dims
+    assert [(trial.number, trial.outcome) for trial in embed.tried] == [
         (1, "blocked"),
         (2, "applied"),
         (3, "settled"),
@@ -64,12 +64,12 @@ def test_heads_that_are_not_cut():
 
 
 def test_a_strategy_adds_axes():
-    found = explain(planned((8, 64), P("tensor") | fsdp("fsdp")), "w")
-    assert [(dim.kept, dim.added) for dim in found.dims] == [
+    explanation = explain(planned((8, 64), P("tensor") | fsdp("fsdp")), "w")
+    assert [(dim.kept, dim.added) for dim in explanation.dims] == [
         (("tensor",), ()),
         ((), ("fsdp",)),
     ]
-    assert "then fsdp(fsdp)" in str(found)
+    assert "then fsdp(fsdp)" in str(explanation)
 
 
 EMBED, KV = (
@@ -85,7 +85,7 @@ def by_names(shape, names, axes, **others):
 
 
 @pytest.mark.parametrize(
-    "made, told",
+    "make_plan, text",
     [
         (
             lambda: planned((8, 8), P("tensor") | fsdp("tensor")),
@@ -135,8 +135,8 @@ def by_names(shape, names, axes, **others):
         ),
     ],
 )
-def test_what_is_said(made, told):
-    assert told in str(explain(made(), "w"))
+def test_what_is_said(make_plan, text):
+    assert text in str(explain(make_plan(), "w"))
 
 
 sizes = st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 32, 96])
@@ -151,11 +151,11 @@ def test_the_numbers_are_those_of_the_plan(dims, spreads):
     target = P(*[entry for _, entry in dims])
     used = [axis for _, entry in dims for axis in entry_axes(entry)]
     assume(len(set(used)) == len(used))
-    made = planned(
+    plan = planned(
         tuple(size for size, _ in dims), target | fsdp("fsdp") if spreads else target
     )
-    spec = [*entries_of(made["w"].spec), *[None] * len(dims)]
-    for dim, asked in zip(explain(made, "w").dims, dims, strict=True):
+    spec = [*entries_of(plan["w"].spec), *[None] * len(dims)]
+    for dim, asked in zip(explain(plan, "w").dims, dims, strict=True):
         assert set(dim.kept) | set(dim.added) == set(entry_axes(spec[dim.dim]))
         assert dim.wanted == entry_axes(asked[1]) and set(dim.wanted) == set(
             dim.kept
@@ -166,11 +166,16 @@ def test_the_numbers_are_those_of_the_plan(dims, spreads):
             assert near % product == 0 and 0 < abs(near - dim.size) < product
         for axis in dim.free:
             cut = (
-                math.prod(MESH.shape[one] for one in entry_axes(spec[dim.dim]))
+                math.prod(
+                    MESH.shape[entry_axis] for entry_axis in entry_axes(spec[dim.dim])
+                )
                 * MESH.shape[axis]
             )
             assert (
-                axis not in [one for entry in spec for one in entry_axes(entry)]
+                axis
+                not in [
+                    entry_axis for entry in spec for entry_axis in entry_axes(entry)
+                ]
                 and dim.size % cut == 0
             )
 
@@ -180,22 +185,22 @@ def test_a_regex_that_finds_one_group_will_do():
         "k_proj": {"weight": leaf(16, 8)},
         "v_proj": {"weight": leaf(16, 8), "bias": leaf(16)},
     }
-    made = sfx.plan(
+    plan = sfx.plan(
         {"layers": [layer] * 3},
         sfx.MeshSpec({"tensor": 4}),
         paths=sfx.PathRules.parse(".*->tensor"),
     )
-    assert sfx.explain(made, "k_proj").leaf.path == "layers/0/k_proj/weight"
-    assert sfx.explain(made, "2/v_proj/w").leaf.path == "layers/2/v_proj/weight"
-    for path, told in {
+    assert sfx.explain(plan, "k_proj").leaf.path == "layers/0/k_proj/weight"
+    assert sfx.explain(plan, "2/v_proj/w").leaf.path == "layers/2/v_proj/weight"
+    for path, text in {
         "v_proj": "finds `layers/{0..2}/v_proj/bias` and `layers/{0..2}/v_proj/w",
         "q_proj": "the plan has no leaf `q_proj`",
         "k_proj(": "the plan has no leaf `k_proj(`",
         "layers/0/k_proj/weigth": "did you mean `layers/0/k_proj/weight`",
     }.items():
-        with pytest.raises(sfx.errors.UnknownPathError, match=re.escape(told)):
-            sfx.explain(made, path)
+        with pytest.raises(sfx.errors.UnknownPathError, match=re.escape(text)):
+            sfx.explain(plan, path)
     with pytest.raises(
         sfx.errors.UnknownPathError, match="did you mean `layers/0/k_proj/weight` or"
     ):
-        made["k_proj"]
+        plan["k_proj"]

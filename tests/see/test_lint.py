@@ -38,7 +38,7 @@ from tests.see.planted import (
 
 def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `lint` after the statements of a fix."""
-    known = {
+    recorded = {
         "names": None,
         "paths": None,
         "axes": None,
@@ -49,7 +49,7 @@ def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
         **{name: getattr(sfx, name) for name in sfx.__all__},
         "PartitionSpec": jax.sharding.PartitionSpec,
     }
-    space |= {"eqx": eqx, **known, **arguments}
+    space |= {"eqx": eqx, **recorded, **arguments}
     before = dict(space)
     exec(fix, space)
     changed = {
@@ -62,13 +62,13 @@ def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def lint(arguments: dict[str, Any]) -> sfx._see.Findings:
-    given = dict(arguments)
-    return sfx.lint(given.pop("tree"), **given)
+    options = dict(arguments)
+    return sfx.lint(options.pop("tree"), **options)
 
 
 def found_in(text: str) -> list[tuple[str, ...]]:
     """The codes and places of findings that are written as a text."""
-    return [tuple(one.split(" ", 1)) for one in text.split("; ")]
+    return [tuple(line.split(" ", 1)) for line in text.split("; ")]
 
 
 @pytest.mark.parametrize("clean", CLEAN)
@@ -76,43 +76,43 @@ def test_clean_rules_have_no_findings(clean):
     assert lint(CLEAN[clean]) == ()
 
 
-@pytest.mark.parametrize("told, planted", PLANTED)
-def test_lint_finds_a_planted_mistake_and_its_fix_mends_it(told, planted):
-    arguments, expected = planted(), found_in(told)
-    found = lint(arguments)
-    assert sorted((one.code, one.where) for one in found) == sorted(expected), str(
-        found
-    )
-    for one in found:
-        after = lint(applied(one.fix, arguments))
+@pytest.mark.parametrize("planted_code, planted", PLANTED)
+def test_lint_finds_a_planted_mistake_and_its_fix_mends_it(planted_code, planted):
+    arguments, expected = planted(), found_in(planted_code)
+    findings = lint(arguments)
+    assert sorted((reason.code, reason.where) for reason in findings) == sorted(
+        expected
+    ), str(findings)
+    for finding in findings:
+        after = lint(applied(finding.fix, arguments))
         assert {other.code for other in after.worst("error")} <= {
-            other.code for other in found.worst("error")
-        }, one.fix
-        left = [
+            other.code for other in findings.worst("error")
+        }, finding.fix
+        remaining = [
             other
             for other in after
-            if (other.code, other.where) == (one.code, one.where)
+            if (other.code, other.where) == (finding.code, finding.where)
         ]
-        assert not left, f"{one.fix}\n{after}"
-    given = {
+        assert not remaining, f"{finding.fix}\n{after}"
+    value_by_key = {
         key: value
         for key, value in arguments.items()
         if key not in ("replicated_bytes", "head_dim")
     }
-    if not isinstance(given["tree"], sfx.ShardPlan):
+    if not isinstance(value_by_key["tree"], sfx.ShardPlan):
         raises = (
             pytest.raises(ValueError)
-            if found.worst("error")
+            if findings.worst("error")
             else contextlib.nullcontext()
         )
         with raises:
-            sfx.plan(given.pop("tree"), given.pop("mesh"), **given)
+            sfx.plan(value_by_key.pop("tree"), value_by_key.pop("mesh"), **value_by_key)
     for _ in range(20):
-        if not found:
+        if not findings:
             break
-        arguments = applied(found[0].fix, arguments)
-        found = lint(arguments)
-    assert found == (), f"findings are left: {found}"
+        arguments = applied(findings[0].fix, arguments)
+        findings = lint(arguments)
+    assert findings == (), f"findings are left: {findings}"
 
 
 @pytest.mark.parametrize("told, planted", PLANTED)
@@ -138,7 +138,9 @@ def test_all_fixes_of_a_mistake_hold_together(told, planted):
 
 
 def test_every_kind_of_finding_is_planted_and_on_the_page():
-    assert {code for told, _ in PLANTED for code, _ in found_in(told)} == set(CODES)
+    assert {
+        code for planted_code, _ in PLANTED for code, _ in found_in(planted_code)
+    } == set(CODES)
     page = (Path(__file__).parents[2] / "docs" / "look.md").read_text()
     section = page.partition("## Mistakes in rules")[2]
     rows = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", section, re.M)
@@ -150,9 +152,12 @@ def test_every_kind_of_finding_is_planted_and_on_the_page():
     [(None, {}, 2 * (8192 + 1)), (P("fsdp"), {"over": "data"}, 8192)],
 )
 def test_what_zero_would_save_is_told(spec, how, count):
-    (found,) = sfx.lint(moments(spec, **how))
+    (finding,) = sfx.lint(moments(spec, **how))
     # Of two moments, or of one, in two pieces that could be eight.
-    assert (found.severity, found.bytes) == ("warning", count * 4096 * 4 // 2 * 3 // 4)
+    assert (finding.severity, finding.bytes) == (
+        "warning",
+        count * 4096 * 4 // 2 * 3 // 4,
+    )
 
 
 def test_a_state_that_follows_another_plan_is_told():
@@ -167,15 +172,15 @@ def test_a_state_that_follows_another_plan_is_told():
     follow = ft.partial(sfx.follow, optax.adam(1e-3).init)
     assert sfx.lint(sfx.ShardPlan.join(params=ours, opt=follow(ours))) == ()
     plan = sfx.ShardPlan.join(params=ours, opt=follow(theirs))
-    found = sfx.lint(plan)
-    assert [(one.code, one.where) for one in found] == [
-        ("optimizer-state", f"opt/0/{at}/up") for at in ("mu", "nu")
+    findings = sfx.lint(plan)
+    assert [(reason.code, reason.where) for reason in findings] == [
+        ("optimizer-state", f"opt/0/{moment}/up") for moment in ("mu", "nu")
     ]
-    assert found[0].message.startswith(
+    assert findings[0].message.startswith(
         "it lies as P('tensor', 'fsdp'), its parameter as P('fsdp', 'tensor'): "
     )
-    for one in found:
-        plan = applied(one.fix, {"tree": plan})["tree"]
+    for finding in findings:
+        plan = applied(finding.fix, {"tree": plan})["tree"]
     assert sfx.lint(plan) == ()
 
 
@@ -217,27 +222,29 @@ LESS = {
 
 @pytest.mark.parametrize("which", LESS)
 def test_lint_compares_a_state_with_its_parameter(which):
-    optimizer, path, spec, less, more = LESS[which]
+    optimizer, path, spec, less, larger = LESS[which]
     layer = {
         "w": leaf(4096, 8192, dtype=jnp.float32),
         "b": leaf(8192, dtype=jnp.float32),
     }
     params = {"layers": [layer] * 2, "square": leaf(4096, 4096, dtype=jnp.float32)}
-    made = sfx.plan(
+    sharding_plan = sfx.plan(
         params, MESH, paths=sfx.PathRules.parse("w|square->fsdp.tensor, b->tensor")
     )
-    plan = sfx.ShardPlan.join(params=made, opt=sfx.follow(optimizer(1e-3).init, made))
+    plan = sfx.ShardPlan.join(
+        params=sharding_plan, opt=sfx.follow(optimizer(1e-3).init, sharding_plan)
+    )
     assert sfx.lint(plan) == ()
     plan = plan.replace(f"^{path.format('[01]')}$", spec)
-    (found,) = sfx.lint(plan).without("replicated")
-    assert (found.code, found.where) == ("optimizer-state", path.format("{0..1}")), str(
-        found
+    (reason,) = sfx.lint(plan).without("replicated")
+    assert (reason.code, reason.where) == ("optimizer-state", path.format("{0..1}")), (
+        str(reason)
     )
-    assert found.message.startswith(
-        f"it is sharded over {less}, its parameter over {more}"
-    ), found.message
-    assert found.bytes > 0
-    assert sfx.lint(applied(found.fix, {"tree": plan})["tree"]) == ()
+    assert reason.message.startswith(
+        f"it is sharded over {less}, its parameter over {larger}"
+    ), reason.message
+    assert reason.bytes > 0
+    assert sfx.lint(applied(reason.fix, {"tree": plan})["tree"]) == ()
 
 
 def test_a_module_with_functions_and_names_of_its_own():
@@ -250,9 +257,9 @@ def test_a_module_with_functions_and_names_of_its_own():
         "mesh": MESH,
         "axes": AXES,
     }
-    (found,) = lint(arguments)
-    assert (found.code, found.where) == ("unknown-name", "name 'embd'")
-    assert lint(applied(found.fix, arguments)) == ()
+    (finding,) = lint(arguments)
+    assert (finding.code, finding.where) == ("unknown-name", "name 'embd'")
+    assert lint(applied(finding.fix, arguments)) == ()
     # Its names, from outside.
     names = sfx.auto.renamed(arguments["tree"], {".*": ("mlp", "embed")})
     assert lint({**arguments, "names": names}) == ()
@@ -262,16 +269,16 @@ def test_severities_follow_the_arguments():
     tree, mesh = {"w": leaf(7, 8, dtype=jnp.float32)}, MESH
     rules = sfx.PathRules([("w", jax.P("fsdp", "tensor")), ("nothing", jax.P())])
     loose = sfx.lint(tree, mesh, paths=rules, unused="allow")
-    assert [(one.code, one.severity) for one in loose] == [
+    assert [(finding.code, finding.severity) for finding in loose] == [
         ("corrected", "warning"),
         ("unused-rule", "warning"),
     ]
     strict = sfx.lint(tree, mesh, paths=rules, strict=True)
-    assert [(one.code, one.severity) for one in strict] == [
+    assert [(finding.code, finding.severity) for finding in strict] == [
         ("corrected", "error"),
         ("unused-rule", "error"),
     ]
-    assert [one.code for one in strict.without("corrected").worst("error")] == [
+    assert [reason.code for reason in strict.without("corrected").worst("error")] == [
         "unused-rule"
     ]
     assert repr(strict) == str(strict) and str(
@@ -285,22 +292,24 @@ def test_a_refined_mesh_takes_what_it_can():
         sfx.MeshSpec({"tensor": 4}),
         sfx.PathRules([("k", sfx.atomic(jax.P("tensor"), (128, 1)))]),
     )
-    (found,) = sfx.lint(key, mesh, paths=rules)
-    assert (found.code, found.severity, found.fix) == (
+    (finding,) = sfx.lint(key, mesh, paths=rules)
+    assert (finding.code, finding.severity, finding.fix) == (
         "corrected",
         "info",
         "refine = True",
     )
     assert sfx.lint(key, mesh, paths=rules, refine=True) == ()
     odd = {"k": leaf(7, 64, dtype=jnp.float32)}
-    (found,) = sfx.lint(odd, mesh, paths=sfx.PathRules.parse("k->tensor"), refine=True)
+    (finding,) = sfx.lint(
+        odd, mesh, paths=sfx.PathRules.parse("k->tensor"), refine=True
+    )
     arguments = {
         "tree": odd,
         "mesh": mesh,
         "paths": sfx.PathRules.parse("k->tensor"),
         "refine": True,
     }
-    assert lint(applied(found.fix, arguments)) == ()
+    assert lint(applied(finding.fix, arguments)) == ()
 
 
 def test_strange_dtypes_and_sizes():
@@ -310,10 +319,10 @@ def test_strange_dtypes_and_sizes():
         "int4": leaf(8, 8, dtype=jnp.int4),
     }
     tree |= {"none": leaf(0, 3, dtype=bool), "fp8": leaf(3, 5, dtype=jnp.float8_e4m3fn)}
-    found = sfx.lint(
+    findings = sfx.lint(
         tree, MESH, paths=sfx.PathRules.parse("key->replicate, .*->fsdp.tensor")
     )
-    assert {(one.code, one.where) for one in found} == {
+    assert {(reason.code, reason.where) for reason in findings} == {
         ("corrected", "fp8"),
         ("corrected", "none"),
     }
@@ -322,14 +331,14 @@ def test_strange_dtypes_and_sizes():
 def test_thousands_of_findings_are_made_fast_and_shown_in_part():
     names = ["".join(letters) for letters in itertools.product("abcdefghij", repeat=3)]
     tree = {name: leaf(7, 8, dtype=jnp.float32) for name in names}
-    found = sfx.lint(tree, MESH, paths=sfx.PathRules.parse(".*->fsdp.tensor"))
-    (one,) = found  # of one cause
-    assert (one.code, one.where) == ("corrected", "mesh axis 'fsdp'")
-    assert "1,000 arrays are not divisible by" in one.message
+    findings = sfx.lint(tree, MESH, paths=sfx.PathRules.parse(".*->fsdp.tensor"))
+    (finding,) = findings  # of one cause
+    assert (finding.code, finding.where) == ("corrected", "mesh axis 'fsdp'")
+    assert "1,000 arrays are not divisible by" in finding.message
     again = sfx.lint(
         tree, MESH, paths=sfx.PathRules([("nothing_like_it", sfx.optional(jax.P()))])
     )
-    assert sum(one.code == "unmatched" for one in again) == 1000
+    assert sum(reason.code == "unmatched" for reason in again) == 1000
     text = str(again)
     assert text.count("fix:") == 100 and text.endswith(
         "and 902 more; `for finding in findings` has them all"
@@ -344,10 +353,10 @@ def test_one_letter_is_a_moment_only_beside_the_other(roots, count):
     tree = {root: {"w": leaf(8192, 32768, dtype=jnp.float32)} for root in roots}
     names = {root: {"w": ("embed", "heads")} for root in roots}
     axes = sfx.AxisRules([("heads", "tensor"), ("embed", None), ("batch", "data")])
-    found = sfx.lint(
+    findings = sfx.lint(
         tree, sfx.MeshSpec({"data": 2, "tensor": 4}), names=names, axes=axes
     )
-    assert [one.code for one in found] == ["optimizer-state"] * count
+    assert [reason.code for reason in findings] == ["optimizer-state"] * count
 
 
 def test_one_cause_is_one_finding_whose_fix_mends_it():
@@ -359,15 +368,17 @@ def test_one_cause_is_one_finding_whose_fix_mends_it():
         sfx.MeshSpec({"fsdp": 3, "tensor": 2}),
         sfx.PathRules.parse(".*->fsdp.tensor"),
     )
-    given = {"tree": tree, "mesh": mesh, "paths": rules}
-    (found,) = lint(given)
-    assert (found.code, found.where) == ("corrected", "mesh axis 'fsdp'")
-    assert "9 arrays are not divisible by `fsdp` (3)" in found.message
-    assert found.fix == "paths = paths.replace(0, PartitionSpec(None, 'tensor'))"
-    assert [one.code for one in lint(applied(found.fix, given))] == ["unused-axis"]
+    arguments = {"tree": tree, "mesh": mesh, "paths": rules}
+    (reason,) = lint(arguments)
+    assert (reason.code, reason.where) == ("corrected", "mesh axis 'fsdp'")
+    assert "9 arrays are not divisible by `fsdp` (3)" in reason.message
+    assert reason.fix == "paths = paths.replace(0, PartitionSpec(None, 'tensor'))"
+    assert [finding.code for finding in lint(applied(reason.fix, arguments))] == [
+        "unused-axis"
+    ]
     # Of one array alone, too.
-    (alone,) = lint({**given, "tree": {"a": tree["a"]}})
-    assert alone.where == "a" and alone.fix == found.fix
+    (alone,) = lint({**arguments, "tree": {"a": tree["a"]}})
+    assert alone.where == "a" and alone.fix == reason.fix
 
 
 MESH_AXES = ("a", "b", "c")
@@ -385,11 +396,11 @@ def test_a_rule_is_dead_exactly_if_no_array_uses_it(rules):
     axes = AxisRules(rules)
     leaf = jax.ShapeDtypeStruct((8,), jnp.float32)
     mesh = MeshSpec({"a": 2, "b": 2, "c": 2})
-    found = sfx.lint({"w": leaf}, mesh, names={"w": (None,)}, axes=axes)
+    findings = sfx.lint({"w": leaf}, mesh, names={"w": (None,)}, axes=axes)
     dead = {
-        int(one.where.split("[")[1].split("]")[0])
-        for one in found
-        if one.code == "dead-rule"
+        int(trial.where.split("[")[1].split("]")[0])
+        for trial in findings
+        if trial.code == "dead-rule"
     }
     applied = set()
     # Every set of names that an array may have, with names before all rules that take
@@ -405,9 +416,9 @@ def test_a_rule_is_dead_exactly_if_no_array_uses_it(rules):
                         (*[f"taken_{axis}" for axis in taken], *names), before, None
                     )
                     applied |= {
-                        one.number - len(taken)
-                        for one in tried
-                        if one.outcome == "applied"
+                        trial.number - len(taken)
+                        for trial in tried
+                        if trial.outcome == "applied"
                     }
     assert dead == {number for number in range(len(rules)) if number not in applied}
 
@@ -445,18 +456,20 @@ TOGETHER: list[tuple[dict[str, tuple[str, ...]], list[Any], str]] = [
 @given(st.sets(st.sampled_from(range(len(TOGETHER)))), st.booleans())
 def test_mistakes_of_several_kinds_are_all_found(chosen, unit):
     rules, expected, names = list(AXES.rules), set(), {}
-    for changed, more, found in (TOGETHER[number] for number in sorted(chosen)):
-        expected |= set(found_in(found.replace("[{}]", f"[{len(rules)}]")))
-        rules += more
+    for changed, extra, findings in (TOGETHER[number] for number in sorted(chosen)):
+        expected |= set(found_in(findings.replace("[{}]", f"[{len(rules)}]")))
+        rules += extra
         names |= changed
     axes = AxisRules(rules, units={"headz": 64} if unit else None)
     expected |= {("unknown-name", "units 'headz'")} if unit else set()
-    found = sfx.lint(
+    findings = sfx.lint(
         TREE, MESH, names=sfx.auto.renamed(TREE, names, names=NAMES), axes=axes
     )
-    assert {(one.code, one.where) for one in found} == expected, str(found)
-    assert [one.bytes for one in found] == sorted(
-        (one.bytes for one in found), reverse=True
+    assert {(finding.code, finding.where) for finding in findings} == expected, str(
+        findings
+    )
+    assert [finding.bytes for finding in findings] == sorted(
+        (finding.bytes for finding in findings), reverse=True
     )
 
 
@@ -474,8 +487,10 @@ def test_mistakes_of_several_path_rules_are_all_found(unused, shadowed, pod):
     }
     expected |= {("unused-axis", "mesh axis 'pod'")} if pod else set()
     mesh = MeshSpec({"pod": 2, **MESH.shape}) if pod else MESH
-    found = sfx.lint(TREE, mesh, paths=sfx.PathRules([*first, *RULES, *last]))
-    assert {(one.code, one.where) for one in found} == expected, str(found)
+    findings = sfx.lint(TREE, mesh, paths=sfx.PathRules([*first, *RULES, *last]))
+    assert {(reason.code, reason.where) for reason in findings} == expected, str(
+        findings
+    )
 
 
 SMALL = MeshSpec({"fsdp": 2, "tensor": 2})
@@ -534,18 +549,18 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_name_contradicts_where_its_sizes_cannot_be_meant(case):
-    more, named, expected = CASES[case]
-    tree, names = {"layers": [mlp(256)] * 3, **more}, {"layers": [NAMED] * 3, **named}
-    found = sfx.lint(
+    extra, named, expected = CASES[case]
+    tree, names = {"layers": [mlp(256)] * 3, **extra}, {"layers": [NAMED] * 3, **named}
+    findings = sfx.lint(
         tree, SMALL, names=names, axes=MLP_AXES.with_alias("wide", of="mlp")
     )
     assert [
-        one.where for one in found if one.code == "contradicted-name"
-    ] == expected, str(found)
+        reason.where for reason in findings if reason.code == "contradicted-name"
+    ] == expected, str(findings)
 
 
 @pytest.mark.parametrize(
-    "name, shape, head_dim, found",
+    "name, shape, head_dim, line",
     [
         ("qkv/weight", (192, 64), 16, "warning inside heads of 16"),
         ("qkv/weight", (192, 64), None, "info inside projections of 64"),
@@ -562,28 +577,28 @@ def test_a_name_contradicts_where_its_sizes_cannot_be_meant(case):
         ("mixer/norm", (64,), 16, None),
     ],
 )
-def test_heads_in_fused_projections(name, shape, head_dim, found):
+def test_heads_in_fused_projections(name, shape, head_dim, line):
     tree = {"attn": {name: leaf(*shape)}}
     mesh = MeshSpec({"tensor": 8})
     rules = PathRules([(".*", P("tensor"))])
     findings = sfx.lint(tree, mesh, paths=rules, head_dim=head_dim)
-    cut = [one for one in findings if one.code == "cut-head"]
-    if found is None:
+    cut = [finding for finding in findings if finding.code == "cut-head"]
+    if line is None:
         assert not cut
         return
     (finding,) = cut
-    severity, text = found.split(" ", 1)
+    severity, text = line.split(" ", 1)
     assert finding.severity == severity and text in finding.message
     arguments = {"tree": tree, "mesh": mesh, "paths": rules, "head_dim": head_dim}
     after = lint(applied(finding.fix, arguments))
-    assert not [one for one in after if one.code == "cut-head"]
+    assert not [reason for reason in after if reason.code == "cut-head"]
 
 
 def test_heads_in_the_fused_projection_of_gpt2():
     tree = {"c_attn": {"weight": leaf(64, 192), "bias": leaf(192)}}
     rules = PathRules([("weight", P(None, "tensor")), ("bias", P("tensor"))])
-    found = sfx.lint(tree, MeshSpec({"tensor": 8}), paths=rules, head_dim=16)
-    assert [one.code for one in found] == ["cut-head"] * 2
+    findings = sfx.lint(tree, MeshSpec({"tensor": 8}), paths=rules, head_dim=16)
+    assert [reason.code for reason in findings] == ["cut-head"] * 2
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -26,17 +26,19 @@ from shardfx.presets import models, tokens
 def test_the_presets_of_path_rules(name, tensor):
     model = catalogue.MODELS[name]
     rules = getattr(presets, str(model.preset))(**dict(model.arguments))
-    found = sfx.lint(model.make(), MeshSpec({"fsdp": 4, "tensor": tensor}), paths=rules)
+    findings = sfx.lint(
+        model.make(), MeshSpec({"fsdp": 4, "tensor": tensor}), paths=rules
+    )
     # With one kv head, or 25 heads, there is nothing to cut in two: the rules keep
     # heads whole, and `lint` says so.
     whole = ("gemma-2b", "gemma3-1b", "gpt2-xl") if tensor > 1 else ()
-    assert {one.severity for one in found if one.where != "wte/weight"} == (
-        {"info"} if name in whole else set()
-    ), found
+    assert {
+        finding.severity for finding in findings if finding.where != "wte/weight"
+    } == ({"info"} if name in whole else set()), findings
     # The vocabulary of GPT-2 is odd.
-    odd = [one.where for one in found if one.severity == "warning"]
+    odd = [finding.where for finding in findings if finding.severity == "warning"]
     assert odd == (["wte/weight"] if name.startswith("gpt2") and tensor > 1 else []), (
-        str(found)
+        str(findings)
     )
 
 
@@ -49,8 +51,8 @@ def test_no_preset_has_a_layout_of_a_known_fault(name, how):
     if how not in models.strategies(name):
         return
     tree = models.tree(name, layers=2, stack_experts=how == "ep")
-    found = sfx.lint(tree, THREE, paths=models.rules_for(name, how), unused="allow")
-    assert [one for one in found if one.code == "known-fault"] == []
+    findings = sfx.lint(tree, THREE, paths=models.rules_for(name, how), unused="allow")
+    assert [reason for reason in findings if reason.code == "known-fault"] == []
 
 
 def read(text: str) -> tuple[Any, Any]:
@@ -100,8 +102,8 @@ layers/0/norm: 4096: EMBED
 def test_t5x(activation_dims, parameter_dims):
     tree, names = read(T5)
     axes = presets.t5x(activation_dims, parameter_dims)
-    found = sfx.lint(tree, MeshSpec({"data": 4, "model": 4}), names=names, axes=axes)
-    assert found == (), str(found)
+    findings = sfx.lint(tree, MeshSpec({"data": 4, "model": 4}), names=names, axes=axes)
+    assert findings == (), str(findings)
 
 
 MODES: list[tuple[str | None, dict[str, Any]]] = [
@@ -118,27 +120,29 @@ def test_eformer(mode, changes):
     mesh = MeshSpec(
         {"fsdp": 2, "tp": 4} if changes else {"dp": 2, "fsdp": 2, "tp": 4, "sp": 2}
     )
-    found = sfx.lint(
+    findings = sfx.lint(
         tree, mesh, names=names, axes=presets.eformer(**changes), mode=mode
     )
-    assert found == (), str(found)
+    assert findings == (), str(findings)
 
 
 @pytest.mark.parametrize(
-    "axis, told",
+    "axis, text",
     [
         ("data", []),
         ("batch", [("unused-axis", "info", "mesh axis 'batch'")]),
         ("dta", [("unused-axis", "error", "mesh axis 'dta'")]),
     ],
 )
-def test_data_parallel_rules_declare_the_axis_of_the_batch(axis, told):
+def test_data_parallel_rules_declare_the_axis_of_the_batch(axis, text):
     tree, rules = models.tree("llama3-8b"), models.rules_for("llama3-8b", "dp")
-    found = sfx.lint(tree, MeshSpec({axis: 8}), paths=rules).without("replicated")
-    assert [(one.code, one.severity, one.where) for one in found] == told
+    findings = sfx.lint(tree, MeshSpec({axis: 8}), paths=rules).without("replicated")
+    assert [
+        (finding.code, finding.severity, finding.where) for finding in findings
+    ] == text
     if axis == "dta":
-        assert "The rules use 'data', which the mesh lacks" in found[0].message
-        assert found[0].fix == "mesh = MeshSpec({'data': 8})"
+        assert "The rules use 'data', which the mesh lacks" in findings[0].message
+        assert findings[0].fix == "mesh = MeshSpec({'data': 8})"
 
 
 # `tests/data` says where MaxText's rules are from.
@@ -164,7 +168,7 @@ def deepseek() -> tuple[Any, Any]:
         for path, shape, _, _ in DEEPSEEK["leaves"]
     }
     names = {
-        path: tuple(None if one == "-" else one for one in text.split())
+        path: tuple(None if word == "-" else word for word in text.split())
         for path, _, text, _ in DEEPSEEK["leaves"]
     }
     return shapes, names
@@ -187,9 +191,9 @@ MESHES = {
 
 def test_maxtexts_rules_decide_as_maxtext_does():
     tree, names = deepseek()
-    made = sfx.plan(tree, mesh(fsdp=4, expert=4), names=names, axes=AXES)
-    wanted = {path: _cut(spec) for path, _, _, spec in DEEPSEEK["leaves"]}
-    assert {leaf.path: _cut(leaf.spec) for leaf in made.leaves} == wanted
+    plan = sfx.plan(tree, mesh(fsdp=4, expert=4), names=names, axes=AXES)
+    cut_by_path = {path: _cut(spec) for path, _, _, spec in DEEPSEEK["leaves"]}
+    assert {leaf.path: _cut(leaf.spec) for leaf in plan.leaves} == cut_by_path
 
 
 def _cut(spec):
@@ -204,8 +208,8 @@ def _cut(spec):
 @pytest.mark.parametrize("which", MESHES)
 def test_nothing_is_found_in_maxtexts_rules(which):
     tree, names = deepseek()
-    found = sfx.lint(tree, mesh(**MESHES[which]), names=names, axes=AXES)
-    assert found == (), str(found)
+    findings = sfx.lint(tree, mesh(**MESHES[which]), names=names, axes=AXES)
+    assert findings == (), str(findings)
 
 
 def test_mistakes_in_a_large_set_are_found_among_its_rules():
@@ -213,8 +217,8 @@ def test_mistakes_in_a_large_set_are_found_among_its_rules():
     # As in MaxText's `ep-as-dp.yml`: rules to axes that the mesh lacks, and logical
     # names without rules.
     axes = AXES.without("embed_moe").extend([("activation_extra", "sequence_parallel")])
-    found = sfx.lint(tree, mesh(fsdp=4, tensor=2), names=names, axes=axes)
-    assert [(one.code, one.where) for one in found] == [
+    findings = sfx.lint(tree, mesh(fsdp=4, tensor=2), names=names, axes=axes)
+    assert [(reason.code, reason.where) for reason in findings] == [
         ("unknown-name", "name 'embed_moe'"),
         ("absent-axis", "mesh axis 'sequence_parallel'"),
     ]

@@ -85,8 +85,8 @@ class Page:
         return self.driver.find_elements("css selector", selector)
 
     def one(self, selector: str) -> Any:
-        (found,) = self.all(selector)
-        return found
+        (element,) = self.all(selector)
+        return element
 
     def text(self, selector: str) -> str:
         return self.run(
@@ -133,7 +133,7 @@ class Page:
 
 
 def finding(**fields: Any) -> Finding:
-    given = {
+    arguments = {
         "code": "corrected",
         "severity": "warning",
         "where": "embed",
@@ -141,7 +141,7 @@ def finding(**fields: Any) -> Finding:
         "message": "",
         "fix": "f()",
     }
-    return Finding(**{**given, **fields})
+    return Finding(**{**arguments, **fields})
 
 
 def model() -> ShardPlan:
@@ -168,23 +168,23 @@ def page(browser: Any, tmp_path: Path) -> Iterator[Page]:
         (HLO / "tpu_gathered_weights.txt").read_text(),
         MeshSpec({"data": 2, "tensor": 4}),
     )
-    found = [
+    findings = [
         finding(),
         finding(code="cut-head", severity="error", where="layers/3/attn/qkv", fix=""),
     ]
-    made = html_report(
-        model(), title="A model", findings=found, traffic=sent, chip="v5e"
+    report = html_report(
+        model(), title="A model", findings=findings, traffic=sent, chip="v5e"
     )
-    page = Page(browser, made, tmp_path / "page.html")
+    page = Page(browser, report, tmp_path / "page.html")
     yield page
     assert page.complaints() == []
 
 
 def test_the_page_says_what_the_plan_says(page):
-    made = model()
+    sharding_plan = model()
     assert page.driver.title == page.text("h1") == "A model"
     tiles = [tile.text.split("\n")[0] for tile in page.all("#tiles li")]
-    assert tiles[:2] == [f"{len(made):,}", "128"]
+    assert tiles[:2] == [f"{len(sharding_plan):,}", "128"]
     assert page.paths[:3] == [
         "embed",
         "layers/{0..23}/mlp/down",
@@ -206,21 +206,23 @@ def test_the_page_says_what_the_plan_says(page):
 
 
 def test_the_memory_of_a_step(browser, tmp_path):
-    found = fitted(2**20)
-    page = Page(browser, html_report(model(), fit=found), tmp_path / "page.html")
-    assert not found.fits and "more than there is" in page.text("#memory .verdict.bad")
+    candidate = fitted(2**20)
+    page = Page(browser, html_report(model(), fit=candidate), tmp_path / "page.html")
+    assert not candidate.fits and "more than there is" in page.text(
+        "#memory .verdict.bad"
+    )
     assert [cell.text for cell in page.all("#memory .parts th")] == [
-        row.group for row in found.rows if row.bytes
+        row.group for row in candidate.rows if row.bytes
     ]
     assert "Foreseen" in page.text("#memory .note")
-    assert len(page.all("#memory .changes tr")) == min(len(found.changes), 8) > 0
-    largest, made = found.peak_arrays[:2]
-    place = made.source.place if made.source else ""
+    assert len(page.all("#memory .changes tr")) == min(len(candidate.changes), 8) > 0
+    largest, second = candidate.peak_arrays[:2]
+    place = second.source.place if second.source else ""
     assert largest.what in page.text("#step-inspector h3")
     page.one("#step-map .top[aria-label*='test_report_data.py'] .cell").click()
     details = page.text("#step-inspector")
     assert (
-        made.what in details
+        second.what in details
         and place in details
         and "jax.grad(" in details
         and "axes from" in details
@@ -245,19 +247,19 @@ def test_search_and_filter(page):
     assert page.search("norm bf16[1024]") == ["layers/{0..23}/norm"]
     page.search("")
     choices = support.Select(page.one("#filter"))
-    for name, left in [
+    for name, shown_paths in [
         ("whole on every device", ["layers/{0..23}/norm"]),
         ("less than was asked", ["embed"]),
         ("cut by data", []),
     ]:
         choices.select_by_visible_text(name)
-        assert page.paths == left, name
+        assert page.paths == shown_paths, name
     assert page.all("#treemap .dimmed")
 
 
 def test_the_numbers_filter_and_what_got_less_is_marked(page):
     assert page.text("#verdict").startswith("1 array got less than asked")
-    less, whole = (page.all("#tiles button")[at] for at in (1, 0))
+    less, whole = (page.all("#tiles button")[position] for position in (1, 0))
     less.click()
     assert page.paths == ["embed"] and page.all("#treemap .dimmed")
     less.click()
@@ -342,18 +344,18 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(page):
         assert ring, element.get_attribute("outerHTML")[:200]
     focusable = "a[href], button:not([hidden]), input, select, [tabindex='0']"
     assert {
-        one.id
-        for one in page.all(focusable)
-        if one.is_displayed() or one.get_attribute("class") == "skip"
+        element.id
+        for element in page.all(focusable)
+        if element.is_displayed() or element.get_attribute("class") == "skip"
     } <= seen
     assert len(reached) >= 20
     assert all(
         page.run(
             "return arguments[0].ariaLabel || arguments[0].textContent ||"
             " arguments[0].id",
-            one,
+            element,
         )
-        for one in reached
+        for element in reached
     )
 
 
@@ -439,8 +441,8 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def contrast(one: str, other: str) -> float:
-    low, high = sorted([luminance(one), luminance(other)])
+def contrast(colour: str, other: str) -> float:
+    low, high = sorted([luminance(colour), luminance(other)])
     return (high + 0.05) / (low + 0.05)
 
 
@@ -488,8 +490,10 @@ def test_fifty_thousand_leaves_stay_usable(browser, tmp_path):
     assert len(page.run("return document.querySelectorAll('*')")) < 8000
     # Of many numbers a range shows the ends: what may hold this one is found, and
     # nothing else.
-    found = page.search("layers/2321/experts/w3")
-    assert 0 < len(found) <= 7 and all(path.endswith("/experts/w3") for path in found)
+    candidates = page.search("layers/2321/experts/w3")
+    assert 0 < len(candidates) <= 7 and all(
+        path.endswith("/experts/w3") for path in candidates
+    )
     assert page.search("layers/2500/experts/w3") == []
     page.search("")
     page.one("#more").click()

@@ -70,29 +70,29 @@ def embedded(page: str) -> dict:
 
 def paths(data: dict) -> list[str]:
     """The paths of packed rows."""
-    found, before = [], ""
+    rows, before = [], ""
     for common, rest, _, _ in data["rows"]:
         before = before[:common] + rest
-        found.append(before)
-    return found
+        rows.append(before)
+    return rows
 
 
 def test_the_rows_are_those_of_the_report():
     layer = {"w": struct(8, 6), "b": struct(6)}
-    made = planned(
+    sharding_plan = planned(
         "w->data.tensor, .*->replicate", {"layers": [layer] * 3, "n": struct()}
     )
-    data = report_data(made, title="three layers")
-    rows = made.content.groups
+    data = report_data(sharding_plan, title="three layers")
+    rows = sharding_plan.content.groups
     assert [row["path"] for row in data["rows"]] == [row.where for row in rows]
     assert [row["bytes_per_device"] for row in data["rows"]] == [
         row.bytes_per_device for row in rows
     ]
     assert data["totals"] == {
         "arrays": 7,
-        "bytes": made.bytes_total,
-        "bytes_per_device": made.bytes_per_device,
-        "even_bytes_per_device": -(-made.bytes_total // 8),
+        "bytes": sharding_plan.bytes_total,
+        "bytes_per_device": sharding_plan.bytes_per_device,
+        "even_bytes_per_device": -(-sharding_plan.bytes_total // 8),
         "replicated_bytes": 3 * 6 * 4 + 4,
         "corrected_arrays": 3,
     }
@@ -105,7 +105,7 @@ def test_the_rows_are_those_of_the_report():
     assert [
         (reason["code"], reason["dim"], reason["axes"]) for reason in w["reasons"]
     ] == [("indivisible", 1, ["tensor"])]
-    assert (data["title"], data["digest"]) == ("three layers", made.digest)
+    assert (data["title"], data["digest"]) == ("three layers", sharding_plan.digest)
 
 
 def test_what_a_strategy_adds_is_not_less_than_was_asked():
@@ -116,12 +116,12 @@ def test_what_a_strategy_adds_is_not_less_than_was_asked():
             ("w", P("tensor") | fsdp("data")),
         ]
     )
-    made = plan(
+    sharding_plan = plan(
         {"norm": struct(8), "odd": struct(7), "w": struct(8, 6), "w_odd": struct(7, 6)},
         MESH,
         paths=rules,
     )
-    data = report_data(made)
+    data = report_data(sharding_plan)
     rows = {
         row["path"]: (row["less"], row["lost"], row["spec"]) for row in data["rows"]
     }
@@ -146,7 +146,7 @@ def test_everything_that_a_plan_can_hold_is_json():
         "function": Odd,
     }
     axes = AxisRules([("a", ("data", "tensor")), ("b", None)])
-    made = plan(
+    sharding_plan = plan(
         tree,
         MeshSpec(
             {"data": 2, "tensor": 4},
@@ -157,7 +157,7 @@ def test_everything_that_a_plan_can_hold_is_json():
         axes=axes,
         memory_kinds=[("int4", "pinned_host")],
     )
-    data = json.loads(json.dumps(report_data(made)))
+    data = json.loads(json.dumps(report_data(sharding_plan)))
     rows = {row["path"]: row for row in data["rows"]}
     assert rows["named"]["spec"] == [["data", "tensor"], []]
     assert rows["int4"]["memory_kind"] == "pinned_host" and rows["int4"]["bytes"] == 32
@@ -169,29 +169,29 @@ def test_everything_that_a_plan_can_hold_is_json():
     assert {(part["group"], part["memory_kind"]) for part in data["memory"]} >= {
         ("int4", "pinned_host")
     }
-    assert embedded(html_report(made))["totals"] == data["totals"]
+    assert embedded(html_report(sharding_plan))["totals"] == data["totals"]
 
 
 @pytest.mark.parametrize("tree", [{}, {"n": jnp.ones(())}, jnp.ones(4)])
 def test_the_smallest_trees(tree):
-    made = plan(
+    sharding_plan = plan(
         tree, MeshSpec({"data": 1}), paths=PathRules([(".*", P())]), unused="allow"
     )
-    data = embedded(html_report(made))
+    data = embedded(html_report(sharding_plan))
     assert (
-        data["totals"]["arrays"] == len(made)
+        data["totals"]["arrays"] == len(sharding_plan)
         and data["totals"]["replicated_bytes"] == 0
     )
 
 
 def test_a_chip_by_its_name():
-    made = planned("w->replicate")
+    sharding_plan = planned("w->replicate")
     assert (
-        report_data(made, chip="v5p")["chip"]["name"] == "v5p"
-        and report_data(made)["chip"] is None
+        report_data(sharding_plan, chip="v5p")["chip"]["name"] == "v5p"
+        and report_data(sharding_plan)["chip"] is None
     )
     with pytest.raises(ChipError, match="v5"):
-        html_report(made, chip="v5x")
+        html_report(sharding_plan, chip="v5x")
 
 
 def fitted(batch: int) -> Fit:
@@ -207,31 +207,31 @@ def _smaller(row):
 
 
 def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
-    found = fitted(1024)
-    made = planned("w->replicate")
-    data = json.loads(json.dumps(report_data(made, fit=found)))
+    sent = fitted(1024)
+    sharding_plan = planned("w->replicate")
+    data = json.loads(json.dumps(report_data(sharding_plan, fit=sent)))
     assert (
         sum(part["bytes_per_device"] for part in data["memory"])
-        == found.peak_bytes
+        == sent.peak_bytes
         == data["fit"]["peak_bytes"]
     )
-    assert data["memory"][0]["group"] in {row.group for row in found.rows}
+    assert data["memory"][0]["group"] in {row.group for row in sent.rows}
     assert (data["chip"]["name"], data["fit"]["basis"], data["fit"]["fits"]) == (
         "v5e",
         "foreseen",
         True,
     )
-    assert len(data["fit"]["changes"]) == len(found.changes)
+    assert len(data["fit"]["changes"]) == len(sent.changes)
     moment = data["step"]["moment"]
     assert {row["array"] for row in moment} >= {
         "w",
         "f32[4096,4096]",
     } and moment == sorted(moment, key=_smaller)
-    (source,) = [one for one in data["step"]["source"] if one["file"] == __file__]
-    (line,) = [one for one in source["lines"] if "jax.grad(" in one["text"]]
+    (source,) = [line for line in data["step"]["source"] if line["file"] == __file__]
+    (line,) = [line for line in source["lines"] if "jax.grad(" in line["text"]]
     assert "f32[4096,4096] -" in line["makes"]
-    assert report_data(made, fit=found, chip="v5p")["chip"]["name"] == "v5p"
-    assert report_data(made)["fit"] is None
+    assert report_data(sharding_plan, fit=sent, chip="v5p")["chip"]["name"] == "v5p"
+    assert report_data(sharding_plan)["fit"] is None
 
 
 def test_names_stay_text_whatever_they_hold():
@@ -263,8 +263,10 @@ def test_the_page_is_whole_and_the_same_for_the_same_plan():
 
 
 def test_the_picture_in_the_readme_shows_what_is_said_of_it():
-    made = draw_report.planned()
-    rows = {row.where.rpartition("layers/")[2]: row for row in made.content.groups}
+    sharding_plan = draw_report.planned()
+    rows = {
+        row.where.rpartition("layers/")[2]: row for row in sharding_plan.content.groups
+    }
     key, query, out = (
         rows[f"{{0..47}}/self_attn/{name}_proj/weight"] for name in ("k", "q", "o")
     )
@@ -298,39 +300,49 @@ def of_many(name: str, file: Path) -> dict[str, Any]:
 
 
 def test_fifty_thousand_leaves_are_a_page_below_2_mb(tmp_path):
-    made = of_many("f'p{n}' * 12", tmp_path / "made.json")
-    assert len(made["page"]) < 2_000_000
-    data = embedded(made["page"])
+    sharding_plan = of_many("f'p{n}' * 12", tmp_path / "made.json")
+    assert len(sharding_plan["page"]) < 2_000_000
+    data = embedded(sharding_plan["page"])
     assert sum(row[2] for row in data["rows"]) + data["more"]["arrays"] == 50_000
     share = [kind["bytes_per_device"] for kind in data["kinds"]]
     assert (
         sum(row[2] * share[row[3]] for row in data["rows"])
         + data["more"]["bytes_per_device"]
-        == made["bytes"]
+        == sharding_plan["bytes"]
     )
     # Those left out are those with the fewest bytes.
     shown = set(paths(data))
-    left = {path: count for path, count in made["leaves"].items() if path not in shown}
-    assert len(left) == data["more"]["rows"] > 0
-    assert max(left.values()) <= min(share[row[3]] for row in data["rows"])
+    count_by_path = {
+        path: count
+        for path, count in sharding_plan["leaves"].items()
+        if path not in shown
+    }
+    assert len(count_by_path) == data["more"]["rows"] > 0
+    assert max(count_by_path.values()) <= min(share[row[3]] for row in data["rows"])
 
 
 @pytest.mark.parametrize("count, shown", [(13, 13), (14, 13)])
 def test_many_parts_of_a_tree_are_the_largest_and_the_rest(count, shown):
-    tree = {f"part{chr(97 + at)}": struct(8, 8 * (at + 1)) for at in range(count)}
-    made = planned(".*->data", tree)
-    memory = embedded(html_report(made))["memory"]
+    tree = {
+        f"part{chr(97 + position)}": struct(8, 8 * (position + 1))
+        for position in range(count)
+    }
+    sharding_plan = planned(".*->data", tree)
+    memory = embedded(html_report(sharding_plan))["memory"]
     assert (
         len(memory) == shown
-        and sum(part["bytes_per_device"] for part in memory) == made.bytes_per_device
+        and sum(part["bytes_per_device"] for part in memory)
+        == sharding_plan.bytes_per_device
     )
     assert (memory[-1]["group"] == "2 others") == (shown < count)
 
 
 def test_many_findings_and_much_traffic_are_cut_and_counted():
-    made = planned("w->replicate")
-    found = Finding("replicated", "warning", "w", 9, "m" * 100, "f")
-    data = packed(report_data(made, findings=[found] * 10_000, traffic=Traffic((), 8)))
+    sharding_plan = planned("w->replicate")
+    finding = Finding("replicated", "warning", "w", 9, "m" * 100, "f")
+    data = packed(
+        report_data(sharding_plan, findings=[finding] * 10_000, traffic=Traffic((), 8))
+    )
     assert (
         100 < len(data["findings"]) < 10_000
         and len(data["findings"]) + data["more_findings"] == 10_000
@@ -342,7 +354,7 @@ def test_many_findings_and_much_traffic_are_cut_and_counted():
         "rows": [],
         "more": 0,
     }
-    assert len(html_report(made, findings=[found] * 10_000)) < 2_000_000
+    assert len(html_report(sharding_plan, findings=[finding] * 10_000)) < 2_000_000
 
 
 SEVEN = {name: struct(7, 2**33, dtype=jnp.bfloat16) for name in "ab"}
@@ -350,7 +362,7 @@ NOT_FIT = "2 arrays got less than asked, 2 times an even split, it does not fit 
 
 
 @pytest.mark.parametrize(
-    "tree, rules, findings, chip, level, told",
+    "tree, rules, findings, chip, level, text",
     [
         (
             None,
@@ -367,14 +379,14 @@ NOT_FIT = "2 arrays got less than asked, 2 times an even split, it does not fit 
         (SEVEN, ".*->data.tensor", "", "v5e", "bad", NOT_FIT),
     ],
 )
-def test_the_verdict(tree, rules, findings, chip, level, told):
-    made = planned(rules, tree)
-    found = [
+def test_the_verdict(tree, rules, findings, chip, level, text):
+    sharding_plan = planned(rules, tree)
+    result = [
         Finding("corrected", severity, "w", 0, "", "") for severity in findings.split()
     ]
-    verdict = report_data(made, findings=found, chip=chip)["verdict"]
-    assert verdict["level"] == level and told in verdict["text"]
-    page = html_report(made, findings=found, chip=chip)
+    verdict = report_data(sharding_plan, findings=result, chip=chip)["verdict"]
+    assert verdict["level"] == level and text in verdict["text"]
+    page = html_report(sharding_plan, findings=result, chip=chip)
     assert (
         f'<p id="verdict" class="verdict {level}"><b>{verdict["text"]}</b></p>' in page
     )

@@ -77,8 +77,8 @@ def converged(a, _):
 
 
 def called_back(x, w):
-    made = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-    return made @ w
+    sines = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    return sines @ w
 
 
 RIGHT = {
@@ -118,15 +118,15 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_under_a_plan_is_not_accused(name, mesh):
-    found = check_step(
+    check = check_step(
         RIGHT[name], cut(some(16, 8), "d", "t", mesh=mesh), np.asarray(some(8, 8))
     )
-    assert found, str(found)
-    assert all(one.allowed < 0.1 for one in found.outputs) or name in (
+    assert check, str(check)
+    assert all(output.allowed < 0.1 for output in check.outputs) or name in (
         "chaos",
         "nearly_singular",
         "tied",
-    ), str(found)
+    ), str(check)
 
 
 def test_random_numbers_that_depend_on_the_layout_are_said(mesh):
@@ -134,12 +134,12 @@ def test_random_numbers_that_depend_on_the_layout_are_said(mesh):
         with jax.threefry_partitionable(False):
             return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
 
-    found = check_step(
+    check = check_step(
         dropped, jax.random.key(0), cut(some(16, 16), "d", "t", mesh=mesh)
     )
-    assert not found
-    assert "`random_bits` at test_check_step.py:" in str(found)
-    assert "random numbers here hang on the layout" in str(found)
+    assert not check
+    assert "`random_bits` at test_check_step.py:" in str(check)
+    assert "random numbers here hang on the layout" in str(check)
 
 
 def test_a_bfloat16_sum_differs_from_a_float32_reference(mesh):
@@ -154,9 +154,9 @@ def test_a_bfloat16_sum_differs_from_a_float32_reference(mesh):
         check_vma=False,
     )
     args = cut(some(8, 256), "d", "t", mesh=mesh), cut(some(256, 6), "t", mesh=mesh)
-    found = check_step(step, *args, reference=lambda x, w: x @ w)
-    assert not found
-    assert "adds up in bfloat16" in str(found)
+    check = check_step(step, *args, reference=lambda x, w: x @ w)
+    assert not check
+    assert "adds up in bfloat16" in str(check)
 
 
 def test_a_step_under_a_mesh_of_explicit_axes_that_is_set():
@@ -173,25 +173,25 @@ def test_a_mistake_that_bfloat16_hides_is_found_in_float32(mesh):
     def nearly(
         x,
     ):  # a constraint says nothing of numbers; the shard_map adds a thousandth
-        own = lambda x: (
+        perturbed = lambda x: (
             x * (1 + jnp.where(lax.axis_index("t") == 0, 0.0, 0.001).astype(x.dtype))
         )
         return jax.shard_map(
-            own, mesh=mesh, in_specs=P("d", "t"), out_specs=P("d", "t")
+            perturbed, mesh=mesh, in_specs=P("d", "t"), out_specs=P("d", "t")
         )(x)
 
     x = jax.device_put(jnp.ones((8, 8), jnp.bfloat16), NamedSharding(mesh, P("d", "t")))
-    found = check_step(nearly, x, reference=lambda x: x)
-    assert not found
-    assert found.outputs[0].difference == pytest.approx(0.001, rel=0.1)
+    check = check_step(nearly, x, reference=lambda x: x)
+    assert not check
+    assert check.outputs[0].difference == pytest.approx(0.001, rel=0.1)
 
 
 def test_the_story_says_what_differs_where_and_how_it_lies(mesh):
     case = PLANTED["sum_left_out_in_a_loop"]
-    found = check_step(
+    check = check_step(
         lambda mesh: case.make(mesh, True), *case.arrays(mesh), mesh=mesh
     )
-    text = str(found)
+    text = str(check)
     assert text.startswith(
         "the plan changes 1 of 1 output:\noutput  difference  rounding  at\n"
     )
@@ -200,23 +200,23 @@ def test_the_story_says_what_differs_where_and_how_it_lies(mesh):
     assert "f32[4,6] on each device of d, t, which waits for the sum over t" in text
     assert "`sin` at planted.py:" in text and "is a psum missing?" in text
     case = PLANTED["sum_left_out"]
-    found = check_step(
+    check = check_step(
         lambda mesh: case.make(mesh, True), *case.arrays(mesh), mesh=mesh
     )
     assert (
         "it waits for the sum over t, and leaves its shard_map as if it were whole"
-        in str(found)
+        in str(check)
     )
 
 
 def test_a_right_step_says_so_and_its_arguments_stay(mesh):
     x = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("d", "t")))
-    found = check_step(
+    check = check_step(
         jax.jit(lambda x: {"y": jnp.tanh(x) @ x, "sum": x.sum()}, donate_argnums=0), x
     )
-    assert found and not x.is_deleted()
-    assert str(found) == "the plan changes none of 2 outputs by more than rounding does"
-    assert [one.path for one in found.outputs] == ["sum", "y"]
+    assert check and not x.is_deleted()
+    assert str(check) == "the plan changes none of 2 outputs by more than rounding does"
+    assert [output.path for output in check.outputs] == ["sum", "y"]
 
 
 def test_a_shard_map_over_several_devices_needs_a_reference(mesh):
@@ -229,9 +229,9 @@ def test_a_shard_map_over_several_devices_needs_a_reference(mesh):
         check_step(case.make(mesh, False), *args)
     plain = lambda x, w1, w2: jax.nn.relu(x @ w1) @ w2
     assert check_step(case.make(mesh, False), *args, reference=plain)
-    found = check_step(case.make(mesh, True), *args, reference=plain)
-    assert not found
-    assert any("is a psum missing?" in line for line in found.story)
+    check = check_step(case.make(mesh, True), *args, reference=plain)
+    assert not check
+    assert any("is a psum missing?" in line for line in check.story)
 
 
 def test_suspects_are_wrong_sums_and_wrong_positions(
@@ -295,7 +295,9 @@ def bug_of_update():
     cut, whole = columns()
     # https://github.com/openxla/xla/issues/49118: a start that needs clamping is in no
     # device's part.
-    step = lambda x, y, at: lax.dynamic_update_slice(x, y, [jnp.int32(0), at]) * 2
+    step = lambda x, y, position: (
+        lax.dynamic_update_slice(x, y, [jnp.int32(0), position]) * 2
+    )
     args = jnp.arange(4.0).reshape(2, 2), jnp.full((2, 1), 99.0), jnp.int32(2)
     return (
         jax.jit(step, in_shardings=(cut, whole, whole), out_shardings=cut),
@@ -307,7 +309,9 @@ def bug_of_update():
 def bug_of_slice():
     cut, whole = columns()
     # https://github.com/openxla/xla/issues/49122: each device clamps its own start.
-    step = lambda x, at: lax.dynamic_slice(x, [jnp.int32(0), at], (2, 6)) + 1
+    step = lambda x, position: (
+        lax.dynamic_slice(x, [jnp.int32(0), position], (2, 6)) + 1
+    )
     args = jnp.arange(16.0).reshape(2, 8), jnp.int32(7)
     return (
         jax.jit(step, in_shardings=(cut, whole), out_shardings=cut),
@@ -319,17 +323,17 @@ def bug_of_slice():
 @pytest.mark.parametrize("bug", [bug_of_scatter, bug_of_update, bug_of_slice])
 def test_a_bug_of_xla_is_found_by_its_operation(bug):
     step, args, primitive = bug()
-    found = check_step(step, *args)
+    check = check_step(step, *args)
     if jax.__version_info__ < (0, 11):
-        assert not found
+        assert not check
     # A JAX that mended it computes the same; JAX 0.12 does not, and refuses to keep
     # what is not summed yet.
     named = (
         f"the first equation that differs: `{primitive}` at test_check_step.py:"
-        in str(found)
+        in str(check)
     )
     assert (
-        found or named or "XLA refuses the step where every value is kept" in str(found)
+        check or named or "XLA refuses the step where every value is kept" in str(check)
     )
     assert named or jax.__version_info__ >= (0, 11)
 
@@ -343,7 +347,7 @@ def test_a_training_step_of_structs_is_made_small_and_run():
     }
     sizes = {"vocab": 32_000, "embed": 512, "mlp": 2048}
     structs = {
-        k: jax.ShapeDtypeStruct(tuple(sizes[one] for one in v), jnp.float32)
+        k: jax.ShapeDtypeStruct(tuple(sizes[struct] for struct in v), jnp.float32)
         for k, v in shapes.items()
     }
     plan = sfx.plan(structs, sfx.MeshSpec({"d": 2, "t": 4}), names=shapes, axes=axes)
@@ -362,10 +366,10 @@ def test_a_training_step_of_structs_is_made_small_and_run():
         value, gradients = jax.value_and_grad(loss)(w, tokens)
         return value, jax.tree.map(lambda a, b: a - 0.1 * b, w, gradients)
 
-    found = check_step(step, plan.structs, tokens, shrink=True)
-    assert found, str(found)
+    check = check_step(step, plan.structs, tokens, shrink=True)
+    assert check, str(check)
     assert max(seen[-1]) < 32
-    assert all(np.isfinite(one.allowed) for one in found.outputs)
+    assert all(np.isfinite(struct.allowed) for struct in check.outputs)
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 
 def test_no_recipe_is_accused(monkeypatch: pytest.MonkeyPatch):
-    made, checked = sfx.filter_jit, []
+    filter_jit, checked = sfx.filter_jit, []
 
     def checking(fn: Any, **how: Any) -> Callable[..., Any]:
-        jitted, is_new = made(fn, **how), [fn.__name__ in STEPS]
+        jitted, is_new = filter_jit(fn, **how), [fn.__name__ in STEPS]
 
         def called(*args: Any) -> Any:
             if is_new.pop() if is_new else False:
-                found = sfx.testing.check_step(jitted, *args)
-                assert found, f"{fn}: {found}"
+                check = sfx.testing.check_step(jitted, *args)
+                assert check, f"{fn}: {check}"
                 checked.append(fn)
             return jitted(*args)
 

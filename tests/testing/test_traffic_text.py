@@ -66,12 +66,12 @@ def test_a_golden_file_is_written_and_compared(traffic, tmp_path):
         assert_same_traffic_text(traffic, golden)
     assert_same_traffic_text(traffic, golden, update=True)
     assert_same_traffic_text(traffic, golden)
-    more = dataclasses.replace(
+    replaced = dataclasses.replace(
         traffic,
         rows=(*traffic.rows, dataclasses.replace(traffic.rows[0], kind="all-to-all")),
     )
     with pytest.raises(AssertionError) as error:
-        assert_same_traffic_text(more, golden)
+        assert_same_traffic_text(replaced, golden)
     message = str(error.value)
     assert "+all-to-all over data: 1 x" in message
     assert (

@@ -121,7 +121,9 @@ PLAIN = {
 @pytest.mark.parametrize("step", PLAIN, ids=lambda step: step.__name__)
 def test_it_computes_the_same_without_a_sharding(step, mesh):
     arguments = jnp.asarray(X), jnp.asarray(W)
-    structs = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arguments)
+    structs = tuple(
+        jax.ShapeDtypeStruct(argument.shape, argument.dtype) for argument in arguments
+    )
     plain = unsharded(step)
 
     @jax.jit
@@ -136,7 +138,9 @@ def test_it_computes_the_same_without_a_sharding(step, mesh):
     with jax.set_mesh(mesh):
         results = plain(*arguments)
     jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5),
+        lambda array, other: np.testing.assert_allclose(
+            array, other, rtol=1e-4, atol=1e-5
+        ),
         results,
         PLAIN[step](*arguments),
     )

@@ -274,9 +274,9 @@ def test_processes_are_slices_where_devices_name_none():
     ],
 )
 def test_a_torus_is_walked_where_jax_has_no_order(devices, sizes, method, reason):
-    order = MeshSpec((f"a{at}", size) for at, size in enumerate(sizes)).order(
-        devices[::-1]
-    )
+    order = MeshSpec(
+        (f"a{position}", size) for position, size in enumerate(sizes)
+    ).order(devices[::-1])
     assert order.method.startswith(method) and reason in order.reasons[0]
     assert sorted(ids(order).ravel()) == [device.id for device in devices]
     if method == "as given":

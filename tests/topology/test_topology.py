@@ -296,8 +296,8 @@ def test_mean_hops_against_brute_force(kind, bounds, host):
     closed = topology.wraps(kind, bounds)
     rows = [hops(row, bounds, closed) for row in order.tolist()]
     assert topology.mean_hops(order, 1, bounds, closed) == pytest.approx(np.mean(rows))
-    ends = np.array([[0, 0], [3, 0], [3, 5]])  # a ring has a short way round
-    assert topology.mean_hops(ends, 0, (4, 6), (True, False)) == (1 + 5) / 2
+    places = np.array([[0, 0], [3, 0], [3, 5]])  # a ring has a short way round
+    assert topology.mean_hops(places, 0, (4, 6), (True, False)) == (1 + 5) / 2
 
 
 def test_which_dimensions_are_rings():

@@ -31,12 +31,12 @@ def moves(draw):
     """
     rank = draw(st.integers(1, 3))
     src, dst = draw(layouts(rank)), draw(layouts(rank))
-    more = draw(st.lists(st.integers(1, 5), min_size=rank, max_size=rank))
+    extra = draw(st.lists(st.integers(1, 5), min_size=rank, max_size=rank))
     dtype = draw(
         st.sampled_from([np.dtype("uint8"), np.dtype("float32"), np.dtype("uint16")])
     )
     return (
-        more,
+        extra,
         dtype,
         src,
         dst,
@@ -86,7 +86,7 @@ def assert_moved(
         2654435761
     ) >> np.uint32(32 - 8 * dtype.itemsize)
     values = bits.astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(shape)
-    got = moved(
+    array = moved(
         values,
         src,
         dst,
@@ -99,14 +99,14 @@ def assert_moved(
     right = NamedSharding(
         mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in dst.dims])
     )
-    wanted = {
+    values_by_device = {
         device: values[index]
         for device, index in right.devices_indices_map(shape).items()
     }
-    for shard in got.addressable_shards:
+    for shard in array.addressable_shards:
         assert (
             np.asarray(shard.data).tobytes()
-            == np.ascontiguousarray(wanted[shard.device]).tobytes()
+            == np.ascontiguousarray(values_by_device[shard.device]).tobytes()
         )
 
 

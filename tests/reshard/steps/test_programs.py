@@ -99,7 +99,7 @@ def ends(draw):
     shape that both divide.
     """
     rank = draw(st.integers(0, 4))
-    found = []
+    rows = []
     for _ in range(2):
         sizes = draw(
             st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (4, 1, 2)])
@@ -110,10 +110,10 @@ def ends(draw):
             if dim < rank:
                 dims[dim].append("abc"[axis])
         order = draw(st.permutations(list(range(8)))) if draw(st.booleans()) else None
-        found.append((sizes, tuple(map(tuple, dims)), order))
+        rows.append((sizes, tuple(map(tuple, dims)), order))
     return (
         rank,
-        found,
+        rows,
         draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=rank, max_size=rank)),
     )
 
@@ -121,10 +121,10 @@ def ends(draw):
 @given(ends(), st.sampled_from(KINDS), st.sampled_from(KINDS))
 @settings(max_examples=40, deadline=None)
 def test_a_live_array_gets_from_anywhere_to_anywhere(ends, source_kind, target_kind):
-    rank, found, spare = ends
+    rank, result, spare = ends
     shardings, counts = [], []
     for (sizes, dims, order), kind in zip(
-        found, (source_kind, target_kind), strict=True
+        result, (source_kind, target_kind), strict=True
     ):
         m = mesh(kind, order, **dict(zip("abc", sizes, strict=False)))
         shardings.append(
@@ -140,7 +140,7 @@ def test_a_live_array_gets_from_anywhere_to_anywhere(ends, source_kind, target_k
         )
         counts.append([int(np.prod([m.shape[axis] for axis in axes])) for axes in dims])
     shape = tuple(
-        int(np.lcm(a, b)) * more for a, b, more in zip(*counts, spare, strict=True)
+        int(np.lcm(a, b)) * extra for a, b, extra in zip(*counts, spare, strict=True)
     )
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     src, dst = shardings
@@ -281,8 +281,8 @@ def test_inside_checkpoint_scan_vmap_and_forward_mode(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_src_is_ignored_outside_of_jit(kind):
-    here, there = mesh(kind, a=2, b=2), mesh(kind, x=2, y=2)
-    rows, columns = NamedSharding(here, P("a")), NamedSharding(here, P("b"))
+    source, there = mesh(kind, a=2, b=2), mesh(kind, x=2, y=2)
+    rows, columns = NamedSharding(source, P("a")), NamedSharding(source, P("b"))
     weights = jax.device_put(VALUES, columns)
 
     for target in (
@@ -334,9 +334,9 @@ def test_what_vmap_is_mapped_over_stays_sharded():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_arrays_that_are_constants_inside_jit_move_too(kind):
-    here, there = mesh(kind, a=2, b=4), mesh(kind, c=2, d=2, e=2)
+    source, there = mesh(kind, a=2, b=4), mesh(kind, c=2, d=2, e=2)
     src, dst = (
-        NamedSharding(here, P("a", "b")),
+        NamedSharding(source, P("a", "b")),
         NamedSharding(there, P("e", ("d", "c"))),
     )
     x = jax.device_put(VALUES, src)
@@ -367,10 +367,10 @@ def test_sums_that_are_due_are_left_to_jax():
 
 
 @pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("ends", [("", "b"), ("b", ""), ("b", "b")])
-def test_reduced_axes_are_kept_and_differentiated_as_jax_does(ends, cross):
+@pytest.mark.parametrize("layouts", [("", "b"), ("b", ""), ("b", "b")])
+def test_reduced_axes_are_kept_and_differentiated_as_jax_does(layouts, cross):
     square, other = mesh(AxisType.Explicit, a=2, b=4), mesh(AxisType.Explicit, c=2, b=4)
-    reduced = [frozenset(end) for end in ends]
+    reduced = [frozenset(end) for end in layouts]
     src = NamedSharding(square, P("a", None, reduced=reduced[0]))
     dst = NamedSharding(
         other if cross else square, P(None, "c" if cross else "a", reduced=reduced[1])
@@ -396,11 +396,13 @@ def test_reduced_axes_are_kept_and_differentiated_as_jax_does(ends, cross):
     with jax.set_mesh(square):
         pulled = [
             jax.eval_shape(
-                lambda x, y, way=way: jax.vjp(lambda x: way(x, dst), x)[1](y)[0],
+                lambda x, y, function=strategy: jax.vjp(lambda x: function(x, dst), x)[
+                    1
+                ](y)[0],
                 x,
                 tangents,
             )
-            for way in (move, jax.sharding.reshard)
+            for strategy in (move, jax.sharding.reshard)
         ]
     assert (
         pulled[0].sharding.spec
@@ -447,9 +449,12 @@ def test_mixed_axis_types_are_refused_inside_jit_alone(types):
 @pytest.mark.parametrize("kind", KINDS)
 def test_meshes_without_devices_under_another_mesh(kind):
     around = mesh(kind, a=2, b=4)
-    here = AbstractMesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
+    abstract_mesh = AbstractMesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
     there = AbstractMesh((8,), ("z",), axis_types=(kind,))
-    src, dst = NamedSharding(here, P("x", "y")), NamedSharding(there, P(None, "z"))
+    src, dst = (
+        NamedSharding(abstract_mesh, P("x", "y")),
+        NamedSharding(there, P(None, "z")),
+    )
     fn = jax.jit(lambda x, src: move(x, dst, src=src), static_argnums=1)
     x = put(VALUES, NamedSharding(around, P("a", "b")))
     with jax.set_mesh(around):
@@ -487,13 +492,18 @@ def test_what_is_compiled_sends_what_is_planned(dtype, spec):
 
 
 def test_between_slices_the_planned_steps_cross_less_than_xla():
-    m, told = (
+    m, mesh_spec = (
         mesh(slices=2, a=2, b=2),
         MeshSpec({"slices": 2, "a": 2, "b": 2}, dcn={"slices": 2}),
     )
     src, dst = NamedSharding(m, P("b", "a")), NamedSharding(m, P("slices", "a"))
     chosen = move_of(
-        (256, 256), jnp.dtype("float32"), src, dst, copies=False, meshes=(told, told)
+        (256, 256),
+        jnp.dtype("float32"),
+        src,
+        dst,
+        copies=False,
+        meshes=(mesh_spec, mesh_spec),
     )
     plan = chosen.plan
     assert plan is not None

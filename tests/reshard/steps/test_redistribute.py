@@ -37,7 +37,7 @@ def check(shape: tuple[int, ...], src: StepLayout, dst: StepLayout):
     """
     array = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
     plan = redistribute(shape, 64, src, dst)
-    known = slice_numbers(refine(src, dst)[0].layout)
+    slices = slice_numbers(refine(src, dst)[0].layout)
     held = pieces(array, src, src)
     bytes_of = [held[0].nbytes, pieces(array, dst, src)[0].nbytes]
     wire = 0
@@ -47,7 +47,9 @@ def check(shape: tuple[int, ...], src: StepLayout, dst: StepLayout):
         wire += step.wire_bytes
         for mine, right in zip(held, pieces(array, step.target, src), strict=True):
             np.testing.assert_array_equal(mine, right)
-        assert step.dcn_bytes == math.ceil(crossing(step, src, known, before[0].nbytes))
+        assert step.dcn_bytes == math.ceil(
+            crossing(step, src, slices, before[0].nbytes)
+        )
         assert step.peak_bytes == before[0].nbytes + held[0].nbytes
         assert step.peak_bytes <= 2 * max(bytes_of)
     for mine, right in zip(held, pieces(array, dst, src), strict=True):
@@ -60,7 +62,7 @@ def check(shape: tuple[int, ...], src: StepLayout, dst: StepLayout):
     return plan
 
 
-def crossing(step, like: StepLayout, known: np.ndarray, piece_bytes: int) -> float:
+def crossing(step, like: StepLayout, recorded: np.ndarray, piece_bytes: int) -> float:
     """Bytes that enter a device from other slices, the mean over devices, counted
     device by device.
 
@@ -73,7 +75,7 @@ def crossing(step, like: StepLayout, known: np.ndarray, piece_bytes: int) -> flo
         return 0.0
     if step.kind == "permute":
         return piece_bytes * float(
-            np.mean(known[permutation(step.source, step.target, like)] != known)
+            np.mean(recorded[permutation(step.source, step.target, like)] != recorded)
         )
     if step.kind == "all_gather":
         members = slices[all_gather(step.source, step.target, like).groups]
@@ -121,27 +123,27 @@ def test_every_step_puts_every_piece_where_its_layout_says():
 
 @pytest.mark.parametrize("sizes", [((2, 4, 3), (3, 4, 2)), ((2, 2, 3), (3, 2, 2))])
 def test_a_local_slice_moves_nothing_for_any_factors(sizes):
-    found = 0
+    pair_count = 0
     for src, dst in it.product(*map(all_layouts, sizes)):
         if not missing_share(*refine(src, dst)):
-            found += 1
+            pair_count += 1
             assert {step.kind for step in check((144, 24), src, dst).steps} <= {"slice"}
-    assert found > 50
+    assert pair_count > 50
 
 
 @st.composite
 def ends(draw, count: int, rank: int):
     """The fields of a random layout over `count` devices."""
-    sizes, left = [], count
-    while left > 1:
+    sizes, remaining = [], count
+    while remaining > 1:
         sizes.append(
             draw(
                 st.sampled_from(
-                    [size for size in range(2, left + 1) if left % size == 0]
+                    [size for size in range(2, remaining + 1) if remaining % size == 0]
                 )
             )
         )
-        left //= sizes[-1]
+        remaining //= sizes[-1]
     if draw(st.booleans()):
         sizes.insert(draw(st.integers(0, len(sizes))), 1)
     dims = [[] for _ in range(rank)]
@@ -187,8 +189,8 @@ def test_any_ranks_factors_orders_and_empty_dimensions(move):
     spare, src, dst = move[0], StepLayout(*move[1]), StepLayout(*move[2])
     # The least shape that both ends divide leaves no room for a detour.
     shape = tuple(
-        math.lcm(a, b) * more
-        for a, b, more in zip(src.counts, dst.counts, spare, strict=True)
+        math.lcm(a, b) * spare_factor
+        for a, b, spare_factor in zip(src.counts, dst.counts, spare, strict=True)
     )
     assume(math.prod(shape) <= 5000)
     check(shape, src, dst)
@@ -254,8 +256,8 @@ def test_gathers_along_factors_of_two_meshes_stay_two():
         StepLayout((2, 2, 2), (axes,), (1, 0, 4, 5, 2, 3, 6, 7))
         for axes in ((1, 0), (1,))
     ]
-    found = path_along(ours, theirs)
-    assert [(step.kind, step.source, step.target) for step in found] == [
+    path = path_along(ours, theirs)
+    assert [(step.kind, step.source, step.target) for step in path] == [
         ("all_gather", *ours),
         ("all_gather", *theirs),
     ]
@@ -279,12 +281,12 @@ def steps_from(dims, factors: int, slow: int):
     for dim, axes in enumerate(dims):
         for factor in set(range(factors)) - {axis for axes in dims for axis in axes}:
             yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), 0.0
-        for kept in range(len(axes)):
-            far = 2 ** sum(factor < slow for factor in axes[kept:])
-            cost = share * (DEAR * (far - 1) + 2 ** (len(axes) - kept) - far)
-            yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), cost
+        for position in range(len(axes)):
+            far = 2 ** sum(factor < slow for factor in axes[position:])
+            cost = share * (DEAR * (far - 1) + 2 ** (len(axes) - position) - far)
+            yield (*dims[:dim], axes[:position], *dims[dim + 1 :]), cost
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
-        kept = [
+        position = [
             axes[: len(axes) - length]
             for axes, length in zip(dims, lengths, strict=True)
         ]
@@ -302,11 +304,11 @@ def steps_from(dims, factors: int, slow: int):
             for cuts in it.combinations_with_replacement(
                 range(len(order) + 1), len(gainers) - 1
             ):
-                after = list(kept)
+                after = list(position)
                 for dim, first, last in zip(
                     gainers, (0, *cuts), (*cuts, len(order)), strict=True
                 ):
-                    after[dim] = (*kept[dim], *order[first:last])
+                    after[dim] = (*position[dim], *order[first:last])
                 yield tuple(after), cost
 
 
@@ -338,9 +340,9 @@ def exhaustive(factors: int, src: StepLayout, dst: StepLayout, slow: int) -> flo
         if cost > best[now]:
             continue
         ways = [
-            way
-            for way in steps_from(now, factors, slow)
-            if sum(map(len, way[0])) >= least
+            step
+            for step in steps_from(now, factors, slow)
+            if sum(map(len, step[0])) >= least
         ]
         have, same = tiles[index[now]], alike[tuple(map(len, now))]
         share = 2.0 ** -sum(map(len, now))
@@ -362,11 +364,11 @@ def permuted(have: np.ndarray, want: np.ndarray, slices: np.ndarray) -> float:
     lacking = have != want
     if not slices.any():
         return float(lacking.mean())
-    wanted, given = (
+    expected, target_tiles = (
         Counter(zip(slices[lacking], tiles[lacking], strict=True))
         for tiles in (want, have)
     )
-    near = (wanted & given).total()
+    near = (expected & target_tiles).total()
     return (near + DEAR * (lacking.sum() - near)) / len(have)
 
 
@@ -412,7 +414,7 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
     rng = np.random.default_rng(devices)
     power = devices.bit_length() - 1
     for _ in range(12):
-        ends = []
+        rows = []
         for _ in range(2):
             cuts = [
                 0,
@@ -424,21 +426,21 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
             dims = [[], [], []]
             for axis in rng.permutation(len(cuts) - 1).tolist():
                 dims[rng.integers(3)].append(axis)
-            ends.append(
+            rows.append(
                 StepLayout(
                     tuple(2 ** (b - a) for a, b in it.pairwise(cuts)),
                     tuple(map(tuple, dims[:2])),
                 )
             )
-        plan = redistribute((65536, 65536), 16, *ends)
-        bound = 2 * max(2 * 65536**2 // end.shard_count for end in ends)
+        plan = redistribute((65536, 65536), 16, *rows)
+        bound = 2 * max(2 * 65536**2 // end.shard_count for end in rows)
         assert plan.peak_bytes <= bound
         assert plan.lower_bound_bytes <= plan.wire_bytes <= 2 * plan.lower_bound_bytes
-        held = ends[0].counts
+        held = rows[0].counts
         for step in plan.steps:
             assert step.source.counts == held
             held = step.target.counts
-        assert held == ends[1].counts
+        assert held == rows[1].counts
 
 
 def in_slices(sizes: tuple[int, ...], dims, slices: int) -> StepLayout:
@@ -477,55 +479,55 @@ def in_slices(sizes: tuple[int, ...], dims, slices: int) -> StepLayout:
 )
 def test_some_path_is_soon_found(shape, src, dst, prime):
     most = 500
-    found, cost, looked = explore(
+    path, cost, looked = explore(
         Problem(shape, *refine(src, dst, prime=prime)), most, math.inf
     )
-    assert found is not None and cost < math.inf
+    assert path is not None and cost < math.inf
     assert looked <= 2 * most
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_no_sequence_of_steps_costs_less_on_16_devices(slices):
     rng = np.random.default_rng(slices)
-    ends = [
+    layouts = [
         in_slices(end.sizes, end.dims, slices)
         for end in CATALOGUE
         if end.sizes[0] % slices == 0
     ]
     for _ in range(20):
-        src, dst = (ends[index] for index in rng.integers(len(ends), size=2))
+        src, dst = (layouts[index] for index in rng.integers(len(layouts), size=2))
         plan = check((16, 16), src, dst)
         cost = plan.wire_bytes + (DEAR - 1) * plan.dcn_bytes
         least = exhaustive(4, src, dst, slices.bit_length() - 1) * 16 * 16 * 8
         assert cost == pytest.approx(least, abs=1 if slices == 1 else DEAR)
 
 
-@pytest.mark.parametrize("known", [0, 1])
-def test_slices_that_one_end_alone_knows_of_count_for_both(known):
-    ends = [((2, 4, 2), ((2,), (0, 1))), ((16,), ((0,), ()))]
-    both = [in_slices(sizes, dims, 2) for sizes, dims in ends]
-    one = [
-        both[at] if at == known else StepLayout(sizes, dims)
-        for at, (sizes, dims) in enumerate(ends)
+@pytest.mark.parametrize("end_number", [0, 1])
+def test_slices_that_one_end_alone_knows_of_count_for_both(end_number):
+    layout_arguments = [((2, 4, 2), ((2,), (0, 1))), ((16,), ((0,), ()))]
+    both = [in_slices(sizes, dims, 2) for sizes, dims in layout_arguments]
+    layouts = [
+        both[position] if position == end_number else StepLayout(sizes, dims)
+        for position, (sizes, dims) in enumerate(layout_arguments)
     ]
     costs = [
         (plan.wire_bytes, plan.dcn_bytes)
-        for plan in (redistribute((16, 16), 64, *pair) for pair in (both, one))
+        for plan in (redistribute((16, 16), 64, *pair) for pair in (both, layouts))
     ]
     assert costs[0] == costs[1] and costs[0][1] > 0
 
 
 def test_layouts_of_meshes_and_specs():
     mesh = AbstractMesh((2, 4), ("a", "b"))
-    found = layout(mesh, P("b", ("a",)), 3)
-    assert found == StepLayout((2, 4), ((1,), (0,), ()))
-    assert layout(MeshSpec({"a": 2, "b": 4}), P("b", "a"), 3) == found
+    step_layout = layout(mesh, P("b", ("a",)), 3)
+    assert step_layout == StepLayout((2, 4), ((1,), (0,), ()))
+    assert layout(MeshSpec({"a": 2, "b": 4}), P("b", "a"), 3) == step_layout
     assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2) == StepLayout((2, 4), ((), (0,)))
     assert layout(mesh, P("b"), 1) is layout(mesh, P("b"), 1)
     assert (
-        found.shard_count == 8
-        and found.counts == (4, 2, 1)
-        and found.shard_shape((8, 8, 8)) == (2, 4, 8)
+        step_layout.shard_count == 8
+        and step_layout.counts == (4, 2, 1)
+        and step_layout.shard_shape((8, 8, 8)) == (2, 4, 8)
     )
 
 
