@@ -49,7 +49,8 @@ def run(
     `tasks_for` gives single processes another task. No process outlives the call,
     whatever happens.
     """
-    port, folder = free_port(), Path(folder)
+    port = free_port()
+    folder = Path(folder)
     search = os.pathsep.join(
         [str(WORKER.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
@@ -59,7 +60,9 @@ def run(
         "PYTHONHASHSEED": "random",
         "PYTHONPATH": search,
     }
-    started, children, logs = time.monotonic(), [], []
+    started = time.monotonic()
+    children = []
+    logs = []
     ended: dict[int, float] = {}
     try:
         for index in range(count):

@@ -73,7 +73,8 @@ def chains(draw, start, shape, steps=4, keeps_all=False):
 
 @st.composite
 def _next(draw, made, shape, kind):
-    rank, dim = len(shape), draw(st.integers(0, max(0, len(shape) - 1)))
+    rank = len(shape)
+    dim = draw(st.integers(0, max(0, len(shape) - 1)))
     size = shape[dim] if rank else 1
     divisors = [n for n in range(1, size + 1) if size % n == 0] or [1]
     if kind == "T":
@@ -107,7 +108,8 @@ def _next(draw, made, shape, kind):
             *shape[dim + 1 :],
         )
     if kind == "repeat" and rank and math.prod(shape) < 300:
-        unit, count = draw(st.sampled_from(divisors)), draw(st.integers(1, 3))
+        unit = draw(st.sampled_from(divisors))
+        count = draw(st.integers(1, 3))
         return made.repeat(count, dim=dim, unit=unit), (
             *shape[:dim],
             size * count,
@@ -144,16 +146,19 @@ def shapes(draw):
 @st.composite
 def rules(draw, name, keeps_all=False, dtypes=DTYPES):
     """One rule for a target `name`, the arrays that it takes, and its shape."""
-    dtype, count = np.dtype(draw(st.sampled_from(dtypes))), draw(st.integers(1, 3))
+    dtype = np.dtype(draw(st.sampled_from(dtypes)))
+    count = draw(st.integers(1, 3))
     inner, shape = draw(
         chains(leaf(f"{name}.{{i}}"), own_part := draw(shapes()), keeps_all=keeps_all)
     )
     kind = draw(st.sampled_from(["one", "stack", "concat", "shards"]))
     if kind == "one" or not shape:
-        note, count = Note(lambda _: inner.make(0)), 1
+        note = Note(lambda _: inner.make(0))
+        count = 1
     elif kind == "stack":
         dim = draw(st.integers(0, len(shape)))
-        note, shape = inner.stack("i", dim=dim), (*shape[:dim], count, *shape[dim:])
+        note = inner.stack("i", dim=dim)
+        shape = (*shape[:dim], count, *shape[dim:])
     else:
         dim = draw(st.integers(0, len(shape) - 1))
         shards = 2 if kind == "shards" and shape[dim] % 2 == 0 else 1
@@ -180,7 +185,8 @@ def filled(shape, dtype, seed=0):
 @st.composite
 def maps(draw, keeps_all=False, dtypes=DTYPES):
     """A map that is yet to be `written`, and the arrays of its source."""
-    rule_by_path, arrays = {}, {}
+    rule_by_path = {}
+    arrays = {}
     for name in "ab"[: draw(st.integers(1, 2))]:
         rule_by_path[f"to/{name}"], sources, _ = draw(rules(name, keeps_all, dtypes))
         arrays |= sources
@@ -192,7 +198,8 @@ def pieces_of(map, arrays, target=None):
 
 
 def same(array, two):
-    array, two = np.asarray(array), np.asarray(two)
+    array = np.asarray(array)
+    two = np.asarray(two)
     assert array.shape == two.shape and array.dtype == two.dtype, (
         array.shape,
         two.shape,

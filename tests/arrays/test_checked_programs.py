@@ -14,7 +14,8 @@ from shardfx.errors import RefusedError
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
-ROWS, COLUMNS = NamedSharding(MESH, P("data")), NamedSharding(MESH, P(None, "tensor"))
+ROWS = NamedSharding(MESH, P("data"))
+COLUMNS = NamedSharding(MESH, P(None, "tensor"))
 X = jnp.arange(64.0).reshape(8, 8)
 
 
@@ -87,7 +88,8 @@ def test_a_false_answer_refuses_the_program_each_time():
         with pytest.raises(RefusedError, match="nothing ran.*\nthe sum at train.py:7"):
             step(X)
     jax.effects_barrier()
-    assert ran == [] and not X.is_deleted()
+    assert ran == []
+    assert not X.is_deleted()
     with pytest.raises(RefusedError, match=r"program of `.*\.step`"):
         step.lower(X).compile()(X)
 

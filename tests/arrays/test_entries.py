@@ -31,12 +31,10 @@ def plans():
 
 
 def test_what_is_no_sharding_is_named(plans):
-    plan, text = (
-        plans[0],
-        (
-            r"holds .*, of type \w+, which is no sharding; give a plan,"
-            r" `plan.sharding\(names\)`"
-        ),
+    plan = plans[0]
+    text = (
+        r"holds .*, of type \w+, which is no sharding; give a plan,"
+        r" `plan.sharding\(names\)`"
     )
     parts = (plan.axes, plan.mesh, plan.jax_mesh, plan.leaves, plan.structs)
     for entry in (("batch", None), ["batch", ...], "batch", *parts):

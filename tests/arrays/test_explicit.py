@@ -29,7 +29,8 @@ from shardfx import (
 )
 
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+AUTO = AxisType.Auto
+EXPLICIT = AxisType.Explicit
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 KINDS = [
     dict(zip(SIZES, kinds, strict=True))

@@ -60,9 +60,8 @@ def test_shard_inside_jit_constrains(kind):
             (TREE["w"], TREE["b"]), NamedSharding(mesh_of(sharding_plan), P())
         )
     )
-    assert w.sharding.is_equivalent_to(
-        sharding_plan.shardings["w"], 2
-    ) and b.sharding.is_equivalent_to(sharding_plan.shardings["b"], 1)
+    assert w.sharding.is_equivalent_to(sharding_plan.shardings["w"], 2)
+    assert b.sharding.is_equivalent_to(sharding_plan.shardings["b"], 1)
     assert np.array_equal(w, 2 * TREE["w"])
     with pytest.raises(PlanMismatchError, match="leaf `w`"):
         jax.jit(lambda w: shard({**TREE, "w": w[:4]}, sharding_plan))(TREE["w"])
@@ -81,9 +80,8 @@ def test_a_constant_is_constrained_inside_jit(kind, constant):
         shard({**TREE, "w": constant}, sharding_plan)["w"],
     )
     for out in jax.jit(lambda zero: (zero, *both()))(zero)[1:]:
-        assert out.sharding.is_equivalent_to(
-            sharding_plan.shardings["w"], 2
-        ) and np.array_equal(out, constant)
+        assert out.sharding.is_equivalent_to(sharding_plan.shardings["w"], 2)
+        assert np.array_equal(out, constant)
 
 
 @KINDS
@@ -104,10 +102,12 @@ def test_constrain_can_explain(kind):
         NamedSharding(mesh_of(sharding_plan), P("data")), 2
     )
     _, outside = constrain(x, ("batch", "mlp"), sharding_plan, explain=True)
-    assert decisions == [outside] and outside.spec == P("data")
+    assert decisions == [outside]
+    assert outside.spec == P("data")
     assert [(why.code, why.dim) for why in outside.reasons] == [(Code.indivisible, 1)]
     same, nothing = constrain(x, None, sharding_plan, explain=True)
-    assert same is x and nothing == Decision(P())
+    assert same is x
+    assert nothing == Decision(P())
 
 
 def test_a_strict_plan_makes_constrain_strict():
@@ -190,17 +190,18 @@ def test_a_constraint_that_would_do_nothing_is_an_error():
 def test_a_constraint_on_a_closed_over_array_is_told(on):
     sharding_plan = plan(TREE, MeshSpec(SIZES), paths=RULES, axes=AXES)
     there = sharding_plan.on(sharding_plan.mesh.build(jax.devices()))
-    w, x = shard(TREE, there)["w"], jnp.ones((8, 8))
+    w = shard(TREE, there)["w"]
+    x = jnp.ones((8, 8))
     inside = lambda w, x: constrain(
         x @ w, ("batch", "mlp"), there if on else sharding_plan
     )
     product = jax.jit(inside)(w, x)
-    assert product.sharding.spec == P("data", "tensor") and np.allclose(
-        product, x @ TREE["w"]
-    )
+    assert product.sharding.spec == P("data", "tensor")
+    assert np.allclose(product, x @ TREE["w"])
     if on:  # the devices of the plan are those of the program
         closed = jax.jit(lambda x: inside(w, x))(x)
-        assert closed.sharding == product.sharding and np.allclose(closed, product)
+        assert closed.sharding == product.sharding
+        assert np.allclose(closed, product)
     else:  # JAX types the product on the mesh of `w`, runs it on the one device of `x`, and drops the constraint
         with pytest.raises(
             PlanMismatchError,

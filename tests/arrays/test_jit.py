@@ -26,7 +26,8 @@ class Net(eqx.Module):
         return self.mlp(x)
 
 
-MESH, KEY = SPEC.build(jax.devices()), jax.random.key(0)
+MESH = SPEC.build(jax.devices())
+KEY = jax.random.key(0)
 PARAMS = plan(eqx.filter_eval_shape(Net, KEY), MESH, paths=RULES)
 BATCH = plan(
     {"x": X, "y": X},
@@ -103,7 +104,8 @@ def test_an_array_that_is_gone():
     )
     state = {"b": x, "w": jnp.copy(x)}
     (state, _), used = step(state, X), state
-    assert used["b"].is_deleted() and step.lower(used, X)
+    assert used["b"].is_deleted()
+    assert step.lower(used, X)
     with pytest.raises(
         PlanMismatchError,
         match="`b` of argument 0 .* was deleted, or donated to an earlier call",
@@ -142,10 +144,8 @@ def test_an_array_that_is_donated_twice():
     assert np.array_equal(both({"params": X, "ema": X})["ema"], X + 1)
     loose = jnp.asarray(X)
     assert np.array_equal(both({"params": loose, "ema": loose})["params"], X + 1)
-    assert (
-        np.array_equal(filter_jit(lambda a, b: a + b)(x, x), 2 * X)
-        and not x.is_deleted()
-    )
+    assert np.array_equal(filter_jit(lambda a, b: a + b)(x, x), 2 * X)
+    assert not x.is_deleted()
 
 
 def spec_at(function, where, *args, **kwargs):
@@ -153,12 +153,14 @@ def spec_at(function, where, *args, **kwargs):
 
 
 def test_an_entry_reaches_its_argument_by_name_and_by_place():
-    data, cut = DATA, P("data")
+    data = DATA
+    cut = P("data")
     double = filter_jit(
         lambda x, scale=2.0, *, shift=0.0: x * scale + shift, in_shardings=(data,)
     )
     for out in (double(x=X), double(scale=2.0, x=X), double(X, shift=0.0)):
-        assert specs_of(out) == cut and np.array_equal(out, X * 2)
+        assert specs_of(out) == cut
+        assert np.array_equal(out, X * 2)
     assert spec_at(lambda x, y: x + y, {"y": data}, y=X, x=np.zeros_like(X)) == cut
     # One entry serves all arguments.
     assert spec_at(lambda x, y: (x, y), data, X, X) == (cut, cut)
@@ -223,7 +225,8 @@ def test_an_entry_that_misses_its_argument_is_an_error():
 
 
 def test_arguments_of_another_dtype_or_shape_name_the_leaf():
-    model, traces = Net(KEY), []
+    model = Net(KEY)
+    traces = []
     run = filter_jit(
         lambda model, x: traces.append(x) or jax.vmap(model)(x),
         in_shardings=(PARAMS, None),
@@ -306,9 +309,8 @@ def test_lowering_with_the_structs_of_a_plan():
 
 def test_what_is_compiled_keeps_its_static_arguments():
     compiled = filter_jit(lambda x, scale: x * scale).lower(X, 2).compile()
-    assert np.array_equal(compiled(X, 2), 2 * X) and np.array_equal(
-        compiled(x=X, scale=2), 2 * X
-    )
+    assert np.array_equal(compiled(X, 2), 2 * X)
+    assert np.array_equal(compiled(x=X, scale=2), 2 * X)
     for static, shown in ((2.0, "2.0"), ((2, 2), "2, 2")):
         with pytest.raises(
             PlanMismatchError,
@@ -318,13 +320,13 @@ def test_what_is_compiled_keeps_its_static_arguments():
 
 
 def test_a_plan_of_few_arrays_takes_the_rest_as_it_comes():
-    few, model = PARAMS.select("bias"), Net(KEY)
+    few = PARAMS.select("bias")
+    model = Net(KEY)
     first = filter_jit(lambda model: model, in_shardings=few, out_shardings=few)(
         model
     ).mlp.layers[0]
-    assert specs_of(first.bias) == P() and np.array_equal(
-        first.weight, model.mlp.layers[0].weight
-    )
+    assert specs_of(first.bias) == P()
+    assert np.array_equal(first.weight, model.mlp.layers[0].weight)
 
 
 def test_arrays_on_other_devices_are_named():

@@ -103,7 +103,8 @@ def test_traced_arrays_are_checked_by_type(plan):
         jax.devices()
     )
     explicit = sfx.plan(TREE, mesh, paths=RULES)
-    calls, whole = [], NamedSharding(mesh, P())
+    calls = []
+    whole = NamedSharding(mesh, P())
 
     def step(tree):
         calls.append(sfx.misplaced(tree, explicit))

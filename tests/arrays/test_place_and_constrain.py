@@ -195,12 +195,10 @@ def test_reading_back():
     }
     read = shardings_of(tree)
     assert isinstance(read["one"], SingleDeviceSharding)
-    assert (
-        read["x"] == x.sharding
-        and read["struct"] == struct.sharding
-        and read["np"] is None
-        and read["f"] is None
-    )
+    assert read["x"] == x.sharding
+    assert read["struct"] == struct.sharding
+    assert read["np"] is None
+    assert read["f"] is None
     assert shardings_of({"p": P("data")}, AUTO)["p"] == NamedSharding(AUTO, P("data"))
     with pytest.raises(
         LeafTypeError, match=r"array `x`, shape \(2,\), lies on SingleDeviceSharding"

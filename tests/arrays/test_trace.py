@@ -54,10 +54,8 @@ def test_a_trace_says_what_it_takes():
     trace = traced(donate=("params", 2))
     arrays = {array.path: array for array in trace.arrays}
     assert set(arrays) == {"params/w", "params/b", "batch/x", "more/0", "rate", "z"}
-    assert (
-        arrays["params/w"].struct == params.structs["w"]
-        and arrays["batch/x"].struct == batch.structs["x"]
-    )
+    assert arrays["params/w"].struct == params.structs["w"]
+    assert arrays["batch/x"].struct == batch.structs["x"]
     assert arrays["rate"].struct.sharding is None
     assert {path: array.argument for path, array in arrays.items()} == {
         "params/w": 0, "params/b": 0, "batch/x": 1, "more/0": 2, "rate": 3, "z": 4,
@@ -72,10 +70,8 @@ def test_a_trace_says_what_it_takes():
     ]
     text = trace.lower(lowering_platforms=("tpu",)).as_text(debug_info=True)
     assert all(f'loc("{array.name}")' in text for array in trace.arrays)
-    assert (
-        trace.argument_paths[arrays["params/w"].name] == "params/w"
-        and trace.mesh == MESH
-    )
+    assert trace.argument_paths[arrays["params/w"].name] == "params/w"
+    assert trace.mesh == MESH
 
 
 def test_a_trace_says_what_it_returns():
@@ -91,9 +87,8 @@ def test_a_trace_says_what_it_returns():
         assert [result.struct.shape for result in trace.results] == [
             aval.shape for aval in trace.jaxpr.out_avals
         ]
-        assert set(struct_by_path) == {"new/w", "new/b", "y"} and struct_by_path[
-            "new/w"
-        ].shape == (4, 8)
+        assert set(struct_by_path) == {"new/w", "new/b", "y"}
+        assert struct_by_path["new/w"].shape == (4, 8)
         assert struct_by_path["new/w"].sharding == (
             params.shardings["w"] if out else None
         )
@@ -116,7 +111,8 @@ def test_a_trace_has_what_that_of_jax_has():
     assert [str(eqn.primitive) for eqn in ours.jaxpr.eqns] == [
         str(eqn.primitive) for eqn in theirs.jaxpr.eqns
     ]
-    assert ours.fun_name == theirs.fun_name and isinstance(ours.traced, type(theirs))
+    assert ours.fun_name == theirs.fun_name
+    assert isinstance(ours.traced, type(theirs))
 
 
 def test_arrays_of_the_function_itself_are_named():

@@ -25,10 +25,8 @@ from shardfx import (
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})
-ROWS, COLUMNS = (
-    PathRules.parse("weight->tensor, .*->replicate"),
-    PathRules.parse("weight->None.tensor, .*->replicate"),
-)
+ROWS = PathRules.parse("weight->tensor, .*->replicate")
+COLUMNS = PathRules.parse("weight->None.tensor, .*->replicate")
 
 
 class Net(eqx.Module):
@@ -64,7 +62,9 @@ FORMS = pytest.mark.parametrize(
 
 @FORMS
 def test_shard_and_reshard_give_back_the_form_they_got(of, given):
-    tree, rows, columns = forms()[given], planned(of), planned(of, COLUMNS)
+    tree = forms()[given]
+    rows = planned(of)
+    columns = planned(of, COLUMNS)
     placed = shard(tree, rows)
     same_form(placed, tree)
     assert specs_of(placed).mlp.layers[0].weight == jax.P("tensor")
@@ -86,7 +86,8 @@ def test_a_move_is_planned_between_plans_of_both_forms():
 
 @FORMS
 def test_save_and_load(of, given, tmp_path):
-    tree, sharding_plan = forms()[given], planned(of)
+    tree = forms()[given]
+    sharding_plan = planned(of)
     checkpoint.save(tmp_path / "first", shard(tree, sharding_plan), sharding_plan)
     loaded = checkpoint.load(tmp_path / "first", sharding_plan)
     same_form(loaded, forms()["arrays"])
@@ -98,7 +99,8 @@ def test_save_and_load(of, given, tmp_path):
 
 @FORMS
 def test_filter_jit(of, given):
-    tree, sharding_plan = forms()[given], planned(of)
+    tree = forms()[given]
+    sharding_plan = planned(of)
     through = filter_jit(
         lambda tree: tree, in_shardings=(sharding_plan,), out_shardings=sharding_plan
     )
@@ -109,7 +111,8 @@ def test_filter_jit(of, given):
 
 @FORMS
 def test_a_plan_is_read_for_either_form(of, given):
-    sharding_plan, tree = plan(forms()[of], MESH, paths=ROWS), forms()[given]
+    sharding_plan = plan(forms()[of], MESH, paths=ROWS)
+    tree = forms()[given]
     again = ShardPlan.from_json(sharding_plan.to_json(), like=tree)
     assert jax.tree.structure(again.shardings) == jax.tree.structure(
         sharding_plan.shardings

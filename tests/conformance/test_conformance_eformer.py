@@ -309,7 +309,8 @@ def built(spec) -> Mesh:
 
 @SUITE.of("constraints.get_corrected_named_sharding")
 def test_get_corrected_named_sharding(vector):
-    inputs, mesh = vector["inputs"], meshes(vector)
+    inputs = vector["inputs"]
+    mesh = meshes(vector)
     spec = P(*map(entry, inputs["spec"]["spec"]))
     ambient = (
         jax.set_mesh(built(mesh))
@@ -325,7 +326,8 @@ def test_get_corrected_named_sharding(vector):
 
 @SUITE.of("constraints.with_sharding_constraint")
 def test_with_sharding_constraint(vector):
-    inputs, mesh = vector["inputs"], meshes(vector) or MESH
+    inputs = vector["inputs"]
+    mesh = meshes(vector) or MESH
     spec = inputs["spec"] if "spec" in inputs else tuple(inputs["sharding"])
     spec = P(*map(entry, spec["spec"])) if isinstance(spec, dict) else spec
     array = jnp.ones(inputs.get("array_shape", (8, 8)))
@@ -529,14 +531,14 @@ def test_shardings_are_read_without_a_mesh(vector):
             )
     else:
         shardings = shardfx.shardings_of({"a": leaf, "n": 3})
-        assert shardings == {"a": sharding, "n": None} and canonical(
-            shardings["a"].spec
-        ) == SUITE.expected(vector)
+        assert shardings == {"a": sharding, "n": None}
+        assert canonical(shardings["a"].spec) == SUITE.expected(vector)
 
 
 @SUITE.of("constraints.make_shard_and_gather_fns")
 def test_shard_and_gather(vector):
-    inputs, mesh = vector["inputs"], built(meshes(vector))
+    inputs = vector["inputs"]
+    mesh = built(meshes(vector))
     value = (
         np.ones((8, 8), np.float32)
         if "value" in inputs
@@ -548,7 +550,8 @@ def test_shard_and_gather(vector):
         paths=PathRules([("x", decoded(inputs["spec"]))]),
         unmatched="replicate",
     )
-    placed, expected = shard({"x": value}, sharding_plan)["x"], SUITE.expected(vector)
+    placed = shard({"x": value}, sharding_plan)["x"]
+    expected = SUITE.expected(vector)
     placed = gather(placed) if "gather" in inputs.get("call", "") else placed
     if isinstance(expected, str):
         assert type(placed).__name__ == expected
@@ -566,7 +569,8 @@ def test_shard_and_gather(vector):
 def registered(rules, registry):
     """What eformer's `register` does, said with the methods of AxisRules."""
     for row in registry:
-        name, rule = row["name"].strip(), row["axis_rule"]
+        name = row["name"].strip()
+        rule = row["axis_rule"]
         if row.get("override") and name in rules.names:
             rules = rules.without(name)
         if isinstance(rule, list) and len(rule) == 1:
@@ -642,7 +646,8 @@ def test_resolve_axis(vector):
 
 @SUITE.of("PartitionAxis.__init__", "PartitionAxis.replace")
 def test_fields(vector):
-    rules, expected = eformer(**vector["inputs"]["overrides"]), SUITE.expected(vector)
+    rules = eformer(**vector["inputs"]["overrides"])
+    expected = SUITE.expected(vector)
     fields = (
         expected
         if isinstance(expected, dict)
@@ -683,7 +688,8 @@ def test_manager_resolve(vector):
     inputs = dict(vector["inputs"])
     if vector["id"] == "eformer-0254":
         inputs.pop("axes")
-    layout, shape = layout_of(inputs), inputs.get("shape")
+    layout = layout_of(inputs)
+    shape = inputs.get("shape")
     with outcome(SUITE.expected(vector)) as expected:
         mode = infer_mode(shape and tuple(shape), layout.mode_dim)
         spec = resolve(
@@ -697,8 +703,10 @@ def test_manager_resolve(vector):
 
 @SUITE.of("PartitionManager.shard")
 def test_manager_shard(vector):
-    inputs, mesh = vector["inputs"], built(meshes(vector))
-    x, names = jnp.ones(inputs["array_shape"]), names_of(inputs["axes"])
+    inputs = vector["inputs"]
+    mesh = built(meshes(vector))
+    x = jnp.ones(inputs["array_shape"])
+    names = names_of(inputs["axes"])
     sharding_plan = plan(
         x,
         mesh,
@@ -738,7 +746,8 @@ def test_create_mesh(vector):
 @SUITE.of("mesh.calculate_host_mesh_shape")
 def test_host_mesh_shape(vector):
     inputs = vector["inputs"]
-    shape, local = inputs["global_mesh_shape"], inputs["total_devices(local)"]
+    shape = inputs["global_mesh_shape"]
+    local = inputs["total_devices(local)"]
     axes = {f"axis{i}": size for i, size in enumerate(shape)}
     devices = objects(
         [Chip(i, (i, 0, 0), 0, i // local, "cpu") for i in range(np.prod(shape))]

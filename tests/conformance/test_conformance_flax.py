@@ -277,7 +277,8 @@ def test_shard_value(vector):
             return
         out = constrain(x, sharding, sharding_plan)
         if vector["expected"] == 1 and vector["id"] not in DEVIATIONS:
-            assert out is x and sharding is None
+            assert out is x
+            assert sharding is None
             return
         assert out.sharding.is_equivalent_to(NamedSharding(mesh, expected), x.ndim)
     if vector["id"] == "flax-0098":
@@ -290,8 +291,10 @@ def test_shard_value(vector):
 
 @SUITE.of("linen.spmd.with_logical_constraint")
 def test_with_logical_constraint(vector):
-    inputs, axes = vector["inputs"], AxisRules(rules_of(vector))
-    mesh, x = XY.build(jax.devices()), jnp.ones((8, 8))
+    inputs = vector["inputs"]
+    axes = AxisRules(rules_of(vector))
+    mesh = XY.build(jax.devices())
+    x = jnp.ones((8, 8))
     sharding_plan = plan(
         x, mesh, paths=PathRules([("", P())]), axes=axes, unmatched="replicate"
     )
@@ -343,11 +346,10 @@ def test_logical_to_mesh(vector):
     "core.meta add_axis(4) then remove_axis(4)",
 )
 def test_axes_are_added_and_removed(vector):
-    inputs, function = vector["inputs"], vector["function"]
-    names, options = (
-        tuple(inputs["names"]),
-        (inputs.get("index", 4), inputs.get("partition_name", "layers")),
-    )
+    inputs = vector["inputs"]
+    function = vector["function"]
+    names = tuple(inputs["names"])
+    options = (inputs.get("index", 4), inputs.get("partition_name", "layers"))
     with outcome(SUITE.expected(vector)) as expected:
         names = interop.add_axis(names, *options) if "add_axis" in function else names
         assert (
@@ -362,11 +364,11 @@ def test_axes_are_added_and_removed(vector):
 
 @SUITE.of("transform_metadata")
 def test_transform_metadata(vector):
-    inputs, names_by_key = (
-        vector["inputs"],
-        {key: tuple(names) for key, names in vector["expected"].items()},
-    )
-    name, inside, outside = inputs["partition"], inputs["in_axes"], inputs["out_axes"]
+    inputs = vector["inputs"]
+    names_by_key = {key: tuple(names) for key, names in vector["expected"].items()}
+    name = inputs["partition"]
+    inside = inputs["in_axes"]
+    outside = inputs["out_axes"]
     inner = interop.remove_axis(tuple(inputs["v"]), inside, name)
     assert inner == names_by_key["v_inner"]
     assert interop.add_axis(inner, inside, name) == names_by_key["v_after"]
@@ -442,7 +444,8 @@ def test_get_sharding(vector):
 def test_shard_shape(vector):
     inputs = vector["inputs"]
     mesh = MeshSpec([tuple(axis) for axis in inputs["mesh"]])
-    shape, spec = tuple(inputs["shape"]), spec_of(inputs["spec"]["spec"])
+    shape = tuple(inputs["shape"])
+    spec = spec_of(inputs["spec"]["spec"])
     assert shard_shape(shape, spec, mesh.shape) == tuple(vector["expected"])
     assert NamedSharding(mesh.abstract(), spec).shard_shape(shape) == tuple(
         vector["expected"]
@@ -515,7 +518,5 @@ def test_facts_about_jax(vector):
     ]
     assert measured == expected
     # What JAX tells apart although it is one layout, `canonical` does not.
-    assert (
-        canonical(P("a", None)) == canonical(P(("a",))) == P("a")
-        and canonical(P(None)) == P()
-    )
+    assert canonical(P("a", None)) == canonical(P(("a",))) == P("a")
+    assert canonical(P(None)) == P()

@@ -29,15 +29,14 @@ SUITE = Suite("t5x.json", {}, {})
 
 
 def test_every_vector_is_run():
-    assert (
-        sorted(SUITE.run) == sorted(vector["id"] for vector in SUITE.vectors)
-        and len(set(SUITE.run)) == 211
-    )
+    assert sorted(SUITE.run) == sorted(vector["id"] for vector in SUITE.vectors)
+    assert len(set(SUITE.run)) == 211
 
 
 @SUITE.of("bounds_from_last_device")
 def test_bounds(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
+    inputs = vector["inputs"]
+    expected = vector["expected"]
     if inputs["coords"] is None:
         counts = inputs["process_count"], inputs["local_device_count"]
         devices = [
@@ -61,8 +60,10 @@ def test_coords(vector):
 
 @SUITE.of("default_mesh.model_parallel_submesh")
 def test_default_submesh(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
-    bounds, partitions = tuple(inputs["bounds"]), inputs["num_partitions"]
+    inputs = vector["inputs"]
+    expected = vector["expected"]
+    bounds = tuple(inputs["bounds"])
+    partitions = inputs["num_partitions"]
     if "model_parallel_submesh" in inputs:
         # An explicit submesh is used as it is: there is no default to ask for.
         order = topology.submesh_order(
@@ -89,10 +90,12 @@ def test_default_submesh(vector):
 
 @SUITE.of("get_mesh")
 def test_submesh_order(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
+    inputs = vector["inputs"]
+    expected = vector["expected"]
     submesh = inputs["model_parallel_submesh"]
     if "bounds_xyzc" not in inputs:
-        hosts, local = inputs["hosts"], inputs["devices_per_host"]
+        hosts = inputs["hosts"]
+        local = inputs["devices_per_host"]
         order = topology.submesh_order((hosts, local), (1, local), submesh)
         assert (order @ np.array([local, 1])).tolist() == expected["ids"]
         return
@@ -112,7 +115,8 @@ def test_submesh_order(vector):
 
 @SUITE.of("get_gpu_mesh")
 def test_hybrid_shape(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
+    inputs = vector["inputs"]
+    expected = vector["expected"]
     is_error = vector["tag"] == "deviate" or "raises" in expected
     with outcome(Raises(ValueError, "use one of") if is_error else expected) as target:
         counts = (
@@ -121,10 +125,8 @@ def test_hybrid_shape(vector):
             inputs["process_count"],
         )
         ici, dcn = topology.hybrid_shape(*counts)
-        assert (list(ici), list(dcn)) == (
-            target["ici_mesh_shape"],
-            target["dcn_mesh_shape"],
-        )
+        assert list(ici) == target["ici_mesh_shape"]
+        assert list(dcn) == target["dcn_mesh_shape"]
         assert [a * b for a, b in zip(ici, dcn, strict=True)] == [
             target["shape"][name] for name in ("data", "model")
         ]
@@ -137,7 +139,8 @@ def t5x_mesh():
     """The mesh of T5X's own tests: 32 cores of TPU v3 on four hosts, model parallel
     over 2 x 1 x 1 x 2.
     """
-    bounds, hosts_at = (4, 4, 1, 2), (2, 2, 1, 2)
+    bounds = (4, 4, 1, 2)
+    hosts_at = (2, 2, 1, 2)
     devices = chips(bounds, hosts_at, "TPU v3")
     order = topology.submesh_order(
         bounds, hosts_at, topology.default_submesh("TPU v3", 4, bounds)
@@ -172,12 +175,13 @@ def assert_chunk(chunk, shape, expected, replica):
 
 @SUITE.of("default_mesh+local_mesh")
 def test_default_mesh_and_its_local_part(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
-    mesh, grid = t5x_mesh(), hosts.grid_of(t5x_mesh())
+    inputs = vector["inputs"]
+    expected = vector["expected"]
+    mesh = t5x_mesh()
+    grid = hosts.grid_of(t5x_mesh())
     assert list(mesh.axis_names) == expected["axis_names"]
-    assert (
-        dict(mesh.shape) == expected["global_shape"] and mesh.size == expected["size"]
-    )
+    assert dict(mesh.shape) == expected["global_shape"]
+    assert mesh.size == expected["size"]
     assert {
         n: grid.axis_sizes[n] // grid.num_chunks[n] for n in grid.axis_names
     } == expected["local_shape"]
@@ -188,11 +192,10 @@ def test_default_mesh_and_its_local_part(vector):
 
 @SUITE.of("get_cpu_mesh", "default_mesh", "PjitPartitioner.mesh")
 def test_meshes_without_a_torus(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
-    local, processes = (
-        inputs.get("local_device_count", 8),
-        inputs.get("process_count", 1),
-    )
+    inputs = vector["inputs"]
+    expected = vector["expected"]
+    local = inputs.get("local_device_count", 8)
+    processes = inputs.get("process_count", 1)
     if vector["function"] == "PjitPartitioner.mesh":
         # T5X ignored ICI sizes that came without DCN sizes; a MeshSpec without `dcn` is
         # taken as it is.
@@ -222,12 +225,11 @@ def test_meshes_without_a_torus(vector):
 
 @SUITE.of("default_mesh (hybrid)")
 def test_hybrid_mesh(vector):
-    expected, inputs = vector["expected"], vector["inputs"]
-    names, ici, dcn = (
-        ("replica", "data", "model"),
-        inputs["ici_mesh_shape"],
-        inputs["dcn_mesh_shape"],
-    )
+    expected = vector["expected"]
+    inputs = vector["inputs"]
+    names = ("replica", "data", "model")
+    ici = inputs["ici_mesh_shape"]
+    dcn = inputs["dcn_mesh_shape"]
     sizes = [a * b for a, b in zip(ici, dcn, strict=True)]
     spec = MeshSpec(
         zip(names, sizes, strict=True), dcn=dict(zip(names, dcn, strict=True))
@@ -238,12 +240,14 @@ def test_hybrid_mesh(vector):
         np.vectorize(lambda device: device.id)(order.devices).tolist()
         == expected["ids"]
     )
-    assert order.method == "hybrid: mesh_utils" and order.mean_hops == (0.0, 1.0, 1.0)
+    assert order.method == "hybrid: mesh_utils"
+    assert order.mean_hops == (0.0, 1.0, 1.0)
 
 
 @SUITE.of("LocalChunker.__init__")
 def test_host_grid(vector):
-    expected, grid = vector["expected"], grid_for(vector["inputs"])
+    expected = vector["expected"]
+    grid = grid_for(vector["inputs"])
     assert dict(grid.num_chunks) == expected["num_chunks"]
     ids = grid.chunk_ids[vector["inputs"]["process_index"]]
     assert dict(zip(grid.axis_names, ids, strict=True)) == expected["chunk_ids"]
@@ -251,9 +255,12 @@ def test_host_grid(vector):
 
 @SUITE.of("LocalChunker.get_local_chunk_info")
 def test_local_chunk(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
-    grid, shape = grid_for(inputs), inputs["global_shape"]
-    spec, process = spec_of(inputs["mesh_axes"]), inputs["process_index"]
+    inputs = vector["inputs"]
+    expected = vector["expected"]
+    grid = grid_for(inputs)
+    shape = inputs["global_shape"]
+    spec = spec_of(inputs["mesh_axes"])
+    process = inputs["process_index"]
     if vector["id"] == "t5x-0253":
         # T5X had no tuple entries.
         assert hosts.local_chunk(shape, spec, grid, process) == hosts.LocalChunk(
@@ -269,7 +276,8 @@ def test_local_chunk(vector):
 
 @SUITE.of("LocalChunker.get_shard_id")
 def test_shard_id(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
+    inputs = vector["inputs"]
+    expected = vector["expected"]
     axes = inputs.get("sharded_mesh_axes", inputs.get("sharded_mesh_axes_order"))
     assert (
         hosts.shard_id(entry(axes), grid_for(inputs), inputs["process_index"])
@@ -283,10 +291,8 @@ def test_shard_id(vector):
 
 @SUITE.of("LocalChunker.get_replica_id")
 def test_replica_id(vector):
-    axes, process = (
-        entry(vector["inputs"]["sharded_mesh_axes"]),
-        vector["inputs"]["process_index"],
-    )
+    axes = entry(vector["inputs"]["sharded_mesh_axes"])
+    process = vector["inputs"]["process_index"]
     error = Raises(ValueError, "no axis 'zz'")
     with outcome(
         error if vector["tag"] == "deviate" else vector["expected"]
@@ -296,11 +302,9 @@ def test_replica_id(vector):
 
 @SUITE.of("LocalChunker (multi-slice)")
 def test_slices(vector):
-    expected, process, grid = (
-        vector["expected"],
-        vector["inputs"]["process_index"],
-        slices_grid(),
-    )
+    expected = vector["expected"]
+    process = vector["inputs"]["process_index"]
+    grid = slices_grid()
     assert (
         dict(zip(grid.axis_names, grid.chunk_ids[process], strict=True))
         == expected["chunk_ids"]
@@ -322,8 +326,10 @@ def test_slices(vector):
 
 @SUITE.of("BasePartitioner.get_data_layout")
 def test_data_layout(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
-    grid, process = hosts.grid_of(t5x_mesh()), inputs["process_index"]
+    inputs = vector["inputs"]
+    expected = vector["expected"]
+    grid = hosts.grid_of(t5x_mesh())
+    process = inputs["process_index"]
     if inputs["batch_size"] == 0:
         with pytest.raises(ValueError, match="a positive multiple of 8, or `None`"):
             hosts.data_layout(0, "data", grid, process)
@@ -347,7 +353,8 @@ def test_data_properties(vector):
         None, "data", hosts.grid_of(mesh), vector["inputs"]["process_index"]
     )
     assert MeshSpec.of(mesh).axis_size("data") == size
-    assert (layout.num_shards, layout.shard_id) == (shards, shard)
+    assert layout.num_shards == shards
+    assert layout.shard_id == shard
     assert resolve(("batch",), AxisRules([("batch", "data")])).spec == spec_of(
         spec["spec"]
     )
@@ -371,11 +378,10 @@ def test_data_axis(vector):
 
 @SUITE.of("PjitPartitioner.get_mesh_axes (leaf)")
 def test_mesh_axes_of_a_leaf(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
-    mesh, axes = (
-        MeshSpec({"data": 2, "model": 2}),
-        axis_rules(inputs.get("logical_axis_rules", [])),
-    )
+    inputs = vector["inputs"]
+    expected = vector["expected"]
+    mesh = MeshSpec({"data": 2, "model": 2})
+    axes = axis_rules(inputs.get("logical_axis_rules", []))
     tree = {"w": jax.ShapeDtypeStruct((4, 4), np.float32)}
     names = {"w": inputs["logical_axes"] and tuple(inputs["logical_axes"])}
     planned = plan(tree, mesh, names=names, axes=axes, unmatched="replicate")
@@ -386,10 +392,8 @@ def test_mesh_axes_of_a_leaf(vector):
 def test_contradictory_partitioner_arguments(vector):
     # There is no second argument to contradict a submesh; one of the wrong rank is
     # refused.
-    submesh, error = (
-        vector["inputs"]["model_parallel_submesh"],
-        Raises(ValueError, "has 2 dimensions, but `bounds`"),
-    )
+    submesh = vector["inputs"]["model_parallel_submesh"]
+    error = Raises(ValueError, "has 2 dimensions, but `bounds`")
     with outcome(vector["inputs"].get("num_partitions", error)) as expected:
         assert (
             topology.submesh_order((4, 4, 1, 2), (2, 2, 1, 2), submesh).shape[1]
@@ -441,7 +445,8 @@ def preset(inputs):
 
 @SUITE.of("standard_logical_axis_rules")
 def test_standard_rules(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
+    inputs = vector["inputs"]
+    expected = vector["expected"]
     with outcome(
         Raises(ValueError, "use 1 or 2") if isinstance(expected, dict) else expected
     ) as target:
@@ -451,7 +456,8 @@ def test_standard_rules(vector):
 
 @SUITE.of("standard_rules->logical_to_mesh_axes")
 def test_standard_rules_resolve(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
+    inputs = vector["inputs"]
+    expected = vector["expected"]
     assert resolve(tuple(inputs["array_dim_names"]), preset(inputs)).spec == spec_of(
         expected["spec"]
     )

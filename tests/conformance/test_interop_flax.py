@@ -116,10 +116,8 @@ def test_bridged_layers_keep_their_names_and_rules():
     sharding_plan = plan(
         interop.unboxed(boxed), MESH, names=names, axes=rules, strict=True
     )
-    assert (
-        sharding_plan["params/kernel"].spec == P("fsdp", "tensor")
-        and sharding_plan["params/bias"].spec == P()
-    )
+    assert sharding_plan["params/kernel"].spec == P("fsdp", "tensor")
+    assert sharding_plan["params/bias"].spec == P()
     # Flax reads only the rules that the box itself carries.
     assert nn.get_partition_spec(boxed)["params"]["kernel"] == P("embed", "tensor")
     placed = sharding_plan.on(MESH.build(jax.devices()))
@@ -142,10 +140,8 @@ def test_nnx_states_are_planned_and_sharded():
     sharding_plan = plan(
         state, mesh, names=interop.names_of(state, default=()), axes=RULES
     )
-    assert (
-        sharding_plan["kernel/value"].spec == P("fsdp", "tensor")
-        and sharding_plan["bias/value"].spec == P()
-    )
+    assert sharding_plan["kernel/value"].spec == P("fsdp", "tensor")
+    assert sharding_plan["bias/value"].spec == P()
     arrays = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), state)
     placed = shard(arrays, sharding_plan)
     kernel: Any = placed["kernel"]
@@ -154,10 +150,8 @@ def test_nnx_states_are_planned_and_sharded():
         lambda state: jax.tree.map(lambda x: 2 * x, state),
         out_shardings=sharding_plan.shardings,
     )(placed)
-    assert (
-        isinstance(doubled["kernel"], nnx.Param)
-        and float(doubled["kernel"].get_value()[0, 0]) == 2
-    )
+    assert isinstance(doubled["kernel"], nnx.Param)
+    assert float(doubled["kernel"].get_value()[0, 0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -249,13 +243,15 @@ def test_last_wins_and_keep_equal_flax_core(pairs, names):
     mesh = MeshSpec(dict.fromkeys(("x", "y", "z", "w", "a", "b", "c", "d"), 1))
     resolved = resolve(names, AxisRules.last_wins(rules), unmatched="keep")
     for decision in (resolved, resolve(names, interop.core_rules(rules, mesh))):
-        assert decision.spec == canonical(P(*expected)) and not decision.reasons
+        assert decision.spec == canonical(P(*expected))
+        assert not decision.reasons
 
 
 @given(PAIRS, PAIRS)
 @settings(deadline=None, max_examples=200)
 def test_composite_rules_is_flaxs_where_no_name_occurs_twice(one, two):
-    one, two = list(dict(one).items()), list(dict(two).items())
+    one = list(dict(one).items())
+    two = list(dict(two).items())
     try:
         expected = spmd.composite_rules(one, two)
     except ValueError:
@@ -298,7 +294,8 @@ def test_remove_axis_undoes_add_axis(names, index, name):
             interop.add_axis(names, index, name)
         return
     added = interop.add_axis(names, index, name)
-    assert added[index] == name and len(added) == max(len(names), index) + 1
+    assert added[index] == name
+    assert len(added) == max(len(names), index) + 1
     assert interop.remove_axis(added, index, name) == names
 
 

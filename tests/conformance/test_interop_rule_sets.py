@@ -85,7 +85,8 @@ def test_every_class_of_transformers_converts(classes):
     styles = {
         style for plans in classes.values() for part in plans for style in part.values()
     }
-    assert len(styles) >= 15 and styles <= huggingface.STYLES.keys()
+    assert len(styles) >= 15
+    assert styles <= huggingface.STYLES.keys()
     for plans in classes.values():
         both = huggingface.rules_of(plans, expert="expert")
         keys = {rule[1].target.key for rule in both.rules[:-1]}
@@ -149,7 +150,8 @@ def test_parts_of_packed_weights_and_heads_stay_whole():
         P("tensor"),
     ]
     for leaf in four.leaves:
-        assert leaf.spec == P() and [why.code for why in leaf.reasons] == [Code.unit]
+        assert leaf.spec == P()
+        assert [why.code for why in leaf.reasons] == [Code.unit]
     refined = plan(tree, MeshSpec({"tensor": 4}), paths=rules, refine=True)
     assert refined.leaves[0].spec == P(None, "tensor_0")
 
@@ -198,7 +200,8 @@ def test_the_plan_of_experts_replaces_what_shards_them_inside():
     mesh = MeshSpec({"expert": 2, "tensor": 2})
     by_expert = specs_of(tree, huggingface.rules_of(plans, expert="expert"), mesh)
     gate_up, down = sorted(tree, reverse=True)
-    assert (by_expert[gate_up], by_expert[down]) == (P("expert"), P())
+    assert by_expert[gate_up] == P("expert")
+    assert by_expert[down] == P()
     by_tensor = specs_of(tree, huggingface.rules_of(plans), mesh)
     assert by_tensor[gate_up] == P(None, "tensor")
     assert by_tensor[down] == P(None, None, "tensor")
@@ -251,10 +254,8 @@ def test_the_plan_of_a_models_class_is_for_its_head():
         "model.layers.0.self_attn.o_proj.weight": struct((64, 64)),
     }
     tree |= {"model.norm.weight": struct((64,))}
-    plans, body = (
-        huggingface.plans_of(LlamaForCausalLM),
-        huggingface.Plans(LlamaConfig.base_model_tp_plan, {}, {}),
-    )
+    plans = huggingface.plans_of(LlamaForCausalLM)
+    body = huggingface.Plans(LlamaConfig.base_model_tp_plan, {}, {})
     assert (
         huggingface.plans_of(LlamaForCausalLM())
         == plans
@@ -376,9 +377,8 @@ def test_maxtext_passes_over_axes_that_the_mesh_lacks():
 def test_maxtext_files_replace_the_rules_of_a_name():
     base = [["embed", ["tensor"]], ["norm", ["tensor"]], ["embed", ["data"]]]
     rules = maxtext.rules_of(FILE, base).rules
-    assert (
-        rules.rules[0] == ("norm", "tensor") and ("embed", "tensor") not in rules.rules
-    )
+    assert rules.rules[0] == ("norm", "tensor")
+    assert ("embed", "tensor") not in rules.rules
     with pytest.raises(
         RuleError, match="has no list of `logical_axis_rules`; it has .'mesh_axes'"
     ):
@@ -520,7 +520,9 @@ class NamedArray:
         return cls(children[0], aux)
 
 
-EMBED, MLP, LAYERS = Axis("embed", 16), Axis("mlp", 32), Axis("layers", 4)
+EMBED = Axis("embed", 16)
+MLP = Axis("mlp", 32)
+LAYERS = Axis("layers", 4)
 
 
 def named(*axes):
@@ -561,7 +563,8 @@ def test_named_arrays_are_planned_by_the_names_that_they_carry():
 
 
 def test_named_arrays_that_nothing_reads_say_which_line_does():
-    tree, mesh = module_of_haliax(), MeshSpec({"data": 4})
+    tree = module_of_haliax()
+    mesh = MeshSpec({"data": 4})
     line = r"names=shardfx\.interop\.haliax\.names_of\(tree\)"
     with pytest.raises(RuleError, match=f"`NamedArray`s of haliax.*{line}"):
         plan(tree, mesh, axes=levanter.rules_of({"embed": "data"}))
@@ -609,11 +612,9 @@ moe_partitioning.MoePjitPartitioner:
 
 def test_gin_files_of_experts():
     read = t5x.partitioning_of(GIN + MOE)
-    assert (read.num_partitions, read.model_parallel_submesh, read.num_experts) == (
-        None,
-        None,
-        16,
-    )
+    assert read.num_partitions is None
+    assert read.model_parallel_submesh is None
+    assert read.num_experts == 16
     standard = presets.t5x(2, 2).rules
     experts = (
         ("expert", "expert"),
@@ -640,7 +641,8 @@ def test_gin_files_of_experts():
         " 'data')]\n"
     )
     read = t5x.partitioning_of(MOE + said)
-    assert (read.num_partitions, read.rules.rules) == (4, (("expert", "data"),))
+    assert read.num_partitions == 4
+    assert read.rules.rules == (("expert", "data"),)
     # The function of that name beside the plain partitioner has no rules for experts.
     plain = (
         MOE + "moe_partitioning.MoePjitPartitioner.logical_axis_rules ="

@@ -67,7 +67,8 @@ def test_hand_checked_plans_have_the_names_of_transformers(name):
         for file in (folder_of("transformers") / "models").glob("*/configuration_*.py")
         if re.search(rf"^class {name}\(", file.read_text(), re.MULTILINE)
     ]
-    assert len(folders) == 1 and unknown(PLANS[name], modeling(folders[0])) == []
+    assert len(folders) == 1
+    assert unknown(PLANS[name], modeling(folders[0])) == []
     # Of the whole model: a plan's names begin where the model without its head does.
     (text,) = [file.read_text() for file in folders[0].glob("modeling_*.py")]
     prefix = re.findall(r'base_model_prefix = "(\w+)"', text)[0]
@@ -178,4 +179,5 @@ def test_the_page_about_eformer_has_each_name_of_escale():
         Path(__file__).parents[2].joinpath("docs", "migrating_eformer.md").read_text()
     )
     words = set(re.findall(r"\w+", page))
-    assert len(names) >= 45 and [name for name in names if name not in words] == []
+    assert len(names) >= 45
+    assert [name for name in names if name not in words] == []

@@ -121,9 +121,8 @@ class Suite:
         and these `more_deviations`.
         """
         ids = [vector["id"] for vector in self.vectors]
-        assert sorted(ids) == sorted([*self.run, *self.skipped]) and len(
-            set(ids)
-        ) == len(ids)
+        assert sorted(ids) == sorted([*self.run, *self.skipped])
+        assert len(set(ids)) == len(ids)
         tagged = {
             vector["id"] for vector in self.vectors if vector["tag"] == "deviate"
         } - set(self.skipped)

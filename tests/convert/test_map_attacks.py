@@ -162,10 +162,8 @@ ODD_NAMES = [
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_names_are_taken_as_they_are(name):
     tree_map = TreeMap({name: From(name)})
-    assert (
-        TreeMap.from_json(tree_map.to_json()) == tree_map
-        and eval(str(tree_map.rules[name])) == tree_map.rules[name]
-    )
+    assert TreeMap.from_json(tree_map.to_json()) == tree_map
+    assert eval(str(tree_map.rules[name])) == tree_map.rules[name]
     same(tree_map.apply({name: W["w"]})[name], W["w"])
     for other in ("x", name + "x", name.replace(".", "x") + "y"):
         with pytest.raises(MapError, match="the source has no"):
@@ -189,7 +187,9 @@ def test_names_in_a_circle():
 
 
 def test_numbers_of_numpy_are_plain_ones():
-    dim, size, value = np.int64(0), np.int32(3), np.float32(2)
+    dim = np.int64(0)
+    size = np.int32(3)
+    value = np.float32(2)
     tree_map = TreeMap({"x": leaf().split(dim, size).pad_to(5, value=value)})  # pyright: ignore[reportArgumentType]
     assert (
         tree_map
@@ -203,7 +203,8 @@ def test_a_stack_of_so_many():
         {"x": leaf("w.{i}").stack("i", count=2), "y": leaf("w.{i+2}").stack("i")}
     )
     applied = tree_map.apply({f"w.{i}": np.full(3, i) for i in range(5)})
-    assert applied["x"][:, 0].tolist() == [0, 1] and applied["y"][:, 0].tolist() == [
+    assert applied["x"][:, 0].tolist() == [0, 1]
+    assert applied["y"][:, 0].tolist() == [
         2,
         3,
         4,
@@ -212,7 +213,8 @@ def test_a_stack_of_so_many():
     assert TreeMap.from_json(tree_map.to_json()) == tree_map
 
 
-A, B = np.arange(24, dtype=np.float32).reshape(4, 6), np.ones((4, 6), np.float32)
+A = np.arange(24, dtype=np.float32).reshape(4, 6)
+B = np.ones((4, 6), np.float32)
 LEAD_BACK = {
     "counted": ({"x": From("w.{i}").stack("i", count=1)}, {"w.0": A}),
     "no dimensions": (
@@ -307,9 +309,8 @@ def test_a_count_and_a_drop_leave_layers_out():
         rest=["inv_freq"],
     )
     assert tree_map.apply(LAYERS)["w"].shape == (2, 4, 3)
-    assert TreeMap.from_json(tree_map.to_json()) == tree_map and tree_map.rest == (
-        "inv_freq",
-    )
+    assert TreeMap.from_json(tree_map.to_json()) == tree_map
+    assert tree_map.rest == ("inv_freq",)
     assert tree_map.apply(LAYERS | {"inv_freq": np.ones(2)})["w"].shape == (2, 4, 3)
 
 

@@ -21,10 +21,8 @@ def reader(arrays):
 
 def from_pieces(array, arrays):
     """A whole array, filled piece by piece."""
-    memory, box = (
-        np.zeros(array.shape, array.dtype),
-        tuple((0, size) for size in array.shape),
-    )
+    memory = np.zeros(array.shape, array.dtype)
+    box = tuple((0, size) for size in array.shape)
     for piece in array.pieces:
         fill(memory, box, piece, reader(arrays))
     return memory
@@ -44,7 +42,8 @@ def test_pieces_within_a_box_equal_numpy_slices(case, data):
     tree_map, arrays = written(case)
     whole = tree_map.apply(arrays)
     for path, array in pieces_of(tree_map, arrays).items():
-        assert array.shape == whole[path].shape and array.dtype == whole[path].dtype
+        assert array.shape == whole[path].shape
+        assert array.dtype == whole[path].dtype
         assert sum(piece.elements for piece in array.pieces) == math.prod(array.shape)
         box = box_of(data.draw, array.shape)
         struct = whole[path][tuple(slice(*bounds) for bounds in box)]
@@ -114,16 +113,13 @@ def test_a_map_is_its_text_and_its_json(case):
     for _, rule in tree_map.steps[0].made:
         assert eval(str(rule), {"From": From}) == rule
     assert hash(TreeMap.from_json(tree_map.to_json())) == hash(tree_map)
-    assert repr(tree_map) == str(tree_map) and str(tree_map) in html.unescape(
-        tree_map._repr_html_()
-    )
+    assert repr(tree_map) == str(tree_map)
+    assert str(tree_map) in html.unescape(tree_map._repr_html_())
 
 
 def test_scaled_blocks_are_what_numpy_makes_of_them():
-    weight, scales = (
-        filled((200, 130), np.dtype("int8")),
-        filled((2, 2), np.dtype("float32")) + 0.5,
-    )
+    weight = filled((200, 130), np.dtype("int8"))
+    scales = filled((2, 2), np.dtype("float32")) + 0.5
     tree_map = TreeMap({"w": From("w").scale("s", block=(128, 128)).cast("bfloat16").T})
     arrays = {"w": weight, "s": scales}
     by_hand = (
@@ -139,7 +135,8 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
     ):
         same(tree_map.then(turned).apply(tree, like={"w": whole.T})["w"], whole.T)
     (array,) = pieces_of(tree_map, arrays).values()
-    box, memory = ((100, 130), (5, 190)), np.zeros((30, 185), array.dtype)
+    box = ((100, 130), (5, 190))
+    memory = np.zeros((30, 185), array.dtype)
     for few in (
         few
         for piece in array.pieces

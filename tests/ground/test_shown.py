@@ -37,7 +37,8 @@ def results():
     "result", list(results()), ids=lambda item: type(item).__name__
 )
 def test_a_result_shows_what_print_shows(result):
-    shown, printed = repr(result).splitlines(), str(result).splitlines()
+    shown = repr(result).splitlines()
+    printed = str(result).splitlines()
     assert len(shown) <= 40
     assert (
         shown == printed

@@ -45,27 +45,24 @@ def test_what_would_move_the_cursor_or_fail_to_encode_is_escaped(text, shown):
 def test_a_long_name_is_quoted_without_its_middle():
     assert quoted("a/\x1bb") == r"'a/\x1bb'"
     text = quoted("a" * 10**6 + "/weight")
-    assert (
-        len(text) < 200
-        and text.startswith("'aaa")
-        and text.endswith("aaa/weight'")
-        and "..." in text
-    )
+    assert len(text) < 200
+    assert text.startswith("'aaa")
+    assert text.endswith("aaa/weight'")
+    assert "..." in text
 
 
 @given(st.text(st.characters(codec=None)))
 def test_any_text_is_shown_on_one_line(text):
     shown = printable(text)
-    assert shown.isprintable() and shown.encode().decode() == printable(shown) == shown
+    assert shown.isprintable()
+    assert shown.encode().decode() == printable(shown) == shown
 
 
 def test_long_numbers_are_part_of_a_name():
     paths = [f"a/{digit * (sys.get_int_max_str_digits() + 1)}/w" for digit in "12"]
     assert [between_numbers(path) for path in paths] == [(paths[0],), (paths[1],)]
-    assert (
-        between_numbers("a/12/w") == ("a/", "/w")
-        and joined(["a/1/w", "a/2/w"]) == "a/{1..2}/w"
-    )
+    assert between_numbers("a/12/w") == ("a/", "/w")
+    assert joined(["a/1/w", "a/2/w"]) == "a/{1..2}/w"
 
 
 def test_a_table_has_one_line_per_row_and_keeps_paths():
@@ -103,18 +100,15 @@ def test_a_table_has_one_line_per_row_and_keeps_paths():
 def test_prose_is_wrapped_and_rows_are_not():
     text = "one two three four\n  five six seven eight\nname    rows of a table"
     parts = wrapped(text, 12).split("\n")
-    assert (
-        parts[:3] == ["one two", "    three", "    four"]
-        and parts[-1] == "name    rows of a table"
-    )
-    assert (
-        parts[3:-1] == ["  five six", "      seven", "      eight"]
-        and wrapped(text, None) == text
-    )
+    assert parts[:3] == ["one two", "    three", "    four"]
+    assert parts[-1] == "name    rows of a table"
+    assert parts[3:-1] == ["  five six", "      seven", "      eight"]
+    assert wrapped(text, None) == text
 
 
 def test_plurals():
-    assert (plural(1, "leaf", "leaves"), plural(0, "array")) == ("1 leaf", "0 arrays")
+    assert plural(1, "leaf", "leaves") == "1 leaf"
+    assert plural(0, "array") == "0 arrays"
     assert plural(1200, "unit") == "1,200 units"
 
 

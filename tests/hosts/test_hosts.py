@@ -44,11 +44,13 @@ def test_a_grid_is_a_value():
     same = hosts.HostGrid(
         {"data": 4, "model": 2}, {"model": 1, "data": 2}, ((0, 0), (1, 0))
     )
-    assert grid == same and hash(grid) == hash(same) and not jax.tree.leaves(grid)
-    assert dict(grid.axis_sizes) == {"data": 4, "model": 2} and dict(
-        grid.num_chunks
-    ) == {"data": 2, "model": 1}
-    assert grid.chunk_ids == ((0, 0), (1, 0)) and grid.process_count == 2
+    assert grid == same
+    assert hash(grid) == hash(same)
+    assert not jax.tree.leaves(grid)
+    assert dict(grid.axis_sizes) == {"data": 4, "model": 2}
+    assert dict(grid.num_chunks) == {"data": 2, "model": 1}
+    assert grid.chunk_ids == ((0, 0), (1, 0))
+    assert grid.process_count == 2
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,8 @@ def test_local_chunks_are_what_the_devices_hold(axis_sizes, data):
     mesh = regular_mesh(axis_sizes, chunks)
     grid = hosts.grid_of(mesh)
     assert grid == hosts.regular_grid(MeshSpec(axis_sizes), chunks)
-    first, second = data.draw(entries), data.draw(entries)
+    first = data.draw(entries)
+    second = data.draw(entries)
     spec = P(first or None, tuple(axis for axis in second if axis not in first) or None)
     shape = (24, 72, 5)
     sharding = NamedSharding(mesh, spec)
@@ -151,10 +154,8 @@ def test_answers_are_plain_python_values():
         assert {type(value) for value in arrays.values()} == {int, bool}
     # A spec may end in None beyond the rank.
     chunk = hosts.local_chunk((8,), P("data", None), GRID, 1)
-    assert (
-        chunk.slices == (slice(4, 8),)
-        and type(chunk.slices[0].start) is type(chunk.replica_id) is int
-    )
+    assert chunk.slices == (slice(4, 8),)
+    assert type(chunk.slices[0].start) is type(chunk.replica_id) is int
     assert hosts.local_chunk((), P(), GRID, 3) == hosts.LocalChunk((), 3)
 
 
@@ -234,7 +235,8 @@ def test_processes_without_equal_boxes(sizes, owner, message):
     mesh = scattered(sizes, owner)
     with pytest.raises(MeshError, match=message):
         hosts.grid_of(mesh)
-    shape, counts = (12,) * len(sizes), np.zeros((12,) * len(sizes), int)
+    shape = (12,) * len(sizes)
+    counts = np.zeros((12,) * len(sizes), int)
     for process in set(owner):
         for chunk in hosts.owned(
             shape, NamedSharding(mesh, P(*mesh.axis_names)), process
@@ -365,4 +367,5 @@ def test_the_mask_is_replicated_where_rows_are():
         batch_plan(rules=PathRules([("x", P(None, "tensor")), ("y", P())])),
         pad=0,
     )
-    assert mask.sharding.is_fully_replicated and int(mask.sum()) == 7
+    assert mask.sharding.is_fully_replicated
+    assert int(mask.sum()) == 7

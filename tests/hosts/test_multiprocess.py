@@ -80,7 +80,8 @@ def test_batches_come_back_whole_and_short_ones_raise(
             f"leaf `x` has shape (1, 16) here, but process {index} owns ({rows}, 16) of"
             " (24, 16)"
         )
-        assert message in result["short"] and "pass `pad=0`" in result["short"]
+        assert message in result["short"]
+        assert "pass `pad=0`" in result["short"]
 
 
 def test_processes_with_other_plans_are_told_where_they_differ(job):

@@ -85,7 +85,8 @@ def test_a_wrong_rival_is_dropped_and_a_wrong_own_result_fails():
         Case("ours is wrong", lambda: race(ours=lambda b: b + b"!")),
     )
     assert dropped.skipped["theirs"] == "AssertionError: the copy differs"
-    assert dropped.failed is None and "seconds.shardfx" in dropped.values
+    assert dropped.failed is None
+    assert "seconds.shardfx" in dropped.values
     assert failed.failed == "AssertionError: the copy differs"
 
 
@@ -119,9 +120,11 @@ def test_cases_run_apart_on_as_many_devices_as_they_need():
     [record] = run(
         Apart("elsewhere", "tests.house.test_benchmarks:devices_here", cpu_devices=11)
     )
-    assert (record.name, record.values) == ("devices", {"count": 11, "repeats": 2})
+    assert record.name == "devices"
+    assert record.values == {"count": 11, "repeats": 2}
     [lost] = run(Apart("lost", "tests.house.test_benchmarks:nothing", cpu_devices=2))
-    assert lost.failed is not None and "nothing" in lost.failed
+    assert lost.failed is not None
+    assert "nothing" in lost.failed
 
 
 def document(records):
@@ -160,4 +163,5 @@ def test_every_suite_lists_cases_with_names_of_their_own(name):
             f"benchmarks.{command.SUITES[name]}"
         ).cases(options)
         names = [entry.name for entry in entries]
-        assert names and len(set(names)) == len(names)
+        assert names
+        assert len(set(names)) == len(names)

@@ -162,7 +162,8 @@ def test_the_minimiser_keeps_what_fails_and_nothing_else():
     assert [op.name for op in smallest.program.operations] == ["slice"]
     assert not smallest.program.gradient
     cut = [entry for spec in smallest.layout.arguments for entry in spec if entry]
-    assert cut == ["b"] and smallest.layout.results is None
+    assert cut == ["b"]
+    assert smallest.layout.results is None
     assert smallest.layout.constraints == (None,)
     assert np.prod(smallest.program.first.shape) < 32
     # The smallest case still runs.
@@ -210,7 +211,8 @@ def test_groups_in_mesh_notation_are_written_out():
     assert "replica_groups={{0,4},{2,6},{1,5},{3,7}}" in text.replace(" ", "") or (
         re.search(r"replica_groups=\{(\{\d,\d\},?){4}\}", text)
     )
-    assert "mesh[" not in text and explicit(text, 8) == text
+    assert "mesh[" not in text
+    assert explicit(text, 8) == text
 
 
 def test_mutations_change_what_they_say():

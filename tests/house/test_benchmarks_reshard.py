@@ -18,7 +18,8 @@ def ends(devices):
 
 def test_a_chunk_runs_its_pairs():
     answer = fresh_process("benchmarks._pairs:run_chunk", {"chunk": 7, "chunks": 4000})
-    assert answer["wrong"] == [] and answer["pairs"] >= answer["distinct"] == 4
+    assert answer["wrong"] == []
+    assert answer["pairs"] >= answer["distinct"] == 4
     assert answer["programs of steps compiled"] == 4
 
 

@@ -79,11 +79,9 @@ def run(example: list[Block], where: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(source, where, "exec"), namespace)
         if block.printed is not None:
-            checker, expected, printed = (
-                doctest.OutputChecker(),
-                block.printed,
-                out.getvalue(),
-            )
+            checker = doctest.OutputChecker()
+            expected = block.printed
+            printed = out.getvalue()
             message = (
                 f"{where}:{block.line}: wanted\n{expected}\nbut it printed\n{printed}"
             )
@@ -106,10 +104,8 @@ def docstrings(path: Path) -> Iterator[tuple[str, list[Block]]]:
                 ):
                     yield from visit(child, f"{name}.{child.name}")
 
-    module, text = (
-        ".".join(path.relative_to(ROOT).with_suffix("").parts),
-        path.read_text(),
-    )
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    text = path.read_text()
     if "```python" in text:
         yield from visit(ast.parse(text), module)
 
@@ -165,9 +161,8 @@ def too_wide(text: str, languages: tuple[str, ...] = ()) -> list[str]:
 
 def test_lines_of_code_fit_the_page():
     lines = [f"```python\n{'x' * width}\n```\n" for width in (WIDTH, WIDTH + 1)]
-    assert [len(too_wide(text)) for text in lines] == [0, 1] and too_wide(
-        lines[1], ("python",)
-    ) == []
+    assert [len(too_wide(text)) for text in lines] == [0, 1]
+    assert too_wide(lines[1], ("python",)) == []
     # A command of the README stands on one line, so that it is copied whole; .ci/run
     # reads it there.
     texts = [
@@ -230,7 +225,8 @@ def test_files_and_functions_of_contributing_exist():
         for name, file in named.items()
         if not file.exists() and "_yours" not in name
     ]
-    assert missing == [] and len(named) > 50
+    assert missing == []
+    assert len(named) > 50
     matches = re.findall(
         rf"`(\w+)` in `({FILE})`", " ".join(HOUSE_PAGE.read_text().split())
     )

@@ -121,10 +121,8 @@ def test_no_cycles_inside_a_package():
 def test_init_is_a_table_of_contents():
     for path in INITS:
         # Behind the docstring.
-        is_root, body = (
-            path.parent == PACKAGE,
-            tree_of(path).body[1:],
-        )
+        is_root = path.parent == PACKAGE
+        body = tree_of(path).body[1:]
         entries = [node for node in body if isinstance(node, ast.ImportFrom)]
         # At the root some parts load when they are first named, and so does the module
         # of each foreign library; nothing else may stand beside the table.
@@ -327,10 +325,13 @@ def test_import_starts_nothing_and_loads_nothing():
         check=True,
     )
     (reads, starts, new), bad = json.loads(done.stdout.splitlines()[-1])
-    assert reads == [] and not starts
+    assert reads == []
+    assert not starts
     assert [name for name in new if name not in sys.stdlib_module_names] == ["shardfx"]
     # Another import would be noticed.
-    assert "HOME" in bad[0] and bad[1] and "pytest" in bad[2]
+    assert "HOME" in bad[0]
+    assert bad[1]
+    assert "pytest" in bad[2]
 
 
 def documented() -> set[str]:
@@ -396,10 +397,8 @@ def test_type_checkers_read_a_use_of_every_public_function():
     functions = [
         name for name in public() if inspect.isfunction(pkgutil.resolve_name(name))
     ]
-    assert (
-        len(functions) > 90
-        and [name for name in functions if name.rpartition(".")[2] not in used] == []
-    )
+    assert len(functions) > 90
+    assert [name for name in functions if name.rpartition(".")[2] not in used] == []
 
 
 def test_every_documented_name_exists():
@@ -426,7 +425,8 @@ def test_all_files_of_a_release_name_one_version():
     assert f'\nversion = "{version}"\n' in texts["pyproject.toml"]
     assert f"\nversion: {version}\n" in texts["CITATION.cff"]
     headings = re.findall(r"^## (\S+)$", texts["CHANGELOG.md"], re.MULTILINE)
-    assert headings[0] in (version, "Unreleased") and version in headings
+    assert headings[0] in (version, "Unreleased")
+    assert version in headings
     assert (ROOT / "shardfx" / "py.typed").exists()
 
 

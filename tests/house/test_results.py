@@ -76,7 +76,8 @@ def step(w, x):
 
 
 def results():
-    plan, other = made(), made(OTHER)
+    plan = made()
+    other = made(OTHER)
     placed = sfx.shard(TREE, plan.on(MESH.build(jax.devices())))
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     rows = sfx.plan(x, MESH, paths=sfx.PathRules([(".*", jax.P("data"))]))

@@ -117,8 +117,12 @@ def test_a_scale_with_all_dimensions_is_read_by_place():
 
 
 MESH = MeshSpec({"fsdp": 4, "tensor": 2})
-FT, NFT = P("fsdp", "tensor"), P(None, "fsdp", "tensor")
-LORA_A, LORA_B, MAGNITUDE, SCALE = "lora_a", "lora_b", "magnitude", "scale"
+FT = P("fsdp", "tensor")
+NFT = P(None, "fsdp", "tensor")
+LORA_A = "lora_a"
+LORA_B = "lora_b"
+MAGNITUDE = "magnitude"
+SCALE = "scale"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +220,9 @@ def test_dimensions_that_nothing_tells_have_a_reason(base, kind, shape, spec, sa
     )[f"k/{kind}"]
     leaf = followed(strict=False)
     (why,) = leaf.reasons
-    assert leaf.spec == spec and why.code is Code.unaligned and says in str(why)
+    assert leaf.spec == spec
+    assert why.code is Code.unaligned
+    assert says in str(why)
     with pytest.raises(SpecError, match="not sharded as asked"):
         followed(strict=True)
 
@@ -269,7 +275,8 @@ def test_statistics_of_adafactor_have_the_dimensions_of_optax():
         for name, dim in (("row", last), ("col", first)):
             expected = without(AXES[: len(shape)], dim)
             exact_leaf = by_jax[f"v_{name}/{shape}"]
-            assert entries(exact_leaf) == expected and not exact_leaf.reasons
+            assert entries(exact_leaf) == expected
+            assert not exact_leaf.reasons
             leaf = by_shape[f"{shape}/{name}"]
             if leaf.reasons:
                 assert [why.code for why in leaf.reasons] == [Code.unaligned]

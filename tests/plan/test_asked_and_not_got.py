@@ -144,7 +144,8 @@ def axis_rules(draw: Any) -> AxisRules:
 @st.composite
 def requests(draw: Any) -> tuple[Any, tuple[int, ...], list[Wish], AxisRules]:
     """The target of a rule, the shape of an array, and what the rule requests for it."""
-    shape, rules = draw(SHAPES), draw(axis_rules())
+    shape = draw(SHAPES)
+    rules = draw(axis_rules())
     kind = draw(st.sampled_from(["spec", "names", "strategy", "callable", "nothing"]))
     units = tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in shape)
     if kind == "names":
@@ -152,17 +153,20 @@ def requests(draw: Any) -> tuple[Any, tuple[int, ...], list[Wish], AxisRules]:
         names = tuple(
             draw(st.permutations([*NAMES[:-1], None, None]))[:count] if count else ()
         )
-        target, wishes = names, wishes_of_names(names, rules)
+        target = names
+        wishes = wishes_of_names(names, rules)
     elif kind in ("spec", "callable"):
         entries = draw(st.lists(ENTRIES, max_size=len(shape)))
         axes = [axis for entry in entries for axis in entry_axes(entry)]
         spec = P(*entries) if len(set(axes)) == len(axes) else P()
-        target, wishes = spec, wishes_of_spec(spec)
+        target = spec
+        wishes = wishes_of_spec(spec)
         target = atomic(spec, units) if draw(st.booleans()) else spec
         if kind == "callable":
             target = lambda path, leaf, target=target: target
     else:
-        target, wishes = replicate, []
+        target = replicate
+        wishes = []
         if kind == "strategy":
             target = draw(strategies_())
             wishes = [Wish(None, ((axis,),)) for axis in target.axes]

@@ -89,16 +89,13 @@ def test_an_unreduced_maximum_stays_a_maximum():
         paths=sfx.PathRules([("w", spec)]),
     )
     again = sfx.ShardPlan.from_json(plan.to_json())
-    assert (
-        again == plan
-        and again["w"].spec == P("tensor", **kinds)
-        and again["w"].requested == spec
-    )
+    assert again == plan
+    assert again["w"].spec == P("tensor", **kinds)
+    assert again["w"].requested == spec
     summed = plan.replace("w", P("tensor", unreduced=frozenset({"data"})))
     assert summed.digest != plan.digest
-    assert "unreduced max data" in sfx.testing.plan_text(
-        plan
-    ) and "unreduced data" in sfx.testing.plan_text(summed)
+    assert "unreduced max data" in sfx.testing.plan_text(plan)
+    assert "unreduced data" in sfx.testing.plan_text(summed)
     # Sums are as they were.
     assert '"kind"' not in summed.to_json()
 
@@ -115,7 +112,8 @@ def test_the_advice_never_cuts_inside_a_unit(size, unit, axis):
     ):
         (why,) = decision.reasons
         advised = re.search(r"axes whose product divides (\d+)", why.message)
-        assert advised is not None and int(advised[1]) == size // unit
+        assert advised is not None
+        assert int(advised[1]) == size // unit
         padded = re.search(r"pad it to (\d+)", why.message)
         assert padded is None or correct(
             P("x"), (int(padded[1]),), mesh, units=(unit,)
@@ -128,9 +126,8 @@ def test_the_advice_never_cuts_inside_a_unit(size, unit, axis):
 def test_padding_is_advised_where_it_adds_little(size, padded):
     mesh = MeshSpec({"x": 4 if size % 4 else 7})
     (why,) = correct(P("x"), (size,), mesh).reasons
-    assert ("pad it to" in str(why)) == (padded is not None) and str(
-        padded or ""
-    ) in str(why)
+    assert ("pad it to" in str(why)) == (padded is not None)
+    assert str(padded or "") in str(why)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +224,8 @@ def test_fsdp_takes_the_largest_dimension_or_says_why_not(
     spec, shape, axes, units, expected, why
 ):
     leaf = added(spec, shape, axes, units)
-    assert leaf.spec == expected and codes(leaf) == why
+    assert leaf.spec == expected
+    assert codes(leaf) == why
 
 
 # --- attention heads
@@ -268,7 +266,8 @@ def cuts(spec: P, shape: tuple[int, ...], mesh: MeshSpec, dim: int) -> list[int]
 @pytest.mark.parametrize("name", MODELS)
 def test_no_mesh_cuts_a_head_of_a_real_model(name):
     model = MODELS[name]
-    preset, fused = getattr(hf, str(model.preset)), catalogue.fused_of(model)
+    preset = getattr(hf, str(model.preset))
+    fused = catalogue.fused_of(model)
     tree = {
         path: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for path, shape, _, _ in fused
     }

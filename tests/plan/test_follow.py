@@ -231,7 +231,8 @@ def test_follow_gives_what_jax_gives(name, params_plan):
         if not leaf.path.endswith(
             source
         ):  # a statistic of one dimension, which nothing shards there
-            assert leaf.spec == P() and leaf.shape[0] in planned[source].shape
+            assert leaf.spec == P()
+            assert leaf.shape[0] in planned[source].shape
             continue
         # A history, as L-BFGS keeps it, counts its entries on the first dimensions.
         entries = (None,) * (len(leaf.shape) - len(planned[source].shape))
@@ -287,7 +288,8 @@ def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
     there = (shard(weights, sharding_plan), state)
     alone = (weights, optimizer.init(weights))
     for _ in range(2):
-        there, alone = sharded(*there, grads), jax.jit(step)(*alone, grads)
+        there = sharded(*there, grads)
+        alone = jax.jit(step)(*alone, grads)
     for item, two in zip(jax.tree.leaves(there), jax.tree.leaves(alone), strict=True):
         # Muon iterates in bfloat16 over matrices whose products are summed in another
         # order.
@@ -318,16 +320,12 @@ def test_other_arguments_and_other_plans(params_plan):
     state_plan = follow(
         make, params_plan, batch, 2.0, "text", memory_kinds=[("copy", "pinned_host")]
     )
-    assert (
-        state_plan["copy"].memory_kind == "pinned_host"
-        and state_plan["hidden"].memory_kind is None
-    )
+    assert state_plan["copy"].memory_kind == "pinned_host"
+    assert state_plan["hidden"].memory_kind is None
     assert state_plan["hidden"].spec == P("data", "tensor")
     assert state_plan["copy"].spec == params_plan["embed"].spec
-    assert (
-        state_plan["count"].spec == P()
-        and "follows no planned one" in state_plan["count"].reasons[0].message
-    )
+    assert state_plan["count"].spec == P()
+    assert "follows no planned one" in state_plan["count"].reasons[0].message
     assert state_plan.specs["extra"] is None
 
 
@@ -345,7 +343,8 @@ def test_the_reason_says_where_jax_follows_no_sharding():
     named = follow(
         lambda tree: {**tree, "square": tree["a"]["w"].T @ tree["a"]["w"]}, SMALL_PLAN
     )
-    assert named["a/w"].spec == SMALL_PLAN["a/w"].spec and named["a/w"].reasons == ()
+    assert named["a/w"].spec == SMALL_PLAN["a/w"].spec
+    assert named["a/w"].reasons == ()
     with pytest.raises(KeyError, match="no such thing"):
         follow(lambda tree: tree["no such thing"], SMALL_PLAN)
 
@@ -355,9 +354,8 @@ def test_follow_works_alike_on_explicit_and_mixed_axes(params_plan):
     for types in (AxisType.Explicit, {"data": AxisType.Explicit}):
         sharding_plan = plan(params(), MeshSpec(SIZES, axis_types=types), paths=RULES)
         state_plan = follow(optax.adafactor(1e-3).init, sharding_plan)
-        assert (
-            state_plan.specs == followed.specs and state_plan.mesh == sharding_plan.mesh
-        )
+        assert state_plan.specs == followed.specs
+        assert state_plan.mesh == sharding_plan.mesh
 
 
 def test_names_and_units_go_to_copies_and_histories():
@@ -372,13 +370,13 @@ def test_names_and_units_go_to_copies_and_histories():
             lambda _: {"w": jnp.zeros((5, 3, 8, 8))},
         )
     )
-    assert copied.names == ("heads", "embed") and copied.units == (4, 1)
-    assert (
-        turned.spec == P("fsdp", "tensor")
-        and turned.names is None
-        and turned.units is None
-    )
-    assert history.names == (None, None, "heads", "embed") and history.units == (
+    assert copied.names == ("heads", "embed")
+    assert copied.units == (4, 1)
+    assert turned.spec == P("fsdp", "tensor")
+    assert turned.names is None
+    assert turned.units is None
+    assert history.names == (None, None, "heads", "embed")
+    assert history.units == (
         1,
         1,
         4,
@@ -446,7 +444,8 @@ MODEL = plan(
     MESH,
     paths=PathRules([("", fsdp("tensor"))]),
 )
-ADAM, INNER = optax.adamw(1e-3).init, {"a": {"w": {"y": jnp.zeros((128, 256))}}}
+ADAM = optax.adamw(1e-3).init
+INNER = {"a": {"w": {"y": jnp.zeros((128, 256))}}}
 STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
     "model": (MODEL, train_state, {}),
     "path": (
@@ -563,9 +562,8 @@ STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
 def test_each_leaf_follows_the_array_that_it_belongs_to(state, path, spec, says):
     planned, init, keywords = STATES[state]
     leaf = follow(init, planned, **keywords)[path]
-    assert (
-        leaf.spec == spec and says in f"{leaf.rule}|{'|'.join(map(str, leaf.reasons))}"
-    )
+    assert leaf.spec == spec
+    assert says in f"{leaf.rule}|{'|'.join(map(str, leaf.reasons))}"
     assert not (says.endswith("|") and leaf.reasons)
 
 

@@ -137,7 +137,8 @@ def test_correct_equals_brute_force(request_, min_bytes):
         == canonical(once.spec)
     )
     twice = correct(once.spec, shape, MeshSpec(axes), units=units, strict=True)
-    assert twice.spec == once.spec and twice.reasons == ()
+    assert twice.spec == once.spec
+    assert twice.reasons == ()
     large = correct(
         spec,
         shape,
@@ -306,7 +307,8 @@ def test_every_leaf_is_planned_as_if_it_were_alone(tree, rules):
         if isinstance(leaf, jax.ShapeDtypeStruct)
     ]
     for leaf, (struct, matched) in zip(sharding_plan.leaves, arrays, strict=True):
-        assert (leaf.shape, leaf.dtype) == (struct.shape, struct.dtype)
+        assert leaf.shape == struct.shape
+        assert leaf.dtype == struct.dtype
         first = next(
             (
                 i
@@ -315,7 +317,8 @@ def test_every_leaf_is_planned_as_if_it_were_alone(tree, rules):
             ),
             None,
         )
-        assert matched == first and leaf.rule == (
+        assert matched == first
+        assert leaf.rule == (
             None if first is None else f"paths[{first}] {rules[first][0]}"
         )
         (alone,) = planned({leaf.path: struct}, rules).leaves
@@ -332,16 +335,12 @@ def test_a_plan_equals_itself_after_json(tree, rules):
         ShardPlan.from_json(text),
         ShardPlan.from_json(text, like=tree),
     ):
-        assert (
-            again == sharding_plan
-            and hash(again) == hash(sharding_plan)
-            and again.digest == sharding_plan.digest
-        )
-        assert (
-            again.leaves == sharding_plan.leaves
-            and again.specs == sharding_plan.specs
-            and again.to_json() == text
-        )
+        assert again == sharding_plan
+        assert hash(again) == hash(sharding_plan)
+        assert again.digest == sharding_plan.digest
+        assert again.leaves == sharding_plan.leaves
+        assert again.specs == sharding_plan.specs
+        assert again.to_json() == text
         assert jax.tree.structure(again.specs) == jax.tree.structure(
             sharding_plan.specs
         )
@@ -361,12 +360,11 @@ def test_a_plan_equals_itself_after_json(tree, rules):
 @given(TREES, RULES, st.sampled_from(SIZES), st.sampled_from([0, 0, 64, 256]))
 @settings(max_examples=100)
 def test_a_replan_is_the_plan_that_the_rules_give_there(tree, rules, sizes, min_bytes):
-    first, there = planned(tree, rules, min_bytes=min_bytes), MeshSpec.parse(sizes)
+    first = planned(tree, rules, min_bytes=min_bytes)
+    there = MeshSpec.parse(sizes)
     again = first.replan(there)
-    assert (
-        again == planned(tree, rules, there, min_bytes=min_bytes)
-        and again.replan(MESH) == first
-    )
+    assert again == planned(tree, rules, there, min_bytes=min_bytes)
+    assert again.replan(MESH) == first
 
 
 @given(TREES, RULES, st.sampled_from(["left", "right"]))

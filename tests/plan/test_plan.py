@@ -36,22 +36,16 @@ def test_a_plan_of_paths():
         "none": None,
     }
     leaf = sharding_plan["w"]
-    assert (leaf.shape, leaf.dtype, leaf.bytes, leaf.bytes_per_device) == (
-        (8, 16),
-        jnp.float32,
-        512,
-        128,
-    )
-    assert (
-        leaf.rule == "paths[0] w"
-        and leaf.reasons == ()
-        and sharding_plan["b"].dtype == jnp.float32
-    )
+    assert leaf.shape == (8, 16)
+    assert leaf.dtype == jnp.float32
+    assert leaf.bytes == 512
+    assert leaf.bytes_per_device == 128
+    assert leaf.rule == "paths[0] w"
+    assert leaf.reasons == ()
+    assert sharding_plan["b"].dtype == jnp.float32
     assert [why.code for why in sharding_plan["step"].reasons] == [Code.scalar]
-    assert (
-        sharding_plan.bytes_total == 512 + 64 + 4
-        and sharding_plan.bytes_per_device == 128 + 32 + 4
-    )
+    assert sharding_plan.bytes_total == 512 + 64 + 4
+    assert sharding_plan.bytes_per_device == 128 + 32 + 4
     assert [leaf.path for leaf in sharding_plan.leaves] == ["b", "step", "w"]
     assert (
         repr(sharding_plan)
@@ -61,23 +55,18 @@ def test_a_plan_of_paths():
 
 def test_shardings_and_structs_lie_on_the_mesh_that_there_is():
     abstract = plan(TREE, MESH, paths=RULES)
-    assert (
-        isinstance(abstract.shardings["w"].mesh, AbstractMesh)
-        and abstract.jax_mesh is None
-    )
+    assert isinstance(abstract.shardings["w"].mesh, AbstractMesh)
+    assert abstract.jax_mesh is None
     assert abstract.structs["w"].sharding == abstract.shardings["w"]
     mesh = MESH.build(jax.devices())
     concrete = plan(TREE, mesh, paths=RULES)
-    assert concrete.jax_mesh is mesh and concrete.shardings["w"].mesh is mesh
-    assert (
-        abstract.on(mesh) == concrete
-        and abstract != concrete
-        and abstract.digest == concrete.digest
-    )
-    assert (
-        concrete.off() == abstract == concrete.off().off()
-        and concrete.off().jax_mesh is None
-    )
+    assert concrete.jax_mesh is mesh
+    assert concrete.shardings["w"].mesh is mesh
+    assert abstract.on(mesh) == concrete
+    assert abstract != concrete
+    assert abstract.digest == concrete.digest
+    assert concrete.off() == abstract == concrete.off().off()
+    assert concrete.off().jax_mesh is None
 
 
 def test_names_win_over_paths_and_none_leaves_them_the_choice():
@@ -91,19 +80,14 @@ def test_names_win_over_paths_and_none_leaves_them_the_choice():
         axes=AXES,
         unused="allow",
     )
-    assert (
-        sharding_plan["w"].spec == P("tensor")
-        and sharding_plan["w"].rule == "names"
-        and sharding_plan["w"].names == ("mlp", None)
-    )
-    assert (
-        sharding_plan["b"].spec == P("tensor")
-        and sharding_plan["b"].rule == "paths[0] b"
-        and sharding_plan["step"].spec == P()
-    )
-    assert sharding_plan["v"].spec == P("tensor", "fsdp") and sharding_plan[
-        "v"
-    ].names == ("mlp", "embed")
+    assert sharding_plan["w"].spec == P("tensor")
+    assert sharding_plan["w"].rule == "names"
+    assert sharding_plan["w"].names == ("mlp", None)
+    assert sharding_plan["b"].spec == P("tensor")
+    assert sharding_plan["b"].rule == "paths[0] b"
+    assert sharding_plan["step"].spec == P()
+    assert sharding_plan["v"].spec == P("tensor", "fsdp")
+    assert sharding_plan["v"].names == ("mlp", "embed")
 
 
 def test_names_may_be_a_prefix_of_the_tree():
@@ -138,9 +122,8 @@ def test_strategies_refine_what_comes_before_them():
         ]
     )
     sharding_plan = plan({"w": TREE["w"], "b": TREE["b"]}, MESH, paths=rules, axes=AXES)
-    assert sharding_plan["w"].spec == P("fsdp", "data") and [
-        why.code for why in sharding_plan["w"].reasons
-    ] == [Code.duplicate]
+    assert sharding_plan["w"].spec == P("fsdp", "data")
+    assert [why.code for why in sharding_plan["w"].reasons] == [Code.duplicate]
     (taken,) = sharding_plan["b"].reasons
     assert taken.message.startswith(
         "no dimension is free for `data` (2): all that may be cut are sharded already"
@@ -148,7 +131,8 @@ def test_strategies_refine_what_comes_before_them():
 
 
 def test_equal_plans_share_a_trace_and_different_meshes_do_not():
-    sharding_plan, traces = plan(TREE, MESH, paths=RULES), []
+    sharding_plan = plan(TREE, MESH, paths=RULES)
+    traces = []
     run = jax.jit(lambda output, x: traces.append(output))
     devices = np.array(jax.devices()).reshape(2, 2, 2)
     others = [

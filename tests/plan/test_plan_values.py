@@ -81,21 +81,18 @@ def test_a_plan_pickles_and_copies(tree, kind, on):
         copy.deepcopy(sharding_plan),
         copy.copy(sharding_plan),
     ):
-        assert (
-            again == sharding_plan
-            and hash(again) == hash(sharding_plan)
-            and again.leaves == sharding_plan.leaves
-        )
-        assert (
-            again.jax_mesh == sharding_plan.jax_mesh
-            and again.shardings == sharding_plan.shardings
-        )
+        assert again == sharding_plan
+        assert hash(again) == hash(sharding_plan)
+        assert again.leaves == sharding_plan.leaves
+        assert again.jax_mesh == sharding_plan.jax_mesh
+        assert again.shardings == sharding_plan.shardings
         assert jax.tree.structure(again.specs) == jax.tree.structure(
             sharding_plan.specs
         )
     read = ShardPlan.from_json(sharding_plan.to_json())
     again = pickle.loads(pickle.dumps(read))
-    assert again == read == sharding_plan.off() and again.specs == read.specs
+    assert again == read == sharding_plan.off()
+    assert again.specs == read.specs
     if isinstance(tree, eqx.Module):  # which is read as dicts
         assert read.specs["layers"][0]["weight"] == P("a")
 
@@ -122,15 +119,17 @@ def test_a_plan_is_read_by_path():
         == [leaf.path for leaf in sharding_plan.leaves]
         == ["l/0", "l/1", "t/1", "w"]
     )
-    assert len(sharding_plan) == 4 and "w" in sharding_plan and "t/1" in sharding_plan
-    assert (
-        "t/2" not in sharding_plan
-        and "t" not in sharding_plan
-        and 3 not in sharding_plan
-    )
+    assert len(sharding_plan) == 4
+    assert "w" in sharding_plan
+    assert "t/1" in sharding_plan
+    assert "t/2" not in sharding_plan
+    assert "t" not in sharding_plan
+    assert 3 not in sharding_plan
     assert all(sharding_plan[path].path == path for path in sharding_plan)
     nothing = plan({"f": "text"}, MESH, unused="allow")
-    assert len(nothing) == 0 and list(nothing) == [] and nothing
+    assert len(nothing) == 0
+    assert list(nothing) == []
+    assert nothing
 
 
 DEEP: Any = []
@@ -173,7 +172,8 @@ HOSTILE: list[Any] = [
 ]
 
 
-MODES, UNITS = {"m": [("a", P.UNCONSTRAINED)]}, {"a": 3}
+MODES = {"m": [("a", P.UNCONSTRAINED)]}
+UNITS = {"a": 3}
 RICH_AXES = AxisRules(
     {"a": ("data", "tensor"), "b": None},
     modes=MODES,
@@ -221,13 +221,12 @@ def edited(change: Callable[[Any], Any]) -> str:
 
 def test_json_brings_back_a_whole_plan():
     again = ShardPlan.from_json(RICH.to_json())
-    assert (
-        again == RICH
-        and again.mesh == RICH.mesh
-        and again.axes == RICH.axes
-        and again.leaves == RICH.leaves
-    )
-    assert again["w"].reasons and ShardPlan.from_json(edited(lambda d: None)) == RICH
+    assert again == RICH
+    assert again.mesh == RICH.mesh
+    assert again.axes == RICH.axes
+    assert again.leaves == RICH.leaves
+    assert again["w"].reasons
+    assert ShardPlan.from_json(edited(lambda d: None)) == RICH
     changed = ShardPlan.from_json(
         edited(lambda d: d["rows"][0].update(memory_kind="device"))
     )
@@ -353,7 +352,9 @@ def test_edited_json_is_a_whole_plan_or_an_error(edits):
     except PlanFormatError:
         return
     again = ShardPlan.from_json(restored.to_json())
-    assert again == restored and again.leaves == restored.leaves and report(restored)
+    assert again == restored
+    assert again.leaves == restored.leaves
+    assert report(restored)
     assert len(jax.tree.leaves(restored.structs)) == len(restored.leaves)
     assert len(jax.tree.leaves(restored.shardings)) == len(restored.leaves)
     assert 0 <= restored.bytes_per_device <= restored.bytes_total

@@ -54,7 +54,8 @@ def test_eight_kv_heads_on_sixteen_devices():
         REFINED["q"].spec == REFINED["mlp"].spec == P("fsdp", ("tensor_0", "tensor_1"))
     )
     assert REFINED["kv"].bytes_per_device == PLAIN["kv"].bytes_per_device // 8
-    assert REFINED.axes is not None and dict(REFINED.axes.rules)["mlp"] == (
+    assert REFINED.axes is not None
+    assert dict(REFINED.axes.rules)["mlp"] == (
         "tensor_0",
         "tensor_1",
     )
@@ -63,7 +64,8 @@ def test_eight_kv_heads_on_sixteen_devices():
     )
     assert REFINED.axes.units == AXES.units
     state = follow(optax.adam(1e-3).init, REFINED)
-    assert state.mesh == REFINED.mesh and state["0/mu/kv"].spec == REFINED["kv"].spec
+    assert state.mesh == REFINED.mesh
+    assert state["0/mu/kv"].spec == REFINED["kv"].spec
     assert ShardPlan.join(params=REFINED, state=state).axes == REFINED.axes
 
 
@@ -72,11 +74,9 @@ def test_nothing_to_refine_gives_the_same_plan():
     assert plan(TREE, mesh, names=NAMES, axes=AXES, refine=True) == plan(
         TREE, mesh, names=NAMES, axes=AXES
     )
-    tree, rules, mesh = (
-        {"bias": jnp.ones(6)},
-        PathRules([("bias", P("tensor"))]),
-        MeshSpec({"tensor": 4}),
-    )
+    tree = {"bias": jnp.ones(6)}
+    rules = PathRules([("bias", P("tensor"))])
+    mesh = MeshSpec({"tensor": 4})
     assert plan(tree, mesh, paths=rules, refine=True, min_bytes=100).mesh == mesh
     assert plan(tree, mesh, paths=rules, refine=True)["bias"].spec == P("tensor_0")
 
@@ -180,9 +180,8 @@ def test_no_reason_advises_to_refine_once_that_was_done():
             for refine in (False, True)
         )
         assert "split the mesh axis (`refine=True`)" in report(plain)
-        assert "refine" not in report(
-            refined
-        ) and "would cut inside a unit; use axes whose product" in report(refined)
+        assert "refine" not in report(refined)
+        assert "would cut inside a unit; use axes whose product" in report(refined)
         assert [why.code for why in refined["kv"].reasons] == [Code.unit]
         assert ShardPlan.from_json(refined.to_json()) == refined
 
@@ -265,11 +264,13 @@ def test_refined_and_plain_arrays_mix_in_one_jit():
         plan(tree, mesh, paths=rules, axes=axes, refine=refine)
         for refine in (False, True)
     )
-    assert refined.jax_mesh is not None and refined.mesh.axis_sizes == (2, 2, 2)
+    assert refined.jax_mesh is not None
+    assert refined.mesh.axis_sizes == (2, 2, 2)
     assert list(refined.jax_mesh.devices.flat) == list(mesh.devices.flat)
     of_refined, of_plain = (jax.tree.leaves(p.shardings) for p in (refined, plain))
     assert of_refined[1].is_equivalent_to(of_plain[1], 2)
-    placed, other = shard(tree, refined), shard(tree, plain)
+    placed = shard(tree, refined)
+    other = shard(tree, plain)
     for names in (P("data", "tensor_0"), ("batch", "kv_heads")):
         out = jax.jit(
             lambda a, b, names=names: constrain(a["w"] @ b["kv"], names, refined)

@@ -139,10 +139,8 @@ def test_a_reason_is_told_once():
             fsdp("data", min_bytes=10_000),
         )
     )
-    assert (
-        few.count("min_bytes") == 1
-        and "[1] arrays of fewer than 10000 bytes stay whole" in few
-    )
+    assert few.count("min_bytes") == 1
+    assert "[1] arrays of fewer than 10000 bytes stay whole" in few
     rules = PathRules([("a", P("gone")), ("b", P(None, "gone"))], mesh_axes=["gone"])
     wide = plan({"a": struct(8, 8), "b": struct(8, 8)}, MESH, paths=rules)
     assert report(wide).count("the mesh has no axis `gone`") == 1
@@ -175,11 +173,9 @@ def test_memory_kinds_axis_types_and_unconstrained_are_shown():
             memory_kinds=[("w", "pinned_host")],
         )
     )
-    assert (
-        "any,tensor" in text
-        and "in pinned_host" in text
-        and "Auto/Explicit axes" in text
-    )
+    assert "any,tensor" in text
+    assert "in pinned_host" in text
+    assert "Auto/Explicit axes" in text
 
 
 def test_an_empty_plan():
@@ -232,15 +228,13 @@ def awkward():
 
 def test_a_report_escapes_what_a_terminal_would_obey():
     text = report(awkward())
-    assert (
-        "\x1b" not in text and r"<b>\x1b[31m  " in text and "\nline\\nbreak  " in text
-    )
+    assert "\x1b" not in text
+    assert r"<b>\x1b[31m  " in text
+    assert "\nline\\nbreak  " in text
     assert r"on every device: layers/{0..1} (64 B), line\nbreak (48 B)." in text
-    assert (
-        isinstance(text, str)
-        and repr(text) == str(text) == f"{text}"
-        and text.splitlines()[0].startswith("path")
-    )
+    assert isinstance(text, str)
+    assert repr(text) == str(text) == f"{text}"
+    assert text.splitlines()[0].startswith("path")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +256,8 @@ def test_a_notebook_shows_a_plan_as_a_table(sharding_plan):
 
 
 def test_plans_of_leaves_and_codes_read_well():
-    rules, kinds = PathRules.parse("<b>->data.tensor"), [("<b>", "pinned_host")]
+    rules = PathRules.parse("<b>->data.tensor")
+    kinds = [("<b>", "pinned_host")]
     (leaf,) = plan(
         {"<b>\x1b[31m": struct(8, 6)}, MESH, paths=rules, memory_kinds=kinds
     ).leaves
@@ -272,9 +267,8 @@ def test_plans_of_leaves_and_codes_read_well():
         "dim 1: size 6 is not divisible by `tensor` (4); use axes whose product"
         " divides 6)"
     )
-    assert repr(
-        Code.indivisible
-    ) == "Code.indivisible" and "code=Code.indivisible" in repr(leaf.reasons[0])
+    assert repr(Code.indivisible) == "Code.indivisible"
+    assert "code=Code.indivisible" in repr(leaf.reasons[0])
 
 
 def test_paths_stay_whole_in_80_columns():
@@ -288,23 +282,21 @@ def test_paths_stay_whole_in_80_columns():
         width: max(map(len, report(sharding_plan, width=width).splitlines()))
         for width in (80, 100, 120, 200)
     }
-    assert (
-        all(text <= width for width, text in widest.items())
-        and max(map(len, report(sharding_plan).splitlines())) > 80
-    )
+    assert all(text <= width for width, text in widest.items())
+    assert max(map(len, report(sharding_plan).splitlines())) > 80
     lines = report(sharding_plan, width=80).splitlines()
-    assert lines.count("model/layers/{0..79}/") == 1 and lines[0].split()[-1] == "why"
+    assert lines.count("model/layers/{0..79}/") == 1
+    assert lines[0].split()[-1] == "why"
     below = [
         line.split()[0] for line in lines if line.startswith("  ") and "/" in line
     ][:9]
-    assert (
-        len(set(below)) == 9
-        and "mlp/up_proj/weight" in below
-        and "self_attn/k_proj/weight" in below
-    )
+    assert len(set(below)) == 9
+    assert "mlp/up_proj/weight" in below
+    assert "self_attn/k_proj/weight" in below
     # What says why goes first, what says that there is a reason stays.
     assert any(
         line.startswith("  self_attn/k_proj/weight") and line.endswith("[1]")
         for line in lines
     )
-    assert "paths[" not in "\n".join(lines) and "paths[" in report(sharding_plan)
+    assert "paths[" not in "\n".join(lines)
+    assert "paths[" in report(sharding_plan)

@@ -198,9 +198,8 @@ def test_it_is_planned_placed_gathered_stored_and_joined(name):
     text = sharding_plan.to_json()
     assert ShardPlan.from_json(text).on(mesh) == sharding_plan
     like = ShardPlan.from_json(text, like=tree).on(mesh)
-    assert like == sharding_plan and jax.tree.structure(
-        like.specs
-    ) == jax.tree.structure(sharding_plan.specs)
+    assert like == sharding_plan
+    assert jax.tree.structure(like.specs) == jax.tree.structure(sharding_plan.specs)
 
     joined = ShardPlan.join(a=sharding_plan, b=sharding_plan)
     assert joined.bytes_total == 2 * sharding_plan.bytes_total
@@ -237,10 +236,8 @@ def test_names_in_an_ordered_dict_belong_to_their_keys():
     tree = ordered([("up", jnp.ones((16, 16))), ("down", jnp.ones((16, 16)))])
     names = ordered([("down", ("mlp", "embed")), ("up", ("embed", "mlp"))])
     sharding_plan = plan(tree, MESH, names=names, axes=AXES)
-    assert (sharding_plan["up"].spec, sharding_plan["down"].spec) == (
-        P("fsdp", "tensor"),
-        P("tensor", "fsdp"),
-    )
+    assert sharding_plan["up"].spec == P("fsdp", "tensor")
+    assert sharding_plan["down"].spec == P("tensor", "fsdp")
     with pytest.raises(RuleError, match="no prefix of the tree.*'dwon', 'up'"):
         plan(tree, MESH, names=ordered([("dwon", None), ("up", None)]), axes=AXES)
 
@@ -250,13 +247,12 @@ def test_none_leaves_arrays_the_names_that_they_declare(rules):
     sharding_plan = plan(
         LORA, MESH, names=Lora(None, ("embed", None)), axes=AXES, paths=rules
     )  # pyright: ignore
-    assert (
-        sharding_plan["base/w"].spec == P("fsdp", "tensor")
-        and sharding_plan["base/w"].rule == "names"
-    )
+    assert sharding_plan["base/w"].spec == P("fsdp", "tensor")
+    assert sharding_plan["base/w"].rule == "names"
     nowhere: Any = Lora(Linear(None), (None, None))  # pyright: ignore
     itself = plan(LORA, MESH, names=nowhere, axes=AXES, paths=rules)
-    assert itself["base/w"].spec == P("fsdp", "tensor") and itself["a"].spec == P()
+    assert itself["base/w"].spec == P("fsdp", "tensor")
+    assert itself["a"].spec == P()
 
 
 def test_declared_names_cannot_be_renamed_to_none_and_need_rules():
@@ -353,7 +349,5 @@ def test_declared_names_reach_the_arrays_below_a_dataclass():
             "plain": None,
         },
     }
-    assert (
-        sharding_plan["blocks/0/weight"].spec == P(None, "tensor", "fsdp")
-        and sharding_plan["blocks/0/weight"].rule == "names"
-    )
+    assert sharding_plan["blocks/0/weight"].spec == P(None, "tensor", "fsdp")
+    assert sharding_plan["blocks/0/weight"].rule == "names"

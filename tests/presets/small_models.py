@@ -103,7 +103,8 @@ def config_of(family: str, **more_sizes: int) -> dict:
     """What its config.json would say."""
     _, sizes, options = MODELS[family]
     sizes = {**sizes, **more_sizes}
-    heads, dim = sizes["heads"], sizes.get("head_dim", 0)
+    heads = sizes["heads"]
+    dim = sizes.get("head_dim", 0)
     config = {
         "model_type": family,
         "vocab_size": sizes["vocab"],
@@ -136,10 +137,8 @@ def files_of(
 ) -> dict[str, np.ndarray]:
     """Random weights by the names of the checkpoint."""
     name, sizes, _ = MODELS[family]
-    flat, random = (
-        flatten(models.tree(name, **{**sizes, **more_sizes})),
-        np.random.default_rng(0),
-    )
+    flat = flatten(models.tree(name, **{**sizes, **more_sizes}))
+    random = np.random.default_rng(0)
     shapes = {
         path.replace("/", "."): leaf.shape
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)

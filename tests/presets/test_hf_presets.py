@@ -32,11 +32,11 @@ def rules_for(model: catalogue.Model, **kwargs: str) -> PathRules:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_leaf_has_a_rule_and_every_rule_a_leaf(name):
     model = MODELS[name]
-    rules, tree = rules_for(model), models.tree(name, layers=4)
+    rules = rules_for(model)
+    tree = models.tree(name, layers=4)
     arrays: dict[str, Any] = dict(catalogue.paths_of(match(tree, rules)))
-    assert sorted(set(arrays.values())) == list(range(len(rules.rules))) and len(
-        arrays
-    ) == len(catalogue.paths_of(tree))
+    assert sorted(set(arrays.values())) == list(range(len(rules.rules)))
+    assert len(arrays) == len(catalogue.paths_of(tree))
     # The names of a checkpoint and the paths of a tree match alike.
     flat = {path.replace("/", "."): struct for path, struct in catalogue.paths_of(tree)}
     assert match(flat, rules) == {
@@ -82,19 +82,17 @@ def test_each_device_holds_its_part_and_what_heads_cost(name):
 
 
 def test_weights_of_heads_over_several_mesh_axes():
-    model, text = MODELS["llama3-70b"], "model/layers/1/self_attn"
+    model = MODELS["llama3-70b"]
+    text = "model/layers/1/self_attn"
     both: Any = ("data", "fsdp")
-    rules, mesh = (
-        rules_for(model, fsdp=both),
-        MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}),
-    )
+    rules = rules_for(model, fsdp=both)
+    mesh = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
     sharding_plan = plan(models.tree("llama3-70b", layers=2), mesh, paths=rules)
     assert {sharding_plan[f"{text}/{letter}_proj/weight"].spec for letter in "qkv"} == {
         P("tensor", both)
     }
-    assert sharding_plan[f"{text}/o_proj/weight"].spec == P(
-        both, "tensor"
-    ) and sharding_plan["model/norm/weight"].spec == P(both)
+    assert sharding_plan[f"{text}/o_proj/weight"].spec == P(both, "tensor")
+    assert sharding_plan["model/norm/weight"].spec == P(both)
 
 
 def test_deepseek_fp8_and_its_last_layer_have_rules():

@@ -22,7 +22,8 @@ def forms(draw, axes, cuts=True):
     that are arrays of their own.
     """
     order = draw(st.permutations(sorted(axes)))
-    path, rest = order[: draw(st.integers(0, min(2, len(order))))], []
+    path = order[: draw(st.integers(0, min(2, len(order))))]
+    rest = []
     for axis in order[len(path) :]:
         if rest and draw(st.booleans()):
             rest[-1].append(axis)
@@ -87,7 +88,8 @@ def lead_to_each_other(form, two, source, target):
 @given(st.data())
 def test_any_two_layouts_of_an_array_lead_to_each_other(data):
     axes = data.draw(sizes())
-    form, two = data.draw(forms(axes)), data.draw(forms(axes))
+    form = data.draw(forms(axes))
+    two = data.draw(forms(axes))
     # What comes in parts is put together along a dimension of its own, or is in the
     # path.
     for cut, other in ((form[2], two), (two[2], form)):
@@ -95,8 +97,10 @@ def test_any_two_layouts_of_an_array_lead_to_each_other(data):
     whole = np.arange(math.prod(axes.values())).reshape(
         [axes[axis] for axis in sorted(axes)]
     )
-    source, target = arrays(form, axes, whole), arrays(two, axes, whole)
-    form, two = layout(form, axes), layout(two, axes)
+    source = arrays(form, axes, whole)
+    target = arrays(two, axes, whole)
+    form = layout(form, axes)
+    two = layout(two, axes)
     lead_to_each_other(form, two, source, target)
     equal(form.to(two).inverse().apply(target, like=source), source)
 
@@ -105,7 +109,8 @@ def test_any_two_layouts_of_an_array_lead_to_each_other(data):
 @given(st.data())
 def test_axes_are_padded_and_cut_off_again(data):
     axes = data.draw(sizes())
-    form, two = data.draw(forms(axes, cuts=False)), data.draw(forms(axes, cuts=False))
+    form = data.draw(forms(axes, cuts=False))
+    two = data.draw(forms(axes, cuts=False))
     # Of an axis that both have in their paths there is nothing to pad: the arrays are
     # not there.
     size_by_axis = {
@@ -120,7 +125,8 @@ def test_axes_are_padded_and_cut_off_again(data):
         [axes[axis] for axis in sorted(axes)]
     )
     padded = np.pad(whole, [(0, extra[axis] - axes[axis]) for axis in sorted(axes)])
-    source, target = arrays(form, axes, whole), arrays(two, extra, padded)
+    source = arrays(form, axes, whole)
+    target = arrays(two, extra, padded)
     lead_to_each_other(layout(form, axes), layout(two, extra), source, target)
 
 
@@ -129,7 +135,8 @@ def test_axes_are_padded_and_cut_off_again(data):
 def test_a_repetition_is_there_so_many_times_and_taken_back(data):
     axes = data.draw(sizes())
     every = {**axes, "z": data.draw(st.integers(1, 3))}
-    form, two = data.draw(forms(axes, cuts=False)), data.draw(forms(every, cuts=False))
+    form = data.draw(forms(axes, cuts=False))
+    two = data.draw(forms(every, cuts=False))
     if "z" in two[0]:
         two = ([axis for axis in two[0] if axis != "z"], [*two[1], ["z"]], None, 0)
     whole = np.arange(math.prod(axes.values())).reshape(

@@ -21,8 +21,10 @@ from shardfx.presets import maps
 
 @pytest.mark.parametrize("family", MODELS)
 def test_a_checkpoint_and_a_stacked_tree(family):
-    config, files = config_of(family), files_of(family)
-    theirs, mine = maps.hugging_face(config), maps.stacked(config)
+    config = config_of(family)
+    files = files_of(family)
+    theirs = maps.hugging_face(config)
+    mine = maps.stacked(config)
     there = theirs.to(mine)
     tree = there.apply(files)
     equal(tree, stacked_by_hand(family, files))
@@ -43,11 +45,10 @@ def test_a_checkpoint_and_a_stacked_tree(family):
 
 
 def test_a_tree_of_maxtext_may_have_interleaved_positions():
-    config, files = (
-        config_of("llama") | {"rope_scaling": {"rope_type": "llama3"}},
-        files_of("llama"),
-    )
-    theirs, mine = maps.hugging_face(config), maps.maxtext(config)
+    config = config_of("llama") | {"rope_scaling": {"rope_type": "llama3"}}
+    files = files_of("llama")
+    theirs = maps.hugging_face(config)
+    mine = maps.maxtext(config)
     tree = theirs.to(mine).apply(files)
     for layer in range(3):
         rows = (
@@ -85,8 +86,10 @@ def test_a_tree_of_maxtext_may_have_interleaved_positions():
     ],
 )
 def test_trees_of_maxtext_with_experts(family, position, experts, first):
-    config, files = config_of(family), files_of(family)
-    theirs, mine = maps.hugging_face(config), maps.maxtext(config)
+    config = config_of(family)
+    files = files_of(family)
+    theirs = maps.hugging_face(config)
+    mine = maps.maxtext(config)
     tree = theirs.to(mine).apply(files)
     # Experts, layers, in, out.
     assert (
@@ -107,12 +110,15 @@ def test_trees_of_maxtext_with_experts(family, position, experts, first):
 )
 def test_each_shard_of_an_engine_has_its_heads_and_units(heads, kv_heads, shards):
     sizes = {"heads": heads, "kv_heads": kv_heads}
-    config, files = config_of("llama", **sizes), files_of("llama", **sizes)
-    trainer, served = maps.stacked(config), maps.engine(config, shards=shards)
+    config = config_of("llama", **sizes)
+    files = files_of("llama", **sizes)
+    trainer = maps.stacked(config)
+    served = maps.engine(config, shards=shards)
     trained = maps.hugging_face(config).to(trainer).apply(files)
     there = trainer.to(served)
     weights = there.apply(trained)
-    text, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    text = "model.layers.0.self_attn."
+    mlp = "model.layers.0.mlp."
     query, key, value = (
         files[f"{text}{projection}_proj.weight"].reshape(-1, 8, 32)
         for projection in "qkv"
@@ -150,8 +156,10 @@ def test_each_shard_of_an_engine_has_its_heads_and_units(heads, kv_heads, shards
     "family", ["qwen3_moe", "deepseek_v3", "gemma2", "gpt2", "qwen2", "bert"]
 )
 def test_engines_of_other_families(family):
-    config, files = config_of(family), files_of(family)
-    theirs, served = maps.hugging_face(config), maps.engine(config, shards=2)
+    config = config_of(family)
+    files = files_of(family)
+    theirs = maps.hugging_face(config)
+    served = maps.engine(config, shards=2)
     weights = theirs.to(served).apply(files)
     if family == "qwen3_moe":
         both = weights["model.layers.1.mlp.experts.w13_weight"]
@@ -243,7 +251,8 @@ def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
         MapError, match="has 1 layer.*behind the last that predict ahead.*ahead='drop'"
     ):
         maps.hugging_face(config)
-    theirs, mine = maps.hugging_face(config, ahead="drop"), maps.stacked(config)
+    theirs = maps.hugging_face(config, ahead="drop")
+    mine = maps.stacked(config)
     there = theirs.to(mine)
     tree = there.apply(files)
     whole = unscaled(
@@ -278,8 +287,10 @@ def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
 
 
 def test_a_bert_with_and_without_its_pooler():
-    config, files = config_of("bert"), files_of("bert")
-    theirs, mine = maps.hugging_face(config), maps.stacked(config)
+    config = config_of("bert")
+    files = files_of("bert")
+    theirs = maps.hugging_face(config)
+    mine = maps.stacked(config)
     assert (
         theirs.to(mine).apply(files)["pooler/weight"] == files["pooler.dense.weight"].T
     ).all()
@@ -293,11 +304,13 @@ def test_a_bert_with_and_without_its_pooler():
     assert "pooler/weight" not in tree
     equal(theirs.to(mine).apply(files), tree)
     equal(mine.to(theirs).apply(tree), without)
-    assert "pooler.dense.bias" in str(theirs) and "(not used)" in str(theirs)
+    assert "pooler.dense.bias" in str(theirs)
+    assert "(not used)" in str(theirs)
 
 
 def test_a_checkpoint_with_a_prefix_and_unused_arrays():
-    config, files = config_of("gpt2"), files_of("gpt2")
+    config = config_of("gpt2")
+    files = files_of("gpt2")
     prefixed = {f"transformer.{path}": file for path, file in files.items()}
     prefixed |= {
         "lm_head.weight": files["wte.weight"],
@@ -309,7 +322,8 @@ def test_a_checkpoint_with_a_prefix_and_unused_arrays():
 
 
 def test_output_weights_that_are_the_embedding():
-    config, files = config_of("qwen3"), files_of("qwen3")
+    config = config_of("qwen3")
+    files = files_of("qwen3")
     untied = config | {"tie_word_embeddings": False}
     tree = maps.hugging_face(config).to(maps.stacked(untied)).apply(files)
     assert (tree["head"] == files["model.embed_tokens.weight"].T).all()
@@ -325,7 +339,8 @@ def test_output_weights_that_are_the_embedding():
 
 
 def test_a_line_of_a_map_is_changed():
-    config, files = config_of("llama"), files_of("llama")
+    config = config_of("llama")
+    files = files_of("llama")
     rule_set = maps.hugging_face(config).to(maps.stacked(config))
     other = TreeMap(
         {**rule_set.rules, "head": From("model.embed_tokens.weight").T},
@@ -417,7 +432,8 @@ def test_missing_and_impossible_configuration_is_named(layout, config, message):
         layout(config, **{"shards": 4} if layout is maps.engine else {})
 
 
-A, B = "layers.{layers}.q", "q"
+A = "layers.{layers}.q"
+B = "q"
 PAIRS = {
     "kinds": (
         {A: "query: a", B: "key: b"},
@@ -466,10 +482,8 @@ def test_what_keeps_two_layouts_apart_is_named(source, target, message):
         maps.TreeLayout(source).to(maps.TreeLayout(target))
 
 
-Q, FUSED = (
-    maps.TreeLayout({B: "q: a"}),
-    maps.TreeLayout({B: maps.Fused("q: a", "k: a")}),
-)
+Q = maps.TreeLayout({B: "q: a"})
+FUSED = maps.TreeLayout({B: maps.Fused("q: a", "k: a")})
 LAYOUTS = {
     "without": (lambda: Q.without("k"), r"the layout has no kind 'k'; it has q"),
     "without a part": (
@@ -526,7 +540,8 @@ def test_a_layout_shows_sizes_under_custom_paths():
 
 
 def test_an_odd_number_of_layers_in_pairs_is_named():
-    config, files = config_of("gemma2"), files_of("gemma2")
+    config = config_of("gemma2")
+    files = files_of("gemma2")
     mine = maps.maxtext(config)
     tree = maps.hugging_face(config).to(mine).apply(files)
     with pytest.raises(MapError, match=r"`stack` of different shapes, \[\(\d, "):
@@ -553,7 +568,8 @@ SIZES = {
 
 def weights_of_config(config):
     """The arrays of a model in the layout of Hugging Face."""
-    embed, hidden = config["hidden_size"], config["intermediate_size"]
+    embed = config["hidden_size"]
+    hidden = config["intermediate_size"]
     heads = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
     shapes = {"embed_tokens": (config["vocab_size"], embed), "norm": (embed,)}
@@ -598,7 +614,8 @@ CHANGES = {
 def test_an_export_has_the_sizes_of_its_configuration(tmp_path, layout, change):
     changes, text = CHANGES[change]
     trained = SIZES | changes
-    theirs, mine = maps.hugging_face(trained), layout(trained)
+    theirs = maps.hugging_face(trained)
+    mine = layout(trained)
     tree = theirs.to(mine).apply(weights_of_config(trained))
     checkpoint.save(tmp_path / "right", tree, map=mine.to(theirs))
     wrong = layout(SIZES).to(maps.hugging_face(SIZES))

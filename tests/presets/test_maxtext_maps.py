@@ -16,7 +16,8 @@ from shardfx.presets import maps
 NAMES = json.loads(
     (Path(__file__).parents[1] / "data" / "maxtext_names.json").read_text()
 )
-DIM, EMBED = 8, 32
+DIM = 8
+EMBED = 32
 
 
 def blocks(family, layers):
@@ -117,11 +118,10 @@ FAMILIES += [("gemma3_text", 14), ("gemma3", 6), ("gemma3_text", 2)]
 
 @pytest.mark.parametrize("family, layers", FAMILIES)
 def test_trees_are_as_maxtexts_converter_makes_them(family, layers):
-    config, files = (
-        config_of(family, layers=layers),
-        files_of(family, np.float32, layers=layers),
-    )
-    theirs, mine = maps.hugging_face(config), maps.maxtext(config)
+    config = config_of(family, layers=layers)
+    files = files_of(family, np.float32, layers=layers)
+    theirs = maps.hugging_face(config)
+    mine = maps.maxtext(config)
     expected = by_hand(family, files, layers)
     read = {
         path: file
@@ -210,7 +210,8 @@ def test_parts_in_turn_and_alone(rows, places, form):
         "b in the path": ({"x.{b}": "w: a"}, {f"x.{i}": whole[:, i] for i in range(6)}),
         "a in the path": ({"x.{a}": "w: b"}, {f"x.{i}": whole[i] for i in range(4)}),
     }[form]
-    other, mine = maps.TreeLayout(row), maps.TreeLayout(rows)
+    other = maps.TreeLayout(row)
+    mine = maps.TreeLayout(rows)
     there = other.to(mine)
     equal(there.apply(tree), parts)
     equal(mine.to(other).apply(parts, like=tree), tree)

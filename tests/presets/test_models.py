@@ -124,7 +124,8 @@ def test_names_are_those_of_transformers(name):
 
 def test_experts_of_mixtral_are_named_as_transformers_reads_them():
     text = (folder_of("transformers") / "conversion_mapping.py").read_text()
-    assert re.search(r"block_sparse_moe", text) and re.search(r"\.w1\.weight", text)
+    assert re.search(r"block_sparse_moe", text)
+    assert re.search(r"\.w1\.weight", text)
 
 
 @pytest.mark.parametrize("name", models.names())
@@ -165,11 +166,9 @@ def test_every_number_of_a_config_changes_the_tree(name):
 
 @pytest.mark.parametrize("name, how", PAIRS)
 def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
-    tree, mesh, rules = (
-        few_layers(name, stack_experts=how == "ep"),
-        MeshSpec(MESHES[how]),
-        models.rules_for(name, how),
-    )
+    tree = few_layers(name, stack_experts=how == "ep")
+    mesh = MeshSpec(MESHES[how])
+    rules = models.rules_for(name, how)
     sharding_plan = plan(tree, mesh, paths=rules)
     codes = {reason.code.name for row in sharding_plan.leaves for reason in row.reasons}
     # GPT's odd vocabulary, and the one kv head of small Gemmas.
@@ -187,10 +186,8 @@ def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
     assert how != "dp" or sharding_plan.bytes_per_device == sharding_plan.bytes_total
     # A rule applies, or it is for a sibling in the family: then its regex finds no path
     # of this tree at all.
-    used, paths = (
-        set(jax.tree.leaves(match(tree, rules))),
-        [path for path, _ in catalogue.paths_of(tree)],
-    )
+    used = set(jax.tree.leaves(match(tree, rules)))
+    paths = [path for path, _ in catalogue.paths_of(tree)]
     unused = [
         regex for index, (regex, _) in enumerate(rules.rules) if index not in used
     ]
@@ -215,7 +212,8 @@ def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
 )
 @pytest.mark.parametrize("how", ["fsdp", "fsdp_tp", "ep"])
 def test_stacked_experts_are_cut_as_each_expert_would_be(name, how):
-    tree, single = few_layers(name, stack_experts=True), few_layers(name)
+    tree = few_layers(name, stack_experts=True)
+    single = few_layers(name)
     assert catalogue.parameters(single) == catalogue.parameters(tree)
     sharding_plan = plan(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
     stacked = [
@@ -223,9 +221,8 @@ def test_stacked_experts_are_cut_as_each_expert_would_be(name, how):
         for row in sharding_plan.leaves
         if "/experts/" in row.path and len(row.shape) == 3
     ]
-    assert stacked and all(
-        row.spec[0] == ("expert" if how == "ep" else None) for row in stacked
-    )
+    assert stacked
+    assert all(row.spec[0] == ("expert" if how == "ep" else None) for row in stacked)
     if how == "fsdp_tp" and "gpt-oss" not in name:
         apart = plan(single, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
         for row in stacked:
@@ -236,7 +233,8 @@ def test_stacked_experts_are_cut_as_each_expert_would_be(name, how):
 
 
 def test_rules_for_experts_need_experts_in_one_array():
-    mesh, rules = MeshSpec({"expert": 8}), models.rules_for("mixtral-8x7b", "ep")
+    mesh = MeshSpec({"expert": 8})
+    rules = models.rules_for("mixtral-8x7b", "ep")
     with pytest.raises(
         (RuleError, UnmatchedError),
         match=r"'\(experts\.w1\|experts\.w3\)\.weight\$', matches no path",

@@ -38,7 +38,8 @@ def test_names_of_presets_resolve_to_their_first_rule(
         aliases=rules.aliases,
         mesh_axes=rules.mesh_axes,
     )
-    assert rebuilt == rules and hash(rebuilt) == hash(rules)
+    assert rebuilt == rules
+    assert hash(rebuilt) == hash(rules)
 
 
 def test_t5x_additional_rules_can_override_by_going_first():
@@ -82,7 +83,8 @@ def test_every_field_decides_its_token(field):
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_decode_fields_decide_tokens_in_generation_modes(field, mode):
-    base, is_generation = field.removeprefix("decode_"), mode in tokens.GENERATION_MODES
+    base = field.removeprefix("decode_")
+    is_generation = mode in tokens.GENERATION_MODES
     token = tokens.TOKENS[base]
     assert spec(token, mode=mode, **{base: "base", field: "gen"}) == P(
         "gen" if is_generation else "base"
@@ -105,7 +107,8 @@ def test_overriding_is_explicit_and_part_of_the_value():
     with pytest.raises(RuleError, match="has rules; use `rules.without"):
         rules.with_alias(tokens.DP, tokens.TP)
     changed = rules.without(tokens.DP).with_alias(tokens.DP, tokens.TP)
-    assert changed != rules and hash(changed) != hash(rules)
+    assert changed != rules
+    assert hash(changed) != hash(rules)
     resolved = jax.jit(
         lambda x, arguments: x * len(resolve((tokens.DP,), arguments).spec[0] or ""),
         static_argnums=1,

@@ -180,12 +180,13 @@ def test_any_layout_and_any_owners(seed):
     sizes = rng.choice(
         [{"a": 8}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}, {"a": 2, "b": 3}]
     )
-    tree, rules, where, expected = {}, [], {}, {}
+    tree = {}
+    rules = []
+    where = {}
+    expected = {}
     for position in range(4):
-        many, rest = (
-            rng.choice([(), (6,), (12, 2)]),
-            rng.choice([(6, 12), (24, 24), (5, 7), (2, 3, 24)]),
-        )
+        many = rng.choice([(), (6,), (12, 2)])
+        rest = rng.choice([(6, 12), (24, 24), (5, 7), (2, 3, 24)])
         axes = rng.sample([*sizes], len(sizes))
         entries = [
             (
@@ -262,10 +263,8 @@ def test_states_stay_with_the_owners():
     """
 
     def preconditioned(matrix, factors):
-        left_factor, right = (
-            factors["left"] + matrix @ matrix.T,
-            factors["right"] + matrix.T @ matrix,
-        )
+        left_factor = factors["left"] + matrix @ matrix.T
+        right = factors["right"] + matrix.T @ matrix
         return matrix / (1 + jnp.trace(left_factor)) + jnp.trace(right), {
             "left": left_factor,
             "right": right,
@@ -275,7 +274,8 @@ def test_states_stay_with_the_owners():
         rows, columns = matrix.shape
         return {"left": jnp.zeros((rows, rows)), "right": jnp.zeros((columns, columns))}
 
-    tree, mesh = matrices(11), built({"fsdp": 8})
+    tree = matrices(11)
+    mesh = built({"fsdp": 8})
     sharding_plan = plan(tree, mesh, paths=FSDP)
     mapped = map_matrices(preconditioned, sharding_plan, state=init)
     assert {leaf.spec for leaf in mapped.states.leaves} == {P("fsdp")}
@@ -286,7 +286,8 @@ def test_states_stay_with_the_owners():
         donate="all",
     )
     states = jax.jit(mapped.init, out_shardings=mapped.states.shardings)()
-    sharded, arrays = sfx.shard(tree, sharding_plan), tree
+    sharded = sfx.shard(tree, sharding_plan)
+    arrays = tree
     factors = {name: init(matrix) for name, matrix in tree.items()}
     for _ in range(3):
         sharded, states = step(sharded, states)
@@ -303,10 +304,8 @@ def test_states_stay_with_the_owners():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_matrices_in_a_scan_under_checkpoint_with_donation(kind, sizes):
-    mesh, axes = (
-        built(sizes, axis_types=kind),
-        ("fsdp", "tensor") if len(sizes) > 1 else ("fsdp",),
-    )
+    mesh = built(sizes, axis_types=kind)
+    axes = ("fsdp", "tensor") if len(sizes) > 1 else ("fsdp",)
     layer = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16)), "norm": jnp.ones(16)}
     keys = jax.random.split(jax.random.key(0), len(layer))
     shapes = {name: (11, *array.shape) for name, array in layer.items()}
@@ -346,7 +345,8 @@ def test_a_tree_map_splits_fused_arrays(spec):
     """
     arrays = {"q": (0, 32), "k": (32, 48), "v": (48, None)}
     split = {name: From("qkv").slice(*owned, dim=1) for name, owned in arrays.items()}
-    map, mesh = TreeMap(split), built({"fsdp": 8})
+    map = TreeMap(split)
+    mesh = built({"fsdp": 8})
     fused = {"qkv": jax.random.normal(jax.random.key(0), (64, 64))}
     sharding_plan = plan(fused, mesh, paths=PathRules([("qkv", spec)]))
     mapped = map_matrices(
@@ -374,13 +374,13 @@ def test_a_plan_without_devices_is_estimated():
         out_shardings=sharding_plan,
     )
     estimated = sfx.cost.estimate(step, sharding_plan.structs, compiler="cpu")
-    assert {row.kind for row in estimated.rows} == {"all-to-all"} and len(
-        estimated.rows
-    ) == 2
+    assert {row.kind for row in estimated.rows} == {"all-to-all"}
+    assert len(estimated.rows) == 2
 
 
 def test_a_limit_makes_stacks_smaller():
-    tree, mesh = matrices(32), built({"fsdp": 8})
+    tree = matrices(32)
+    mesh = built({"fsdp": 8})
     sharding_plan = plan(tree, mesh, paths=FSDP)
     matrix_bytes = 16 * 32 * 4
     assert len(map_matrices(unit, sharding_plan).exchanges) == 1
@@ -398,7 +398,8 @@ def test_a_limit_makes_stacks_smaller():
 
 
 def test_an_empty_tree_and_other_owners():
-    tree, mesh = {"b": jnp.ones(8)}, built({"data": 2, "fsdp": 4})
+    tree = {"b": jnp.ones(8)}
+    mesh = built({"data": 2, "fsdp": 4})
     sharding_plan = plan(tree, mesh, paths=FSDP)
     same(jax.jit(map_matrices(unit, sharding_plan))(tree), tree)
     sharding_plan = plan(matrices(8), mesh, paths=FSDP)

@@ -28,10 +28,8 @@ MESHES = [
 
 def transfer(x, dst, *, lost=(), donate=False, way="host"):
     """One array by one way, also where steps would lead there."""
-    move_arguments, copies = (
-        (*data_of(x.shape, x.dtype), x.sharding, dst, lost),
-        way == "host",
-    )
+    move_arguments = (*data_of(x.shape, x.dtype), x.sharding, dst, lost)
+    copies = way == "host"
     work = assembly_between(*move_arguments, copies)
     assert work.method == way or 0 in x.shape
     return carry_out(
@@ -71,7 +69,8 @@ def values(shape, dtype=jnp.float32):
 
 def assert_is(array, expected, sharding):
     assert array.sharding == sharding
-    assert array.shape == expected.shape and array.dtype == expected.dtype
+    assert array.shape == expected.shape
+    assert array.dtype == expected.dtype
     for shard in array.addressable_shards:
         assert shard.device in sharding.device_set
         assert (
@@ -151,7 +150,8 @@ def test_donation_deletes_the_source_and_nothing_else(specs, method):
     x = jax.device_put(expected, src)
     shards = [shard.data for shard in x.addressable_shards]
     moved = transfer(x, dst, donate=True, way=method)
-    assert x.is_deleted() and all(shard.is_deleted() for shard in shards)
+    assert x.is_deleted()
+    assert all(shard.is_deleted() for shard in shards)
     gc.collect()
     assert_is(moved, expected, dst)
 
@@ -165,10 +165,8 @@ def test_large_shards_are_given_up_one_by_one():
     ]
     expected = np.arange(4 * 1024 * 1024, dtype=np.float32).reshape(2048, 2048)
     for specs in cases:
-        src, dst = (
-            NamedSharding(mesh((0, 1, 2, 3), (4,)), specs[0]),
-            NamedSharding(mesh((5, 1), (2,)), specs[1]),
-        )
+        src = NamedSharding(mesh((0, 1, 2, 3), (4,)), specs[0])
+        dst = NamedSharding(mesh((5, 1), (2,)), specs[1])
         x = jax.device_put(expected, src)
         assert_is(transfer(x, dst), expected, dst)
         assert_is(transfer(x, dst, donate=True), expected, dst)
@@ -243,4 +241,5 @@ def test_evenly_spaced_parts_of_a_shard_are_copied_at_once():
         assert move.assembly is not None
         assert len(move.assembly.joint_copies) == 8
         large = move_of((1024, 1024), np.dtype("float32"), rows, target).assembly
-        assert large is not None and large.joint_copies == ()
+        assert large is not None
+        assert large.joint_copies == ()

@@ -108,14 +108,15 @@ def test_a_prefix_of_shardings_spreads_over_arrays_below():
         {"p": {"w": host((8, 4)), "v": host((8,))}, "q": host((8, 8))},
         sharding((8,), "a"),
     )
-    target, other = sharding((4,), "a", order=(7, 6, 1, 0)), sharding((2,), "a")
+    target = sharding((4,), "a", order=(7, 6, 1, 0))
+    other = sharding((2,), "a")
     assert {x.sharding for x in jax.tree.leaves(reshard(source, target))} == {target}
     moved = reshard(source, {"p": target, "q": other})
-    assert {x.sharding for x in jax.tree.leaves(moved["p"])} == {target} and moved[
-        "q"
-    ].sharding == other
+    assert {x.sharding for x in jax.tree.leaves(moved["p"])} == {target}
+    assert moved["q"].sharding == other
     half = reshard(source, {"p": None, "q": other})
-    assert half["p"]["w"] is source["p"]["w"] and half["q"].sharding == other
+    assert half["p"]["w"] is source["p"]["w"]
+    assert half["q"].sharding == other
 
 
 def test_rows_of_a_replicated_array_share_its_memory():
@@ -149,7 +150,8 @@ def count_compilations(fn):
 
 def rows(tree, expected):
     """Leaves and where they shall lie, as a job has them."""
-    leaves, shardings = jax.tree.leaves(tree), jax.tree.leaves(expected)
+    leaves = jax.tree.leaves(tree)
+    shardings = jax.tree.leaves(expected)
     return list(zip(range(len(leaves)), leaves, shardings, strict=True))
 
 
@@ -164,7 +166,8 @@ def test_a_thousand_leaves_take_one_program_a_move():
     moves = {(x.shape, target) for x, target in zip(source, shardings, strict=True)}
     assert len(moves) == 20
     job = job_of(rows(source, shardings), str, copies=False)
-    assert sum(map(len, job.moves.values())) == 1000 and len(job.moves) == 20
+    assert sum(map(len, job.moves.values())) == 1000
+    assert len(job.moves) == 20
     jax.block_until_ready(through_programs(source[:200], shardings[:200]))
     moved = []
     # Whatever the 20 moves compiled, the other 800 leaves compile nothing.
@@ -221,10 +224,8 @@ def test_a_move_is_what_was_asked_for(move, around, limit_bytes, capfd):
         moved = move(tree, target, memory_limit_bytes=limit_bytes)
     assert "transfer" not in capfd.readouterr().err
     for name, leaf in moved.items():
-        assert (
-            leaf.sharding.is_equivalent_to(target[name], leaf.ndim)
-            and leaf.dtype == tree[name].dtype
-        )
+        assert leaf.sharding.is_equivalent_to(target[name], leaf.ndim)
+        assert leaf.dtype == tree[name].dtype
     assert_equal(numbers(moved), expected)
 
 
@@ -266,20 +267,23 @@ def test_donation_frees_what_moved_and_only_that(move):
         layer["w"].is_deleted() and not layer["b"].is_deleted()
         for layer in source["layers"]
     )
-    assert moved["t"] is stays and not stays.is_deleted()
+    assert moved["t"] is stays
+    assert not stays.is_deleted()
     assert_equal(moved["s"], state())
 
 
 @both_ways
 def test_an_array_that_is_in_the_tree_twice_is_donated_once(move):
     shared = jax.device_put(host((8, 8)), sharding((8,), "a"))
-    first, second = sharding((2, 4), "b", "a"), sharding((2, 4), None, "b")
+    first = sharding((2, 4), "b", "a")
+    second = sharding((2, 4), None, "b")
     moved = move(
         {"a": shared, "b": shared, "c": shared},
         {"a": first, "b": second, "c": first},
         donate=True,
     )
-    assert moved["a"] is moved["c"] and shared.is_deleted()
+    assert moved["a"] is moved["c"]
+    assert shared.is_deleted()
     assert_equal(moved, dict.fromkeys("abc", host((8, 8))))
 
 
@@ -294,7 +298,8 @@ def test_an_array_that_is_in_the_tree_twice_is_donated_once(move):
     ids=["in place", "other names", "replicas in another order"],
 )
 def test_an_array_that_also_stays_is_not_donated(move, source, make_sharding):
-    shared, make_sharding = jax.device_put(host((8, 8)), source()), make_sharding()
+    shared = jax.device_put(host((8, 8)), source())
+    make_sharding = make_sharding()
     expected = {
         "moves": sharding((2, 4), "b", "a"),
         "held": make_sharding,
@@ -335,10 +340,8 @@ def test_an_unreachable_limit_is_an_error_with_one_that_works():
         through_programs(source, expected, memory_limit_bytes=least - 1)
     moved = through_programs(source, expected, memory_limit_bytes=least, donate=True)
     assert_equal(moved["layers"], state()["layers"])
-    assert (
-        moved["layers"][0]["w"].sharding == expected["layers"][0]["w"]
-        and source["v"].is_deleted()
-    )
+    assert moved["layers"][0]["w"].sharding == expected["layers"][0]["w"]
+    assert source["v"].is_deleted()
 
 
 @pytest.mark.parametrize(
@@ -388,7 +391,8 @@ def test_an_error_says_within_which_limit_an_array_moves(shape, source, target, 
 )
 @pytest.mark.parametrize("parts", [1, 3, 10])
 def test_the_told_peak_covers_what_programs_allocate(source, target, parts):
-    shape, dtype = (480, 960), np.dtype("float32")
+    shape = (480, 960)
+    dtype = np.dtype("float32")
     move = move_of(shape, dtype, source(), target(), copies=False)
     chunks = None if parts == 1 else move.chunks_of(parts)
     steps: Any = steps_program(shape, dtype, source(), target())
@@ -409,7 +413,8 @@ def spread_out():
     """Leaves on four replicas, each to a device of its own, and some with a choice of
     two of the four.
     """
-    replicas, pairs = sharding((4,)), sharding((2, 2), "a")
+    replicas = sharding((4,))
+    pairs = sharding((2, 2), "a")
     source = {f"r{i}": jax.device_put(host((8, 8), i), replicas) for i in range(4)}
     source |= {f"p{i}": jax.device_put(host((8, 8), i), pairs) for i in range(4)}
     alone = [NamedSharding(mesh((1,), order=(4 + i,)), P()) for i in range(4)]
@@ -426,7 +431,8 @@ def test_senders_are_balanced_over_the_whole_tree():
     job = job_of(rows(source, expected), str, copies=False)
     links = Counter()
     for move, places in job.moves.items():
-        assert move.assembly is not None and move.assembly.method == "programs"
+        assert move.assembly is not None
+        assert move.assembly.method == "programs"
         for (sender, receiver), size in move.assembly.parts.links.items():
             pair = tuple(
                 move.assembly.devices[place].id for place in (sender, receiver)
@@ -538,10 +544,8 @@ def test_sums_that_are_not_taken_yet_are_an_error():
         jax.device_put(host((8, 8)), NamedSharding(end, spec))
         for spec in (P("a", "b"), P("b"))
     )
-    unreduced, reduced = (
-        NamedSharding(end, P("a", unreduced=frozenset({"b"}))),
-        NamedSharding(end, P("a")),
-    )
+    unreduced = NamedSharding(end, P("a", unreduced=frozenset({"b"})))
+    reduced = NamedSharding(end, P("a"))
     sums = jax.jit(lambda x, y: jnp.einsum("ij,jk->ik", x, y, out_sharding=unreduced))(
         remaining, right
     )
@@ -610,7 +614,8 @@ def gone():
     ],
 )
 def test_lost_must_be_devices(lost, message, as_users_run_it):
-    source, target = jax.device_put(host((8,)), sharding((8,))), sharding((8,), "a")
+    source = jax.device_put(host((8,)), sharding((8,)))
+    target = sharding((8,), "a")
     for move in (reshard, plan_reshard):
         with pytest.raises(LeafTypeError, match=message):
             move(source, target, lost=lost())
@@ -620,7 +625,8 @@ def test_lost_may_be_any_iterable_of_devices():
     tree = [struct((8,), sharding((8,))), struct((16,), sharding((8,)))]
     for lost in (iter, frozenset, np.array):
         move = plan_reshard(tree, sharding((8,), "a"), lost=lost([gone()]))
-        assert 0 not in [sender for sender, _ in move.links] and move.wire_bytes
+        assert 0 not in [sender for sender, _ in move.links]
+        assert move.wire_bytes
         arrays = jax.tree.map(lambda x: jax.device_put(host(x.shape), x.sharding), tree)
         assert_equal(
             reshard(arrays, sharding((8,), "a"), lost=lost([gone()])),
@@ -650,10 +656,8 @@ def test_offloading_by_regex_and_back():
         plan(source, mesh((8,)), paths=PathRules([("w|b", P("a")), ("step", P())])),
         donate=True,
     )
-    assert (
-        back["layers"][0]["w"].sharding.memory_kind != "pinned_host"
-        and there["layers"][0]["w"].is_deleted()
-    )
+    assert back["layers"][0]["w"].sharding.memory_kind != "pinned_host"
+    assert there["layers"][0]["w"].is_deleted()
     assert_equal(back, state())
 
 
@@ -661,15 +665,14 @@ def test_offloads_are_bounded_in_flight():
     away = sharding((8,), "a", kind="pinned_host")
     source = [jax.device_put(host((64,), i), sharding((8,), "a")) for i in range(40)]
     move = move_of((64,), np.dtype("float32"), source[0].sharding, away)
-    window, seen = Window(100), []
+    window = Window(100)
+    seen = []
     for x in source:
         window.make_room(move.extra_bytes)
         window.add(carry_out(move, x), move.target_bytes)
         seen.append((window.bytes, len(window.pending)))
-    assert (
-        max(size for size, _ in seen) <= 100 + 32
-        and max(count for _, count in seen) > 1
-    )
+    assert max(size for size, _ in seen) <= 100 + 32
+    assert max(count for _, count in seen) > 1
     assert_equal(
         reshard(source, away, memory_limit_bytes=100),
         [host((64,), i) for i in range(40)],
@@ -683,7 +686,8 @@ def every_end():
     """The same eight devices under names, axis types and orders that differ, some with
     equal shards.
     """
-    auto, explicit = AxisType.Auto, AxisType.Explicit
+    auto = AxisType.Auto
+    explicit = AxisType.Explicit
     specs = P("a", "b"), P("a"), P(), P("a", None)
     for types, count in (
         ((auto, auto), 4),
@@ -714,7 +718,8 @@ def test_a_donated_source_is_gone_unless_it_is_shared(move, ours):
         x = jax.make_array_from_callback(
             (8, 8), layouts[ours], lambda index: host((8, 8))[index].copy()
         )
-        idle, before = move_of((8, 8), x.dtype, layouts[ours], dst).idle, pointers(x)
+        idle = move_of((8, 8), x.dtype, layouts[ours], dst).idle
+        before = pointers(x)
         (leaf,) = plan_reshard(x, dst).leaves
         same = x.sharding.devices_indices_map((8, 8)) == dst.devices_indices_map((8, 8))
         assert same == idle == leaf.idle, (layouts[ours], dst)
@@ -724,7 +729,8 @@ def test_a_donated_source_is_gone_unless_it_is_shared(move, ours):
             and moved.sharding.mesh == dst.mesh
             and moved.committed
         ), theirs
-        assert x.is_deleted() != idle and (not idle or pointers(moved) == before)
+        assert x.is_deleted() != idle
+        assert not idle or pointers(moved) == before
         np.testing.assert_array_equal(moved, host((8, 8)))
 
 
@@ -740,10 +746,10 @@ def test_an_array_is_committed_to_where_it_was_sent(make):
         *(NamedSharding(mesh((1,), order=(device,)), P()) for device in (0, 3)),
     ):
         moved = reshard([x], dst)[0]
-        assert moved.committed and moved.sharding == dst
-        assert moved.dtype == x.dtype and getattr(moved, "weak_type", None) == getattr(
-            x, "weak_type", None
-        )
+        assert moved.committed
+        assert moved.sharding == dst
+        assert moved.dtype == x.dtype
+        assert getattr(moved, "weak_type", None) == getattr(x, "weak_type", None)
         assert bool((moved == x).all())
 
 
@@ -767,7 +773,8 @@ def test_a_custom_layout_becomes_the_default_one():
     reason="JAX 0.9 cannot end a jitted CPU program in host memory",
 )
 def test_offloading_inside_jit():
-    src, dst = sharding((2, 4), "a"), sharding((2, 4), "b", kind="pinned_host")
+    src = sharding((2, 4), "a")
+    dst = sharding((2, 4), "b", kind="pinned_host")
     moved = jax.jit(lambda x: reshard(x, dst, src=src))(
         jax.device_put(host((8, 8)), src)
     )
@@ -792,36 +799,35 @@ def test_a_plan_names_what_needs_nothing_and_counts_the_rest():
         "b": struct((16,), sharding((8,), "a")),
     }
     move = plan_reshard(src, dst)
-    assert move.in_place == ("b",) and move.moves == 1
+    assert move.in_place == ("b",)
+    assert move.moves == 1
     (leaf,) = [leaf for leaf in move.leaves if leaf.path == "w"]
-    assert [step.kind for step in leaf.steps] == ["all_to_all"] and list(
-        move.steps
-    ) == ["w"]
+    assert [step.kind for step in leaf.steps] == ["all_to_all"]
+    assert list(move.steps) == ["w"]
     # Each device has 64 bytes, keeps an eighth and gets the rest.
     assert move.wire_bytes == move.lower_bound_bytes == 56
     assert move.peak_bytes == leaf.peak_bytes + 8 == 136
     text = str(move)
-    assert "all_to_all" in text and "nothing to do for 1 array: b" in text
+    assert "all_to_all" in text
+    assert "nothing to do for 1 array: b" in text
     # These devices are this process's CPU; meshes without devices are taken to be what
     # they will be.
-    assert (
-        leaf.copied
-        and "1 array takes no steps here, where this CPU plays all devices" in text
-    )
-    src, dst = MeshSpec({"a": 8}).abstract(), P(None, "a")
+    assert leaf.copied
+    assert "1 array takes no steps here, where this CPU plays all devices" in text
+    src = MeshSpec({"a": 8}).abstract()
+    dst = P(None, "a")
     bare = plan_reshard(
         struct((16, 8), NamedSharding(src, P("a"))),
         struct((16, 8), NamedSharding(src, dst)),
     )
-    assert (
-        not bare.leaves[0].copied
-        and "take no steps" not in str(bare)
-        and bare.steps.keys() == {""}
-    )
+    assert not bare.leaves[0].copied
+    assert "take no steps" not in str(bare)
+    assert bare.steps.keys() == {""}
 
 
 def test_rows_of_the_table_tell_layers_of_different_shapes_apart():
-    source, target = sharding((8,), "a"), sharding((2, 4), "b", "a")
+    source = sharding((8,), "a")
+    target = sharding((2, 4), "b", "a")
     shapes = ((16, 8), (8, 16))
     mlp = {
         "layers": [
@@ -841,9 +847,11 @@ def test_a_plan_between_device_sets_shows_tiles_and_links():
     src = struct((12, 8), sharding((3,), "a"))
     move = plan_reshard(src, struct((12, 8), sharding((2,), "a", order=(6, 7))))
     (leaf,) = move.leaves
-    assert leaf.how == "tiles" and leaf.links == move.links
+    assert leaf.how == "tiles"
+    assert leaf.links == move.links
     assert move.links == {(0, 6): 128, (1, 6): 64, (1, 7): 64, (2, 7): 128}
-    assert move.wire_bytes == 192 and "0 -> 6: 128 B" in str(move)
+    assert move.wire_bytes == 192
+    assert "0 -> 6: 128 B" in str(move)
     single = jax.sharding.SingleDeviceSharding(jax.devices()[5])
     assert plan_reshard(
         struct((8,), single), struct((8,), sharding((2,), "a"))
@@ -869,7 +877,8 @@ def test_plans_without_devices_agree_with_plans_on_devices():
             for axes in ({"x": 2, "y": 2}, small)
         ]
         live = [end.on(end.mesh.build(jax.devices()[: end.mesh.size])) for end in plans]
-        bare, there = plan_reshard(*plans), plan_reshard(*live)
+        bare = plan_reshard(*plans)
+        there = plan_reshard(*live)
         for field in (
             "wire_bytes",
             "lower_bound_bytes",
@@ -890,11 +899,13 @@ def test_plans_on_several_slices_say_what_crosses():
         layouts[slices] = [
             plan(tree, target, paths=PathRules([("w", spec)])) for spec in specs
         ]
-    apart, together = plan_reshard(*layouts[2]), plan_reshard(*layouts[1])
+    apart = plan_reshard(*layouts[2])
+    together = plan_reshard(*layouts[1])
     # A slice holds half of the array, each device of it takes in an eighth of the other
     # half: 64 * 64 * 4 / 2 / 4.
     assert apart.leaves[0].dcn_bytes == apart.dcn_bytes == 64 * 64 * 4 // 2 // 4
-    assert together.dcn_bytes == 0 and together.wire_bytes <= apart.wire_bytes
+    assert together.dcn_bytes == 0
+    assert together.wire_bytes <= apart.wire_bytes
     assert "at the peak; 2 KiB of what enters come from other slices" in str(apart)
     assert "other slices" not in str(together)
     assert (
@@ -933,19 +944,19 @@ ENDS = {
 @pytest.mark.parametrize("ours", list(ENDS))
 @pytest.mark.parametrize("theirs", list(ENDS))
 def test_a_plan_says_how_a_move_is_made(ours, theirs):
-    src, dst = ENDS[ours](), ENDS[theirs]()
+    src = ENDS[ours]()
+    dst = ENDS[theirs]()
     shape = (16, 16)
     move = move_of(shape, np.dtype("float32"), src, dst, copies=False)
     (leaf,) = plan_reshard(struct(shape, src), struct(shape, dst)).leaves
-    assert leaf.how == move.how and leaf.copied == (move.how == "steps")
+    assert leaf.how == move.how
+    assert leaf.copied == (move.how == "steps")
     # Without programs of steps the CPU copies, and what need not move does not either.
     copied = move_of(shape, np.dtype("float32"), src, dst)
     assert copied.how == {"steps": "tiles"}.get(move.how, move.how)
     assert leaf.steps == (move.plan.steps if move.plan is not None else ())
-    assert (leaf.source_bytes, leaf.target_bytes) == (
-        move.source_bytes,
-        move.target_bytes,
-    )
+    assert leaf.source_bytes == move.source_bytes
+    assert leaf.target_bytes == move.target_bytes
     # What is in the devices' memory is counted, and beside it at most what the limit is
     # checked against.
     total = sum(leaf.held_bytes)
@@ -961,35 +972,38 @@ def test_a_plan_says_how_a_move_is_made(ours, theirs):
     ]
     if len(bare) == 2 and "other names" not in (ours, theirs):
         (other,) = plan_reshard(struct(shape, bare[0]), struct(shape, bare[1])).leaves
-        assert (other.how, other.held_bytes, other.peak_bytes) == (
-            leaf.how,
-            leaf.held_bytes,
-            leaf.peak_bytes,
-        )
+        assert other.how == leaf.how
+        assert other.held_bytes == leaf.held_bytes
+        assert other.peak_bytes == leaf.peak_bytes
 
 
 def test_host_memory_is_counted_apart():
-    rows, away = sharding((8,), "a"), sharding((8,), "a", kind="pinned_host")
+    rows = sharding((8,), "a")
+    away = sharding((8,), "a", kind="pinned_host")
     out = plan_reshard(
         [struct((64, 8), rows)] * 4,
         [struct((64, 8), away)] * 3 + [struct((64, 8), rows)],
     )
     shard = 256
-    assert (out.peak_bytes, out.host_bytes) == (4 * shard, 3 * shard)
+    assert out.peak_bytes == 4 * shard
+    assert out.host_bytes == 3 * shard
     back = plan_reshard([struct((64, 8), away)] * 4, [struct((64, 8), rows)] * 4)
-    assert (back.peak_bytes, back.host_bytes) == (4 * shard, 4 * shard)
+    assert back.peak_bytes == 4 * shard
+    assert back.host_bytes == 4 * shard
     # The layout changes on the devices, to which the source is copied: one array's at a
     # time.
     turned = plan_reshard(
         [struct((64, 8), away)] * 4, [struct((64, 8), sharding((8,), None, "a"))] * 4
     )
-    assert turned.peak_bytes == 5 * shard and turned.host_bytes == 4 * shard
+    assert turned.peak_bytes == 5 * shard
+    assert turned.host_bytes == 4 * shard
 
 
 def test_plans_count_the_data_of_typed_keys():
     keys = jax.device_put(jax.random.split(jax.random.key(0), 16), sharding((8,), "a"))
     (leaf,) = plan_reshard(keys, sharding((4,), "a")).leaves
-    assert leaf.how == "tiles" and leaf.target_bytes == 4 * 2 * 4
+    assert leaf.how == "tiles"
+    assert leaf.target_bytes == 4 * 2 * 4
 
 
 def test_planned_losses_are_listed():
@@ -1011,7 +1025,8 @@ def test_planned_losses_are_listed():
 
 
 def test_plans_of_different_trees_are_an_error():
-    a, b = struct((8,), sharding((8,), "a")), struct((16,), sharding((8,), "a"))
+    a = struct((8,), sharding((8,), "a"))
+    b = struct((16,), sharding((8,), "a"))
     with pytest.raises(
         PlanMismatchError,
         match=r"leaf `x` is float32\[8\] in `src` and float32\[16\] in `dst`",

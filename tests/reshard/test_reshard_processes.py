@@ -35,7 +35,8 @@ def test_every_process_gets_its_shards(job):
         assert {
             name for name in moving_worker.CASES if not result[name]["right"]
         } == set()
-        assert set(result["owned by one"].values()) == {True} and result["many"] is True
+        assert set(result["owned by one"].values()) == {True}
+        assert result["many"] is True
     assert job[0]["way"] == "programs"
 
 
@@ -50,9 +51,8 @@ def test_every_process_plans_alike(job):
             )
             == 1
         )
-    assert job[0]["same devices"]["how"] == {"steps"} and job[0][
-        "disjoint, same layout"
-    ]["how"] == {"tiles"}
+    assert job[0]["same devices"]["how"] == {"steps"}
+    assert job[0]["disjoint, same layout"]["how"] == {"tiles"}
 
 
 def test_between_device_sets_only_what_is_needed_travels(job):
@@ -70,7 +70,8 @@ def test_between_device_sets_only_what_is_needed_travels(job):
 def test_donated_and_limited_moves(job):
     for result in job:
         for name in ("donated", "donated replicas"):
-            assert result[name]["right"] and result[name]["deleted"]
+            assert result[name]["right"]
+            assert result[name]["deleted"]
         for name in ("limited", "steps limited"):
             assert result[name]["right"]
             # Every process counts alike, so that all of them raise, or none.

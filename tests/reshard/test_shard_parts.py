@@ -85,7 +85,8 @@ def test_each_target_receives_exactly_what_it_lacks(
         for device, b in targets
     }
     for part in parts.all:
-        target, place = built[part.receiver], index(hull(part.piece))
+        target = built[part.receiver]
+        place = index(hull(part.piece))
         assert (target[place] == -1).all()
         target[place] = held[part.sender][index(hull(swapped(part.piece)))]
     lacking = 0
@@ -140,11 +141,9 @@ def test_senders_of_the_receivers_process_come_first():
     senders = lambda sent: [
         part.sender for part in cuts(8, sources[:3], targets[:2], sent_before=sent).all
     ]
-    assert (
-        senders(()) == [0, 1]
-        and senders([(0, 4)]) == [1, 2]
-        and senders([(0, 4), (1, 4)]) == [2, 0]
-    )
+    assert senders(()) == [0, 1]
+    assert senders([(0, 4)]) == [1, 2]
+    assert senders([(0, 4), (1, 4)]) == [2, 0]
     assert parts.links == {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
 
 
@@ -167,12 +166,12 @@ def test_planning_is_no_product_of_sources_and_targets():
 
 
 def test_only_what_replicas_sent_more_than_each_other_matters():
-    first_half, right = box((0, 4)), box((4, 8))
+    first_half = box((0, 4))
+    right = box((4, 8))
     parts = cuts(8, [(0, first_half), (1, first_half), (2, right)], [(7, box((0, 8)))])
     assert parts.replicas == ((0, 1),)
-    assert parts.sent_before({0: 10, 1: 10, 2: 99}) == () and parts.sent_before(
-        {0: 12, 1: 10}
-    ) == ((0, 2),)
+    assert parts.sent_before({0: 10, 1: 10, 2: 99}) == ()
+    assert parts.sent_before({0: 12, 1: 10}) == ((0, 2),)
     # A device that has it takes it from itself.
     assert cuts(8, [(0, first_half), (1, first_half)], [(1, first_half)]).replicas == ()
 
@@ -184,7 +183,8 @@ def test_earlier_loads_change_senders_only(move, sent):
     loaded = cuts(8, sources, targets, sent_before=plain.sent_before(sent))
     assert [part[1:] for part in plain.all] == [part[1:] for part in loaded.all]
     assert loaded == cuts(8, sources, targets, sent_before=sent.items())
-    assert (plain.wire_bytes, plain.replicas) == (loaded.wire_bytes, loaded.replicas)
+    assert plain.wire_bytes == loaded.wire_bytes
+    assert plain.replicas == loaded.replicas
 
 
 @settings(deadline=None, max_examples=100)

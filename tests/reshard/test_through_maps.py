@@ -50,7 +50,8 @@ def placed(array, sharding):
 
 
 def drawn(draw, shape, where):
-    used, entries = set(), []
+    used = set()
+    entries = []
     for _ in shape:
         entry = draw(st.sampled_from([None, "a", "b", ("b", "a")]))
         names = {*((entry,) if isinstance(entry, str) else entry or ())}
@@ -74,7 +75,8 @@ def equal(tree, whole, target):
     assert tree.keys() == whole.keys()
     for path, array in whole.items():
         same(tree[path], array)
-        assert tree[path].sharding == target[path].sharding and tree[path].committed
+        assert tree[path].sharding == target[path].sharding
+        assert tree[path].committed
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,12 @@ def test_moves_make_what_numpy_makes(source, there, case, data):
         same(tree[path], array)
 
 
-HEADS, KEYS, SIZE, WIDTH, LAYERS, SHARDS = 8, 2, 4, 16, 3, 4
+HEADS = 8
+KEYS = 2
+SIZE = 4
+WIDTH = 16
+LAYERS = 3
+SHARDS = 4
 ENGINE = TreeMap(
     {
         "model.layers.{i}.qkv": From.concat(
@@ -161,10 +168,8 @@ def test_a_trainers_tree_becomes_an_engines(move, there, dtype):
         0, 0, :4
     ] |= 0x7FC1
     source = "all" if there == "all" else "first"
-    tree, plan = (
-        trained(mesh(*MESHES[source]), arrays),
-        engine(mesh(*MESHES[there]), arrays),
-    )
+    tree = trained(mesh(*MESHES[source]), arrays)
+    plan = engine(mesh(*MESHES[there]), arrays)
     moved = move(tree, plan, map=ENGINE, donate=dtype == np.float32)
     for path, array in ENGINE.apply(arrays).items():
         same(moved[path], array)
@@ -177,7 +182,8 @@ def test_no_byte_enters_a_device_that_has_it_or_does_not_need_it():
     where = mesh(0, 8, 2, 4)
     # Both trees are cut alike along heads, so that each device has what it needs of its
     # half of the width.
-    tree, plan = trained(where, arrays), engine(where, arrays)
+    tree = trained(where, arrays)
+    plan = engine(where, arrays)
     works = map_move(flatten(tree), plan, ENGINE, False).plans
     for work in works:
         if work.assembly is not None:
@@ -190,7 +196,9 @@ def lower_bound(work, arrays, tree, sharding):
     """By brute force: every element of the source gets a number, and each device counts
     those that it lacks.
     """
-    numbered, held, start = {}, {}, 1
+    numbered = {}
+    held = {}
+    start = 1
     for path, array in arrays.items():
         numbered[path] = np.arange(start, start + array.size, dtype=np.int64).reshape(
             array.shape
@@ -208,8 +216,10 @@ def lower_bound(work, arrays, tree, sharding):
 
 
 def test_a_plan_through_a_map_says_what_will_move():
-    arrays, where = trainer(), mesh(0, 8, 2, 4)
-    tree, plan = trained(where, arrays), engine(where, arrays)
+    arrays = trainer()
+    where = mesh(0, 8, 2, 4)
+    tree = trained(where, arrays)
+    plan = engine(where, arrays)
     move = plan_reshard(tree, plan, map=ENGINE)
     works = {
         work.leaf.path: work
@@ -219,15 +229,13 @@ def test_a_plan_through_a_map_says_what_will_move():
     for leaf in move.leaves:
         if leaf.how == "pieces":
             bound = lower_bound(works[leaf.path], arrays, tree, leaf.dst)
-            assert (
-                leaf.wire_bytes == leaf.lower_bound_bytes == -(-bound // 8)
-                and leaf.copied
-            )
-            assert sum(leaf.links.values()) == bound and leaf.rounds > 0
+            assert leaf.wire_bytes == leaf.lower_bound_bytes == -(-bound // 8)
+            assert leaf.copied
+            assert sum(leaf.links.values()) == bound
+            assert leaf.rounds > 0
     by_path = {leaf.path: leaf for leaf in move.leaves}
-    assert by_path["model.embed"].how == "steps" and by_path["model.embed"].made_of == (
-        "embed",
-    )
+    assert by_path["model.embed"].how == "steps"
+    assert by_path["model.embed"].made_of == ("embed",)
     assert by_path["model.layers.1.qkv"].made_of == ("layers/q", "layers/k", "layers/v")
     # Stacks count once, for the last of their layers.
     held = [
@@ -240,14 +248,16 @@ def test_a_plan_through_a_map_says_what_will_move():
         False,
         True,
     ]
-    assert "rounds of pieces" in str(move) and "model.layers.{0..2}.qkv" in str(move)
+    assert "rounds of pieces" in str(move)
+    assert "model.layers.{0..2}.qkv" in str(move)
     # Plans alone are enough, of meshes without devices too.
     ours = shardfx.plan(arrays, where, paths=RULES)
     for abstract in (
         plan_reshard(ours, plan, map=ENGINE),
         plan_reshard(ours.off(), plan.off(), map=ENGINE),
     ):
-        assert abstract.wire_bytes == move.wire_bytes and abstract.links == move.links
+        assert abstract.wire_bytes == move.wire_bytes
+        assert abstract.links == move.links
     with pytest.raises(MapError, match="no rule makes it"):
         plan_reshard(ours, ours, map=ENGINE)
     with pytest.raises(LeafTypeError, match="with a map takes no `lost`"):
@@ -256,19 +266,22 @@ def test_a_plan_through_a_map_says_what_will_move():
 
 def test_the_bound_counts_an_element_needed_twice_once():
     arrays = {"w": np.arange(64, dtype=np.float32).reshape(8, 8)}
-    first, last = mesh(0, 4, 2, 2), mesh(4, 8, 2, 2)
+    first = mesh(0, 4, 2, 2)
+    last = mesh(4, 8, 2, 2)
     twice = TreeMap({"w": From.concat([From("w"), From("w").slice(0, 4)])})
     src = shardfx.plan(arrays, first, paths=PathRules([(".*", P("a"))]))
     dst = shardfx.plan(
         {"w": np.zeros((12, 8), np.float32)}, last, paths=PathRules([(".*", P())])
     )
     move = plan_reshard(src, dst, map=twice)
-    assert move.wire_bytes == 12 * 8 * 4 and move.lower_bound_bytes <= 8 * 8 * 4
+    assert move.wire_bytes == 12 * 8 * 4
+    assert move.lower_bound_bytes <= 8 * 8 * 4
 
 
 def test_layers_and_leaves_of_one_kind_share_a_program():
     arrays = trainer(layers=40)
-    tree, plan = trained(mesh(0, 8, 2, 4), arrays), engine(mesh(0, 8, 2, 4), arrays)
+    tree = trained(mesh(0, 8, 2, 4), arrays)
+    plan = engine(mesh(0, 8, 2, 4), arrays)
     program.cache_clear()
     moved = through_programs(tree, plan, map=ENGINE)
     assert len(moved) == 121
@@ -280,7 +293,8 @@ def test_the_second_time_nothing_is_planned(move):
     from shardfx._reshard.pieces.planning import target_arrays
 
     arrays = trainer()
-    tree, plan = trained(mesh(0, 8, 2, 4), arrays), engine(mesh(0, 8, 2, 4), arrays)
+    tree = trained(mesh(0, 8, 2, 4), arrays)
+    plan = engine(mesh(0, 8, 2, 4), arrays)
     target_arrays.cache_clear()
     for time in range(3):
         move({path: array + 0 for path, array in tree.items()}, plan, map=ENGINE)
@@ -293,10 +307,8 @@ def test_the_second_time_nothing_is_planned(move):
 )
 def test_a_limit_on_memory_is_kept(move, layouts, limit):
     arrays = trainer()
-    tree, plan = (
-        trained(mesh(*MESHES[layouts[0]]), arrays),
-        engine(mesh(*MESHES[layouts[1]]), arrays),
-    )
+    tree = trained(mesh(*MESHES[layouts[0]]), arrays)
+    plan = engine(mesh(*MESHES[layouts[1]]), arrays)
     moved = move(tree, plan, map=ENGINE, memory_limit_bytes=limit)
     for path, array in ENGINE.apply(arrays).items():
         same(moved[path], array)
@@ -339,7 +351,8 @@ def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
         "w": np.random.default_rng(0).normal(size=(6, 1024, 1024)).astype(np.float32)
     }
     layers = TreeMap({"w.{i}": From("w").at("i").T})
-    source, target = mesh(0, 4, 2, 2), mesh(4, 8, 2, 2)
+    source = mesh(0, 4, 2, 2)
+    target = mesh(4, 8, 2, 2)
     tree = shardfx.shard(
         arrays,
         shardfx.plan(arrays, source, paths=PathRules([("w", P(None, "a", "b"))])),
@@ -351,7 +364,8 @@ def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
         )
         for path, array in whole.items()
     }
-    before, most = live_bytes(), collections.Counter()
+    before = live_bytes()
+    most = collections.Counter()
 
     def watched(make):
         def made(devices, *args, **options):
@@ -389,9 +403,8 @@ def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
         )
         // 8
     )
-    assert (
-        extra <= shard and max(most[device] for device in source.devices.flat) <= extra
-    )
+    assert extra <= shard
+    assert max(most[device] for device in source.devices.flat) <= extra
     # The targets stay.
     assert max(most[device] for device in target.devices.flat) - 6 * shard <= extra
 
@@ -428,7 +441,8 @@ def test_casts_constants_and_blocks_of_scales(move, there):
         arrays,
         shardfx.plan(arrays, where, paths=PathRules([("s", ()), (".*", P("a", "b"))])),
     )
-    whole, where = tree_map.apply(arrays), mesh(*MESHES[there])
+    whole = tree_map.apply(arrays)
+    where = mesh(*MESHES[there])
     target = {
         path: jax.ShapeDtypeStruct(
             array.shape, array.dtype, sharding=NamedSharding(where, P("b"))
@@ -440,7 +454,8 @@ def test_casts_constants_and_blocks_of_scales(move, there):
 
 @both_ways
 def test_host_memory_at_either_end(move):
-    where, turned = mesh(0, 8, 2, 4), TreeMap({"w": From("w").T})
+    where = mesh(0, 8, 2, 4)
+    turned = TreeMap({"w": From("w").T})
     w = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
     for ours, theirs in (("device", "pinned_host"), ("pinned_host", "device")):
         tree = {"w": placed(w, NamedSharding(where, P("a"), memory_kind=ours))}
@@ -516,7 +531,8 @@ def test_odd_leaves(move):
 def test_what_is_wrong_is_said_before_anything_moves():
     arrays = trainer()
     where = mesh(0, 8, 2, 4)
-    tree, plan = trained(where, arrays), engine(where, arrays)
+    tree = trained(where, arrays)
+    plan = engine(where, arrays)
     with pytest.raises(MapError, match="source `layers/k2`: nothing is made of it"):
         reshard({**tree, "layers/k2": tree["layers/k"]}, plan, map=ENGINE, donate=True)
     assert not any(leaf.is_deleted() for leaf in tree.values())
@@ -539,8 +555,10 @@ def test_a_failure_midway_says_what_was_moved(move, donate, monkeypatch):
 
     arrays = trainer()
     where = mesh(0, 8, 2, 4)
-    tree, plan = trained(where, arrays), engine(where, arrays)
-    start, count = flight.start_assembly, it.count()
+    tree = trained(where, arrays)
+    plan = engine(where, arrays)
+    start = flight.start_assembly
+    count = it.count()
 
     def fails(work, names, means):
         if names == ("layers/gate", "layers/up") and next(count) == 1:

@@ -47,18 +47,21 @@ def test_keys_and_empty_arrays_move_inside_jit(kind):
         results = jax.jit(moved, out_shardings=[dst for _, dst in layouts])(arrays)
         for tree, result, (_, dst) in zip(arrays, results, layouts, strict=True):
             for array, other in zip(tree, result, strict=True):
-                assert other.dtype == array.dtype and other.shape == array.shape
+                assert other.dtype == array.dtype
+                assert other.shape == array.shape
                 assert other.sharding.is_equivalent_to(dst, other.ndim)
                 # JAX cannot gather an empty array that is sharded.
                 there = data(jax.device_put(array, dst))
                 for (where, values), (mesh_kind, mine) in zip(
                     there, data(other), strict=True
                 ):
-                    assert where == mesh_kind and (values == mine).all()
+                    assert where == mesh_kind
+                    assert (values == mine).all()
 
 
 def test_a_plan_of_live_devices_is_a_value():
-    src, dst = NamedSharding(mesh(), P("a")), NamedSharding(mesh(), P(None, "b"))
+    src = NamedSharding(mesh(), P("a"))
+    dst = NamedSharding(mesh(), P(None, "b"))
     single = jax.sharding.SingleDeviceSharding(jax.devices()[2])
     tree = {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)}
     arrays = jax.device_put(tree, {"w": src, "b": single})
@@ -71,7 +74,8 @@ def test_a_plan_of_live_devices_is_a_value():
     ]
     for move in moves:
         for again in (pickle.loads(pickle.dumps(move)), copy.deepcopy(move)):
-            assert again == move and str(again) == str(move)
+            assert again == move
+            assert str(again) == str(move)
             assert again.leaves[0].src == move.leaves[0].src
     text = pickle.dumps(moves[0]).replace(b"cpu", b"tpu")
     with pytest.raises(PlanMismatchError, match=r"src.off\(\), dst.off\(\)\)`\.$"):

@@ -279,7 +279,8 @@ def test_extend_and_prepend_are_concatenation_in_modes_too(one, two):
         {"modes": {"m": one, "n": one}, "mesh_axes": ["x"]},
         {"modes": {"m": two, "o": two}, "mesh_axes": ["y"]},
     ]
-    first, second = AxisRules(one, **parts[0]), AxisRules(two, **parts[1])
+    first = AxisRules(one, **parts[0])
+    second = AxisRules(two, **parts[1])
     both = AxisRules(
         [*one, *two],
         modes={"m": [*one, *two], "n": one, "o": two},
@@ -311,7 +312,8 @@ def test_last_wins_keeps_the_last_target_where_a_name_came_first(pairs):
 def test_without_takes_a_name_out_of_everything(pairs, name):
     rules = AxisRules(pairs, modes={"m": pairs}, units={"a": 2}).extend({name: "x"})
     rule_set = rules.without(name)
-    assert name not in rule_set.names and name not in dict(rule_set.units)
+    assert name not in rule_set.names
+    assert name not in dict(rule_set.units)
     assert rule_set.rules == tuple(pair for pair in rules.rules if pair[0] != name)
     assert rule_set.modes == (("m", rule_set.rules),)
     assert (
@@ -324,7 +326,8 @@ def test_without_takes_a_name_out_of_everything(pairs, name):
 @given(RULES, RULES)
 @settings(max_examples=200)
 def test_merge_keeps_fallbacks_and_refuses_contradictions(one, two):
-    mine, theirs = AxisRules(one), AxisRules(two)
+    mine = AxisRules(one)
+    theirs = AxisRules(two)
 
     def of(rules, name):
         return [target for key, target in rules.rules if key == name]
@@ -388,11 +391,13 @@ def test_everything_is_part_of_equality_and_hash():
         AxisRules({"a": "x"}, **options | change) for change in changes
     ]
     others += [base, AxisRules({"a": U}, **options)]
-    assert len(set(others)) == len(others) and base == AxisRules({"a": "x"}, **options)
+    assert len(set(others)) == len(others)
+    assert base == AxisRules({"a": "x"}, **options)
 
 
 def test_rules_are_static_arguments_of_jit():
-    traced, rules = [], AxisRules({"a": "x"})
+    traced = []
+    rules = AxisRules({"a": "x"})
     spec = jax.jit(lambda x, rules: traced.append(resolve(("a",), rules).spec))
     for axis_rules in (
         rules,
@@ -413,7 +418,8 @@ def test_lists_tuples_and_mappings_give_equal_rules_that_stay():
     two = AxisRules(
         [["a", ("x", "y")], ("b", ("z",))], modes=[("m", {"a": None})], units={"a": 2}
     )
-    assert axis_rules == two and hash(axis_rules) == hash(two)
+    assert axis_rules == two
+    assert hash(axis_rules) == hash(two)
     rules = AxisRules(
         [("b", "x"), ("a", "y"), ("b", "z")],
         modes={"m": {"c": None}},

@@ -19,7 +19,8 @@ def leaf(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-MESH, SQUARE = MeshSpec({"fsdp": 4, "tensor": 2}), MeshSpec({"fsdp": 4, "tensor": 4})
+MESH = MeshSpec({"fsdp": 4, "tensor": 2})
+SQUARE = MeshSpec({"fsdp": 4, "tensor": 4})
 LAYER = {
     "attn": {
         "q_proj": leaf(512, 256),

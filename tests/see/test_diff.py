@@ -37,7 +37,8 @@ def test_axes_that_moved_are_grouped_over_layers():
     weights, biases = sorted(
         diff(BEFORE, AFTER).leaves, key=lambda row: row.path, reverse=True
     )
-    assert (weights.path, weights.count) == ("layers/{0..11}/w", 12)
+    assert weights.path == "layers/{0..11}/w"
+    assert weights.count == 12
     assert [str(move) for move in weights.axes] == [
         "fsdp dim 0 -> 1",
         "tensor dim 1 -> 0",
@@ -48,10 +49,11 @@ def test_axes_that_moved_are_grouped_over_layers():
 
 def test_diff_has_the_bytes_and_steps_of_the_move():
     same = diff(BEFORE, sfx.ShardPlan.from_json(BEFORE.to_json()))
-    assert (
-        not same and same.leaves == () and str(same).startswith("the plans are equal")
-    )
-    difference, moving = diff(BEFORE, AFTER), plan_reshard(BEFORE, AFTER)
+    assert not same
+    assert same.leaves == ()
+    assert str(same).startswith("the plans are equal")
+    difference = diff(BEFORE, AFTER)
+    moving = plan_reshard(BEFORE, AFTER)
     assert difference.wire_bytes == moving.wire_bytes > 0
     by_path = {leaf.path: leaf for leaf in moving.leaves}
     for row in difference.leaves:
@@ -72,9 +74,8 @@ def test_a_smaller_mesh_moves_leaves_whose_specs_are_equal():
     assert difference.plans == (
         "the mesh is fsdp=4,tensor=2 in one plan, fsdp=2,tensor=2 in the other",
     )
-    assert sum(row.count for row in difference.leaves) == len(BEFORE) and {
-        row.steps for row in difference.leaves
-    } == {("tiles",)}
+    assert sum(row.count for row in difference.leaves) == len(BEFORE)
+    assert {row.steps for row in difference.leaves} == {("tiles",)}
 
 
 def test_plans_of_other_trees():
@@ -91,17 +92,15 @@ def test_plans_of_other_trees():
         row.path: (row.before is None, row.after is None, row.fields)
         for row in difference.leaves
     }
-    assert row_by_path["layers/{10..11}/w"] == (False, True, ()) and row_by_path[
-        "extra"
-    ] == (
+    assert row_by_path["layers/{10..11}/w"] == (False, True, ())
+    assert row_by_path["extra"] == (
         True,
         False,
         (),
     )
     assert row_by_path["embed"][2] == ("dtype", "bytes", "bytes_per_device")
-    assert [row.move for row in difference.leaves] == [None] * len(
-        difference.leaves
-    ) and difference.wire_bytes == 0
+    assert [row.move for row in difference.leaves] == [None] * len(difference.leaves)
+    assert difference.wire_bytes == 0
     for text in (
         "only in the first",
         "only in the second",
@@ -112,9 +111,8 @@ def test_plans_of_other_trees():
 
 def test_what_decides_may_differ_where_nothing_moves():
     difference = diff(BEFORE, planned("embed->tensor.fsdp, w$->fsdp.tensor, b->fsdp"))
-    assert {row.fields for row in difference.leaves} == {
-        ("rule",)
-    } and difference.wire_bytes == 0
+    assert {row.fields for row in difference.leaves} == {("rule",)}
+    assert difference.wire_bytes == 0
     assert "rule: paths[1] w -> paths[1] w$" in str(difference)
 
 
@@ -140,16 +138,16 @@ def test_leaves_that_cannot_be_moved_are_compared_all_the_same():
         row.path: row.move
         for row in diff(planned(".*->fsdp", tree), planned(".*->tensor", tree)).leaves
     }
-    assert moves["w"] is None and moves["b"] is not None
+    assert moves["w"] is None
+    assert moves["b"] is not None
 
 
 def test_memory_kinds_and_devices(getkey):
     tree = {"w": leaf(8, 8)}
     offloaded = planned("w->fsdp", tree, memory_kinds=[("w", "pinned_host")])
     difference = diff(planned("w->fsdp", tree), offloaded)
-    assert difference.leaves[0].fields == ("memory_kind",) and difference.leaves[
-        0
-    ].steps == ("memory kind",)
+    assert difference.leaves[0].fields == ("memory_kind",)
+    assert difference.leaves[0].steps == ("memory kind",)
     devices = MeshSpec({"fsdp": 4, "tensor": 2}).build(jax.devices())
     assert not diff(planned("w->fsdp", tree).on(devices), planned("w->fsdp", tree))
     assert (
@@ -289,8 +287,10 @@ def test_hostile_names_stay_text(kind):
         "diff": diff(a, b),
         "findings": sfx.lint(a),
     }[kind]
-    page, text = shown._repr_html_(), str(shown)
-    assert "<script>" not in page and "&lt;script&gt;" in page
+    page = shown._repr_html_()
+    text = str(shown)
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
     assert all(char.isprintable() or char == "\n" for char in page + text)
 
 

@@ -41,19 +41,21 @@ def test_names_say_what_each_rule_came_to():
         (3, "settled"),
     ]
     assert embed.tried[0].taken == (("tensor", "vocab", 1),)
-    assert (embed.wanted, embed.kept, embed.dropped) == (("fsdp",), ("fsdp",), ())
-    assert (vocab.wanted, vocab.kept, vocab.dropped, vocab.sizes) == (
-        ("tensor",),
-        (),
-        ("tensor",),
-        (50256, 50264),
-    )
+    assert embed.wanted == ("fsdp",)
+    assert embed.kept == ("fsdp",)
+    assert embed.dropped == ()
+    assert vocab.wanted == ("tensor",)
+    assert vocab.kept == ()
+    assert vocab.dropped == ("tensor",)
+    assert vocab.sizes == (50256, 50264)
     assert embed.free == ("tensor",)
 
 
 def test_heads_that_are_not_cut():
     dim, _ = explain(planned((512, 64), atomic(P("tensor"), (128, 1))), "w").dims
-    assert (dim.unit, dim.dropped, dim.sizes) == (128, ("tensor",), (1024,))
+    assert dim.unit == 128
+    assert dim.dropped == ("tensor",)
+    assert dim.sizes == (1024,)
     assert (
         dim.changes[1]
         == "`tensor` of size 4 would cut it (`refine=True` splits the axis)"
@@ -72,10 +74,8 @@ def test_a_strategy_adds_axes():
     assert "then fsdp(fsdp)" in str(explanation)
 
 
-EMBED, KV = (
-    AxisRules([("embed", "fsdp")]),
-    AxisRules([("kv", "tensor"), ("embed", "fsdp")]),
-)
+EMBED = AxisRules([("embed", "fsdp")])
+KV = AxisRules([("kv", "tensor"), ("embed", "fsdp")])
 BOTH = AxisRules([("mlp", "tensor"), ("embed", "tensor")])
 SERVE = EMBED.extend(modes={"serve": [("embed", "tensor")]})
 
@@ -157,13 +157,13 @@ def test_the_numbers_are_those_of_the_plan(dims, spreads):
     spec = [*entries_of(plan["w"].spec), *[None] * len(dims)]
     for dim, asked in zip(explain(plan, "w").dims, dims, strict=True):
         assert set(dim.kept) | set(dim.added) == set(entry_axes(spec[dim.dim]))
-        assert dim.wanted == entry_axes(asked[1]) and set(dim.wanted) == set(
-            dim.kept
-        ) | set(dim.dropped)
+        assert dim.wanted == entry_axes(asked[1])
+        assert set(dim.wanted) == set(dim.kept) | set(dim.dropped)
         assert bool(dim.dropped) == bool(dim.reasons)
         product = math.prod(MESH.shape[axis] for axis in dim.wanted)
         for near in dim.sizes:
-            assert near % product == 0 and 0 < abs(near - dim.size) < product
+            assert near % product == 0
+            assert 0 < abs(near - dim.size) < product
         for axis in dim.free:
             cut = (
                 math.prod(
@@ -171,13 +171,10 @@ def test_the_numbers_are_those_of_the_plan(dims, spreads):
                 )
                 * MESH.shape[axis]
             )
-            assert (
-                axis
-                not in [
-                    entry_axis for entry in spec for entry_axis in entry_axes(entry)
-                ]
-                and dim.size % cut == 0
-            )
+            assert axis not in [
+                entry_axis for entry in spec for entry_axis in entry_axes(entry)
+            ]
+            assert dim.size % cut == 0
 
 
 def test_a_regex_that_finds_one_group_will_do():

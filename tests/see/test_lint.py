@@ -78,7 +78,8 @@ def test_clean_rules_have_no_findings(clean):
 
 @pytest.mark.parametrize("planted_code, planted", PLANTED)
 def test_lint_finds_a_planted_mistake_and_its_fix_mends_it(planted_code, planted):
-    arguments, expected = planted(), found_in(planted_code)
+    arguments = planted()
+    expected = found_in(planted_code)
     findings = lint(arguments)
     assert sorted((reason.code, reason.where) for reason in findings) == sorted(
         expected
@@ -154,10 +155,8 @@ def test_every_kind_of_finding_is_planted_and_on_the_page():
 def test_what_zero_would_save_is_told(spec, how, count):
     (finding,) = sfx.lint(moments(spec, **how))
     # Of two moments, or of one, in two pieces that could be eight.
-    assert (finding.severity, finding.bytes) == (
-        "warning",
-        count * 4096 * 4 // 2 * 3 // 4,
-    )
+    assert finding.severity == "warning"
+    assert finding.bytes == count * 4096 * 4 // 2 * 3 // 4
 
 
 def test_a_state_that_follows_another_plan_is_told():
@@ -185,10 +184,8 @@ def test_a_state_that_follows_another_plan_is_told():
 
 
 def test_lint_of_a_plan_has_no_findings_about_dead_rules():
-    axes, names = (
-        sfx.AxisRules([("embed", "fsdp"), ("embed", "fsdp")]),
-        {"w": ("embed", None)},
-    )
+    axes = sfx.AxisRules([("embed", "fsdp"), ("embed", "fsdp")])
+    names = {"w": ("embed", None)}
     assert sfx.lint(sfx.plan({"w": leaf(512, 512)}, MESH, axes=axes, names=names)) == ()
 
 
@@ -258,7 +255,8 @@ def test_a_module_with_functions_and_names_of_its_own():
         "axes": AXES,
     }
     (finding,) = lint(arguments)
-    assert (finding.code, finding.where) == ("unknown-name", "name 'embd'")
+    assert finding.code == "unknown-name"
+    assert finding.where == "name 'embd'"
     assert lint(applied(finding.fix, arguments)) == ()
     # Its names, from outside.
     names = sfx.auto.renamed(arguments["tree"], {".*": ("mlp", "embed")})
@@ -266,7 +264,8 @@ def test_a_module_with_functions_and_names_of_its_own():
 
 
 def test_severities_follow_the_arguments():
-    tree, mesh = {"w": leaf(7, 8, dtype=jnp.float32)}, MESH
+    tree = {"w": leaf(7, 8, dtype=jnp.float32)}
+    mesh = MESH
     rules = sfx.PathRules([("w", jax.P("fsdp", "tensor")), ("nothing", jax.P())])
     loose = sfx.lint(tree, mesh, paths=rules, unused="allow")
     assert [(finding.code, finding.severity) for finding in loose] == [
@@ -281,23 +280,18 @@ def test_severities_follow_the_arguments():
     assert [reason.code for reason in strict.without("corrected").worst("error")] == [
         "unused-rule"
     ]
-    assert repr(strict) == str(strict) and str(
-        sfx.lint(tree, mesh, paths=rules.drop(1))
-    ).startswith("1 finding: 1 w")
+    assert repr(strict) == str(strict)
+    assert str(sfx.lint(tree, mesh, paths=rules.drop(1))).startswith("1 finding: 1 w")
 
 
 def test_a_refined_mesh_takes_what_it_can():
     key = {"k": leaf(256, 64, dtype=jnp.float32)}
-    mesh, rules = (
-        sfx.MeshSpec({"tensor": 4}),
-        sfx.PathRules([("k", sfx.atomic(jax.P("tensor"), (128, 1)))]),
-    )
+    mesh = sfx.MeshSpec({"tensor": 4})
+    rules = sfx.PathRules([("k", sfx.atomic(jax.P("tensor"), (128, 1)))])
     (finding,) = sfx.lint(key, mesh, paths=rules)
-    assert (finding.code, finding.severity, finding.fix) == (
-        "corrected",
-        "info",
-        "refine = True",
-    )
+    assert finding.code == "corrected"
+    assert finding.severity == "info"
+    assert finding.fix == "refine = True"
     assert sfx.lint(key, mesh, paths=rules, refine=True) == ()
     odd = {"k": leaf(7, 64, dtype=jnp.float32)}
     (finding,) = sfx.lint(
@@ -333,16 +327,16 @@ def test_thousands_of_findings_are_made_fast_and_shown_in_part():
     tree = {name: leaf(7, 8, dtype=jnp.float32) for name in names}
     findings = sfx.lint(tree, MESH, paths=sfx.PathRules.parse(".*->fsdp.tensor"))
     (finding,) = findings  # of one cause
-    assert (finding.code, finding.where) == ("corrected", "mesh axis 'fsdp'")
+    assert finding.code == "corrected"
+    assert finding.where == "mesh axis 'fsdp'"
     assert "1,000 arrays are not divisible by" in finding.message
     again = sfx.lint(
         tree, MESH, paths=sfx.PathRules([("nothing_like_it", sfx.optional(jax.P()))])
     )
     assert sum(reason.code == "unmatched" for reason in again) == 1000
     text = str(again)
-    assert text.count("fix:") == 100 and text.endswith(
-        "and 902 more; `for finding in findings` has them all"
-    )
+    assert text.count("fix:") == 100
+    assert text.endswith("and 902 more; `for finding in findings` has them all")
     assert again._repr_html_().count("<tr>") == 101
 
 
@@ -364,13 +358,12 @@ def test_one_cause_is_one_finding_whose_fix_mends_it():
         name: leaf(64, 64 * size, dtype=jnp.float32)
         for size, name in enumerate("abcdefghi", 1)
     }
-    mesh, rules = (
-        sfx.MeshSpec({"fsdp": 3, "tensor": 2}),
-        sfx.PathRules.parse(".*->fsdp.tensor"),
-    )
+    mesh = sfx.MeshSpec({"fsdp": 3, "tensor": 2})
+    rules = sfx.PathRules.parse(".*->fsdp.tensor")
     arguments = {"tree": tree, "mesh": mesh, "paths": rules}
     (reason,) = lint(arguments)
-    assert (reason.code, reason.where) == ("corrected", "mesh axis 'fsdp'")
+    assert reason.code == "corrected"
+    assert reason.where == "mesh axis 'fsdp'"
     assert "9 arrays are not divisible by `fsdp` (3)" in reason.message
     assert reason.fix == "paths = paths.replace(0, PartitionSpec(None, 'tensor'))"
     assert [finding.code for finding in lint(applied(reason.fix, arguments))] == [
@@ -378,7 +371,8 @@ def test_one_cause_is_one_finding_whose_fix_mends_it():
     ]
     # Of one array alone, too.
     (alone,) = lint({**arguments, "tree": {"a": tree["a"]}})
-    assert alone.where == "a" and alone.fix == reason.fix
+    assert alone.where == "a"
+    assert alone.fix == reason.fix
 
 
 MESH_AXES = ("a", "b", "c")
@@ -455,7 +449,9 @@ TOGETHER: list[tuple[dict[str, tuple[str, ...]], list[Any], str]] = [
 
 @given(st.sets(st.sampled_from(range(len(TOGETHER)))), st.booleans())
 def test_mistakes_of_several_kinds_are_all_found(chosen, unit):
-    rules, expected, names = list(AXES.rules), set(), {}
+    rules = list(AXES.rules)
+    expected = set()
+    names = {}
     for changed, extra, findings in (TOGETHER[number] for number in sorted(chosen)):
         expected |= set(found_in(findings.replace("[{}]", f"[{len(rules)}]")))
         rules += extra
@@ -505,11 +501,9 @@ def mlp(width: int, down: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     return {"up": f32(96, width), "down": f32(down or width, 96)}
 
 
-TABLE, WIDE, NAMED = (
-    f32(1000, 96),
-    ("wide", "embed"),
-    {"up": ("embed", "mlp"), "down": ("mlp", "embed")},
-)
+TABLE = f32(1000, 96)
+WIDE = ("wide", "embed")
+NAMED = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
 # What is beside three layers of width 256, its names, and where a contradiction is
 # found.
 CASES: dict[str, tuple[Any, Any, list[str]]] = {
@@ -550,7 +544,8 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_name_contradicts_where_its_sizes_cannot_be_meant(case):
     extra, named, expected = CASES[case]
-    tree, names = {"layers": [mlp(256)] * 3, **extra}, {"layers": [NAMED] * 3, **named}
+    tree = {"layers": [mlp(256)] * 3, **extra}
+    names = {"layers": [NAMED] * 3, **named}
     findings = sfx.lint(
         tree, SMALL, names=names, axes=MLP_AXES.with_alias("wide", of="mlp")
     )
@@ -588,7 +583,8 @@ def test_heads_in_fused_projections(name, shape, head_dim, line):
         return
     (finding,) = cut
     severity, text = line.split(" ", 1)
-    assert finding.severity == severity and text in finding.message
+    assert finding.severity == severity
+    assert text in finding.message
     arguments = {"tree": tree, "mesh": mesh, "paths": rules, "head_dim": head_dim}
     after = lint(applied(finding.fix, arguments))
     assert not [reason for reason in after if reason.code == "cut-head"]

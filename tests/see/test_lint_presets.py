@@ -135,7 +135,8 @@ def test_eformer(mode, changes):
     ],
 )
 def test_data_parallel_rules_declare_the_axis_of_the_batch(axis, text):
-    tree, rules = models.tree("llama3-8b"), models.rules_for("llama3-8b", "dp")
+    tree = models.tree("llama3-8b")
+    rules = models.rules_for("llama3-8b", "dp")
     findings = sfx.lint(tree, MeshSpec({axis: 8}), paths=rules).without("replicated")
     assert [
         (finding.code, finding.severity, finding.where) for finding in findings

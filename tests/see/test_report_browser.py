@@ -18,7 +18,8 @@ from tests.see.planted import leaf
 
 
 pytestmark = pytest.mark.browser
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+CHROMIUM = shutil.which("chromium")
+DRIVER = shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:
     pytest.skip("no `chromium` and `chromedriver` on the path", allow_module_level=True)
 webdriver = pytest.importorskip(
@@ -221,12 +222,10 @@ def test_the_memory_of_a_step(browser, tmp_path):
     assert largest.what in page.text("#step-inspector h3")
     page.one("#step-map .top[aria-label*='test_report_data.py'] .cell").click()
     details = page.text("#step-inspector")
-    assert (
-        second.what in details
-        and place in details
-        and "jax.grad(" in details
-        and "axes from" in details
-    )
+    assert second.what in details
+    assert place in details
+    assert "jax.grad(" in details
+    assert "axes from" in details
     (row,) = [
         row
         for row in page.all("#source tr")
@@ -274,20 +273,16 @@ def test_sorting_and_the_details_of_a_row(page):
     heads = {head.text.split("\n")[0]: head for head in page.all("#table thead th")}
     assert heads["bytes/device"].get_attribute("aria-sort") == "descending"
     heads["path"].find_element("tag name", "button").click()
-    assert (
-        page.paths == sorted(page.paths)
-        and heads["path"].get_attribute("aria-sort") == "ascending"
-    )
+    assert page.paths == sorted(page.paths)
+    assert heads["path"].get_attribute("aria-sort") == "ascending"
     heads["path"].find_element("tag name", "button").click()
     assert page.paths == sorted(page.paths, reverse=True)
     row = page.one("#table [data-row='0'] button")
     row.click()
     assert page.focused.get_attribute("aria-expanded") == "true"
     details = page.one("#table .open")
-    assert (
-        "indivisible" in details.text
-        and "size 50257 is not divisible by `tensor` (8)" in details.text
-    )
+    assert "indivisible" in details.text
+    assert "size 50257 is not divisible by `tensor` (8)" in details.text
     cells = [
         cell.text
         for cell in details.find_elements(
@@ -326,7 +321,8 @@ def test_a_click_on_the_map_zooms_and_shows_the_array(page):
 
 def test_the_keyboard_reaches_everything_and_shows_where_it_is(page):
     page.run("document.activeElement.blur()")
-    reached, seen = [], set()
+    reached = []
+    seen = set()
     for _ in range(200):
         page.press(Keys.TAB)
         element = page.focused
@@ -371,26 +367,24 @@ def test_the_map_by_keyboard(page):
     assert page.trail == ["all arrays", "layers/{0..23}/"]
     assert page.focused.get_attribute("aria-label").startswith("mlp/")
     page.press(Keys.SPACE)
-    assert page.trail[-1] == "mlp/" and page.focused.get_attribute(
-        "aria-label"
-    ).startswith("down")
+    assert page.trail[-1] == "mlp/"
+    assert page.focused.get_attribute("aria-label").startswith("down")
     page.press(Keys.ENTER)
     assert "layers/{0..23}/mlp/down" in page.text("#inspector")
     assert page.focused.get_attribute("aria-label").startswith("down")
     page.press(Keys.ESCAPE)
     assert page.focused.get_attribute("aria-label").startswith("mlp/")
     page.press(Keys.ESCAPE, Keys.ESCAPE)
-    assert page.trail == ["all arrays"] and page.focused.get_attribute(
-        "aria-label"
-    ).startswith("layers")
+    assert page.trail == ["all arrays"]
+    assert page.focused.get_attribute("aria-label").startswith("layers")
 
 
 def test_a_finding_leads_to_its_arrays(page):
     first, second = page.all("#findings .finding")
-    assert (
-        "warning" in first.text and "f()" in first.find_element("tag name", "pre").text
-    )
-    assert "error" in second.text and not second.find_elements("tag name", "pre")
+    assert "warning" in first.text
+    assert "f()" in first.find_element("tag name", "pre").text
+    assert "error" in second.text
+    assert not second.find_elements("tag name", "pre")
     second.find_element("css selector", "button").click()
     assert page.paths == ["layers/{0..23}/attn/qkv"]
     assert page.focused.get_attribute("id") == "search"
@@ -475,7 +469,8 @@ def test_hostile_names_stay_text(browser, tmp_path, width):
     assert "x" * 10_000 in page.text("#table .open")
     for cell in page.all("#treemap .top")[:4]:
         page.run("arguments[0].focus()", cell)
-    assert page.run("return window.pwned") is None and page.complaints() == []
+    assert page.run("return window.pwned") is None
+    assert page.complaints() == []
 
 
 def test_fifty_thousand_leaves_stay_usable(browser, tmp_path):
@@ -491,9 +486,8 @@ def test_fifty_thousand_leaves_stay_usable(browser, tmp_path):
     # Of many numbers a range shows the ends: what may hold this one is found, and
     # nothing else.
     candidates = page.search("layers/2321/experts/w3")
-    assert 0 < len(candidates) <= 7 and all(
-        path.endswith("/experts/w3") for path in candidates
-    )
+    assert 0 < len(candidates) <= 7
+    assert all(path.endswith("/experts/w3") for path in candidates)
     assert page.search("layers/2500/experts/w3") == []
     page.search("")
     page.one("#more").click()

@@ -70,7 +70,8 @@ def embedded(page: str) -> dict:
 
 def paths(data: dict) -> list[str]:
     """The paths of packed rows."""
-    rows, before = [], ""
+    rows = []
+    before = ""
     for common, rest, _, _ in data["rows"]:
         before = before[:common] + rest
         rows.append(before)
@@ -97,15 +98,14 @@ def test_the_rows_are_those_of_the_report():
         "corrected_arrays": 3,
     }
     (w,) = [row for row in data["rows"] if row["path"].endswith("w")]
-    assert (
-        w["requested"] == [["data"], ["tensor"]]
-        and w["spec"] == [["data"], []]
-        and w["shard_shape"] == [4, 6]
-    )
+    assert w["requested"] == [["data"], ["tensor"]]
+    assert w["spec"] == [["data"], []]
+    assert w["shard_shape"] == [4, 6]
     assert [
         (reason["code"], reason["dim"], reason["axes"]) for reason in w["reasons"]
     ] == [("indivisible", 1, ["tensor"])]
-    assert (data["title"], data["digest"]) == ("three layers", sharding_plan.digest)
+    assert data["title"] == "three layers"
+    assert data["digest"] == sharding_plan.digest
 
 
 def test_what_a_strategy_adds_is_not_less_than_was_asked():
@@ -125,7 +125,8 @@ def test_what_a_strategy_adds_is_not_less_than_was_asked():
     rows = {
         row["path"]: (row["less"], row["lost"], row["spec"]) for row in data["rows"]
     }
-    assert rows["norm"] == (False, [], [["data"]]) and rows["odd"] == (True, [], [[]])
+    assert rows["norm"] == (False, [], [["data"]])
+    assert rows["odd"] == (True, [], [[]])
     assert rows["w"][:2] == (False, [])
     assert data["totals"]["corrected_arrays"] == sum(
         less for less, _, _ in rows.values()
@@ -160,8 +161,10 @@ def test_everything_that_a_plan_can_hold_is_json():
     data = json.loads(json.dumps(report_data(sharding_plan)))
     rows = {row["path"]: row for row in data["rows"]}
     assert rows["named"]["spec"] == [["data", "tensor"], []]
-    assert rows["int4"]["memory_kind"] == "pinned_host" and rows["int4"]["bytes"] == 32
-    assert rows["empty"]["bytes"] == 0 and "function" not in rows
+    assert rows["int4"]["memory_kind"] == "pinned_host"
+    assert rows["int4"]["bytes"] == 32
+    assert rows["empty"]["bytes"] == 0
+    assert "function" not in rows
     assert data["mesh"]["axes"] == [
         {"name": "data", "size": 2, "slices": 2, "type": "Auto"},
         {"name": "tensor", "size": 4, "slices": 1, "type": "Explicit"},
@@ -178,18 +181,14 @@ def test_the_smallest_trees(tree):
         tree, MeshSpec({"data": 1}), paths=PathRules([(".*", P())]), unused="allow"
     )
     data = embedded(html_report(sharding_plan))
-    assert (
-        data["totals"]["arrays"] == len(sharding_plan)
-        and data["totals"]["replicated_bytes"] == 0
-    )
+    assert data["totals"]["arrays"] == len(sharding_plan)
+    assert data["totals"]["replicated_bytes"] == 0
 
 
 def test_a_chip_by_its_name():
     sharding_plan = planned("w->replicate")
-    assert (
-        report_data(sharding_plan, chip="v5p")["chip"]["name"] == "v5p"
-        and report_data(sharding_plan)["chip"] is None
-    )
+    assert report_data(sharding_plan, chip="v5p")["chip"]["name"] == "v5p"
+    assert report_data(sharding_plan)["chip"] is None
     with pytest.raises(ChipError, match="v5"):
         html_report(sharding_plan, chip="v5x")
 
@@ -216,17 +215,16 @@ def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
         == data["fit"]["peak_bytes"]
     )
     assert data["memory"][0]["group"] in {row.group for row in sent.rows}
-    assert (data["chip"]["name"], data["fit"]["basis"], data["fit"]["fits"]) == (
-        "v5e",
-        "foreseen",
-        True,
-    )
+    assert data["chip"]["name"] == "v5e"
+    assert data["fit"]["basis"] == "foreseen"
+    assert data["fit"]["fits"] is True
     assert len(data["fit"]["changes"]) == len(sent.changes)
     moment = data["step"]["moment"]
     assert {row["array"] for row in moment} >= {
         "w",
         "f32[4096,4096]",
-    } and moment == sorted(moment, key=_smaller)
+    }
+    assert moment == sorted(moment, key=_smaller)
     (source,) = [line for line in data["step"]["source"] if line["file"] == __file__]
     (line,) = [line for line in source["lines"] if "jax.grad(" in line["text"]]
     assert "f32[4096,4096] -" in line["makes"]
@@ -242,19 +240,19 @@ def test_names_stay_text_whatever_they_hold():
     for mark in ("<script", "</script", "<img", "<title", "</title", "<style", "<!--"):
         assert page.lower().count(mark) == plain.lower().count(mark), mark
     shown = paths(embedded(page))
-    assert len(shown) == len(HOSTILE) and all(path.isprintable() for path in shown)
+    assert len(shown) == len(HOSTILE)
+    assert all(path.isprintable() for path in shown)
     assert "\\u202egnp.tsohg\\u202c \\u2066\\u2029\\x1b[31m\\x00" in shown
-    assert (
-        HOSTILE[0] in shown
-        and "\u6743\u91cd/\u0648\u0632\u0646" in shown
-        and "x" * 10_000 in shown
-    )
+    assert HOSTILE[0] in shown
+    assert "\u6743\u91cd/\u0648\u0632\u0646" in shown
+    assert "x" * 10_000 in shown
 
 
 def test_the_page_is_whole_and_the_same_for_the_same_plan():
     folder = importlib.resources.files("shardfx._see").joinpath("page")
     page = html_report(hostile())
-    assert page == html_report(hostile()) and "{{" not in page.partition("<script")[0]
+    assert page == html_report(hostile())
+    assert "{{" not in page.partition("<script")[0]
     for file in folder.iterdir():
         text = file.read_text(encoding="utf-8")
         assert text.isascii() and (text in page) != (file.name == "report.html"), (
@@ -270,12 +268,11 @@ def test_the_picture_in_the_readme_shows_what_is_said_of_it():
     key, query, out = (
         rows[f"{{0..47}}/self_attn/{name}_proj/weight"] for name in ("k", "q", "o")
     )
-    assert key.row.spec == P(None, "fsdp") and key.row.reasons[0].code.name == "unit"
+    assert key.row.spec == P(None, "fsdp")
+    assert key.row.reasons[0].code.name == "unit"
     assert key.bytes_per_device > query.bytes_per_device + out.bytes_per_device
-    assert (
-        draw_report.PICTURE.read_bytes().startswith(b"\x89PNG")
-        and draw_report.PICTURE.stat().st_size < 200_000
-    )
+    assert draw_report.PICTURE.read_bytes().startswith(b"\x89PNG")
+    assert draw_report.PICTURE.stat().st_size < 200_000
 
 
 # In a process of its own, without the checks of types that would take most of the time.
@@ -329,9 +326,9 @@ def test_many_parts_of_a_tree_are_the_largest_and_the_rest(count, shown):
     }
     sharding_plan = planned(".*->data", tree)
     memory = embedded(html_report(sharding_plan))["memory"]
+    assert len(memory) == shown
     assert (
-        len(memory) == shown
-        and sum(part["bytes_per_device"] for part in memory)
+        sum(part["bytes_per_device"] for part in memory)
         == sharding_plan.bytes_per_device
     )
     assert (memory[-1]["group"] == "2 others") == (shown < count)
@@ -343,10 +340,8 @@ def test_many_findings_and_much_traffic_are_cut_and_counted():
     data = packed(
         report_data(sharding_plan, findings=[finding] * 10_000, traffic=Traffic((), 8))
     )
-    assert (
-        100 < len(data["findings"]) < 10_000
-        and len(data["findings"]) + data["more_findings"] == 10_000
-    )
+    assert 100 < len(data["findings"]) < 10_000
+    assert len(data["findings"]) + data["more_findings"] == 10_000
     assert data["traffic"] == {
         "devices": 8,
         "wire_bytes": 0,
@@ -385,7 +380,8 @@ def test_the_verdict(tree, rules, findings, chip, level, text):
         Finding("corrected", severity, "w", 0, "", "") for severity in findings.split()
     ]
     verdict = report_data(sharding_plan, findings=result, chip=chip)["verdict"]
-    assert verdict["level"] == level and text in verdict["text"]
+    assert verdict["level"] == level
+    assert text in verdict["text"]
     page = html_report(sharding_plan, findings=result, chip=chip)
     assert (
         f'<p id="verdict" class="verdict {level}"><b>{verdict["text"]}</b></p>' in page

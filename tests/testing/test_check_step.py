@@ -198,7 +198,8 @@ def test_the_story_says_what_differs_where_and_how_it_lies(mesh):
     assert "the first equation that differs: `add` at planted.py:" in text
     assert "in turn 0 of its loop" in text
     assert "f32[4,6] on each device of d, t, which waits for the sum over t" in text
-    assert "`sin` at planted.py:" in text and "is a psum missing?" in text
+    assert "`sin` at planted.py:" in text
+    assert "is a psum missing?" in text
     case = PLANTED["sum_left_out"]
     check = check_step(
         lambda mesh: case.make(mesh, True), *case.arrays(mesh), mesh=mesh
@@ -214,7 +215,8 @@ def test_a_right_step_says_so_and_its_arguments_stay(mesh):
     check = check_step(
         jax.jit(lambda x: {"y": jnp.tanh(x) @ x, "sum": x.sum()}, donate_argnums=0), x
     )
-    assert check and not x.is_deleted()
+    assert check
+    assert not x.is_deleted()
     assert str(check) == "the plan changes none of 2 outputs by more than rounding does"
     assert [output.path for output in check.outputs] == ["sum", "y"]
 
@@ -376,7 +378,8 @@ def test_a_training_step_of_structs_is_made_small_and_run():
     ("shape", "small"), [((1024, 96), (16, 96)), ((1024, 96, 96), (16, 2, 96))]
 )
 def test_a_size_that_a_step_needs_is_not_shrunk(shape, small):
-    mesh, seen = sfx.MeshSpec({"d": 8}).abstract(), []
+    mesh = sfx.MeshSpec({"d": 8}).abstract()
+    seen = []
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("d")))
 
     def step(x):

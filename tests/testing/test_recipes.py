@@ -18,10 +18,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 
 def test_no_recipe_is_accused(monkeypatch: pytest.MonkeyPatch):
-    filter_jit, checked = sfx.filter_jit, []
+    filter_jit = sfx.filter_jit
+    checked = []
 
     def checking(fn: Any, **how: Any) -> Callable[..., Any]:
-        jitted, is_new = filter_jit(fn, **how), [fn.__name__ in STEPS]
+        jitted = filter_jit(fn, **how)
+        is_new = [fn.__name__ in STEPS]
 
         def called(*args: Any) -> Any:
             if is_new.pop() if is_new else False:

@@ -47,7 +47,8 @@ def test_the_text_joins_what_is_alike_and_quotes_the_lines(traffic):
             == EXPECTED
         )
     text = traffic_text(traffic, sizes=True)
-    assert "8 devices, 4.4 KiB enter each\n" in text and 'up"]), 896 B\n' in text
+    assert "8 devices, 4.4 KiB enter each\n" in text
+    assert 'up"]), 896 B\n' in text
     rows = [
         dataclasses.replace(
             row, source=row.source and row.source._replace(file="gone.py")

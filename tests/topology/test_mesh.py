@@ -26,10 +26,8 @@ def ids(order):
 # Four slices of four devices; eight of three slices.
 SLICES = chips((2, 2, 1, 1), (2, 2, 1, 1), slices=4)
 UNEVEN = [*SLICES[:6], *SLICES[8:10]]
-SLICED, T24 = (
-    MeshSpec({"data": 8}, dcn={"data": 4}),
-    MeshSpec({"data": 2, "t": 24}, dcn={"t": 8}),
-)
+SLICED = MeshSpec({"data": 8}, dcn={"data": 4})
+T24 = MeshSpec({"data": 2, "t": 24}, dcn={"t": 8})
 DATA_T = MeshSpec({"data": 2, "t": 16})
 
 
@@ -39,16 +37,18 @@ def test_a_mesh_is_a_value():
     )
     types = {"tensor": EXPLICIT, "data": AxisType.Auto}
     same = MeshSpec([("data", 2), ("tensor", 4)], axis_types=types, dcn={"data": 2})
-    assert mesh == same and hash(mesh) == hash(same) and not jax.tree.leaves(mesh)
-    assert mesh.axis_types == (AxisType.Auto, EXPLICIT) and mesh.dcn_sizes == (2, 1)
-    assert dict(mesh.shape) == {"data": 2, "tensor": 4} and mesh.size == 8
+    assert mesh == same
+    assert hash(mesh) == hash(same)
+    assert not jax.tree.leaves(mesh)
+    assert mesh.axis_types == (AxisType.Auto, EXPLICIT)
+    assert mesh.dcn_sizes == (2, 1)
+    assert dict(mesh.shape) == {"data": 2, "tensor": 4}
+    assert mesh.size == 8
     slices = MeshSpec(
         {"data": 8, "fsdp": -1, "tensor": 2}, dcn={"data": 4, "tensor": 2}
     )
-    assert (
-        str(slices) == "data=8(dcn=4),fsdp=-1,tensor=2(dcn=2)"
-        and MeshSpec.parse(str(slices)) == slices
-    )
+    assert str(slices) == "data=8(dcn=4),fsdp=-1,tensor=2(dcn=2)"
+    assert MeshSpec.parse(str(slices)) == slices
     assert mesh not in (
         MeshSpec({"tensor": 4, "data": 2}),
         MeshSpec({"data": 2, "tensor": 4}),
@@ -163,12 +163,11 @@ def test_reading_filling_and_asking():
         {"data": 4, "tensor": 2}
     )
     mesh = MeshSpec({"data": 4, "tensor": 2})
-    assert (
-        mesh.axis_size("data"),
-        mesh.axis_size(("tensor", "data")),
-        mesh.axis_size(()),
-    ) == (4, 8, 1)
-    assert MeshSpec.of(mesh) is mesh and MeshSpec.of(mesh.abstract()) == mesh
+    assert mesh.axis_size("data") == 4
+    assert mesh.axis_size(("tensor", "data")) == 8
+    assert mesh.axis_size(()) == 1
+    assert MeshSpec.of(mesh) is mesh
+    assert MeshSpec.of(mesh.abstract()) == mesh
     spec = MeshSpec({"data": -1, "tensor": 2}, axis_types=EXPLICIT)
     mesh = spec.build(jax.devices())
     assert mesh == Mesh(
@@ -183,7 +182,9 @@ def test_other_devices_stay_in_the_order_given():
     backwards = jax.devices()[::-1]
     order = MeshSpec({"data": 8}).order(np.array(backwards).reshape(2, 4))
     assert list(order.devices) == backwards
-    assert (order.method, order.reasons, order.mean_hops) == ("mesh_utils", (), None)
+    assert order.method == "mesh_utils"
+    assert order.reasons == ()
+    assert order.mean_hops is None
 
 
 @given(st.permutations(range(32)))
@@ -201,9 +202,8 @@ def test_the_order_of_tpus_does_not_depend_on_the_list(shuffled):
 def test_a_built_mesh_is_a_permutation_that_says_what_it_changed(sizes):
     devices = chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p")
     order = MeshSpec((f"a{i}", size) for i, size in enumerate(sizes)).order(devices)
-    assert (
-        sorted(ids(order).ravel()) == list(range(64)) and order.devices.shape == sizes
-    )
+    assert sorted(ids(order).ravel()) == list(range(64))
+    assert order.devices.shape == sizes
     theirs = mesh_utils.create_device_mesh(
         sizes, devices, allow_split_physical_axes=True
     )
@@ -224,9 +224,8 @@ def test_slices_are_ordered_one_by_one():
         for piece in order.devices
     )
     alone = MeshSpec({"data": 8, "tensor": 2}).order(devices[:16])
-    assert (ids(order)[0] == ids(alone)).all() and (
-        ids(order)[1] == ids(alone) + 16
-    ).all()
+    assert (ids(order)[0] == ids(alone)).all()
+    assert (ids(order)[1] == ids(alone) + 16).all()
 
 
 def test_an_axis_that_spans_slices_is_slowest_over_them():
@@ -248,9 +247,8 @@ def test_processes_are_slices_where_devices_name_none():
     for device in nodes:
         device.platform = "gpu"
     order = MeshSpec({"data": 2, "tensor": 2}, dcn={"data": 2}).order(nodes)
-    assert (
-        ids(order).tolist() == [[0, 1], [2, 3]] and order.method == "hybrid: mesh_utils"
-    )
+    assert ids(order).tolist() == [[0, 1], [2, 3]]
+    assert order.method == "hybrid: mesh_utils"
     order = MeshSpec({"data": 4, "tensor": 2}, dcn={"tensor": 2}).order(jax.devices())
     assert ids(order).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert order.reasons == (
@@ -277,14 +275,15 @@ def test_a_torus_is_walked_where_jax_has_no_order(devices, sizes, method, reason
     order = MeshSpec(
         (f"a{position}", size) for position, size in enumerate(sizes)
     ).order(devices[::-1])
-    assert order.method.startswith(method) and reason in order.reasons[0]
+    assert order.method.startswith(method)
+    assert reason in order.reasons[0]
     assert sorted(ids(order).ravel()) == [device.id for device in devices]
     if method == "as given":
-        assert (
-            ids(order).tolist() == [0, 1, 2, 3, 5, 6, 7, 8] and order.mean_hops is None
-        )
+        assert ids(order).tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
+        assert order.mean_hops is None
     else:
-        assert order.mean_hops is not None and order.mean_hops[1] == 1.0
+        assert order.mean_hops is not None
+        assert order.mean_hops[1] == 1.0
 
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
@@ -325,6 +324,5 @@ def test_arrays_of_a_split_mesh_mix_with_the_old_ones():
         chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p")
     )
     split = MeshSpec.of(torus).split("tensor", {"kv": 8, "rep": 2}).build(torus)
-    assert split.devices.shape == (4, 8, 2) and list(split.devices.flat) == list(
-        torus.devices.flat
-    )
+    assert split.devices.shape == (4, 8, 2)
+    assert list(split.devices.flat) == list(torus.devices.flat)

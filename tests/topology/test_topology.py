@@ -73,7 +73,9 @@ def test_devices_without_a_torus_are_processes_by_devices():
     assert topology.coords(flat[-1], 0) == (1, 2, 0)
 
 
-TORUS, HOST, SUBMESH = (4, 4, 1, 2), (2, 2, 1, 2), topology.submesh_order
+TORUS = (4, 4, 1, 2)
+HOST = (2, 2, 1, 2)
+SUBMESH = topology.submesh_order
 OTHER = [SimpleNamespace(id=i, process_index=i // 2) for i in range(3)]
 
 
@@ -247,11 +249,9 @@ def test_hybrid_shape_uses_every_device(partitions, local, processes):
         assert f"{partitions} partitions do not tile" in str(error)
         assert partitions not in eval(str(error).split("use one of ")[1][:-1])
         return
-    assert (
-        math.prod(ici) == local
-        and math.prod(dcn) == processes
-        and ici[1] * dcn[1] == partitions
-    )
+    assert math.prod(ici) == local
+    assert math.prod(dcn) == processes
+    assert ici[1] * dcn[1] == partitions
 
 
 @given(boxes, st.lists(st.booleans(), min_size=4, max_size=4))
@@ -338,7 +338,8 @@ def factorings(number, count):
     ("kind", "bounds"), [*SMALL, *(row[:2] for row in HARDWARE)], ids=str
 )
 def test_neighbours_on_the_last_axis_are_linked(kind, bounds):
-    devices, size = chips(bounds, (2, 2, 1, bounds[3]), kind), math.prod(bounds)
+    devices = chips(bounds, (2, 2, 1, bounds[3]), kind)
+    size = math.prod(bounds)
     every = [sizes for count in (1, 2, 3) for sizes in factorings(size, count)]
     models = [
         (size // model, model)

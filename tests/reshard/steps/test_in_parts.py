@@ -30,7 +30,8 @@ def moves(draw):
     that is cut into them.
     """
     rank = draw(st.integers(1, 3))
-    src, dst = draw(layouts(rank)), draw(layouts(rank))
+    src = draw(layouts(rank))
+    dst = draw(layouts(rank))
     extra = draw(st.lists(st.integers(1, 5), min_size=rank, max_size=rank))
     dtype = draw(
         st.sampled_from([np.dtype("uint8"), np.dtype("float32"), np.dtype("uint16")])
@@ -116,7 +117,8 @@ def assert_moved(
 @settings(max_examples=20, deadline=None)
 def test_a_move_in_parts_gives_every_device_its_piece(move):
     blocks, dtype, src, dst, part, dim = move
-    src, dst = StepLayout(*src), StepLayout(*dst)
+    src = StepLayout(*src)
+    dst = StepLayout(*dst)
     shape = tuple(
         math.lcm(*counts) * size
         for *counts, size in zip(src.counts, dst.counts, blocks, strict=True)
@@ -152,7 +154,8 @@ def test_what_is_doubled_at_last_comes_in_halves(src, dst, kinds, dim):
     assert_moved((64, 128), np.dtype("float32"), src, dst, part=(4, 8)[dim], dim=dim)
 
 
-ROWS, COLUMNS = StepLayout((64,), ((0,), ())), StepLayout((64,), ((), (0,)))
+ROWS = StepLayout((64,), ((0,), ()))
+COLUMNS = StepLayout((64,), ((), (0,)))
 
 
 @pytest.mark.parametrize(
@@ -244,11 +247,10 @@ def test_tiled_pieces_are_halved_before_a_doubling_gather(shape, src, dst, chunk
 
 def test_all_to_all_after_a_permutation_comes_in_four():
     shape = (192, 768, 640)
-    src, dst = (
-        StepLayout((2, 8, 4), ((0, 1), (2,), ())),
-        StepLayout((8, 8), ((1,), (0,), ())),
-    )
+    src = StepLayout((2, 8, 4), ((0, 1), (2,), ()))
+    dst = StepLayout((8, 8), ((1,), (0,), ()))
     plan = redistribute(shape, 32, src, dst)
     assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
     chunks = chunks_on_tpus(src.shard_shape(shape), 32, plan.steps)
-    assert chunks is not None and -(-chunks.block // chunks.chunk) == 4
+    assert chunks is not None
+    assert -(-chunks.block // chunks.chunk) == 4

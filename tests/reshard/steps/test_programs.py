@@ -84,7 +84,8 @@ def move(x, dst, src=None, donate=False):
 
 def pair(kind: AxisType = AxisType.Auto) -> tuple[NamedSharding, NamedSharding]:
     """A move that needs several steps: XLA alone would replicate the array."""
-    source, target = mesh(kind, a=2, b=4), mesh(kind, c=4, d=2)
+    source = mesh(kind, a=2, b=4)
+    target = mesh(kind, c=4, d=2)
     return NamedSharding(source, P("b", "a")), NamedSharding(
         target, P(None, ("d", "c"))
     )
@@ -122,7 +123,8 @@ def ends(draw):
 @settings(max_examples=40, deadline=None)
 def test_a_live_array_gets_from_anywhere_to_anywhere(ends, source_kind, target_kind):
     rank, result, spare = ends
-    shardings, counts = [], []
+    shardings = []
+    counts = []
     for (sizes, dims, order), kind in zip(
         result, (source_kind, target_kind), strict=True
     ):
@@ -255,9 +257,11 @@ def test_the_gradient_is_moved_back_by_the_planned_steps(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_inside_checkpoint_scan_vmap_and_forward_mode(kind):
     m = mesh(kind, a=2, b=4)
-    src, dst = NamedSharding(m, P("b", "a")), NamedSharding(m, P("a", "b"))
+    src = NamedSharding(m, P("b", "a"))
+    dst = NamedSharding(m, P("a", "b"))
     x = put(VALUES, src)
-    there, back = ft.partial(move, dst=dst, src=src), ft.partial(move, dst=src, src=dst)
+    there = ft.partial(move, dst=dst, src=src)
+    back = ft.partial(move, dst=src, src=dst)
 
     def scanned(x):
         def body(x, _):
@@ -281,8 +285,10 @@ def test_inside_checkpoint_scan_vmap_and_forward_mode(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_src_is_ignored_outside_of_jit(kind):
-    source, there = mesh(kind, a=2, b=2), mesh(kind, x=2, y=2)
-    rows, columns = NamedSharding(source, P("a")), NamedSharding(source, P("b"))
+    source = mesh(kind, a=2, b=2)
+    there = mesh(kind, x=2, y=2)
+    rows = NamedSharding(source, P("a"))
+    columns = NamedSharding(source, P("b"))
     weights = jax.device_put(VALUES, columns)
 
     for target in (
@@ -315,7 +321,8 @@ def test_src_is_ignored_outside_of_jit(kind):
 def test_what_vmap_is_mapped_over_stays_sharded():
     for kind, names in ((AxisType.Auto, "a"), (AxisType.Explicit, None)):
         square = mesh(kind, a=2, b=2)
-        src, dst = NamedSharding(square, P(None, "b")), NamedSharding(square, P("b"))
+        src = NamedSharding(square, P(None, "b"))
+        dst = NamedSharding(square, P("b"))
         values = np.arange(2 * 8 * 16, dtype=np.float32).reshape(2, 8, 16)
         x = jax.device_put(values, NamedSharding(square, P("a", None, "b")))
         fn = jax.vmap(ft.partial(move, dst=dst, src=src), spmd_axis_name=names)
@@ -334,11 +341,10 @@ def test_what_vmap_is_mapped_over_stays_sharded():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_arrays_that_are_constants_inside_jit_move_too(kind):
-    source, there = mesh(kind, a=2, b=4), mesh(kind, c=2, d=2, e=2)
-    src, dst = (
-        NamedSharding(source, P("a", "b")),
-        NamedSharding(there, P("e", ("d", "c"))),
-    )
+    source = mesh(kind, a=2, b=4)
+    there = mesh(kind, c=2, d=2, e=2)
+    src = NamedSharding(source, P("a", "b"))
+    dst = NamedSharding(there, P("e", ("d", "c")))
     x = jax.device_put(VALUES, src)
     others = {
         "placed": jax.device_put(2 * VALUES, src),
@@ -354,10 +360,8 @@ def test_arrays_that_are_constants_inside_jit_move_too(kind):
 
 def test_sums_that_are_due_are_left_to_jax():
     square = mesh(AxisType.Explicit, a=2, b=2)
-    src, dst = (
-        NamedSharding(square, P(None, None, unreduced=frozenset({"b"}))),
-        NamedSharding(square, P(None, None)),
-    )
+    src = NamedSharding(square, P(None, None, unreduced=frozenset({"b"})))
+    dst = NamedSharding(square, P(None, None))
     rows = jax.device_put(VALUES, NamedSharding(square, P(None, "b")))
     columns = jax.device_put(VALUES.T, NamedSharding(square, P("b", None)))
     product = jax.jit(
@@ -369,7 +373,8 @@ def test_sums_that_are_due_are_left_to_jax():
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("layouts", [("", "b"), ("b", ""), ("b", "b")])
 def test_reduced_axes_are_kept_and_differentiated_as_jax_does(layouts, cross):
-    square, other = mesh(AxisType.Explicit, a=2, b=4), mesh(AxisType.Explicit, c=2, b=4)
+    square = mesh(AxisType.Explicit, a=2, b=4)
+    other = mesh(AxisType.Explicit, c=2, b=4)
     reduced = [frozenset(end) for end in layouts]
     src = NamedSharding(square, P("a", None, reduced=reduced[0]))
     dst = NamedSharding(
@@ -413,7 +418,8 @@ def test_reduced_axes_are_kept_and_differentiated_as_jax_does(layouts, cross):
 
 def test_the_gradient_of_a_reduced_array_is_the_sum_that_is_due():
     square = mesh(AxisType.Explicit, a=2, b=4)
-    plain, reduced = P("a", None), P("a", None, reduced=frozenset({"b"}))
+    plain = P("a", None)
+    reduced = P("a", None, reduced=frozenset({"b"}))
     x = jax.sharding.reshard(
         jax.device_put(VALUES, NamedSharding(square, plain)),
         NamedSharding(square, reduced),
@@ -451,10 +457,8 @@ def test_meshes_without_devices_under_another_mesh(kind):
     around = mesh(kind, a=2, b=4)
     abstract_mesh = AbstractMesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
     there = AbstractMesh((8,), ("z",), axis_types=(kind,))
-    src, dst = (
-        NamedSharding(abstract_mesh, P("x", "y")),
-        NamedSharding(there, P(None, "z")),
-    )
+    src = NamedSharding(abstract_mesh, P("x", "y"))
+    dst = NamedSharding(there, P(None, "z"))
     fn = jax.jit(lambda x, src: move(x, dst, src=src), static_argnums=1)
     x = put(VALUES, NamedSharding(around, P("a", "b")))
     with jax.set_mesh(around):
@@ -492,11 +496,10 @@ def test_what_is_compiled_sends_what_is_planned(dtype, spec):
 
 
 def test_between_slices_the_planned_steps_cross_less_than_xla():
-    m, mesh_spec = (
-        mesh(slices=2, a=2, b=2),
-        MeshSpec({"slices": 2, "a": 2, "b": 2}, dcn={"slices": 2}),
-    )
-    src, dst = NamedSharding(m, P("b", "a")), NamedSharding(m, P("slices", "a"))
+    m = mesh(slices=2, a=2, b=2)
+    mesh_spec = MeshSpec({"slices": 2, "a": 2, "b": 2}, dcn={"slices": 2})
+    src = NamedSharding(m, P("b", "a"))
+    dst = NamedSharding(m, P("slices", "a"))
     chosen = move_of(
         (256, 256),
         jnp.dtype("float32"),
@@ -508,12 +511,14 @@ def test_between_slices_the_planned_steps_cross_less_than_xla():
     plan = chosen.plan
     assert plan is not None
     # The other half of a row's columns is in the own slice: nothing need cross.
-    assert plan.wire_bytes == 256 * 256 * 4 // 4 and plan.dcn_bytes == 0
+    assert plan.wire_bytes == 256 * 256 * 4 // 4
+    assert plan.dcn_bytes == 0
     ours, theirs = (
         lowered(fn, (256, 256), jnp.dtype("float32"), src, dst).compile().as_text()
         for fn in (program_of(plan, 2, src, dst), lambda x: x)
     )
-    assert wire_bytes(ours, 8) == plan.wire_bytes and wire_bytes(ours, 8, slices=2) == 0
+    assert wire_bytes(ours, 8) == plan.wire_bytes
+    assert wire_bytes(ours, 8, slices=2) == 0
     assert wire_bytes(theirs, 8, slices=2) == 256 * 256 * 4 // 8
     values = np.arange(256 * 256, dtype=np.float32).reshape(256, 256)
     assert_lies(carry_out(chosen, put(values, src)), values, dst)

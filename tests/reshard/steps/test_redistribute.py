@@ -93,7 +93,8 @@ def lower_bound(shape: tuple[int, ...], src: StepLayout, dst: StepLayout) -> flo
     elements.
     """
     array = np.arange(math.prod(shape)).reshape(shape)
-    have, want = pieces(array, src, src), pieces(array, dst, src)
+    have = pieces(array, src, src)
+    want = pieces(array, dst, src)
     return 8 * float(
         np.mean([np.setdiff1d(w, h).size for h, w in zip(have, want, strict=True)])
     )
@@ -134,7 +135,8 @@ def test_a_local_slice_moves_nothing_for_any_factors(sizes):
 @st.composite
 def ends(draw, count: int, rank: int):
     """The fields of a random layout over `count` devices."""
-    sizes, remaining = [], count
+    sizes = []
+    remaining = count
     while remaining > 1:
         sizes.append(
             draw(
@@ -169,10 +171,8 @@ def moves(draw):
     """An array's spare room per dimension and two layouts over the same devices, ranks
     0 to 4.
     """
-    few, many = (
-        [1, 2, 3, 4, 6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21, 24, 30, 36],
-        [192, 288, 384, 480],
-    )
+    few = [1, 2, 3, 4, 6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21, 24, 30, 36]
+    many = [192, 288, 384, 480]
     count = draw(st.sampled_from(few + 2 * many))
     rank = 2 if count in many else draw(st.integers(0, 4))
     spare = (
@@ -186,7 +186,9 @@ def moves(draw):
 @given(moves())
 @settings(max_examples=150, deadline=None)
 def test_any_ranks_factors_orders_and_empty_dimensions(move):
-    spare, src, dst = move[0], StepLayout(*move[1]), StepLayout(*move[2])
+    spare = move[0]
+    src = StepLayout(*move[1])
+    dst = StepLayout(*move[2])
     # The least shape that both ends divide leaves no room for a detour.
     shape = tuple(
         math.lcm(a, b) * spare_factor
@@ -235,7 +237,8 @@ def test_factors_that_block_each_other_or_have_no_room(shape, src, dst):
     ],
 )
 def test_a_gather_needs_no_permute_before_it(sizes, src, dst, order):
-    rank, devices = len(src), math.prod(sizes)
+    rank = len(src)
+    devices = math.prod(sizes)
     plan = check(
         (16,) * rank,
         StepLayout(sizes, src, tuple(range(devices))),
@@ -330,9 +333,11 @@ def exhaustive(factors: int, src: StepLayout, dst: StepLayout, slow: int) -> flo
     alike = {}
     for number, dims in enumerate(states):
         alike.setdefault(tuple(map(len, dims)), []).append(number)
-    first, last = binary(src).dims, binary(dst).dims
+    first = binary(src).dims
+    last = binary(dst).dims
     least = min(sum(map(len, first)), sum(map(len, last)))
-    best, heap = {first: 0.0}, [(0.0, first)]
+    best = {first: 0.0}
+    heap = [(0.0, first)]
     while heap:
         cost, now = heapq.heappop(heap)
         if now == last:
@@ -344,7 +349,8 @@ def exhaustive(factors: int, src: StepLayout, dst: StepLayout, slow: int) -> flo
             for step in steps_from(now, factors, slow)
             if sum(map(len, step[0])) >= least
         ]
-        have, same = tiles[index[now]], alike[tuple(map(len, now))]
+        have = tiles[index[now]]
+        same = alike[tuple(map(len, now))]
         share = 2.0 ** -sum(map(len, now))
         ways += [
             (states[number], permuted(have, tiles[number], slices) * share)
@@ -404,7 +410,8 @@ def test_two_exchanges_meet_in_a_finer_layout(src, dst):
 
 
 def test_of_equal_paths_the_source_is_permuted_first():
-    src, dst = StepLayout((4, 4, 4), ((0, 1, 2), ())), StepLayout((16, 4), ((1,), (0,)))
+    src = StepLayout((4, 4, 4), ((0, 1, 2), ()))
+    dst = StepLayout((16, 4), ((1,), (0,)))
     plan = redistribute((64, 64), 64, src, dst)
     assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
 
@@ -482,7 +489,8 @@ def test_some_path_is_soon_found(shape, src, dst, prime):
     path, cost, looked = explore(
         Problem(shape, *refine(src, dst, prime=prime)), most, math.inf
     )
-    assert path is not None and cost < math.inf
+    assert path is not None
+    assert cost < math.inf
     assert looked <= 2 * most
 
 
@@ -514,7 +522,8 @@ def test_slices_that_one_end_alone_knows_of_count_for_both(end_number):
         (plan.wire_bytes, plan.dcn_bytes)
         for plan in (redistribute((16, 16), 64, *pair) for pair in (both, layouts))
     ]
-    assert costs[0] == costs[1] and costs[0][1] > 0
+    assert costs[0] == costs[1]
+    assert costs[0][1] > 0
 
 
 def test_layouts_of_meshes_and_specs():
@@ -524,11 +533,9 @@ def test_layouts_of_meshes_and_specs():
     assert layout(MeshSpec({"a": 2, "b": 4}), P("b", "a"), 3) == step_layout
     assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2) == StepLayout((2, 4), ((), (0,)))
     assert layout(mesh, P("b"), 1) is layout(mesh, P("b"), 1)
-    assert (
-        step_layout.shard_count == 8
-        and step_layout.counts == (4, 2, 1)
-        and step_layout.shard_shape((8, 8, 8)) == (2, 4, 8)
-    )
+    assert step_layout.shard_count == 8
+    assert step_layout.counts == (4, 2, 1)
+    assert step_layout.shard_shape((8, 8, 8)) == (2, 4, 8)
 
 
 def test_an_axis_that_spans_slices_is_two():
@@ -571,7 +578,8 @@ def test_devices_say_in_which_slice_they_are(order, sizes, weights):
 
 
 def test_equal_moves_are_planned_once():
-    src, dst = StepLayout((2, 4), ((0,), (1,))), StepLayout((4, 2), ((), (0,)))
+    src = StepLayout((2, 4), ((0,), (1,)))
+    dst = StepLayout((4, 2), ((), (0,)))
     assert redistribute((8, 8), 32, src, dst) is redistribute(
         (8, 8), 32, StepLayout((2, 4), ((0,), (1,))), dst
     )
