@@ -153,8 +153,10 @@ def test_auto_axes_mends_it(name):
 
     arguments = [jax.tree.map(placed, value, spec) for value, spec in case.arrays]
     assert case.error in FAQ.read_text()
-    with pytest.raises(Exception, match=re.escape(case.error)):
-        jax.eval_shape(case.function, *arguments)
+    # JAX 0.9 does not look at the dimension of a running sum.
+    if name != "a running sum" or jax.__version_info__ >= (0, 10):
+        with pytest.raises(Exception, match=re.escape(case.error)):
+            jax.eval_shape(case.function, *arguments)
 
     mended = sfx.auto.auto_axes(case.function, plan_on(mesh), out=case.out)
     result = jax.jit(mended)(*arguments)
