@@ -27,7 +27,7 @@ ARGS = PARAMS, jax.eval_shape(OPTIMIZER.init, PARAMS), f32(512, 64)
 
 
 def test_what_the_step_donates_is_written():
-    best = search(step, *ARGS, devices="cpu:8", keep=1)[0]
+    best = search(step, *ARGS, devices="cpu:8", keep=1, effort="least")[0]
     assert best.donated == (0, 1) and "donate=(0, 1)" in best.code()
     assert (
         best.results == (0, 1) and "out_shardings=(plans[0], plans[1])" in best.code()

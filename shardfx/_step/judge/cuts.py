@@ -4,6 +4,7 @@ of a dimension of its own array hold.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from .verdict import Unjudged
 # The index of a position that holds no element of the value.
 HOLE = -(2**40)
 # Cuts are written out, a number for each position and device, up to this size.
-_MOST = 2**22
+MOST_WRITTEN = 2**22
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -91,7 +92,7 @@ class Cuts:
 
     def indices(self, cut: Cut) -> np.ndarray:
         """The index that each position holds: an array (devices, positions)."""
-        if cut.size * self.devices > _MOST:
+        if cut.size * self.devices > MOST_WRITTEN:
             raise Unjudged("pieces of arrays that are too long to be written out")
         columns = []
         for at, length in enumerate(cut.lengths):
@@ -189,34 +190,64 @@ class Cuts:
         return self._terms[key]
 
     def _terms_of(self, cut: Cut, size: int) -> tuple[int, ...] | None:
-        rows, first, owners = np.unique(
+        _, first, owners = np.unique(
             cut.starts, axis=0, return_index=True, return_inverse=True
         )
-        del rows
-        covered = np.zeros(size, np.int64)
+        runs = []
         masks = []
         for number, device in enumerate(first.tolist()):
             devices = np.flatnonzero(owners.reshape(-1) == number).tolist()
-            pieces = [
-                start + np.arange(length) * cut.step
-                for start, length in zip(
-                    cut.starts[device].tolist(), cut.lengths, strict=True
-                )
-                if start != HOLE
-            ]
-            if not pieces:
-                continue
-            held = np.concatenate(pieces)
-            if held.min() < 0 or held.max() >= size:
-                raise Unjudged("a sum over positions beyond the dimension")
-            np.add.at(covered, held, 1)
-            masks.append(sum(1 << device for device in devices))
-        if (covered > 1).any():
-            raise Unjudged("a sum over parts that overlap")
-        if not covered.all():
-            raise Unjudged("a sum over parts that do not cover the dimension")
+            own_runs = _runs(cut, device)
+            if own_runs:
+                runs += own_runs
+                masks.append(sum(1 << device for device in devices))
+        _require_each_once(runs, abs(cut.step), size)
         everywhere = (1 << self.devices) - 1
         return None if masks == [everywhere] else tuple(sorted(masks))
+
+
+class _Run(NamedTuple):
+    """The positions `offset + i * step` of a dimension, for i from `start` to `stop`.
+    `offset` is less than `step`.
+    """
+
+    offset: int
+    start: int
+    stop: int
+
+
+def _runs(cut: Cut, device: int) -> list[_Run]:
+    """What the segments of a cut hold on a device."""
+    step = abs(cut.step)
+    runs = []
+    for start, length in zip(cut.starts[device].tolist(), cut.lengths, strict=True):
+        if start == HOLE:
+            continue
+        lowest = start if cut.step > 0 else start + (length - 1) * cut.step
+        if lowest < 0:
+            raise Unjudged("a sum over positions beyond the dimension")
+        first = lowest // step
+        runs.append(_Run(offset=lowest % step, start=first, stop=first + length))
+    return runs
+
+
+def _require_each_once(runs: Sequence[_Run], step: int, size: int) -> None:
+    """Raises `Unjudged` unless the runs hold each position of a dimension of `size`
+    once.
+    """
+    if min(step, size) > MOST_WRITTEN:
+        raise Unjudged("a sum over elements that are too far apart")
+    ends = dict.fromkeys(range(min(step, size)), 0)
+    for run in sorted(runs):
+        if run.offset >= size or run.stop > -(-(size - run.offset) // step):
+            raise Unjudged("a sum over positions beyond the dimension")
+        if run.start < ends[run.offset]:
+            raise Unjudged("a sum over parts that overlap")
+        if run.start > ends[run.offset]:
+            raise Unjudged("a sum over parts that do not cover the dimension")
+        ends[run.offset] = run.stop
+    if any(end < -(-(size - offset) // step) for offset, end in ends.items()):
+        raise Unjudged("a sum over parts that do not cover the dimension")
 
 
 def _merged(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..hlo_text import parts_of
-from .cuts import HOLE, Cut, Cuts
+from .cuts import HOLE, MOST_WRITTEN, Cut, Cuts
 from .verdict import Unjudged
 
 
@@ -101,6 +101,8 @@ def _tiled(
         if local[at] * tiles[at] == size:
             made.append(cuts.from_starts(starts, local[at]))
             continue
+        if local[at] * len(starts) > MOST_WRITTEN:
+            raise Unjudged("an uneven sharding that is too long to be written out")
         indices = starts[:, None] + np.arange(local[at])
         made.append(cuts.from_indices(np.where(indices < size, indices, HOLE)))
     return made

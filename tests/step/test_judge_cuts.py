@@ -1,0 +1,76 @@
+"""The terms of a sum over a dimension that is cut, against positions written out."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from shardfx._step.judge.cuts import HOLE, Cut, Cuts
+from shardfx._step.judge.verdict import Unjudged
+
+
+def written_out(cut: Cut, device: int) -> list[int]:
+    """The positions that a device holds, one after another."""
+    starts = cut.starts[device].tolist()
+    return [
+        start + number * cut.step
+        for start, length in zip(starts, cut.lengths, strict=True)
+        if start != HOLE
+        for number in range(length)
+    ]
+
+
+def expected_terms(cut: Cut, size: int, devices: int) -> set[int] | None:
+    """The devices of each part as bit masks; `None` if a sum cannot be judged."""
+    masks: dict[tuple[int, ...], int] = {}
+    for device in range(devices):
+        masks.setdefault(tuple(cut.starts[device].tolist()), 0)
+        masks[tuple(cut.starts[device].tolist())] |= 1 << device
+    held: list[int] = []
+    terms = set()
+    for mask in masks.values():
+        own = written_out(cut, mask.bit_length() - 1)
+        if own:
+            terms.add(mask)
+            held += own
+    return terms if sorted(held) == list(range(size)) else None
+
+
+@st.composite
+def cuts_and_sizes(draw: st.DrawFn):
+    devices = draw(st.integers(1, 4))
+    step = draw(st.sampled_from([1, 2, 3, -1, -2]))
+    size = draw(st.integers(1, 12))
+    if draw(st.booleans()):
+        parts = draw(st.integers(1, 3))
+        length = max(1, size // parts)
+        distance = length if abs(step) == 1 else 1
+        lengths = [length]
+        starts = [[device % parts * distance] for device in range(devices)]
+    else:
+        lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
+        start = st.sampled_from([HOLE, *range(-1, size + 1)])
+        starts = [[draw(start) for _ in lengths] for _ in range(devices)]
+    cuts = Cuts(devices)
+    return cuts, cuts.made(lengths, np.array(starts), step), size
+
+
+@given(cuts_and_sizes())
+def test_terms_are_those_of_positions_written_out(drawn):
+    cuts, cut, size = drawn
+    expected = expected_terms(cut, size, cuts.devices)
+    if expected is None:
+        with pytest.raises(Unjudged):
+            cuts.terms(cut, size)
+        return
+    terms = cuts.terms(cut, size)
+    if terms is None:
+        # Each device holds all.
+        terms = [(1 << cuts.devices) - 1]
+    assert set(terms) == expected
+
+
+def test_long_dimensions_are_not_written_out():
+    cuts = Cuts(64)
+    rows = 2**31 // 64
+    cut = cuts.from_starts(np.arange(64) * rows, rows)
+    assert cuts.terms(cut, 2**31) == tuple(1 << device for device in range(64))
