@@ -244,6 +244,22 @@ def test_a_maximum_over_other_padding_is_not_proved(padded_maximum, number):
     assert judged(padded_maximum._replace(partitioned=text)).outcome != "proved"
 
 
+def test_the_gradient_of_a_cut_pool_is_proved():
+    def pooled(x):
+        sizes = (1, 2, 2, 1)
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, sizes, sizes, "VALID")
+
+    x = struct((8, 8, 8, 16), "data", None, None, "tensor")
+    step = jax.grad(lambda x: jnp.sum(jnp.sin(pooled(x))))
+    programs = step_of(step, [x]).programs("cpu")
+    assert judged(programs).outcome == "proved"
+    before = r"(select-and-scatter\(.*window=\{size=1x2x)2(x1 stride=1x2x)2"
+    changed = mutated(programs, before, r"\g<1>4\g<2>4")
+    assert changed.outcome != "proved"
+    changed = mutated(programs, r"direction=GE", "direction=LE")
+    assert changed.outcome != "proved"
+
+
 def test_a_sum_that_is_left_out_is_refuted(programs):
     verdict = mutated(
         programs, r"= (f32\[\S*) all-reduce\((%[\w.]+)\).*", r"= \1 copy(\2)"

@@ -186,7 +186,10 @@ def form_of(
             or computation_text(module, dict(instruction.called)["to_apply"]),
         )
     if opcode == "select-and-scatter":
-        called = tuple(computation_text(module, name) for _, name in instruction.called)
+        called = tuple(
+            computation_text(module, attribute(instruction, name).lstrip("%"))
+            for name in ("select", "scatter")
+        )
     meaning = meaning_of(instruction, _SIZES)
     if opcode in ("slice", "pad"):
         meaning = ()

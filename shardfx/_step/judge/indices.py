@@ -23,7 +23,7 @@ from .held import (
     require_finished,
 )
 from .joining import form_in, joined_cut
-from .matching import are_same, candidates, placed, seen_as_named
+from .matching import are_same, matched_operands, placed
 from .values import Node
 from .verdict import Unjudged, Wrong
 
@@ -296,17 +296,6 @@ def _plain(index: Held) -> Held:
     return dataclasses.replace(index, idiom=None)
 
 
-def _matched(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
-) -> list[tuple[int, list[Held]]]:
-    shape = arrays_in(instruction.result)[0].shape
-    form = form_in(context, instruction, operands, shape)
-    found = [(number, [*operands]) for number in candidates(context, form, instruction)]
-    if found:
-        return found
-    return seen_as_named(context, instruction, operands)
-
-
 def gather(
     context: Context, instruction: Instruction, operands: Sequence[Held]
 ) -> Held:
@@ -316,7 +305,7 @@ def gather(
     reason = Unjudged("no gather of the whole program has these operands")
     fault: Wrong | None = None
     operands = [operands[0], _plain(index)]
-    for number, seen in _matched(context, instruction, operands):
+    for number, seen in matched_operands(context, instruction, operands):
         try:
             return _gathered(
                 context, instruction, seen[0], seen[1], index, number, shape
@@ -461,7 +450,7 @@ def scatter(
     reason = Unjudged("no scatter of the whole program has these operands")
     fault: Wrong | None = None
     operands = [operands[0], _plain(index), operands[2]]
-    for number, seen in _matched(context, instruction, operands):
+    for number, seen in matched_operands(context, instruction, operands):
         try:
             return _scattered(context, instruction, seen, index, number)
         except Unjudged as error:

@@ -179,7 +179,17 @@ def matched_operands(
     ]
     if found:
         return found
-    return seen_as_named(context, instruction, operands)
+    meaning = _without_views(key.key)
+    return [
+        (number, seen)
+        for number, seen in seen_as_named(context, instruction, operands)
+        if _without_views(context.values.nodes[number].key) == meaning
+    ]
+
+
+def _without_views(key: tuple[object, ...]) -> list[object]:
+    """The operation of a key, without its operands: names alone prove nothing."""
+    return [part for part in key if not isinstance(part, View)]
 
 
 def are_same(seen: Sequence[Held], operands: Sequence[Held]) -> bool:

@@ -628,6 +628,13 @@ def _whole_axes(
         free = set(range(len(shape))) - set(numbers(instruction, "dimensions"))
     if instruction.opcode == "custom-call" and "TopK" in instruction.attributes:
         free = set(range(len(shape) - 1))
+    if instruction.opcode == "select-and-scatter":
+        assert node.instruction is not None
+        windows = window_of(instruction, len(shape))
+        if windows != window_of(node.instruction, len(shape)):
+            return None
+        # A dimension along which windows have one element is treated by element.
+        free = {at for at, window in enumerate(windows) if window.is_trivial}
     for operand, array in zip(operands, node.operands, strict=True):
         for at, (axis, size) in enumerate(zip(operand.axes, array.shape, strict=True)):
             if at in free:
@@ -641,7 +648,7 @@ def _whole_axes(
         if at not in free:
             cuts.append(context.cuts.whole(size))
             continue
-        axes = [operand.axes[at] for operand in operands]
+        axes = [operand.axes[at] for operand in operands if operand.shape]
         cuts.append(joined_cut(context, instruction.opcode, at, axes))
         if cuts[-1] is None:
             cuts[-1] = context.cuts.whole(size) if size == node.shape[at] else None
