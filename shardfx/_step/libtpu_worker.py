@@ -20,6 +20,7 @@ import importlib.util
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -92,7 +93,10 @@ def main() -> None:
             sink.write(json.dumps(answer).encode() + b"\n" + b"".join(texts))
             sink.flush()
         except BrokenPipeError:
-            os._exit(0)
+            break
+    # The parent removes the folder, too, unless it was killed.
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def _loaded(library: str) -> str:
