@@ -21,8 +21,8 @@ PARAMS = {"w": np.ones((4, 8), np.float32), "b": np.ones(8, np.float32)}
 BATCH = {"x": np.ones((6, 4), np.float32)}
 
 
-def step(params, batch, *extra, rate=0.5, **named):
-    y = batch["x"] @ params["w"] + params["b"] * rate + sum(extra) + sum(named.values())
+def step(params, batch, *more, rate=0.5, **named):
+    y = batch["x"] @ params["w"] + params["b"] * rate + sum(more) + sum(named.values())
     return {"new": jax.tree.map(lambda x: x * 2, params), "y": y, "text": "text"}
 
 
