@@ -36,7 +36,7 @@ def expected_terms(cut: Cut, size: int, devices: int) -> set[int] | None:
 
 
 @st.composite
-def cuts_and_sizes(draw: st.DrawFn):
+def segments(draw: st.DrawFn):
     devices = draw(st.integers(1, 4))
     step = draw(st.sampled_from([1, 2, 3, -1, -2]))
     size = draw(st.integers(1, 12))
@@ -50,13 +50,14 @@ def cuts_and_sizes(draw: st.DrawFn):
         lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
         start = st.sampled_from([HOLE, *range(-1, size + 1)])
         starts = [[draw(start) for _ in lengths] for _ in range(devices)]
-    cuts = Cuts(devices)
-    return cuts, cuts.made(lengths, np.array(starts), step), size
+    return lengths, np.array(starts), step, size
 
 
-@given(cuts_and_sizes())
+@given(segments())
 def test_terms_are_those_of_positions_written_out(drawn):
-    cuts, cut, size = drawn
+    lengths, starts, step, size = drawn
+    cuts = Cuts(len(starts))
+    cut = cuts.made(lengths, starts, step)
     expected = expected_terms(cut, size, cuts.devices)
     if expected is None:
         with pytest.raises(Unjudged):

@@ -58,7 +58,7 @@ def test_a_search_drops_a_candidate_that_is_refuted(lowered):
     assert lowered.refutations(wrong) and not lowered.refutations(right)
     lines = []
     assert _without_refuted(lowered, [wrong, right], 1, lines.append) == [right]
-    assert len(lines) == 1 and "test_refuted.py" in lines[0]
+    assert len(lines) == 1 and "test_refuted_candidates.py" in lines[0]
     # What is beyond the number to keep is not judged.
     kept = _without_refuted(lowered, [right, wrong], 1, lines.append)
     assert kept == [right, wrong]
@@ -67,6 +67,6 @@ def test_a_search_drops_a_candidate_that_is_refuted(lowered):
 def test_a_search_without_a_right_candidate_says_what_is_wrong(lowered):
     wrong = candidate(jax.P("tensor", "fsdp"), 1.0)
     other = dataclasses.replace(wrong, seconds=3.0)
-    message = r"wrongly under each of the 2 candidates.*test_refuted.py:\d+ residual"
+    message = r"wrongly under each of the 2 candidates.*test_refuted_candidates.py:\d+ residual"
     with pytest.raises(ProgramError, match=message):
         _without_refuted(lowered, [wrong, other], 1, print)
