@@ -9,7 +9,7 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jax.extend.mlir import ir, passmanager
 
@@ -103,13 +103,16 @@ class _Walk:
         # which it is computed.
         self.literals: dict[int, int] = {}
         self.counters: dict[int, int] = {}
+        # For each result of an operation that is not listed since all of its operands
+        # are free: these operands. They may be computed from arrays of the step.
+        self.free_operands: dict[int, Sequence[int]] = {}
 
     def program(self) -> Program:
         main = self.functions["main"]
         block = main.regions[0].blocks[0]
         arguments = self.new(block.arguments, argument_shardings(main))
         results = self.inline(block, arguments, {}, 1.0)
-        operations = _used(self.operations, results)
+        operations = _used(self.operations, results, self.free_operands)
         return Program(
             self.values, operations, tuple(arguments), tuple(results), self.notes
         )
@@ -210,6 +213,7 @@ class _Walk:
             for out, value in zip(outs, made, strict=True):
                 self.values[out] = dataclasses.replace(value, free=True)
             if all(value.free for value in taken):
+                self.free_operands.update(dict.fromkeys(outs, ins))
                 return
         if name == "sharding_constraint":
             self.note(
@@ -434,11 +438,27 @@ def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bo
     )
 
 
-def _used(operations: list[Operation], results: Sequence[int]) -> list[Operation]:
+def _used(
+    operations: list[Operation],
+    results: Sequence[int],
+    free_operands: Mapping[int, Sequence[int]],
+) -> list[Operation]:
     """The operations on which the step's results depend, also inside loops. Compilers
-    remove all other operations.
+    remove all other operations. `free_operands` has the operands of each free value
+    that no operation of `operations` computes.
     """
-    live, kept = set(results), [False] * len(operations)
+    live: set[int] = set()
+    kept = [False] * len(operations)
+
+    def add(values: Sequence[int]) -> None:
+        stack = [*values]
+        while stack:
+            value = stack.pop()
+            if value not in live:
+                live.add(value)
+                stack += free_operands.get(value, ())
+
+    add(results)
     before = -1
     while before != len(live):
         before = len(live)
@@ -449,7 +469,7 @@ def _used(operations: list[Operation], results: Sequence[int]) -> list[Operation
             read = (*made.outs, made.ins[1]) if made.name == "return" else made.outs
             if not kept[number] and not live.isdisjoint(read):
                 kept[number] = True
-                live.update(made.ins)
+                add(made.ins)
     ended = (
         dataclasses.replace(made, ins=tuple(filter(live.__contains__, made.ins)))
         for made in operations

@@ -367,3 +367,27 @@ def test_an_array_that_a_constraint_made_lie_so_names_it():
         one.first or one.by for row in found.rows for one in found.missed_axes(row)
     }
     assert any("the constraint at test_shardings.py" in one for one in givers)
+
+
+def test_a_negated_mean_has_the_rows_of_its_sum():
+    """A loss ends in operations of scalars and constants, as this one does."""
+
+    def scores(table, w, tokens):
+        return jax.nn.log_softmax(jnp.tanh(table[tokens] @ w) @ table.T)
+
+    def total(table, w, tokens):
+        return jnp.take_along_axis(scores(table, w, tokens), tokens[:, None], -1).sum()
+
+    def loss(table, w, tokens):
+        return -(total(table, w, tokens) / 32)
+
+    tokens = jax.ShapeDtypeStruct(
+        (32,), jnp.int32, sharding=NamedSharding(MESH, P("a"))
+    )
+    args = struct((64, 16), P("b")), struct((16, 16)), tokens
+    expected = shardings(total, *args, compiler="cpu").rows
+    rows = shardings(loss, *args, compiler="cpu").rows
+    assert "dot" in {row.operation for row in rows}
+    assert [(row.shape, row.spec, row.operation) for row in rows] == [
+        (row.shape, row.spec, row.operation) for row in expected
+    ]

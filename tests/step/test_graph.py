@@ -145,6 +145,28 @@ def test_constants_and_masks_are_free():
     assert not made.values[made.results[0]].free
 
 
+def negated_mean(x, w):
+    return -jnp.mean(x @ w)
+
+
+def clipped(x, w):
+    y = x @ w
+    return x * jnp.minimum(1.0, 1.0 / (jnp.sqrt(jnp.sum(y * y)) + 1e-6))
+
+
+def scaled_in_a_loop(x, w):
+    scale = jnp.exp(jnp.full(8, -jnp.mean(x @ w)))
+    return jax.lax.scan(lambda c, s: (c * s, None), x, scale)[0]
+
+
+@pytest.mark.parametrize("step", [negated_mean, clipped, scaled_in_a_loop])
+def test_the_operations_before_a_computed_scalar_are_listed(step):
+    """A scalar is free beside constants, but it is no constant."""
+    made = program(step, f32(8, 16), f32(16, 32))
+    assert len(named(made, "dot_general")) == 1
+    assert len(named(made, "reduce")) == 1
+
+
 def test_experts_in_groups_for_tpus():
     def step(rows, w, counts):
         return jax.value_and_grad(
