@@ -2,12 +2,16 @@
 environment variables, on this machine.
 """
 
+import contextlib
+import itertools
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from _processes import free_port
@@ -15,6 +19,8 @@ from _processes import free_port
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
+# The processes of a job.
+PROCESSES = 2
 SCRIPTS = dict(
     re.findall(
         r'^```py title="([\w.]+)"\n(.*?)^```$',
@@ -22,22 +28,40 @@ SCRIPTS = dict(
         re.DOTALL | re.MULTILINE,
     )
 )
-# The coordinator of a test listens on this machine alone.
+# Starts the launchers' processes as forks of one process that has imported JAX, which
+# takes longer than the scripts do. No process has devices when it is forked. The
+# coordinator of a test listens on this machine alone.
 RUNNER = """
-import functools, os, runpy, sys
+import functools, json, os, runpy, sys
 import jax
-bind = os.environ["BIND"]
-start = functools.partial(jax.distributed.initialize, coordinator_bind_address=bind)
-jax.distributed.initialize = start
-if "TPU_WORKER_ID" in os.environ:
-    from jax._src.clusters import cloud_tpu_cluster
-    cloud_tpu_cluster.running_in_cloud_tpu_vm = True
-if sys.argv[1:]:
-    runpy.run_path(sys.argv[1], run_name="__main__")
+from train import sfx
+
+imported = sfx.auto.plan, sfx.filter_jit, sfx.hosts.global_batch
+start = jax.distributed.initialize
+children = []
+for launch in json.load(sys.stdin):
+    child = os.fork()
+    if child:
+        children.append(child)
+        continue
+    log = os.open(launch["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(launch["variables"])
+    address = launch["bind"]
+    jax.distributed.initialize = functools.partial(
+        start, coordinator_bind_address=address
+    )
+    if "TPU_WORKER_ID" in os.environ:
+        from jax._src.clusters import cloud_tpu_cluster
+        cloud_tpu_cluster.running_in_cloud_tpu_vm = True
+    runpy.run_path(launch["script"], run_name="__main__")
+    sys.exit()
+print(json.dumps([os.waitpid(child, 0)[1] for child in children]))
 """
 # What `ray_job.py` uses of Ray, with a process for each actor.
 RAY = """
-import subprocess, sys, types
+import os, sys, types
 init = lambda: None
 util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
 get = lambda values: [get(v) for v in values] if isinstance(values, list) else values()
@@ -49,10 +73,12 @@ class Method:
         if self.name == "address":
             address = Process.kind().address()
             return lambda: address
-        code = f"import runner, ray_job; ray_job.Process.kind().run(*{args!r})"
-        child = subprocess.Popen([sys.executable, "-c", code])
+        child = os.fork()
+        if not child:
+            Process.kind().run(*args)
+            sys.exit()
         def wait():
-            assert child.wait(100) == 0
+            assert os.waitpid(child, 0)[1] == 0
         return wait
 
 class Actor:
@@ -69,7 +95,7 @@ def slurm(index: int, count: int, port: int) -> dict[str, str]:
         "SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.1",
         "SLURM_NTASKS": str(count),
         "SLURM_PROCID": str(index),
-        "SLURM_LOCALID": str(index % 2),
+        "SLURM_LOCALID": "0",
         "JAX_COORDINATOR_PORT": str(port),
     }
 
@@ -98,55 +124,85 @@ def ray_job(_index: int, _count: int, _port: int) -> dict[str, str]:
     return {}
 
 
-@pytest.mark.parametrize(
-    ("variables", "started", "count"),
-    [(slurm, 4, 4), (indexed_job, 2, 2), (tpu_vm, 2, 2), (ray_job, 1, 2)],
-)
-def test_a_script_of_the_page_starts_and_trains(variables, started, count, tmp_path):
+LAUNCHERS = {slurm: 2, indexed_job: 2, tpu_vm: 2, ray_job: 1}
+
+
+class Ended(NamedTuple):
+    """The statuses of the processes that a launcher started, and what they printed."""
+
+    statuses: list[int]
+    text: str
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """What came of each launcher's processes, all of which run at once."""
+    folder = tmp_path_factory.mktemp("launchers")
     for name, text in SCRIPTS.items():
-        (tmp_path / name).write_text(text)
-    port = free_port()
-    if variables is ray_job:
-        (tmp_path / "ray.py").write_text(textwrap.dedent(RAY))
-        (tmp_path / "ray_job.py").write_text(
-            SCRIPTS["ray_job.py"].replace(":1234", f":{port}")
-        )
-    (tmp_path / "runner.py").write_text(RUNNER)
+        (folder / name).write_text(text)
+    (folder / "ray.py").write_text(RAY)
+    (folder / "runner.py").write_text(RUNNER)
+    launches = []
+    for launcher, started in LAUNCHERS.items():
+        port = free_port()
+        if launcher is ray_job:
+            script = SCRIPTS["ray_job.py"].replace(":1234", f":{port}")
+            (folder / "ray_job.py").write_text(script)
+        launches += [
+            {
+                "script": f"{launcher.__name__}.py",
+                "log": f"{launcher.__name__}.txt",
+                "bind": f"127.0.0.1:{port}",
+                "variables": launcher(index, PROCESSES, port),
+            }
+            for index in range(started)
+        ]
+
     others = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "TPU_", "MEGASCALE_", "KUBERNETES_", "XLA_"))
+        if not name.startswith(("SLURM_", "TPU_", "MEGASCALE_", "KUBERNETES_"))
     }
-    script = tmp_path / f"{variables.__name__}.py"
-    children = [
-        subprocess.Popen(
-            [sys.executable, "runner.py", script.name],
-            cwd=tmp_path,
-            env={
-                **others,
-                "JAX_PLATFORMS": "cpu",
-                "JAX_NUM_CPU_DEVICES": "2",
-                "BIND": f"127.0.0.1:{port}",
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
-                **variables(index, count, port),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(started)
-    ]
+    environment = {
+        **others,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "PYTHONPATH": str(ROOT),
+    }
+    runner = subprocess.Popen(
+        [sys.executable, "runner.py"],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        texts = [child.communicate(timeout=110)[0] for child in children]
+        printed, _ = runner.communicate(json.dumps(launches), timeout=110)
     finally:
-        for child in children:
-            child.kill()
-    assert [child.returncode for child in children] == [0] * started, "\n".join(texts)
+        # Its forks are of its group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(runner.pid, signal.SIGKILL)
+
+    statuses = iter(json.loads(printed))
+    return {
+        launcher: Ended(
+            statuses=list(itertools.islice(statuses, started)),
+            text=(folder / f"{launcher.__name__}.txt").read_text(),
+        )
+        for launcher, started in LAUNCHERS.items()
+    }
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_script_of_the_page_starts_and_trains(launcher, ended):
+    statuses, text = ended[launcher]
+    assert statuses == [0] * LAUNCHERS[launcher], text
     # Rows hold the number of their process, and each is summed over 64 ones.
-    mean = 64 * sum(range(count)) / count
-    printed = "".join(texts)
-    assert printed.count(f"processes {count} devices {2 * count}\n") == 1
-    assert f"mean {mean}\n" in printed
+    mean = 64 * sum(range(PROCESSES)) / PROCESSES
+    assert text.count(f"processes {PROCESSES} devices {2 * PROCESSES}\n") == 1
+    assert f"mean {mean}\n" in text
 
 
 def test_the_page_has_a_script_for_each_launcher():
