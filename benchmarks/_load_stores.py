@@ -214,7 +214,7 @@ def _orbax(endpoint: str, made: ShardPlan) -> Any:
 def _download(endpoint: str, made: ShardPlan) -> Any:
     """All files, each by ten threads in parts of 8 MiB, then a load of the copies."""
     import boto3  # pyright: ignore[reportMissingImports]
-    import botocore  # pyright: ignore[reportMissingImports]
+    import botocore.config  # pyright: ignore[reportMissingImports]
 
     client = boto3.client(
         "s3",

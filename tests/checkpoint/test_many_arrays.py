@@ -3,6 +3,7 @@ of them one by one.
 """
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def test_a_stack_of_many_is_loaded_and_saved_back(name, file, tmp_path):
 
 def test_parts_of_unequal_kinds_are_bound_one_by_one(file, tmp_path):
     # One expert has another dtype, so the stack is an error that names it.
-    odd = dict(TENSORS)
+    odd: dict[str, Any] = dict(TENSORS)
     odd["layers.2.experts.7.w"] = odd["layers.2.experts.7.w"].astype(np.int32)
     path = str(tmp_path / "model.safetensors")
     save_file(odd, path)

@@ -490,10 +490,8 @@ def test_a_plan_per_mesh(vector):
             x, mesh, names=tuple(inputs["spec"]), axes=interop.core_rules((), mesh)
         )
         assert sharding_plan.leaves[0].spec == spec_of(vector["expected"][name]["spec"])
-        assert (
-            constrain(x, sharding_plan.leaves[0].spec, sharding_plan).sharding.mesh
-            == mesh
-        )  # pyright: ignore[reportAttributeAccessIssue]
+        constrained = constrain(x, sharding_plan.leaves[0].spec, sharding_plan)
+        assert constrained.sharding.mesh == mesh  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @SUITE.of("jax PartitionSpec canonicalisation", "jax.make_mesh default axis_types")

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -513,6 +514,7 @@ def test_libtpu_leaves_nothing_behind():
     chip = chips.find("v5e")
     step = step_of(*small_step(4))
     target = target_of(chip, step.mesh)
+    assert target is not None
     texts = step.tpu_texts(target.slices, target.order)
     assert "all-reduce" in step.tpu_partitioned(target.slices, target.order)
 
@@ -524,7 +526,8 @@ def test_libtpu_leaves_nothing_behind():
         libtpu.tpu_texts(program, target.slices, target.order, seconds=0.001)
 
     worker = libtpu._worker(libtpu.libtpu_path(), os.getpid())
-    folder = worker._process.args[-2]
+    arguments: Any = worker._process.args
+    folder = arguments[-2]
     assert os.listdir(folder) == ["stderr"]
     worker._process.kill()
     worker._process.wait()

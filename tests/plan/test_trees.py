@@ -244,9 +244,8 @@ def test_names_in_an_ordered_dict_belong_to_their_keys():
 
 @pytest.mark.parametrize("rules", [None, REST])
 def test_none_leaves_arrays_the_names_that_they_declare(rules):
-    sharding_plan = plan(
-        LORA, MESH, names=Lora(None, ("embed", None)), axes=AXES, paths=rules
-    )  # pyright: ignore
+    names: Any = Lora(None, ("embed", None))  # pyright: ignore
+    sharding_plan = plan(LORA, MESH, names=names, axes=AXES, paths=rules)
     assert sharding_plan["base/w"].spec == P("fsdp", "tensor")
     assert sharding_plan["base/w"].rule == "names"
     nowhere: Any = Lora(Linear(None), (None, None))  # pyright: ignore

@@ -4,7 +4,8 @@ the FAQ, and `auto_axes` or `constrain` mends it.
 
 import pathlib
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,7 +25,7 @@ RNG = np.random.default_rng(0)
 class Case(NamedTuple):
     """A function of arrays with these shapes and specs, with a part of JAX's error."""
 
-    function: object
+    function: Callable[..., Any]
     arrays: tuple
     error: str
     out: P

@@ -1,5 +1,7 @@
 """A step that is written for Explicit axes, without its shardings."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +92,8 @@ def shard_map(x, w):
 
 
 def auto_axes(x, w):
-    return jax.sharding.auto_axes(jnp.matmul, out_sharding=P("data"))(x, w)
+    spread: Any = jax.sharding.auto_axes(jnp.matmul, out_sharding=P("data"))
+    return spread(x, w)
 
 
 def jitted(x, w):
