@@ -33,6 +33,7 @@ from .entries import (
     shardings_in,
     spread,
 )
+from .explicit_notes import explicit_axes_noted
 from .given import (
     Given,
     check_given,
@@ -153,6 +154,8 @@ def filter_jit(
         has no entry. If the function donates nothing, only the first array of each
         sharding is checked for deletion.
     - `LeafTypeError` for a static argument that cannot be hashed.
+    - JAX's errors of `fn`. Those about types on Explicit axes have a note with the
+      calls that mend them.
     - `RefusedError` if `check` returns something false other than `None`. The error
       has its text.
 
@@ -501,13 +504,14 @@ class Jitted(Generic[P, R]):
                 " make it an array or something hashable."
             ) from error
 
-    def _traced(self, static: Static, arrays: Sequence[object]) -> Any:
+    def _traced(self, static: Static, arrays: Sequence[Any]) -> Any:
         fn, args, kwargs = static.tree(arrays)
         self._given(fn, args, kwargs)
         run = self._fn if fn is None else eqx.combine(fn, self._rest)
         words = {key: word for word, key in self._keys.items()}
         watched = WatchedArguments([*args, *kwargs.values()])
-        out = run(*args, **kwargs)
+        with explicit_axes_noted(arrays):
+            out = run(*args, **kwargs)
         names = [words.get(number, f"args[{number}]") for number in range(len(args))]
         raise_if_updated(self._fn_name, [*names, *kwargs], watched, out)
         leaves, treedef = jax.tree.flatten(out)

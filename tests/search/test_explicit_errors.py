@@ -19,6 +19,8 @@ import shardfx as sfx
 
 
 FAQ = pathlib.Path(__file__).parents[2] / "docs" / "faq.md"
+NOTE = "this mesh has Explicit axes, `jax.make_mesh`'s default: `data`, `tensor`."
+AUTO = jax.sharding.AxisType.Auto
 RNG = np.random.default_rng(0)
 
 
@@ -156,14 +158,55 @@ def test_auto_axes_mends_it(name):
     assert case.error in FAQ.read_text()
     # JAX 0.9 does not look at the dimension of a running sum.
     if name != "a running sum" or jax.__version_info__ >= (0, 10):
-        with pytest.raises(Exception, match=re.escape(case.error)):
-            jax.eval_shape(case.function, *arguments)
+        with pytest.raises(Exception, match=re.escape(case.error)) as raised:
+            sfx.filter_jit(case.function).trace(*arguments)
+        (note,) = notes_of(raised.value)
+        assert note.startswith(NOTE)
 
     mended = sfx.auto.auto_axes(case.function, plan_on(mesh), out=case.out)
     result = jax.jit(mended)(*arguments)
     assert sfx.specs_of(result) == case.out
     expected = case.function(*[value for value, _ in case.arrays])
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def notes_of(error):
+    """The notes of an error, without JAX's own note on its frames."""
+    notes = vars(error).get("__notes__", ())
+    return [note for note in notes if "JAX_TRACEBACK_FILTERING" not in note]
+
+
+def test_a_note_of_filter_jit_is_of_types_on_explicit_axes_alone():
+    mesh = mesh_of()
+    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("data")))
+    w = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P(None, "data")))
+    inner = sfx.filter_jit(jnp.matmul)
+    outer = sfx.filter_jit(lambda x, w: inner(x, w))
+    with pytest.raises(Exception, match="illegally sharded") as raised:
+        outer(x, w)
+    assert notes_of(raised.value) == [
+        "this mesh has Explicit axes, `jax.make_mesh`'s default: `data`, `tensor`. JAX"
+        " types the result of each operation there. Let the compiler choose instead:"
+        " `shardfx.auto.constrain_step(step, mesh, rules)` for the whole step,"
+        " `shardfx.auto.auto_axes(function, plan, out=names)` for the function that"
+        " fails, or a mesh with Auto axes, `jax.make_mesh(shape, names,"
+        " axis_types=(jax.sharding.AxisType.Auto,) * len(names))`."
+    ]
+
+    def failing(x):
+        raise ValueError("no number")
+
+    with pytest.raises(ValueError, match="no number") as raised:
+        sfx.filter_jit(failing)(x)
+    assert not notes_of(raised.value)
+
+    auto = mesh.abstract_mesh.update_axis_types({"data": AUTO, "tensor": AUTO})
+    struct = jax.ShapeDtypeStruct((8,), "float32", sharding=NamedSharding(auto, P()))
+    constrained = sfx.filter_jit(lambda x: jax.sharding.reshard(x, P("data")))
+    with jax.sharding.use_abstract_mesh(auto):
+        with pytest.raises(ValueError, match="Auto") as raised:
+            constrained.trace(struct)
+    assert not notes_of(raised.value)
 
 
 def test_axes_of_size_one_are_types_too():
