@@ -168,6 +168,21 @@ def test_a_step_under_a_mesh_of_explicit_axes_that_is_set():
         )
 
 
+def test_a_step_that_reads_its_explicit_mesh():
+    mesh = jax.make_mesh((2, 4), ("d", "t"))
+
+    def step(x, w):
+        columns = NamedSharding(jax.typeof(x).sharding.mesh, P(None, "t"))
+        return jnp.tanh(x @ jax.sharding.reshard(w, columns))
+
+    args = cut(some(4, 6), "d", mesh=mesh), cut(some(6, 8), None, "d", mesh=mesh)
+    # Arrays of one device have no such mesh in their types.
+    with pytest.raises(ValueError, match="not found in mesh"):
+        jax.eval_shape(step, *[jnp.asarray(np.asarray(x)) for x in args])
+    checked = check_step(step, *args)
+    assert checked, str(checked)
+
+
 def test_a_mistake_that_bfloat16_hides_is_found_in_float32(mesh):
     @jax.jit
     def nearly(
