@@ -104,9 +104,11 @@ def typed(step: Callable[..., object], *args: object) -> TypedStep:
 
     For a model that is to be written for Explicit axes for good. The step is traced
     without a mesh. JAX then types each operation, from the shardings of the arguments
-    on. Where it cannot, the result gets the sharding that Shardy propagates to it on
-    Auto axes. Operations of the backward pass need nothing: JAX types them after the
-    forward pass. To run a step as it is, use [`shardfx.auto.constrain_step`][].
+    on. Where it cannot, the result keeps its operands' sharding of the leading
+    dimensions, such as that of a batch, or else gets the sharding that Shardy
+    propagates to it on Auto axes. Operations of the backward pass need nothing: JAX
+    types them after the forward pass. To run a step as it is, use
+    [`shardfx.auto.constrain_step`][].
 
     **Arguments:**
 
@@ -286,9 +288,10 @@ class _Typer:
     ) -> Any:
         """The type that a result has if what is to be written is written."""
         shape = var.aval.shape
-        spec = self.specs.get((self.line, shape))
-        if spec is None:
-            spec = _leading(operands, shape)
+        spec = _leading(operands, shape)
+        if not any(spec):
+            # Propagation may also cut a batch's features, as FSDP's weights are cut.
+            spec = self.specs.get((self.line, shape), spec)
         name = equation.primitive.name
         text = _WRITTEN.get(name, _WRAPPED)
         if name.startswith("scatter"):
