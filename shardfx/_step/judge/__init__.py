@@ -22,12 +22,17 @@ Each operation has a rule, from the types of its operands to that of its result:
 |---|---|
 | `pointwise.py` | operands must hold the same boxes |
 | `views.py` | broadcasts, transposes, reshapes |
-| `pieces.py` | slices, pads, concatenations, updates |
-| `products.py`, `windows.py` | products, reductions, convolutions and pooling |
+| `pieces.py`, `updates.py` | slices, pads, concatenations; updates |
+| `products.py` | products, reductions |
+| `convolutions.py`, `windows.py` | convolutions and pooling |
 | `exchanges.py` | collectives |
-| `indices.py` | gathers and scatters, and the partitioner's idioms for them |
+| `indices.py`, `lookups.py` | gathers and scatters; the partitioner's idioms for them |
+| `whole_operations.py` | sorts, and all that have no rule of their own |
 | `sources.py` | constants, iotas, the device's number |
-| `judge.py` | calls, conditionals, loops, and the comparison of the results |
+| `loops.py`, `conditionals.py` | loops and conditionals |
+
+`rules.py` finds the rule of an opcode; `judge.py` goes through the program and compares
+the results.
 
 A rule that cannot follow an operation raises `Unjudged`, and nothing is said of what
 reads its result. A rule whose operands cannot belong together raises `Wrong`; that is a

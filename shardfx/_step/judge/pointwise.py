@@ -23,8 +23,8 @@ from .held import (
     require_finished,
     view_of,
 )
-from .indices import indexed
 from .joining import beside, constant_number, form_in, is_empty, joined_cut, with_axis
+from .lookups import indexed
 from .matching import node_for, placed, seen_as_named
 from .verdict import Unjudged, Wrong
 

@@ -1,0 +1,41 @@
+"""Conditionals: their branches lie alike."""
+
+from collections.abc import Sequence
+
+from .held import Context, Held, Result, view_of
+from .joining import joined_cut
+from .results import held_of
+from .values import conditional_key
+from .verdict import Unjudged
+
+
+def branched(context: Context, chosen: Held, leaves: Sequence[Result]) -> Result:
+    """The result of a conditional, from those of its branches."""
+    for leaf in leaves:
+        if not isinstance(leaf, Held):
+            return leaf
+    branches = [leaf for leaf in leaves if isinstance(leaf, Held)]
+    for branch in branches:
+        if not branch.is_finished or branch.idiom is not None or branch.rest:
+            raise Unjudged("a conditional whose branches are unfinished")
+    views_ = [view_of(branch) for branch in branches]
+    found = context.values.with_key(conditional_key(view_of(chosen), views_))
+    if len(found) != 1:
+        raise Unjudged("no conditional of the whole program has these results")
+    shape = branches[0].shape
+    array = context.values.nodes[found[0]].result
+    assert array is not None
+    cuts = []
+    for place in range(len(shape)):
+        axes = [branch.axes[place] for branch in branches]
+        cuts.append(joined_cut(context, "conditional", place, axes))
+    if any(
+        cut is None and dim is not None
+        for cut, dim in zip(cuts, array.view.dims, strict=True)
+    ):
+        raise Unjudged("a conditional whose branches are broadcasts")
+    whole = [
+        context.cuts.whole(size) if cut is None else cut
+        for cut, size in zip(cuts, shape, strict=True)
+    ]
+    return held_of(array, shape, whole)

@@ -1,0 +1,239 @@
+"""Lookups in arrays that are cut: embeddings, `take_along_axis`, and sums by index.
+
+The partitioner subtracts each device's offset from the indices, looks up what it can,
+and masks what is another device's. Each step is half of a meaning, and the select by the
+mask is the end: the devices have terms of the lookup.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..hlo_text import Instruction
+from .forms import attribute, numbers
+from .held import (
+    NOWHERE,
+    Axis,
+    Context,
+    Held,
+    product_of_terms,
+)
+from .verdict import Unjudged
+
+
+class Clamped(NamedTuple):
+    """Indices that are clamped to [0, high], a number for each column, and then perhaps
+    to each device's `low` and `last`, arrays (devices, columns).
+    """
+
+    high: tuple[int, ...]
+    low: np.ndarray | None = None
+    last: np.ndarray | None = None
+
+
+class Shifted(NamedTuple):
+    """Indices minus each device's offset: an array (devices, columns). `high` is the
+    bound to which they were clamped before; `None` if they were not.
+    """
+
+    offsets: np.ndarray
+    high: tuple[int, ...] | None
+    low: np.ndarray | None = None
+    last: np.ndarray | None = None
+
+
+class Side(NamedTuple):
+    """Whether indices are below ("LT") or above ("GT") each device's limit."""
+
+    direction: str
+    limits: np.ndarray
+    high: tuple[int, ...] | None
+
+
+class Outside(NamedTuple):
+    """Whether indices are outside of each device's [low, high]."""
+
+    low: np.ndarray
+    high: np.ndarray
+
+
+class Fetched(NamedTuple):
+    """Elements looked up by shifted indices; they are right where the indices are
+    between `low` and `high`.
+
+    - `indices`: the number of the indices' value.
+    - `axes`: the axes of the indices at the dimensions of the result.
+    """
+
+    indices: int
+    axes: tuple[Axis | None, ...]
+    low: np.ndarray
+    high: np.ndarray
+
+
+IDIOMS = frozenset(
+    "broadcast reshape transpose copy convert select reduce gather scatter tuple"
+    " get-tuple-element clamp subtract compare or and add".split()
+)
+
+
+def columns_of(known: np.ndarray | None, held: Held) -> np.ndarray | None:
+    """Known numbers as an array (devices, columns), where the columns are the last
+    dimension of `held`.
+    """
+    if known is None or known.dtype.kind not in "iub":
+        return None
+    if any(size != 1 for size in known.shape[1:-1]):
+        return None
+    if known.ndim == 1:
+        return known.reshape(-1, 1)
+    columns = held.shape[-1]
+    return np.broadcast_to(known.reshape(len(known), -1), (len(known), columns)).astype(
+        np.int64
+    )
+
+
+def indexed(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Held | None:
+    """A step of a lookup in an array that is cut; `None` if it is none."""
+    opcode = instruction.opcode
+    index = next((one for one in operands if one.root != NOWHERE), None)
+    if index is None:
+        return None
+    if opcode == "clamp" and operands[1].idiom is None:
+        return _clamped(operands)
+    if opcode == "clamp" and isinstance(operands[1].idiom, Clamped):
+        return _clamped_on_device(operands)
+    if opcode == "subtract" and operands[1].root == NOWHERE:
+        return _shifted(operands)
+    if opcode == "compare" and operands[1].known is not None:
+        return _side(instruction, operands)
+    if opcode == "or":
+        return _outside(operands)
+    if opcode == "select":
+        return _ended(context, operands)
+    if opcode in ("convert", "copy") and isinstance(
+        operands[0].idiom, Clamped | Fetched
+    ):
+        return operands[0]
+    if any(operand.idiom is not None for operand in operands):
+        raise Unjudged("a lookup that is not finished")
+    return None
+
+
+def _clamped(operands: Sequence[Held]) -> Held | None:
+    low, index, high = operands
+    limits = columns_of(high.known, index)
+    if low.known is None or low.known.any() or limits is None or index.root < 0:
+        return None
+    if (limits != limits[:1]).any():
+        return None
+    idiom = Clamped(tuple(limits[0].tolist()))
+    return dataclasses.replace(index, idiom=idiom, known=None)
+
+
+def _clamped_on_device(operands: Sequence[Held]) -> Held | None:
+    low, index, last = operands
+    assert isinstance(index.idiom, Clamped)
+    lows, lasts = columns_of(low.known, index), columns_of(last.known, index)
+    if lows is None or lasts is None or index.idiom.low is not None:
+        return None
+    idiom = Clamped(index.idiom.high, lows, lasts)
+    return dataclasses.replace(index, idiom=idiom)
+
+
+def _bound_of(index: Held) -> tuple[int, ...] | None:
+    return index.idiom.high if isinstance(index.idiom, Clamped) else None
+
+
+def _shifted(operands: Sequence[Held]) -> Held | None:
+    index, offset = operands
+    offsets = columns_of(offset.known, index)
+    if offsets is None or index.root < 0 or not index.is_finished:
+        return None
+    if index.idiom is not None and not isinstance(index.idiom, Clamped):
+        raise Unjudged("a lookup that is not finished")
+    idiom = Shifted(offsets, None)
+    if isinstance(index.idiom, Clamped):
+        idiom = Shifted(offsets, *index.idiom)
+    return dataclasses.replace(index, idiom=idiom, known=None)
+
+
+def _side(instruction: Instruction, operands: Sequence[Held]) -> Held | None:
+    index, limit = operands
+    limits = columns_of(limit.known, index)
+    direction = attribute(instruction, "direction")
+    if limits is None or index.root < 0 or direction not in ("LT", "GT"):
+        return None
+    if index.idiom is not None and not isinstance(index.idiom, Clamped):
+        raise Unjudged("a lookup that is not finished")
+    if index.idiom is None and limit.root != NOWHERE:
+        return None
+    idiom = Side(direction, limits, _bound_of(index))
+    return dataclasses.replace(index, idiom=idiom, known=None)
+
+
+def _outside(operands: Sequence[Held]) -> Held:
+    sides = {
+        operand.idiom.direction: operand
+        for operand in operands
+        if isinstance(operand.idiom, Side)
+    }
+    if set(sides) != {"LT", "GT"}:
+        raise Unjudged("a lookup that is not finished")
+    below, above = sides["LT"], sides["GT"]
+    assert isinstance(below.idiom, Side) and isinstance(above.idiom, Side)
+    if below.root != above.root or below.axes != above.axes:
+        raise Unjudged("a mask of different indices")
+    low, high = below.idiom.limits, above.idiom.limits
+    if below.idiom.high is not None and below.idiom.high == above.idiom.high:
+        # Clamped indices are never outside of the bounds to which they are clamped.
+        low = np.maximum(low, 0)
+        high = np.minimum(high, np.array(below.idiom.high))
+    idiom = Outside(low, high)
+    return dataclasses.replace(below, idiom=idiom, known=None)
+
+
+def any_of_columns(instruction: Instruction, operand: Held) -> Held:
+    """Whether any column of the indices is outside: the reduction over the last
+    dimension.
+    """
+    over = numbers(instruction, "dimensions")
+    if not isinstance(operand.idiom, Outside) or over != (len(operand.shape) - 1,):
+        raise Unjudged("a lookup that is not finished")
+    return dataclasses.replace(
+        operand, shape=operand.shape[:-1], axes=operand.axes[:-1]
+    )
+
+
+def _ended(context: Context, operands: Sequence[Held]) -> Held:
+    """The end of a lookup: zeros where the index is another device's."""
+    mask, zero, fetched = operands
+    outside, lookup = mask.idiom, fetched.idiom
+    if not isinstance(outside, Outside) or not isinstance(lookup, Fetched):
+        raise Unjudged("a lookup that is not finished")
+    if zero.known is None or zero.known.any():
+        raise Unjudged("a lookup with other numbers than zeros elsewhere")
+    if mask.root != lookup.indices:
+        raise Unjudged("a mask of other indices than those of the lookup")
+    for place, axis in enumerate(lookup.axes):
+        other = mask.axes[place]
+        if axis != other and not (axis is None or other is None):
+            raise Unjudged("a mask that lies differently than its indices")
+        if axis is not None and other is None and fetched.shape[place] > 1:
+            raise Unjudged("a mask that lies differently than its indices")
+    if outside.low.shape != lookup.low.shape:
+        raise Unjudged("a mask of other columns")
+    if (outside.low != lookup.low).any() or (outside.high != lookup.high).any():
+        raise Unjudged("a mask of other indices than those that a device holds")
+    rows: dict[bytes, int] = {}
+    for device in range(context.devices):
+        key = lookup.low[device].tobytes()
+        rows[key] = rows.get(key, 0) | 1 << device
+    masks = tuple(sorted(rows.values()))
+    own = None if masks == (context.everywhere,) else masks
+    terms = product_of_terms(context.everywhere, own, fetched.terms)
+    return dataclasses.replace(fetched, terms=terms, kind="add", idiom=None)

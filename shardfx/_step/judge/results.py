@@ -1,0 +1,68 @@
+"""The results of operations: trees of what devices hold, and their forms."""
+
+from collections.abc import Iterator, Sequence
+
+from ..hlo_text import Instruction, arrays_in, parts_of
+from .cuts import Cut
+from .forms import View
+from .held import Axis, Faulty, Held, Result, Unknown
+from .values import Global
+from .verdict import Unjudged
+
+
+def check(instruction: Instruction, result: Result) -> None:
+    """Every rule ends here: raises `Unjudged` if the axes do not fit the array of one
+    device.
+    """
+    shapes = [array.shape for array in arrays_in(instruction.result)]
+    leaves = list(leaves_of(result))
+    if len(leaves) != len(shapes):
+        raise Unjudged(f"a {instruction.opcode} with other results than its rule says")
+    for held, shape in zip(leaves, shapes, strict=True):
+        assert isinstance(held, Held)
+        is_right = held.shape == shape and len(held.axes) == len(shape)
+        if is_right:
+            is_right = all(
+                axis is None or axis.cut.size == size
+                for axis, size in zip(held.axes, shape, strict=True)
+            )
+        if held.known is not None:
+            is_right &= held.known.ndim == 1 + len(shape)
+        if not is_right:
+            raise Unjudged(f"a {instruction.opcode} in a form that its rule has not")
+
+
+def held_of(array: Global, shape: tuple[int, ...], cuts: Sequence[Cut]) -> Held:
+    axes = tuple(
+        None if dim is None else Axis(dim, cut)
+        for dim, cut in zip(array.view.dims, cuts, strict=True)
+    )
+    return Held(array.view.root, shape, axes)
+
+
+def required_view(held: Held, array: Global) -> View:
+    """The view that `held` has to have to be `array`."""
+    dims = []
+    for axis, dim, size in zip(held.axes, array.view.dims, array.shape, strict=True):
+        is_first = axis is None or (axis.cut.size == 1 and not axis.cut.starts.any())
+        dims.append(None if is_first and size == 1 else dim)
+    return array.view._replace(dims=tuple(dims))
+
+
+def leaves_of(result: Result) -> Iterator[Held | Faulty | Unknown]:
+    if isinstance(result, tuple) and not isinstance(result, Faulty | Unknown):
+        for part in result:
+            yield from leaves_of(part)
+    else:
+        yield result
+
+
+def each_result(instruction: Instruction, leaf: Faulty | Unknown) -> Result:
+    """The same for each result of an instruction."""
+    return _tree(instruction.result, leaf)
+
+
+def _tree(result: str, leaf: Faulty | Unknown) -> Result:
+    if result.startswith("("):
+        return tuple(_tree(part, leaf) for part in parts_of(result) if part)
+    return leaf

@@ -1,0 +1,94 @@
+"""The rule of each operation, by its opcode."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from ..hlo_text import ELEMENTWISE, Instruction, parts_of
+from . import (
+    convolutions,
+    exchanges,
+    indices,
+    lookups,
+    pieces,
+    products,
+    sources,
+    updates,
+    views,
+    whole_operations,
+)
+from .held import Context, Held, Result
+from .pointwise import elementwise
+from .verdict import Unjudged
+
+
+_Rule: TypeAlias = Callable[[Context, Instruction, Sequence[Held]], Held]
+
+
+def applied(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Result:
+    """The result of an operation by its rule."""
+    opcode = instruction.opcode
+    if any(operand.idiom is not None for operand in operands):
+        if opcode not in lookups.IDIOMS:
+            raise Unjudged("a lookup that is not finished")
+        if opcode == "reduce":
+            return lookups.any_of_columns(instruction, operands[0])
+    if opcode in ELEMENTWISE:
+        return elementwise(context, instruction, operands)
+    rule = _RULES.get(opcode)
+    if rule is not None:
+        return rule(context, instruction, operands)
+    unary = _UNARY.get(opcode)
+    if unary is not None and len(operands) == 1:
+        return unary(context, instruction, operands[0])
+    if opcode == "reduce" and len(operands) == 2:
+        return products.reduce(context, instruction, operands)
+    if opcode == "reduce":
+        return whole_operations.reduce_several(context, instruction, operands)
+    if opcode in ("all-reduce", "all-gather") and len(operands) > 1:
+        return _several(context, instruction, operands)
+    if opcode in sources.OPCODES:
+        return sources.source(context, instruction)
+    return whole_operations.whole_operation(context, instruction, operands)
+
+
+def _several(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Result:
+    """A collective of several arrays."""
+    parts = parts_of(instruction.result)
+    rule = _UNARY[instruction.opcode]
+    return tuple(
+        rule(context, instruction._replace(result=part), operand)
+        for part, operand in zip(parts, operands, strict=True)
+    )
+
+
+_RULES: Mapping[str, _Rule] = {
+    "dot": products.dot,
+    "convolution": convolutions.convolution,
+    "reduce-window": convolutions.reduce_window,
+    "concatenate": pieces.concatenate,
+    "dynamic-slice": pieces.dynamic_slice,
+    "dynamic-update-slice": updates.dynamic_update_slice,
+    "pad": pieces.pad,
+    "gather": indices.gather,
+    "scatter": indices.scatter,
+}
+_UNARY: Mapping[str, Callable[[Context, Instruction, Held], Held]] = {
+    "broadcast": views.broadcast,
+    "reshape": views.reshape,
+    "bitcast": views.reshape,
+    "transpose": lambda context, instruction, operand: views.transpose(
+        instruction, operand
+    ),
+    "copy": lambda context, instruction, operand: operand,
+    "slice": pieces.slice_,
+    "reverse": pieces.reverse,
+    "collective-permute": exchanges.permute,
+    "all-gather": exchanges.all_gather,
+    "all-reduce": exchanges.all_reduce,
+    "reduce-scatter": exchanges.reduce_scatter,
+    "all-to-all": exchanges.all_to_all,
+}
