@@ -186,6 +186,35 @@ def alone(mesh):
     return raised(hosts.assert_same_plan, planned(mesh), wait_seconds=1.0)
 
 
+def shared_batches(batch_plan, mesh):
+    """What `global_batch` gives where the processes tell each other how it went: the
+    last one is right, has a row too few, is late, and is right again.
+    """
+    batch = batches()[0]
+    whole = local_rows(batch, batch_plan, mesh)
+    short = local_rows(batch, batch_plan, mesh, rows=-1 if is_last() else None)
+    joined = gather(hosts.global_batch(whole, batch_plan, wait_seconds=30))
+    few, _ = raised(hosts.global_batch, short, batch_plan, wait_seconds=30)
+    padded, mask = hosts.global_batch(short, batch_plan, pad=0, wait_seconds=30)
+    rows = int(jax.jit(jnp.sum)(mask))
+    if is_last():
+        time.sleep(3)
+    late, _ = raised(hosts.global_batch, whole, batch_plan, wait_seconds=1)
+    multihost_utils.sync_global_devices("late")
+    again = gather(hosts.global_batch(whole, batch_plan, wait_seconds=30))
+    first_mesh = MeshSpec({"data": 2}).build(jax.devices()[:2])
+    first_plan = plan(batch, first_mesh, paths=BATCH_RULES)
+    elsewhere, _ = raised(hosts.global_batch, batch, first_plan)
+    return {
+        "elsewhere": elsewhere,
+        "joined": joined,
+        "few": few,
+        "rows": rows,
+        "late": late,
+        "again": again,
+    }
+
+
 def everything():
     mesh = SPEC.build(jax.devices())
     grid = hosts.grid_of(mesh)
@@ -221,6 +250,7 @@ def everything():
         local_rows(batches()[0], batch_plan, mesh, rows=1),
         batch_plan,
     )
+    result["shared"] = shared_batches(batch_plan, mesh)
     result["gathered"] = gather(shard(params(), planned(mesh)))
     doubled = jax.jit(lambda x: constrain(2 * x, P("data"), batch_plan))(arrays["x"])
     result["constrained"] = (gather(doubled), str(doubled.sharding.spec))

@@ -1,5 +1,6 @@
 """Makes global arrays from the rows that each process loaded."""
 
+import contextlib
 import operator
 
 import jax
@@ -13,17 +14,26 @@ from .._ground.errors import PlanMismatchError
 from .._ground.spec import entries_at
 from .._ground.tree import flatten
 from .._plan import LeafPlan, ShardPlan, canonical_dtype
+from ._outcome import SharedOutcome
 
 
 def global_batch(
-    local: PyTree, plan: ShardPlan, *, pad: int | float | None = None
+    local: PyTree,
+    plan: ShardPlan,
+    *,
+    pad: int | float | None = None,
+    wait_seconds: float | None = None,
 ) -> PyTree:
     """The global arrays of a batch, from the part that each process loaded.
 
     Every process calls `global_batch` with its rows, which
     [`shardfx.hosts.data_layout`][] or [`shardfx.hosts.local_chunk`][] computes. If an
     array has all elements of a dimension, `global_batch` takes this process's part of
-    them. No data is sent over the network.
+    them. No rows are sent over the network.
+
+    By default the processes do not talk. A process with too few rows then raises alone,
+    and the others wait for it in their next step. With `wait_seconds` all processes
+    raise.
 
     **Arguments:**
 
@@ -34,6 +44,10 @@ def global_batch(
     - `plan`: the plan of the global batch, on a mesh of devices.
     - `pad`: the value for missing rows (dimension 0). Without `pad`, a batch with too
       few rows is an error.
+    - `wait_seconds`: the seconds that a process waits for the others to say whether
+      their rows fit; by default it does not ask. Give it on all processes. At each call
+      they exchange a short text through JAX's coordination service. Calls with one plan
+      come one after the other, not from several threads.
 
     **Returns:**
 
@@ -44,7 +58,8 @@ def global_batch(
     **Raises:**
 
     `PlanMismatchError` that names the leaf, if its shape or dtype is not as planned for
-    this process, or if the dtype cannot represent `pad`.
+    this process, or if the dtype cannot represent `pad`. With `wait_seconds` also if
+    another process fails or does not call `global_batch` in time; the error names it.
 
     !!! Example
 
@@ -67,6 +82,23 @@ def global_batch(
             "the plan has no devices to put a batch on; use"
             " `plan.on(plan.mesh.build(jax.devices()))`."
         )
+    here = jax.process_index()
+    if all(device.process_index != here for device in plan.jax_mesh.devices.flat):
+        raise PlanMismatchError(
+            f"process {here} owns no device of the plan's mesh; call `global_batch` on"
+            " the processes that do, or plan the batch on a mesh of all devices."
+        )
+    if wait_seconds is None:
+        outcome = contextlib.nullcontext()
+    else:
+        outcome = SharedOutcome(plan, wait_seconds)
+    with outcome:
+        return _global_batch(local, plan, pad)
+
+
+def _global_batch(local: PyTree, plan: ShardPlan, pad: int | float | None) -> PyTree:
+    """What `global_batch` returns, from this process's rows alone."""
+    assert plan.jax_mesh is not None
     flat = flatten(local)
     shardings, treedef = jax.tree.flatten(
         plan.shardings, is_leaf=lambda leaf: leaf is None

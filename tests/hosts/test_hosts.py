@@ -361,6 +361,25 @@ def test_global_batch_refuses(local, keywords, message):
         hosts.global_batch(batch(), batch_plan(MeshSpec({"data": 4, "tensor": 2})))
 
 
+def test_a_batch_of_processes_needs_the_service_to_ask_them():
+    # This process's runtime has no service.
+    mesh = regular_mesh({"data": 4}, {"data": 2})
+    two_processes = plan(batch(), mesh, paths=PathRules([(".*", P("data"))]))
+    with pytest.raises(
+        PlanMismatchError,
+        match="the batch lies on processes 0, 1, .* it does not run; call"
+        r" `jax.distributed.initialize\(\)` when the program starts, or leave out",
+    ):
+        hosts.global_batch(batch(4), two_processes, wait_seconds=1)
+
+
+def test_one_process_has_nobody_to_ask():
+    out = hosts.global_batch(batch(), batch_plan(), wait_seconds=1)
+    jax.tree.map(np.testing.assert_array_equal, gather(out), batch())
+    with pytest.raises(PlanMismatchError, match="leaf `x` has shape"):
+        hosts.global_batch(batch(5), batch_plan(), wait_seconds=1)
+
+
 def test_the_mask_is_replicated_where_rows_are():
     _, mask = hosts.global_batch(
         batch(7),

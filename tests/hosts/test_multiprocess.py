@@ -84,6 +84,36 @@ def test_batches_come_back_whole_and_short_ones_raise(
         assert "pass `pad=0`" in result["short"]
 
 
+def test_a_batch_that_one_process_lacks_fails_on_all_that_ask(job):
+    last = len(job) - 1
+    rows = 24 // len(job)
+    short = (
+        f"PlanMismatchError: leaf `x` has shape ({rows - 1}, 16) here, but process"
+        f" {last} owns ({rows}, 16) of (24, 16)"
+    )
+    for index, result in enumerate(job):
+        shared = result["shared"]
+        assert_trees_equal(shared["joined"], worker.batches()[0])
+        if index == last:
+            assert shared["few"].startswith(short)
+        else:
+            assert shared["few"].startswith(
+                f"PlanMismatchError: process {last} failed to make the batch, so no"
+                f" process has it. Process {last}: {short}"
+            )
+            assert (
+                f"process {last} did not call `global_batch` with this plan and"
+                " `wait_seconds` within 1 s; call it on every process"
+            ) in shared["late"]
+        elsewhere = "no error"
+        if index != 0:
+            elsewhere = f"process {index} owns no device of the plan's mesh; call"
+        assert elsewhere in shared["elsewhere"]
+        # A failed call leaves the next ones as they are.
+        assert shared["rows"] == 23
+        assert_trees_equal(shared["again"], worker.batches()[0])
+
+
 def test_processes_with_other_plans_are_told_where_they_differ(job):
     last = len(job) - 1
     for index, result in enumerate(job):

@@ -164,7 +164,7 @@ def processes(mesh: Mesh, plan: sfx.ShardPlan, x: jax.Array) -> int:
         hosts.local_chunk((8,), plan["wq"].spec, grid, 0).slices,
         hosts.owned((8,), x.sharding, 0),
     )
-    hosts.global_batch(x, plan)
+    hosts.global_batch(x, plan, wait_seconds=60)
     layout = hosts.data_layout(8, "data", grid, 0)
     return (
         layout.shard_id
