@@ -192,6 +192,7 @@ def search(
                 also=also,
                 closely=closely,
                 limits=limits,
+                effort=effort,
                 progress=progress,
             )
 
