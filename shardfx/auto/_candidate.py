@@ -16,9 +16,10 @@ from ..topology import MeshSpec
 from ._core import Estimate
 
 
-By = Literal["estimate", "compile", "run"]
+By = Literal["estimate", "schedule", "compile", "run"]
 _HOW: dict[By, str] = {
     "estimate": "by the partitioned program",
+    "schedule": "by libtpu's own program",
     "compile": "by the compiled program",
     "run": "as measured",
 }
@@ -42,8 +43,9 @@ class Candidate:
     - `memory_bytes`, `limit_bytes`: the bytes that the step takes on one device, and
       the bytes that it may take.
     - `by`: the origin of these numbers. "estimate": the program of one device from
-      XLA's own partitioner. "compile":
-        the compiled program. "run": `seconds` is measured.
+      XLA's own partitioner. "schedule": bytes and memory are libtpu's, computation is
+      that of the partitioned program. "compile": the compiled program. "run": `seconds`
+      is measured.
     - `traffic`: the collectives of the step, with their bytes and mesh axes.
     - `constrained`: whether the step is faster if [`shardfx.auto.constrain_step`][]
       constrains its intermediate values.

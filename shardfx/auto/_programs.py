@@ -91,19 +91,30 @@ def timed(
         compute = work.cycles / (
             float(chip.flops("bfloat16")) / (2 * _UNITS[chip.name])
         )
+    candidate = dataclasses.replace(candidate, compute_seconds=compute)
+    return with_traffic(candidate, sent, chip, model)
+
+
+def with_traffic(
+    candidate: Candidate, sent: Traffic, chip: chips.Chip, model: CostModel
+) -> Candidate:
+    """The candidate with the traffic of its program, and the seconds of one step that
+    follow from it and from the seconds of computation.
+    """
     taken = {"exposed": 0.0, "hidden": 0.0}
     for row in seconds(sent, chip, candidate.mesh).rows:
         calls = 1 if row.traffic.calls is None else row.traffic.calls
         kind = "exposed" if row.traffic.leaf is None else "hidden"
         taken[kind] += row.seconds / model.network + calls * model.call_seconds
+
+    exposed = taken["exposed"]
+    hidden = taken["hidden"]
+    beyond_computation = max(0.0, hidden - model.overlap * candidate.compute_seconds)
     return dataclasses.replace(
         candidate,
-        seconds=compute
-        + taken["exposed"]
-        + max(0.0, taken["hidden"] - model.overlap * compute),
-        compute_seconds=compute,
-        exposed_seconds=taken["exposed"],
-        hidden_seconds=taken["hidden"],
+        seconds=candidate.compute_seconds + exposed + beyond_computation,
+        exposed_seconds=exposed,
+        hidden_seconds=hidden,
         traffic=largest_first(sent),
     )
 

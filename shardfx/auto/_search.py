@@ -27,6 +27,7 @@ from ._asked import (
 from ._candidate import Candidate, against, rank, without_twins
 from ._name_axes import named_classes
 from ._programs import LoweredStep, Tell, devices_for, measured, zero_1
+from ._scheduled import settled, target_for
 from ._space import MODEL, Limits, Space, by_hand, fastest, near
 
 
@@ -48,6 +49,8 @@ class _Budget(NamedTuple):
 # and lowered again.
 _PLAIN = _Budget(seconds=15.0, least=6, most=36)
 _CONSTRAINED = _Budget(seconds=8.0, least=2, most=6)
+# For libtpu, which is asked about the last candidates.
+_SCHEDULED = _Budget(seconds=20.0, least=2, most=8)
 # The seconds of one program: a fixed part; per byte of StableHLO, for partitioning and
 # for constraining; per device. These numbers are not measured by each search, so that
 # two hosts partition the same candidates.
@@ -55,6 +58,7 @@ _EACH = 0.1
 _BYTE = 1 / 42_000
 _CONSTRAINED_BYTE = 1 / 20_000
 _DEVICE = 1 / 2_700
+_SCHEDULED_BYTE = 1 / 25_000
 _THREADS = 2
 # The number of candidates by estimate that join the well-known ones.
 _DRAWN = 12
@@ -65,6 +69,8 @@ _BEST = 3
 # A constrained step must be this much faster to be preferred.
 _WORTH = 0.99
 _LESS = "use more devices, a smaller batch, or remat"
+# The number of candidates behind those to return that libtpu is asked about.
+_BEHIND = 2
 # The number of candidates that are compiled on request.
 COMPILED = 12
 _NO_LIMITS = Limits()
@@ -99,6 +105,11 @@ def search(
     by [`shardfx.auto.constrain_step`][], and the faster program is kept. A candidate
     has the numbers of its program.
 
+    For TPUs, libtpu is asked about the best candidates where it is installed: at most
+    eight questions, and fewer for a large step, so that they take about 20 seconds.
+    Its bytes order these candidates anew, and those that do not fit by its memory are
+    dropped. `progress` receives a line for each.
+
     **Arguments:**
 
     - `step`: a function, or a function jitted by `jax.jit`, `equinox.filter_jit` or
@@ -129,7 +140,8 @@ def search(
     - `limits`: see [`shardfx.auto.Limits`][].
     - `effort`: "least" partitions one candidate, the fastest by the estimate, and the
       next one only if the first may not fit or is estimated within 5 % of it. It
-      neither tries other sizes nor constrains intermediate values.
+      neither tries other sizes nor constrains intermediate values, and does not ask
+      libtpu.
     - `progress`: a function that receives a line of text for each candidate that is
       partitioned, compiled or run.
 
@@ -222,16 +234,46 @@ def search(
         candidates = measured(
             lowered, chosen, compile_targets, tell, runs=verify == "run"
         )
+    is_asked = (
+        verify is None
+        and effort == "usual"
+        and target_for(lowered, options, candidates[0]) is not None
+    )
+    if is_asked:
+        candidates = _asked_of_libtpu(lowered, options, candidates, keep, tell)
     if not candidates[0].fits:
         return (_smallest(candidates),)
 
     fitting = [candidate for candidate in candidates if candidate.fits]
-    fitting = _without_refuted(lowered, fitting, keep, tell)
+    if not is_asked:
+        fitting = _without_refuted(lowered, fitting, keep, tell)
     results = []
     for number, candidate in enumerate(fitting[:keep]):
         reasons = against(candidate, fitting[number + 1 : number + 3])
         results.append(dataclasses.replace(candidate, reasons=tuple(reasons)))
     return tuple(results)
+
+
+def _asked_of_libtpu(
+    lowered: LoweredStep,
+    options: SearchOptions,
+    candidates: Sequence[Candidate],
+    keep: int,
+    tell: Tell,
+) -> list[Candidate]:
+    """The candidates that XLA's partitioner computes rightly, the first few with
+    libtpu's bytes and memory. Candidates that fit in memory come first.
+    """
+    module = lowered.plain.module(lowered.platform)
+    most = _SCHEDULED.count(_EACH + len(bytecode(module)) * _SCHEDULED_BYTE)
+    enough = min(most, keep + _BEHIND)
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if fitting:
+        fitting = _without_refuted(lowered, fitting, enough, tell)
+    full = [candidate for candidate in candidates if not candidate.fits]
+    full.sort(key=lambda candidate: candidate.memory_bytes)
+    answers = settled(lowered, options, [*fitting, *full], enough, most, tell)
+    return [*answers.fitting, *answers.full]
 
 
 def _without_refuted(

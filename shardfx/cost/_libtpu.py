@@ -154,6 +154,13 @@ def tpu_program(step: Step, chip: chips.Chip, **changed: Any) -> TpuAnswer | Non
     target = target_of(chip, step.mesh)
     if target is None or step.callbacks:
         return None
+    return tpu_answer(step, target, **changed)
+
+
+def tpu_answer(step: Step, target: Target, **changed: Any) -> TpuAnswer:
+    """libtpu's program of a step for slices. `changed` and errors are those of
+    `tpu_program`.
+    """
     texts = step.tpu_texts(target.slices, target.order, **changed)
     arguments, _ = step.parameters
     return TpuAnswer(texts, target, len(arguments))

@@ -416,6 +416,27 @@ def test_a_search_is_verified_by_the_compiler_of_the_slice():
 
 
 @needs_libtpu
+def test_a_search_has_the_numbers_of_libtpu():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    struct = jax.ShapeDtypeStruct
+    args = struct((256, 512), jnp.float32), struct((4096, 256), jnp.float32)
+    lines: list[str] = []
+    slice_ = "tpu:v5e:2x2"
+    found = search(step, *args, devices=slice_, keep=1, progress=lines.append)
+    best = found[0]
+    assert best.by == "schedule" and "by libtpu's own program" in str(best)
+    assert sum(line.startswith("asking libtpu") for line in lines) == 3
+
+    made: dict[str, Any] = {}
+    exec(best.code(), made)
+    jitted = made["jitted"](step, made["plans_of"](step, *args))
+    assert estimate(jitted, *args, compiler=slice_).rows == best.traffic.rows
+    assert fit(jitted, *args, chip="v5e").peak_bytes == best.memory_bytes
+
+
+@needs_libtpu
 def test_what_the_compiler_has_no_room_for_says_so():
     """17 GiB on each chip of 16: the error has the compiler's count."""
     x = plan(

@@ -1,0 +1,104 @@
+"""What a search makes of libtpu's answers. `tests/house/test_aot.py` asks libtpu."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfx as sfx
+from shardfx.auto import _scheduled
+from shardfx.auto._asked import asked_for, trace
+from shardfx.auto._candidate import Candidate
+from shardfx.auto._programs import LoweredStep
+from shardfx.auto._scheduled import settled
+from shardfx.auto._space import MODEL
+from shardfx.errors import ProgramError
+
+
+OPTIONS = asked_for("tpu:v5e:2x2", None)
+X = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+LIMIT = 100
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    return LoweredStep(jnp.sum, trace(jnp.sum, X), OPTIONS.chip, MODEL)
+
+
+def candidate(axis: str, seconds: float, memory_bytes: int = 1) -> Candidate:
+    mesh = sfx.MeshSpec({axis: 4})
+    return Candidate(
+        mesh=mesh,
+        rules=sfx.AxisRules([("batch", axis)]),
+        assignments=((axis, ("batch",)),),
+        plans=(sfx.plan(X, mesh, paths=sfx.PathRules.parse(f".*->{axis}")),),
+        seconds=seconds,
+        memory_bytes=memory_bytes,
+        limit_bytes=LIMIT,
+    )
+
+
+def answered(monkeypatch, answers):
+    """Lets libtpu answer with these seconds and bytes by mesh axis, or with an error."""
+
+    def scheduled(_lowered, one, _target):
+        seconds, memory_bytes = answers[one.mesh.axis_names[0]]
+        if seconds is None:
+            raise ProgramError("libtpu cannot compile this step")
+        return dataclasses.replace(
+            one, seconds=seconds, memory_bytes=memory_bytes, by="schedule"
+        )
+
+    monkeypatch.setattr(_scheduled, "scheduled", scheduled)
+    monkeypatch.setattr(_scheduled, "target_for", lambda *_: "v5e:2x2")
+
+
+def names(candidates):
+    return [one.mesh.axis_names[0] for one in candidates]
+
+
+def test_libtpu_orders_candidates_and_drops_some(lowered, monkeypatch):
+    answered(monkeypatch, {"a": (3.0, 50), "b": (1.0, 101), "c": (2.0, 50)})
+    lines: list[str] = []
+    ones = [candidate(axis, float(at)) for at, axis in enumerate("abcd")]
+    answers = settled(lowered, OPTIONS, ones, 2, 4, lines.append)
+    # Two fit, so libtpu is not asked about "d".
+    assert names(answers.fitting) == ["c", "a", "d"] and names(answers.full) == ["b"]
+    assert [one.by for one in answers.fitting] == ["schedule", "schedule", "estimate"]
+    assert "dropped b=4 (batch): libtpu takes 101 B of 100 B" in lines
+    answers = settled(lowered, OPTIONS, ones, 2, 1, lines.append)
+    assert names(answers.fitting) == ["a", "b", "c", "d"]
+
+
+def test_where_nothing_fits_the_least_is_next(lowered, monkeypatch):
+    full = {axis: (1.0, 101) for axis in "abc"}
+    answered(monkeypatch, full | {"d": (9.0, 99)})
+    ones = [
+        candidate("a", 1.0, 90),
+        candidate("b", 2.0, 80),
+        candidate("c", 3.0, 70),
+        candidate("d", 4.0, 60),
+    ]
+    answers = settled(lowered, OPTIONS, ones, 2, 3, print)
+    assert names(answers.fitting) == ["d", "c"] and names(answers.full) == ["a", "b"]
+    answers = settled(lowered, OPTIONS, ones, 2, 2, print)
+    assert "the 2 candidates that it was asked about do not fit" in str(
+        answers.fitting[0]
+    )
+    answers = settled(lowered, OPTIONS, ones[:3], 2, 3, print)
+    assert not answers.fitting and names(answers.full) == ["a", "b", "c"]
+    too_large = [candidate("a", 1.0, 101)]
+    answers = settled(lowered, OPTIONS, too_large, 2, 0, print)
+    assert not answers.fitting and answers.full == tuple(too_large)
+
+
+def test_what_libtpu_cannot_compile_is_dropped(lowered, monkeypatch):
+    answered(monkeypatch, {"a": (None, 0), "b": (1.0, 10)})
+    lines: list[str] = []
+    ones = [candidate("a", 1.0), candidate("b", 2.0)]
+    answers = settled(lowered, OPTIONS, ones, 2, 2, lines.append)
+    assert names(answers.fitting) == ["b"]
+    assert "dropped a=4 (batch): libtpu cannot compile this step" in lines
+    with pytest.raises(ProgramError, match="libtpu cannot compile this step"):
+        settled(lowered, OPTIONS, ones[:1], 2, 2, print)
