@@ -298,7 +298,7 @@ def _folder(mebibytes: int) -> Path:
     structs = _structs(_layers(mebibytes))
     random = np.random.default_rng(0)
     arrays = {}
-    for path, rule in HUGGING_FACE.steps[0].made:
+    for path, rule in HUGGING_FACE.steps[0].rules:
         leaf, *_ = _leaves(rule)
         shape = structs[path].shape
         stored_shape = shape if "{i}" not in leaf else shape[:0:-1]

@@ -231,7 +231,7 @@ def mapped_ends(name):
     data = placed(np.asarray(jax.random.key_data(keys)), NamedSharding(source, P()))
     tree["keys"] = jax.random.wrap_key_data(data)
     without = TreeMap(
-        {path: rule for path, rule in MAP.steps[0].made if path != "keys"}
+        {path: rule for path, rule in MAP.steps[0].rules if path != "keys"}
     )
     whole = without.apply(arrays)
     target = {

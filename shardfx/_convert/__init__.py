@@ -12,7 +12,6 @@ A map makes the leaves of its target from the leaves of its source. The docstrin
 from .alike import rows_of_alike
 from .apply import StridedCopy, gathered, is_dense, scattered, strided_copy, transposed
 from .binding import structs_of, tree_structs
-from .evaluate import cast, leaf_made
 from .expression import From, NamedSizes
 from .patterns import near_names, pattern, sum_of
 from .pieces import (
@@ -47,6 +46,7 @@ from .routes import (
     number_copies,
     number_paths,
 )
+from .shape_operations import cast, leaf_made
 from .tree_map import TreeMap, bound, bound_before, with_sizes, without_rest
 from .values import (
     Read,

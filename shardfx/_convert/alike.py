@@ -35,30 +35,33 @@ def rows_of_alike(
     low = np.array(positions, np.int64).reshape(len(positions), rank)
     sizes = [stop - start for start, stop in hull(first)]
     high = low + np.array(sizes, np.int64)
+    # The number of boxes that have a part of each small array.
     owners = np.zeros(len(positions), int)
     is_inside = []
     for box in boxes:
         bounds = np.array(box, np.int64).reshape(rank, 2)
-        owners += ((low < bounds[:, 1]) & (high > bounds[:, 0])).all(-1)
-        is_inside.append(((low >= bounds[:, 0]) & (high <= bounds[:, 1])).all(-1))
+        starts = bounds[:, 0]
+        stops = bounds[:, 1]
+        overlaps = (low < stops) & (high > starts)
+        owners += overlaps.all(-1)
+        fits = (low >= starts) & (high <= stops)
+        is_inside.append(fits.all(-1))
 
     count = math.prod(shape)
     vectors: list[np.ndarray | None] = [None] * len(positions)
     for number, box in enumerate(boxes):
-        places = np.flatnonzero(is_inside[number] & (owners == 1))
-        if not len(places):
+        numbers = np.flatnonzero(is_inside[number] & (owners == 1))
+        if not len(numbers):
             continue
-        begins = np.array([start for start, _ in box], np.int64)
-        strides = np.array(strides_of([stop - start for start, stop in box]), np.int64)
-        starts = (low[places] - begins) @ strides
-        corner = shifted(
-            first, [start - at for start, at in zip(begins, low[0], strict=True)]
-        )
-        if not _is_in_order(corner, box, shape):
+        box_start = np.array([start for start, _ in box], np.int64)
+        box_shape = [stop - start for start, stop in box]
+        strides = np.array(strides_of(box_shape), np.int64)
+        if not _is_in_order(shifted(first, box_start - low[0]), box, shape):
             continue
-        rows = _rows(memory[number].reshape(-1), starts.tolist(), count)
-        for place, row in zip(places.tolist(), rows, strict=True):
-            vectors[place] = row
+        offsets = (low[numbers] - box_start) @ strides
+        rows = _rows(memory[number].reshape(-1), offsets.tolist(), count)
+        for small_array, row in zip(numbers.tolist(), rows, strict=True):
+            vectors[small_array] = row
     return vectors
 
 
@@ -67,16 +70,21 @@ def _is_in_order(piece: Piece, box: Box, shape: tuple[int, ...]) -> bool:
     gaps, its elements in their own order.
     """
     boxes = list(strided_boxes(piece, box))
-    if len(boxes) != 1 or boxes[0].source != tuple((0, size) for size in shape):
+    whole = tuple((0, size) for size in shape)
+    if len(boxes) != 1 or boxes[0].source != whole:
         return False
-    pairs = zip(shape, boxes[0].strides, strides_of(shape), strict=True)
-    return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
+    row_major = strides_of(shape)
+    for size, stride, expected in zip(shape, boxes[0].strides, row_major, strict=True):
+        if size != 1 and stride != expected:
+            return False
+    return True
 
 
-def _rows(memory: np.ndarray, starts: Sequence[int], count: int) -> list[np.ndarray]:
-    """The vectors of `count` elements of `memory` that begin at `starts`."""
-    if len(memory) % count == 0 and not any(start % count for start in starts):
+def _rows(memory: np.ndarray, offsets: Sequence[int], count: int) -> list[np.ndarray]:
+    """The vectors of `count` elements of `memory` that begin at `offsets`."""
+    is_matrix = len(memory) % count == 0
+    if is_matrix and all(offset % count == 0 for offset in offsets):
         # NumPy makes the rows of a matrix faster than slices of a vector.
         rows = list(memory.reshape(-1, count))
-        return [rows[start // count] for start in starts]
-    return [memory[start : start + count] for start in starts]
+        return [rows[offset // count] for offset in offsets]
+    return [memory[offset : offset + count] for offset in offsets]

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._ground.boxes import Box
 from .._ground.spec import DType
 from .._ground.tree import flatten, is_number
-from .binding import bound_steps, places, structs_of, tree_structs
+from .binding import bound_steps, structs_of, tree_structs
 from .casts import cast_array
-from .evaluate import ON_SHAPES, evaluated, leaf_made
+from .evaluate import evaluated
 from .expression import Rules
 from .pieces import (
     NOWHERE,
@@ -34,6 +35,8 @@ from .pieces import (
     swapped,
 )
 from .routes import bound_with, number_copies, number_paths
+from .rule_places import places
+from .shape_operations import leaf_made, on_shapes
 from .values import constant, fill
 
 
@@ -44,50 +47,51 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
     `xp` is `numpy` or `jax.numpy`, the library of the operands. Their shapes must have
     been checked. `args` are the operation's other arguments.
     """
-    x: Any = parts[0] if parts else None
+    array: Any = parts[0] if parts else None
     match op, *args:
-        case "constant", value, shape, dtype:
-            return xp.full(shape, value, jnp.dtype(dtype))
+        case "constant", number, shape, dtype:
+            return xp.full(shape, number, jnp.dtype(dtype))
         case "transpose", *order:
-            return xp.transpose(x, order or None)
+            return xp.transpose(array, order or None)
         case "reshape" | "split" | "merge", *_:
-            return x.reshape(ON_SHAPES[op]([leaf_made("", x)], *args).shape)
+            return array.reshape(on_shapes(op, [leaf_made("", array)], *args).shape)
         case "stacked", dim:
             return xp.stack(parts, axis=dim)
         case "concat", dim, shards:
-            pieces = zip(
-                *[xp.split(part, shards, axis=dim) for part in parts], strict=True
-            )
-            return xp.concatenate([*it.chain.from_iterable(pieces)], axis=dim)
+            chunks = [xp.split(part, shards, axis=dim) for part in parts]
+            interleaved = it.chain.from_iterable(zip(*chunks, strict=True))
+            return xp.concatenate([*interleaved], axis=dim)
         case "at", index, dim:
-            return x[(slice(None),) * (dim % x.ndim) + (index,)]
+            return array[(slice(None),) * (dim % array.ndim) + (index,)]
         case "slice", start, stop, dim:
-            return x[(slice(None),) * (dim % x.ndim) + (slice(start, stop),)]
+            return array[(slice(None),) * (dim % array.ndim) + (slice(start, stop),)]
         case "repeat", count, dim, unit:
-            dim %= x.ndim
-            units = x.reshape(
-                *x.shape[:dim], x.shape[dim] // unit, unit, *x.shape[dim + 1 :]
-            )
-            return xp.repeat(units, count, axis=dim).reshape(
-                *x.shape[:dim], x.shape[dim] * count, *x.shape[dim + 1 :]
-            )
-        case "pad_to", size, dim, value:
-            dim %= x.ndim
-            padding = xp.full(
-                (*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :]),
-                value,
-                x.dtype,
-            )
-            return xp.concatenate([x, padding], axis=dim)
+            dim %= array.ndim
+            size = array.shape[dim]
+            units = array.reshape(_resized(array.shape, dim, size // unit, unit))
+            repeated = xp.repeat(units, count, axis=dim)
+            return repeated.reshape(_resized(array.shape, dim, size * count))
+        case "pad_to", size, dim, number:
+            dim %= array.ndim
+            padding_shape = _resized(array.shape, dim, size - array.shape[dim])
+            padding = xp.full(padding_shape, number, array.dtype)
+            return xp.concatenate([array, padding], axis=dim)
         case "cast", dtype:
-            return cast_array(x, jnp.dtype(dtype))
+            return cast_array(array, jnp.dtype(dtype))
         case "scale", *block:
-            x, by = (part.astype(jnp.float32) for part in parts)
+            weights, scales = (part.astype(jnp.float32) for part in parts)
             for dim, size in enumerate(block):
-                by = xp.repeat(by, size, axis=dim)
-            return x * by[tuple(slice(size) for size in x.shape)]
+                scales = xp.repeat(scales, size, axis=dim)
+            return weights * scales[tuple(slice(size) for size in weights.shape)]
     # The others are `times` and `plus`.
-    return changed(x, Arithmetic("*" if op == "times" else "+", *args))
+    (number,) = args
+    sign = "*" if op == "times" else "+"
+    return changed(array, Arithmetic(sign=sign, number=number))
+
+
+def _resized(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
+    """A shape with other sizes in the place of dimension `dim`."""
+    return (*shape[:dim], *sizes, *shape[dim + 1 :])
 
 
 def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
@@ -97,33 +101,38 @@ def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
     `None`, the result is a dict by path.
     """
     flat = flatten(tree)
-    rows = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True))
-    arrays = {path: leaf for path, leaf, is_array in rows if is_array}
-    own_numbers = {path: leaf for path, leaf, _ in rows if is_number(leaf)}
+    arrays: dict[str, Any] = {}
+    numbers_by_path: dict[str, Any] = {}
+    for path, leaf, is_array in zip(
+        flat.paths, flat.leaves, flat.is_array, strict=True
+    ):
+        if is_array:
+            arrays[path] = leaf
+        if is_number(leaf):
+            numbers_by_path[path] = leaf
     target = None
-    targets = None
+    number_targets = None
     if like is not None:
         target = tree_structs(like)
-        targets = number_paths(like)
-    numbers = number_copies(steps, own_numbers, targets)
+        number_targets = number_paths(like)
+    numbers = number_copies(steps, numbers_by_path, number_targets)
     structs = structs_of(arrays, arrays.values())
-    made = bound_with(numbers, steps, structs, target)
+    leaves = bound_with(numbers, steps, structs, target)
+
     # The rules find a number as an array of rank 0, whatever its value.
     arrays |= {path: np.zeros((), kind) for path, kind in numbers.kinds}
     if any(step.inverted for step in steps):
         assemble = _assembled_in_jax if _is_in_jax(arrays) else _assembled
-        arrays_by_path = {path: assemble(one, arrays) for path, one in made.items()}
+        results = {path: assemble(leaf, arrays) for path, leaf in leaves.items()}
     else:
-        arrays_by_path = _by_rules(steps, arrays, made, own_numbers)
-    arrays_by_path |= {path: own_numbers[route] for path, route in numbers.routes}
+        results = _by_rules(steps, arrays, leaves, numbers_by_path)
+    results |= {path: numbers_by_path[route] for path, route in numbers.routes}
     if like is None:
-        return arrays_by_path
-    there = flatten(like)
-    leaves = [
-        arrays_by_path[path] if path in arrays_by_path else leaf
-        for path, leaf in zip(there.paths, there.leaves, strict=True)
-    ]
-    return jax.tree.unflatten(there.treedef, leaves)
+        return results
+    like_flat = flatten(like)
+    pairs = zip(like_flat.paths, like_flat.leaves, strict=True)
+    new_leaves = [results.get(path, leaf) for path, leaf in pairs]
+    return jax.tree.unflatten(like_flat.treedef, new_leaves)
 
 
 def _is_in_jax(arrays: Mapping[str, object]) -> bool:
@@ -133,72 +142,67 @@ def _is_in_jax(arrays: Mapping[str, object]) -> bool:
 def _by_rules(
     steps: Sequence[Rules],
     arrays: Mapping[str, object],
-    made: Mapping[str, Made],
+    target_leaves: Mapping[str, Made],
     spare: Collection[str],
 ) -> dict[str, Any]:
     """Makes the leaves of the target from whole arrays, one step of the map after the
     other.
 
-    `arrays` are the leaves of the source by path. `made` has the shape and dtype of
-    each leaf of the target. The leaves `spare` of the source need not be used.
+    `arrays` are the leaves of the source by path. `target_leaves` has the shape and
+    dtype of each leaf of the target. The leaves `spare` of the source need not be used.
     """
     xp = jnp if _is_in_jax(arrays) else np
+    run = ft.partial(on_arrays, xp)
     leaves = dict(arrays)
     structs = structs_of(arrays, arrays.values())
-    for number, step in enumerate(steps):
-        last = number == len(steps) - 1
-        target = made if last else bound_steps([step], structs, spare=spare)
-        arrays_by_path = {}
-        run = ft.partial(on_arrays, xp)
+    for number, step in enumerate(steps, 1):
+        is_last = number == len(steps)
+        target = target_leaves if is_last else bound_steps([step], structs, spare=spare)
+        results = {}
         for path, rule, binding in places(step, structs, target, []):
-            value = evaluated(rule, binding, leaves, leaves.__getitem__, run)
-            arrays_by_path[path] = (
-                cast_array(value, target[path].dtype)
-                if value.dtype != target[path].dtype
-                else value
-            )
-        leaves = {path: arrays_by_path[path] for path in target}
+            array = evaluated(rule, binding, leaves, leaves.__getitem__, run)
+            if array.dtype != target[path].dtype:
+                array = cast_array(array, target[path].dtype)
+            results[path] = array
+        leaves = {path: results[path] for path in target}
         structs = structs_of(target, target.values())
     return leaves
 
 
-def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
+def _assembled(leaf: Made, arrays: Mapping[str, object]) -> Any:
     """A leaf of the target, copied with NumPy piece by piece. `arrays` are the leaves
     of the source by path.
     """
-    out = np.zeros(made.shape, made.dtype)
-    whole = tuple((0, size) for size in made.shape)
-    for piece in made.pieces:
-        fill(
-            out,
-            whole,
-            piece,
-            lambda path, box: np.asarray(arrays[path])[
-                (..., *[slice(*span) for span in box])
-            ],
-        )
-    return out
+
+    def read(path: str, box: Box) -> np.ndarray:
+        slices = [slice(start, stop) for start, stop in box]
+        return np.asarray(arrays[path])[(..., *slices)]
+
+    array = np.zeros(leaf.shape, leaf.dtype)
+    whole = tuple((0, size) for size in leaf.shape)
+    for piece in leaf.pieces:
+        fill(array, whole, piece, read)
+    return array
 
 
-def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
+def _assembled_in_jax(leaf: Made, arrays: Mapping[str, Any]) -> jax.Array:
     """A leaf of the target, copied with JAX piece by piece, also in a traced function.
 
     `arrays` are the leaves of the source by path. PRNG keys are copied as key data.
     """
-    if not jnp.issubdtype(made.dtype, jax.dtypes.extended):
-        return _filled(made.pieces, made.shape, made.dtype, arrays)
-    names = [piece.value.path for piece in made.pieces if piece.value.path is not None]
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return _filled(leaf.pieces, leaf.shape, leaf.dtype, arrays)
+    names = [piece.value.path for piece in leaf.pieces if piece.value.path is not None]
     bits = {name: jax.random.key_data(arrays[name]) for name in names}
-    key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), made.dtype))
+    key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), leaf.dtype))
     data = _filled(
-        [extended(other, key_data.shape) for other in made.pieces],
-        (*made.shape, *key_data.shape),
-        key_data.dtype,
-        bits,
+        pieces=[extended(piece, key_data.shape) for piece in leaf.pieces],
+        shape=(*leaf.shape, *key_data.shape),
+        dtype=key_data.dtype,
+        arrays=bits,
     )
-    return jax.random.wrap_key_data(
-        data, impl=jax.random.key_impl(arrays[names[0]]) if names else None
-    )
+    implementation = jax.random.key_impl(arrays[names[0]]) if names else None
+    return jax.random.wrap_key_data(data, impl=implementation)
 
 
 def _filled(
@@ -207,30 +211,36 @@ def _filled(
     dtype: DType,
     arrays: Mapping[str, object],
 ) -> jax.Array:
-    out = jnp.zeros(shape, dtype)
+    array = jnp.zeros(shape, dtype)
     for piece in pieces:
-        copy = strided_copy(piece)
-        source_slices, target_slices = (
-            tuple(slice(*span) for span in hull(box_of))
-            for box_of in (swapped(piece), piece)
-        )
-        path = piece.value.path
-        scale = piece.value.scale
-        values = constant(piece) if path is None else arrays[path]
-        if scale is not None:
-            values = on_arrays(jnp, "scale", [values, arrays[scale.path]], *scale.block)
-        values = gathered(jnp.asarray(values)[source_slices], copy.source)
-        for to in () if path is None else piece.value.casts:
-            values = changed(values, to)
-        filled = scattered(
-            out[target_slices], copy.target, transposed(values, copy).astype(dtype), 0
-        )
-        out = (
-            filled
-            if len(pieces) == 1 and filled.shape == shape
-            else out.at[target_slices].set(filled)
-        )
-    return out
+        strides = strided_copy(piece)
+        values = _values(piece, arrays)[_slices(hull(swapped(piece)))]
+        values = gathered(values, strides.source)
+        if piece.value.path is not None:
+            for operation in piece.value.casts:
+                values = changed(values, operation)
+        new = transposed(values, strides).astype(dtype)
+
+        target = _slices(hull(piece))
+        filled = scattered(array[target], strides.target, new, 0)
+        is_whole = len(pieces) == 1 and filled.shape == shape
+        array = filled if is_whole else array.at[target].set(filled)
+    return array
+
+
+def _values(piece: Piece, arrays: Mapping[str, object]) -> jax.Array:
+    """The source of a piece, multiplied by its scales."""
+    if piece.value.path is None:
+        return jnp.asarray(constant(piece))
+    values = arrays[piece.value.path]
+    scale = piece.value.scale
+    if scale is not None:
+        values = on_arrays(jnp, "scale", [values, arrays[scale.path]], *scale.block)
+    return jnp.asarray(values)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
 
 
 # A factor (one loop of a strided copy) along a dimension: its number of iterations, and
@@ -266,19 +276,21 @@ def strided_copy(piece: Piece) -> StridedCopy:
     """The strided copy that a piece makes."""
     sources = _box_factors(swapped(piece))
     targets = _box_factors(piece)
-    source = [f for dim_factors in sources for f in dim_factors]
     # A factor is the same loop on both sides, with source and target exchanged.
-    numbers = {(f.target_dim, f.target_step): number for number, f in enumerate(source)}
-    order = tuple(
-        NOWHERE if f.source_dim == NOWHERE else numbers[f.source_dim, f.source_step]
-        for dim_factors in targets
-        for f in dim_factors
-    )
+    numbers = {}
+    for number, factor in enumerate(it.chain.from_iterable(sources)):
+        numbers[factor.target_dim, factor.target_step] = number
+    order = []
+    for factor in it.chain.from_iterable(targets):
+        if factor.source_dim == NOWHERE:
+            order.append(NOWHERE)
+        else:
+            order.append(numbers[factor.source_dim, factor.source_step])
     return StridedCopy(
-        _plain(hull(swapped(piece)), sources),
-        _plain(hull(piece), targets),
-        order,
-        tuple(piece.value.casts),
+        source=_plain(hull(swapped(piece)), sources),
+        target=_plain(hull(piece), targets),
+        order=tuple(order),
+        casts=tuple(piece.value.casts),
     )
 
 
@@ -286,14 +298,12 @@ def _box_factors(piece: Piece) -> list[list[Factor]]:
     return [along(piece, dim) for dim in range(len(piece.target))]
 
 
-def _plain(
-    box: Sequence[tuple[int, int]], factors: Sequence[Sequence[Factor]]
-) -> BoxFactors:
-    sizes = [stop - start for start, stop in box]
-    return tuple(
-        (size, tuple((f.size, f.target_step) for f in dim_factors))
-        for size, dim_factors in zip(sizes, factors, strict=True)
-    )
+def _plain(box: Box, factors_by_dim: Sequence[Sequence[Factor]]) -> BoxFactors:
+    dims = []
+    for (start, stop), factors in zip(box, factors_by_dim, strict=True):
+        loops = tuple((factor.size, factor.target_step) for factor in factors)
+        dims.append((stop - start, loops))
+    return tuple(dims)
 
 
 def is_dense(size: int, factors: Sequence[BoxFactor]) -> bool:
@@ -319,11 +329,8 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
     axis = 0
     for size, factors_of_dim in factors:
         if is_dense(size, factors_of_dim):
-            x = x.reshape(
-                *x.shape[:axis],
-                *[count for count, _ in factors_of_dim],
-                *x.shape[axis + 1 :],
-            )
+            counts = [count for count, _ in factors_of_dim]
+            x = x.reshape(_resized(x.shape, axis, *counts))
             axis += len(factors_of_dim)
             continue
         for count, step in factors_of_dim:
@@ -331,7 +338,7 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
             axis += 1
             inner = _below(factors_of_dim, step)
             x = jax.lax.slice_in_dim(x, 0, inner, axis=axis)
-        x = x.reshape(*x.shape[:axis], *x.shape[axis + 1 :])
+        x = x.reshape(_resized(x.shape, axis))
     return x
 
 
@@ -342,7 +349,8 @@ def _below(factors: Sequence[BoxFactor], step: int) -> int:
     For the factors ((2, 6), (3, 2)) and the step 6: the second one reaches 0, 2 and 4,
     so the result is 5.
     """
-    return 1 + sum((count - 1) * each for count, each in factors if each < step)
+    inner = [(count, stride) for count, stride in factors if stride < step]
+    return 1 + sum((count - 1) * stride for count, stride in inner)
 
 
 def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
@@ -351,9 +359,9 @@ def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
 
     For [1, 2, 3, 4, 5] with 2 rows of 3: [[1, 2, 3], [4, 5, 0]].
     """
-    missing = count * step - x.shape[axis]
-    padded = jnp.pad(x, [(0, missing if dim == axis else 0) for dim in range(x.ndim)])
-    return padded.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :])
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, count * step - x.shape[axis])
+    return jnp.pad(x, padding).reshape(_resized(x.shape, axis, count, step))
 
 
 def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
@@ -362,13 +370,12 @@ def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
 
     It is broadcast along factors that repeat the source.
     """
-    piece = piece.transpose([number for number in copy.order if number != NOWHERE])
-    counts = [count for _, dim_factors in copy.target for count, _ in dim_factors]
-    shape = [
-        1 if number == NOWHERE else count
-        for number, count in zip(copy.order, counts, strict=True)
-    ]
-    return jnp.broadcast_to(piece.reshape(shape), counts)
+    counts = [count for _, factors in copy.target for count, _ in factors]
+    shape = []
+    for number, count in zip(copy.order, counts, strict=True):
+        shape.append(1 if number == NOWHERE else count)
+    in_source = [number for number in copy.order if number != NOWHERE]
+    return jnp.broadcast_to(piece.transpose(in_source).reshape(shape), counts)
 
 
 def scattered(
@@ -385,18 +392,19 @@ def scattered(
     if all(is_dense(size, dim_factors) for size, dim_factors in factors):
         return piece.reshape(box.shape)
     size, dim_factors = factors[0]
-    rest = factors[1:]
+    other_dims = factors[1:]
     if is_dense(size, dim_factors):
         merged = piece.reshape(
             *piece.shape[:axis], size, *piece.shape[axis + len(dim_factors) :]
         )
-        return scattered(box, rest, merged, axis + 1)
+        return scattered(box, other_dims, merged, axis + 1)
+
     count, step = dim_factors[0]
-    below = dim_factors[1:]
     rows = _rows(box, axis, count, step)
     inner = _below(dim_factors, step)
     part = jax.lax.slice_in_dim(rows, 0, inner, axis=axis + 1)
-    new = scattered(part, ((inner, below), *rest), piece, axis + 1)
+    part_factors = ((inner, dim_factors[1:]), *other_dims)
+    new = scattered(part, part_factors, piece, axis + 1)
     rows = jax.lax.dynamic_update_slice_in_dim(rows, new, 0, axis + 1)
-    flat = rows.reshape(*box.shape[:axis], count * step, *box.shape[axis + 1 :])
+    flat = rows.reshape(_resized(box.shape, axis, count * step))
     return jax.lax.slice_in_dim(flat, 0, size, axis=axis)

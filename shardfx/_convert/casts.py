@@ -26,15 +26,16 @@ def is_rounded(stored: Any, to: Any) -> bool:
     )
 
 
-def _whole(x: np.ndarray, to: np.dtype) -> np.ndarray:
-    least = int(jnp.iinfo(to).min)
-    most = int(jnp.iinfo(to).max)
-    floats = x.astype(np.float64)
+def _whole(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    least = int(jnp.iinfo(dtype).min)
+    most = int(jnp.iinfo(dtype).max)
+    floats = array.astype(np.float64)
     # Both ends are powers of two or 0, which float64 represents exactly.
-    low = floats <= float(least)
-    high = floats >= float(most + 1)
-    inside = ~(low | high | np.isnan(floats))
-    integers = np.where(inside, floats, 0).astype(np.int64 if least else np.uint64)
-    integers[low] = least
-    integers[high] = most
-    return integers.astype(to)
+    is_low = floats <= float(least)
+    is_high = floats >= float(most + 1)
+    is_inside = ~(is_low | is_high | np.isnan(floats))
+    wide = np.int64 if least else np.uint64
+    integers = np.where(is_inside, floats, 0).astype(wide)
+    integers[is_low] = least
+    integers[is_high] = most
+    return integers.astype(dtype)

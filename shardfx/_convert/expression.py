@@ -54,14 +54,18 @@ def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
     """
     words = SIGNATURES[op][1].split()
     last = words[-1]
+    further = count - len(words) + 1
     if last.endswith("*"):
-        words = [*words[:-1], *[last[:-1]] * (count - len(words) + 1)]
+        words = [*words[:-1], *[last[:-1]] * further]
     elif last.endswith("?"):
-        words = [*words[:-1], *[last[:-1]] * (count - len(words) + 1 > 0)]
-    return [
-        (word.partition(":")[0] if ":" in word else "", word.rpartition(":")[2])
-        for word in words
-    ]
+        words[-1] = last[:-1]
+        if further <= 0:
+            words.pop()
+    arguments = []
+    for word in words:
+        name, _, kind = word.rpartition(":")
+        arguments.append((name, kind))
+    return arguments
 
 
 def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
@@ -70,71 +74,97 @@ def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
 
     Raises `MapError` for arguments that the operation cannot take.
     """
-    count, words = SIGNATURES[op][0], arguments_of(op, len(args))
-    if count is not None and parts != count:
-        raise MapError(f"`{op}` takes {count} expressions, not {parts}.")
+    operands = SIGNATURES[op][0]
+    if operands is not None and parts != operands:
+        raise MapError(f"`{op}` takes {operands} expressions, not {parts}.")
+    words = arguments_of(op, len(args))
     if len(words) != len(args):
         raise MapError(
             f"`{op}` takes {len(words)} arguments, not {len(args)}:"
             f" {tuple(args)!r:.80}."
         )
-    found = []
-    for (_, word), value in zip(words, args, strict=True):
-        text, read = _KINDS[word]
-        found.append(read(value))
-        if found[-1] is None and not (word == "end" and value is None):
-            raise MapError(f"`{op}` takes {text}, not {value!r:.80}.")
-    return tuple(found)
+
+    values = []
+    for (_, kind), argument in zip(words, args, strict=True):
+        description, convert = _KINDS[kind]
+        value = convert(argument)
+        is_open_end = kind == "end" and argument is None
+        if value is None and not is_open_end:
+            raise MapError(f"`{op}` takes {description}, not {argument!r:.80}.")
+        values.append(value)
+    return tuple(values)
 
 
 def _number(value: Any) -> int | float | None:
     number = value.item() if isinstance(value, np.generic) else value
+    if isinstance(number, float):
+        return number
     # Python raises for larger integers where a float is needed.
-    is_one = isinstance(number, float) or (
-        isinstance(number, int) and abs(number) < 2**1023
-    )
-    return number if is_one else None
+    if isinstance(number, int) and abs(number) < 2**1023:
+        return number
+    return None
 
 
 def _finite(value: object) -> float | None:
     number = _number(value)
-    return (
-        None
-        if number is None or isinstance(number, bool) or not math.isfinite(number)
-        else float(number)
-    )
+    if number is None or isinstance(number, bool) or not math.isfinite(number):
+        return None
+    return float(number)
+
+
+def _factor(value: object) -> float | None:
+    # A factor of 0 has no inverse.
+    return _finite(value) or None
 
 
 def _int(value: object, least: float = -math.inf) -> int | None:
-    # NumPy's integers become Python's, since JSON cannot hold them. A bool is an int in
-    # Python, but no size.
-    if (
-        isinstance(value, bool | np.bool_)
-        or not isinstance(value, int | np.integer)
-        or value < least
-    ):
+    # A bool is an int in Python, but no size.
+    if isinstance(value, bool | np.bool_):
         return None
+    if not isinstance(value, int | np.integer) or value < least:
+        return None
+    # NumPy's integers become Python's, since JSON cannot hold them.
     return operator.index(value)
+
+
+def _count(value: object) -> int | None:
+    return _int(value, least=0)
+
+
+def _block(value: object) -> int | None:
+    return _int(value, least=1)
 
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def _name(value: Any) -> str | None:
+    return _text(value) if str(value).isidentifier() else None
+
+
+def _index(value: object) -> int | str | None:
+    if isinstance(value, str) and sum_of(value):
+        return value
+    return _int(value)
+
+
 def _sizes(value: object) -> tuple[Any, ...] | None:
-    sizes = (
-        [_int(size, 0) for size in value] if isinstance(value, tuple | list) else [None]
-    )
-    return None if None in sizes else tuple(sizes)
+    if not isinstance(value, tuple | list):
+        return None
+    sizes = tuple(map(_count, value))
+    return None if None in sizes else sizes
 
 
 def _dtype(value: Any) -> str | None:
+    # NumPy takes None for float64.
+    if value is None:
+        return None
     try:
         name = jnp.dtype(value).name
     except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a text
         return None
-    # NumPy takes None for float64
-    return None if value is None or dtype_named(name) is None else name
+    return None if dtype_named(name) is None else name
 
 
 # For each kind of argument a description of valid values, and a function that converts
@@ -142,27 +172,16 @@ def _dtype(value: Any) -> str | None:
 _KINDS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = MappingProxyType(
     {
         "path": ("the path of a leaf", _text),
-        "name": (
-            "the name of a placeholder",
-            lambda value: _text(value) if str(value).isidentifier() else None,
-        ),
-        "index": (
-            "a whole number, or a sum of placeholders, as '6*i+2'",
-            lambda value: (
-                value if isinstance(value, str) and sum_of(value) else _int(value)
-            ),
-        ),
+        "name": ("the name of a placeholder", _name),
+        "index": ("a whole number, or a sum of placeholders, as '6*i+2'", _index),
         "number": ("a number", _number),
         "finite": ("a finite number", _finite),
-        "factor": (
-            "a finite number that is not 0",
-            lambda value: _finite(value) or None,
-        ),
+        "factor": ("a finite number that is not 0", _factor),
         "sizes": ("the sizes of an array", _sizes),
         "dtype": ("a dtype", _dtype),
         "int": ("a whole number", _int),
-        "count": ("a whole number that is not negative", lambda value: _int(value, 0)),
-        "block": ("the size of a block, 1 or more", lambda value: _int(value, 1)),
+        "count": ("a whole number that is not negative", _count),
+        "block": ("the size of a block, 1 or more", _block),
         "end": ("a whole number or None", _int),
     }
 )
@@ -177,18 +196,19 @@ def check_number(value: Any, dtype: DType, what: str) -> None:
             f"{what}: PRNG keys cannot be made of a number; stack or concat keys"
             " instead."
         )
-    is_bool = jnp.issubdtype(dtype, jnp.bool_)
-    if is_bool or jnp.issubdtype(dtype, jnp.integer):
-        low, high = (
-            (0, 1)
-            if is_bool
-            else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
+    if jnp.issubdtype(dtype, jnp.bool_):
+        low = 0
+        high = 1
+    elif jnp.issubdtype(dtype, jnp.integer):
+        low = int(jnp.iinfo(dtype).min)
+        high = int(jnp.iinfo(dtype).max)
+    else:
+        return
+    if not (low <= value <= high and int(value) == value):
+        raise MapError(
+            f"{what}: {value!r} is no whole number from {low} to {high}, as an"
+            f" array of {dtype} holds."
         )
-        if not (low <= value <= high and int(value) == value):
-            raise MapError(
-                f"{what}: {value!r} is no whole number from {low} to {high}, as an"
-                f" array of {dtype} holds."
-            )
 
 
 # The default of an argument that is passed by name.
@@ -316,9 +336,8 @@ class From:
         has `count` arrays. Without a count, it ends before the first value for which
         the source has no leaf.
         """
-        return _new(
-            "stack", (self,), (over, dim) if count is None else (over, dim, count)
-        )
+        args = (over, dim) if count is None else (over, dim, count)
+        return _new("stack", (self,), args)
 
     def at(self, index: int | str, *, dim: int = 0) -> "From":
         """The entry at one index of a dimension, without this dimension.
@@ -385,13 +404,13 @@ class From:
         - `by`: a leaf with one scale per block, or its path.
         - `block`: the size of a block along each dimension, such as `(128, 128)`.
         """
-        by = From(by) if isinstance(by, str) else by
-        if self.op != "leaf" or by.op != "leaf":
+        scales = From(by) if isinstance(by, str) else by
+        if self.op != "leaf" or scales.op != "leaf":
             raise MapError(
-                f"{self} cannot be scaled by {by}: scale leaves as they are stored, and"
-                " do the rest after."
+                f"{self} cannot be scaled by {scales}: scale leaves as they are stored,"
+                " and do the rest after."
             )
-        return _new("scale", (self, by), tuple(block))
+        return _new("scale", (self, scales), tuple(block))
 
     def __str__(self) -> str:
         return _written(self)
@@ -399,9 +418,11 @@ class From:
     __repr__ = __str__
 
 
-def _set(made: From, op: str, of: tuple[From, ...], args: tuple[object, ...]) -> None:
+def _set(
+    expression: From, op: str, of: tuple[From, ...], args: tuple[object, ...]
+) -> None:
     for name, value in (("op", op), ("of", of), ("args", args)):
-        object.__setattr__(made, name, value)
+        object.__setattr__(expression, name, value)
 
 
 def _new(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:
@@ -411,35 +432,48 @@ def _new(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:
                 f"`{op}` takes `From` values, not {part!r:.80}; write"
                 f" `From({part!r:.80})`."
             )
-    made = object.__new__(From)
-    _set(made, op, of, checked(op, len(of), args))
-    return made
+    expression = object.__new__(From)
+    _set(expression, op, of, checked(op, len(of), args))
+    return expression
 
 
-def _written(made: From) -> str:
-    if made.op in ("leaf", "constant"):
-        inner = ", ".join(map(repr, made.args))
-        return f"From({inner})" if made.op == "leaf" else f"From.constant({inner})"
-    named = zip(arguments_of(made.op, len(made.args)), made.args, strict=True)
-    args = [
-        f"{name}={value!r}" if name else repr(value)
-        for (name, _), value in named
-        if not name or value != _DEFAULTS[name]
-    ]
-    if made.op in ("concat", "stacked"):
-        return f"From.{made.op}([{', '.join(map(_written, made.of))}]{''.join(f', {arg}' for arg in args)})"
-    if made.op == "scale":
-        return (
-            f"{_written(made.of[0])}.scale({_written(made.of[1])}, block={made.args!r})"
-        )
-    if made.op == "transpose" and not made.args:
-        return f"{_written(made.of[0])}.T"
-    return f"{_written(made.of[0])}.{made.op}({', '.join(args)})"
+def _written(expression: From) -> str:
+    """The Python code that makes an expression."""
+    op = expression.op
+    if op == "leaf":
+        return f"From({expression.path!r})"
+    if op == "constant":
+        return f"From.constant({', '.join(map(repr, expression.args))})"
+    operands = [_written(operand) for operand in expression.of]
+    if op == "scale":
+        weights, scales = operands
+        return f"{weights}.scale({scales}, block={expression.args!r})"
+    if op == "transpose" and not expression.args:
+        return f"{operands[0]}.T"
+
+    arguments = _written_arguments(expression)
+    if op in ("concat", "stacked"):
+        parts = f"[{', '.join(operands)}]"
+        return f"From.{op}({', '.join([parts, *arguments])})"
+    return f"{operands[0]}.{op}({', '.join(arguments)})"
 
 
-def to_data(made: From) -> list[Any]:
+def _written_arguments(expression: From) -> list[str]:
+    """The arguments of an operation as Python code, without those that are defaults."""
+    words = arguments_of(expression.op, len(expression.args))
+    arguments = []
+    for (name, _), value in zip(words, expression.args, strict=True):
+        if not name:
+            arguments.append(repr(value))
+        elif value != _DEFAULTS[name]:
+            arguments.append(f"{name}={value!r}")
+    return arguments
+
+
+def to_data(expression: From) -> list[Any]:
     """An expression as nested lists that JSON can hold."""
-    return [made.op, _plain(made.args), [to_data(part) for part in made.of]]
+    operands = [to_data(operand) for operand in expression.of]
+    return [expression.op, _plain(expression.args), operands]
 
 
 def from_data(data: object) -> From:
@@ -456,22 +490,29 @@ def from_data(data: object) -> From:
 
 
 def _plain(value: object) -> Any:
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+    """A value with lists in the place of tuples."""
+    if not isinstance(value, tuple):
+        return value
+    return [_plain(member) for member in value]
 
 
 def _tuples(value: object) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    """A value with tuples in the place of lists."""
+    if not isinstance(value, list):
+        return value
+    return tuple(map(_tuples, value))
 
 
-def leaves_of(made: From) -> list[str]:
+def leaves_of(expression: From) -> list[str]:
     """The paths of the leaves that an expression reads, in order, with their
     placeholders.
     """
-    return (
-        [made.args[0]]
-        if made.op == "leaf"
-        else [path for part in made.of for path in leaves_of(part)]
-    )
+    if expression.op == "leaf":
+        return [expression.path]
+    paths = []
+    for operand in expression.of:
+        paths += leaves_of(operand)
+    return paths
 
 
 def counted_leaf(stack: From) -> str | None:
@@ -480,14 +521,11 @@ def counted_leaf(stack: From) -> str | None:
 
     For `From("layers/{i}/w").stack("i")`: `layers/{i}/w`.
     """
-    return next(
-        (
-            leaf
-            for leaf in leaves_of(stack.of[0])
-            if stack.args[0] in pattern(leaf).names
-        ),
-        None,
-    )
+    placeholder = stack.args[0]
+    for path in leaves_of(stack.of[0]):
+        if placeholder in pattern(path).names:
+            return path
+    return None
 
 
 class NamedSizes(NamedTuple):
@@ -514,7 +552,7 @@ class Rules:
 
     **Arguments:**
 
-    - `made`: pairs of a path pattern of the target, and the expression that makes the
+    - `rules`: pairs of a path pattern of the target, and the expression that makes the
       leaves with such paths.
     - `drop`: path patterns of leaves that are left out on purpose. The source must have
       them.
@@ -527,7 +565,7 @@ class Rules:
       target must have.
     """
 
-    made: tuple[tuple[str, From], ...]
+    rules: tuple[tuple[str, From], ...]
     drop: tuple[str, ...] = ()
     casts: bool = False
     inverted: bool = False

@@ -35,11 +35,15 @@ class Sum:
     @ft.cached_property
     def name(self) -> str | None:
         """The name, if the placeholder has only a name, as in `{i}`; else `None`."""
-        return (
-            self.terms[0][1]
-            if len(self.terms) == 1 and self.terms[0][0] == 1 and not self.rest
-            else None
-        )
+        if len(self.terms) != 1 or self.rest:
+            return None
+        ((count, name),) = self.terms
+        return name if count == 1 else None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the terms, in order."""
+        return [name for _, name in self.terms]
 
     def value(self, binding: Binding) -> str | int | None:
         """The value of the sum; `None` if a name has no value, or a text where the sum
@@ -47,12 +51,13 @@ class Sum:
         """
         if self.name is not None:
             return binding.get(self.name)
-        found = [(count, binding.get(name)) for count, name in self.terms]
-        if not all(isinstance(value, int) for _, value in found):
-            return None
-        return self.rest + sum(
-            count * value for count, value in found if isinstance(value, int)
-        )
+        total = self.rest
+        for count, name in self.terms:
+            value = binding.get(name)
+            if not isinstance(value, int):
+                return None
+            total += count * value
+        return total
 
     def solved(self, value: str | int) -> tuple[str, str | int] | None:
         """The only name of the sum, and the value of this name for which the sum is
@@ -64,10 +69,11 @@ class Sum:
             return self.name, value
         if len(self.terms) != 1 or not isinstance(value, int):
             return None
-        (count, name), over = self.terms[0], value - self.rest
-        return (
-            (name, over // count) if count and over >= 0 and over % count == 0 else None
-        )
+        ((count, name),) = self.terms
+        product = value - self.rest
+        if not count or product < 0 or product % count:
+            return None
+        return name, product // count
 
 
 @ft.lru_cache(maxsize=4096)
@@ -75,19 +81,21 @@ def sum_of(text: str) -> Sum:
     """Parses the text inside the braces of a placeholder, such as `i`, `i+1` or
     `6*i+j+2`.
     """
-    terms, rest = [], 0
+    terms = []
+    rest = 0
     for part in text.split("+"):
-        found = _TERM.fullmatch(part)
-        if found is None or (found[4] and found[1]):
+        term = _TERM.fullmatch(part)
+        is_product_of_numbers = term is not None and term[4] and term[1]
+        if term is None or is_product_of_numbers:
             raise MapError(
                 f"`{{{text}}}` cannot be read: braces hold a name, or a sum as in"
                 " `{6*i+2}`, without a minus; `{name*}` matches any text, also"
                 " with slashes."
             )
-        if found[2]:
-            terms.append((int(found[1] or 1), found[2]))
+        if term[2]:
+            terms.append((int(term[1] or 1), term[2]))
         else:
-            rest += int(found[4])
+            rest += int(term[4])
     return Sum(tuple(terms), rest)
 
 
@@ -112,14 +120,11 @@ class Pattern:
         """The names in the placeholders of the pattern, without duplicates. For
         `{i}/{i+j}`: ("i", "j").
         """
-        return tuple(
-            dict.fromkeys(
-                name
-                for one in self.parts
-                if isinstance(one, Sum)
-                for _, name in one.terms
-            )
-        )
+        names: dict[str, None] = {}
+        for part in self.parts:
+            if isinstance(part, Sum):
+                names |= dict.fromkeys(part.names)
+        return tuple(names)
 
     @ft.cached_property
     def _format(self) -> str | None:
@@ -145,13 +150,13 @@ class Pattern:
                 return self._format.format_map(binding)
             except KeyError:
                 return None
-        done = []
+        texts = []
         for part in self.parts:
             value = part if isinstance(part, str) else part.value(binding)
             if value is None:
                 return None
-            done.append(str(value))
-        return "".join(done)
+            texts.append(str(value))
+        return "".join(texts)
 
     def matched(self, path: str) -> dict[str, str | int] | None:
         """The values of the placeholders in a path: i = 3 for `layers/{i}/weight` and
@@ -159,14 +164,14 @@ class Pattern:
 
         The result is `None` if the path does not match the pattern.
         """
-        found = self.regex.fullmatch(path)
-        if found is None:
+        match = self.regex.fullmatch(path)
+        if match is None:
             return None
         binding: dict[str, str | int] = {}
-        for one, text in zip(self.parts[1::2], found.groups(), strict=True):
-            assert isinstance(one, Sum)
-            solved = one.solved(_number_or_text(text))
-            if solved is None and len(one.terms) == 1:
+        for part, text in zip(self.parts[1::2], match.groups(), strict=True):
+            assert isinstance(part, Sum)
+            solved = part.solved(_number_or_text(text))
+            if solved is None and len(part.terms) == 1:
                 return None
             if solved is not None and binding.setdefault(*solved) != solved[1]:
                 return None
@@ -175,40 +180,35 @@ class Pattern:
 
 def _number_or_text(text: str) -> str | int:
     # "007" stays text: the number 7 would be written in another way.
-    return (
-        int(text)
-        if text.isascii() and text.isdigit() and str(int(text[:18] or 0)) == text
-        else text
-    )
+    is_number = text.isascii() and text.isdigit() and str(int(text[:18] or 0)) == text
+    return int(text) if is_number else text
 
 
 @ft.lru_cache(maxsize=4096)
 def pattern(text: str) -> Pattern:
     """Parses a path pattern such as `layers/{i}/weight`, through a cache."""
+    # Text and the inside of braces, in turn.
     pieces = _FIELD.split(text)
     if any("{" in piece or "}" in piece for piece in pieces):
         raise MapError(f"the path `{text}` has a brace without its other half.")
-    parts = tuple(
-        piece if at % 2 == 0 else sum_of(piece) for at, piece in enumerate(pieces)
-    )
-    regex = [
-        (
-            re.escape(piece)
-            if at % 2 == 0
-            else "(.+)"
-            if piece.endswith("*")
-            else "([^/.]+)"
-        )
-        for at, piece in enumerate(pieces)
-    ]
-    return Pattern(text, parts, re.compile("".join(regex), re.DOTALL))
+    parts: list[str | Sum] = []
+    regex = []
+    for number, piece in enumerate(pieces):
+        if number % 2 == 0:
+            parts.append(piece)
+            regex.append(re.escape(piece))
+        else:
+            parts.append(sum_of(piece))
+            regex.append("(.+)" if piece.endswith("*") else "([^/.]+)")
+    return Pattern(text, tuple(parts), re.compile("".join(regex), re.DOTALL))
 
 
 def near(path: str, names: Iterable[str], what: str = "") -> str:
-    shown = " or ".join(
-        f"`{printable(name)}`" for name in near_names(path, names, 2, 0.6)
-    )
-    return f"; near {what + ' ' if what else ''}{shown}" if shown else ""
+    quoted = [f"`{printable(name)}`" for name in near_names(path, names, 2, 0.6)]
+    if not quoted:
+        return ""
+    subject = f"{what} " if what else ""
+    return f"; near {subject}{' or '.join(quoted)}"
 
 
 def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
@@ -217,14 +217,14 @@ def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> lis
     """
     if len(path) > _COMPARED_CHARACTERS:
         return []
-    found = [name for name in names if len(name) <= _COMPARED_CHARACTERS]
-    if len(found) > _COMPARED_NAMES:
+    compared = [name for name in names if len(name) <= _COMPARED_CHARACTERS]
+    if len(compared) > _COMPARED_NAMES:
         template = "".join(between_numbers(path))
-        found = [
+        compared = [
             name
-            for name in found
+            for name in compared
             if name[-4:] == path[-4:] or "".join(between_numbers(name)) == template
         ]
     return difflib.get_close_matches(
-        path, found[:_COMPARED_NAMES], n=most, cutoff=cutoff
+        path, compared[:_COMPARED_NAMES], n=most, cutoff=cutoff
     )

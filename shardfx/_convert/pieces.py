@@ -75,32 +75,36 @@ class Arithmetic(NamedTuple):
 Operation: TypeAlias = Any
 
 
-def changed(x: Any, to: Operation) -> Any:
-    """The NumPy or JAX array `x` after the operation `to`."""
-    if not isinstance(to, Arithmetic):
-        return cast_array(x, to)
+def changed(x: Any, operation: Operation) -> Any:
+    """The NumPy or JAX array `x` after an operation."""
+    if not isinstance(operation, Arithmetic):
+        return cast_array(x, operation)
     wide = np.dtype("float64") if x.dtype == np.float64 else np.dtype("float32")
-    number, values = wide.type(to.number), x.astype(wide)
-    match to.sign:
+    number = wide.type(operation.number)
+    values = x.astype(wide)
+    match operation.sign:
         case "*":
-            made = values * number
+            values = values * number
         case "/":
-            made = values / number
+            values = values / number
         case "+":
-            made = values + number
+            values = values + number
         case "-":
-            made = values - number
-    return made.astype(x.dtype)
+            values = values - number
+    return values.astype(x.dtype)
 
 
 def is_only(casts: Iterable[Operation], dtype: object) -> bool:
     """Whether all operations in `casts` are casts to `dtype`."""
-    return all(not isinstance(to, Arithmetic) and to == dtype for to in casts)
+    for operation in casts:
+        if isinstance(operation, Arithmetic) or operation != dtype:
+            return False
+    return True
 
 
 def dtypes_of(casts: Iterable[Operation]) -> list[Any]:
     """The dtypes of the casts among the operations."""
-    return [to for to in casts if not isinstance(to, Arithmetic)]
+    return [dtype for dtype in casts if not isinstance(dtype, Arithmetic)]
 
 
 class Value(NamedTuple):
@@ -188,13 +192,9 @@ def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     """The piece that copies a whole array of shape `shape`, in a tuple; no piece for an
     array without elements.
     """
-    zero = (0,) * len(shape)
-    return made_of(
-        value,
-        zero,
-        zero,
-        [Factor(size, dim, 1, dim, 1) for dim, size in enumerate(shape)],
-    )
+    start = (0,) * len(shape)
+    factors = [Factor(size, dim, 1, dim, 1) for dim, size in enumerate(shape)]
+    return made_of(value=value, source=start, target=start, factors=factors)
 
 
 def made_of(
@@ -206,41 +206,45 @@ def made_of(
     """The piece with these fields, in a tuple; no piece if a factor has size 0. Factors
     of size 1 are left out.
     """
-    kept = tuple(factor for factor in factors if factor.size != 1)
-    return (
-        ()
-        if any(factor.size == 0 for factor in kept)
-        else (Piece(value, source, target, kept),)
-    )
+    loops = tuple(factor for factor in factors if factor.size != 1)
+    if any(factor.size == 0 for factor in loops):
+        return ()
+    return (Piece(value=value, source=source, target=target, factors=loops),)
 
 
 def names_of(piece: Piece) -> tuple[str, ...]:
     """The paths of the arrays that a piece reads: its source, and the scales that
     multiply it.
     """
-    value = piece.value
-    return tuple(
-        name
-        for name in (value.path, value.scale and value.scale.path)
-        if name is not None
-    )
+    names = []
+    if piece.value.path is not None:
+        names.append(piece.value.path)
+    if piece.value.scale is not None:
+        names.append(piece.value.scale.path)
+    return tuple(names)
 
 
 def extended(piece: Piece, sizes: tuple[int, ...]) -> Piece:
     """The piece for a source and a target with further last dimensions of sizes
     `sizes`, which are copied whole.
     """
-    here, there, zero = len(piece.source), len(piece.target), (0,) * len(sizes)
-    more = [
-        Factor(size, here + at, 1, there + at, 1)
-        for at, size in enumerate(sizes)
-        if size != 1
-    ]
+    start = (0,) * len(sizes)
+    new_factors = []
+    for number, size in enumerate(sizes):
+        factor = Factor(
+            size=size,
+            source_dim=len(piece.source) + number,
+            source_step=1,
+            target_dim=len(piece.target) + number,
+            target_step=1,
+        )
+        if size != 1:
+            new_factors.append(factor)
     return Piece(
-        piece.value,
-        (*piece.source, *zero),
-        (*piece.target, *zero),
-        (*piece.factors, *more),
+        value=piece.value,
+        source=(*piece.source, *start),
+        target=(*piece.target, *start),
+        factors=(*piece.factors, *new_factors),
     )
 
 
@@ -253,42 +257,51 @@ def swapped(piece: Piece) -> Piece:
 @ft.lru_cache(maxsize=4096)
 def _swapped(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
     return tuple(
-        Factor(f.size, f.target_dim, f.target_step, f.source_dim, f.source_step)
-        for f in factors
+        Factor(
+            size=factor.size,
+            source_dim=factor.target_dim,
+            source_step=factor.target_step,
+            target_dim=factor.source_dim,
+            target_step=factor.source_step,
+        )
+        for factor in factors
     )
 
 
-def moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    """The position `place`, moved by `by` elements along dimension `dim`. It stays the
-    same if `dim` is `NOWHERE`.
+def moved(position: tuple[int, ...], dim: int, distance: int) -> tuple[int, ...]:
+    """A position moved by `distance` elements along dimension `dim`. It stays the same
+    if `dim` is `NOWHERE`.
     """
-    return (
-        place
-        if dim == NOWHERE or not by
-        else (*place[:dim], place[dim] + by, *place[dim + 1 :])
-    )
+    if dim == NOWHERE or not distance:
+        return position
+    return (*position[:dim], position[dim] + distance, *position[dim + 1 :])
 
 
 def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
     """The part of a piece with only the iterations `start` to `stop` of `factor`."""
-    source = moved(piece.source, factor.source_dim, start * factor.source_step)
-    target = moved(piece.target, factor.target_dim, start * factor.target_step)
     if start == 0 and stop == factor.size:
         return piece
-    kept = [
-        f if f is not factor else Factor(stop - start, *f[1:]) for f in piece.factors
-    ]
-    return Piece(piece.value, source, target, tuple([f for f in kept if f.size != 1]))
+    count = stop - start
+    factors = []
+    for loop in piece.factors:
+        if loop is factor:
+            loop = loop._replace(size=count)
+        if loop.size != 1:
+            factors.append(loop)
+    return Piece(
+        value=piece.value,
+        source=moved(piece.source, factor.source_dim, start * factor.source_step),
+        target=moved(piece.target, factor.target_dim, start * factor.target_step),
+        factors=tuple(factors),
+    )
 
 
 def along(piece: Piece, dim: int) -> list[Factor]:
     """The factors of a piece that move along dimension `dim` of the target, the longest
     step first.
     """
-    return sorted(
-        [f for f in piece.factors if f.target_dim == dim],
-        key=lambda factor: -factor.target_step,
-    )
+    factors = [factor for factor in piece.factors if factor.target_dim == dim]
+    return sorted(factors, key=lambda factor: -factor.target_step)
 
 
 def span(factors: Sequence[Factor]) -> int:
@@ -305,51 +318,56 @@ def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
     """Yields a few pieces that together copy the elements `start` to `stop` along
     dimension `dim` of the target.
     """
-    own = along(piece, dim)
-    low, length = piece.target[dim], span(own)
-    if start <= low and low + length <= stop:
+    factors = along(piece, dim)
+    low = piece.target[dim]
+    high = low + span(factors)
+    if start <= low and high <= stop:
         yield piece
         return
-    if low + length <= start or stop <= low or start >= stop:
+    if high <= start or stop <= low or start >= stop:
         return
-    outer, inner = own[0], span(own[1:])
+
+    outer = factors[0]
     step = outer.target_step
+    # The elements that one iteration of the outer loop reaches are a row.
+    row_length = span(factors[1:])
+    # The rows from `first` to `last` are whole inside.
     first = min(max(0, -(-(start - low) // step)), outer.size)
-    last = max(first, min(outer.size, (stop - inner - low) // step + 1))
-    # At both ends only a part of the row is inside; a row of one element is inside or
+    last = max(first, min(outer.size, (stop - row_length - low) // step + 1))
+    # At both ends only a part of a row is inside; a row of one element is inside or
     # not.
-    if first > 0 and inner > 1:
+    if first > 0 and row_length > 1:
         yield from cut(rows(piece, outer, first - 1, first), dim, start, stop)
     if last > first:
         yield rows(piece, outer, first, last)
-    if last < outer.size and inner > 1:
+    if last < outer.size and row_length > 1:
         yield from cut(rows(piece, outer, last, last + 1), dim, start, stop)
 
 
 def within(piece: Piece, box: Box) -> list[Piece]:
     """The part of a piece inside a box of the target, as several pieces."""
-    ends = hull(piece)
-    if all(
-        start <= low and high <= stop
-        for (low, high), (start, stop) in zip(ends, box, strict=True)
-    ):
+    is_inside = True
+    for (low, high), (start, stop) in zip(hull(piece), box, strict=True):
+        if high <= start or stop <= low:
+            return []
+        is_inside = is_inside and start <= low and high <= stop
+    if is_inside:
         return [piece]
-    if any(
-        high <= start or stop <= low
-        for (low, high), (start, stop) in zip(ends, box, strict=True)
-    ):
-        return []
-    found = [piece]
+    parts = [piece]
     for dim, (start, stop) in enumerate(box):
-        found = [part for one in found for part in cut(one, dim, start, stop)]
-    return found
+        inside: list[Piece] = []
+        for part in parts:
+            inside += cut(part, dim, start, stop)
+        parts = inside
+    return parts
 
 
-def shifted(piece: Piece, by: Sequence[int]) -> Piece:
+def shifted(piece: Piece, offset: Sequence[int]) -> Piece:
     """The piece with its position in the target moved by a number of elements for each
     dimension.
     """
-    target = tuple([place + more for place, more in zip(piece.target, by, strict=True)])
+    pairs = zip(piece.target, offset, strict=True)
+    target = tuple([position + distance for position, distance in pairs])
     return Piece(piece.value, piece.source, target, piece.factors)
 
 
@@ -360,19 +378,18 @@ def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
     of size 1.
     """
     target = tuple([0 if dim is None else piece.target[dim] for dim in order])
-    return Piece(
-        piece.value, piece.source, target, _renumbered(piece.factors, tuple(order))
-    )
+    factors = _renumbered(piece.factors, tuple(order))
+    return Piece(piece.value, piece.source, target, factors)
 
 
 @ft.lru_cache(maxsize=4096)
 def _renumbered(
     factors: tuple[Factor, ...], order: tuple[int | None, ...]
 ) -> tuple[Factor, ...]:
-    new = {dim: number for number, dim in enumerate(order) if dim is not None}
+    new_dims = {dim: number for number, dim in enumerate(order) if dim is not None}
+    new_dims[NOWHERE] = NOWHERE
     return tuple(
-        f if f.target_dim == NOWHERE else f._replace(target_dim=new[f.target_dim])
-        for f in factors
+        factor._replace(target_dim=new_dims[factor.target_dim]) for factor in factors
     )
 
 
@@ -399,44 +416,52 @@ def split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
     """Yields the pieces for a target with dimension `dim` split into two, the second of
     size `inner`.
     """
-    order: list[int | None] = list(range(dim + 1))
-    opened = renumbered(piece, [*order, None, *range(dim + 1, len(piece.target))])
-    yield from _split(opened, dim, inner)
+    rank = len(piece.target)
+    order = (*range(dim + 1), None, *range(dim + 1, rank))
+    yield from _split(renumbered(piece, order), dim, inner)
 
 
 def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
-    own = along(piece, dim)
-    low, length = piece.target[dim], span(own)
+    """Yields the pieces of `split`. Dimension `dim + 1` of the target is there, and all
+    elements are still along dimension `dim`.
+    """
+    factors = along(piece, dim)
+    low = piece.target[dim]
+    high = low + span(factors)
     row, column = divmod(low, inner)
-    if column + length <= inner:
+    if high <= (row + 1) * inner:
         yield _in_row(piece, dim, row, column)
         return
-    outer, below = own[0], span(own[1:])
+
+    outer = factors[0]
     step = outer.target_step
-    per = inner // step if inner % step == 0 else 0
+    reach = span(factors[1:])
+    # The number of iterations in a row, if each row has the same number.
+    per_row = inner // step if inner % step == 0 else 0
     if step % inner == 0:
         # Each iteration moves by whole rows, so all iterations are split like the
         # first.
+        by_rows = outer._replace(target_step=step // inner)
         for part in _split(_without(piece, outer), dim, inner):
-            further = outer._replace(target_step=step // inner)
-            yield part._replace(factors=(further, *part.factors))
-    elif per and column + (per - 1) * step + below <= inner and outer.size % per == 0:
-        longer = outer._replace(
-            size=outer.size // per,
-            source_step=outer.source_step * per,
+            yield part._replace(factors=(by_rows, *part.factors))
+    elif per_row and _fills_rows(outer, per_row, column, reach):
+        over_rows = outer._replace(
+            size=outer.size // per_row,
+            source_step=outer.source_step * per_row,
             target_step=inner,
         )
-        two = (longer, outer._replace(size=per))
-        rest = _without(piece, outer)
-        yield from _split(rest._replace(factors=(*two, *rest.factors)), dim, inner)
-    elif per and column % step + below <= step:
+        in_row = outer._replace(size=per_row)
+        others = _without(piece, outer).factors
+        in_two = piece._replace(factors=(over_rows, in_row, *others))
+        yield from _split(in_two, dim, inner)
+    elif per_row and column % step + reach <= step:
         # Split at the end of the row, or before the last row that is not full, so that
         # the rest is even.
-        end = (row + 1) * inner if column >= step else (low + length) // inner * inner
-        for part in (*cut(piece, dim, low, end), *cut(piece, dim, end, low + length)):
+        end = (row + 1) * inner if column >= step else high // inner * inner
+        for part in (*cut(piece, dim, low, end), *cut(piece, dim, end, high)):
             yield from _split(part, dim, inner)
-    elif per:
-        for start in range(row * inner, low + length, inner):
+    elif per_row:
+        for start in range(row * inner, high, inner):
             for part in cut(piece, dim, start, start + inner):
                 yield from _split(part, dim, inner)
     else:
@@ -444,17 +469,29 @@ def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
             yield from _split(rows(piece, outer, number, number + 1), dim, inner)
 
 
+def _fills_rows(outer: Factor, per_row: int, column: int, reach: int) -> bool:
+    """Whether the iterations of a loop are whole rows of `per_row` iterations, if the
+    first begins at `column` of its row, and each reaches `reach` elements.
+    """
+    step = outer.target_step
+    row_length = per_row * step
+    last = column + (per_row - 1) * step
+    return last + reach <= row_length and outer.size % per_row == 0
+
+
 def _in_row(piece: Piece, dim: int, row: int, column: int) -> Piece:
     target = (*piece.target[:dim], row, column, *piece.target[dim + 2 :])
-    factors = tuple(
-        f._replace(target_dim=dim + 1) if f.target_dim == dim else f
-        for f in piece.factors
-    )
-    return Piece(piece.value, piece.source, target, factors)
+    factors = []
+    for factor in piece.factors:
+        if factor.target_dim == dim:
+            factor = factor._replace(target_dim=dim + 1)
+        factors.append(factor)
+    return Piece(piece.value, piece.source, target, tuple(factors))
 
 
 def _without(piece: Piece, factor: Factor) -> Piece:
-    return piece._replace(factors=tuple(f for f in piece.factors if f is not factor))
+    others = [other for other in piece.factors if other is not factor]
+    return piece._replace(factors=tuple(others))
 
 
 def simplified(piece: Piece) -> Piece:
@@ -480,15 +517,17 @@ def all_simplified(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 @ft.lru_cache(maxsize=4096)
-def _simplified(given: tuple[Factor, ...]) -> tuple[Factor, ...]:
-    factors: list[Factor] = []
-    for factor in sorted(given, key=lambda f: (f.target_dim, -f.target_step)):
-        last = factors[-1] if factors else None
-        if last is not None and _goes_on(last, factor):
-            factors[-1] = factor._replace(size=last.size * factor.size)
-        else:
-            factors.append(factor)
-    return tuple(factors)
+def _simplified(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
+    ordered = sorted(
+        factors, key=lambda factor: (factor.target_dim, -factor.target_step)
+    )
+    fewer: list[Factor] = []
+    for factor in ordered:
+        if fewer and _goes_on(fewer[-1], factor):
+            outer = fewer.pop()
+            factor = factor._replace(size=outer.size * factor.size)
+        fewer.append(factor)
+    return tuple(fewer)
 
 
 def _goes_on(outer: Factor, inner: Factor) -> bool:
@@ -500,14 +539,9 @@ def _goes_on(outer: Factor, inner: Factor) -> bool:
 
 def hull(piece: Piece) -> Box:
     """The smallest box of the target that contains all elements of a piece."""
-    return tuple(
-        [
-            (low, low + reach)
-            for low, reach in zip(
-                piece.target, _reaches(piece.factors, len(piece.target)), strict=True
-            )
-        ]
-    )
+    reaches = _reaches(piece.factors, len(piece.target))
+    pairs = zip(piece.target, reaches, strict=True)
+    return tuple([(low, low + reach) for low, reach in pairs])
 
 
 def from_start(piece: Piece, box: Box) -> list[int]:
@@ -516,11 +550,11 @@ def from_start(piece: Piece, box: Box) -> list[int]:
 
     It is 0 along dimensions in which the piece begins before the box or ends after it.
     """
-    pairs = zip(hull(piece), box, strict=True)
-    return [
-        low - start if start <= low and high <= stop else 0
-        for (low, high), (start, stop) in pairs
-    ]
+    distances = []
+    for (low, high), (start, stop) in zip(hull(piece), box, strict=True):
+        is_inside = start <= low and high <= stop
+        distances.append(low - start if is_inside else 0)
+    return distances
 
 
 @ft.lru_cache(maxsize=4096)
@@ -528,9 +562,11 @@ def _reaches(factors: tuple[Factor, ...], rank: int) -> tuple[int, ...]:
     """The number of elements from the first to the last that the factors reach, along
     each of `rank` dimensions.
     """
-    return tuple(
-        span([one for one in factors if one.target_dim == dim]) for dim in range(rank)
-    )
+    reaches = []
+    for dim in range(rank):
+        factors_of_dim = [factor for factor in factors if factor.target_dim == dim]
+        reaches.append(span(factors_of_dim))
+    return tuple(reaches)
 
 
 def dense(piece: Piece) -> Iterator[Piece]:
@@ -555,63 +591,5 @@ def once(piece: Piece) -> Piece:
     """The piece without repetitions: it copies each source element only to the first of
     its target positions.
     """
-    kept = tuple([f for f in piece.factors if f.source_dim != NOWHERE])
-    return Piece(piece.value, piece.source, piece.target, kept)
-
-
-def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
-    """Yields pieces that make the copies of `inner` and then `outer` in one step.
-
-    `inner` writes an intermediate array, and `outer` reads it. The result does not need
-    this array.
-    """
-    for box in dense(inner):
-        # For each dimension of the intermediate array, the factors in `box`, the
-        # largest step first.
-        factors = [along(box, dim) for dim in range(len(box.target))]
-        parts = [
-            shifted(part, [-place for place in box.target])
-            for part in within(swapped(outer), hull(box))
-        ]
-        numbers: list[Factor | None] = []
-        for own in factors:
-            at = len(numbers)
-            for factor in own[:-1]:
-                parts = [
-                    new for part in parts for new in split(part, at, factor.target_step)
-                ]
-                at += 1
-            numbers += own or [None]
-        for part in parts:
-            yield _through(part, numbers, box)
-
-
-def _through(part: Piece, loops: Sequence[Factor | None], box: Piece) -> Piece:
-    """The piece that `composed` makes of a part of its outer piece and a part of its
-    inner piece.
-
-    **Arguments:**
-
-    - `part`: a part of the outer piece with source and target exchanged. Its target is
-      the part of the intermediate
-        array that `box` fills, with each dimension split into one dimension per factor
-        of `box`.
-    - `loops`: for each dimension of this target, the factor of `box`; `None` for one of
-      size 1 without a factor.
-    - `box`: a part of the inner piece that fills a box of the intermediate array.
-    """
-    source = box.source
-    for place, loop in zip(part.target, loops, strict=True):
-        if loop is not None:
-            source = moved(source, loop.source_dim, place * loop.source_step)
-    factors = []
-    for f in part.factors:
-        loop = loops[f.target_dim] if f.target_dim != NOWHERE else None
-        dim, step = (
-            (NOWHERE, 0)
-            if loop is None
-            else (loop.source_dim, f.target_step * loop.source_step)
-        )
-        factors.append(Factor(f.size, dim, step, f.source_dim, f.source_step))
-    value = box.value._replace(casts=(*box.value.casts, *part.value.casts))
-    return Piece(value, source, part.source, tuple(factors))
+    factors = tuple([f for f in piece.factors if f.source_dim != NOWHERE])
+    return Piece(piece.value, piece.source, piece.target, factors)

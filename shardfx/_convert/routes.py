@@ -76,9 +76,10 @@ def _copies(step: Rules) -> list[tuple[str, str]]:
     """For each rule of a step that copies a leaf: the path pattern of the target, and
     that of the source.
     """
-    pairs = [(made, rule.path) for made, rule in step.made if rule.op == "leaf"]
-    if step.inverted:
-        return [(source, target) for target, source in pairs]
+    pairs = []
+    for target, rule in step.rules:
+        if rule.op == "leaf":
+            pairs.append((rule.path, target) if step.inverted else (target, rule.path))
     return pairs
 
 
@@ -129,10 +130,11 @@ def bound_with(
     if steps[0].inverted:
         # An inverted step has a rule for each leaf of its source.
         scalars = {path: scalars[path] for _, path in numbers.routes}
-    own = {path: scalars[route] for path, route in numbers.routes}
-    both = None if target is None else {**target, **own}
-    made = bound_steps(steps, {**source, **scalars}, both, spare=scalars)
-    arrays = {path: leaf for path, leaf in made.items() if path not in own}
+    copied = {path: scalars[route] for path, route in numbers.routes}
+    if target is not None:
+        target = {**target, **copied}
+    leaves = bound_steps(steps, {**source, **scalars}, target, spare=scalars)
+    arrays = {path: leaf for path, leaf in leaves.items() if path not in copied}
     for path, leaf in arrays.items():
         used = [name for piece in leaf.pieces for name in names_of(piece)]
         for name in dict.fromkeys(used):

@@ -78,25 +78,25 @@ class TreeMap:
         rest: Iterable[str] = (),
         casts: bool = False,
     ):
-        made = []
-        for path, given in dict(rules).items():
-            value = From(given) if isinstance(given, str) else given
-            if not isinstance(path, str) or not isinstance(value, From):
+        expressions = []
+        for path, rule in dict(rules).items():
+            expression = From(rule) if isinstance(rule, str) else rule
+            if not isinstance(path, str) or not isinstance(expression, From):
                 raise MapError(
                     "a rule maps the path of a target to a `From` or to a path, not"
-                    f" {path!r:.80} to {given!r:.80}."
+                    f" {path!r:.80} to {rule!r:.80}."
                 )
-            for text in (path, *leaves_of(value)):
+            # Raises for a path that is no pattern.
+            for text in (path, *leaves_of(expression)):
                 pattern(text)
-            made.append((path, value))
-        dropped, others = (
-            (one,) if isinstance(one, str) else tuple(one) for one in (drop, rest)
+            expressions.append((path, expression))
+        step = Rules(
+            rules=tuple(expressions),
+            drop=_patterns(drop),
+            rest=_patterns(rest),
+            casts=bool(casts),
         )
-        for text in (*dropped, *others):
-            pattern(text)
-        object.__setattr__(
-            self, "steps", (Rules(tuple(made), dropped, bool(casts), False, others),)
-        )
+        object.__setattr__(self, "steps", (step,))
 
     @ft.cached_property
     def digest(self) -> str:
@@ -126,7 +126,7 @@ class TreeMap:
         one rule replaced. Raises `MapError` for an inverse map, and for one that `then`
         made.
         """
-        return dict(self._one_step().made)
+        return dict(self._one_step().rules)
 
     @property
     def drop(self) -> tuple[str, ...]:
@@ -146,17 +146,17 @@ class TreeMap:
         return self._one_step().rest
 
     def _one_step(self) -> Rules:
-        if len(self.steps) != 1 or self.steps[0].inverted:
-            what = (
-                "is inverted"
-                if len(self.steps) == 1
-                else f"is {len(self.steps)} maps, one after the other"
-            )
-            raise MapError(
-                f"this map {what}, and has no rules of its own; take those of the maps"
-                " that it is made of."
-            )
-        return self.steps[0]
+        first, *others = self.steps
+        if others:
+            what = f"is {len(self.steps)} maps, one after the other"
+        elif first.inverted:
+            what = "is inverted"
+        else:
+            return first
+        raise MapError(
+            f"this map {what}, and has no rules of its own; take those of the maps"
+            " that it is made of."
+        )
 
     def inverse(self) -> "TreeMap":
         """The inverse map, from this map's target to its source.
@@ -166,12 +166,10 @@ class TreeMap:
         without keeping the rest, or scales it. Applying the inverse map then raises
         `MapError`.
         """
-        return of_steps(
-            [
-                dataclasses.replace(step, inverted=not step.inverted)
-                for step in reversed(self.steps)
-            ]
-        )
+        steps = []
+        for step in reversed(self.steps):
+            steps.append(dataclasses.replace(step, inverted=not step.inverted))
+        return of_steps(steps)
 
     def then(self, other: "TreeMap") -> "TreeMap":
         """This map followed by another one, as one map without intermediate arrays."""
@@ -206,17 +204,7 @@ class TreeMap:
 
     def to_json(self) -> str:
         """The map as a JSON text, for `TreeMap.from_json`."""
-        steps = [
-            {
-                "rules": [[path, to_data(made)] for path, made in step.made],
-                "drop": list(step.drop),
-                "rest": list(step.rest),
-                "casts": step.casts,
-                "inverted": step.inverted,
-                **_sizes_data(step),
-            }
-            for step in self.steps
-        ]
+        steps = [_step_data(step) for step in self.steps]
         return json.dumps({"version": _VERSION, "steps": steps}, indent=1)
 
     @staticmethod
@@ -235,7 +223,7 @@ class TreeMap:
                     f"a TreeMap of version {version!r:.20}; this reads version"
                     f" {_VERSION}."
                 )
-            made = [_step_of(step) for step in data["steps"]]
+            steps = [_step_of(step) for step in data["steps"]]
         except MapError:
             raise
         except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -243,11 +231,11 @@ class TreeMap:
                 f"this is no TreeMap's JSON ({type(error).__name__}: {error}); write it"
                 " with `TreeMap.to_json`."
             ) from error
-        if not made:
+        if not steps:
             raise MapError(
                 "a TreeMap without a step; write maps with `TreeMap.to_json`."
             )
-        return of_steps(made)
+        return of_steps(steps)
 
     def __str__(self) -> str:
         return "\n".join(line for step in self.steps for line in _lines(step))
@@ -256,28 +244,47 @@ class TreeMap:
     _repr_html_ = html_text
 
 
+def _patterns(texts: str | Iterable[str]) -> tuple[str, ...]:
+    """One path pattern or several as a tuple. Raises `MapError` for a text that is none."""
+    patterns = (texts,) if isinstance(texts, str) else tuple(texts)
+    for text in patterns:
+        pattern(text)
+    return patterns
+
+
+def _step_data(step: Rules) -> dict[str, Any]:
+    """A step of a map, for the map's JSON."""
+    return {
+        "rules": [[path, to_data(expression)] for path, expression in step.rules],
+        "drop": list(step.drop),
+        "rest": list(step.rest),
+        "casts": step.casts,
+        "inverted": step.inverted,
+        **_sizes_data(step),
+    }
+
+
+_STEP_KINDS = {
+    "rules": list,
+    "drop": list,
+    "rest": list,
+    "casts": bool,
+    "inverted": bool,
+}
+
+
 def _step_of(data: Any) -> Rules:
     """A step of a map, from its part of the map's JSON."""
-    for name, kind in (
-        ("rules", list),
-        ("drop", list),
-        ("rest", list),
-        ("casts", bool),
-        ("inverted", bool),
-    ):
+    for name, kind in _STEP_KINDS.items():
         if not isinstance(data.get(name, []), kind):
             raise TypeError(f"`{name}` is {data.get(name)!r:.80}")
-    rules, options = (
-        data["rules"],
-        {name: data[name] for name in ("drop", "rest", "casts") if name in data},
-    )
-    made = {path: from_data(one) for path, one in rules}
-    if len(made) != len(rules):
+    rules = {path: from_data(expression) for path, expression in data["rules"]}
+    if len(rules) != len(data["rules"]):
         raise ValueError("two rules make the same leaf")
+    options = {name: data[name] for name in ("drop", "rest", "casts") if name in data}
     sizes = {name: _sizes_of(data.get(name, [])) for name in _SIZES}
-    return dataclasses.replace(
-        TreeMap(made, **options).steps[0], inverted=data["inverted"], **sizes
-    )
+    (step,) = TreeMap(rules, **options).steps
+    return dataclasses.replace(step, inverted=data["inverted"], **sizes)
 
 
 _SIZES = ("source_sizes", "target_sizes")
@@ -290,7 +297,7 @@ def _sizes_data(step: Rules) -> dict[str, Any]:
 
 
 def _sizes_of(rows: Any) -> tuple[NamedSizes, ...]:
-    found = []
+    layout = []
     for path, sizes, axes, counts in rows:
         pattern(path)
         named = NamedSizes(
@@ -306,8 +313,8 @@ def _sizes_of(rows: Any) -> tuple[NamedSizes, ...]:
             raise ValueError(f"the axes of `{path}` are {named.axes}")
         if len(named.sizes) != len(named.axes):
             raise ValueError(f"`{path}` has as many sizes as axes")
-        found.append(named)
-    return tuple(found)
+        layout.append(named)
+    return tuple(layout)
 
 
 def with_sizes(
@@ -352,9 +359,9 @@ def bound_before(
 
 def of_steps(steps: Iterable[Rules]) -> TreeMap:
     """The map that applies `steps` one after the other, the first to the map's source."""
-    made = object.__new__(TreeMap)
-    object.__setattr__(made, "steps", tuple(steps))
-    return made
+    tree_map = object.__new__(TreeMap)
+    object.__setattr__(tree_map, "steps", tuple(steps))
+    return tree_map
 
 
 def without_rest(map: TreeMap) -> TreeMap:
@@ -366,9 +373,10 @@ def without_rest(map: TreeMap) -> TreeMap:
 
 def _lines(step: Rules) -> Iterable[str]:
     arrow = "->" if step.inverted else "<-"
-    wide = max((len(path) for path, _ in step.made), default=0)
-    yield f"{len(step.made)} rules{', backwards' if step.inverted else ''}"
-    for path, made in step.made:
-        yield f"  {path:<{wide}} {arrow} {made}"
+    direction = ", backwards" if step.inverted else ""
+    width = max((len(path) for path, _ in step.rules), default=0)
+    yield f"{len(step.rules)} rules{direction}"
+    for path, expression in step.rules:
+        yield f"  {path:<{width}} {arrow} {expression}"
     for path in (*step.drop, *step.rest):
-        yield f"  {'(dropped)':<{wide}} {arrow} {path}"
+        yield f"  {'(dropped)':<{width}} {arrow} {path}"

@@ -2,6 +2,7 @@
 that are scaled, cast and written.
 """
 
+import itertools as it
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -49,12 +50,8 @@ def target_view(
 
     `memory` holds the target, or the part of it that begins at position `start`.
     """
-    return _view(
-        memory,
-        piece.target,
-        start,
-        [(f.size, f.target_dim, f.target_step) for f in piece.factors],
-    )
+    loops = [(f.size, f.target_dim, f.target_step) for f in piece.factors]
+    return _view(memory, piece.target, start, loops)
 
 
 def source_view(
@@ -64,31 +61,28 @@ def source_view(
 
     `memory` holds the source, or the part of it that begins at position `start`.
     """
-    return _view(
-        memory,
-        piece.source,
-        start,
-        [(f.size, f.source_dim, f.source_step) for f in piece.factors],
-    )
+    loops = [(f.size, f.source_dim, f.source_step) for f in piece.factors]
+    return _view(memory, piece.source, start, loops)
 
 
 def _view(
     memory: np.ndarray,
-    place: tuple[int, ...],
+    position: tuple[int, ...],
     start: Sequence[int] | None,
-    factors: Sequence[tuple[int, int, int]],
+    loops: Sequence[tuple[int, int, int]],
 ) -> np.ndarray:
-    first = (
-        place
-        if start is None
-        else tuple(at - low for at, low in zip(place, start, strict=True))
-    )
-    shape = tuple(size for size, _, _ in factors)
-    strides = tuple(
-        0 if dim == NOWHERE else memory.strides[dim] * step for _, dim, step in factors
-    )
-    corner = memory[(*[slice(at, None) for at in first], ...)]
-    return strided(corner, shape, strides)
+    """A view of the elements that loops reach from `position` on. A loop has a size, a
+    dimension, and a step along this dimension.
+    """
+    if start is not None:
+        pairs = zip(position, start, strict=True)
+        position = tuple(number - low for number, low in pairs)
+    corner = memory[(*[slice(number, None) for number in position], ...)]
+    strides = []
+    for _, dim, step in loops:
+        strides.append(0 if dim == NOWHERE else memory.strides[dim] * step)
+    shape = tuple(size for size, _, _ in loops)
+    return strided(corner, shape, tuple(strides))
 
 
 def strided(
@@ -104,12 +98,14 @@ def strided(
     )
 
 
-def as_bits(view: np.ndarray) -> np.ndarray:
+def as_bits(array: np.ndarray) -> np.ndarray:
     """The array, or if its dtype is not NumPy's own, a view of it as integers, which
     NumPy copies faster.
     """
-    kind = _BITS.get(view.dtype.itemsize)
-    return view if kind is None or view.dtype.isbuiltin == 1 else view.view(kind)
+    kind = _BITS.get(array.dtype.itemsize)
+    if kind is None or array.dtype.isbuiltin == 1:
+        return array
+    return array.view(kind)
 
 
 class StridedBox(NamedTuple):
@@ -135,35 +131,40 @@ def strided_boxes(piece: Piece, box: Box) -> Iterator[StridedBox]:
     shape = tuple(stop - start for start, stop in box)
     strides = strides_of(shape)
     for part in _evenly(piece, strides):
+        offset = 0
+        triples = zip(part.target, box, strides, strict=True)
+        for position, (low, _), stride in triples:
+            offset += (position - low) * stride
+
         other = swapped(part)
-        offset = sum(
-            (at - low) * stride
-            for at, (low, _), stride in zip(part.target, box, strides, strict=True)
-        )
-        own = [along(other, dim) for dim in range(len(other.target))]
-        # The step of the innermost factor is that of the dimension; the others follow
-        # from it.
-        inner = [_step(factors[-1], strides) if factors else 0 for factors in own]
-        yield StridedBox(hull(other), offset, tuple(inner))
+        box_strides = []
+        for dim in range(len(other.target)):
+            factors = along(other, dim)
+            # The step of the innermost factor is that of the dimension; the others
+            # follow from it.
+            box_strides.append(_step(factors[-1], strides) if factors else 0)
+        yield StridedBox(source=hull(other), offset=offset, strides=tuple(box_strides))
 
 
 def _step(factor: Factor, strides: Sequence[int]) -> int:
-    # The sides are exchanged, so that the source is the memory.
-    return (
-        0
-        if factor.source_dim == NOWHERE
-        else strides[factor.source_dim] * factor.source_step
-    )
+    """The elements of memory that an iteration moves by, for a piece whose source is
+    the memory.
+    """
+    if factor.source_dim == NOWHERE:
+        return 0
+    return strides[factor.source_dim] * factor.source_step
 
 
 def _evenly(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
+    """Yields parts of a piece that copy no source element twice, each with one stride
+    of memory per dimension of the source.
+    """
     other = swapped(piece)
     for factor in other.factors:
         if factor.target_dim == NOWHERE:
             for number in range(factor.size):
-                yield from _evenly(
-                    swapped(rows(other, factor, number, number + 1)), strides
-                )
+                row = swapped(rows(other, factor, number, number + 1))
+                yield from _evenly(row, strides)
             return
     for part in dense(other):
         yield from map(swapped, _one_stride(part, strides))
@@ -171,31 +172,27 @@ def _evenly(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
 
 def _one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
     for dim in range(len(piece.target)):
-        own = along(piece, dim)
-        for outer, inner in zip(own, own[1:], strict=False):
+        for outer, inner in it.pairwise(along(piece, dim)):
             if _step(outer, strides) != _step(inner, strides) * inner.size:
                 for number in range(outer.size):
-                    yield from _one_stride(
-                        rows(piece, outer, number, number + 1), strides
-                    )
+                    row = rows(piece, outer, number, number + 1)
+                    yield from _one_stride(row, strides)
                 return
     yield piece
 
 
-def box_view(memory: np.ndarray, one: StridedBox) -> np.ndarray:
-    """The strided view of `memory` that the elements of `one` go to. It has the
+def box_view(memory: np.ndarray, box: StridedBox) -> np.ndarray:
+    """The strided view of `memory` that the elements of `box` go to. It has the
     dimensions of the source.
     """
-    shape = tuple(stop - start for start, stop in one.source)
-    strides = tuple(stride * memory.itemsize for stride in one.strides)
     # This takes a third of the time of `strided`, and a load makes thousands of such
     # views.
     return np.ndarray(
-        shape,
-        memory.dtype,
-        memory.reshape(-1).view(np.uint8),
-        one.offset * memory.itemsize,
-        strides,
+        shape=tuple(stop - start for start, stop in box.source),
+        dtype=memory.dtype,
+        buffer=memory.reshape(-1).view(np.uint8),
+        offset=box.offset * memory.itemsize,
+        strides=tuple(stride * memory.itemsize for stride in box.strides),
     )
 
 
@@ -209,39 +206,41 @@ def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
     The piece is inside the box.
     """
     start = [low for low, _ in box]
-    there = target_view(memory, piece, start)
+    target = target_view(memory, piece, start)
     if piece.value.path is None:
         with np.errstate(over="ignore", invalid="ignore"):
-            there[...] = constant(piece)
+            target[...] = constant(piece)
         return
-    first = hull(swapped(piece))
-    raw = read(piece.value.path, first)
+    source_box = hull(swapped(piece))
+    values = read(piece.value.path, source_box)
     if piece.value.scale is not None:
-        raw = raw.astype(np.float32) * _scales(piece, first, read)
-    write(there, source_view(raw, piece, [low for low, _ in first]), piece)
+        values = values.astype(np.float32) * _scales(piece, source_box, read)
+    source_start = [low for low, _ in source_box]
+    write(target, source_view(values, piece, source_start), piece)
 
 
-def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
-    """Writes `values` into the view `there`, after the casts and arithmetic operations
+def write(target: np.ndarray, values: np.ndarray, piece: Piece) -> None:
+    """Writes `values` into the view `target`, after the casts and arithmetic operations
     of a piece.
     """
-    if there.dtype == values.dtype and is_only(piece.value.casts, there.dtype):
-        copy(as_bits(there), as_bits(values))
+    casts = piece.value.casts
+    if target.dtype == values.dtype and is_only(casts, target.dtype):
+        copy(as_bits(target), as_bits(values))
         return
     # As in JAX, a value too large for a smaller floating-point dtype becomes infinite
     # without an error.
     with np.errstate(over="ignore", invalid="ignore"):
-        # The last cast happens during the copy, unless NumPy casts in another way than
-        # JAX.
-        for at, to in enumerate(piece.value.casts, 1):
-            is_last = at == len(piece.value.casts)
-            if (
-                not is_last
-                or isinstance(to, Arithmetic)
-                or is_rounded(values.dtype, to)
-            ):
-                values = changed(values, to)
-        copy(there, values)
+        for number, operation in enumerate(casts, 1):
+            # The last cast happens during the copy, unless NumPy casts in another way
+            # than JAX.
+            is_in_copy = (
+                number == len(casts)
+                and not isinstance(operation, Arithmetic)
+                and not is_rounded(values.dtype, operation)
+            )
+            if not is_in_copy:
+                values = changed(values, operation)
+        copy(target, values)
 
 
 def constant(piece: Piece) -> Any:
@@ -249,8 +248,8 @@ def constant(piece: Piece) -> Any:
     and arithmetic operations.
     """
     value = np.asarray(piece.value.number)
-    for to in piece.value.casts:
-        value = changed(value, to)
+    for operation in piece.value.casts:
+        value = changed(value, operation)
     return value
 
 
@@ -259,21 +258,24 @@ def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
     scale = piece.value.scale
     assert scale is not None
     blocks = scale_box(box, scale)
-    by = read(scale.path, blocks).astype(np.float32)
-    places = [
-        np.arange(low, high) // each - first
-        for (low, high), each, (first, _) in zip(box, scale.block, blocks, strict=True)
-    ]
-    return by[np.ix_(*places)] if places else by
+    scales = read(scale.path, blocks).astype(np.float32)
+    if not box:
+        return scales
+    # For each dimension, the position of the scale of each element.
+    positions = []
+    triples = zip(box, scale.block, blocks, strict=True)
+    for (low, high), block_size, (first, _) in triples:
+        positions.append(np.arange(low, high) // block_size - first)
+    return scales[np.ix_(*positions)]
 
 
 def scale_box(box: Box, scale: Scale) -> Box:
     """The box of the scales of all elements in `box`. With blocks of 128, ((100, 300),)
     gives ((0, 3),).
     """
+    pairs = zip(box, scale.block, strict=True)
     return tuple(
-        (low // each, -(-high // each))
-        for (low, high), each in zip(box, scale.block, strict=True)
+        (low // block_size, -(-high // block_size)) for (low, high), block_size in pairs
     )
 
 
@@ -282,13 +284,12 @@ def chunks(piece: Piece, most: int) -> Iterator[Piece]:
     the source, if possible.
     """
     count = volume(hull(swapped(piece)))
-    factors = [f for f in piece.factors if f.source_dim != NOWHERE]
+    factors = [factor for factor in piece.factors if factor.source_dim != NOWHERE]
     if count <= most or not factors:
         yield piece
         return
-    outer = min(factors, key=lambda f: (f.source_dim, -f.source_step))
+    outer = min(factors, key=lambda factor: (factor.source_dim, -factor.source_step))
     step = max(1, outer.size * most // count)
     for start in range(0, outer.size, step):
-        yield from chunks(
-            rows(piece, outer, start, min(outer.size, start + step)), most
-        )
+        stop = min(outer.size, start + step)
+        yield from chunks(rows(piece, outer, start, stop), most)

@@ -263,7 +263,7 @@ def test_all_that_is_wrong_is_said_before_anything_is_read(tmp_path):
             tmp_path / "x",
             whole,
             planned(whole),
-            map=TreeMap(dict(scaled.steps[0].made)),
+            map=TreeMap(dict(scaled.steps[0].rules)),
         )
     assert not (tmp_path / "x").exists()
 

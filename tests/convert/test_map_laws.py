@@ -110,7 +110,7 @@ def test_the_inverse_of_maps_leads_back(case, data):
 def test_a_map_is_its_text_and_its_json(case):
     tree_map, _ = written(case)
     assert TreeMap.from_json(tree_map.to_json()) == tree_map
-    for _, rule in tree_map.steps[0].made:
+    for _, rule in tree_map.steps[0].rules:
         assert eval(str(rule), {"From": From}) == rule
     assert hash(TreeMap.from_json(tree_map.to_json())) == hash(tree_map)
     assert repr(tree_map) == str(tree_map)

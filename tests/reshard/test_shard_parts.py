@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from shardfx._convert import Struct
-from shardfx._convert.evaluate import leaf_made
 from shardfx._convert.pieces import hull, swapped
+from shardfx._convert.shape_operations import leaf_made
 from shardfx._reshard.pieces.exchange import matchings
 from shardfx._reshard.pieces.parts import shard_parts
 

@@ -1,0 +1,194 @@
+"""Which rule of a map makes which leaf of the target.
+
+A target's path gives the placeholders of its rule their values. Without a target, its
+paths are inferred from those of the source.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from .._ground.errors import MapError
+from .evaluate import evaluated
+from .expression import From, Rules, leaves_of
+from .patterns import Binding, near, pattern, sum_of
+from .problems import Problem, TreeLeaves, two_rules
+from .shape_operations import dim_of, leaf_made, on_shapes
+
+
+def places(
+    step: Rules,
+    source: TreeLeaves,
+    target: TreeLeaves | None,
+    problems: list[Problem],
+) -> Iterable[tuple[str, From, Binding]]:
+    """The path of each leaf of the target, the expression that makes it, and the values
+    of its placeholders.
+
+    Leaves that no rule or several rules make, and rules that make no leaf, are appended
+    to `problems`.
+    """
+    if target is None:
+        return _inferred(step, source, problems)
+    rules = [(pattern(text), rule) for text, rule in step.rules]
+    unused = {text: None for text, _ in step.rules}
+    placed: list[tuple[str, From, Binding]] = []
+    for path in target:
+        texts = []
+        matching: list[tuple[str, From, Binding]] = []
+        for paths, rule in rules:
+            binding = paths.matched(path)
+            if binding is not None:
+                texts.append(paths.text)
+                matching.append((path, rule, binding))
+                unused.pop(paths.text, None)
+        if len(matching) == 1:
+            placed += matching
+        elif matching:
+            problems.append(two_rules(path, texts[0], texts[1]))
+        else:
+            close = near(path, dict(step.rules), "the rule for")
+            problems.append((path, f"no rule makes it{close}"))
+    for text in unused:
+        close = near(text, target)
+        problems.append((text, f"this rule makes no leaf of the target{close}"))
+    return placed
+
+
+def _inferred(
+    step: Rules, source: TreeLeaves, problems: list[Problem]
+) -> Iterator[tuple[str, From, Binding]]:
+    text_by_path: dict[str, str] = {}
+    for text, rule in step.rules:
+        try:
+            bindings = list(_bindings(text, rule, source))
+        except MapError as error:
+            problems.append((text, str(error).removesuffix(".")))
+            continue
+        if not bindings:
+            leaf = next(iter(leaves_of(rule)), "")
+            close = near(leaf, source)
+            problems.append((text, f"{rule} finds nothing in the source{close}"))
+        for binding in bindings:
+            path = pattern(text).filled(binding)
+            assert path is not None
+            if path in text_by_path:
+                problems.append(two_rules(path, text_by_path[path], text))
+                continue
+            text_by_path[path] = text
+            yield path, rule, binding
+
+
+def _bindings(text: str, rule: From, source: TreeLeaves) -> Iterator[dict[str, Any]]:
+    """Yields the values of the placeholders in a target's path `text`, one dict for
+    each leaf that `rule` can make.
+
+    For the target `w/{i}` made of `layers/{i}`, it yields {"i": 0} and {"i": 1} if the
+    source has the leaves `layers/0` and `layers/1`.
+    """
+    names = pattern(text).names
+    bindings: list[dict[str, Any]] = [{}]
+    for leaf in leaves_of(rule):
+        if set(pattern(leaf).names).isdisjoint(names):
+            continue
+        bindings = _joined(bindings, _values_in(source, leaf, names))
+    unique = {
+        tuple((name, binding.get(name)) for name in names): binding
+        for binding in bindings
+    }
+    for binding in unique.values():
+        missing = [name for name in names if name not in binding]
+        yield from _counted(missing, binding, rule, source)
+
+
+def _values_in(
+    source: TreeLeaves, leaf: str, names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The different values of the placeholders `names` for which the source has the
+    path pattern `leaf`.
+    """
+    bindings: dict[tuple[tuple[str, Any], ...], None] = {}
+    for path in source:
+        binding = pattern(leaf).matched(path)
+        if binding is not None:
+            items = tuple((name, binding[name]) for name in names if name in binding)
+            bindings[items] = None
+    return [dict(items) for items in bindings]
+
+
+def _joined(
+    bindings: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Each pair of a binding and another one as one, if both give the same values."""
+    pairs = []
+    for binding in bindings:
+        for other in others:
+            if all(binding.get(name, value) == value for name, value in other.items()):
+                pairs.append({**binding, **other})
+    return pairs
+
+
+def _counted(
+    names: Sequence[str],
+    binding: dict[str, Any],
+    rule: From,
+    source: TreeLeaves,
+) -> Iterator[dict[str, Any]]:
+    """Yields `binding` extended by values of the placeholders `names`, which occur only
+    in `at` operations.
+
+    The operation `at("i")` selects entry i of a dimension, so there is one result for
+    each entry. `rule` is the expression that makes the target. For `From("w").at("i")`,
+    where `w` has shape (2, 8): i = 0 and i = 1.
+    """
+    if not names:
+        yield binding
+        return
+    name, selection = _innermost(rule, names)
+    if selection is None:
+        raise MapError(
+            f"nothing in {rule} gives `{{{name}}}` a value; give the target, `like=...`"
+        )
+    operand = evaluated(
+        selection.of[0],
+        binding,
+        source,
+        lambda path: leaf_made(path, source[path]),
+        on_shapes,
+    )
+    index, dim = selection.args
+    size = operand.shape[dim_of(dim, len(operand.shape), "at")]
+    others = [other for other in names if other != name]
+    for number in range(size):
+        solved = sum_of(str(index)).solved(number)
+        if solved is not None:
+            _, value = solved
+            yield from _counted(others, {**binding, name: value}, rule, source)
+
+
+def _innermost(rule: From, names: Sequence[str]) -> tuple[str, From | None]:
+    """Of `names`, the first whose `at` operation has an operand without another one;
+    and this operation. The operand's shape is then known.
+    """
+    for name in names:
+        selection = _selection_by(rule, name)
+        if selection is None:
+            continue
+        operand = selection.of[0]
+        if all(_selection_by(operand, other) is None for other in names):
+            return name, selection
+    return names[0], _selection_by(rule, names[0])
+
+
+def _selection_by(rule: From, name: str) -> From | None:
+    """The outermost `at` operation of an expression that selects by the placeholder
+    `name`, or `None`.
+    """
+    if rule.op == "at":
+        index = rule.args[0]
+        if isinstance(index, str) and name in sum_of(index).names:
+            return rule
+    for operand in rule.of:
+        selection = _selection_by(operand, name)
+        if selection is not None:
+            return selection
+    return None

@@ -1,0 +1,458 @@
+"""The operations of expressions on target arrays that are known by shape.
+
+A target array is a `Made`: its shape, its dtype, and the pieces (strided copies) that
+fill it. An operation changes the pieces, and copies no element.
+"""
+
+import functools as ft
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from .._ground.errors import MapError
+from .._ground.spec import DType
+from .expression import check_number
+from .pieces import (
+    NOWHERE,
+    Arithmetic,
+    Factor,
+    Made,
+    Operation,
+    Piece,
+    Scale,
+    Struct,
+    Value,
+    cut,
+    made_of,
+    merged,
+    renumbered,
+    shifted,
+    split,
+    whole,
+)
+
+
+def dim_of(dim: int, rank: int, op: str) -> int:
+    """Dimension `dim` of an array of rank `rank` as a non-negative number, for the
+    operation `op`.
+
+    Raises `MapError` if the array lacks it.
+    """
+    if not isinstance(dim, int) or not -rank <= dim < rank:
+        raise MapError(f"`{op}` takes dim {dim}, and the array has {rank} dimensions.")
+    return dim % rank
+
+
+def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
+    """The sizes, with -1 replaced so that their product is `count`.
+
+    Raises `MapError`, with a text that begins with `what`, if no size does that.
+    """
+    filled = list(sizes)
+    free_dims = [dim for dim, size in enumerate(sizes) if size == -1]
+    fixed = math.prod(size for size in sizes if size != -1)
+    if len(free_dims) == 1 and fixed and count % fixed == 0:
+        filled[free_dims[0]] = count // fixed
+    if any(size < 0 for size in filled) or math.prod(filled) != count:
+        raise MapError(
+            f"{what} of {count} elements into sizes {tuple(sizes)}, whose product is"
+            " another number."
+        )
+    return tuple(filled)
+
+
+def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
+    return (*shape[:dim], *sizes, *shape[dim + 1 :])
+
+
+def leaf_made(path: str, struct: Struct | Made) -> Made:
+    """A target array that is a copy of the leaf `path` of the source. `struct` has the
+    leaf's shape and dtype.
+    """
+    shape = tuple(struct.shape)
+    return Made(shape=shape, dtype=struct.dtype, pieces=whole(Value(path), shape))
+
+
+def filled_with(number: Any, shape: tuple[int, ...], dtype: DType) -> Made:
+    """A target array of which each element is `number`."""
+    check_number(number, dtype, f"an array of shape {shape}")
+    factors = []
+    for dim, size in enumerate(shape):
+        factor = Factor(
+            size=size, source_dim=NOWHERE, source_step=0, target_dim=dim, target_step=1
+        )
+        factors.append(factor)
+    pieces = made_of(
+        value=Value(path=None, number=number, casts=(dtype,)),
+        source=(),
+        target=(0,) * len(shape),
+        factors=factors,
+    )
+    return Made(shape=shape, dtype=dtype, pieces=pieces)
+
+
+def _constant(
+    parts: Sequence[Made], number: Any, shape: Sequence[int], dtype: str
+) -> Made:
+    assert not parts
+    return filled_with(number, tuple(shape), jnp.dtype(dtype))
+
+
+def _transpose(parts: Sequence[Made], *order: int) -> Made:
+    (array,) = parts
+    rank = len(array.shape)
+    if order:
+        order = tuple(dim_of(dim, rank, "transpose") for dim in order)
+    else:
+        order = tuple(reversed(range(rank)))
+    if sorted(order) != list(range(rank)):
+        raise MapError(
+            f"`transpose{order}` is no order of the {rank} dimensions of shape"
+            f" {array.shape}."
+        )
+    return _placed(array, order, tuple(array.shape[dim] for dim in order))
+
+
+def _split(parts: Sequence[Made], dim: int, *sizes: int) -> Made:
+    (array,) = parts
+    dim = dim_of(dim, len(array.shape), "split")
+    sizes = sizes_of(sizes, array.shape[dim], f"`split` of dim {dim}")
+    if not sizes:
+        raise MapError(f"`split` of dim {dim} of shape {array.shape} needs sizes.")
+    pieces = list(array.pieces)
+    for number in range(1, len(sizes)):
+        # The last dimension so far is split into one of its size and the rest.
+        undivided = dim + number - 1
+        rest = math.prod(sizes[number:])
+        divided: list[Piece] = []
+        for piece in pieces:
+            divided += split(piece, undivided, rest)
+        pieces = divided
+    return Made(
+        shape=_shape_after(array.shape, dim, *sizes),
+        dtype=array.dtype,
+        pieces=tuple(pieces),
+    )
+
+
+def _merge(parts: Sequence[Made], dim: int, count: int) -> Made:
+    (array,) = parts
+    rank = len(array.shape)
+    dim = dim_of(dim, rank, "merge")
+    if not 1 <= count <= rank - dim:
+        raise MapError(
+            f"`merge` of {count} dimensions from dim {dim} on, and shape {array.shape}"
+            f" has {rank}."
+        )
+    sizes = array.shape[dim : dim + count]
+    pieces = array.pieces
+    for size in sizes[1:]:
+        pieces = tuple(merged(piece, dim, size) for piece in pieces)
+    return Made(
+        shape=(*array.shape[:dim], math.prod(sizes), *array.shape[dim + count :]),
+        dtype=array.dtype,
+        pieces=pieces,
+    )
+
+
+def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
+    (array,) = parts
+    sizes = sizes_of(sizes, math.prod(array.shape), f"`reshape` of shape {array.shape}")
+    if 0 in sizes:
+        return Made(shape=sizes, dtype=array.dtype, pieces=())
+    if array.shape:
+        vector = _merge(parts, 0, len(array.shape))
+    else:
+        vector = _placed(array, [None], (1,))
+    if not sizes:
+        return _placed(vector, [], ())
+    return _split([vector], 0, *sizes)
+
+
+def _placed(array: Made, order: Sequence[int | None], shape: tuple[int, ...]) -> Made:
+    """A target array with its dimensions reordered to the shape `shape`.
+
+    `order` has an old dimension for each new one, or `None` for an inserted dimension
+    of size 1.
+    """
+    pieces = tuple(renumbered(piece, order) for piece in array.pieces)
+    return Made(shape=shape, dtype=array.dtype, pieces=pieces)
+
+
+def _stacked(parts: Sequence[Made], dim: int) -> Made:
+    first = _alike(parts, "stack", None)
+    rank = len(first.shape) + 1
+    dim = dim_of(dim, rank, "stack")
+    order = (*range(dim), None, *range(dim, rank - 1))
+    pieces: list[Piece] = []
+    for number, part in enumerate(parts):
+        offset = _along(dim, number, rank)
+        pieces += [shifted(renumbered(piece, order), offset) for piece in part.pieces]
+    return Made(
+        shape=(*first.shape[:dim], len(parts), *first.shape[dim:]),
+        dtype=first.dtype,
+        pieces=tuple(pieces),
+    )
+
+
+def _along(dim: int, distance: int, rank: int) -> tuple[int, ...]:
+    """An offset of `distance` elements along dimension `dim` of `rank` dimensions."""
+    return (0,) * dim + (distance,) + (0,) * (rank - dim - 1)
+
+
+def _concat(parts: Sequence[Made], dim: int, shards: int) -> Made:
+    if shards != 1:
+        return _interleaved(parts, dim, shards)
+    first = _alike(parts, "concat", dim)
+    rank = len(first.shape)
+    dim = dim_of(dim, rank, "concat")
+    size = 0
+    pieces: list[Piece] = []
+    for part in parts:
+        offset = _along(dim, size, rank)
+        pieces += [shifted(piece, offset) for piece in part.pieces]
+        size += part.shape[dim]
+    return Made(
+        shape=_shape_after(first.shape, dim, size),
+        dtype=first.dtype,
+        pieces=tuple(pieces),
+    )
+
+
+def _interleaved(parts: Sequence[Made], dim: int, shards: int) -> Made:
+    """The concatenation of the first of `shards` chunks of each part, then of the
+    second of each, and so on.
+    """
+    rank = len(parts[0].shape) if parts else 0
+    dim = dim_of(dim, rank, "concat")
+    by_chunk = []
+    for part in parts:
+        chunk_size = _chunk_size(part.shape, dim, shards)
+        by_chunk.append(_split([part], dim, shards, chunk_size))
+    return _merge([_concat(by_chunk, dim + 1, 1)], dim, 2)
+
+
+def _chunk_size(shape: tuple[int, ...], dim: int, shards: int) -> int:
+    if dim >= len(shape) or shards < 1 or shape[dim] % shards:
+        raise MapError(
+            f"`concat` in {shards} shards along dim {dim}, which does not divide shape"
+            f" {shape}."
+        )
+    return shape[dim] // shards
+
+
+def _alike(parts: Sequence[Made], op: str, dim: int | None) -> Made:
+    """The first of several arrays. Raises `MapError` if they differ in dtype, or in
+    shape along other dimensions than `dim`.
+    """
+    if not parts:
+        raise MapError(f"`{op}` takes at least one array.")
+    shapes = {part.shape for part in parts}
+    if dim is None:
+        is_same_shape = len(shapes) == 1
+    else:
+        rank = len(parts[0].shape)
+        dim = dim_of(dim, rank, op)
+        other_sizes = {(len(shape), *_shape_after(shape, dim)) for shape in shapes}
+        is_same_shape = len(other_sizes) == 1
+    if not is_same_shape:
+        raise MapError(f"`{op}` of different shapes, {sorted(shapes)}.")
+
+    dtypes = list(dict.fromkeys(str(part.dtype) for part in parts))
+    if len(dtypes) > 1:
+        raise MapError(
+            f"`{op}` of different dtypes, {' and '.join(dtypes)}; cast them first."
+        )
+    return parts[0]
+
+
+def _at(parts: Sequence[Made], index: int, dim: int) -> Made:
+    (array,) = parts
+    rank = len(array.shape)
+    dim = dim_of(dim, rank, "at")
+    size = array.shape[dim]
+    if not -size <= index < size:
+        raise MapError(
+            f"`at({index})` is out of range along dim {dim} of shape {array.shape}."
+        )
+    start = index % size
+    entry = _slice(parts, start, start + 1, dim)
+    other_dims = [other for other in range(rank) if other != dim]
+    return _placed(entry, other_dims, _shape_after(array.shape, dim))
+
+
+def _slice(parts: Sequence[Made], start: int, stop: int | None, dim: int) -> Made:
+    (array,) = parts
+    rank = len(array.shape)
+    dim = dim_of(dim, rank, "slice")
+    low, high, _ = slice(start, stop).indices(array.shape[dim])
+    if low > high or (stop is not None and stop > array.shape[dim]):
+        raise MapError(
+            f"`slice({start}, {stop})` is out of range along dim {dim} of shape"
+            f" {array.shape}."
+        )
+    offset = _along(dim, -low, rank)
+    pieces: list[Piece] = []
+    for piece in array.pieces:
+        pieces += [shifted(part, offset) for part in cut(piece, dim, low, high)]
+    return Made(
+        shape=_shape_after(array.shape, dim, high - low),
+        dtype=array.dtype,
+        pieces=tuple(pieces),
+    )
+
+
+def _repeat(parts: Sequence[Made], count: int, dim: int, unit: int) -> Made:
+    (array,) = parts
+    dim = dim_of(dim, len(array.shape), "repeat")
+    if unit < 1 or count < 0 or array.shape[dim] % unit:
+        raise MapError(
+            f"`repeat` of units of {unit} along dim {dim}, which do not divide shape"
+            f" {array.shape}."
+        )
+    if unit != 1:
+        units = _split(parts, dim, -1, unit)
+        return _merge([_repeat([units], count, dim, 1)], dim, 2)
+    repetition = Factor(
+        size=count, source_dim=NOWHERE, source_step=0, target_dim=dim, target_step=1
+    )
+    pieces: list[Piece] = []
+    for piece in array.pieces:
+        # Each element of the dimension takes the place of `count`.
+        spread = merged(_with_new_dim(piece, dim + 1), dim, count)
+        pieces += made_of(
+            value=piece.value,
+            source=piece.source,
+            target=spread.target,
+            factors=[*spread.factors, repetition],
+        )
+    return Made(
+        shape=_shape_after(array.shape, dim, array.shape[dim] * count),
+        dtype=array.dtype,
+        pieces=tuple(pieces),
+    )
+
+
+def _with_new_dim(piece: Piece, dim: int) -> Piece:
+    """The piece for a target with a further dimension `dim` of size 1."""
+    rank = len(piece.target)
+    return renumbered(piece, (*range(dim), None, *range(dim, rank)))
+
+
+def _pad_to(parts: Sequence[Made], size: int, dim: int, value: object) -> Made:
+    (array,) = parts
+    dim = dim_of(dim, len(array.shape), "pad_to")
+    missing = size - array.shape[dim]
+    if missing < 0:
+        raise MapError(
+            f"`pad_to({size})` along dim {dim} of shape {array.shape}, which is more;"
+            " `slice` makes it less."
+        )
+    if missing == 0:
+        return array
+    padding_shape = _shape_after(array.shape, dim, missing)
+    padding = filled_with(value, padding_shape, array.dtype)
+    return _concat([array, padding], dim, 1)
+
+
+def cast(array: Made, dtype: Any) -> Made:
+    """A target array cast to `dtype`."""
+    if array.dtype == dtype:
+        return array
+    keys = jax.dtypes.extended
+    if jnp.issubdtype(array.dtype, keys) or jnp.issubdtype(dtype, keys):
+        raise MapError(
+            f"{array.dtype} cannot be cast to {dtype}: a PRNG key means something only"
+            " to its own implementation."
+        )
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    if is_complex and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise MapError(
+            f"{array.dtype} cannot be cast to {dtype}, which has no imaginary part."
+        )
+    return _then(array, dtype, dtype)
+
+
+def _cast(parts: Sequence[Made], dtype: str) -> Made:
+    (array,) = parts
+    return cast(array, jnp.dtype(dtype))
+
+
+def _then(array: Made, operation: Operation, dtype: DType) -> Made:
+    """The target array after one more operation on its elements, which results in
+    `dtype`.
+    """
+    pieces = []
+    for piece in array.pieces:
+        casts = (*piece.value.casts, operation)
+        pieces.append(piece._replace(value=piece.value._replace(casts=casts)))
+    return Made(shape=array.shape, dtype=dtype, pieces=tuple(pieces))
+
+
+def _counted(sign: Literal["*", "+"], parts: Sequence[Made], number: float) -> Made:
+    (array,) = parts
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise MapError(
+            f"{array.dtype} takes no arithmetic with {number!r}: cast it to a"
+            " floating-point dtype first."
+        )
+    return _then(array, Arithmetic(sign, number), array.dtype)
+
+
+def _scale(parts: Sequence[Made], *block: int) -> Made:
+    for part in parts:
+        is_float = jnp.issubdtype(part.dtype, jnp.floating)
+        if not is_float and not jnp.issubdtype(part.dtype, jnp.integer):
+            raise MapError(
+                f"{part.dtype} is not multiplied in float32; scale integers and"
+                " floating-point numbers."
+            )
+    weights, scales = parts
+    scales_shape = tuple(
+        -(-size // block_size)
+        for size, block_size in zip(weights.shape, block, strict=False)
+        if block_size > 0
+    )
+    if len(block) != len(weights.shape) or scales.shape != scales_shape:
+        raise MapError(
+            f"blocks of {block} of shape {weights.shape} take scales of shape"
+            f" {scales_shape}, and these have {scales.shape}."
+        )
+
+    pieces: list[Piece] = []
+    if scales.pieces:
+        scale = Scale(path=str(scales.pieces[0].value.path), block=block)
+        for piece in weights.pieces:
+            pieces.append(piece._replace(value=piece.value._replace(scale=scale)))
+    return Made(shape=weights.shape, dtype=jnp.dtype("float32"), pieces=tuple(pieces))
+
+
+def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
+    """Applies the operation `op` of an expression, such as `"transpose"`, to the target
+    arrays `parts`.
+
+    `args` are the operation's other arguments.
+    """
+    return ON_SHAPES[op](parts, *args)
+
+
+ON_SHAPES: Mapping[str, Callable[..., Made]] = {
+    "constant": _constant,
+    "transpose": _transpose,
+    "split": _split,
+    "merge": _merge,
+    "reshape": _reshape,
+    "stacked": _stacked,
+    "concat": _concat,
+    "at": _at,
+    "slice": _slice,
+    "repeat": _repeat,
+    "pad_to": _pad_to,
+    "cast": _cast,
+    "scale": _scale,
+    "times": ft.partial(_counted, "*"),
+    "plus": ft.partial(_counted, "+"),
+}
