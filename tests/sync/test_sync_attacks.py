@@ -6,20 +6,23 @@ then raises an error, and its arrays are the ones that it had.
 """
 
 import contextlib
+import json
 import random
 import socket
 import struct
 import threading
+import time
 
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from maps import same
-from sync_jobs import SECRET, bits, job, receiver_of
+from sync_jobs import SECRET, bits, job, planned, receiver_of
 
-from shardfx._reshard.sync import frames, handshake, messages
+from shardfx._reshard.sync import codec, frames, handshake, messages
 from shardfx._reshard.sync.line import Line
-from shardfx.errors import SyncError
-from shardfx.sync import Sender, receive, send
+from shardfx.errors import PlanFormatError, SyncError
+from shardfx.sync import Sender, TransferPlan, plan_transfer, receive, send
 
 
 AUTHENTICATED = handshake.Suite("authenticated", False)
@@ -27,6 +30,10 @@ ENDS = handshake.Ends(sender=0, receiver=0)
 HELLO_BYTES = len(handshake._HELLO.pack(b"", 0, 0, 0, 0, 0, b"", b""))
 # The handshake is a hello and a proof of 32 bytes in each direction.
 HANDSHAKE_BYTES = HELLO_BYTES + 32
+
+
+class Cut(OSError):
+    """The man in the middle cuts the connection."""
 
 
 class Path:
@@ -60,7 +67,12 @@ class Path:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self.seen[name] += data
-                target.sendall(self.changes[name](data))
+                try:
+                    target.sendall(self.changes[name](data))
+                except Cut:
+                    source.shutdown(socket.SHUT_RDWR)
+                    target.shutdown(socket.SHUT_RDWR)
+                    raise
             target.shutdown(socket.SHUT_WR)
 
     def close(self):
@@ -339,6 +351,144 @@ def test_a_changed_hello_fails_the_proof(served):
                 with pytest.raises(SyncError):
                     receiver.pull()
                 assert receiver.arrays is None
+
+
+def test_a_connection_may_be_cut_behind_any_byte(served):
+    """At boundaries of messages and frames, and between them."""
+    dst, plan, _, sender, options = served
+    path = Path(sender.address)
+    with contextlib.closing(path):
+        whole = receiver_of(plan, dst, sender, **options)
+        whole._addresses = (path.own_address,)
+        assert whole.pull()
+    boundaries = {"up": [HELLO_BYTES, HANDSHAKE_BYTES]}
+    boundaries["down"] = [*boundaries["up"]]
+    for name, ends in boundaries.items():
+        for frame in frames_of(path.seen[name][HANDSHAKE_BYTES:]):
+            ends += [ends[-1] + frames.HEADER.size, ends[-1] + len(frame)]
+        assert ends.pop() == len(path.seen[name])
+        ends[8:-4] = range(1, ends[-1], 331)
+
+    for name, ends in boundaries.items():
+        for end in ends:
+            count = [0]
+
+            def change(data, end=end, count=count):
+                count[0] += len(data)
+                if count[0] > end:
+                    raise Cut
+                return data
+
+            keyword = {"up": "to_sender", "down": "to_receiver"}[name]
+            path = Path(sender.address, **{keyword: change})
+            with contextlib.closing(path):
+                receiver = receiver_of(plan, dst, sender, **options)
+                receiver._addresses = (path.own_address,)
+                with pytest.raises(SyncError):
+                    receiver.pull()
+            assert receiver.arrays is None
+    assert receiver_of(plan, dst, sender, **options).pull()
+
+
+# The points of X25519 with which every key shares 0: https://cr.yp.to/ecdh.html#validate
+SMALL_ORDER = (
+    0,
+    1,
+    325606250916557431795983626356110631294008115727848805560023387167927233504,
+    39382357235489614581723060781553021112529911719440698176882885853963445705823,
+    2**255 - 20,
+    2**255 - 19,
+    2**255 - 18,
+)
+
+
+@pytest.mark.parametrize("point", SMALL_ORDER)
+def test_public_keys_that_share_nothing_are_refused(point):
+    for role in ("sender", "receiver"):
+        own = handshake._Exchange(role, SECRET, AUTHENTICATED)
+        own.hello(ENDS)
+        other = {"sender": 2, "receiver": 1}[role]
+        hello = handshake.Hello(
+            version=handshake.VERSION,
+            suite=1,
+            role=other,
+            ends=ENDS,
+            random=bytes(32),
+            public_key=point.to_bytes(32, "little"),
+        )
+        with pytest.raises(SyncError, match="the other side sent no public key"):
+            own.keys(hello.to_bytes())
+
+
+def test_secrets_that_begin_alike_have_nothing_in_common():
+    """A secret that is another one's beginning, or that ends in what both share."""
+    shared = bytes(range(32))
+    transcript = bytes(32)
+    secrets = [SECRET, SECRET + b"\0", SECRET + shared, SECRET[:-1]]
+    keys = [handshake._Keys(secret, shared, transcript) for secret in secrets]
+    proofs = {each.proof(role) for each in keys for role in ("sender", "receiver")}
+    assert len(proofs) == 2 * len(secrets)
+
+
+def with_body(plan, change):
+    """The text of a plan that `change` changed, with a checksum that is right."""
+    text = json.loads(plan.to_json())
+    body = json.loads(text["plan"])
+    change(body)
+    again = json.dumps(body, separators=(",", ":"))
+    return json.dumps({**text, "plan": again, "checksum": codec._checksum(again)})
+
+
+def spread(body, count):
+    """Each part writes every second element."""
+    (kind,) = body["kinds"]
+    rows = 2 * count
+    for leaf in (*body["sources"], *body["leaves"]):
+        leaf[1] = [rows, 8]
+    for buffer, low in zip(kind["buffers"], (0, count), strict=True):
+        buffer[2] = [[low, low + count], [0, 8]]
+    kind["forms"][0][1][0] = [count // 2, 0, 2, 0, 2]
+
+
+def of_rank(body, rank):
+    """Arrays of many dimensions of size 2."""
+    (kind,) = body["kinds"]
+    for leaf in (*body["sources"], *body["leaves"]):
+        leaf[1] = [2] * rank
+    body["sources"][0][3] = [[]] * rank
+    for buffer in kind["buffers"]:
+        buffer[2] = [[0, 2]] * rank
+    factors = [[2, dim, 1, dim, 1] for dim in range(rank)]
+    kind["rank"] = rank
+    kind["forms"][0][1:3] = [factors, rank]
+    kind["pieces"][0][1:] = [[0] * rank, [0] * rank, factors]
+    rows = len(kind["columns"][0])
+    kind["columns"][4:] = [[0] * rows for _ in range(2 * rank)]
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda body: spread(body, 1 << 18), "are not each written once"),
+        (lambda body: spread(body, 1 << 40), "whose boxes have 4,398,046,511,104 more"),
+        (lambda body: of_rank(body, 18), None),
+        (lambda body: of_rank(body, 200), "more corners"),
+        (lambda body: body.update(memory_limit_bytes=-1), "a number that no plan has"),
+        (lambda body: body.update(mesh=[["a", 1 << 60]]), "a mesh of another number"),
+    ],
+)
+def test_a_short_text_of_a_plan_takes_a_short_time(change, text):
+    """It took 5 s, hours, 15 s and for ever."""
+    tree = {"w": np.zeros((8, 8), np.float32)}
+    plan = plan_transfer(planned(tree, {"w": P("a")}), planned(tree, {"w": P("b")}))
+    hostile = with_body(plan, change)
+    begin = time.process_time()
+    if text is None:
+        TransferPlan.from_json(hostile)
+    else:
+        with pytest.raises(PlanFormatError, match=text):
+            TransferPlan.from_json(hostile)
+    assert time.process_time() - begin < 3
 
 
 def test_frames_of_another_session_are_refused():

@@ -244,6 +244,14 @@ def test_a_sender_of_another_process_is_refused():
             receiver.pull()
 
 
+@pytest.mark.parametrize("process", [-1, 2, 1 << 33, "0"])
+def test_a_sender_that_the_plan_does_not_have_is_refused(process):
+    _, _, plan, _ = job((2, 1))
+    text = f"no sending process {process!r}; it has the numbers .0, 1."
+    with pytest.raises(PlanMismatchError, match=text):
+        Sender(plan, SECRET, process=process, run="r")
+
+
 def test_a_sender_of_another_version_is_named():
     _, dst, plan, _ = job()
     hello = handshake.Hello(

@@ -5,10 +5,11 @@ exactly once, from positions inside of its sources.
 import itertools as it
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ..._convert import Piece, dense, dtypes_of, hull, names_of, swapped
+from ..._convert import Piece, dtypes_of, hull, names_of, swapped
 from .kinds import (
     BUFFER,
     FORM,
@@ -23,11 +24,15 @@ from .kinds import (
 )
 
 
-# Limits for numbers, boxes of one array and their corners; no plan of this package
-# exceeds them.
+# Limits for numbers and for the boxes of one array; no plan of this package exceeds
+# them.
 MOST_NUMBER = 1 << 48
 MOST_BOXES = 1 << 22
+# The corners of boxes that are compared for one plan. A short text can ask for any
+# number of them, since a piece may write every second element. Each row allows for some
+# more.
 _MOST_CORNERS = 1 << 24
+_CORNERS_OF_ROW = 1 << 6
 
 
 def require(holds: object, what: str) -> None:
@@ -59,6 +64,8 @@ def check_plan(plan: PlanFields) -> None:
     for path, source in plan.sources.items():
         require(_is_sharded(source, sizes), f"`{path}` does not fit the mesh")
 
+    row_count = sum(len(kind.rows) for kind in plan.kinds)
+    room = _Room(_MOST_CORNERS + _CORNERS_OF_ROW * row_count)
     first_of_kind: dict[int, SentLeaf] = {}
     for leaf in plan.leaves:
         kind = plan.kinds[leaf.kind]
@@ -71,7 +78,19 @@ def check_plan(plan: PlanFields) -> None:
         )
         require(is_of_kind, f"leaf `{leaf.path}` is not of its kind")
         if first is leaf:
-            _check_kind(plan, leaf, kind)
+            _check_kind(plan, leaf, kind, room)
+
+
+class _Room:
+    """The number of corners of boxes that may still be compared for a plan."""
+
+    def __init__(self, corners: int):
+        self._corners = corners
+
+    def take(self, corners: int) -> None:
+        """Raises `ValueError` if `corners` more are too many."""
+        self._corners -= corners
+        require(self._corners >= 0, f"pieces whose boxes have {corners:,} more corners")
 
 
 def _is_sharded(source: SourceLeaf, sizes: Mapping[str, int]) -> bool:
@@ -89,7 +108,9 @@ def _sources_of(plan: PlanFields, leaf: SentLeaf) -> list[SourceLeaf]:
     return [plan.sources[name] for name in leaf.names]
 
 
-def _check_kind(plan: PlanFields, leaf: SentLeaf, kind: TransferKind) -> None:
+def _check_kind(
+    plan: PlanFields, leaf: SentLeaf, kind: TransferKind, room: _Room
+) -> None:
     where = f"leaf `{leaf.path}`"
     rank = len(leaf.shape)
 
@@ -131,7 +152,7 @@ def _check_kind(plan: PlanFields, leaf: SentLeaf, kind: TransferKind) -> None:
             _check_source(leaf, form, plan.sources, rows[:, PLACE : PLACE + form.rank])
 
     require(
-        _is_covered(kind, rank),
+        _is_covered(kind, rank, room),
         f"{where}: the elements of its shards are not each written once",
     )
 
@@ -211,7 +232,17 @@ def _fits(piece: Piece, shape: Sequence[int]) -> bool:
     return all(high <= size for (_, high), size in zip(hull(piece), shape, strict=True))
 
 
-def _is_covered(kind: TransferKind, rank: int) -> bool:
+class _Boxes(NamedTuple):
+    """Boxes in the buffers of a kind. `lows` and `highs` have a row for each box, and
+    `buffers` has the number of its buffer.
+    """
+
+    lows: np.ndarray
+    highs: np.ndarray
+    buffers: np.ndarray
+
+
+def _is_covered(kind: TransferKind, rank: int, room: _Room) -> bool:
     """Whether the rows of `kind` write each element of each buffer (one box of a target
     array) exactly once.
 
@@ -221,56 +252,66 @@ def _is_covered(kind: TransferKind, rank: int) -> bool:
     each position their signs have the same sum as the buffer's. For intervals 0 to 2
     and 2 to 5, the signs at 2 cancel, and 1 at 0 and -1 at 5 are left, as for 0 to 5.
     """
-    # The buffers themselves count with the opposite sign, so that all sums are 0.
-    count = len(kind.buffers)
+    buffer_count = len(kind.buffers)
+    room.take(buffer_count << rank)
     sizes = [[high - low for low, high in buffer.box] for buffer in kind.buffers]
-    lows = [np.zeros((count, rank), np.int64)]
-    highs = [np.array(sizes, np.int64).reshape(count, rank)]
-    owners = [np.arange(count)]
-    signs = [np.full(count, -1)]
-    box_count = 0
-    for number, form in enumerate(kind.forms):
-        rows = kind.rows[kind.rows[:, FORM] == number]
-        if not len(rows):
-            continue
-        places = rows[:, PLACE + kind.rank :]
-        for part in dense(_at_start(form, rank)):
-            box_count += len(rows)
-            if box_count > MOST_BOXES:
-                raise ValueError(f"pieces of more than {MOST_BOXES} boxes")
-            part_box = np.array(hull(part), np.int64).reshape(rank, 2)
-            lows.append(places + part_box[:, 0])
-            highs.append(places + part_box[:, 1])
-            owners.append(rows[:, BUFFER])
-            signs.append(np.ones(len(rows), np.int64))
+    whole = _Boxes(
+        lows=np.zeros((buffer_count, rank), np.int64),
+        highs=np.array(sizes, np.int64).reshape(buffer_count, rank),
+        buffers=np.arange(buffer_count),
+    )
+    written = [
+        _written_boxes(kind, number, rank, room) for number in range(len(kind.forms))
+    ]
+    parts = [whole, *written]
+    low = np.concatenate([boxes.lows for boxes in parts])
+    high = np.concatenate([boxes.highs for boxes in parts])
 
-    low = np.concatenate(lows)
-    high = np.concatenate(highs)
-    owner = np.concatenate(owners)
-    sign = np.concatenate(signs)
-    # Each coordinate becomes its number among those that occur along its dimension.
-    values_of_dim = []
-    numbers_of_dim = []
+    # A corner's key is its buffer and its position; the sums of signs belong to keys.
+    # Coordinates are numbered among those that occur along their dimension.
+    keys = np.concatenate([boxes.buffers for boxes in parts])
+    # The buffers themselves count with the opposite sign, so that all sums are 0.
+    signs = np.ones(len(keys), np.int8)
+    signs[:buffer_count] = -1
+    key_count = buffer_count
     for dim in range(rank):
         coordinates = np.stack([low[:, dim], high[:, dim]])
         values, numbers = np.unique(coordinates, return_inverse=True)
-        values_of_dim.append(values)
-        numbers_of_dim.append(numbers.reshape(2, -1))
-    corner_count = len(low) << rank
-    key_count = count * math.prod(len(values) for values in values_of_dim)
-    if key_count >= MOST_NUMBER or corner_count > _MOST_CORNERS:
-        raise ValueError(f"the pieces of an array have {corner_count} corners")
-
-    keys = []
-    weights = []
-    for corner in it.product((0, 1), repeat=rank):
-        key = owner
-        for values, numbers, side in zip(
-            values_of_dim, numbers_of_dim, corner, strict=True
-        ):
-            key = key * len(values) + numbers[side]
-        keys.append(key)
-        weights.append(sign * (-1) ** sum(corner))
-    _, positions = np.unique(np.concatenate(keys), return_inverse=True)
-    sums = np.bincount(positions, np.concatenate(weights))
+        key_count *= len(values)
+        require(key_count < MOST_NUMBER, f"pieces at {key_count:,} positions")
+        corner_numbers = np.tile(numbers.reshape(2, -1), len(keys) // len(low))
+        keys = (keys * len(values) + corner_numbers).reshape(-1)
+        signs = np.concatenate([signs, -signs])
+    _, positions = np.unique(keys, return_inverse=True)
+    sums = np.bincount(positions, signs)
     return not sums.any()
+
+
+def _written_boxes(
+    kind: TransferKind, form_number: int, rank: int, room: _Room
+) -> _Boxes:
+    """The boxes without gaps that the parts of one form write.
+
+    A part that writes every second one of 6 elements writes three boxes of one element.
+    """
+    rows = kind.rows[kind.rows[:, FORM] == form_number]
+    factors = kind.forms[form_number].factors
+    lengths = np.ones(rank, np.int64)
+    loops = []
+    for factor in sorted(factors, key=lambda factor: factor.target_step):
+        # Along its dimension, the factors with shorter steps fill this many elements.
+        if factor.target_step == lengths[factor.target_dim]:
+            lengths[factor.target_dim] *= factor.size
+        else:
+            loops.append(factor)
+    box_count = max(1, len(rows)) * math.prod(factor.size for factor in loops)
+    room.take(box_count << rank)
+
+    lows = rows[:, PLACE + kind.rank :]
+    owners = rows[:, BUFFER]
+    for factor in loops:
+        offsets = np.zeros((factor.size, rank), np.int64)
+        offsets[:, factor.target_dim] = np.arange(factor.size) * factor.target_step
+        lows = (lows[:, None] + offsets).reshape(-1, rank)
+        owners = np.repeat(owners, factor.size)
+    return _Boxes(lows=lows, highs=lows + lengths, buffers=owners)

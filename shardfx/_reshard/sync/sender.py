@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..._ground.errors import SyncError
+from ..._ground.errors import PlanMismatchError, SyncError
 from .door import Door
 from .frames import (
     GONE,
@@ -82,8 +82,8 @@ class Sender:
 
     **Raises:**
 
-    `SyncError` if the secret is short, if `run` is missing, or if `cryptography` is not
-    installed.
+    `PlanMismatchError` if the plan has no sending process `process`; `SyncError` if the
+    secret is short, if `run` is missing, or if `cryptography` is not installed.
     """
 
     __module__ = "shardfx.sync"
@@ -101,6 +101,12 @@ class Sender:
         security: Security = "authenticated",
         encrypt: bool = False,
     ):
+        if process not in plan.senders:
+            raise PlanMismatchError(
+                f"this plan has no sending process {process!r:.40}; it has the numbers"
+                f" {sorted({*plan.senders})!r:.80}: give `Sender(..., process=number)`"
+                " the one of this process."
+            )
         self._plan = plan
         self._secret = checked_secret(secret)
         self._suite = checked_suite(security, encrypt)
