@@ -17,6 +17,10 @@ from .lowered import Frame
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+# Most instructions: an array as the result, and operands that are names alone.
+_SIMPLE = re.compile(
+    r"\s+(ROOT )?%?([\w.\-]+) = ([^\s(]+) ([\w\-]+)\(([^()\[\]{}\"]*)\)"
+)
 # In the text of JAX 0.12, `%param#0` is an element of the tuple `%param`, without a
 # `get-tuple-element` instruction.
 _OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
@@ -125,10 +129,7 @@ class Instruction(NamedTuple):
         """The JAX name stack of the operation that was lowered to this instruction; ""
         if it has none.
         """
-        found = _OP_NAME.search(self.attributes)
-        if found is None:
-            return ""
-        return re.sub(r"\\(.)", r"\1", found[1]) if "\\" in found[1] else found[1]
+        return _op_name_in(self.attributes)
 
     @property
     def phase(self) -> Phase:
@@ -155,6 +156,14 @@ class Instruction(NamedTuple):
         for attribute, several, one in _CALLED.findall(self.structure):
             for name in several.split(",") if several else [one]:
                 yield attribute, name.strip().lstrip("%")
+
+
+@ft.lru_cache(maxsize=2**12)
+def _op_name_in(attributes: str) -> str:
+    name = _OP_NAME.search(attributes)
+    if name is None:
+        return ""
+    return re.sub(r"\\(.)", r"\1", name[1]) if "\\" in name[1] else name[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,37 +200,13 @@ def parse_hlo(text: str) -> HloModule:
     `ProgramError`, with the line, for text that is no HLO module or has an instruction
     that cannot be read.
     """
-    computations: dict[str, dict[str, Instruction]] = {}
-    tables: dict[str, list[str]] = {}
-    entry, own, rows, open_line = "", None, None, ""
+    sections = _Sections()
     for line in text.splitlines():
-        if own is not None:
-            # The attributes of a kernel can span several lines, and one of these lines
-            # can start with a bracket.
-            if (
-                open_line
-                and not _NAME.match(line)
-                and not _has_closed_braces(open_line)
-            ):
-                open_line += f"\n{line}"
-                continue
-            if open_line:
-                made = _instruction(open_line)
-                for operand in made.operands:
-                    _add_tuple_element(own, operand)
-                own[made.name] = made
-            open_line = "" if _ENDS.match(line) else line if line.strip() else ""
-            own = None if _ENDS.match(line) else own
-        elif found := _TABLE.match(line):
-            rows = tables.setdefault(found[1], [])
-        elif rows is not None and line[:1].isdigit():
-            rows.append(line.partition(" ")[2])
-        elif found := _HEADER.match(line):
-            own = computations.setdefault(found[2], {})
-            entry, rows = found[2] if found[1] else entry, None
-    if open_line:
-        raise ProgramError(f"the HLO module is cut off after: {open_line.strip():.300}")
-    if not entry:
+        sections.read(line)
+    if sections.unread:
+        cut_off = sections.unread.strip()
+        raise ProgramError(f"the HLO module is cut off after: {cut_off:.300}")
+    if not sections.entry:
         raise ProgramError(
             "this text is no optimized HLO module: it has no ENTRY computation; pass a"
             " compiled program, or its `as_text()`."
@@ -236,10 +221,78 @@ def parse_hlo(text: str) -> HloModule:
             f"the program runs as {replicas} replicas, as `jax.pmap` once wrote it;"
             " write the step for `jax.jit` and a mesh of as many devices."
         )
-    return HloModule(entry, computations, _stacks(tables), partitions)
+    return HloModule(
+        entry=sections.entry,
+        computations=sections.computations,
+        stacks=_stacks(sections.tables),
+        partitions=partitions,
+    )
+
+
+class _Sections:
+    """The computations and tables of an HLO module, read line by line.
+
+    - `unread`: the lines of an instruction that may go on in the next line.
+    """
+
+    def __init__(self):
+        self.entry = ""
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.tables: dict[str, list[str]] = {}
+        self.unread = ""
+        self._computation: dict[str, Instruction] | None = None
+        self._rows: list[str] | None = None
+
+    def read(self, line: str) -> None:
+        if self._computation is not None:
+            self._read_inside(line, self._computation)
+        elif table := _TABLE.match(line):
+            self._rows = self.tables.setdefault(table[1], [])
+        elif self._rows is not None and line[:1].isdigit():
+            self._rows.append(line.partition(" ")[2])
+        elif header := _HEADER.match(line):
+            self._computation = self.computations.setdefault(header[2], {})
+            self._rows = None
+            if header[1]:
+                self.entry = header[2]
+
+    def _read_inside(self, line: str, computation: dict[str, Instruction]) -> None:
+        # The attributes of a kernel can span several lines, and one of these lines can
+        # start with a bracket.
+        if (
+            self.unread
+            and not _NAME.match(line)
+            and not _has_closed_braces(self.unread)
+        ):
+            self.unread += f"\n{line}"
+            return
+        if self.unread:
+            instruction = _instruction(self.unread)
+            for operand in instruction.operands:
+                if "#" in operand:
+                    _add_tuple_element(computation, operand)
+            computation[instruction.name] = instruction
+        if line.startswith("}") and _ENDS.match(line):
+            self._computation = None
+            self.unread = ""
+        else:
+            self.unread = line if line.strip() else ""
 
 
 def _instruction(line: str) -> Instruction:
+    simple = _SIMPLE.match(line)
+    if simple is not None and simple[4] not in _NO_OPERANDS:
+        operands = tuple(_OPERAND.findall(simple[5]))
+        if operands:
+            return Instruction(
+                name=simple[2],
+                result=simple[3],
+                opcode=simple[4],
+                operands=operands,
+                inside=simple[5],
+                attributes=line[simple.end() :],
+                is_root=simple[1] is not None,
+            )
     found = _NAME.match(line)
     start = found.end() if found else 0
     stop = _after_bracket(line, start) if line[start] == "(" else line.find(" ", start)

@@ -282,3 +282,22 @@ def test_random_bits_beside_a_state_are_no_error():
         return x + jax.random.normal(jax.random.key(0, impl="rbg"), x.shape)
 
     assert sfx.testing.verify(step, X)
+
+
+def test_equal_layers_lie_alike_until_one_does_not():
+    # The results of rules are remembered, by how operands lie: the fault of one layer of
+    # four is found all the same, and at its line.
+    def layers(x, w):
+        for _ in range(3):
+            x = rows(block(x, w))
+        return block(block(x, w), w)
+
+    def right(x, w):
+        for _ in range(5):
+            x = rows(block(x, w))
+        return x
+
+    assert sfx.testing.verify(right, X, W).outcome == "proved"
+    verdict = sfx.testing.verify(layers, X, W)
+    assert verdict.outcome == "refuted"
+    assert "block" in str(verdict.refutations[0])

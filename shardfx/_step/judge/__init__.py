@@ -20,7 +20,7 @@ Each operation has a rule, from the types of its operands to that of its result:
 
 | file | operations |
 |---|---|
-| `pointwise.py` | operands must hold the same boxes |
+| `pointwise.py`, `masks.py` | operands must hold the same boxes; selects by masks |
 | `views.py` | broadcasts, transposes, reshapes |
 | `pieces.py`, `updates.py` | slices, pads, concatenations; updates |
 | `products.py` | products, reductions |

@@ -30,6 +30,7 @@ class Cut:
     - `step`: the distance in the whole dimension between neighbours of a segment.
     - `size`: the number of positions.
     - `has_holes`: whether a segment of a device holds no elements.
+    - `is_first`: whether there is one position, and each device holds the first element.
 
     Equal cuts of one judge are one object, so `is` compares them.
     """
@@ -39,6 +40,7 @@ class Cut:
     step: int
     size: int
     has_holes: bool
+    is_first: bool
 
     def on(self, device: int) -> str:
         """The text of what a device holds: "[4:8]"."""
@@ -57,6 +59,8 @@ class Cuts:
 
     def __init__(self, devices: int):
         self.devices = devices
+        # The cuts of arrays, by sharding, shape and the shape of a shard.
+        self.by_sharding: dict[tuple[object, ...], list[Cut]] = {}
         self._known: dict[object, Cut] = {}
         self._joined: dict[tuple[int, int], Cut | None] = {}
         self._terms: dict[tuple[int, int], tuple[int, ...] | None] = {}
@@ -75,8 +79,15 @@ class Cuts:
         key = (tuple(lengths), step, starts.tobytes())
         cut = self._known.get(key)
         if cut is None:
-            has_holes = bool((starts == HOLE).any())
-            cut = Cut(key[0], starts, step, sum(lengths), has_holes)
+            size = sum(lengths)
+            cut = Cut(
+                lengths=key[0],
+                starts=starts,
+                step=step,
+                size=size,
+                has_holes=bool((starts == HOLE).any()),
+                is_first=size == 1 and not starts.any(),
+            )
             self._known[key] = cut
         return cut
 

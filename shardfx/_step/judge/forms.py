@@ -43,6 +43,8 @@ _ATTRIBUTE = re.compile(
     r"(\w+)=(\{(?:[^{}]|\{[^{}]*\})*\}|\[[^\]]*\](?:<=\[[^\]]*\])?(?:T\([^)]*\))?"
     r'|"(?:[^"\\]|\\.)*"|[^,\s{}"]+)'
 )
+_NAMES = re.compile(r", (?:channel_id|to_apply)=[^,]+")
+_TO_APPLY = re.compile(r"\bto_apply=%?([\w.\-]+)")
 _NUMBER = re.compile(r"-?\d+")
 # Attributes that do not say what an operation computes.
 _NOISE = frozenset(
@@ -61,14 +63,25 @@ def _attributes(text: str) -> dict[str, str]:
 
 def attributes_of(instruction: Instruction) -> dict[str, str]:
     """The attributes of an instruction by name, without its metadata."""
-    return _attributes(_text_of(instruction))
+    return _attributes(text_of(instruction))
 
 
-def _text_of(instruction: Instruction) -> str:
+def text_of(instruction: Instruction) -> str:
+    """The text of the attributes of an instruction, without its metadata."""
     text = instruction.attributes
     if instruction.opcode != "custom-call":
         text = text.partition(", metadata={")[0]
     return text.partition(", backend_config=")[0]
+
+
+def nameless_text(instruction: Instruction) -> str:
+    """The text of the attributes of an instruction, without its metadata, and without
+    the names of channels and of functions, which differ between equal layers.
+    """
+    text = text_of(instruction)
+    if "channel_id=" in text or "to_apply=" in text:
+        return _NAMES.sub("", text)
+    return text
 
 
 def attribute(instruction: Instruction, name: str) -> str:
@@ -77,7 +90,12 @@ def attribute(instruction: Instruction, name: str) -> str:
 
 def numbers(instruction: Instruction, name: str) -> tuple[int, ...]:
     """The numbers in an attribute, such as the dimensions of a broadcast."""
-    return tuple(int(one) for one in _NUMBER.findall(attribute(instruction, name)))
+    return _numbers_in(attribute(instruction, name))
+
+
+@ft.lru_cache(maxsize=2**12)
+def _numbers_in(text: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in _NUMBER.findall(text))
 
 
 def meaning_of(
@@ -86,7 +104,7 @@ def meaning_of(
     """The attributes that say what an operation computes, without those in `sizes`,
     which depend on the size of a shard.
     """
-    return _meaning_of(_text_of(instruction), sizes)
+    return _meaning_of(text_of(instruction), sizes)
 
 
 @ft.lru_cache(maxsize=2**15)
@@ -127,8 +145,8 @@ def reducer_of(module: HloModule, instruction: Instruction) -> str:
     """The opcode of the computation with which an instruction reduces, such as "add";
     "" if it is no single operation of its two parameters.
     """
-    name = dict(instruction.called).get("to_apply", "")
-    computation = module.computations.get(name)
+    name = _TO_APPLY.search(text_of(instruction))
+    computation = module.computations.get(name[1]) if name else None
     if computation is None:
         return ""
     root = root_of(computation)
@@ -139,6 +157,12 @@ def reducer_of(module: HloModule, instruction: Instruction) -> str:
     return root.opcode if root.opcode in _REDUCERS else ""
 
 
+_DOT_ATTRIBUTES = (
+    "lhs_contracting_dims",
+    "rhs_contracting_dims",
+    "lhs_batch_dims",
+    "rhs_batch_dims",
+)
 _COMMUTATIVE = frozenset("add multiply maximum minimum and or xor".split())
 _REDUCERS = ("add", "maximum", "minimum", "and", "or", "multiply", "xor")
 # Attributes with sizes of shards.
@@ -214,24 +238,47 @@ def _elementwise(instruction: Instruction, views: Sequence[View], rank: int) -> 
     """Dimensions along which no operand changes are none of the value's: the program of
     one device may broadcast before or after the operation.
     """
-    roots = [view.root for view in views]
-    rows = [view.dims if len(view.dims) == rank else (None,) * rank for view in views]
+    pattern = _pattern_of(tuple(view.dims for view in views), rank)
+    operands = [
+        View(view.root, dims) for view, dims in zip(views, pattern.rows, strict=True)
+    ]
+    opcode = instruction.opcode
+    dtype = ""
+    if opcode in ("convert", "bitcast-convert"):
+        dtype = arrays_in(instruction.result)[0].dtype
+    if opcode in _COMMUTATIVE:
+        # The partitioner's clean-up takes both orders for one.
+        operands.sort(key=_order)
+    key = (opcode, meaning_of(instruction), dtype, *operands)
+    return Form(key, pattern.dims, pattern.kept)
+
+
+class _Pattern(NamedTuple):
+    """How the dimensions of an elementwise operation's operands meet.
+
+    - `rows`: for each operand, its dimensions at the kept dimensions of the result.
+    - `dims`, `kept`: as in a `Form`.
+    """
+
+    rows: tuple[tuple[int | None, ...], ...]
+    dims: tuple[int | None, ...]
+    kept: tuple[int, ...]
+
+
+@ft.lru_cache(maxsize=2**12)
+def _pattern_of(each: tuple[tuple[int | None, ...], ...], rank: int) -> _Pattern:
+    # Scalars, such as predicates, change along no dimension.
+    rows = [dims if len(dims) == rank else (None,) * rank for dims in each]
     columns = list(zip(*rows, strict=True))
     kept = tuple(
         at for at, column in enumerate(columns) if column.count(None) < len(column)
     )
     places = {position: place for place, position in enumerate(kept)}
-    if len(kept) < rank:
-        rows = [tuple(row[at] for at in kept) for row in rows]
-    operands = tuple(map(View, roots, rows))
-    dtype = ""
-    if instruction.opcode in ("convert", "bitcast-convert"):
-        dtype = arrays_in(instruction.result)[0].dtype
-    if instruction.opcode in _COMMUTATIVE:
-        # The partitioner's clean-up takes both orders for one.
-        operands = tuple(sorted(operands, key=_order))
-    key = (instruction.opcode, meaning_of(instruction), dtype, *operands)
-    return Form(key, tuple(places.get(at) for at in range(rank)), kept)
+    return _Pattern(
+        rows=tuple(tuple(row[at] for at in kept) for row in rows),
+        dims=tuple(places.get(at) for at in range(rank)),
+        kept=kept,
+    )
 
 
 def _order(view: View) -> tuple[object, ...]:
@@ -247,13 +294,21 @@ class DotDims(NamedTuple):
 
 
 def dot_dims(instruction: Instruction, ranks: tuple[int, int]) -> DotDims:
+    """The dimensions of a product of two arrays of these ranks."""
+    return _dot_dims(text_of(instruction), ranks)
+
+
+@ft.lru_cache(maxsize=2**12)
+def _dot_dims(text: str, ranks: tuple[int, int]) -> DotDims:
+    attributes = _attributes(text)
+    lists = {name: _numbers_in(attributes.get(name, "")) for name in _DOT_ATTRIBUTES}
     contracted = (
-        numbers(instruction, "lhs_contracting_dims"),
-        numbers(instruction, "rhs_contracting_dims"),
+        lists["lhs_contracting_dims"],
+        lists["rhs_contracting_dims"],
     )
     batch = (
-        numbers(instruction, "lhs_batch_dims"),
-        numbers(instruction, "rhs_batch_dims"),
+        lists["lhs_batch_dims"],
+        lists["rhs_batch_dims"],
     )
     free = tuple(
         tuple(at for at in range(rank) if at not in gone + beside)

@@ -66,6 +66,37 @@ class Held:
     idiom: object = None
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """All that an operation on it depends on, but for the number of the value. It
+        identifies known numbers by their array, and cannot be used for idioms.
+        """
+        return (
+            self.shape,
+            self.axes,
+            self.rest,
+            self.terms,
+            self.kind,
+            self.scale,
+            self.fill,
+            id(self.known),
+        )
+
+    def of(self, root: int) -> "Held":
+        """The same elements of another value."""
+        return Held(
+            root=root,
+            shape=self.shape,
+            axes=self.axes,
+            rest=self.rest,
+            terms=self.terms,
+            kind=self.kind,
+            scale=self.scale,
+            fill=self.fill,
+            known=self.known,
+            idiom=self.idiom,
+        )
+
+    @property
     def has_holes(self) -> bool:
         return any(axis is not None and axis.cut.has_holes for axis in self.axes)
 
@@ -96,12 +127,33 @@ class Unknown(NamedTuple):
 Result: TypeAlias = "Held | Faulty | Unknown | tuple[Result, ...]"
 
 
+class Memory:
+    """The results of rules, by what they depend on. Equal layers of a program lie
+    alike, so most of their operations are judged once.
+    """
+
+    def __init__(self):
+        self._results: dict[tuple[object, ...], Held] = {}
+        # A layout identifies known numbers by their arrays, which have to stay.
+        self._operands: list[Sequence[Held]] = []
+
+    def result(self, key: tuple[object, ...]) -> Held | None:
+        return self._results.get(key)
+
+    def add(
+        self, key: tuple[object, ...], operands: Sequence[Held], result: Held
+    ) -> None:
+        self._results[key] = result
+        self._operands.append(operands)
+
+
 class Context(NamedTuple):
-    """What all rules need."""
+    """What all rules need, and the memory of their results."""
 
     module: HloModule
     whole: WholeProgram
     cuts: Cuts
+    memory: Memory
 
     @property
     def values(self) -> Values:
@@ -120,14 +172,9 @@ def view_of(held: Held) -> View:
     """The view of the value, as the whole program has it: a dimension of size 1 that
     holds the first element counts as one along which nothing changes.
     """
-    dims: list[int | None] = []
-    for axis in held.axes:
-        if axis is None:
-            dims.append(None)
-        elif axis.cut.size == 1 and not axis.cut.starts.any():
-            dims.append(None)
-        else:
-            dims.append(axis.dim)
+    dims = [
+        None if axis is None or axis.cut.is_first else axis.dim for axis in held.axes
+    ]
     return View(held.root, tuple(dims))
 
 

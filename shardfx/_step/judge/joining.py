@@ -3,13 +3,13 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ..hlo_text import Instruction
 from .cuts import HOLE, Cut
-from .forms import Form, form_of
+from .forms import Form, form_of, nameless_text, reducer_of
 from .held import Axis, Context, Held, Number, view_of
 from .verdict import Unjudged, Wrong
 
@@ -25,6 +25,41 @@ def form_in(
     found = form_of(instruction, views, shape, context.module)
     assert isinstance(found, Form)
     return found
+
+
+def operation_of(context: Context, instruction: Instruction) -> tuple[str, ...]:
+    """What an instruction does, without the names in its text."""
+    how = ""
+    if "to_apply=" in instruction.attributes:
+        how = reducer_of(context.module, instruction) or instruction.attributes
+    return instruction.opcode, instruction.result, nameless_text(instruction), how
+
+
+def remembered(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    number: int,
+    rule: Callable[[], Held],
+) -> Held:
+    """The result of an operation that makes a value of the whole program, by its rule.
+    The rule is asked once for equal operations, operands that lie alike, and values of
+    equal operations and sizes.
+    """
+    if any(operand.idiom is not None for operand in operands):
+        return rule()
+    key = (
+        *operation_of(context, instruction),
+        context.values.nodes[number].likeness,
+        *[operand.layout for operand in operands],
+    )
+    held = context.memory.result(key)
+    if held is not None:
+        return held.of(number)
+    held = rule()
+    if held.root == number and held.idiom is None:
+        context.memory.add(key, operands, held)
+    return held
 
 
 def joined_cut(
@@ -76,6 +111,11 @@ def constant_number(held: Held) -> Number | None:
     if known is None or known.size != known.shape[0] or not held.is_uniform:
         return None
     return known.flat[0].item()
+
+
+def is_zero(held: Held) -> bool:
+    """Whether all of its numbers are known to be zeros."""
+    return held.known is not None and not held.known.any()
 
 
 def is_identity(number: Number | None, how: str, dtype: str) -> bool:

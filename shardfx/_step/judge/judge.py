@@ -3,6 +3,7 @@ what the devices hold of each result.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Sequence
 
 from ..hlo_text import (
@@ -18,10 +19,10 @@ from ..lowered import own_line
 from ..partitioner import Programs
 from .conditionals import branched
 from .cuts import Cuts
-from .held import Context, Faulty, Held, Result, Unknown, view_of
+from .held import Context, Faulty, Held, Memory, Result, Unknown, view_of
 from .loops import Loops
 from .matching import expressed, is_matched
-from .results import check, each_result, held_of, leaves_of, required_view
+from .results import check, each_result, held_of, leaves_in, leaves_of, required_view
 from .rules import applied
 from .shardings import axes_of, shardings_in
 from .values import Global, WholeProgram, read_whole
@@ -54,6 +55,11 @@ def judged(programs: Programs) -> Verdict:
     return Judge(module, read_whole(whole)).verdict()
 
 
+@ft.lru_cache(maxsize=2**12)
+def _bytes_of(result: str) -> int:
+    return sum(int(array.bytes) for array in arrays_in(result))
+
+
 class Judge:
     """Goes through a partitioned program once.
 
@@ -63,7 +69,7 @@ class Judge:
     def __init__(self, module: HloModule, program: WholeProgram):
         self.module = module
         self.program = program
-        self.context = Context(module, program, Cuts(module.partitions))
+        self.context = Context(module, program, Cuts(module.partitions), Memory())
         self.faults: list[Refutation] = []
         self.causes: list[tuple[Instruction, str]] = []
         self.fault_numbers: dict[tuple[str, str], int] = {}
@@ -117,7 +123,7 @@ class Judge:
             instruction = self.module.computations[computation][name]
             total = 0
             if instruction.opcode not in _FREE:
-                total = sum(int(array.bytes) for array in arrays_in(instruction.result))
+                total = _bytes_of(instruction.result)
             sizes[computation, name] = total
         return sizes
 
@@ -248,7 +254,7 @@ class Judge:
             return operands[0] if len(operands) == 1 else tuple(operands)
         if opcode in _CALLS:
             return self.called(key, instruction, operands)
-        leaves = [leaf for operand in operands for leaf in leaves_of(operand)]
+        leaves = leaves_in(operands)
         for leaf in leaves:
             if isinstance(leaf, Faulty):
                 self.states[key] = None
@@ -287,7 +293,7 @@ class Judge:
         """Counts an operation on numbers of the step as not judged if the whole program
         has no such operation.
         """
-        for leaf in leaves_of(result):
+        for leaf in leaves_in([result]):
             if not isinstance(leaf, Held) or is_matched(self.context, leaf):
                 continue
             if leaf.known is not None or leaf.idiom is not None:

@@ -43,8 +43,10 @@ class Loops:
             if state is None:
                 continue
             self.taken.append(loop.number)
-            results = self._turned(loop, starts, state, names)
-            self.taken.pop()
+            try:
+                results = self._turned(loop, starts, state, names)
+            finally:
+                self.taken.pop()
             if results is not None:
                 return tuple(results)
             reason = "a loop whose turns change how its values lie"

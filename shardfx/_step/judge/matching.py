@@ -23,10 +23,12 @@ def node_for(context: Context, form: Form, instruction: Instruction) -> int | No
         for number in values.with_key(form.key)
         if values.nodes[number].instruction is not None
     ]
+    if len(found) == 1:
+        return found[0]
     named = [one for one in found if values.is_named(one, instruction.op_name)]
     if len(named) == 1 or (named and len(found) == len(named)):
         return named[0] if len(named) == 1 else None
-    return found[0] if len(found) == 1 else None
+    return None
 
 
 def candidates(context: Context, form: Form, instruction: Instruction) -> list[int]:
@@ -39,6 +41,8 @@ def candidates(context: Context, form: Form, instruction: Instruction) -> list[i
         for number in values.with_key(form.key)
         if values.nodes[number].instruction is not None
     ]
+    if len(found) < 2:
+        return found
     return sorted(found, key=lambda one: not values.is_named(one, instruction.op_name))
 
 

@@ -5,6 +5,7 @@ part. `Cuts.terms` says which devices have which term.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -29,6 +30,7 @@ from .joining import (
     form_in,
     is_identity,
     joined_cut,
+    remembered,
 )
 from .matching import are_same, matched_operands, placed
 from .values import Node
@@ -43,7 +45,8 @@ def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
     fault: Wrong | None = None
     for number, seen in matched:
         try:
-            return _dot(context, instruction, seen, number)
+            rule = ft.partial(_dot, context, instruction, seen, number)
+            return remembered(context, instruction, seen, number, rule)
         except Wrong as error:
             fault = error if are_same(seen, operands) else fault
     if fault is not None:
@@ -181,7 +184,8 @@ def reduce(
     fault: Wrong | None = None
     for number, seen in matched_operands(context, instruction, operands):
         try:
-            return _reduced(context, instruction, seen, how, number)
+            rule = ft.partial(_reduced, context, instruction, seen, how, number)
+            return remembered(context, instruction, seen, number, rule)
         except Wrong as error:
             fault = error if are_same(seen, operands) else fault
     if fault is not None:

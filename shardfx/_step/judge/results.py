@@ -14,22 +14,23 @@ def check(instruction: Instruction, result: Result) -> None:
     """Every rule ends here: raises `Unjudged` if the axes do not fit the array of one
     device.
     """
-    shapes = [array.shape for array in arrays_in(instruction.result)]
-    leaves = list(leaves_of(result))
-    if len(leaves) != len(shapes):
+    arrays = arrays_in(instruction.result)
+    leaves = [result] if isinstance(result, Held) else list(leaves_of(result))
+    if len(leaves) != len(arrays):
         raise Unjudged(f"a {instruction.opcode} with other results than its rule says")
-    for held, shape in zip(leaves, shapes, strict=True):
+    for held, array in zip(leaves, arrays, strict=True):
         assert isinstance(held, Held)
-        is_right = held.shape == shape and len(held.axes) == len(shape)
-        if is_right:
-            is_right = all(
-                axis is None or axis.cut.size == size
-                for axis, size in zip(held.axes, shape, strict=True)
-            )
-        if held.known is not None:
-            is_right &= held.known.ndim == 1 + len(shape)
-        if not is_right:
+        if not _has_shape(held, array.shape):
             raise Unjudged(f"a {instruction.opcode} in a form that its rule has not")
+
+
+def _has_shape(held: Held, shape: tuple[int, ...]) -> bool:
+    if held.shape != shape or len(held.axes) != len(shape):
+        return False
+    for axis, size in zip(held.axes, shape, strict=True):
+        if axis is not None and axis.cut.size != size:
+            return False
+    return held.known is None or held.known.ndim == 1 + len(shape)
 
 
 def held_of(array: Global, shape: tuple[int, ...], cuts: Sequence[Cut]) -> Held:
@@ -44,9 +45,17 @@ def required_view(held: Held, array: Global) -> View:
     """The view that `held` has to have to be `array`."""
     dims = []
     for axis, dim, size in zip(held.axes, array.view.dims, array.shape, strict=True):
-        is_first = axis is None or (axis.cut.size == 1 and not axis.cut.starts.any())
+        is_first = axis is None or axis.cut.is_first
         dims.append(None if is_first and size == 1 else dim)
     return array.view._replace(dims=tuple(dims))
+
+
+def leaves_in(results: Sequence[Result]) -> Sequence[Held | Faulty | Unknown]:
+    """The leaves of several results. Most results are arrays, and leaves."""
+    arrays = [result for result in results if isinstance(result, Held)]
+    if len(arrays) == len(results):
+        return arrays
+    return [leaf for result in results for leaf in leaves_of(result)]
 
 
 def leaves_of(result: Result) -> Iterator[Held | Faulty | Unknown]:

@@ -17,11 +17,18 @@ from . import (
     whole_operations,
 )
 from .held import Context, Held, Result
+from .joining import operation_of
 from .pointwise import elementwise
 from .verdict import Unjudged
 
 
 _Rule: TypeAlias = Callable[[Context, Instruction, Sequence[Held]], Held]
+_Unary: TypeAlias = Callable[[Context, Instruction, Held], Held]
+# Operations that only change where the elements of a value lie.
+_LOCAL = frozenset(
+    "broadcast transpose slice collective-permute all-gather all-reduce reduce-scatter"
+    " all-to-all".split()
+)
 
 
 def applied(
@@ -41,6 +48,8 @@ def applied(
         return rule(context, instruction, operands)
     unary = _UNARY.get(opcode)
     if unary is not None and len(operands) == 1:
+        if opcode in _LOCAL and operands[0].idiom is None:
+            return _remembered(context, instruction, operands[0], unary)
         return unary(context, instruction, operands[0])
     if opcode == "reduce" and len(operands) == 2:
         return products.reduce(context, instruction, operands)
@@ -51,6 +60,24 @@ def applied(
     if opcode in sources.OPCODES:
         return sources.source(context, instruction)
     return whole_operations.whole_operation(context, instruction, operands)
+
+
+def _remembered(
+    context: Context, instruction: Instruction, operand: Held, rule: _Unary
+) -> Held:
+    """The result of a rule that changes where the elements of a value lie, whatever the
+    value is. The rule is asked once for operands that lie alike.
+    """
+    operation = operation_of(context, instruction)
+    is_value = operand.root >= 0
+    key = (*operation, is_value, operand.layout)
+    held = context.memory.result(key)
+    if held is None:
+        held = rule(context, instruction, operand)
+        if held.root == operand.root and held.idiom is None:
+            context.memory.add(key, [operand], held)
+        return held
+    return held.of(operand.root)
 
 
 def _several(
@@ -76,7 +103,7 @@ _RULES: Mapping[str, _Rule] = {
     "gather": indices.gather,
     "scatter": indices.scatter,
 }
-_UNARY: Mapping[str, Callable[[Context, Instruction, Held], Held]] = {
+_UNARY: Mapping[str, _Unary] = {
     "broadcast": views.broadcast,
     "reshape": views.reshape,
     "bitcast": views.reshape,

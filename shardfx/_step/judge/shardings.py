@@ -53,6 +53,17 @@ def axes_of(
     """
     if not shape:
         return []
+    key = (sharding, tuple(shape), tuple(local))
+    known = cuts.by_sharding.get(key)
+    if known is None:
+        known = _axes_of(cuts, sharding, shape, local)
+        cuts.by_sharding[key] = known
+    return known
+
+
+def _axes_of(
+    cuts: Cuts, sharding: str, shape: Sequence[int], local: Sequence[int]
+) -> list[Cut]:
     if not sharding or sharding.startswith(_REPLICATED):
         if tuple(shape) != tuple(local):
             raise Unjudged("an array whose sharding the program does not say")

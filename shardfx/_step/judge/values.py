@@ -20,7 +20,7 @@ from ..hlo_text import (
     parts_of,
     root_of,
 )
-from .forms import Form, View, form_of, sizes_of, squeezed
+from .forms import Form, View, form_of, nameless_text, sizes_of, squeezed
 
 
 class Global(NamedTuple):
@@ -34,7 +34,7 @@ class Global(NamedTuple):
 GlobalTree: TypeAlias = "Global | tuple[GlobalTree, ...]"
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Node:
     """A numbered value.
 
@@ -45,6 +45,8 @@ class Node:
     - `instruction`: the first instruction of the whole program that makes it; `None`
       for a value of the partitioned program alone.
     - `result`: the whole result of this instruction.
+    - `likeness`: a number that nodes have in common whose operations and sizes are
+      equal.
     """
 
     opcode: str
@@ -54,6 +56,7 @@ class Node:
     operands: tuple[Global, ...] = ()
     instruction: Instruction | None = None
     result: Global | None = None
+    likeness: int = 0
 
 
 class Loop(NamedTuple):
@@ -91,6 +94,7 @@ class Values:
         self.nodes: list[Node] = []
         self._by_key: dict[tuple[object, ...], list[int]] = {}
         self._by_name: dict[tuple[str, str], dict[int, None]] = {}
+        self._likenesses: dict[tuple[object, ...], int] = {}
         self.loops: list[Loop] = []
         # The reshapes that only add or drop dimensions along which nothing changes, by
         # value, with their names.
@@ -105,10 +109,17 @@ class Values:
                 self._name(known, number, op_name)
                 return number
         number = len(self.nodes)
+        node.likeness = self._likeness_of(node)
         self.nodes.append(node)
         numbers_of_key.append(number)
         self._name(node, number, op_name)
         return number
+
+    def _likeness_of(self, node: Node) -> int:
+        text = "" if node.instruction is None else nameless_text(node.instruction)
+        operands = tuple((one.view.dims, one.shape) for one in node.operands)
+        key = (node.opcode, text, node.shape, operands)
+        return self._likenesses.setdefault(key, len(self._likenesses))
 
     def _name(self, node: Node, number: int, op_name: str) -> None:
         if op_name:
