@@ -11,12 +11,14 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._ground.errors import MeshError, ProgramError
+from .._ground.text import bytes_text
 from .process import Worker
 
 
@@ -249,7 +251,12 @@ def is_tupled(arguments: int) -> bool:
 def _missing(names: Sequence[str], texts: Sequence[bytes]) -> str:
     missing = [name for name, text in zip(names, texts, strict=True) if not text]
     version = importlib.metadata.version("libtpu")
-    return f"libtpu {version} writes no {', '.join(missing)}"
+    folder = tempfile.gettempdir()
+    free = bytes_text(shutil.disk_usage(folder).free)
+    return (
+        f"libtpu {version} writes no {', '.join(missing)}; {folder} has {free} left,"
+        " where it writes them: free some, or set TMPDIR to another folder."
+    )
 
 
 def _asked(

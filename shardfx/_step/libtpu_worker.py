@@ -13,7 +13,9 @@ description of a slice opens no TPU, and a child that finds one open ends with a
 This file imports jaxlib, but neither JAX nor shardfx.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import functools as ft
 import glob
 import importlib.util
@@ -36,6 +38,7 @@ from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
 
 
 _LOOK_EVERY_SECONDS = 0.005
+_STARTING_SECONDS = 60.0
 # The files that the child writes itself: the devices of a slice, the text and the
 # memory of a compiled program, and libtpu's chatter.
 _DEVICES, _COMPILED, _MEMORY = "devices.json", "compiled.txt", "memory.json"
@@ -73,8 +76,12 @@ def main() -> None:
     folder, and the path of libtpu.
     """
     folder, library = sys.argv[1:]
-    # Ctrl-C in a terminal is for the parent process.
+    # Ctrl-C in a terminal and a job's end are for the parent process: this one ends
+    # with its standard input, and then removes its folder.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    lock = _locked(folder)
+    _remove_abandoned(folder)
     os.putenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.putenv("TPU_SKIP_MDS_QUERY", "1")
     _write_chatter_to(folder, (2,))
@@ -96,7 +103,31 @@ def main() -> None:
             break
     # The parent removes the folder, too, unless it was killed.
     shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
     os._exit(0)
+
+
+def _locked(folder: str) -> int:
+    """Locks a folder for as long as this process and its children live, and returns the
+    lock's file descriptor.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _remove_abandoned(folder: str) -> None:
+    """Removes the folders of earlier processes that were killed with their parents. A
+    folder without a lock is abandoned, unless it is so new that its process starts.
+    """
+    parent, own_name = os.path.split(folder)
+    prefix = own_name[: own_name.rindex("-") + 1]
+    for path in glob.glob(os.path.join(parent, f"{prefix}*")):
+        with contextlib.suppress(OSError):  # another user's, or locked
+            age_seconds = time.time() - os.stat(path).st_mtime
+            if age_seconds > _STARTING_SECONDS:
+                os.close(_locked(path))
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _loaded(library: str) -> str:

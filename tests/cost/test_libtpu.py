@@ -2,14 +2,17 @@
 installed. `tests/house/test_aot.py` asks libtpu itself.
 """
 
+import fcntl
 import importlib.util
+import os
+import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from shardfx import MeshSpec, PathRules, plan
-from shardfx._step import TpuTexts, parse_hlo
+from shardfx._step import TpuSlice, TpuTexts, libtpu, libtpu_worker, parse_hlo
 from shardfx._step.process import Worker
 from shardfx.cost import compile_for, estimate, fit
 from shardfx.cost._allocations import assigned_memory
@@ -141,3 +144,29 @@ def test_an_answer_that_is_cut_off_is_an_error(tmp_path):
     texts, error = worker.ask(b"", {})
     assert texts == [] and "its answer is cut off" in error
     assert not worker.is_alive and not folder.exists()
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path):
+    folders = {name: tmp_path / f"shardfx-libtpu-{name}" for name in "abcd"}
+    for folder in (*folders.values(), tmp_path / "another-a"):
+        folder.mkdir()
+        (folder / "stderr").touch()
+        if folder != folders["b"]:
+            os.utime(folder, (time.time() - 100, time.time() - 100))
+    lock = os.open(folders["c"], os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    own_lock = libtpu_worker._locked(str(folders["d"]))
+    libtpu_worker._remove_abandoned(str(folders["d"]))
+    os.close(lock)
+    os.close(own_lock)
+    # "b" is new, "c" is locked, "d" is the process's own.
+    names = sorted(path.name[-1] for path in tmp_path.iterdir())
+    assert names == ["a", "b", "c", "d"] and not folders["a"].exists()
+
+
+def test_a_full_disk_is_named(monkeypatch):
+    """libtpu compiles to the end, and its files are empty."""
+    monkeypatch.setattr(libtpu.importlib.metadata, "version", lambda _: "0.0.1")
+    message = r"libtpu 0\.0\.1 writes no \*.*memory-usage.* has .* left.*set TMPDIR"
+    with pytest.raises(ProgramError, match=message):
+        libtpu._tpu_texts([b"text", b"", b"", b""], "", TpuSlice("v5e:2x2"))

@@ -550,6 +550,10 @@ def test_libtpu_leaves_nothing_behind():
     arguments: Any = worker._process.args
     folder = arguments[-2]
     assert os.listdir(folder) == ["stderr"]
+    # The end of a job is for its own process; the worker ends with its input.
+    worker._process.terminate()
+    assert step.tpu_texts(target.slices, target.order).report == texts.report
+    assert worker.is_alive
     worker._process.kill()
     worker._process.wait()
     assert step.tpu_texts(target.slices, target.order).report == texts.report
