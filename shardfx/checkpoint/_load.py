@@ -42,6 +42,7 @@ from ._reader import (
 from ._reads import fetches, read_piece, spans_into
 from ._spans import grouped
 from ._stores import MissingChunks
+from ._tails import Tail, begin_tails, require_no_tails
 
 
 T = TypeVar("T")
@@ -311,6 +312,7 @@ def _read(
     with open_files(index.place, names, workers, gap_bytes, limits.read_bytes) as files:
         tasks = ft.partial(_tasks, files, gap_bytes, missing_chunks)
         index.place.require_unchanged()
+        tails = _begun_tails(index, names)
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
             flight = Flight(pool, limit, bar)
             try:
@@ -326,8 +328,18 @@ def _read(
                 pool.shutdown(wait=True, cancel_futures=True)
         # The chunks of a store have no header of their own.
         index.place.require_unchanged()
+        if isinstance(index.place, ObjectPlace):
+            require_no_tails(index.place, tails)
     bar.end()
     return flight
+
+
+def _begun_tails(index: Index, names: Sequence[str]) -> list[Tail]:
+    """The reads that find bytes behind the last tensor of an object."""
+    if not isinstance(index.place, ObjectPlace) or index.format != "safetensors":
+        return []
+    entries = [entry for entry in index.entries if isinstance(entry, FileArray)]
+    return begin_tails(index.place, entries, names)
 
 
 def _group_bytes(unit: Unit) -> int:

@@ -94,8 +94,7 @@ def read_headers(where: Place, files: Iterable[str]) -> dict[str, Header]:
 def read_header(where: Place, real: str) -> Header:
     """The checked header of the safetensors file `real`; no weight is read.
 
-    An object whose size is unknown is not checked for bytes after the last tensor. A
-    load finds out if it is too short.
+    A load finds out if an object, whose size is unknown, is too short or too long.
     """
     with where.opened(real) as file:
         size = file.known_size

@@ -163,9 +163,11 @@ def test_neighbours_are_one_request(behind_proxy, mesh):
     proxy.clear()
     require_equal(checkpoint.load(index, made), tensors)
     ranges = [text for _, _, text in proxy.seen if text]
-    assert len(ranges) == 1
-    first, last = map(int, ranges[0].removeprefix("bytes=").split("-"))
-    assert last + 1 - first == 40 * 64 * 64 * 4
+    # Beside it, the byte behind the last tensor is asked for.
+    assert len(ranges) == 2
+    bounds = [map(int, text.removeprefix("bytes=").split("-")) for text in ranges]
+    lengths = [last + 1 - first for first, last in bounds]
+    assert sorted(lengths) == [1, 40 * 64 * 64 * 4]
 
 
 def test_sizes_are_found_by_reads(server):
@@ -282,6 +284,24 @@ def test_a_truncated_object(server, mesh):
     server.put("cut/model.safetensors", data[:50])
     with pytest.raises(CheckpointError, match="claims a header of"):
         checkpoint.read_index(server.place("cut"))
+
+
+def test_an_object_that_goes_on_behind_its_tensors(server, mesh):
+    data = save(arrays())
+    for more in (1, 1000):
+        server.put("long/model.safetensors", data + bytes(more))
+        index = checkpoint.read_index(server.place("long"))
+        text = f"goes on behind its last tensor, which ends at byte {len(data)}; it is"
+        with pytest.raises(CheckpointError, match=text):
+            checkpoint.load(index, planned(index, mesh, P("x")))
+    # A tensor whose size is unknown may be there.
+    header = b'{"w":{"dtype":"F32","shape":[8],"data_offsets":[0,32]},'
+    header += b'"six":{"dtype":"F6_E2M3","shape":[8],"data_offsets":[32,38]}}'
+    data = len(header).to_bytes(8, "little") + header + bytes(38)
+    server.put("later/model.safetensors", data)
+    struct = jax.ShapeDtypeStruct((8,), np.float32, sharding=NamedSharding(mesh, P()))
+    place = server.place("later")
+    assert not checkpoint.load(place, {"w": struct}, unread="allow")["w"].any()
 
 
 ADDRESSES = {
