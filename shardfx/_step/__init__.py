@@ -34,6 +34,7 @@ from .explicit import (
     over,
     over_ones,
     plain_step,
+    structs_like,
     unsharded,
     without_mesh,
 )

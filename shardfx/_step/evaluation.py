@@ -5,7 +5,7 @@ turn. The tables say which equations hold programs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.extend.core as jex
@@ -32,9 +32,30 @@ MARKED_CALLS: Mapping[str, str] = {
     "custom_vjp_call": "call_jaxpr",
 }
 LOOPS = ("scan", "while", "cond")
+
+
+@runtime_checkable
+class Program(Protocol):
+    """What `evaluated` reads of a jaxpr. Its equations are any objects with `invars`
+    and `outvars`.
+    """
+
+    @property
+    def constvars(self) -> Sequence[Any]: ...
+
+    @property
+    def invars(self) -> Sequence[Any]: ...
+
+    @property
+    def outvars(self) -> Sequence[Any]: ...
+
+    @property
+    def eqns(self) -> Sequence[Any]: ...
+
+
 # Takes a jaxpr, one of its equations, and the values of the equation's operands.
 # Returns the values of the equation's results.
-Rule = Callable[[jex.Jaxpr, jex.JaxprEqn, list[Any]], Sequence[Any]]
+Rule = Callable[[Any, Any, list[Any]], Sequence[Any]]
 
 
 def value_of_literal(literal: jex.Literal) -> Any:
@@ -42,7 +63,7 @@ def value_of_literal(literal: jex.Literal) -> Any:
 
 
 def evaluated(
-    jaxpr: jex.Jaxpr,
+    jaxpr: Program,
     consts: Sequence[Any],
     args: Sequence[Any],
     rule: Rule,

@@ -51,6 +51,8 @@ class Chip:
       dimensions of an array to multiples of
         them. `None` if the chip does not pad.
     - `kinds`: the values of `device.device_kind` for this chip.
+    - `host_bytes_per_second`: the bandwidth of a chip's link to the memory of its host in
+      one direction; 0 if it is not known.
     - `sources`: pairs of a field's name and the source of its value. The name "*" is
       for all fields that are not named.
         "secondary" marks a source other than the vendor, and "sources differ" gives the
@@ -72,6 +74,7 @@ class Chip:
     tile: tuple[int, int] | None = None
     kinds: tuple[str, ...] = ()
     sources: tuple[tuple[str, str], ...] = ()
+    host_bytes_per_second: float | int = 0
 
     def __post_init__(self):
         for name in (

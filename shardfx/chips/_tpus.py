@@ -19,6 +19,10 @@ _PAPER = "A Domain Specific Supercomputer (2020)"
 _OOM = "secondary: the compiler's own messages where it runs out of memory"
 _NOMINAL = f"{_BOOK}: 90 % of the nominal one; sources differ: the {_DOCS}, give"
 _LINKS = f"{_NOMINAL} 100 GB/s a link"
+_PCIE = (
+    f"{_BOOK}, PCIe of v4, taken for later ones too; sources differ: 11.5 GB/s to the"
+    " host and 16.4 GB/s back measured in verl#7905"
+)
 _EARLY_DCN = f"{_BOOK}: 25 GB/s a host, taken for all generations before v5"
 _TPU_SOURCES = {
     "tile": (
@@ -29,9 +33,9 @@ _TPU_SOURCES = {
 }
 
 
-def _tpu(*row: Any, devices: int = 1, **sources: str) -> Chip:
-    """The `Chip` of a TPU with `devices` JAX devices. `sources` has, by a field's name,
-    the source of its value.
+def _tpu(*row: Any, devices: int = 1, host_link: float = 0, **sources: str) -> Chip:
+    """The `Chip` of a TPU with `devices` JAX devices. `host_link` is the bandwidth to
+    the host, if it is known. `sources` has, by a field's name, the source of its value.
 
     `row` has the name; the values of `device.device_kind`; nominal and usable memory in
     GiB; the bandwidths of memory, of a link and of the data-center network; the number
@@ -39,9 +43,18 @@ def _tpu(*row: Any, devices: int = 1, **sources: str) -> Chip:
     `_peaks`.
     """
     name, kinds, hbm, usable, (memory, link, dcn), dims, pod, flops = row
-    pairs = tuple((_TPU_SOURCES | sources).items())
+    host_source = _PCIE if host_link else "not known"
+    link_source = {"host_bytes_per_second": host_source}
+    pairs = tuple((_TPU_SOURCES | link_source | sources).items())
     sizes = (_gib(hbm), _gib(usable), memory, flops, link, dims, pod, dcn, devices)
-    return Chip(name, *sizes, tile=(8, 128), kinds=kinds, sources=pairs)
+    return Chip(
+        name,
+        *sizes,
+        tile=(8, 128),
+        kinds=kinds,
+        sources=pairs,
+        host_bytes_per_second=host_link,
+    )
 
 
 TPUS: tuple[Chip, ...] = (
@@ -91,6 +104,7 @@ TPUS: tuple[Chip, ...] = (
             4096,
             _peaks(bfloat16=275, int8=275),
         ),
+        host_link=16e9,
         usable_hbm_bytes=f"{_OOM}: maxtext#4117",
         link_bytes_per_second=_BOOK,
         dcn_bytes_per_second=f"{_BOOK}: 25 GB/s a host of 4 chips",
@@ -106,6 +120,7 @@ TPUS: tuple[Chip, ...] = (
             256,
             _peaks(bfloat16=197, int8=393),
         ),
+        host_link=16e9,
         usable_hbm_bytes=f"{_OOM}: kubernetes-engine-samples#1467",
         link_bytes_per_second=f"{_NOMINAL} 50 GB/s a link",
         dcn_bytes_per_second=f"{_DOCS}: 2 cards of 100 Gb/s a host of 8 chips",
@@ -121,6 +136,7 @@ TPUS: tuple[Chip, ...] = (
             8960,
             _peaks(bfloat16=459, int8=918),
         ),
+        host_link=16e9,
         hbm_bytes=f"{_BOOK}; sources differ: the {_DOCS}, give 95 GiB",
         usable_hbm_bytes=(
             f"{_OOM}: 95.74 GiB; sources differ: a runtime may keep more for its"
@@ -140,6 +156,7 @@ TPUS: tuple[Chip, ...] = (
             256,
         ),
         _peaks(bfloat16=918, int8=1836, float8=918),
+        host_link=16e9,
         usable_hbm_bytes=f"{_OOM}: tpu-inference#1021",
         link_bytes_per_second=_LINKS,
     ),
@@ -172,6 +189,9 @@ _GPU_SOURCES = {
         " of memory"
     ),
     "flops_per_second": f"{_NVIDIA}; float32 is TF32",
+    "host_bytes_per_second": (
+        f"{_SHEET}: the nominal rate of PCIe with 16 lanes in one direction"
+    ),
     "dcn_bytes_per_second": (
         "secondary: the usual machine, one network card a GPU, 400 Gb/s"
     ),
@@ -179,10 +199,16 @@ _GPU_SOURCES = {
 
 
 def _gpu(
-    *row: Any, island: int = 8, dcn: float = 50e9, sheet: str = _NVIDIA, **sources: str
+    *row: Any,
+    island: int = 8,
+    dcn: float = 50e9,
+    host_link: float = 64e9,
+    sheet: str = _NVIDIA,
+    **sources: str,
 ) -> Chip:
     """The `Chip` of a GPU: one of `island` GPUs on a switch, with `dcn` bytes per
-    second of the data-center network. `sources` and `_GPU_SOURCES` have, by a field's
+    second of the data-center network, and `host_link` bytes per second to the host; 0
+    if they are not known. `sources` and `_GPU_SOURCES` have, by a field's
     name, the source of its value. `sheet` is the source of all others.
 
     `row` has the name; the value of `device.device_kind`; nominal and usable memory in
@@ -200,6 +226,7 @@ def _gpu(
         dcn_bytes_per_second=dcn,
         kinds=(kind,),
         sources=pairs,
+        host_bytes_per_second=host_link,
     )
 
 
@@ -214,11 +241,13 @@ GPUS: tuple[Chip, ...] = (
     _gpu(
         *("a100-40", "NVIDIA A100-SXM4-40GB", 40, 39.4, 1.555e12, 300e9, _A100),
         dcn=25e9,
+        host_link=32e9,
         dcn_bytes_per_second=_A100_DCN,
     ),
     _gpu(
         *("a100", "NVIDIA A100-SXM4-80GB", 80, 79.15, 2.039e12, 300e9, _A100),
         dcn=25e9,
+        host_link=32e9,
         dcn_bytes_per_second=_A100_DCN,
     ),
     _gpu("h100", "NVIDIA H100 80GB HBM3", 80, 79.18, 3.35e12, 450e9, _HOPPER),
@@ -234,6 +263,8 @@ GPUS: tuple[Chip, ...] = (
     _gpu(
         *("gb200", "NVIDIA GB200", 186, 184.31, 8e12, 900e9, _GB200),
         island=72,
+        host_link=0,
+        host_bytes_per_second="not known for one GPU of a superchip",
         hbm_bytes=f"{_SHEET}: 13.4 TB in a rack of 72; secondary for one GPU",
         flops_per_second=f"{_SHEET}, half of a superchip; float32 is TF32",
         sheet=_SHEET,

@@ -21,6 +21,12 @@ from ._compile_for import (
 )
 from ._estimate import estimate as estimate
 from ._fit import Fit as Fit, FitRow as FitRow, LargeArray as LargeArray, fit as fit
+from ._policy.making import policy as policy
+from ._policy.policy import (
+    Policy as Policy,
+    PolicyChange as PolicyChange,
+    PolicyRow as PolicyRow,
+)
 from ._seconds import (
     Seconds as Seconds,
     SecondsRow as SecondsRow,

@@ -38,7 +38,7 @@ Basis = Literal["compiled", "foreseen", "arguments"]
 _LARGEST = 8
 # The relative error of an estimated peak: nine in ten of 28 steps that the TPU's
 # compiler counted have a smaller one.
-_CLOSE = 0.18
+CLOSE = 0.18
 
 
 @runtime_checkable
@@ -170,7 +170,7 @@ class Fit:
         """
         return (
             self.basis == "foreseen"
-            and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
+            and abs(self.headroom_bytes) < CLOSE * self.peak_bytes
         )
 
     @ft.cached_property
@@ -669,7 +669,7 @@ def _verdict(found: Fit) -> list[str]:
     if found.is_close:
         least, most = (
             bytes_text(int(share * found.peak_bytes))
-            for share in (1 - _CLOSE, 1 + _CLOSE)
+            for share in (1 - CLOSE, 1 + CLOSE)
         )
         lines.append(
             "That is close for an estimate; `compile_for(step, *args, ...)` decides."

@@ -46,6 +46,10 @@ def step(params: Tree, x: jax.Array) -> Tree:
     return {name: leaf + x.sum() for name, leaf in params.items()}
 
 
+def loss(params: Tree, x: jax.Array) -> jax.Array:
+    return x.sum() + params["w"].sum()
+
+
 def plans(tree: Tree, mesh: sfx.MeshSpec) -> sfx.ShardPlan:
     axes = sfx.AxisRules([("mlp", "tensor"), ("embed", None)])
     spec = sfx.correct(sfx.resolve(("mlp", None), axes).spec, (8, 8), mesh).spec
@@ -110,6 +114,13 @@ def costs(plan: sfx.ShardPlan, tree: Tree, x: jax.Array) -> float:
     print(testing.check_step(step, tree, x))
     verdict = testing.verify(step, tree, x, compiler="gpu")
     plain = testing.unsharded(step)
+    policy: cost.Policy = cost.policy(
+        loss, tree, x, chip="v5e", leave_bytes=2**30, argnums=(0,), offload=False
+    )
+    value: jax.Array = policy.apply(loss)(tree, x)
+    again = cost.Policy.from_json(policy.to_json())
+    choices = [(row.line, row.choice, row.bytes) for row in policy.rows]
+    print(value, choices, [change.after for change in policy.diff(again)])
     print(cost.typed(step, tree, x).rows)
     plain(tree, x)
     for refutation in verdict.refutations:

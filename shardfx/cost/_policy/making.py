@@ -1,0 +1,334 @@
+"""Makes a memory policy: `fit` decides what has to be computed again."""
+
+import dataclasses
+import functools as ft
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from ... import chips
+from ..._arrays import filter_jit
+from ..._ground.errors import ChipError, OutOfMemoryError
+from ..._ground.spec import array_bytes
+from ..._ground.text import bytes_text
+from ..._ground.tree import is_array_type
+from ..._step import (
+    Step,
+    array_leaves,
+    frames_of,
+    own_line,
+    place_text,
+    step_of,
+)
+from ...topology import MeshSpec
+from .._counted import StepOnChip
+from .._fit import CLOSE
+from .._shardings import shardings_of
+from .choice import Costs, Point, Trial, chosen, point_of, with_offloads
+from .policy import Choice, Policy, PolicyRow, checkpointed
+from .recomputation import recomputation_of
+from .regions import DividedLoss, Placed, Region, ValueKey, divided
+
+
+def policy(
+    loss: Callable[..., Any],
+    *args: PyTree,
+    chip: str | chips.Chip = "v5p",
+    leave_bytes: int = 0,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    offload: bool = False,
+    mesh: MeshSpec | Mesh | AbstractMesh | None = None,
+) -> Policy:
+    """What a loss keeps for its backward pass so that the program of its gradient fits
+    a chip, with the least that is computed again.
+
+    JAX differentiates each layer of the loss: the body of each scan, each of equal
+    unrolled blocks, and what is between them. Its values are kept until the program
+    fits. The value goes first whose bytes are computed again in the least time. Equal
+    layers share one choice. Whether a program fits is the count of `fit`: libtpu's own
+    where it is installed.
+
+    **Arguments:**
+
+    - `loss`: the function that is differentiated, not the step. Parts of it in a
+      `jax.checkpoint` of yours stay as they are.
+    - `args`: its arguments, arrays or structs in any trees. Their shardings say what
+      one device has, as in [`shardfx.cost.fit`][].
+    - `chip`: the chip's name, or a [`shardfx.chips.Chip`][].
+    - `leave_bytes`: bytes of one device to leave free, such as for the optimizer's
+      state.
+    - `argnums`, `has_aux`: as in `jax.grad`. Arrays of integers and leaves that are no
+      arrays are not differentiated.
+    - `offload`: whether values may go to the host's memory, where the link to the host
+      is as fast as the layer that computes them.
+    - `mesh`: the mesh of the loss; by default the mesh of its arguments.
+
+    **Returns:**
+
+    A [`shardfx.cost.Policy`][]. Its method `apply` makes the loss that keeps what the
+    policy says.
+
+    **Raises:**
+
+    `OutOfMemoryError` if no choice fits, with the least memory that one takes;
+    `ChipError` for an unknown chip, or one whose link to the host is not known with
+    `offload`; the errors of [`shardfx.cost.estimate`][].
+
+    !!! Example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import shardfx as sfx
+
+        def loss(params, x):
+            def layer(x, w):
+                return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+            return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+        shapes = {"up": (16, 512, 2048), "down": (16, 2048, 512)}
+        params = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+        x = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+        policy = sfx.cost.policy(loss, params, x, chip="h100", leave_bytes=78 * 2**30)
+        print(policy)
+        step = jax.grad(policy.apply(loss))
+        ```
+    """
+    chip = chips.find(chip)
+    if offload and not chip.host_bytes_per_second:
+        raise ChipError(
+            f"chip {chip.name!r}: the bandwidth of the link to the host is not known;"
+            " pass `dataclasses.replace(chip, host_bytes_per_second=...)`, or"
+            " `offload=False`."
+        )
+    argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    question = Question(loss, args, chip, argnums, has_aux, mesh)
+    budget_bytes = chip.usable_hbm_bytes_per_device - leave_bytes
+    trial = chosen(
+        question.costs,
+        budget_bytes,
+        other_bytes=question.argument_bytes,
+        try_point=ft.partial(question.tried, budget_bytes),
+    )
+    if not trial.fits:
+        raise OutOfMemoryError(
+            f"the gradient of the loss needs {bytes_text(trial.peak_bytes)} on one"
+            f" device of {chip.name} with everything computed again, and"
+            f" {bytes_text(budget_bytes)} are allowed"
+            f" (usable {bytes_text(chip.usable_hbm_bytes_per_device)}, leave_bytes="
+            f"{leave_bytes}). Pass a smaller `leave_bytes`, a smaller batch, or"
+            " arguments that are sharded over more devices.",
+            needed_bytes=trial.peak_bytes,
+            limit_bytes=budget_bytes,
+        )
+    if offload:
+        point = with_offloads(question.costs, trial.point)
+        other = question.tried(budget_bytes, point) if point.offloaded else trial
+        trial = other if other.fits else trial
+    return question.policy_of(trial, budget_bytes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Question:
+    """The arguments of `policy`, and what follows from them."""
+
+    loss: Callable[..., Any]
+    args: tuple[PyTree, ...]
+    chip: chips.Chip
+    argnums: tuple[int, ...] = (0,)
+    has_aux: bool = False
+    mesh: MeshSpec | Mesh | AbstractMesh | None = None
+
+    @ft.cached_property
+    def divided(self) -> DividedLoss:
+        return divided(self.loss, (self.args, {}))
+
+    @ft.cached_property
+    def placed(self) -> tuple[Placed, ...]:
+        """The different regions of the loss. Equal ones are counted together."""
+        active = [
+            number in self.argnums and _is_float(leaf)
+            for number, arg in enumerate(self.args)
+            for leaf in array_leaves(arg)
+        ]
+        regions: dict[object, Placed] = {}
+        for placed in self.divided.program.placed(active):
+            types = tuple(str(var.aval) for var in placed.region.invars)
+            kind = (*placed.region.all_keys, types, placed.active)
+            before = regions.get(kind)
+            runs = placed.runs + (0 if before is None else before.runs)
+            regions[kind] = placed._replace(runs=runs)
+        return tuple(regions.values())
+
+    @ft.cached_property
+    def costs(self) -> Costs:
+        def bytes_of(key: ValueKey, aval: Any) -> int:
+            whole = array_bytes(aval.shape, aval.dtype)
+            return self.shard_bytes.get((key.line, key.shape, key.dtype), whole)
+
+        regions = [recomputation_of(placed, bytes_of) for placed in self.placed]
+        return Costs(tuple(regions), self.chip, self.devices)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of the mesh; 1 if there is none."""
+        shardings = filter(None, map(_sharding_of, array_leaves(self.args)))
+        is_without_mesh = self.mesh is None and next(shardings, None) is None
+        return 1 if is_without_mesh else self.plain_step.mesh.size
+
+    @ft.cached_property
+    def plain_step(self) -> Step:
+        """The gradient as it is without a policy."""
+        return self.step(lambda region: checkpointed({}, region))
+
+    @ft.cached_property
+    def shard_bytes(self) -> dict[tuple[str, tuple[int, ...], str], int]:
+        """The bytes of one device's shard of each value, by its line, shape and dtype."""
+        if self.devices == 1:
+            return {}
+        platform = "tpu" if self.chip.torus_dims else "gpu"
+        rows = shardings_of(self.plain_step, platform).rows
+        # The forward pass computes the values that are kept.
+        ordered = sorted(rows, key=lambda row: row.phase == "forward")
+        return {
+            (row.source.place, row.shape, str(row.dtype)): row.bytes_per_device
+            for row in ordered
+            if row.source is not None
+        }
+
+    @property
+    def argument_bytes(self) -> int:
+        """The bytes of arguments and gradients on one device, without tiles."""
+        varied, rest = self._parts(self.args)
+        return 2 * _shard_bytes(varied) + _shard_bytes(rest)
+
+    def step(self, region_function: Callable[[Region], Any]) -> Step:
+        """The gradient of the loss whose regions are evaluated by `region_function`."""
+
+        def loss(args: tuple[PyTree, ...]) -> Any:
+            return self.divided.result(array_leaves(args), region_function)
+
+        def gradient(*args: PyTree) -> Any:
+            varied, rest = self._parts(args)
+            return jax.value_and_grad(
+                lambda varied: loss(eqx.combine(varied, rest)), has_aux=self.has_aux
+            )(varied)
+
+        shardings = jax.tree.map(_sharding_of, self._parts(self.args)[0])
+        step = gradient
+        if jax.tree.leaves(shardings):
+            # Gradients lie as their parameters do.
+            step = filter_jit(gradient, out_shardings=(None, shardings))
+        step = step_of(step, self.args, self.mesh)
+        if step.is_without_mesh:
+            step = dataclasses.replace(step, given_mesh=MeshSpec({"device": 1}))
+        return step
+
+    def _parts(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        """The arrays that are differentiated, and the rest of the arguments."""
+
+        def flags(number: int, arg: PyTree) -> PyTree:
+            is_varied = number in self.argnums
+            return jax.tree.map(lambda leaf: is_varied and _is_float(leaf), arg)
+
+        return eqx.partition(args, tuple(itertools.starmap(flags, enumerate(args))))
+
+    def tried(self, budget_bytes: float, point: Point) -> Trial:
+        """The memory of the gradient under a point's choices."""
+        choices = self.choices_of(point)
+        step = self.step(lambda region: checkpointed(choices, region))
+        memory = StepOnChip(step, self.chip).memory
+        needed_bytes = memory.peak_bytes
+        if not memory.is_counted:
+            needed_bytes *= 1 + CLOSE
+        return Trial(
+            point=point,
+            peak_bytes=int(needed_bytes),
+            fits=needed_bytes <= budget_bytes and not memory.out_of_memory,
+            is_counted=memory.is_counted,
+        )
+
+    def choices_of(self, point: Point) -> dict[ValueKey, Choice]:
+        """The choices of a point: for the values that it keeps, and for those that are
+        kept without a policy.
+        """
+        kept_before = self.costs.keeping(self.costs.keys).used
+        choices: dict[ValueKey, Choice] = {}
+        for placed in self.placed:
+            for key in placed.region.all_keys:
+                if key in point.offloaded:
+                    choices[key] = "offload"
+                elif key in point.kept.used:
+                    choices[key] = "keep"
+                elif key in kept_before:
+                    choices[key] = "recompute"
+        return choices
+
+    def policy_of(self, trial: Trial, budget_bytes: int) -> Policy:
+        point = trial.point
+        choices = self.choices_of(point)
+        rows = []
+        for key, choice in choices.items():
+            placed = [one for one in self.placed if key in one.region.all_keys]
+            other = point_of(self.costs, point.kept.used ^ {key})
+            layers = sum(one.runs for one in placed)
+            rows.append(
+                PolicyRow(
+                    **key._asdict(),
+                    choice=choice,
+                    bytes=self.costs.bytes_of(key),
+                    layers=layers,
+                    flops=abs(other.kept.work.flops - point.kept.work.flops) / layers,
+                )
+            )
+        recomputed = point.kept.work.flops
+        if "recompute" not in choices.values():
+            recomputed = 0.0
+        return Policy(
+            rows=tuple(rows),
+            chip=self.chip.name,
+            budget_bytes=budget_bytes,
+            peak_bytes=trial.peak_bytes,
+            is_counted=trial.is_counted,
+            flops=self.costs.forward.flops,
+            recomputed_flops=recomputed,
+            notes=tuple(self.notes()),
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Yields a sentence for each part of the loss that no region contains."""
+        for equation in self.divided.program.left_alone():
+            place = place_text(own_line(frames_of(equation)))
+            yield (
+                f"the {equation.primitive.name} at {place} stays as it is: the policy"
+                " names no values in it."
+            )
+
+
+def _is_float(leaf: Any) -> bool:
+    return is_array_type(type(leaf)) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _sharding_of(leaf: Any) -> NamedSharding | None:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
+
+
+def _shard_bytes(tree: PyTree) -> int:
+    """The bytes of the arrays of a tree on one device."""
+    size = 0
+    for leaf in array_leaves(tree):
+        sharding = _sharding_of(leaf)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        size += array_bytes(shape, leaf.dtype)
+    return size

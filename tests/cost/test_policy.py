@@ -1,0 +1,238 @@
+import dataclasses
+import functools as ft
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardfx as sfx
+from shardfx import chips
+from shardfx.cost import Policy, policy
+from shardfx.cost._policy.choice import Trial, frontier, improved, point_of
+from shardfx.cost._policy.making import Question
+from shardfx.errors import OutOfMemoryError, PlanFormatError, PlanMismatchError
+
+
+WIDTH, HIDDEN, LAYERS, BATCH, LENGTH = 16, 32, 3, 4, 8
+SHAPES = {
+    "qkv": (LAYERS, WIDTH, 3 * WIDTH),
+    "up": (LAYERS, WIDTH, HIDDEN),
+    "down": (LAYERS, HIDDEN, WIDTH),
+}
+
+
+def layer(x, w):
+    q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
+    scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
+    x = x + jnp.einsum("bqk,bkd->bqd", scores, v)
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+def scanned(params, x):
+    y, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)
+    return jnp.mean(y**2)
+
+
+def unrolled(params, x):
+    for number in range(LAYERS):
+        x = layer(x, {name: leaf[number] for name, leaf in params.items()})
+    return jnp.mean(x**2)
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), len(SHAPES) + 1)
+    params = {
+        name: 0.2 * jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys[1:], SHAPES.items(), strict=True)
+    }
+    return params, jax.random.normal(keys[0], (BATCH, LENGTH, WIDTH))
+
+
+def chip_of(usable_bytes):
+    """A chip without tiles, with as much memory as `usable_bytes`."""
+    return dataclasses.replace(
+        chips.find("h100"), name="small", usable_hbm_bytes=usable_bytes
+    )
+
+
+@ft.cache
+def policies(loss):
+    """A policy that keeps all, one that keeps some values, and one that keeps none."""
+    question = Question(loss, arrays(), chip_of(10**9))
+    points = frontier(question.costs)
+    trials = [
+        Trial(point, peak_bytes=point.kept.bytes, fits=True, is_counted=False)
+        for point in (points[0], points[len(points) // 2], points[-1])
+    ]
+    return tuple(question.policy_of(trial, 10**9) for trial in trials)
+
+
+def is_equal(one, other):
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("loss", [scanned, unrolled])
+def test_gradients_are_equal_bit_for_bit(loss):
+    args = arrays()
+    # As users compile it. The older emitter sums in another order where it fuses a
+    # value that is computed again, also under `jax.checkpoint` alone.
+    emitters = {"xla_cpu_use_fusion_emitters": True}
+    options = emitters if jax.__version_info__ < (0, 12) else None
+    plain = jax.jit(jax.value_and_grad(loss), compiler_options=options)(*args)
+    for each in policies(loss)[1:]:
+        gradient = jax.value_and_grad(each.apply(loss))
+        assert is_equal(plain, jax.jit(gradient, compiler_options=options)(*args))
+
+
+def test_equal_layers_share_one_choice():
+    for loss in (scanned, unrolled):
+        layers = {
+            row.operation: row.layers
+            for row in policies(loss)[1].rows
+            if row.layers > 1
+        }
+        assert layers["dot_general"] == LAYERS
+    rows = [
+        {(row.line, row.operation, row.shape) for row in policies(loss)[0].rows}
+        for loss in (scanned, unrolled)
+    ]
+    in_layers = [
+        {row for row in of_loss if row[0] != "-" and row[1] == "dot_general"}
+        for of_loss in rows
+    ]
+    assert in_layers[0] == in_layers[1] and in_layers[0]
+
+
+def test_a_policy_is_data():
+    kept, some, _ = policies(scanned)
+    assert Policy.from_json(some.to_json()) == some
+    assert hash(some) == hash(Policy.from_json(some.to_json()))
+    assert not some.diff(some)
+    changes = kept.diff(some)
+    assert any(str(change).endswith("keep -> recompute") for change in changes)
+    text = str(some)
+    assert "recompute" in text and "dot_general f32[4,8,32]" in text
+    assert "of the forward pass is computed again" in text
+
+
+def test_a_text_that_is_no_policy():
+    with pytest.raises(PlanFormatError, match="this text is no policy"):
+        Policy.from_json("{}")
+    text = policies(scanned)[0].to_json().replace('"version": 1', '"version": 9')
+    with pytest.raises(PlanFormatError, match="version 9"):
+        Policy.from_json(text)
+
+
+def test_an_edited_loss_lacks_the_lines_of_its_policy():
+    params, x = arrays()
+    with pytest.raises(PlanMismatchError) as caught:
+        policies(scanned)[1].apply(scanned)(params, x[:2])
+    text = str(caught.value)
+    assert "split f32[4,8,16] #0 of layer" in text and "test_policy.py" in text
+    assert "sfx.cost.policy(loss, *args" in text
+
+
+def test_the_budget_decides():
+    args = arrays()
+    question = Question(scanned, args, chip_of(10**9))
+    points = frontier(question.costs)
+    highest, least = (
+        question.tried(10**9, point).peak_bytes for point in (points[0], points[-1])
+    )
+    between = (highest + least) // 2
+    found = policy(scanned, *args, chip=chip_of(between + 100), leave_bytes=100)
+    assert least <= found.peak_bytes <= between == found.budget_bytes
+    assert 0 < found.recomputed_flops < found.flops
+    roomy = policy(scanned, *args, chip=chip_of(2 * highest))
+    assert {row.choice for row in roomy.rows} == {"keep"}
+    assert roomy.recomputed_flops == 0
+    with pytest.raises(
+        OutOfMemoryError, match="with everything computed again"
+    ) as told:
+        policy(scanned, *args, chip=chip_of(least - 1000))
+    assert told.value.needed_bytes == least
+
+
+def test_the_choice_is_nearly_the_best_of_all_subsets():
+    def block(w, x):
+        y = jnp.tanh(x @ w["up"])
+        return jnp.sum(jax.nn.softmax(jnp.exp(y) @ w["down"]) ** 2)
+
+    params, x = arrays()
+    first = jax.tree.map(lambda leaf: leaf[0], params)
+    costs = Question(block, (first, x), chip_of(10**9)).costs
+    points = frontier(costs)
+    relevant = sorted(set().union(*(point.kept.used for point in points)))
+    subsets = [
+        point_of(costs, frozenset(subset))
+        for count in range(len(relevant) + 1)
+        for subset in itertools.combinations(relevant, count)
+    ]
+    for limit in np.linspace(0, points[0].kept.bytes, 9):
+        best = min(point.seconds for point in subsets if point.kept.bytes <= limit)
+        start = next(point for point in points if point.kept.bytes <= limit)
+        assert improved(costs, start, limit).seconds <= 1.03 * best
+
+
+def test_the_arguments_of_grad():
+    params, x = arrays()
+
+    def loss(x, params, scale, name):
+        assert name == "model"
+        value = scale * scanned(params, x)
+        return value, {"loss": value}
+
+    args = (x, params, jnp.float32(2), "model")
+    made = policy(loss, *args, chip="h100", argnums=(0, 1), has_aux=True)
+    grads, aux = jax.grad(made.apply(loss), argnums=(0, 1), has_aux=True)(*args)
+    plain, _ = jax.grad(loss, argnums=(0, 1), has_aux=True)(*args)
+    assert is_equal(grads, plain) and aux["loss"].shape == ()
+    assert made.rows
+
+
+def test_bytes_are_those_of_one_device():
+    mesh = sfx.MeshSpec({"data": 2, "tensor": 2})
+    params, x = jax.eval_shape(arrays)
+    params = sfx.plan(
+        params,
+        mesh,
+        paths=sfx.PathRules(
+            [("qkv|up", P(None, "data", "tensor")), ("down", P(None, "tensor", "data"))]
+        ),
+    ).structs
+    x = sfx.plan(x, mesh, paths=sfx.PathRules([(".*", P("data"))])).structs
+    sizes = {
+        row.shape: row.bytes
+        for row in policy(scanned, params, x, chip="h100").rows
+        if row.operation == "dot_general"
+    }
+    assert sizes[BATCH, LENGTH, HIDDEN] == BATCH * LENGTH * HIDDEN * 4 // 4
+
+
+def test_checkpoints_of_the_user_stay():
+    def loss(params, x):
+        body = jax.checkpoint(layer)
+        y, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, params)
+        return jnp.mean(y**2)
+
+    made = policy(loss, *arrays(), chip="h100")
+    assert any("test_policy.py" in note and "stays" in note for note in made.notes)
+    assert not [row for row in made.rows if row.layers > 1]
+
+
+def test_modules_and_their_functions():
+    model = eqx.nn.MLP(WIDTH, WIDTH, HIDDEN, 4, key=jax.random.key(0))
+    x = jnp.ones((BATCH, WIDTH))
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    made = policy(loss, model, x, chip="h100")
+    assert {row.layers for row in made.rows} >= {1}
+    plain = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
+    assert is_equal(plain, eqx.filter_jit(eqx.filter_grad(made.apply(loss)))(model, x))
