@@ -221,12 +221,16 @@ class ShardGrid:
 
     def overlapping(self, box: Box) -> Iterable[Box]:
         """The boxes of the grid that intersect `box`."""
+        return it.product(*self.overlapping_intervals(box))
+
+    def overlapping_intervals(self, box: Box) -> list[list[tuple[int, int]]]:
+        """For each dimension, the intervals of the grid that intersect that of `box`."""
         columns = []
         for column, (start, stop) in zip(self._intervals, box, strict=True):
             first = bisect.bisect_right(column, start, key=lambda interval: interval[1])
             last = bisect.bisect_left(column, stop, key=lambda interval: interval[0])
             columns.append(column[first:last])
-        return it.product(*columns)
+        return columns
 
 
 class PossiblePart(NamedTuple):
@@ -322,10 +326,19 @@ def _sent_parts(
         piece.value.casts,
         id(source),
     )
-    if key not in splits:
+    is_first = key not in splits
+    if is_first:
         splits[key] = list(_split(first, box, source, missing))
     for part, senders in splits[key]:
-        own_piece = shifted(part.piece, offset)._replace(value=piece.value)
+        own_piece = part.piece
+        if not is_first or any(offset):
+            own_piece = shifted(own_piece, offset)
+            own_piece = Piece(
+                value=piece.value,
+                source=own_piece.source,
+                target=own_piece.target,
+                factors=own_piece.factors,
+            )
         yield PossiblePart(
             ShardPart(receiver, receiver, own_piece, part.bytes, part.bits), senders
         )
@@ -360,6 +373,9 @@ def _split(
     start_of_box = [-low for low, _ in box]
     for inside in within(piece, box):
         reading = swapped(shifted(inside, start_of_box))
+        if _is_box(reading):
+            yield from _split_box(reading, widths, source, missing)
+            continue
         for cell in source.overlapping(hull(reading)):
             if common(hull(reading), cell) is None:
                 continue
@@ -375,6 +391,110 @@ def _split(
                 yield PossiblePart(
                     ShardPart(-1, -1, part, nbytes, max(widths)), senders
                 )
+
+
+def _is_box(reading: Piece) -> bool:
+    """Whether a piece writes a box of its target, along each dimension in one loop."""
+    dims = {factor.target_dim for factor in reading.factors}
+    return len(dims) == len(reading.factors) and all(
+        [
+            factor.target_dim != NOWHERE
+            and factor.source_dim != NOWHERE
+            and factor.target_step == 1
+            for factor in reading.factors
+        ]
+    )
+
+
+class _Overlap(NamedTuple):
+    """What a box and a cell of a grid have in common along one dimension: the interval
+    of the cell, the position in the cell, and the first and the number of the loop's
+    iterations.
+    """
+
+    interval: tuple[int, int]
+    position: int
+    first: int
+    size: int
+
+
+def _split_box(
+    reading: Piece, widths: Sequence[int], source: ShardGrid, missing: dict[Box, None]
+) -> Iterator[PossiblePart]:
+    """`_split` for a piece that reads a box: each shard has one box of it. `reading` is
+    the piece with source and target exchanged, and `widths` are the bits of an element
+    on its way.
+    """
+    box = hull(reading)
+    columns = [
+        _overlaps(column, interval)
+        for column, interval in zip(source.overlapping_intervals(box), box, strict=True)
+    ]
+    factors_by_sizes: dict[tuple[int, ...], tuple[Factor, ...]] = {}
+    least_bits = min(widths)
+    most_bits = max(widths)
+    for overlaps in it.product(*columns):
+        senders = source.senders[tuple([overlap.interval for overlap in overlaps])]
+        if not senders.holders:
+            missing[tuple(map(_interval_of, overlaps))] = None
+            continue
+        sizes = tuple([overlap.size for overlap in overlaps])
+        factors = factors_by_sizes.get(sizes)
+        if factors is None:
+            factors = _with_sizes(swapped(reading).factors, sizes)
+            factors_by_sizes[sizes] = factors
+        target = list(reading.source)
+        for factor in reading.factors:
+            first = overlaps[factor.target_dim].first
+            target[factor.source_dim] += first * factor.source_step
+        part = Piece(
+            value=reading.value,
+            source=tuple([overlap.position for overlap in overlaps]),
+            target=tuple(target),
+            factors=factors,
+        )
+        nbytes = -(-math.prod(sizes) * least_bits // 8)
+        yield PossiblePart(
+            part=ShardPart(
+                sender=-1, receiver=-1, piece=part, bytes=nbytes, bits=most_bits
+            ),
+            senders=senders,
+        )
+
+
+def _overlaps(
+    column: Iterable[tuple[int, int]], interval: tuple[int, int]
+) -> list[_Overlap]:
+    """What the intervals of a column of cells have in common with `interval`."""
+    low, high = interval
+    overlaps = []
+    for start, stop in column:
+        first = max(low, start)
+        size = min(high, stop) - first
+        if size > 0:
+            overlap = _Overlap(
+                interval=(start, stop),
+                position=first - start,
+                first=first - low,
+                size=size,
+            )
+            overlaps.append(overlap)
+    return overlaps
+
+
+def _interval_of(overlap: _Overlap) -> tuple[int, int]:
+    start = overlap.interval[0] + overlap.position
+    return start, start + overlap.size
+
+
+def _with_sizes(
+    factors: Iterable[Factor], size_of_dim: Sequence[int]
+) -> tuple[Factor, ...]:
+    """The factors with the sizes of their dimensions of the source, without those of
+    one iteration.
+    """
+    sized = [factor._replace(size=size_of_dim[factor.source_dim]) for factor in factors]
+    return tuple([factor for factor in sized if factor.size != 1])
 
 
 def first_casts(casts: Sequence[object], dtype: object) -> int:
