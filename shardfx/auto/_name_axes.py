@@ -144,14 +144,27 @@ class _Namer:
                 axis.name = "batch"
             elif axis in images:
                 axis.name = images[axis]
-            elif not position or (is_of_model and self.is_marked(axis, "batched")):
+            elif not position:
                 continue
+            elif (
+                is_of_model
+                and self.is_marked(axis, "batched")
+                and not self.are_tokens(places)
+            ):
+                continue  # the heads of a cache, which a table of positions has too
             elif (
                 position < len(dims) - 1 or len(dims) == 2
             ) and images.keys().isdisjoint(self.classes.flat(first.argument)):
                 axis.name = "sequence"
             elif len(dims) == 3:
                 axis.name = "features"
+
+    def are_tokens(self, places: Iterable[ArgumentDim]) -> bool:
+        """Whether all arrays with these dimensions hold integers."""
+        values = self.tied.program.values
+        arguments = self.tied.program.arguments
+        dtypes = {values[arguments[place.argument]].dtype for place in places}
+        return all(np.issubdtype(dtype, np.integer) for dtype in dtypes)
 
     def data_dims(self, place: ArgumentDim) -> list[int]:
         """The numbers of all dimensions of the array to which `place` belongs, without
@@ -292,10 +305,14 @@ class _Namer:
                 and places
                 and all(self.rank(place) <= 3 and place.of == 1 for place in places)
             ):
-                chosen = self.is_marked(axis, "chosen") or self.is_marked(
-                    axis, "looked_up"
+                paths = self.paths(places)
+                is_table = self.is_marked(axis, "tokens") or any(
+                    _VOCAB.search(path) or _POSITIONS.search(path) for path in paths
                 )
-                if chosen or any(map(_ROUTERS.search, self.paths(places))):
+                is_chosen = self.is_marked(axis, "chosen")
+                if self.is_marked(axis, "looked_up") and not is_table:
+                    is_chosen = True
+                if is_chosen or any(map(_ROUTERS.search, paths)):
                     axis.name = "experts"
 
     def width(self) -> None:

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import odd_models
 import pytest
+from hypothesis import given, settings, strategies as st
 from jax import P
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import pallas_call
@@ -296,3 +297,75 @@ def test_what_is_not_priced_is_noted(change, note):
     args = {"up": f32(64, 256), "down": f32(256, 64)}, f32(128, 64)
     found = name_axes(step, *args)
     assert note in " ".join(found.notes) and found.notes[0] in str(found)
+
+
+SIZES = {
+    "vocab": 96,
+    "embed": 20,
+    "sequence": 14,
+    "layers": 3,
+    "heads": 5,
+    "head_dim": 7,
+    "experts": 6,
+    "mlp": 44,
+    "batch": 11,
+}
+
+
+def experts_and_positions(*, embed, heads, head_dim, experts, mlp, layers, **other):
+    """The loss of a transformer with a table of positions, and its arguments."""
+
+    def layer(x, w):
+        rows = x.shape[:2]
+        queries = (x @ w["wq"]).reshape(*rows, heads, head_dim)
+        keys = (x @ w["wk"]).reshape(*rows, heads, head_dim)
+        weights = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", queries, keys))
+        values = jnp.einsum("bhst,bthd->bshd", weights, keys)
+        x = x + values.reshape(*rows, heads * head_dim) @ w["wo"]
+        routes = jax.nn.softmax(x @ w["router"])
+        hidden = jax.nn.relu(jnp.einsum("bse,xem->bsxm", x, w["up"]))
+        return x + jnp.einsum("bsxm,xme,bsx->bse", hidden, w["down"], routes), None
+
+    def loss(params, tokens):
+        x = params["embedding"][tokens] + params["pos"]
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+        return jnp.mean(jax.nn.logsumexp(x @ params["embedding"].T, axis=-1))
+
+    width = heads * head_dim
+    params = {
+        "embedding": f32(other["vocab"], embed),
+        "pos": f32(other["sequence"], embed),
+        "layers": {
+            "wq": f32(layers, embed, width),
+            "wk": f32(layers, embed, width),
+            "wo": f32(layers, width, embed),
+            "router": f32(layers, embed, experts),
+            "up": f32(layers, experts, embed, mlp),
+            "down": f32(layers, experts, mlp, embed),
+        },
+    }
+    return loss, params, Struct((other["batch"], other["sequence"]), "int32")
+
+
+def without_units(names):
+    return tuple(getattr(name, "target", name) for name in names)
+
+
+@given(
+    st.fixed_dictionaries(dict.fromkeys(SIZES, st.sampled_from([2, 4, 8]))),
+)
+@settings(max_examples=5)
+def test_operations_name_dimensions_whatever_their_sizes(sizes):
+    expected = {
+        "0/embedding": ("vocab", "embed"),
+        "0/pos": ("sequence", "embed"),
+        "0/layers/wq": ("layers", "embed", "heads"),
+        "0/layers/wk": ("layers", "embed", "heads"),
+        "0/layers/wo": ("layers", "heads", "embed"),
+        "0/layers/router": ("layers", "embed", "experts"),
+        "0/layers/up": ("layers", "experts", "embed", "mlp"),
+        "0/layers/down": ("layers", "experts", "mlp", "embed"),
+        "1": ("batch", "sequence"),
+    }
+    named = by_path(name_axes(*experts_and_positions(**sizes)))
+    assert {path: without_units(names) for path, names in named.items()} == expected
