@@ -122,6 +122,18 @@ MODELS: dict[str, Model] = {
         ),
         _decoder("gemma2-27b", "gemma"),
         _decoder("starcoder2-3b", "starcoder2", bias=True),
+        _decoder("olmo2-7b", "olmo2"),
+        Model(
+            "phi3-mini",
+            "phi3",
+            (("head_dim", 96),),
+            (
+                (r"self_attn/qkv_proj/weight$", 0, 96),
+                (r"self_attn/o_proj/weight$", 1, 96),
+            ),
+        ),
+        _decoder("glm4.5-air", "glm4_moe", bias=True),
+        _decoder("gemma3n-e2b", "gemma3n", 256),
         *(_decoder(name, "mixtral") for name in ("mixtral-8x7b", "mixtral-8x22b")),
         Model("deepseek-v3", "deepseek_v3", (), _LATENT_HEADS),
         Model("gpt2", "gpt2", (), _GPT2_HEADS),
@@ -149,6 +161,12 @@ MODELS: dict[str, Model] = {
 # the layer that predicts ahead; open_clip counts the projection of ViT-bigG's image
 # tower, 1664 x 1280.)
 HUB = "safetensors.total"
+# What `safetensors.total` counts beside the weights of the table: the layer of GLM that
+# predicts ahead, with its own embedding and head; and the towers of Gemma 3n for images
+# and sound, which are the same in E2B and E4B.
+_GLM_AIR_AHEAD = 3_616_573_568
+_GLM_AHEAD = 5_539_962_272
+_GEMMA3N_TOWERS = 983_281_504
 _SOURCES: dict[str, tuple[int, str | float]] = {
     "llama2-7b": (6_738_415_616, "llama2_7b_en"),
     "llama2-13b": (13_015_866_880 - 40 * 64, HUB),
@@ -201,6 +219,16 @@ _SOURCES: dict[str, tuple[int, str | float]] = {
     "gpt-oss-120b": (116_829_156_672, HUB),
     "starcoder2-3b": (3_030_371_328, 3_030),
     "starcoder2-7b": (7_173_923_840, 7_170),
+    "olmo2-7b": (7_298_617_344, HUB),
+    "olmo2-13b": (13_716_198_400, HUB),
+    "olmo2-32b": (32_234_279_936, HUB),
+    "phi3-mini": (3_821_079_552, "phi3_mini_4k_instruct_en"),
+    "phi3-medium": (13_960_238_080, HUB),
+    "phi4": (14_659_507_200, HUB),
+    "glm4.5-air": (110_468_824_832 - _GLM_AIR_AHEAD, HUB),
+    "glm4.5": (358_337_791_296 - _GLM_AHEAD, HUB),
+    "gemma3n-e2b": (5_439_438_272 - _GEMMA3N_TOWERS, HUB),
+    "gemma3n-e4b": (7_849_978_192 - _GEMMA3N_TOWERS, HUB),
     "gpt2": (124_439_808, "gpt2_base_en"),
     "gpt2-medium": (354_823_168, "gpt2_medium_en"),
     "gpt2-large": (774_030_080, "gpt2_large_en"),

@@ -40,11 +40,18 @@ _ACROSS = (
         "vision_hidden",
         "vision_out_units",
     ),
+    *("layer_vocab", "layer_input", "layer_inputs_out"),
 )
-_ALONG = ("embed", "two_embeds", "vision_embed", "adapted", "adapter_out")
+_ALONG = (
+    *("embed", "two_embeds", "vision_embed", "adapted", "adapter_out"),
+    "layer_inputs",
+)
 # The compressed queries, keys and values of latent attention, which belong to no head.
 _LATENT = ("latent", "query_latent")
-_WHOLE = ("experts", "dim", "latent_and_rope", "buckets", "one", "ahead_embed")
+_WHOLE = (
+    *("experts", "dim", "latent_and_rope", "buckets", "one", "ahead_embed"),
+    *("laurel_rank", "routed_streams", "embed_out"),
+)
 # Axes over which a bias of one dimension is sharded like its matrix.
 _ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")
 

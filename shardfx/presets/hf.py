@@ -205,6 +205,105 @@ def starcoder2(
     return _preset("starcoder2", {"dim": head_dim}, fsdp, tensor)
 
 
+def olmo2(
+    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
+    """Returns rules for OLMo 2. `head_dim` is the size of one head; `fsdp` and
+    `tensor` are mesh axes.
+
+    The norms of queries and keys are over all heads together, and sharded as these.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((4096,), "bfloat16")
+        tree = {"model.layers.0.self_attn.q_norm.weight": array}
+        # 32 heads of 128, eight on each device.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.olmo2())
+        assert made.leaves[0].spec == jax.P("tensor")
+        ```
+    """
+    return _preset("olmo2", {"dim": head_dim}, fsdp, tensor)
+
+
+def phi3(
+    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
+    """Returns rules for Phi-3 and Phi-4. `head_dim` is the size of one head; `fsdp` and
+    `tensor` are mesh axes.
+
+    Phi-3 mini has heads of 96. `qkv_proj` holds query, key and value, concatenated, and
+    `gate_up_proj` gate and up. They are sharded between heads, but a shard does not
+    hold the query, key and value of the same heads. For that, split them.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((7680, 5120), "bfloat16")
+        tree = {"model.layers.0.self_attn.qkv_proj.weight": array}
+        # 40 heads of queries, ten of keys and ten of values, fifteen on each device.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.phi3())
+        assert made.leaves[0].spec == jax.P("tensor", "fsdp")
+        ```
+    """
+    return _preset("phi3", {"dim": head_dim}, fsdp, tensor)
+
+
+def glm4_moe(
+    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
+    """Returns rules for GLM-4.5, 4.6 and 4.7, and their Air models. `head_dim` is the size of one head; `fsdp` and
+    `tensor` are mesh axes.
+
+    The layer that predicts ahead has rules too.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((128, 4096), "bfloat16")
+        tree = {"model.layers.1.mlp.gate.weight": array}
+        # Every device of a `tensor` group routes to all experts.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.glm4_moe())
+        assert made.leaves[0].spec == jax.P(None, "fsdp")
+        ```
+    """
+    return _preset("glm4_moe", {"dim": head_dim}, fsdp, tensor)
+
+
+def gemma3n(
+    *, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+) -> PathRules:
+    """Returns rules for the text model of Gemma 3n. `head_dim` is the size of one head; `fsdp` and
+    `tensor` are mesh axes.
+
+    Its towers for images and sound have no rules: plan the text model alone, or say
+    `unmatched="replicate"`.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((262144, 7680), "bfloat16")
+        tree = {"model.language_model.embed_tokens_per_layer.weight": array}
+        # The embeddings of all layers are by far the largest array.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.gemma3n())
+        assert made.leaves[0].spec == jax.P("tensor", "fsdp")
+        ```
+    """
+    return _preset("gemma3n", {"dim": head_dim}, fsdp, tensor)
+
+
 def deepseek_v3(
     *,
     qk_nope_head_dim: int = 128,
@@ -331,7 +430,8 @@ def _preset(
     `sizes` has the sizes of axes that no shard may split, such as `dim` for the width
     of a head.
     """
-    rows = rows_for_rules(family, {"qkv_bias": family == "qwen2"})
+    has_bias = family in ("qwen2", "glm4_moe")
+    rows = rows_for_rules(family, {"qkv_bias": has_bias})
     rules = [
         (regex, optional(target))
         for regex, target in rules_of(rows, sizes, fsdp, tensor)

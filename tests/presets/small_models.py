@@ -31,6 +31,13 @@ _EYES = {
     "vision_tokens": 4,
 }
 _EYES |= {"vision_patch": 2}
+_STREAMS = {"streams": 3, "laurel_rank": 6, "layer_input": 10, "layer_vocab": 40}
+_STREAMS_CONFIG = {
+    "altup_num_inputs": 3,
+    "laurel_rank": 6,
+    "hidden_size_per_layer_input": 10,
+    "vocab_size_per_layer_input": 40,
+}
 _MLA = {
     "embed": 64,
     "heads": 2,
@@ -62,6 +69,19 @@ MODELS = {
     "gemma2": ("gemma2-2b", _DECODER, {}),
     "gemma3_text": ("gemma3-1b", _DECODER, {}),
     "gemma3": ("gemma3-4b", {**_DECODER, **_EYES}, {}),
+    "gemma3n": ("gemma3n-e2b", {**_DECODER, **_STREAMS}, _STREAMS_CONFIG),
+    "olmo2": ("olmo2-7b", _DECODER, {}),
+    "phi3": ("phi4", _DECODER, {}),
+    "glm4_moe": (
+        "glm4.5",
+        {**_EXPERTS, "dense_layers": 1, "expert_hidden": 24},
+        {
+            "n_routed_experts": 4,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
     "gpt2": (
         "gpt2",
         {
@@ -128,7 +148,9 @@ def config_of(family: str, **more_sizes: int) -> dict:
         config |= {"num_key_value_heads": sizes.get("kv_heads", heads), "head_dim": dim}
     config |= options
     return (
-        {"model_type": family, "text_config": config} if family == "gemma3" else config
+        {"model_type": family, "text_config": config}
+        if family in ("gemma3", "gemma3n")
+        else config
     )
 
 
@@ -214,7 +236,7 @@ def close(
 
 # By hand: per path of the stacked tree the name in the checkpoint, and what NumPy does
 # with one layer of it: T turns it, and a number takes one of three parts of its
-# columns.
+# columns. A range of rows, such as 32:48, is turned.
 _STACKED = json.loads(
     (Path(__file__).parents[1] / "data" / "stacked_names.json").read_text()
 )
@@ -247,17 +269,22 @@ def _layer(files: dict[str, np.ndarray], row: str) -> np.ndarray:
     name, _, change = row.partition(" ")
     if change == "T":
         return files[name].T
+    if ":" in change:
+        start, stop = map(int, change.split(":"))
+        return files[name][start:stop].T
     return np.split(files[name], 3, -1)[int(change)] if change else files[name]
 
 
 def _prefixes(family):
     if family == "bert":
         return "", "encoder.layer"
-    return (
-        ("", "h")
-        if family == "gpt2"
-        else ("language_model.model." if family == "gemma3" else "model.", "layers")
-    )
+    if family == "gpt2":
+        return "", "h"
+    prefixes = {
+        "gemma3": "language_model.model.",
+        "gemma3n": "model.language_model.",
+    }
+    return prefixes.get(family, "model."), "layers"
 
 
 def _ends(family, files, before):
@@ -292,6 +319,16 @@ def _ends(family, files, before):
         "embedding": files[f"{before}embed_tokens.weight"],
         "norm/scale": files[f"{before}norm.weight"],
     }
+    if family == "gemma3n":
+        layer = f"{before}per_layer"
+        files_by_path |= {
+            "layer_input/embedding": files[f"{before}embed_tokens_per_layer.weight"],
+            "layer_input/projection": files[f"{layer}_model_projection.weight"].T,
+            "layer_input/projection_norm": files[f"{layer}_projection_norm.weight"],
+        }
+        for path, name in (("in", ""), ("out", "_unembed")):
+            rows = [f"{before}altup{name}_projections.{i}.weight" for i in range(2)]
+            files_by_path[f"altup/{path}"] = np.stack([files[row].T for row in rows])
     return files_by_path | (
         {"head": files["lm_head.weight"].T} if "lm_head.weight" in files else {}
     )

@@ -638,6 +638,61 @@ def test_an_export_has_the_sizes_of_its_configuration(tmp_path, layout, change):
         back.apply(tree, weights_of_config(SIZES))
 
 
+OTHER_SPLIT = CHANGES["split"][0]
+HEADS = {
+    "stacked": maps.stacked,
+    "maxtext": maps.maxtext,
+    "engine": lambda config: maps.engine(config, shards=1),
+    "hugging_face": maps.hugging_face,
+}
+
+
+@pytest.mark.parametrize("source", HEADS)
+@pytest.mark.parametrize("target", HEADS)
+def test_layouts_with_other_heads_of_one_width_are_refused(source, target):
+    for config, other in ((SIZES, SIZES | OTHER_SPLIT), (SIZES | OTHER_SPLIT, SIZES)):
+        with pytest.raises(
+            MapError, match=r"split one width in two ways, heads=[42], d"
+        ):
+            HEADS[source](config).to(HEADS[target](other))
+    fused = {"model_type": "phi3"}
+    if "maxtext" not in (source, target):
+        with pytest.raises(
+            MapError, match="two ways, heads=4, dim=8 and heads=2, dim=16"
+        ):
+            layout = HEADS[target](SIZES | OTHER_SPLIT | fused)
+            HEADS[source](SIZES | fused).to(layout)
+
+
+@pytest.mark.parametrize(
+    "family, number, paths",
+    [
+        ("mixtral", "intermediate_size", "expert_hidden"),
+        ("qwen3_moe", "moe_intermediate_size", "expert_hidden"),
+        ("deepseek_v3", "moe_intermediate_size", "expert_hidden"),
+        ("glm4_moe", "moe_intermediate_size", "expert_hidden"),
+        ("glm4_moe", "intermediate_size", "hidden"),
+        ("glm4_moe", "n_shared_experts", "shared_hidden"),
+    ],
+)
+def test_experts_have_the_width_of_their_configuration(family, number, paths):
+    width = {"intermediate_size": 48, "moe_intermediate_size": 24}
+    if family in ("mixtral", "deepseek_v3"):
+        width["intermediate_size"] = MODELS[family][1]["hidden"]
+    shared = {"n_shared_experts": 1} if family == "glm4_moe" else {}
+    if family == "mixtral":
+        width = {"intermediate_size": 48}
+    config = config_of(family) | width | shared
+    files = files_of(family)
+    tree = maps.hugging_face(config).to(maps.stacked(config)).apply(files)
+    equal(tree, stacked_by_hand(family, files))
+    other = config | {number: config[number] + 1}
+    with pytest.raises(MapError, match=rf"layout\.with_sizes\({paths}="):
+        maps.hugging_face(other).to(maps.stacked(other)).apply(files)
+    with pytest.raises(MapError, match=rf"layout\.with_sizes\({paths}="):
+        maps.stacked(other).to(maps.hugging_face(other)).apply(tree)
+
+
 def test_a_padded_vocabulary_is_cut_off_where_it_is_said(tmp_path):
     trained = SIZES | {"vocab_size": 64}
     theirs = maps.hugging_face(SIZES)

@@ -20,7 +20,7 @@ SMALL = (
     "bert-base deepseek-v2-lite gemma-2b gemma2-2b gemma3-270m gemma3-4b gpt-oss-20b"
     " gpt2 gpt3-6.7b llama2-7b llama3.2-1b llama4-maverick mistral-7b mixtral-8x7b"
     " qwen2.5-0.5b qwen3-0.6b qwen3-30b-a3b qwen3-next-80b-a3b starcoder2-3b"
-    " t5.1.1-small vit-s-16"
+    " t5.1.1-small vit-s-16 olmo2-7b phi3-mini glm4.5-air gemma3n-e2b"
 ).split()
 MESHES = {
     "dp": {"data": 8},
@@ -92,6 +92,12 @@ SOURCES = {
         "qwen3-next-80b-a3b": "qwen3_next",
         "starcoder2-3b": "starcoder2",
         "t5.1.1-small": "t5",
+    },
+    **{
+        "olmo2-7b": "olmo2",
+        "phi4": "phi3",
+        "glm4.5": "glm4_moe",
+        "gemma3n-e2b": "gemma3n",
     },
 }
 RENAMED = {

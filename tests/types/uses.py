@@ -239,6 +239,7 @@ def tables(config: dict[str, Any]) -> list[sfx.PathRules]:
         presets.qwen2,
     ]
     families += [presets.qwen3, presets.qwen3_moe, presets.starcoder2, presets.t5]
+    families += [presets.gemma3n, presets.glm4_moe, presets.olmo2, presets.phi3]
     return [
         models.rules_for("llama3-8b", "fsdp"),
         *(family(head_dim=64) for family in families),

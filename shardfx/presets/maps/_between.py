@@ -5,6 +5,7 @@ The rule for an array of the target is an expression (`From`) of those arrays of
 source that hold the same kind of weight, such as "query".
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ def between(
     for path, entry in target:
         parts = []
         for weight in rows[path]:
+            _check_splits(weight, sizes)
             sources = kinds.get(weight.kind) or kinds[_ALSO[weight.kind]]
             parts.append(_expression(sources, weight, sizes))
         if isinstance(entry, Scaled):
@@ -74,6 +76,26 @@ def _check_kinds(
     if lines:
         raise MapError(
             "the layouts have different kinds of weights:\n  " + "\n  ".join(lines)
+        )
+
+
+def _check_splits(want: Weight, sizes: Sizes) -> None:
+    """Raises `MapError` if the layouts split one width into axes in two ways, such as 4
+    heads of 8 and 2 heads of 16: heads would be cut off, and the others padded.
+    """
+    axes = [axis for group in want.dims for axis in group]
+    source = {axis: sizes.source[axis] for axis in axes if axis in sizes.source}
+    target = {axis: sizes.target[axis] for axis in axes if axis in sizes.target}
+    shared = [axis for axis in axes if axis in source and axis in target]
+    differing = [axis for axis in shared if source[axis] != target[axis]]
+    source_sizes = [source[axis] for axis in differing]
+    target_sizes = [target[axis] for axis in differing]
+    if differing and math.prod(source_sizes) == math.prod(target_sizes):
+        source_text = ", ".join(f"{axis}={source[axis]}" for axis in differing)
+        target_text = ", ".join(f"{axis}={target[axis]}" for axis in differing)
+        raise MapError(
+            f"`{want.path}`: the layouts split one width in two ways, {source_text} and"
+            f" {target_text}; make both layouts from one configuration."
         )
 
 

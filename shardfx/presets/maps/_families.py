@@ -123,14 +123,16 @@ def _routed(prefix: str) -> Rows:
     )
 
 
-def _causal(prefix: str, head: str, form: Form, layer: Rows) -> Rows:
+def _causal(
+    prefix: str, head: str, form: Form, layer: Rows, norms_part: str = "norms"
+) -> Rows:
     """Returns the rows of a decoder: embedding, norms, the rows `layer` of its layers,
     and the output weights unless they are tied to the embedding.
+
+    `norms_part` is the section of `families.txt` with the norms of a layer.
     """
-    norms = _rows(
-        f"{prefix}layers.{{layers}}.",
-        _PARTS["four_norms"] if form.get("four_norms") else _PARTS["norms"],
-    )
+    part = "four_norms" if form.get("four_norms") else norms_part
+    norms = _rows(f"{prefix}layers.{{layers}}.", _PARTS[part])
     last = _rows(prefix, "norm  norm: embed")
     if form.get("norm_bias"):
         norms = _with_biases(norms)
@@ -199,26 +201,84 @@ def _qwen3_next(prefix: str, head: str, form: Form) -> Rows:
     return _causal(prefix, head, form, layer) | last
 
 
+def _olmo2(prefix: str, head: str, form: Form) -> Rows:
+    """Returns the rows of OLMo 2. The norms of a layer are behind attention and the
+    feed-forward block, and those of queries and keys are over all heads together.
+    """
+    layer = f"{prefix}layers.{{layers}}."
+    rows = _attention(f"{layer}self_attn.", {**form, "qk_norm": False})
+    rows |= _rows(f"{layer}self_attn.", _PARTS["olmo2.norms"])
+    rows |= _mlp(f"{layer}mlp.")
+    return _causal(prefix, head, form, rows, "olmo2.layer_norms")
+
+
+def _phi3(prefix: str, head: str, form: Form) -> Rows:
+    """Returns the rows of Phi-3 and Phi-4. Query, key and value are concatenated, and so
+    are gate and up.
+    """
+    layer = f"{prefix}layers.{{layers}}."
+    thirds = Fused(
+        "query: (heads dim) embed",
+        "key: (kv_heads dim) embed",
+        "value: (kv_heads dim) embed",
+    )
+    halves = Fused("gate: hidden embed", "up: hidden embed")
+    rows: Rows = {
+        f"{layer}self_attn.qkv_proj.weight": thirds,
+        f"{layer}mlp.gate_up_proj.weight": halves,
+    }
+    rows |= _rows(f"{layer}self_attn.", "o_proj  out: embed (heads dim)")
+    rows |= _rows(f"{layer}mlp.", "down_proj  down: embed hidden")
+    return _causal(prefix, head, form, rows)
+
+
+def _glm4_moe(prefix: str, head: str, form: Form) -> Rows:
+    """Returns the rows of GLM-4.5 to 4.7. The first layers are dense; the others have
+    experts, of which each token uses the shared ones.
+    """
+    layer = f"{prefix}layers.{{layers}}."
+    attention = _attention(f"{layer}self_attn.", form)
+    return _causal(prefix, head, form, attention | _dense_then_routed(prefix, form))
+
+
+def _dense_then_routed(prefix: str, form: Form) -> Rows:
+    """Returns the rows of feed-forward blocks of which the first `dense_layers` are
+    dense, and the others have routed and shared experts.
+    """
+    dense = form.get("dense_layers", 0)
+    moe = f"{prefix}layers.{{layers}}.mlp."
+    rows: Rows = {}
+    if dense:
+        moe = f"{prefix}layers.{{moe_layers+{dense}}}.mlp."
+        rows = _mlp(f"{prefix}layers.{{dense_layers}}.mlp.")
+    rows |= _routed(moe)
+    rows |= _mlp(f"{moe}shared_experts.", "shared_", "shared_hidden")
+    if form.get("score_bias"):
+        bias = "gate.e_score_correction_bias  router_bias: experts"
+        rows |= _rows(moe, bias, leaf="")
+    return rows
+
+
+def _gemma3n(prefix: str, head: str, form: Form) -> Rows:
+    """Returns the rows of Gemma 3n's text model: several residual streams (AltUp), a
+    path of low rank beside attention (Laurel), and an embedding for each layer.
+    """
+    layer = f"{prefix}layers.{{layers}}."
+    form = {**form, "tied": True, "four_norms": True, "qk_norm": True}
+    rows = _attention(f"{layer}self_attn.", form) | _mlp(f"{layer}mlp.")
+    rows |= _rows(layer, _PARTS["gemma3n.layer"], leaf="")
+    rows |= _rows(prefix, _PARTS["gemma3n.ends"])
+    return _causal(prefix, head, form, rows)
+
+
 def _deepseek(prefix: str, head: str, form: Form) -> Rows:
     layer = f"{prefix}layers.{{layers}}."
-    dense = form.get("dense_layers", 0)
-    query = (
-        _PARTS["deepseek.compressed"]
-        if form.get("q_lora")
-        else "q_proj  query: (heads dim) embed"
-    )
-    layer_rows = _rows(f"{layer}self_attn.", query) | _rows(
-        f"{layer}self_attn.", _PARTS["deepseek.latent"]
-    )
-    layer_rows |= _mlp(f"{prefix}layers.{{dense_layers}}.mlp.") if dense else {}
-    moe = f"{prefix}layers.{{moe_layers+{dense}}}.mlp." if dense else f"{layer}mlp."
-    layer_rows |= _routed(moe) | _mlp(
-        f"{moe}shared_experts.", "shared_", "shared_hidden"
-    )
-    scores = _rows(moe, "gate.e_score_correction_bias  router_bias: experts", leaf="")
-    return _causal(
-        prefix, head, form, layer_rows | (scores if form.get("score_bias") else {})
-    )
+    query = "q_proj  query: (heads dim) embed"
+    if form.get("q_lora"):
+        query = _PARTS["deepseek.compressed"]
+    attention = _rows(f"{layer}self_attn.", query)
+    attention |= _rows(f"{layer}self_attn.", _PARTS["deepseek.latent"])
+    return _causal(prefix, head, form, attention | _dense_then_routed(prefix, form))
 
 
 def _gpt_oss(prefix: str, head: str, form: Form) -> Rows:
@@ -363,6 +423,7 @@ def _sight_of_llama4() -> Rows:
 
 _PREFIXES = {
     **dict.fromkeys(("gemma3", "llama4"), "language_model.model."),
+    "gemma3n": "model.language_model.",
     **dict.fromkeys(("gpt", "gpt2", "bert", "t5", "vit"), ""),
 }
 _SIGHT = {"gemma3": _sight_of_gemma3, "llama4": _sight_of_llama4}
@@ -374,10 +435,14 @@ _FAMILIES: Final[Mapping[str, Callable[[str, str, Form], Rows]]] = MappingProxyT
             ("deepseek", "deepseek_v2", "deepseek_v3", "kimi_k2"), _deepseek
         ),
         **dict.fromkeys(("gpt", "gpt2"), _gpt),
+        **dict.fromkeys(("gemma3n", "gemma3n_text"), _gemma3n),
         "bert": _bert,
+        "glm4_moe": _glm4_moe,
         "gpt_oss": _gpt_oss,
         "llama4": _llama4,
         "mixtral": _mixtral,
+        "olmo2": _olmo2,
+        "phi3": _phi3,
         "qwen3_moe": _qwen3_moe,
         "qwen3_next": _qwen3_next,
         "starcoder2": _starcoder2,

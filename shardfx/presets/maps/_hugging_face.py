@@ -100,6 +100,10 @@ _SIZES = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "latent": ("kv_lora_rank",),
     "value_dim": ("v_head_dim",),
+    "streams": ("altup_num_inputs",),
+    "laurel_rank": ("laurel_rank",),
+    "layer_input": ("hidden_size_per_layer_input",),
+    "layer_vocab": ("vocab_size_per_layer_input",),
 }
 
 
@@ -144,12 +148,19 @@ def sizes_of(config: Config) -> dict[str, int]:
 
 
 def known_sizes(config: Config) -> dict[str, int]:
-    """Returns the sizes of axes that no rule needs, and that a tree must have. The width
-    of experts has another name in each family.
+    """Returns the sizes of axes that no rule needs, and that a tree must have.
+
+    If all layers have experts, `intermediate_size` is their width, unless
+    `moe_intermediate_size` says it.
     """
     sizes = {"layers": config.get("num_hidden_layers", config.get("n_layer"))}
-    if not any(config.get(name) for name in _SIZES["experts"]):
-        sizes["hidden"] = config.get("intermediate_size")
+    sizes["hidden"] = config.get("intermediate_size")
+    if any(config.get(name) for name in _SIZES["experts"]):
+        width = config.get("moe_intermediate_size")
+        sizes["expert_hidden"] = sizes["hidden"] if width is None else width
+        shared = config.get("n_shared_experts")
+        if type(width) is int and type(shared) is int:
+            sizes["shared_hidden"] = shared * width
     return {axis: size for axis, size in sizes.items() if type(size) is int}
 
 
@@ -175,9 +186,10 @@ def _form(config: Config) -> Form:
     return {
         "tied": bool(config.get("tie_word_embeddings", is_gemma)),
         "qkv_bias": has_bias or kind == "qwen2",
-        "out_bias": has_bias,
+        "out_bias": has_bias and kind != "glm4_moe",
         "mlp_bias": bool(config.get("mlp_bias")),
-        "qk_norm": kind in ("qwen3", "qwen3_moe", "gemma3", "gemma3_text"),
+        "qk_norm": kind in ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
+        or bool(config.get("use_qk_norm")),
         "four_norms": is_gemma and kind != "gemma",
         "q_lora": config.get("q_lora_rank") or 0,
         "dense_layers": config.get("first_k_dense_replace", 0),
@@ -202,6 +214,9 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
         return (f"{prefix}embeddings.position_ids",)
     if kind == "gemma3":
         return ("vision_tower.{rest*}", "multi_modal_projector.{rest*}")
+    if kind == "gemma3n":
+        towers = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+        return tuple(f"model.{tower}.{{rest*}}" for tower in towers)
     if kind.startswith(("llama", "mi", "qwen")):
         # Old checkpoints hold the frequencies of the rotary embedding.
         return (f"{layers}{{layers}}.self_attn.rotary_emb.inv_freq",)
@@ -249,5 +264,6 @@ _MODEL_TYPES = (
         "gemma3",
         "gemma3_text",
     ),
+    *("gemma3n", "gemma3n_text", "olmo2", "phi3", "glm4_moe"),
     *("gpt2", "deepseek_v2", "deepseek_v3", "kimi_k2", "bert"),
 )

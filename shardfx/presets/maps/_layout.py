@@ -225,7 +225,10 @@ def named_sizes(layout: TreeLayout) -> list[NamedSizes]:
         named = NamedSizes(
             path=path,
             sizes=tuple(shape),
-            axes=tuple(" ".join(group) for group in weights[0].dims),
+            axes=tuple(
+                " ".join(_sized_as(axis, weights[0], sizes) for axis in group)
+                for group in weights[0].dims
+            ),
             counts=tuple(counts),
         )
         pairs.append(named)
@@ -237,9 +240,19 @@ def _dim_sizes(weight: Weight, sizes: Mapping[str, int]) -> list[int | None]:
     for group in weight.dims:
         size: int | None = 1
         for axis in group:
-            entries = sizes.get(axis)
+            entries = sizes.get(_sized_as(axis, weight, sizes))
             if weight.range is not None and weight.range.axis == axis:
                 entries = weight.range.entries(entries)
             size = None if size is None or entries is None else size * entries
         dim_sizes.append(size)
     return dim_sizes
+
+
+def _sized_as(axis: str, weight: Weight, sizes: Mapping[str, int]) -> str:
+    """The axis whose size is that of `axis` in the array `weight`: the hidden units of
+    experts are others than those of dense layers.
+    """
+    is_expert = axis == "hidden" and weight.kind.startswith("expert_")
+    if is_expert and "expert_hidden" in sizes:
+        return "expert_hidden"
+    return axis

@@ -275,6 +275,15 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
         },
         **{"qkvz": 2 * linear * (1 + ratio), "ba": 2 * ratio},
         "conv_rows": linear * (2 * n["linear_key_heads"] + n["linear_value_heads"]),
+        # Residual streams, and the inputs of all layers together.
+        **{
+            "stream_pairs": n["streams"] ** 2,
+            "routed_streams": n["streams"],
+            "more_streams": max(n["streams"] - 1, 0),
+            "embed_out": embed,
+            "layer_inputs": layers * n["layer_input"],
+            "layer_inputs_out": layers * n["layer_input"],
+        },
         # The vision encoder. The adapter's input is four neighbouring patches, whose
         # joint width is `vision_hidden`.
         **{"patch_rows": patch, "patch_columns": patch, "pixels": 3 * patch * patch},
