@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._ground.errors import LeafTypeError, PlanMismatchError, SpecError
 from .._ground.purity import is_tracing
-from .._ground.reason import Decision
+from .._ground.reason import Code, Decision, reason_for
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
 from .._plan import Policy, ShardPlan, check_plan, decision_for
@@ -199,6 +199,7 @@ def _in_order(decision: Decision, kinds: dict[str, AxisType], strict: bool) -> D
     order changes.
     """
     entries = []
+    reasons = [*decision.reasons]
     for dim, entry in enumerate(entries_of(decision.spec)):
         axes = () if entry is UNCONSTRAINED else entry_axes(entry)
         first = sorted(axes, key=lambda axis: kinds[axis] != AxisType.Explicit)
@@ -208,8 +209,13 @@ def _in_order(decision: Decision, kinds: dict[str, AxisType], strict: bool) -> D
                 f" first inside `jit`; write {tuple(first)}, or give all axes of the"
                 " mesh one type."
             )
+        if first != [*axes]:
+            what = f"mesh axes {', '.join(f'`{axis}`' for axis in axes)}"
+            order = repr(tuple(first))
+            why = reason_for(Code.reordered, dim, axes, what=what, order=order)
+            reasons.append(why)
         entries.append(tuple(first) if axes else entry)
-    return Decision(trimmed(entries, decision.spec), decision.reasons)
+    return Decision(trimmed(entries, decision.spec), tuple(reasons))
 
 
 def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:

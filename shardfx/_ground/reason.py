@@ -57,6 +57,11 @@ class Code(enum.Enum):
     unaligned = (
         "{what}; give the array a spec of its own with `plan.replace(path, spec)`"
     )
+    reordered = (
+        "{what} shard the dimension in the order {order}, since JAX puts Explicit axes"
+        " before Auto axes inside `jit`; write them so, or give all axes of the mesh"
+        " one type"
+    )
     large = (
         "{size} bytes of the array stay on each device, more than the {limit} asked for;"
         " add mesh axes to the strategy, or raise `max_bytes`"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import shardfx
 from shardfx import (
@@ -388,6 +388,12 @@ REASONS = {
         "256 bytes of the array stay on each device, more than the 128 asked for; add"
         " mesh axes to the strategy, or raise `max_bytes`",
     ),
+    "reordered": (
+        """reordered()""",
+        "dim 0: mesh axes `x`, `y` shard the dimension in the order ('y', 'x'), since"
+        " JAX puts Explicit axes before Auto axes inside `jit`; write them so, or give"
+        " all axes of the mesh one type",
+    ),
     "scalar": (
         """planned()["step"]""",
         "an array of rank 0 has nothing to shard; no rule is needed",
@@ -396,11 +402,26 @@ REASONS = {
 BOTH = AxisRules([("mlp", "tensor"), ("wide", "tensor")])
 
 
+def reordered():
+    """The decision about an array on a mesh with an Auto and an Explicit axis."""
+    types = {"x": AxisType.Auto, "y": AxisType.Explicit}
+    mixed = plan({}, MeshSpec({"x": 2, "y": 2}, axis_types=types))
+    decisions = []
+
+    def step(x):
+        x, decision = shardfx.constrain(x, P(("x", "y")), mixed, explain=True)
+        decisions.append(decision)
+        return x
+
+    jax.eval_shape(step, jax.ShapeDtypeStruct((8,), "float32"))
+    return decisions[0]
+
+
 @pytest.mark.parametrize("code", [code.name for code in Code])
 def test_the_text_of_a_reason(code):
     assert code in REASONS, f"no message test produces a reason of the code {code!r}"
     call, text = REASONS[code]
-    (reason,) = eval(call, {**NAMED, "BOTH": BOTH}).reasons
+    (reason,) = eval(call, {**NAMED, "BOTH": BOTH, "reordered": reordered}).reasons
     assert reason.code.name == code
     assert str(reason) == text
 

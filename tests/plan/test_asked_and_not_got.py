@@ -11,16 +11,18 @@ import equinox as eqx
 import jax
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import (
     AxisRules,
     Code,
+    Decision,
     LeafPlan,
     MeshSpec,
     PathRules,
     ShardPlan,
     atomic,
+    constrain,
     field,
     follow,
     fsdp,
@@ -45,6 +47,8 @@ ENTRIES = st.one_of(
 )
 NAMES = ("batch", "heads", "embed", "mlp", "norm", "gone")
 TARGETS = st.one_of(st.none(), AXIS, st.permutations(["a", "b"]).map(tuple))
+MODES = st.sampled_from([None, "decode"])
+TYPES = st.sampled_from([AxisType.Auto, AxisType.Explicit])
 DTYPES = st.sampled_from(["int8", "float32", "bfloat16"])
 
 
@@ -57,14 +61,14 @@ class Wish(NamedTuple):
     alternatives: tuple[tuple[str, ...], ...]
 
 
-def axes_at(leaf: LeafPlan, dim: int | None) -> set[str]:
+def axes_at(leaf: LeafPlan | Decision, dim: int | None) -> set[str]:
     """The mesh axes that shard a dimension of an array, or any dimension."""
     entries = entries_of(leaf.spec)
     chosen = entries if dim is None else entries[dim : dim + 1]
     return {axis for entry in chosen for axis in entry_axes(entry)}
 
 
-def is_granted(leaf: LeafPlan, wish: Wish, sizes: dict[str, int]) -> bool:
+def is_granted(leaf: LeafPlan | Decision, wish: Wish, sizes: dict[str, int]) -> bool:
     has = axes_at(leaf, wish.dim)
     return any(
         has.issuperset(axis for axis in axes if sizes.get(axis) != 1)
@@ -72,7 +76,7 @@ def is_granted(leaf: LeafPlan, wish: Wish, sizes: dict[str, int]) -> bool:
     )
 
 
-def is_told(leaf: LeafPlan, wish: Wish) -> bool:
+def is_told(leaf: LeafPlan | Decision, wish: Wish) -> bool:
     """Whether a reason names the dimension and each axis that the array did not get."""
     about = [
         why for why in leaf.reasons if wish.dim is None or why.dim in (None, wish.dim)
@@ -84,7 +88,7 @@ def is_told(leaf: LeafPlan, wish: Wish) -> bool:
     )
 
 
-def check(leaf: LeafPlan, wishes: list[Wish], sizes: dict[str, int]) -> None:
+def check(leaf: LeafPlan | Decision, wishes: list[Wish], sizes: dict[str, int]) -> None:
     refused = [wish for wish in wishes if not is_granted(leaf, wish, sizes)]
     for wish in refused:
         assert is_told(leaf, wish), (leaf, wish)
@@ -106,13 +110,20 @@ def wishes_of_spec(spec: P) -> list[Wish]:
     ]
 
 
-def wishes_of_names(names: tuple[Any, ...], rules: AxisRules) -> list[Wish]:
-    """The targets of each name's rules before the first `None`."""
+def wishes_of_names(
+    names: tuple[Any, ...], rules: AxisRules, mode: str | None
+) -> list[Wish]:
+    """The targets of each name's rules before the first `None`. The rules of a mode come
+    first.
+    """
     rows = []
+    of_mode = dict(rules.modes).get(mode, ())
     for dim, name in enumerate(names):
         if name is None:
             continue
-        targets = [target for ruled, target in rules.rules if ruled == name]
+        targets = [
+            target for ruled, target in (*of_mode, *rules.rules) if ruled == name
+        ]
         expected = list(itertools.takewhile(lambda target: target is not None, targets))
         if expected:
             rows.append(Wish(dim, tuple(map(entry_axes, expected))))
@@ -132,20 +143,27 @@ def strategies_(draw: Any) -> Any:
 
 @st.composite
 def axis_rules(draw: Any) -> AxisRules:
-    pairs = draw(st.lists(st.tuples(st.sampled_from(NAMES[:-1]), TARGETS), max_size=8))
+    several = st.lists(st.tuples(st.sampled_from(NAMES[:-1]), TARGETS), max_size=8)
+    pairs = draw(several)
     declared = [(name, None) for name in NAMES[:-1]]
     return AxisRules(
         [*pairs, *declared],
+        modes={"decode": draw(several)},
         units={"heads": draw(st.sampled_from([1, 2, 4]))},
         mesh_axes="c",
     )
 
 
 @st.composite
-def requests(draw: Any) -> tuple[Any, tuple[int, ...], list[Wish], AxisRules]:
-    """The target of a rule, the shape of an array, and what the rule requests for it."""
+def requests(
+    draw: Any,
+) -> tuple[Any, tuple[int, ...], list[Wish], AxisRules, str | None]:
+    """The target of a rule, the shape of an array, and what the rule requests for it in
+    a mode of the axis rules.
+    """
     shape = draw(SHAPES)
     rules = draw(axis_rules())
+    mode = draw(MODES)
     kind = draw(st.sampled_from(["spec", "names", "strategy", "callable", "nothing"]))
     units = tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in shape)
     if kind == "names":
@@ -154,7 +172,7 @@ def requests(draw: Any) -> tuple[Any, tuple[int, ...], list[Wish], AxisRules]:
             draw(st.permutations([*NAMES[:-1], None, None]))[:count] if count else ()
         )
         target = names
-        wishes = wishes_of_names(names, rules)
+        wishes = wishes_of_names(names, rules, mode)
     elif kind in ("spec", "callable"):
         entries = draw(st.lists(ENTRIES, max_size=len(shape)))
         axes = [axis for entry in entries for axis in entry_axes(entry)]
@@ -175,7 +193,7 @@ def requests(draw: Any) -> tuple[Any, tuple[int, ...], list[Wish], AxisRules]:
             step = draw(strategies_())
             target = target | step
             wishes = [*wishes, *(Wish(None, ((axis,),)) for axis in step.axes)]
-    return optional(target), shape, wishes, rules
+    return optional(target), shape, wishes, rules, mode
 
 
 # All shapes up to rank 3 of these sizes.
@@ -200,11 +218,11 @@ def planned(
 def test_a_rule_that_is_not_followed_has_a_reason(
     request_, sizes, dtype, is_stacked, min_bytes
 ):
-    target, shape, wishes, rules = request_
+    target, shape, wishes, rules, mode = request_
     leaf = jax.ShapeDtypeStruct(shape, dtype)
     tree = Layers(leaf) if is_stacked else {"w": leaf}
     paths = PathRules([("w", target)], mesh_axes="abc")
-    given_ = {"paths": paths, "axes": rules, "min_bytes": min_bytes}
+    given_ = {"paths": paths, "axes": rules, "mode": mode, "min_bytes": min_bytes}
     sharding_plan = planned(tree, MeshSpec(sizes), **given_)
     if not shape:
         assert all(why.code.is_expected for why in sharding_plan["w"].reasons)
@@ -219,6 +237,67 @@ def test_a_rule_that_is_not_followed_has_a_reason(
             planned(tree, MeshSpec(sizes), strict=True, **given_).specs
             == sharding_plan.specs
         )
+
+
+def constrained(
+    x: jax.ShapeDtypeStruct, target: Any, sharding_plan: ShardPlan, strict: bool
+) -> tuple[Any, Decision]:
+    """The type of the constrained array in a traced program, and the decision."""
+    decisions = []
+
+    def step(x: Any) -> Any:
+        x, decision = constrain(
+            x, target, sharding_plan, strict=strict, unmatched="raise", explain=True
+        )
+        decisions.append(decision)
+        return x
+
+    return jax.eval_shape(step, x), decisions[0]
+
+
+@given(st.data(), axis_rules(), SHAPES, MODES, TYPES, TYPES, st.booleans())
+@settings(max_examples=100)
+def test_a_constraint_that_is_not_followed_has_a_reason(
+    data, rules, shape, mode, kind, other_kind, is_named
+):
+    sizes = data.draw(st.sampled_from(MESHES[:2]))
+    names = data.draw(st.permutations([*NAMES[:-1], None, None]))[: len(shape)]
+    alone = ["a", "b", "c", None, None]
+    joined = [data.draw(st.sampled_from([("a", "b"), ("b", "a")])), "c", None, None]
+    entries = data.draw(st.sampled_from([alone, joined]).flatmap(st.permutations))
+    entries = entries[: len(shape)]
+    if is_named:
+        target = tuple(names)
+        wishes = wishes_of_names(target, rules, mode)
+    else:
+        target = P(*entries)
+        wishes = wishes_of_spec(target)
+    kinds = {"a": kind, "b": other_kind, "c": kind}
+    mesh = MeshSpec(sizes, axis_types=kinds)
+    sharding_plan = planned({}, mesh, axes=rules, mode=mode)
+    x = jax.ShapeDtypeStruct(shape, "float32")
+
+    typed, decision = constrained(x, target, sharding_plan, False)
+    turned = [why for why in decision.reasons if why.code is Code.reordered]
+    others = tuple(why for why in decision.reasons if why not in turned)
+    check(Decision(decision.spec, others), wishes, sizes)
+    got = [entry_axes(entry) for entry in entries_of(decision.spec)]
+    assert all(sorted(got[why.dim]) == sorted(why.axes) for why in turned)
+    if not is_named and not others:
+        told = {why.dim for why in turned}
+        for dim, axes in enumerate(got):
+            assert (axes == entry_axes(entries[dim])) == (dim not in told)
+    if kind == other_kind == AxisType.Explicit:
+        has = entries_of(typed.sharding.spec)
+        assert [*map(entry_axes, has)][: len(shape)] == [
+            *map(entry_axes, entries_of(decision.spec)),
+            *[()] * (len(shape) - len(entries_of(decision.spec))),
+        ]
+    if any(not why.code.is_expected for why in decision.reasons):
+        with pytest.raises(SpecError):
+            constrained(x, target, sharding_plan, True)
+    else:
+        assert constrained(x, target, sharding_plan, True)[1].spec == decision.spec
 
 
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 3, "c": 1}, {"a": 4, "b": 2, "c": 1}])
