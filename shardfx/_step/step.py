@@ -107,12 +107,14 @@ class EquinoxJitted(Protocol):
 @runtime_checkable
 class _NamedTrace(Protocol):
     """The traced step that `trace` of a function from `shardfx.filter_jit` returns.
-    `arrays` has the name and the path of each array, `traced` is JAX's traced step, and
-    `mesh` is the mesh of the plans in its shardings, if it has any.
+    `arrays` has the name and the path of each array, `results` the path of each result,
+    `traced` is JAX's traced step, and `mesh` is the mesh of the plans in its shardings,
+    if it has any.
     """
 
     traced: Any
     arrays: tuple[Any, ...]
+    results: tuple[Any, ...]
     mesh: MeshSpec | None
 
 
@@ -127,12 +129,24 @@ class Step:
       paths follow from JAX's names.
     - `given_mesh`: the mesh that the caller passed, or the mesh of the caller's plans;
       `None` without either.
+    - `named_results`: the path of each result; empty if paths follow from the tree that
+      JAX's trace returns.
     """
 
     traced: Any
     args: tuple[object, ...]
     paths: Mapping[str, str]
     given_mesh: MeshSpec | Mesh | AbstractMesh | None
+    named_results: tuple[str, ...] = ()
+
+    @ft.cached_property
+    def result_paths(self) -> tuple[str, ...]:
+        """The path of each array that the step returns, within the step's results."""
+        if self.named_results:
+            return self.named_results
+        info = flatten(self.traced.out_info)
+        pairs = zip(info.paths, info.is_array, strict=True)
+        return tuple(path for path, is_array in pairs if is_array)
 
     @ft.cached_property
     def mesh(self) -> MeshSpec:
@@ -509,8 +523,13 @@ def _without_devices(leaf: Any) -> object:
 
 def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
     if isinstance(traced, _NamedTrace):
-        paths = {one.name: one.path for one in traced.arrays}
-        return Step(traced.traced, args, paths, traced.mesh if mesh is None else mesh)
+        return Step(
+            traced=traced.traced,
+            args=args,
+            paths={array.name: array.path for array in traced.arrays},
+            given_mesh=traced.mesh if mesh is None else mesh,
+            named_results=tuple(result.path for result in traced.results),
+        )
     return Step(traced, args, {}, mesh)
 
 

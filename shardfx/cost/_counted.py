@@ -121,6 +121,17 @@ class StepOnChip:
         """
         return bytes_of(Array(self.purposes[at].dtype, self.shards[at]), self.chip.tile)
 
+    @property
+    def parameter_bytes(self) -> int:
+        """The bytes of one shard of each parameter in device memory, without tiles, as a
+        plan counts them.
+        """
+        return sum(
+            bytes_of(Array(self.purposes[at].dtype, self.shards[at]), None)
+            for at in self.in_group("parameters")
+            if not self.purposes[at].argument.on_host
+        )
+
     def in_group(self, kind: str) -> tuple[int, ...]:
         """The numbers of those arrays of the arguments whose purpose is `kind`, such as
         "parameters" or "batch". "optimizer" stands for all moments.

@@ -344,6 +344,7 @@ def fit(
     if known.programs is not None:
         warn_if_refuted(known.programs)
     rows, largest = _arguments(known)
+    notes = (*notes, *_tiles_note(known.parameter_bytes, rows, chip))
     shapes = _gradient_shapes(known)
     temporaries = [_large_array(one, shapes) for one in known.memory.arrays]
     largest = tuple(
@@ -435,6 +436,22 @@ def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[LargeArray, ...]]
     return [
         FitRow(group, here, host, exact=True) for group, (here, host) in sizes.items()
     ], tuple(_alike(largest))
+
+
+def _tiles_note(
+    plain_bytes: int, rows: Sequence[FitRow], chip: chips.Chip
+) -> tuple[str, ...]:
+    """A note if the parameters take more memory in the chip's tiles than a plan reports,
+    `plain_bytes`.
+    """
+    tiled_bytes = sum(row.bytes for row in rows if row.group == "parameters")
+    if chip.tile is None or bytes_text(plain_bytes) == bytes_text(tiled_bytes):
+        return ()
+    tile = " x ".join(map(str, chip.tile))
+    return (
+        f"the parameters are {bytes_text(plain_bytes)}, as their plan says, and take"
+        f" {bytes_text(tiled_bytes)} in the chip's tiles of {tile}.",
+    )
 
 
 def _temporaries(arrays: Sequence[LargeArray], memory: Memory) -> list[FitRow]:

@@ -5,12 +5,12 @@ The purpose follows from the operations that read the array, not from the array'
 """
 
 import collections
-import itertools
 import math
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
-from .._ground.tree import flatten
+import jax
+
 from .._step import ELEMENTWISE, MOVING, PIECES, VIEWS, Parameter, Step
 from ._live.program import FlatProgram, Uses, reached
 
@@ -71,17 +71,10 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
                 "parameters" if _is_read_forward(value, uses) else "optimizer"
             )
     leading = _batch_size(ours, dtypes, groups)
-    paths = [
-        one.path.split("/")
-        for one, group in zip(ours, groups, strict=True)
-        if group == "parameters"
-    ]
-    below = {"/".join(path[at:]) for path in paths for at in range(1, len(path))}
+    groups = moment_groups([one.path for one in ours], groups)
     found = []
     for at, (one, dtype, group) in enumerate(zip(ours, dtypes, groups, strict=True)):
-        if group == "optimizer":
-            group = _moment_group(one.path, below)
-        elif not group:
+        if not group:
             is_batch = bool(one.shape) and one.shape[0] == leading
             is_weight = bool(one.shape) and not _is_whole_number(dtype)
             group = "batch" if is_batch else "parameters" if is_weight else "other"
@@ -94,17 +87,10 @@ def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
     be its new value. Both are at the same position in two subtrees of equal structure,
     shapes and dtypes, of the arguments and of the results.
     """
-    info, dtypes = (
-        flatten(step.traced.out_info),
-        [buffer.dtype for buffer in program.buffers],
-    )
-    results = itertools.compress(
-        zip(info.paths, info.leaves, strict=True), info.is_array
-    )
-    made = [
-        (path, (leaf.shape, dtypes[at]))
-        for (path, leaf), at in zip(results, program.entry.results, strict=True)
-    ]
+    dtypes = [buffer.dtype for buffer in program.buffers]
+    results = jax.tree.leaves(step.traced.out_info)
+    triples = zip(step.result_paths, results, program.entry.results, strict=True)
+    made = [(path, (result.shape, dtypes[value])) for path, result, value in triples]
     given = [
         (one.path, (one.shape, dtypes[at]))
         for one, at in zip(step.arguments, program.entry.carried, strict=True)
@@ -162,20 +148,21 @@ def _comes_from(result: int, given: int, uses: Uses) -> bool:
 
 
 def _is_read_forward(value: int, uses: Uses) -> bool:
-    """Whether an operation of the forward pass reads value number `value` or a view of
-    it, such as a transpose. An operation that is neither elementwise nor a view counts
-    in every pass.
+    """Whether an operation of the forward pass reads value number `value`, a view of it,
+    such as a transpose, or what a collective makes of it. An operation that neither
+    moves values, nor is elementwise or a view, counts in every pass.
     """
+    is_form = {*VIEWS, *MOVING, "convert"}
 
     def forms(value: int) -> Iterator[int]:
         for op, _, _ in uses.users.get(value, ()):
-            yield from op.makes if op.opcode in VIEWS or op.opcode == "convert" else ()
+            yield from op.makes if op.opcode in is_form else ()
 
     readers = (
         op for one in reached([value], forms) for op, _, _ in uses.users.get(one, ())
     )
     return any(
-        "jvp(" in op.instruction.op_name or op.opcode not in ELEMENTWISE | VIEWS
+        "jvp(" in op.instruction.op_name or op.opcode not in ELEMENTWISE | is_form
         for op in readers
     )
 
@@ -208,17 +195,62 @@ def _is_whole_number(dtype: str) -> bool:
     return dtype.startswith(("s", "u", "pred"))
 
 
-def _moment_group(path: str, parameters: Set[str]) -> str:
-    """The group of the optimizer's array with this path: "optimizer: mu" for
-    "state/mu/layers/up", if a parameter has a path that ends in "layers/up".
-    `parameters` has all suffixes of the parameters' paths.
+def moment_groups(paths: Sequence[str], groups: Sequence[str]) -> list[str]:
+    """The groups of a step's arrays, with one for each moment in the place of
+    "optimizer".
+
+    An array "state/mu/layers/up" is of the moment "mu" if a parameter has a path that
+    ends in "layers/up". So are all arrays below "state/mu", also those whose parameters
+    the step does not read. Such a parameter is an array of an argument that has
+    parameters, if the moments are in another argument.
+    """
+    pairs = [*zip(paths, groups, strict=True)]
+    of_parameters = {_argument(path) for path, group in pairs if group == "parameters"}
+    states = [path for path, group in pairs if group == "optimizer"]
+    whole = {
+        path.partition("/")[2]
+        for path, group in pairs
+        if group == "parameters" and "/" in path
+    }
+    suffixes = {
+        "/".join(parts[at:])
+        for parts in (path.split("/") for path in whole)
+        for at in range(len(parts))
+    }
+    of_moments = {_argument(path) for path in states if _moment_of(path, whole)}
+    unread = of_parameters - of_moments if of_moments else set()
+    moments = {
+        path: _moment_of(path, whole) or _moment_of(path, suffixes)
+        for path in states
+        if _argument(path) not in unread
+    }
+    outer_moments = sorted({moment for moment in moments.values() if moment}, key=len)
+
+    named = []
+    for path, group in pairs:
+        if group != "optimizer":
+            named.append(group)
+        elif path not in moments:
+            named.append("parameters")
+        else:
+            inner = path.partition("/")[2]
+            above = (text for text in outer_moments if inner.startswith(f"{text}/"))
+            moment = next(above, moments[path])
+            alone = path if whole and "/" not in path else "the rest"
+            named.append(f"optimizer: {moment or alone}")
+    return named
+
+
+def _argument(path: str) -> str:
+    return path.partition("/")[0]
+
+
+def _moment_of(path: str, suffixes: Set[str]) -> str:
+    """The moment to which the optimizer's array with this path belongs; "" if it is that
+    of no parameter. `suffixes` has all ends of the parameters' paths.
     """
     parts = path.split("/")
     for at in range(1, len(parts)):
-        if "/".join(parts[at:]) in parameters:
-            return f"optimizer: {'/'.join(parts[1:at]) or parts[0]}"
-    return (
-        "optimizer: the rest"
-        if len(parts) > 1 or not parameters
-        else f"optimizer: {path}"
-    )
+        if "/".join(parts[at:]) in suffixes:
+            return "/".join(parts[1:at]) or parts[0]
+    return ""

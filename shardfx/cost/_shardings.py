@@ -26,7 +26,6 @@ from .._ground.text import (
     table,
     together,
 )
-from .._ground.tree import flatten
 from .._rules import near
 from .._step import (
     Fault,
@@ -489,7 +488,7 @@ class _Explainer:
 
     @ft.cached_property
     def results(self) -> tuple[str, ...]:
-        return tuple(flatten(self.step.traced.out_info).paths)
+        return self.step.result_paths
 
     def origin_of(self, value: int, axis: str) -> str:
         """The name of the argument, result or constraint from which array number

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, ShardPlan, chips, filter_jit, follow, plan
 from shardfx.cost import compile_for, fit
+from shardfx.cost._purpose import moment_groups
 from shardfx.errors import (
     ChipError,
     LeafTypeError,
@@ -162,6 +163,67 @@ def test_a_train_state_is_told_apart_by_what_reads_its_fields():
         == found["optimizer: inner/nu"]
         == ONE
     )
+
+
+def test_arrays_that_the_loss_does_not_read_are_with_their_like():
+    """An array and its moments are in one row each with those that the loss reads, and a
+    note says what tiles add to the parameters.
+    """
+    mesh = MESH.abstract()
+    rows, whole = (jax.NamedSharding(mesh, spec) for spec in (P("data"), P()))
+
+    def bias(sharding):
+        return {"bias": jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=sharding)}
+
+    params = {"a": bias(rows), "b": bias(whole), "c": bias(rows), "idle": bias(rows)}
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    opt = {"mu": params, "nu": params, "count": count}
+
+    def loss(params, batch):
+        return jnp.mean((params["a"]["bias"] * batch + params["c"]["bias"]) ** 2)
+
+    def step(params, opt, batch):
+        return updated(loss, params, opt, batch)
+
+    batch = jax.ShapeDtypeStruct((32, 1000), jnp.float32, sharding=rows)
+    # Its program returns the arrays of one sharding behind each other.
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, opt))
+    jitted = filter_jit(step, out_shardings=shardings)
+    found = fit(jitted, params, opt, batch, chip="v5e")
+    sizes = groups(found)
+    tiled = (3 * 256 + 1024) * 4
+    assert [sizes[f"optimizer: {name}"] for name in ("mu", "nu")] == [tiled, tiled]
+    assert sizes["parameters"] == tiled
+    assert sizes["optimizer: the rest"] == 4
+    assert (
+        "the parameters are 6.8 KiB, as their plan says, and take 7.0 KiB in the chip's"
+        " tiles of 8 x 128."
+    ) in found.notes
+    assert not any("tiles" in note for note in fit(*made(), chip="h100").notes)
+
+
+def test_moments_are_found_in_whatever_argument_they_are():
+    paths = ["model/w/bias", "model/idle/bias", "opt/0/mu/w/bias", "opt/0/mu/idle/bias"]
+    names = ["parameters", "optimizer", "optimizer", "optimizer"]
+    assert moment_groups(paths, names) == [
+        "parameters",
+        "parameters",
+        "optimizer: 0/mu",
+        "optimizer: 0/mu",
+    ]
+    # The parameters and their moments in one argument.
+    state = [
+        path.replace("model", "state/params").replace("opt", "state/opt")
+        for path in paths
+    ]
+    assert moment_groups(state[:1] + state[2:3], names[::2]) == [
+        "parameters",
+        "optimizer: opt/0/mu",
+    ]
+    assert moment_groups(["w", "count"], ["parameters", "optimizer"]) == [
+        "parameters",
+        "optimizer: the rest",
+    ]
 
 
 def test_unchanged_weights_are_parameters_for_fit():
