@@ -104,13 +104,13 @@ _QUICKLY = {
 def _result(case: Any) -> dict[str, Any]:
     """The outcome of a case: "proved", or by numbers "right" or "wrong"."""
     import shardfx as sfx
-    from shardfx.testing._args import made
+    from shardfx.testing._args import with_arrays
 
     step, args = case.step()
     verdict = sfx.testing.verify(step, *args)
     if verdict.outcome == "proved":
         return {"outcome": "proved"}
-    arrays = made(args, mild=False)
+    arrays = with_arrays(args, mild=False)
     whole = _on_one(case.make)
     answer = step.lower(*arrays).compile(_QUICKLY)(*arrays)
     apart = max(map(_apart, jax.tree.leaves(answer), whole))
@@ -125,10 +125,10 @@ def _result(case: Any) -> dict[str, Any]:
 @ft.lru_cache(maxsize=8)
 def _on_one(make: Any) -> list[np.ndarray]:
     """Loss and gradients on one device, for the arguments that a case gets."""
-    from shardfx.testing._args import made
+    from shardfx.testing._args import with_arrays
 
     model = make()
-    arrays = made((model.params, model.batch), mild=False)
+    arrays = with_arrays((model.params, model.batch), mild=False)
     step = jax.jit(
         jax.value_and_grad(model.held_by(lambda x: x)), compiler_options=_QUICKLY
     )

@@ -3,7 +3,6 @@ the same way.
 """
 
 import functools as ft
-import itertools as it
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from ..topology import MeshSpec
 _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError)
 
 
-def made(args: object, *, mild: bool) -> PyTree:
+def with_arrays(args: object, *, mild: bool) -> PyTree:
     """The arguments of a step with each `jax.ShapeDtypeStruct` replaced by a random
     array on JAX's devices.
 
@@ -33,24 +32,21 @@ def made(args: object, *, mild: bool) -> PyTree:
     vocabulary.
     """
     leaves, structure = jax.tree.flatten(args)
-    shaped = [
-        leaf for leaf in leaves if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-    ]
-    tables = [
-        leaf.shape[0]
-        for leaf in shaped
-        if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, np.floating)
-    ]
-    high = 2 if mild else max(tables, default=2)
+    # Integers may be indices into a table, as tokens are.
+    lengths = []
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, np.floating):
+                lengths.append(leaf.shape[0])
+    high = 2 if mild else max(lengths, default=2)
 
-    def array(seed: int, leaf: object) -> Any:
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        return jax.device_put(
-            _random(leaf, seed, high, mild), _on_devices(leaf.sharding)
-        )
-
-    return structure.unflatten(it.starmap(array, enumerate(leaves)))
+    new_leaves = []
+    for seed, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            sharding = _on_devices(leaf.sharding)
+            leaf = jax.device_put(_random(leaf, seed, high, mild), sharding)
+        new_leaves.append(leaf)
+    return structure.unflatten(new_leaves)
 
 
 def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> ArrayLike:
@@ -64,11 +60,12 @@ def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> Arr
     if np.dtype(dtype).kind == "b":
         return generator.random(shape) < 0.5
     if jnp.issubdtype(dtype, np.integer):
-        return (generator.integers(0, high, shape) if shape else np.ones(shape)).astype(
-            dtype
-        )
+        integers = generator.integers(0, high, shape) if shape else np.ones(shape)
+        return integers.astype(dtype)
     numbers = generator.standard_normal(shape) / math.sqrt(max(shape[-2:-1], default=1))
-    return np.asarray(np.abs(numbers) if mild else numbers).astype(dtype)
+    if mild:
+        numbers = np.abs(numbers)
+    return np.asarray(numbers).astype(dtype)
 
 
 def _on_devices(sharding: object) -> Any:
@@ -99,25 +96,25 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
     of that size is reduced separately. This helps if a sequence is as long as a model
     is wide. A size that the step fixes, such as the number of heads, does not change.
     """
-    needs: dict[Key, int] = {}
+    divisors: dict[Key, int] = {}
     for number, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
-            is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-            shape, sharding = (leaf.shape, leaf.sharding) if is_array else ((), None)
-            is_cut = isinstance(sharding, NamedSharding)
-            counts = (
-                shard_counts(sharding.spec, len(shape), sharding.mesh.shape)
-                if is_cut
-                else [1] * len(shape)
-            )
-            for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
+            if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+                continue
+            counts = [1] * leaf.ndim
+            sharding = leaf.sharding
+            if isinstance(sharding, NamedSharding):
+                counts = shard_counts(sharding.spec, leaf.ndim, sharding.mesh.shape)
+            for dim, (size, count) in enumerate(zip(leaf.shape, counts, strict=True)):
                 for key in (size,), (size, number, dim):
-                    needs[key] = math.lcm(needs.get(key, 1), count)
-    chosen: dict[Key, int] = {}
-    for key in sorted(needs, key=lambda key: (len(key), -key[0])):
-        if (key[0],) not in chosen:
-            chosen |= _smaller(step, args, needs, chosen, key)
-    return _resized(args, chosen)
+                    divisors[key] = math.lcm(divisors.get(key, 1), count)
+
+    new_sizes: dict[Key, int] = {}
+    for key in sorted(divisors, key=lambda key: (len(key), -key[0])):
+        size = key[0]
+        if (size,) not in new_sizes:
+            new_sizes |= _smaller(step, args, divisors, new_sizes, key)
+    return _resized(args, new_sizes)
 
 
 # `(size,)` stands for all dimensions of this size, `(size, argument, dimension)` for
@@ -129,61 +126,60 @@ _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 def _smaller(
     step: Any,
     args: PyTree,
-    needs: Mapping[Key, int],
-    chosen: Mapping[Key, int],
+    divisors: Mapping[Key, int],
+    reduced: Mapping[Key, int],
     key: Key,
 ) -> dict[Key, int]:
     """A smaller size for the dimensions that `key` selects, with which `step` can still
     be traced; empty if there is none.
 
     The result also has new sizes for multiples of the old size, if `step` can be traced
-    only when these are reduced too. Unequal sizes get unequal new sizes. `needs` has by
-    key a divisor of each new size, so that the shardings still divide the dimensions.
-    `chosen` has the sizes that were reduced before.
+    only when these are reduced too. Unequal sizes get unequal new sizes. `divisors` has
+    by key a divisor of each new size, so that the shardings still divide the
+    dimensions. `reduced` has the sizes that were reduced before.
     """
-
-    def is_taken(chosen: Mapping[Key, int]) -> bool:
-        try:
-            jax.eval_shape(step, *_resized(args, chosen))
-        except _REFUSED:
-            return False
-        return True
-
     size = key[0]
-    for small in (
-        2 * factor * needs[key] for factor in _FACTORS if 2 * factor * needs[key] < size
-    ):
-        kin = {
-            one: small * (one[0] // size)
-            for one in needs
-            if len(one) == 1 and one[0] % size == 0
+    multiples = [
+        other for other in divisors if len(other) == 1 and other[0] % size == 0
+    ]
+    for factor in _FACTORS:
+        new_size = 2 * factor * divisors[key]
+        if new_size >= size:
+            continue
+        with_multiples = {
+            multiple: new_size * (multiple[0] // size)
+            for multiple in multiples
+            if multiple not in reduced
         }
-        for more in [
-            {key: small},
-            {one: new for one, new in kin.items() if one not in chosen},
-        ]:
-            if not {*chosen.values()} & {*more.values()} and is_taken(
-                {**chosen, **more}
-            ):
-                return more
+        for new_sizes in ({key: new_size}, with_multiples):
+            if not set(reduced.values()).isdisjoint(new_sizes.values()):
+                continue
+            if _is_accepted(step, _resized(args, {**reduced, **new_sizes})):
+                return new_sizes
     return {}
 
 
-def _resized(args: Sequence[PyTree], chosen: Mapping[Key, int]) -> list[PyTree]:
+def _is_accepted(step: Any, args: Sequence[PyTree]) -> bool:
+    try:
+        jax.eval_shape(step, *args)
+    except _REFUSED:
+        return False
+    return True
+
+
+def _resized(args: Sequence[PyTree], new_sizes: Mapping[Key, int]) -> list[PyTree]:
     def struct(number: int, leaf: object) -> Any:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
-        sizes = enumerate(leaf.shape)
-        shape = tuple(
-            chosen.get((size,), chosen.get((size, number, dim), size))
-            for dim, size in sizes
-        )
+        sizes = []
+        for dim, size in enumerate(leaf.shape):
+            new_size = new_sizes.get((size, number, dim), size)
+            sizes.append(new_sizes.get((size,), new_size))
+        shape = tuple(sizes)
+        if shape == leaf.shape:
+            return leaf
         sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
-        return (
-            leaf
-            if shape == leaf.shape
-            else jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-        )
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     return [
         jax.tree.map(ft.partial(struct, number), arg) for number, arg in enumerate(args)

@@ -69,19 +69,20 @@ class Fault(NamedTuple):
     turn: int | None
 
 
-def differences(found: object, wanted: object) -> np.ndarray:
+def differences(values: object, reference: object) -> np.ndarray:
     """The absolute differences between two arrays, by element. NaN equals only NaN, and
     an infinity only itself.
     """
-    found = np.asarray(found)
-    wanted = np.asarray(wanted)
-    kind = np.result_type(found.dtype, np.float64)
-    found = found.astype(kind)
-    wanted = wanted.astype(kind)
+    values = np.asarray(values)
+    reference = np.asarray(reference)
+    wide = np.result_type(values.dtype, np.float64)
+    values = values.astype(wide)
+    reference = reference.astype(wide)
     with np.errstate(invalid="ignore"):
-        apart = np.abs(found - wanted)
-    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
-    return np.where(same, 0.0, np.where(np.isnan(apart), np.inf, apart))
+        distances = np.abs(values - reference)
+    is_same = (values == reference) | (np.isnan(values) & np.isnan(reference))
+    distances = np.where(np.isnan(distances), np.inf, distances)
+    return np.where(is_same, 0.0, distances)
 
 
 def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
@@ -92,16 +93,16 @@ def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
     rounding. `dtype` is that of the result under the plan. For integers, the largest
     difference is infinite if rounding changed them, and else 0.
     """
-    changed = max(
-        [float(differences(one, exact).max(initial=0.0)) for one in others], default=0.0
-    )
+    rounding = 0.0
+    for other in others:
+        largest = differences(other, exact).max(initial=0.0)
+        rounding = max(rounding, float(largest))
     if not jnp.issubdtype(dtype, np.inexact):
         # Rounding made two numbers equal, and one was chosen.
-        return math.inf if changed else 0.0
+        return math.inf if rounding else 0.0
     finite = np.abs(exact[np.isfinite(exact)])
-    return 8 * changed + 4 * float(jnp.finfo(dtype).eps) * float(
-        finite.max(initial=0.0)
-    )
+    last_place = float(jnp.finfo(dtype).eps) * float(finite.max(initial=0.0))
+    return 8 * rounding + 4 * last_place
 
 
 def compared(
@@ -115,47 +116,63 @@ def compared(
     returned. `most` is the largest difference that rounding explains. `record` and
     `whole_record` are the records of the two results.
     """
-    axes, parts = _by_device(record, np.asarray(value))
-    one, whole = _by_device(whole_record, np.asarray(whole))
-    whole = whole.reshape(whole.shape[len(one) :])
-    turns = sum(isinstance(kind, int) for kind in record.leading)
+    axes, shards = _by_device(record, np.asarray(value))
+    whole_axes, whole = _by_device(whole_record, np.asarray(whole))
+    whole = whole.reshape(whole.shape[len(whole_axes) :])
+    is_in_loop = any(isinstance(entry, int) for entry in record.leading)
     best = Compared(False)
-    rank = (-1, -math.inf)
-    for roles, made in _assembled(axes, parts, whole.shape):
-        apart = differences(made, np.broadcast_to(whole, made.shape))
-        extra = made.ndim - whole.ndim
-        own = (
-            np.moveaxis(apart, extra, 0).reshape(whole.shape[0], -1)
-            if turns
-            else apart.reshape(1, -1)
-        )
-        by_turn = tuple((own.max(-1, initial=0.0) <= most).tolist())
-        largest = float(apart.max(initial=0.0))
-        last = by_turn.index(False) if False in by_turn else len(by_turn)
-        if (last, -largest) > rank:
-            at = (
-                np.unravel_index(int(apart.argmax()), apart.shape)[extra:]
-                if apart.size
-                else ()
-            )
-            names: dict[str, Role] = {
-                name: role
-                for (name, size), role in zip(axes, roles, strict=True)
-                if size > 1
-            }
-            scale = 1.0 if whole.dtype == bool else float(np.abs(whole).max(initial=0))
+    best_rank = (-1, -math.inf)
+    for roles, assembled in _assembled(axes, shards, whole.shape):
+        distances = differences(assembled, np.broadcast_to(whole, assembled.shape))
+        # Dimensions of mesh axes along which each device has the whole.
+        copies = assembled.ndim - whole.ndim
+        is_same_by_turn = [bool(distances.max(initial=0.0) <= most)]
+        if is_in_loop:
+            by_turn = np.moveaxis(distances, copies, 0).reshape(whole.shape[0], -1)
+            is_same_by_turn = (by_turn.max(-1, initial=0.0) <= most).tolist()
+        right_turns = len(is_same_by_turn)
+        if False in is_same_by_turn:
+            right_turns = is_same_by_turn.index(False)
+        largest = float(distances.max(initial=0.0))
+        rank = (right_turns, -largest)
+        if rank > best_rank:
+            best_rank = rank
             best = Compared(
-                all(by_turn),
-                names,
-                by_turn if turns else (),
-                largest,
-                tuple(map(int, at)),
-                scale,
+                is_same=all(is_same_by_turn),
+                roles=_roles_by_axis(axes, roles),
+                by_turn=tuple(is_same_by_turn) if is_in_loop else (),
+                difference=largest,
+                at=index_of_largest(distances)[copies:],
+                scale=_scale_of(whole),
             )
-            rank = (last, -largest)
         if best.is_same:
             break
     return best
+
+
+def index_of_largest(array: np.ndarray) -> tuple[int, ...]:
+    """The index of the largest element of an array; empty for an empty array."""
+    if not array.size:
+        return ()
+    index = np.unravel_index(int(array.argmax()), array.shape)
+    return tuple(map(int, index))
+
+
+def _scale_of(array: np.ndarray) -> float:
+    if array.dtype == bool:
+        return 1.0
+    return float(np.abs(array).max(initial=0))
+
+
+def _roles_by_axis(
+    axes: Sequence[tuple[str, int]], roles: Sequence[Role]
+) -> dict[str, Role]:
+    """The role of each mesh axis, without those of size 1."""
+    roles_by_axis: dict[str, Role] = {}
+    for (name, size), role in zip(axes, roles, strict=True):
+        if size > 1:
+            roles_by_axis[name] = role
+    return roles_by_axis
 
 
 def _by_device(
@@ -168,81 +185,88 @@ def _by_device(
     iterations, in the order of time, also for loops that run backwards, and then those
     of the result itself.
     """
-    device = [at for at, one in enumerate(record.leading) if not isinstance(one, int)]
-    value = np.asarray(
-        np.flip(value, tuple(at for at, one in enumerate(record.leading) if one == -1))
-    )
-    value = np.moveaxis(value, device, range(len(device)))
-    axes = [axis for one in record.leading if not isinstance(one, int) for axis in one]
-    return axes, np.reshape(
-        value, (*[size for _, size in axes], *value.shape[len(device) :])
-    )
+    axes: list[tuple[str, int]] = []
+    device_dims = []
+    backward_dims = []
+    for dim, entry in enumerate(record.leading):
+        if not isinstance(entry, int):
+            device_dims.append(dim)
+            axes += entry
+        elif entry == -1:
+            backward_dims.append(dim)
+    value = np.asarray(np.flip(value, tuple(backward_dims)))
+    value = np.moveaxis(value, device_dims, range(len(device_dims)))
+    sizes = [size for _, size in axes]
+    return axes, np.reshape(value, (*sizes, *value.shape[len(device_dims) :]))
 
 
 def _assembled(
-    axes: Sequence[tuple[str, int]], parts: np.ndarray, shape: tuple[int, ...]
+    axes: Sequence[tuple[str, int]], shards: np.ndarray, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
     """Yields every array of `shape` that the devices' values may form, each with the
     role of every mesh axis.
 
-    `parts` are the devices' values, with a leading dimension for each of `axes`. If an
+    `shards` are the devices' values, with a leading dimension for each of `axes`. If an
     axis has the role "same" or is reduced, the yielded array still has the leading
     dimension of this axis.
     """
-    local = parts.shape[len(axes) :]
-    if len(local) != len(shape) or any(
-        size == 0 or whole % size for size, whole in zip(local, shape, strict=True)
-    ):
+    shard_shape = shards.shape[len(axes) :]
+    if len(shard_shape) != len(shape):
         return
-    ratios = [whole // size for size, whole in zip(local, shape, strict=True)]
-    merged = (
-        MERGED
-        if jnp.issubdtype(parts.dtype, np.inexact)
-        else []
-        if parts.dtype == bool
-        else ["sum"]
-    )
-    choices: list[list[Any]] = [
-        (
-            [
-                "same",
-                *[
-                    dim
-                    for dim, ratio in enumerate(ratios)
-                    if ratio > 1 and ratio % size == 0
-                ],
-                *merged,
-            ]
-            if size > 1
-            else ["same"]
-        )
-        for _, size in axes
-    ]
-    for roles in sorted(
-        it.product(*choices), key=lambda roles: sum(role in MERGED for role in roles)
-    ):
-        cuts = [
-            [at for at, role in enumerate(roles) if role == dim]
-            for dim in range(len(shape))
-        ]
-        if [math.prod(axes[at][1] for at in own) for own in cuts] != ratios:
-            continue
-        made = parts
-        for at, role in enumerate(roles):
-            made = (
-                MERGED[role](made, axis=at, keepdims=True) if role in MERGED else made
+    counts = []
+    for shard_size, size in zip(shard_shape, shape, strict=True):
+        if shard_size == 0 or size % shard_size:
+            return
+        counts.append(size // shard_size)
+
+    choices = [_possible_roles(size, counts, shards.dtype) for _, size in axes]
+    # Reductions last.
+    for roles in sorted(it.product(*choices), key=_number_of_reductions):
+        # For each dimension of the array, the mesh axes that shard it.
+        axes_by_dim = []
+        for dim in range(len(shape)):
+            axes_by_dim.append(
+                [number for number, role in enumerate(roles) if role == dim]
             )
-        beside = [at for at, role in enumerate(roles) if not isinstance(role, int)]
-        order = [
-            *beside,
-            *it.chain.from_iterable(
-                [*own, len(axes) + dim] for dim, own in enumerate(cuts)
-            ),
+        products = [
+            math.prod(axes[number][1] for number in numbers) for numbers in axes_by_dim
         ]
-        yield (
-            roles,
-            made.transpose(order).reshape((*[made.shape[at] for at in beside], *shape)),
-        )
+        if products != counts:
+            continue
+
+        array = shards
+        for number, role in enumerate(roles):
+            if role in MERGED:
+                array = MERGED[role](array, axis=number, keepdims=True)
+        unsharding = [
+            number for number, role in enumerate(roles) if not isinstance(role, int)
+        ]
+        order = list(unsharding)
+        for dim, numbers in enumerate(axes_by_dim):
+            order += [*numbers, len(axes) + dim]
+        leading_sizes = [array.shape[number] for number in unsharding]
+        yield roles, array.transpose(order).reshape((*leading_sizes, *shape))
+
+
+def _possible_roles(size: int, counts: Sequence[int], dtype: Any) -> list[Any]:
+    """The roles that a mesh axis of `size` may have for an array with `counts` shards
+    along each dimension.
+    """
+    roles: list[Any] = ["same"]
+    if size == 1:
+        return roles
+    for dim, count in enumerate(counts):
+        if count > 1 and count % size == 0:
+            roles.append(dim)
+    if jnp.issubdtype(dtype, np.inexact):
+        roles += MERGED.keys()
+    elif dtype.kind != "b":
+        roles.append("sum")
+    return roles
+
+
+def _number_of_reductions(roles: Sequence[Role]) -> int:
+    return sum(role in MERGED for role in roles)
 
 
 def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
@@ -252,14 +276,16 @@ def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
     Equations match if they have the same primitive and source line, in the same order.
     Others are left out.
     """
-    keys = [
-        [(one.primitive, one.frames[:1]) for one in records]
-        for records in (ours, theirs)
-    ]
-    if keys[0] == keys[1]:
-        return {at: at for at in range(len(ours))}
-    blocks = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
-    return {one.a + at: one.b + at for one in blocks for at in range(one.size)}
+    our_keys = [(record.primitive, record.frames[:1]) for record in ours]
+    their_keys = [(record.primitive, record.frames[:1]) for record in theirs]
+    if our_keys == their_keys:
+        return {number: number for number in range(len(ours))}
+    matcher = difflib.SequenceMatcher(None, our_keys, their_keys, autojunk=False)
+    numbers = {}
+    for block in matcher.get_matching_blocks():
+        for offset in range(block.size):
+            numbers[block.a + offset] = block.b + offset
+    return numbers
 
 
 class Blame:
@@ -269,157 +295,144 @@ class Blame:
 
     - `records`: the equations of the step under the plan. The number of an equation is
       its index here.
-    - `found`: by number, the comparison of the result with the result on one device. An
-      equation without an entry
-        counts as wrong.
+    - `comparisons`: by number, the comparison of the result with the result on one
+      device. An equation without an entry counts as wrong.
     """
 
-    def __init__(self, records: Sequence[Record], found: Mapping[int, Compared]):
+    def __init__(self, records: Sequence[Record], comparisons: Mapping[int, Compared]):
         self.records = records
-        self.found = found
+        self.comparisons = comparisons
         # For each loop, the first iteration that ends with a wrong carry.
         self.turns: dict[int | None, int] = {}
-        for number, record in enumerate(records):
-            by_turn = found[number].by_turn if number in found else ()
-            if (
-                record.primitive == CARRY
-                and by_turn[:1] == (True,)
-                and False in by_turn
-            ):
-                first = by_turn.index(False) - 1
-                self.turns[record.loop] = min(self.turns.get(record.loop, first), first)
+        for number, comparison in comparisons.items():
+            record = records[number]
+            by_turn = comparison.by_turn
+            if record.primitive != CARRY or False not in by_turn or not by_turn[0]:
+                continue
+            # A carry that is wrong in one iteration was made in the one before.
+            turn = by_turn.index(False) - 1
+            self.turns[record.loop] = min(self.turns.get(record.loop, turn), turn)
 
     def is_same(self, number: int) -> bool:
-        """Whether the result of the equation `number` equals the result on one device.
-
-        In a loop whose carry becomes wrong, only the first iteration that ends with a
-        wrong carry is compared.
-        """
-        one = self.found.get(number)
+        """..."""
+        comparison = self.comparisons.get(number)
+        if comparison is None:
+            return False
         turn = self.turns.get(self.records[number].loop)
-        if one is None or turn is None or not one.by_turn:
-            return one is not None and one.is_same
-        return one.by_turn[turn] or self.records[number].primitive == CARRY
+        if turn is None or not comparison.by_turn:
+            return comparison.is_same
+        return comparison.by_turn[turn] or self.records[number].primitive == CARRY
 
     def is_loose(self, number: int, reader: Record | None) -> bool:
-        """Whether the result of the equation `number` leaves its `shard_map` before the
-        collective that reduces it.
+        """..."""
+        axes_around_reader: set[str] = set()
+        for entry in reader.leading if reader else ():
+            if not isinstance(entry, int):
+                axes_around_reader |= {name for name, _ in entry}
+        for axis in self.reductions(number):
+            if axis not in axes_around_reader:
+                return True
+        return False
 
-        Such a result equals the result on one device only as a sum, mean or maximum
-        over devices. `reader` is the equation with this operand; `None` for a result of
-        the step.
+    def reductions(self, number: int) -> list[str]:
+        """The mesh axes over which the result of the equation `number` is not reduced
+        yet.
         """
-        inside = {
-            name
-            for own in (reader.leading if reader else ())
-            if not isinstance(own, int)
-            for name, _ in own
-        }
-        roles = self.found[number].roles if number in self.found else {}
-        return any(
-            role in MERGED and name not in inside for name, role in roles.items()
-        )
+        if number not in self.comparisons:
+            return []
+        roles = self.comparisons[number].roles
+        return [axis for axis, role in roles.items() if role in MERGED]
 
     def is_right(self, number: int, reader: Record | None = None) -> bool:
-        return number < 0 or (
-            self.is_same(number) and not self.is_loose(number, reader)
-        )
+        if number < 0:
+            return True
+        return self.is_same(number) and not self.is_loose(number, reader)
 
     def fault(self, wrong: Sequence[int]) -> Fault | None:
-        """The first equation with a wrong result and right operands; `None` if all
-        results are right.
-
-        The search goes from the equations `wrong`, which make the step's wrong results,
-        to the equations that made their wrong operands, and so on. If all equations
-        found in this way have wrong operands, the first of them is returned.
-        """
-        region: set[int] = set()
-        waiting: list[tuple[int, Record | None]] = [
-            (number, None) for number in wrong if number >= 0
-        ]
-        leaving: list[int] = []
-        while waiting:
-            number, reader = waiting.pop()
-            if self.is_same(number):
-                leaving += [number] if self.is_loose(number, reader) else []
-            elif number not in region:
-                region.add(number)
-                waiting += [
-                    (one, self.records[number])
-                    for one in self.records[number].reads
-                    if one >= 0
-                ]
+        """..."""
+        region, leaving = self.wrong_region(wrong)
         if leaving and min(leaving) < min(region, default=math.inf):
             return self.named(min(leaving), set())
-        apart = self.without_counterpart(region)
-        starts = (
-            number
-            for number in sorted(region - apart)
+        excused = self.without_counterpart(region)
+        for number in sorted(region - excused):
+            record = self.records[number]
             if all(
-                one in apart or self.is_right(one, self.records[number])
-                for one in self.records[number].reads
-            )
-        )
-        first = next(starts, min(region, default=None))
-        return None if first is None else self.named(first, region)
+                operand in excused or self.is_right(operand, record)
+                for operand in record.reads
+            ):
+                return self.named(number, region)
+        return self.named(min(region), region) if region else None
+
+    def wrong_region(self, wrong: Sequence[int]) -> tuple[set[int], list[int]]:
+        """The equations with wrong results from which the results `wrong` follow; and
+        those with right results that leave their `shard_map` before they are reduced.
+        """
+        region: set[int] = set()
+        leaving: list[int] = []
+        # Equations, each with one that reads its result.
+        waiting: list[tuple[int, Record | None]] = [(number, None) for number in wrong]
+        while waiting:
+            number, reader = waiting.pop()
+            if number < 0:
+                continue
+            if not self.is_same(number):
+                if number not in region:
+                    region.add(number)
+                    record = self.records[number]
+                    waiting += [(operand, record) for operand in record.reads]
+            elif self.is_loose(number, reader):
+                leaving.append(number)
+        return region, leaving
 
     def without_counterpart(self, region: set[int]) -> set[int]:
-        """The equations that may be right although no array on one device equals their
-        result.
-
-        `region` has the numbers of all equations whose result differs from that on one
-        device. Those returned are inside a `shard_map`, and their operands are right or
-        made by such equations. They compute integers, such as device indices, or move
-        elements, as slices do.
-        """
-        found: set[int] = set()
+        """..."""
+        excused: set[int] = set()
         for number in sorted(region):
             record = self.records[number]
-            if all(isinstance(one, int) for one in record.leading):
+            if all(isinstance(entry, int) for entry in record.leading):
                 continue
             is_index = not jnp.issubdtype(record.dtype, np.inexact)
-            if (is_index or record.primitive in _PIECES) and all(
-                one in found or self.is_right(one, record) for one in record.reads
+            if not is_index and record.primitive not in _PIECES:
+                continue
+            if all(
+                operand in excused or self.is_right(operand, record)
+                for operand in record.reads
             ):
-                found.add(number)
-        return found
+                excused.add(number)
+        return excused
 
     def named(self, first: int, region: set[int]) -> Fault:
-        """The `Fault` of the equation `first`, with the earlier equations that say most
-        about the cause.
+        """..."""
+        behind = self.behind(first, region)
+        collectives = []
+        indices = []
+        for number in behind:
+            record = self.records[number]
+            if record.primitive in _COLLECTIVES:
+                collectives.append(number)
+            if not jnp.issubdtype(record.dtype, np.inexact):
+                indices.append(number)
+        record = self.records[first]
+        unreduced = [operand for operand in record.reads if self.reductions(operand)]
+        sources = [*collectives[-1:], *unreduced[-1:], *indices[-1:], *indices[:1]]
+        if not sources:
+            sources = behind[-1:]
+        return Fault(
+            number=first,
+            sources=tuple(dict.fromkeys(sources)),
+            turn=self.turns.get(record.loop),
+        )
 
-        `region` has the numbers of equations with wrong results. Of those on which
-        `first` depends, the Fault has the last collective, and the first and the last
-        equation whose result has integers, such as indices. It also has the last
-        operand of `first` that still needs a sum, mean or maximum over devices. If
-        there are none of these, it has the last equation in `region` on which `first`
-        depends.
-        """
+    def behind(self, first: int, region: set[int]) -> list[int]:
+        """The equations in `region` on which the equation `first` depends, in order."""
         seen: set[int] = set()
         waiting = [first]
         while waiting:
-            left = {
-                one for one in self.records[waiting.pop()].reads if one in region
-            } - seen
-            seen |= left
-            waiting += left
-        behind = sorted(seen - {first})
-        reads = self.records[first].reads
-        waits = [
-            one
-            for one in reads
-            if one in self.found and {*self.found[one].roles.values()} & {*MERGED}
-        ]
-        sent = [one for one in behind if self.records[one].primitive in _COLLECTIVES]
-        index = [
-            one
-            for one in behind
-            if not jnp.issubdtype(self.records[one].dtype, np.inexact)
-        ]
-        names = [*sent[-1:], *waits[-1:], *index[-1:], *index[:1]] or behind[-1:]
-        return Fault(
-            first, tuple(dict.fromkeys(names)), self.turns.get(self.records[first].loop)
-        )
+            operands = self.records[waiting.pop()].reads
+            new = region.intersection(operands) - seen
+            seen |= new
+            waiting += new
+        return sorted(seen - {first})
 
 
 _SUMS = ("psum", "psum2", "psum_invariant")
@@ -438,98 +451,108 @@ def suspects(tape: Tape) -> tuple[str, ...]:
 
     An example is a `psum` over an axis along which all devices have the same value.
     """
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for body in tape.bodies:
-        if not body.equation.params["check_vma"]:
-            for one, what in _said(tape, body):
-                found[
-                    f"`{one.primitive}` at {place_text(next(iter(one.frames), None))}:"
-                    f" {what}"
-                ] = None
-    return tuple(found)
+        if body.equation.params["check_vma"]:
+            continue
+        for record, reason in _suspicious(tape, body):
+            place = place_text(next(iter(record.frames), None))
+            texts[f"`{record.primitive}` at {place}: {reason}"] = None
+    return tuple(texts)
 
 
-def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
+def _suspicious(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
     """Yields each suspicious equation of a `shard_map`, with a text that says why."""
     params = body.equation.params
-    records = [tape.records[at] for at in body.numbers]
     axes = [axis for axis, size in params["mesh"].shape.items() if size > 1]
-    cuts: dict[int, Axes] = {}
-    lengths: dict[int, str] = {}
-    for var, number, spec in zip(
-        opened(params["jaxpr"])[0].invars, body.reads, params["in_specs"], strict=True
-    ):
-        cuts[number] = cuts.get(number, Axes()) | _cut(spec)
-        parts = zip(var.aval.shape, entries_of(spec), strict=False)
-        lengths |= {size: axis for size, entry in parts for axis in entry_axes(entry)}
-    differs = _differing(tape, body, cuts)
+    axes_by_operand, axis_by_length = _cuts(body)
+    varying = _varying(tape, body, axes_by_operand)
+    records = [tape.records[number] for number in body.numbers]
     offset = Axes().union(
-        *(one.axes for one in records if one.primitive == "axis_index")
+        *(record.axes for record in records if record.primitive == "axis_index")
     )
-    for one in records:
-        if one.primitive in _ALIKE:
-            for axis in [
-                axis for axis in axes if axis in one.axes - _taken(one, differs)
-            ]:
-                yield (
-                    one,
-                    (
-                        f"is over {axis}, along which all devices have the same: is it"
-                        " doubled?"
-                    ),
-                )
-        if (
-            one.primitive in _SUMS
-            and jnp.issubdtype(one.dtype, np.floating)
-            and jnp.finfo(one.dtype).bits < 32
-        ):
-            yield one, f"adds up in {one.dtype}: its error grows with the devices"
-        axis = lengths.get(one.counted)
+    for record in records:
+        yield from _suspicious_sums(record, axes, varying)
+        axis = axis_by_length.get(record.counted)
         if axis in axes and axis not in offset:
-            yield (
-                one,
-                (
-                    f"counts from 0 on every device along {axis}, and no axis_index"
-                    " offsets it"
-                ),
+            reason = (
+                f"counts from 0 on every device along {axis}, and no axis_index"
+                " offsets it"
             )
+            yield record, reason
+
     for number, spec in zip(body.results, params["out_specs"], strict=True):
-        left = [
-            axis for axis in axes if axis in differs.get(number, Axes()) - _cut(spec)
-        ]
-        if left and number >= 0:
-            what = (
-                f"may differ along {', '.join(left)}, and `out_specs` say that it"
-                " does not"
+        unsaid = varying.get(number, Axes()) - _cut(spec)
+        unsaid_axes = [axis for axis in axes if axis in unsaid]
+        if unsaid_axes and number >= 0:
+            reason = (
+                f"may differ along {', '.join(unsaid_axes)}, and `out_specs` say that"
+                " it does not: is a psum missing?"
             )
-            yield tape.records[number], f"{what}: is a psum missing?"
+            yield tape.records[number], reason
 
 
-def _differing(tape: Tape, body: ShardMapBody, cuts: Varying) -> Varying:
-    """For each operand and each equation in the `shard_map` `body`, the mesh axes along
-    which the devices may have different values. `cuts` has them for the operands alone.
-    The keys of both dicts are numbers, as in `tape.records`.
+def _suspicious_sums(
+    record: Record, axes: Sequence[str], varying: Varying
+) -> Iterator[tuple[Record, str]]:
+    """Yields an equation that reduces over devices with the same values, or in a narrow
+    dtype, with a text that says so.
     """
-    differs = dict(cuts)
+    if record.primitive in _ALIKE:
+        same = record.axes - _operand_axes(record, varying)
+        for axis in axes:
+            if axis in same:
+                reason = (
+                    f"is over {axis}, along which all devices have the same: is it"
+                    " doubled?"
+                )
+                yield record, reason
+    is_float_sum = record.primitive in _SUMS and jnp.issubdtype(
+        record.dtype, np.floating
+    )
+    if is_float_sum and jnp.finfo(record.dtype).bits < 32:
+        yield record, f"adds up in {record.dtype}: its error grows with the devices"
+
+
+def _cuts(body: ShardMapBody) -> tuple[Varying, dict[int, str]]:
+    """The mesh axes that shard each operand of a `shard_map`; and for the size of each
+    sharded dimension on a device, a mesh axis that shards it.
+    """
+    axes_by_operand: dict[int, Axes] = {}
+    axis_by_length: dict[int, str] = {}
+    jaxpr, _ = opened(body.equation.params["jaxpr"])
+    specs = body.equation.params["in_specs"]
+    for var, number, spec in zip(jaxpr.invars, body.reads, specs, strict=True):
+        axes_by_operand[number] = axes_by_operand.get(number, Axes()) | _cut(spec)
+        for size, entry in zip(var.aval.shape, entries_of(spec), strict=False):
+            for axis in entry_axes(entry):
+                axis_by_length[size] = axis
+    return axes_by_operand, axis_by_length
+
+
+def _varying(tape: Tape, body: ShardMapBody, axes_by_operand: Varying) -> Varying:
+    """For each operand and each equation in the `shard_map` `body`, the mesh axes along
+    which the devices may have different values. `axes_by_operand` has them for the
+    operands alone. The keys of both dicts are numbers, as in `tape.records`.
+    """
+    varying = dict(axes_by_operand)
     # An iteration of a loop takes the results of the iteration before it.
     for _ in range(len(body.equation.params["mesh"].shape) + 1):
-        for at in body.numbers:
-            one = tape.records[at]
-            taken = _taken(one, differs) | differs.get(tape.carried.get(at, at), Axes())
-            is_alike = one.primitive in _ALIKE
-            is_apart = one.primitive in _APART
-            differs[at] = (
-                _taken(one, differs) - one.axes
-                if is_alike
-                else taken | one.axes
-                if is_apart
-                else taken
-            )
-    return differs
+        for number in body.numbers:
+            record = tape.records[number]
+            axes = _operand_axes(record, varying)
+            if record.primitive in _ALIKE:
+                varying[number] = axes - record.axes
+                continue
+            before = tape.carried.get(number, number)
+            varying[number] = axes | varying.get(before, Axes())
+            if record.primitive in _APART:
+                varying[number] |= record.axes
+    return varying
 
 
-def _taken(record: Record, differs: Varying) -> Axes:
-    return Axes().union(*(differs.get(one, Axes()) for one in record.reads))
+def _operand_axes(record: Record, varying: Varying) -> Axes:
+    return Axes().union(*(varying.get(operand, Axes()) for operand in record.reads))
 
 
 def _cut(spec: Any) -> Axes:

@@ -48,7 +48,8 @@ Arrays: TypeAlias = Sequence[Any]
 # it. It is negative if no equation made the array: an argument, a literal or a
 # constant.
 Numbers: TypeAlias = Sequence[int]
-Made: TypeAlias = tuple[Arrays, Numbers]
+# The results of equations, with their numbers.
+Results: TypeAlias = tuple[Arrays, Numbers]
 # The name of the records for the values with which an iteration of a loop starts.
 CARRY = "carry"
 # These operate on the bits of their dtype.
@@ -130,7 +131,9 @@ class Tape:
     """
 
     def __init__(self, *, alone: bool, wide: DType = None, noise: Any = None):
-        self.alone, self.wide, self.noise = alone, wide, noise
+        self.alone = alone
+        self.wide = wide
+        self.noise = noise
         self.records: list[Record] = []
         self.values: dict[int, Any] = {}
         self.frames: tuple[Frame, ...] = ()
@@ -138,11 +141,12 @@ class Tape:
         self.carried: dict[int, int] = {}
         self.count = it.count(-2, -1)
 
-    def run(self, jaxpr: jex.Jaxpr, consts: Arrays, args: Arrays, ids: Numbers) -> Made:
+    def run(
+        self, jaxpr: jex.Jaxpr, consts: Arrays, args: Arrays, numbers: Numbers
+    ) -> Results:
         """Evaluates a jaxpr and returns its results with their numbers.
 
-        `ids` are the numbers of `args`, and `consts` the values of the jaxpr's
-        constants.
+        `numbers` are those of `args`, and `consts` the values of the jaxpr's constants.
         """
         outer_frames = self.frames
         entered = {
@@ -163,22 +167,21 @@ class Tape:
             self.frames = tuple(user_frames) or outer_frames
             ins = [operand.array for operand in operands]
             reads = [operand.number for operand in operands]
-            if equation.primitive.name in entered:
-                outs, numbers = entered[equation.primitive.name](equation, ins, reads)
-            else:
-                outs = self.applied(jaxpr, equation, ins)
-                numbers = self.all_kept(equation, outs, reads)
-                outs = [
-                    self.values.get(number, out)
-                    for number, out in zip(numbers, outs, strict=True)
-                ]
-            return list(map(_Numbered, outs, numbers))
+            enter = entered.get(equation.primitive.name)
+            if enter is not None:
+                return list(map(_Numbered, *enter(equation, ins, reads)))
+            outs = self.applied(jaxpr, equation, ins)
+            results = []
+            out_numbers = self.recorded_results(equation, outs, reads)
+            for number, out in zip(out_numbers, outs, strict=True):
+                results.append(_Numbered(self.values.get(number, out), number))
+            return results
 
         constants = map(_Numbered, map(self.widened, consts), self.unknown(consts))
         results = evaluated(
             jaxpr,
             list(constants),
-            list(map(_Numbered, args, ids)),
+            list(map(_Numbered, args, numbers)),
             rule,
             lambda literal: _Numbered(self.literal(literal), -1),
         )
@@ -192,18 +195,15 @@ class Tape:
         """The value of a literal in the jaxpr, cast to `wide` if it is a narrower
         float.
         """
-        is_own = self.wide is None
-        return (
-            atom.val
-            if is_own
-            else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
-        )
+        if self.wide is None:
+            return atom.val
+        return jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
     def unknown(self, arrays: Sequence[object]) -> list[int]:
         """Returns new negative numbers for `arrays`, which no equation made."""
         return [next(self.count) for _ in arrays]
 
-    def kept(
+    def recorded(
         self,
         name: str,
         var: Any,
@@ -222,41 +222,40 @@ class Tape:
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
             return max(reads, default=-1)  # a PRNG key
         number = len(self.records)
-        self.records.append(
-            Record(
-                name,
-                self.frames,
-                (*reads,),
-                (),
-                var.aval.dtype,
-                axes=axes,
-                counted=counted,
-            )
+        record = Record(
+            primitive=name,
+            frames=self.frames,
+            reads=tuple(reads),
+            leading=(),
+            dtype=var.aval.dtype,
+            axes=axes,
+            counted=counted,
         )
-        if (
-            self.alone or not jax.typeof(out).sharding.spec.unreduced
-        ):  # no device has the value of an incomplete sum
-            noise = self.noise
-            self.values[number] = (
-                out
-                if noise is None or name in _EXACT
-                else _rounded(out, var.aval.dtype, *noise)
-            )
+        self.records.append(record)
+        # No device has the value of an incomplete sum.
+        if self.alone or not jax.typeof(out).sharding.spec.unreduced:
+            if self.noise is not None and name not in _EXACT:
+                out = _rounded(out, var.aval.dtype, *self.noise)
+            self.values[number] = out
         return number
 
-    def all_kept(
+    def recorded_results(
         self, equation: jex.JaxprEqn, outs: Arrays, reads: Numbers
     ) -> list[int]:
-        name, params = equation.primitive.name, equation.params
+        """Adds a record for each result of an equation, and returns their numbers."""
+        name = equation.primitive.name
+        params = equation.params
         axes = params.get("axes", params.get("axis_name", ()))
-        named = frozenset(
-            one
-            for one in (axes if isinstance(axes, tuple) else (axes,))
-            if isinstance(one, str)
-        )
-        counted = params["shape"][params["dimension"]] if name == "iota" else 0
-        pairs = zip(equation.outvars, outs, strict=True)
-        return [self.kept(name, var, out, reads, named, counted) for var, out in pairs]
+        if not isinstance(axes, tuple):
+            axes = (axes,)
+        mesh_axes = frozenset(axis for axis in axes if isinstance(axis, str))
+        counted = 0
+        if name == "iota":
+            counted = params["shape"][params["dimension"]]
+        return [
+            self.recorded(name, var, out, reads, mesh_axes, counted)
+            for var, out in zip(equation.outvars, outs, strict=True)
+        ]
 
     def widened(self, array: Any) -> Any:
         """`array`, cast to `wide` if it has narrower floats."""
@@ -272,26 +271,32 @@ class Tape:
         """
         if self.wide is None:
             return self.bound(jaxpr, equation, ins)
-        pairs: list[tuple[Any, Any]] = [
-            *zip(map(jnp.asarray, ins), equation.invars, strict=True)
-        ]
+        arrays: list[Any] = list(map(jnp.asarray, ins))
         if equation.primitive.name not in _BITS:
             # Some equations have a fixed dtype and refuse a wider one. Other errors are
             # raised again below.
             with contextlib.suppress(TypeError, ValueError, NotImplementedError):
-                params = {key: self.param(one) for key, one in equation.params.items()}
-                invars = [
-                    jex.Literal(one, var.aval) if isinstance(var, jex.Literal) else var
-                    for one, var in pairs
-                ]
-                return self.bound(
-                    jaxpr, equation.replace(params=params, invars=invars), ins
-                )
-        own = [
-            one.astype(var.aval.dtype) if jnp.issubdtype(one.dtype, np.inexact) else one
-            for one, var in pairs
-        ]
-        return [self.widened(out) for out in self.bound(jaxpr, equation, own)]
+                wide = self.wide_equation(equation, arrays)
+                return self.bound(jaxpr, wide, ins)
+        narrow: list[Any] = []
+        avals: list[Any] = [var.aval for var in equation.invars]
+        for array, aval in zip(arrays, avals, strict=True):
+            if jnp.issubdtype(array.dtype, np.inexact):
+                array = array.astype(aval.dtype)
+            narrow.append(array)
+        return list(map(self.widened, self.bound(jaxpr, equation, narrow)))
+
+    def wide_equation(self, equation: jex.JaxprEqn, ins: Arrays) -> jex.JaxprEqn:
+        """The equation with operands `ins`, and with `wide` in the place of narrower
+        float dtypes.
+        """
+        params = {name: self.param(param) for name, param in equation.params.items()}
+        invars = []
+        for array, var in zip(ins, equation.invars, strict=True):
+            if isinstance(var, jex.Literal):
+                var = jex.Literal(array, var.aval)
+            invars.append(var)
+        return equation.replace(params=params, invars=invars)
 
     def param(self, param: Any) -> Any:
         """A parameter of an equation. If it is a dtype or a jaxpr, `wide` replaces the
@@ -299,68 +304,64 @@ class Tape:
         """
         if isinstance(param, jex.ClosedJaxpr | jex.Jaxpr):
             inner = Tape(alone=self.alone, wide=self.wide)
-            return retraced(
-                param,
-                lambda jaxpr, consts, args: inner.run(
-                    jaxpr, consts, args, [-1] * len(args)
-                )[0],
-                ft.partial(_wider, wide=self.wide),
-            )
-        is_dtype = isinstance(param, np.dtype) or (
-            isinstance(param, type) and issubclass(param, np.generic)
-        )
-        return _wider(np.dtype(param), self.wide) if is_dtype else param
+
+            def run(jaxpr: jex.Jaxpr, consts: Arrays, args: Arrays) -> Arrays:
+                outs, _ = inner.run(jaxpr, consts, args, [-1] * len(args))
+                return outs
+
+            return retraced(param, run, ft.partial(_wider, wide=self.wide))
+        is_scalar_type = isinstance(param, type) and issubclass(param, np.generic)
+        if is_scalar_type or isinstance(param, np.dtype):
+            return _wider(np.dtype(param), self.wide)
+        return param
 
     def bound(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Arrays) -> Arrays:
         if not self.alone:
             return applied(jaxpr, equation, ins)
         if equation.primitive.name in _LAYOUTS:
             return ins
-        params = {
-            key: None if isinstance(one, NamedSharding) else one
-            for key, one in equation.params.items()
-        }
+        params = {}
+        for name, param in equation.params.items():
+            params[name] = None if isinstance(param, NamedSharding) else param
         # Without the mesh of the trace.
         context = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx
         return applied(jaxpr, equation.replace(params=params, ctx=context), ins)
 
-    def inlined(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
+    def inlined(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
         params = equation.params
-        program = opened(params[_INLINED[equation.primitive.name]])
-        outs, ids = self.run(
-            *program, self.placed(ins, params.get("in_shardings", ())), reads
-        )
-        return self.placed(outs, params.get("out_shardings", ())), ids
+        jaxpr, consts = opened(params[_INLINED[equation.primitive.name]])
+        args = self.placed(ins, params.get("in_shardings", ()))
+        outs, numbers = self.run(jaxpr, consts, args, reads)
+        return self.placed(outs, params.get("out_shardings", ())), numbers
 
-    def placed(self, arrays: Arrays, asked: Sequence[Any]) -> Arrays:
-        """`arrays` with the shardings `asked`, the `in_shardings` or `out_shardings` of
-        a `jax.jit` in the step.
+    def placed(self, arrays: Arrays, shardings: Sequence[Any]) -> Arrays:
+        """The arrays with these shardings, the `in_shardings` or `out_shardings` of a
+        `jax.jit` in the step.
         """
         if self.alone:
             return arrays
-        return [
-            (
-                jax.lax.with_sharding_constraint(one, own)
-                if isinstance(own, NamedSharding)
-                and {*own.mesh.axis_types} == {AxisType.Auto}
-                else one
-            )
-            for one, own in it.zip_longest(arrays, asked)
-        ]
+        placed = []
+        for array, sharding in it.zip_longest(arrays, shardings):
+            if isinstance(sharding, NamedSharding):
+                if {*sharding.mesh.axis_types} == {AxisType.Auto}:
+                    array = jax.lax.with_sharding_constraint(array, sharding)
+            placed.append(array)
+        return placed
 
-    def solved(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
+    def solved(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
         """Evaluates a `custom_linear_solve` by its jaxpr `solve`. Its other jaxprs, for
         derivatives, are not needed.
         """
-        lengths, solve = (
-            equation.params["const_lengths"],
-            equation.params["jaxprs"].solve,
-        )
+        lengths = equation.params["const_lengths"]
+        jaxpr, consts = opened(equation.params["jaxprs"].solve)
+        # The operands are the constants of `matvec`, `vecmat`, `solve` and
+        # `transpose_solve`, then the right side.
         first = lengths.matvec + lengths.vecmat
-        own = [*range(first, first + lengths.solve), *range(sum(lengths), len(ins))]
-        return self.run(
-            *opened(solve), [ins[at] for at in own], [reads[at] for at in own]
-        )
+        used = slice(first, first + lengths.solve)
+        right_side = slice(sum(lengths), None)
+        args = [*ins[used], *ins[right_side]]
+        numbers = [*reads[used], *reads[right_side]]
+        return self.run(jaxpr, consts, args, numbers)
 
     @contextlib.contextmanager
     def within(self, start: int) -> Iterator[dict[int, Any]]:
@@ -372,11 +373,12 @@ class Tape:
         deletes all records from `start` on.
         """
         del self.records[start:]
-        outer, self.values = self.values, {}
+        outer_values = self.values
+        self.values = {}
         yield self.values
-        self.values = outer
+        self.values = outer_values
 
-    def held(self, start: int, values: dict[int, Any], leading: object) -> None:
+    def store_inner(self, start: int, values: dict[int, Any], leading: object) -> None:
         """Stores `values`, the results inside of a loop or `shard_map` by number. Their
         records begin at `start`.
 
@@ -384,75 +386,91 @@ class Tape:
         entry in `Record.leading`.
         """
         self.values.update(values)
-        for at in range(start, len(self.records)):
-            one = self.records[at]
-            loop = start if isinstance(leading, int) else one.loop
-            self.records[at] = one._replace(leading=(leading, *one.leading), loop=loop)
+        for number in range(start, len(self.records)):
+            record = self.records[number]
+            loop = start if isinstance(leading, int) else record.loop
+            self.records[number] = record._replace(
+                leading=(leading, *record.leading), loop=loop
+            )
 
-    def scan(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
-        params, start, ids = equation.params, len(self.records), []
+    def scan(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
+        params = equation.params
+        start = len(self.records)
+        out_numbers: list[int] = []
+        # The operands are constants, the carry, and arrays with a part for each
+        # iteration.
         first, carried = carry_of(equation)
-        middle = first + carried
+        carry_part = slice(first, first + carried)
+        consts_in = ins[:first]
+        carry_in = ins[carry_part]
+        arrays_in = ins[first + carried :]
         jaxpr, consts = opened(params["jaxpr"])
+        carry_vars = jaxpr.invars[carry_part]
+        carry_reads = reads[carry_part]
 
-        def turn(carry: Arrays, xs: Arrays) -> tuple[Arrays, Any]:
-            with self.within(start) as found:
-                own = zip(
-                    jaxpr.invars[first:middle], carry, reads[first:middle], strict=True
-                )
-                begun = [self.kept(CARRY, var, one, [read]) for var, one, read in own]
-                numbers = [*reads[:first], *begun, *reads[middle:]]
-                outs, ids[:] = self.run(
-                    jaxpr, consts, [*ins[:first], *carry, *xs], numbers
-                )
-                self.carried.update(zip(begun, ids, strict=False))
-            return _like(outs[:carried], carry), (outs[carried:], found)
+        def turn(carry: Arrays, arrays: Arrays) -> tuple[Arrays, Any]:
+            with self.within(start) as values:
+                carry_numbers = [
+                    self.recorded(CARRY, var, array, [read])
+                    for var, array, read in zip(
+                        carry_vars, carry, carry_reads, strict=True
+                    )
+                ]
+                numbers = [*reads[:first], *carry_numbers, *reads[first + carried :]]
+                args = [*consts_in, *carry, *arrays]
+                outs, out_numbers[:] = self.run(jaxpr, consts, args, numbers)
+                self.carried.update(zip(carry_numbers, out_numbers, strict=False))
+            return _like(outs[:carried], carry), (outs[carried:], values)
 
         with contextlib.nullcontext() if self.alone else equation.ctx.manager:
-            carry, (ys, found) = jax.lax.scan(
+            carry, (stacked, values) = jax.lax.scan(
                 turn,
-                [*ins[first:middle]],
-                [*ins[middle:]],
+                list(carry_in),
+                list(arrays_in),
                 length=params["length"],
                 reverse=params["reverse"],
             )
-        self.held(start, found, -1 if params["reverse"] else 1)
-        return [*carry, *ys], ids
+        self.store_inner(start, values, -1 if params["reverse"] else 1)
+        return [*carry, *stacked], out_numbers
 
-    def forgotten(self, closed: object, *args: object) -> Arrays:
+    def unrecorded(self, closed: object, *args: object) -> Arrays:
         """Evaluates the ClosedJaxpr `closed` with `args`, without records."""
         start = len(self.records)
+        jaxpr, consts = opened(closed)
         with self.within(start):
-            outs = self.run(*opened(closed), args, [-1] * len(args))[0]
+            outs, _ = self.run(jaxpr, consts, args, [-1] * len(args))
         del self.records[start:]
         return outs
 
-    def loop(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
+    def loop(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
         """Evaluates a `while` loop, with records only for its results."""
         params = equation.params
-        one, two = (
-            params["cond_nconsts"],
-            params["cond_nconsts"] + params["body_nconsts"],
-        )
-        outs = jax.lax.while_loop(
-            lambda carry: self.forgotten(params["cond_jaxpr"], *ins[:one], *carry)[0],
-            lambda carry: _like(
-                self.forgotten(params["body_jaxpr"], *ins[one:two], *carry), carry
-            ),
-            ins[two:],
-        )
-        return outs, self.all_kept(equation, outs, reads)
+        carry_start = params["cond_nconsts"] + params["body_nconsts"]
+        cond_consts = ins[: params["cond_nconsts"]]
+        body_consts = ins[params["cond_nconsts"] : carry_start]
 
-    def branch(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
+        def goes_on(carry: Arrays) -> Any:
+            (is_on,) = self.unrecorded(params["cond_jaxpr"], *cond_consts, *carry)
+            return is_on
+
+        def body(carry: Arrays) -> Arrays:
+            outs = self.unrecorded(params["body_jaxpr"], *body_consts, *carry)
+            return _like(outs, carry)
+
+        outs = jax.lax.while_loop(goes_on, body, ins[carry_start:])
+        return outs, self.recorded_results(equation, outs, reads)
+
+    def branch(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
         """Evaluates a `cond`, with records only for its results."""
         branches = [
-            ft.partial(self.forgotten, one) for one in equation.params["branches"]
+            ft.partial(self.unrecorded, jaxpr) for jaxpr in equation.params["branches"]
         ]
         outs = jax.lax.switch(ins[0], branches, *ins[1:])
-        return outs, self.all_kept(equation, outs, reads)
+        return outs, self.recorded_results(equation, outs, reads)
 
-    def shard_map(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
-        params, start, ids = equation.params, len(self.records), []
+    def shard_map(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
+        params = equation.params
+        start = len(self.records)
         mesh = params["mesh"]
         names = manual_axes_of(equation)
         if self.alone and mesh.size > 1:
@@ -463,29 +481,36 @@ class Tape:
                 " JAX, `reference=`; or a function of the mesh that returns the step,"
                 " with the mesh: `check_step(make_step, *args, mesh=mesh)`."
             )
+        jaxpr, consts = opened(params["jaxpr"])
+        out_numbers: list[int] = []
 
         def body(*args: object) -> Any:
-            with self.within(start) as found:
-                outs, ids[:] = self.run(*opened(params["jaxpr"]), args, reads)
-            return outs, {at: one[None] for at, one in found.items()}
+            with self.within(start) as values:
+                outs, out_numbers[:] = self.run(jaxpr, consts, args, reads)
+            # The devices' values of each equation are stacked.
+            return outs, {number: value[None] for number, value in values.items()}
 
-        out_specs = [*params["out_specs"]], PartitionSpec(names)
-        check = params["check_vma"]
-        own = jax.shard_map(
+        run = jax.shard_map(
             body,
             mesh=mesh,
             in_specs=params["in_specs"],
-            out_specs=out_specs,
+            out_specs=([*params["out_specs"]], PartitionSpec(names)),
             axis_names={*names},
-            check_vma=check,
+            check_vma=params["check_vma"],
         )
         with contextlib.nullcontext() if self.alone else equation.ctx.manager:
-            outs, found = own(*ins)
-        self.held(start, found, tuple((name, mesh.shape[name]) for name in names))
-        self.bodies.append(
-            ShardMapBody(equation, reads, ids, range(start, len(self.records)))
+            outs, values = run(*ins)
+        self.store_inner(
+            start, values, tuple((name, mesh.shape[name]) for name in names)
         )
-        return outs, ids
+        body_record = ShardMapBody(
+            equation=equation,
+            reads=reads,
+            results=out_numbers,
+            numbers=range(start, len(self.records)),
+        )
+        self.bodies.append(body_record)
+        return outs, out_numbers
 
 
 def _wider(dtype: DType, wide: DType) -> DType:
@@ -517,17 +542,25 @@ def _rounded(array: Any, dtype: DType, kind: Any, odd: Any) -> Any:
     """
     if not jnp.issubdtype(dtype, np.floating):
         return array
-    own = jnp.finfo(dtype if jnp.finfo(dtype).bits >= 16 else jnp.bfloat16)
-    bits = jax.lax.bitcast_convert_type(array, np.uint64) * odd >> np.uint64(63)
-    is_narrow = own.bits < 32
-    for to, is_on in (
-        [(own, kind == 1), (jnp.finfo(np.float32), kind == 2)]
-        if is_narrow
-        else [(own, kind > 0)]
-    ):
-        moved = array * (1.0 + (bits.astype(np.float64) - 0.5) * float(to.eps))
-        near, moved = (
-            jax.lax.reduce_precision(one, to.nexp, to.nmant) for one in (array, moved)
-        )
-        array = jnp.where(is_on & ((near != array) | (to.bits == 64)), moved, array)
-    return array
+    # The smallest floats are rounded as bfloat16.
+    is_tiny = jnp.finfo(dtype).bits < 16
+    narrow = jnp.finfo(jnp.bfloat16 if is_tiny else dtype)
+    last_bits = jax.lax.bitcast_convert_type(array, np.uint64) * odd >> np.uint64(63)
+    direction = last_bits.astype(np.float64) - 0.5
+    if narrow.bits >= 32:
+        return _rounded_to(narrow, array, direction, kind > 0)
+    array = _rounded_to(narrow, array, direction, kind == 1)
+    return _rounded_to(jnp.finfo(np.float32), array, direction, kind == 2)
+
+
+def _rounded_to(to: Any, array: Any, direction: Any, is_on: Any) -> Any:
+    """A float64 `array` rounded to the float dtype described by `to`, if `is_on`.
+    `direction` is negative where a number is rounded down.
+    """
+    nudged = array * (1.0 + direction * float(to.eps))
+    nearest, rounded = (
+        jax.lax.reduce_precision(numbers, to.nexp, to.nmant)
+        for numbers in (array, nudged)
+    )
+    is_changed = (nearest != array) | (to.bits == 64)
+    return jnp.where(is_on & is_changed, rounded, array)

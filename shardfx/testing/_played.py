@@ -1,0 +1,151 @@
+"""A step as a function of arrays alone, and programs that evaluate it equation by
+equation.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+from .._ground.purity import WatchedArguments
+from .._ground.tree import flatten
+from .._step import EquinoxJitted, JaxJitted, without_mesh
+from ._tape import Tape
+
+
+# Programs that run only a few times need not be fast.
+_QUICKLY: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+# The seeds of the roundings up and down.
+_SEEDS = (1, 2, 3)
+# Kinds of rounding: to the dtypes of the step, and to the wider of those and float32.
+NARROW = 1
+WIDE = 2
+
+
+class Traced(NamedTuple):
+    """A step as a function `run` of arrays only, with its jaxpr `closed`, its arguments
+    `arrays`, and the `paths` of the arrays in its result.
+    """
+
+    run: Callable[..., Any]
+    closed: jex.ClosedJaxpr
+    arrays: list[Any]
+    paths: list[str]
+
+
+def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
+    arrays, static = eqx.partition(args, eqx.is_array)
+    leaves, structure = jax.tree.flatten(arrays)
+    paths: list[str] = []
+
+    def run(*leaves: jax.Array) -> list[Any]:
+        combined = eqx.combine(structure.unflatten(leaves), static)
+        watched = WatchedArguments(combined)
+        result = step(*combined)
+        # What it changes in modules of nnx is a result too.
+        updates = watched.updated(result)
+        flat = flatten((result, updates) if updates else result)
+        paths.clear()
+        outs = []
+        for path, leaf, is_array in zip(
+            flat.paths, flat.leaves, flat.is_array, strict=True
+        ):
+            if is_array:
+                paths.append(path)
+                outs.append(raw_data(leaf))
+        return outs
+
+    closed = jax.make_jaxpr(run)(*leaves)
+    is_jitted = isinstance(step, JaxJitted | EquinoxJitted)
+    return Traced(
+        run=run if is_jitted else jax.jit(run, compiler_options=_QUICKLY),
+        closed=closed,
+        arrays=leaves,
+        paths=paths,
+    )
+
+
+def raw_data(leaf: Any) -> Any:
+    """`leaf` itself; for an array of PRNG keys its key data."""
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
+class Played:
+    """A compiled program that evaluates the jaxpr of the step `traced` equation by
+    equation.
+
+    With `alone`, it runs on one device without shardings. `wide` is the dtype to which
+    narrower floats are cast. The program returns the step's results, and with
+    `with_values` also the result of every equation.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        *,
+        alone: bool,
+        wide: object = None,
+        with_values: bool = False,
+    ):
+        self.arrays = traced.arrays
+        # The numbers of the step's results, in `Tape.records`.
+        self.numbers: list[int] = []
+        self.tape = Tape(alone=alone, wide=wide)
+        tape = self.tape
+        is_rounded = wide == np.float64
+
+        def run(arrays: list[Any], noise: Any) -> Any:
+            tape.records.clear()
+            tape.bodies.clear()
+            tape.values = {}
+            tape.noise = None
+            if is_rounded:
+                kind, odd = noise
+                mixed = odd.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+                tape.noise = (kind, mixed)
+            args = list(map(tape.widened, arrays))
+            closed = traced.closed
+            outs, self.numbers[:] = tape.run(
+                closed.jaxpr, closed.consts, args, tape.unknown(arrays)
+            )
+            return outs, tape.values if with_values else {}
+
+        # A reference runs without a mesh.
+        context = without_mesh() if alone else contextlib.nullcontext()
+        noise = (np.array(0, np.int32), np.array(0, np.uint32))
+        with jax.enable_x64(is_rounded), context:
+            lowered = jax.jit(run).lower(self.arrays, noise)
+            self.compiled = lowered.compile(_QUICKLY)
+
+    def __call__(
+        self, kind: int = 0, seed: int = 0
+    ) -> tuple[list[np.ndarray], dict[int, Any]]:
+        """..."""
+        odd = np.array(2 * seed + 1, np.uint32)
+        outs, values = self.compiled(self.arrays, (np.array(kind, np.int32), odd))
+        return list(map(np.asarray, outs)), values
+
+    def rounded_results(self, kind: int) -> list[list[np.ndarray]]:
+        """The results of the step for each seed."""
+        results = []
+        for seed in _SEEDS:
+            outs, _ = self(kind, seed)
+            results.append(outs)
+        return results
+
+    def rounded_values(self, kind: int) -> list[dict[int, Any]]:
+        """The results of the equations for each seed."""
+        values_by_seed = []
+        for seed in _SEEDS:
+            _, values = self(kind, seed)
+            values_by_seed.append(values)
+        return values_by_seed
