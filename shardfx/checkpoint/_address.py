@@ -53,7 +53,8 @@ class Address(NamedTuple):
         return self.path.rpartition("/")[2]
 
     def below(self, name: str) -> "Address":
-        return self._replace(path=f"{self.path}/{name}" if self.path else name)
+        path = f"{self.path}/{name}" if self.path else name
+        return self._replace(path=path)
 
 
 def address_of(place: Where) -> Address | str:
@@ -101,10 +102,11 @@ def _of_url(text: str, driver: str, rest: str) -> Address:
     parameters = _PARAMETERS[driver]
     for name, value in urllib.parse.parse_qsl(query, keep_blank_values=True):
         if name not in parameters:
-            known = " and ".join(f"`{one}`" for one in parameters) or "no parameters"
+            quoted_names = [f"`{parameter}`" for parameter in parameters]
+            possible = " and ".join(quoted_names) or "no parameters"
             raise CheckpointError(
                 f"{_without_secrets(text)!r} has the parameter {quoted(name)}, and"
-                f" `{_SCHEMES[driver]}://` addresses have {known}; leave it out, or"
+                f" `{_SCHEMES[driver]}://` addresses have {possible}; leave it out, or"
                 " give TensorStore's spec as a dict."
             )
         spec[parameters[name]] = value
@@ -122,7 +124,8 @@ def _of_spec(spec: Mapping[str, Any]) -> Address | str:
             " spec of TensorStore has. If it is the tree, give the path first: write"
             " `save(path, tree, plan)` or `load(path, plan)`."
         )
-    driver, path = spec.get("driver"), spec.get("path", "")
+    driver = spec.get("driver")
+    path = spec.get("path", "")
     if driver == "file" and isinstance(path, str):
         return path
     if driver not in (*_SCHEMES, "memory") or not isinstance(path, str):
@@ -152,11 +155,11 @@ def shown(place: object) -> str:
 
 def below(place: Where, name: str) -> Where:
     """The place of a file or directory with the given name in another place."""
-    found = address_of(place)
-    if isinstance(found, str):
-        return os.path.join(found, name)
+    address = address_of(place)
+    if isinstance(address, str):
+        return os.path.join(address, name)
     if isinstance(place, Mapping):
-        return {**place, "path": found.below(name).path}
+        return {**place, "path": address.below(name).path}
     path, mark, query = os.fspath(place).partition("?")
     return f"{path.rstrip('/')}/{name}{mark}{query}"
 

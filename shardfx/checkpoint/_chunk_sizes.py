@@ -148,10 +148,14 @@ def _names(
 
     `metadata` is the array's zarr metadata, and `chunk` the shape of a chunk.
     """
-    prefix, separator = [], metadata.get("dimension_separator")
+    prefix: list[str] = []
+    separator = metadata.get("dimension_separator") or "."
     if "chunk_key_encoding" in metadata:
         encoding = metadata["chunk_key_encoding"]
-        prefix, default = ([], ".") if encoding["name"] == "v2" else (["c"], "/")
+        default = "."
+        if encoding["name"] != "v2":
+            prefix = ["c"]
+            default = "/"
         separator = member(encoding, "configuration", "separator") or default
     for box in boxes:
         sides = [
@@ -159,7 +163,7 @@ def _names(
             for (start, stop), size in zip(box, chunk, strict=True)
         ]
         for numbers in it.product(*sides):
-            yield (separator or ".").join([*prefix, *map(str, numbers)]) or "0"
+            yield separator.join([*prefix, *map(str, numbers)]) or "0"
 
 
 def _codecs(listed: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -178,7 +182,8 @@ def _begins(
     `shards` is the configuration of zarr3's sharding codec, and `chunk` the shape of
     the shard. `what` is the name of the file in errors.
     """
-    packed, table = _codecs(shards["codecs"]), _codecs(shards["index_codecs"])
+    packed = _codecs(shards["codecs"])
+    table = _codecs(shards["index_codecs"])
     if "'blosc'" not in repr(shards["codecs"]):
         return []
     if _SHARDS in packed or not set(table) <= {"bytes", "crc32c"}:
@@ -192,7 +197,8 @@ def _begins(
         -(-whole // max(part, 1))
         for whole, part in zip(chunk, shards["chunk_shape"], strict=True)
     )
-    size, start = file.size(), 0
+    size = file.size()
+    start = 0
     if shards["index_location"] == "end":
         # A checksum of 4 bytes may follow the table, which has 16 bytes for each chunk.
         start = size - 16 * count - 4 * ("crc32c" in table)

@@ -95,13 +95,14 @@ class SaveProcesses:
                 " agree on a save through JAX's coordination service, and it does not"
                 " run; call `jax.distributed.initialize()` when the program starts."
             )
-        self.what, self.me, self.members, self._first = what, me, members, min(members)
+        self.what = what
+        self.me = me
+        self.members = members
+        self._first = min(members)
         self.is_first = me == self._first
-        self._client, self._name, self._seconds = (
-            client,
-            f"shardfx.save/{digest_of(map(str, members))}",
-            wait_seconds,
-        )
+        self._client = client
+        self._name = f"shardfx.save/{digest_of(map(str, members))}"
+        self._seconds = wait_seconds
         self._silence = (
             f"did not come within {wait_seconds:g} s to save {what}, though the arrays"
             " lie there too; call `save` on every process that holds some of them, or"
@@ -163,23 +164,23 @@ class SaveProcesses:
     def _differing(
         self, name: str, groups: Mapping[str, Sequence[int]], lines: Sequence[str]
     ) -> CheckpointError:
-        values, fix = tuple(groups), "give all of them the same"
+        values = tuple(groups)
+        fix = "give all of them the same"
         if name in ("plan", "map"):
             fix = f"`hosts.assert_same_plan({name})` says where they differ"
         if name == "leaves":
             # The first lines that differ say more than the digests of all.
             firsts = [processes[0] for processes in groups.values()]
-            notes = self._run(
-                self._round, {"lines": lines if self.me in firsts else []}
-            )
+            shown_lines = lines if self.me in firsts else []
+            notes = self._run(self._round, {"lines": shown_lines})
             rows = it.zip_longest(
                 *[notes[process]["lines"] for process in firsts],
                 fillvalue="nothing more",
             )
             values = next(row for row in rows if len(set(row)) > 1)
         listed = ", ".join(
-            f"{one} on {named(where)}"
-            for one, where in zip(values, groups.values(), strict=True)
+            f"{value} on {named(where)}"
+            for value, where in zip(values, groups.values(), strict=True)
         )
         return self._over(
             f"the processes save with different `{name}`: {listed}; {fix}. Nothing was"
@@ -194,25 +195,26 @@ class SaveProcesses:
         """Waits until all processes have finished their work. Returns the number of
         bytes that they wrote in total.
         """
-        left, wrote = set(futures), 0
+        unfinished = set(futures)
+        wrote = 0
         while True:
-            done, left = concurrent.futures.wait(
-                left, _ROUND_SECONDS, concurrent.futures.FIRST_EXCEPTION
+            done, unfinished = concurrent.futures.wait(
+                unfinished, _ROUND_SECONDS, concurrent.futures.FIRST_EXCEPTION
             )
             for future in done:
                 nbytes = future.result() or 0
                 advance(nbytes)
                 wrote += nbytes
-            notes = self._run(
-                self._round, {"is_busy": bool(left), "wrote": wrote}
-            ).values()
+            note = {"is_busy": bool(unfinished), "wrote": wrote}
+            notes = self._run(self._round, note).values()
             if not any(note["is_busy"] for note in notes):
                 return sum(note["wrote"] for note in notes)
 
     def run_on_first(self, work: Callable[[], None]) -> None:
         """Runs `work` on the process with the lowest number while the others wait."""
         with concurrent.futures.ThreadPoolExecutor(1, "shardfx-save") as pool:
-            self.wait([pool.submit(work)] if self.is_first else [])
+            futures = [pool.submit(work)] if self.is_first else []
+            self.wait(futures)
 
     def finish(
         self,
@@ -238,7 +240,7 @@ class SaveProcesses:
         texts: dict[int, str] = {}
         if note is not None:
             notes = self._run(self._round, {"text": note()})
-            texts = {process: one["text"] for process, one in notes.items()}
+            texts = {process: answer["text"] for process, answer in notes.items()}
         # From here on, only the first process decides: an error or a death elsewhere
         # causes no loss.
         self._is_over = True
@@ -256,10 +258,9 @@ class SaveProcesses:
             commit()
         finally:
             error = sys.exception()
+            failed = "" if error is None else self._failed(self.me, _text(error))
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._result(
-                    "" if error is None else self._failed(self.me, _text(error))
-                )
+                self._result(failed)
 
     def _result(self, failed: str = "") -> str:
         """Tells all processes how the commit ended: the text of its error, or "" if it
@@ -268,8 +269,8 @@ class SaveProcesses:
         The first process, which commits, passes the text as `failed`. The other
         processes pass nothing.
         """
-        found, _ = self._sent("result", failed)
-        return found.get(
+        texts, _ = self._sent("result", failed)
+        return texts.get(
             self._first,
             f"{named([self._first])} gave no sign of life for {_SILENT_SECONDS:g} s"
             f" after everything was written to {self.what}: it has died, or hangs. If"
@@ -280,10 +281,8 @@ class SaveProcesses:
         notes = self._round(note)
         # With a name for this save alone, a process that hangs and joins a round late
         # cannot meet a later save.
-        self._name, self._seconds = (
-            f"{self._name}/{notes[self._first]['token']}",
-            _SILENT_SECONDS,
-        )
+        self._name = f"{self._name}/{notes[self._first]['token']}"
+        self._seconds = _SILENT_SECONDS
         self._silence = (
             f"gave no sign of life for {_SILENT_SECONDS:g} s while saving to"
             f" {self.what}: it has died, or hangs. Nothing was changed there; save"
@@ -302,18 +301,18 @@ class SaveProcesses:
         )
 
     def _round(self, note: Mapping[str, Any]) -> dict[int, Any]:
-        found, late = self._sent("round", json.dumps(note))
+        texts, late = self._sent("round", json.dumps(note))
         if late:
             raise self._over(f"{late} {self._silence}")
-        notes = {process: json.loads(text) for process, text in found.items()}
-        for process, one in notes.items():
-            if "error" in one:
-                raise self._over(self._failed(process, one["error"]))
+        notes = {process: json.loads(text) for process, text in texts.items()}
+        for process, answer in notes.items():
+            if "error" in answer:
+                raise self._over(self._failed(process, answer["error"]))
         return notes
 
-    def _run(self, call: Callable[..., Any], *given: object) -> Any:
+    def _run(self, call: Callable[..., Any], *args: object) -> Any:
         try:
-            return self._thread.submit(call, *given).result()
+            return self._thread.submit(call, *args).result()
         except jax.errors.JaxRuntimeError as error:
             first = str(error).partition("\n")[0]
             raise self._over(
@@ -334,9 +333,10 @@ class SaveProcesses:
 
 
 def _text(error: BaseException) -> str:
-    return (
-        type(error).__name__ + (f": {error}"[:1000] if str(error) else "")
-    ).removesuffix(".")
+    text = type(error).__name__
+    if str(error):
+        text += f": {error}"[:1000]
+    return text.removesuffix(".")
 
 
 def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
@@ -350,10 +350,9 @@ def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
     for path, value in leaves:
         # A value that is complete on every process may be on other devices on each.
         is_spread = isinstance(value, jax.Array) and not value.is_fully_addressable
-        lines.append(
-            f"leaf `{path}` is"
-            f" {_described(value.dtype, value.shape, value.sharding if is_spread else None)}"
-        )
+        sharding = value.sharding if is_spread else None
+        description = _described(value.dtype, value.shape, sharding)
+        lines.append(f"leaf `{path}` is {description}")
     return lines
 
 

@@ -162,7 +162,8 @@ def may_change(stored: Any, to: Any) -> bool:
     Rounding between floating-point dtypes does not count as a change.
     """
     if jnp.issubdtype(stored, jnp.integer):
-        least, most = int(jnp.iinfo(stored).min), int(jnp.iinfo(stored).max)
+        least = int(jnp.iinfo(stored).min)
+        most = int(jnp.iinfo(stored).max)
         if jnp.issubdtype(to, jnp.integer):
             return not jnp.iinfo(to).min <= least <= most <= jnp.iinfo(to).max
         return bool(jnp.issubdtype(to, jnp.floating)) and max(-least, most) > 2 ** (
@@ -200,12 +201,15 @@ def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
 
 def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
     number = int if jnp.issubdtype(values.dtype, jnp.integer) else float
-    low, high = number(values.min()), number(values.max())
-    least, most = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+    low = number(values.min())
+    high = number(values.max())
+    least = int(jnp.iinfo(dtype).min)
+    most = int(jnp.iinfo(dtype).max)
     # With this comparison NaN is out of range, since each comparison with it is false.
     if not (least <= low and high <= most):
+        value = high if least <= low else low
         raise CheckpointError(
-            f"array {quoted(name)} holds {high if least <= low else low}, and {dtype}"
+            f"array {quoted(name)} holds {value}, and {dtype}"
             f" goes from {least} to {most}; plan a wider dtype for it. 64-bit ones need"
             ' `jax.config.update("jax_enable_x64", True)`.'
         )

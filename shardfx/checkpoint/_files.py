@@ -118,14 +118,14 @@ class FilePlace:
             None,
         )
 
-    def require_same(self, real: str, found: os.stat_result) -> None:
+    def require_same(self, real: str, status: os.stat_result) -> None:
         """Raises `ChangedError` if the file at the path `real` has changed since it was
         first opened.
 
         `found` is the state of the file now. At the first call for a path, it is
         recorded.
         """
-        stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if self.seen.setdefault(real, stamp) != stamp:
             raise ChangedError(
                 f"checkpoint file {quoted(real)} was replaced or written to since its"
@@ -138,8 +138,11 @@ def place(directory: str, root: str | os.PathLike[str] | None) -> FilePlace:
     """The `FilePlace` of the checkpoint in a directory. The checkpoint's symbolic links
     may also lead to `root`.
     """
-    own = os.path.realpath(directory)
-    return FilePlace(own, (own,) if root is None else (own, os.path.realpath(root)))
+    real = os.path.realpath(directory)
+    roots = [real]
+    if root is not None:
+        roots.append(os.path.realpath(root))
+    return FilePlace(real, tuple(roots))
 
 
 def inside(where: FilePlace, name: str) -> str:
@@ -192,16 +195,16 @@ def _open(root: str, real: str) -> int:
     parts = os.path.relpath(real, root).split(os.sep)
     safe = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        here = os.open(root, safe | os.O_DIRECTORY)
+        directory = os.open(root, safe | os.O_DIRECTORY)
         try:
             for part in parts[:-1]:
-                below = os.open(part, safe | os.O_DIRECTORY, dir_fd=here)
-                os.close(here)
-                here = below
+                below = os.open(part, safe | os.O_DIRECTORY, dir_fd=directory)
+                os.close(directory)
+                directory = below
             # Opening a pipe without a writer must fail instead of wait.
-            descriptor = os.open(parts[-1], safe | os.O_NONBLOCK, dir_fd=here)
+            descriptor = os.open(parts[-1], safe | os.O_NONBLOCK, dir_fd=directory)
         finally:
-            os.close(here)
+            os.close(directory)
     except FileNotFoundError:
         raise _missing(real) from None
     except OSError as error:
@@ -221,30 +224,27 @@ def require_plain_tree(where: FilePlace, real: str) -> None:
     Links must lead to files or directories in the roots of `where`. tensorstore opens
     files itself: it follows every link, and waits for ever at a pipe.
     """
-    seen, pending = {real}, [real]
+    seen = {real}
+    pending = [real]
     while pending:
-        with os.scandir(pending.pop()) as found:
-            for entry in found:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
                 path = entry.path
                 if entry.is_symlink():
-                    path = _resolved(
-                        where, path, os.path.relpath(path, where.directory)
-                    )
+                    name = os.path.relpath(path, where.directory)
+                    path = _resolved(where, path, name)
                     if not os.path.exists(path):
                         raise _missing(path)
-                if (
-                    os.path.isdir(path)
-                    if entry.is_symlink()
-                    else entry.is_dir(follow_symlinks=False)
-                ):
+                    is_directory = os.path.isdir(path)
+                    is_file = os.path.isfile(path)
+                else:
+                    is_directory = entry.is_dir(follow_symlinks=False)
+                    is_file = entry.is_file(follow_symlinks=False)
+                if is_directory:
                     if path not in seen:
                         seen.add(path)
                         pending.append(path)
-                elif not (
-                    os.path.isfile(path)
-                    if entry.is_symlink()
-                    else entry.is_file(follow_symlinks=False)
-                ):
+                elif not is_file:
                     raise _irregular(path)
 
 
@@ -295,12 +295,14 @@ def parsed_json(data: bytes, where: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"the name {quoted(twice)} occurs twice")
-    return found
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {quoted(name)} occurs twice")
+            seen.add(name)
+    return members
 
 
 def _finite(text: str) -> float:
@@ -316,9 +318,10 @@ def _may_hold_odd_integers(data: bytes) -> bool:
 
     That check takes longer than parsing, so most texts are parsed without it.
     """
-    return b"-0" in data or any(
-        data[at : at + _BLOCK].isdigit() for at in range(0, len(data), _BLOCK)
-    )
+    if b"-0" in data:
+        return True
+    starts = range(0, len(data), _BLOCK)
+    return any(data[start : start + _BLOCK].isdigit() for start in starts)
 
 
 def _whole(text: str) -> int | float:

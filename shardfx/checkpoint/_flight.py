@@ -97,14 +97,13 @@ def units_of(
     `asked_limit` is the limit that the caller of `load` gave, if any. Raises
     `CheckpointError` if a shard exceeds it.
     """
-    known: dict[object, Kind] = {}
-    whole = [_unit(number, leaf, known) for number, leaf in enumerate(leaves)]
-    staged = [
-        (max(unit.kind.sizes, default=0), unit.leaf.path)
-        for unit in whole
-        if not unit.kind.is_on_cpu
-    ]
-    largest, path = max(staged, default=(0, ""))
+    kinds: dict[object, Kind] = {}
+    whole = [_unit(number, leaf, kinds) for number, leaf in enumerate(leaves)]
+    staged = [(0, "")]
+    for unit in whole:
+        if not unit.kind.is_on_cpu:
+            staged.append((max(unit.kind.sizes, default=0), unit.leaf.path))
+    largest, path = max(staged)
     if asked_limit is not None and asked_limit < largest:
         raise CheckpointError(
             f"`memory_limit_bytes={asked_limit}` is less than one shard of leaf"
@@ -119,23 +118,29 @@ def units_of(
         if unit.staging_bytes <= limit:
             units.append(unit)
             continue
-        for box, devices, shape, nbytes in zip(*unit.kind[:4], strict=True):
-            units.append(
-                unit._replace(
-                    kind=Kind((box,), (devices,), (shape,), (nbytes,), False),
-                    nbytes=nbytes,
-                )
+        kind = unit.kind
+        for box, devices, shape, nbytes in zip(
+            kind.boxes, kind.devices, kind.shapes, kind.sizes, strict=True
+        ):
+            kind_of_box = Kind(
+                boxes=(box,),
+                devices=(devices,),
+                shapes=(shape,),
+                sizes=(nbytes,),
+                is_on_cpu=False,
             )
+            units.append(unit._replace(kind=kind_of_box, nbytes=nbytes))
     return units, limit
 
 
 def position(entry: FileArray | StoreArray) -> tuple[str, int]:
-    return entry.file, entry.offset if isinstance(entry, FileArray) else 0
+    offset = entry.offset if isinstance(entry, FileArray) else 0
+    return entry.file, offset
 
 
-def _unit(number: int, leaf: LeafToLoad, known: dict[object, Kind]) -> Unit:
+def _unit(number: int, leaf: LeafToLoad, kinds: dict[object, Kind]) -> Unit:
     key = (leaf.shape, leaf.dtype, leaf.sharding)
-    kind = known.get(key)
+    kind = kinds.get(key)
     if kind is None:
         if isinstance(leaf.sharding, NamedSharding) and isinstance(
             leaf.sharding.mesh, AbstractMesh
@@ -149,13 +154,14 @@ def _unit(number: int, leaf: LeafToLoad, known: dict[object, Kind]) -> Unit:
             holders[box] = (*holders.get(box, ()), device)
         shapes = tuple(tuple(stop - start for start, stop in box) for box in holders)
         sizes = tuple(box_bytes(box, leaf.dtype) for box in holders)
-        kind = known[key] = Kind(
-            tuple(holders),
-            tuple(holders.values()),
-            shapes,
-            sizes,
-            is_on_cpu(leaf.sharding),
+        kind = Kind(
+            boxes=tuple(holders),
+            devices=tuple(holders.values()),
+            shapes=shapes,
+            sizes=sizes,
+            is_on_cpu=is_on_cpu(leaf.sharding),
         )
+        kinds[key] = kind
     return Unit(number, leaf, kind, sum(kind.sizes))
 
 
@@ -181,7 +187,9 @@ class Flight:
     """
 
     def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress):
-        self._pool, self._limit, self._bar = pool, limit, bar
+        self._pool = pool
+        self._limit = limit
+        self._bar = bar
         self._open = collections.deque[
             tuple[Group, int, list[concurrent.futures.Future[int]]]
         ]()
@@ -198,22 +206,23 @@ class Flight:
         coming = sum(unit.staging_bytes for unit in units)
         while self._open and self._staging_bytes + coming > self._limit:
             self._land_first()
-        wanted = [
-            (shape, unit.leaf.dtype) for unit in units for shape in unit.kind.shapes
-        ]
+        arrays = []
+        for unit in units:
+            arrays += [(shape, unit.leaf.dtype) for shape in unit.kind.shapes]
         # Large values get separate blocks: `malloc` serves blocks below 32 MiB from
         # memory that was touched before.
-        together = [wanted] if len(units) > 1 else [[one] for one in wanted]
-        memory = iter(
-            [one for some in together for one in buffers(some, memory_to_fill)]
-        )
-        group = [
-            (unit, list(it.islice(memory, len(unit.kind.boxes)))) for unit in units
-        ]
+        blocks = [arrays] if len(units) > 1 else [[array] for array in arrays]
+        memory: list[np.ndarray] = []
+        for block in blocks:
+            memory += buffers(block, memory_to_fill)
+        memory_of_boxes = iter(memory)
+        group = []
+        for unit in units:
+            unit_memory = list(it.islice(memory_of_boxes, len(unit.kind.boxes)))
+            group.append((unit, unit_memory))
         self._staging_bytes += coming
-        self._open.append(
-            (group, coming, [self._pool.submit(task) for task in tasks_of(group)])
-        )
+        futures = [self._pool.submit(task) for task in tasks_of(group)]
+        self._open.append((group, coming, futures))
 
     def land(self) -> None:
         """Waits until all reads are finished."""

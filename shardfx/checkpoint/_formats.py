@@ -72,10 +72,10 @@ def read_index(
         assert index["embed"].shape == (64, 8) and index.bytes_total == 2048
         ```
     """
-    found = address_of(path)
-    if isinstance(found, Address):
-        return _read_store(found, timeout_seconds)
-    return _read_local(found, root)
+    address = address_of(path)
+    if isinstance(address, Address):
+        return _read_store(address, timeout_seconds)
+    return _read_local(address, root)
 
 
 def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
@@ -89,10 +89,8 @@ def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
         return _read_directory(where, path, names)
     if not os.path.isfile(path):
         raise _nothing_at(path)
-    where, name = (
-        place(os.path.dirname(os.path.abspath(path)), root),
-        os.path.basename(path),
-    )
+    where = place(os.path.dirname(os.path.abspath(path)), root)
+    name = os.path.basename(path)
     # The caller named this file, so its link may lead anywhere.
     real = os.path.realpath(path)
     trusted = FilePlace(
@@ -163,20 +161,21 @@ def _raise_if_told(where: Place, names: list[str]) -> None:
     """Raises `CheckpointError` if weights of another format are beside zarr arrays, as
     such a checkpoint may be in two halves.
     """
-    told = told_files(where, names)
-    if told:
+    other_weights = told_files(where, names)
+    if other_weights:
         raise CheckpointError(
-            f"{where.directory!r} holds zarr arrays, and {told[0]}. Nothing says which"
+            f"{where.directory!r} holds zarr arrays, and {other_weights[0]}. Nothing"
+            " says which"
             " of them are the checkpoint; move the other files to another directory."
         )
 
 
 def _no_checkpoint(where: Place, path: str, names: list[str]) -> CheckpointError:
-    told = told_files(where, names)
+    other_files = told_files(where, names)
     steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
     hint = ""
-    if told:
-        hint = f" It holds other files: {'; '.join(told[:3])}."
+    if other_files:
+        hint = f" It holds other files: {'; '.join(other_files[:3])}."
     elif steps:
         hint = f" It holds {some(steps)}: if these are steps of a run, name one."
     elif names:
@@ -194,9 +193,9 @@ def _indexed(
     entries: tuple[ArrayEntry, ...],
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Index:
-    known: dict[str, ArrayEntry] = {}
+    entry_by_path: dict[str, ArrayEntry] = {}
     for entry in entries:
-        other = known.setdefault(entry.path, entry)
+        other = entry_by_path.setdefault(entry.path, entry)
         # eformer may list one array under two prefixes.
         if _location(other) != _location(entry):
             raise CheckpointError(
@@ -218,7 +217,8 @@ def _location(entry: ArrayEntry) -> str:
 
 def _read_store(address: Address, timeout_seconds: float) -> Index:
     if address.name.endswith((".safetensors", ".json", t5x.MSGPACK)):
-        where, real = ObjectPlace(address.parent, timeout_seconds), address.shown
+        where = ObjectPlace(address.parent, timeout_seconds)
+        real = address.shown
         if address.name.endswith(".json"):
             return _read_set(where, where, real)
         if address.name.endswith(t5x.MSGPACK):
@@ -261,19 +261,21 @@ def _set_of(where: Place, content: object, real: str) -> Index:
         return _of_save(where, weight_map, others)
     files = {name: where.inside(name) for name in dict.fromkeys(weight_map.values())}
     headers = safetensors.read_headers(where, files.values())
-    found = {
+    arrays_by_file = {
         name: {array.path: array for array in headers[file].arrays}
         for name, file in files.items()
     }
+    entries = []
     for name, file in weight_map.items():
-        if name not in found[file]:
+        array = arrays_by_file[file].get(name)
+        if array is None:
             raise CheckpointError(
                 f"{real!r} says that tensor {quoted(name)} is in {quoted(file)}, but"
                 " that file does not hold it."
             )
-    entries = tuple(found[file][name] for name, file in weight_map.items())
+        entries.append(array)
     return Index(
-        "safetensors", where.directory, entries, _joined(headers.values()), where
+        "safetensors", where.directory, tuple(entries), _joined(headers.values()), where
     )
 
 
@@ -356,11 +358,11 @@ def structs(index: Index | Where, *, prefix: str | None = None) -> dict[str, Any
         ```
     """
     index = index if isinstance(index, Index) else read_index(index)
-    found = []
+    rows = []
     for path, entry in below(index, prefix):
         if is_unreadable(entry):
             continue
         if isinstance(entry, FileArray) and entry.dtype is None:
             entry = raw_entry(entry)
-        found.append((path, struct(entry, index)))
-    return nested(found)
+        rows.append((path, struct(entry, index)))
+    return nested(rows)

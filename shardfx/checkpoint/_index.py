@@ -72,10 +72,10 @@ class Index:
         return path in self.by_path
 
     def __getitem__(self, path: str) -> ArrayEntry:
-        found = self.by_path.get(path)
-        if found is None:
+        entry = self.by_path.get(path)
+        if entry is None:
             raise self.unknown(path)
-        return found
+        return entry
 
     def unknown(self, path: str) -> UnknownPathError:
         """The error for a path that the index lacks, with similar paths that it has."""
@@ -110,37 +110,33 @@ class Index:
     def __str__(self) -> str:
         groups: dict[object, list[ArrayEntry]] = {}
         for entry in self.entries:
-            groups.setdefault(
-                (between_numbers(entry.path), entry.shape, entry.stored), []
-            ).append(entry)
-        rows, rest = (
-            list(groups.values())[:_SHOWN_ROWS],
-            list(groups.values())[_SHOWN_ROWS:],
-        )
+            kind = (between_numbers(entry.path), entry.shape, entry.stored)
+            groups.setdefault(kind, []).append(entry)
+        shown = list(groups.values())[:_SHOWN_ROWS]
         lines = table(
-            [("path", "arrays", "shape", "bytes"), *map(_row, rows)],
+            [("path", "arrays", "shape", "bytes"), *map(_row, shown)],
             right={"arrays", "bytes"},
         )
-        more = [f"... {sum(map(len, rest)):,} arrays more"] if rest else []
+        hidden = list(groups.values())[_SHOWN_ROWS:]
+        if hidden:
+            lines.append(f"... {sum(map(len, hidden)):,} arrays more")
         size = f"{plural(len(self.entries), 'array')}, {bytes_text(self.bytes_total)}"
-        total = f"{size}, in {self.format} at {self.directory!r}"
-        return "\n".join([*lines, *more, total])
+        lines.append(f"{size}, in {self.format} at {self.directory!r}")
+        return "\n".join(lines)
 
     __repr__ = first_lines
     _repr_html_ = html_text
 
 
 def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:
-    first, nbytes = entries[0], "?"
+    first = entries[0]
     if first.shape is not None and first.nbytes is not None:
-        array, nbytes = (
-            array_text(first.dtype, first.shape),
-            bytes_text(first.nbytes * len(entries)),
-        )
+        array = array_text(first.dtype, first.shape)
+        nbytes = bytes_text(first.nbytes * len(entries))
     else:
-        array = printable(
-            f"{first.stored}[{'?' if first.shape is None else ','.join(map(str, first.shape))}]"
-        )
+        sizes = "?" if first.shape is None else ",".join(map(str, first.shape))
+        array = printable(f"{first.stored}[{sizes}]")
+        nbytes = "?"
     path = printable(joined([entry.path for entry in entries]))
     if len(path) > _SHOWN_CHARACTERS:
         path = f"{path[:30]}...{path[33 - _SHOWN_CHARACTERS :]}"
@@ -190,24 +186,20 @@ def below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
     """
     if prefix is None:
         return [(entry.path, entry) for entry in index.entries]
-    groups = [
-        (None if isinstance(entry, FileArray) else entry.group, entry)
-        for entry in index.entries
-    ]
-    chosen = [
-        (entry.path.removeprefix(f"{prefix}/"), entry)
-        for group, entry in groups
-        if group == prefix or (group is None and entry.path.startswith(f"{prefix}/"))
-    ]
-    if not chosen:
-        known = dict.fromkeys(
-            group or entry.path.split("/")[0] for group, entry in groups
-        )
+    selected = []
+    prefixes: dict[str, None] = {}
+    for entry in index.entries:
+        group = None if isinstance(entry, FileArray) else entry.group
+        prefixes[group or entry.path.split("/")[0]] = None
+        is_below = group is None and entry.path.startswith(f"{prefix}/")
+        if group == prefix or is_below:
+            selected.append((entry.path.removeprefix(f"{prefix}/"), entry))
+    if not selected:
         raise CheckpointError(
-            f"Prefix {prefix!r} not found. Available: [{some(known)}], in"
+            f"Prefix {prefix!r} not found. Available: [{some(prefixes)}], in"
             f" {index.directory!r}."
         )
-    return chosen
+    return selected
 
 
 def nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
@@ -243,11 +235,12 @@ def _collision(path: str, paths: Sequence[str]) -> CheckpointError:
             f"the checkpoint has two arrays {quoted(path)}; a path names one array."
         )
     above = [other for other in paths if path.startswith(f"{other}/")]
-    leaf, branch = (
-        (above[0], path)
-        if above
-        else (path, next(one for one in paths if one.startswith(f"{path}/")))
-    )
+    if above:
+        leaf = above[0]
+        branch = path
+    else:
+        leaf = path
+        branch = next(other for other in paths if other.startswith(f"{path}/"))
     return CheckpointError(
         f"the checkpoint has an array {quoted(leaf)} and an array {quoted(branch)}"
         " below it; a tree cannot hold both. Rename one of them, or read one with"

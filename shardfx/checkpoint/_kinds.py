@@ -85,7 +85,8 @@ def is_msgpack_map(head: bytes) -> bool:
     sizes = {0xDE: 3, 0xDF: 5}
     if not head:
         return False
-    start = sizes.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else 0)
+    is_short = 0x81 <= head[0] <= 0x8F
+    start = 1 if is_short else sizes.get(head[0], 0)
     if not start or len(head) <= start:
         return False
     first = head[start]
@@ -96,12 +97,12 @@ def told_files(where: Place, names: list[str]) -> list[str]:
     """Each of the named files in a checkpoint's directory whose first bytes tell what
     it is, as text: `'model.gguf' is a GGUF file of llama.cpp: ...`.
     """
-    found = []
+    texts = []
     for name in names:
         if not where.has_file(os.path.join(where.directory, name)):
             continue
         with where.opened(where.inside(name)) as file:
             kind = kind_of(file.read(_HEAD_BYTES, 0))
         if kind is not None:
-            found.append(f"{quoted(name)} is {kind.name}: {kind.fix}")
-    return found
+            texts.append(f"{quoted(name)} is {kind.name}: {kind.fix}")
+    return texts

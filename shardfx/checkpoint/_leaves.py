@@ -81,65 +81,72 @@ def plan_of_arrays(tree: object) -> ShardPlan | None:
     one mesh.
     """
     flat = flatten(tree)
-    known = {
-        path: leaf.sharding
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)
-    }
-    meshes = list(dict.fromkeys(sharding.mesh for sharding in known.values()))
+    shardings: dict[str, NamedSharding] = {}
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+            shardings[path] = leaf.sharding
+    meshes = list(dict.fromkeys(sharding.mesh for sharding in shardings.values()))
     if len(meshes) != 1 or not isinstance(meshes[0], Mesh):
         return None
 
     def spec(path: str, leaf: object) -> PartitionSpec:
-        return known[path].spec if path in known else PartitionSpec()
+        return shardings[path].spec if path in shardings else PartitionSpec()
 
     return plan(tree, meshes[0], paths=PathRules([(".*", spec)]))
 
 
-def leaves_to_save(tree: object, own: ShardPlan | None) -> Leaves:
-    """The arrays and Python numbers of a tree. `own` is the tree's plan, if it has one.
+def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
+    """The arrays and Python numbers of a tree. `tree_plan` is the tree's plan, if it has
+    one.
 
     Raises `LeafTypeError` or `CheckpointError` for a leaf that `load` could not read.
     """
-    if own is None:  # a plan says which leaves are arrays
-        own = plan(
+    if tree_plan is None:  # a plan says which leaves are arrays
+        tree_plan = plan(
             tree,
             MeshSpec({"device": 1}),
             paths=PathRules([(".*", PartitionSpec())]),
             unused="allow",
         )
     flat = flatten(tree)
-    index = rows_of(own.content, flat)
-    found: list[tuple[str, Any]] = []
-    kept: dict[str, Any] = {}
-    rows = zip(flat.paths, flat.leaves, flat.is_array, index, strict=True)
-    for path, leaf, is_array, i in rows:
-        if i >= 0:
-            _check_leaf(path, leaf, own.content.rows[i].dtype)
-            found.append((path, leaf))
-        elif is_array and i != LEFT_OUT:
+    plan_rows = tree_plan.content.rows
+    row_numbers = rows_of(tree_plan.content, flat)
+    leaves: list[tuple[str, Any]] = []
+    numbers: dict[str, Any] = {}
+    rows = zip(flat.paths, flat.leaves, flat.is_array, row_numbers, strict=True)
+    for path, leaf, is_array, row in rows:
+        if row >= 0:
+            _check_leaf(path, leaf, plan_rows[row].dtype)
+            leaves.append((path, leaf))
+        elif is_array and row != LEFT_OUT:
             # The plan has a number or a function there, such as the step counter before
             # the first step made an array of it.
             _check_leaf(path, leaf, canonical_dtype(leaf.dtype))
-            found.append((path, leaf))
+            leaves.append((path, leaf))
         elif is_number(leaf):
-            kept[path] = leaf
-    twice = [path for path, _ in found if path in kept]
-    if twice:
-        raise CheckpointError(
-            f"two leaves have the path `{printable(twice[0])}`; a checkpoint needs one"
-            " name for each array."
-        )
-    arrays = [
-        (path, jax.random.key_data(leaf) if prng.is_key(leaf.dtype) else leaf)
-        for path, leaf in found
-    ]
-    kinds = {
-        path: encode_dtype(leaf.dtype)
-        for path, leaf in found
-        if leaf.dtype not in safetensors.NAMES
-    }
-    return Leaves(arrays, kinds, kept)
+            numbers[path] = leaf
+    _raise_for_equal_paths(leaves, numbers)
+
+    arrays = []
+    kinds = {}
+    for path, leaf in leaves:
+        if leaf.dtype not in safetensors.NAMES:
+            kinds[path] = encode_dtype(leaf.dtype)
+        if prng.is_key(leaf.dtype):
+            leaf = jax.random.key_data(leaf)
+        arrays.append((path, leaf))
+    return Leaves(arrays=arrays, kinds=kinds, numbers=numbers)
+
+
+def _raise_for_equal_paths(
+    leaves: Sequence[tuple[str, object]], numbers: Mapping[str, object]
+) -> None:
+    for path, _ in leaves:
+        if path in numbers:
+            raise CheckpointError(
+                f"two leaves have the path `{printable(path)}`; a checkpoint needs one"
+                " name for each array."
+            )
 
 
 def _check_leaf(path: str, leaf: object, planned: object) -> None:
@@ -202,11 +209,11 @@ class _Sources:
 
     def shards(self, path: str, is_first: bool) -> list[BoxValues]:
         """The boxes of an array that this process writes."""
-        found = self._shards.get((path, is_first))
-        if found is None:
-            found = list(shards_of(self._arrays[path], is_first))
-            self._shards[path, is_first] = found
-        return found
+        shards = self._shards.get((path, is_first))
+        if shards is None:
+            shards = list(shards_of(self._arrays[path], is_first))
+            self._shards[path, is_first] = shards
+        return shards
 
     def landings(self, back: Piece, box: Box) -> list[StridedBox]:
         """The boxes of a tensor that are in `box` of the array that it is a part of, and
@@ -214,18 +221,20 @@ class _Sources:
         the array.
         """
         # The tensors of a stack differ only in their position.
-        by = from_start(back, box)
-        first = shifted(back, [-more for more in by])
+        distance = from_start(back, box)
+        first = shifted(back, [-steps for steps in distance])
         key = (box, first.source, first.target, first.factors)
-        found = self._landings.get(key)
-        if found is None:
-            parts = within(first, box)
-            found = [one for part in parts for one in strided_boxes(part, box)]
-            self._landings[key] = found
+        landings = self._landings.get(key)
+        if landings is None:
+            landings = []
+            for part in within(first, box):
+                landings += strided_boxes(part, box)
+            self._landings[key] = landings
         strides = strides_of([stop - start for start, stop in box])
-        offset = sum(map(operator.mul, by, strides))
+        offset = sum(map(operator.mul, distance, strides))
         return [
-            StridedBox(one.source, one.offset + offset, one.strides) for one in found
+            StridedBox(landing.source, landing.offset + offset, landing.strides)
+            for landing in landings
         ]
 
 
@@ -236,16 +245,17 @@ class _Part(NamedTuple):
     sources: _Sources
 
 
-def _part_of(made: Made, sources: _Sources) -> _Part | None:
-    """The part that `made` is of one of `sources`, its elements unchanged; `None` if it
+def _part_of(leaf: Made, sources: _Sources) -> _Part | None:
+    """The part that `leaf` is of one of `sources`, its elements unchanged; `None` if it
     is made in another way.
     """
-    if len(made.pieces) != 1:
+    if len(leaf.pieces) != 1:
         return None
-    value = made.pieces[0].value
+    (piece,) = leaf.pieces
+    value = piece.value
     if value.path is None or value.casts or value.scale is not None:
         return None
-    return _Part(made.pieces[0], sources)
+    return _Part(piece=piece, sources=sources)
 
 
 def rows_of_parts(values: Sequence[Any], is_first: bool) -> list[np.ndarray | None]:
@@ -253,45 +263,44 @@ def rows_of_parts(values: Sequence[Any], is_first: bool) -> list[np.ndarray | No
     the array that it is a part of; `None` if it is no such part, or if this process
     does not write all of it.
     """
-    groups: dict[object, list[int]] = {}
+    # Arrays of one shape that are parts of the same array, in the same order.
+    numbers_by_kind: dict[object, list[int]] = {}
     for number, value in enumerate(values):
         if isinstance(value, Output) and value.part is not None:
             piece = value.part.piece
-            key = (id(piece.factors), piece.value.path, value.shape)
-            groups.setdefault(key, []).append(number)
+            kind = (id(piece.factors), piece.value.path, value.shape)
+            numbers_by_kind.setdefault(kind, []).append(number)
+
     rows: list[np.ndarray | None] = [None] * len(values)
-    for numbers in groups.values():
+    for numbers in numbers_by_kind.values():
         first = values[numbers[0]]
         piece = first.part.piece
-        count = math.prod(first.shape)
-        if any(piece.target) or piece.elements != count:
+        is_whole = piece.elements == math.prod(first.shape)
+        if any(piece.target) or not is_whole:
             continue
-        parts = first.part.sources.shards(piece.value.path, is_first)
-        boxes = [box for box, _ in parts]
-        memory = [values_of_box for _, values_of_box in parts]
-        if any(shard.dtype != first.dtype for shard in memory):
+        shards = first.part.sources.shards(piece.value.path, is_first)
+        if any(shard.dtype != first.dtype for _, shard in shards):
             continue
-        positions = [values[number].part.piece.source for number in numbers]
-        shape = first.shape
-        own = rows_of_alike(swapped(piece), positions, shape, boxes, memory)
-        for number, row in zip(numbers, own, strict=True):
+        rows_of_kind = rows_of_alike(
+            first=swapped(piece),
+            positions=[values[number].part.piece.source for number in numbers],
+            shape=first.shape,
+            boxes=[box for box, _ in shards],
+            memory=[shard for _, shard in shards],
+        )
+        for number, row in zip(numbers, rows_of_kind, strict=True):
             rows[number] = row
     return rows
 
 
-def _pieces_of(made: Made, sources: _Sources, is_first: bool) -> Iterator[BoxValues]:
-    """Yields the boxes that this process writes of `made`, an array that a map makes of
+def _pieces_of(leaf: Made, sources: _Sources, is_first: bool) -> Iterator[BoxValues]:
+    """Yields the boxes that this process writes of `leaf`, an array that a map makes of
     `sources`.
     """
-    for piece in made.pieces:
+    for piece in leaf.pieces:
         if piece.value.path is None:
-            for part in dense(piece) if is_first else ():
-                yield (
-                    hull(part),
-                    np.broadcast_to(
-                        constant(part), [stop - start for start, stop in hull(part)]
-                    ),
-                )
+            if is_first:
+                yield from _constant_boxes(piece)
             continue
         back = swapped(piece)
         for box, memory in sources.shards(piece.value.path, is_first):
@@ -300,17 +309,26 @@ def _pieces_of(made: Made, sources: _Sources, is_first: bool) -> Iterator[BoxVal
                 yield landing.source, _cast(values, piece.value.casts)
 
 
+def _constant_boxes(piece: Piece) -> Iterator[BoxValues]:
+    """Yields the boxes that a piece without a source fills with its constant."""
+    for part in dense(piece):
+        box = hull(part)
+        shape = [stop - start for start, stop in box]
+        yield box, np.broadcast_to(constant(part), shape)
+
+
 def _cast(values: np.ndarray, casts: Sequence[Any]) -> np.ndarray:
     """The values after the operations of a map, but for a last cast that the write does."""
-    # A cast that is the last operation is done when the value is written, unless it
-    # would be refused there.
-    for at, to in enumerate(casts, 1):
-        if (
-            at < len(casts)
-            or isinstance(to, Arithmetic)
-            or may_change(values.dtype, to)
-        ):
-            values = changed(values, to)
+    for number, operation in enumerate(casts, 1):
+        # A cast that is the last operation is done when the value is written, unless it
+        # would be refused there.
+        is_done_by_write = (
+            number == len(casts)
+            and not isinstance(operation, Arithmetic)
+            and not may_change(values.dtype, operation)
+        )
+        if not is_done_by_write:
+            values = changed(values, operation)
     return values
 
 
@@ -318,10 +336,14 @@ def host_copy(value: Any) -> Output:
     """A copy in host memory of the boxes of an array that this process writes. The
     array may then be deleted.
     """
-    parts = [(box, np.array(memory)) for box, memory in shards_of(value, True)]
-    everywhere = not isinstance(value, jax.Array)
-    pieces = lambda is_first: iter(parts if is_first or not everywhere else ())
-    return Output(tuple(value.shape), np.dtype(value.dtype), pieces)
+    shards = [(box, np.array(memory)) for box, memory in shards_of(value, True)]
+    is_everywhere = not isinstance(value, jax.Array)
+
+    def pieces(is_first: bool) -> Iterator[BoxValues]:
+        if is_first or not is_everywhere:
+            yield from shards
+
+    return Output(shape=tuple(value.shape), dtype=np.dtype(value.dtype), pieces=pieces)
 
 
 def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
@@ -333,19 +355,17 @@ def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
     if isinstance(value, Output):
         yield from value.pieces(is_first)
         return
+    whole = tuple((0, size) for size in value.shape)
     if not isinstance(value, jax.Array):
         if is_first:
-            yield (
-                tuple((0, size) for size in value.shape),
-                np.ascontiguousarray(value).reshape(value.shape),
-            )
+            yield whole, np.ascontiguousarray(value).reshape(value.shape)
         return
     if len(value.sharding.device_set) == 1 and value.is_fully_addressable:
-        yield tuple((0, size) for size in value.shape), np.asarray(value)
+        yield whole, np.asarray(value)
         return
-    first = _first_replicas(value.sharding, tuple(value.shape))
+    boxes = _first_replicas(value.sharding, tuple(value.shape))
     for shard in value.addressable_shards:
-        box = first.get(shard.device)
+        box = boxes.get(shard.device)
         if box is not None:
             yield box, np.ascontiguousarray(shard.data)
 
@@ -372,37 +392,59 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
     source = {}
     for path, value in leaves.arrays:
         keys = prng.key_named(leaves.kinds.get(path))
-        rank = (
-            value.ndim if keys is None else value.ndim - len(prng.bits_of(keys).shape)
-        )
-        source[path] = Struct(
-            tuple(value.shape[:rank]), np.dtype(value.dtype) if keys is None else keys
-        )
-    target, targets = None, None
+        source[path] = _struct(value, keys)
+    target = None
+    number_targets = None
     if like is not None:
-        target, targets = tree_structs(like), number_paths(like)
-    copies = number_copies(map.steps, leaves.numbers, targets)
-    made = bound(map, source, target, copies)
-    arrays, kinds, found = _Sources(dict(leaves.arrays)), {}, []
-    for path, one in made.items():
-        if any([piece.value.scale is not None for piece in one.pieces]):
+        target = tree_structs(like)
+        number_targets = number_paths(like)
+    copies = number_copies(map.steps, leaves.numbers, number_targets)
+    sources = _Sources(dict(leaves.arrays))
+    kinds = {}
+    arrays = []
+    for path, leaf in bound(map, source, target, copies).items():
+        _raise_if_scaled(path, leaf)
+        if leaf.dtype not in safetensors.NAMES:
+            kinds[path] = encode_dtype(leaf.dtype)
+        if prng.is_key(leaf.dtype):
+            leaf = _key_data(leaf)
+        elif safetensors.stored_name(leaf.dtype) is None:
             raise LeafTypeError(
-                f"`{printable(path)}` is scaled, which takes two arrays at a time; use"
-                " `reshard(tree, plan, map=...)` first, and save what comes out."
-            )
-        if one.dtype not in safetensors.NAMES:
-            kinds[path] = encode_dtype(one.dtype)
-        if prng.is_key(one.dtype):
-            bits = prng.bits_of(one.dtype)
-            pieces = tuple([extended(piece, bits.shape) for piece in one.pieces])
-            one = Made((*one.shape, *bits.shape), np.dtype(bits.dtype), pieces)
-        elif safetensors.stored_name(one.dtype) is None:
-            raise LeafTypeError(
-                f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold;"
+                f"`{printable(path)}` is {leaf.dtype}, which safetensors cannot hold;"
                 " cast it."
             )
-        pieces = ft.partial(_pieces_of, one, arrays)
-        part = _part_of(one, arrays)
-        found.append((path, Output(one.shape, one.dtype, pieces, part)))
+        output = Output(
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            pieces=ft.partial(_pieces_of, leaf, sources),
+            part=_part_of(leaf, sources),
+        )
+        arrays.append((path, output))
     numbers = {path: leaves.numbers[route] for path, route in copies.routes}
-    return Leaves(found, kinds, numbers)
+    return Leaves(arrays=arrays, kinds=kinds, numbers=numbers)
+
+
+def _struct(value: Any, keys: DType | None) -> Struct:
+    """The shape and dtype of an array; for key data those of its keys, of dtype `keys`."""
+    if keys is None:
+        return Struct(shape=tuple(value.shape), dtype=np.dtype(value.dtype))
+    rank = value.ndim - len(prng.bits_of(keys).shape)
+    return Struct(shape=tuple(value.shape[:rank]), dtype=keys)
+
+
+def _key_data(leaf: Made) -> Made:
+    """The key data of an array of PRNG keys that a map makes."""
+    bits = prng.bits_of(leaf.dtype)
+    return Made(
+        shape=(*leaf.shape, *bits.shape),
+        dtype=np.dtype(bits.dtype),
+        pieces=tuple([extended(piece, bits.shape) for piece in leaf.pieces]),
+    )
+
+
+def _raise_if_scaled(path: str, leaf: Made) -> None:
+    if any([piece.value.scale is not None for piece in leaf.pieces]):
+        raise LeafTypeError(
+            f"`{printable(path)}` is scaled, which takes two arrays at a time; use"
+            " `reshard(tree, plan, map=...)` first, and save what comes out."
+        )

@@ -117,35 +117,44 @@ def leaves_to_load(
     target = target_of(plan, "load")
     if map is not None:
         return _by_map(index, target, map, dtype, unread)
-    found: list[LeafToLoad] = []
+    leaves: list[LeafToLoad] = []
     problems: list[tuple[str, str | None]] = []
     # A model has many leaves of few kinds: a result for one leaf holds for all of its
     # kind.
-    known: dict[object, Any] = {}
-    for path, leaf in target.arrays:
+    dtypes_by_kind: dict[object, Any] = {}
+    for path, planned in target.arrays:
         entry = index.by_path.get(path)
         if entry is None:
             # The texts of the problems take time to make, and there may be thousands.
             problems.append((path, None))
             continue
-        kind = (entry.shape, entry.dtype, leaf.shape, leaf.dtype)
-        if kind in known and isinstance(entry, FileArray | StoreArray):
-            found.append(
-                LeafToLoad(path, leaf.shape, known[kind], leaf.sharding, (entry,), None)
+        kind = (entry.shape, entry.dtype, planned.shape, planned.dtype)
+        if kind in dtypes_by_kind and isinstance(entry, FileArray | StoreArray):
+            leaf = LeafToLoad(
+                path=path,
+                shape=planned.shape,
+                dtype=dtypes_by_kind[kind],
+                sharding=planned.sharding,
+                entries=(entry,),
+                pieces=None,
             )
+            leaves.append(leaf)
             continue
         try:
-            found.append(_unmapped_leaf(index, path, leaf, dtype))
+            leaf = _unmapped_leaf(index, path, planned, dtype)
         except CheckpointError as error:
             problems.append((path, str(error)))
             continue
-        if found[-1].keys is None and found[-1].pieces is None:
-            known[kind] = found[-1].dtype
+        leaves.append(leaf)
+        if leaf.keys is None and leaf.pieces is None:
+            dtypes_by_kind[kind] = leaf.dtype
     numbers = numbers_of(index, target, is_lenient=unread == "allow")
     _raise_unreadable(index, target, [*problems, *numbers.problems])
     if unread != "allow":
         _require_all_read(index, target)
-    return ToLoad(found, numbers.scalars, numbers.values, target)
+    return ToLoad(
+        leaves=leaves, scalars=numbers.scalars, numbers=numbers.values, target=target
+    )
 
 
 def _raise_unreadable(
@@ -156,33 +165,40 @@ def _raise_unreadable(
     """
     if not problems:
         return
-    shown = []
+    lines = []
     for path, problem in problems[:_SHOWN]:
         text = _absent(index, path) if problem is None else problem
-        shown.append(f"leaf `{printable(path)}`: {text}")
-    key = branch_of([path for path, _ in target.arrays], index.by_path)
-    hint = ""
-    if key is not None:
-        hint = (
-            f"\nThe checkpoint has these arrays below `{key}`: load"
-            f' `ShardPlan.join({key}=plan)` with `unread="allow"`.'
-        )
-    elif len(problems) < len(target.arrays) and any(
-        text is None for _, text in problems
-    ):
-        hint = (
-            "\nOf what it lacks nothing can be read: load the others by"
-            " `plan.select(...)`, and combine them with a new tree."
-        )
-    rest = len(problems) - _SHOWN
+        lines.append(f"leaf `{printable(path)}`: {text}")
+    if len(problems) > _SHOWN:
+        lines.append(f"and {len(problems) - _SHOWN} more")
     count = len(target.arrays) + len(target.others)
     raise CheckpointError(
         f"{len(problems)} of {count} leaves cannot be read from"
         f" {index.directory!r}; nothing was read:\n  "
-        + "\n  ".join(shown)
-        + (f"\n  and {rest} more" if rest > 0 else "")
-        + hint
+        + "\n  ".join(lines)
+        + _hint_for_unreadable(index, target, problems)
     )
+
+
+def _hint_for_unreadable(
+    index: Index, target: Target, problems: Sequence[tuple[str, str | None]]
+) -> str:
+    """What to do about leaves that cannot be read, as a line of the error; empty if
+    nothing is known.
+    """
+    key = branch_of([path for path, _ in target.arrays], index.by_path)
+    if key is not None:
+        return (
+            f"\nThe checkpoint has these arrays below `{key}`: load"
+            f' `ShardPlan.join({key}=plan)` with `unread="allow"`.'
+        )
+    is_lacking = any(text is None for _, text in problems)
+    if is_lacking and len(problems) < len(target.arrays):
+        return (
+            "\nOf what it lacks nothing can be read: load the others by"
+            " `plan.select(...)`, and combine them with a new tree."
+        )
+    return ""
 
 
 def _require_all_read(index: Index, target: Target) -> None:
@@ -217,46 +233,47 @@ def _by_map(
     }
     source |= {path: Struct((), np.dtype(type(saved[path]))) for path in saved}
     # The dtype of a leaf is decided below, by the rules of all loading.
-    leaves = {
-        path: Struct(tuple(leaf.shape), leaf.dtype if dtype is None else None)
-        for path, leaf in target.arrays
+    structs = {
+        path: Struct(tuple(planned.shape), planned.dtype if dtype is None else None)
+        for path, planned in target.arrays
     }
     routes: dict[int, str] = {}
-    for leaf in target.others:
-        route = copied_from(map.steps, leaf.path) if leaf.is_number else None
+    for other in target.others:
+        route = copied_from(map.steps, other.path) if other.is_number else None
         if route is not None and route in source:
-            routes[leaf.position] = route
-            leaves[leaf.path] = Struct((), source[route].dtype)
+            routes[other.position] = route
+            structs[other.path] = Struct((), source[route].dtype)
     if unread == "allow":
         map = without_rest(map)
-    made_by = bound_before(map, tuple(source.items()), tuple(leaves.items()))
+    mapped_leaves = bound_before(map, tuple(source.items()), tuple(structs.items()))
     numbers = routed_numbers(index, target, routes)
     _raise_unreadable(index, target, numbers.problems)
-    found = []
-    for path, leaf in target.arrays:
-        made = made_by[path]
-        names = dict.fromkeys(_names_in(made))
+
+    leaves = []
+    for path, planned in target.arrays:
+        mapped = mapped_leaves[path]
+        names = dict.fromkeys(_names_in(mapped))
         if saved:
             _require_arrays(path, names, saved)
-        entries = tuple([_loadable(index, name) for name in names])
-        found.append(
-            _leaf(
-                path,
-                leaf,
-                made.shape,
-                made.dtype,
-                entries,
-                dtype,
-                f"leaf `{printable(path)}`",
-                made,
-            )
+        leaf = _leaf(
+            path=path,
+            planned=planned,
+            shape=mapped.shape,
+            stored=mapped.dtype,
+            entries=tuple([_loadable(index, name) for name in names]),
+            dtype=dtype,
+            what=f"leaf `{printable(path)}`",
+            mapped=mapped,
         )
-    return ToLoad(found, numbers.scalars, numbers.values, target)
+        leaves.append(leaf)
+    return ToLoad(
+        leaves=leaves, scalars=numbers.scalars, numbers=numbers.values, target=target
+    )
 
 
-def _names_in(made: Made) -> Iterator[str]:
+def _names_in(leaf: Made) -> Iterator[str]:
     """Yields the paths of the arrays from which a map makes a leaf."""
-    for piece in made.pieces:
+    for piece in leaf.pieces:
         if piece.value.scale is not None:
             yield from names_of(piece)
         elif piece.value.path is not None:
@@ -285,29 +302,47 @@ def _absent(index: Index, path: str) -> str:
     return str(index.unknown(path))
 
 
-def _unmapped_leaf(index: Index, path: str, leaf: Any, dtype: DType) -> LeafToLoad:
+def _unmapped_leaf(index: Index, path: str, planned: Any, dtype: DType) -> LeafToLoad:
+    planned_shape = tuple(planned.shape)
+    name = quoted(path)
     listed = index[path]
     if isinstance(listed, FileArray) and is_packed(listed):
         # The plan says whether the elements or the bytes are loaded.
         raw = raw_entry(listed)
-        if (raw.dtype, raw.shape) == (leaf.dtype, tuple(leaf.shape)):
-            return _leaf(path, leaf, raw.shape, raw.dtype, (raw,), dtype, quoted(path))
+        if raw.dtype == planned.dtype and raw.shape == planned_shape:
+            return _leaf(
+                path=path,
+                planned=planned,
+                shape=raw.shape,
+                stored=raw.dtype,
+                entries=(raw,),
+                dtype=dtype,
+                what=name,
+            )
     entry = _loadable(index, path)
-    one, name = struct(entry, index), quoted(path)
+    stored = struct(entry, index)
     # This error says more than the difference of the shapes.
-    _is_keys(leaf.dtype, one.dtype, name)
-    if one.shape != tuple(leaf.shape):
+    _is_keys(planned.dtype, stored.dtype, name)
+    if stored.shape != planned_shape:
         fix = "plan from the checkpoint's own shapes with `checkpoint.structs(index)`"
-        if one.shape[::-1] == tuple(leaf.shape) and len(one.shape) == 2:
+        if stored.shape[::-1] == planned_shape and len(planned_shape) == 2:
             fix = (
                 f"torch keeps weights as [out, in]: `map=TreeMap({{{name}:"
                 f" From({name}).T}})`"
             )
         raise CheckpointError(
-            f"{name} gives shape {one.shape}, but the plan has {tuple(leaf.shape)};"
+            f"{name} gives shape {stored.shape}, but the plan has {planned_shape};"
             f" {fix}."
         )
-    return _leaf(path, leaf, one.shape, one.dtype, (entry,), dtype, name)
+    return _leaf(
+        path=path,
+        planned=planned,
+        shape=stored.shape,
+        stored=stored.dtype,
+        entries=(entry,),
+        dtype=dtype,
+        what=name,
+    )
 
 
 def _leaf(
@@ -318,26 +353,45 @@ def _leaf(
     entries: tuple[FileArray | StoreArray, ...],
     dtype: object,
     what: str,
-    made: Made | None = None,
+    mapped: Made | None = None,
 ) -> LeafToLoad:
     """The leaf to load for `planned`, the plan's leaf. Raises `CheckpointError` for a
     cast that `dtype` does not allow.
 
     `shape` and `stored` are the shape and the dtype before the cast, and `what` is the
-    name of the leaf in errors. `made` is the leaf as a map makes it; without a map, the
-    leaf is the only array in `entries`.
+    name of the leaf in errors. `mapped` is the leaf as a map makes it; without a map,
+    the leaf is the only array in `entries`.
     """
-    if made is None and is_packed(entries[0]):
+    if mapped is None and is_packed(entries[0]):
         # The elements are unpacked piece by piece.
-        made = leaf_made(entries[0].path, Struct(shape, stored))
-    if not _is_keys(planned.dtype, stored, what):
-        to = _dtype(planned.dtype, stored, dtype, what)
-        pieces, is_cast = None, False
-        if made is not None:
-            pieces, is_cast = cast(made, to).pieces, made.dtype == to
-        return LeafToLoad(
-            path, shape, to, planned.sharding, entries, pieces, None, is_cast
-        )
+        mapped = leaf_made(entries[0].path, Struct(shape, stored))
+    if _is_keys(planned.dtype, stored, what):
+        return _key_leaf(path, planned, shape, entries, mapped)
+    loaded_dtype = _dtype(planned.dtype, stored, dtype, what)
+    pieces = None
+    is_cast_by_map = False
+    if mapped is not None:
+        pieces = cast(mapped, loaded_dtype).pieces
+        is_cast_by_map = mapped.dtype == loaded_dtype
+    return LeafToLoad(
+        path=path,
+        shape=shape,
+        dtype=loaded_dtype,
+        sharding=planned.sharding,
+        entries=entries,
+        pieces=pieces,
+        is_cast_by_map=is_cast_by_map,
+    )
+
+
+def _key_leaf(
+    path: str,
+    planned: Any,
+    shape: tuple[int, ...],
+    entries: tuple[FileArray | StoreArray, ...],
+    mapped: Made | None,
+) -> LeafToLoad:
+    """The leaf to load for `planned`, PRNG keys of this shape, as key data."""
     if not isinstance(planned.sharding, NamedSharding | SingleDeviceSharding):
         # The key data has more dimensions than the keys, and other shardings might
         # divide these.
@@ -345,16 +399,18 @@ def _leaf(
             f"leaf `{path}` holds PRNG keys under a {type(planned.sharding).__name__};"
             " give a NamedSharding, or a SingleDeviceSharding."
         )
-    one = prng.bits_of(planned.dtype)
-    bits = tuple([prng.as_bits(entry) for entry in entries])
-    pieces = (
-        None
-        if made is None
-        else tuple([extended(piece, one.shape) for piece in made.pieces])
-    )
-    own = (*shape, *one.shape)
+    bits = prng.bits_of(planned.dtype)
+    pieces = None
+    if mapped is not None:
+        pieces = tuple([extended(piece, bits.shape) for piece in mapped.pieces])
     return LeafToLoad(
-        path, own, np.dtype(one.dtype), planned.sharding, bits, pieces, planned.dtype
+        path=path,
+        shape=(*shape, *bits.shape),
+        dtype=np.dtype(bits.dtype),
+        sharding=planned.sharding,
+        entries=tuple([prng.as_bits(entry) for entry in entries]),
+        pieces=pieces,
+        keys=planned.dtype,
     )
 
 
@@ -379,16 +435,18 @@ def _is_keys(planned: object, stored: object, what: str) -> bool:
     Raises `CheckpointError` if only one of them is a dtype of keys, or if the keys
     differ: keys are never cast.
     """
-    kinds = [prng.is_key(planned), prng.is_key(stored)]
-    if stored == planned or not any(kinds):
-        return kinds[0]
-    if all(kinds):
-        there, here = prng.implementation(stored), prng.implementation(planned)
+    is_planned = prng.is_key(planned)
+    is_stored = prng.is_key(stored)
+    if stored == planned or not (is_planned or is_stored):
+        return is_planned
+    if is_planned and is_stored:
+        stored_name = prng.implementation(stored)
+        planned_name = prng.implementation(planned)
         raise CheckpointError(
-            f"{what} holds PRNG keys of {there}, but the plan has keys of {here}; a key"
-            " means something to its own "
-            "implementation alone. Plan the state with `jax.random.key(seed,"
-            f' impl="{there}")`.'
+            f"{what} holds PRNG keys of {stored_name}, but the plan has keys of"
+            f" {planned_name}; a key means something to its own implementation alone."
+            " Plan the state with `jax.random.key(seed,"
+            f' impl="{stored_name}")`.'
         )
     bits = "jax.random.key_data(keys)"
     raise CheckpointError(
@@ -406,30 +464,29 @@ def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
     does not allow, for a 64-bit dtype that JAX does not hold, and for the loss of an
     imaginary part.
     """
-    both = jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(
-        planned, jnp.floating
-    )
-    to = jnp.dtype(asked) if asked != "plan" and asked is not None and both else planned
-    if asked != "plan" and (asked is None or not both) and stored != planned:
+    is_stored_float = jnp.issubdtype(stored, jnp.floating)
+    are_floats = is_stored_float and jnp.issubdtype(planned, jnp.floating)
+    is_asked_for = asked is not None and asked != "plan" and are_floats
+    if asked != "plan" and not is_asked_for and stored != planned:
         raise CheckpointError(
             f'{what} is {stored}, but the plan has {planned}; pass `dtype="plan"` to'
             " cast to the plan's dtypes, or `dtype=...` for all floating-point"
             " arrays."
         )
-    if jax.dtypes.canonicalize_dtype(to) != to:
+    dtype = jnp.dtype(asked) if is_asked_for else planned
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise CheckpointError(
-            f"{what} would be {to}, which JAX holds only under"
+            f"{what} would be {dtype}, which JAX holds only under"
             ' `jax.config.update("jax_enable_x64", True)`; set it, or plan a 32-bit'
             ' dtype and pass `dtype="plan"`.'
         )
-    if jnp.issubdtype(stored, jnp.complexfloating) and not jnp.issubdtype(
-        to, jnp.complexfloating
-    ):
+    is_complex = jnp.issubdtype(stored, jnp.complexfloating)
+    if is_complex and not jnp.issubdtype(dtype, jnp.complexfloating):
         raise CheckpointError(
-            f"{what} is complex and would be cast to {to}; its imaginary part would be"
-            " lost."
+            f"{what} is complex and would be cast to {dtype}; its imaginary part would"
+            " be lost."
         )
-    return np.dtype(to)
+    return np.dtype(dtype)
 
 
 def box_bytes(box: Box, dtype: object) -> int:

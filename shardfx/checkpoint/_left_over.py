@@ -84,34 +84,39 @@ def left_over(
         assert found.target.endswith("step-100") and not list(directory.iterdir())
         ```
     """
-    address, now = address_of(directory), time.time()
+    address = address_of(directory)
+    now = time.time()
     if isinstance(address, Address):
         return _left_in_store(address, now, older_than_seconds, remove)
     directory = address
-    found = []
+    partial_saves = []
     for name in sorted(os.listdir(directory)):
-        match, path = PARTIAL_NAME.fullmatch(name), os.path.join(directory, name)
+        match = PARTIAL_NAME.fullmatch(name)
+        path = os.path.join(directory, name)
         if match is None or os.path.islink(path):
             continue
         try:
-            files = [path] + (
-                [entry.path for entry in os.scandir(path)]
-                if os.path.isdir(path)
-                else []
-            )
-            stats = [os.lstat(file) for file in files]
+            files = [path]
+            if os.path.isdir(path):
+                files += [entry.path for entry in os.scandir(path)]
+            statuses = [os.lstat(file) for file in files]
         except FileNotFoundError:  # the save has just ended
             continue
         # Files have their full size from the start; the blocks show what was written.
-        nbytes = sum(one.st_blocks * 512 for one in stats if stat.S_ISREG(one.st_mode))
-        age_seconds = max(0.0, now - max(one.st_mtime for one in stats))
+        nbytes = sum(
+            status.st_blocks * 512
+            for status in statuses
+            if stat.S_ISREG(status.st_mode)
+        )
+        last_write = max(status.st_mtime for status in statuses)
+        age_seconds = max(0.0, now - last_write)
         if age_seconds >= older_than_seconds:
-            found.append(
-                LeftOver(path, os.path.join(directory, match[1]), nbytes, age_seconds)
-            )
-    for one in found if remove else ():
-        remove_partial(one.path)
-    return tuple(found)
+            target = os.path.join(directory, match[1])
+            partial_saves.append(LeftOver(path, target, nbytes, age_seconds))
+    if remove:
+        for partial_save in partial_saves:
+            remove_partial(partial_save.path)
+    return tuple(partial_saves)
 
 
 def _left_in_store(
@@ -124,8 +129,9 @@ def _left_in_store(
         data, _, name = key.rpartition("/")
         if _DATA.fullmatch(data):
             match = _OBJECT.fullmatch(name)
-            sizes[data] = sizes.get(data, 0) + (int(match[1]) if match else 0)
-    found = []
+            nbytes = int(match[1]) if match else 0
+            sizes[data] = sizes.get(data, 0) + nbytes
+    unnamed = []
     for data in sorted(sizes):
         match = _DATA.fullmatch(data)
         assert match is not None
@@ -135,10 +141,10 @@ def _left_in_store(
         if age_seconds < older_than_seconds or _is_named(target, name):
             continue
         path = address.below(data)
-        found.append(LeftOver(path.shown, target.shown, sizes[data], age_seconds))
+        unnamed.append(LeftOver(path.shown, target.shown, sizes[data], age_seconds))
         if remove:
             place.delete_below(path.path)
-    return tuple(found)
+    return tuple(unnamed)
 
 
 def _is_named(target: Address, data: str) -> bool:

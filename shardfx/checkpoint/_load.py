@@ -233,16 +233,18 @@ def load(
     # several processes, one process alone must not do this: it might load another file
     # than the others.
     tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
-    for left in reversed(range(tries)):
+    for further_tries in reversed(range(tries)):
         try:
             index = _index_of(path, root, timeout_seconds)
             to_load = leaves_to_load(index, plan, dtype, map, unread)
             leaves = to_load.leaves
             # A number that does not fit is an error before anything large is read.
             scalars = read_scalars(index, to_load.scalars, missing_chunks)
+            if gap_bytes is None:
+                gap_bytes = index.place.gap_bytes
             limits = Limits(
                 memory_bytes=memory_limit_bytes,
-                gap_bytes=index.place.gap_bytes if gap_bytes is None else gap_bytes,
+                gap_bytes=gap_bytes,
                 read_bytes=read_limit_bytes,
             )
             landed = _read(index, leaves, limits, missing_chunks, progress)
@@ -252,8 +254,9 @@ def load(
             return to_load.target.filled(arrays, {**to_load.numbers, **scalars})
         except (ChangedError, MissingError) as error:
             # A file that is missing stays missing, unless a manager removes old steps.
-            is_final = isinstance(error, MissingError) and left < tries - _MISSING_TRIES
-            if not left or is_final:
+            is_missing = isinstance(error, MissingError)
+            is_final = is_missing and further_tries < tries - _MISSING_TRIES
+            if not further_tries or is_final:
                 # The name of the private class would not say more than the sentence.
                 raise CheckpointError(str(error)) from None
     raise AssertionError("the last try returns or raises")
@@ -366,9 +369,10 @@ def _tasks(
         alike = alike_reads(unit.leaf, boxes, memory)
         reads += alike.reads
         leaf = alike.rest
-        found, gathered = fetches(leaf, boxes)
-        for fetch in found:
-            entry, targets = fetch.entry, fetch.targets(memory)
+        plain, gathered = fetches(leaf, boxes)
+        for fetch in plain:
+            entry = fetch.entry
+            targets = fetch.targets(memory)
             if isinstance(entry, StoreArray):
                 read = ft.partial(
                     stores.read_into, files.where, entry, fetch.boxes, targets
@@ -380,16 +384,17 @@ def _tasks(
                     for span in spans_into(entry, fetch, leaf.dtype, gap_bytes)
                 ]
         for number, piece in gathered:
-            given = (
-                files,
-                leaf,
-                piece,
-                boxes[number],
-                memory[number],
-                gap_bytes,
-                missing_chunks,
+            task = ft.partial(
+                read_piece,
+                files=files,
+                leaf=leaf,
+                piece=piece,
+                box=boxes[number],
+                memory=memory[number],
+                gap_bytes=gap_bytes,
+                missing_chunks=missing_chunks,
             )
-            others.append(ft.partial(read_piece, *given))
+            others.append(task)
     reads.sort(key=lambda read: (read.entry.file, read.entry.offset))
     if sum(unit.nbytes for unit, _ in group) <= RUN_BYTES and len(group) > 1:
         return [lambda: files.read(reads) + sum(task() for task in others)]

@@ -194,7 +194,8 @@ class Manager:
 
     def wait(self) -> None:
         """Waits until the last save is on disk. Raises its error if it failed."""
-        under_way, self._under_way = self._under_way, None
+        under_way = self._under_way
+        self._under_way = None
         if under_way is not None:
             under_way.result()
 

@@ -61,8 +61,9 @@ def of_bits(entry: FileArray, dtype: object) -> FileArray:
 
     An entry whose shape is not that of key data is returned unchanged.
     """
-    one, rank = bits_of(dtype), len(entry.shape) - len(bits_of(dtype).shape)
-    if rank < 0 or entry.shape[rank:] != one.shape or entry.dtype != one.dtype:
+    bits = bits_of(dtype)
+    rank = len(entry.shape) - len(bits.shape)
+    if rank < 0 or entry.shape[rank:] != bits.shape or entry.dtype != bits.dtype:
         return entry
     return dataclasses.replace(entry, shape=entry.shape[:rank], dtype=dtype)
 
@@ -73,9 +74,9 @@ def as_bits(entry: object) -> Any:
     """
     if not isinstance(entry, FileArray) or not is_key(entry.dtype):
         return entry
-    one = bits_of(entry.dtype)
+    bits = bits_of(entry.dtype)
     return dataclasses.replace(
-        entry, shape=(*entry.shape, *one.shape), dtype=np.dtype(one.dtype)
+        entry, shape=(*entry.shape, *bits.shape), dtype=np.dtype(bits.dtype)
     )
 
 

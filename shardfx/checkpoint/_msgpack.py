@@ -20,7 +20,9 @@ from ._stores import dtype_named
 
 
 # flax/serialization.py, `_MsgpackExtType`.
-_NDARRAY, _COMPLEX, _NPSCALAR = 1, 2, 3
+_NDARRAY = 1
+_COMPLEX = 2
+_NPSCALAR = 3
 # flax divides arrays of more than 1 GiB; the dict that holds the parts has this key.
 _CHUNKED = "__msgpack_chunked_array__"
 _BLOCK_BYTES = 64 * 1024
@@ -42,6 +44,8 @@ _NUMBERS = {
 # The width of the length that follows, by the first byte.
 _BINS = {0xC4: 1, 0xC5: 2, 0xC6: 4}
 _TEXTS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
+_LISTS = {0xDC: 2, 0xDD: 4}
+_MAPS = {0xDE: 2, 0xDF: 4}
 _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
@@ -79,7 +83,8 @@ class _Cursor:
         if start < 0 or start + count > len(self.block):
             size = min(max(count, _BLOCK_BYTES), self.end - self.offset)
             self.block = self.opened.read(size, self.offset)
-            self.block_offset, start = self.offset, 0
+            self.block_offset = self.offset
+            start = 0
         self.offset += count
         return self.block[start : start + count]
 
@@ -138,10 +143,10 @@ def _value(cursor: _Cursor, depth: int) -> Any:
         return _extension(cursor, cursor.number(_EXTENSIONS[code]), depth)
     if code in _FIXED_EXTENSIONS:
         return _extension(cursor, _FIXED_EXTENSIONS[code], depth)
-    if code in (0xDC, 0xDD):
-        return _list(cursor, cursor.number(2 if code == 0xDC else 4), depth)
-    if code in (0xDE, 0xDF):
-        return _map(cursor, cursor.number(2 if code == 0xDE else 4), depth)
+    if code in _LISTS:
+        return _list(cursor, cursor.number(_LISTS[code]), depth)
+    if code in _MAPS:
+        return _map(cursor, cursor.number(_MAPS[code]), depth)
     raise cursor.damaged(f"the byte {code:#x} begins no value")
 
 
@@ -163,17 +168,18 @@ def _list(cursor: _Cursor, count: int, depth: int) -> list[Any]:
 def _map(cursor: _Cursor, count: int, depth: int) -> dict[str, Any]:
     if 2 * count > cursor.end - cursor.offset:
         raise cursor.damaged("it ends too early")
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for _ in range(count):
         key = _value(cursor, depth + 1)
-        if not isinstance(key, str | int) or str(key) in found:
+        if not isinstance(key, str | int) or str(key) in members:
             raise cursor.damaged("a key is no text, or occurs twice")
-        found[str(key)] = _value(cursor, depth + 1)
-    return found
+        members[str(key)] = _value(cursor, depth + 1)
+    return members
 
 
 def _extension(cursor: _Cursor, nbytes: int, depth: int) -> Any:
-    code, start = cursor.number(1), cursor.offset
+    code = cursor.number(1)
+    start = cursor.offset
     if nbytes > cursor.end - start:
         raise cursor.damaged("it ends too early")
     if code not in (_NDARRAY, _COMPLEX, _NPSCALAR):
@@ -195,10 +201,10 @@ def _extension(cursor: _Cursor, nbytes: int, depth: int) -> Any:
 
 
 def _array(cursor: _Cursor, shape: list[Any], dtype: str, data: Bytes) -> Array:
-    known = dtype_named(dtype)
+    named = dtype_named(dtype)
     if not is_shape(shape):
         raise cursor.damaged("an array's shape is no list of sizes")
-    if known is not None and math.prod(shape) * known.itemsize != data.nbytes:
+    if named is not None and math.prod(shape) * named.itemsize != data.nbytes:
         raise cursor.damaged(f"an array has {data.nbytes} bytes for the shape {shape}")
     return Array(tuple(shape), dtype, data)
 
@@ -225,12 +231,12 @@ def leaves_of(tree: Any, file: str) -> Leaves:
     """The leaves of a tree from the msgpack file `file`. Text and `None` are passed
     over.
     """
-    found = Leaves([], {}, [])
-    _add(found, tree, "", file)
-    return found
+    leaves = Leaves([], {}, [])
+    _add(leaves, tree, "", file)
+    return leaves
 
 
-def _add(found: Leaves, node: Any, path: str, file: str) -> None:
+def _add(leaves: Leaves, node: Any, path: str, file: str) -> None:
     if isinstance(node, Array):
         array = FileArray(
             path=path,
@@ -240,9 +246,9 @@ def _add(found: Leaves, node: Any, path: str, file: str) -> None:
             stored=node.dtype,
             offset=node.data.offset,
         )
-        found.arrays.append(array)
+        leaves.arrays.append(array)
     elif isinstance(node, bool | int | float | complex):
-        found.numbers[path] = node
+        leaves.numbers[path] = node
     elif isinstance(node, dict) and _CHUNKED in node:
         sizes = node.get("shape")
         shape = list(sizes.values()) if isinstance(sizes, dict) else []
@@ -252,10 +258,11 @@ def _add(found: Leaves, node: Any, path: str, file: str) -> None:
                 " file is damaged."
             )
         parts = FileArray(path, tuple(shape), None, file, "an array in parts", 0)
-        found.arrays.append(parts)
+        leaves.arrays.append(parts)
     elif _is_spec(node):
-        found.elsewhere.append((path, node))
+        leaves.elsewhere.append((path, node))
     elif isinstance(node, dict | list):
         pairs = node.items() if isinstance(node, dict) else enumerate(node)
         for name, below in pairs:
-            _add(found, below, f"{path}/{name}" if path else str(name), file)
+            path_below = f"{path}/{name}" if path else str(name)
+            _add(leaves, below, path_below, file)

@@ -81,7 +81,7 @@ def numbers_of(index: Index, target: Target, is_lenient: bool) -> Numbers:
     path is a problem, unless `is_lenient`: the checkpoint's arrays need not be read.
     """
     saved = saved_numbers(index)
-    found = Numbers({}, [], [])
+    numbers = Numbers({}, [], [])
     for leaf in target.others:
         entry = index.by_path.get(leaf.path)
         if leaf.is_left_out:
@@ -89,16 +89,16 @@ def numbers_of(index: Index, target: Target, is_lenient: bool) -> Numbers:
         if not leaf.is_number:
             held = _held(leaf.path, saved or {}, entry)
             if held is not None and not is_lenient:
-                found.problems.append((leaf.path, _not_used(leaf, held)))
+                numbers.problems.append((leaf.path, _not_used(leaf, held)))
         elif saved is not None and leaf.path in saved:
-            found.values[leaf.position] = saved[leaf.path]
+            numbers.values[leaf.position] = saved[leaf.path]
         elif entry is not None:
-            _add_scalar(found, leaf, entry)
+            _add_scalar(numbers, leaf, entry)
         elif saved is not None:
             # A checkpoint of another library has no Python numbers: the tree keeps its
             # own, as it keeps functions.
-            found.problems.append((leaf.path, _missing(leaf)))
-    return found
+            numbers.problems.append((leaf.path, _missing(leaf)))
+    return numbers
 
 
 def routed_numbers(index: Index, target: Target, routes: Mapping[int, str]) -> Numbers:
@@ -106,26 +106,26 @@ def routed_numbers(index: Index, target: Target, routes: Mapping[int, str]) -> N
     the path in the checkpoint by the position of the leaf.
     """
     saved = saved_numbers(index) or {}
-    found = Numbers({}, [], [])
+    numbers = Numbers({}, [], [])
     for leaf in target.others:
         path = routes.get(leaf.position)
         if path is None:
             continue
         if path in saved:
-            found.values[leaf.position] = saved[path]
+            numbers.values[leaf.position] = saved[path]
         else:
-            _add_scalar(found, leaf, index[path])
-    return found
+            _add_scalar(numbers, leaf, index[path])
+    return numbers
 
 
-def _add_scalar(found: Numbers, leaf: OtherLeaf, entry: ArrayEntry) -> None:
+def _add_scalar(numbers: Numbers, leaf: OtherLeaf, entry: ArrayEntry) -> None:
     if isinstance(entry, ListedArray):
         text = "the checkpoint lists an array there, and its directory holds none"
-        found.problems.append((leaf.path, f"{_here(leaf)}, and {text}."))
+        numbers.problems.append((leaf.path, f"{_here(leaf)}, and {text}."))
     elif entry.shape != () or not _may_be(leaf, entry.dtype):
-        found.problems.append((leaf.path, _no_number(leaf, entry)))
+        numbers.problems.append((leaf.path, _no_number(leaf, entry)))
     else:
-        found.scalars.append(Scalar(leaf, entry))
+        numbers.scalars.append(Scalar(leaf, entry))
 
 
 def _may_be(leaf: OtherLeaf, dtype: Any) -> bool:
@@ -141,8 +141,8 @@ def _may_be(leaf: OtherLeaf, dtype: Any) -> bool:
 def unread_numbers(index: Index, target: Target) -> list[str]:
     """The paths of the checkpoint's numbers at which `target` has no leaf at all."""
     saved = saved_numbers(index) or {}
-    known = {path for path, _ in target.arrays} | {leaf.path for leaf in target.others}
-    return [path for path in saved if path not in known]
+    paths = {path for path, _ in target.arrays} | {leaf.path for leaf in target.others}
+    return [path for path in saved if path not in paths]
 
 
 def _here(leaf: OtherLeaf) -> str:

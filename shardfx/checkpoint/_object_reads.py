@@ -71,7 +71,8 @@ def pieces_of(reads: Sequence[Read]) -> tuple[list[Piece], list[Rest]]:
     pieces: list[Piece] = []
     rests: list[Rest] = []
     for read in reads:
-        entry, span = read.entry, read.span
+        entry = read.entry
+        span = read.span
         views = [read.targets[part.number][part.index] for part in span.parts]
         is_in_place = span.is_direct and all(
             [view.dtype == entry.dtype and view.flags.c_contiguous for view in views]
@@ -123,10 +124,11 @@ def _divided(run: Sequence[Piece], stop: int) -> Iterator[Request]:
         high = start + (stop - start) * (number + 1) // count
         pieces = []
         for piece in run:
-            first, last = max(low, piece.offset), min(high, piece.stop)
-            if first < last:
-                memory = piece.memory[first - piece.offset : last - piece.offset]
-                pieces.append(Piece(piece.entry, first, memory))
+            start_inside = max(low, piece.offset)
+            stop_inside = min(high, piece.stop)
+            if start_inside < stop_inside:
+                rows = slice(start_inside - piece.offset, stop_inside - piece.offset)
+                pieces.append(Piece(piece.entry, start_inside, piece.memory[rows]))
         yield Request(run[0].entry.file, low, high, tuple(pieces))
 
 

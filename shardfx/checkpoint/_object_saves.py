@@ -99,7 +99,8 @@ def saved_pieces(
     `most_bytes`.
     """
     for name, value in leaves.arrays:
-        shape, dtype = tuple(value.shape), np.dtype(value.dtype)
+        shape = tuple(value.shape)
+        dtype = np.dtype(value.dtype)
         if not np.prod(shape, dtype=object):
             if is_first:
                 part = SavedPart(name, shape, (0,) * len(shape), shape)
@@ -215,7 +216,9 @@ class Writer:
     """
 
     def __init__(self, target: Target, process: int, advance: Callable[[int], None]):
-        self._target, self._process, self._advance = target, process, advance
+        self._target = target
+        self._process = process
+        self._advance = advance
         self.stop = threading.Event()
         self.written = Written([], {})
 
@@ -280,12 +283,14 @@ def _groups(
     has the metadata.
     """
     group: list[SavedPiece] = []
-    group_bytes, count = 0, 0
+    group_bytes = 0
+    count = 0
     for piece in saved_pieces(leaves, is_first, most_bytes):
         if group and group_bytes + piece.nbytes > most_bytes:
             yield group
             count += 1
-            group, group_bytes = [], 0
+            group = []
+            group_bytes = 0
         group.append(piece)
         group_bytes += piece.nbytes
     if group or (is_first and not count):
@@ -371,9 +376,9 @@ def save_objects(
 
     def commit_once(texts: Mapping[int, str]) -> None:
         # If the answer to the index is lost, it may be there, and needs its data.
-        kept = cleanup.pop_all()
+        removal = cleanup.pop_all()
         if not _commit(target, texts, content):
-            kept.close()
+            removal.close()
             raise _beaten(target)
 
     processes.finish(

@@ -111,8 +111,8 @@ class ObjectPlace:
         address has one.
         """
         endpoint = self.address.spec.get("endpoint")
-        at = f" at {endpoint}" if isinstance(endpoint, str) else ""
-        return f"{quoted(f'{self.address.root}/{key}', 300)}{at}"
+        name = quoted(f"{self.address.root}/{key}", 300)
+        return f"{name} at {endpoint}" if isinstance(endpoint, str) else name
 
     def done(self, future: Any, key: str, action: Action) -> Any:
         """The result of a request. Raises `CheckpointError` if it fails or stalls."""
@@ -180,8 +180,7 @@ class ObjectPlace:
 
     def require_same(self, key: str, generation: bytes) -> None:
         """Raises `ChangedError` if the object has another generation than before."""
-        known = self.seen.setdefault(key, generation) if generation else generation
-        if known != generation:
+        if generation and self.seen.setdefault(key, generation) != generation:
             raise ChangedError(
                 f"{self.what(key)} was replaced since its header was read; nothing was"
                 " loaded. Read the index again once the writer is done."
@@ -225,7 +224,8 @@ class ObjectPlace:
             parts = key.split("/")[:-1]
             names |= {"/".join(parts[: count + 1]) for count in range(len(parts))}
         for name in sorted(names):
-            yield name, self.directory if name == "." else f"{self.directory}/{name}"
+            is_top = name == "."
+            yield name, self.directory if is_top else f"{self.directory}/{name}"
 
     def has_file(self, real: str) -> bool:
         return real.removeprefix(f"{self.directory}/") in self._key_set
@@ -313,11 +313,11 @@ class ObjectFile(NamedTuple):
         high = 16 * low if low else 1
         while high - low > 1:
             step = max(1, (high - low) // _PROBES)
-            probes = [*range(low + step, high, step)]
-            found = self.place.each(holds, probes)
-            inside = [at for at, is_held in zip(probes, found, strict=True) if is_held]
-            outside = [
-                at for at, is_held in zip(probes, found, strict=True) if not is_held
-            ]
-            low, high = max([low, *inside]), min([high, *outside])
+            probes = list(range(low + step, high, step))
+            are_held = self.place.each(holds, probes)
+            for position, is_held in zip(probes, are_held, strict=True):
+                if is_held:
+                    low = max(low, position)
+                else:
+                    high = min(high, position)
         return high

@@ -46,44 +46,59 @@ def joined(headers: Mapping[str, Header]) -> dict[str, FileArray]:
 
     Raises `CheckpointError` for parts that do not make up their array.
     """
-    found: dict[str, FileArray] = {}
+    arrays: dict[str, FileArray] = {}
     parts: dict[str, list[tuple[SavedPart, FileArray]]] = {}
     for file, header in headers.items():
-        described = _described(file, header)
+        saved_parts = _saved_parts(file, header)
         for array in header.arrays:
-            part = described.get(array.path)
+            part = saved_parts.get(array.path)
             if part is not None:
                 parts.setdefault(part.path, []).append((part, array))
                 continue
-            if found.setdefault(array.path, array) is not array:
+            first = arrays.setdefault(array.path, array)
+            if first is not array:
                 raise CheckpointError(
-                    f"tensor {quoted(array.path)} is in {found[array.path].file!r} and"
+                    f"tensor {quoted(array.path)} is in {first.file!r} and"
                     f" in {file!r}; the set is damaged."
                 )
     for path, members in parts.items():
-        if path in found:
-            raise _damaged(path, members[0][1].file, "it is there in parts and whole")
+        if path in arrays:
+            _, first = members[0]
+            raise _damaged(path, first.file, "it is there in parts and whole")
         whole = _whole(path, members)
-        found[path] = renamed([whole], headers[whole.file].metadata)[0]
-    return found
+        (arrays[path],) = renamed([whole], headers[whole.file].metadata)
+    return arrays
 
 
-def _described(file: str, header: Header) -> dict[str, SavedPart]:
+def _saved_parts(file: str, header: Header) -> dict[str, SavedPart]:
+    """The tensors of a file that are parts of arrays, by name."""
     text = header.metadata.get(PARTS_KEY)
     if text is None:
         return {}
     content = parsed_json(text.encode(), f"`{PARTS_KEY}` in the header of {file!r}")
-    described = {}
+    if not isinstance(content, dict):
+        return {}
     sizes = {array.path: array.shape for array in header.arrays}
-    for name, row in content.items() if isinstance(content, dict) else ():
-        match row:
-            case [str() as path, list() as shape, list() as start] if name in sizes:
-                part = SavedPart(path, tuple(shape), tuple(start), sizes[name])
-                if is_shape(shape) and is_sizes(start) and _is_inside(part):
-                    described[name] = part
-                    continue
-        raise _damaged(name, file, "its entry says of no array where it is a part")
-    return described
+    parts = {}
+    for name, row in content.items():
+        part = _saved_part(row, sizes[name]) if name in sizes else None
+        if part is None:
+            raise _damaged(name, file, "its entry says of no array where it is a part")
+        parts[name] = part
+    return parts
+
+
+def _saved_part(row: object, size: tuple[int, ...]) -> SavedPart | None:
+    """The part of an array that a file describes in `row`; `None` if that is no part."""
+    match row:
+        case [str() as path, list() as shape, list() as start]:
+            if not is_shape(shape) or not is_sizes(start):
+                return None
+            part = SavedPart(
+                path=path, shape=tuple(shape), start=tuple(start), size=size
+            )
+            return part if _is_inside(part) else None
+    return None
 
 
 def _is_inside(part: SavedPart) -> bool:
@@ -95,23 +110,25 @@ def _is_inside(part: SavedPart) -> bool:
 
 def _whole(path: str, members: Sequence[tuple[SavedPart, FileArray]]) -> FileArray:
     part, first = members[0]
-    same = {(one.shape, array.stored) for one, array in members}
-    if len(same) > 1:
+    kinds = {(part.shape, array.stored) for part, array in members}
+    if len(kinds) > 1:
         raise _damaged(path, first.file, "its parts have several shapes or dtypes")
     if len(members) > _MOST_PARTS:
         raise _damaged(path, first.file, f"it has {len(members)} parts")
-    volumes = [math.prod(one.size) for one, _ in members]
-    starts = np.array([one.start for one, _ in members], np.int64)
-    stops = starts + np.array([one.size for one, _ in members], np.int64)
-    if sum(volumes) != math.prod(part.shape) or _overlap(starts, stops):
+    sizes = [part.size for part, _ in members]
+    starts = np.array([part.start for part, _ in members], np.int64)
+    stops = starts + np.array(sizes, np.int64)
+    is_complete = sum(map(math.prod, sizes)) == math.prod(part.shape)
+    if not is_complete or _overlap(starts, stops):
         raise _damaged(path, first.file, "its parts overlap, or some are missing")
-    boxes = [
-        ArrayPart(tuple(zip(low, high, strict=True)), array.file, array.offset)
-        for low, high, (_, array) in zip(
-            starts.tolist(), stops.tolist(), members, strict=True
-        )
-    ]
-    return dataclasses.replace(first, path=path, shape=part.shape, parts=tuple(boxes))
+
+    parts = []
+    for start, stop, (_, array) in zip(
+        starts.tolist(), stops.tolist(), members, strict=True
+    ):
+        box = tuple(zip(start, stop, strict=True))
+        parts.append(ArrayPart(box=box, file=array.file, offset=array.offset))
+    return dataclasses.replace(first, path=path, shape=part.shape, parts=tuple(parts))
 
 
 def _overlap(starts: np.ndarray, stops: np.ndarray) -> bool:

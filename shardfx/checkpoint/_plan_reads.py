@@ -70,16 +70,17 @@ class ReadPlan:
 
     def __str__(self) -> str:
         head = ("process", "needed", "read", "in excess", "reads")
-        counts = [
-            (p.process_index, p.needed_bytes, p.read_bytes, p.excess_bytes, p.reads)
-            for p in self.processes
-        ]
-        return "\n".join(
-            table(
-                [head, *[tuple([f"{one:,}" for one in row]) for row in counts]],
-                right={*head},
+        rows: list[tuple[str, ...]] = [head]
+        for process in self.processes:
+            counts = (
+                process.process_index,
+                process.needed_bytes,
+                process.read_bytes,
+                process.excess_bytes,
+                process.reads,
             )
-        )
+            rows.append(tuple([f"{count:,}" for count in counts]))
+        return "\n".join(table(rows, right=set(head)))
 
     __repr__ = first_lines
     _repr_html_ = html_text
@@ -148,23 +149,14 @@ def plan_reads(
     """
     gap_bytes = index.place.gap_bytes if gap_bytes is None else gap_bytes
     to_load = leaves_to_load(index, plan, dtype, map, unread)
-    known: dict[object, Mapping[int, tuple[int, int, int]]] = {}
+    reads_by_kind: dict[object, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}
     for leaf in to_load.leaves:
         # A model has many leaves of few kinds.
-        stored = [
-            (one.dtype, one.shape, one.chunks if isinstance(one, StoreArray) else None)
-            for one in leaf.entries
-        ]
-        key = (
-            leaf.shape,
-            leaf.sharding,
-            leaf.dtype,
-            *(stored if leaf.pieces is None else [leaf.path]),
-        )
-        if key not in known:
-            known[key] = _reads_of(leaf, processes, gap_bytes)
-        for process, counts in known[key].items():
+        kind = _kind_of(leaf)
+        if kind not in reads_by_kind:
+            reads_by_kind[kind] = _reads_of(leaf, processes, gap_bytes)
+        for process, counts in reads_by_kind[kind].items():
             total = totals.setdefault(process, [0, 0, 0])
             totals[process] = [a + b for a, b in zip(total, counts, strict=True)]
     for scalar in to_load.scalars:
@@ -174,9 +166,22 @@ def plan_reads(
             total[0] += nbytes
             total[1] += nbytes
             total[2] += 1
-    return ReadPlan(
-        tuple(ProcessReads(process, *totals[process]) for process in sorted(totals))
-    )
+    reads = []
+    for process in sorted(totals):
+        needed_bytes, read_bytes, count = totals[process]
+        reads.append(ProcessReads(process, needed_bytes, read_bytes, count))
+    return ReadPlan(tuple(reads))
+
+
+def _kind_of(leaf: LeafToLoad) -> tuple[object, ...]:
+    """A value that leaves share if the same bytes of their arrays are read."""
+    if leaf.pieces is not None:
+        return (leaf.shape, leaf.sharding, leaf.dtype, leaf.path)
+    stored = []
+    for entry in leaf.entries:
+        chunks = entry.chunks if isinstance(entry, StoreArray) else None
+        stored.append((entry.dtype, entry.shape, chunks))
+    return (leaf.shape, leaf.sharding, leaf.dtype, *stored)
 
 
 def _reads_of(
@@ -185,13 +190,15 @@ def _reads_of(
     """By the number of each process: the bytes of a leaf that it needs, the bytes that
     it reads, and how many reads.
     """
-    found = {}
+    reads = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
-        needed = read = count = 0
+        needed_bytes = 0
+        read_bytes = 0
+        count = 0
         plain, gathered = fetches(leaf, boxes)
         for fetch in [*plain, *gathered_fetches(leaf, gathered)]:
             entry = fetch.entry
-            needed += sum(
+            needed_bytes += sum(
                 box_bytes(box, entry.dtype) for box in dict.fromkeys(fetch.boxes)
             )
             if isinstance(entry, StoreArray):
@@ -201,12 +208,11 @@ def _reads_of(
                     (span.nbytes, span.runs)
                     for span in spans_into(entry, fetch, leaf.dtype, gap_bytes)
                 ]
-            read, count = (
-                read + sum(nbytes for nbytes, _ in sizes),
-                count + sum(reads for _, reads in sizes),
-            )
-        found[process] = (needed, read, count)
-    return found
+            for nbytes, runs in sizes:
+                read_bytes += nbytes
+                count += runs
+        reads[process] = (needed_bytes, read_bytes, count)
+    return reads
 
 
 def _boxes_of(
@@ -218,15 +224,15 @@ def _boxes_of(
     is_abstract = isinstance(sharding, NamedSharding) and isinstance(
         sharding.mesh, AbstractMesh
     )
-    count, size = processes or 1, sharding.num_devices
+    count = processes or 1
+    size = sharding.num_devices
     if is_abstract and size % count:
         raise PlanMismatchError(
             f"{count} processes cannot each have as many of the {size} devices of the"
             " mesh; give a number that divides it."
         )
-    held: dict[int, dict[Box, None]] = {}
+    boxes_by_process: dict[int, dict[Box, None]] = {}
     for device, box in shard_boxes(sharding, shape).items():
-        held.setdefault(
-            device * count // size if is_abstract else device.process_index, {}
-        )[box] = None
-    return {process: tuple(boxes) for process, boxes in held.items()}
+        process = device * count // size if is_abstract else device.process_index
+        boxes_by_process.setdefault(process, {})[box] = None
+    return {process: tuple(boxes) for process, boxes in boxes_by_process.items()}

@@ -104,10 +104,8 @@ class Files:
                 yield Bytes(descriptor, start, span.run_bytes, memory, entry)
                 continue
             views = [targets[part.number][part.index] for part in span.parts]
-            descriptor, offset = (
-                self.descriptors[entry.file],
-                entry.offset + span.offset,
-            )
+            descriptor = self.descriptors[entry.file]
+            offset = entry.offset + span.offset
             if not span.is_direct or not all(
                 [v.dtype == entry.dtype and v.flags.c_contiguous for v in views]
             ):
@@ -177,11 +175,17 @@ def spans_of(
     `in_place` is whether the boxes have the dtype and the order of the file, so that no
     bytes are copied.
     """
-    limits = {
-        "run_bytes": RUN_BYTES if in_place else COPY_BYTES,
-        "copy_bytes": COPY_BYTES,
-    }
-    return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
+    run_bytes = RUN_BYTES if in_place else COPY_BYTES
+    return tuple(
+        spans(
+            shape,
+            itemsize,
+            boxes,
+            gap_bytes=gap_bytes,
+            run_bytes=run_bytes,
+            copy_bytes=COPY_BYTES,
+        )
+    )
 
 
 def part_in(
@@ -215,9 +219,12 @@ def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
             )
             if is_full or piece.offset != end or piece.descriptor != run[-1].descriptor:
                 yield run
-                run, buffers, nbytes = [], 0, 0
+                run = []
+                buffers = 0
+                nbytes = 0
         run.append(piece)
-        buffers, nbytes = buffers + len(piece.memory), nbytes + piece.nbytes
+        buffers += len(piece.memory)
+        nbytes += piece.nbytes
     if run:
         yield run
 
@@ -228,15 +235,19 @@ def transfer(call: Callable[..., int], run: Sequence[Bytes]) -> int:
 
     Returns the number of bytes, which is smaller at the end of the file.
     """
-    left = [memory for piece in run for memory in piece.memory if memory.size]
+    descriptor = run[0].descriptor
+    offset = run[0].offset
+    remaining = [memory for piece in run for memory in piece.memory if memory.size]
     nbytes = sum([piece.nbytes for piece in run])
-    moved = done = call(run[0].descriptor, left, run[0].offset) if nbytes else 0
-    while moved and done < nbytes:
-        while moved >= left[0].size:
-            moved -= left.pop(0).size
-        left[0] = left[0][moved:]
-        moved = call(run[0].descriptor, left, run[0].offset + done)
+    done = 0
+    while done < nbytes:
+        moved = call(descriptor, remaining, offset + done)
         done += moved
+        if not moved or done == nbytes:
+            break
+        while moved >= remaining[0].size:
+            moved -= remaining.pop(0).size
+        remaining[0] = remaining[0][moved:]
     return done
 
 
@@ -271,7 +282,9 @@ class Progress:
     """A line on a terminal that shows the progress of a load or a save."""
 
     def __init__(self, verb: str, total_bytes: int, show: bool | None):
-        self._verb, self._total_bytes, self._done_bytes = verb, total_bytes, 0
+        self._verb = verb
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
         self._show = sys.stderr.isatty() if show is None else show
         self._begin = self._shown = time.monotonic()
 

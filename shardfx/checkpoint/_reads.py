@@ -9,6 +9,7 @@ sharding without devices.
 
 import dataclasses
 import itertools as it
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -73,11 +74,9 @@ class Fetch(NamedTuple):
 
         `memory` has an array for each box of the leaf that the process loads.
         """
-        return (
-            memory
-            if self.places is None
-            else [box_view(memory[number], place) for number, place in self.places]
-        )
+        if self.places is None:
+            return memory
+        return [box_view(memory[number], place) for number, place in self.places]
 
 
 def spans_into(
@@ -86,11 +85,11 @@ def spans_into(
     """The spans of the stored array `entry` to read for `fetch`. Their values go to
     memory of dtype `dtype`.
     """
-    in_place = dtype == entry.dtype and (
-        fetch.places is None or all(map(_is_in_place, fetch.places))
-    )
+    is_in_place = dtype == entry.dtype
+    if is_in_place and fetch.places is not None:
+        is_in_place = all(map(_is_in_place, fetch.places))
     return spans_of(
-        entry.shape, entry.dtype.itemsize, tuple(fetch.boxes), in_place, gap_bytes
+        entry.shape, entry.dtype.itemsize, tuple(fetch.boxes), is_in_place, gap_bytes
     )
 
 
@@ -98,9 +97,14 @@ def _is_in_place(place: Destination) -> bool:
     """Whether the elements of a box have the same order at their destination as in the
     file.
     """
-    sizes = [stop - start for start, stop in place[1].source]
-    pairs = zip(sizes, place[1].strides, strides_of(sizes), strict=True)
-    return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
+    _, box = place
+    sizes = [stop - start for start, stop in box.source]
+    for size, stride, row_major in zip(
+        sizes, box.strides, strides_of(sizes), strict=True
+    ):
+        if size != 1 and stride != row_major:
+            return False
+    return True
 
 
 def fetches(
@@ -113,48 +117,55 @@ def fetches(
     consists of very many small boxes.
     """
     if leaf.pieces is None:
-        return list(parts_of(Fetch(leaf.entries[0], boxes, None))), []
+        fetch = Fetch(entry=leaf.entries[0], boxes=boxes, places=None)
+        return list(parts_of(fetch)), []
     entries = {entry.path: entry for entry in leaf.entries}
     places: dict[str, list[Destination]] = {}
-    gathered = []
-    known: dict[object, list[tuple[StridedBox, ...] | Piece]] = {}
-    strides = [strides_of([stop - start for start, stop in box]) for box in boxes]
-    reaches = np.array([hull(piece) for piece in leaf.pieces], int).reshape(
-        len(leaf.pieces), len(leaf.shape), 2
-    )
-    ends = np.array(boxes, int).reshape(len(boxes), 1, len(leaf.shape), 2)
-    overlaps = np.maximum(reaches[..., 0], ends[..., 0]) < np.minimum(
-        reaches[..., 1], ends[..., 1]
-    )
+    gathered: list[NumberedPiece] = []
+    # The parts of the first piece of each kind.
+    parts_by_kind: dict[object, list[tuple[StridedBox, ...] | Piece]] = {}
+    overlaps = _overlaps(leaf.pieces, boxes, len(leaf.shape))
     for number, box in enumerate(boxes):
-        for at in np.flatnonzero(overlaps[number].all(-1)):
-            piece = leaf.pieces[at]
+        strides = strides_of([stop - start for start, stop in box])
+        for piece_number in np.flatnonzero(overlaps[number]):
+            piece = leaf.pieces[piece_number]
             is_plain = _is_plain(piece, leaf, entries)
             # The layers of a stack differ only in their position.
-            by = from_start(piece, box)
-            first = shifted(piece, [-more for more in by])
-            key = (number, first.source, first.target, first.factors, is_plain)
-            if key not in known:
-                known[key] = list(_parts_in(first, box, is_plain))
-            offset = sum(
-                more * stride for more, stride in zip(by, strides[number], strict=True)
-            )
-            for part in known[key]:
+            distance = from_start(piece, box)
+            first = shifted(piece, [-steps for steps in distance])
+            kind = (number, first.source, first.target, first.factors, is_plain)
+            if kind not in parts_by_kind:
+                parts_by_kind[kind] = list(_parts_in(first, box, is_plain))
+            offset = sum(map(operator.mul, distance, strides))
+            for part in parts_by_kind[kind]:
                 if isinstance(part, Piece):
-                    gathered.append(
-                        (number, shifted(part, by)._replace(value=piece.value))
-                    )
+                    part = shifted(part, distance)._replace(value=piece.value)
+                    gathered.append((number, part))
                     continue
-                own = places.setdefault(str(piece.value.path), [])
-                own += [
-                    (number, StridedBox(one.source, one.offset + offset, one.strides))
-                    for one in part
-                ]
-    whole = [
-        Fetch(entries[path], [one.source for _, one in own], own)
-        for path, own in places.items()
-    ]
-    return [part for fetch in whole for part in parts_of(fetch)], gathered
+                places_of_entry = places.setdefault(str(piece.value.path), [])
+                for block in part:
+                    start = block.offset + offset
+                    place = StridedBox(block.source, start, block.strides)
+                    places_of_entry.append((number, place))
+
+    whole_fetches = []
+    for path, places_of_entry in places.items():
+        sources = [place.source for _, place in places_of_entry]
+        fetch = Fetch(entry=entries[path], boxes=sources, places=places_of_entry)
+        whole_fetches += parts_of(fetch)
+    return whole_fetches, gathered
+
+
+def _overlaps(pieces: Sequence[Piece], boxes: Sequence[Box], rank: int) -> np.ndarray:
+    """For each box, whether the bounding box of each piece overlaps it. The boxes have
+    `rank` dimensions.
+    """
+    hulls = np.array([hull(piece) for piece in pieces], int)
+    hulls = hulls.reshape(1, len(pieces), rank, 2)
+    intervals = np.array(boxes, int).reshape(len(boxes), 1, rank, 2)
+    starts = np.maximum(hulls[..., 0], intervals[..., 0])
+    stops = np.minimum(hulls[..., 1], intervals[..., 1])
+    return np.all(starts < stops, axis=-1)
 
 
 def parts_of(fetch: Fetch) -> Iterator[Fetch]:
@@ -167,36 +178,39 @@ def parts_of(fetch: Fetch) -> Iterator[Fetch]:
         return
     places = fetch.places
     if places is None:
-        places = [
-            (number, StridedBox(box, 0, strides_of([high - low for low, high in box])))
-            for number, box in enumerate(fetch.boxes)
-        ]
+        places = []
+        for number, box in enumerate(fetch.boxes):
+            strides = strides_of([stop - start for start, stop in box])
+            whole = StridedBox(source=box, offset=0, strides=strides)
+            places.append((number, whole))
     for part in entry.parts:
         boxes: list[Box] = []
         destinations: list[Destination] = []
         for number, place in places:
-            inner = common(place.source, part.box)
-            if inner is None:
+            common_box = common(place.source, part.box)
+            if common_box is None:
                 continue
-            steps = [
-                (low - first) * stride
-                for (low, _), (first, _), stride in zip(
-                    inner, place.source, place.strides, strict=True
-                )
-            ]
-            inside = tuple(
-                (low - first, high - first)
-                for (low, high), (first, _) in zip(inner, part.box, strict=True)
+            offset = place.offset
+            box_in_part = []
+            rows = zip(common_box, place.source, part.box, place.strides, strict=True)
+            for (start, stop), (place_start, _), (part_start, _), stride in rows:
+                offset += (start - place_start) * stride
+                box_in_part.append((start - part_start, stop - part_start))
+            source = tuple(box_in_part)
+            boxes.append(source)
+            destination = StridedBox(
+                source=source, offset=offset, strides=place.strides
             )
-            offset = place.offset + sum(steps)
-            boxes.append(inside)
-            destinations.append((number, StridedBox(inside, offset, place.strides)))
+            destinations.append((number, destination))
         if boxes:
-            shape = tuple(high - low for low, high in part.box)
             stored = dataclasses.replace(
-                entry, shape=shape, file=part.file, offset=part.offset, parts=()
+                entry,
+                shape=tuple(stop - start for start, stop in part.box),
+                file=part.file,
+                offset=part.offset,
+                parts=(),
             )
-            yield Fetch(stored, boxes, destinations)
+            yield Fetch(entry=stored, boxes=boxes, places=destinations)
 
 
 def _parts_in(
@@ -209,12 +223,11 @@ def _parts_in(
     boxes, a part is a piece.
     """
     for part in within(piece, box):
-        few = (
-            tuple(it.islice(strided_boxes(part, box), _MOST_BOXES + 1))
-            if is_plain
-            else ()
-        )
-        yield few if 0 < len(few) <= _MOST_BOXES else part
+        if not is_plain:
+            yield part
+            continue
+        boxes = tuple(it.islice(strided_boxes(part, box), _MOST_BOXES + 1))
+        yield boxes if 0 < len(boxes) <= _MOST_BOXES else part
 
 
 def _is_plain(
@@ -228,18 +241,60 @@ def _is_plain(
     path.
     """
     value = piece.value
-    if (
-        value.path is None
-        or value.scale is not None
-        or not is_only(value.casts, leaf.dtype)
-        or is_packed(entries[value.path])
-    ):
+    if value.path is None or value.scale is not None:
         return False
-    return not (
-        leaf.is_cast_by_map
-        and value.casts
-        and may_change(entries[value.path].dtype, leaf.dtype)
-    )
+    entry = entries[value.path]
+    if not is_only(value.casts, leaf.dtype) or is_packed(entry):
+        return False
+    is_cast_by_map = leaf.is_cast_by_map and bool(value.casts)
+    return not (is_cast_by_map and may_change(entry.dtype, leaf.dtype))
+
+
+@dataclasses.dataclass
+class _PieceReader:
+    """Reads boxes of the stored arrays `entries` into temporary memory, and counts the
+    bytes.
+    """
+
+    files: Reader
+    entries: Mapping[str, FileArray | StoreArray]
+    gap_bytes: int
+    missing_chunks: MissingChunks
+    read_bytes: int = 0
+
+    def __call__(self, path: str, box: Box) -> np.ndarray:
+        """The elements of a box of a stored array."""
+        entry = self.entries[path]
+        if isinstance(entry, FileArray) and is_packed(entry):
+            return self.packed(entry, box)
+        memory = np.empty([stop - start for start, stop in box], entry.dtype)
+        if isinstance(entry, StoreArray):
+            self.read_bytes += stores.read_into(
+                self.files.where,
+                entry,
+                (box,),
+                [memory],
+                missing_chunks=self.missing_chunks,
+            )
+            return memory
+        for fetch in parts_of(Fetch(entry=entry, boxes=(box,), places=None)):
+            part = fetch.entry
+            assert isinstance(part, FileArray)
+            targets = fetch.targets([memory])
+            spans = spans_into(part, fetch, part.dtype, self.gap_bytes)
+            reads = [Read(part, span, targets) for span in spans]
+            self.read_bytes += self.files.read(reads)
+        return memory
+
+    def packed(self, entry: FileArray, box: Box) -> np.ndarray:
+        """The elements of a box of a packed tensor."""
+        raw = raw_entry(entry)
+        rows = raw_box(entry, box)
+        memory = np.empty([stop - start for start, stop in rows], np.uint8)
+        spans = spans_of(raw.shape, 1, (rows,), True, self.gap_bytes)
+        self.files.read([Read(raw, span, [memory]) for span in spans])
+        self.read_bytes += memory.nbytes
+        return unpacked(memory, entry, box)
 
 
 def read_piece(
@@ -258,40 +313,15 @@ def read_piece(
     read.
     """
     entries = {entry.path: entry for entry in leaf.entries}
-    read_bytes = 0
-
-    def read_raw(entry: FileArray, box: Box) -> tuple[np.ndarray, np.ndarray]:
-        """The elements of a box of a packed tensor, and the bytes that hold them."""
-        raw, rows = raw_entry(entry), raw_box(entry, box)
-        packed = np.empty([stop - start for start, stop in rows], np.uint8)
-        spans = spans_of(raw.shape, 1, (rows,), True, gap_bytes)
-        files.read([Read(raw, span, [packed]) for span in spans])
-        return unpacked(packed, entry, box), packed
-
-    def read(path: str, box: Box) -> np.ndarray:
-        nonlocal read_bytes
-        entry = entries[path]
-        if isinstance(entry, FileArray) and is_packed(entry):
-            raw, packed = read_raw(entry, box)
-            read_bytes += packed.nbytes
-            return raw
-        scratch = np.empty([stop - start for start, stop in box], entry.dtype)
-        if isinstance(entry, StoreArray):
-            read_bytes += stores.read_into(
-                files.where, entry, (box,), [scratch], missing_chunks=missing_chunks
-            )
-        else:
-            for fetch in parts_of(Fetch(entry, (box,), None)):
-                part, targets = fetch.entry, fetch.targets([scratch])
-                assert isinstance(part, FileArray)
-                spans = spans_into(part, fetch, part.dtype, gap_bytes)
-                reads = [Read(part, span, targets) for span in spans]
-                read_bytes += files.read(reads)
-        return scratch
-
+    reader = _PieceReader(
+        files=files,
+        entries=entries,
+        gap_bytes=gap_bytes,
+        missing_chunks=missing_chunks,
+    )
     for part in _chunks(piece, entries):
-        fill(memory, box, part, read)
-    return read_bytes
+        fill(memory, box, part, reader)
+    return reader.read_bytes
 
 
 def _chunks(
@@ -299,9 +329,8 @@ def _chunks(
 ) -> Sequence[Piece]:
     if piece.value.path is None:
         return [piece]
-    return list(
-        chunks(piece, max(1, COPY_BYTES // entries[piece.value.path].dtype.itemsize))
-    )
+    itemsize = entries[piece.value.path].dtype.itemsize
+    return list(chunks(piece, max(1, COPY_BYTES // itemsize)))
 
 
 def gathered_fetches(
@@ -312,13 +341,25 @@ def gathered_fetches(
     """
     entries = {entry.path: entry for entry in leaf.entries}
     for _, whole in gathered:
-        for piece in _chunks(whole, entries) if whole.value.path is not None else ():
-            box, value = hull(swapped(piece)), piece.value
-            entry = entries[str(value.path)]
-            if isinstance(entry, FileArray) and is_packed(entry):
-                yield Fetch(raw_entry(entry), [raw_box(entry, box)], None)
-            else:
-                yield from parts_of(Fetch(entry, [box], None))
-            if value.scale is not None:
-                scale = entries[value.scale.path]
-                yield from parts_of(Fetch(scale, [scale_box(box, value.scale)], None))
+        if whole.value.path is None:
+            continue
+        for piece in _chunks(whole, entries):
+            yield from _piece_fetches(piece, entries)
+
+
+def _piece_fetches(
+    piece: Piece, entries: Mapping[str, FileArray | StoreArray]
+) -> Iterator[Fetch]:
+    """Yields the reads of a piece with a source, and of its scales."""
+    box = hull(swapped(piece))
+    entry = entries[str(piece.value.path)]
+    if isinstance(entry, FileArray) and is_packed(entry):
+        raw = raw_entry(entry)
+        yield Fetch(entry=raw, boxes=[raw_box(entry, box)], places=None)
+    else:
+        yield from parts_of(Fetch(entry=entry, boxes=[box], places=None))
+    scale = piece.value.scale
+    if scale is not None:
+        blocks = [scale_box(box, scale)]
+        scales = Fetch(entry=entries[scale.path], boxes=blocks, places=None)
+        yield from parts_of(scales)

@@ -72,7 +72,9 @@ def stored_name(dtype: DType) -> str | None:
     it.
     """
     dtype = np.dtype(dtype)
-    return NAMES.get(dtype, "U8" if dtype.name in OTHER else None)
+    if dtype in NAMES:
+        return NAMES[dtype]
+    return "U8" if dtype.name in OTHER else None
 
 
 class Header(NamedTuple):
@@ -150,9 +152,9 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
     base = 8 + len(data)
     kinds: dict[object, _Kind] = {}
     arrays = [_array(name, row, base, file, kinds) for name, row in content.items()]
-    ends = {name: base + entry["data_offsets"][1] for name, entry in content.items()}
-    if any(one.offset > other.offset for one, other in it.pairwise(arrays)):
-        arrays.sort(key=lambda array: (array.offset, ends[array.path]))
+    stops = {name: base + entry["data_offsets"][1] for name, entry in content.items()}
+    if any(array.offset > after.offset for array, after in it.pairwise(arrays)):
+        arrays.sort(key=lambda array: (array.offset, stops[array.path]))
     reached = base
     for array in arrays:
         if array.offset != reached:
@@ -166,7 +168,7 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
                 f" {array.offset - base} of the buffer and {problem}, which ends at"
                 f" {reached - base}; the file is damaged or forged."
             )
-        reached = ends[array.path]
+        reached = stops[array.path]
     if buffer_bytes is not None and reached != base + buffer_bytes:
         raise CheckpointError(
             f"the tensors of {file!r} take {reached - base} bytes, but {buffer_bytes}"
@@ -208,7 +210,9 @@ def _array(
             f" {_MOST_NESTED} deep, which the format's library does not read; the file"
             " is damaged or forged."
         )
-    stored, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    stored = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     # Unlike the list, its text tells 1 from `true` and 1.0.
     key = (stored, str(shape)) if type(stored) is str else None
     kind = kinds.get(key)
@@ -242,15 +246,16 @@ def _array(
 
 
 def _depth(value: object) -> int:
-    depth, level = 0, [value]
-    while level := [one for one in level if isinstance(one, dict | list)]:
+    depth = 0
+    level = [value]
+    while True:
+        containers = [node for node in level if isinstance(node, dict | list)]
+        if not containers:
+            return depth
         depth += 1
-        level = [
-            inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-    return depth
+        level = []
+        for node in containers:
+            level += node.values() if isinstance(node, dict) else node
 
 
 def _count(shape: list[int]) -> int:
@@ -271,15 +276,15 @@ def renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArra
     if DTYPES_KEY not in metadata:
         return tuple(arrays)
     named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")
-    found = []
+    retyped = []
     for array in arrays:
         kind = named.get(array.path) if isinstance(named, dict) else None
         if array.stored == "U8" and isinstance(kind, str) and kind in OTHER:
             array = dataclasses.replace(array, dtype=OTHER[kind])
         elif (keys := key_named(kind)) is not None:
             array = of_bits(array, keys)
-        found.append(array)
-    return tuple(found)
+        retyped.append(array)
+    return tuple(retyped)
 
 
 def _short(value: object) -> str:
@@ -294,7 +299,8 @@ def write_header(
     are pairs of name and array.
     """
     content: dict[str, Any] = {METADATA: metadata} if metadata else {}
-    reached, starts = 0, []
+    reached = 0
+    starts = []
     for name, value in tensors:
         starts.append(reached)
         reached += math.prod(value.shape) * value.dtype.itemsize

@@ -196,15 +196,15 @@ class SavedContent:
 
     - `leaves`: the arrays and Python numbers.
     - `lines`: a description of each array, for the processes to compare.
-    - `given`: digests for the processes to compare, under the names "map", "leaves" and
-      "plan".
+    - `digests`: digests for the processes to compare, under the names "map", "leaves"
+      and "plan".
     - `plan`: the plan of the written arrays, if there is one.
     - `metadata`: the metadata for the headers of all files.
     """
 
     leaves: Leaves
     lines: Sequence[str]
-    given: Mapping[str, str]
+    digests: Mapping[str, str]
     plan: ShardPlan | None
     metadata: Mapping[str, str]
 
@@ -232,23 +232,36 @@ def content_of(
             LeafTypeError,
             "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan",
         )
-    own = plan_of_arrays(tree) if plan is None else plan
-    leaves = leaves_to_save(tree, own)
+    tree_plan = plan_of_arrays(tree) if plan is None else plan
+    leaves = leaves_to_save(tree, tree_plan)
     lines = lines_of(leaves.arrays)
     if map is not None:
         leaves = exported(leaves, map, like)
         lines += lines_of(leaves.arrays)
     numbers = to_text(leaves.numbers)
     lines.append(f"the numbers are {numbers}")
-    digests = ["nothing" if one is None else one.digest[:12] for one in (map, own)]
-    given = {"map": digests[0], "leaves": digest_of(lines), "plan": digests[1]}
+    metadata: dict[str, str] = {}
     if map is not None:
-        metadata = {"format": "pt"}
-        if leaves.numbers:
-            metadata[NUMBERS_KEY] = numbers
-        return SavedContent(leaves, lines, given, None, metadata)
-    plan_digest = {} if own is None else {safetensors.PLAN_KEY: own.digest}
-    return SavedContent(leaves, lines, given, own, plan_digest | {NUMBERS_KEY: numbers})
+        metadata["format"] = "pt"
+    elif tree_plan is not None:
+        metadata[safetensors.PLAN_KEY] = tree_plan.digest
+    if map is None or leaves.numbers:
+        metadata[NUMBERS_KEY] = numbers
+    return SavedContent(
+        leaves=leaves,
+        lines=lines,
+        digests={
+            "map": _short_digest(map),
+            "leaves": digest_of(lines),
+            "plan": _short_digest(tree_plan),
+        },
+        plan=tree_plan if map is None else None,
+        metadata=metadata,
+    )
+
+
+def _short_digest(value: TreeMap | ShardPlan | None) -> str:
+    return "nothing" if value is None else value.digest[:12]
 
 
 def write(
@@ -262,13 +275,17 @@ def write(
 
     Returns whether this process is the first of them.
     """
-    progress, overwrite = options.progress, options.overwrite
-    file_bytes = _FILE_BYTES if options.file_bytes is None else options.file_bytes
     what = shown(path)
-    me, client = jax.process_index(), coordination()
+    save_processes = SaveProcesses(
+        what=what,
+        me=jax.process_index(),
+        members=holders,
+        client=coordination(),
+        wait_seconds=options.wait_seconds,
+    )
     with (
         contextlib.ExitStack() as afterwards,
-        SaveProcesses(what, me, holders, client, options.wait_seconds) as processes,
+        save_processes as processes,
         _naming(what),
     ):
         # Here the other processes hear of a wrong path, too.
@@ -281,65 +298,87 @@ def write(
         if isinstance(target, Address):
             _write_objects(target, processes, afterwards, content(), options)
             return processes.is_first
-        path = os.path.abspath(target)
-        found, is_file = content(), path.endswith(".safetensors")
-        given = {
-            "path": repr(path),
-            "overwrite": repr(bool(overwrite)),
-            "file_bytes": repr(file_bytes),
-        }
-        token = processes.compare(given | dict(found.given), found.lines)
-        staging = os.path.join(
-            os.path.dirname(path), f".{os.path.basename(path)}.partial-{token}"
-        )
-        text = None if found.plan is None else found.plan.to_json()
-        extra = dict(found.metadata) | (
-            {safetensors.PLAN_KEY: text} if is_file and text is not None else {}
-        )
-        headers, tensors = _layout(
-            found.leaves, staging, extra, None if is_file else file_bytes
-        )
-        if processes.is_first:
-            # After a commit nothing has this name any more.
-            afterwards.callback(remove_partial, staging)
-
-        processes.run_on_first(
-            ft.partial(begin, path, staging, headers, is_file, overwrite, text)
-        )
-        total = sum(tensor.nbytes for tensor in tensors)
-        bar = Progress("saving", total, progress)
-        writes = _writes(tensors, processes.is_first, afterwards)
-        processes.finish(
-            writes,
-            bar.advance,
-            total,
-            lambda _: commit(staging, path, is_file, overwrite),
-        )
-        bar.end()
+        _write_files(os.path.abspath(target), processes, afterwards, content(), options)
         return processes.is_first
+
+
+def _write_files(
+    path: str,
+    processes: SaveProcesses,
+    afterwards: contextlib.ExitStack,
+    content: SavedContent,
+    options: WriteOptions,
+) -> None:
+    """Writes the content of a save to a file or a directory."""
+    overwrite = options.overwrite
+    is_file = path.endswith(".safetensors")
+    file_bytes = _FILE_BYTES if options.file_bytes is None else options.file_bytes
+    compared = {
+        "path": repr(path),
+        "overwrite": repr(bool(overwrite)),
+        "file_bytes": repr(file_bytes),
+        **content.digests,
+    }
+    token = processes.compare(compared, content.lines)
+    parent, name = os.path.split(path)
+    staging = os.path.join(parent, f".{name}.partial-{token}")
+    plan_text = None if content.plan is None else content.plan.to_json()
+    metadata = dict(content.metadata)
+    if is_file and plan_text is not None:
+        metadata[safetensors.PLAN_KEY] = plan_text
+    headers, tensors = _layout(
+        leaves=content.leaves,
+        staging=staging,
+        extra=metadata,
+        file_bytes=None if is_file else file_bytes,
+    )
+    if processes.is_first:
+        # After a commit nothing has this name any more.
+        afterwards.callback(remove_partial, staging)
+
+    make_files = ft.partial(
+        begin,
+        path=path,
+        staging=staging,
+        headers=headers,
+        is_file=is_file,
+        overwrite=overwrite,
+        plan=plan_text,
+    )
+    processes.run_on_first(make_files)
+    total_bytes = sum(tensor.nbytes for tensor in tensors)
+    bar = Progress("saving", total_bytes, options.progress)
+    processes.finish(
+        futures=_writes(tensors, processes.is_first, afterwards),
+        advance=bar.advance,
+        total_bytes=total_bytes,
+        commit=lambda _: commit(staging, path, is_file, overwrite),
+    )
+    bar.end()
 
 
 def _write_objects(
     address: Address,
     processes: SaveProcesses,
     afterwards: contextlib.ExitStack,
-    found: SavedContent,
+    content: SavedContent,
     options: WriteOptions,
 ) -> None:
     """Writes the content of a save to a store."""
-    given = {
+    compared = {
         "path": repr(address.shown),
         "overwrite": repr(bool(options.overwrite)),
         "file_bytes": repr(options.file_bytes),
+        **content.digests,
     }
-    token = processes.compare(given | dict(found.given), found.lines)
-    content = ObjectContent(
-        leaves=found.leaves,
-        metadata=found.metadata,
-        plan=None if found.plan is None else found.plan.to_json(),
-        nbytes=sum(_nbytes(value) for _, value in found.leaves.arrays),
+    token = processes.compare(compared, content.lines)
+    objects = ObjectContent(
+        leaves=content.leaves,
+        metadata=content.metadata,
+        plan=None if content.plan is None else content.plan.to_json(),
+        nbytes=sum(_nbytes(value) for _, value in content.leaves.arrays),
     )
-    bar = Progress("saving", content.nbytes, options.progress)
+    bar = Progress("saving", objects.nbytes, options.progress)
     object_options = ObjectOptions(
         token=token,
         overwrite=options.overwrite,
@@ -347,7 +386,7 @@ def _write_objects(
         timeout_seconds=options.timeout_seconds,
         advance=bar.advance,
     )
-    save_objects(address, processes, afterwards, content, object_options)
+    save_objects(address, processes, afterwards, objects, object_options)
     bar.end()
 
 
@@ -383,31 +422,26 @@ def _layout(
     most = float("inf") if file_bytes is None else file_bytes
     sized = [(name, value, _nbytes(value)) for name, value in leaves.arrays]
     groups = list(grouped(sized, operator.itemgetter(2), most)) or [[]]
-    headers, tensors = {}, []
-    for number, group in enumerate(groups):
-        part = "" if len(groups) == 1 else f"-{number + 1:05}-of-{len(groups):05}"
-        file = (
-            staging
-            if file_bytes is None
-            else os.path.join(staging, f"model{part}.safetensors")
-        )
-        other = {
-            row[0]: leaves.kinds[row[0]] for row in group if row[0] in leaves.kinds
-        }
-        metadata = extra | (
-            {safetensors.DTYPES_KEY: json.dumps(other)} if other else {}
-        )
+    headers: Headers = {}
+    tensors: list[_Tensor] = []
+    for number, group in enumerate(groups, 1):
+        part = "" if len(groups) == 1 else f"-{number:05}-of-{len(groups):05}"
+        file = staging
+        if file_bytes is not None:
+            file = os.path.join(staging, f"model{part}.safetensors")
+        names = [name for name, _, _ in group]
+        kinds = {name: leaves.kinds[name] for name in names if name in leaves.kinds}
+        metadata = dict(extra)
+        if kinds:
+            metadata[safetensors.DTYPES_KEY] = json.dumps(kinds)
         pairs = [(name, value) for name, value, _ in group]
         header, offsets = safetensors.write_header(pairs, metadata)
-        headers[file] = (
-            header,
-            len(header) + sum(nbytes for _, _, nbytes in group),
-            [name for name, _ in pairs],
-        )
-        tensors += [
-            _Tensor(*row, file, offset)
-            for row, offset in zip(group, offsets, strict=True)
-        ]
+        total_bytes = len(header) + sum(nbytes for _, _, nbytes in group)
+        headers[file] = (header, total_bytes, names)
+        for (name, value, nbytes), offset in zip(group, offsets, strict=True):
+            tensors.append(
+                _Tensor(name=name, value=value, nbytes=nbytes, file=file, offset=offset)
+            )
     return headers, tensors
 
 
@@ -429,23 +463,20 @@ def _writes(
     for file in dict.fromkeys(tensor.file for tensor in tensors):
         files[file] = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
         afterwards.callback(os.close, files[file])
-    pool, stop = (
-        concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"),
-        threading.Event(),
-    )
+    pool = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save")
+    stop = threading.Event()
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     afterwards.callback(stop.set)
     writes: list[concurrent.futures.Future[int]] = []
-    for file, own in it.groupby(tensors, operator.attrgetter("file")):
+    for file, tensors_of_file in it.groupby(tensors, operator.attrgetter("file")):
         # Small tensors are written by one task, since each task has a fixed cost.
-        groups = grouped(own, operator.attrgetter("nbytes"), COPY_BYTES)
-        writes += [
-            pool.submit(_write, files[file], group, is_first, stop) for group in groups
-        ]
-    return [
-        *writes,
-        *[pool.submit(_flush, file, tuple(writes)) for file in files.values()],
-    ]
+        for group in grouped(
+            tensors_of_file, operator.attrgetter("nbytes"), COPY_BYTES
+        ):
+            write = pool.submit(_write, files[file], group, is_first, stop)
+            writes.append(write)
+    flushes = [pool.submit(_flush, file, tuple(writes)) for file in files.values()]
+    return [*writes, *flushes]
 
 
 def _flush(descriptor: int, writes: Sequence[concurrent.futures.Future[int]]) -> int:
@@ -499,25 +530,23 @@ def _pieces(descriptor: int, tensor: _Tensor, is_first: bool) -> Iterator[Bytes]
     """Yields this process's shards of a tensor, as byte ranges of the file `descriptor`
     with the bytes to write.
     """
-    dtype, parts = tensor.value.dtype, list(shards_of(tensor.value, is_first))
-    boxes, values = tuple([box for box, _ in parts]), [value for _, value in parts]
+    dtype = tensor.value.dtype
+    shards = list(shards_of(tensor.value, is_first))
+    boxes = tuple([box for box, _ in shards])
+    values = [value for _, value in shards]
     # The gaps between the boxes are never written, since another process may have
     # written them already.
     for span in spans_of(tuple(tensor.value.shape), dtype.itemsize, boxes, True, 1):
         views = [values[part.number][part.index] for part in span.parts]
         start = tensor.offset + span.offset
-        if (
-            span.is_direct
-            and span.runs == 1
-            and all([v.flags.c_contiguous and v.dtype == dtype for v in views])
+        is_one_run = span.is_direct and span.runs == 1
+        if is_one_run and all(
+            [view.flags.c_contiguous and view.dtype == dtype for view in views]
         ):
-            # Copying small shards costs less than one buffer for each.
-            joined = (
-                [np.concatenate(views, axis=None)]
-                if span.nbytes < _SMALL_BYTES
-                else views
-            )
-            yield Bytes(descriptor, start, span.nbytes, [flat(view) for view in joined])
+            if span.nbytes < _SMALL_BYTES:
+                # Copying small shards costs less than one buffer for each.
+                views = [np.concatenate(views, axis=None)]
+            yield Bytes(descriptor, start, span.nbytes, [flat(view) for view in views])
             continue
         memory = np.empty(span.nbytes, np.uint8)
         for view, part in zip(views, span.parts, strict=True):

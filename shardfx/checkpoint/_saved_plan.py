@@ -32,13 +32,14 @@ def saved_plan(path: Where, like: object = None) -> ShardPlan:
 
     `CheckpointError` if there is no plan, `PlanFormatError` if it is damaged.
     """
-    name, found = shown(path), address_of(path)
-    if isinstance(found, Address):
-        text = _plan_in_store(found)
+    name = shown(path)
+    address = address_of(path)
+    if isinstance(address, Address):
+        text = _plan_in_store(address)
         if text is None:
             raise _no_plan(name)
         return ShardPlan.from_json(text, like)
-    path = found
+    path = address
     if os.path.isfile(os.path.join(path, PLAN)):
         where = place(path, None)
         # The text is first parsed as untrusted JSON, then by the plan's own reader.

@@ -7,7 +7,7 @@ if there are fewer than `gap_bytes`; otherwise they are skipped. `strides` and
 """
 
 import dataclasses
-import itertools
+import itertools as it
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -91,50 +91,58 @@ def spans(
     bytes than that is read in several spans.
     """
     strides = strides_of(shape, itemsize)
-    wanted = [(number, box) for number, box in enumerate(boxes) if volume(box)]
-    cut = max(
-        (
-            dim
-            for _, box in wanted
-            for dim in range(len(shape))
-            if box[dim] != (0, shape[dim])
-        ),
-        default=0,
-    )
-    for hull, members in _groups(wanted, cut, strides, gap_bytes):
-        in_place = all(stop - start == 1 for start, stop in hull[:cut])
-        limit = run_bytes if in_place else copy_bytes
-        for piece, rows in _pieces(hull, 0, strides, itemsize, gap_bytes, limit):
-            yield _span(piece, rows, members, strides, itemsize)
+    nonempty = [(number, box) for number, box in enumerate(boxes) if volume(box)]
+    cut = _last_cut([box for _, box in nonempty], shape)
+    for hull, members in _groups(nonempty, cut, strides, gap_bytes):
+        is_in_place = all(stop - start == 1 for start, stop in hull[:cut])
+        limit = run_bytes if is_in_place else copy_bytes
+        for piece, row_dim in _pieces(hull, 0, strides, itemsize, gap_bytes, limit):
+            yield _span(piece, row_dim, members, strides, itemsize)
+
+
+def _last_cut(boxes: Sequence[Box], shape: tuple[int, ...]) -> int:
+    """The last dimension that some box does not cover whole; 0 if there is none."""
+    for dim in reversed(range(len(shape))):
+        whole = (0, shape[dim])
+        if any(box[dim] != whole for box in boxes):
+            return dim
+    return 0
 
 
 def _groups(
-    wanted: list[NumberedBox], cut: int, strides: tuple[int, ...], gap_bytes: int
+    boxes: list[NumberedBox], cut: int, strides: tuple[int, ...], gap_bytes: int
 ) -> Iterator[tuple[Box, list[NumberedBox]]]:
-    """Yields groups of the boxes `wanted` that are read together. Each group comes
-    after its bounding box.
+    """Yields groups of boxes that are read together. Each group comes after its
+    bounding box.
 
     `cut` is the last dimension that some box does not cover whole. The boxes of a group
     have equal intervals in the dimensions before `cut`. Along `cut`, the gaps between
     them are shorter than `gap_bytes` bytes.
     """
-    ordered = sorted(wanted, key=lambda numbered: numbered[1])
-    for outer, rows in itertools.groupby(
-        ordered, key=lambda numbered: numbered[1][:cut]
-    ):
+    if not strides:
+        # Arrays of rank 0 have one box.
+        if boxes:
+            yield (), boxes
+        return
+    ordered = sorted(boxes, key=lambda numbered: numbered[1])
+    for outer, rows in it.groupby(ordered, key=lambda numbered: numbered[1][:cut]):
         members: list[NumberedBox] = []
-        start = reached = 0
+        start = 0
+        end = 0
         inner: Box = ()
         for number, box in rows:
-            low, high = box[cut] if box else (0, 1)
-            if members and strides and (low - reached) * strides[cut] >= gap_bytes:
-                yield (*outer, (start, reached), *inner), members
+            low, high = box[cut]
+            is_far = (low - end) * strides[cut] >= gap_bytes
+            if members and is_far:
+                yield (*outer, (start, end), *inner), members
                 members = []
             if not members:
-                start = reached = low
+                start = low
+                end = low
             members.append((number, box))
-            reached, inner = max(reached, high), box[cut + 1 :]
-        yield ((*outer, (start, reached), *inner) if strides else ()), members
+            end = max(end, high)
+            inner = box[cut + 1 :]
+        yield (*outer, (start, end), *inner), members
 
 
 def _pieces(
@@ -158,73 +166,86 @@ def _pieces(
         yield box, None
         return
     start, stop = box[dim]
-    one = _reach(box, dim + 1, strides, itemsize)
-    has_gaps = strides[dim] - one >= gap_bytes
-    if one > limit or (has_gaps and volume(box[dim + 1 :]) * itemsize < one):
+    outer = box[:dim]
+    inner = box[dim + 1 :]
+    row_bytes = _reach(box, dim + 1, strides, itemsize)
+    has_gaps = strides[dim] - row_bytes >= gap_bytes
+    has_inner_gaps = volume(inner) * itemsize < row_bytes
+    if row_bytes > limit or (has_gaps and has_inner_gaps):
         for index in range(start, stop):
-            inner = (*box[:dim], (index, index + 1), *box[dim + 1 :])
-            yield from _pieces(inner, dim + 1, strides, itemsize, gap_bytes, limit)
+            row = (*outer, (index, index + 1), *inner)
+            yield from _pieces(row, dim + 1, strides, itemsize, gap_bytes, limit)
         return
-    step = max(1, min(limit // one, _MOST_RUNS) if has_gaps else limit // strides[dim])
+    if has_gaps:
+        step = max(1, min(limit // row_bytes, _MOST_RUNS))
+    else:
+        step = max(1, limit // strides[dim])
+    row_dim = dim if has_gaps else None
     for index in range(start, stop, step):
-        yield (
-            (*box[:dim], (index, min(index + step, stop)), *box[dim + 1 :]),
-            dim if has_gaps else None,
-        )
+        yield (*outer, (index, min(index + step, stop)), *inner), row_dim
 
 
 def _reach(box: Box, dim: int, strides: tuple[int, ...], itemsize: int) -> int:
     """The bytes from the first to the last element of a box, as if it had one index in
     each dimension before `dim`.
     """
-    return (
-        sum(
-            (stop - start - 1) * stride
-            for (start, stop), stride in zip(box[dim:], strides[dim:], strict=True)
-        )
-        + itemsize
-    )
+    reach = itemsize
+    for (start, stop), stride in zip(box[dim:], strides[dim:], strict=True):
+        reach += (stop - start - 1) * stride
+    return reach
 
 
 def _span(
     piece: Box,
-    rows: int | None,
+    row_dim: int | None,
     members: list[NumberedBox],
     strides: tuple[int, ...],
     itemsize: int,
 ) -> Span:
-    offset, runs, step = _first(piece, strides), 1, 0
+    """The span of `piece`, a part of the bounding box of the boxes `members`. Along
+    `row_dim` it is read in separate runs.
+    """
+    offset = _first(piece, strides)
+    runs = 1
+    step = 0
     run_bytes = _reach(piece, 0, strides, itemsize)
-    if rows is not None:
+    if row_dim is not None:
         # Rows that are read one by one have no gaps between them: the bytes are those
         # of the piece.
-        runs, step, run_bytes = (
-            piece[rows][1] - piece[rows][0],
-            strides[rows],
-            _reach(piece, rows + 1, strides, itemsize),
-        )
+        start, stop = piece[row_dim]
+        runs = stop - start
+        step = strides[row_dim]
+        run_bytes = _reach(piece, row_dim + 1, strides, itemsize)
         strides = strides_of(tuple(stop - start for start, stop in piece), itemsize)
-    first, parts, is_direct, reached = _first(piece, strides), list[Part](), True, 0
+
+    first = _first(piece, strides)
+    parts: list[Part] = []
+    # The bytes of the parts so far, and whether these follow each other without gaps.
+    part_bytes = 0
+    is_direct = True
     for number, box in members:
-        where = common(piece, box)
-        if where is None:
+        inside = common(piece, box)
+        if inside is None:
             continue
-        shape = tuple([stop - start for start, stop in where])
-        part = Part(number, slices(where, box), shape, _first(where, strides) - first)
-        parts.append(part)
-        nbytes = volume(where) * itemsize
-        is_direct &= (
-            part.offset == reached and _reach(where, 0, strides, itemsize) == nbytes
+        part = Part(
+            number=number,
+            index=slices(inside, box),
+            shape=tuple([stop - start for start, stop in inside]),
+            offset=_first(inside, strides) - first,
         )
-        reached += nbytes
+        parts.append(part)
+        nbytes = volume(inside) * itemsize
+        is_dense = _reach(inside, 0, strides, itemsize) == nbytes
+        is_direct = is_direct and is_dense and part.offset == part_bytes
+        part_bytes += nbytes
     return Span(
-        offset,
-        run_bytes,
-        runs,
-        step,
-        strides,
-        tuple(parts),
-        is_direct and reached == run_bytes * runs,
+        offset=offset,
+        run_bytes=run_bytes,
+        runs=runs,
+        step=step,
+        strides=strides,
+        parts=tuple(parts),
+        is_direct=is_direct and part_bytes == run_bytes * runs,
     )
 
 
@@ -240,12 +261,13 @@ def grouped(
     """
     group: list[T] = []
     total = 0
-    for item in items:
-        size = size_of(item)
+    for member in items:
+        size = size_of(member)
         if group and total + size > most:
             yield group
-            group, total = [], 0
-        group.append(item)
+            group = []
+            total = 0
+        group.append(member)
         total += size
     if group:
         yield group

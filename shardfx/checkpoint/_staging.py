@@ -47,12 +47,12 @@ def begin(
             " `overwrite=True` replaces .safetensors files: a directory cannot be"
             " replaced at once."
         )
-        text = (
-            f"{path!r} exists, and nothing was changed; {hint}, or remove it"
-            f" first.{why if overwrite else ''}"
-        )
+        text = f"{path!r} exists, and nothing was changed; {hint}, or remove it first."
+        if overwrite:
+            text += why
         raise CheckpointError(text)
-    needed, parent = sum(size for _, size, _ in headers.values()), os.path.dirname(path)
+    needed = sum(size for _, size, _ in headers.values())
+    parent = os.path.dirname(path)
     os.makedirs(parent, exist_ok=True)
     free = shutil.disk_usage(parent).free
     if needed > free:

@@ -65,14 +65,14 @@ class StepObjects:
     A listing may lag behind. So the steps that were saved here are asked for.
     """
 
-    def __init__(self, given: Where, address: Address, timeout_seconds: float):
-        self._given = given
+    def __init__(self, where: Where, address: Address, timeout_seconds: float):
+        self._where = where
         self._place = ObjectPlace(address, timeout_seconds)
         self._saved: tuple[int, ...] = ()
         self.directory = self._place.directory
 
     def path(self, step: int) -> Where:
-        return below(self._given, f"step-{step}")
+        return below(self._where, f"step-{step}")
 
     def _index_key(self, step: int) -> str:
         return self._place.address.below(f"step-{step}/{SET_INDEX}").path

@@ -25,13 +25,11 @@ def eformer_entries(where: Place) -> tuple[StoreArray | ListedArray, ...]:
     real = where.inside(EFORMER_INDEX)
     content = read_json(where, real)
     if not isinstance(content, dict) or content.get("format") != "tensorstore":
-        found = (
-            content.get("format")
-            if isinstance(content, dict)
-            else type(content).__name__
-        )
+        form = type(content).__name__
+        if isinstance(content, dict):
+            form = content.get("format")
         raise CheckpointError(
-            f"Unsupported index format: {str(found)[:80]}, in {real!r}; it must be"
+            f"Unsupported index format: {str(form)[:80]}, in {real!r}; it must be"
             " 'tensorstore'."
         )
     prefixes = content.get("prefixes", {})
@@ -55,27 +53,33 @@ def _listed(
         raise CheckpointError(
             f"{real!r} lists {quoted(str(row), 80)}, which has no `path`."
         )
-    path, shape, dtype = row["path"], row.get("shape"), row.get("dtype")
+    path = row["path"]
+    shape = row.get("shape")
+    dtype = row.get("dtype")
     directory = where.inside(path)
     # The array's own metadata decides what a read returns; the index is a copy that may
     # be out of date.
-    found = entry_in(where, path, directory)
-    if found is not None:
-        if shape is not None and list(found.shape) != shape:
+    entry = entry_in(where, path, directory)
+    if entry is not None:
+        if shape is not None and list(entry.shape) != shape:
             raise CheckpointError(
                 f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}, but its"
-                f" own metadata says {found.shape}."
+                f" own metadata says {entry.shape}."
             )
-        return dataclasses.replace(found, group=group)
+        return dataclasses.replace(entry, group=group)
     if shape is not None and not is_shape(shape):
         raise CheckpointError(
             f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}; it must be a"
             " list of sizes."
         )
-    known = dtype_named(dtype) if isinstance(dtype, str) else None
-    stored = dtype if isinstance(dtype, str) else "unknown"
+    is_text = isinstance(dtype, str)
     return ListedArray(
-        path, None if shape is None else tuple(shape), known, directory, stored, group
+        path=path,
+        shape=None if shape is None else tuple(shape),
+        dtype=dtype_named(dtype) if is_text else None,
+        file=directory,
+        stored=dtype if is_text else "unknown",
+        group=group,
     )
 
 
@@ -153,9 +157,9 @@ def orbax_entries(where: Place) -> tuple[StoreArray, ...]:
         entry_of = lambda name: (
             entry_in(where, name, where.inside(name)) if name else None
         )
-    found = [(keys, must, entry_of(".".join(keys))) for keys, must in named]
+    rows = [(keys, must, entry_of(".".join(keys))) for keys, must in named]
     names: dict[str, list[str]] = {}
-    for keys, must, entry in found:
+    for keys, must, entry in rows:
         if names.setdefault(".".join(keys), keys) != keys and entry is not None:
             raise CheckpointError(
                 f"{real!r} names arrays by {keys} and by {names['.'.join(keys)]}, which"
@@ -169,7 +173,7 @@ def orbax_entries(where: Place) -> tuple[StoreArray, ...]:
             )
     return tuple(
         dataclasses.replace(entry, path="/".join(keys))
-        for keys, _, entry in found
+        for keys, _, entry in rows
         if entry is not None
     )
 
@@ -181,13 +185,13 @@ def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
     `real` is the path of the metadata file, for errors. `name` and `row` are the
     value's name and metadata.
     """
-    keys, value = member(row, "key_metadata"), member(row, "value_metadata")
-    names = (
-        [key.get("key") for key in keys if isinstance(key, dict)]
-        if isinstance(keys, list)
-        else []
-    )
-    texts = [str(key) for key in names if isinstance(key, str | int)]
+    keys = member(row, "key_metadata")
+    value = member(row, "value_metadata")
+    texts = []
+    for key in keys if isinstance(keys, list) else ():
+        name_of_key = key.get("key") if isinstance(key, dict) else None
+        if isinstance(name_of_key, str | int):
+            texts.append(str(name_of_key))
     if (
         not isinstance(value, dict)
         or not isinstance(keys, list)
@@ -197,8 +201,5 @@ def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
             f"{real!r}: {quoted(name)} in `tree_metadata` has no keys and value that"
             " Orbax writes."
         )
-    return (
-        texts,
-        value.get("value_type") in _ARRAYS
-        and value.get("skip_deserialize") is not True,
-    )
+    is_array = value.get("value_type") in _ARRAYS
+    return texts, is_array and value.get("skip_deserialize") is not True

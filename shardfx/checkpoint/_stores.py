@@ -88,10 +88,12 @@ def zarr_entries(where: Place) -> tuple[StoreArray, ...]:
     """The zarr arrays of version 2 or 3 in a checkpoint's directory and below it, by
     path.
     """
-    found = []
+    entries = []
     for path, directory in where.directories():
-        found.append(entry_in(where, path, directory))
-    return tuple(entry for entry in found if entry is not None)
+        entry = entry_in(where, path, directory)
+        if entry is not None:
+            entries.append(entry)
+    return tuple(entries)
 
 
 def entry_in(where: Place, path: str, directory: str) -> StoreArray | None:
@@ -102,11 +104,16 @@ def entry_in(where: Place, path: str, directory: str) -> StoreArray | None:
         file = os.path.join(directory, name)
         if where.has_file(file):
             real = where.inside(os.path.relpath(file, where.directory))
-            found = _described(
-                path, directory, None, read_json(where, real), driver, quoted(real)
+            entry = _described(
+                path=path,
+                file=directory,
+                key=None,
+                content=read_json(where, real),
+                driver=driver,
+                where=quoted(real),
             )
-            if found is not None:
-                return found
+            if entry is not None:
+                return entry
     return None
 
 
@@ -121,18 +128,15 @@ def _described(
     """
     if driver == "zarr3" and member(content, "node_type") == "group":
         return None
-    keys = ("dtype", ("chunks",)) if driver == "zarr" else ("data_type", _GRID)
-    shape, stored, chunks = (
-        member(content, "shape"),
-        member(content, keys[0]),
-        member(content, *keys[1]),
-    )
-    if (
-        not is_shape(shape)
-        or not is_sizes(chunks)
-        or len(chunks) != len(shape)
-        or not all(chunks)
-    ):
+    shape = member(content, "shape")
+    if driver == "zarr":
+        stored = member(content, "dtype")
+        chunks = member(content, "chunks")
+    else:
+        stored = member(content, "data_type")
+        chunks = member(content, *_GRID)
+    are_sizes = is_shape(shape) and is_sizes(chunks)
+    if not are_sizes or len(chunks) != len(shape) or not all(chunks):
         raise CheckpointError(
             f"{where} describes no zarr array: its shape and chunks must be lists of as"
             " many sizes, and their product below 2**59."
@@ -140,14 +144,14 @@ def _described(
     if not isinstance(stored, str):
         stored = str(stored)[:80]
     return StoreArray(
-        path,
-        tuple(shape),
-        dtype_named(stored),
-        file,
-        stored,
-        tuple(chunks),
-        driver,
-        key,
+        path=path,
+        shape=tuple(shape),
+        dtype=dtype_named(stored),
+        file=file,
+        stored=stored,
+        chunks=tuple(chunks),
+        driver=driver,
+        key=key,
     )
 
 
@@ -163,25 +167,28 @@ def ocdbt_entries(where: Place) -> tuple[StoreArray, ...]:
         seconds = where.timeout(0)
         store = ts.KvStore.open(ocdbt(where, where.directory)).result(timeout=seconds)
         keys = sorted(key.decode() for key in store.list().result(timeout=seconds))
-        parts = [(key, key.rpartition("/")) for key in keys]
-        reads = [
-            (path, name, key, store.read(key))
-            for key, (path, _, name) in parts
-            if name in METADATA
-        ]
-        found = []
+        reads = []
+        for key in keys:
+            path, _, name = key.rpartition("/")
+            if name in METADATA:
+                reads.append((path, name, key, store.read(key)))
+        entries = []
         for path, name, key, read in reads:
             place_of = f"{quoted(key)} in {where.directory!r}"
             value = read.result(timeout=seconds).value
-            content = parsed_json(value, place_of)
-            found.append(
-                _described(
-                    path, where.directory, path, content, METADATA[name], place_of
-                )
+            entry = _described(
+                path=path,
+                file=where.directory,
+                key=path,
+                content=parsed_json(value, place_of),
+                driver=METADATA[name],
+                where=place_of,
             )
+            if entry is not None:
+                entries.append(entry)
     except (ValueError, OSError) as error:
         raise unreadable(where.directory, error) from error
-    return tuple(entry for entry in found if entry is not None)
+    return tuple(entries)
 
 
 def require_possible(entries: Iterable[StoreArray], where: Place) -> None:
@@ -195,12 +202,14 @@ def require_possible(entries: Iterable[StoreArray], where: Place) -> None:
     for directory in dict.fromkeys(entry.file for entry in entries):
         where.require_plain_tree(directory)
     for entry in entries:
-        each = _WIDEST_BYTES if entry.dtype is None else itemsize(entry.dtype)
-        chunk, whole = math.prod(entry.chunks) * each, math.prod(entry.shape) * each
-        if chunk > min(memory, max(_CHUNK_BYTES, 2 * whole)):
+        element = _WIDEST_BYTES if entry.dtype is None else itemsize(entry.dtype)
+        chunk_bytes = math.prod(entry.chunks) * element
+        array_bytes = math.prod(entry.shape) * element
+        if chunk_bytes > min(memory, max(_CHUNK_BYTES, 2 * array_bytes)):
             raise CheckpointError(
-                f"array {quoted(entry.path)} of {whole} bytes claims chunks of"
-                f" {entry.chunks}, {chunk} bytes each; that is more than its own size"
+                f"array {quoted(entry.path)} of {array_bytes} bytes claims chunks of"
+                f" {entry.chunks}, {chunk_bytes} bytes each; that is more than its own"
+                " size"
                 f" or than the memory of this machine, {memory} bytes. The metadata in"
                 f" {quoted(entry.file)} is damaged or forged."
             )
