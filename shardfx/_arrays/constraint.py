@@ -254,10 +254,11 @@ def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> Partition
     """The spec without the mesh axes that are not in `axes`. All `axes` have the type
     `kind`. Unless it is Auto, UNCONSTRAINED entries become `None`.
     """
-    parts = []
+    parts: list[Any] = []
     for entry in entries_of(spec):
         if entry is UNCONSTRAINED:
-            parts.append(entry if kind == AxisType.Auto else None)
+            is_auto = kind == AxisType.Auto
+            parts.append(entry if is_auto else None)
         else:
             parts.append(tuple(axis for axis in entry_axes(entry) if axis in axes))
     return trimmed(parts)

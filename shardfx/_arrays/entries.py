@@ -90,10 +90,9 @@ def shardings_in(form: object, what: str) -> list[Any]:
                 " `plan.sharding(names)`, `NamedSharding(plan.jax_mesh, spec)`, a tree"
                 " of these, or `None` to take an array as it comes."
             )
-        shardings |= dict.fromkeys(
-            entry.content.row_shardings if isinstance(entry, ShardPlan) else [entry]
-        )
-    return [*shardings]
+        is_plan = isinstance(entry, ShardPlan)
+        shardings |= dict.fromkeys(entry.content.row_shardings if is_plan else [entry])
+    return list(shardings)
 
 
 def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> list[Any]:
@@ -121,9 +120,8 @@ def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> lis
     shardings: list[Any] = []
     for (path, entry), part in zip(entries, parts, strict=True):
         place = jax.tree_util.keystr(path, simple=True, separator="/")
-        shardings += _below(
-            entry, part, f"`{place}` of {what}" if place else what, shapes
-        )
+        subject = f"`{place}` of {what}" if place else what
+        shardings += _below(entry, part, subject, shapes)
     return shardings
 
 
@@ -157,12 +155,13 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
 
 def parameter_keys(signature: inspect.Signature) -> Keys:
     kinds = {inspect.Parameter.VAR_POSITIONAL: int, inspect.Parameter.VAR_KEYWORD: str}
-    return {
-        parameter.name: parameter.name
-        if parameter.kind is parameter.KEYWORD_ONLY
-        else kinds.get(parameter.kind, position)
-        for position, parameter in enumerate(signature.parameters.values())
-    }
+    keys: Keys = {}
+    for position, parameter in enumerate(signature.parameters.values()):
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            keys[parameter.name] = parameter.name
+        else:
+            keys[parameter.name] = kinds.get(parameter.kind, position)
+    return keys
 
 
 def at_key(table: Table, key: object) -> Any:

@@ -27,7 +27,7 @@ class Given(NamedTuple):
     - `name`, `path`: the name of the array in messages, and its path, such as
       "params/layers/0/w".
     - `array`: an array, a tracer or a ShapeDtypeStruct.
-    - `wanted`: the sharding that `in_shardings` gives it; `None` if it gives none.
+    - `expected`: the sharding that `in_shardings` gives it; `None` if it gives none.
     - `is_donated`: whether the argument that holds the array is donated.
     - `argument`: the position of the argument that holds the array; `None` for an array
       that the function holds.
@@ -36,7 +36,7 @@ class Given(NamedTuple):
     name: str
     path: str
     array: Any
-    wanted: Any
+    expected: Any
     is_donated: bool
     argument: int | None
 
@@ -46,7 +46,7 @@ class Given(NamedTuple):
         return f"{self.name}, {self.array.dtype}{list(self.array.shape)},"
 
     @property
-    def own(self) -> Sharding | None:
+    def sharding(self) -> Sharding | None:
         """The sharding that the array is committed to; `None` if JAX may place the
         array anywhere.
         """
@@ -68,8 +68,8 @@ def check_given(arrays: Iterable[Given]) -> None:
     for array in arrays:
         if _is_elsewhere(array):
             raise PlanMismatchError(
-                f"{array.text} lies by {array.own}{_listed(array.own)}, but its entry of"
-                f" `in_shardings` is {array.wanted}{_listed(array.wanted)}. Move it first:"
+                f"{array.text} lies by {_placed(array.sharding)}, but its entry of"
+                f" `in_shardings` is {_placed(array.expected)}. Move it first:"
                 " `shard(tree, plan)`, or `reshard(tree, plan)`; or leave the entry"
                 " out, to take the argument as it comes."
             )
@@ -82,12 +82,14 @@ def check_given(arrays: Iterable[Given]) -> None:
                 " out of `donate`."
             )
         first = seen.setdefault(id(array.array), array)
-        donated = [each.is_donated for each in (first, array)]
+        is_donated = first.is_donated or array.is_donated
         # JAX copies an array that is not committed, and the program donates the copy.
-        if first is not array and any(donated) and array.own is not None:
+        if first is not array and is_donated and array.sharding is not None:
+            are_donated = first.is_donated and array.is_donated
+            donated = "both are" if are_donated else "one of them is"
             raise PlanMismatchError(
                 f"{first.name} and {array.text} are one array, and"
-                f" {'both are' if all(donated) else 'one of them is'} donated: the"
+                f" {donated} donated: the"
                 " program could write over what it still reads. Copy one of them"
                 " first: `jax.tree.map(jax.numpy.copy, tree)`; or leave the argument"
                 " out of `donate`."
@@ -102,8 +104,8 @@ def _is_elsewhere(array: Given) -> bool:
     moves it. If two shardings differ in devices only, JAX moves the array at the first
     call and fails at the next call.
     """
-    sharding = array.own
-    expected = array.wanted
+    sharding = array.sharding
+    expected = array.expected
     if sharding is None or not isinstance(expected, Sharding):
         return False
     if expected.num_devices == 1 and sharding.is_fully_replicated:
@@ -119,17 +121,17 @@ def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
     `name` is the function's name in messages. `shardings` has two keys, "in_shardings"
     and "out_shardings", with the shardings in these arguments of `filter_jit`.
     """
-    pairs = [
-        (what, entry)
-        for what, shardings_of_argument in shardings.items()
-        for entry in shardings_of_argument
-        if _in_order(entry)
-    ]
+    pairs = []
+    for what, shardings_of_argument in shardings.items():
+        for sharding in shardings_of_argument:
+            if _in_order(sharding):
+                pairs.append((what, sharding))
     for what, sharding in pairs[1:]:
-        if _in_order(sharding) != _in_order(pairs[0][1]):
+        first_what, first = pairs[0]
+        if _in_order(sharding) != _in_order(first):
             raise PlanMismatchError(
                 f"an entry of `{what}` of `{name}` is{_listed(sharding)}, and an entry"
-                f" of `{pairs[0][0]}` of `{name}` is{_listed(pairs[0][1])}; a compiled"
+                f" of `{first_what}` of `{name}` is{_listed(first)}; a compiled"
                 " function runs on one set of devices in one order. Where plans are on"
                 " several meshes, give each a function of its own, and `reshard`"
                 " between them."
@@ -142,14 +144,16 @@ def _in_order(sharding: object) -> tuple[Any, ...]:
     abstract mesh, and for no sharding.
     """
     if isinstance(sharding, NamedSharding):
-        return (
-            tuple(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else ()
-        )
-    return (
-        tuple(sorted(sharding.device_set, key=lambda device: device.id))
-        if isinstance(sharding, Sharding)
-        else ()
-    )
+        mesh = sharding.mesh
+        return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
+    if not isinstance(sharding, Sharding):
+        return ()
+    return tuple(sorted(sharding.device_set, key=lambda device: device.id))
+
+
+def _placed(sharding: object) -> str:
+    """A sharding and its devices, as a text."""
+    return f"{sharding}{_listed(sharding)}"
 
 
 def _listed(sharding: object) -> str:
@@ -157,8 +161,13 @@ def _listed(sharding: object) -> str:
     none.
     """
     ids = [device.id for device in _in_order(sharding)]
-    listed = f"{ids}" if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ...]"
-    return f" on {'device' if len(ids) == 1 else 'devices'} {listed}" if ids else ""
+    if not ids:
+        return ""
+    noun = "device" if len(ids) == 1 else "devices"
+    text = str(ids)
+    if len(ids) > 16:
+        text = f"{str(ids[:16])[:-1]}, ...]"
+    return f" on {noun} {text}"
 
 
 def is_abstract(sharding: object) -> bool:
@@ -177,16 +186,17 @@ def has_same_shards(first: Sharding, second: Sharding, shape: tuple[int, ...]) -
     False if the memory kinds, or the `unreduced` or `reduced` axes of the specs,
     differ.
     """
-    if memory_kind(first) != memory_kind(second) or _reductions(first) != _reductions(
-        second
-    ):
+    if memory_kind(first) != memory_kind(second):
+        return False
+    if _reductions(first) != _reductions(second):
         return False
     if first == second:
         return True
-    ours = shard_boxes(first, shape)
-    theirs = shard_boxes(second, shape)
-    is_abstract_one = is_abstract(first) or is_abstract(second)
-    return [*ours.values()] == [*theirs.values()] if is_abstract_one else ours == theirs
+    first_boxes = shard_boxes(first, shape)
+    second_boxes = shard_boxes(second, shape)
+    if is_abstract(first) or is_abstract(second):
+        return list(first_boxes.values()) == list(second_boxes.values())
+    return first_boxes == second_boxes
 
 
 def memory_kind(sharding: Sharding) -> str | None:
@@ -196,12 +206,9 @@ def memory_kind(sharding: Sharding) -> str | None:
 
 
 def _reductions(sharding: Sharding) -> tuple[frozenset[str], ...]:
-    is_named = isinstance(sharding, NamedSharding)
-    return (
-        (sharding.spec.unreduced, sharding.spec.reduced)
-        if is_named
-        else (frozenset(), frozenset())
-    )
+    if isinstance(sharding, NamedSharding):
+        return (sharding.spec.unreduced, sharding.spec.reduced)
+    return (frozenset(), frozenset())
 
 
 def sharding_of(leaf: object) -> Sharding | None:
@@ -217,12 +224,9 @@ def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """The ShapeDtypeStruct of an array, with `sharding`; if that is `None`, with the
     one the array is committed to.
     """
-    if (
-        sharding is None
-        and not isinstance(leaf, Tracer)
-        and getattr(leaf, "committed", True)
-    ):
-        sharding = getattr(leaf, "sharding", None)
+    if sharding is None and not isinstance(leaf, Tracer):
+        if getattr(leaf, "committed", True):
+            sharding = getattr(leaf, "sharding", None)
     weak = getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak

@@ -72,16 +72,14 @@ class Misplaced(tuple[MisplacedArray, ...]):
         return sum(row.excess_bytes for row in self)
 
     def __str__(self) -> str:
-        return "\n".join(
-            [*(table(self._table(), right={"too much"}) if self else ()), self._below()]
-        )
+        lines = table(self._table(), right={"too much"}) if self else []
+        return "\n".join([*lines, self._below()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return html_table(
-            self._table() if self else (), right={"too much"}, below=[self._below()]
-        )
+        rows = self._table() if self else ()
+        return html_table(rows, right={"too much"}, below=[self._below()])
 
     def _below(self) -> str:
         if not self:
@@ -105,15 +103,8 @@ class Misplaced(tuple[MisplacedArray, ...]):
         rows: list[tuple[str, ...]] = [_HEADER]
         for (_, asked, live, excess, fix), alike in groups.items():
             for path, count in joined_exactly([row.path for row in alike]):
-                rows.append(
-                    (
-                        path,
-                        asked,
-                        live,
-                        bytes_text(excess * count) if excess else "-",
-                        fix,
-                    )
-                )
+                total = bytes_text(excess * count) if excess else "-"
+                rows.append((path, asked, live, total, fix))
         return rows
 
 

@@ -25,18 +25,14 @@ def mark(value: object) -> Hashable:
     if isinstance(value, tuple | list):
         return kind, tuple(map(mark, value))
     if isinstance(value, dict):
-        return kind, frozenset(
-            [(key, mark(key), mark(item)) for key, item in value.items()]
-        )
+        members = [(key, mark(key), mark(member)) for key, member in value.items()]
+        return kind, frozenset(members)
     if isinstance(value, set | frozenset):
-        return kind, frozenset([(item, mark(item)) for item in value])
+        return kind, frozenset([(member, mark(member)) for member in value])
     if dataclasses.is_dataclass(kind):
         # An attribute may be unset.
-        return kind, *[
-            mark(getattr(value, item.name, None))
-            for item in dataclasses.fields(kind)
-            if item.compare
-        ]
+        fields = [field for field in dataclasses.fields(kind) if field.compare]
+        return kind, *[mark(getattr(value, field.name, None)) for field in fields]
     return kind
 
 
@@ -85,11 +81,8 @@ class Static:
         Their types are in the key too.
         """
         # NaN does not equal itself.
-        compared = [
-            None if isinstance(value, float | complex) and value != value else value
-            for value in self.values
-        ]
-        return self.order, tuple(compared), mark(parts), self.treedef
+        compared = tuple([None if _is_nan(value) else value for value in self.values])
+        return self.order, compared, mark(parts), self.treedef
 
     def tree(self, *lists: Iterable[Any]) -> Any:
         """The tree. Its arrays come from `lists`, the lists 1, 2, ... of `order`, each
@@ -99,6 +92,10 @@ class Static:
         return self.treedef.unflatten(
             [next(leaves[list_number]) for list_number in self.order]
         )
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float | complex) and value != value
 
 
 class Parted(NamedTuple):

@@ -1,0 +1,526 @@
+"""The function that `filter_jit` returns, with one `jax.jit` for each list of its
+arguments' shardings.
+"""
+
+import contextlib
+import dataclasses
+import functools as ft
+import inspect
+import itertools as it
+import operator
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from .._ground.errors import LeafTypeError, PlanMismatchError
+from .._ground.purity import WatchedArguments, raise_if_updated
+from .._ground.tree import is_array_type, tree_paths
+from .._plan import ShardPlan
+from ..topology import MeshSpec
+from .checked import Check, CheckedPrograms
+from .entries import (
+    Donate,
+    arguments,
+    at_key,
+    donated_by_key,
+    entries_by_key,
+    parameter_keys,
+    shardings_in,
+    spread,
+)
+from .explicit_notes import explicit_axes_noted
+from .given import (
+    Given,
+    check_given,
+    is_abstract,
+    is_placed,
+    raise_apart,
+    struct_of,
+    without_devices,
+)
+from .partition import Parted, Static, node_data
+from .stages import Lowered, Traced, TracedArray
+
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+# The number of argument structures that one function remembers. JAX caches the
+# programs.
+_FORMS = 128
+_ARRAY = jax.ShapeDtypeStruct((), np.float32)
+
+
+@dataclasses.dataclass(eq=False)
+class _Form:
+    """What one structure of arguments needs: its `jax.jit`, and the arrays to check at
+    each call.
+
+    **Arguments:**
+
+    - `treedef`, `kinds`: the structure of the function and its arguments, and the type
+      of each leaf.
+    - `run`: the jitted function. It takes a static argument (all values that are no
+      arrays) and then every array.
+    - `is_array`: for each leaf of the function and its arguments, whether it is an
+      array.
+    - `statics`: the positions of the leaves that are no arrays.
+    - `has_data`: whether structures that are equal may hold different static data, such
+      as fields 1 and True.
+    - `watched`: the positions, among the arrays, of the first array of each sharding in
+      `in_shardings`. They are
+        checked because JAX does not compare the devices of an array with the same
+        sharding as an earlier one.
+    - `is_donating`: whether an array is donated.
+    - `alive`: the positions of the arrays to check for deletion: all if one is donated,
+      else `watched`.
+    - `last`: the static values of the last call, and its static argument; one tuple, so
+      that threads do not mix them.
+    - `shardings`: the shardings that the arrays of `watched` had at the last call.
+    """
+
+    treedef: Any
+    kinds: tuple[type, ...]
+    run: Any
+    is_array: tuple[bool, ...]
+    statics: list[int]
+    has_data: bool
+    watched: list[int]
+    is_donating: bool
+    alive: list[int]
+    last: tuple[Sequence[Any], Static | None] = ((), None)
+    shardings: list[Any] | None = None
+
+
+class Jitted(Generic[P, R]):
+    """The function that [`shardfx.filter_jit`][] returns, with the signature of `fn`.
+
+    There is one `jax.jit` for each list of the arguments' shardings. Its static
+    argument holds the structure of the arguments and all values that are not traced.
+    The jitted function returns a list of arrays for each sharding in `out_shardings`,
+    because the structure of the results is not known before tracing. If there are no
+    `out_shardings` and all results are arrays, it returns the tree of results.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[P, R],
+        in_shardings: object,
+        out_shardings: object,
+        donate: Donate,
+        check: Check | None = None,
+    ):
+        self._fn: Callable[..., R] = fn
+        self._signature = inspect.signature(fn)
+        arrays, self._rest = eqx.partition(fn, _is_array)
+        # A function without arrays need not be flattened at each call.
+        self._arrays = arrays if jax.tree.leaves(arrays) else None
+        self._name = getattr(fn, "__qualname__", type(fn).__name__)
+        entries = {"in_shardings": in_shardings, "out_shardings": out_shardings}
+        shardings = {what: shardings_in(entry, what) for what, entry in entries.items()}
+        raise_apart(self._name, shardings)
+        self._results = shardings["out_shardings"]
+        self._is_abstract = any(map(is_abstract, it.chain(*shardings.values())))
+        self._keys = parameter_keys(self._signature)
+        self._in = entries_by_key(in_shardings, self._keys, self._name)
+        self._out = out_shardings
+        self._donated = donated_by_key(donate, self._keys)
+        # With this number of positional arguments a call needs no `Signature.bind`.
+        self._arity: int | None = None
+        if list(self._keys.values()) == list(range(len(self._keys))):
+            self._arity = len(self._keys)
+        self._form = ft.lru_cache(_FORMS)(self._form_of)
+        self._jit = ft.lru_cache(_FORMS)(self._jit_of)
+        self._last: _Form | None = None
+        self._checked = None if check is None else CheckedPrograms(check, self._name)
+        # JAX keeps the static argument of each program, and finds a program faster if
+        # equal ones are one object.
+        self._statics: weakref.WeakValueDictionary[Any, Static] = (
+            weakref.WeakValueDictionary()
+        )
+        ft.update_wrapper(self, fn, updated=())
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> "Jitted[P, R]": ...
+
+    @overload
+    def __get__(
+        self: "Jitted[Concatenate[Any, Q], R]", instance: object, owner: Any = None
+    ) -> Callable[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: object = None) -> Any:
+        return self if instance is None else ft.partial(self, instance)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._is_abstract:
+            raise PlanMismatchError(
+                f"`{self._name}` was called, and a plan or sharding of its"
+                " `in_shardings` or `out_shardings` has no devices. It can be traced"
+                " and lowered; to call it use"
+                " `plan.on(plan.mesh.build(jax.devices()))`."
+            )
+        run, static, arrays = self._ready(args, kwargs)
+        if self._checked is not None:
+            self._checked.before_run(
+                static, arrays, lambda: self.trace(*args, **kwargs)
+            )
+        try:
+            out = run(static, *arrays)
+        except (TypeError, ValueError, AttributeError) as error:
+            if not isinstance(error, PlanMismatchError):
+                self._explain(error, static, arrays)
+            raise
+        return out.rest.tree(*out.lists) if type(out) is Parted else out
+
+    def lower(self, *args: object, **kwargs: object) -> Lowered[P, R]:
+        """Traces and lowers the function for arguments or ShapeDtypeStructs."""
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: object, **kwargs: object) -> Traced[P, R]:
+        """Traces the function for arguments or ShapeDtypeStructs. The plans need no
+        devices.
+        """
+        form, static, arrays = self._bound(args, kwargs)
+        struct = without_devices if self._is_abstract else struct_of
+        tree = static.tree(map(struct, arrays))
+        given_arrays = self._given(*tree)
+        traced = form.run.trace(static, *[given.array for given in given_arrays])
+        traced_arrays = []
+        for position, given in enumerate(given_arrays):
+            traced_array = TracedArray(
+                path=given.path,
+                struct=struct_of(given.array, given.expected),
+                is_donated=given.is_donated,
+                argument=given.argument,
+                name=f"arrays[{position}]",
+            )
+            traced_arrays.append(traced_array)
+        return Traced(
+            _call=ft.partial(self._run_compiled, static),
+            traced=traced,
+            arrays=tuple(traced_arrays),
+            results=self._returned(traced.out_info),
+            mesh=self._first_mesh(),
+        )
+
+    def _first_mesh(self) -> MeshSpec | None:
+        """The mesh of the first plan of the arguments and results."""
+        entries = [list(self._in.values()), self._out]
+        is_plan = lambda node: isinstance(node, ShardPlan)
+        for leaf in jax.tree.leaves(entries, is_leaf=is_plan):
+            if is_plan(leaf):
+                return leaf.mesh
+        return None
+
+    def _run_compiled(
+        self,
+        lowered: Static,
+        compiled: jax.stages.Compiled,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        _, static, arrays = self._ready(args, kwargs)
+        if static != lowered:
+            raise PlanMismatchError(
+                f"`{self._name}` was compiled for other arguments: they differ in their"
+                f" structure, or in what is no array ({lowered.values!r:.60} then,"
+                f" {static.values!r:.60} now); lower it with what you call it with."
+            )
+        if self._checked is not None:
+            self._checked.before_run(
+                static, arrays, lambda: self.trace(*args, **kwargs)
+            )
+        out = compiled(*arrays)
+        return out.rest.tree(*out.lists) if type(out) is Parted else out
+
+    def _bound(self, args: Any, kwargs: Any) -> tuple[_Form, Static, Sequence[Any]]:
+        """The `_Form` for the structure of a call, its static argument (all that is no
+        array), and its arrays.
+        """
+        if kwargs or len(args) != self._arity:
+            try:
+                binding = self._signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self._name}{self._signature}: {error}") from None
+            binding.apply_defaults()
+            args = binding.args
+            kwargs = binding.kwargs
+        leaves, treedef = jax.tree.flatten((self._arrays, args, kwargs))
+        form = self._last
+        kinds = tuple(map(type, leaves))
+        if form is None or kinds != form.kinds or treedef != form.treedef:
+            form = self._form(treedef, kinds)
+            self._last = form
+        values = [leaves[position] for position in form.statics]
+        parts = values + node_data(treedef) if form.has_data else values
+        parts_of_last, static = form.last
+        if (
+            static is None
+            or len(parts) != len(parts_of_last)
+            or not all(map(operator.is_, parts, parts_of_last))
+        ):
+            static = self._interned(Static(treedef, form.is_array, values), parts)
+            form.last = (parts, static)
+        arrays = list(it.compress(leaves, form.is_array)) if values else leaves
+        return form, static, arrays
+
+    def _ready(self, args: Any, kwargs: Any) -> tuple[Any, Static, Sequence[Any]]:
+        """The jitted function for a call, and what to pass to it: the static argument
+        and the arrays.
+
+        Raises `PlanMismatchError` if an array was deleted, is misplaced, or is passed
+        twice and donated.
+        """
+        form, static, arrays = self._bound(args, kwargs)
+        alive = [arrays[position] for position in form.alive]
+        shardings = [arrays[position].sharding for position in form.watched]
+        is_twice = form.is_donating and len({*map(id, alive)}) < len(alive)
+        are_deleted = [array.is_deleted() for array in alive]
+        if is_twice or shardings != form.shardings or True in are_deleted:
+            self._given(*static.tree(arrays))
+            form.shardings = shardings
+        return form.run, static, arrays
+
+    def _form_of(self, treedef: Any, kinds: tuple[type, ...]) -> _Form:
+        is_array = tuple(map(is_array_type, kinds))
+        fn, args, kwargs = Static(treedef, is_array, it.repeat("")).tree(
+            it.repeat(_ARRAY)
+        )
+        given_arrays = self._given(fn, args, kwargs, shapes=False)
+        self._check_taken(args, kwargs)
+        array_kinds = it.compress(kinds, is_array)
+        placed = [
+            position for position, kind in enumerate(array_kinds) if is_placed(kind)
+        ]
+        # The first position of each sharding.
+        position_by_sharding = {
+            given_arrays[position].expected: position for position in reversed(placed)
+        }
+        watched = list(position_by_sharding.values())
+        shardings = tuple(given.expected for given in given_arrays)
+        donated = tuple(given.is_donated for given in given_arrays)
+        return _Form(
+            treedef=treedef,
+            kinds=kinds,
+            run=self._jit(shardings, donated),
+            is_array=is_array,
+            statics=[position for position, yes in enumerate(is_array) if not yes],
+            has_data=any(map(_is_compared_by_value, node_data(treedef))),
+            watched=watched,
+            is_donating=any(donated),
+            alive=placed if any(donated) else watched,
+        )
+
+    def _jit_of(self, shardings: tuple[Any, ...], donated: tuple[bool, ...]) -> Any:
+        """The jitted function for arrays with these shardings. `donated` says whether
+        each array is donated.
+        """
+
+        def traced(static: Static, *arrays: object) -> Any:
+            return self._traced(static, arrays)
+
+        # The name that profiles show.
+        traced.__name__ = traced.__qualname__ = self._fn_name
+        out_shardings = None
+        if len(self._results) > 1:
+            out_shardings = Parted(self._results, None)
+        return jax.jit(
+            traced,
+            static_argnums=0,
+            in_shardings=shardings,
+            out_shardings=out_shardings,
+            donate_argnums=list(it.compress(it.count(1), donated)),
+        )
+
+    @property
+    def _fn_name(self) -> str:
+        return getattr(self._fn, "__name__", type(self._fn).__name__)
+
+    def _interned(self, static: Static, parts: Sequence[Any]) -> Static:
+        """The static argument of an earlier call that equals `static`; `static` if
+        there is none.
+
+        `parts` has the values in `static` and the static data of its structure, such as
+        static fields of modules. Raises `LeafTypeError` if one of them cannot be
+        hashed.
+        """
+        try:
+            return self._statics.setdefault(static.key(parts), static)
+        except TypeError as error:
+            raise LeafTypeError(
+                f"an argument of `{self._name}` holds a value that is no array and"
+                f" cannot be hashed ({error}), so it can be neither traced nor static;"
+                " make it an array or something hashable."
+            ) from error
+
+    def _traced(self, static: Static, arrays: Sequence[Any]) -> Any:
+        fn, args, kwargs = static.tree(arrays)
+        self._given(fn, args, kwargs)
+        run = self._fn if fn is None else eqx.combine(fn, self._rest)
+        words = {key: word for word, key in self._keys.items()}
+        watched = WatchedArguments([*args, *kwargs.values()])
+        with explicit_axes_noted(arrays):
+            out = run(*args, **kwargs)
+        names = [words.get(number, f"args[{number}]") for number in range(len(args))]
+        raise_if_updated(self._fn_name, [*names, *kwargs], watched, out)
+        return self._parted(out)
+
+    def _parted(self, out: Any) -> Any:
+        """The results of the function with a list of arrays for each sharding; `out`
+        itself if all of them are arrays and there is one list.
+        """
+        leaves, treedef = jax.tree.flatten(out)
+        shardings = spread(self._out, out, f"what `{self._name}` returns")
+        statics: list[Any] = []
+        lists: list[list[Any]] = [[] for _ in self._results]
+        # For each leaf, the number of its list; 0 for what is no array.
+        order = []
+        for leaf, sharding in zip(leaves, shardings, strict=True):
+            if _is_array(leaf):
+                number = self._results.index(sharding)
+                lists[number].append(leaf)
+                order.append(number + 1)
+            else:
+                statics.append(leaf)
+                order.append(0)
+        if len(lists) == 1 and not statics:
+            return out
+        return Parted(lists, Static(treedef, order, statics))
+
+    def _given(
+        self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = True
+    ) -> list[Given]:
+        """A description of each array that the function or its arguments hold.
+
+        `fn` has the arrays of the function itself. Raises `PlanMismatchError` if the
+        paths of arrays differ from those in the plans, if `shapes` is True and their
+        shapes or dtypes differ, or if an array was deleted, has another sharding than
+        its entry, or is passed twice and donated.
+        """
+        given_arrays = []
+        trees = [(None, self._name, fn), *arguments(self._keys, args, kwargs)]
+        for argument, (key, name, tree) in enumerate(trees, -1):
+            what = f"`{name}`"
+            if key is not None:
+                what = f"argument {_shown(key)} of `{self._name}`"
+            leaves, treedef = jax.tree.flatten(tree)
+            try:
+                shardings = spread(at_key(self._in, key), tree, what, shapes=shapes)
+            except PlanMismatchError as error:
+                hint = self._fitting(key, tree, shapes)
+                raise PlanMismatchError(f"{error}{hint}") from error
+            is_donated = bool(at_key(self._donated, key))
+            for path, leaf, sharding in zip(
+                tree_paths(treedef), leaves, shardings, strict=True
+            ):
+                if not _is_array(leaf):
+                    continue
+                given = Given(
+                    name=f"`{path}` of {what}" if path else what,
+                    path=f"{name}/{path}" if path else name,
+                    array=leaf,
+                    expected=sharding,
+                    is_donated=is_donated,
+                    argument=None if key is None else argument,
+                )
+                given_arrays.append(given)
+        check_given(given_arrays)
+        return given_arrays
+
+    def _fitting(self, key: object, tree: object, shapes: bool) -> str:
+        """The end of a message about an argument that does not fit its plan: the
+        argument whose plan it fits, if there is one.
+        """
+        for other, entry in self._in.items():
+            if other == key or not isinstance(entry, ShardPlan):
+                continue
+            with contextlib.suppress(PlanMismatchError):
+                spread(entry, tree, "", shapes=shapes)
+                return f" The plan of argument {_shown(other)} fits this argument."
+        return ""
+
+    def _check_taken(self, args: Any, kwargs: Any) -> None:
+        """Raises `PlanMismatchError` if a parameter with an entry of `in_shardings`
+        gets no argument while an argument with arrays has no entry. Then `in_shardings`
+        probably names the wrong parameter.
+
+        `args` and `kwargs` are the arguments of a call, with `_ARRAY` in the place of
+        each array.
+        """
+        tree_by_key = {
+            key: tree for key, _, tree in arguments(self._keys, args, kwargs)
+        }
+        missing = []
+        for key, entry in self._in.items():
+            if entry is not None and key not in (int, str, *tree_by_key):
+                missing.append(key)
+        bare = []
+        for key, tree in tree_by_key.items():
+            has_arrays = _ARRAY in jax.tree.leaves(tree)
+            if has_arrays and at_key(self._in, key) is None:
+                bare.append(key)
+        if missing and bare:
+            raise PlanMismatchError(
+                f"`in_shardings` has an entry for argument {_shown(missing[0])} of"
+                f" `{self._name}{self._signature}`, which this call lacks, and none for"
+                f" argument {_shown(bare[0])}, which it has. Pass arguments by position"
+                " for a tuple, by name for a dict, or name them in the signature,"
+                " which `functools.wraps` keeps for decorators."
+            )
+
+    def _explain(self, error: Exception, static: Static, arrays: Sequence[Any]) -> None:
+        """Raises `PlanMismatchError` if the arguments of a call caused `error`, which
+        the program raised.
+
+        `static` and `arrays` are the static argument and the arrays of that call.
+        """
+        given_arrays = self._given(*static.tree(arrays))
+        if "incompatible devices" in str(error):
+            text = re.sub(
+                r"arrays\[(\d+)\] of [^ ]*",
+                lambda match: given_arrays[int(match[1])].name,
+                str(error),
+            )
+            raise PlanMismatchError(
+                f"`{self._name}` runs on one set of devices in one order. Place its"
+                " arguments, `shard(tree, plan)`; use plans on one mesh inside one"
+                f" function, and `reshard` between functions. JAX says: {text}"
+            ) from error
+
+    def _returned(self, out: Any) -> tuple[TracedArray, ...]:
+        """The arrays that the function returns, in the order of the program's results.
+
+        `out` is what the traced program returns, with ShapeDtypeStructs for arrays.
+        """
+        returned = []
+        if type(out) is not Parted:
+            paths = tree_paths(jax.tree.structure(out))
+            for path, leaf in zip(paths, jax.tree.leaves(out), strict=True):
+                returned.append(TracedArray(path, struct_of(leaf)))
+            return tuple(returned)
+        all_paths = tree_paths(out.rest.treedef)
+        lists = zip(out.lists, self._results, strict=True)
+        for number, (leaves, sharding) in enumerate(lists, 1):
+            is_in_list = [position == number for position in out.rest.order]
+            paths = it.compress(all_paths, is_in_list)
+            for path, leaf in zip(paths, leaves, strict=True):
+                returned.append(TracedArray(path, struct_of(leaf, sharding)))
+        return tuple(returned)
+
+
+def _is_compared_by_value(value: object) -> bool:
+    return type(value).__eq__ is not object.__eq__
+
+
+def _is_array(leaf: object) -> bool:
+    return is_array_type(type(leaf))
+
+
+def _shown(key: int | str) -> str:
+    """The text of an argument for messages: its position, or its name in backticks."""
+    return f"`{key}`" if isinstance(key, str) else f"{key}"
