@@ -5,7 +5,7 @@ import dataclasses
 import functools as ft
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -78,17 +78,22 @@ def asked_for(
     their kind; `None` if `devices` shows it. `slices` is the number of slices if
     `devices` does not say it. Raises `MeshError` for other values.
     """
-    parts = (
-        re.fullmatch(r"(.*)\*([1-9]\d*)", devices) if isinstance(devices, str) else None
-    )
-    text, times = (parts[1], int(parts[2])) if parts else (devices, 1)
-    if parts and slices not in (1, times):
+    hardware = devices
+    times = 1
+    product = None
+    if isinstance(devices, str):
+        product = re.fullmatch(r"(.*)\*([1-9]\d*)", devices)
+    if product is not None:
+        hardware = product[1]
+        times = int(product[2])
+    if product is not None and slices not in (1, times):
         raise MeshError(
             f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave"
             " `slices` out."
         )
-    parts = _hardware(text, chip)
-    total, many_slices = parts.total * times, max(slices, times)
+    parts = _hardware(hardware, chip)
+    total = parts.total * times
+    many_slices = max(slices, times)
     if many_slices < 1 or total % many_slices:
         raise MeshError(
             f"`slices={slices}` does not divide {total} devices; each slice has equally"
@@ -253,26 +258,27 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     run = ft.update_wrapper(lambda *args: inner(*args), inner, updated=())
     traced_step = step_of(run, structs)
     words = tuple(argument_names(step, len(args)))
-    arrays = tuple(
-        StepArray(
-            which,
-            f"{words[which]}/{path}" if path else words[which],
-            names,
-            np.ndim(leaf),
-        )
-        for which, flat in enumerate(flats)
-        for leaf, path, names, shaped in zip(
-            flat.leaves, flat.paths, flat.names, flat.is_array, strict=True
-        )
-        if shaped
-    )
+    arrays: list[StepArray] = []
+    for which, (word, flat) in enumerate(zip(words, flats, strict=True)):
+        arrays += _step_arrays(which, word, flat)
     program = program_of(_module(traced_step))
     if count := _count(traced_step.traced.jaxpr, "custom_partitioning"):
         program.notes[
             "a `custom_partitioning` shards as its own rule says, and is read as what"
             " it computes"
         ] = count
-    return TracedStep(Tied(program), flats, words, arrays, structs, traced_step)
+    return TracedStep(Tied(program), flats, words, tuple(arrays), structs, traced_step)
+
+
+def _step_arrays(which: int, word: str, flat: Flat) -> Iterator[StepArray]:
+    """Yields the arrays of an argument: its position `which`, its name `word`, and its
+    leaves.
+    """
+    rows = zip(flat.leaves, flat.paths, flat.names, flat.is_array, strict=True)
+    for leaf, path, names, is_array in rows:
+        if is_array:
+            name = f"{word}/{path}" if path else word
+            yield StepArray(which, name, names, np.ndim(leaf))
 
 
 def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
@@ -354,16 +360,13 @@ def results_of(
         results = (results,)
     pairs: list[tuple[int | None, int]] = []
     for part in results:
-        kind, taken = kind_of(part), {which for which, _ in pairs}
-        which = next(
-            (
-                number
-                for number, argument_kind in enumerate(kinds)
-                if argument_kind == kind and argument_kind[1] and number not in taken
-            ),
-            None,
-        )
-        pairs.append((which, len(kind[1])))
+        kind = kind_of(part)
+        _, leaf_kinds = kind
+        paired = {which for which, _ in pairs}
+        same = [number for number, other in enumerate(kinds) if other == kind]
+        free = [number for number in same if number not in paired]
+        which = free[0] if free and leaf_kinds else None
+        pairs.append((which, len(leaf_kinds)))
     return tuple(pairs)
 
 

@@ -77,10 +77,10 @@ def auto_axes(
 
         def run(arrays: Sequence[Any]) -> list[Any]:
             remaining = iter(arrays)
-            filled = [
-                next(remaining) if is_array_type(type(leaf)) else leaf
-                for leaf in leaves
-            ]
+            filled = []
+            for leaf in leaves:
+                is_array = is_array_type(type(leaf))
+                filled.append(next(remaining) if is_array else leaf)
             inner_args, inner_kwargs = structure.unflatten(filled)
             results.append(function(*inner_args, **inner_kwargs))
             return array_leaves(results[-1])

@@ -218,22 +218,16 @@ def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
     memory with those of `mine`.
     """
     for other in others:
-        computation = _more(other.compute_seconds - mine.compute_seconds, mine.seconds)
         differences = [_more(other.seconds - mine.seconds, mine.seconds)]
-        differences += (
-            [f"{computation} of it computation"] if computation != _AS_FAST else []
-        )
-        pairs = (
-            (bytes_text(other.wire_bytes), bytes_text(mine.wire_bytes), " sent"),
-            (
-                bytes_text(other.memory_bytes),
-                bytes_text(mine.memory_bytes),
-                " a device",
-            ),
-        )
-        differences += [
-            f"{its}{what}" for its, mine_text, what in pairs if its != mine_text
-        ]
+        computation = _more(other.compute_seconds - mine.compute_seconds, mine.seconds)
+        if computation != _AS_FAST:
+            differences.append(f"{computation} of it computation")
+        wire = bytes_text(other.wire_bytes)
+        if wire != bytes_text(mine.wire_bytes):
+            differences.append(f"{wire} sent")
+        memory = bytes_text(other.memory_bytes)
+        if memory != bytes_text(mine.memory_bytes):
+            differences.append(f"{memory} a device")
         yield f"{other.title}: {', '.join(differences)}"
 
 
@@ -244,11 +238,9 @@ def _more(seconds: float, of: float) -> str:
     """A difference in seconds as text: "3 ms more", or "as fast" for at most a
     thousandth of the seconds `of`.
     """
-    return (
-        f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}"
-        if abs(seconds) > 1e-3 * of
-        else _AS_FAST
-    )
+    if abs(seconds) <= 1e-3 * of:
+        return _AS_FAST
+    return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}"
 
 
 _HEADS = frozenset("heads kv_heads query_groups mlp hidden vocab".split())
@@ -277,31 +269,21 @@ def mesh_and_rules(
     contradict each other, the result is `None`. `names` are all names of the step;
     names that no mesh axis shards get a rule with the target `None`.
     """
-    called = [axis_name(order) for order in orders]
-    counts = [
-        called[: axis_number + 1].count(name) for axis_number, name in enumerate(called)
-    ]
-    axes = tuple(
-        name if count == 1 else f"{name}_{count}"
-        for name, count in zip(called, counts, strict=True)
-    )
-    inner = sorted(
-        range(len(axes)),
-        key=lambda axis_number: (
-            -estimate.slices[axis_number],
-            _RANKS.get(called[axis_number], 4),
-            axis_number,
-        ),
-    )
-    slices = {
-        axes[axis_number]: estimate.slices[axis_number]
-        for axis_number in inner
-        if estimate.slices[axis_number] > 1
-    }
-    mesh = MeshSpec(
-        {axes[axis_number]: estimate.sizes[axis_number] for axis_number in inner},
-        dcn=slices or None,
-    )
+    usual_names = [axis_name(order) for order in orders]
+    axes = _numbered(usual_names)
+
+    def outermost(axis: int) -> tuple[int, int, int]:
+        return (-estimate.slices[axis], _RANKS.get(usual_names[axis], 4), axis)
+
+    in_mesh = sorted(range(len(axes)), key=outermost)
+    sizes = {}
+    slices = {}
+    for axis in in_mesh:
+        sizes[axes[axis]] = estimate.sizes[axis]
+        if estimate.slices[axis] > 1:
+            slices[axes[axis]] = estimate.slices[axis]
+    mesh = MeshSpec(sizes, dcn=slices or None)
+
     ranked = _in_order(orders)
     if ranked is None:
         return None
@@ -309,22 +291,26 @@ def mesh_and_rules(
     for name in ranked:
         # The mesh axis that prefers the name least is innermost: rules try tuples
         # without it next.
-        having = sorted(
-            (axis_number for axis_number in inner if name in orders[axis_number]),
-            key=lambda axis_number: orders[axis_number].index(name),
-        )
-        least = (
-            len(having)
-            if all(orders[axis_number][0] == name for axis_number in having)
-            else 1
-        )
-        for count in range(len(having), least - 1, -1):
-            some = itertools.combinations(
-                [axes[axis_number] for axis_number in having], count
-            )
-            entries += [(name, group[0] if count == 1 else group) for group in some]
+        sharding = [axis for axis in in_mesh if name in orders[axis]]
+        sharding.sort(key=lambda axis: orders[axis].index(name))
+        is_always_first = all(orders[axis][0] == name for axis in sharding)
+        least = len(sharding) if is_always_first else 1
+        sharding_axes = [axes[axis] for axis in sharding]
+        for count in range(len(sharding), least - 1, -1):
+            for group in itertools.combinations(sharding_axes, count):
+                entries.append((name, group[0] if count == 1 else group))
     entries += [(name, None) for name in sorted({*names}.difference(ranked))]
     return mesh, AxisRules(entries, mesh_axes=mesh.axis_names), axes
+
+
+def _numbered(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, with a number after each that was there before: "data", "data_2"."""
+    numbered = []
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+        numbered.append(name if counts[name] == 1 else f"{name}_{counts[name]}")
+    return tuple(numbered)
 
 
 def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
@@ -332,7 +318,8 @@ def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
     contradict each other. For (a, b) and (b, c): (a, b, c). For (a, b) and (b, a):
     `None`.
     """
-    remaining, names_in_order = [list(order) for order in orders], list[str]()
+    remaining = [list(order) for order in orders]
+    names_in_order: list[str] = []
     while any(remaining):
         heads = [order[0] for order in remaining if order]
         free = [
@@ -346,60 +333,42 @@ def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
 
 
 def _code_of(candidate: Candidate) -> str:
-    mesh, assignments, over = (
-        candidate.mesh,
-        dict(candidate.assignments),
-        " x ".join(candidate.state_over),
-    )
-    comments = [
-        (
-            f"{ms(candidate.seconds)} a step {_HOW[candidate.by]}, {bytes_text(candidate.memory_bytes)} a"
-            " device."
-        ),
-        *(
-            f"{axis}={size} cuts {', '.join(assignments[axis])}."
-            for axis, size in mesh.shape.items()
-        ),
-        *([f"ZeRO-1: {over} cuts the optimizer's state, too."] if over else []),
-        *(f"Not {reason}." for reason in candidate.reasons[:1] if candidate.fits),
-    ]
+    """Python code that makes the plans of a candidate, and the jitted step."""
+    mesh = candidate.mesh
+    follow = "follow, " if candidate.state_over else ""
+    constrain_step = ""
+    constrains = ""
+    if candidate.constrained:
+        constrain_step = "constrain_step, "
+        constrains = (
+            "    step = constrain_step(step, plans[0].jax_mesh or MESH, RULES)\n"
+        )
     rules = [
         f"        ({_text(name)}, {_text(target)}),\n"
         for name, target in candidate.rules.rules
     ]
-    follows = [
-        f"    plans[{which}] = follow(lambda state: state, plans[{which}],"
-        f" over={_text(candidate.state_over)})\n"
-        for which in (candidate.states if over else ())
-    ]
-    constrains = (
-        "    step = constrain_step(step, plans[0].jax_mesh or MESH, RULES)\n"
-        if candidate.constrained
-        else ""
-    )
-    spans = {
-        name: span
-        for name, span in zip(mesh.axis_names, mesh.dcn_sizes, strict=True)
-        if span > 1
-    }
-    outs = ", ".join(
-        "None" if which is None else f"plans[{which}]" for which in candidate.results
-    )
-    outs = f"({outs})" if len(candidate.results) > 1 else outs
-    outs = (
-        f", out_shardings={outs}"
-        if any(which is not None for which in candidate.results)
-        else ""
-    )
+    follows = []
+    if candidate.state_over:
+        follows = [
+            f"    plans[{which}] = follow(lambda state: state, plans[{which}],"
+            f" over={_text(candidate.state_over)})\n"
+            for which in candidate.states
+        ]
+    slices = {}
+    for name, count in zip(mesh.axis_names, mesh.dcn_sizes, strict=True):
+        if count > 1:
+            slices[name] = count
+    dcn = f", dcn={_text(slices)}" if slices else ""
+    outs = _out_shardings_of(candidate)
     donate = f", donate={_text(candidate.donated)}" if candidate.donated else ""
-    head = "\n# ".join(comments)
+    head = "\n# ".join(_comments_of(candidate))
     return f'''\
-from shardfx import AxisRules, MeshSpec, filter_jit, {"follow, " if over else ""}plan
-from shardfx.auto import {"constrain_step, " if constrains else ""}name_axes
+from shardfx import AxisRules, MeshSpec, filter_jit, {follow}plan
+from shardfx.auto import {constrain_step}name_axes
 
 
 # Chosen by shardfx.auto.search: {head}
-MESH = MeshSpec({_text(dict(mesh.shape))}{f", dcn={_text(spans)}" if spans else ""})
+MESH = MeshSpec({_text(dict(mesh.shape))}{dcn})
 RULES = AxisRules(
     [
 {"".join(rules)}    ],
@@ -419,6 +388,33 @@ def jitted(step, plans):
     """The step as it was searched. To call it, put the plans of `plans_of` on devices: `plan.on(mesh)`."""
 {constrains}    return filter_jit(step, in_shardings=tuple(plans){outs}{donate})
 '''
+
+
+def _comments_of(candidate: Candidate) -> list[str]:
+    """What the code of a candidate says of it."""
+    time = f"{ms(candidate.seconds)} a step {_HOW[candidate.by]}"
+    comments = [f"{time}, {bytes_text(candidate.memory_bytes)} a device."]
+    assignments = dict(candidate.assignments)
+    for axis, size in candidate.mesh.shape.items():
+        comments.append(f"{axis}={size} cuts {', '.join(assignments[axis])}.")
+    if candidate.state_over:
+        over = " x ".join(candidate.state_over)
+        comments.append(f"ZeRO-1: {over} cuts the optimizer's state, too.")
+    if candidate.fits and candidate.reasons:
+        comments.append(f"Not {candidate.reasons[0]}.")
+    return comments
+
+
+def _out_shardings_of(candidate: Candidate) -> str:
+    """The argument `out_shardings` of a candidate's step as code; empty without one."""
+    if all(which is None for which in candidate.results):
+        return ""
+    plans = []
+    for which in candidate.results:
+        plans.append("None" if which is None else f"plans[{which}]")
+    if len(plans) == 1:
+        return f", out_shardings={plans[0]}"
+    return f", out_shardings=({', '.join(plans)})"
 
 
 def _text(value: object) -> str:

@@ -8,6 +8,7 @@ one position of equal layers.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from .._ground.text import between_numbers
 from .._rules import Atomic
@@ -26,13 +27,13 @@ class ArgumentDim:
 
     - `argument`: the number of the array among all arrays of the step's arguments.
     - `dim`: the number of the dimension within the array.
-    - `at`, `of`: the index of the sub-dimension, major-most first, and their number; 0
+    - `index`, `of`: the index of the sub-dimension, major-most first, and their number; 0
       and 1 for a whole dimension.
     """
 
     argument: int
     dim: int
-    at: int
+    index: int
     of: int
 
 
@@ -61,19 +62,21 @@ class Classes:
     """
 
     def __init__(self, traced: TracedStep):
-        self.traced, self.tied, self.program = traced, traced.tied, traced.tied.program
+        self.traced = traced
+        self.tied = traced.tied
+        self.program = traced.tied.program
         self.marked = self.tied.marked
         # The words of a random key are no dimensions of its array.
         arrays = zip(self.program.arguments, traced.arrays, strict=True)
         self.dims = [self.tied.roots[value][: array.rank] for value, array in arrays]
         self.axes: list[LogicalAxis] = []
         self.of_root: dict[int, int] = {}
-        placed = [
-            (ArgumentDim(argument, dim, index, len(roots)), root)
-            for argument, dims in enumerate(self.dims)
-            for dim, roots in enumerate(dims)
-            for index, root in enumerate(roots)
-        ]
+        placed = []
+        for argument, dims in enumerate(self.dims):
+            for dim, roots in enumerate(dims):
+                for index, root in enumerate(roots):
+                    place = ArgumentDim(argument, dim, index, len(roots))
+                    placed.append((place, root))
         for place, root in placed:
             if root not in self.of_root:
                 self.of_root[root] = len(self.axes)
@@ -87,7 +90,7 @@ class Classes:
             key = (
                 alike[place.argument],
                 place.dim,
-                place.at,
+                place.index,
                 place.of,
                 self.tied.sizes[root],
             )
@@ -130,24 +133,24 @@ class Classes:
         """The logical names of the dimensions of the array with the number `array`, for
         `plan(..., names=...)`. A name that an earlier dimension has becomes `None`.
         """
-        used, entry_list = set[str](), list[object]()
+        used: set[str] = set()
+        entries: list[object] = []
         for roots in self.dims[array]:
             count = self.kept(roots)
-            names = [
-                name
-                for name in dict.fromkeys(self.of(root).name for root in roots[:count])
-                if name not in used
-            ]
-            used.update(names)
+            names: list[Any] = []
+            for root in roots[:count]:
+                name = self.of(root).name
+                if name not in used:
+                    used.add(name)
+                    names.append(name)
             unit = math.prod(self.tied.sizes[root] for root in roots[count:])
-            entries = [
-                *names[:-1],
-                *(Atomic(name, unit) if unit > 1 else name for name in names[-1:]),
-            ]
-            entry_list.append(
-                tuple(entries) if len(entries) > 1 else next(iter(entries), None)
-            )
-        return tuple(entry_list)
+            if names and unit > 1:
+                names[-1] = Atomic(names[-1], unit)
+            if len(names) > 1:
+                entries.append(tuple(names))
+            else:
+                entries.append(names[0] if names else None)
+        return tuple(entries)
 
     def tie(self, first: int, second: int) -> bool:
         """Merges the logical axes with the numbers `first` and `second`, unless their
@@ -155,16 +158,18 @@ class Classes:
         """
         if first == second:
             return True
-        a, b = self.axes[first], self.axes[second]
-        if a.size != b.size or {p.argument for p in a.places} & {
-            p.argument for p in b.places
-        }:
+        axis = self.axes[first]
+        merged = self.axes[second]
+        arguments = {place.argument for place in axis.places}
+        merged_arguments = {place.argument for place in merged.places}
+        if axis.size != merged.size or arguments & merged_arguments:
             return False
-        a.roots += b.roots
-        a.places += b.places
-        for root in b.roots:
+        axis.roots += merged.roots
+        axis.places += merged.places
+        for root in merged.roots:
             self.of_root[root] = first
-        b.roots, b.places = [], []
+        merged.roots = []
+        merged.places = []
         return True
 
     def tie_names(self) -> None:
@@ -270,7 +275,8 @@ def _is_made_of(value: int, source: int, maker: dict[int, Operation]) -> bool:
     goes back at most 400 operations. `maker` maps each value of the program to the
     operation that makes it.
     """
-    queue, seen = [(value, False)], {(value, False)}
+    queue = [(value, False)]
+    seen = {(value, False)}
     while queue and len(seen) < _FAR:
         current, by_product = queue.pop(0)
         operation = maker.get(current)

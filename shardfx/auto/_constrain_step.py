@@ -163,8 +163,11 @@ def _with_arrays(tree: PyTree, arrays: Sequence[Any]) -> PyTree:
     """The tree with `arrays` in place of its own."""
     remaining = iter(arrays)
     leaves, structure = jax.tree.flatten(tree)
-    leaves = [next(remaining) if is_array_type(type(leaf)) else leaf for leaf in leaves]
-    return structure.unflatten(leaves)
+    filled = []
+    for leaf in leaves:
+        is_array = is_array_type(type(leaf))
+        filled.append(next(remaining) if is_array else leaf)
+    return structure.unflatten(filled)
 
 
 def _run(
@@ -281,7 +284,9 @@ class _Constrainer:
         chosen: Mapping[str, AssignedLayout],
         mesh: Mesh | AbstractMesh,
     ):
-        self.layouts, self.chosen, self.mesh = layouts, chosen, mesh
+        self.layouts = layouts
+        self.chosen = chosen
+        self.mesh = mesh
         self.operations: dict[int, list[Operation]] = {}
         # By the identity of an array: the array, and the spec of its last constraint.
         self.constraints: dict[int, tuple[Any, PartitionSpec]] = {}

@@ -258,37 +258,36 @@ def padded(terms: CostTerms) -> CostTerms:
     With this padding most searches of a process have arrays of equal shapes, and share
     one compiled program. Counts become float32, since only their leading digits matter.
     """
-    more_terms, few = -len(terms["shared"]) % 32, -terms["sent"].shape[1] % 16
+    added_terms = -len(terms["shared"]) % 32
+    added_events = -terms["sent"].shape[1] % 16
     # The last assignment shards nothing. It fills up sets with fewer than four
     # assignments.
-    more_assignments, axes = (
-        1 + (-1 - len(terms["calls"])) % 80,
-        -len(terms["sizes"]) % 16,
-    )
+    added_assignments = 1 + (-1 - len(terms["calls"])) % 80
+    added_axes = -len(terms["sizes"]) % 16
     widths = {
-        "divides": (more_terms, more_assignments),
-        "shared": (more_terms, 0),
-        "divides_sent": (more_assignments, few, more_assignments),
-        "sent": (more_assignments, few, 0),
-        "calls": (more_assignments,),
-        "limits": (axes, more_assignments),
-        "sizes": (axes,),
-        "least": (axes,),
+        "divides": (added_terms, added_assignments),
+        "shared": (added_terms, 0),
+        "divides_sent": (added_assignments, added_events, added_assignments),
+        "sent": (added_assignments, added_events, 0),
+        "calls": (added_assignments,),
+        "limits": (added_axes, added_assignments),
+        "sizes": (added_axes,),
+        "least": (added_axes,),
     }
     # A size that int32 cannot hold becomes a smaller one that the same numbers of
     # devices divide.
-    sizes = [
-        size if size < 2**31 else 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7)
-        for size in terms["sizes"].tolist()
-    ]
+    sizes = []
+    for size in terms["sizes"].tolist():
+        if size >= 2**31:
+            size = 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7)
+        sizes.append(size)
     kinds = {"f": np.float32, "b": np.bool_, "i": np.int32}
-    arrays = {
-        name: np.pad(array, [(0, n) for n in widths[name]])
-        for name, array in {**terms, "sizes": np.array(sizes)}.items()
-    }
-    return {
-        name: array.astype(kinds[array.dtype.kind]) for name, array in arrays.items()
-    }
+    arrays = {}
+    for name, array in {**terms, "sizes": np.array(sizes)}.items():
+        padding = [(0, width) for width in widths[name]]
+        padded_array = np.pad(array, padding)
+        arrays[name] = padded_array.astype(kinds[padded_array.dtype.kind])
+    return arrays
 
 
 # JAX's module or NumPy's: the same code is compiled for many candidates, and runs
@@ -299,7 +298,8 @@ Numbers = Mapping[str, Any]
 AXES = 4
 # The number of candidates, and of sets, in one call: their arrays should fit in the
 # cache.
-_BLOCK, _SETS = 2**16, 2048
+_BLOCK = 2**16
+_SETS = 2048
 _ALL = 2**22
 
 
@@ -464,7 +464,8 @@ def _seconds_per_byte(
     of `sizes` and `slices` has the sizes of the mesh axes, and the slices that they
     span.
     """
-    inner, whole = (sizes // slices).T.astype(np.float32), sizes.T.astype(np.float32)
+    inner = (sizes // slices).T.astype(np.float32)
+    whole = sizes.T.astype(np.float32)
     total = xp.prod(inner, axis=0)
     share = machine["dims"] * xp.log2(inner) / xp.maximum(xp.log2(total), 1.0)
     bandwidth = xp.where(

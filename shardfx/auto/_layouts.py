@@ -25,13 +25,12 @@ from ._classes import Classes
 from ._program import whole
 
 
-WHOLE, UNREDUCED = -1, -2
-_GATHER, _SCATTER, _REDUCE, _EXCHANGE = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-)
+WHOLE = -1
+UNREDUCED = -2
+_GATHER = "all-gather"
+_SCATTER = "reduce-scatter"
+_REDUCE = "all-reduce"
+_EXCHANGE = "all-to-all"
 # Operations that may run on an unreduced operand if the other operand is a scalar.
 _SCALED = frozenset("multiply divide".split())
 # Operations that add, reorder or cast: they may run on unreduced operands.
@@ -128,31 +127,29 @@ class Layouts:
     """
 
     def __init__(self, classes: Classes, devices: int):
-        self.classes, self.tied, self.program = classes, classes.tied, classes.program
-        scanned, sizes = classes.marked["scanned"], self.tied.sizes
-        self.numbers = {
-            root: number
-            for number, logical in enumerate(classes.axes)
-            for root in logical.roots
-            if root not in scanned and math.gcd(sizes[root], devices) > 1
-        }
-        self.minor = {
-            number
-            for number, logical in enumerate(classes.axes)
-            if any(
-                0 < place.at < classes.kept(classes.dims[place.argument][place.dim])
-                for place in logical.places
-            )
-        }
+        self.classes = classes
+        self.tied = classes.tied
+        self.program = classes.program
+        scanned = classes.marked["scanned"]
+        sizes = self.tied.sizes
+        self.numbers: dict[int, int] = {}
+        self.minor: set[int] = set()
+        for number, logical in enumerate(classes.axes):
+            for root in logical.roots:
+                if root not in scanned and math.gcd(sizes[root], devices) > 1:
+                    self.numbers[root] = number
+            for place in logical.places:
+                roots = classes.dims[place.argument][place.dim]
+                if 0 < place.index < classes.kept(roots):
+                    self.minor.add(number)
         self.roots = self.tied.roots
-        self.flat = [
-            [
-                (self.numbers.get(root, -1), index)
-                for dim in dims
-                for index, root in enumerate(dim)
-            ]
-            for dims in self.roots
-        ]
+        self.flat: list[list[tuple[int, int]]] = []
+        for dims in self.roots:
+            numbered = []
+            for dim in dims:
+                for index, root in enumerate(dim):
+                    numbered.append((self.numbers.get(root, -1), index))
+            self.flat.append(numbered)
         kinds: dict[_Labelled, int] = {}
         self.kind = [
             kinds.setdefault(_labelled(self, operation), len(kinds))
@@ -171,7 +168,14 @@ def _labelled(layouts: Layouts, operation: Operation) -> _Labelled:
     of the operation's Shardy sharding rule.
     """
     if operation.name == "use":
-        return _Labelled(operation.name, (), (), (), frozenset(), ())
+        return _Labelled(
+            name=operation.name,
+            ins=(),
+            outs=(),
+            shardable=(),
+            minor=frozenset(),
+            bytes=(),
+        )
     sides = [
         *zip(operation.ins, operation.factors.ins, strict=True),
         *zip(operation.outs, operation.factors.outs, strict=True),
@@ -190,35 +194,34 @@ def _labelled(layouts: Layouts, operation: Operation) -> _Labelled:
         for size, classes_of_dim, dim in zip(
             layouts.program.values[value].shape, layouts.roots[value], dims, strict=True
         ):
-            keys = [
-                (factor, index)
-                for factor in dim
-                for index in range(len(roots.get(factor, ())))
-            ]
-            if [
-                roots[factor][index] for factor, index in keys
-            ] != classes_of_dim or whole(operation, dim, size):
+            keys: list[tuple[int, int]] = []
+            classes_of_factors: list[int] = []
+            for factor in dim:
+                for index, root in enumerate(roots.get(factor, ())):
+                    keys.append((factor, index))
+                    classes_of_factors.append(root)
+            is_split = classes_of_factors == classes_of_dim
+            if not is_split or whole(operation, dim, size):
                 labels += [-1] * len(classes_of_dim)
                 continue
             labels += [numbers.setdefault(key, len(numbers)) for key in keys]
             minor.update(labels[len(labels) - len(classes_of_dim) + 1 :])
-            pairs = zip(keys, classes_of_dim, strict=True)
-            shardable |= {
-                numbers[key]: layouts.numbers[root]
-                for key, root in pairs
-                if root in layouts.numbers
-            }
+            for key, root in zip(keys, classes_of_dim, strict=True):
+                if root in layouts.numbers:
+                    shardable[numbers[key]] = layouts.numbers[root]
         labels_of_values.append(tuple(labels))
-    values = [layouts.program.values[value] for value in operation.ins]
-    counts = tuple(
-        0.0 if value.free or not value.shape else value.bytes for value in values
-    )
-    ins, outs = (
-        tuple(labels_of_values[: len(values)]),
-        tuple(labels_of_values[len(values) :]),
-    )
+    operand_bytes = []
+    for number in operation.ins:
+        value = layouts.program.values[number]
+        is_free = value.free or not value.shape
+        operand_bytes.append(0.0 if is_free else value.bytes)
     return _Labelled(
-        operation.name, ins, outs, tuple(shardable.items()), frozenset(minor), counts
+        name=operation.name,
+        ins=tuple(labels_of_values[: len(operation.ins)]),
+        outs=tuple(labels_of_values[len(operation.ins) :]),
+        shardable=tuple(shardable.items()),
+        minor=frozenset(minor),
+        bytes=tuple(operand_bytes),
     )
 
 
@@ -228,7 +231,8 @@ class _Propagation:
     """
 
     def __init__(self, layouts: Layouts, assignment: Assignment):
-        self.layouts, self.assignment = layouts, assignment
+        self.layouts = layouts
+        self.assignment = assignment
         self.minor = not layouts.minor.isdisjoint(assignment)
         self.rank = {number: place for place, number in enumerate(assignment)}
         count = len(layouts.program.values)
@@ -244,12 +248,10 @@ class _Propagation:
         program = self.layouts.program
         for value in program.arguments:
             self.set(value, self.preferred(value))
-        divided = tuple(
-            [
-                self.is_divided(number, operation)
-                for number, operation in enumerate(program.operations)
-            ]
-        )
+        divided = [
+            self.is_divided(number, operation)
+            for number, operation in enumerate(program.operations)
+        ]
         # A result has the sharding of the argument that it replaces, such as the weight
         # that it updates.
         for value in program.results:
@@ -257,9 +259,13 @@ class _Propagation:
                 self.move(
                     value, self.preferred(value), 1.0, len(program.operations) - 1
                 )
-        sets = frozenset(self.used), frozenset(self.unreduced)
         return AssignedLayout(
-            self.assignment, tuple(self.events), tuple(self.positions), divided, *sets
+            assignment=self.assignment,
+            events=tuple(self.events),
+            positions=tuple(self.positions),
+            divided=tuple(divided),
+            used=frozenset(self.used),
+            unreduced=frozenset(self.unreduced),
         )
 
     def preferred(self, value: int) -> _State:
@@ -295,22 +301,21 @@ class _Propagation:
         shardings of its results. Returns whether the mesh axis divides the operation's
         work.
         """
-        if operation.name == "use" or all(
-            self.layouts.program.values[value].free for value in operation.outs
-        ):
+        if operation.name == "use":
+            return False
+        values = self.layouts.program.values
+        if all(values[value].free for value in operation.outs):
             return False
         if operation.name in ("carry", "return"):
             self.hand_on(number, operation)
             return False
-        kind, states = (
-            self.layouts.kind[number],
-            tuple(self.state[value] for value in operation.ins),
-        )
-        if (kind, states) not in self.effects:
-            self.effects[kind, states] = self.effect(
-                self.layouts.labelled[kind], states
-            )
-        is_divided, ins, outs = self.effects[kind, states]
+        kind = self.layouts.kind[number]
+        states = tuple(self.state[value] for value in operation.ins)
+        effect = self.effects.get((kind, states))
+        if effect is None:
+            effect = self.effect(self.layouts.labelled[kind], states)
+            self.effects[kind, states] = effect
+        is_divided, ins, outs = effect
         for value, needed_state in zip(operation.ins, ins, strict=True):
             self.move(value, needed_state, operation.times, number)
         for value, state in zip(operation.outs, outs, strict=True):
@@ -347,19 +352,15 @@ class _Propagation:
         if UNREDUCED in states and _stays_unreduced(operation, states):
             return False, states, (UNREDUCED,) * len(operation.outs)
         label = self.label(operation, states)
-        unreduced = label is not None and any(
-            label in labels for labels in operation.ins
-        )
-        outs = [_position(labels, label) for labels in operation.outs]
-        made_of = tuple(
-            UNREDUCED if position == WHOLE and unreduced else position
-            for position in outs
-        )
-        return (
-            label is not None,
-            tuple(_position(labels, label) for labels in operation.ins),
-            made_of,
-        )
+        is_divided = label is not None
+        is_summed = is_divided and any(label in labels for labels in operation.ins)
+        ins = tuple(_position(labels, label) for labels in operation.ins)
+        outs = []
+        for labels in operation.outs:
+            position = _position(labels, label)
+            is_unreduced = is_summed and position == WHOLE
+            outs.append(UNREDUCED if is_unreduced else position)
+        return is_divided, ins, tuple(outs)
 
     def label(self, operation: _Labelled, states: tuple[_State, ...]) -> int | None:
         """The label of `operation` along which the mesh axis divides the operation; `None`

@@ -138,7 +138,7 @@ class _Namer:
             dims = self.data_dims(first)
             position = dims.index(first.dim)
             if all(
-                self.data_dims(place)[:1] == [place.dim] and place.at == 0
+                self.data_dims(place)[:1] == [place.dim] and place.index == 0
                 for place in places
             ):
                 axis.name = "batch"
@@ -542,7 +542,7 @@ def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:
     data = [place for place in axis.places if place.argument not in classes.model]
     for place in main_places + data or axis.places:
         path = arrays[place.argument].path
-        part = f".{place.at}" if place.of > 1 else ""
+        part = f".{place.index}" if place.of > 1 else ""
         alike.setdefault((between_numbers(path), f"[{place.dim}{part}]"), []).append(
             path
         )

@@ -221,7 +221,8 @@ def _choices(hardware: _Hardware) -> Iterator[_Choice]:
     if hardware.mesh is not None:
         yield from _choices_on(hardware.mesh)
         return
-    total, slices = hardware.options.total, hardware.options.slices
+    total = hardware.options.total
+    slices = hardware.options.slices
     yield _Choice(_mesh({"data": (total, slices)}), ())
     in_slice = total // slices
     # The inner network first: devices of one slice, then whole slices.
@@ -268,19 +269,25 @@ class _Pricing:
     ):
         self.tree = tree
         self.init = init
-        given = flat.names
+        leaf_names = flat.names
         if names is not None:
-            given = names_of_leaves(names, tree, flat, AxisRules([]))
-        columns = zip(
-            flat.leaves, flat.paths, given, flat.stacked, flat.is_array, strict=True
-        )
-        leaves = [row[:-1] for row in columns if row[-1]]
-        arrays = [
-            NamedShape(path, tuple(jnp.shape(leaf)), declared, stacked)
-            for leaf, path, declared, stacked in leaves
-        ]
+            leaf_names = names_of_leaves(names, tree, flat, AxisRules([]))
+        leaves = []
+        arrays = []
+        for leaf, path, declared, stacked, is_array in zip(
+            flat.leaves,
+            flat.paths,
+            leaf_names,
+            flat.stacked,
+            flat.is_array,
+            strict=True,
+        ):
+            if is_array:
+                leaves.append(leaf)
+                shape = tuple(jnp.shape(leaf))
+                arrays.append(NamedShape(path, shape, declared, stacked))
         self.paths = [array.path for array in arrays]
-        self.dims = _alike([leaf for leaf, *_ in leaves], whole_dims(arrays))
+        self.dims = _alike(leaves, whole_dims(arrays))
 
     def priced(self, choice: _Choice) -> _Priced:
         """The plan of a choice, with its bytes."""
@@ -343,7 +350,8 @@ def _why(hardware: _Hardware, pricing: _Pricing, priced: _Priced) -> str:
     """The reason for a plan as text: the bytes, the mesh, and what is assumed."""
     chip = hardware.options.chip
     limit = chip.usable_hbm_bytes_per_device
-    mesh, axes = priced.choice.mesh, priced.choice.axes
+    mesh = priced.choice.mesh
+    axes = priced.choice.axes
     how = "FSDP" if axes else "data parallel"
     assumed = ", assumed: pass `chip=` for another" if hardware.is_assumed else ""
     sentences = [

@@ -63,9 +63,11 @@ class UnionFind:
         (12,) and (4, 3), the 12 is split into 4 and 3, which are merged with the new
         dimensions. If neither size divides the other, merging stops.
         """
-        ours, theirs = list(reversed(before)), list(reversed(after))
+        ours = list(reversed(before))
+        theirs = list(reversed(after))
         while ours and theirs:
-            a, b = self.find(ours[-1]), self.find(theirs[-1])
+            a = self.find(ours[-1])
+            b = self.find(theirs[-1])
             if self.sizes[a] == 1 or a == b:
                 ours.pop()
                 if a == b:
@@ -92,10 +94,12 @@ class UnionFind:
         of size 12 into 4 and 3, if `other` has size 4. It stays if the size of `other`
         is no divisor of 12.
         """
-        size, least = self.sizes[node], self.sizes[other]
-        if node not in self._children and size > least and size % least == 0:
-            self._children[node] = self.new(least), self.new(size // least)
-        if size < least or node not in self._children:
+        size = self.sizes[node]
+        other_size = self.sizes[other]
+        is_multiple = size > other_size and size % other_size == 0
+        if node not in self._children and is_multiple:
+            self._children[node] = (self.new(other_size), self.new(size // other_size))
+        if size < other_size or node not in self._children:
             return False
         stack.pop()
         stack.extend(reversed(self._children[node]))
@@ -129,7 +133,8 @@ class Tied:
     """
 
     def __init__(self, program: Program):
-        self.program, self.union = program, UnionFind()
+        self.program = program
+        self.union = UnionFind()
         self.sizes = self.union.sizes
         self.dims = [
             tuple(map(self.union.new, value.shape)) for value in program.values
@@ -180,7 +185,8 @@ def _tie(tied: Tied, operation: Operation) -> dict[object, int]:
     Returns a dict from each factor to its node. If a factor must be replicated, the key
     is a pair: the factor, and the index of the operand or result.
     """
-    sizes, union = operation.factors.sizes, tied.union
+    sizes = operation.factors.sizes
+    union = tied.union
     first: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []
     for values, sides in (
@@ -195,11 +201,9 @@ def _tie(tied: Tied, operation: Operation) -> dict[object, int]:
                 if len(dim) == 1 and sizes[dim[0]] == size:
                     # A sorted or updated dimension is the same in the operand and the
                     # result at the same position.
-                    key = (
-                        (dim[0], index)
-                        if dim[0] in operation.factors.replicated
-                        else dim[0]
-                    )
+                    key: object = dim[0]
+                    if dim[0] in operation.factors.replicated:
+                        key = (dim[0], index)
                     if first.setdefault(key, node) != node:
                         union.align([first[key]], [node])
                 elif not whole(operation, dim, size):

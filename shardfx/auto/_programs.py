@@ -131,16 +131,21 @@ class LoweredStep:
         chip: chips.Chip,
         model: CostModel,
     ):
-        self.step, self.args, self.words = step, traced.structs, traced.words
+        self.step = step
+        self.args = traced.structs
+        self.words = traced.words
         self.leaves = {
             f"arrays[{number}]": array.path
             for number, array in enumerate(traced.arrays)
         }
         self.results = results_of(self.args, traced.out)
-        self.chip, self.model = chip, model
-        self.platform: Platform = (
-            "tpu" if chip.torus_dims else "cpu" if chip == EMULATED else "gpu"
-        )
+        self.chip = chip
+        self.model = model
+        self.platform: Platform = "gpu"
+        if chip.torus_dims:
+            self.platform = "tpu"
+        elif chip == EMULATED:
+            self.platform = "cpu"
         self.plain = traced.step
 
     @ft.cached_property
@@ -310,11 +315,12 @@ def _filled(
     it: the mesh axes of each dimension, or `None` if the compiler may choose the
     sharding. `parameters` are the arrays in the same order.
     """
-    pairs = zip(itertools.chain(*dims), parameters, strict=True)
-    return [
-        None if dim is None else (*dim, *[()] * (len(parameter.shape) - len(dim)))
-        for dim, parameter in pairs
-    ]
+    filled: list[Dims | None] = []
+    for axes, parameter in zip(itertools.chain(*dims), parameters, strict=True):
+        if axes is not None:
+            axes = (*axes, *[()] * (len(parameter.shape) - len(axes)))
+        filled.append(axes)
+    return filled
 
 
 def zero_1(candidate: Candidate, states: tuple[int, ...]) -> Candidate | None:
@@ -347,7 +353,8 @@ def zero_1(candidate: Candidate, states: tuple[int, ...]) -> Candidate | None:
 Tell = Callable[[str], None]
 # The number of rounds in which candidates run in turn, and the number of timed steps in
 # each turn.
-_ROUNDS, _STEPS = 3, 3
+_ROUNDS = 3
+_STEPS = 3
 
 
 def measured(
@@ -390,17 +397,14 @@ def measured(
                 (dataclasses.replace(candidate, by="compile", memory_bytes=held), None)
             )
             continue
-        sent, work = (
-            traffic(program, candidate.mesh),
-            work_of(parse_hlo(program.as_text())),
-        )
+        sent = traffic(program, candidate.mesh)
+        work = work_of(parse_hlo(program.as_text()))
         compiled = timed(candidate, sent, work, lowered.chip, lowered.model)
-        held, comparison = (
-            memory_of(program).needed_bytes,
-            compare(candidate.traffic, sent),
-        )
         compiled = dataclasses.replace(
-            compiled, by="compile", memory_bytes=held, comparison=comparison
+            compiled,
+            by="compile",
+            memory_bytes=memory_of(program).needed_bytes,
+            comparison=compare(candidate.traffic, sent),
         )
         looked.append((compiled, program))
     fitting = [(candidate, program) for candidate, program in looked if candidate.fits]
@@ -445,14 +449,12 @@ def devices_for(
     `verify="compile"`, if the caller named a slice and libtpu is installed, the devices
     of this slice replace JAX's own.
     """
-    count, target = asked.total, asked.target
     if devices is not None:
         return tuple(devices)
-    if (
-        verify == "compile"
-        and target is not None
-        and importlib.util.find_spec("libtpu")
-    ):
+    count = asked.total
+    target = asked.target
+    can_compile = verify == "compile" and importlib.util.find_spec("libtpu")
+    if can_compile and target is not None:
         return tpu.devices_of(target, num_slices=asked.targets)
     jax_devices = jax.devices()
     if len(jax_devices) < count:

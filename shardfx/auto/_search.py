@@ -222,7 +222,8 @@ def search(
     space, lowered = opened(step, args, options, limits, also, tell)
     tell(f"estimating meshes of {options.total} devices")
     if effort == "least":
-        candidates, usual_titles = _few_candidates(space, lowered, tell), set[str]()
+        candidates = _few_candidates(space, lowered, tell)
+        usual_titles: set[str] = set()
     else:
         candidates, usual_titles = candidates_of(space, lowered, keep, tell)
     if verify is not None and candidates[0].fits:
@@ -382,7 +383,8 @@ def _few_candidates(space: Space, lowered: LoweredStep, tell: Tell) -> list[Cand
     for number, candidate in enumerate(with_room[:_FEW]):
         partitioned = list(trials.partitioned.values())
         is_sure = any(
-            known.memory_bytes <= _DOUBTFUL * known.limit_bytes for known in partitioned
+            program.memory_bytes <= _DOUBTFUL * program.limit_bytes
+            for program in partitioned
         )
         is_close = candidate.seconds < _CLOSE * with_room[0].seconds
         if number and is_sure and not is_close:

@@ -22,9 +22,9 @@ def shape_rules(
         return PathRules([(".*", replicate)])
     dims_by_path = dict(zip(paths, dims, strict=True))
     rules = []
-    for skipped, ends in _ends(_templates(dims_by_path)).items():
+    for skipped, suffixes in _suffixes(_templates(dims_by_path)).items():
         strategy = _strategy(axes, min_bytes, skipped)
-        rules.append((f"(^|/){_either(ends)}$", strategy))
+        rules.append((f"(^|/){_either(suffixes)}$", strategy))
     rules.append((".*", optional(_strategy(axes, min_bytes, ()))))
     return PathRules(rules)
 
@@ -38,21 +38,20 @@ def _strategy(
     return strategy
 
 
-def _either(ends: Sequence[str]) -> str:
+def _either(suffixes: Sequence[str]) -> str:
     """The regex of several ends of paths: `(q_proj|k_proj)/weight`."""
-    if len(ends) == 1:
-        return ends[0]
-    parts = [end.split("/") for end in ends]
-    if all(len(of_end) > 1 for of_end in parts):
-        if len({of_end[-1] for of_end in parts}) == 1:
-            return (
-                f"{_either(['/'.join(of_end[:-1]) for of_end in parts])}/{parts[0][-1]}"
-            )
-        if len({of_end[0] for of_end in parts}) == 1:
-            return (
-                f"{parts[0][0]}/{_either(['/'.join(of_end[1:]) for of_end in parts])}"
-            )
-    return f"({'|'.join(ends)})"
+    if len(suffixes) == 1:
+        return suffixes[0]
+    if all("/" in suffix for suffix in suffixes):
+        heads = [suffix.partition("/") for suffix in suffixes]
+        tails = [suffix.rpartition("/") for suffix in suffixes]
+        if len({last for _, _, last in tails}) == 1:
+            _, _, last = tails[0]
+            return f"{_either([before for before, _, _ in tails])}/{last}"
+        if len({first for first, _, _ in heads}) == 1:
+            first, _, _ = heads[0]
+            return f"{first}/{_either([after for _, _, after in heads])}"
+    return f"({'|'.join(suffixes)})"
 
 
 class _Template(NamedTuple):
@@ -85,7 +84,7 @@ def _general(path: str) -> str:
     return re.sub(r"\d+", r"\\d+", re.escape(path))
 
 
-def _ends(templates: Sequence[_Template]) -> dict[tuple[int, ...], list[str]]:
+def _suffixes(templates: Sequence[_Template]) -> dict[tuple[int, ...], list[str]]:
     """For each tuple of dimensions, the shortest ends of paths that no array with other
     dimensions has. Arrays without such dimensions are left to the last rule.
     """
@@ -94,14 +93,15 @@ def _ends(templates: Sequence[_Template]) -> dict[tuple[int, ...], list[str]]:
         general = _general(template.regex) if template.is_exact else template.regex
         for end in _all_ends(general):
             dims_by_end.setdefault(end, set()).add(template.dims)
-    ends: dict[tuple[int, ...], dict[str, None]] = {}
+    suffixes: dict[tuple[int, ...], dict[str, None]] = {}
     for template in templates:
         if template.dims:
             whole = f"^{template.regex}"
             choices = [] if template.is_exact else _all_ends(template.regex)
             unanimous = (end for end in choices if len(dims_by_end[end]) == 1)
-            ends.setdefault(template.dims, {})[next(unanimous, whole)] = None
-    return {dims: list(texts) for dims, texts in ends.items()}
+            suffix = next(unanimous, whole)
+            suffixes.setdefault(template.dims, {})[suffix] = None
+    return {dims: list(texts) for dims, texts in suffixes.items()}
 
 
 def _all_ends(template: str) -> list[str]:

@@ -137,13 +137,17 @@ class Space:
         limits: Limits,
         also: Sequence[AxisRules] = (),
     ):
-        self.classes, self.hardware, self.limits = classes, asked, limits
-        self.devices, self.slices = asked.total, asked.slices
+        self.classes = classes
+        self.hardware = asked
+        self.limits = limits
+        self.devices = asked.total
+        self.slices = asked.slices
         self.limit_bytes = (
             asked.chip.usable_hbm_bytes // asked.chip.devices_per_chip
             - limits.free_bytes
         )
-        self.args, self.names = classes.traced.structs, names_trees(classes)
+        self.args = classes.traced.structs
+        self.names = names_trees(classes)
         self.layouts = Layouts(classes, self.devices)
         self.made: list[AssignedLayout] = []
         keys: dict[object, int] = {}
@@ -169,33 +173,27 @@ class Space:
             assignments that shard nothing. A strategy is left out if it has no
             assignment, more than four, or the same one twice.
             """
-            numbers = [
-                tuple(
-                    sorted(
-                        n for strategy in each if (n := number(strategy)) is not None
-                    )
-                )
-                for each in strategies
-            ]
-            return list(
-                dict.fromkeys(
-                    strategy
-                    for strategy in numbers
-                    if 0 < len(strategy) <= AXES and len(set(strategy)) == len(strategy)
-                )
-            )
+            distinct: dict[tuple[int, ...], None] = {}
+            for strategy in strategies:
+                numbers = [number(assignment) for assignment in strategy]
+                sharding = sorted(n for n in numbers if n is not None)
+                is_repeated = len(set(sharding)) < len(sharding)
+                if 0 < len(sharding) <= AXES and not is_repeated:
+                    distinct[tuple(sharding)] = None
+            return list(distinct)
 
         never = frozenset(numbers_of(limits.never, classes).values())
         # The words of a raw key, and the windows of convolutions, are never sharded.
-        called = [logical.name for logical in classes.axes]
+        names = [logical.name for logical in classes.axes]
         whole = never | {
             n
-            for n, name in enumerate(called)
+            for n, name in enumerate(names)
             if name == "key_words" or name.partition("_")[0] == "window"
         }
-        usual, further = (
-            seeds(self.layouts, whole) if limits.rules is None else ([], [])
-        )
+        usual: Iterable[Iterable[Assignment]] = []
+        further: Iterable[Iterable[Assignment]] = []
+        if limits.rules is None:
+            usual, further = seeds(self.layouts, whole)
         by_rules = [
             assignments_of_rules(rules, classes, never).values() for rules in also
         ]
@@ -204,11 +202,9 @@ class Space:
             strategy for strategy in numbered(further) if strategy not in self.usual
         ]
         assignments = assignments_of(self.layouts, whole)
-        for assignment in (
-            assignments
-            if limits.rules is None
-            else assignments_of_rules(limits.rules, classes, never).values()
-        ):
+        if limits.rules is not None:
+            assignments = assignments_of_rules(limits.rules, classes, never).values()
+        for assignment in assignments:
             if len(self.made) < _ASSIGNMENTS:
                 number(assignment)
         self.terms = _limited(self) if self.made else {}
@@ -320,7 +316,8 @@ def _limited(space: Space) -> CostTerms:
     row for each mesh axis that must exist. Raises `SpecError` if no mesh axis can shard
     a wanted name, `RuleError` for a mesh axis that no assignment has.
     """
-    limits, terms = space.limits, cost_terms(space.layouts, space.made)
+    limits = space.limits
+    terms = cost_terms(space.layouts, space.made)
     least_counts = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
     used = cut_by(space.made)
     for name, number in numbers_of(tuple(least_counts), space.classes).items():
@@ -334,16 +331,17 @@ def _limited(space: Space) -> CostTerms:
         terms["least"][used.index(number)] = least_counts[name]
     # A required mesh axis is one more row, with the assignments of its name. An axis of
     # any size has size 0 in the row, since every number divides 0.
-    called = [axis_name(space.names_of(layout)) for layout in space.made]
+    axis_names = [axis_name(space.names_of(layout)) for layout in space.made]
     for name, size in limits.wanted_axes:
-        if name not in called:
+        if name not in axis_names:
+            close = near_name(name, tuple(dict.fromkeys(axis_names)))
             raise RuleError(
                 f"`limits` wants a mesh axis {name!r}, and no assignment of this step"
-                f" is called so{near_name(name, tuple(dict.fromkeys(called)))}; there"
-                f" are {', '.join(sorted({*called}))}."
+                f" is called so{close}; there"
+                f" are {', '.join(sorted({*axis_names}))}."
             )
         row = {
-            "limits": [name == other_name for other_name in called],
+            "limits": [name == other_name for other_name in axis_names],
             "sizes": size or 0,
             "least": size or 2,
         }
@@ -488,11 +486,10 @@ def _candidate(space: Space, estimate: Estimate) -> Candidate | None:
     if built is None:
         return None
     mesh, rules, axes = built
-    if any(
-        mesh.shape.get(name) not in ({size} if size else mesh.axis_sizes)
-        for name, size in space.limits.wanted_axes
-    ):
-        return None
+    for name, size in space.limits.wanted_axes:
+        possible_sizes = (size,) if size else mesh.axis_sizes
+        if mesh.shape.get(name) not in possible_sizes:
+            return None
     pairs = zip(space.args, space.names, strict=True)
     plans = tuple(
         plan(arg, mesh, names=names, axes=rules, unused="allow") for arg, names in pairs

@@ -5,6 +5,7 @@ Names that the caller or a module declares decide. Arrays without names are judg
 the usual names in their paths, as [`shardfx.lint`][] does.
 """
 
+import itertools as it
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -76,9 +77,9 @@ def _stacked_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
     below: dict[str, list[int]] = {}
     for position, array in enumerate(arrays):
         parts = array.path.split("/")
-        for at, part in enumerate(parts[:-1]):
-            if _STACK.fullmatch(part) and not parts[at + 1].isdigit():
-                below.setdefault("/".join(parts[: at + 1]), []).append(position)
+        for depth, (part, after) in enumerate(it.pairwise(parts), 1):
+            if _STACK.fullmatch(part) and not after.isdigit():
+                below.setdefault("/".join(parts[:depth]), []).append(position)
     for positions in below.values():
         sizes = {arrays[position].shape[:1] for position in positions}
         ranks = {len(arrays[position].shape) for position in positions}
@@ -109,16 +110,18 @@ def _head_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
     for position, array in enumerate(arrays):
         parts = tuple(re.split("[/.]", array.path))
         rank = len(array.shape)
-        for at, part in enumerate(parts):
+        last_role = None
+        for depth, part in enumerate(parts):
+            suffix = "/".join(parts[depth + 1 :])
             if part in FUSED and rank:
-                suffix = "/".join(parts[at + 1 :])
                 dim = fused_dimension(part, suffix, array.shape)
                 if dim is not None:
                     yield position, dim
-        at = max((at for at, part in enumerate(parts) if part in ROLES), default=None)
-        if at is not None:
-            key = (parts[:at], "/".join(parts[at + 1 :]))
-            layers.setdefault(key, []).append((ROLES[parts[at]], position))
+            if part in ROLES:
+                last_role = (parts[:depth], suffix, ROLES[part])
+        if last_role is not None:
+            prefix, suffix, role = last_role
+            layers.setdefault((prefix, suffix), []).append((role, position))
 
     for (_, suffix), members in layers.items():
         roles = dict(members)
@@ -134,9 +137,9 @@ def _head_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
             elif dim is not None and len(shape) == len(inputs[0]):
                 # The weights of the output have the opposite order.
                 opposite = 2 * len(shape) - 3 - dim
-                at = opposite if role == "o" else dim
-                if 0 <= at < len(shape):
-                    yield position, at
+                head_dim = opposite if role == "o" else dim
+                if 0 <= head_dim < len(shape):
+                    yield position, head_dim
 
 
 def _separate_dims(
