@@ -67,7 +67,9 @@ def canonical_entry(entry: object) -> Any:
     if entry is UNCONSTRAINED:
         return entry
     axes = entry_axes(entry)
-    return axes if len(axes) > 1 else axes[0] if axes else None
+    if len(axes) > 1:
+        return axes
+    return axes[0] if axes else None
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:

@@ -107,13 +107,14 @@ def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
 
 def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
     columns = [list(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
-    texts = iter(
-        [
-            one[0] if len(one) == 1 else _ranges(sorted(map(int, one)), len(one))
-            for one in columns
-        ]
-    )
-    return _NUMBER.sub(lambda _: next(texts), path)
+    texts = []
+    for numbers in columns:
+        text = numbers[0]
+        if len(numbers) > 1:
+            text = _ranges(sorted(map(int, numbers)), len(numbers))
+        texts.append(text)
+    remaining = iter(texts)
+    return _NUMBER.sub(lambda _: next(remaining), path)
 
 
 def _products(
@@ -146,15 +147,16 @@ def _products(
 def _ranges(numbers: list[int], most: int = _SHOWN_RUNS) -> str:
     if len(numbers) == 1:
         return str(numbers[0])
-    starts = [n for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
-    stops = [
-        n
-        for i, n in enumerate(numbers)
-        if i == len(numbers) - 1 or n + 1 != numbers[i + 1]
-    ]
-    runs = [
-        str(a) if a == b else f"{a}..{b}" for a, b in zip(starts, stops, strict=True)
-    ]
+    # The first and the last number of each run.
+    bounds: list[list[int]] = []
+    for number in numbers:
+        if bounds and number == bounds[-1][1] + 1:
+            bounds[-1][1] = number
+        else:
+            bounds.append([number, number])
+    runs = []
+    for first, last in bounds:
+        runs.append(str(first) if first == last else f"{first}..{last}")
     if len(runs) > most:
         runs = [*runs[: most - 1], "..", runs[-1]]
     return "{" + ",".join(runs) + "}"
@@ -191,16 +193,19 @@ def table(
     parted = [_parted(row[0]) for row in rows[1:]]
     # If the rest of a path is still too long, it has a line of its own.
     is_long = [len(tail) > room for _, tail in parted]
-    shown = [
-        ("" if long else tail, *row[1:])
-        for (_, tail), long, row in zip(parted, is_long, rows[1:], strict=True)
-    ]
+    shown = []
+    for (_, tail), long, row in zip(parted, is_long, rows[1:], strict=True):
+        path = "" if long else tail
+        shown.append((path, *row[1:]))
     header, *lines = _lines([rows[0], *shown], right)
     printed = [header]
     last = ""
     for (heading, tail), long, line in zip(parted, is_long, lines, strict=True):
-        printed += [heading] if heading and heading != last else []
-        printed += [tail, line] if long else [line]
+        if heading and heading != last:
+            printed.append(heading)
+        if long:
+            printed.append(tail)
+        printed.append(line)
         last = heading
     return printed
 

@@ -76,14 +76,14 @@ def flatten(tree: PyTree, *, takes_specs: bool = False) -> Flat:
     sharding, unless `takes_specs`.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    columns = _columns_of(treedef)
+    paths, templates, names, stacked = _columns_of(treedef)
     kinds = {kind: is_array_type(kind) for kind in set(map(type, leaves))}
-    if all(kinds.values()):
-        return Flat(leaves, treedef, *columns, [True] * len(leaves))
-    if not takes_specs:
-        _refuse_specs(leaves, columns[0])
-    is_array = [kinds[type(leaf)] for leaf in leaves]
-    return Flat(leaves, treedef, *columns, is_array)
+    is_array = [True] * len(leaves)
+    if not all(kinds.values()):
+        if not takes_specs:
+            _refuse_specs(leaves, paths)
+        is_array = [kinds[type(leaf)] for leaf in leaves]
+    return Flat(leaves, treedef, paths, templates, names, stacked, is_array)
 
 
 def tree_paths(treedef: TreeDef) -> tuple[str, ...]:
@@ -263,14 +263,16 @@ def _declared_names(
     declared: tuple[Any, tuple[Any, ...]], below: list[Any]
 ) -> list[Any]:
     outer, stacked = declared
-    inner = [outer if names is None else names for names in below]
-    # `()` means that no dimension is sharded. After stacked names, `...` means the same
-    # for the other dimensions.
-    return (
-        [names if names is None else (*stacked, *(names or (...,))) for names in inner]
-        if stacked
-        else inner
-    )
+    leaf_names = []
+    for names in below:
+        if names is None:
+            names = outer
+        if stacked and names is not None:
+            # `()` means that no dimension is sharded. After stacked names, `...` means
+            # the same for the other dimensions.
+            names = (*stacked, *(names or (...,)))
+        leaf_names.append(names)
+    return leaf_names
 
 
 @ft.lru_cache(maxsize=1024)

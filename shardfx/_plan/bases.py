@@ -22,12 +22,12 @@ def matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
     `(replacement,)`. The replacement turns the path of an adapter or a scale into the
     path of the array that it belongs to.
     """
-    return Matcher(
-        PathRules(
-            pair if isinstance(pair, str) else (pair[0], tuple(pair[1:]))
-            for pair in pairs
-        )
-    )
+    rules: list[Any] = []
+    for pair in pairs:
+        # A text is no pair, which `PathRules` says.
+        is_text = isinstance(pair, str)
+        rules.append(pair if is_text else (pair[0], tuple(pair[1:])))
+    return Matcher(PathRules(rules))
 
 
 def base_path(matcher: Matcher, number: int, path: str) -> str:
@@ -104,8 +104,11 @@ def _aligned(
 def agreed(specs: Sequence[PartitionSpec], rank: int) -> PartitionSpec:
     """Returns the spec with the entries that all of `specs` have."""
     columns = zip(*(entries_at(spec, rank) for spec in specs), strict=True)
-    agreed = [entries[0] if len(set(entries)) == 1 else None for entries in columns]
-    return trimmed(agreed)
+    common = []
+    for entries in columns:
+        is_agreed = len(set(entries)) == 1
+        common.append(entries[0] if is_agreed else None)
+    return trimmed(common)
 
 
 def unaligned(
@@ -121,10 +124,7 @@ def unaligned(
         for axis in entry_axes(entry)
         if axis not in sharding_axes
     )
-    texts = [
-        "(" + ", ".join("-" if dim is None else str(dim) for dim in dims) + ")"
-        for dims in readings
-    ]
+    texts = list(map(_dims_text, readings))
     owner = f"`{starred(base.path)}`, shape {base.shape}"
     if texts:
         ways = " or ".join(sorted(texts))
@@ -143,9 +143,19 @@ def at_dims(values: tuple[object, ...] | None, dims: Dims, other: object = None)
     """
     if values is None:
         return None
-    return tuple(
-        other if dim is None or dim >= len(values) else values[dim] for dim in dims
-    )
+    chosen = []
+    for dim in dims:
+        if dim is None or dim >= len(values):
+            chosen.append(other)
+        else:
+            chosen.append(values[dim])
+    return tuple(chosen)
+
+
+def _dims_text(dims: Dims) -> str:
+    """Dimensions as a text, such as "(0, -)"."""
+    numbers = [str(dim) for dim in dims]
+    return f"({', '.join(numbers).replace('None', '-')})"
 
 
 def spec_at(leaf: LeafPlan, dims: Dims) -> PartitionSpec:

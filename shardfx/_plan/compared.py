@@ -160,11 +160,13 @@ def _with_cut_reasons(rows: list[tuple[str, ...]], width: int) -> list[str]:
     room = width - max(len(line.rstrip()) for line in others) - 2
     if room < _LEAST:
         return []
-    cut = [
-        (*row[:-1], row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 3]}...")
-        for row in rows
-    ]
-    lines = table(cut, right=NUMBERS)
+    cut_rows = []
+    for row in rows:
+        reasons = row[-1]
+        if len(reasons) > room:
+            reasons = f"{reasons[: room - 3]}..."
+        cut_rows.append((*row[:-1], reasons))
+    lines = table(cut_rows, right=NUMBERS)
     return lines if max(map(len, lines)) <= width else []
 
 

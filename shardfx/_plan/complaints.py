@@ -95,14 +95,14 @@ def raise_errors(errors: list[tuple[str, Any]]) -> None:
         )
         # Where a rule is a user's function, the cause is the exception that the
         # function raised.
-        cause = next(
-            (one.__cause__ for _, one in errors if one.__cause__ is not None), None
-        )
+        causes = [error.__cause__ for _, error in errors]
+        known_causes = [cause for cause in causes if cause is not None]
+        _, first_error = errors[0]
         _refuse(
-            type(errors[0][1]),
+            type(first_error),
             head,
             [f"  leaf `{path}`: {error}" for path, error in errors],
-            cause,
+            known_causes[0] if known_causes else None,
         )
 
 

@@ -350,6 +350,11 @@ def joined_contents(contents: dict[str, Content]) -> Content:
     )
 
 
+def _shown(value: object) -> str:
+    """A field of a plan as text; the devices of a mesh."""
+    return str(value.device_ids.tolist()) if isinstance(value, Mesh) else repr(value)
+
+
 def _common(what: str, contents: dict[str, Content]) -> Any:
     """Returns the value of the field `what`, which must be equal in all plans. Raises
     `PlanMismatchError` if it is not. `contents` maps names of plans, for the message,
@@ -361,13 +366,10 @@ def _common(what: str, contents: dict[str, Content]) -> Any:
     ] or [("", None)]
     for name, value in rest:
         if value != expected:
-            expected_text, value_text = (
-                str(it.device_ids.tolist()) if isinstance(it, Mesh) else repr(it)
-                for it in (expected, value)
-            )
             raise PlanMismatchError(
                 f"`join`: the plans `{first}` and `{name}` differ in `{what}`"
-                f" ({expected_text:.200} and {value_text:.200}); make both for the same mesh, rules and"
+                f" ({_shown(expected):.200} and {_shown(value):.200}); make both for"
+                " the same mesh, rules and"
                 " mode, on the same devices or both without (`plan.off()`)."
             )
     return expected

@@ -31,24 +31,28 @@ def row_of(
     units = units if units is None or names is None else units_at(names, shape, units)
     leaf = leaf_of(shape, dtype, units)
     decision = corrected(request.spec, leaf, mesh)
-    reasons = [
-        *request.reasons,
-        *[
-            _with_advice(why, leaf) if names and units else why
-            for why in decision.reasons
-        ],
-    ]
-    least = mesh.min_bytes
-    steps = request.strategies
-    strategies = tuple(
-        dataclasses.replace(step, min_bytes=max(step.min_bytes, least))
-        for step in steps
-    )
-    for step in strategies:
-        decision = apply_strategy(decision.spec, leaf, mesh, step)
+    reasons = list(request.reasons)
+    for why in decision.reasons:
+        reasons.append(_with_advice(why, leaf) if names and units else why)
+    strategies = []
+    for strategy in request.strategies:
+        min_bytes = max(strategy.min_bytes, mesh.min_bytes)
+        strategies.append(dataclasses.replace(strategy, min_bytes=min_bytes))
+    for strategy in strategies:
+        decision = apply_strategy(decision.spec, leaf, mesh, strategy)
         reasons += decision.reasons
-    columns = (request.rule, tuple(reasons), memory_kind, units, strategies)
-    return Row(shape, dtype, names, request.spec, decision.spec, *columns)
+    return Row(
+        shape=shape,
+        dtype=dtype,
+        names=names,
+        requested=request.spec,
+        spec=decision.spec,
+        rule=request.rule,
+        reasons=tuple(reasons),
+        memory_kind=memory_kind,
+        units=units,
+        strategies=tuple(strategies),
+    )
 
 
 def _with_advice(why: Reason, leaf: Leaf) -> Reason:

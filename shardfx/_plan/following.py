@@ -174,11 +174,8 @@ def follow(
         index.append(len(rows) if shaped else other)
         if shaped:
             kind = kinds.first(path)
-            rows.append(
-                follower.row(
-                    path, leaf, None if kind is None else kinds.rules[kind][1][0]
-                )
-            )
+            memory_kind = None if kind is None else kinds.rules[kind][1][0]
+            rows.append(follower.row(path, leaf, memory_kind))
     raise_errors(follower.errors)
     declared = by_path.declared + (() if axis_rules is None else axis_rules.mesh_axes)
     draft = Draft(
@@ -188,7 +185,10 @@ def follow(
     # The plan's own rules were checked for its mesh.
     raise_absent(draft._replace(axes=axes))
     if unused == "raise":
-        followed = [None if path in follower.open else path for path in flat.paths]
+        followed: list[str | None] = list(flat.paths)
+        for number, path in enumerate(flat.paths):
+            if path in follower.open:
+                followed[number] = None
         raise_unused("rule", by_path, flat, followed, "what they follow")
         for what, matcher in {**bases, "memory_kinds": kinds}.items():
             raise_unused(f"`{what}` entry", matcher, flat)

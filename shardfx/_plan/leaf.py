@@ -194,13 +194,13 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
         kind, aux = data
         children = [_encode_structure(child, seen) for child in treedef.children()]
         if kind is dict:
-            keys = [
-                key if isinstance(key, str) else {type(key).__name__: repr(key)}
-                for key in aux
-            ]
-            seen[treedef] = {
-                "dict": [list(pair) for pair in zip(keys, children, strict=True)]
-            }
+            members = []
+            for key, child in zip(aux, children, strict=True):
+                is_text = isinstance(key, str)
+                members.append(
+                    [key if is_text else {type(key).__name__: repr(key)}, child]
+                )
+            seen[treedef] = {"dict": members}
         elif kind is list or kind is tuple:
             seen[treedef] = {kind.__name__: children}
         elif kind is type(None):

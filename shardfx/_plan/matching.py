@@ -108,14 +108,13 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
     extra = [path for path in array_paths if path not in plan_paths]
     missing = [path for path in planned if path not in present]
     # The path of a tree that is a single array is empty.
-    differences = [
-        f"the plan has no {f'`{path}`' if path else 'array alone'}"
-        for path in extra[:1]
-    ]
-    differences += [
-        f"the tree has no {f'`{path}`' if path else 'array alone'}"
-        for path in missing[:1]
-    ]
+    differences = []
+    if extra:
+        name = f"`{extra[0]}`" if extra[0] else "array alone"
+        differences.append(f"the plan has no {name}")
+    if missing:
+        name = f"`{missing[0]}`" if missing[0] else "array alone"
+        differences.append(f"the tree has no {name}")
     raise PlanMismatchError(
         f"this tree is not the one that was planned ({plural(len(extra), 'array')}"
         f" more, {len(missing)} missing):"

@@ -209,15 +209,13 @@ def _text(node: object) -> str:
 def _hashable(node: Any) -> Any:
     if isinstance(node, PartitionSpec):
         # In JAX, a spec may have fewer entries than the array has dimensions.
-        return (
-            *entries_of(node),
-            ...,
-        )
-    return (
-        tuple(tuple(e) if isinstance(e, list) else e for e in node)
-        if type(node) in (tuple, list)
-        else node
-    )
+        return (*entries_of(node), ...)
+    if type(node) not in (tuple, list):
+        return node
+    entries = []
+    for entry in node:
+        entries.append(tuple(entry) if isinstance(entry, list) else entry)
+    return tuple(entries)
 
 
 def raise_module(tree: object) -> None:
@@ -270,15 +268,16 @@ def raise_unread(tree: object, flat: Flat) -> None:
     """
     named = []
     for path, kind, box in _boxes(tree, flat):
-        metadata = (
-            box.get_metadata()
-            if kind == "Variable"
-            else box.metadata
-            if kind == "NNXMeta"
-            else {}
-        )
-        names = box.names if kind == "Partitioned" else metadata.get("out_sharding")
-        named += [] if names is None else [(path, names)]
+        if kind == "Partitioned":
+            names = box.names
+        elif kind == "Variable":
+            names = box.get_metadata().get("out_sharding")
+        elif kind == "NNXMeta":
+            names = box.metadata.get("out_sharding")
+        else:
+            names = None
+        if names is not None:
+            named.append((path, names))
     # A `NamedArray` has one child, with the key 0.
     is_possible = any(path.endswith("0") for path in flat.paths)
     if is_possible and has_named_arrays(flat.treedef):

@@ -63,5 +63,6 @@ def head_dimension(suffix: str, shapes: Sequence[tuple[int, ...]]) -> int | None
     rank = len(shapes[0])
     if differ or rank > 3:
         return differ[0] if len(differ) == 1 else None
-    last = rank == 1 or suffix.endswith(("kernel", "bias"))
-    return rank - 1 if last else rank - 2 if suffix.endswith("weight") else None
+    if rank == 1 or suffix.endswith(("kernel", "bias")):
+        return rank - 1
+    return rank - 2 if suffix.endswith("weight") else None

@@ -75,10 +75,10 @@ def refined(content: Content, min_bytes: int) -> Content:
     not. Arrays of fewer than `min_bytes` bytes stay replicated.
     """
     counts = collections.Counter(content.index)
-    sub_axes = [
-        {} if _is_small(row) else _useful_sub_axes(row, content.mesh.shape)
-        for row in content.rows
-    ]
+    sub_axes: list[dict[str, int]] = []
+    for row in content.rows:
+        is_small = _is_small(row)
+        sub_axes.append({} if is_small else _useful_sub_axes(row, content.mesh.shape))
     # For each mesh axis and size of a sub-axis of it, the bytes that the sub-axis saves
     # on each device.
     saved: dict[str, collections.Counter[int]] = collections.defaultdict(
@@ -104,11 +104,9 @@ def refined(content: Content, min_bytes: int) -> Content:
         again = row_on(row, content, sizes, spec=requested, strategies=steps)
         # Only an array that can use a sub-axis may change its layout.
         stays = not useful and again.spec != same
-        rows.append(
-            row._replace(spec=same, requested=requested, strategies=steps)
-            if stays
-            else again
-        )
+        if stays:
+            again = row._replace(spec=same, requested=requested, strategies=steps)
+        rows.append(again)
     jax_mesh = None if content.jax_mesh is None else mesh.build(content.jax_mesh)
     axes = None if content.axes is None else _renamed_rules(content.axes, parts)
     return content.replaced(mesh=mesh, jax_mesh=jax_mesh, axes=axes, rows=rows)
@@ -125,11 +123,12 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
     used = {axis for entry in entries_of(row.spec) for axis in entry_axes(entry)}
     kept_entries = entries_at(row.spec, len(row.shape))
     units = row.units or (1,) * len(row.shape)
-    counts = [
-        (1 if size % unit else size // unit)
-        // math.prod(sizes[axis] for axis in entry_axes(entry))
-        for size, unit, entry in zip(row.shape, units, kept_entries, strict=True)
-    ]
+    # For each dimension, the units in a shard.
+    counts = []
+    for size, unit, entry in zip(row.shape, units, kept_entries, strict=True):
+        whole_units = 1 if size % unit else size // unit
+        shards = math.prod(sizes[axis] for axis in entry_axes(entry))
+        counts.append(whole_units // shards)
     parts: dict[str, int] = {}
     for count, entry in zip(
         counts, entries_at(row.requested, len(row.shape)), strict=True

@@ -76,14 +76,12 @@ def decision_for(
     else:
         named, asked, units = _resolved(names_or_spec, shape, plan, unmatched)
     held_back = [axis for axis in plan.mesh.axis_names if axis not in mesh.axis_names]
-    entries = [
-        (
-            entry
-            if entry is UNCONSTRAINED
-            else tuple(axis for axis in entry_axes(entry) if axis not in held_back)
-        )
-        for entry in entries_of(asked.spec)
-    ]
+    entries: list[Any] = []
+    for entry in entries_of(asked.spec):
+        if entry is not UNCONSTRAINED:
+            axes = [axis for axis in entry_axes(entry) if axis not in held_back]
+            entry = tuple(axes)
+        entries.append(entry)
     spec = trimmed(entries, asked.spec)
     if shape is None:
         units = units or (1,) * len(entries_of(spec))

@@ -93,14 +93,12 @@ def _structs(
         sharding = None if mesh is None else NamedSharding(mesh, constrained(row.spec))
         return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
 
-    return [
-        (
-            arg.content.tree(list(map(struct, arg.content.rows)), *others)
-            if isinstance(arg, ShardPlan)
-            else arg
-        )
-        for arg in args
-    ]
+    structs: list[Any] = []
+    for arg in args:
+        if isinstance(arg, ShardPlan):
+            arg = arg.content.tree(list(map(struct, arg.content.rows)), *others)
+        structs.append(arg)
+    return structs
 
 
 def _shapes(

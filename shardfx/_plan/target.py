@@ -56,10 +56,10 @@ class Target:
         """
         arrays = iter(values)
         others = {**{leaf.position: leaf.value for leaf in self.others}, **kept}
-        leaves = [
-            others[position] if position in others else next(arrays)
-            for position in range(self.treedef.num_leaves)
-        ]
+        leaves = []
+        for position in range(self.treedef.num_leaves):
+            is_array = position not in others
+            leaves.append(next(arrays) if is_array else others[position])
         return jax.tree.unflatten(self.treedef, leaves)
 
 

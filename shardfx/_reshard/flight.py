@@ -320,15 +320,15 @@ def _move_error(job: Job, number: int, flight: _Flight, error: Exception) -> Mov
     total = (
         len(job.placements) + sum(map(len, job.moves.values())) + len(job.assemblies)
     )
-    listed = ", ".join(
-        f"`{path}`" if path else leaf_name(path) for path in list(moved)[:8]
-    )
-    listed += ", ..." if len(moved) > 8 else ""
-    what_stays = (
-        "the sources of these were donated"
-        if flight.donate
-        else "the tree itself is untouched"
-    )
+    names = []
+    for path in list(moved)[:8]:
+        names.append(f"`{path}`" if path else leaf_name(path))
+    if len(moved) > 8:
+        names.append("...")
+    listed = ", ".join(names)
+    what_stays = "the tree itself is untouched"
+    if flight.donate:
+        what_stays = "the sources of these were donated"
     return MoveError(
         f"stopped at {leaf_name(job.path_of(number))} ({type(error).__name__}:"
         f" {str(error).splitlines()[0][:300]}) after {len(moved)} of {total} leaves:"

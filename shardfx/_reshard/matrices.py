@@ -60,16 +60,14 @@ class MappedMatrices:
         mesh = _mesh_of(self.plan, [leaves[number] for number in places])
         new_states = {}
         for number, other in self._others.items():
-            leaves[places[number]] = (
-                leaves[places[number]]
-                if other is None
-                else other(leaves[places[number]])
-            )
+            if other is not None:
+                place = places[number]
+                leaves[place] = other(leaves[place])
         for exchange in self.exchanges:
-            old_states = {
-                stack.name: None if self._state is None else states[stack.name]
-                for stack in exchange.stacks
-            }
+            old_states = {}
+            for stack in exchange.stacks:
+                is_stateless = self._state is None
+                old_states[stack.name] = None if is_stateless else states[stack.name]
             arrays = [leaves[places[part.at]] for part in exchange.arrays]
             results, states_of_exchange = _map_exchange(
                 self._fn, exchange, arrays, old_states, mesh
@@ -482,15 +480,12 @@ def _grid(
     axes = exchange.axes
     entries = stack.arrays[0].sent_entries
     used = {axis for dim_axes in entries for axis in dim_axes}
-    every = [exchange.sizes[axis] for axis in axes]
-    grid = [size if axis in used else 1 for axis, size in zip(axes, every, strict=True)]
-    order = [
-        position
-        for dim, dim_axes in enumerate(entries)
-        for position in (*map(axes.index, dim_axes), len(axes) + dim)
-    ]
-    return (
-        every,
-        grid,
-        [position for position in range(len(axes)) if position not in order] + order,
-    )
+    sizes = [exchange.sizes[axis] for axis in axes]
+    grid = []
+    for axis, size in zip(axes, sizes, strict=True):
+        grid.append(size if axis in used else 1)
+    order: list[int] = []
+    for dim, dim_axes in enumerate(entries):
+        order += [*map(axes.index, dim_axes), len(axes) + dim]
+    copies = [position for position in range(len(axes)) if position not in order]
+    return sizes, grid, [*copies, *order]

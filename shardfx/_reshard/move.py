@@ -315,15 +315,15 @@ def _same_devices(*shardings: Sharding) -> bool:
     """
     if all(map(has_devices, shardings)):
         return shardings[0].device_set == shardings[1].device_set
-    first, second = (
-        (
-            {d.id for d in end.device_set}
-            if has_devices(end)
-            else {*range(named(end).mesh.size)}
-        )
-        for end in shardings
-    )
+    first, second = map(_device_numbers, shardings)
     return first == second
+
+
+def _device_numbers(sharding: Sharding) -> set[int]:
+    """The numbers of a sharding's devices; positions in a mesh without devices."""
+    if has_devices(sharding):
+        return {device.id for device in sharding.device_set}
+    return set(range(named(sharding).mesh.size))
 
 
 def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:

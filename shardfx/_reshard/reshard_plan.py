@@ -110,15 +110,14 @@ class LeafMove:
         """The bytes of a device's shard in device memory, before and after the move: 0
         for a shard in host memory.
         """
-        source, target = (
-            0 if in_host_memory(end) else 1 for end in (self.src, self.dst)
-        )
-        return source * self.source_bytes, target * self.target_bytes
+        source_bytes = 0 if in_host_memory(self.src) else self.source_bytes
+        target_bytes = 0 if in_host_memory(self.dst) else self.target_bytes
+        return source_bytes, target_bytes
 
 
 def _unpickled(fields: dict[str, Any]) -> LeafMove:
-    ends = {"src": unpacked(fields["src"]), "dst": unpacked(fields["dst"])}
-    return LeafMove(**{**fields, **ends})
+    shardings = {"src": unpacked(fields["src"]), "dst": unpacked(fields["dst"])}
+    return LeafMove(**{**fields, **shardings})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,14 +192,13 @@ class ReshardPlan:
     @property
     def host_bytes(self) -> int:
         """The bytes of one device's shards in host memory, of all sources and targets."""
-        bytes_of_leaves = [
-            (leaf.source_bytes, 0 if leaf.idle else leaf.target_bytes, leaf.held_bytes)
-            for leaf in self.leaves
-        ]
-        return sum(
-            source - held[0] + (target - held[1] if target else 0)
-            for source, target, held in bytes_of_leaves
-        )
+        total = 0
+        for leaf in self.leaves:
+            source_on_device, target_on_device = leaf.held_bytes
+            total += leaf.source_bytes - source_on_device
+            if leaf.target_bytes and not leaf.idle:
+                total += leaf.target_bytes - target_on_device
+        return total
 
     @ft.cached_property
     def links(self) -> Links:

@@ -364,7 +364,8 @@ def _least_bytes(assembly: Assembly) -> int:
     sent = [part for part in assembly.parts.all if part.sender != part.receiver]
     by_receiver = together(sent, lambda part: (part.receiver, part.piece.value.path))
     sizes = {key: [part.bytes for part in parts] for key, parts in by_receiver.items()}
-    return sum(
-        max(parts) if key in repeated else sum(parts)
-        for (_, key), parts in sizes.items()
-    )
+    least_bytes = 0
+    for (_, key), part_sizes in sizes.items():
+        is_repeated = key in repeated
+        least_bytes += max(part_sizes) if is_repeated else sum(part_sizes)
+    return least_bytes

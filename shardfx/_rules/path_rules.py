@@ -197,11 +197,10 @@ class PathRules(eqx.Module):
             ```
         """
         check_positions(len(self.rules), (number,), "replace")
-        changed = [
-            (regex, target if position == number else was)
-            for position, (regex, was) in enumerate(self.rules)
-        ]
-        return PathRules(changed, mesh_axes=self.mesh_axes)
+        rules = list(self.rules)
+        regex, _ = rules[number]
+        rules[number] = (regex, target)
+        return PathRules(rules, mesh_axes=self.mesh_axes)
 
     @classmethod
     def parse(cls, text: str) -> "PathRules":
@@ -274,10 +273,9 @@ def match(tree: object, rules: PathRules) -> PyTree:
     check_rules(rules, what="rules")
     flat = flatten(tree)
     patterns = compiled(rules)
-    indices = [
-        first_match(path, patterns) if shaped else None
-        for path, shaped in zip(flat.paths, flat.is_array, strict=True)
-    ]
+    indices = []
+    for path, is_array in zip(flat.paths, flat.is_array, strict=True):
+        indices.append(first_match(path, patterns) if is_array else None)
     return jax.tree.unflatten(flat.treedef, indices)
 
 
@@ -430,15 +428,14 @@ def check_once(spec: PartitionSpec, head: str) -> None:
 
 def _check_names(index: int, pattern: str, names: tuple[object, ...]) -> None:
     for name in names:
-        members = name if isinstance(name, tuple) else () if name is ... else (name,)
-        if not all(
-            member is None
-            or member is UNCONSTRAINED
-            or isinstance(member, str | Atomic)
-            for member in members
-        ):
-            raise RuleError(
-                f"rule {index} ({pattern!r}): {name!r} in {names!r} is no logical name;"
-                " use a string, `None`, `...`, UNCONSTRAINED, `atomic(name, unit)`, or"
-                " a tuple of names."
-            )
+        if name is ...:
+            continue
+        for member in name if isinstance(name, tuple) else (name,):
+            is_empty = member is None or member is UNCONSTRAINED
+            if not is_empty and not isinstance(member, str | Atomic):
+                raise RuleError(
+                    f"rule {index} ({pattern!r}): {name!r} in {names!r} is no logical"
+                    " name;"
+                    " use a string, `None`, `...`, UNCONSTRAINED, `atomic(name, unit)`,"
+                    " or a tuple of names."
+                )

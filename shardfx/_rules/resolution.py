@@ -271,28 +271,30 @@ def _assign(
     assigned = []
     mode_count = len(active) - base
     for number, (name, target) in enumerate(active):
-        place = (mode, number) if number < mode_count else (None, number - mode_count)
+        is_of_mode = number < mode_count
+        rule_mode = mode if is_of_mode else None
+        index = number if is_of_mode else number - mode_count
         for slot in slots:
-            if name in slot.chain:
-                axes = entry_axes(target)
-                taken = tuple(
-                    (axis, users[axis].name, users[axis].dim)
-                    for axis in axes
-                    if axis in users
-                )
-                outcome = (
-                    "settled"
-                    if slot.name in targets
-                    else "blocked"
-                    if taken
-                    else "applied"
-                )
-                assigned.append(
-                    Attempt(slot.name, slot.dim, *place, (name, target), outcome, taken)
-                )
-                if outcome == "applied":
-                    targets[slot.name] = target
-                    users.update((axis, slot) for axis in axes)
+            if name not in slot.chain:
+                continue
+            axes = entry_axes(target)
+            taken = tuple(
+                (axis, users[axis].name, users[axis].dim)
+                for axis in axes
+                if axis in users
+            )
+            outcome = "applied"
+            if slot.name in targets:
+                outcome = "settled"
+            elif taken:
+                outcome = "blocked"
+            attempt = Attempt(
+                slot.name, slot.dim, rule_mode, index, (name, target), outcome, taken
+            )
+            assigned.append(attempt)
+            if outcome == "applied":
+                targets[slot.name] = target
+                users.update((axis, slot) for axis in axes)
     return assigned
 
 
@@ -410,11 +412,12 @@ def _members(entry: Any) -> tuple[str, ...]:
     if entry is None or entry is UNCONSTRAINED:
         return ()
     members = entry if isinstance(entry, tuple) else (entry,)
-    names = tuple(
-        member.target if isinstance(member, Atomic) else member
-        for member in members
-        if member is not None
-    )
+    names = []
+    for member in members:
+        if isinstance(member, Atomic):
+            names.append(member.target)
+        elif member is not None:
+            names.append(member)
     if not all(isinstance(name, str) for name in names):
         raise SpecError(
             f"{entry!r} is no entry of an array's names; use a logical name, a flat"
@@ -422,7 +425,7 @@ def _members(entry: Any) -> tuple[str, ...]:
             " unit)`. Names with `...` need an array's rank: `plan.sharding(names,"
             " shape)`."
         )
-    return names
+    return tuple(names)
 
 
 @ft.lru_cache(maxsize=4096)

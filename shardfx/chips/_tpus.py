@@ -45,14 +45,20 @@ def _tpu(*row: Any, devices: int = 1, host_link: float = 0, **sources: str) -> C
     name, kinds, hbm, usable, (memory, link, dcn), dims, pod, flops = row
     host_source = _PCIE if host_link else "not known"
     link_source = {"host_bytes_per_second": host_source}
-    pairs = tuple((_TPU_SOURCES | link_source | sources).items())
-    sizes = (_gib(hbm), _gib(usable), memory, flops, link, dims, pod, dcn, devices)
     return Chip(
-        name,
-        *sizes,
+        name=name,
+        hbm_bytes=_gib(hbm),
+        usable_hbm_bytes=_gib(usable),
+        hbm_bytes_per_second=memory,
+        flops_per_second=flops,
+        link_bytes_per_second=link,
+        torus_dims=dims,
+        island_chips=pod,
+        dcn_bytes_per_second=dcn,
+        devices_per_chip=devices,
         tile=(8, 128),
         kinds=kinds,
-        sources=pairs,
+        sources=tuple((_TPU_SOURCES | link_source | sources).items()),
         host_bytes_per_second=host_link,
     )
 
@@ -217,10 +223,13 @@ def _gpu(
     """
     name, kind, hbm, usable, memory, link, flops = row
     pairs = tuple((_GPU_SOURCES | sources | {"*": sheet}).items())
-    sizes = (_gib(hbm), _gib(usable), memory, flops, link)
     return Chip(
-        name,
-        *sizes,
+        name=name,
+        hbm_bytes=_gib(hbm),
+        usable_hbm_bytes=_gib(usable),
+        hbm_bytes_per_second=memory,
+        flops_per_second=flops,
+        link_bytes_per_second=link,
         torus_dims=0,
         island_chips=island,
         dcn_bytes_per_second=dcn,

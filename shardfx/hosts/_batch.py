@@ -82,10 +82,10 @@ def global_batch(
             "the plan has no devices to put a batch on; use"
             " `plan.on(plan.mesh.build(jax.devices()))`."
         )
-    here = jax.process_index()
-    if all(device.process_index != here for device in plan.jax_mesh.devices.flat):
+    process = jax.process_index()
+    if all(device.process_index != process for device in plan.jax_mesh.devices.flat):
         raise PlanMismatchError(
-            f"process {here} owns no device of the plan's mesh; call `global_batch` on"
+            f"process {process} owns no device of the plan's mesh; call `global_batch` on"
             " the processes that do, or plan the batch on a mesh of all devices."
         )
     if wait_seconds is None:

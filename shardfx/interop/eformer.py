@@ -276,17 +276,21 @@ def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
                 _differences(node_a.children[key], node_b.children[key], where)
             )
         else:
-            names = [
-                _node(node.children[key]).name if key in node.children else "nothing"
-                for node in (node_a, node_b)
+            below = [
+                Difference(where, _child_name(node_a, key), _child_name(node_b, key))
             ]
-            below = [Difference(where, *names)]
         has_below = has_below or bool(below)
         yield from below
     if not has_below and node_a.data != node_b.data:
-        yield Difference(
-            path, *[f"{node.name} with {node.data!r:.100}" for node in (node_a, node_b)]
-        )
+        yield Difference(path, _with_data(node_a), _with_data(node_b))
+
+
+def _child_name(node: Any, key: object) -> str:
+    return _node(node.children[key]).name if key in node.children else "nothing"
+
+
+def _with_data(node: Any) -> str:
+    return f"{node.name} with {node.data!r:.100}"
 
 
 class _Node(NamedTuple):

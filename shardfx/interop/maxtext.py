@@ -70,13 +70,9 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
     merged = [*[rule for rule in before if rule[0] not in replaced], *rules]
     axes = dict.fromkeys(axis for _, target in merged for axis in entry_axes(target))
     mesh_axes = tuple(config.get("mesh_axes") or ())
-    return MeshAndRules(
-        mesh_axes,
-        AxisRules(
-            merged,
-            mesh_axes=[*mesh_axes, *[one for one in axes if one not in mesh_axes]],
-        ),
-    )
+    # The rules may name axes that the mesh lacks.
+    all_axes = dict.fromkeys([*mesh_axes, *axes])
+    return MeshAndRules(mesh_axes, AxisRules(merged, mesh_axes=list(all_axes)))
 
 
 def _rule(number: int, rule: object) -> Rule:

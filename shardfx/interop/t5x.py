@@ -171,16 +171,16 @@ def _value_of(bound: Bindings, *names: str) -> Any:
 
 def _bindings(text: str) -> Bindings:
     text = re.sub(r"(?m)#.*$", "", text)
-    blocks = [(found.start(), found["name"]) for found in _BLOCK.finditer(text)]
-    found: Bindings = {}
+    blocks = [(block.start(), block["name"]) for block in _BLOCK.finditer(text)]
+    bindings: Bindings = {}
     for binding in _BINDING.finditer(text):
         name = binding["name"]
         if binding["indent"]:
             above = [block for start, block in blocks if start < binding.start()]
             name = f"{above[-1]}.{name}" if above else name
         key = ".".join(name.rpartition("/")[2].split(".")[-2:])
-        found[key] = _value_text(text[binding.end() :])
-    return found
+        bindings[key] = _value_text(text[binding.end() :])
+    return bindings
 
 
 def _value_text(text: str) -> str:

@@ -177,9 +177,9 @@ def _exchange(group: Sequence[RoundParts], count: int, receivers: int) -> Exchan
         )
         rounds.append(step)
         for part in entry.parts:
-            source, target = part.piece.source, part.piece.target
+            source = part.piece.source
             places[part.sender, number, : len(source)] = source
-            places[part.receiver, number, source_rank:-1] = target
+            places[part.receiver, number, source_rank:-1] = part.piece.target
             places[part.receiver, number, -1] = 1
     return Exchange(
         keys=keys,

@@ -186,7 +186,8 @@ class _GroupShards:
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):
-        self.groups, self.count = groups, count
+        self.groups = groups
+        self.count = count
         self.holds = np.zeros(groups * count, bool)
         self.holds[group * count + index] = True
         self.group, self.index = np.divmod(np.flatnonzero(self.holds), count)

@@ -274,10 +274,11 @@ def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
         if not is_small_float(x.dtype):
             return move(x, *others)
         integer = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
-        as_bits = [
-            lax.bitcast_convert_type(y, integer) if y.dtype == x.dtype else y
-            for y in (x, *others)
-        ]
+        as_bits = []
+        for array in (x, *others):
+            if array.dtype == x.dtype:
+                array = lax.bitcast_convert_type(array, integer)
+            as_bits.append(array)
         return lax.bitcast_convert_type(move(*as_bits), x.dtype)
 
     return run

@@ -139,7 +139,9 @@ def _planned(
     if not bound:  # every device already holds its target shard
         return path_along([source.layout], [target.layout]), bound
     route = cheapest_route(Problem(max_counts, source, target))
-    route = route or cheapest_route(Problem(max_counts, *refine(src, dst, prime=True)))
+    if not route:
+        prime_source, prime_target = refine(src, dst, prime=True)
+        route = cheapest_route(Problem(max_counts, prime_source, prime_target))
     if route is None:
         raise AssertionError(
             "slices, all-to-alls and all-gathers of prime sub-axes lead everywhere;"

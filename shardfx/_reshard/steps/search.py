@@ -170,10 +170,12 @@ def _half(
     shards = Shards(near)
     steps = Neighbours(problem.max_counts, near, far, shards, permutations)
     if is_forward:
-        usual, detours = steps.slices_from, steps.gathers_from
+        usual = steps.slices_from
+        detours = steps.gathers_from
         step_cost = STEP_BEFORE_PERMUTATION
     else:
-        usual, detours = steps.gathers_into, steps.slices_into
+        usual = steps.gathers_into
+        detours = steps.slices_into
         step_cost = STEP
 
     def next_layouts(

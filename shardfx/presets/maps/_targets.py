@@ -46,10 +46,17 @@ _SCANNED = (
     .joinpath("scanned.txt")
     .read_text(encoding="utf-8")
 )
-SCANNED = {
-    kind: Scanned(*row)
-    for kind, *row in (re.split("  +", line) for line in _SCANNED.splitlines())
-}
+
+
+def _scanned_kinds() -> dict[str, Scanned]:
+    kinds = {}
+    for line in _SCANNED.splitlines():
+        kind, axes, name, maxtext = re.split("  +", line)
+        kinds[kind] = Scanned(axes=axes, name=name, maxtext=maxtext)
+    return kinds
+
+
+SCANNED = _scanned_kinds()
 
 
 def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
@@ -166,13 +173,11 @@ def _fused(
     path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[str]
 ) -> dict[str, Entry]:
     place, *others = weights_of(path, entry)
-    text = (
-        entry
-        if isinstance(entry, str)
-        else entry.part
-        if not isinstance(entry, Fused)
-        else ""
-    )
+    text = ""
+    if isinstance(entry, str):
+        text = entry
+    elif not isinstance(entry, Fused):
+        text = entry.part
     is_latent = "kv_a" in kinds
     experts = path.partition("{experts}")[0]
     key = "kv_heads copies" if copies > 1 else "kv_heads"
@@ -200,11 +205,9 @@ def _fused(
             fused_path = path.replace(".self.query.", ".self.qkv_proj.").replace(
                 "q_proj", "qkv_proj"
             )
-            others = [
-                text.replace("query", kind).replace("heads", key)
-                for kind in ("key", "value")
-            ]
-            return {fused_path: Fused(text, *others, shards=shards)}
+            key_text = text.replace("query", "key").replace("heads", key)
+            value_text = text.replace("query", "value").replace("heads", key)
+            return {fused_path: Fused(text, key_text, value_text, shards=shards)}
         case "gate" | "gate_bias" | "shared_gate":
             up = text.replace("gate", "up")
             return {
@@ -213,11 +216,13 @@ def _fused(
                 )
             }
         case "expert_gate":
-            both = (
+            gate_and_up = Fused(
                 "expert_gate: experts hidden embed",
                 "expert_up: experts hidden embed",
+                dim=1,
+                shards=shards,
             )
-            return {f"{experts}w13_weight": Fused(*both, dim=1, shards=shards)}
+            return {f"{experts}w13_weight": gate_and_up}
         case "expert_down":
             return {f"{experts}w2_weight": "expert_down: experts embed hidden"}
         case "key" | "value" | "key_bias" | "value_bias" | "expert_up" | "shared_up":
