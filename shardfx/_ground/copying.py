@@ -26,11 +26,10 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
     are faster.
     """
     is_alike = target.ndim == source.ndim
-    copy_along(
-        target,
-        source,
-        block_dim(target.shape, target.strides, source.strides) if is_alike else None,
-    )
+    dim = None
+    if is_alike:
+        dim = block_dim(target.shape, target.strides, source.strides)
+    copy_along(target, source, dim)
 
 
 def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:

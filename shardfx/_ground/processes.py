@@ -96,7 +96,7 @@ def exchanged(
 
 def named(processes: Sequence[int]) -> str:
     """The text that names processes by their numbers: "process 3" or "processes 1, 3"."""
-    listed = ", ".join(map(str, processes[:16])) + (
-        ", ..." if len(processes) > 16 else ""
-    )
+    listed = ", ".join(map(str, processes[:16]))
+    if len(processes) > 16:
+        listed += ", ..."
     return f"process {listed}" if len(processes) == 1 else f"processes {listed}"

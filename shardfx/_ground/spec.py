@@ -60,6 +60,14 @@ def entry_axes(entry: object) -> tuple[str, ...]:
     )
 
 
+def axes_of_entries(entries: Iterable[object]) -> list[str]:
+    """The mesh axes that several entries name, in order."""
+    axes: list[str] = []
+    for entry in entries:
+        axes += entry_axes(entry)
+    return axes
+
+
 def canonical_entry(entry: object) -> Any:
     """`entry` in its shortest form: `None` for `()`, and the element for a tuple of one
     element.
@@ -142,9 +150,11 @@ def constrained(spec: PartitionSpec) -> PartitionSpec:
     """
     if not any(entry is UNCONSTRAINED for entry in entries_of(spec)):
         return spec
-    return trimmed(
-        [None if entry is UNCONSTRAINED else entry for entry in entries_of(spec)], spec
-    )
+    entries = list(entries_of(spec))
+    for dim, entry in enumerate(entries):
+        if entry is UNCONSTRAINED:
+            entries[dim] = None
+    return trimmed(entries, spec)
 
 
 def shard_counts(

@@ -102,7 +102,9 @@ def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
         (_with_ranges(paths[0], product), len(product))
         for product in _products(rows, 0)
     ]
-    return texts + (joined_exactly(again) if again else [])
+    if again:
+        texts += joined_exactly(again)
+    return texts
 
 
 def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
@@ -287,11 +289,9 @@ def first_lines(self: object) -> str:
     be long.
     """
     lines = str(self).splitlines()
-    return "\n".join(
-        lines
-        if len(lines) <= 40
-        else [*lines[:39], f"... {len(lines) - 39} lines more; print it."]
-    )
+    if len(lines) > 40:
+        lines = [*lines[:39], f"... {len(lines) - 39} lines more; print it."]
+    return "\n".join(lines)
 
 
 def spec_text(partitions: Sequence[object]) -> str:

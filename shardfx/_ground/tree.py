@@ -247,16 +247,17 @@ def _append(
             same = copies[zeros, number] = list(map(zeros.__add__, columns.templates))
         out.templates.extend(same)
         declaration = declared.get(key)
-        out.names.extend(
-            columns.names
-            if declaration is None
-            else _declared_names(declaration, columns.names)
-        )
-        out.stacked.extend(
-            columns.stacked
-            if declaration is None
-            else [len(declaration[1]) + count for count in columns.stacked]
-        )
+        if declaration is None:
+            out.names.extend(columns.names)
+        else:
+            out.names.extend(_declared_names(declaration, columns.names))
+        if declaration is None:
+            out.stacked.extend(columns.stacked)
+        else:
+            _, stacked_names = declaration
+            out.stacked.extend(
+                [len(stacked_names) + count for count in columns.stacked]
+            )
 
 
 def _declared_names(

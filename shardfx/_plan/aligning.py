@@ -77,11 +77,12 @@ def adapter_readings(
     if paired:
         return paired
     whole = _split(base, shape, _equal) or _split(base, shape, _kept)
-    is_beside_a_pair = any(
-        _is_half_of(base, reading, partner, other)
-        for partner, other in itertools.combinations(partners, 2)
-        for reading in _ranked(base, partner)
-    )
+    is_beside_a_pair = False
+    for partner, other in itertools.combinations(partners, 2):
+        readings = _ranked(base, partner)
+        is_beside_a_pair = is_beside_a_pair or any(
+            _is_half_of(base, reading, partner, other) for reading in readings
+        )
     if is_beside_a_pair and whole:
         # Such as the magnitudes of DoRA, which have no rank.
         return whole

@@ -8,7 +8,14 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .._ground.reason import Code, Reason, reason_for
-from .._ground.spec import constrained, entries_at, entries_of, entry_axes, trimmed
+from .._ground.spec import (
+    axes_of_entries,
+    constrained,
+    entries_at,
+    entries_of,
+    entry_axes,
+    trimmed,
+)
 from .._ground.text import between_numbers
 from .._ground.tree import Flat
 from .._rules import Matcher, PathRules
@@ -117,13 +124,9 @@ def unaligned(
     """Returns the reason why an array of the shape `shape` has only the spec `spec`:
     its dimensions may be several ones of `base`, by one of `readings`, or are none.
     """
-    sharding_axes = {axis for entry in entries_of(spec) for axis in entry_axes(entry)}
-    axes = tuple(
-        axis
-        for entry in entries_of(constrained(base.spec))
-        for axis in entry_axes(entry)
-        if axis not in sharding_axes
-    )
+    sharding_axes = set(axes_of_entries(entries_of(spec)))
+    base_axes = axes_of_entries(entries_of(constrained(base.spec)))
+    axes = tuple(axis for axis in base_axes if axis not in sharding_axes)
     texts = list(map(_dims_text, readings))
     owner = f"`{starred(base.path)}`, shape {base.shape}"
     if texts:

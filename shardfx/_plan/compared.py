@@ -25,10 +25,8 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
     lines = [*plan_lines(a, b)]
     for path, before, after, fields in pairs(a, b):
         if before is None or after is None:
-            lines.append(
-                f"leaf `{path}` is only in {'one' if after is None else 'the other'}"
-                " plan"
-            )
+            which = "one" if after is None else "the other"
+            lines.append(f"leaf `{path}` is only in {which} plan")
         for name in fields:
             lines.append(
                 f"leaf `{path}`: {name} is {vars(before)[name]} in one,"
@@ -79,12 +77,12 @@ def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
     for leaf in a.leaves:
         other = leaves_of_b.get(leaf.path)
         same = other is None or leaf == other
-        yield Pair(
-            leaf.path,
-            leaf,
-            other,
-            () if same else tuple(n for n in names if vars(leaf)[n] != vars(other)[n]),
-        )
+        different: list[str] = []
+        if not same:
+            different = [
+                name for name in names if vars(leaf)[name] != vars(other)[name]
+            ]
+        yield Pair(leaf.path, leaf, other, tuple(different))
     yield from (
         Pair(path, None, leaf, ())
         for path, leaf in leaves_of_b.items()

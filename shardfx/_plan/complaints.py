@@ -4,6 +4,7 @@ others raise an error with all mistakes of one sort.
 
 import collections
 import difflib
+import itertools
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -184,14 +185,12 @@ def raise_unmatched(draft: Draft) -> None:
         f"no rule covers {len(leaves)} of {sum(draft.flat.is_array)} leaves; add path"
         ' rules or names for them, end the path rules with `(".*", fsdp(...))`, or'
         ' pass `unmatched="replicate"`. '
-        + (
-            "The names that fields of the tree declare need `axes=AxisRules(...)`. "
-            if names
-            else ""
-        )
-        + (carried if has_named_arrays(draft.flat.treedef) else "")
-        + "Largest first:"
     )
+    if names:
+        head += "The names that fields of the tree declare need `axes=AxisRules(...)`. "
+    if has_named_arrays(draft.flat.treedef):
+        head += carried
+    head += "Largest first:"
     _refuse(UnmatchedError, head, lines)
 
 
@@ -233,7 +232,7 @@ def raise_unknown(draft: Draft) -> None:
         + ", ".join(f"{name!r}{near(name, axes.names)}" for name in unknown[i])
         for path, i, row in draft.arrays(unknown)
     ]
-    for name in [*units, *(name for names in unknown.values() for name in names)][:1]:
+    for name in [*units, *itertools.chain(*unknown.values())][:1]:
         fix = (
             f"declare a name that is to be replicated with `axes.extend([({name!r},"
             " None)])`"
@@ -302,10 +301,10 @@ def axes_used(
     requested specs show its axes.
     """
     targets = [*(target for _, target in rules), *(row.requested for row in rows)]
-    used = [axis for target in targets for axis in axes_of_target(target)]
-    return dict.fromkeys(
-        [*used, *(() if axes is None else (axis for _, axis in axes_in(axes)))]
-    )
+    used = dict.fromkeys(itertools.chain(*map(axes_of_target, targets)))
+    if axes is not None:
+        used |= {axis: None for _, axis in axes_in(axes)}
+    return used
 
 
 def misspelled_axes(
@@ -463,19 +462,22 @@ def _axes_of(code: Code, row: Row) -> list[str]:
     """Returns the mesh axes or logical names in those reasons of the plan `row` that
     have the code `code`.
     """
-    return [axis for why in row.reasons if why.code is code for axis in why.axes]
+    axes: list[str] = []
+    for why in row.reasons:
+        if why.code is code:
+            axes += why.axes
+    return axes
 
 
 def raise_strict(arrays: Iterable[tuple[str, Row]], advice: str = "") -> None:
     """Raises `SpecError` if an array is not sharded as its rule requests. `arrays` has
     pairs of a path and a plan. `advice` is added to the first line of the message.
     """
-    lines = [
-        f"  leaf `{path}`, shape {row.shape}: {why}"
-        for path, row in arrays
-        for why in row.reasons
-        if not why.code.is_expected
-    ]
+    lines = []
+    for path, row in arrays:
+        for why in row.reasons:
+            if not why.code.is_expected:
+                lines.append(f"  leaf `{path}`, shape {row.shape}: {why}")
     _refuse(
         SpecError,
         f"`strict=True`, and these leaves are not sharded as asked{advice}:",

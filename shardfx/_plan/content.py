@@ -125,7 +125,9 @@ class Content:
         """Returns the plan as a JSON value, without its digest."""
         # `strict` is left out unless true, so that the text and digest of older plans
         # stay the same.
-        return ({"strict": True} if self.strict else {}) | {
+        strict = {"strict": True} if self.strict else {}
+        return {
+            **strict,
             **plan_json.HEADER,
             "mesh": plan_json.encode_mesh(self.mesh),
             "axes": plan_json.encode_rules(self.axes),
@@ -313,11 +315,10 @@ def devices_named(devices: Sequence[tuple[str, int]], fix: str) -> list[Any]:
     `PlanMismatchError`, with the advice `fix`, if this process lacks one of them.
     """
     try:
-        device_by_id = {
-            (device.platform, device.id): device
-            for platform in dict(devices)
-            for device in jax.devices(platform)
-        }
+        device_by_id = {}
+        for platform in dict(devices):
+            for device in jax.devices(platform):
+                device_by_id[device.platform, device.id] = device
         return [device_by_id[device] for device in devices]
     except (KeyError, RuntimeError) as error:
         raise PlanMismatchError(

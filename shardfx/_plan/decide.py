@@ -139,9 +139,8 @@ def correct(
             f"`shape` has a size for each dimension, and this is {shape!r}; write"
             f" `({shape!r},)` for an array of rank 1."
         )
-    leaf = leaf_of(
-        tuple(map(int, shape)), dtype, None if units is None else tuple(units)
-    )
+    leaf_units = None if units is None else tuple(units)
+    leaf = leaf_of(tuple(map(int, shape)), dtype, leaf_units)
     if len(leaf.units) != len(leaf.shape) or min(leaf.units, default=1) < 1:
         raise SpecError(
             "`units` must hold one positive int for each dimension of shape"

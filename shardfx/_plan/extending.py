@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from .._ground.reason import Code, Decision, Reason, nothing_to_shard, reason_for
 from .._ground.spec import (
     array_bytes,
+    axes_of_entries,
     canonical_entry,
     entry_axes,
     shard_counts,
@@ -50,7 +51,7 @@ def apply_strategy(
         return _until_small(spec, leaf, mesh, strategy)
     sizes = mesh.sizes
     entries = [*fitted(spec, leaf.shape)]
-    used = {axis for entry in entries for axis in entry_axes(entry)}
+    used = set(axes_of_entries(entries))
     free, reasons = free_axes(strategy.axes, None, sizes, used)
     cutting = tuple(axis for axis in free if sizes[axis] > 1)
     open_dims = strategy.open_dims(leaf.shape)
@@ -119,7 +120,8 @@ def _skipped(strategy: Strategy, axes: tuple[str, ...], rank: int) -> Reason:
     """Returns the reason why `strategy`, which may shard none of the `rank` dimensions
     of an array, does not shard it over `axes`.
     """
-    dims = f"dim{'s' if rank > 1 else ''} {', '.join(map(str, range(rank)))}"
+    noun = "dims" if rank > 1 else "dim"
+    dims = f"{noun} {', '.join(map(str, range(rank)))}"
     return reason_for(Code.skipped, None, axes, strategy=strategy.text, dims=dims)
 
 
@@ -144,7 +146,7 @@ def shard_over(
         return _over_until_small(request, leaf, mesh, over)
     base_spec = corrected(request.spec, leaf, axes_of(mesh)).spec
     entries = [*fitted(base_spec, shape)]
-    used = {axis for entry in entries for axis in entry_axes(entry)}
+    used = set(axes_of_entries(entries))
     asked = tuple(axis for axis in over.axes if axis not in used)
     free, reasons = free_axes(asked, None, sizes, ())
     free = tuple(axis for axis in free if sizes[axis] > 1)
@@ -168,7 +170,9 @@ def shard_over(
     request = request._replace(reasons=(*request.reasons, *reasons))
     if not added:
         return request
-    rule = f"{request.rule + ', ' if request.rule else ''}over {', '.join(added)}"
+    rule = f"over {', '.join(added)}"
+    if request.rule:
+        rule = f"{request.rule}, {rule}"
     return request._replace(spec=trimmed(entries, base_spec), rule=rule)
 
 

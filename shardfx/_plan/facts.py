@@ -2,6 +2,7 @@
 and as HTML.
 """
 
+import itertools as it
 import re
 from collections.abc import Iterable, Mapping
 
@@ -36,7 +37,7 @@ def facts_of(content: Content) -> tuple[list[tuple[str, ...]], list[str]]:
     groups = content.groups
     notes: dict[str, int] = {}
     dims: dict[str, set[int | None]] = {}
-    for why in (why for group in groups for why in group.row.reasons):
+    for why in it.chain.from_iterable(group.row.reasons for group in groups):
         dims.setdefault(why.message, set()).add(why.dim)
     table = [
         _HEADER,
@@ -71,7 +72,10 @@ def _cells(
     reasons = [why for why in row.reasons if not why.code.is_expected]
     texts = dict.fromkeys(_note(why, len(dims[why.message]) > 1) for why in reasons)
     why = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in texts)
-    why += (" " if why else "") + (row.rule or ("-" if not why else ""))
+    if not why:
+        why = row.rule or "-"
+    else:
+        why = f"{why} {row.rule or ''}"
     if row.names is not None:
         why += f" ({', '.join(map(entry_text, row.names))})"
     if row.memory_kind is not None:

@@ -14,6 +14,7 @@ from .._ground.spec import (
     UNCONSTRAINED,
     DType,
     array_bytes,
+    axes_of_entries,
     canonical_entry,
     entries_at,
     entries_of,
@@ -50,7 +51,9 @@ class Leaf(NamedTuple):
 
 
 def leaf_of(shape: tuple[int, ...], dtype: DType, units: Units | None) -> Leaf:
-    return Leaf(shape, dtype, (1,) * len(shape) if units is None else units)
+    if units is None:
+        units = (1,) * len(shape)
+    return Leaf(shape, dtype, units)
 
 
 def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
@@ -60,12 +63,12 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
     """
     entries = fitted(spec, leaf.shape)
     sizes = axes.sizes
-    if axes.min_bytes and (
-        asked := tuple(
-            dict.fromkeys(axis for entry in entries for axis in entry_axes(entry))
-        )
-    ):
-        if dim_reasons := too_small(leaf, asked, axes.min_bytes):
+    asked: tuple[str, ...] = ()
+    if axes.min_bytes:
+        asked = tuple(dict.fromkeys(axes_of_entries(entries)))
+    if asked:
+        dim_reasons = too_small(leaf, asked, axes.min_bytes)
+        if dim_reasons:
             return Decision(PartitionSpec(), dim_reasons)
     used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
     kept_entries = []

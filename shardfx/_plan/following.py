@@ -177,7 +177,9 @@ def follow(
             memory_kind = None if kind is None else kinds.rules[kind][1][0]
             rows.append(follower.row(path, leaf, memory_kind))
     raise_errors(follower.errors)
-    declared = by_path.declared + (() if axis_rules is None else axis_rules.mesh_axes)
+    declared = by_path.declared
+    if axis_rules is not None:
+        declared += axis_rules.mesh_axes
     draft = Draft(
         flat, plan.mesh, by_path, kinds, axis_rules, declared, index, rows, []
     )
@@ -207,10 +209,9 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
     if over is None:
         return None
     strategy = over if isinstance(over, Strategy) else fsdp(over)
-    axis_names = (
-        *plan.mesh.axis_names,
-        *(() if plan.axes is None else plan.axes.mesh_axes),
-    )
+    axis_names = plan.mesh.axis_names
+    if plan.axes is not None:
+        axis_names += plan.axes.mesh_axes
     for axis in strategy.axes:
         if axis not in axis_names:
             raise RuleError(

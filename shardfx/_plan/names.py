@@ -63,16 +63,14 @@ def names_of_leaves(
                 f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per"
                 " dimension, or `None`."
             )
-    column_names = [
-        _hashable(node) if shaped else None
-        for node, shaped in zip(column, flat.is_array, strict=True)
-    ]
-    if axes is None:
-        return column_names
-    return [
-        declared if node is None else node
-        for node, declared in zip(column_names, flat.names, strict=True)
-    ]
+    leaf_names = []
+    columns = zip(column, flat.is_array, flat.names, strict=True)
+    for node, is_array, declared in columns:
+        names_of_leaf = _hashable(node) if is_array else None
+        if names_of_leaf is None and axes is not None:
+            names_of_leaf = declared
+        leaf_names.append(names_of_leaf)
+    return leaf_names
 
 
 def renamed(
@@ -114,9 +112,9 @@ def renamed(
         ```
     """
     flat = flatten(tree)
-    column = list(
-        flat.names if names is None else names_of_leaves(names, tree, flat, None)
-    )
+    column = list(flat.names)
+    if names is not None:
+        column = list(names_of_leaves(names, tree, flat, None))
     for where, new_names in changes.items():
         if not _is_names(new_names):
             raise RuleError(
@@ -161,18 +159,18 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
         return [names]
     if names_below is None:
         where = jtu.keystr(keys, simple=True, separator="/")
+        place = f"at `{where}`" if where else "at its root"
         raise RuleError(
             "`names` is no prefix of the tree:"
-            f" {f'at `{where}`' if where else 'at its root'} it has {_text(names)}, and"
+            f" {place} it has {_text(names)}, and"
             f" the tree has {_text(node)}. At each array it must have a tuple of"
             " logical names, or `None` for a whole subtree without names."
         )
     pairs = zip(names_below, below, strict=True)
-    return [
-        entry
-        for inner, (key, child) in pairs
-        for entry in _broadcast(inner, child, (*keys, key))
-    ]
+    entries = []
+    for inner, (key, child) in pairs:
+        entries += _broadcast(inner, child, (*keys, key))
+    return entries
 
 
 def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
@@ -201,9 +199,10 @@ def _text(node: object) -> str:
         if parts is None
         else [repr(jtu.keystr((key,), simple=True)) for key, _ in parts[0]]
     )
-    return f"a {type(node).__name__}" + (
-        f" with the keys {', '.join(keys[:8])}" if keys else ""
-    )
+    text = f"a {type(node).__name__}"
+    if keys:
+        text += f" with the keys {', '.join(keys[:8])}"
+    return text
 
 
 def _hashable(node: Any) -> Any:

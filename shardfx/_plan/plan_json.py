@@ -174,7 +174,9 @@ def encode_spec(spec: PartitionSpec) -> object:
         "reduced": sorted(spec.reduced),
     }
     kind = unreduced_kind(spec)
-    return written | ({"kind": kind} if kind != "sum" else {})
+    if kind != "sum":
+        written["kind"] = kind
+    return written
 
 
 def decode_spec(data: Any) -> PartitionSpec:
@@ -200,7 +202,9 @@ def encode_rules(rules: AxisRules | None) -> object:
     }
     # `axes` is left out if empty, so that the text and digest of older plans stay the
     # same.
-    return written | ({"axes": list(rules.mesh_axes)} if rules.mesh_axes else {})
+    if rules.mesh_axes:
+        written["axes"] = list(rules.mesh_axes)
+    return written
 
 
 def decode_rules(data: Any) -> AxisRules | None:

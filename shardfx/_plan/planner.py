@@ -255,7 +255,9 @@ def drafted(
                 errors.append((flat.paths[position], error))
             numbers[key] = number
         index.append(number)
-    declared = (*by_path.declared, *(() if axes is None else axes.mesh_axes))
+    declared = by_path.declared
+    if axes is not None:
+        declared = (*declared, *axes.mesh_axes)
     return Draft(
         flat, mesh_spec, by_path, kinds, axes, declared, index, planner.rows, errors
     )
@@ -340,13 +342,8 @@ class _Planner:
         shape = tuple(leaf.shape)
         dtype = _dtype(leaf)
         called = rule is not None and self.paths.called[rule]
-        asks = (
-            rule,
-            names,
-            len(shape),
-            stacked,
-            (path, shape, dtype) if called else None,
-        )
+        called_with = (path, shape, dtype) if called else None
+        asks = (rule, names, len(shape), stacked, called_with)
         number = self.numbers.get((asks, kind, shape, dtype))
         if number is None:
             memory_kind = None if kind is None else self.kinds.rules[kind][1][0]

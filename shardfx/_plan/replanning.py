@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._ground.reason import Code
 from .._ground.spec import (
+    axes_of_entries,
     canonical_entry,
     entries_at,
     entries_of,
@@ -120,7 +121,7 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
     over a sub-axis of size 8. Axes without such a sub-axis are left out. `sizes` has
     the sizes of the mesh axes.
     """
-    used = {axis for entry in entries_of(row.spec) for axis in entry_axes(entry)}
+    used = set(axes_of_entries(entries_of(row.spec)))
     kept_entries = entries_at(row.spec, len(row.shape))
     units = row.units or (1,) * len(row.shape)
     # For each dimension, the units in a shard.
@@ -143,7 +144,7 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
         for count, entry in zip(counts, kept_entries, strict=True)
         if entry is None
     ]
-    for axis in (axis for step in row.strategies for axis in step.axes):
+    for axis in itertools.chain.from_iterable(step.axes for step in row.strategies):
         part = max((math.gcd(count, sizes.get(axis, 1)) for count in free), default=1)
         if axis not in used and axis not in parts and part > 1:
             parts[axis] = part
@@ -239,6 +240,7 @@ def _renamed_axes(
     """Returns the mesh axes of an entry of a spec, with each split axis replaced by its
     sub-axes.
     """
-    return tuple(
-        part for axis in entry_axes(entry) for part in parts.get(axis, (axis,))
-    )
+    renamed: list[str] = []
+    for axis in entry_axes(entry):
+        renamed += parts.get(axis, (axis,))
+    return tuple(renamed)

@@ -151,7 +151,9 @@ def request_of_names(
             if name is None or entries[dim] is not None or dim in explained_dims
         ]
         strategies = skipping(strategies, set(range(len(named))).difference(open_dims))
-    units = padded_units(units_of(named, axes) if units is None else units, len(shape))
+    if units is None:
+        units = units_of(named, axes)
+    units = padded_units(units, len(shape))
     return Request(named, decision.spec, rule, units, strategies, decision.reasons)
 
 
@@ -204,7 +206,7 @@ def units_at(
             return size < unit or any(other % unit == 0 for other in others)
         return size * unit in others
 
-    columns = zip(names, shape, units, strict=True)
-    return tuple(
-        1 if counts(name, size, unit) else unit for name, size, unit in columns
-    )
+    new_units = []
+    for name, size, unit in zip(names, shape, units, strict=True):
+        new_units.append(1 if counts(name, size, unit) else unit)
+    return tuple(new_units)

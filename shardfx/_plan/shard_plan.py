@@ -403,10 +403,10 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
         `RuleError` if the regex does not compile, or matches no path.
         """
         (pattern,) = compiled(PathRules([(regex, None)]))
-        index = [
-            LEFT_OUT if i >= 0 and pattern.search(path) is None else i
-            for path, i in self.content.numbered
-        ]
+        index = []
+        for path, row in self.content.numbered:
+            is_left_out = row >= 0 and pattern.search(path) is None
+            index.append(LEFT_OUT if is_left_out else row)
         if max(index, default=NO_ARRAY) < 0:
             raise RuleError(
                 f"`select({regex!r})` matches no path of the plan; paths look like"
@@ -480,10 +480,11 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
         return ShardPlan(content if like is None else shaped_like(content, like))
 
     def __repr__(self) -> str:
+        place = "" if self.jax_mesh is None else ", on devices"
         return (
             f"ShardPlan({plural(len(self), 'array')}, mesh {self.mesh},"
             f" {self.bytes_total} bytes, {self.bytes_per_device} per"
-            f" device{'' if self.jax_mesh is None else ', on devices'})"
+            f" device{place})"
         )
 
     def _repr_html_(self) -> str:

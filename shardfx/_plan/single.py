@@ -92,12 +92,8 @@ def decision_for(
         named = ()
     elif units is not None:
         units = units_at(named, shape, units, lambda name: _sizes_of(name, plan))
-    decision = correct(
-        spec,
-        shape,
-        mesh,
-        units=None if units is None else padded_units(units, len(shape)),
-    )
+    padded = None if units is None else padded_units(units, len(shape))
+    decision = correct(spec, shape, mesh, units=padded)
     if units is not None and named:
         _refuse_ambiguous_unit(named, shape, units, decision.reasons, plan)
     # `plan` has checked the rules, which may name axes of other meshes. A spec is
@@ -153,12 +149,12 @@ def _require_whole_units(
 
 def _sizes_of(name: object, plan: Content) -> list[int]:
     """Returns the sizes of all dimensions with this logical name in the plan's arrays."""
-    return [
-        size
-        for row in plan.rows
-        for row_name, size in zip(row.names or (), row.shape, strict=False)
-        if row_name == name
-    ]
+    sizes = []
+    for row in plan.rows:
+        for row_name, size in zip(row.names or (), row.shape, strict=False):
+            if row_name == name:
+                sizes.append(size)
+    return sizes
 
 
 def _refuse_ambiguous_unit(
@@ -212,9 +208,11 @@ def check_absent(
     and that `axes` do not declare.
     """
     declared = () if axes is None else axes.mesh_axes
-    for axis in (
-        axis for why in reasons if why.code is Code.absent for axis in why.axes
-    ):
+    absent: list[str] = []
+    for why in reasons:
+        if why.code is Code.absent:
+            absent += why.axes
+    for axis in absent:
         if axis not in declared:
             raise SpecError(
                 f"the plan's mesh {mesh} has no axis"
@@ -246,7 +244,9 @@ def _resolved(
     elif isinstance(names, tuple | list):
         # For arrays of any rank, dimensions beyond the end of the names are not sharded
         # anyway.
-        names = tuple(names[:-1] if names and names[-1] is ... else names)
+        names = tuple(names)
+        if names and names[-1] is ...:
+            names = names[:-1]
         if any(name is ... for name in names):
             raise SpecError(
                 f"which dimensions `...` stands for in {names} depends on the rank;"

@@ -139,14 +139,11 @@ class _Flight:
         self._pool = pool
         # How many more times each array of the source is read. An array that is in a
         # tree twice is moved once.
-        self._left = collections.Counter(
-            leaf_id
-            for places in job.moves.values()
-            for leaf_id in {id(leaf): None for _, leaf in places}
-        )
-        self._left.update(
-            id(job.arrays[name]) for _, names, _ in job.assemblies for name in names
-        )
+        self._left = collections.Counter[int]()
+        for places in job.moves.values():
+            self._left.update({id(leaf) for _, leaf in places})
+        for _, names, _ in job.assemblies:
+            self._left.update(id(job.arrays[name]) for name in names)
         # An array that stays shares its buffers with the result, so no other leaf may
         # donate it.
         idle = (
@@ -192,10 +189,9 @@ class _Flight:
         # A copy between memories needs no further memory, but too many at once would
         # queue without bound.
         if not move.idle and (move.assembly is None or move.assembly.method != "host"):
-            self.window.add(
-                moved,
-                move.target_bytes if move.how == "memory kind" else move.extra_bytes,
-            )
+            is_kind_move = move.how == "memory kind"
+            nbytes = move.target_bytes if is_kind_move else move.extra_bytes
+            self.window.add(moved, nbytes)
             if move.how == "steps" and move.crosses_cpu:
                 self.window.drain()
         return moved
@@ -242,11 +238,9 @@ class _Flight:
             array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
         self.made[number] = array
         if not self.donate:
-            self.window.add(
-                array,
-                0,
-                _MOST_ASSEMBLED_ON_CPU if _is_on_cpu(assembly) else _IN_FLIGHT_COUNT,
-            )
+            is_on_cpu = _is_on_cpu(assembly)
+            most = _MOST_ASSEMBLED_ON_CPU if is_on_cpu else _IN_FLIGHT_COUNT
+            self.window.add(array, 0, most)
             return
         jax.block_until_ready(array)
         for name in names:

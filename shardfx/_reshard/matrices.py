@@ -118,11 +118,11 @@ class MappedMatrices:
         return plan_of(shapes, mesh, paths=PathRules(rules), strict=True)
 
     def _stacks(self) -> list[tuple[OwnerExchange, int, Stack]]:
-        return [
-            (by, number, stack)
-            for by in self.exchanges
-            for number, stack in enumerate(by.stacks)
-        ]
+        stacks = []
+        for exchange in self.exchanges:
+            for number, stack in enumerate(exchange.stacks):
+                stacks.append((exchange, number, stack))
+        return stacks
 
 
 def map_matrices(

@@ -210,9 +210,9 @@ def resharded(
                 " it is first."
             )
         arrays, target, plans, numbers = map_move(flat, dst, map, copies)
-        leaves = [
-            arrays[array.sources[0]] if array.sources else None for array in plans
-        ]
+        leaves = []
+        for array in plans:
+            leaves.append(arrays[array.sources[0]] if array.sources else None)
         plain = [
             (number, leaves[number], array.leaf.sharding)
             for number, array in enumerate(plans)
@@ -263,10 +263,11 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
         entries = flat.treedef.flatten_up_to(form)
     except ValueError:
         entries = _broadcast(form, jax.tree.unflatten(flat.treedef, flat.leaves), what)
-    shardings = [
-        entry.sharding if isinstance(entry, jax.ShapeDtypeStruct | jax.Array) else entry
-        for entry in entries
-    ]
+    shardings = []
+    for entry in entries:
+        if isinstance(entry, jax.ShapeDtypeStruct | jax.Array):
+            entry = entry.sharding
+        shardings.append(entry)
     for number, sharding in enumerate(shardings):
         if sharding is not None and not isinstance(sharding, Sharding):
             path = flat.paths[number]
@@ -454,10 +455,9 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
                 " move."
             )
     target = target_of(dst, "reshard")
-    shardings = [
-        leaf.sharding if isinstance(leaf, jax.Array) else None
-        for leaf in arrays.values()
-    ]
+    shardings = []
+    for leaf in arrays.values():
+        shardings.append(leaf.sharding if isinstance(leaf, jax.Array) else None)
     shardings += [leaf.sharding for _, leaf in target.arrays]
     every = [*arrays.items(), *target.arrays]
     leaves = [
@@ -470,19 +470,10 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
         with naming(str, path):
             _require_devices(leaf.sharding)
     if jax.process_count() > 1:
-        distinct = {end for end in shardings if end is not None}
-        require_same_map(
-            map,
-            tuple(
-                sorted(
-                    {
-                        device.process_index
-                        for end in distinct
-                        for device in end.device_set
-                    }
-                )
-            ),
-        )
+        processes: set[int] = set()
+        for sharding in {sharding for sharding in shardings if sharding is not None}:
+            processes |= {device.process_index for device in sharding.device_set}
+        require_same_map(map, tuple(sorted(processes)))
     pairs = zip(flat.paths, flat.leaves, strict=True)
     own_numbers = {path: leaf for path, leaf in pairs if is_number(leaf)}
     positions = {leaf.path: leaf.position for leaf in target.others if leaf.is_number}

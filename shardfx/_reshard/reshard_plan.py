@@ -261,7 +261,9 @@ def _lines(plan: ReshardPlan) -> Iterable[str]:
             " both sides"
         )
     if idle:
-        shown = ", ".join(idle[:5]) + (", ..." if len(idle) > 5 else "")
+        shown = ", ".join(idle[:5])
+        if len(idle) > 5:
+            shown += ", ..."
         yield f"nothing to do for {plural(len(idle), 'array')}: {shown}"
     if plan.links:
         links = sorted(plan.links.items(), key=lambda link: -link[1])

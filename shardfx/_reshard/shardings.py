@@ -213,15 +213,15 @@ def layout(
     dims = tuple(
         tuple(part for axis in axes for part in parts[axis]) for axes in entries
     )
+    order = None
+    if isinstance(mesh, Mesh):
+        order = tuple(device.id for device in mesh.devices.flat)
+    is_weighted = max(weights, default=1.0) > 1
     return StepLayout(
         sizes=tuple(sizes),
         dims=dims + ((),) * (rank - len(dims)),
-        order=(
-            tuple(device.id for device in mesh.devices.flat)
-            if isinstance(mesh, Mesh)
-            else None
-        ),
-        weights=tuple(weights) if max(weights, default=1.0) > 1 else (),
+        order=order,
+        weights=tuple(weights) if is_weighted else (),
     )
 
 

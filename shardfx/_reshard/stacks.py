@@ -199,11 +199,8 @@ def exchanges_of(
             lead_axes, tuple(axis for axis in over if axis not in lead_axes), sizes
         )
         groups = owners.grouped([*map(owners.sharded, arrays)])
-        exchanges += [
-            owners.exchange(some)
-            for group in groups
-            for some in owners.limited(group, limit)
-        ]
+        for group in groups:
+            exchanges += map(owners.exchange, owners.limited(group, limit))
     return tuple(exchanges), others
 
 
@@ -424,12 +421,10 @@ class _Owners:
         remaining = _by_shape(arrays)
         least = self.sent_elements(arrays)
         for kind, parts_of_kind in [*remaining.items()]:
-            others = [
-                array
-                for other, parts in remaining.items()
-                if other != kind
-                for array in parts
-            ]
+            others = []
+            for other, parts in remaining.items():
+                if other != kind:
+                    others += parts
             if (rest := self.sent_elements(others)) + self.sent_elements(
                 parts_of_kind
             ) <= least:

@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import MeshError, SpecError
-from .._ground.spec import bits, canonical, entries_of, entry_axes
+from .._ground.spec import axes_of_entries, bits, canonical, entries_of
 from .flight import carry_out
 from .move import move_of
 from .shardings import (
@@ -77,10 +77,12 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
             " Auto axes); pass `src=` with its sharding."
         )
     if is_explicit(src) != is_explicit(dst):
+        src_kind = "Explicit" if is_explicit(src) else "Auto"
+        dst_kind = "Explicit" if is_explicit(dst) else "Auto"
         raise SpecError(
             f"the array's mesh {src.mesh.axis_names} has"
-            f" {'Explicit' if is_explicit(src) else 'Auto'} axes and the target's mesh"
-            f" {dst.mesh.axis_names} has {'Explicit' if is_explicit(dst) else 'Auto'}"
+            f" {src_kind} axes and the target's mesh"
+            f" {dst.mesh.axis_names} has {dst_kind}"
             " ones; inside `jit` both must be of one kind: make the meshes with the"
             " same `axis_types`, or reshard outside."
         )
@@ -169,7 +171,7 @@ def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
     if len({*kinds.values()}) < 2:
         return
     auto = [name for name, kind in kinds.items() if kind != AxisType.Explicit]
-    used = {axis for entry in entries_of(dst.spec) for axis in entry_axes(entry)}
+    used = set(axes_of_entries(entries_of(dst.spec)))
     if src.mesh.abstract_mesh != dst.mesh.abstract_mesh or used & {*auto}:
         raise SpecError(
             f"inside `jit` an array cannot move to {dst.spec} on a mesh of mixed axis"
@@ -269,7 +271,8 @@ def _batched(
     asks for, shard this dimension if the mesh of `end` has them.
     """
     entries = [*entries_of(end.spec), *[None] * (rank - 1 - len(entries_of(end.spec)))]
-    entries.insert(dim, names if names and {*names} <= {*end.mesh.axis_names} else None)
+    is_on_mesh = names and {*names} <= {*end.mesh.axis_names}
+    entries.insert(dim, names if is_on_mesh else None)
     return NamedSharding(end.mesh, canonical(PartitionSpec(*entries)))
 
 

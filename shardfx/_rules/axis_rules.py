@@ -448,21 +448,18 @@ def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:
     """Pairs of a logical name and a mesh axis that the name may use in some mode, in
     the order of the rules.
     """
-    return tuple(
-        dict.fromkeys(
-            (name, axis)
-            for name, target in all_rules(rules)
-            for axis in entry_axes(target)
-        )
-    )
+    pairs: dict[tuple[str, str], None] = {}
+    for name, target in all_rules(rules):
+        pairs |= {(name, axis): None for axis in entry_axes(target)}
+    return tuple(pairs)
 
 
 def all_rules(rules: AxisRules) -> tuple[Rule, ...]:
     """The rules without a mode, and then the rules of every mode."""
-    return (
-        *rules.rules,
-        *(rule for _, mode_rules in rules.modes for rule in mode_rules),
-    )
+    pairs = list(rules.rules)
+    for _, mode_rules in rules.modes:
+        pairs += mode_rules
+    return tuple(pairs)
 
 
 def check_axis_rules(what: str, value: object) -> None:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from .._ground.errors import RuleError, check_type
-from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
+from .._ground.spec import UNCONSTRAINED, axes_of_entries, entries_of
 from .._ground.tree import flatten
 from .axis_rules import AxisRules, check_axis_rules, check_positions
 from .pairs import declared_axes, repeated
@@ -285,11 +285,19 @@ def check_rules(paths: object, axes: object = None, what: str = "paths") -> None
     """
     is_swapped = isinstance(paths, AxisRules)
     if is_swapped or (axes is not None and isinstance(axes, PathRules)):
+        if is_swapped:
+            kind = "AxisRules"
+            given_as = what
+            fix = "axes"
+        else:
+            kind = "PathRules"
+            given_as = "axes"
+            fix = what
         raise RuleError(
             f"PathRules are for `{what}`, by the paths of arrays, and AxisRules for"
-            f" `axes`, by their logical names; here {'AxisRules' if is_swapped else 'PathRules'}"
-            f" are given as `{what if is_swapped else 'axes'}`; write"
-            f" `{'axes' if is_swapped else what}=` for them."
+            f" `axes`, by their logical names; here {kind}"
+            f" are given as `{given_as}`; write"
+            f" `{fix}=` for them."
         )
     if paths is not None:
         fix = 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
@@ -418,7 +426,7 @@ def check_once(spec: PartitionSpec, head: str) -> None:
     """Raises `RuleError` if a spec has a mesh axis twice, which JAX does not accept.
     `head` begins the message.
     """
-    used = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
+    used = axes_of_entries(entries_of(spec))
     if twice := repeated(used):
         raise RuleError(
             f"{head} has the target {spec}, which uses mesh axis `{twice[0]}` twice;"

@@ -15,7 +15,13 @@ from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code, Decision, Reason, reason_for
-from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
+from .._ground.spec import (
+    UNCONSTRAINED,
+    axes_of_entries,
+    entries_of,
+    entry_axes,
+    trimmed,
+)
 from .._ground.text import plural
 from .axis_rules import (
     AxisRules,
@@ -203,12 +209,10 @@ def _resolve(
         targets = {slot.name: UNCONSTRAINED for slot in orphans}
     _assign(active, len(rules.rules), mode, slots, targets, users)
     spec = trimmed([_entry(entry, targets) for entry in entries])
-    reasons = [
-        why
-        for slot in slots
-        if targets.get(slot.name) is None
-        for why in _reasons(slot, active, users)
-    ]
+    reasons = []
+    for slot in slots:
+        if targets.get(slot.name) is None:
+            reasons += _reasons(slot, active, users)
     return Decision(spec, tuple(sorted(reasons, key=lambda why: why.dim or 0)))
 
 
@@ -319,9 +323,7 @@ def _reasons(
             )
         ]
     mapped_targets = itertools.takewhile(lambda target: target is not None, targets)
-    axes = tuple(
-        dict.fromkeys(axis for target in mapped_targets for axis in entry_axes(target))
-    )
+    axes = tuple(dict.fromkeys(axes_of_entries(mapped_targets)))
     taken = ", ".join(
         f"`{axis}` is used by `{users[axis].name}` on dim {users[axis].dim}"
         for axis in axes
@@ -345,7 +347,7 @@ def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
     if entry is None or entry is UNCONSTRAINED:
         return entry
     targets = [assigned.get(name) for name in _members(entry)]
-    axes = tuple(axis for target in targets for axis in entry_axes(target))
+    axes = tuple(axes_of_entries(targets))
     # An axis that a rule requests has priority over a name that leaves the choice to
     # the compiler.
     return UNCONSTRAINED if not axes and UNCONSTRAINED in targets else axes
@@ -357,9 +359,9 @@ def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
     that are no aliases come first, in the order of their dimensions; then aliases, in
     the order in which `rules` declare them. Raises `SpecError` if a name occurs twice.
     """
-    placed = [
-        (name, dim) for dim, entry in enumerate(entries) for name in _members(entry)
-    ]
+    placed = []
+    for dim, entry in enumerate(entries):
+        placed += [(name, dim) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]
     if twice := repeated([slot.name for slot in slots]):
         raise SpecError(
@@ -402,9 +404,11 @@ def members_of(names: Any) -> tuple[str, ...]:
     `names` is `None`.
     """
     entries = () if names is None else names
-    return tuple(
-        name for entry in entries if entry is not ... for name in _members(entry)
-    )
+    members: list[str] = []
+    for entry in entries:
+        if entry is not ...:
+            members += _members(entry)
+    return tuple(members)
 
 
 def _members(entry: Any) -> tuple[str, ...]:
@@ -437,11 +441,9 @@ def _units_of(entries: tuple[object, ...], rules: AxisRules) -> Units | None:
         member_units = [
             cast(int, member.unit) for member in members if isinstance(member, Atomic)
         ]
-        named = [
-            units.get(name, 1)
-            for member in _members(entry)
-            for name in alias_chain(member, rules)
-        ]
+        named = []
+        for member in _members(entry):
+            named += [units.get(name, 1) for name in alias_chain(member, rules)]
         units_of_dims.append(math.lcm(*member_units, *named))
     return tuple(units_of_dims) if any(unit > 1 for unit in units_of_dims) else None
 

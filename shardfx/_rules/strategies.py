@@ -3,13 +3,14 @@ rules that combine or modify other targets.
 """
 
 import dataclasses
+import itertools as it
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
-from .._ground.spec import entries_of, entry_axes
+from .._ground.spec import axes_of_entries, entries_of
 
 
 # For each dimension of an array, the number of elements that no shard may split, such
@@ -81,18 +82,16 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
 
 def pipeline(first: object, second: object) -> "Pipeline":
     """A Pipeline of the targets on both sides of `|`, the left side first."""
-    steps = tuple(
-        step
-        for side in (first, second)
-        for step in (side.steps if isinstance(side, Pipeline) else (side,))
-    )
+    steps: list[Any] = []
+    for side in (first, second):
+        steps += side.steps if isinstance(side, Pipeline) else (side,)
     if any(not isinstance(step, Strategy) for step in steps[1:]):
         raise RuleError(
             f"{' | '.join(map(repr, steps))}: only the first target may be a spec,"
             " names, `replicate` or a callable; the ones after `|` refine it, as"
             " `fsdp(...)` does."
         )
-    return Pipeline(steps)
+    return Pipeline(tuple(steps))
 
 
 def _piped(second: object, first: object) -> "Pipeline":
@@ -276,11 +275,11 @@ def axes_of_target(target: object) -> tuple[str, ...]:
     if isinstance(target, Optional | Atomic):
         return axes_of_target(target.target)
     if isinstance(target, Pipeline):
-        return tuple(axis for step in target.steps for axis in axes_of_target(step))
+        return tuple(it.chain.from_iterable(map(axes_of_target, target.steps)))
     if isinstance(target, Strategy):
         return target.axes
     if isinstance(target, PartitionSpec):
-        return tuple(axis for entry in entries_of(target) for axis in entry_axes(entry))
+        return tuple(axes_of_entries(entries_of(target)))
     return ()
 
 

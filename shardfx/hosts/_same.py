@@ -75,10 +75,10 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
     )
     first, *others = _differences(plan, theirs) or [in_order]
     what = "map" if isinstance(plan, TreeMap) else "plan"
+    further = f" (and {len(others)} more)" if others else ""
     raise PlanMismatchError(
-        f"the {what}s of process {me} and process {other} differ: {first}"
-        + (f" (and {len(others)} more)" if others else "")
-        + f"; make the {what} from the same values on every process."
+        f"the {what}s of process {me} and process {other} differ: {first}{further};"
+        f" make the {what} from the same values on every process."
     )
 
 

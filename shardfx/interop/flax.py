@@ -314,9 +314,10 @@ def _names(sharding: object) -> tuple[object, ...]:
             f"the sharding {sharding!r} of a flax variable has no names; give it a"
             " tuple of names."
         )
-    return tuple(
-        tuple(entry) if isinstance(entry, list) else entry for entry in entries
-    )
+    names = []
+    for entry in entries:
+        names.append(tuple(entry) if isinstance(entry, list) else entry)
+    return tuple(names)
 
 
 def _as_rules(rules: AnyRules) -> AxisRules:

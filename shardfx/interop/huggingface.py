@@ -303,6 +303,8 @@ def _expert_path(module: str, names: tuple[str, ...], prefix: str) -> str:
 
 
 def _path(key: str, prefix: str) -> str:
-    parts = [r"\d+" if part == "*" else re.escape(part) for part in key.split(".")]
+    parts = []
+    for part in key.split("."):
+        parts.append(r"\d+" if part == "*" else re.escape(part))
     begin = rf"(?:{re.escape(prefix)}[./])?" if prefix else ""
     return begin + "[./]".join(parts)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .._ground.spec import entry_axes
+from .._ground.spec import axes_of_entries
 from .._rules import AxisRules, Target
 
 
@@ -46,13 +46,10 @@ def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
         assert resolve(("embed", "mlp"), rules).spec == P("data", "model")
         ```
     """
-    targets = {
-        name: tuple(target) if isinstance(target, list) else target
-        for name, target in mapping.items()
-    }
-    axes = dict.fromkeys(
-        axis for target in targets.values() for axis in entry_axes(target)
-    )
+    targets = {}
+    for name, target in mapping.items():
+        targets[name] = tuple(target) if isinstance(target, list) else target
+    axes = dict.fromkeys(axes_of_entries(targets.values()))
     return AxisRules(targets, mesh_axes=axes)
 
 

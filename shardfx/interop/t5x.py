@@ -154,10 +154,9 @@ def _standard(bound: Bindings, experts: bool) -> AxisRules:
         return t5x(activation, parameter, additional_rules)
     rules = t5x(activation, parameter, [*_EXPERTS, *additional_rules])
     # The batch is sharded over experts too.
-    spread = [
-        (name, ("expert", "data") if name == "batch" else target)
-        for name, target in rules.rules
-    ]
+    spread = []
+    for name, target in rules.rules:
+        spread.append((name, ("expert", "data") if name == "batch" else target))
     return AxisRules(spread, mesh_axes=("data", "expert", "model"))
 
 

@@ -204,7 +204,7 @@ def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
             "there are no devices; pass `jax.devices()`, or those of one slice."
         )
     torus = [_torus_coords(device) for device in devices]
-    lengths = sorted({0 if place is None else len(place) for place in torus})
+    lengths = sorted({len(place or ()) for place in torus})
     if len(lengths) > 1:
         raise MeshError(
             f"the devices have coordinates of different lengths ({lengths}; 0 is none);"

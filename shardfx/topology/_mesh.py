@@ -333,11 +333,10 @@ class MeshSpec(eqx.Module):
                 f" {device_count} devices; use sizes whose product divides"
                 f" {device_count}.{hint}"
             )
-        sizes = tuple(
-            device_count // known_size if size == -1 else size
-            for size in self.axis_sizes
-        )
-        return _made(self.axis_names, sizes, self.axis_types, self.dcn_sizes)
+        sizes = []
+        for size in self.axis_sizes:
+            sizes.append(device_count // known_size if size == -1 else size)
+        return _made(self.axis_names, tuple(sizes), self.axis_types, self.dcn_sizes)
 
     def axis_size(self, names: str | Sequence[str]) -> int:
         """The size of one axis, or the product of the sizes of several.
@@ -561,10 +560,10 @@ class MeshSpec(eqx.Module):
 
     def __str__(self) -> str:
         columns = zip(self.axis_names, self.axis_sizes, self.dcn_sizes, strict=True)
-        return ",".join(
-            f"{name}={size}{'' if dcn == 1 else f'(dcn={dcn})'}"
-            for name, size, dcn in columns
-        )
+        axes = []
+        for name, size, dcn in columns:
+            axes.append(f"{name}={size}" if dcn == 1 else f"{name}={size}(dcn={dcn})")
+        return ",".join(axes)
 
 
 @ft.lru_cache(maxsize=256)
