@@ -170,17 +170,16 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     for path, leaf, is_array, i in zip(
         flat.paths, flat.leaves, flat.is_array, index, strict=True
     ):
-        if i >= 0 or is_array:
-            live = (_sharding(path, leaf), leaf.shape, leaf.dtype) if is_array else None
-            verdict = _verdict(live, asked[i] if i >= 0 else None)
-            if verdict is not None:
-                rows.append(MisplacedArray(path, *verdict))
-    rows += [
-        MisplacedArray(path, *verdict)
-        for path, i in missing
-        if (verdict := _verdict(None, asked[i]))
-    ]
-    return Misplaced(sorted(rows, key=lambda row: -row.excess_bytes))
+        if i < 0 and not is_array:
+            continue
+        live = None
+        if is_array:
+            live = (_sharding(path, leaf), leaf.shape, leaf.dtype)
+        rows.append(_verdict(path, live, asked[i] if i >= 0 else None))
+    for path, i in missing:
+        rows.append(_verdict(path, None, asked[i]))
+    misplaced_rows = [row for row in rows if row is not None]
+    return Misplaced(sorted(misplaced_rows, key=lambda row: -row.excess_bytes))
 
 
 def _sharding(path: str, leaf: Any) -> Sharding | None:
@@ -199,17 +198,14 @@ _Described = tuple[Sharding | None, tuple[int, ...], Any]
 
 @ft.lru_cache(maxsize=4096)
 def _verdict(
-    live: _Described | None, asked: _Described | None
-) -> tuple[str, str, int, str] | None:
-    """The planned and the found array as texts, the bytes by which the shard found is
-    larger than the planned one, and how to correct the array; `None` if the array is as
-    planned.
+    path: str, live: _Described | None, asked: _Described | None
+) -> MisplacedArray | None:
+    """The array `path` beside its plan; `None` if the array is as planned.
 
     `live` and `asked` are the sharding, shape and dtype of the live and of the planned
     array. `live` is `None` if the array is missing, and `asked` is `None` if the plan
     has no such array.
     """
-    texts = _text(asked), _text(live)
     if live is None or asked is None:
         excess = 0 if live is None else _held(live)
         fix = _PLAN_AGAIN
@@ -221,7 +217,13 @@ def _verdict(
     else:
         excess = _held(live) - _held(asked)
         fix = _MOVE
-    return *texts, max(excess, 0), fix
+    return MisplacedArray(
+        path=path,
+        asked=_text(asked),
+        found=_text(live),
+        excess_bytes=max(excess, 0),
+        fix=fix,
+    )
 
 
 def _held(described: _Described) -> int:

@@ -255,9 +255,10 @@ def _arguments(text: str, arguments: str) -> dict[str, Any]:
             f"--rules {text!r:.200} is not of the form NAME or NAME:key=value,..., as"
             " llama:head_dim=64"
         )
-    return {
-        key: int(value) if value.isdecimal() else value for key, value in values.items()
-    }
+    read: dict[str, Any] = {}
+    for key, value in values.items():
+        read[key] = int(value) if value.isdecimal() else value
+    return read
 
 
 def _sorted(rules: object, what: str) -> Rules:

@@ -46,12 +46,15 @@ def one_line(error: BaseException) -> str:
     lines = [line for line in lines if line.strip(" ^~")]
     text = ""
     for line in lines[:_SHOWN_LINES]:
-        text += line if not text else f" {line}" if text[-1] in ".,:" else f"; {line}"
-    return text + (
-        f" (and {len(lines) - _SHOWN_LINES} lines more)"
-        if len(lines) > _SHOWN_LINES
-        else ""
-    )
+        if not text:
+            text = line
+        elif text[-1] in ".,:":
+            text += f" {line}"
+        else:
+            text += f"; {line}"
+    if len(lines) > _SHOWN_LINES:
+        text += f" (and {len(lines) - _SHOWN_LINES} lines more)"
+    return text
 
 
 def shown(text: str, encoding: str | None) -> str:

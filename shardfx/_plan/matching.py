@@ -63,11 +63,10 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
     if flat.paths == content.path_tree.paths:
         return content.index
     number_by_path = dict(content.numbered)
-    pairs = zip(flat.paths, flat.is_array, strict=True)
-    are_planned = [
-        number_by_path.get(path, 0 if shaped else NO_ARRAY) >= 0
-        for path, shaped in pairs
-    ]
+    are_planned = []
+    for path, is_array in zip(flat.paths, flat.is_array, strict=True):
+        default = 0 if is_array else NO_ARRAY
+        are_planned.append(number_by_path.get(path, default) >= 0)
     planned = [pair for pair in content.numbered if pair[1] >= 0]
     if [
         path
@@ -77,10 +76,9 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
         _raise_other_tree(content, flat)
     numbers = iter([i for _, i in planned])
     others = [min(number_by_path.get(path, NO_ARRAY), NO_ARRAY) for path in flat.paths]
-    index = [
-        next(numbers) if is_planned else other
-        for is_planned, other in zip(are_planned, others, strict=True)
-    ]
+    index = []
+    for is_planned, other in zip(are_planned, others, strict=True):
+        index.append(next(numbers) if is_planned else other)
     return with_numbers(index, flat)
 
 

@@ -386,12 +386,13 @@ def _entries(names: Any) -> tuple[Any, ...]:
             "the names of an array are a tuple with one entry per dimension, not"
             f" {names!r}; write `({names!r},)` for an array of rank 1."
         )
-    entries = tuple(
-        tuple(entry) if isinstance(entry, list) else entry for entry in names
-    )
-    for entry in entries:
+    entries = []
+    for entry in names:
+        if isinstance(entry, list):
+            entry = tuple(entry)
         _members(entry)  # raises for an invalid entry, such as a list in a tuple
-    return entries
+        entries.append(entry)
+    return tuple(entries)
 
 
 def _is_plain(names: object) -> bool:

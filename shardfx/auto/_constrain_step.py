@@ -129,7 +129,8 @@ def constrain_step(
 
     @ft.wraps(step)
     def constrained(*args: PyTree) -> PyTree:
-        plain = PlainStep(*eqx.filter_make_jaxpr(step)(*structs_of(args)))
+        closed, out, rest = eqx.filter_make_jaxpr(step)(*structs_of(args))
+        plain = PlainStep(closed=closed, out=out, rest=rest)
         where = mesh if isinstance(mesh, Mesh) else abstract
         constrainer = _constrainer(step, plain.closed, args, spec, where, rules)
         return plain.result(_run(constrainer, plain.closed, args))

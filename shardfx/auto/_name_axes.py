@@ -511,10 +511,10 @@ def notes_of(classes: Classes) -> tuple[str, ...]:
     understand.
     """
     notes = classes.tied.program.notes
-    return tuple(
-        words if count == 1 else f"{words} ({count} times)"
-        for words, count in notes.items()
-    )
+    texts = []
+    for words, count in notes.items():
+        texts.append(words if count == 1 else f"{words} ({count} times)")
+    return tuple(texts)
 
 
 def names_trees(classes: Classes) -> tuple[PyTree, ...]:
@@ -522,13 +522,13 @@ def names_trees(classes: Classes) -> tuple[PyTree, ...]:
     its dimensions.
     """
     names_of_arrays = iter(map(classes.names_of, range(len(classes.dims))))
-    return tuple(
-        jax.tree.unflatten(
-            flat.treedef,
-            [next(names_of_arrays) if shaped else None for shaped in flat.is_array],
-        )
-        for flat in classes.traced.flats
-    )
+    trees = []
+    for flat in classes.traced.flats:
+        leaves = []
+        for is_array in flat.is_array:
+            leaves.append(next(names_of_arrays) if is_array else None)
+        trees.append(jax.tree.unflatten(flat.treedef, leaves))
+    return tuple(trees)
 
 
 def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:

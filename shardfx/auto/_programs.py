@@ -231,10 +231,9 @@ class LoweredStep:
             [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
             for plan in candidate.plans
         ]
-        out = [
-            [None] * count if which is None else dims[which]
-            for which, count in self.results
-        ]
+        out: list[Sequence[Dims | None]] = []
+        for which, count in self.results:
+            out.append([None] * count if which is None else dims[which])
         return _filled(dims, arguments), _filled(out, results)
 
     def _extrapolated(self, step: Step, candidate: Candidate) -> _ProgramCosts:
@@ -479,10 +478,10 @@ def jitted(
         if candidate.constrained
         else lowered.step
     )
-    results = tuple(
-        None if which is None else plans[which] for which in candidate.results
-    )
-    out = results[0] if len(results) == 1 else results
+    results = []
+    for which in candidate.results:
+        results.append(None if which is None else plans[which])
+    out = results[0] if len(results) == 1 else tuple(results)
     return filter_jit(
         step, in_shardings=tuple(plans), out_shardings=out, donate=candidate.donated
     )

@@ -112,9 +112,10 @@ class Limits:
         """Pairs of a mesh axis that must exist and its size; the size is `None` where
         `axes` gives none.
         """
-        return tuple(
-            (axis, None) if isinstance(axis, str) else axis for axis in self.axes
-        )
+        pairs = []
+        for axis in self.axes:
+            pairs.append((axis, None) if isinstance(axis, str) else axis)
+        return tuple(pairs)
 
 
 class Space:

@@ -233,10 +233,10 @@ def _by_map(
     }
     source |= {path: Struct((), np.dtype(type(saved[path]))) for path in saved}
     # The dtype of a leaf is decided below, by the rules of all loading.
-    structs = {
-        path: Struct(tuple(planned.shape), planned.dtype if dtype is None else None)
-        for path, planned in target.arrays
-    }
+    structs = {}
+    for path, planned in target.arrays:
+        leaf_dtype = planned.dtype if dtype is None else None
+        structs[path] = Struct(tuple(planned.shape), leaf_dtype)
     routes: dict[int, str] = {}
     for other in target.others:
         route = copied_from(map.steps, other.path) if other.is_number else None

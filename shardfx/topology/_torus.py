@@ -84,7 +84,10 @@ def ring_path(
     turning = [dim for dim in used if box[dim] % 2 == 0]
     joined = [dim for dim in turning if closed[dim]]
     slow = (joined or turning or used or [0])[0]
-    rest = _snake([1 if dim == slow else size for dim, size in enumerate(box)])
+    row_box = list(box)
+    if box:
+        row_box[slow] = 1
+    rest = _snake(row_box)
     if joined or not turning or len(used) < 2:
         return _rows(rest, slow, box[slow] if box else 1)
     # No link joins the ends of the slow dimension, so one column is left for the way
@@ -258,7 +261,10 @@ def _snake(box: Sequence[int]) -> Int[np.ndarray, "places dims"]:
 def _rows(
     row: Int[np.ndarray, "places dims"], slow: int, count: int
 ) -> Int[np.ndarray, "more dims"]:
-    out = np.stack([row if index % 2 == 0 else row[::-1] for index in range(count)])
+    rows = []
+    for index in range(count):
+        rows.append(row if index % 2 == 0 else row[::-1])
+    out = np.stack(rows)
     if out.size:
         out[:, :, slow] = np.arange(count)[:, None]
     return out.reshape(-1, row.shape[1])
