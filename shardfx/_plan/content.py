@@ -256,7 +256,7 @@ def read_json(text: str) -> Content:
     """
     try:
         data = plan_json.parsed(text)
-        content = Content(*plan_json.decoded(data))
+        content = Content(**plan_json.decoded(data))
         is_whole = data.get("digest", content.digest) == content.digest
     except PlanFormatError:
         raise

@@ -86,9 +86,9 @@ def parsed(text: str) -> dict[str, Any]:
     return data
 
 
-def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the arguments of `Content`, without devices, from the parsed JSON of a
-    plan.
+def decoded(data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `Content` by name, without devices, from the parsed JSON
+    of a plan.
     """
     mesh = decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
@@ -112,7 +112,16 @@ def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
     _require("`mode`", mode, (str, None), "a string or null")
     _require("`strict`", strict, bool, "true or left out")
     path_tree = PathTree(tuple(paths), treedef, order, data["structure"])
-    return mesh, None, decode_rules(data["axes"]), mode, rows, index, path_tree, strict
+    return {
+        "mesh": mesh,
+        "jax_mesh": None,
+        "axes": decode_rules(data["axes"]),
+        "mode": mode,
+        "rows": rows,
+        "index": index,
+        "path_tree": path_tree,
+        "strict": strict,
+    }
 
 
 def encode_mesh(mesh: MeshSpec) -> object:
